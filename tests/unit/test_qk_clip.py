@@ -23,9 +23,8 @@ from transformers.masking_utils import sdpa_mask
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import muonmesh as mm
-from muonmesh.integrations.qk_clip import max_logits as logits_module
-from muonmesh.integrations.qk_clip.kernels import bound_of
-from muonmesh.integrations.qk_clip.max_logits import largest_logits
+from muonmesh.integrations.qk_clip import logits as logits_module
+from muonmesh.integrations.qk_clip.logits import bound_of, largest_logits
 
 SIZES = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 6, "intermediate_size": 20, "vocab_size": 31}
 DEEPSEEK = {

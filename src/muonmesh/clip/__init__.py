@@ -1,14 +1,12 @@
 """Clip: clipping by norm for an optimizer of two halves, of which only one cares for magnitudes.
 
 `clipping` is one call of `Muon.clip_grad_norm_`: it fills the vector of `squares`, which all ranks add up, compares the
-norms with the `limits`, scales the gradients by `factors` and returns the `norms`. `running` is what the policy
+norms with the `limits`, scales the gradients by what follows, and returns the norms. `running` is what the policy
 "per_matrix" does instead to Muon's half.
 """
 
 from muonmesh.clip.clipping import PlanAgain, clip_gradients, stand_aside_from_sums
-from muonmesh.clip.factors import scale_groups
-from muonmesh.clip.limits import ClipPolicy, Limits
-from muonmesh.clip.norms import GradNorms
+from muonmesh.clip.limits import ClipPolicy, GradNorms, Limits, scale_groups
 from muonmesh.clip.running import keep_running_norms
 from muonmesh.clip.squares import MATRICES, half_of
 

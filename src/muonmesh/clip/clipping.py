@@ -9,9 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from muonmesh.clip.factors import scale_groups
-from muonmesh.clip.limits import Limits
-from muonmesh.clip.norms import GradNorms
+from muonmesh.clip.limits import GradNorms, Limits, scale_groups
 from muonmesh.clip.running import limit_matrices
 from muonmesh.clip.squares import (
     ALIKE,
@@ -62,13 +60,12 @@ def clip_gradients(
         Exception: what this rank found wrong, after it has taken part in what the others wait for.
         PlanError: another rank found something wrong. Nothing has been scaled then.
     """
-    measured = {INVARIANT, FELT} if limits.measures_both else {FELT}
     apart, matrices, sums = source.norms_apart, matrices_from(source), zeros_for(planned, source)
-    if not _reduces(planned, measured, process_group):
+    if not _reduces(planned, limits, process_group):
         limits.check()
         return limits.told(sums, torch.zeros_like(sums[0], dtype=torch.bool), apart), Clip()
     by_matrix = limits.policy == "per_matrix"
-    error = add_squares(planned, groups, source, measured, sums, matrices=by_matrix)
+    error = add_squares(planned, groups, source, limits.measured, sums, matrices=by_matrix)
     said = dict.fromkeys(range(matrices), 0)
     try:
         limits.check()
@@ -132,7 +129,7 @@ def stand_aside_from_sums(
         PlanError: another rank found an error.
     """
     matrices, sums = matrices_from(source), zeros_for(planned, source)
-    if not _reduces(planned, {INVARIANT, FELT} if limits.measures_both else {FELT}, process_group):
+    if not _reduces(planned, limits, process_group):
         if error is not None:
             raise error
         return None
@@ -146,7 +143,7 @@ def stand_aside_from_sums(
     return limits.told(sums, torch.ones_like(sums[0], dtype=torch.bool), source.norms_apart)
 
 
-def _reduces(planned: Planned, measured: set[int], process_group: dist.ProcessGroup | None) -> bool:
+def _reduces(planned: Planned, limits: Limits, process_group: dist.ProcessGroup | None) -> bool:
     """Whether there is anything to measure, or others that may have something."""
     # Others of the set, or in the process group, may have an AdamW half where this rank has none.
     if planned.plan.elementwise or process_group is not None:
@@ -154,4 +151,4 @@ def _reduces(planned: Planned, measured: set[int], process_group: dist.ProcessGr
     halves = {INVARIANT if parameter.scale_invariant else FELT for parameter in planned.plan.parameters}
     if any(planned.adamw):
         halves.add(FELT)
-    return bool(halves & measured)
+    return bool(halves & limits.measured)

@@ -1,19 +1,55 @@
-"""Limits: what a call of `Muon.clip_grad_norm_` asks for, and what follows from the norms."""
+"""Limits: what a call of `Muon.clip_grad_norm_` asks for, what follows from the norms, and what it returns."""
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, get_args
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from muonmesh.clip.norms import GradNorms
-from muonmesh.clip.squares import FELT, INVARIANT, norms_of
+from muonmesh.clip.squares import FELT, INVARIANT, half_of, norms_of, number_of
+from muonmesh.comm.gradients import GradientSource, scale_gradient
 from muonmesh.errors import explain_error
+
+
+@dataclass(frozen=True)
+class GradNorms:
+    """Norms of the gradients before clipping, over all shards, every element counted once.
+
+    ``float(norms)`` and ``norms.item()`` are the total, as in loops written for torch's function; reading never
+    communicates, so one rank alone may log. On CUDA reading waits for the device.
+
+    Attributes:
+        total: 0-d fp64 tensor, norm of all gradients; None if it was not asked for.
+        muon: Norm of the gradients of Muon's half, the groups whose rule is scale-invariant; None likewise.
+        adamw: Norm of the others': AdamW's, and those of rules that feel the scale of gradients; None likewise.
+        skipped: 0-d bool tensor, whether the next ``step`` changes nothing.
+        apart: The norms of gradients that the others leave out, by name: `GradientSource.norms_apart`, of what was
+            measured.
+    """
+
+    total: Tensor | None
+    muon: Tensor | None
+    adamw: Tensor | None
+    skipped: Tensor
+    apart: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def item(self) -> float:
+        """Return the total norm."""
+        return float(self)
+
+    def __float__(self) -> float:
+        """Return the total norm; nan if it was not asked for."""
+        return math.nan if self.total is None else float(self.total)
+
+    def __format__(self, spec: str) -> str:
+        """Return the total norm as text."""
+        return format(float(self), spec)
+
 
 ClipPolicy = Literal["adamw_only", "all", "separate", "per_matrix"]
 """Which gradients `Muon.clip_grad_norm_` scales down, and by which norm; its docstring describes each policy."""
@@ -23,11 +59,11 @@ ClipPolicy = Literal["adamw_only", "all", "separate", "per_matrix"]
 class Limits:
     """The arguments of one call of `Muon.clip_grad_norm_`, which documents them."""
 
-    max_norm: float
-    policy: ClipPolicy
-    skip_above: float
-    norms: bool
-    norm_type: float
+    max_norm: float = math.inf
+    policy: ClipPolicy = "adamw_only"
+    skip_above: float = math.inf
+    norms: bool = True
+    norm_type: float = 2.0
 
     def check(self) -> None:
         """Raise ValueError unless the arguments can be met."""
@@ -47,9 +83,10 @@ class Limits:
             raise ValueError(explain_error("norm_type", f"{self.norm_type!r}", "2: Euclidean norms alone", write))
 
     @property
-    def measures_both(self) -> bool:
-        """Whether both halves are measured: asked for, or needed to clip, or to see a non-finite gradient."""
-        return self.norms or self.policy != "adamw_only" or self.skip_above < math.inf
+    def measured(self) -> set[int]:
+        """The halves that are measured: both where asked for, or needed to clip, or to see a non-finite gradient."""
+        both = self.norms or self.policy != "adamw_only" or self.skip_above < math.inf
+        return {INVARIANT, FELT} if both else {FELT}
 
     @property
     def protects(self) -> tuple[str, ...]:
@@ -86,3 +123,20 @@ class Limits:
         known = {name: norm if self.norms or name in self.protects else None for name, norm in norms_of(sums).items()}
         others = {name: norms_of(sums, number)["total"] for number, name in enumerate(apart, 1)}
         return GradNorms(**known, skipped=skip, apart=others)
+
+
+def scale_groups(
+    groups: Sequence[Mapping[str, Any]], source: GradientSource, coefficients: Mapping[int, Tensor]
+) -> None:
+    """Multiply the gradients of each half by its coefficient, a 0-d fp64 tensor, by its place in the sums."""
+    coefficients = {place: coefficient for place, coefficient in coefficients.items() if not is_one(coefficient)}
+    for group in groups if coefficients else ():
+        for parameter in group["params"]:
+            place = half_of(group) + 2 * number_of(str(group.get("name")), parameter, source)
+            if place in coefficients:
+                scale_gradient(parameter, source, coefficients[place])
+
+
+def is_one(coefficient: Tensor) -> bool:
+    """Whether there is nothing to multiply, where asking does not make the host wait."""
+    return coefficient.device.type == "cpu" and float(coefficient) == 1

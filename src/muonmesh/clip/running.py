@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from muonmesh.clip.factors import is_one
+from muonmesh.clip.limits import is_one
 from muonmesh.comm.gradients import GradientSource, multiply, own_gradient
 from muonmesh.comm.views import view_in_storage
 from muonmesh.numerics.kernels.memory import upload

@@ -96,7 +96,7 @@ def add_squares(
         The first thing that is wrong with a gradient. The others are still read: ranks may sum a partial one together.
     """
     error: Exception | None = None
-    places, parts, copies = list[int](), list[Tensor](), list[int]()
+    found = list[tuple[int, Tensor, int]]()  # a place in the sums, elements of a gradient, how many ranks store them
     gradients, norm_of = dict[int, Tensor](), dict[int, int]()
     first = matrices_from(source)
     for number, member in [*enumerate(planned.muon), *((-1, member) for some in planned.adamw for member in some)]:
@@ -107,29 +107,26 @@ def add_squares(
         try:
             gradient = whole_gradient(member.name, member.tensor, source)
             half += 2 * number_of(member.name, member.tensor, source)
-        except (LayoutError, TypeError) as found:
-            error = error or found
+        except (LayoutError, TypeError) as wrong:
+            error = error or wrong
             continue
         if gradient is None:
             continue
         if matrices and number >= 0:
             gradients[number], norm_of[number] = gradient.contiguous(), half
             continue
-        for part in member.gradient_storage.parts(gradient):
-            places.append(half)
-            parts.append(part)
-            copies.append(member.gradient_storage.copies)
+        storage = member.gradient_storage
+        found += [(half, part, storage.copies) for part in storage.parts(gradient)]
     for matrix, (assignment, pieces) in enumerate(
         zip(planned.plan.assignments, planned.gradient_holdings, strict=True)
     ):
         if assignment.parameter in gradients:
             member = planned.muon[assignment.parameter]
             assert member is not None
-            for piece in pieces:
-                places.append(first + matrix)
-                parts.append(view_in_storage(gradients[assignment.parameter], piece))
-                copies.append(member.gradient_storage.copies)
-    if parts:
+            gradient, copied = gradients[assignment.parameter], member.gradient_storage.copies
+            found += [(first + matrix, view_in_storage(gradient, piece), copied) for piece in pieces]
+    if found:
+        places, parts, copies = zip(*found, strict=True)
         index = upload(places, dtype=torch.int64, device=sums.device)
         stored_by = upload(copies, dtype=torch.float64, device=sums.device)
         sums.index_add_(0, index, sums_of_squares(parts) / stored_by)

@@ -50,7 +50,8 @@ def from_model(
 
 def for_deepspeed(model: nn.Module, settings: Mapping[str, Any]) -> torch.optim.Optimizer:
     """Return the optimizer for the engine that Accelerate makes of a model."""
-    from muonmesh.integrations.deepspeed.hosted import hosted, prepare_host_config  # DeepSpeed need not be installed
+    from muonmesh.integrations.deepspeed.config import prepare_host_config  # DeepSpeed need not be installed
+    from muonmesh.integrations.deepspeed.initialize import hosted
 
     prepare_host_config(AcceleratorState().deepspeed_plugin.deepspeed_config)
     return hosted(model, settings)

@@ -115,7 +115,8 @@ def torchtitan_role(site: Site) -> Role | None:
         return Role("muon", "matrices", "experts: gate, up row by row", ("stack", ("interleaved", 2, 0)))
     if site.key != "weight" or len(site.owners) < 2:
         return None
-    held, owner = site.owners[0][0], _sizes(site.owners[1][1])
+    owner: Any = site.owners[1][1]
+    held = site.owners[0][0]
     if held == "wqkv" and "FusedQKVLinear" in class_names(owner, "torchtitan"):
         group = (owner.heads_per_kv * owner.head_dim, owner.head_dim, owner.head_dim)
         return Role("muon", "matrices", "attention: q, k, v by query group", ("interleaved", group, 0))
@@ -126,11 +127,6 @@ def torchtitan_role(site: Site) -> Role | None:
         head = (owner.qk_nope_head_dim, owner.v_head_dim)
         return Role("muon", "matrices", "attention: k, v head by head", ("interleaved", head, 0))
     return None
-
-
-def _sizes(module: Any) -> Any:
-    """Return a module as what its class says of itself, which nn.Module's types do not."""
-    return module
 
 
 register(torchtitan_role)

@@ -110,20 +110,10 @@ class MuonCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         skip_above: float = math.inf,
         metrics: bool = False,
     ) -> None:
-        self.clip = clip
-        self.policy = policy
-        self.skip_above = skip_above
+        self.clips = clip is not None or skip_above < math.inf
         self.metrics = metrics
+        self._limits = Limits(math.inf if clip is None else clip, policy, skip_above)
         self._figures: dict[str, float] = {}
-
-    @property
-    def clips(self) -> bool:
-        """Whether gradients are measured here."""
-        return self.clip is not None or self.skip_above < math.inf
-
-    @property
-    def _limits(self) -> Limits:
-        return Limits(math.inf if self.clip is None else self.clip, self.policy, self.skip_above, True, 2.0)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -193,11 +183,11 @@ def _logs_next(args: TrainingArguments, state: TrainerState) -> bool:
 def _optimizer_in(optimizer: Any) -> Muon | EngineMuon:
     """Return the optimizer that the wrappers of Accelerate and DeepSpeed hold."""
     inner = optimizer
-    while not isinstance(inner, Muon) and not hasattr(inner, "clip_by") and hasattr(inner, "optimizer"):
+    while not (isinstance(inner, Muon) or hasattr(inner, "clip_by")):
+        if not hasattr(inner, "optimizer"):
+            found, write = f"a {type(inner).__name__}", 'Write optimizer_cls_and_kwargs=(MuonFactory, {"args": args})'
+            raise ValueError(explain_error("MuonCallback", found, "a Trainer whose optimizer is muonmesh.Muon", write))
         inner = inner.optimizer
-    if not isinstance(inner, Muon) and not hasattr(inner, "clip_by"):
-        found, write = f"a {type(inner).__name__}", 'Write optimizer_cls_and_kwargs=(MuonFactory, {"args": args})'
-        raise ValueError(explain_error("MuonCallback", found, "a Trainer whose optimizer is muonmesh.Muon", write))
     held: Muon | EngineMuon = inner
     return held
 

@@ -217,14 +217,14 @@ def timeline() -> Timeline:
 
 
 @contextmanager
-def pretended_cuda(own: Timeline | None = None, **replaced: Any) -> Iterator[Timeline]:
+def pretended_cuda(own: Timeline | None = None, *replaced: tuple[Any, str, Any]) -> Iterator[Timeline]:
     """Let fake tensors be on CUDA devices, whether or not this torch knows of CUDA.
 
     What is changed belongs to the process, so nothing else may use torch meanwhile; all is as before afterwards.
 
     Args:
         own: When the streams go on.
-        replaced: What else stands for it in `torch.cuda`.
+        replaced: What else is replaced meanwhile: an object, the name of its attribute, and what stands for it.
     """
     own = own or Timeline()
     library = ctypes.CDLL(os.path.join(os.path.dirname(torch.__file__), "lib", "libc10.so"))
@@ -238,14 +238,13 @@ def pretended_cuda(own: Timeline | None = None, **replaced: Any) -> Iterator[Tim
         "current_device": own.index,
         "set_device": own.set_device,
         "synchronize": own.synchronize,
-        **replaced,
     }
     with ExitStack() as stack:
         stack.callback(guards.__setitem__, _CUDA, guards[_CUDA])
         guards[_CUDA] = guards[_META]
-        for name, other in stands.items():
-            stack.callback(setattr, torch.cuda, name, getattr(torch.cuda, name))
-            setattr(torch.cuda, name, other)
+        for owner, name, other in (*((torch.cuda, *each) for each in stands.items()), *replaced):
+            stack.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, other)
         memory.forget()  # streams of other devices
         stack.callback(memory.forget)
         _active.append(own)

@@ -7,7 +7,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -150,28 +150,17 @@ def dry_run(
             kept = _kept_bytes(made, count)
             with count:
                 run(made)
-        sent = made.counts.bytes_sent if isinstance(made, Muon) else 0
-        elements = sum(local_of(p).numel() for p in parameters)
+        state = [local_of(tensor) for tensor in _tensors(made.state)]
+    counted = {field.name: getattr(count, field.name) for field in fields(DryRun) if hasattr(count, field.name)}
     return DryRun(
-        count.total,
-        sum(count.operations.values()),
-        count.kernels,
-        count.views,
-        len(parameters) if isinstance(made, Muon) else 0,
-        sum(count.collectives.values()),
-        count.messages,
-        sent,
-        count.elementwise_bytes,
-        count.flops,
-        count.slow_flops,
-        elements,
-        count.peak,
-        kept,
-        sum(local.numel() * local.element_size() for local in map(local_of, _tensors(made.state)) if local.is_cuda),
-        count.bytes_to_device,
-        count.bytes_to_host,
-        tuple(count.places.most_common()),
-        rates or DeviceRates(),
+        **counted,
+        matrices=len(parameters) if isinstance(made, Muon) else 0,
+        bytes_sent=made.counts.bytes_sent if isinstance(made, Muon) else 0,
+        elements=sum(local_of(p).numel() for p in parameters),
+        kept_bytes=kept,
+        state_bytes=sum(local.numel() * local.element_size() for local in state if local.is_cuda),
+        places=tuple(count.by_place.most_common()),
+        rates=rates or DeviceRates(),
     )
 
 
@@ -210,17 +199,10 @@ def _ranks(world: int, rank: int) -> Iterator[None]:
 
 def _on_device(model: nn.Module, fake: FakeTensorMode, mesh: DeviceMesh | None, placements: Placer | None) -> nn.Module:
     """Return a copy of a model whose parameters are fake tensors on the device, each with a gradient."""
-    copied = copy.deepcopy(model)
-    made: dict[int, nn.Parameter] = {}
-    names = {id(p): name for name, p in copied.named_parameters()}
-    for module in copied.modules():
-        for name, parameter in list(module._parameters.items()):
-            if parameter is None:
-                continue
-            if id(parameter) not in made:
-                made[id(parameter)] = _fake(names[id(parameter)], parameter, fake, mesh, placements)
-            module._parameters[name] = made[id(parameter)]
-    return copied
+    made = {
+        id(parameter): _fake(name, parameter, fake, mesh, placements) for name, parameter in model.named_parameters()
+    }
+    return copy.deepcopy(model, made)  # which takes them for copies that it has made
 
 
 def _fake(

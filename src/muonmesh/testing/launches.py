@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
 import weakref
 from collections import Counter
@@ -18,70 +19,16 @@ from torch.utils._pytree import tree_leaves
 from muonmesh.numerics.kernels.portions import FIRST, LOOKED
 from muonmesh.report.device_rates import DeviceRates
 
-_NOTHING = frozenset(
-    (
-        "_reshape_alias",
-        "_to_view",
-        "_unsafe_view",
-        "alias",
-        "as_strided",
-        "detach",
-        "device",
-        "diagonal",
-        "empty",
-        "empty_like",
-        "empty_strided",
-        "expand",
-        "is_pinned",
-        "is_same_size",
-        "lift_fresh",
-        "narrow",
-        "new_empty",
-        "new_empty_strided",
-        "permute",
-        "record_stream",
-        "resize_",
-        "select",
-        "set_",
-        "slice",
-        "split",
-        "split_with_sizes",
-        "squeeze",
-        "t",
-        "transpose",
-        "unbind",
-        "unfold",
-        "unsqueeze",
-        "view",
-        "view_as_real",
-    )
+_NOTHING = re.compile(
+    "(new_)?empty(_like|_strided)?|resize_|set_"  # memory
+    "|_unsafe_view|device|is_pinned|is_same_size|record_stream"
 )
-"""Operations that run nothing on the device: views, memory, questions."""
+"""Operations that run nothing on the device and are no views: memory, questions."""
 
-WAITS = frozenset(
-    (
-        "_unique",
-        "_unique2",
-        "equal",
-        "is_nonzero",
-        "item",
-        "masked_select",
-        "nonzero",
-        "nonzero_numpy",
-        "repeat_interleave",
-        "unique_dim",
-    )
-)
-"""Operations whose result the host must wait for, since it needs a number from the device."""
+_WAITS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+"""Torch's marks of operations whose result needs a number from the device."""
 
-_PRODUCTS = frozenset(
-    (
-        "addmm",
-        "baddbmm",
-        "bmm",
-        "mm",
-    )
-)
+_PRODUCTS = ("addmm", "baddbmm", "bmm", "mm")
 _COLLECTIVES = ("c10d", "_c10d_functional")
 
 # What one launch of torch's multi-tensor kernels takes (ATen/native/cuda/MultiTensorApply.cuh): so many elements to a
@@ -96,30 +43,17 @@ class HostSync(RuntimeError):
 
 
 class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts what runs on a device while it is active.
+    """Counts what runs on a device while it is active, in attributes that `DryRun` describes.
 
     A multi-tensor operation (``torch._foreach_*``) counts as many launches as its kernel takes for these tensors;
     ``operations`` counts it once. Matrix products count their FLOPs, everything else the bytes that it reads and
     writes: each tensor as many bytes as it has elements of its own, so that an expanded dim counts once.
 
     Attributes:
-        launches: By the name of the operation.
-        operations: Calls of torch, likewise.
-        elementwise_bytes: Read and written by all but products and collectives.
-        flops: Of the products.
-        slow_flops: Likewise, weighted by `DeviceRates.weight_of`.
-        kernels: Launches of our own operators.
-        views: Operations that run nothing, which take the host's time all the same.
-        collectives: By name.
-        messages: Ranks that these send to or receive from, summed up; of all-to-alls, whose splits say so.
-        bytes_to_device: What copies from the host move, for which it does not wait.
-        bytes_to_host: What copies to the host move.
-        places: Where in ``within`` launches come from, as ``(file, function)``.
-        peak: Most bytes at once of memory taken since the mode began.
-        live: What is still there of it.
+        by_place: Launches by the file and function of ``within`` that they come from.
 
     Args:
-        within: Part of a path; frames of files with it in their path are looked at for ``places``.
+        within: Part of a path; frames of files with it in their path are looked at for ``by_place``.
 
     Raises:
         HostSync: from within the operation that would wait.
@@ -127,15 +61,12 @@ class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, *, within: str = "muonmesh") -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.launches: Counter[str] = Counter()
-        self.operations: Counter[str] = Counter()
-        self.elementwise_bytes = self.flops = self.kernels = self.views = self.messages = 0
+        self.launches = self.operations = self.kernels = self.views = self.collectives = self.messages = 0
+        self.elementwise_bytes = self.flops = self.bytes_to_device = self.bytes_to_host = self.peak_bytes = 0
         self.slow_flops = 0.0
-        self.bytes_to_device = self.bytes_to_host = 0
-        self.collectives: Counter[str] = Counter()
-        self.places: Counter[tuple[str, str]] = Counter()
-        self.peak = self.live = 0
+        self.by_place: Counter[tuple[str, str]] = Counter()
         self._within = within
+        self._live = 0
         self._storages: dict[int, int] = {}
 
     def __torch_dispatch__(
@@ -147,35 +78,35 @@ class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
         given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         if name == "_local_scalar_dense":
             return self._number(given[0])
-        on_device = any(t.is_cuda for t in given)
-        if on_device and (name in WAITS or (name == "index" and masks(args[1]))):
+        if any(t.is_cuda for t in given) and waits(func, args):
             raise HostSync(f"{func} of a tensor on the device")
         found = func(*args, **kwargs)
         made = [t for t in tree_leaves(found) if isinstance(t, Tensor)]
         self._look_at_copy(name, args, kwargs, given, made)
         for tensor in made:
             self._account(tensor)
-        if not any(t.is_cuda for t in given + made) or name in _NOTHING:
-            self.views += name in _NOTHING
+        launches_nothing = func.is_view or _NOTHING.fullmatch(name) is not None
+        if launches_nothing or not any(t.is_cuda for t in given + made):
+            self.views += launches_nothing
             return found
         if space in _COLLECTIVES:
-            self.collectives[name] += 1
+            self.collectives += 1
             splits = [value for value in args if isinstance(value, list) and value and isinstance(value[0], int)]
             self.messages += max((sum(map(bool, sizes)) for sizes in splits), default=0)
             return found
-        self.operations[name] += 1
+        self.operations += 1
         count = _launches(name, args, kwargs)
-        self.launches[name] += count
-        self.places[self._place()] += count
+        self.launches += count
+        self.by_place[self._place()] += count
         self.kernels += count * (space == "muonmesh")
         if space == "muonmesh" and name == "multiply":
-            self._multiplied(_flops_of_multiply(args), args[9], by_triton=True)
+            one_triangle = 2 if args[8] else 1  # of a symmetric product
+            self._multiplied(2 * args[0].numel() * args[1].shape[-1] // one_triangle, args[9], by_triton=True)
         elif name in _PRODUCTS:
             left, right = [value for value in args if isinstance(value, Tensor)][-2:]
             self._multiplied(2 * left.numel() * right.shape[-1], made[0], by_triton=False)
-            summand = args[0] if name in ("addmm", "baddbmm") else None
-            if summand is not None and kwargs.get("beta", 1) != 0 and kwargs.get("out") is not summand:
-                self.launches["copy of the summand"] += 1  # cuBLAS adds in place
+            adds = name in ("addmm", "baddbmm") and kwargs.get("beta", 1) != 0
+            self.launches += adds and kwargs.get("out") is not args[0]  # a copy of the summand: cuBLAS adds in place
         else:
             moved = _usually(name, args) if space == "muonmesh" else None
             self.elementwise_bytes += sum(_bytes(func, args, kwargs, made)) if moved is None else moved
@@ -184,11 +115,6 @@ class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _multiplied(self, flops: int, out: Tensor, *, by_triton: bool) -> None:
         self.flops += flops
         self.slow_flops += flops * DeviceRates.weight_of(out.numel(), by_triton=by_triton)
-
-    @property
-    def total(self) -> int:
-        """All launches."""
-        return sum(self.launches.values())
 
     def _number(self, tensor: Tensor) -> Any:
         """Return what a fake tensor on the host says, for which there is nobody to ask: a step count of 1, for one."""
@@ -224,12 +150,12 @@ class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if key in self._storages:
             return
         self._storages[key] = size
-        self.live += size
-        self.peak = max(self.peak, self.live)
+        self._live += size
+        self.peak_bytes = max(self.peak_bytes, self._live)
         weakref.finalize(storage, self._gone, key)
 
     def _gone(self, key: int) -> None:
-        self.live -= self._storages.pop(key, 0)
+        self._live -= self._storages.pop(key, 0)
 
     def knows(self, tensors: Sequence[Tensor]) -> None:
         """Leave memory out that was there before."""
@@ -260,16 +186,11 @@ def _usually(name: str, args: Sequence[Any]) -> int | None:
     return None
 
 
-def _flops_of_multiply(args: Sequence[Any]) -> int:
-    """Return the FLOPs of our own product, of which a symmetric one computes one triangle."""
-    a, b, symmetric = args[0], args[1], args[8]
-    full: int = 2 * math.prod(a.shape) * b.shape[-1]
-    return full // 2 if symmetric else full
-
-
-def masks(indices: Any) -> bool:
-    """Return whether some indices are masks, so that the shape of what they pick is known to the device alone."""
-    return any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in tree_leaves(indices))
+def waits(func: Any, args: Sequence[Any]) -> bool:
+    """Return whether the host waits for an operation; one that picks by indices does only where these are masks."""
+    if func._schema.name == "aten::index":
+        return any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in tree_leaves(args[1]))
+    return not _WAITS.isdisjoint(func.tags)
 
 
 def _launches(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
@@ -313,15 +234,20 @@ def _size(tensor: Tensor) -> int:
     return own * tensor.element_size()
 
 
-def _bytes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: Sequence[Tensor]) -> Iterator[int]:
-    """Yield what is read and what is written of each tensor on the device."""
-    written = set()
+def arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[Any, Any, bool]]:
+    """Yield each argument of an operation in its schema, its value, and whether it is written."""
     for number, argument in enumerate(func._schema.arguments):
         value = args[number] if number < len(args) else kwargs.get(argument.name)
+        yield argument, value, argument.alias_info is not None and argument.alias_info.is_write
+
+
+def _bytes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: Sequence[Tensor]) -> Iterator[int]:
+    """Yield what is read and what is written of each tensor on the device."""
+    name, written = func._schema.name.split("::")[1], set()
+    for argument, value, writes in arguments(func, args, kwargs):
         tensors = [t for t in tree_leaves(value) if isinstance(t, Tensor) and t.is_cuda]
-        writes = argument.alias_info is not None and argument.alias_info.is_write
-        name = func._schema.name.split("::")[1]
-        overwrites = writes and (argument.is_out or argument.name in _OURS or name in _OVERWRITES)
+        known = argument.name in _OURS or _OVERWRITES.fullmatch(name) is not None
+        overwrites = writes and (argument.is_out or known)
         for tensor in tensors:
             if writes:
                 written.add(id(tensor))
@@ -331,30 +257,8 @@ def _bytes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: Sequ
             yield _size(tensor)
 
 
-_OURS = (
-    "diagonal",
-    "directions",
-    "exponents",
-    "found",
-    "inverse",
-    "inverse_square",
-    "mean",
-    "out",
-    "power",
-    "squares",
-)
+_OURS = ("diagonal", "directions", "exponents", "found", "inverse", "inverse_square", "mean", "out", "power", "squares")
 """Arguments of our own operators that are written without being read."""
 
-_OVERWRITES = frozenset(
-    (
-        "copy_",
-        "fill_",
-        "zero_",
-        "_foreach_copy_",
-        "_foreach_zero_",
-        "random_",
-        "normal_",
-        "uniform_",
-    )
-)
+_OVERWRITES = re.compile(r"(_foreach_)?(copy|zero)_|(fill|random|normal|uniform)_")
 """Operations that write without reading what was there."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,20 +84,15 @@ def prove_rule(
     if isinstance(rule, str):
         is_known(rule)  # which imports it from a package that names it
     names = [name for name, known in RULES.items() if rule in (name, known)]
-    found = RULES[names[0]] if names else None
-    if found is None:
+    if not names:
         write = 'Write @muonmesh.register_rule("a name") in front of it'
         raise ValueError(explain_error("prove_rule", repr(rule), "a rule that groups can name", write))
     group = {"algorithm": names[0], **(settings or {})}
     generator = random.Random(seed)
     _agree(_parts_that_see_neighbours(group, generator))
-    meshes: dict[tuple[int, ...], DeviceMesh] = {}
+    mesh_of = functools.cache(functools.partial(init_device_mesh, "cpu"))
     for _ in range(examples):
-        case = _case(generator)
-        for sizes in case.sizes:
-            if sizes not in meshes:
-                meshes[sizes] = init_device_mesh("cpu", sizes)
-        _agree(_differences(case, group, meshes))
+        _agree(_differences(_case(generator), group, mesh_of))
 
 
 @dataclass(frozen=True)
@@ -107,7 +103,7 @@ class _Case:
         shape: Its global shape.
         spec: How it splits.
         how: "plain", "flat" or "mesh".
-        sizes: The mesh, if it is on one.
+        sizes: The mesh that it may be on.
         placements: On that mesh.
         borders: Where a flat one is cut.
         options: Of the optimizer, the same in one process.
@@ -119,7 +115,7 @@ class _Case:
     shape: tuple[int, ...]
     spec: Any
     how: str
-    sizes: tuple[tuple[int, ...], ...]
+    sizes: tuple[int, ...]
     placements: tuple[Placement, ...]
     borders: tuple[int, ...]
     options: Mapping[str, Any]
@@ -159,7 +155,7 @@ def _case(generator: random.Random) -> _Case:
         shape,
         spec,
         how,
-        (sizes,) if how == "mesh" else (),
+        sizes,
         placements,
         borders,
         options,
@@ -169,13 +165,12 @@ def _case(generator: random.Random) -> _Case:
     )
 
 
-def _differences(case: _Case, group: Mapping[str, Any], meshes: Mapping[tuple[int, ...], DeviceMesh]) -> str:
+def _differences(case: _Case, group: Mapping[str, Any], mesh_of: Callable[[tuple[int, ...]], DeviceMesh]) -> str:
     """Step a case in its layout and in one process, as on a CPU and as on a device; return what differs, as text."""
     ranks = tuple(range(world_size()))
     if case.how == "mesh":
-        mesh = meshes[case.sizes[0]]
-        layout: Layout = MeshLayout(case.shape, case.sizes[0], ranks, placements_of("parameter", case.placements))
-        storage = Storage(layout, case.shape, row_major(case.shape), mesh, case.placements)
+        layout: Layout = MeshLayout(case.shape, case.sizes, ranks, placements_of("parameter", case.placements))
+        storage = Storage(layout, case.shape, row_major(case.shape), mesh_of(case.sizes), case.placements)
     else:
         flat = case.how == "flat"
         layout = FlatShards.cut(case.shape, ranks, case.borders) if flat else MeshLayout.replicated(case.shape, ranks)

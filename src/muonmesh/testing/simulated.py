@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from muonmesh.numerics.kernels import toolchain
 from muonmesh.testing.device import Clocks, Event, Operation, Stream, Timeline, merge, pretended_cuda
-from muonmesh.testing.launches import WAITS, masks
+from muonmesh.testing.launches import arguments, waits
 
 _HOST = "the host"
 _ROOM = 512  # bytes: what torch's allocator rounds sizes up to
@@ -140,25 +140,19 @@ class SimulatedDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __enter__(self) -> SimulatedDevice:
         """Let torch have these devices."""
         installed = toolchain.is_installed()
+        replaced = (
+            (torch.cuda, "is_available", lambda: True),
+            (torch.cuda, "is_initialized", lambda: True),
+            (torch.cuda, "_lazy_init", lambda: None),
+            (torch.cuda, "device_count", lambda: self._timeline.devices),
+            (torch.cuda, "get_device_capability", lambda device=None: (9, 0)),
+            (Tensor, "tolist", self._reading(Tensor.tolist)),
+            (Tensor, "numpy", self._reading(Tensor.numpy)),
+            (Tensor, "record_stream", lambda tensor, stream: self._part(tensor).block.recorded.add(stream)),
+            (toolchain, "is_installed", lambda: installed and toolchain.is_interpreted()),
+        )
         with ExitStack() as stack:
-            stack.enter_context(
-                pretended_cuda(
-                    self._timeline,
-                    is_available=lambda: True,
-                    is_initialized=lambda: True,
-                    _lazy_init=lambda: None,
-                    device_count=lambda: self._timeline.devices,
-                    get_device_capability=lambda device=None: (9, 0),
-                )
-            )
-            for owner, name, other in (
-                (Tensor, "tolist", self._reading(Tensor.tolist)),
-                (Tensor, "numpy", self._reading(Tensor.numpy)),
-                (Tensor, "record_stream", lambda tensor, stream: self._part(tensor).block.recorded.add(stream)),
-                (toolchain, "is_installed", lambda: installed and toolchain.is_interpreted()),
-            ):
-                stack.callback(setattr, owner, name, getattr(owner, name))
-                setattr(owner, name, other)
+            stack.enter_context(pretended_cuda(self._timeline, *replaced))
             toolchain.is_usable.cache_clear()
             stack.callback(toolchain.is_usable.cache_clear)
             if dist.is_available() and dist.is_initialized():  # a host that waits for another must not hold up both
@@ -314,16 +308,13 @@ class SimulatedDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if crossed is not None:
                 return crossed
         elif wanted == "cpu":  # empty_like(a tensor there, device="cpu")
-            like = tree_map(
-                lambda x: _like(x) if isinstance(x, FakeTensor) else x,
-                args,
-            )
+            like = tree_map(lambda x: _like(x) if isinstance(x, FakeTensor) else x, args)
             return self._on_host(func, name, like, kwargs)
         if name == "_local_scalar_dense":
             return self._read(given[0]).item()
         if name == "is_pinned":
             return False
-        if name in WAITS or (name == "index" and masks(args[1])):  # its shape is a number of the device's
+        if waits(func, args):  # its shape is a number of the device's
             real = func(*tree_map(lambda x: self._read(x) if isinstance(x, FakeTensor) else x, args), **kwargs)
             with self._again():
                 return tree_map(lambda x: x.to(there[0].device) if isinstance(x, Tensor) else x, real)
@@ -379,7 +370,7 @@ class SimulatedDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _uses(self, func: Any, args: Any, kwargs: Any) -> tuple[list[_Part], list[_Part]]:
         reads, writes = list[_Part](), list[_Part]()
-        for value, written in _arguments(func, args, kwargs):
+        for _, value, written in arguments(func, args, kwargs):
             parts = [self._part(t) for t in tree_leaves(value) if isinstance(t, FakeTensor)]
             (writes if written else reads).extend(parts)  # a write races with all that a read does
         return reads, writes
@@ -422,7 +413,7 @@ class SimulatedDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
         pin = kwargs.pop("pin_memory", None)
         if name == "is_pinned":
             return self._is_pinned(args[0])
-        for value, written in _arguments(func, args, kwargs):
+        for _, value, written in arguments(func, args, kwargs):
             for t in tree_leaves(value):
                 if isinstance(t, Tensor) and t.device.type == "cpu" and self._is_pinned(t):
                     self._touch(_HOST, self._part(t), written, _where(name))
@@ -463,13 +454,6 @@ class SimulatedDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         work = dist.Work.boxed(PythonCallbackWork(wait))
         return work if len(func._schema.returns) == 1 else (args[0], work)
-
-
-def _arguments(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, bool]]:
-    """Yield each argument of an operation, and whether it is written."""
-    for number, argument in enumerate(func._schema.arguments):
-        value = args[number] if number < len(args) else kwargs.get(argument.name)
-        yield value, argument.alias_info is not None and argument.alias_info.is_write
 
 
 def _like(tensor: Tensor) -> Tensor:

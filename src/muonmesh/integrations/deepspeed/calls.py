@@ -11,6 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from muonmesh.comm.storage import Storage
 from muonmesh.integrations.deepspeed.engine_parameters import EngineParameter
 from muonmesh.layout import FlatShards
 from muonmesh.optimizer import Muon
@@ -49,9 +50,11 @@ class Call:
         return str(self.muon.param_groups[0]["algorithm"])
 
     @cached_property
-    def copies(self) -> dict[Tensor, int]:
-        """At stage 0, the number of ranks that hold each element of a parameter: tensor parallelism cuts some."""
-        return {member.tensor: member.storage.copies for member in placed_members(self.muon)}
+    def storages(self) -> dict[Tensor, list[Storage]]:
+        """For each tensor that the call steps, where the parameters live that lie in it."""
+        if self.layouts:
+            return {self.tensor: [Storage(layout, layout.shape) for layout in self.layouts.values()]}
+        return {member.tensor: [member.storage] for member in placed_members(self.muon)}
 
     def explain(self) -> Explanation:
         """Return what the call does, with a row for each parameter."""

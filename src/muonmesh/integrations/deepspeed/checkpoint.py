@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-import deepspeed
 from deepspeed.moe.experts import Experts
 from deepspeed.utils import groups as deepspeed_groups
 from torch import Tensor, nn
 
 from muonmesh.checkpoint.of_muon import OfMuon
 from muonmesh.checkpoint.record import Part, Record, count_part
-from muonmesh.comm.storage import Storage
 from muonmesh.integrations.deepspeed.calls import Call
 from muonmesh.integrations.deepspeed.engine_parameters import name_in_model
 from muonmesh.names import canonical_name
@@ -47,11 +44,11 @@ def engine_records(
     group_of = {name: group for group in groups for name in group["parameters"]}
     for call in calls:
         if call.layouts and call.algorithm == "adamw":
-            state = states[call.tensor]
+            tensor = call.tensor
+            state = states[tensor]
             # DeepSpeed loads a count as a number.
             state["step"] = step_count(state["step"])
-            for name, layout in call.layouts.items():
-                storage, tensor = Storage(layout, layout.shape), call.tensor
+            for (name, layout), storage in zip(call.layouts.items(), call.storages[tensor], strict=True):
                 moments = [
                     Part(key, key, storage, tuple(tensor.shape), tensor.dtype, tensor.device)
                     for key in rule_of(call.muon.param_groups[0]).keeps()
@@ -89,15 +86,6 @@ def expert_names(model: nn.Module) -> dict[str, str]:
                 names = [f"{path}.deepspeed_experts.{each}.{name}" for each in (number, first + number)]
                 found[canonical_name(names[0])] = canonical_name(names[1])
     return found
-
-
-def frozen_whole(model: nn.Module, *, write: bool) -> AbstractContextManager[Any]:
-    """Return a context in which the frozen parameters that stage 3 has partitioned are whole; all ranks enter it."""
-    parted = [p for p in model.parameters() if not p.requires_grad and hasattr(p, "ds_id")]
-    context: AbstractContextManager[Any] = deepspeed.zero.GatheredParameters(
-        parted, modifier_rank=0 if write else None, enabled=bool(parted)
-    )
-    return context
 
 
 def publish(zero: Any) -> None:

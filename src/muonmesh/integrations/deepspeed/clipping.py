@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -38,9 +37,7 @@ def limits_of(clip: float | Mapping[str, Any] | None, config: Mapping[str, Any])
     if config.get("gradient_clipping"):
         found = f"clip= and gradient_clipping {config['gradient_clipping']} in the config"
         raise ValueError(explain_error("clip", found, "only one of them", "Remove gradient_clipping"))
-    limits = Limits(
-        given.get("max_norm", math.inf), given.get("policy", "adamw_only"), given.get("skip_above", math.inf), True, 2.0
-    )
+    limits = Limits(**given)
     limits.check()
     return limits
 
@@ -68,8 +65,10 @@ class Clipping:
                 half = half_of(group)
                 for tensor in group["params"]:
                     gradient = tensor.grad if prepared else _pending(self._zero, number, tensor)
-                    for part, copies in _parts(call, tensor, gradient):
-                        sums[half] += sums_of_squares([part])[0].to(sums.device) / (scale * scale * copies)
+                    for storage in call.storages[tensor] if gradient is not None else ():
+                        for part in storage.parts(gradient):
+                            squares = sums_of_squares([part])[0].to(sums.device)
+                            sums[half] += squares / (scale * scale * storage.copies)
         dist.all_reduce(sums)
         skip = self.limits.skips(sums)
         self._coefficients = self.limits.coefficients(sums, skip)
@@ -93,15 +92,3 @@ def _pending(zero: Any, number: int, tensor: Tensor) -> Tensor:
         return tensor.grad
     pieces: Sequence[Tensor] = zero.averaged_gradients[number]
     return torch.cat([piece.reshape(-1) for piece in pieces])
-
-
-def _parts(call: Call, tensor: Tensor, gradient: Tensor | None) -> Iterator[tuple[Tensor, int]]:
-    """Yield the elements of each parameter in a tensor, without padding, and how many ranks hold them."""
-    if gradient is None:
-        return
-    if not call.layouts:
-        yield gradient, call.copies[tensor]
-    else:
-        for layout in call.layouts.values():
-            for _, length, start in layout.held(dist.get_rank()):
-                yield gradient[start : start + length], layout.copies()

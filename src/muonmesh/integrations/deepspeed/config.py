@@ -75,6 +75,19 @@ def prepare_config(config: dict[str, Any], *, has_experts: bool) -> dict[str, An
     return config
 
 
+def prepare_host_config(config: dict[str, Any]) -> None:
+    """Keep a host from replacing the optimizer by DeepSpeed's own, in the config that it reads, in place.
+
+    With offload, hosts put DeepSpeed's Adam for the CPU in the place of any optimizer, unless the config says not to.
+
+    Raises:
+        ValueError: it says to.
+    """
+    if config.setdefault("zero_force_ds_cpu_optimizer", False):
+        found, needed = "zero_force_ds_cpu_optimizer true", "false, because DeepSpeed's Adam would replace Muon"
+        raise ValueError(explain_error("config", found, needed, "Remove it"))
+
+
 def _refuse(config: Mapping[str, Any], zero: Mapping[str, Any], stage: int, has_experts: bool) -> None:
     def refuse(found: str, needed: str, write: str) -> None:
         raise ValueError(explain_error("config", found, needed, write))

@@ -8,9 +8,12 @@ from typing import Any
 import torch.distributed as dist
 from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META
 from deepspeed.utils import groups as deepspeed_groups
+from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
+from muonmesh.comm.storage import placements_of
 from muonmesh.errors import LayoutError, explain_error
-from muonmesh.layout import MeshLayout, Placement, Replicate, Shard, StridedShard
+from muonmesh.layout import MeshLayout
 
 _EXPERTS = " (experts of rank"
 
@@ -30,7 +33,7 @@ class EngineParameter:
         matrices: How it splits, see `split_matrices`; None for AdamW's.
         reason: Why it is in its group.
         tensor_parallel: Number of ranks of tensor parallelism.
-        placement: What each of them holds of it.
+        placement: What each of them holds of it, as torch says it.
     """
 
     name: str
@@ -56,7 +59,9 @@ class EngineParameter:
             found = f"a partition over the ranks {ranks}, which tensor parallelism of {size} shards among them"
             write = "Make the model without zero.Init, or set autotp_size to 1"
             raise LayoutError(explain_error(self.name, found, "one over data-parallel ranks", write))
-        return MeshLayout(self.shape, (len(ranks), size), tuple(grid), (Replicate(), self.placement))
+        return MeshLayout(
+            self.shape, (len(ranks), size), tuple(grid), placements_of(self.name, (Replicate(), self.placement))
+        )
 
     def replicas(self, within: MeshLayout) -> tuple[tuple[int, ...], ...]:
         """Return the sets of ranks that hold all of it together."""
@@ -95,7 +100,7 @@ def engine_parameter(
         name = f"{name}{_EXPERTS} {rank} of {size})" if size > 1 else name
     placement = _placement(name, getattr(parameter, DS_AUTOTP_UC_META, None) or {}, shape, tensor_parallel)
     known = EngineParameter(name, shape, matrices, reason, tensor_parallel, placement)
-    peers = MeshLayout(shape, (tensor_parallel,), tuple(range(tensor_parallel)), (placement,))
+    peers = MeshLayout(shape, (tensor_parallel,), tuple(range(tensor_parallel)), placements_of(name, (placement,)))
     needed = peers.local_shape(dist.get_rank() % tensor_parallel)
     held = tuple(getattr(parameter, "ds_shape", parameter.shape))
     if held != needed:
@@ -119,4 +124,4 @@ def _placement(name: str, meta: dict[str, Any], shape: tuple[int, ...], size: in
                 "Choose an autotp_size that divides its heads, or skip it in partition_config",
             )
         )
-    return Shard(dim) if len(widths) == 1 else StridedShard(dim, len(widths))
+    return Shard(dim) if len(widths) == 1 else _StridedShard(dim, split_factor=len(widths))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import wraps
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import deepspeed
 import torch
@@ -13,9 +15,8 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.moe.utils import has_moe_layers, is_moe_param
 from deepspeed.utils import groups as deepspeed_groups
 from torch import Tensor, nn
-from torch.distributed import tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.placement_types import _StridedShard
+from torch.distributed.tensor import Replicate
 
 from muonmesh.clip import Limits
 from muonmesh.errors import LayoutError, explain_error
@@ -28,7 +29,7 @@ from muonmesh.integrations.deepspeed.engine_parameters import EngineParameter, e
 from muonmesh.integrations.deepspeed.mending import mend
 from muonmesh.integrations.deepspeed.optimizer import EngineMuon
 from muonmesh.integrations.deepspeed.records import Flat, prove, read_flats
-from muonmesh.layout import FlatParameter, FlatShards, Replicate
+from muonmesh.layout import FlatParameter, FlatShards
 from muonmesh.names import canonical_name
 from muonmesh.numerics.rules import is_matrix_rule
 from muonmesh.optimizer import Muon
@@ -79,6 +80,43 @@ def initialize(
         )
         raise ValueError(explain_error("model_parameters", "a list", "none, because the model is split by role", write))
     return assembly.initialize(deepspeed.initialize, assembly.make_optimizer, config, clip, deepspeed_kwargs)
+
+
+def hosted(model: nn.Module, optimizer: Mapping[str, Any]) -> EngineMuon:
+    """Return an optimizer for a host that gives it to `deepspeed.initialize` together with its model.
+
+    `hosted` replaces `deepspeed.initialize` for the rest of the process. The new function treats this optimizer as
+    `muonmesh.integrations.deepspeed.initialize` does, and any other optimizer as DeepSpeed does. You may make
+    schedulers of the returned optimizer at once: the engine keeps its groups.
+
+    Args:
+        model: The model that the host will give to DeepSpeed.
+        optimizer: As `muonmesh.integrations.deepspeed.initialize` takes it.
+
+    Raises:
+        TypeError, ValueError: a setting is unknown or wrong.
+    """
+    assembly = assemble(model, optimizer)
+    made = assembly.make_optimizer()
+    _awaiting[made] = assembly
+    if not hasattr(deepspeed.initialize, "_knows_muonmesh"):
+        deepspeed.initialize = _knowing(deepspeed.initialize)
+    return made
+
+
+def _knowing(original: Callable[..., tuple[Any, Any, Any, Any]]) -> Callable[..., tuple[Any, Any, Any, Any]]:
+    @wraps(original)
+    def initialize(*positional: Any, **given: Any) -> tuple[Any, Any, Any, Any]:
+        optimizer = given.get("optimizer")
+        if not isinstance(optimizer, EngineMuon) or optimizer not in _awaiting:
+            return original(*positional, **given)
+        config = given.pop("config", None) or given.pop("config_params", None)
+        # The model is the assembly's, and a list of its parameters says less than the groups do.
+        others = {key: value for key, value in given.items() if key not in ("model", "optimizer", "model_parameters")}
+        return _awaiting.pop(optimizer).initialize(original, optimizer, config, None, others)
+
+    initialize._knows_muonmesh = True  # type: ignore[attr-defined]
+    return initialize
 
 
 def assemble(model: nn.Module, optimizer: Mapping[str, Any]) -> Assembly:
@@ -272,9 +310,7 @@ def _declared(known: EngineParameter, data: dist.ProcessGroup) -> tuple[DeviceMe
     grid = torch.tensor(within.ranks, dtype=torch.int64, device="cpu").view(within.mesh)
     device = get_accelerator().device_name()
     mesh = DeviceMesh.from_group([data, peers], device, grid, mesh_dim_names=("data", "tensor"))
-    dim, pieces = known.placement.dim, getattr(known.placement, "split_factor", None)
-    cut = tensor.Shard(dim) if pieces is None else _StridedShard(dim, split_factor=pieces)
-    return mesh, [tensor.Replicate(), cut], known.shape
+    return mesh, [Replicate(), known.placement], known.shape
 
 
 def _able(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
@@ -287,3 +323,7 @@ def _able(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
         )
         return able
     return group
+
+
+_awaiting: WeakKeyDictionary[EngineMuon, Assembly] = WeakKeyDictionary()
+"""Optimizers that no engine holds yet, with what is needed when one does."""

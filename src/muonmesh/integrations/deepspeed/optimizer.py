@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+import deepspeed
 import torch
 from torch import Tensor, nn
 
@@ -15,7 +16,7 @@ from muonmesh.checkpoint.record import Record
 from muonmesh.clip import GradNorms, Limits
 from muonmesh.errors import LayoutError, StateError, explain_error
 from muonmesh.integrations.deepspeed.calls import Call, Calls
-from muonmesh.integrations.deepspeed.checkpoint import engine_records, expert_names, frozen_whole, publish
+from muonmesh.integrations.deepspeed.checkpoint import engine_records, expert_names, publish
 from muonmesh.integrations.deepspeed.clipping import Clipping
 from muonmesh.layout.matrix import as_tuples
 from muonmesh.numerics.rules import step_count
@@ -212,7 +213,11 @@ class EngineMuon(torch.optim.Optimizer):
         """Return a context in which frozen parameters are whole, which stage 3 has partitioned; all ranks enter it."""
         if hasattr(self._zero, "_partition_all_parameters"):
             self._zero._partition_all_parameters()
-        return frozen_whole(model, write=write)
+        parted = [p for p in model.parameters() if not p.requires_grad and hasattr(p, "ds_id")]
+        context: AbstractContextManager[Any] = deepspeed.zero.GatheredParameters(
+            parted, modifier_rank=0 if write else None, enabled=bool(parted)
+        )
+        return context
 
     def restore_groups(self, saved: Sequence[Mapping[str, Any]]) -> None:
         """Set every group to its saved settings and check that the groups are then what they were.

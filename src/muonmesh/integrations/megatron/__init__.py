@@ -8,8 +8,7 @@ from muonmesh.integrations.megatron.main_grad import MainGrad
 from muonmesh.integrations.megatron.roles import megatron_role
 
 if TYPE_CHECKING:
-    from muonmesh.integrations.megatron.build import get_megatron_optimizer
-    from muonmesh.integrations.megatron.installing import install
+    from muonmesh.integrations.megatron.build import get_megatron_optimizer, install
 
 __all__ = ["MainGrad", "declared_layouts", "get_megatron_optimizer", "install"]
 
@@ -21,10 +20,10 @@ def __getattr__(name: str) -> Any:
     if name not in ("get_megatron_optimizer", "install"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        from muonmesh.integrations.megatron import build, installing
+        from muonmesh.integrations.megatron import build
     except ModuleNotFoundError as missing:
         raise ModuleNotFoundError(
             f"{missing.name}: not installed; needed by muonmesh.integrations.megatron.{name}. Write pip install "
             "'muonmesh[megatron]'"
         ) from missing
-    return build.get_megatron_optimizer if name == "get_megatron_optimizer" else installing.install
+    return getattr(build, name)

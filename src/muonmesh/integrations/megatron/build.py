@@ -1,33 +1,41 @@
-"""get_megatron_optimizer: the function whose import a Megatron user changes."""
+"""get_megatron_optimizer: the function whose import a Megatron user changes; install: changes it in their scripts."""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
+from megatron.core import optimizer as megatrons
+from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor, nn
+from torch.distributed.tensor import Replicate
 
 from muonmesh.clip import ClipPolicy, Limits
 from muonmesh.comm.storage import Declared
 from muonmesh.comm.telling import tell_all
 from muonmesh.errors import LayoutError, explain_error
 from muonmesh.groups.heads import HeadPart
-from muonmesh.integrations.megatron.axes import Axes
+from muonmesh.groups.sites import unwrapped
+from muonmesh.integrations.arguments import check_settings
 from muonmesh.integrations.megatron.declared import stamped_placement
-from muonmesh.integrations.megatron.experts import expert_of
-from muonmesh.integrations.megatron.layouts import declared, ranges_of, within
+from muonmesh.integrations.megatron.layouts import declared, mesh_from, ranges_of, within
 from muonmesh.integrations.megatron.main_grad import FlatMainGrad, ParameterInterval
 from muonmesh.integrations.megatron.optimizer import Holding, MegatronOptimizer
-from muonmesh.integrations.megatron.param_groups import Found, find_groups
+from muonmesh.integrations.megatron.param_groups import find_groups
 from muonmesh.integrations.megatron.refusals import refuse, refuse_formats, refuse_state
-from muonmesh.integrations.megatron.saved_boxes import Cut, SavedBox, cut_of, saved_boxes_of
-from muonmesh.layout import Replicate
+from muonmesh.integrations.megatron.saved_boxes import Cut, SavedBox, cut_of, expert_of, saved_boxes_of
 from muonmesh.optimizer import Muon
 
 _SHARED = ("compute_dtype", "kernels", "state_dtype", "state_device", "bucket_cap_mb", "shard_state")
 """Settings of the optimizer as a whole, which may stand in ``muon=``."""
+
+_READ = ["dp_cp", "tp", "expt_dp", "expt_tp", "ep", "pp"]
+"""The groups of a ProcessGroupCollection that are read."""
 
 
 def get_megatron_optimizer(
@@ -73,32 +81,35 @@ def get_megatron_optimizer(
     """
     error: Exception | None = None
     made: MegatronOptimizer | None = None
-    found: Found | None = None
+    used = set[str]()
     try:
         refuse(config, model_chunks, dump_param_to_param_group_map)
-        axes = Axes.of(pg_collection)
+        axes = pg_collection or ProcessGroupCollection.use_mpu_process_groups(_READ)
         settings = dict(muon or {})
         shared = {key: settings.pop(key) for key in _SHARED if key in settings}
         refuse_state(shared)
         refuse_formats(flat=config.use_distributed_optimizer or bool(shared.get("shard_state")))
-        found = find_groups(
+        models = [unwrapped(chunk) for chunk in model_chunks]
+        boxes = {key: value for model in models for key, value in saved_boxes_of(model).items()}
+        groups, used, experts = find_groups(
             config,
-            model_chunks,
-            axes.expert_rank,
+            models,
+            boxes,
+            0 if getattr(axes, "ep", None) is None else axes.ep.rank(),
             config_overrides=config_overrides,
-            muon={key: value for key, value in settings.items() if key != "rule"},
-            adamw=adamw or {},
             overrides=overrides or {},
-            rule=settings.get("rule", "muon"),
+            rule=settings.pop("rule", "muon"),
+            muon=settings,
+            adamw=adamw or {},
             per_head=per_head,
         )
         ranges = ranges_of(model_chunks) if config.use_distributed_optimizer else None
-        boxes = {key: value for model in found.models for key, value in saved_boxes_of(model).items()}
-        holdings, layouts, intervals = _held(found, axes, boxes, ranges)
-        limits = Limits(config.clip_grad if config.clip_grad > 0 else math.inf, policy, _threshold(config), True, 2.0)
+        holdings, layouts, intervals = _held(groups, experts, axes, boxes, ranges)
+        skip_above = getattr(config, "grad_norm_skip_threshold", None) or math.inf  # megatron-core 0.16.1 has none
+        limits = Limits(config.clip_grad if config.clip_grad > 0 else math.inf, policy, float(skip_above))
         limits.check()
         optimizer = Muon(
-            found.groups,
+            groups,
             config.lr,
             adamw_betas=(config.adam_beta1, config.adam_beta2),
             adamw_eps=config.adam_eps,
@@ -110,7 +121,7 @@ def get_megatron_optimizer(
         made = MegatronOptimizer(optimizer, config, list(model_chunks), holdings, axes, limits)
     except Exception as wrong:
         error = wrong
-    told = tell_all((found.used if found else set(), made.told() if made else None), error)
+    told = tell_all((used, made.told() if made else None), error)
     assert made is not None
     unused = sorted(set(overrides or {}).difference(*(used for used, _ in told)))
     if unused:
@@ -120,36 +131,31 @@ def get_megatron_optimizer(
     return made
 
 
-def _threshold(config: Any) -> float:
-    """Return the norm above which a step is skipped, a setting that megatron-core has got after 0.16.1."""
-    threshold = getattr(config, "grad_norm_skip_threshold", None)
-    return math.inf if not threshold else float(threshold)
-
-
 def _held(
-    found: Found, axes: Axes, boxes: Mapping[int, list[SavedBox]], ranges: Mapping[Any, list[tuple[int, int]]] | None
+    groups: Sequence[dict[str, Any]],
+    experts: Mapping[str, int],
+    axes: Any,
+    boxes: Mapping[int, list[SavedBox]],
+    ranges: Mapping[Any, list[tuple[int, int]]] | None,
 ) -> tuple[list[Holding], dict[str, Declared], dict[Tensor, ParameterInterval]]:
     """Put what is stepped in place of the parameters in the groups, and say where it lives."""
     holdings: list[Holding] = []
     layouts: dict[str, Declared] = {}
     intervals: dict[Tensor, ParameterInterval] = {}
-    meshes: dict[tuple[bool, str], Any] = {}
-    for group in found.groups:
+    mesh_for = functools.cache(functools.partial(mesh_from, axes))
+    for group in groups:
         for i, (name, parameter) in enumerate(zip(group["param_names"], group["params"], strict=True)):
-            expert = not getattr(parameter, "allreduce", True)
-            key = expert, parameter.device.type
-            if key not in meshes:
-                meshes[key] = axes.mesh(expert=expert, device=parameter.device.type)
-            mesh, mine = meshes[key], boxes.get(id(parameter))
+            mesh = mesh_for(expert=not getattr(parameter, "allreduce", True), device=parameter.device.type)
+            mine = boxes.get(id(parameter))
             low, high, shape = 0, parameter.numel(), tuple(parameter.shape)
-            if name in found.experts:
+            if name in experts:
                 assert mine is not None
-                low, high, shape, mine = expert_of(found.experts[name], mine)
+                low, high, shape, mine = expert_of(experts[name], mine)
             cut = _cut(name, parameter, shape, mine, mesh)
             kept = None if ranges is None else within(ranges[parameter], low, high)
             layouts[name] = declared(cut, mesh, kept)
             tensor: Tensor = parameter
-            if kept is not None or cut.placement is None or name in found.experts:
+            if kept is not None or cut.placement is None or name in experts:
                 begin, end = (0, high - low) if kept is None else kept[mesh.get_local_rank(0)]
                 tensor = parameter.data.view(-1)[low + begin : low + end]
                 if kept is None and cut.placement is not None:
@@ -159,7 +165,7 @@ def _held(
             copy = int(getattr(parameter, "shared", False))
             saved = boxes[id(parameter)][0].key if copy else name
             resizes = any(box.resizes for box in boxes.get(id(parameter), ()))
-            holdings.append(Holding(name, saved, copy, parameter, tensor, name not in found.experts, resizes))
+            holdings.append(Holding(name, saved, copy, parameter, tensor, name not in experts, resizes))
     return holdings, layouts, intervals
 
 
@@ -179,3 +185,33 @@ def _cut(name: str, parameter: Tensor, local: tuple[int, ...], boxes: Sequence[S
             )
         )
     return Cut(local, Replicate())
+
+
+_MEGATRONS = tuple(inspect.signature(megatrons.get_megatron_optimizer).parameters)
+
+
+def install(**settings: Any) -> None:
+    """Put `get_megatron_optimizer` in the place of Megatron's, in every module that has imported that, for good.
+
+    Two lines at the top of pretrain_gpt.py, whose arguments stay ``--optimizer adam``, with or without
+    ``--use-distributed-optimizer``::
+
+        from muonmesh.integrations.megatron import install
+        install(muon={"lr": 0.02})
+
+    Args:
+        settings: The arguments that Megatron's function does not have: ``muon``, ``adamw``, ``overrides``,
+            ``policy``, ``per_head``.
+
+    Raises:
+        TypeError: another argument.
+    """
+    check_settings("install", settings, get_megatron_optimizer, decided=_MEGATRONS)
+    theirs = getattr(megatrons.get_megatron_optimizer, "__wrapped_by_muonmesh__", megatrons.get_megatron_optimizer)
+    before = megatrons.get_megatron_optimizer
+    ours = functools.wraps(get_megatron_optimizer)(functools.partial(get_megatron_optimizer, **settings))
+    ours.__wrapped_by_muonmesh__ = theirs  # type: ignore[attr-defined]
+    for module in list(sys.modules.values()):
+        # Not getattr, which makes modules that import on demand import.
+        if getattr(module, "__dict__", {}).get("get_megatron_optimizer") in (theirs, before):
+            module.get_megatron_optimizer = ours  # type: ignore[attr-defined]

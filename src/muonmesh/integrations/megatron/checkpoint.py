@@ -13,7 +13,7 @@ from torch import Tensor
 from muonmesh.checkpoint.share import boxes_of
 from muonmesh.comm.storage import local_of, this_rank
 from muonmesh.errors import LayoutError, StateError, explain_error
-from muonmesh.integrations.megatron.param_groups import EXPERTS
+from muonmesh.integrations.megatron.param_groups import EACH, EXPERTS
 from muonmesh.layout import Layout
 from muonmesh.optimizer import Muon
 from muonmesh.step.connection import placed_members
@@ -21,8 +21,6 @@ from muonmesh.step.members import Member
 from muonmesh.step.parameter_steps import RUNNING
 
 _PREFIX = "optimizer.state"
-_OWN = ("params", "param_names", "matrices", "reasons")
-"""Keys of a group that list its parameters."""
 
 
 def sharded(
@@ -45,8 +43,9 @@ def sharded(
             # A dict, since dist_checkpointing takes an empty list for a list of another length.
             entry[key] = dict(enumerate(_parts(member, key, value, *saved[member.name])))
     groups = {}
-    for group in filter(_has_parameters, optimizer.param_groups):
-        settings = {key: value for key, value in group.items() if key not in _OWN}
+    # The only group of a stage with nothing to train has no parameters, and no other run knows it.
+    for group in (group for group in optimizer.param_groups if group["params"]):
+        settings = {key: value for key, value in group.items() if key not in EACH}
         first = holders.get(group["name"], 0)
         number = (this_rank() - first) if this_rank() >= first else this_rank() + 1
         for saved_as in (settings,) if is_loading else (settings, _other(settings)):
@@ -55,11 +54,6 @@ def sharded(
                 key = f"optimizer.param_groups.{name}"
                 groups[name] = ShardedObject(key, saved_as, (1,), (0,), replica_id=number)
     return {"state": state, "param_groups": groups}
-
-
-def _has_parameters(group: Mapping[str, Any]) -> bool:
-    """Whether a group has any; the only one of a stage with nothing to train has none, and no other run knows it."""
-    return bool(group["params"])
 
 
 def _other(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -128,13 +122,13 @@ def restore(optimizer: Muon, loaded: Mapping[str, Any]) -> None:
     Raises:
         StateError: something is missing; nothing has been written then.
     """
-    groups = {group["name"]: group for group in optimizer.param_groups if _has_parameters(group)}
+    groups = {group["name"]: group for group in optimizer.param_groups if group["params"]}
     missing = sorted(groups.keys() - loaded["param_groups"].keys())
     if missing:
         write = "Load into an optimizer of the same model and settings"
         raise StateError(explain_error(missing[0], "no state of it", "that of all groups and parameters", write))
     for name, group in groups.items():
-        group.update({key: value for key, value in loaded["param_groups"][name].items() if key not in _OWN})
+        group.update({key: value for key, value in loaded["param_groups"][name].items() if key not in EACH})
     for member in placed_members(optimizer):
         for key, value in optimizer.state[member.tensor].items():
             local, layout = local_of(value), _layout(member, key)

@@ -7,10 +7,12 @@ its experts so. Under the names of the whole model a parameter is the same one h
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from torch import nn
 
 from muonmesh.groups.sites import Site
+from muonmesh.integrations.megatron.roles import is_grouped
 from muonmesh.names import canonical_name
 
 
@@ -41,3 +43,18 @@ def _expert_key(site: Site, expert_rank: int) -> str:
     if found is None or not isinstance(count, int):
         return site.key
     return f"{found[1]}{expert_rank * count + int(found[2])}"
+
+
+def expert_names(site: Site, name: str, expert_rank: int) -> list[str]:
+    """Return the names of the tensors that a parameter is stepped as: its own, or one for each expert.
+
+    Args:
+        site: Where the model holds it.
+        name: Its name in the whole model.
+        expert_rank: Of this rank among those of expert parallelism.
+    """
+    if not is_grouped(site.module):
+        return [name]
+    before, _, key = name.rpartition(".")
+    count: Any = site.module.num_local_experts
+    return [f"{before}.{expert_rank * count + i}.{key}" for i in range(count)]

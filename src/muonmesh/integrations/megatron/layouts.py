@@ -8,13 +8,14 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
-from torch.distributed import tensor as distributed
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.placement_types import _StridedShard
+from torch.distributed.tensor import Replicate
 
-from muonmesh.comm.storage import Declared
+from muonmesh.comm.storage import Declared, placements_of
+from muonmesh.errors import LayoutError, explain_error
+from muonmesh.integrations.megatron.declared import mesh_of
 from muonmesh.integrations.megatron.saved_boxes import Cut
-from muonmesh.layout import FlatShards, Interval, MeshLayout, Placement, Replicate, StridedShard
+from muonmesh.layout import FlatShards, Interval, MeshLayout
 
 Ranges = Sequence[tuple[int, int]]
 """For each data-parallel rank the elements from .. to .. of the flattened shard that it keeps."""
@@ -29,13 +30,14 @@ def declared(cut: Cut, mesh: DeviceMesh, ranges: Ranges | None) -> Declared:
         ranges: What each data-parallel rank keeps of a shard; None: all of it.
     """
     if cut.placement is not None and ranges is None:
-        return mesh, (distributed.Replicate(), _torch(cut.placement)), cut.shape
+        return mesh, (Replicate(), cut.placement), cut.shape
     grid = mesh.mesh.tolist()
     ranks = tuple(rank for row in grid for rank in row)
     if cut.placement is None:
         within, intervals = MeshLayout.replicated(cut.shape, ranks), cut.intervals
     else:
-        within = MeshLayout(cut.shape, tuple(mesh.mesh.shape), ranks, (Replicate(), cut.placement))
+        placements = placements_of("", (Replicate(), cut.placement))
+        within = MeshLayout(cut.shape, tuple(mesh.mesh.shape), ranks, placements)
         intervals = ((Interval(0, prod(within.local_shape(ranks[0])), 0),),) * len(grid[0])
     size = sum(interval.length for interval in intervals[0])
     kept = [(0, size)] * len(grid) if ranges is None else ranges
@@ -48,14 +50,6 @@ def declared(cut: Cut, mesh: DeviceMesh, ranges: Ranges | None) -> Declared:
     else:
         replicas = (ranks,)
     return FlatShards(within, tuple(cuts), sizes, replicas)
-
-
-def _torch(placement: Placement) -> Any:
-    if isinstance(placement, Replicate):
-        return distributed.Replicate()
-    if isinstance(placement, StridedShard):
-        return _StridedShard(placement.dim, split_factor=placement.split_factor)
-    return distributed.Shard(placement.dim)
 
 
 def buffer_ranges(buffer: Any) -> dict[Any, list[tuple[int, int]]]:
@@ -86,3 +80,26 @@ def ranges_of(chunks: Sequence[Any]) -> Mapping[Any, list[tuple[int, int]]]:
         for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
             found.update(buffer_ranges(buffer))
     return found
+
+
+def mesh_from(groups: Any, *, expert: bool, device: str) -> DeviceMesh:
+    """Return the mesh (data, tensor) of all ranks that hold some of a parameter; sends nothing.
+
+    Args:
+        groups: A ProcessGroupCollection of Megatron's.
+        expert: Whether the parameter is one of experts, which have groups of their own.
+        device: Its device type.
+
+    Raises:
+        LayoutError: there are experts, and no groups of theirs.
+    """
+    data, tensor = getattr(groups, "dp_cp", None) or groups.dp, groups.tp
+    if expert:
+        data, tensor = getattr(groups, "expt_dp", None), getattr(groups, "expt_tp", None)
+    if data is None or tensor is None:
+        found, needed = "experts, and no expt_dp or expt_tp in it", "the groups of the ranks that hold them"
+        write = "Pass a collection with both, such as ProcessGroupCollection.use_mpu_process_groups()"
+        raise LayoutError(explain_error("pg_collection", found, needed, write))
+    mesh = mesh_of(data, tensor, device)
+    assert mesh is not None
+    return mesh

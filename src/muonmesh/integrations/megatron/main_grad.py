@@ -11,10 +11,6 @@ from torch import Tensor
 from muonmesh.comm.gradients import GradientSource
 from muonmesh.errors import LayoutError, explain_error
 
-NORMS_APART = ("mtp",)
-"""Values of ``grad_norm_group`` on parameters: by it layers that predict further tokens are measured and clipped apart
-(SEPARATE_GRAD_NORM_GROUPS in megatron/core/optimizer/optimizer.py of Megatron-LM's main; 0.16.1 has none)."""
-
 
 class MainGrad(GradientSource):
     """Gradients of Megatron-Core's DistributedDataParallel: ``parameter.main_grad``, in fp32 for bf16 parameters too.
@@ -28,7 +24,9 @@ class MainGrad(GradientSource):
         expert_data_parallel: The same for experts, which carry ``allreduce=False``. None: as the others.
     """
 
-    norms_apart = NORMS_APART
+    # Values of ``grad_norm_group`` on parameters: by it layers that predict further tokens are clipped apart
+    # (SEPARATE_GRAD_NORM_GROUPS in megatron/core/optimizer/optimizer.py of Megatron-LM's main; 0.16.1 has none).
+    norms_apart = ("mtp",)
 
     def __init__(
         self,
@@ -89,42 +87,37 @@ class ParameterInterval(NamedTuple):
     high: int
 
 
-class FlatMainGrad(GradientSource):
+class FlatMainGrad(MainGrad):
     """Gradients of intervals of flattened parameters: the same intervals of ``main_grad``, of which they are views.
 
     Args:
         intervals: For each tensor that is stepped what it is of which parameter; others are parameters themselves.
     """
 
-    norms_apart = NORMS_APART
-
     def __init__(self, intervals: dict[Tensor, ParameterInterval]) -> None:
+        super().__init__()
         self._intervals = intervals
-        self._whole = MainGrad()
 
     def gradient(self, parameter: Tensor) -> Tensor | None:
         """Return the interval of ``main_grad``, in the shape of what is stepped."""
-        interval = self._intervals.get(parameter)
-        if interval is None:
-            return self._whole.gradient(parameter)
-        whole = self._whole.gradient(interval.parameter)
-        return None if whole is None else whole.view(-1)[interval.low : interval.high].view(parameter.shape)
+        whole, interval = super().gradient(self._parameter(parameter)), self._intervals.get(parameter)
+        if whole is None or interval is None:
+            return whole
+        return whole.view(-1)[interval.low : interval.high].view(parameter.shape)
 
     def write(self, parameter: Tensor, gradient: Tensor | None) -> None:
         """Copy a gradient into the interval; None leaves it to Megatron's ``zero_grad_buffer``."""
-        if gradient is None:
-            return
-        held = self.gradient(parameter)
-        if held is not None and gradient.data_ptr() != held.data_ptr():
+        held = None if gradient is None else self.gradient(parameter)
+        if gradient is not None and held is not None and gradient.data_ptr() != held.data_ptr():
             held.copy_(gradient)
 
     def counted(self, parameter: Tensor) -> bool:
         """As `MainGrad.counted` of the parameter."""
-        return self._whole.counted(self._parameter(parameter))
+        return super().counted(self._parameter(parameter))
 
     def norm_apart(self, parameter: Tensor) -> str | None:
         """As `MainGrad.norm_apart` of the parameter."""
-        return self._whole.norm_apart(self._parameter(parameter))
+        return super().norm_apart(self._parameter(parameter))
 
     def _parameter(self, tensor: Tensor) -> Tensor:
         interval = self._intervals.get(tensor)

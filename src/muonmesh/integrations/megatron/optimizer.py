@@ -19,10 +19,8 @@ from muonmesh.checkpoint.record import Record
 from muonmesh.clip import Limits
 from muonmesh.comm.storage import device_without_parameters, local_of
 from muonmesh.comm.telling import agreed
-from muonmesh.errors import LayoutError, StateError, explain_error
+from muonmesh.errors import LayoutError, PlanError, StateError, about, explain_error
 from muonmesh.integrations.megatron import checkpoint
-from muonmesh.integrations.megatron.axes import Axes
-from muonmesh.integrations.megatron.pipeline import failed_elsewhere, raise_together
 from muonmesh.names import canonical_name
 from muonmesh.optimizer import Muon
 from muonmesh.report.explain import Explanation
@@ -74,7 +72,7 @@ class MegatronOptimizer(Base):  # type: ignore[misc]
         config: Any,
         chunks: list[Any],
         holdings: Sequence[Holding],
-        axes: Axes,
+        groups: Any,
         limits: Limits,
     ) -> None:
         super().__init__(optimizer, config)
@@ -83,7 +81,7 @@ class MegatronOptimizer(Base):  # type: ignore[misc]
         self.chained_optimizers = [self]
         self.grad_norms_by_group: dict[str, Tensor] = {}
         self._holdings = tuple(holdings)
-        self._axes, self._limits = axes, limits
+        self._groups, self._limits = groups, limits
         tensors = (*(h.parameter for h in holdings), *(p for chunk in chunks for p in chunk.parameters()))
         self._device = next((tensor.device for tensor in tensors), None) or device_without_parameters()
         self._one = torch.ones(1, dtype=torch.float32, device=self._device)
@@ -149,7 +147,7 @@ class MegatronOptimizer(Base):  # type: ignore[misc]
         dist.all_reduce(told, op=dist.ReduceOp.MAX)
         found, failed = bool(overflow), bool(told[1])
         if failed:
-            raise error or failed_elsewhere()
+            raise error or _failed_elsewhere()
         self.grad_scaler.update(found)
         return found
 
@@ -185,15 +183,22 @@ class MegatronOptimizer(Base):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def _all_stages(self) -> Iterator[None]:
-        """Raise on every stage what one finds wrong; where there is one, its ranks have told each other already."""
+        """Raise on every stage if one finds something wrong: where there is one stage, its ranks have told each other.
+
+        Raises:
+            Exception: what this rank found wrong.
+            PlanError: on the other ranks.
+        """
         error: Exception | None = None
         try:
             yield
         except Exception as found:
             error = found
-        if self._axes.stages > 1:
-            raise_together(error, self._device)
-        elif error is not None:
+        if self._groups.pp.size() > 1:  # a stage would wait for the activations of one that has raised
+            failed = torch.tensor([float(error is not None)], dtype=torch.float32, device=self._device)
+            dist.all_reduce(failed)
+            error = error or (_failed_elsewhere() if float(failed) else None)
+        if error is not None:
             raise error
 
     def _clip(self) -> float:
@@ -328,9 +333,9 @@ class MegatronOptimizer(Base):  # type: ignore[misc]
         named = [item for chunk in self.model_chunks for item in chunk.named_parameters()]
         here = {canonical_name(name) for name, parameter in named if parameter.requires_grad}
         wholes = {holding.name for holding in self._holdings}
-        if self._axes.stages > 1 or len(self.model_chunks) > 1 or here != wholes:
+        if self._groups.pp.size() > 1 or len(self.model_chunks) > 1 or here != wholes:
             other = next(iter(sorted(here ^ wholes)), None)
-            found = f"{self._axes.stages} pipeline stages, {len(self.model_chunks)} chunks on each"
+            found = f"{self._groups.pp.size()} pipeline stages, {len(self.model_chunks)} chunks on each"
             found += "" if other is None else f", and {other} here or in the whole model alone"
             needed = "one stage and one chunk, whose parameters are called as in the whole model"
             write = (
@@ -358,7 +363,7 @@ class MegatronOptimizer(Base):  # type: ignore[misc]
         Raises:
             StateError: a frozen parameter is a shard, of which only one rank's would be saved.
         """
-        tensor = self._axes.tensor.size()
+        tensor = self._groups.tp.size()
         for name, parameter in model.named_parameters():
             if not parameter.requires_grad and tensor > 1 and getattr(parameter, "tensor_model_parallel", False):
                 found, needed = "a frozen tensor-parallel shard", "the whole of it on every rank, or that it is trained"
@@ -379,3 +384,8 @@ class MegatronOptimizer(Base):  # type: ignore[misc]
             checkpoint.restore(self.optimizer, state_dict)
         if self.grad_scaler is not None and "grad_scaler" in state_dict:
             self.grad_scaler.load_state_dict(state_dict["grad_scaler"])
+
+
+def _failed_elsewhere() -> PlanError:
+    """Return the error of a rank that has found nothing wrong itself."""
+    return PlanError(about("step", "Another rank found an error, so every rank stops. Read the message of that rank"))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron.core.optimizer import get_standard_config_overrides
@@ -13,70 +12,52 @@ from torch import nn
 from muonmesh.errors import explain_error
 from muonmesh.groups import register, split_params, unregister
 from muonmesh.groups.fused_projections import WHOLE
-from muonmesh.groups.heads import HeadPart
-from muonmesh.groups.sites import Site, sites, unwrapped
-from muonmesh.integrations.megatron.experts import expert_names, expert_role
-from muonmesh.integrations.megatron.global_names import whole_name
-from muonmesh.integrations.megatron.saved_boxes import saved_boxes_of
+from muonmesh.groups.sites import Site, sites
+from muonmesh.integrations.megatron.global_names import expert_names, whole_name
+from muonmesh.integrations.megatron.roles import expert_role
+from muonmesh.integrations.megatron.saved_boxes import SavedBox
 from muonmesh.names import names_matching
 
-_EACH = ("params", "param_names", "matrices", "reasons")
+EACH = ("params", "param_names", "matrices", "reasons")
+"""Keys of a group that list its parameters."""
 
 EXPERTS = "[experts]"
 """End of the name of a group of experts that are averaged over other ranks than the dense weights (`allreduce`)."""
 
 
-@dataclass
-class Found:
-    """What one rank has of a model.
-
-    Attributes:
-        groups: Param groups as `Muon` takes them, with Megatron's keys; the parameters are the model's. An empty one
-            where there are none.
-        models: The chunks without wrappers.
-        used: The overrides that have matched something here.
-        experts: By the name of each expert of a GroupedMLP, which is in the groups in place of that, its place among
-            those of its parameter on this rank.
-    """
-
-    groups: list[dict[str, Any]]
-    models: list[nn.Module]
-    used: set[str]
-    experts: dict[str, int]
-
-
 def find_groups(
     config: Any,
-    chunks: Sequence[nn.Module],
+    models: Sequence[nn.Module],
+    boxes: Mapping[int, Sequence[SavedBox]],
     expert_rank: int,
     *,
     config_overrides: Mapping[Any, Any] | None,
-    muon: Mapping[str, Any],
-    adamw: Mapping[str, Any],
     overrides: Mapping[str, Any],
     rule: str,
-    per_head: bool | Collection[HeadPart],
-) -> Found:
+    **split: Any,
+) -> tuple[list[dict[str, Any]], set[str], dict[str, int]]:
     """Return the groups of a stage's chunks.
 
     Args:
         config: Megatron's OptimizerConfig.
-        chunks: In Megatron's wrappers or not.
+        models: The chunks without wrappers.
+        boxes: Of their parameters, by identity.
         expert_rank: Of this rank among those of expert parallelism.
         config_overrides: Megatron's: keys that match parameters → schedule settings. None: its standard ones.
-        muon: Settings of Muon's groups.
-        adamw: Settings of AdamW's groups.
         overrides: As `split_params` has them, by names of the whole model. Those that match nothing here may match
             on another stage.
         rule: What matrices are stepped by.
-        per_head: Which attention weights are one matrix for each head, as `split_params` has it.
+        split: The other arguments of `split_params`: ``muon``, ``adamw`` and ``per_head``.
+
+    Returns:
+        Param groups as `Muon` takes them, with Megatron's keys; the parameters are the model's. An empty one where
+        there are none. Then the overrides that have matched something here. Then, by the name of each expert of a
+        GroupedMLP, which is in the groups in place of that, its place among those of its parameter on this rank.
     """
     keys = get_standard_config_overrides(config) if config_overrides is None else config_overrides
     groups: dict[Any, dict[str, Any]] = {}
-    models, used, experts = [], set[str](), dict[str, int]()
-    for chunk in chunks:
-        model = unwrapped(chunk)
-        models.append(model)
+    used, experts = set[str](), dict[str, int]()
+    for model in models:
         held = [site for site in sites(model) if site.parameter.requires_grad]
         if not held:
             continue
@@ -84,7 +65,7 @@ def find_groups(
         here, matched = _for_names(overrides, held, names)
         used |= matched
         parts = {site.name: expert_names(site, names[site.name], expert_rank) for site in held}
-        for group in _split(model, muon=muon, adamw=adamw, overrides=here, per_head=per_head):
+        for group in _split(model, boxes, overrides=here, **split):
             for i, parameter in enumerate(group["params"]):
                 local = group["param_names"][i]
                 schedule = _schedule(keys, parameter, local, group)
@@ -95,41 +76,32 @@ def find_groups(
                 for place, name in enumerate(parts[local]):
                     if name != names[local]:
                         experts[name] = place
-                    for each in _EACH:
+                    for each in EACH:
                         if each in group:
                             groups[key][each].append(name if each == "param_names" else group[each][i])
     if not groups:  # a stage with nothing to train: schedulers and logs read one group at least
         nothing = {"params": [], "param_names": [], "name": "nothing", "algorithm": "adamw"}
         groups[()] = _group(config, nothing, {}, expert=False, rule=rule)
-    return Found(list(groups.values()), models, used, experts)
+    return list(groups.values()), used, experts
 
 
-def _split(model: nn.Module, **settings: Any) -> Any:
+def _split(model: nn.Module, boxes: Mapping[int, Sequence[SavedBox]], **settings: Any) -> Any:
     """Call `split_params`, to which the experts of a GroupedMLP are what they are here: tensors of their own.
 
-    Heads are counted in whole weights, of which a shard does not know the shape: checkpoints do.
+    Heads are counted in whole weights, of which a shard does not know the shape: checkpoints that hold one as one
+    tensor do.
     """
-    wholes = _wholes(model) if settings["per_head"] else {}
+    parameters = [*model.parameters()] if settings["per_head"] else []
+    marked = [p for p in parameters if len(own := boxes.get(id(p), ())) == 1 and len(own[0].whole) == p.ndim]
     register(expert_role)
     try:
-        for parameter, shape in wholes.items():
-            setattr(parameter, WHOLE, shape)
+        for parameter in marked:
+            setattr(parameter, WHOLE, boxes[id(parameter)][0].whole)
         return split_params(model, **settings)
     finally:
-        for parameter in wholes:
+        for parameter in marked:
             delattr(parameter, WHOLE)
         unregister(expert_role)
-
-
-def _wholes(model: nn.Module) -> dict[nn.Parameter, tuple[int, ...]]:
-    """Return the whole shapes of those parameters that checkpoints hold as one tensor."""
-    boxes = saved_boxes_of(model)
-    found = {parameter: boxes.get(id(parameter), []) for parameter in model.parameters()}
-    return {
-        parameter: some[0].whole
-        for parameter, some in found.items()
-        if len(some) == 1 and len(some[0].whole) == parameter.ndim
-    }
 
 
 def _for_names(
@@ -171,7 +143,7 @@ def _group(
     A rate of its own keeps its ratio to the others while the scheduler runs, a decay of its own stays, and vectors have
     none: the scheduler sets ``weight_decay`` to its own times ``wd_mult`` at each step.
     """
-    settings = {key: value for key, value in group.items() if key not in _EACH}
+    settings = {key: value for key, value in group.items() if key not in EACH}
     muon = group["algorithm"] == "muon"
     rate = float(settings.pop("lr", config.lr))
     decay = settings.pop("weight_decay", None)
@@ -190,7 +162,7 @@ def _group(
     name = group["name"] + "".join(f"[{key}={value!r}]" for key, value in sorted(schedule.items()))
     whole: dict[str, Any] = {
         **settings,
-        **{key: [] for key in _EACH if key in group},
+        **{key: [] for key in EACH if key in group},
         "name": name + (EXPERTS if expert else ""),
         "algorithm": rule if muon else "adamw",
         "lr": found["max_lr"],

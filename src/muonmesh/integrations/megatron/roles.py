@@ -10,6 +10,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from torch import nn
+
 from muonmesh.errors import about
 from muonmesh.groups.fused_projections import class_names
 from muonmesh.groups.sites import Kind, Role, Site
@@ -25,7 +27,7 @@ def megatron_role(site: Site) -> Role | None:
     """Say what a parameter of Megatron's is; None: nothing here knows it, and the general rules decide."""
     if getattr(site.parameter, "is_embedding_or_output_parameter", False) and len(site.shape) == 2:
         return _table(site)
-    if "GroupedMLP" in class_names(site.module, "megatron"):
+    if is_grouped(site.module):
         what = f"GroupedMLP stores all experts in {site.key}, in another order than its shape says, so split_params "
         what += "cannot take the experts apart. Use get_megatron_optimizer of muonmesh.integrations.megatron, or set "
         raise ValueError(about(site.name, what + "moe_grouped_gemm=False"))
@@ -37,6 +39,26 @@ def megatron_role(site: Site) -> Role | None:
             matrices = split(owner)
             return None if matrices is None else Role("muon", "matrices", f"{what} ({type(owner).__name__})", matrices)
     return None
+
+
+def is_grouped(module: nn.Module) -> bool:
+    """Whether a module is a GroupedMLP of Megatron's, whose weights are one matrix an expert in memory.
+
+    It reads ``weight1`` as (experts, hidden, ffn) and ``weight2`` as (experts, ffn, hidden), stored in × out; as
+    parameters they are hidden × (experts · ffn) and (experts · ffn) × hidden. So each expert is stepped as a tensor of
+    its own, a view of that memory, under the number that it has in the whole model. Of megatron-core 0.16.1, the last
+    that has it.
+    """
+    return "GroupedMLP" in class_names(module, "megatron")
+
+
+def expert_role(site: Site) -> Role | None:
+    """Say what one expert of a GroupedMLP's weight is; None of other parameters."""
+    if not is_grouped(site.module):
+        return None
+    config: Any = site.module.config
+    gated = site.key == "weight1" and config.gated_linear_unit
+    return Role("muon", "matrices", "experts, each its own (GroupedMLP)", ("transposed", HALVES if gated else "whole"))
 
 
 def _table(site: Site) -> Role:

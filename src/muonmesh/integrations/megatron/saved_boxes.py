@@ -7,16 +7,20 @@ parts as if they were one. ``model.sharded_state_dict()`` is what checkpoints ar
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 from torch import Tensor, nn
+from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils._pytree import tree_leaves
 
+from muonmesh.comm.storage import placements_of
 from muonmesh.errors import LayoutError, explain_error
-from muonmesh.layout import Interval, MeshLayout, Placement, Replicate, Shard, StridedShard
+from muonmesh.layout import Interval, MeshLayout
 from muonmesh.layout.region import row_major
 
 
@@ -47,7 +51,7 @@ class Cut(NamedTuple):
 
     Attributes:
         shape: Of the whole parameter.
-        placement: Over the tensor-parallel ranks, or None where placements cannot say it.
+        placement: Torch's, over the tensor-parallel ranks, or None where placements cannot say it.
         intervals: Then for each of these ranks intervals of the whole parameter, flattened, in its flattened memory.
     """
 
@@ -67,21 +71,9 @@ def saved_boxes_of(model: nn.Module) -> dict[int, list[SavedBox]]:
     metadata = ensure_metadata_has_dp_cp_group(None)
     for entry in nested_values(model_state.sharded_state_dict(metadata=metadata)):
         if isinstance(entry, (ShardedTensor, ShardedTensorFactory)) and isinstance(entry.data, nn.Parameter):
-            parts = [entry] if isinstance(entry, ShardedTensor) else list(_tensors(entry.build()))
+            parts = [entry] if isinstance(entry, ShardedTensor) else tree_leaves(entry.build())
             found[id(entry.data)] = [_saved_box(part, entry.data) for part in parts]
     return found
-
-
-def _tensors(built: Any) -> Iterator[Any]:
-    """Yield the tensors that a factory builds, however it nests them."""
-    if isinstance(built, ShardedTensor):
-        yield built
-    elif isinstance(built, dict):
-        for value in built.values():
-            yield from _tensors(value)
-    else:
-        for value in built:
-            yield from _tensors(value)
 
 
 def _saved_box(part: Any, parameter: Tensor) -> SavedBox:
@@ -111,10 +103,9 @@ def cut_of(name: str, local: tuple[int, ...], boxes: Sequence[SavedBox], rank: i
             return Cut(shape, Replicate())
     else:
         for dim in range(len(local)):
-            cuts = (Shard(dim), StridedShard(dim, len(placed)))
-            for placement in cuts[:1] if len(placed) == 1 else cuts[1:]:
-                if _fits(placement, shape, local, placed, rank, ranks):
-                    return Cut(shape, placement)
+            placement = Shard(dim) if len(placed) == 1 else _StridedShard(dim, split_factor=len(placed))
+            if _fits(placement, shape, local, placed, rank, ranks):
+                return Cut(shape, placement)
         row = math.prod(shape[1:])
         if all(_whole_rows(box, local, shape) for box in placed):
             return Cut(shape, None, tuple(_intervals(placed, other - rank, row) for other in range(ranks)))
@@ -146,17 +137,17 @@ def _in_place(box: SavedBox, shape: tuple[int, ...]) -> bool:
 
 
 def _fits(
-    placement: Shard | StridedShard,
+    placement: Shard | _StridedShard,
     shape: tuple[int, ...],
     local: tuple[int, ...],
     boxes: Sequence[SavedBox],
     rank: int,
     ranks: int,
 ) -> bool:
-    dim, parts = placement.dim, placement.split_factor if isinstance(placement, StridedShard) else 1
-    if shape[dim] != local[dim] * ranks or shape[dim] % (ranks * parts):
+    dim = placement.dim
+    if shape[dim] != local[dim] * ranks or shape[dim] % (ranks * len(boxes)):
         return False
-    layout = MeshLayout(shape, (ranks,), tuple(range(ranks)), (placement,))
+    layout = MeshLayout(shape, (ranks,), tuple(range(ranks)), placements_of("", (placement,)))
     said = {(block.region.offset, block.region.shape, block.start) for block in layout.blocks(rank)}
     return layout.local_shape(rank) == local and said == {(p.offset, p.shape, p.start) for p in boxes}
 
@@ -168,3 +159,21 @@ def _whole_rows(box: SavedBox, local: tuple[int, ...], shape: tuple[int, ...]) -
 def _intervals(boxes: Sequence[SavedBox], away: int, row: int) -> tuple[Interval, ...]:
     """Return the boxes of the rank that is so many places away, which are as long and follow or precede these."""
     return tuple(Interval((p.offset[0] + away * p.shape[0]) * row, p.shape[0] * row, p.start) for p in boxes)
+
+
+def expert_of(place: int, boxes: Sequence[SavedBox]) -> tuple[int, int, tuple[int, int], list[SavedBox]]:
+    """Return the elements low to high of a weight that are one expert, its shape (in, out), and its boxes.
+
+    Args:
+        place: Of the expert among those of this rank.
+        boxes: Of the weight, as Megatron's checkpoints have it: boxes of (experts, out, in), which follow each other
+            along the last dim of the memory.
+    """
+    rows, cols = boxes[0].shape[2], sum(box.shape[1] for box in boxes)
+    found, start = [], 0
+    for box in boxes:
+        whole, offset, shape = ((sizes[2], sizes[1]) for sizes in (box.whole, box.offset, box.shape))
+        found.append(SavedBox(box.key, whole, offset, shape, start, (cols, 1)))
+        start += box.shape[1]
+    size = rows * cols
+    return place * size, (place + 1) * size, (rows, cols), found

@@ -4,37 +4,26 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
 
 from muonmesh.errors import explain_error
-from muonmesh.integrations.qk_clip.kernels import KernelBounds, bound_of
+from muonmesh.integrations.qk_clip.logits import KernelBounds, bound_of
 
 PREFIX = "qk_clip_"
 KNOWN = ("sdpa", "eager", "flex_attention")
 """Implementations whose masks are known here, so that logits can be computed once more."""
 
 
-class Watcher(Protocol):
-    """Who is told of queries and keys."""
-
-    def observe(
-        self, module: nn.Module, query: Tensor, key: Tensor, *, scale: float, mask: Any = None, causal: bool = False
-    ) -> None:
-        """Look at the logits of one call."""
-
-    def record(self, module: nn.Module, largest: Tensor, *, bound: bool) -> None:
-        """Note the largest logit of each head, or what none is above."""
+_watchers: WeakKeyDictionary[nn.Module, ref[Any]] = WeakKeyDictionary()
+"""For each attention module the `QKClip` that is told of its queries and keys, or of the bound on its logits."""
 
 
-_watchers: WeakKeyDictionary[nn.Module, ref[Watcher]] = WeakKeyDictionary()
-
-
-def watch(model: nn.Module, modules: list[nn.Module], watcher: Watcher) -> None:
-    """Have the watcher told of what the attention modules of a `transformers` model compute.
+def watch(model: nn.Module, modules: list[nn.Module], watcher: Any) -> None:
+    """Have a `QKClip` told of what the attention modules of a `transformers` model compute.
 
     An attention implementation is wrapped: sdpa, eager and flex_attention under a name of their own, others, whose
     names are read elsewhere too, in their place.
@@ -78,7 +67,7 @@ def _watched(name: str, base: Callable[..., Any] | None) -> Callable[..., Any]:
     ) -> Any:
         function = base
         if function is None:  # the one in the file of the module's class
-            function = sys.modules[_defined(module)].eager_attention_forward
+            function = sys.modules[file_of_transformers(module) or ""].eager_attention_forward
         watcher = _watchers.get(module)
         told = None if watcher is None else watcher()
         inputs = (module, query, key, value, attention_mask, *args)
@@ -122,6 +111,6 @@ def _compiled(
     return result, None if result[1] is None else bound_of(result[1])
 
 
-def _defined(module: nn.Module) -> str:
-    """Return the file that defines a module's class; `fully_shard` puts a class of its own in front."""
-    return next(c.__module__ for c in type(module).__mro__ if c.__module__.startswith("transformers."))
+def file_of_transformers(module: nn.Module) -> str | None:
+    """Return the file of `transformers` that defines a module's class, if any; `fully_shard` puts a class in front."""
+    return next((c.__module__ for c in type(module).__mro__ if c.__module__.startswith("transformers.")), None)

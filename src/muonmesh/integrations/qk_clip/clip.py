@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any
 from weakref import ref
 
@@ -17,9 +18,8 @@ from muonmesh.checkpoint.share import boxes_of
 from muonmesh.comm.storage import Storage, local_of, storage_of, this_rank
 from muonmesh.errors import explain_error
 from muonmesh.groups.logits import Attention, LogitRows, attentions, without_softmax
-from muonmesh.integrations.qk_clip.attention import watch
-from muonmesh.integrations.qk_clip.kernels import KernelBounds
-from muonmesh.integrations.qk_clip.max_logits import largest_logits
+from muonmesh.integrations.qk_clip.attention import file_of_transformers, watch
+from muonmesh.integrations.qk_clip.logits import KernelBounds, largest_logits
 from muonmesh.names import canonical_name
 from muonmesh.optimizer import Muon
 from muonmesh.step.connection import placed_members
@@ -73,16 +73,13 @@ class QKClip:
         self._optimizers = tuple(ref(muon) for muon in muons)  # weak: they keep this by their hooks
         self._attentions, self._without = attentions(model), without_softmax(model)
         self._sources: dict[int, str] = {}
-        self._starts: dict[int, int] = {}
-        total = 0
-        for attention in self._attentions:
-            self._starts[id(attention.module)] = total
-            total += attention.heads
+        *starts, total = accumulate((attention.heads for attention in self._attentions), initial=0)
+        self._starts = {id(a.module): start for a, start in zip(self._attentions, starts, strict=True)}
         self._of = {id(attention.module): attention for attention in self._attentions}
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._largest = torch.full((total,), -torch.inf, dtype=torch.float32, device=device)
         self._last = self._largest
-        known = [a.module for a in self._attentions if _is_of_transformers(a.module)]
+        known = [a.module for a in self._attentions if file_of_transformers(a.module)]
         if known:
             watch(model, known, self)
         for number, muon in enumerate(muons):
@@ -215,20 +212,18 @@ class QKClip:
                 if master is not None:
                     local.copy_(master)
 
-    def _stored(self, optimizer: Muon | None) -> list[tuple[str, Storage, Tensor, Tensor | None]]:
-        """Return what this rank stores of all parameters: name, where it lives, local tensor, that of the master."""
-        found: list[tuple[str, Storage, Tensor, Tensor | None]] = []
-        if optimizer is not None:
-            for member in placed_members(optimizer):
-                master = optimizer.state.get(member.tensor, {}).get("master")
-                master = None if master is None else local_of(master.detach())
-                found.append((member.name, member.storage, local_of(member.tensor.detach()), master))
-            return found
-        for key, parameter in self._model.named_parameters():
-            replicas = None if isinstance(parameter, DTensor) else (this_rank(),)
-            storage = storage_of(canonical_name(key), parameter, replicas)
-            found.append((canonical_name(key), storage, local_of(parameter.detach()), None))
-        return found
+    def _stored(self, optimizer: Muon | None) -> Iterator[tuple[str, Storage, Tensor, Tensor | None]]:
+        """Yield what this rank stores of all parameters: name, where it lives, local tensor, that of the master."""
+        if optimizer is None:
+            for key, parameter in self._model.named_parameters():
+                replicas = None if isinstance(parameter, DTensor) else (this_rank(),)
+                storage = storage_of(canonical_name(key), parameter, replicas)
+                yield canonical_name(key), storage, local_of(parameter.detach()), None
+            return
+        for member in placed_members(optimizer):
+            master = optimizer.state.get(member.tensor, {}).get("master")
+            master = None if master is None else local_of(master.detach())
+            yield member.name, member.storage, local_of(member.tensor.detach()), master
 
 
 def _muons(optimizer: Any) -> list[Muon]:
@@ -272,10 +267,6 @@ def scale_rows(local: Tensor, storage: Storage, factors: list[tuple[LogitRows, T
         box.copy_(box.to(wide) * own.view([-1 if axis == dim else 1 for axis in range(box.ndim)]))
     if contiguous is not local:
         local.copy_(contiguous)
-
-
-def _is_of_transformers(module: nn.Module) -> bool:
-    return any(c.__module__.startswith("transformers.") for c in type(module).__mro__)
 
 
 def _first_head(attention: Attention, count: int) -> int:
