@@ -75,20 +75,28 @@ def pretend_device(shrunk: int) -> None:
     from muonmesh.numerics import kernels, newton_schulz
     from muonmesh.numerics.kernels import fused, triton_launch
     from muonmesh.numerics.kernels.triton import triton_products
-    from muonmesh.step import muon_step, nonzero
+    from muonmesh.step import muon_step, preflight
 
     driver.set_active(launches.Driver())
     torch.cuda.device = launches.on  # type: ignore[assignment,misc]
-    run, cuda = triton_launch.Launch.run, torch.device("cuda:0")
-    triton_launch.Launch.run = lambda self, device: run(self, cuda)  # type: ignore[method-assign]
+    triton_launch.device_of = lambda tensor: torch.device("cuda:0")
 
     def products(kernels: Any, *, rows: int, cols: int, **others: Any) -> Any:
         return triton_products(at_once=max(1, (1 << 30) // (rows * cols * 2 * shrunk**2)))
 
-    newton_schulz.select = muon_step.select = products  # type: ignore[assignment]
+    resolve_method = newton_schulz.resolve_method
+
+    def method(rows: int, cols: int, **others: Any) -> Any:
+        return resolve_method(rows * shrunk, cols * shrunk, **others)
+
+    def symmetric_part(x: Any, spare: Any, out: Any) -> Any:  # as on a device
+        return torch.lerp(x, x.mT, 0.5, out=out)
+
+    newton_schulz.select, newton_schulz.resolve_method = products, method  # type: ignore[assignment]
+    newton_schulz.symmetric_part = symmetric_part
     at_once = muon_step._AT_ONCE_ON_A_DEVICE // shrunk**2
     muon_step.MuonStep._at_once = lambda self, count, number: max(1, at_once // self._ready.matrix(number).numel)  # type: ignore[method-assign]
-    for place in (kernels, fused, nonzero):
+    for place in (kernels, fused, preflight):
         place.is_usable = lambda device: True  # type: ignore[attr-defined]
 
 
@@ -190,6 +198,8 @@ def serve(name: str) -> None:
 def measured(name: str, rounds: int, folder: Path) -> dict[str, Any]:
     """Return the figures of one case."""
     places = {"LD_LIBRARY_PATH": str(folder), "TRITON_LIBCUDA_PATH": str(folder), "OMP_NUM_THREADS": "1"}
+    # Memory that is given back is taken again where it was, as torch's allocator on CUDA does it.
+    places |= {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
     path = {"PYTHONPATH": str(ROOT / "src"), "TRITON_CACHE_DIR": str(folder / "cache")}
     process = subprocess.Popen(
         [sys.executable, __file__, "--serve", name],

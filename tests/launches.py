@@ -1,7 +1,8 @@
 """A process in which Triton's own driver and launcher run over a driver that only writes down what it is told.
 
 `python -m tests.launches` prints a line of JSON for each launch of `LAUNCHES`: what the driver was told by
-`Launch.run`, and by Triton's own way to start a kernel. `python -m tests.launches --time` prints the host's µs of each.
+`Launch.run`, and by Triton's own way to start a kernel. `--again` prints what its launcher was given when a whole
+orthogonalization was worked out, and when it was started again; `--time` the host's µs of each launch.
 LD_LIBRARY_PATH and TRITON_LIBCUDA_PATH name the folder of the driver, made of launch_driver.c.
 """
 
@@ -14,19 +15,34 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver as nvidia
 from triton.runtime.driver import driver
 
-from muonmesh.numerics.kernels import lines, tiles
+from muonmesh.numerics import newton_schulz
+from muonmesh.numerics.kernels import lines, tiles, triton_launch
+from muonmesh.numerics.kernels.triton import triton_products
 from muonmesh.numerics.kernels.triton_launch import Launch
+from muonmesh.numerics.newton_schulz import Orthogonalizer
 
 STUB = ctypes.CDLL("libcuda.so.1", mode=ctypes.RTLD_GLOBAL)
 DEVICE = torch.device("cuda:1")
 BF16 = torch.bfloat16
+
+
+class Launcher(nvidia.CudaLauncher):
+    """Triton's launcher, which also notes what each launch is given."""
+
+    log: ClassVar[list[Any]] = []
+
+    def __call__(self, *given: Any) -> None:
+        programs, _, _, stream, function, _, _, _, _, *arguments = given
+        addresses = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments]
+        Launcher.log.append((programs, stream, function, addresses))
+        super().__call__(*given)
 
 
 class Driver(nvidia.CudaDriver):
@@ -34,9 +50,9 @@ class Driver(nvidia.CudaDriver):
 
     current = 0
 
-    def __init__(self) -> None:
+    def __init__(self, launcher: type[nvidia.CudaLauncher] = nvidia.CudaLauncher) -> None:
         self.utils = nvidia.CudaUtils()
-        self.launcher_cls = nvidia.CudaLauncher
+        self.launcher_cls = launcher
         self.get_current_device = lambda: Driver.current
         self.get_current_stream = lambda device: 1000 + device
         self.get_device_capability = lambda device: (9, 0)
@@ -105,6 +121,32 @@ LAUNCHES: dict[str, Callable[[], Launch]] = {
 }
 
 
+def again(method: str, *, timed: bool) -> dict[str, Any]:
+    """Return what launches of an orthogonalization were given: worked out each time, and started again elsewhere.
+
+    Addresses in what is given are told by their distance from its start, and the others only as addresses.
+    """
+    options = {"coefficients": "polar_express", "steps": 5, "method": method, "dtype": BF16, "kernels": "auto"}
+    orthogonalizer = Orthogonalizer.of(64, 160, **options, device=torch.device("cpu"))
+    memory, numbers = torch.zeros(4, 2, 64, 160, dtype=BF16), torch.ones(2, 16)[:, :2] if timed else None
+    found = []
+    for turn in (0, 0, 0, 1, 0):  # the second is recorded, those after it are started again
+        given = [memory[2 * turn], memory[2 * turn + 1], *([] if numbers is None else [numbers[turn]])]
+        Launcher.log = log = list[Any]()
+        orthogonalizer(given[0], out=given[1], overwrite=True, times=given[2] if timed else None)
+
+        def place(address: object, given: list[torch.Tensor] = given) -> object:
+            if not isinstance(address, int) or address < 1 << 32:
+                return str(address)
+            for number, tensor in enumerate(given):
+                if tensor.data_ptr() <= address < tensor.data_ptr() + tensor.numel() * tensor.element_size():
+                    return f"{number}: {address - tensor.data_ptr()}"
+            return "own"  # of which some are freed and taken again where each call is worked out
+
+        found.append([(*told, list(map(place, arguments))) for *told, arguments in log])
+    return {"launches": found, "kept": [type(kept).__name__ for kept in (orthogonalizer._recordings or {}).values()]}
+
+
 def told(start: Callable[[], Any], types: list[str]) -> dict[str, Any]:
     """Return what the driver was told by the one launch that this makes."""
     size = {"i32": 4, "fp32": 4, "i64": 8, "i1": 1}
@@ -139,6 +181,12 @@ def microseconds(start: Callable[[], Any]) -> float:
 def main() -> None:
     driver.set_active(Driver())
     torch.cuda.device = on  # type: ignore[assignment,misc]
+    if "--again" in sys.argv:
+        driver.set_active(Driver(Launcher))
+        triton_launch.device_of = lambda tensor: DEVICE
+        newton_schulz.select = lambda *given, **options: triton_products(at_once=8)
+        print(json.dumps([again(method, timed=timed) for method in ("standard", "gram") for timed in (False, True)]))
+        return
     for name, make in LAUNCHES.items():
         launch = make()
 

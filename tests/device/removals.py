@@ -62,6 +62,8 @@ def _removed(node: ast.AST) -> Iterator[tuple[ast.expr | ast.keyword, str]]:
         for keyword in node.keywords:
             if keyword.arg == "non_blocking":
                 yield keyword, "non_blocking=False"
+    if isinstance(node, ast.Return) and node.value and ast.unparse(node.value).startswith("torch.cuda.device("):
+        yield node.value, "__import__('contextlib').nullcontext()"
     if isinstance(node, ast.With):
         for item in node.items:
             call = item.context_expr

@@ -51,6 +51,26 @@ def interpreter() -> Iterator[Interpreter]:
 # ------------------------------------------------------------------ in the interpreter's process
 
 
+def started_again(method: newton_schulz.Method, timed: bool) -> tuple[list[str], list[bool], float]:
+    """What is kept of five orthogonalizations, whether each has the bits of one alone, and their largest error."""
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"coefficients": "polar_express", "steps": 5, "method": method, "kernels": "triton"}
+    orthogonalizer = newton_schulz.Orthogonalizer.of(20, 48, **options, dtype=BF16, device=torch.device("cpu"))
+    same, errors = [], []
+    for turn in range(5):
+        x, times = torch.randn(2, 20, 48, dtype=BF16) * 10.0**turn, torch.rand(2) + 0.5 if timed else None
+        u, _, vh = torch.linalg.svd(x.double(), full_matrices=False)
+        exact = u @ vh * (1 if times is None else times.double()[:, None, None])
+        alone = orthogonalize(x, dtype=BF16, times=times, **options)
+        with torch.no_grad():
+            found = orthogonalizer(x.clone(), overwrite=True, times=times)
+        same.append(torch.equal(found, alone))
+        errors.append(float((found.double() - exact).norm() / exact.norm()))
+    kept = orthogonalizer._recordings
+    assert kept is not None
+    return [type(one).__name__ for one in kept.values()], same, max(errors)
+
+
 def operands(rows: int, cols: int, batch: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """X, and A and B that commute because both are polynomials of one symmetric matrix, exactly symmetric."""
     torch.manual_seed(rows + cols)
@@ -330,7 +350,7 @@ def joined(rows: int, dtype: torch.dtype, symmetric: bool) -> dict[str, float]:
     }
 
 
-def stepped(dtype: torch.dtype, *, apart: bool) -> tuple[list[Tensor], int]:
+def stepped(dtype: torch.dtype, *, apart: bool, moves: bool = False) -> tuple[list[Tensor], int]:
     """Weights, momenta and masters after steps as on a device; how many matrices were taken in order.
 
     Sizes that are aligned and that are not, experts, a fused weight; gradients of zeros, of an expert too, and one that
@@ -356,13 +376,21 @@ def stepped(dtype: torch.dtype, *, apart: bool) -> tuple[list[Tensor], int]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DevicePortions, "_stack", counted)
-        for step in range(3):
+        for step in range(4):
             for weight in weights:
-                weight.grad = torch.randn_like(weight)
-            weights[1].grad = torch.zeros_like(weights[1])
-            weights[10].grad[step] = 0
+                gradient = torch.randn_like(weight)
+                if weight.grad is None or moves or step < 2:
+                    weight.grad = gradient
+                else:
+                    weight.grad.copy_(gradient)
+            weights[1].grad.zero_()
+            weights[10].grad[step % 3] = 0
             if step == 0:
                 weights[9].grad = None
+            if moves and step > 2:
+                for weight, state in optimizer.state.items():
+                    weight.data = weight.data.clone()
+                    state.update({key: value.clone() for key, value in state.items()})
             optimizer.step()
     states = [optimizer.state[weight] for weight in weights]
     return [*weights, *(value.clone() for state in states for value in state.values())], taken
@@ -371,7 +399,9 @@ def stepped(dtype: torch.dtype, *, apart: bool) -> tuple[list[Tensor], int]:
 def whole_and_apart(dtype: torch.dtype) -> tuple[bool, int, int]:
     """Whether both ways give the same bits, and how many matrices each took in order."""
     (whole, some), (apart, none) = (stepped(dtype, apart=apart) for apart in (False, True))
-    return len(whole) == len(apart) and all(map(torch.equal, whole, apart)), some, none
+    moved, _ = stepped(dtype, apart=False, moves=True)
+    same = len(whole) == len(apart) == len(moved)
+    return same and all(map(torch.equal, whole + moved, apart * 2)), some, none
 
 
 def in_its_room(rows: int, cols: int, method: Any, kernel: Any) -> bool:
@@ -496,6 +526,16 @@ def test_fold_flushes_denormals(interpreter: Interpreter) -> None:
         assert math.isnan(nan)
 
 
+@pytest.mark.parametrize(("method", "timed"), [("standard", False), ("gram", True)])
+def test_what_is_started_again_computes_on_what_is_given_now(
+    interpreter: Interpreter, method: str, timed: bool
+) -> None:
+    kept, same, error = interpreter(started_again, method, timed)
+    assert kept == ["Recording"]
+    assert all(same)
+    assert error < 0.2
+
+
 @pytest.mark.parametrize(("dtype", "rows", "cols"), [(BF16, 33, 70), (FP32, 130, 300)], ids=str)
 def test_norms_and_powers_of_two(interpreter: Interpreter, dtype: torch.dtype, rows: int, cols: int) -> None:
     """Of one part of a matrix and of several; what is far from 1 is multiplied by a power of two, the rest stays."""
@@ -520,10 +560,10 @@ def test_apply(interpreter: Interpreter, masters: bool, masked: bool) -> None:
 
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
 def test_matrices_in_order_are_stepped_like_pieces(interpreter: Interpreter, dtype: torch.dtype) -> None:
-    """In all three steps; one had no gradient in the first."""
+    """In all steps, one of them without a gradient in the first, also where weights, state and gradients move."""
     same, whole, apart = interpreter(whole_and_apart, dtype)
     assert same
-    assert (whole, apart) == (20 + 21 + 21, 0)
+    assert (whole, apart) == (20 + 3 * 21, 0)
 
 
 @pytest.mark.parametrize(

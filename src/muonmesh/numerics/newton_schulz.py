@@ -7,10 +7,10 @@ long side of X only to form A and to apply the result; between them everything i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Literal, TypeAlias, get_args
+from functools import cached_property, partial
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ from muonmesh.numerics.gram_form import factor_of_all, factored
 from muonmesh.numerics.kernels import Exact, KernelName, Matmuls, resolve, select
 from muonmesh.numerics.kernels.dense import scaled
 from muonmesh.numerics.kernels.memory import scratch
+from muonmesh.numerics.kernels.recording import run_again
 from muonmesh.numerics.kernels.threads import run_on_one_thread
 from muonmesh.numerics.normalize import load, rescale_rows, store, sums
 from muonmesh.numerics.precision import exact_fp32, plain_modes
@@ -188,6 +189,11 @@ class Orthogonalizer:
         """How many matrices are best orthogonalized together."""
         return self.products().at_once
 
+    @cached_property
+    def _recordings(self) -> dict[Hashable, Any] | None:
+        """What is started again at the next step; None where values decide what is started, or nothing is."""
+        return {} if self.products().normalize is not None and self.prepared.begins_with_polynomials else None
+
     def __call__(
         self,
         x: Tensor,
@@ -205,21 +211,25 @@ class Orthogonalizer:
             write = "Write out=torch.empty_like(x, memory_format=torch.contiguous_format)"
             raise ValueError(explain_error("out", found, needed, write))
         numbers = None if times is None else times.to(torch.promote_types(self.dtype, torch.float32))[:, None, None]
-        matmuls = self.products()
         if room is not None:
             with exact_fp32(self.dtype):
-                return _Iteration(self, 1, matmuls).run_in(room, numbers)
+                return _Iteration(self, 1, self.products()).run_in(room, numbers)
         matrices = x.reshape(x.shape[:-2].numel(), *x.shape[-2:])
         result = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
         target = result.view(matrices.shape)
+        given = [tensor for tensor in (matrices, target, numbers) if tensor is not None]
+        if self._recordings is not None and 0 < len(matrices) <= self.at_once:
+            with exact_fp32(self.dtype):
+                run_again(self._recordings, partial(self._run, overwrite=overwrite), given, overwrite)
+            return result
+        matmuls = self.products()
         at_once = max(1, min(matmuls.at_once, len(matrices)))
 
         def run() -> None:
             iteration = _Iteration(self, at_once, matmuls)
             for start in range(0, len(matrices), at_once):
-                some = slice(start, start + at_once)
-                own = None if numbers is None else numbers[some]
-                iteration.run(matrices[some], target[some], own, overwrite=overwrite)
+                some = [tensor[start : start + at_once] for tensor in given]
+                iteration.run(*some, overwrite=overwrite)
 
         with exact_fp32(self.dtype):
             if matmuls.one_thread:
@@ -227,6 +237,9 @@ class Orthogonalizer:
             else:
                 run()
         return result
+
+    def _run(self, *given: Tensor, overwrite: bool) -> None:
+        _Iteration(self, len(given[0]), self.products()).run(*given, overwrite=overwrite)
 
 
 def room_for(rows: int, cols: int, *, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -369,7 +382,7 @@ class _Iteration:
         self._squares: dict[str, Tensor] = {}
         self._panels: list[slice] = []  # of columns that are multiplied one after the other; empty: all at once
 
-    def run(self, matrices: Tensor, out: Tensor, times: Tensor | None, *, overwrite: bool) -> None:
+    def run(self, matrices: Tensor, out: Tensor, times: Tensor | None = None, *, overwrite: bool) -> None:
         """Orthogonalize `matrices`, shape (batch, m, n), into `out`: at most as many as there is memory for.
 
         The results are multiplied by `times`, (batch, 1, 1).

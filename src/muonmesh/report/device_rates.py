@@ -30,10 +30,10 @@ class DeviceRates:
     published: float = 0.38 * 989e12
     bytes: float = 0.80 * 3.35e12
     wire: float = 50e9
-    kernel: float = 30e-6
+    kernel: float = 17e-6
     operation: float = 4e-6
     view: float = 1e-6
-    matrix: float = 10e-6
+    matrix: float = 8e-6
     collective: float = 30e-6
     message: float = 1e-6
 

@@ -138,13 +138,17 @@ class DevicePortions:
     def _fold_stack(self, stack: Stack, batch: Sequence[Local], into: Tensor) -> None:
         factors, columns = self._factors_of(self._ready.group(stack.matrices[0])), stack.columns
         gradients, momenta = columns["gradient", ""], columns["momenta", "momentum_buffer"]
-        on_device.fold_in_one(gradients, momenta, _as_stored(batch, into), stack.matrices, factors)
+        on_device.fold_in_one(gradients, momenta, _as_stored(batch, into), stack.matrices, factors, self._kept(batch))
 
     def _apply_stack(self, stack: Stack, batch: Sequence[Local], updates: Tensor) -> None:
         factors, written = self._factors_of(self._ready.group(stack.matrices[0])), stack.columns["weights", ""]
         rounded = stack.columns.get(("rounded", ""))
         weights, masters = (written, ()) if rounded is None else (rounded, written)
-        on_device.apply_in_one(weights, masters, _as_stored(batch, updates), stack.matrices, factors)
+        stored = _as_stored(batch, updates)
+        on_device.apply_in_one(weights, masters, stored, stack.matrices, factors, self._kept(batch))
+
+    def _kept(self, batch: Sequence[Local]) -> fused.Kept:
+        return self._ready.tables.setdefault((batch[0].assignment, len(batch)), {})
 
     def steps_of(self, assignments: Sequence[int]) -> Tensor | None:
         """Return what the results of matrices are multiplied by, (n,), where they arrive as steps."""

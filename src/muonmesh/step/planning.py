@@ -34,6 +34,7 @@ from muonmesh.layout import (
 from muonmesh.layout.routes import pieces
 from muonmesh.numerics.coefficients import CoefficientName, choose, coefficient_schedule, coefficient_set
 from muonmesh.numerics.kernels import check_kernels
+from muonmesh.numerics.kernels.fused import Kept
 from muonmesh.numerics.newton_schulz import Orthogonalizer
 from muonmesh.numerics.rules import Rule, is_matrix_rule, rule_of
 from muonmesh.step.blocks import Blocks
@@ -71,6 +72,7 @@ class Planned:
             `device_without_parameters`.
         orthogonalizers: How the matrices of each Muon group of this rank are orthogonalized, by group and shape.
         exchange: Made when the ranks have compared their plans.
+        tables: Where the pieces of small matrices lay on a device, by the first matrix of a batch and their number.
         beyond: The ranks of each parameter of which this rank holds nothing, until all parameters are planned.
     """
 
@@ -83,6 +85,7 @@ class Planned:
     device: torch.device
     orthogonalizers: Orthogonalizers
     exchange: Exchange | None = None
+    tables: dict[tuple[int, int], Kept] = field(default_factory=dict)
     beyond: Sequence[tuple[int, ...]] = ()
     _names: list[str] | None = field(default=None, init=False)
     _terms: dict[tuple[int, ...], tuple[tuple[int, ...], str]] = field(default_factory=dict, init=False)

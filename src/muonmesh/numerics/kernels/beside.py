@@ -22,13 +22,15 @@ def _lines() -> Any:
     return lines
 
 
-operator("measure(Tensor x, Tensor(a!) exponents, Tensor(b!) squares)", lambda *given: [_lines().measuring(*given)])
-operator(
+_measure = operator(
+    "measure(Tensor x, Tensor(a!) exponents, Tensor(b!) squares)", lambda *given: [_lines().measuring(*given)]
+)
+_norms = operator(
     "norms(Tensor exponents, Tensor squares, Tensor(a!) power, Tensor(b!) inverse, Tensor(c!) inverse_square)",
     lambda *given: [_lines().finding_norms(*given)],
 )
-operator("rescale(Tensor(a!) x, Tensor power)", lambda *given: [_lines().rescaling(*given)])
-operator(
+_rescale = operator("rescale(Tensor(a!) x, Tensor power)", lambda *given: [_lines().rescaling(*given)])
+_centre = operator(
     "centre(Tensor diagonal, Tensor(a!) out, float constant, Tensor(b!) mean)",
     lambda *given: [_lines().centring(*given)],
 )
@@ -53,9 +55,9 @@ def normalize(x: Tensor) -> tuple[Tensor, Tensor]:
     exponents = torch.empty(batch, parts, dtype=torch.int32, device=x.device)
     squares = torch.empty(batch, parts, dtype=torch.float32, device=x.device)
     power, inverse, inverse_square = torch.empty(3, batch, 1, 1, dtype=torch.float32, device=x.device).unbind()
-    torch.ops.muonmesh.measure(x, exponents, squares)
-    torch.ops.muonmesh.norms(exponents, squares, power, inverse, inverse_square)
-    torch.ops.muonmesh.rescale(x, power)
+    _measure(x, exponents, squares)
+    _norms(exponents, squares, power, inverse, inverse_square)
+    _rescale(x, power)
     return inverse, inverse_square
 
 
@@ -68,5 +70,5 @@ def centre(diagonal: Tensor, factor: Tensor, constant: float) -> Tensor:
         constant: See above.
     """
     mean = torch.empty(len(factor), 1, 1, dtype=torch.float32, device=factor.device)
-    torch.ops.muonmesh.centre(diagonal, factor.diagonal(dim1=-2, dim2=-1), constant, mean)
+    _centre(diagonal, factor.diagonal(dim1=-2, dim2=-1), constant, mean)
     return mean

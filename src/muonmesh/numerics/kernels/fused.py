@@ -15,10 +15,17 @@ from torch import Tensor
 
 from muonmesh.numerics.kernels.rows import Rows, on_device
 from muonmesh.numerics.kernels.toolchain import DTYPES, is_usable
-from muonmesh.numerics.kernels.triton_launch import Launch, operator
+from muonmesh.numerics.kernels.triton_launch import Launch, are_aligned, operator, stream_of
 
 _Dtypes: TypeAlias = tuple[torch.dtype, torch.dtype, torch.dtype]
 _Piece: TypeAlias = tuple[int, int, Tensor, Tensor, Tensor]
+
+Kept: TypeAlias = dict[tuple[object, ...], list[tuple[_Dtypes, int, int, Tensor]]]
+"""By operator, stream and addresses: for all pieces of some dtypes these, how many, their programs and their table."""
+
+_KEPT = 16
+"""Tables that are kept of some pieces at most. Two do, of gradient to direction and result to weight, where torch gives
+and takes memory in one order at each step."""
 
 _OPTIONS = {"enable_fp_fusion": False}
 """Or an element's bits would depend on how its piece lies in memory: products would be rounded here and not there."""
@@ -38,6 +45,7 @@ def fold(
     momentum: float,
     nesterov: bool,
     entries: Sequence[int] | None = None,
+    kept: Kept | None = None,
 ) -> None:
     """Fold gradients into momenta and write the directions.
 
@@ -56,6 +64,8 @@ def fold(
         momentum: μ.
         nesterov: See above.
         entries: The entry of each piece. None: there is one for each, in their order.
+        kept: A dict that is given again where nothing but the addresses of all these tensors may differ, to keep where
+            the pieces are.
 
     Raises:
         ValueError: The tensors of a piece differ in shape, or have more than 3 dims, or a dtype cannot be computed in.
@@ -63,7 +73,7 @@ def fold(
     if not gradients:
         return  # without a tensor torch would not know where
     entries = range(len(gradients)) if entries is None else entries
-    torch.ops.muonmesh.fold(gradients, momenta, directions, entries, active, momentum, nesterov)
+    _fold(gradients, momenta, directions, entries, active, momentum, nesterov, kept=kept)
     torch.autograd.graph.increment_version([*momenta, *directions])
 
 
@@ -76,6 +86,7 @@ def apply(
     keep: Tensor,
     size: Tensor,
     entries: Sequence[int] | None = None,
+    kept: Kept | None = None,
 ) -> None:
     """Decay and update weights: ``w ← w·keep − size·u`` in fp32, where a piece is active.
 
@@ -91,6 +102,7 @@ def apply(
         size: What an update is multiplied by before it is subtracted, likewise: learning rate times scale, or −1 where
             updates arrive as finished steps.
         entries: The entry of each piece. None: there is one for each, in their order.
+        kept: As in `fold`; it may be the same dict.
 
     Raises:
         ValueError: The tensors of a piece differ in shape, or have more than 3 dims, or a dtype cannot be computed in.
@@ -98,7 +110,7 @@ def apply(
     if not weights:
         return
     entries = range(len(weights)) if entries is None else entries
-    torch.ops.muonmesh.apply(weights, masters, updates, entries, active, keep, size)
+    _apply(weights, masters, updates, entries, active, keep, size, kept=kept)
     torch.autograd.graph.increment_version([*weights, *masters])
 
 
@@ -110,14 +122,16 @@ def _folding(
     active: Tensor | None,
     momentum: float,
     nesterov: bool,
+    kept: Kept | None = None,
 ) -> Iterator[Launch]:
     from muonmesh.numerics.kernels import pieces
 
-    for dtypes, rows, table in _grouped("fold", entries, gradients, momenta, directions or momenta):
-        numbers = (table, rows.pieces, _contiguous(active), 1 - momentum, momentum)
+    for dtypes, count, programs, table in _grouped("fold", kept, entries, gradients, momenta, directions or momenta):
+        numbers = (table, count, _contiguous(active), 1 - momentum, momentum)
         choices = (active is not None, len(directions) > 0, nesterov, torch.finfo(dtypes[1]).tiny)
         arguments = (*numbers, *choices, *(pieces.TYPES[dtype] for dtype in dtypes))
-        yield Launch(pieces.fold, rows.programs, arguments, _OPTIONS)
+        code = "fold", dtypes, choices, are_aligned(table, numbers[2])
+        yield Launch(pieces.fold, programs, arguments, _OPTIONS, code)
 
 
 def _applying(
@@ -128,22 +142,24 @@ def _applying(
     active: Tensor | None,
     keep: Tensor,
     size: Tensor,
+    kept: Kept | None = None,
 ) -> Iterator[Launch]:
     from muonmesh.numerics.kernels import pieces
 
-    for dtypes, rows, table in _grouped("apply", entries, weights, masters or weights, updates):
-        numbers = (table, rows.pieces, _contiguous(active), _contiguous(keep), _contiguous(size))
+    for dtypes, count, programs, table in _grouped("apply", kept, entries, weights, masters or weights, updates):
+        numbers = (table, count, _contiguous(active), _contiguous(keep), _contiguous(size))
         choices = (active is not None, len(masters) > 0)
         arguments = (*numbers, *choices, *(pieces.TYPES[dtype] for dtype in dtypes))
-        yield Launch(pieces.apply, rows.programs, arguments, _OPTIONS)
+        code = "apply", dtypes, choices, are_aligned(table, *numbers[2:])
+        yield Launch(pieces.apply, programs, arguments, _OPTIONS, code)
 
 
-operator(
+_fold = operator(
     "fold(Tensor[] gradients, Tensor(a!)[] momenta, Tensor(b!)[] directions, int[] entries, Tensor? active, "
     "float momentum, bool nesterov)",
     _folding,
 )
-operator(
+_apply = operator(
     "apply(Tensor(a!)[] weights, Tensor(b!)[] masters, Tensor[] updates, int[] entries, Tensor? active, Tensor keep, "
     "Tensor size)",
     _applying,
@@ -158,15 +174,25 @@ def _contiguous(vector: Tensor | None) -> Tensor | None:
 
 
 def _grouped(
-    what: str, entries: Sequence[int], a: Sequence[Tensor], b: Sequence[Tensor], c: Sequence[Tensor]
-) -> Iterator[tuple[_Dtypes, Rows, Tensor]]:
-    """Yield the dtypes, the rows and the table on the device for all pieces of the same dtypes."""
-    groups = _rows_by_dtypes(what, entries, a, b, c)
+    what: str, kept: Kept | None, entries: Sequence[int], *columns: Sequence[Tensor]
+) -> Iterable[tuple[_Dtypes, int, int, Tensor]]:
+    """Return for all pieces of the same dtypes these, how many they are, their programs, and their table on the device.
+
+    What is kept is returned if all tensors lie where they once lay.
+    """
+    device, kept = columns[0][0].device, {} if kept is None else kept
+    places = [place for some in columns for place in map(Tensor.data_ptr, some)]
+    if len(kept) > _KEPT:
+        kept.clear()
+    key = what, stream_of(device), *(some[0].dtype for some in columns), *places
+    if (found := kept.get(key)) is not None:
+        return found
+    groups = _rows_by_dtypes(what, entries, *columns)
     filled = {dtypes: rows for dtypes, rows in groups.items() if rows.pieces}
-    if filled:
-        tables = on_device(list(filled.values()), a[0].device)
-        for (dtypes, rows), table in zip(filled.items(), tables, strict=True):
-            yield dtypes, rows, table
+    tables = on_device(list(filled.values()), device) if filled else ()
+    made = [(dtypes, rows.pieces, rows.programs, t) for (dtypes, rows), t in zip(filled.items(), tables, strict=True)]
+    kept[key] = made
+    return made
 
 
 def _rows_by_dtypes(
@@ -198,9 +224,11 @@ def _rows_by_dtypes(
 
 def _size_of_pieces(what: str, entries: Sequence[int], *columns: Sequence[Tensor]) -> int:
     """Return the size of pieces that lie one after the other in tensors, several in some of them."""
-    totals = {sum(map(Tensor.numel, some)) for some in columns}
+    lengths = [[*map(Tensor.numel, some)] for some in columns]
+    totals = {*map(sum, lengths)}
     size = max(totals) // len(entries)
-    whole = size and all(tensor.is_contiguous() and not tensor.numel() % size for some in columns for tensor in some)
+    multiples = size and not any(length % size for length in set().union(*lengths))
+    whole = multiples and all(all(map(Tensor.is_contiguous, some)) for some in columns)
     if totals != {size * len(entries)} or not whole:
         shapes = ", ".join(str([tuple(tensor.shape) for tensor in some]) for some in columns)
         needed = f"{len(entries)} pieces of one size in contiguous tensors each"

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from muonmesh.numerics.kernels.pieces import TYPES
 from muonmesh.numerics.kernels.portions import FIRST, LOOKED, MEASURED
-from muonmesh.numerics.kernels.triton_launch import Launch
+from muonmesh.numerics.kernels.triton_launch import Launch, are_aligned
 
 _BLOCK = 2048
 """Elements that a program works on at a time."""
@@ -151,7 +151,8 @@ def nonzero(table, pieces, found, TYPE: tl.constexpr, CHUNK: tl.constexpr, BLOCK
 
 def finding_nonzero(table: Tensor, pieces: int, programs: int, found: Tensor, dtype: torch.dtype) -> Launch:
     """Return the launch of `nonzero`."""
-    return Launch(nonzero, programs, (table, pieces, found, TYPES[dtype], LOOKED, FIRST), {})
+    code = "nonzero", dtype, are_aligned(table, found)
+    return Launch(nonzero, programs, (table, pieces, found, TYPES[dtype], LOOKED, FIRST), {}, code)
 
 
 def measuring(x: Tensor, exponents: Tensor, squares: Tensor) -> Launch:

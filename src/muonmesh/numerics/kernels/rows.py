@@ -47,12 +47,12 @@ class Rows:
         size = sum(map(Tensor.numel, columns[0])) // count
         addresses = array("q")
         for tensors in columns:
+            if len(tensors) == count:
+                addresses.extend(map(Tensor.data_ptr, tensors))
+                continue
             for tensor in tensors:
-                start, held = tensor.data_ptr(), tensor.numel()
-                if held == size:
-                    addresses.append(start)
-                else:
-                    addresses.extend(range(start, start + held * tensor.element_size(), size * tensor.element_size()))
+                start, width = tensor.data_ptr(), tensor.element_size()
+                addresses.extend(range(start, start + tensor.numel() * width, size * width))
         places = _numbers(addresses).view(len(columns), count)
         if (places % _ALIGNMENT).any():
             return None

@@ -47,7 +47,7 @@ def _multiply(
     )
 
 
-operator(
+_operation = operator(
     "multiply(Tensor a, Tensor b, Tensor? c, float alpha, float factor, Tensor? factors, float scale, Tensor? scales, "
     "bool symmetric, Tensor(a!) out, Tensor? d, float delta, Tensor(b!)? diagonal)",
     _multiply,
@@ -69,7 +69,7 @@ def _run(
     diagonal: Tensor | None = None,
 ) -> Tensor:
     factors, scales = (number if isinstance(number, Tensor) else None for number in (factor, scale))
-    torch.ops.muonmesh.multiply(
+    _operation(
         *(a, b, c, alpha),
         *(factor if factors is None else 0.0, factors, scale if scales is None else 0.0, scales),
         *(symmetric, out, d, delta, diagonal),

@@ -21,7 +21,7 @@ def mark_nonzero(gradients: Sequence[Tensor], entries: Sequence[int], found: Ten
         entries: The entry of each; several may share one.
         found: int32 (n,) on that device.
     """
-    torch.ops.muonmesh.mark_nonzero(gradients, entries, found)
+    _mark(gradients, entries, found)
 
 
 def _nonzero(gradients: Sequence[Tensor], entries: Sequence[int], found: Tensor) -> Iterator[Launch]:
@@ -38,4 +38,4 @@ def _nonzero(gradients: Sequence[Tensor], entries: Sequence[int], found: Tensor)
         yield lines.finding_nonzero(table, len(rows) // 4, programs, found, dtype)
 
 
-operator("mark_nonzero(Tensor[] gradients, int[] entries, Tensor(a!) found)", _nonzero)
+_mark = operator("mark_nonzero(Tensor[] gradients, int[] entries, Tensor(a!) found)", _nonzero)

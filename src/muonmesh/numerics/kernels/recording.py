@@ -1,0 +1,155 @@
+"""Recording: what a call starts on a device, started again without the Python that worked it out.
+
+To prepare many small kernels takes the host longer than a device needs to run them. What is prepared follows from
+shapes, strides, dtypes and numbers of the host, which stay the same from step to step; only addresses move. So a
+recording keeps the compiled kernels with their arguments, and writes addresses into them where these have changed.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from muonmesh.numerics.kernels import triton_launch
+from muonmesh.numerics.kernels.triton_launch import STREAM, Launch, on, stream_of, watching
+
+_MOST = 64
+"""Layouts of one function; more than that change from step to step."""
+_REPEATED = ("multiply", "measure", "norms", "rescale", "centre", "copy_", "lerp", "mul")
+"""Operators that start the same for one layout, and touch no memory but that of their tensors."""
+
+
+def run_again(found: dict[Hashable, Any], call: Callable[..., object], given: Sequence[Tensor], key: Hashable) -> None:
+    """Run ``call(*given)`` or, from its third time for a layout of tensors on, start again what it started.
+
+    Args:
+        found: Empty at first; of one function.
+        call: Starts the same whatever values the tensors have, in this thread. It reads nothing but them, and leaves
+            nothing but what it writes in them.
+        given: Tensors of one device. They share no memory.
+        key: Equal for calls that start the same on tensors of one layout.
+    """
+    layouts = [(tensor.shape, tensor.stride(), tensor.dtype, tensor.data_ptr() % 64) for tensor in given]
+    key = key, given[0].device, threading.get_ident(), *layouts
+    known = found.get(key, 0 if len(found) < _MOST else None)
+    if known is None or triton_launch.is_watched(*given):
+        call(*given)
+    elif known == 0:
+        call(*given)
+        found[key] = 1
+    elif known == 1:
+        with (recording := Recording(given)):
+            call(*given)
+        recording.alive.clear()
+        found[key] = recording if recording.whole else None
+    else:
+        known.start(given)
+
+
+class _Place(NamedTuple):
+    """Where a tensor lies: ``offset`` bytes from the start of a base. Base 0 is memory of the call's own."""
+
+    base: int
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+    def of(self, bases: Sequence[Tensor]) -> Tensor:
+        base = bases[self.base] if self.base else bases[0].view(self.dtype)
+        return base.as_strided(self.shape, self.strides, base.storage_offset() + self.offset // self.dtype.itemsize)
+
+
+class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Writes down what is started while it is on, and starts it again.
+
+    Args:
+        given: See `run_again`.
+
+    Attributes:
+        whole: Whether all of it can be started again.
+        alive: What was used, so that no two tensors had the same memory; to be dropped when all is written down.
+    """
+
+    def __init__(self, given: Sequence[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.whole, self._size, self._device = True, 0, triton_launch.device_of(given[0])
+        self._parts: list[tuple[Callable[..., Any], list[Any], dict[str, Any] | None]] = []
+        self._moving: list[tuple[list[Any], int, int, int]] = []
+        self._last: list[int] = []  # the stream, and the addresses of the bases, that the arguments have
+        self._own: dict[int, int] = {}  # where each storage of the call's own lies in its memory
+        self.alive: list[object] = []
+        ends = [sum((n - 1) * by for n, by in zip(t.shape, t.stride(), strict=True)) + 1 for t in given]
+        self._given = [range(t.data_ptr(), t.data_ptr() + end * t.itemsize) for t, end in zip(given, ends, strict=True)]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, kwargs = func.overloadpacket.__name__, kwargs or {}
+        watching.launches = launches = list[Launch]()
+        try:
+            result = func(*args, **kwargs)
+        finally:
+            watching.launches = None
+        self.alive.append((args, kwargs, result))
+        if func.is_view or name.startswith("empty") or name == "promote_types":
+            return result
+        arguments = func._schema.arguments
+        told = {argument.name: value for argument, value in zip(arguments, args, strict=False)} | kwargs
+        writes = [told[argument.name] for argument in arguments if argument.alias_info and argument.name in told]
+        self.whole = self.whole and name in _REPEATED
+        for value in told.values():
+            self._placed(value, writes=any(value is written for written in writes))
+        for launch in launches:
+            prepared = launch.prepare(self._device)
+            run, before = prepared or (launch._replace(arguments=()).run_on, [self._device])
+            self._add(run, [*before, *map(self._placed, launch.arguments)], None if prepared else {})
+        if not launches:
+            into = kwargs if writes else {**kwargs, "out": result}
+            options = {name: self._placed(value, writes=True) for name, value in into.items()}
+            self._add(getattr(torch, name, func), [*map(self._placed, args)], options)
+        return result
+
+    def _add(self, run: Callable[..., Any], arguments: list[Any], options: dict[str, Any] | None) -> None:
+        self._parts.append((run, arguments, options))
+        if options is None:
+            places = [(number, value) for number, value in enumerate(arguments) if isinstance(value, _Place)]
+            self._moving.append((arguments, STREAM, 0, 0))
+            self._moving += [(arguments, number, place.base + 1, place.offset) for number, place in places]
+
+    def _placed(self, value: Any, *, writes: bool = False) -> Any:
+        """Return a `_Place` for a tensor. Memory of the call's own is written before anything reads it."""
+        if not isinstance(value, Tensor):
+            return value
+        address, storage, kind = value.data_ptr(), value.untyped_storage(), (value.shape, value.stride(), value.dtype)
+        for number, addresses in enumerate(self._given, 1):
+            if address in addresses:
+                return _Place(number, address - addresses.start, *kind)
+        if storage.data_ptr() not in self._own:
+            self.whole = self.whole and writes
+            self._own[storage.data_ptr()] = self._size
+            self._size += -(-storage.nbytes() // 256) * 256
+        return _Place(0, self._own[storage.data_ptr()] + address - storage.data_ptr(), *kind)
+
+    def start(self, given: Sequence[Tensor]) -> None:
+        """Start it on tensors of the layout that it was written down for."""
+        bases = torch.empty(self._size, dtype=torch.uint8, device=given[0].device), *given
+        with on(self._device):
+            last = [stream_of(self._device), *map(Tensor.data_ptr, bases)]
+            if last != self._last:
+                for arguments, number, base, offset in self._moving:
+                    arguments[number] = last[base] + offset
+                self._last = last
+            for run, arguments, options in self._parts:
+                if options is None:
+                    run(*arguments)
+                else:
+                    named = {name: _tensor(value, bases) for name, value in options.items()}
+                    run(*[_tensor(value, bases) for value in arguments], **named)
+
+
+def _tensor(value: Any, bases: Sequence[Tensor]) -> Any:
+    return value.of(bases) if isinstance(value, _Place) else value
