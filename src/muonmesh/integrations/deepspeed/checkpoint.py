@@ -48,7 +48,7 @@ def engine_records(
             state = states[tensor]
             # DeepSpeed loads a count as a number.
             state["step"] = step_count(state["step"])
-            for (name, layout), storage in zip(call.layouts.items(), call.storages[tensor], strict=True):
+            for name, storage in zip(call.layouts, call.storages[tensor], strict=True):
                 moments = [
                     Part(key, key, storage, tuple(tensor.shape), tensor.dtype, tensor.device)
                     for key in rule_of(call.muon.param_groups[0]).keeps()
