@@ -40,6 +40,7 @@ WAYS = ("plain", "delayed", "corrected", "blocks of 4", "blocks of 8")
 MODELS = ("nano", "small")
 RATES = (1.0, 2.0, 4.0)
 PERIOD = 5
+RANKS = (4, 8, 64)
 
 
 def share_of_bytes(way: str, ranks: int) -> float:
@@ -108,18 +109,19 @@ def steps_lost(runs: Sequence[dict[str, Any]], model: str, way: str) -> float:
     return float(lost if lost >= 0 else variants.steps_to(own, variants.final(plain)) - steps)
 
 
-def report(runs: Sequence[dict[str, Any]], models: Sequence[str]) -> None:
-    for model in models:
-        for way in dict.fromkeys(run["way"] for run in runs if run["model"] == model):
-            own, plain = best(runs, model, way), best(runs, model, "plain")
-            ends = [variants.final(run) for run in own]
-            gaps = [end - variants.final(run) for end, run in zip(ends, plain, strict=False)]
-            shares = ", ".join(f"{share_of_bytes(way, ranks):.2f} on {ranks}" for ranks in (4, 8, 64))
-            print(
-                f"{model}, {way} × {own[0]['multiple']:g}: {statistics.mean(ends):.4f}, by seed minus plain "
-                f"{', '.join(f'{gap:+.4f}' for gap in gaps)}; steps lost {steps_lost(runs, model, way):.1f}; "
-                f"bytes of the exchange {shares} ranks"
-            )
+def rows(runs: Sequence[dict[str, Any]]) -> list[str]:
+    """The table of docs/internals/performance.md, a row for each model and way."""
+    found = []
+    for model, way in dict.fromkeys((run["model"], run["way"]) for run in runs):
+        own, plain = best(runs, model, way), best(runs, model, "plain")
+        start = {run["seed"]: variants.final(run) for run in plain}
+        gaps = ", ".join(f"{variants.final(run) - start[run['seed']]:+.3f}" for run in own if way != "plain")
+        lost = "" if way == "plain" else f"{steps_lost(runs, model, way):.0f}"
+        ends = f"{statistics.mean(map(variants.final, own)):.3f}"
+        shares = " | ".join(f"{share_of_bytes(way, ranks):.2f}" for ranks in RANKS)
+        row = f"| {model} | {way} | × {own[0]['multiple']:g} | {ends} | {gaps} | {lost} | {shares} |"
+        found.append(row.replace("|  |", "| |").replace("|  |", "| |").replace("-", "−"))
+    return found
 
 
 def main() -> None:
@@ -151,7 +153,7 @@ def main() -> None:
         for seed in range(options.seeds):
             for way in options.ways:
                 one(model, way, best(trainings.runs, first, way)[0]["multiple"], seed)
-    report(trainings.runs, options.models)
+    print("\n".join(rows(trainings.runs)))
 
 
 if __name__ == "__main__":
