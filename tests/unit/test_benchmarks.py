@@ -204,6 +204,12 @@ def test_bytes_of_rare_exchanges_are_those_that_leave_a_rank(script: Callable[[s
         assert script("fewer_exchanges").share_of_bytes(f"blocks of {blocks}", ranks) == pytest.approx(rare / whole)
 
 
+def test_the_table_of_late_and_rare_exchanges_is_the_recorded_one(script: Callable[[str], ModuleType]) -> None:
+    recorded = json.loads((REPOSITORY / "benchmarks/results/fewer_exchanges.json").read_text())
+    page = (REPOSITORY / "docs/internals/performance.md").read_text()
+    assert [row for row in script("fewer_exchanges").rows(recorded["runs"]) if row not in page] == []
+
+
 @pytest.mark.soak
 def test_the_clip_stall_command_writes_its_figures_and_its_picture(
     script: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
