@@ -14,7 +14,7 @@ same numbers on any number of ranks:
   arXiv 2510.16981). Steps of blocks have a rate of their own, which makes the RMS of both kinds of step the same.
 
 Every way is trained at the same multiples of the learning rate with the first seed, and at the best of them with all
-seeds. A larger model takes over each way's best multiple. Trainings that are in the JSON already are not repeated.
+seeds. Trainings that are in the JSON already are not repeated.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def rows(runs: Sequence[dict[str, Any]]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="*", default=MODELS, help="the learning rates are swept on the first")
+    parser.add_argument("--models", nargs="*", default=MODELS, help="presets of `muonmesh train`")
     parser.add_argument("--ways", nargs="*", default=WAYS, choices=WAYS)
     parser.add_argument("--rates", type=float, nargs="*", default=RATES, help="multiples of Muon's learning rate")
     parser.add_argument("--seeds", type=int, default=3)
@@ -145,14 +145,13 @@ def main() -> None:
         run = trainings.one(train, model=model, way=way, multiple=multiple, seed=seed)
         print(f"{model}, {way} × {multiple:g}, seed {seed}: {variants.final(run):.4f}", flush=True)
 
-    first = options.models[0]
-    for rate in options.rates:
-        for way in options.ways:
-            one(first, way, rate, 0)
     for model in options.models:
-        for seed in range(options.seeds):
+        for rate in options.rates:
             for way in options.ways:
-                one(model, way, best(trainings.runs, first, way)[0]["multiple"], seed)
+                one(model, way, rate, 0)
+        for seed in range(1, options.seeds):
+            for way in options.ways:
+                one(model, way, best(trainings.runs, model, way)[0]["multiple"], seed)
     print("\n".join(rows(trainings.runs)))
 
 
