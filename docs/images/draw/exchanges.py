@@ -51,7 +51,7 @@ def draw(picture: Path) -> None:
         axes.tick_params(labelsize=8, colors=QUIET)
         axes.spines[["top", "right"]].set_visible(False)
     panels[0, 0].set_ylabel("validation loss, mean of the seeds", fontsize=8, color=QUIET)
-    panels[0, -1].legend(frameon=False, fontsize=8)
+    panels[0, 0].legend(frameon=False, fontsize=7, loc="upper right")
     save(figure, picture)
 
 
