@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+import muonmesh as mm
 from tests.samples import one_in
 
 REPOSITORY = Path(__file__).parents[2]
@@ -154,6 +155,59 @@ def test_variants_count_the_steps_to_a_loss(script: Callable[[str], ModuleType])
     assert variants.steps_to(runs[3], 3.9) == math.inf
     assert variants.rate_at(9, 100) == 1.0
     assert variants.rate_at(100, 100) == pytest.approx(0.1)
+
+
+def expected_updates(way: str, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+    """What each step subtracts, from exact polar factors in fp64 with an RMS of 0.2."""
+
+    def factor(x: torch.Tensor) -> torch.Tensor:
+        u, _, vh = torch.linalg.svd(x.double(), full_matrices=False)
+        return u @ vh * 0.2 * math.sqrt(max(x.shape))
+
+    whole = [torch.zeros_like(gradients[0]).double()] * 2 + [factor(one) for one in gradients]
+    match way.split():
+        case ["delayed"]:
+            return whole[1:-1]
+        case ["corrected"]:
+            return [2 * before - earlier for before, earlier in zip(whole[1:-1], whole[:-2], strict=True)]
+        case ["blocks", "of", count]:
+            rare = [torch.cat([factor(block) for block in one.chunk(int(count))]) for one in gradients]
+            return [whole[step + 2] if step % 5 == 0 else rare[step] for step in range(len(gradients))]
+    return whole[2:]
+
+
+@pytest.mark.parametrize("way", ["plain", "delayed", "corrected", "blocks of 4", "blocks of 8"])
+@pytest.mark.parametrize("shape", [(96, 32), (32, 32), (32, 96)])
+def test_late_and_rare_exchanges_are_what_they_are_called(
+    script: Callable[[str], ModuleType], way: str, shape: tuple[int, int]
+) -> None:
+    torch.manual_seed(0)
+    gradients = [torch.randn(shape) for _ in range(6)]
+    weight = torch.nn.Parameter(torch.zeros(shape))
+    optimizer = mm.Muon([weight], lr=1.0, weight_decay=0.0, momentum=0.0, nesterov=False)
+    with script("fewer_exchanges").exchanged(way):
+        for gradient, expected in zip(gradients, expected_updates(way, gradients), strict=True):
+            before, weight.grad = weight.detach().clone(), gradient.clone()
+            optimizer.step()
+            update = (before - weight.detach()).double()
+            # bf16, and singular values between 0.9 and 1.1
+            assert (update - expected).norm() <= 0.15 * expected.norm()
+
+
+@pytest.mark.parametrize("ranks", [4, 8, 64])
+def test_bytes_of_rare_exchanges_are_those_that_leave_a_rank(script: Callable[[str], ModuleType], ranks: int) -> None:
+    """Counted row by row: each rank has as many, and one of those that have rows of a block orthogonalizes it."""
+    rows = torch.arange(192) * ranks // 192
+    for blocks in (4, 8):
+        whole = sum(int((rows != 0).sum()) for _ in range(5))
+        rare = int((rows != 0).sum()) + 4 * sum(int((block != block[0]).sum()) for block in rows.chunk(blocks))
+        assert script("fewer_exchanges").share_of_bytes(f"blocks of {blocks}", ranks) == pytest.approx(rare / whole)
+
+
+def test_the_table_of_late_and_rare_exchanges_is_the_recorded_one(script: Callable[[str], ModuleType]) -> None:
+    recorded = json.loads((REPOSITORY / "benchmarks/results/fewer_exchanges.json").read_text())
+    page = (REPOSITORY / "docs/internals/performance.md").read_text()
+    assert [row for row in script("fewer_exchanges").rows(recorded["runs"]) if row not in page] == []
 
 
 @pytest.mark.soak
