@@ -22,7 +22,7 @@ import muonmesh as mm
 import muonmesh.optimizer
 import tests.workers  # noqa: F401 - says what the process that ranks are copies of imports
 from muonmesh.comm.wire import Wire
-from muonmesh.step.muon_step import MuonStep
+from muonmesh.step.ready import ReadyParameters
 
 Moment = Literal[
     "before the flags", "before the gather", "in AdamW's half", "before the scatter", "before passing on", "at the end"
@@ -98,7 +98,7 @@ def vanish_at(moment: Moment, how: How) -> None:
         "in AdamW's half": (muonmesh.optimizer, "step_elementwise", 1),
         "before the scatter": (Wire, "swap", 2),
         "before passing on": (Wire, "swap", 2),  # four replicas on two machines gather nothing, and scatter first
-        "at the end": (MuonStep, "finish", 1),
+        "at the end": (ReadyParameters, "finish", 1),
     }
     before(*places[moment])
 

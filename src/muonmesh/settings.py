@@ -405,6 +405,8 @@ def read_settings(lr: float | Tensor, given: MuonSettings) -> tuple[dict[str, An
     for name in rest.keys() - {*_TORCH_SWITCHES}:
         meant = _OTHER_NAMES.get(name) or next(iter(difflib.get_close_matches(name, ["lr", *SETTINGS], 1)), None)
         write = f"Leave {name}= out" if meant is None else f"Write {meant}="
+        if readers := [rule for rule, known in RULES.items() if name in known.settings()]:
+            write = f'Write rule="{readers[0]}", muon={{"{name}": ...}} in from_model, or put it into a group'
         raise TypeError(explain_error("Muon", f"the argument {name!r}", "an argument of muonmesh.Muon", write))
     _check_optimizer(shared)
     check_group("Muon", {**of_groups, **rest})
@@ -485,7 +487,7 @@ def _check_keys(where: str, group: Mapping[str, Any]) -> None:
         if readers:
             algorithm = f"algorithm={group.get('algorithm')!r}"
             found, needed = f"the key {key!r}, which nobody reads", f"a setting of {algorithm}, or a rule that reads it"
-            write = f'Leave it out, or write "algorithm": "{readers[0]}"'
+            write = f'Leave it out, or write "algorithm": "{readers[0]}" (in from_model, rule="{readers[0]}")'
             raise ValueError(explain_error(where, found, needed, write))
         meant = _OTHER_NAMES.get(key) or next(iter(difflib.get_close_matches(str(key), _GROUP_KEYS, 1, 0.8)), None)
         if meant is not None:

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import muonmesh as mm
-from muonmesh.step.muon_step import MuonStep
+from muonmesh.step.ready import ReadyParameters
 from tests import problem
 
 SHAPES = {"qkv.weight": (12, 6), "up.weight": (9, 5), "embed.weight": (7, 4), "norm.bias": (5,)}
@@ -293,7 +293,7 @@ def test_a_step_that_was_interrupted_is_not_saved_until_state_is_loaded(
     mm.checkpoint.save(tmp_path / "whole", model, optimizer)
     before = everything(model, optimizer)
     with monkeypatch.context() as patch:
-        patch.setattr(MuonStep, "finish", interrupt)
+        patch.setattr(ReadyParameters, "finish", interrupt)
         with pytest.raises(KeyboardInterrupt):
             advance(model, optimizer, 1)
     with pytest.raises(mm.StateError, match=r"a step that was interrupted while it wrote"):

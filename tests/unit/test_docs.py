@@ -44,6 +44,7 @@ ONE_PROCESS = (
     "README.md",
     "docs/optimizer.md",
     "docs/learning-rates.md",
+    "docs/transfer.md",
     "docs/checkpoints.md",
     "docs/memory.md",
     "docs/questions.md",
@@ -232,12 +233,13 @@ def test_the_page_about_the_optimizer() -> None:
 
 
 def test_the_page_about_learning_rates() -> None:
-    written = run("docs/learning-rates.md", {}, {}, {}, {}, {}, {}, {})
+    written = run("docs/learning-rates.md", *[{}] * 7)
     for expected in (3e-4, 6e-4, 0.02):
         names = next(written)
         assert names["optimizer"].param_groups[0]["lr"] == expected
     assert next(written)["lr"] == pytest.approx(0.02 * 2 / 12.8)
-    assert next(written)["wider"].param_groups[0]["lr"] == pytest.approx(6e-4 / 2)
+    (names,) = run("docs/transfer.md", {})
+    assert names["wider"].param_groups[0]["lr"] == pytest.approx(6e-4 / 2)
     for _ in range(2):
         names = next(written)
         for _ in range(3):
@@ -257,7 +259,7 @@ class Wide(nn.Module):
 
 
 def test_what_the_page_multiplies_rates_by_for_a_model_four_times_as_wide() -> None:
-    text = (ROOT / "docs/learning-rates.md").read_text()
+    text = (ROOT / "docs/transfer.md").read_text()
     kinds = {"matrices": ("blocks.0.weight",), "output": ("head.weight",), "embeddings": ("embed.weight",)}
     factors, seen = {"1/√k": 0.5, "1": 1.0, "1/k": 0.25, "√k": 2.0, "k": 4.0}, set[str]()
     for kind, modes, rate, decay in re.findall(

@@ -1333,7 +1333,7 @@ def test_the_table_shows_everything() -> None:
     lines = [" ".join(line.split()) for line in text.splitlines()]
     assert lines[0] == "parameter count shape group matrices reason"
     assert "blocks.*.up.weight 2 16×8 muon whole linear" in lines
-    assert "blocks.*.norm.weight 1 8 adamw.vectors - norm (LayerNorm)" in lines
+    assert "blocks.1.norm.weight 1 8 adamw.vectors - norm (LayerNorm)" in lines
     assert "muon: 4 tensors, 512 elements, lr=0.02" in lines
     assert "adamw.vectors: 4 tensors, 48 elements, weight_decay=0.0" in lines
     assert "left out: blocks.*.norm.bias (1): frozen: requires_grad is False" in lines

@@ -106,15 +106,15 @@ class ParamGroups(list[dict[str, Any]]):
         return ParamGroups(groups, frozen=frozen, shared=self.shared, guesses=self.guesses, model=stage)
 
     def __str__(self) -> str:
-        lines = Counter[tuple[str, ...]]()  # layers that differ in their number only share a line
+        lines = dict[tuple[str, ...], list[str]]()  # layers that differ in their number only share a line
         for group in self:
             for i, name in enumerate(group["param_names"]):
                 shape = "×".join(map(str, global_shape(group["params"][i]))) or "scalar"
                 matrices = str(group["matrices"][i]) if "matrices" in group else "-"
                 row = (starred(name), shape, group["name"], matrices, group["reasons"][i])
-                lines[row] += 1
+                lines.setdefault(row, []).append(name)
         rows: list[tuple[str, ...]] = [("parameter", "count", "shape", "group", "matrices", "reason")]
-        rows += [(row[0], str(count), *row[1:]) for row, count in lines.items()]
+        rows += [(names[0] if len(names) == 1 else row[0], str(len(names)), *row[1:]) for row, names in lines.items()]
         text = aligned(rows)
         for group in self:
             elements = sum(prod(global_shape(p)) for p in group["params"])
@@ -389,7 +389,8 @@ def _said(key: Any, value: Any) -> dict[str, Any]:
     if not isinstance(algorithm, str) or not is_known(algorithm):
         found, others = f"the algorithm {said['algorithm']!r}", ", ".join(f'"{n}"' for n in RULES if n not in base)
         needed = f'"muon" or "adamw", or another rule: {others}'
-        raise ValueError(explain_error(where, found, needed, f'Write {{{key!r}: "adamw"}}'))
+        meant = next(iter(difflib.get_close_matches(str(algorithm), RULES, 1)), "muon")
+        raise ValueError(explain_error(where, found, needed, f"Write {{{key!r}: {meant!r}}}"))
     for name in said:
         if not isinstance(name, str) or name in _RESERVED:
             needed = '"algorithm", "matrices" or settings such as "lr": the rest is split_params\'s own'
@@ -405,7 +406,9 @@ def _search(key: str, names: Collection[str], frozen: Collection[str]) -> list[s
     if names_matching(where, key, frozen):
         write = "Remove the override, or call requires_grad_() before"
         raise ValueError(explain_error(where, "frozen parameters only", "one that is trained", write))
-    close = difflib.get_close_matches(key.replace("\\", ""), names, n=3, cutoff=0.4)
+    plain = key.replace("\\", "")
+    alike = [name for name in names if plain.rpartition(".")[2] in name] or names
+    close = difflib.get_close_matches(plain, alike, n=3, cutoff=0.4)
     needed = "a parameter's name, or an expression that re.search finds in one"
     write = f"Write one of: {', '.join(close)}" if close else f"The first parameter is {next(iter(names))}"
     raise ValueError(explain_error(where, "no parameter that matches", needed, write))

@@ -23,28 +23,31 @@ ALGORITHM = "torch.optim.Muon"
 @register_rule(ALGORITHM)
 @dataclass(frozen=True, slots=True)
 class TorchRule(MuonRule):
-    """What torch.optim.Muon does with whole matrices, by its own functions."""
+    """What torch.optim.Muon does with whole matrices, by its own functions.
+
+    Its settings have other names than there, so that torch's names in a group are still told what they are here.
+    """
 
     orthogonalizes: ClassVar[bool] = False
 
-    polynomial: tuple[float, float, float] = (torchs.DEFAULT_A, torchs.DEFAULT_B, torchs.DEFAULT_C)
-    times: int = torchs.DEFAULT_NS_STEPS
-    eps: float = torchs.EPS
-    adjust_lr_fn: str | None = None
+    torch_coefficients: tuple[float, float, float] = (torchs.DEFAULT_A, torchs.DEFAULT_B, torchs.DEFAULT_C)
+    torch_steps: int = torchs.DEFAULT_NS_STEPS
+    torch_eps: float = torchs.EPS
+    torch_adjust: str | None = None
 
     def whole(self, update: Tensor, state: Any) -> Tensor:
         """Return its Newton–Schulz iteration of each matrix, in bf16."""
-        factors = [torchs._zeropower_via_newtonschulz(one, self.polynomial, self.times, self.eps) for one in update]
-        return torch.stack(factors).to(update.dtype)
+        how = self.torch_coefficients, self.torch_steps, self.torch_eps
+        return torch.stack([torchs._zeropower_via_newtonschulz(one, *how) for one in update]).to(update.dtype)
 
     def scale(self, rows: int, cols: int) -> float:
         """Return what it multiplies the learning rate by."""
-        return float(torchs._adjust_lr(1.0, self.adjust_lr_fn, torch.Size((rows, cols))))
+        return float(torchs._adjust_lr(1.0, self.torch_adjust, torch.Size((rows, cols))))
 
     def flops(self, rows: int, cols: int) -> int:
         """Return the operations of its products."""
         side, other = sorted((rows, cols))
-        return self.times * (4 * side * side * other + 2 * side**3)
+        return self.torch_steps * (4 * side * side * other + 2 * side**3)
 
 
 class ExecutedMuon(torch.optim.Muon):
@@ -78,8 +81,13 @@ class ExecutedMuon(torch.optim.Muon):
 
     @staticmethod
     def _settings(group: dict[str, Any]) -> dict[str, Any]:
-        same = {key: group[key] for key in ("lr", "weight_decay", "momentum", "nesterov", "eps", "adjust_lr_fn")}
-        return {**same, "polynomial": tuple(group["ns_coefficients"]), "times": group["ns_steps"]}
+        return {
+            **{key: group[key] for key in ("lr", "weight_decay", "momentum", "nesterov")},
+            "torch_coefficients": tuple(group["ns_coefficients"]),
+            "torch_steps": group["ns_steps"],
+            "torch_eps": group["eps"],
+            "torch_adjust": group["adjust_lr_fn"],
+        }
 
     @_disable_dynamo_if_unsupported()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -33,7 +33,7 @@ class DeviceRates:
     kernel: float = 17e-6
     operation: float = 4e-6
     view: float = 1e-6
-    matrix: float = 8e-6
+    matrix: float = 14e-6
     collective: float = 30e-6
     message: float = 1e-6
 

@@ -35,9 +35,9 @@ from muonmesh.step.members import (
     group_for,
     likely_sets,
     members_of,
+    named_alike,
     replicas_of,
     sets_without_tensor,
-    told_alike,
     unknown_matrix,
 )
 from muonmesh.step.planning import Connected, Planned, Planner, bucket_elements, plan_members, widened
@@ -190,7 +190,7 @@ def check_members(group: dict[str, Any], groups: Groups, runtime: Runtime) -> No
     taken = {name for other in groups if other is not group for name in other["param_names"]}
     for name, tensor in zip(names, tensors, strict=True):
         if name in taken and world_size() == 1:  # among several ranks, those that share it tell them apart
-            raise ValueError(told_alike(name, "two parameters of this name"))
+            raise named_alike(ValueError, name, "two parameters of this name")
         taken.add(name)
         shared: object = runtime.source.group(tensor)
         if shared is not None and not isinstance(shared, dist.ProcessGroup):  # what `new_group` gives the other ranks

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
@@ -28,6 +28,8 @@ from muonmesh.layout import FlatParameter, FlatShards, MeshLayout
 from muonmesh.numerics.rules import is_matrix_rule, rule_of
 from muonmesh.settings import LOST_GROUP, LOST_LAYOUTS, ProcessGroup
 from muonmesh.step.state_layout import StateLayout, Stored, state_layouts_of
+
+E = TypeVar("E", bound=Exception)
 
 Holders = Literal["known", "open", "unknown"]
 """See `Member.holders`."""
@@ -159,15 +161,15 @@ def _named_alike(names: Mapping[tuple[str, tuple[int, ...]], int]) -> LayoutErro
     """Return the error of the first name that several parameters of the same ranks have."""
     for (name, _), count in names.items():
         if count > 1:
-            return LayoutError(told_alike(name, f"{count} parameters of this name"))
+            return named_alike(LayoutError, name, f"{count} parameters of this name")
     return None
 
 
-def told_alike(name: str, found: str) -> str:
-    """Return the message of several parameters of one name."""
+def named_alike(kind: type[E], name: str, found: str) -> E:
+    """Return the error of several parameters of one name."""
     needed = "a unique name for each, because ranks and checkpoints know parameters by name"
     write = 'Give "param_names" with a prefix that tells them apart, such as "encoder." and "decoder."'
-    return explain_error(name, found, needed, write)
+    return kind(explain_error(name, found, needed, write))
 
 
 def _with_momentum_placed(

@@ -249,11 +249,14 @@ def _parts_that_see_neighbours(group: Mapping[str, Any], generator: random.Rando
                 f"{type(rule).__name__}.summands: {key!r} has been written; needed all but the update read only, since "
                 "it is called more than once in a step. What is kept belongs into apply_with()"
             )
-        whole = _run_parts(rule, {key: value.clone() for key, value in inputs.items()})
-        halves = [
-            _run_parts(rule, {key: value[cut].clone() for key, value in inputs.items()})
-            for cut in (slice(0, border), slice(border, None))
-        ]
+        cuts = slice(0, None), slice(0, border), slice(border, None)
+        try:
+            whole, *halves = [_run_parts(rule, {k: value[cut].clone() for k, value in inputs.items()}) for cut in cuts]
+        except Exception as error:
+            return (
+                f"{type(rule).__name__}: {error!r} on {length} elements or on {border} of them; needed parts that work "
+                "element by element on any number of elements, also on none"
+            )
         for part, values in whole.items():
             for one, low, high in zip(values, halves[0][part], halves[1][part], strict=True):
                 if not torch.equal(one, torch.cat([low, high])):
