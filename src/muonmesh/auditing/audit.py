@@ -320,7 +320,7 @@ def best_scale(seen: Sequence[Seen]) -> tuple[str, float]:
     return (best, fit) if 0.7 < fit < 1.4 else ("", 1.0)  # five Newton-Schulz steps leave singular values of 0.7 to 1.2
 
 
-FROM_MODEL = "Write optimizer = muonmesh.from_model(model, lr=...)"
+FROM_MODEL = "Write optimizer = muonmesh.from_model(model, **muonmesh.convert_settings(...))"
 
 
 def mend_of(verdict: Verdict, muon: bool, gradient: float, strength: float, size: float) -> str:
