@@ -71,6 +71,24 @@ def started_again(method: newton_schulz.Method, timed: bool) -> tuple[list[str],
     return [type(one).__name__ for one in kept.values()], same, max(errors)
 
 
+def folded_at_the_same_addresses() -> list[bool]:
+    """Whether kept tables change no bit, where the second gradient has another dtype at the address it had before."""
+    torch.manual_seed(0)
+    kept: fused.Kept = {}
+    memory, first, same = torch.randn(12, dtype=FP32), torch.randn(3, 4, dtype=FP32), []
+    momenta = [torch.ones(3, 4, dtype=FP32) for _ in range(2)]
+    for dtype in (FP32, BF16, FP32):
+        gradients = [first, memory.view(dtype)[:12].view(3, 4)]
+        both = []
+        for tables in (kept, None):
+            for each in momenta:
+                each.fill_(1)
+            fused.fold(gradients, momenta, [], None, momentum=0, nesterov=False, kept=tables)
+            both.append([each.clone() for each in momenta])
+        same += [torch.equal(one, other) for one, other in zip(*both, strict=True)]
+    return [*same, len(kept) >= 2]
+
+
 def operands(rows: int, cols: int, batch: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """X, and A and B that commute because both are polynomials of one symmetric matrix, exactly symmetric."""
     torch.manual_seed(rows + cols)
@@ -534,6 +552,10 @@ def test_what_is_started_again_computes_on_what_is_given_now(
     assert kept == ["Recording"]
     assert all(same)
     assert error < 0.2
+
+
+def test_a_kept_table_is_of_the_dtypes_that_are_given(interpreter: Interpreter) -> None:
+    assert all(interpreter(folded_at_the_same_addresses))
 
 
 @pytest.mark.parametrize(("dtype", "rows", "cols"), [(BF16, 33, 70), (FP32, 130, 300)], ids=str)

@@ -127,7 +127,7 @@ def _folding(
     from muonmesh.numerics.kernels import pieces
 
     for dtypes, count, programs, table in _grouped("fold", kept, entries, gradients, momenta, directions or momenta):
-        numbers = (table, count, _contiguous(active), 1 - momentum, momentum)
+        numbers = (table, count, _contiguous(active), float(1 - momentum), float(momentum))
         choices = (active is not None, len(directions) > 0, nesterov, torch.finfo(dtypes[1]).tiny)
         arguments = (*numbers, *choices, *(pieces.TYPES[dtype] for dtype in dtypes))
         code = "fold", dtypes, choices, are_aligned(table, numbers[2])
@@ -184,7 +184,7 @@ def _grouped(
     places = [place for some in columns for place in map(Tensor.data_ptr, some)]
     if len(kept) > _KEPT:
         kept.clear()
-    key = what, stream_of(device), *(some[0].dtype for some in columns), *places
+    key = what, stream_of(device), *(tensor.dtype for some in columns for tensor in some), *places
     if (found := kept.get(key)) is not None:
         return found
     groups = _rows_by_dtypes(what, entries, *columns)

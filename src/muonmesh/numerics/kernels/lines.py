@@ -189,5 +189,5 @@ def _has_gaps(x: Tensor) -> bool:
 
 def centring(diagonal: Tensor, out: Tensor, constant: float, mean: Tensor) -> Launch:
     """Return the launch of `centre`."""
-    arguments = (diagonal, out, constant, mean, diagonal.shape[1], *out.stride(), _BLOCK)
+    arguments = (diagonal, out, float(constant), mean, diagonal.shape[1], *out.stride(), _BLOCK)
     return Launch(centre, len(out), arguments, {"enable_fp_fusion": False})

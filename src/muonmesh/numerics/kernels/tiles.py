@@ -213,7 +213,7 @@ def multiplication(
     (factor, factor_batch), (scale, scale_batch) = _number(factor, len(out)), _number(scale, len(out))
     types = [number.dtype if isinstance(number, Tensor) else None for number in (factor, scale, diagonal)]
     arguments = (
-        *(out, a, b, c, factor, scale, d, diagonal, alpha, float(delta)),
+        *(out, a, b, c, factor, scale, d, diagonal, float(alpha), float(delta)),
         *(*shape.numbers, factor_batch, scale_batch, symmetric, c is not None, d is not None),
         *(diagonal is not None, isinstance(factor, Tensor), isinstance(scale, Tensor), *shape.constants),
     )
