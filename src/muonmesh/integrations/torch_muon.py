@@ -63,12 +63,17 @@ class ExecutedMuon(torch.optim.Muon):
         held = [[id(parameter) for parameter in group["params"]] for group in self.param_groups]
         made = self._executor
         if made is None or held != [[id(p) for p in group["params"]] for group in made.param_groups]:
-            dtypes = {parameter.dtype for group in self.param_groups for parameter in group["params"]}
-            if len(dtypes) > 1:
-                found, write = f"parameters of {sorted(map(str, dtypes))}", "Make an optimizer for those of each dtype"
-                raise TypeError(explain_error("execute", found, "one dtype, which its momentum has", write))
             groups = [self._group(number, group) for number, group in enumerate(self.param_groups)]
-            made = self._executor = Muon(groups, state_dtype=dtypes.pop(), process_group=self._process_group)
+            dtypes: dict[torch.dtype, str] = {}
+            for group in groups:
+                for number, parameter in enumerate(group["params"]):
+                    name = group["param_names"][number] if "param_names" in group else f"{group['name']}.{number}"
+                    dtypes.setdefault(parameter.dtype, name)
+            if len(dtypes) > 1:
+                found = " and ".join(f"{name} of {dtype}" for dtype, name in dtypes.items())
+                write = "Make an optimizer for the parameters of each dtype"
+                raise TypeError(explain_error("execute", found, "one dtype, which the momentum has", write))
+            made = self._executor = Muon(groups, state_dtype=next(iter(dtypes)), process_group=self._process_group)
             made._runtime.warned = True  # of weights in bf16: torch's own has no masters either
         for number, group in enumerate(self.param_groups):
             made.param_groups[number].update(self._settings(group))
