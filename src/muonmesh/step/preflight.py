@@ -120,10 +120,8 @@ def preflight(
         "stays": True,
     }
     flags = exchange.wire.begin_step(flag_vector.vector(nonzero, entries, terms.digests(), tail))
-    answers, raise_errors = (
-        ReducedFlags(flag_vector, flags),
-        partial(_raise_errors, exchange, error, terms.lines, settings),
-    )
+    answers = ReducedFlags(flag_vector, flags)
+    raise_errors = partial(_raise_errors, exchange, error, terms.lines, settings)
     overflowed, stops = answers.somebody("overflow"), answers.stops()
     if not waits:
         stop = stops | answers.somebody("replan") | answers.somebody("skip") | overflowed
