@@ -210,6 +210,15 @@ def test_the_table_of_late_and_rare_exchanges_is_the_recorded_one(script: Callab
     assert [row for row in script("fewer_exchanges").rows(recorded["runs"]) if row not in page] == []
 
 
+def test_the_table_of_the_hosts_time_is_the_recorded_one() -> None:
+    tables = json.loads((REPOSITORY / "benchmarks/results/host_time.json").read_text())["tables"]
+    page = (REPOSITORY / "docs/internals/performance.md").read_text()
+    for table in tables.values():
+        ours, theirs = table["muonmesh"], table["torch"]
+        figures = f"{ours['us'] / 1e3:.1f} | {theirs['us'] / 1e3:.1f} | {ours['us'] / theirs['us']:.2f} "
+        assert f"| {ours['triton']} | {figures}" in page
+
+
 @pytest.mark.soak
 def test_the_clip_stall_command_writes_its_figures_and_its_picture(
     script: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
