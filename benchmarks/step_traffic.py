@@ -22,7 +22,6 @@ from report import print_rows, write_json
 from muonmesh.cli.blueprint import blueprint
 from muonmesh.cli.cluster import EXPERTS, parse_cluster
 from muonmesh.cli.run_settings import Settings
-from muonmesh.errors import LayoutError
 from muonmesh.layout import MeshLayout, Replicate, split_matrices
 from muonmesh.report.device_rates import DeviceRates
 from muonmesh.report.forecast import Weight, forecast
@@ -121,17 +120,13 @@ def rows_of(case: str, *, owners: bool = True) -> list[Row]:
             continue
         if to_owners and all(one.replicas == 1 for one in held):
             continue
-        try:
-            told = forecast(weights, itemsize=ITEM, to_owners=to_owners, machine=MACHINE)
-        except LayoutError as error:  # owners are not planned where matrices have different numbers of copies
-            print(f"{case}, {method}: {error}")
-            continue
+        told = forecast(weights, itemsize=ITEM, to_owners=to_owners, machine=MACHINE)
         first, begun = gradients, messages
         if to_owners:  # FSDP2's reduce-scatter stays; the rest goes to owners
             first = round(sum(one.local * (one.shards - 1) for one in held) * ITEM) + told.gradients.bytes_sent
             begun = (layers if sharded else 0) + told.gradients.collectives
         sent = first + told.bytes_sent
-        found.append(Row(case, method, sent, begun + told.collectives, told.parts["device"]))
+        found.append(Row(case, method, sent, begun + told.collectives, told.parts()["device"]))
 
     several = any(sum(size > 1 for size in (one.shards, one.tensor)) > 1 for one in matrices)
     if not several and experts is None:

@@ -219,6 +219,15 @@ def test_the_table_of_the_hosts_time_is_the_recorded_one() -> None:
         assert f"| {ours['triton']} | {figures}" in page
 
 
+def test_the_table_of_a_steps_traffic_is_written(script: Callable[[str], ModuleType]) -> None:
+    """Counted by the planner: under DDP our gradients and results are three units, and two straight to owners."""
+    rows = {row.method: row for row in script("step_traffic").rows_of("Llama 8B, DDP 8")}
+    over = {method: row.bytes / rows["AdamW"].bytes for method, row in rows.items()}
+    assert over["muonmesh to owners"] == pytest.approx(1, abs=0.02)  # of an all-reduce's two units
+    assert over["muonmesh"] == pytest.approx(1.5, abs=0.1)  # embeddings have no results
+    assert all(row.messages > 0 for row in rows.values())
+
+
 @pytest.mark.soak
 def test_the_clip_stall_command_writes_its_figures_and_its_picture(
     script: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -136,3 +136,18 @@ def test_vectors_and_embeddings_are_stored_and_not_computed() -> None:
     assert (found.flops, found.owned, found.bytes_sent) == (0, (), 0)
     assert found.memory.weights == found.memory.gradients == 25 * 8 * 2
     assert (found.memory.momentum, found.memory.adamw) == (0, 2 * 25 * 8 * 2)
+
+
+def test_a_matrix_with_more_copies_than_others_goes_to_one_owner_too() -> None:
+    """One that tensor parallelism leaves whole lies on each of its ranks: of 8 copies for 2 that are averaged."""
+    mesh, ranks = (2, 4), tuple(range(8))
+    cut = layout.MeshLayout((256, 64), mesh, ranks, (layout.Replicate(), layout.Shard(0)))
+    whole = layout.MeshLayout((64, 48), mesh, ranks, (layout.Replicate(), layout.Replicate()))
+    for names in (("cut", "whole"), ("whole", "cut")):
+        weights = [Weight(name, {"cut": cut, "whole": whole}[name], "whole") for name in names]
+        found = [forecast(weights, rank=rank, to_owners=True) for rank in ranks]
+        sent = [one.gradients.bytes_sent for one in found]
+        # of each of the two, one replica of the four shards sends what the other one owns
+        assert sent == [64 * 48 * 4] * 4 + [64 * 64 * 4] * 4
+        kept = [math.prod(p.momentum_storage.local_shape(rank)) for rank in ranks for p in found[0].plan.parameters]
+        assert sum(kept) == 256 * 64 + 64 * 48

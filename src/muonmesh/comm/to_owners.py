@@ -158,7 +158,9 @@ class ToOwners(GradientSource):
                     )
                 )
         jobs = sorted((-_cost(storage), name, at) for at, (name, _, storage) in enumerate(matrices))
-        loads = dict.fromkeys(range(max((storage.copies for *_, storage in matrices), default=1)), 0)
+        # A matrix that tensor parallelism leaves whole has several copies on each of the replicas that average.
+        copies = min((storage.copies for *_, storage in matrices if storage.copies > 1), default=1)
+        loads = dict.fromkeys(range(copies), 0)
         for _, tensor, storage in matrices:
             if tensor in self._owners:
                 loads[self._owners[tensor]] += _cost(storage)
@@ -170,7 +172,10 @@ class ToOwners(GradientSource):
                 load, number = heap[0]
                 self._owners[tensor] = number
                 heapq.heapreplace(heap, (load - cost, number))
-        return [on_replica(storage, self._owners[t]) if t in self._owners else storage for _, t, storage in matrices]
+        return [
+            on_replica(storage, self._owners[t] * (storage.copies // copies)) if t in self._owners else storage
+            for _, t, storage in matrices
+        ]
 
     def bind(self, replicated: Mapping[Tensor, str], group: dist.ProcessGroup | None, bucket_bytes: int) -> None:
         """Hear of these parameters' gradients from now on; all replicas bind the same ones together."""

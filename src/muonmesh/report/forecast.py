@@ -274,12 +274,10 @@ def _gradients(
     source: GradientSource, weights: Sequence[Weight], tensors: Mapping[str, Tensor], rank: int, bucket_bytes: int
 ) -> Counts:
     """Return what the source moves by itself on one rank."""
-    replicated = {}
-    copy, copies = 0, 1
-    for weight in weights:
-        if weight.layout.copies() > 1:
-            copy, copies = weight.layout.replica_number(rank), weight.layout.copies()
-            replicated[tensors[weight.name].resize_(weight.layout.local_shape(rank))] = weight.name
+    several = [weight for weight in weights if weight.layout.copies() > 1]
+    replicated = {tensors[weight.name].resize_(weight.layout.local_shape(rank)): weight.name for weight in several}
+    least = min((weight.layout for weight in several), key=lambda layout: layout.copies(), default=None)
+    copy, copies = (0, 1) if least is None else (least.replica_number(rank), least.copies())
     return source.traffic(replicated, copy=copy, copies=copies, bucket_bytes=bucket_bytes)
 
 
