@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from muonmesh.errors import FileError
-from muonmesh.files import is_number, read_json
+from muonmesh.files import check_fields, read_json
 from muonmesh.layout.balance import at_home, least_imbalance
+from muonmesh.names import starred
 from muonmesh.report.device_rates import DeviceRates
 from muonmesh.report.forecast import WIRE, Forecast, Weight
-
-PER_SECOND = ("flops", "published", "bytes", "wire")
-"""Rates that are so much a second; the others are seconds."""
 
 
 def figures_of(weights: Sequence[Weight], found: Forecast) -> dict[str, Any]:
@@ -56,15 +52,15 @@ def figures_of(weights: Sequence[Weight], found: Forecast) -> dict[str, Any]:
             "bytes of AdamW's moments": found.memory.adamw,
         },
         "modelled": {
+            **{
+                f"seconds{whose}": dict(zip(("products as published", "products at best"), ends, strict=True))
+                for whose, ends in _seconds(found).items()
+            },
             "bytes of the exchange": found.memory.exchange,
             "bytes of NCCL": found.memory.nccl,
             "bytes together": found.memory.total,
             "launches": found.launches,
             "elementwise bytes": found.elementwise_bytes,
-            **{
-                f"seconds{whose}": dict(zip(("products as published", "products at best"), ends, strict=True))
-                for whose, ends in _seconds(found).items()
-            },
         },
         "rates": asdict(found.rates),
         "kinds": _kinds(weights, found, owners),
@@ -79,15 +75,9 @@ def load_rates(path: Path) -> DeviceRates:
     Raises:
         FileError: it is no such object, or a name or a number in it is none.
     """
-    content = read_json(path, needed="rates such as those of the documentation")
     known = asdict(DeviceRates())
-    for name, value in content.items():
-        if name not in known:
-            raise FileError(f"--rates {path}: found {name!r}; needed {', '.join(known)}. Rename it or leave it out")
-        least = 0 if name not in PER_SECOND else math.nextafter(0, 1)
-        if not is_number(value) or not least <= value < math.inf:
-            needed = "a number of seconds" if least == 0 else "a positive, finite number a second"
-            raise FileError(f"--rates {path}: found {name} {value!r}; needed {needed}. Correct it")
+    content = {**known, **read_json(path, needed="rates such as those of the documentation")}
+    check_fields(path, content, dict.fromkeys(known, "a positive, finite number"))
     return DeviceRates(**content)
 
 
@@ -96,7 +86,7 @@ def _seconds(found: Forecast) -> dict[str, tuple[float, float]]:
     return {
         "": (found.seconds, found.best_seconds),
         **{f" of the {part}": (published[part], best[part]) for part in best},
-        " of torch.optim.Muon": (found.seconds_of_torch(), found.seconds_of_torch(published=False)),
+        " of torch.optim.Muon without sending": (found.seconds_of_torch(), found.seconds_of_torch(published=False)),
     }
 
 
@@ -105,7 +95,7 @@ def _kinds(weights: Sequence[Weight], found: Forecast, owners: dict[str, list[in
     numbers = {parameter.name: number for number, parameter in enumerate(found.plan.parameters)}
     alike: dict[tuple[str, tuple[int, ...]], list[Weight]] = {}
     for weight in weights:
-        alike.setdefault((re.sub(r"\.\d+\.", ".*.", weight.name), weight.layout.shape), []).append(weight)
+        alike.setdefault((starred(weight.name), weight.layout.shape), []).append(weight)
     kinds = []
     for (name, shape), some in alike.items():
         of = [numbers[weight.name] for weight in some if weight.matrices is not None]
