@@ -225,7 +225,7 @@ def test_the_command_begins_with_a_local_folder_too(
 ) -> None:
     folder = exported / "export" / "muon"
     plain = ran(asked("alike", init=folder))
-    options = (*TINY, "--init", folder, "--data", lines, "--text-field", "body", "--log", "jsonl", "--warmup", 0)
+    options = (*TINY, "--init", folder, "--data", lines, "--text-field", "body", "--warmup", 0)
     options += ("--checkpoint-activations", "--export", "--resume", "auto")
     train(*options, "--out", tmp_path / "run")
     assert losses(tmp_path / "run") == losses(plain)
@@ -265,19 +265,7 @@ def test_compiled_layers_learn_the_same(exported: Path, lines: Path, tmp_path: P
     assert losses(tmp_path / "run") == pytest.approx(losses(exported), abs=1e-3)
 
 
-# --- before a training, and many of them ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp", "hsdp"])
-def test_a_dry_run_tells_what_a_run_would_take_and_leaves_nothing(parallel: str, tmp_path: Path) -> None:
-    line = ("--dry-run", "--model", "nano", "--ranks", 4, "--parallel", parallel, "--device", "cpu")
-    result = CliRunner().invoke(app, ["train", *map(str, line), "--out", str(tmp_path / "run")])
-    assert result.exit_code == 0, result.stderr
-    assert "nano on 4 ranks" in result.stdout
-    assert re.search(r"Rank \d, counted(.*\n)+ weights, stored .*(.*\n)+ state of matrices, stored", result.stdout)
-    figures = CliRunner().invoke(app, ["train", *map(str, line), "--json"]).stdout
-    assert json.loads(figures)["ranks"] == 4
-    assert not (tmp_path / "run").exists()
+# --- many trainings ------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -338,8 +326,7 @@ WRONG = {
     "--sweep lr=1,x": r"--sweep lr=1,x: found '1,x'; needed numbers with commas",
     "--sweep lr=1,1.0": r"--sweep lr=1,1.0: found a value twice",
     "--sweep lr=0": r"--lr 0.0: needed a positive, finite number",
-    "--json": r"--json: found no --dry-run beside it; a training writes report.json. Leave it out",
-    "--sweep lr=1 --dry-run": r"--sweep lr=1: found --dry-run beside it, which is of one run. Leave it out",
+    "--sweep lr=1 --resume nowhere": r"nowhere: found no config.json",
 }
 
 

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import MISSING, asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from rich.filesize import decimal
 
 from muonmesh.cli.run_settings import Settings, check_fields_of, setting
 from muonmesh.cli.terminal import complain, make_console, table_of
 from muonmesh.errors import FileError
-
-if TYPE_CHECKING:
-    from muonmesh.cli.blueprint import ModelParameter
 
 WHAT = "What to plan"
 WHERE = "Where it would run"
@@ -75,12 +71,8 @@ def plan(**values: Any) -> None:
     print_plan(found, as_json=values["json"])
 
 
-def planned(asked: PlanRequest, parts: Sequence[ModelParameter] | None = None) -> dict[str, Any]:
+def planned(asked: PlanRequest) -> dict[str, Any]:
     """Return the figures of a model on a mesh; see `muonmesh.cli.figures.figures_of`.
-
-    Args:
-        asked: What the options say.
-        parts: The parameters, where they are known already; ``asked.model`` is their name then.
 
     Raises:
         ValueError: an option is wrong.
@@ -95,7 +87,7 @@ def planned(asked: PlanRequest, parts: Sequence[ModelParameter] | None = None) -
     if rank is not None and rank >= len(cluster.ranks):
         raise FileError(f"--rank {rank}: found {len(cluster.ranks)} ranks in --mesh {mesh}. Write: --rank 0")
     rates = None if asked.rates is None else load_rates(asked.rates)
-    parts = parts or blueprint(asked.model, vocab=Settings.vocab, seq=Settings.seq)
+    parts = blueprint(asked.model, vocab=Settings.vocab, seq=Settings.seq)
     if experts is not None and not any(EXPERTS.search(part.name) for part in parts):
         raise FileError(
             f"--experts {experts}: found no experts in {asked.model}; needed a mixture of experts. Leave it out"

@@ -16,16 +16,14 @@ import transformers
 from torch import nn
 
 from muonmesh.checkpoint.manifest import check_copy
-from muonmesh.cli.blueprint import parameters_of
 from muonmesh.cli.checkpoints import checkpoints_of, latest_step
 from muonmesh.cli.corpus import Corpus, load_corpus_of, prepare_corpus, save_corpus_of
 from muonmesh.cli.launch import Interrupted, RankFailed, launch, usable_cores
 from muonmesh.cli.lock import LOCK_FILE, locked
 from muonmesh.cli.metrics_log import read_metrics
 from muonmesh.cli.model import check_model
-from muonmesh.cli.plan_command import PlanRequest, planned, print_plan
 from muonmesh.cli.report import write_report
-from muonmesh.cli.run_settings import REPLICAS, Settings, load_config
+from muonmesh.cli.run_settings import Settings, load_config
 from muonmesh.cli.terminal import complain, make_console
 from muonmesh.errors import FileError
 
@@ -52,14 +50,6 @@ def check(settings: Settings, *, resuming: bool) -> nn.Module:
     if settings.init is not None:
         check_copy(Path(settings.init))
     return check_model(settings)
-
-
-def preview(settings: Settings, built: nn.Module, *, as_json: bool = False) -> None:
-    """Print who would own what in a run, without starting a rank."""
-    ranks = settings.ranks
-    meshes = {"ddp": f"ddp={ranks}", "hsdp": f"hsdp={REPLICAS}x{ranks // REPLICAS}"}
-    asked = PlanRequest(model=settings.model, mesh=meshes.get(settings.parallel, f"fsdp={ranks}"), machine=ranks)
-    print_plan(planned(asked, parameters_of(built)), as_json=as_json)
 
 
 def _prepare(settings: Settings, parameters: int, *, resuming: bool) -> None:

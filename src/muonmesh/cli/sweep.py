@@ -62,9 +62,8 @@ def train_sweep(base: Settings, request: Request) -> int:
     if sweep is None:
         write = f"--sweep lr={base.lr:g} --seeds {request.seeds}"
         raise ValueError(f"--seeds {request.seeds}: found no --sweep beside it. Write: {write}")
-    if resume not in (None, "auto") or request.dry_run:
-        found = "--dry-run" if request.dry_run else "--resume"
-        raise ValueError(f"--sweep {sweep}: found {found} beside it, which is of one run. Leave it out")
+    if resume not in (None, "auto"):
+        raise ValueError(f"--sweep {sweep}: found --resume beside it, which is of one run. Leave it out")
     trials = parse_sweep(sweep, request.seeds, base)
     if resume is None and os.path.lexists(base.directory) and os.listdir(base.directory):
         raise ValueError(
