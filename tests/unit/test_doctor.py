@@ -100,12 +100,16 @@ def test_it_looks_at_the_machine(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def cannot_meet(rank: int, place: str) -> None:
+    raise RuntimeError("no such interface")
+
+
 def test_what_is_wrong_with_the_machine_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gone = installation._looked("checkpoint folder", lambda: installation._disk(tmp_path / "gone"))
     assert "FileNotFoundError" in gone.found
     assert gone.do
-    monkeypatch.setattr(installation, "_TWO_RANKS", "raise SystemExit('no such interface')")
-    assert installation._gloo().found == "an all-reduce of two processes failed: no such interface"
+    monkeypatch.setattr(installation, "meet", cannot_meet)
+    assert installation._gloo().found == "an all-reduce of two processes failed: RuntimeError: no such interface"
     with monkeypatch.context() as patch:
         patch.setattr(mm, "orthogonalize", lambda x, **given: x if given else -x)  # products that are wrong
         assert installation._orthogonalize().do == "Write kernels='torch', and report it"
