@@ -23,7 +23,6 @@ from muonmesh.checkpoint.manifest import MANIFEST_FILE, entry_of, write_manifest
 from muonmesh.checkpoint.place import before_at
 from muonmesh.cli import installation
 from muonmesh.cli.app import app
-from muonmesh.cli.doctor import products_here
 from muonmesh.numerics.kernels import auto_takes, compiled
 from tests.mutations import Acts
 from tests.workers import Pool
@@ -75,7 +74,7 @@ def test_it_says_which_products_multiply_here(monkeypatch: pytest.MonkeyPatch, t
     def asked() -> str:
         compiled.library.cache_clear()
         auto_takes.cache_clear()
-        return products_here()["told"]
+        return installation.products_here().found
 
     here = asked()
     if auto_takes()[0]:
@@ -83,7 +82,7 @@ def test_it_says_which_products_multiply_here(monkeypatch: pytest.MonkeyPatch, t
     with monkeypatch.context() as patch:
         patch.setattr(compiled, "__file__", str(tmp_path / "compiled.py"))
         told = asked()
-    assert "compiled products: none. Found no products.so in the package" in told
+    assert told.startswith("none. Found no products.so in the package")
     assert "torch multiplies. To have them, build the package where there is a C compiler" in told
     assert asked() == here
 
@@ -91,7 +90,7 @@ def test_it_says_which_products_multiply_here(monkeypatch: pytest.MonkeyPatch, t
 @pytest.mark.slow
 def test_it_looks_at_the_machine(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["doctor", "--json", "--folder", str(tmp_path)])
-    found = {one["looked_at"]: one for one in json.loads(result.stdout)["findings"]}
+    found = {one["looked_at"]: one for one in json.loads(result.stdout)}
     assert result.exit_code == int(any(one["do"] for one in found.values()))
     assert found["torch"]["found"].startswith(torch.__version__)
     assert found["gloo"]["found"].startswith("an all-reduce of two processes, ")

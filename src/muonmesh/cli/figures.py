@@ -46,19 +46,13 @@ def figures_of(weights: Sequence[Weight], found: Forecast) -> dict[str, Any]:
             "bytes of gradients sent": found.gradients.bytes_sent,
             "bytes of gradients received": found.gradients.bytes_received,
             "collectives of gradients": found.gradients.collectives,
-            "bytes of weights": found.memory.weights,
-            "bytes of gradients": found.memory.gradients,
-            "bytes of momentum": found.memory.momentum,
-            "bytes of AdamW's moments": found.memory.adamw,
+            **{f"bytes of {what}": size for what, size in found.stored.items()},
         },
         "modelled": {
-            **{
-                f"seconds{whose}": dict(zip(("products as published", "products at best"), ends, strict=True))
-                for whose, ends in _seconds(found).items()
-            },
-            "bytes of the exchange": found.memory.exchange,
-            "bytes of NCCL": found.memory.nccl,
-            "bytes together": found.memory.total,
+            **_seconds(found),
+            "bytes of the exchange": found.exchange,
+            "bytes of NCCL": found.nccl,
+            "bytes together": sum(found.stored.values()) + found.exchange + found.nccl,
             "launches": found.launches,
             "elementwise bytes": found.elementwise_bytes,
         },
@@ -81,13 +75,14 @@ def load_rates(path: Path) -> DeviceRates:
     return DeviceRates(**content)
 
 
-def _seconds(found: Forecast) -> dict[str, tuple[float, float]]:
+def _seconds(found: Forecast) -> dict[str, dict[str, float]]:
+    """Return the time of a step, of its parts, and of torch's optimizer, each with slow and with fast products."""
     published, best = found.parts(), found.parts(published=False)
-    return {
-        "": (found.seconds, found.best_seconds),
-        **{f" of the {part}": (published[part], best[part]) for part in best},
-        " of torch.optim.Muon without sending": (found.seconds_of_torch(), found.seconds_of_torch(published=False)),
-    }
+    ends = {"seconds": (found.seconds, found.best_seconds)}
+    ends |= {f"seconds of the {part}": (published[part], best[part]) for part in best}
+    torchs = found.seconds_of_torch(), found.seconds_of_torch(published=False)
+    ends["seconds of torch.optim.Muon without sending"] = torchs
+    return {name: {"products as published": slow, "products at best": fast} for name, (slow, fast) in ends.items()}
 
 
 def _kinds(weights: Sequence[Weight], found: Forecast, owners: dict[str, list[int]]) -> list[dict[str, Any]]:

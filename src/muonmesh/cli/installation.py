@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +18,8 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessException, spawn
 
 from muonmesh.cli.launch import usable_cores
+from muonmesh.numerics.kernels import auto_takes
+from muonmesh.numerics.kernels.compiled import NoLibrary, library
 
 SECONDS = 120  # that two processes may take to meet
 LEAST_SHARED = 64 << 20  # what Docker gives a container by itself, which NCCL and data loaders exceed
@@ -32,17 +35,12 @@ class Finding:
     do: str = ""
 
 
-def look_around(folder: Path, products: str) -> list[Finding]:
-    """Look at everything; what cannot be looked at is a finding too.
-
-    Args:
-        folder: Where checkpoints will be written.
-        products: What is known of the compiled products.
-    """
+def look_around(folder: Path) -> list[Finding]:
+    """Look at everything, ``folder`` for checkpoints included; what cannot be looked at is a finding too."""
     looks: dict[str, Callable[[], Finding]] = {
         "torch": lambda: Finding("torch", f"{torch.__version__}, Python {platform.python_version()}"),
         "processor": _processor,
-        "compiled products": lambda: Finding("compiled products", products.removeprefix("compiled products: ")),
+        "compiled products": products_here,
         "orthogonalize": _orthogonalize,
         "gloo": _gloo,
         "NCCL": _nccl,
@@ -66,6 +64,21 @@ def _looked(name: str, look: Callable[[], Finding]) -> Finding:
 def _processor() -> Finding:
     names = ", ".join(map(torch.cuda.get_device_name, range(torch.cuda.device_count()))) or "no GPU"
     return Finding("processor", f"{torch.backends.cpu.get_cpu_capability()}, {usable_cores()} cores, {names}")
+
+
+def products_here() -> Finding:
+    """Which variant of the compiled products this processor runs."""
+    try:
+        variant = library().variant
+    except NoLibrary as error:
+        write = "To have them, build the package where there is a C compiler (pip install --no-binary muonmesh)"
+        return Finding("compiled products", f"none. Found {error}. torch multiplies. {write}")
+    order, gain = auto_takes()
+    taken = 'kernels="auto" takes torch\'s products, which may be faster on such a CPU'
+    if order:
+        upto = f"{gain.start} to {gain[-1]}" if gain.stop < sys.maxsize else f"{gain.start} or more"
+        taken = f'kernels="auto" takes them for bf16 matrices of {upto} rows'
+    return Finding("compiled products", f"variant {variant}. {taken}")
 
 
 def _orthogonalize() -> Finding:

@@ -246,9 +246,6 @@ class Request:
         "the run in --out if there is one, else start it there.",
     )
 
-    def __post_init__(self) -> None:
-        check_fields_of(self)
-
 
 def load_settings(directory: Path, **changes: Any) -> Settings:
     """Read a run's settings back, with ``changes`` made to them.
