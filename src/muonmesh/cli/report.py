@@ -83,11 +83,12 @@ def _page(run: Path, settings: Settings, summaries: Sequence[TrainingSummary], c
     console = Console(record=True, file=io.StringIO(), width=120, highlight=False)
     console.print(f"muonmesh train: {run.name}", style="bold", markup=False)
     _print(console, settings, summaries, comparison)
-    explanation = read_text(run / "explain.txt", needed="what the run wrote there of its optimizers")
+    needed = "what the run wrote there of its optimizer"
+    explained = (f"{s.name}\n\n" + read_text(run / f"explain-{s.name}.txt", needed=needed) for s in summaries)
     config = load_config(run)
     environment = config.pop("environment")
     settings_of = "\n".join(f"{name}: {value}" for name, value in {**environment, **config}.items())
-    for text in (METHOD, "Who orthogonalizes what", explanation, "Where it ran, and its settings", settings_of):
+    for text in (METHOD, "Who orthogonalizes what", *explained, "Where it ran, and its settings", settings_of):
         console.print(f"\n{text}", markup=False)
     pictures = (base64.b64encode((run / name).read_bytes()).decode("ascii") for name in PICTURES)
     tags = "".join(f'<img alt="losses" src="data:image/png;base64,{picture}">' for picture in pictures)
