@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+
 from torch import Tensor
 
 from muonmesh.comm.storage import Storage, local_of, this_rank
