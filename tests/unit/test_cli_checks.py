@@ -325,6 +325,16 @@ def test_a_lock_of_a_dead_process_does_not_matter(tmp_path: Path) -> None:
         pass
 
 
+def test_a_directory_that_nothing_was_written_to_goes_again(tmp_path: Path) -> None:
+    with locked(tmp_path / "deep" / "run", option="--out"):
+        assert (tmp_path / "deep" / "run" / LOCK_FILE).is_file()
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "empty").mkdir()
+    with locked(tmp_path / "empty", option="--out"):
+        pass
+    assert (tmp_path / "empty").is_dir(), "it was the user's"
+
+
 def start(run: Path, barrier: Any, answers: Any) -> None:
     barrier.wait()
     try:

@@ -10,7 +10,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from muonmesh.errors import FileError
-from muonmesh.files import reason
+from muonmesh.files import make_folders, reason, remove_empty
 
 LOCK_FILE = ".lock"
 
@@ -19,17 +19,18 @@ LOCK_FILE = ".lock"
 def locked(run: Path, *, option: str) -> Iterator[None]:
     """Hold a run's directory, which is made for ``--out``, until the ``with`` block ends or the process does.
 
-    The system takes the lock back when the process is gone, so a lock left behind never has to be removed by hand.
+    The system takes the lock back when the process is gone, so a lock left behind never has to be removed by hand. A
+    directory in which nothing has been written goes again.
 
     Raises:
         FileError: another process holds it, a new run would write over something, or the directory cannot be made.
     """
-    new = option == "--out"
+    new, made = option == "--out", list[Path]()
     lock = FileLock(run / LOCK_FILE, timeout=0)
     try:
         try:
             if new:
-                run.mkdir(parents=True, exist_ok=True)
+                made = make_folders(run)
             lock.acquire()
             others = sorted(set(os.listdir(run)) - {LOCK_FILE})
         except Timeout as error:
@@ -44,4 +45,7 @@ def locked(run: Path, *, option: str) -> Iterator[None]:
             raise FileError(f"--out {run}: already there, with {others[0]}. Write: --resume {run}, or another --out")
         yield
     finally:
+        if new and lock.is_locked and os.listdir(run) == [LOCK_FILE]:
+            (run / LOCK_FILE).unlink()  # still locked: whoever opened it will find it gone
         lock.release()
+        remove_empty(made)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import transformers
+from torch import nn
 
 from muonmesh.checkpoint.manifest import check_copy
 from muonmesh.cli.checkpoints import checkpoints_of, latest_step
@@ -33,34 +34,29 @@ def train_run(settings: Settings, *, resuming: bool) -> int:
     Raises:
         ValueError: something is wrong that can be found without ranks.
     """
-    run, before = settings.directory, None
+    parameters = sum(p.numel() for p in check(settings, resuming=resuming).parameters())
+    with locked(settings.directory, option="--resume" if resuming else "--out"):
+        _prepare(settings, parameters, resuming=resuming)
+        return _launch(settings.directory, settings)
+
+
+def check(settings: Settings, *, resuming: bool) -> nn.Module:
+    """What can be found wrong before anything is written; returns the model, on the meta device."""
+    run = settings.directory
     if resuming:
         read_metrics(run)
-        before = load_corpus_of(run)
     elif os.path.lexists(run) and (not run.is_dir() or set(os.listdir(run)) - {LOCK_FILE}):
         raise ValueError(f"--out {run}: already there. Write: --resume {run}, or another --out")
     if settings.init is not None:
         check_copy(Path(settings.init))
-    parameters = sum(p.numel() for p in check_model(settings).parameters())
-    corpus = _read_text(settings)
-    if before is not None and before.digest != corpus.digest:
-        raise ValueError(
-            f"--resume {run}: the text of {corpus.source} has changed since; needed the files it began with."
-        )
-    with locked(run, option="--resume" if resuming else "--out"):
-        settings.save(load_config(run)["environment"] if resuming else _environment())
-        save_corpus_of(run, corpus)
-        make_console().print(_headline(settings, parameters, corpus), soft_wrap=True)
-        return _launch(run, settings)
+    return check_model(settings)
 
 
-def _read_text(settings: Settings) -> Corpus:
-    """Return the text of a run, prepared.
-
-    Raises:
-        ValueError: it cannot be read, or there is too little of it.
-    """
+def _prepare(settings: Settings, parameters: int, *, resuming: bool) -> None:
+    """The rest of what can fail without ranks: the text, and what is written."""
+    run = settings.directory
     console = make_console()
+    before = load_corpus_of(run) if resuming else None
     status = (
         console.status("Reading text and training a tokenizer") if console.is_terminal else contextlib.nullcontext()
     )
@@ -68,7 +64,7 @@ def _read_text(settings: Settings) -> Corpus:
         corpus = prepare_corpus(
             settings.data,
             vocab=settings.vocab,
-            cache=settings.directory.parent / ".text",
+            cache=run.parent / ".text",
             tokenizer=settings.tokenizer or settings.init,
             field=settings.text_field,
         )
@@ -78,7 +74,13 @@ def _read_text(settings: Settings) -> Corpus:
                 f"--data {corpus.source}: found {tokens} tokens to {name}; needed more than {settings.seq}, the length "
                 "of one sequence. Give more text or a smaller --seq."
             )
-    return corpus
+    if before is not None and before.digest != corpus.digest:
+        raise ValueError(
+            f"--resume {run}: the text of {corpus.source} has changed since; needed the files it began with."
+        )
+    settings.save(load_config(run)["environment"] if resuming else _environment())
+    save_corpus_of(run, corpus)
+    console.print(_headline(settings, parameters, corpus), soft_wrap=True)
 
 
 def _headline(settings: Settings, parameters: int, corpus: Corpus) -> str:
