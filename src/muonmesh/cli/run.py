@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import transformers
-from torch import nn
 
 from muonmesh.checkpoint.manifest import check_copy
 from muonmesh.cli.checkpoints import checkpoints_of, latest_step
@@ -34,14 +33,6 @@ def train_run(settings: Settings, *, resuming: bool) -> int:
     Raises:
         ValueError: something is wrong that can be found without ranks.
     """
-    parameters = sum(p.numel() for p in check(settings, resuming=resuming).parameters())
-    with locked(settings.directory, option="--resume" if resuming else "--out"):
-        _prepare(settings, parameters, resuming=resuming)
-        return _launch(settings.directory, settings)
-
-
-def check(settings: Settings, *, resuming: bool) -> nn.Module:
-    """What can be found wrong before anything is written; returns the model, on the meta device."""
     run = settings.directory
     if resuming:
         read_metrics(run)
@@ -49,7 +40,10 @@ def check(settings: Settings, *, resuming: bool) -> nn.Module:
         raise ValueError(f"--out {run}: already there. Write: --resume {run}, or another --out")
     if settings.init is not None:
         check_copy(Path(settings.init))
-    return check_model(settings)
+    parameters = sum(p.numel() for p in check_model(settings).parameters())
+    with locked(run, option="--resume" if resuming else "--out"):
+        _prepare(settings, parameters, resuming=resuming)
+        return _launch(run, settings)
 
 
 def _prepare(settings: Settings, parameters: int, *, resuming: bool) -> None:
