@@ -9,8 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from muonmesh.testing import Race, RaceError, SimulatedDevice
+from muonmesh.testing.device import Stream
 from tests.device.removals import objections
-from tests.device.simulated import Race, RaceError, SimulatedDevice, Stream
 from tests.device.stepping import CASES, differing, simulated
 from tests.interpreter import interpreting
 

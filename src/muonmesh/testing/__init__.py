@@ -4,5 +4,6 @@ from muonmesh.report.device_rates import DeviceRates as Rates
 from muonmesh.testing.dry_run import DryRun, dry_run
 from muonmesh.testing.launches import HostSync
 from muonmesh.testing.rules import prove_rule
+from muonmesh.testing.simulated import Race, RaceError, SimulatedDevice
 
-__all__ = ["DryRun", "HostSync", "Rates", "dry_run", "prove_rule"]
+__all__ = ["DryRun", "HostSync", "Race", "RaceError", "Rates", "SimulatedDevice", "dry_run", "prove_rule"]

@@ -3,18 +3,23 @@
 Fake tensors (`torch._subclasses.FakeTensorMode`) have a device, a shape and strides, but no elements. Even so a torch
 without CUDA stops at them in two places: its C++ guards ask for the device, and `torch.cuda.Event` and `Stream` cannot
 be made. Here the guard of the meta device, which does nothing, serves for CUDA too, and streams and events are those
-below: nothing runs on them, so whatever they were given is over.
+below: queues of operations that run when they may. A dry run queues nothing but events.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Iterator
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from muonmesh.numerics.kernels import memory
 
@@ -22,19 +27,50 @@ _GUARDS = "_ZN3c104impl26device_guard_impl_registryE"  # c10::impl::device_guard
 _KINDS = 22  # c10::COMPILE_TIME_MAX_DEVICE_TYPES
 _CUDA, _META = 1, 14  # c10::DeviceType
 
+Clocks = dict[object, int]
+"""Of each stream, how many of its operations are over for somebody: what orders accesses of memory."""
+
+
+def merge(into: Clocks, other: Clocks) -> None:
+    """Let all be over that is over for either."""
+    for key, value in other.items():
+        into[key] = max(into.get(key, 0), value)
+
+
+class Operation:
+    """An entry of a stream's queue: something to run, a wait for an operation of another stream, or only a mark.
+
+    Attributes:
+        run: Runs it. What this returns is asked again and again whether a collective is over; None: it is.
+        needs: What must be over before the stream goes on.
+        done: Whether it is over.
+    """
+
+    def __init__(self, run: Callable[[], Any] | None = None, needs: Operation | None = None) -> None:
+        self.run, self.needs, self.done = run, needs, False
+        self.is_over: Callable[[], bool] | None = None
+
 
 class Stream:
     """Stands for `torch.cuda.Stream`."""
 
     def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
-        index = device if isinstance(device, int) else torch.device(device or "cuda").index
-        self.device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
+        self.timeline = timeline()
+        self.device = torch.device("cuda", self.timeline.index(device))
+        self.queue = deque[Operation]()
+        self.clocks: Clocks = {}
+        self.timeline.streams.append(self)
+        self.name = f"stream {len(self.timeline.streams) - 1} of {self.device}"
 
     def wait_event(self, event: Event) -> None:
-        """Go on after an event."""
+        """Go on after an event; at once after one that was never recorded, as CUDA has it."""
+        if event.mark is not None:
+            self.timeline.push(self, Operation(needs=event.mark))
+            merge(self.clocks, event.clocks)
 
     def wait_stream(self, stream: Stream) -> None:
         """Go on after all that another stream has been given."""
+        self.wait_event(stream.record_event())
 
     def record_event(self, event: Event | None = None) -> Event:
         """Return an event that is over when all is that this stream has been given."""
@@ -44,47 +80,73 @@ class Stream:
 
     def synchronize(self) -> None:
         """Let the host wait."""
+        self.record_event().synchronize()
 
 
 class Event:
     """Stands for `torch.cuda.Event`."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        self.stream: Any = None
+        self.mark: Operation | None = None
+        self.stream: Stream | None = None
+        self.clocks: Clocks = {}
 
-    def record(self, stream: Any = None) -> None:
+    def record(self, stream: Stream | None = None) -> None:
         """Mark what a stream has been given, by default the current one."""
-        self.stream = stream or torch.cuda.current_stream()
+        self.stream = stream or timeline().current_stream()
+        self.mark, self.clocks = Operation(), dict(self.stream.clocks)
+        self.stream.timeline.push(self.stream, self.mark)
 
     def synchronize(self) -> None:
         """Let the host wait."""
+        if self.mark is not None and self.stream is not None:
+            self.stream.timeline.run_until(self.mark)
+            merge(self.stream.timeline.host, self.clocks)
 
     def query(self) -> bool:
-        """Return whether it is over."""
-        return True
+        """Return whether it is over, and then the host may read what it follows."""
+        if self.mark is not None and self.mark.done and self.stream is not None:
+            merge(self.stream.timeline.host, self.clocks)
+        return self.mark is None or self.mark.done
 
 
-class Devices:
-    """The pretended devices: which of them is the current one, and the current stream of each."""
+class Timeline:
+    """What the streams of all pretended devices have still to do, and in which order they do it.
 
-    def __init__(self) -> None:
+    Args:
+        seed: Of the order among all that streams and events allow.
+        eager: How likely a device goes on whenever something was queued; otherwise it does when the host waits.
+        devices: How many there are.
+
+    Attributes:
+        streams: All of them, in the order in which they were made.
+        host: What is over for the host.
+    """
+
+    def __init__(self, seed: int = 0, *, eager: float = 0.3, devices: int = 1) -> None:
+        self.random, self.eager, self.devices = random.Random(seed), eager, devices
+        self.streams: list[Stream] = []
+        self.host: Clocks = {}
+        self.lock = threading.RLock()
         self.current = 0
-        self._current: dict[int, Any] = {}
+        self._current: dict[int, Stream] = {}
 
     def index(self, device: Any = None) -> int:
         """Return the number of a device; without one, of the current one."""
-        found = device if isinstance(device, int) else torch.device(device or "cuda").index
+        if device is None or isinstance(device, int):
+            return self.current if device is None else device
+        found = torch.device(device).index
         return self.current if found is None else found
 
-    def current_stream(self, device: Any = None) -> Any:
+    def current_stream(self, device: Any = None) -> Stream:
         """Stands for `torch.cuda.current_stream`."""
         index = self.index(device)
         if index not in self._current:
-            self._current[index] = torch.cuda.Stream(index)  # type: ignore[no-untyped-call]
+            self._current[index] = Stream(index)
         return self._current[index]
 
     @contextmanager
-    def using(self, stream: Any) -> Iterator[None]:
+    def using(self, stream: Stream) -> Iterator[None]:
         """Stand for `torch.cuda.stream`."""
         index = self.index(stream.device)
         before = self.current_stream(index)
@@ -108,21 +170,63 @@ class Devices:
         """Stands for `torch.cuda.set_device`."""
         self.current = self.index(device)
 
+    def push(self, stream: Stream, operation: Operation) -> None:
+        """Queue an operation."""
+        with self.lock:
+            stream.queue.append(operation)
+        while self.random.random() < self.eager and self.go_on():
+            pass
+
+    def go_on(self) -> bool:
+        """Run the next operation of one of the streams that need not wait; return whether there is one."""
+        with self.lock:
+            ready = [s for s in self.streams if s.queue and (s.queue[0].needs is None or s.queue[0].needs.done)]
+            if not ready:
+                return False
+            stream = self.random.choice(ready)
+            operation = stream.queue[0]
+            if operation.run is not None:
+                run, operation.run = operation.run, None
+                with _disable_current_modes(), torch.no_grad():
+                    operation.is_over = run()
+            if operation.is_over is not None and not operation.is_over():
+                time.sleep(0.0005)
+                return True
+            operation.done = True
+            stream.queue.popleft()
+            return True
+
+    def run_until(self, operation: Operation) -> None:
+        """Go on until an operation is over."""
+        while not operation.done:
+            if not self.go_on() and not operation.done:
+                raise RuntimeError("no stream can go on: each waits for another")
+
     def synchronize(self, device: Any = None) -> None:
-        """Stands for `torch.cuda.synchronize`."""
+        """Let the host wait for all devices."""
+        for stream in list(self.streams):
+            stream.synchronize()
+
+
+_active: list[Timeline] = []
+
+
+def timeline() -> Timeline:
+    """Return that of the pretended devices."""
+    return _active[-1]
 
 
 @contextmanager
-def pretended_cuda(own: Devices | None = None, *replaced: tuple[Any, str, Any]) -> Iterator[None]:
+def pretended_cuda(own: Timeline | None = None, *replaced: tuple[Any, str, Any]) -> Iterator[Timeline]:
     """Let fake tensors be on CUDA devices, whether or not this torch knows of CUDA.
 
     What is changed belongs to the process, so nothing else may use torch meanwhile; all is as before afterwards.
 
     Args:
-        own: The devices.
+        own: When the streams go on.
         replaced: What else is replaced meanwhile: an object, the name of its attribute, and what stands for it.
     """
-    own = own or Devices()
+    own = own or Timeline()
     library = ctypes.CDLL(os.path.join(os.path.dirname(torch.__file__), "lib", "libc10.so"))
     guards = cast(Any, (ctypes.c_void_p * _KINDS).in_dll(library, _GUARDS))
     stands = {
@@ -143,4 +247,6 @@ def pretended_cuda(own: Devices | None = None, *replaced: tuple[Any, str, Any]) 
             setattr(owner, name, other)
         memory.forget()  # streams of other devices
         stack.callback(memory.forget)
-        yield
+        _active.append(own)
+        stack.callback(_active.pop)
+        yield own

@@ -10,12 +10,11 @@ Races are found when an operation is issued, by vector clocks, so whatever the s
 
 from __future__ import annotations
 
-import random
 import sys
 import threading
 import time
 import weakref
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import FrameType
@@ -25,164 +24,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from muonmesh.numerics.kernels import toolchain
-from muonmesh.testing.device import Devices, pretended_cuda
+from muonmesh.testing.device import Clocks, Event, Operation, Stream, Timeline, merge, pretended_cuda
 from muonmesh.testing.launches import arguments, waits
 
 _HOST = "the host"
 _ROOM = 512  # bytes: what torch's allocator rounds sizes up to
-
-
-Clocks = dict[object, int]
-"""Of each stream, how many of its operations are over for somebody: what orders accesses of memory."""
-
-
-def merge(into: Clocks, other: Clocks) -> None:
-    """Let all be over that is over for either."""
-    for key, value in other.items():
-        into[key] = max(into.get(key, 0), value)
-
-
-class Operation:
-    """An entry of a stream's queue: something to run, a wait for an operation of another stream, or only a mark.
-
-    Attributes:
-        run: Runs it. What this returns is asked again and again whether a collective is over; None: it is.
-        needs: What must be over before the stream goes on.
-        done: Whether it is over.
-    """
-
-    def __init__(self, run: Callable[[], Any] | None = None, needs: Operation | None = None) -> None:
-        self.run, self.needs, self.done = run, needs, False
-        self.is_over: Callable[[], bool] | None = None
-
-
-class Stream:
-    """Stands for `torch.cuda.Stream`."""
-
-    def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
-        self.timeline = timeline()
-        self.device = torch.device("cuda", self.timeline.index(device))
-        self.queue = deque[Operation]()
-        self.clocks: Clocks = {}
-        self.timeline.streams.append(self)
-        self.name = f"stream {len(self.timeline.streams) - 1} of {self.device}"
-
-    def wait_event(self, event: Event) -> None:
-        """Go on after an event; at once after one that was never recorded, as CUDA has it."""
-        if event.mark is not None:
-            self.timeline.push(self, Operation(needs=event.mark))
-            merge(self.clocks, event.clocks)
-
-    def wait_stream(self, stream: Stream) -> None:
-        """Go on after all that another stream has been given."""
-        self.wait_event(stream.record_event())
-
-    def record_event(self, event: Event | None = None) -> Event:
-        """Return an event that is over when all is that this stream has been given."""
-        event = event or Event()
-        event.record(self)
-        return event
-
-    def synchronize(self) -> None:
-        """Let the host wait."""
-        self.record_event().synchronize()
-
-
-class Event:
-    """Stands for `torch.cuda.Event`."""
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        self.mark: Operation | None = None
-        self.stream: Stream | None = None
-        self.clocks: Clocks = {}
-
-    def record(self, stream: Stream | None = None) -> None:
-        """Mark what a stream has been given, by default the current one."""
-        self.stream = stream or timeline().current_stream()
-        self.mark, self.clocks = Operation(), dict(self.stream.clocks)
-        self.stream.timeline.push(self.stream, self.mark)
-
-    def synchronize(self) -> None:
-        """Let the host wait."""
-        if self.mark is not None and self.stream is not None:
-            self.stream.timeline.run_until(self.mark)
-            merge(self.stream.timeline.host, self.clocks)
-
-    def query(self) -> bool:
-        """Return whether it is over, and then the host may read what it follows."""
-        if self.mark is not None and self.mark.done and self.stream is not None:
-            merge(self.stream.timeline.host, self.clocks)
-        return self.mark is None or self.mark.done
-
-
-class Timeline(Devices):
-    """What the streams of all pretended devices have still to do, and in which order they do it.
-
-    Args:
-        seed: Of the order among all that streams and events allow.
-        eager: How likely a device goes on whenever something was queued; otherwise it does when the host waits.
-        devices: How many there are.
-
-    Attributes:
-        streams: All of them, in the order in which they were made.
-        host: What is over for the host.
-    """
-
-    def __init__(self, seed: int = 0, *, eager: float = 0.3, devices: int = 1) -> None:
-        super().__init__()
-        self.random, self.eager, self.devices = random.Random(seed), eager, devices
-        self.streams: list[Stream] = []
-        self.host: Clocks = {}
-        self.lock = threading.RLock()
-
-    def push(self, stream: Stream, operation: Operation) -> None:
-        """Queue an operation."""
-        with self.lock:
-            stream.queue.append(operation)
-        while self.random.random() < self.eager and self.go_on():
-            pass
-
-    def go_on(self) -> bool:
-        """Run the next operation of one of the streams that need not wait; return whether there is one."""
-        with self.lock:
-            ready = [s for s in self.streams if s.queue and (s.queue[0].needs is None or s.queue[0].needs.done)]
-            if not ready:
-                return False
-            stream = self.random.choice(ready)
-            operation = stream.queue[0]
-            if operation.run is not None:
-                run, operation.run = operation.run, None
-                with _disable_current_modes(), torch.no_grad():
-                    operation.is_over = run()
-            if operation.is_over is not None and not operation.is_over():
-                time.sleep(0.0005)
-                return True
-            operation.done = True
-            stream.queue.popleft()
-            return True
-
-    def run_until(self, operation: Operation) -> None:
-        """Go on until an operation is over."""
-        while not operation.done:
-            if not self.go_on() and not operation.done:
-                raise RuntimeError("no stream can go on: each waits for another")
-
-    def synchronize(self, device: Any = None) -> None:
-        """Let the host wait for all devices."""
-        for stream in list(self.streams):
-            stream.synchronize()
-
-
-_active: list[Timeline] = []
-
-
-def timeline() -> Timeline:
-    """Return that of the pretended devices."""
-    return _active[-1]
 
 
 class Race(NamedTuple):
@@ -291,8 +141,6 @@ class SimulatedDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Let torch have these devices."""
         installed = toolchain.is_installed()
         replaced = (
-            (torch.cuda, "Event", Event),
-            (torch.cuda, "Stream", Stream),
             (torch.cuda, "is_available", lambda: True),
             (torch.cuda, "is_initialized", lambda: True),
             (torch.cuda, "_lazy_init", lambda: None),
@@ -305,8 +153,6 @@ class SimulatedDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
         with ExitStack() as stack:
             stack.enter_context(pretended_cuda(self._timeline, *replaced))
-            _active.append(self._timeline)
-            stack.callback(_active.pop)
             toolchain.is_usable.cache_clear()
             stack.callback(toolchain.is_usable.cache_clear)
             if dist.is_available() and dist.is_initialized():  # a host that waits for another must not hold up both
