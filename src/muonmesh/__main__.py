@@ -2,4 +2,5 @@
 
 from muonmesh.cli import main
 
-main()
+if __name__ == "__main__":  # a process that the doctor spawns imports this module
+    main()

@@ -161,19 +161,16 @@ def is_whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def is_number(value: object) -> bool:
-    """Whether a value is a number, which infinity is and NaN is not."""
-    return is_whole(value) or (isinstance(value, float) and value == value)
-
-
 def is_finite(value: object) -> bool:
     """Whether a value is a finite number."""
-    return is_number(value) and -sys.float_info.max <= value <= sys.float_info.max  # type: ignore[operator]
+    number = is_whole(value) or isinstance(value, float)
+    return number and -sys.float_info.max <= value <= sys.float_info.max  # type: ignore[operator]
 
 
 KINDS: dict[str, Callable[[Any], bool]] = {
     "a whole number of at least 0": lambda value: is_whole(value) and value >= 0,
     "a finite number of at least 0": lambda value: is_finite(value) and value >= 0,
+    "a positive, finite number": lambda value: is_finite(value) and value > 0,
     "a string": lambda value: isinstance(value, str),
     "an array": lambda value: isinstance(value, list),
     "an object": lambda value: isinstance(value, dict),

@@ -457,9 +457,8 @@ def test_a_run_leaves_a_report_that_needs_nothing_else(finished: Path) -> None:
     losses = {one["name"]: one["validation"][-1]["loss"] for one in figures["trainings"]}
     assert losses == {summary.name: summary.final_validation_loss for summary in summarise(run)}
 
-    explanation = (run / "explain.txt").read_text()
-    assert "model.layers.1.mlp.down_proj.weight" in explanation
-    assert "torch.optim.AdamW" in explanation
+    assert "model.layers.1.mlp.down_proj.weight" in (run / "explain-muon.txt").read_text()
+    assert "torch.optim.AdamW" in (run / "explain-adamw.txt").read_text()
 
 
 @pytest.mark.slow

@@ -215,7 +215,7 @@ def traffic(width: int, dtype: torch.dtype, settings: dict[str, Any]) -> tuple[f
     ]
     planned = forecast(weights, rank=dist.get_rank(), to_owners=True)
     assert planned.gradients.bytes_sent == pytest.approx(after.bytes_sent - before.bytes_sent, rel=0.01)
-    assert planned.memory.momentum == 4 * sum(
+    assert planned.stored["momentum"] == 4 * sum(
         s["momentum_buffer"].numel() for s in optimizer.state.values() if "momentum_buffer" in s
     )
     counted = after.bytes_sent - before.bytes_sent + optimizer.counts.bytes_sent

@@ -48,10 +48,10 @@ def test_a_forecast_is_near_a_dry_run(mesh: dict[str, int], placements: tuple[Sh
     assert found.bytes_sent == run.bytes_sent
     assert found.collectives == run.collectives
     assert found.flops == pytest.approx(run.flops, rel=0.1)
-    assert found.memory.weights == run.elements * 4
+    assert found.stored["weights"] == run.elements * 4
     assert found.launches == pytest.approx(run.launches, rel=0.25)
     assert found.elementwise_bytes == pytest.approx(run.elementwise_bytes, rel=0.25)
-    assert found.memory.exchange == pytest.approx(run.peak_bytes, rel=0.35)
+    assert found.exchange == pytest.approx(run.peak_bytes, rel=0.35)
     assert found.messages == run.messages
     assert found.kernels == pytest.approx(run.kernels, rel=0.25)
     assert found.views == pytest.approx(run.views, rel=0.35)
@@ -83,7 +83,7 @@ def test_a_forecast_of_a_rule_is_what_the_real_step_does(rule: str) -> None:
     assert found.plan.loads == told[-1].flops
     assert (found.bytes_sent, found.collectives) == (run.bytes_sent, run.collectives)
     assert found.bytes_received == told[-1].bytes_received
-    assert found.memory.momentum + 8 * len(shapes) == told[-1].state_bytes  # and the running norms
+    assert found.stored["momentum"] + 8 * len(shapes) == told[-1].state_bytes  # and the running norms
     with pytest.raises(ValueError, match="rule: found 'adamw'; needed one of muon, normuon"):
         forecast(weights, rule="adamw")
 
@@ -134,8 +134,8 @@ def test_vectors_and_embeddings_are_stored_and_not_computed() -> None:
     weights = [Weight("embedding", layout.MeshLayout((100, 8), (4,), (0, 1, 2, 3), (layout.Shard(0),)), None)]
     found = forecast(weights, itemsize=2)
     assert (found.flops, found.owned, found.bytes_sent) == (0, (), 0)
-    assert found.memory.weights == found.memory.gradients == 25 * 8 * 2
-    assert (found.memory.momentum, found.memory.adamw) == (0, 2 * 25 * 8 * 2)
+    assert found.stored["weights"] == found.stored["gradients"] == 25 * 8 * 2
+    assert (found.stored["momentum"], found.stored["AdamW's moments"]) == (0, 2 * 25 * 8 * 2)
 
 
 def test_a_matrix_with_more_copies_than_others_goes_to_one_owner_too() -> None:

@@ -56,7 +56,7 @@ def train(context: typer.Context, **values: Any) -> None:
     Ctrl-C stops after the current step and leaves a checkpoint.
     """
     from muonmesh.cli.asked import settings_of
-    from muonmesh.cli.run import check, preview, train_run
+    from muonmesh.cli.run import train_run
     from muonmesh.cli.sweep import train_sweep
 
     given = {name for name in values if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"}
@@ -65,9 +65,7 @@ def train(context: typer.Context, **values: Any) -> None:
         settings, resuming = settings_of(values, request, given)
         if request.sweep is not None or request.seeds is not None:
             raise SystemExit(train_sweep(settings, request))
-        if not request.dry_run:
-            raise SystemExit(train_run(settings, resuming=resuming))
-        preview(settings, check(settings, resuming=resuming), as_json=request.json)
+        raise SystemExit(train_run(settings, resuming=resuming))
     except ValueError as error:
         raise SystemExit(complain("train", str(error), code=2)) from error
     except OSError as error:

@@ -38,8 +38,19 @@ def settings_of(values: dict[str, Any], request: Request, given: set[str]) -> tu
 
 def _new(values: dict[str, Any], given: set[str]) -> Settings:
     """Return the settings of a new run, with everything resolved that was left to the machine."""
-    model = _model(values, given)
-    found = {**values, "data": tuple(values["data"] or ()), "model": model, "vocab": _vocabulary(values, given)}
+    init, tokenizer = values["init"], values["tokenizer"] or values["init"]
+    if init is not None and "model" in given:
+        raise ValueError(
+            f"--init {init}: found --model {values['model']} beside it; its own model is trained. Leave out one"
+        )
+    if tokenizer is not None and "vocab" in given:
+        name = "--init" if values["tokenizer"] is None else "--tokenizer"
+        raise ValueError(
+            f"{name} {tokenizer}: found --vocab {values['vocab']} beside it; a tokenizer has its size. Leave that out"
+        )
+    model: str = values["model"] if init is None else init
+    vocab = values["vocab"] if tokenizer is None else load_tokenizer(tokenizer).size
+    found = {**values, "data": tuple(values["data"] or ()), "model": model, "vocab": vocab}
 
     def resolve(name: str, value: Any) -> None:
         found[name] = value if found[name] in (None, "auto") else found[name]
@@ -60,31 +71,6 @@ def _new(values: dict[str, Any], given: set[str]) -> Settings:
     resolve("eval_every", max(1, steps // 20))
     resolve("out", Path("runs") / f"{Path(model).stem}-{datetime.now():%Y%m%d-%H%M%S}")
     return Settings(**{**found, "out": str(found["out"])})
-
-
-def _model(values: dict[str, Any], given: set[str]) -> str:
-    """Return the model that is trained: that of ``--init``, if there is one."""
-    model: str = values["model"]
-    init: str | None = values["init"]
-    if init is None:
-        return model
-    if "model" in given:
-        raise ValueError(f"--init {init}: found --model {model} beside it; its own model is trained. Leave out one")
-    return init
-
-
-def _vocabulary(values: dict[str, Any], given: set[str]) -> int:
-    """Return the size of the vocabulary: of the tokenizer that is there, or of the one that is to be trained."""
-    vocab: int = values["vocab"]
-    folder = values["tokenizer"] or values["init"]
-    if folder is None:
-        return vocab
-    if "vocab" in given:
-        name = "--init" if values["tokenizer"] is None else "--tokenizer"
-        raise ValueError(
-            f"{name} {folder}: found --vocab {vocab} beside it; a tokenizer has its size. Leave out --vocab"
-        )
-    return load_tokenizer(folder).size
 
 
 def _going_on(resume: str | None, out: Path | None) -> Path | None:

@@ -52,11 +52,6 @@ KNOWN: dict[str, dict[str, Any]] = {
 """Models that ``muonmesh plan`` knows by name, by the fields of their config.json on which shapes depend."""
 
 
-def blueprint(model: str, *, vocab: int, seq: int) -> list[ModelParameter]:
-    """Return the parameters of the model that ``--model`` names; see `meta_model`."""
-    return parameters_of(meta_model(model, vocab=vocab, seq=seq))
-
-
 def meta_model(model: str, *, vocab: int, seq: int) -> nn.Module:
     """Return the model that is named by a preset, a folder or file, or a model type, on the meta device.
 
@@ -74,10 +69,13 @@ def meta_model(model: str, *, vocab: int, seq: int) -> nn.Module:
         return build_model(configuration(model, fields))
 
 
-def parameters_of(built: nn.Module) -> list[ModelParameter]:
-    """Return the parameters of a model that is there, with the splits that `muonmesh.split_params` gives them."""
+def blueprint(model: str, *, vocab: int, seq: int) -> list[ModelParameter]:
+    """Return the parameters of the model that ``--model`` names, with the splits of `muonmesh.split_params`.
+
+    See `meta_model` for the arguments and for what it raises.
+    """
     found = {}
-    for group in mm.split_params(built):
+    for group in mm.split_params(meta_model(model, vocab=vocab, seq=seq)):
         muon = group["algorithm"] == "muon"
         splits = group["matrices"] if muon else [None] * len(group["params"])
         for name, parameter, split in zip(group["param_names"], group["params"], splits, strict=True):

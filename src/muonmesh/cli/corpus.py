@@ -12,7 +12,7 @@ import json
 import shutil
 import sysconfig
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
@@ -24,44 +24,6 @@ from muonmesh.errors import FileError
 from muonmesh.files import check_fields, kind_of, onto_disk, read_json, write_text, writing
 
 CHARACTERS_AT_ONCE = 1 << 24  # tokenised together, so that all cores have something to do
-
-
-class TokenFile:
-    """One array of tokens, the end-of-text mark after each document.
-
-    Attributes:
-        count: Tokens so far.
-        characters: Of the texts so far.
-    """
-
-    def __init__(self, path: Path, tokenizer: ReadyTokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._waiting: list[str] = []
-        self._waiting_characters = 0
-        self.count = self.characters = 0
-        self._file = path.open("wb")
-
-    def add(self, texts: Sequence[str]) -> None:
-        """Append texts; they are tokenised when there are enough of them, or at the end."""
-        self._waiting += texts
-        self._waiting_characters += sum(map(len, texts))
-        if self._waiting_characters >= CHARACTERS_AT_ONCE:
-            self._flush()
-
-    def close(self) -> None:
-        """Write what is left."""
-        self._flush()
-        self._file.close()
-
-    def _flush(self) -> None:
-        for encoding in self._tokenizer.itself.encode_batch_fast(self._waiting, add_special_tokens=False):
-            tokens = np.array([*encoding.ids, self._tokenizer.end_of_text], dtype=dtype_of(self._tokenizer.size))
-            self._file.write(tokens.tobytes())
-            self.count += len(tokens)
-        self.characters += self._waiting_characters
-        self._waiting, self._waiting_characters = [], 0
-
-
 HELD_OUT_SHARE = 0.05
 FILES_FOR_A_SPLIT = 40  # with fewer files than this, the end of each file is held out instead of whole files
 FORMAT = 2  # part of the name of a folder: raise it when the same text would give other files
@@ -228,6 +190,19 @@ def _is_held_out(name: str) -> bool:
     return int(name[:8], 16) < HELD_OUT_SHARE * 16**8
 
 
+def _batches(sources: Sequence[Source], *, whole: bool) -> Iterator[list[tuple[int, str]]]:
+    """Yield texts with their part, 0 to learn from or 1 held out; so many at once that all cores have work."""
+    batch, characters = list[tuple[int, str]](), 0
+    for name, document in documents_of(sources):
+        for part, texts in enumerate(divide(name, document, whole=whole)):
+            batch += [(part, text) for text in texts]
+        characters += len(document)
+        if characters >= CHARACTERS_AT_ONCE:
+            yield batch
+            batch, characters = [], 0
+    yield batch
+
+
 def _write(directory: Path, tokenizer: ReadyTokenizer, sources: Sequence[Source], *, whole: bool, source: str) -> None:
     """Write next to ``directory`` and move into place, so that a half-written corpus is never found.
 
@@ -238,13 +213,17 @@ def _write(directory: Path, tokenizer: ReadyTokenizer, sources: Sequence[Source]
         directory.parent.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(prefix="preparing-", dir=directory.parent))
     try:
-        arrays = (TokenFile(scratch / "train.bin", tokenizer), TokenFile(scratch / "validation.bin", tokenizer))
-        with writing(directory):
-            for name, text in documents_of(sources):
-                for array, texts in zip(arrays, divide(name, text, whole=whole), strict=True):
-                    array.add(texts)
-            for array in arrays:
-                array.close()
+        counts, characters = [0, 0], 0
+        train, validation = scratch / "train.bin", scratch / "validation.bin"
+        with writing(directory), train.open("wb") as first, validation.open("wb") as second:
+            for batch in _batches(sources, whole=whole):
+                texts = [text for _, text in batch]
+                encodings = tokenizer.itself.encode_batch_fast(texts, add_special_tokens=False)
+                for (part, text), encoding in zip(batch, encodings, strict=True):
+                    tokens = np.array([*encoding.ids, tokenizer.end_of_text], dtype=dtype_of(tokenizer.size))
+                    (first, second)[part].write(tokens.tobytes())
+                    counts[part] += len(tokens)
+                    characters += len(text)
         with writing(directory, raised=Exception):
             tokenizer.itself.save(str(scratch / "tokenizer.json"))
         corpus = Corpus(
@@ -252,10 +231,10 @@ def _write(directory: Path, tokenizer: ReadyTokenizer, sources: Sequence[Source]
             digest="",
             source=source,
             files=len(sources),
-            characters=sum(array.characters for array in arrays),
+            characters=characters,
             vocab=tokenizer.size,
-            train_tokens=arrays[0].count,
-            validation_tokens=arrays[1].count,
+            train_tokens=counts[0],
+            validation_tokens=counts[1],
             end_of_text=tokenizer.end_of_text,
         )
         corpus = replace(corpus, digest=replace(corpus, directory=str(scratch)).measured_digest())

@@ -48,11 +48,9 @@ def doctor(
     if path is None:
         from muonmesh.cli.installation import lines_of, look_around
 
-        products = products_here()
-        findings = look_around(folder, products["told"])
-        told = {**products, "findings": [asdict(one) for one in findings]}
+        findings = look_around(folder)
         if os.environ.get("LOCAL_RANK", "0") == "0":
-            text = json.dumps(told, indent=1) if as_json else "\n".join(lines_of(findings))
+            text = json.dumps([asdict(one) for one in findings], indent=1) if as_json else "\n".join(lines_of(findings))
             console.print(text, soft_wrap=True, markup=False)
         raise SystemExit(DAMAGED if any(one.do for one in findings) else WHOLE)
     found = diagnose(path)
@@ -61,26 +59,6 @@ def doctor(
     else:
         print_diagnosis(console, found)
     raise SystemExit(NO_CHECKPOINT if not found.kind else WHOLE if found.whole else DAMAGED)
-
-
-def products_here() -> dict[str, str]:
-    """Return which variant of the compiled products this processor runs ("": none), and a sentence about it."""
-    import sys
-
-    from muonmesh.numerics.kernels import auto_takes
-    from muonmesh.numerics.kernels.compiled import NoLibrary, library
-
-    try:
-        variant = library().variant
-    except NoLibrary as error:
-        write = "To have them, build the package where there is a C compiler (pip install --no-binary muonmesh)"
-        return {"variant": "", "told": f"compiled products: none. Found {error}. torch multiplies. {write}"}
-    order, gain = auto_takes()
-    taken = 'kernels="auto" takes torch\'s products, which may be faster on such a CPU'
-    if order:
-        upto = f"{gain.start} to {gain[-1]}" if gain.stop < sys.maxsize else f"{gain.start} or more"
-        taken = f'kernels="auto" takes them for bf16 matrices of {upto} rows'
-    return {"variant": variant, "told": f"compiled products: variant {variant}. {taken}"}
 
 
 def print_diagnosis(console: Console, found: Diagnosis) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from muonmesh.checkpoint.manifest import entry_of, write_manifest
+from muonmesh.checkpoint.place import put, writing_at
 from muonmesh.cli.model import build_model
 from muonmesh.cli.run_settings import Optimizer
 from muonmesh.cli.tokenizer import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE, load_tokenizer
@@ -36,7 +37,7 @@ def export(folder: Path, config: Any, weights: dict[str, Tensor], *, tokenizer: 
     """
     from transformers import PreTrainedTokenizerFast
 
-    scratch = folder.with_name(f".{folder.name}.writing")
+    scratch = writing_at(folder)
     with writing(folder, raised=Exception):
         shutil.rmtree(scratch, ignore_errors=True)
         with torch.device("meta"):
@@ -54,6 +55,4 @@ def export(folder: Path, config: Any, weights: dict[str, Tensor], *, tokenizer: 
             onto_disk(file)
         write_manifest(scratch, {file.name: entry_of(file) for file in files})
         onto_disk(scratch)
-        shutil.rmtree(folder, ignore_errors=True)
-        scratch.rename(folder)
-        onto_disk(folder.parent)
+        put(scratch, folder)

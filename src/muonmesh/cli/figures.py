@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from muonmesh.errors import FileError
-from muonmesh.files import is_number, read_json
+from muonmesh.files import check_fields, read_json
 from muonmesh.layout.balance import at_home, least_imbalance
+from muonmesh.names import starred
 from muonmesh.report.device_rates import DeviceRates
 from muonmesh.report.forecast import WIRE, Forecast, Weight
-
-PER_SECOND = ("flops", "published", "bytes", "wire")
-"""Rates that are so much a second; the others are seconds."""
 
 
 def figures_of(weights: Sequence[Weight], found: Forecast) -> dict[str, Any]:
@@ -50,21 +46,15 @@ def figures_of(weights: Sequence[Weight], found: Forecast) -> dict[str, Any]:
             "bytes of gradients sent": found.gradients.bytes_sent,
             "bytes of gradients received": found.gradients.bytes_received,
             "collectives of gradients": found.gradients.collectives,
-            "bytes of weights": found.memory.weights,
-            "bytes of gradients": found.memory.gradients,
-            "bytes of momentum": found.memory.momentum,
-            "bytes of AdamW's moments": found.memory.adamw,
+            **{f"bytes of {what}": size for what, size in found.stored.items()},
         },
         "modelled": {
-            "bytes of the exchange": found.memory.exchange,
-            "bytes of NCCL": found.memory.nccl,
-            "bytes together": found.memory.total,
+            **_seconds(found),
+            "bytes of the exchange": found.exchange,
+            "bytes of NCCL": found.nccl,
+            "bytes together": sum(found.stored.values()) + found.exchange + found.nccl,
             "launches": found.launches,
             "elementwise bytes": found.elementwise_bytes,
-            **{
-                f"seconds{whose}": dict(zip(("products as published", "products at best"), ends, strict=True))
-                for whose, ends in _seconds(found).items()
-            },
         },
         "rates": asdict(found.rates),
         "kinds": _kinds(weights, found, owners),
@@ -79,25 +69,20 @@ def load_rates(path: Path) -> DeviceRates:
     Raises:
         FileError: it is no such object, or a name or a number in it is none.
     """
-    content = read_json(path, needed="rates such as those of the documentation")
     known = asdict(DeviceRates())
-    for name, value in content.items():
-        if name not in known:
-            raise FileError(f"--rates {path}: found {name!r}; needed {', '.join(known)}. Rename it or leave it out")
-        least = 0 if name not in PER_SECOND else math.nextafter(0, 1)
-        if not is_number(value) or not least <= value < math.inf:
-            needed = "a number of seconds" if least == 0 else "a positive, finite number a second"
-            raise FileError(f"--rates {path}: found {name} {value!r}; needed {needed}. Correct it")
+    content = {**known, **read_json(path, needed="rates such as those of the documentation")}
+    check_fields(path, content, dict.fromkeys(known, "a positive, finite number"))
     return DeviceRates(**content)
 
 
-def _seconds(found: Forecast) -> dict[str, tuple[float, float]]:
+def _seconds(found: Forecast) -> dict[str, dict[str, float]]:
+    """Return the time of a step, of its parts, and of torch's optimizer, each with slow and with fast products."""
     published, best = found.parts(), found.parts(published=False)
-    return {
-        "": (found.seconds, found.best_seconds),
-        **{f" of the {part}": (published[part], best[part]) for part in best},
-        " of torch.optim.Muon": (found.seconds_of_torch(), found.seconds_of_torch(published=False)),
-    }
+    ends = {"seconds": (found.seconds, found.best_seconds)}
+    ends |= {f"seconds of the {part}": (published[part], best[part]) for part in best}
+    torchs = found.seconds_of_torch(), found.seconds_of_torch(published=False)
+    ends["seconds of torch.optim.Muon without sending"] = torchs
+    return {name: {"products as published": slow, "products at best": fast} for name, (slow, fast) in ends.items()}
 
 
 def _kinds(weights: Sequence[Weight], found: Forecast, owners: dict[str, list[int]]) -> list[dict[str, Any]]:
@@ -105,7 +90,7 @@ def _kinds(weights: Sequence[Weight], found: Forecast, owners: dict[str, list[in
     numbers = {parameter.name: number for number, parameter in enumerate(found.plan.parameters)}
     alike: dict[tuple[str, tuple[int, ...]], list[Weight]] = {}
     for weight in weights:
-        alike.setdefault((re.sub(r"\.\d+\.", ".*.", weight.name), weight.layout.shape), []).append(weight)
+        alike.setdefault((starred(weight.name), weight.layout.shape), []).append(weight)
     kinds = []
     for (name, shape), some in alike.items():
         of = [numbers[weight.name] for weight in some if weight.matrices is not None]

@@ -5,32 +5,25 @@ from __future__ import annotations
 import os
 import platform
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.spawn import ProcessException, spawn
 
 from muonmesh.cli.launch import usable_cores
+from muonmesh.numerics.kernels import auto_takes
+from muonmesh.numerics.kernels.compiled import NoLibrary, library
 
 SECONDS = 120  # that two processes may take to meet
 LEAST_SHARED = 64 << 20  # what Docker gives a container by itself, which NCCL and data loaders exceed
 LEAST_FREE = 1 << 30
-
-_TWO_RANKS = """
-import sys, torch, torch.distributed as dist
-rank, place = int(sys.argv[1]), sys.argv[2]
-dist.init_process_group("gloo", init_method=f"file://{place}", rank=rank, world_size=2)
-total = torch.full((1000,), rank + 1.0)
-dist.all_reduce(total)
-assert total.tolist() == [3.0] * 1000, total
-dist.destroy_process_group()  # without it torch sometimes aborts at the end of a process
-"""
 
 
 @dataclass(frozen=True)
@@ -42,17 +35,12 @@ class Finding:
     do: str = ""
 
 
-def look_around(folder: Path, products: str) -> list[Finding]:
-    """Look at everything; what cannot be looked at is a finding too.
-
-    Args:
-        folder: Where checkpoints will be written.
-        products: What is known of the compiled products.
-    """
+def look_around(folder: Path) -> list[Finding]:
+    """Look at everything, ``folder`` for checkpoints included; what cannot be looked at is a finding too."""
     looks: dict[str, Callable[[], Finding]] = {
-        "torch": _torch,
+        "torch": lambda: Finding("torch", f"{torch.__version__}, Python {platform.python_version()}"),
         "processor": _processor,
-        "compiled products": lambda: Finding("compiled products", products.removeprefix("compiled products: ")),
+        "compiled products": products_here,
         "orthogonalize": _orthogonalize,
         "gloo": _gloo,
         "NCCL": _nccl,
@@ -73,14 +61,24 @@ def _looked(name: str, look: Callable[[], Finding]) -> Finding:
         return Finding(name, f"{type(error).__name__}: {error}", "Mend this first")
 
 
-def _torch() -> Finding:
-    mend = "pip install 'torch>=2.11'" if torch.__version__ < "2.11" else ""
-    return Finding("torch", f"{torch.__version__}, Python {platform.python_version()}", mend)
-
-
 def _processor() -> Finding:
     names = ", ".join(map(torch.cuda.get_device_name, range(torch.cuda.device_count()))) or "no GPU"
     return Finding("processor", f"{torch.backends.cpu.get_cpu_capability()}, {usable_cores()} cores, {names}")
+
+
+def products_here() -> Finding:
+    """Which variant of the compiled products this processor runs."""
+    try:
+        variant = library().variant
+    except NoLibrary as error:
+        write = "To have them, build the package where there is a C compiler (pip install --no-binary muonmesh)"
+        return Finding("compiled products", f"none. Found {error}. torch multiplies. {write}")
+    order, gain = auto_takes()
+    taken = 'kernels="auto" takes torch\'s products, which may be faster on such a CPU'
+    if order:
+        upto = f"{gain.start} to {gain[-1]}" if gain.stop < sys.maxsize else f"{gain.start} or more"
+        taken = f'kernels="auto" takes them for bf16 matrices of {upto} rows'
+    return Finding("compiled products", f"variant {variant}. {taken}")
 
 
 def _orthogonalize() -> Finding:
@@ -95,24 +93,25 @@ def _orthogonalize() -> Finding:
     return Finding("orthogonalize", f"bf16 products on {device} are {apart:.1%} from fp64", wrong)
 
 
+def meet(rank: int, place: str) -> None:
+    """Add up over two processes, of which this is one."""
+    wait = timedelta(seconds=SECONDS)
+    dist.init_process_group("gloo", init_method=f"file://{place}", rank=rank, world_size=2, timeout=wait)
+    total = torch.full((1000,), rank + 1.0, dtype=torch.float32, device="cpu")
+    dist.all_reduce(total)
+    assert total.tolist() == [3.0] * 1000, total
+    dist.destroy_process_group()  # without it torch sometimes aborts at the end of a process
+
+
 def _gloo() -> Finding:
     """A real all-reduce of two processes."""
     begin = time.monotonic()
     with tempfile.TemporaryDirectory() as place:
-        code = [sys.executable, "-c", _TWO_RANKS]
-        ranks = [
-            subprocess.Popen([*code, str(rank), f"{place}/store"], stderr=subprocess.PIPE, text=True) for rank in (0, 1)
-        ]
         try:
-            said = [rank.communicate(timeout=SECONDS)[1] for rank in ranks]
-        except subprocess.TimeoutExpired:
-            return Finding("gloo", f"two processes did not meet in {SECONDS} s", "Write GLOO_SOCKET_IFNAME=lo")
-        finally:
-            for rank in ranks:
-                rank.kill()
-    if any(rank.returncode for rank in ranks):
-        last = next((text.strip().splitlines()[-1] for text in said if text.strip()), "no message")
-        return Finding("gloo", f"an all-reduce of two processes failed: {last}", "Write GLOO_SOCKET_IFNAME=lo")
+            spawn(meet, (f"{place}/store",), nprocs=2)  # type: ignore[no-untyped-call]
+        except ProcessException as error:
+            last = str(error).strip().splitlines()[-1]
+            return Finding("gloo", f"an all-reduce of two processes failed: {last}", "Write GLOO_SOCKET_IFNAME=lo")
     return Finding("gloo", f"an all-reduce of two processes, {time.monotonic() - begin:.1f} s with their start")
 
 

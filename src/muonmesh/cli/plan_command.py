@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import MISSING, asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from rich.filesize import decimal
 
@@ -14,17 +13,8 @@ from muonmesh.cli.run_settings import Settings, check_fields_of, setting
 from muonmesh.cli.terminal import complain, make_console, table_of
 from muonmesh.errors import FileError
 
-if TYPE_CHECKING:
-    from muonmesh.cli.blueprint import ModelParameter
-
 WHAT = "What to plan"
 WHERE = "Where it would run"
-STORED = {
-    "weights": "weights",
-    "gradients": "gradients",
-    "momentum": "state of matrices",
-    "AdamW's moments": "AdamW's moments",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,12 +71,8 @@ def plan(**values: Any) -> None:
     print_plan(found, as_json=values["json"])
 
 
-def planned(asked: PlanRequest, parts: Sequence[ModelParameter] | None = None) -> dict[str, Any]:
+def planned(asked: PlanRequest) -> dict[str, Any]:
     """Return the figures of a model on a mesh; see `muonmesh.cli.figures.figures_of`.
-
-    Args:
-        asked: What the options say.
-        parts: The parameters, where they are known already; ``asked.model`` is their name then.
 
     Raises:
         ValueError: an option is wrong.
@@ -101,7 +87,7 @@ def planned(asked: PlanRequest, parts: Sequence[ModelParameter] | None = None) -
     if rank is not None and rank >= len(cluster.ranks):
         raise FileError(f"--rank {rank}: found {len(cluster.ranks)} ranks in --mesh {mesh}. Write: --rank 0")
     rates = None if asked.rates is None else load_rates(asked.rates)
-    parts = parts or blueprint(asked.model, vocab=Settings.vocab, seq=Settings.seq)
+    parts = blueprint(asked.model, vocab=Settings.vocab, seq=Settings.seq)
     if experts is not None and not any(EXPERTS.search(part.name) for part in parts):
         raise FileError(
             f"--experts {experts}: found no experts in {asked.model}; needed a mixture of experts. Leave it out"
@@ -154,61 +140,29 @@ def tables_of(found: dict[str, Any]) -> dict[str, dict[str, str]]:
     """Return what stands below the table of parameters: the figures by name, by the title that says whose they are."""
     from muonmesh.report.device_rates import DeviceRates
 
-    balance, adamw = found["balance"], [kind["count"] for kind in found["kinds"] if kind["algorithm"] == "adamw"]
+    adamw = sum(kind["count"] for kind in found["kinds"] if kind["algorithm"] == "adamw")
+    cluster = {name: found[name] for name in ("elements", "matrices", "buckets")}
     device = "one H100" if found["rates"] == asdict(DeviceRates()) else "the rates given"
-    return {
-        "Cluster": {
-            "elements": amount(found["elements"]),
-            "matrices": f"{found['matrices']:,}",
-            "parameters that AdamW updates": f"{sum(adamw):,}",
-            "buckets": f"{found['buckets']:,}",
-            "work of the busiest rank over the mean": f"{balance['busiest over mean']:.3f}",
-            "best possible": f"{balance['least that any plan could have']:.3f}",
-            "matrices that one rank already holds whole": f"{balance['share of matrices at home']:.0%}",
-        },
-        f"Rank {found['rank']}, counted": _counted(found["counted"]),
-        f"Rank {found['rank']}, modelled for {device}": _modelled(found["modelled"]),
-    }
-
-
-def _counted(figures: dict[str, Any]) -> dict[str, str]:
-    gradients = {
-        "gradients sent to owners": decimal(figures["bytes of gradients sent"]),
-        "gradients received as owner": decimal(figures["bytes of gradients received"]),
-        "collectives for gradients": f"{figures['collectives of gradients']:,}",
+    tables = {
+        "Cluster": {**cluster, "parameters that AdamW updates": adamw, **found["balance"]},
+        f"Rank {found['rank']}, counted": found["counted"],
+        f"Rank {found['rank']}, modelled for {device}": found["modelled"],
     }
     return {
-        "matrices that it orthogonalizes": f"{figures['matrices']:,}",
-        "TFLOP": f"{figures['flops'] / 1e12:,.3g}",
-        "sent": decimal(figures["bytes sent"]),
-        "received": decimal(figures["bytes received"]),
-        "collectives": f"{figures['collectives']:,}",
-        **(gradients if figures["collectives of gradients"] else {}),
-        **{f"{name}, stored": decimal(figures[f"bytes of {what}"]) for what, name in STORED.items()},
+        title: {name.replace("seconds", "time"): _shown(name, value) for name, value in figures.items()}
+        for title, figures in tables.items()
     }
 
 
-def _modelled(figures: dict[str, Any]) -> dict[str, str]:
-    def milliseconds(name: str) -> str:
-        ends = [f"{figures[name][end] * 1e3:,.3g}" for end in ("products at best", "products as published")]
-        return " to ".join(dict.fromkeys(ends)) + " ms"
-
-    pairs = zip(figures["seconds of torch.optim.Muon"].values(), figures["seconds"].values(), strict=True)
-    verdict = {(True, True): "faster", (False, False): "slower"}.get(tuple(a < b for a, b in pairs), "either")
-    return {
-        "step, the slowest of the three below": milliseconds("seconds"),
-        **{f"time of the {part}": milliseconds(f"seconds of the {part}") for part in ("host", "device", "network")},
-        f"torch.optim.Muon without sending ({verdict})": milliseconds("seconds of torch.optim.Muon"),
-        "kernel launches": f"{figures['launches']:,}",
-        "memory of the step": decimal(figures["bytes of the exchange"]),
-        "memory of NCCL's buffers": decimal(figures["bytes of NCCL"]),
-        "all memory, without activations": decimal(figures["bytes together"]),
-    }
-
-
-def amount(count: int) -> str:
-    """Return a large count in short: 671B, 1.28M."""
-    for unit, factor in (("B", 1e9), ("M", 1e6)):
-        if count >= factor:
-            return f"{count / factor:,.4g}{unit}"
-    return f"{count:,}"
+def _shown(name: str, value: Any) -> str:
+    """Return a figure in the unit that its name tells; a count in short: 671B, 1.28M."""
+    if isinstance(value, dict):  # of seconds, with products at best and as published
+        return " to ".join(dict.fromkeys(f"{end * 1e3:,.3g}" for end in sorted(value.values()))) + " ms"
+    if "bytes" in name:
+        return decimal(value)
+    if isinstance(value, float):
+        return f"{value:.3f}"
+    for unit, factor in (("T", 1e12), ("B", 1e9), ("M", 1e6)):
+        if value >= factor:
+            return f"{value / factor:,.4g}{unit}"
+    return f"{value:,}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from types import TracebackType
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -12,37 +11,28 @@ from muonmesh.cli.terminal import make_console
 PLAIN_SECONDS = 15.0  # without a terminal: the longest silence between two lines
 
 
-class ProgressLine:
-    """Shows one training. Does nothing when not ``visible`` (every rank but the first)."""
+class ProgressLine(Progress):
+    """Shows one training within a ``with`` block. Does nothing when not ``visible`` (every rank but the first)."""
 
     def __init__(self, name: str, *, steps: int, start: int, tokens_per_step: int, visible: bool) -> None:
         self.name, self.steps, self.tokens_per_step = name, steps, tokens_per_step
-        self._console = make_console()
-        self._plain = visible and not self._console.is_terminal
+        console = make_console()
+        self._plain = visible and not console.is_terminal
         texts = TextColumn("[bold]{task.description:>5}"), TextColumn("{task.fields[said]}")
         columns = (texts[0], BarColumn(12), MofNCompleteColumn(), TimeRemainingColumn(compact=True), texts[1])
-        self._bar = Progress(*columns, console=self._console, disable=not visible or self._plain)
-        self._task = self._bar.add_task(name, total=steps, completed=start, said="")
+        super().__init__(*columns, console=console, disable=not visible or self._plain)
+        self._task = self.add_task(name, total=steps, completed=start, said="")
         self._validation = ""
         self._last_print = time.monotonic()
-
-    def __enter__(self) -> ProgressLine:
-        self._bar.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._bar.stop()
 
     def step(self, step: int, loss: float, seconds: float) -> None:
         """Show a finished step and how long it took."""
         said = f"loss {loss:.3f}{self._validation}, {self.tokens_per_step / seconds:,.0f} tok/s"
-        self._bar.update(self._task, completed=step, said=said)
+        self.update(self._task, completed=step, said=said)
         now = time.monotonic()
         if self._plain and (step == self.steps or now - self._last_print >= PLAIN_SECONDS):
             self._last_print = now
-            self._console.print(f"{self.name:>5} {step}/{self.steps} {said}", soft_wrap=True)
+            self.console.print(f"{self.name:>5} {step}/{self.steps} {said}", soft_wrap=True)
 
     def validation(self, loss: float) -> None:
         """Show a validation loss, from now on."""

@@ -26,9 +26,8 @@ from muonmesh.cli.metrics_log import MetricsLog
 from muonmesh.cli.run_settings import Optimizer, Settings, load_settings
 from muonmesh.cli.training import StopRequest, Training
 from muonmesh.errors import FileError
-from muonmesh.files import writing
+from muonmesh.files import write_text
 
-EXPLANATION_FILE = "explain.txt"
 TIMEOUT = "MUONMESH_TIMEOUT"  # environment: seconds that a collective waits for the others; torch's own if unset
 
 
@@ -122,13 +121,7 @@ def train(
     def write() -> None:
         assert log is not None
         training.seconds = log.cut(name, training.start if training.start else -1)
-        with (
-            writing(run / EXPLANATION_FILE),
-            (run / EXPLANATION_FILE).open(
-                "w" if name == settings.optimizers[0] else "a", encoding="utf-8", errors="replace"
-            ) as file,
-        ):
-            file.write(f"{name}\n\n{explanation}\n\n")
+        write_text(run / f"explain-{name}.txt", f"{explanation}\n")
 
     on_first_rank(write)  # and no rank may die of the Ctrl-C that another one takes as a wish
     stop.install()

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import base64
-import contextlib
 import io
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -22,7 +20,6 @@ from muonmesh.files import read_text, write_text, writing
 REPORT_FILE, FIGURES_FILE = "report.html", "report.json"
 COLOURS = {"muon": "#d1495b", "adamw": "#30638e"}  # apart in brightness too, for print and for the colour-blind
 PICTURES = {"loss-steps.png": "step", "loss-time.png": "training time [s], evaluation left out"}
-SHOWN_FROM = 0.08  # share of the training after which the curves decide the vertical range
 METHOD = (
     "Both trainings start from the same weights, read the same sequences in the same order and follow the same "
     "schedule. The validation loss is the mean over the same held-out sequences each time. The number of steps is read "
@@ -86,11 +83,12 @@ def _page(run: Path, settings: Settings, summaries: Sequence[TrainingSummary], c
     console = Console(record=True, file=io.StringIO(), width=120, highlight=False)
     console.print(f"muonmesh train: {run.name}", style="bold", markup=False)
     _print(console, settings, summaries, comparison)
-    explanation = read_text(run / "explain.txt", needed="what the run wrote there of its optimizers")
+    needed = "what the run wrote there of its optimizer"
+    explained = (f"{s.name}\n\n" + read_text(run / f"explain-{s.name}.txt", needed=needed) for s in summaries)
     config = load_config(run)
     environment = config.pop("environment")
     settings_of = "\n".join(f"{name}: {value}" for name, value in {**environment, **config}.items())
-    for text in (METHOD, "Who orthogonalizes what", explanation, "Where it ran, and its settings", settings_of):
+    for text in (METHOD, "Who orthogonalizes what", *explained, "Where it ran, and its settings", settings_of):
         console.print(f"\n{text}", markup=False)
     pictures = (base64.b64encode((run / name).read_bytes()).decode("ascii") for name in PICTURES)
     tags = "".join(f'<img alt="losses" src="data:image/png;base64,{picture}">' for picture in pictures)
@@ -98,45 +96,34 @@ def _page(run: Path, settings: Settings, summaries: Sequence[TrainingSummary], c
 
 
 def _plot(picture: Path, summaries: Sequence[TrainingSummary], comparison: Comparison | None) -> None:
-    """Write the loss curves against steps or against time."""
+    """Write the loss curves against steps or against time, as a PNG."""
+    from matplotlib.figure import Figure
+
     by_step = picture.name == "loss-steps.png"
 
     def along(points: Sequence[Point]) -> list[float]:
         return [point.step if by_step else point.seconds for point in points]
 
-    with figure_of(picture, PICTURES[picture.name], "loss [nats per token]") as axes:
-        shown: list[float] = []
-        for summary in summaries:
-            colour, width = COLOURS[summary.name], max(1, len(summary.train) // 40)
-            # Single batches are noisy: the mean of each and those just before it.
-            losses = np.convolve([point.loss for point in summary.train], np.full(width, 1 / width), mode="valid")
-            axes.plot(along(summary.train)[width - 1 :], losses, color=colour, alpha=0.4, linewidth=0.8)
-            validated = [point.loss for point in summary.validation]
-            label = f"{LABELS[summary.name]}: validation {validated[-1]:.3f} (thin: training, running mean)"
-            axes.plot(along(summary.validation), validated, color=colour, marker="o", markersize=3, label=label)
-            shown += list(losses[int(SHOWN_FROM * len(losses)) :])
-            shown += [point.loss for point in summary.validation if point.step >= SHOWN_FROM * summary.last_step]
-        if comparison is not None:  # the stretch between the moments at which both reached the same loss
-            ends = (comparison.steps, comparison.of_steps) if by_step else (comparison.seconds, comparison.of_seconds)
-            label = f"{ends[0] / ends[1]:.2f}× the {'steps' if by_step else 'time'}"
-            axes.plot(ends, [comparison.loss] * 2, color="#444444", linestyle=":", marker="|", label=label)
-        margin = 0.05 * (max(shown) - min(shown)) or 0.1
-        axes.set_ylim(min(shown) - margin, max(shown) + margin)
-        axes.set_xlim(left=0)
-
-
-@contextlib.contextmanager
-def figure_of(picture: Path, x: str, y: str) -> Iterator[Any]:
-    """Give the axes of a figure, which is written as a PNG at the end of the ``with`` block."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     figure = Figure(figsize=(7.2, 4.4), dpi=150, layout="constrained")
     axes = figure.subplots()
-    yield axes
-    axes.set_xlabel(x)
-    axes.set_ylabel(y)
+    for summary in summaries:
+        colour, width = COLOURS[summary.name], max(1, len(summary.train) // 40)
+        # Single batches are noisy: the mean of each and those just before it.
+        losses = np.convolve([point.loss for point in summary.train], np.full(width, 1 / width), mode="valid")
+        axes.plot(along(summary.train)[width - 1 :], losses, color=colour, alpha=0.4, linewidth=0.8)
+        validated = [point.loss for point in summary.validation]
+        label = f"{LABELS[summary.name]}: validation {validated[-1]:.3f} (thin: training, running mean)"
+        axes.plot(along(summary.validation), validated, color=colour, marker="o", markersize=3, label=label)
+    if comparison is not None:  # the stretch between the moments at which both reached the same loss
+        ends = (comparison.steps, comparison.of_steps) if by_step else (comparison.seconds, comparison.of_seconds)
+        label = f"{ends[0] / ends[1]:.2f}× the {'steps' if by_step else 'time'}"
+        axes.plot(ends, [comparison.loss] * 2, color="#444444", linestyle=":", marker="|", label=label)
+    # What lies above the second validation is the fall from random weights, in which nothing can be told apart.
+    axes.set_ylim(top=max(point.loss for some in summaries for point in some.validation[1:] or some.validation))
+    axes.set_xlim(left=0)
+    axes.set_xlabel(PICTURES[picture.name])
+    axes.set_ylabel("loss [nats per token]")
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.25, linewidth=0.6)
     axes.legend(frameon=False)
-    FigureCanvasAgg(figure).print_png(picture)
+    figure.savefig(picture)

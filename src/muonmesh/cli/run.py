@@ -13,19 +13,16 @@ from typing import Any
 
 import torch
 import transformers
-from torch import nn
 
 from muonmesh.checkpoint.manifest import check_copy
-from muonmesh.cli.blueprint import parameters_of
 from muonmesh.cli.checkpoints import checkpoints_of, latest_step
 from muonmesh.cli.corpus import Corpus, load_corpus_of, prepare_corpus, save_corpus_of
 from muonmesh.cli.launch import Interrupted, RankFailed, launch, usable_cores
 from muonmesh.cli.lock import LOCK_FILE, locked
 from muonmesh.cli.metrics_log import read_metrics
 from muonmesh.cli.model import check_model
-from muonmesh.cli.plan_command import PlanRequest, planned, print_plan
 from muonmesh.cli.report import write_report
-from muonmesh.cli.run_settings import REPLICAS, Settings, load_config
+from muonmesh.cli.run_settings import Settings, load_config
 from muonmesh.cli.terminal import complain, make_console
 from muonmesh.errors import FileError
 
@@ -36,14 +33,6 @@ def train_run(settings: Settings, *, resuming: bool) -> int:
     Raises:
         ValueError: something is wrong that can be found without ranks.
     """
-    parameters = sum(p.numel() for p in check(settings, resuming=resuming).parameters())
-    with locked(settings.directory, option="--resume" if resuming else "--out"):
-        _prepare(settings, parameters, resuming=resuming)
-        return _launch(settings.directory, settings)
-
-
-def check(settings: Settings, *, resuming: bool) -> nn.Module:
-    """What can be found wrong before anything is written; returns the model, on the meta device."""
     run = settings.directory
     if resuming:
         read_metrics(run)
@@ -51,15 +40,10 @@ def check(settings: Settings, *, resuming: bool) -> nn.Module:
         raise ValueError(f"--out {run}: already there. Write: --resume {run}, or another --out")
     if settings.init is not None:
         check_copy(Path(settings.init))
-    return check_model(settings)
-
-
-def preview(settings: Settings, built: nn.Module, *, as_json: bool = False) -> None:
-    """Print who would own what in a run, without starting a rank."""
-    ranks = settings.ranks
-    meshes = {"ddp": f"ddp={ranks}", "hsdp": f"hsdp={REPLICAS}x{ranks // REPLICAS}"}
-    asked = PlanRequest(model=settings.model, mesh=meshes.get(settings.parallel, f"fsdp={ranks}"), machine=ranks)
-    print_plan(planned(asked, parameters_of(built)), as_json=as_json)
+    parameters = sum(p.numel() for p in check_model(settings).parameters())
+    with locked(run, option="--resume" if resuming else "--out"):
+        _prepare(settings, parameters, resuming=resuming)
+        return _launch(run, settings)
 
 
 def _prepare(settings: Settings, parameters: int, *, resuming: bool) -> None:

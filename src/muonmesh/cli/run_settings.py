@@ -245,13 +245,6 @@ class Request:
         "Continue the run in this directory with its settings. Only --ranks and --parallel may change. auto: continue "
         "the run in --out if there is one, else start it there.",
     )
-    dry_run: bool = setting(False, OUTPUT, "Print which rank would orthogonalize which matrix, and train nothing.")
-    json: bool = setting(False, OUTPUT, "With --dry-run: print all figures as JSON.")
-
-    def __post_init__(self) -> None:
-        check_fields_of(self)
-        if self.json and not self.dry_run:
-            raise ValueError("--json: found no --dry-run beside it; a training writes report.json. Leave it out")
 
 
 def load_settings(directory: Path, **changes: Any) -> Settings:

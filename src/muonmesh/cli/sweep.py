@@ -13,16 +13,15 @@ from dataclasses import asdict, dataclass, replace
 from statistics import fmean, stdev
 from typing import TypeVar
 
-from muonmesh.cli.report import COLOURS, figure_of
 from muonmesh.cli.run import train_run
 from muonmesh.cli.run_settings import CONFIG_FILE, Optimizer, Request, Settings, load_settings
 from muonmesh.cli.summary import LABELS, summarise
 from muonmesh.cli.terminal import make_console, table_of
 from muonmesh.errors import FileError
-from muonmesh.files import write_text, writing
+from muonmesh.files import write_text
 
 Number = TypeVar("Number", int, float)
-SWEEP_FILE, PICTURE_FILE = "sweep.json", "sweep.png"
+SWEEP_FILE = "sweep.json"
 
 
 @dataclass(frozen=True)
@@ -62,9 +61,8 @@ def train_sweep(base: Settings, request: Request) -> int:
     if sweep is None:
         write = f"--sweep lr={base.lr:g} --seeds {request.seeds}"
         raise ValueError(f"--seeds {request.seeds}: found no --sweep beside it. Write: {write}")
-    if resume not in (None, "auto") or request.dry_run:
-        found = "--dry-run" if request.dry_run else "--resume"
-        raise ValueError(f"--sweep {sweep}: found {found} beside it, which is of one run. Leave it out")
+    if resume not in (None, "auto"):
+        raise ValueError(f"--sweep {sweep}: found --resume beside it, which is of one run. Leave it out")
     trials = parse_sweep(sweep, request.seeds, base)
     if resume is None and os.path.lexists(base.directory) and os.listdir(base.directory):
         raise ValueError(
@@ -121,23 +119,12 @@ def finished(base: Settings, trials: Sequence[Trial]) -> Iterator[Trial]:
 
 
 def write_sweep(base: Settings, trials: Sequence[Trial]) -> None:
-    """Write ``sweep.json`` and a picture of the losses of finished trials into the directory of a sweep.
+    """Write the losses of finished trials, ``sweep.json``, into the directory of a sweep.
 
     Raises:
-        FileError: they could not be written.
+        FileError: it could not be written.
     """
-    folder = base.directory
-    write_text(folder / SWEEP_FILE, json.dumps([asdict(trial) for trial in trials], indent=1) + "\n")
-    with (
-        writing(folder),
-        figure_of(folder / PICTURE_FILE, "peak learning rate", "validation loss [nats per token]") as axes,
-    ):
-        axes.set_xscale("log")
-        for optimizer, found in losses_of(trials).items():
-            colour, means = COLOURS[optimizer], [fmean(losses) for losses in found.values()]
-            axes.plot([*found], means, color=colour, marker="o", markersize=4, label=LABELS[optimizer])
-            for rate, losses in found.items():
-                axes.scatter([rate] * len(losses), losses, color=colour, alpha=0.35, s=14)
+    write_text(base.directory / SWEEP_FILE, json.dumps([asdict(trial) for trial in trials], indent=1) + "\n")
 
 
 def figures(trials: Sequence[Trial]) -> tuple[list[str], list[list[str]]]:

@@ -183,7 +183,7 @@ def explain(
     kept = state_bytes_of(planned, precision)
     kept_of = Counter[int]()  # by tensor: a flat buffer of AdamW's half is one row for all its parameters
     for member in planned.members:
-        kept_of[id(member.tensor)] += kept[member.name].total
+        kept_of[id(member.tensor)] += kept[member.name][0]
     rows = []
     for of, group in enumerate(groups):
         reasons = group.get("reasons") or ["as the group says"] * len(group["params"])
@@ -195,7 +195,7 @@ def explain(
                 continue
             for number in numbers[id(tensor)]:
                 row = _muon_row(group, of, planned, number, reason)
-                row = replace(row, bytes=sent[number] * itemsize, state=kept[row.parameter].total)
+                row = replace(row, bytes=sent[number] * itemsize, state=kept[row.parameter][0])
                 rows.append(row)
     return Explanation(
         tuple(rows),
@@ -205,8 +205,8 @@ def explain(
         sum(sent.values()) * itemsize + beside.sent * precision.carried.itemsize,
         received * itemsize + beside.received * precision.carried.itemsize,
         plan.loads,
-        sum(memory.total for memory in kept.values()),
-        sum(memory.host for memory in kept.values()),
+        sum(total for total, _ in kept.values()),
+        sum(host for _, host in kept.values()),
         gradients,
         sum(relay is not None for relay in plan.relays),
         () if planned.exchange is not None else tuple(m.name for m in planned.members if m.may_have_copies(plan.ranks)),

@@ -82,30 +82,6 @@ class Weight:
 
 
 @dataclass(frozen=True)
-class Memory:
-    """Bytes on one rank.
-
-    Attributes:
-        weights, gradients, adamw: Of what the rank stores from step to step; counted.
-        momentum: Of what the rule keeps, likewise.
-        exchange: The most that a step takes beside these; modelled.
-        nccl: What NCCL takes for the first all-to-all; modelled.
-    """
-
-    weights: int
-    gradients: int
-    momentum: int
-    adamw: int
-    exchange: int
-    nccl: int
-
-    @property
-    def total(self) -> int:
-        """All of it. Activations and the layers that FSDP2 gathers for them are not in it."""
-        return self.weights + self.gradients + self.momentum + self.adamw + self.exchange + self.nccl
-
-
-@dataclass(frozen=True)
 class Forecast(Timed):
     """What one step would cost on one rank, and how the work is spread.
 
@@ -115,7 +91,9 @@ class Forecast(Timed):
         owned: Numbers of the assignments that it orthogonalizes.
         traffic: What it sends and receives; counted.
         beside: What it sends and receives of what a rule keeps by row, column or matrix, in fp32; counted.
-        memory: What it holds.
+        stored: Bytes that it stores from step to step, by what they are; "momentum" is what the rule keeps. Counted.
+        exchange: The most bytes that a step takes beside these; modelled.
+        nccl: Bytes that NCCL takes for the first all-to-all; modelled.
         launches: Kernels that it starts; modelled.
         kernels: Those of them that are of our own operators; modelled.
         views: Operations that start nothing; modelled.
@@ -131,7 +109,9 @@ class Forecast(Timed):
     owned: tuple[int, ...]
     traffic: Traffic
     beside: Carried
-    memory: Memory
+    stored: dict[str, int]
+    exchange: int
+    nccl: int
     launches: int
     kernels: int
     views: int
@@ -240,14 +220,10 @@ def forecast(
     launches = LAUNCHES_OF_A_STEP + -(-stored // LOOKED_AT_ONCE) + -(-others // LOOKED_AT_ONCE)
     launches += (LAUNCHES_OF_A_BUCKET - KERNELS_OF_A_BUCKET) * buckets
     assembled = sum(map(_elements, travelling))
-    memory = Memory(
-        weights=(stored + others) * itemsize,
-        gradients=(stored + others) * itemsize,
-        momentum=_kept(own, plan, rank) * STATE,
-        adamw=2 * others * itemsize,
-        exchange=_peak(travelling, staying, moved),
-        nccl=NCCL_OF_A_PEER * min(7, len(plan.ranks) - 1) * (moved.messages > 0),
-    )
+    weight_bytes = (stored + others) * itemsize
+    momentum = _kept(own, plan, rank) * STATE
+    kept = {"weights": weight_bytes, "gradients": weight_bytes, "momentum": momentum}
+    kept["AdamW's moments"] = 2 * others * itemsize
     # Gradient, momentum read and written, direction; result, weight read and written. AdamW: five reads, three writes.
     elementwise_bytes = BYTES_OF_AN_OWNED_ELEMENT * (assembled + _elements(staying))
     elementwise_bytes += BYTES_OF_AN_ASSEMBLED_ELEMENT * assembled
@@ -258,7 +234,9 @@ def forecast(
         tuple(number for number, one in enumerate(plan.assignments) if one.owner == rank),
         moved,
         carried(plan, rank),
-        memory,
+        kept,
+        _peak(travelling, staying, moved),
+        NCCL_OF_A_PEER * min(7, len(plan.ranks) - 1) * (moved.messages > 0),
         launches + kernels,
         kernels,
         VIEWS_OF_A_STEP + VIEWS_OF_A_BATCH * sum(rounds) + len(parameters) * VIEWS_OF_A_MATRIX[moved.messages > 0],

@@ -1,9 +1,8 @@
-"""StateBytes: how many bytes of state a rank keeps of each parameter, told from the plan before there is any."""
+"""State bytes: how many bytes of state a rank keeps of each parameter, told from the plan before there is any."""
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 from torch import Tensor
 
@@ -15,25 +14,15 @@ from muonmesh.step.precision import Precision
 _FP32 = 4
 
 
-class StateBytes(NamedTuple):
-    """Bytes of state on one rank.
+def state_bytes_of(planned: Planned, precision: Precision) -> dict[str, tuple[int, int]]:
+    """Return the bytes that this rank keeps of each parameter once a step has been taken, by name.
 
-    Attributes:
-        total: All of them.
-        host: Those that ``state_device`` keeps away from a device.
-    """
-
-    total: int
-    host: int
-
-
-def state_bytes_of(planned: Planned, precision: Precision) -> dict[str, StateBytes]:
-    """Return what this rank keeps of each parameter once a step has been taken, by name.
+    They are all of them, and those that ``state_device`` keeps away from a device.
 
     The padding and the neighbors of a flat buffer are left out. Scales of int8 blocks that several parameters of a
     flat buffer share are counted with the first of them.
     """
-    found = dict[str, StateBytes]()
+    found = dict[str, tuple[int, int]]()
     coded = set[Tensor]()
     for member in planned.members:
         local = local_of(member.tensor)
@@ -49,7 +38,7 @@ def state_bytes_of(planned: Planned, precision: Precision) -> dict[str, StateByt
             if state_layout.kept_dtype(precision) != state_layout.saved_dtype(precision) and member.tensor not in coded:
                 coded.add(member.tensor)
                 few += _FP32 * planned.blocks.size(member.tensor)
-        found[member.name] = StateBytes(shaped + few, shaped if precision.leaves(local.device) else 0)
+        found[member.name] = shaped + few, shaped if precision.leaves(local.device) else 0
     return found
 
 

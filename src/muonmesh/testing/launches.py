@@ -50,22 +50,18 @@ class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
     writes: each tensor as many bytes as it has elements of its own, so that an expanded dim counts once.
 
     Attributes:
-        by_place: Launches by the file and function of ``within`` that they come from.
-
-    Args:
-        within: Part of a path; frames of files with it in their path are looked at for ``by_place``.
+        by_place: Launches by the file and function of this package that they come from.
 
     Raises:
         HostSync: from within the operation that would wait.
     """
 
-    def __init__(self, *, within: str = "muonmesh") -> None:
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.launches = self.operations = self.kernels = self.views = self.collectives = self.messages = 0
         self.elementwise_bytes = self.flops = self.bytes_to_device = self.bytes_to_host = self.peak_bytes = 0
         self.slow_flops = 0.0
         self.by_place: Counter[tuple[str, str]] = Counter()
-        self._within = within
         self._live = 0
         self._storages: dict[int, int] = {}
 
@@ -166,7 +162,7 @@ class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
         frame: FrameType | None = sys._getframe(2)
         while frame is not None:
             file = frame.f_code.co_filename
-            if self._within in file and file != __file__:
+            if "muonmesh" in file and file != __file__:
                 return file.rpartition("/")[2], frame.f_code.co_name
             frame = frame.f_back
         return "", ""
