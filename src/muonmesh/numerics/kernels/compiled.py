@@ -79,26 +79,36 @@ def library(variant: str = "") -> SimpleNamespace:
     """
     path = Path(__file__).with_name("products.so")
     try:
+        _check_whole(path.read_bytes())
         found = ctypes.CDLL(str(path))
-    except OSError as error:
+        found.muonmesh_variant.restype = ctypes.c_char_p
+        variant = variant or found.muonmesh_variant().decode()
+        if not variant:
+            raise NoLibrary("a processor without AVX2 and FMA")
+        long, pointer, flag = ctypes.c_long, ctypes.c_void_p, ctypes.c_int
+        functions = SimpleNamespace(variant=variant)
+        for name, takes, returns in (
+            ("room", (long, long), long),
+            ("multiply", (long, long, long, long, _Operands, flag, pointer, flag, long, long, pointer), None),
+            ("row_products", (long, long, pointer, pointer, pointer), None),
+            ("transpose", (long, long, long, pointer, pointer), None),
+            ("load", (long, long, long, pointer, pointer, pointer), None),
+        ):
+            function = found[f"muonmesh_{name}_{variant}"]
+            function.argtypes, function.restype = takes, returns
+            setattr(functions, name, function)
+    except (OSError, AttributeError) as error:  # the latter: a function is missing, in a library of another version
         raise NoLibrary(f"no {path.name} in the package that can be loaded ({error})") from error
-    found.muonmesh_variant.restype = ctypes.c_char_p
-    variant = variant or found.muonmesh_variant().decode()
-    if not variant:
-        raise NoLibrary("a processor without AVX2 and FMA")
-    long, pointer, flag = ctypes.c_long, ctypes.c_void_p, ctypes.c_int
-    functions = SimpleNamespace(variant=variant)
-    for name, takes, returns in (
-        ("room", (long, long), long),
-        ("multiply", (long, long, long, long, _Operands, flag, pointer, flag, long, long, pointer), None),
-        ("row_products", (long, long, pointer, pointer, pointer), None),
-        ("transpose", (long, long, long, pointer, pointer), None),
-        ("load", (long, long, long, pointer, pointer, pointer), None),
-    ):
-        function = found[f"muonmesh_{name}_{variant}"]
-        function.argtypes, function.restype = takes, returns
-        setattr(functions, name, function)
     return functions
+
+
+def _check_whole(library: bytes) -> None:
+    """Raise an OSError for an ELF file that ends before its section headers: the loader would die of SIGBUS."""
+    start, size, count = (
+        int.from_bytes(library[at : at + width], "little") for at, width in ((40, 8), (58, 2), (60, 2))
+    )
+    if library[:4] == b"\x7fELF" and len(library) < start + size * count:
+        raise OSError(f"it ends after {len(library):,} bytes of {start + size * count:,}")
 
 
 def compiled_products(*, at_once: int = 1) -> Matmuls:
