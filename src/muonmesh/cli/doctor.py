@@ -73,8 +73,8 @@ def products_here() -> dict[str, str]:
     try:
         variant = library().variant
     except NoLibrary as error:
-        write = "To have them, build the package where there is a C compiler (pip install --no-binary muonmesh)"
-        return {"variant": "", "told": f"compiled products: none. Found {error}. torch multiplies. {write}"}
+        told = f"compiled products: none. Found {error}. torch multiplies. To have them, {error.mend}"
+        return {"variant": "", "told": told}
     order, gain = auto_takes()
     taken = 'kernels="auto" takes torch\'s products, which may be faster on such a CPU'
     if order:
