@@ -37,6 +37,7 @@ class BuildLibrary(build_ext):
 
     def build_extension(self, ext: Extension) -> None:
         """Compile products.c for each set of instructions, and dispatch.c."""
+        Path(self.get_ext_fullpath(ext.name)).unlink(missing_ok=True)  # of an earlier build, which this may not replace
         machine = self.plat_name.rpartition("-")[2]  # what a cross compiler builds for: _PYTHON_HOST_PLATFORM says it
         machine = platform.machine() if machine == "universal2" else machine
         variants = VARIANTS.get(machine)

@@ -9,13 +9,11 @@ from __future__ import annotations
 import platform
 import shutil
 import struct
-import sys
-import zipfile
 from pathlib import Path
 
 import pytest
 
-from tests.package.test_package import ROOT, call
+from tests.package.test_package import ROOT, call, library, unpacked, wheel_of
 
 CROSS, EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64"
 KERNELS = ROOT / "src" / "muonmesh" / "numerics" / "kernels"
@@ -31,21 +29,18 @@ pytestmark = pytest.mark.skipif(
 def arm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The library of the wheel for ARM."""
     folder = tmp_path_factory.mktemp("arm")
-    command = [sys.executable, "-m", "build", "--wheel", "--outdir", folder, ROOT]
-    call(*command, CC=CROSS, _PYTHON_HOST_PLATFORM="linux-aarch64")
-    (wheel,) = folder.glob("*.whl")
+    wheel = wheel_of(unpacked(folder), folder / "dist", CC=CROSS, _PYTHON_HOST_PLATFORM="linux-aarch64")
     assert wheel.stem.endswith("-py3-none-linux_aarch64")
-    with zipfile.ZipFile(wheel) as archive:
-        return Path(archive.extract("muonmesh/numerics/kernels/products.so", folder))
+    return library(wheel, folder)
 
 
 def emulated(processor: str, driver: Path, *arguments: object) -> str:
     return call(EMULATOR, "-L", "/usr/aarch64-linux-gnu", "-cpu", processor, driver, *arguments).strip()
 
 
-def linked(library: Path, variant: str) -> Path:
-    driver = library.with_name(f"driver-{variant}")
-    call(CROSS, *OPTIONS, f"-DVARIANT={variant}", DRIVER, library, f"-Wl,-rpath,{library.parent}", "-lm", "-o", driver)
+def linked(built: Path, variant: str) -> Path:
+    driver = built.with_name(f"driver-{variant}")
+    call(CROSS, *OPTIONS, f"-DVARIANT={variant}", DRIVER, built, f"-Wl,-rpath,{built.parent}", "-lm", "-o", driver)
     return driver
 
 
