@@ -354,6 +354,23 @@ def test_nothing_is_compiled_or_loaded_from_elsewhere(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.rglob("*")} == {"muonmesh", "cc", "gcc", "clang"}
 
 
+FORKED = """
+import os, torch, muonmesh as mm
+torch.set_num_threads(2)
+matrices = [torch.randn(*shape) for shape in ((5, 40, 90), (400, 900), (900, 900))]
+def run(): return [mm.orthogonalize(x, kernels="compiled", coefficients="deflated") for x in matrices]
+expected, child = run(), os.fork()
+if child == 0:
+    torch.set_num_threads(1)  # on more, torch's own OpenMP would wait for ever
+    os._exit(not all(map(torch.equal, run(), expected)))
+raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_forked_process_multiplies_on_one_thread_with_the_same_bits() -> None:
+    subprocess.run([sys.executable, "-W", "ignore", "-c", FORKED], check=True, timeout=60)
+
+
 @pytest.mark.parametrize("wrong", ["dtype", "strides", "shape", "device"])
 def test_c_gets_no_address_of_another_kind_of_tensor(wrong: str) -> None:
     x, out = random(1, 20, 30), torch.empty(1, 20, 20, dtype=torch.bfloat16)
