@@ -4,12 +4,13 @@ import os
 import platform
 import re
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
-from setuptools.errors import PlatformError
+from setuptools.errors import CompileError, PlatformError
 
 KERNELS = Path("src", "muonmesh", "numerics", "kernels")
 SOURCES = [str(KERNELS / name) for name in ("products.c", "dispatch.c")]
@@ -36,18 +37,26 @@ class BuildLibrary(build_ext):
 
     def build_extension(self, ext: Extension) -> None:
         """Compile products.c for each set of instructions, and dispatch.c."""
-        variants = VARIANTS.get(platform.machine())
+        Path(self.get_ext_fullpath(ext.name)).unlink(missing_ok=True)  # of an earlier build, which this may not replace
+        machine = self.plat_name.rpartition("-")[2]  # what a cross compiler builds for: _PYTHON_HOST_PLATFORM says it
+        machine = platform.machine() if machine == "universal2" else machine
+        variants = VARIANTS.get(machine)
         if variants is None:
-            raise PlatformError(f"no products for {platform.machine()} on {sys.platform}")  # a warning: it is optional
-        objects = []
+            raise PlatformError(f"no products for {machine} on {sys.platform}")  # a warning: it is optional
+        objects, known = [], dict.fromkeys(variants, 0)
         for name, flags in variants.items():
-            objects += self.compiler.compile(
-                SOURCES[:1],
-                output_dir=os.path.join(self.build_temp, name),
-                macros=[("VARIANT", name)],
-                extra_preargs=[*FLAGS, *flags],
-            )
-        objects += self.compiler.compile(SOURCES[1:], output_dir=self.build_temp, extra_preargs=FLAGS)
+            with suppress(CompileError):  # an older compiler may not know these instructions, but others
+                objects += self.compiler.compile(
+                    SOURCES[:1],
+                    output_dir=os.path.join(self.build_temp, name),
+                    macros=[("VARIANT", name)],
+                    extra_preargs=[*FLAGS, *flags],
+                )
+                known[name] = 1
+        if not any(known.values()):
+            raise PlatformError("no C compiler that knows the instructions of any variant")
+        macros = [(f"WITH_{name}", str(is_known)) for name, is_known in known.items()]
+        objects += self.compiler.compile(SOURCES[1:], output_dir=self.build_temp, macros=macros, extra_preargs=FLAGS)
         self.compiler.link_shared_object(objects, self.get_ext_fullpath(ext.name), libraries=["m"])
         self.built = True
 

@@ -1,6 +1,8 @@
 /* All functions of one variant of products.c on random sizes, strides and values, each operand in memory of its exact size
  * (malloc), so that sanitizers see every element too far. Arguments: a seed, a count. Prints the largest error relative to
- * what rounding allows; tests/unit/test_sanitized.py builds it. */
+ * what rounding allows, and a number that all bits of all results follow from: the same for every variant and processor.
+ * Without arguments it prints the variant that this processor would take, if it is linked with dispatch.c.
+ * tests/unit/test_sanitized.py and tests/package/test_arm.py build it. */
 #include <math.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -21,7 +23,21 @@ void OURS(muonmesh_row_products)(long, long, const bf16 *, const bf16 *, float *
 void OURS(muonmesh_transpose)(long, long, long, const bf16 *, bf16 *);
 void OURS(muonmesh_load)(long, long, long, const bf16 *, bf16 *, float *);
 
-static uint64_t state;
+__attribute__((weak)) const char *muonmesh_variant(void);
+
+enum { USUAL, ANY, TINY }; /* values: near each other; all bit patterns, NaN and inf among them; rows down to 2^-133 */
+static uint64_t state, bits = 14695981039346656037u;
+/* FNV-1a of what was written. A NaN is a NaN: processors choose its bits. */
+static void note(const bf16 *from, long count) {
+  for (long i = 0; i < count; i++) bits = (bits ^ ((from[i] & 0x7fff) > 0x7f80 ? 0x7fc0 : from[i])) * 1099511628211u;
+}
+static void note_floats(const float *from, long count) {
+  for (long i = 0; i < count; i++) {
+    uint32_t each;
+    memcpy(&each, from + i, 4);
+    bits = (bits ^ ((each & 0x7fffffff) > 0x7f800000 ? 0x7fc00000 : each)) * 1099511628211u;
+  }
+}
 static uint32_t draw(void) { return (uint32_t)((state = state * 6364136223846793005u + 1442695040888963407u) >> 33); }
 static long upto(long most) { return 1 + draw() % most; }
 static double wide(bf16 x) {
@@ -31,24 +47,32 @@ static double wide(bf16 x) {
   return number;
 }
 
-/* Rows may be apart, but the last one ends with its last element. Odd `any`: all bit patterns, NaN and inf among them. */
-static matrix make(long batch, long rows, long cols, int any) {
+static bf16 value(int kind, int lower) {
+  if (kind == ANY) return draw();
+  int exponent = 120 + draw() % 8 - lower;
+  return (draw() & 1) << 15 | (exponent < 0 ? 0 : exponent) << 7 | (draw() & 127);
+}
+
+/* Rows may be apart, but the last one ends with its last element. */
+static matrix make(long batch, long rows, long cols, int kind) {
   matrix m = {0, cols + draw() % 3, 0};
   m.step = rows * m.ld + draw() % 3;
   long size = (batch - 1) * m.step + (rows - 1) * m.ld + cols;
   m.at = malloc(size * sizeof(bf16));
-  for (long i = 0; i < size; i++)
-    m.at[i] = any ? draw() : (bf16)((draw() & 1) << 15 | (120 + draw() % 8) << 7 | (draw() & 127));
+  for (long i = 0, lower = 0; i < size; i++) {
+    if (i % m.ld == 0) lower = kind == TINY ? draw() % 130 : 0;
+    m.at[i] = value(kind, lower);
+  }
   return m;
 }
 
-static double product(int any) {
+static double product(int kind) {
   int symmetric = draw() & 1, transposed = draw() & 1;
   long batch = upto(3), rows = upto(90), depth = draw() % 20 ? upto(120) : 3050 + draw() % 60, parts = upto(3);
   long cols = symmetric ? rows : upto(90);
-  matrix m[6] = {make(batch, rows, depth, any), transposed ? make(batch, cols, depth, any) : make(batch, depth, cols, any)};
+  matrix m[6] = {make(batch, rows, depth, kind), transposed ? make(batch, cols, depth, kind) : make(batch, depth, cols, kind)};
   for (int n = 2; n < 6; n++)
-    if (n == 4 || draw() & 1) m[n] = make(batch, rows, cols, any);
+    if (n == 4 || draw() & 1) m[n] = make(batch, rows, cols, kind);
   float factors[9];
   for (int n = 0; n < 9; n++) factors[n] = (float)draw() / (1u << 30) - 1.0f;
   long size = OURS(muonmesh_room)(rows, depth);
@@ -58,8 +82,10 @@ static double product(int any) {
     OURS(muonmesh_multiply)(batch, rows, depth, cols, m, transposed, factors, symmetric, part, parts, room);
     free(room);
   }
+  for (int n = 4; n < 6; n++)
+    if (m[n].at) note(m[n].at, (batch - 1) * m[n].step + (rows - 1) * m[n].ld + cols);
   double worst = 0;
-  for (long b = 0; b < batch && !any; b++)
+  for (long b = 0; b < batch && kind == USUAL; b++)
     for (long i = 0; i < rows; i++)
       for (long j = symmetric ? i : 0; j < cols; j++) {
         double sum = 0, size_of_all = 0;
@@ -86,12 +112,13 @@ static double product(int any) {
   return worst;
 }
 
-static double passes(int any) {
+static double passes(int kind) {
   long batch = upto(3), rows = upto(80), cols = upto(150), count = batch * rows * cols;
   bf16 *x = malloc(count * 2), *y = malloc(count * 2), *out = malloc(count * 2);
   float *sums = malloc(batch * rows * 4), *norms = malloc(batch * 4);
-  for (long i = 0; i < count; i++) {
-    x[i] = any ? draw() : (bf16)((draw() & 1) << 15 | (120 + draw() % 8) << 7 | (draw() & 127));
+  for (long i = 0, lower = 0; i < count; i++) {
+    if (i % cols == 0) lower = kind == TINY ? draw() % 130 : 0;
+    x[i] = value(kind, lower);
     y[i] = x[i] ^ (draw() & 0x807f);
   }
   double worst = 0;
@@ -99,7 +126,8 @@ static double passes(int any) {
   for (long i = 0; i < count; i++)
     if (x[i] != out[i / (rows * cols) * rows * cols + i % cols * rows + i % (rows * cols) / cols]) worst = INFINITY;
   OURS(muonmesh_row_products)(batch * rows, cols, x, y, sums);
-  for (long i = 0; i < batch * rows && !any; i++) {
+  note_floats(sums, batch * rows);
+  for (long i = 0; i < batch * rows && kind == USUAL; i++) {
     double sum = 0, size_of_all = 0;
     for (long j = 0; j < cols; j++) {
       double term = wide(x[i * cols + j]) * wide(y[i * cols + j]);
@@ -107,20 +135,24 @@ static double passes(int any) {
     }
     worst = fmax(worst, fabs(sums[i] - sum) / (size_of_all * (double)cols * 0x1p-23));
   }
-  OURS(muonmesh_load)(batch, rows, cols, x, draw() & 1 ? x : out, norms);
+  bf16 *loaded = draw() & 1 ? x : out;
+  OURS(muonmesh_load)(batch, rows, cols, x, loaded, norms);
+  note(loaded, count);
+  note_floats(norms, batch);
   free(x), free(y), free(out), free(sums), free(norms);
   return worst;
 }
 
 int main(int n, char **arguments) {
+  if (n == 1 && muonmesh_variant) return puts(muonmesh_variant()) < 0;
   if (n != 3) return 2;
   state = strtoull(arguments[1], NULL, 10);
   double worst = 0;
   for (long i = 0, cases = atol(arguments[2]); i < cases; i++) {
-    int any = i % 4 == 3;
-    worst = fmax(worst, product(any));
-    worst = fmax(worst, passes(any));
+    int kind = i % 4 == 3 ? ANY : i % 4 == 2 ? TINY : USUAL;
+    worst = fmax(worst, product(kind));
+    worst = fmax(worst, passes(kind));
   }
-  printf("%g\n", worst);
+  printf("%g %016llx\n", worst, (unsigned long long)bits);
   return 0;
 }

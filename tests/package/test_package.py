@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import email
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -42,9 +43,10 @@ print(muonmesh.__version__)
 """
 
 
-def call(*command: object, cwd: Path | None = None) -> str:
+def call(*command: object, cwd: Path | None = None, **variables: str) -> str:
     """Run a command without what this process has on its path; returns what it printed."""
     environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME")}
+    environment |= variables
     done = subprocess.run([*map(str, command)], cwd=cwd, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -55,6 +57,20 @@ def refused(*command: object, cwd: Path) -> str:
     done = subprocess.run([*map(str, command)], cwd=cwd, capture_output=True, text=True, check=False)
     assert done.returncode == 2, done.stdout + done.stderr
     return done.stderr
+
+
+def unpacked(folder: Path) -> Path:
+    """The sdist as a folder, so that builds leave nothing in the repository."""
+    call(sys.executable, "-m", "build", "--sdist", "--outdir", folder, ROOT)
+    with tarfile.open(next(folder.glob("*.tar.gz"))) as archive:
+        archive.extractall(folder, filter="data")
+    return next(path for path in folder.iterdir() if path.is_dir())
+
+
+def wheel_of(source: Path, folder: Path, **variables: str) -> Path:
+    """A wheel that is built with these variables of the environment."""
+    call(sys.executable, "-m", "build", "--wheel", "--outdir", folder, source, **variables)
+    return next(folder.glob("*.whl"))
 
 
 @pytest.fixture(scope="module")
@@ -122,6 +138,33 @@ def test_the_wheel_is_the_package_and_nothing_else(built: dict[str, Path]) -> No
     assert re.fullmatch(r"py3-none-(linux|macosx)_.*", built["wheel"].stem.split("-", 2)[2])
 
 
+def library(wheel: Path, folder: Path) -> Path:
+    with zipfile.ZipFile(wheel) as archive:
+        return Path(archive.extract("muonmesh/numerics/kernels/products.so", folder))
+
+
+def variant_here(built: Path) -> str:
+    """The variant that this processor would take."""
+    code = "import ctypes, sys; f = ctypes.CDLL(sys.argv[1]).muonmesh_variant; f.restype = ctypes.c_char_p; print(f())"
+    return call(sys.executable, "-c", code, built)
+
+
+def test_the_library_has_every_variant(built: dict[str, Path], tmp_path: Path) -> None:
+    content = library(built["wheel"], tmp_path).read_bytes()
+    for name in ("avx2", "avx512", "avx512bf16") if platform.machine() == "x86_64" else ("neon", "bf16"):
+        assert f"\0muonmesh_multiply_{name}\0".encode() in content, name
+
+
+def test_a_compiler_that_knows_no_bf16_builds_the_other_variants(tmp_path: Path) -> None:
+    compiler = tmp_path / "cc"
+    compiler.write_text('#!/bin/sh\ncase "$*" in *-mavx512bf16*|*+bf16*) exit 1;; esac\nexec cc "$@"\n')
+    compiler.chmod(0o755)
+    built = library(wheel_of(unpacked(tmp_path), tmp_path / "dist", CC=str(compiler)), tmp_path)
+    assert b"muonmesh_multiply_" in built.read_bytes()
+    assert b"bf16\0" not in built.read_bytes()
+    assert variant_here(built).strip() in ("b'avx512'", "b'avx2'", "b'neon'")
+
+
 def test_the_sdist_holds_licence_and_sources(built: dict[str, Path]) -> None:
     with tarfile.open(built["sdist"]) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
@@ -134,6 +177,30 @@ def test_the_changelog_has_a_section_of_this_version() -> None:
     version = PROJECT["version"]
     assert re.findall(r"^## (\S+)", text, re.MULTILINE)[0] == ("Unreleased" if ".dev" in version else version)
     assert ".dev" in version or re.search(rf"^## {re.escape(version)}.*\n\n### Highlights\n\n- ", text, re.MULTILINE)
+
+
+def test_without_a_compiler_it_installs_and_torch_multiplies(clean: Path, tmp_path: Path) -> None:
+    """A wheel for every platform, without the library of an earlier build; the doctor says so, and all else works."""
+    source = unpacked(tmp_path)
+    wheel_of(source, tmp_path / "first")
+    wheel = wheel_of(source, tmp_path / "second", CC="/nonexistent/cc")
+    assert wheel.stem.endswith("-py3-none-any")
+    with zipfile.ZipFile(wheel) as archive:
+        assert [name for name in archive.namelist() if name.endswith((".so", ".c"))] == []
+    pip = [clean, "-m", "pip", "--disable-pip-version-check"]
+    call(*pip, "install", "--quiet", "-c", ROOT / "constraints.txt", wheel, "typer")
+    try:
+        code = STEP.replace(', kernels="compiled"', "")
+        assert code != STEP
+        assert call(clean, "-c", code, cwd=tmp_path).strip() == PROJECT["version"]
+        doctor = (
+            "from muonmesh.cli.installation import products_here; print(products_here().found)"  # of `muonmesh doctor`
+        )
+        told = call(clean, "-c", doctor, cwd=tmp_path)
+    finally:
+        call(*pip, "uninstall", "--quiet", "--yes", "muonmesh", "typer")
+    assert "compiled products: none. Found no products.so in the package" in told
+    assert "torch multiplies. To have them, build the package where there is a C compiler" in told
 
 
 @pytest.mark.parametrize("kind", ["wheel", "sdist"])

@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 import math
 import os
+import struct
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -294,13 +295,42 @@ def no_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path
     kernels.auto_takes.cache_clear()
 
 
-@pytest.mark.parametrize("content", [None, b"", b"\x7fELF", b"no library"])
-def test_without_a_library(no_library: Path, content: bytes | None) -> None:
-    """None, or one that is cut off: torch multiplies, and who asks for it by name is told what to write."""
-    if content is not None:
-        (no_library / "products.so").write_bytes(content)
-    with pytest.raises(ValueError, match=r"found no products.so in the package .* Write kernels=\"auto\", or build"):
+LIBRARY = Path(compiled.__file__).with_name("products.so")
+FOREIGN = struct.pack("<16sHHIQQQIHHHHHH", b"\x7fELF\x02\x01\x01", 3, 0xF3, 1, 0, 0, 0, 0, 64, 0, 0, 0, 0, 0)  # RISC-V
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (lambda: None, "No such file"),
+        (lambda: b"", "file too short"),
+        (lambda: b"\x7fELF", "file too short"),
+        (lambda: b"no library" * 9, "invalid ELF header"),
+        (lambda: FOREIGN, "cannot open shared object file"),
+        (lambda: LIBRARY.read_bytes()[:30_000], "it ends after 30,000 bytes of "),  # the loader would die of SIGBUS
+        (
+            lambda: LIBRARY.read_bytes().replace(b"muonmesh_load_", b"muonmesh_lost_"),
+            "undefined symbol: muonmesh_load_",
+        ),
+    ],
+)
+def test_without_a_library(no_library: Path, content: Callable[[], bytes | None], told: str) -> None:
+    """None, one that is cut off, of another processor or version: torch multiplies, and who asks is told what to write.
+
+    What a loader may kill is tried in a process of its own first.
+    """
+    if (some := content()) is not None:
+        (no_library / "products.so").write_bytes(some)
+    if told.startswith("it ends"):
+        code = f"from muonmesh.numerics.kernels import compiled; compiled.__file__ = '{no_library}/compiled.py'\n"
+        code += "try: compiled.library()\nexcept compiled.NoLibrary: print('told')"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        assert done.stdout == "told\n"
+    with pytest.raises(
+        ValueError, match=r"found no products.so in the package .* Write kernels=\"auto\", or build"
+    ) as e:
         orthogonalize(random(4, 4), kernels="compiled")
+    assert told in str(e.value)
     with pytest.raises(ValueError, match='Write kernels="auto"'):
         mm.Muon([torch.nn.Parameter(torch.ones(3, 3))], kernels="compiled")
     x = random(100, 130)
@@ -322,6 +352,23 @@ def test_nothing_is_compiled_or_loaded_from_elsewhere(tmp_path: Path) -> None:
     assert done.stdout.startswith("tensor(")
     assert not (tmp_path / "ran").exists()
     assert {path.name for path in tmp_path.rglob("*")} == {"muonmesh", "cc", "gcc", "clang"}
+
+
+FORKED = """
+import os, torch, muonmesh as mm
+torch.set_num_threads(2)
+matrices = [torch.randn(*shape) for shape in ((5, 40, 90), (400, 900), (900, 900))]
+def run(): return [mm.orthogonalize(x, kernels="compiled", coefficients="deflated") for x in matrices]
+expected, child = run(), os.fork()
+if child == 0:
+    torch.set_num_threads(1)  # on more, torch's own OpenMP would wait for ever
+    os._exit(not all(map(torch.equal, run(), expected)))
+raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_forked_process_multiplies_on_one_thread_with_the_same_bits() -> None:
+    subprocess.run([sys.executable, "-W", "ignore", "-c", FORKED], check=True, timeout=60)
 
 
 @pytest.mark.parametrize("wrong", ["dtype", "strides", "shape", "device"])

@@ -424,36 +424,6 @@ def test_figures_of_the_page_of_evidence_are_the_recorded_ones() -> None:
     assert [row for row in rows if row not in page] == []
 
 
-SHAPES = ("768×3072", "1024×4096", "768×768", "1024×1024", "2048×2048", "256×256", "128×128", "64×64", "16×16", "8×8")
-COUNTS = (6, 2, 6, 4, 2, 40, 100, 300, 500, 500)
-
-
-def test_tables_of_times_are_those_of_their_files() -> None:
-    """Where a step's time goes, and what gradients straight to owners gain on slow links."""
-
-    def tables(name: str) -> dict[str, Any]:
-        return json.loads((ROOT / "benchmarks/results" / f"{name}.json").read_text())["tables"]
-
-    cases = ["3 layers of GPT-2 small", *(f"{n} of {shape}" for n, shape in zip(COUNTS, SHAPES, strict=True))]
-    rows = []
-    for name in ("waterfall", "waterfall_polar_express"):
-        for case, found in zip(cases, tables(name).values(), strict=True):
-            ours = found["alone"]["ours"]
-            cells = [f"{found[how]['torch'] / found[how]['ours']:.2f}" for how in ("shared", "alone")]
-            cells.append(f"{found['alone']['torch'] / found['least']:.1f}")
-            parts = ("least", "blocks", "below peak", "elementwise", "Python", "sharing")
-            cells += [f"{round(100 * found[part] / ours)} %".replace("-", "−") for part in parts]
-            rows.append(f"| {case} | {' | '.join(cells)} |")
-    page = (ROOT / "docs/internals/performance.md").read_text()
-    assert [row for row in rows if row not in page] == []
-
-    page = (ROOT / "docs/to-owners.md").read_text()
-    for case, found in tables("to_owners")["gradients"].items():
-        ranks, link = case.removeprefix("ddp, ").split(" ranks, ")
-        ratios = (found[f"{name} over adamw"] for name in ("muon", "to_owners"))
-        assert f"| {ranks} | {link} | {' | '.join(f'{ratio:.2f}' for ratio in ratios)} |" in page
-
-
 def rows_of_variants(runs: list[dict[str, Any]]) -> list[str]:
     """Return how the rows of a table begin, one for each rule: rate, loss, spread, and what each seed gains on Muon."""
     finals: dict[str, dict[float, dict[int, float]]] = {}

@@ -174,6 +174,25 @@ def test_both_kinds_of_cpu_compute_bf16_alike(
     assert batch == 1 or found[0].isfinite().all()
 
 
+@pytest.mark.parametrize(
+    ("machine", "onednn", "instructions", "expected"),
+    [
+        ("x86_64", True, True, True),
+        ("x86_64", True, False, False),  # AVX-512 alone: 2.7 times the time of fp32 for 768 rows, where oneDNN says yes
+        ("x86_64", False, True, False),  # ONEDNN_MAX_CPU_ISA=AVX2: 40 times
+        ("aarch64", True, False, True),
+        ("aarch64", False, False, False),
+    ],
+)
+def test_bf16_is_multiplied_as_such_where_that_is_no_slower(
+    machine: str, onednn: bool, instructions: bool, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels.platform, "machine", lambda: machine)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: onednn)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: instructions)
+    assert kernels.multiplies_bf16.__wrapped__() == expected
+
+
 def test_without_bf16_instructions_products_are_those_of_fp32_rounded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "multiplies_bf16", lambda: False)
     table = chosen(390, 500, torch.bfloat16)

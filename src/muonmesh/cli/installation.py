@@ -71,8 +71,8 @@ def products_here() -> Finding:
     try:
         variant = library().variant
     except NoLibrary as error:
-        write = "To have them, build the package where there is a C compiler (pip install --no-binary muonmesh)"
-        return Finding("compiled products", f"none. Found {error}. torch multiplies. {write}")
+        told = f"none. Found {error}. torch multiplies. To have them, {error.mend}"
+        return Finding("compiled products", told)
     order, gain = auto_takes()
     taken = 'kernels="auto" takes torch\'s products, which may be faster on such a CPU'
     if order:

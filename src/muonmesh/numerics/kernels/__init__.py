@@ -175,9 +175,7 @@ def _check_compiled(device: torch.device, dtype: torch.dtype) -> None:
             library()
         except NoLibrary as error:
             found, needed = str(error), "the library of products, on a processor with AVX2 and FMA or on 64-bit ARM"
-            write = (
-                'kernels="auto", or build the package where there is a C compiler (pip install --no-binary muonmesh)'
-            )
+            write = f'kernels="auto", or {error.mend}'
     if needed:
         raise ValueError(f"kernels='compiled': found {found}; needed {needed}. Write {write}")
 

@@ -35,6 +35,8 @@ _Number: TypeAlias = float | Tensor | list[float]
 class NoLibrary(RuntimeError):
     """The package has no library of products that runs on this machine; the message says why."""
 
+    mend = "build the package where there is a C compiler (pip install . in a clone)"
+
 
 class _Matrix(ctypes.Structure):
     """`matrix` of products.c."""
@@ -79,26 +81,34 @@ def library(variant: str = "") -> SimpleNamespace:
     """
     path = Path(__file__).with_name("products.so")
     try:
+        _check_whole(path.read_bytes())
         found = ctypes.CDLL(str(path))
-    except OSError as error:
+        found.muonmesh_variant.restype = ctypes.c_char_p
+        variant = variant or found.muonmesh_variant().decode()
+        if not variant:
+            raise NoLibrary("a processor without AVX2 and FMA")
+        long, pointer, flag = ctypes.c_long, ctypes.c_void_p, ctypes.c_int
+        functions = SimpleNamespace(variant=variant)
+        for name, takes, returns in (
+            ("room", (long, long), long),
+            ("multiply", (long, long, long, long, _Operands, flag, pointer, flag, long, long, pointer), None),
+            ("row_products", (long, long, pointer, pointer, pointer), None),
+            ("transpose", (long, long, long, pointer, pointer), None),
+            ("load", (long, long, long, pointer, pointer, pointer), None),
+        ):
+            function = found[f"muonmesh_{name}_{variant}"]
+            function.argtypes, function.restype = takes, returns
+            setattr(functions, name, function)
+    except (OSError, AttributeError) as error:  # the latter: a function is missing, in a library of another version
         raise NoLibrary(f"no {path.name} in the package that can be loaded ({error})") from error
-    found.muonmesh_variant.restype = ctypes.c_char_p
-    variant = variant or found.muonmesh_variant().decode()
-    if not variant:
-        raise NoLibrary("a processor without AVX2 and FMA")
-    long, pointer, flag = ctypes.c_long, ctypes.c_void_p, ctypes.c_int
-    functions = SimpleNamespace(variant=variant)
-    for name, takes, returns in (
-        ("room", (long, long), long),
-        ("multiply", (long, long, long, long, _Operands, flag, pointer, flag, long, long, pointer), None),
-        ("row_products", (long, long, pointer, pointer, pointer), None),
-        ("transpose", (long, long, long, pointer, pointer), None),
-        ("load", (long, long, long, pointer, pointer, pointer), None),
-    ):
-        function = found[f"muonmesh_{name}_{variant}"]
-        function.argtypes, function.restype = takes, returns
-        setattr(functions, name, function)
     return functions
+
+
+def _check_whole(library: bytes) -> None:
+    """Raise an OSError for an ELF file that ends before its section headers: the loader would die of SIGBUS."""
+    start, size, count = (int.from_bytes(library[at], "little") for at in (slice(40, 48), slice(58, 60), slice(60, 62)))
+    if library[:4] == b"\x7fELF" and len(library) < start + size * count:
+        raise OSError(f"it ends after {len(library):,} bytes of {start + size * count:,}")
 
 
 def compiled_products(*, at_once: int = 1) -> Matmuls:
@@ -165,20 +175,16 @@ def _multiply(
     transposed = b.stride(2) != 1 and cols != 1
     factors = [_each(alpha, count)]
     operands = [_matrix(a, (count, rows, depth)), _matrix(b, (count, depth, cols), transposed=transposed)]
-    for term, factor in terms:
+    for term, factor in (*terms, *[(a, 0.0)] * (2 - len(terms))):
         numbers = _each(factor, count)
         operands.append(_matrix(term, shape) if any(numbers) else _NONE)
         factors.append(numbers)
-    for _ in range(2 - len(terms)):
-        operands.append(_NONE)
-        factors.append([0.0] * count)
     low_matrix = _NONE if low is None else _matrix(low, shape)
     functions, told = library(), _Operands(*operands, _matrix(out, shape), low_matrix)
     each = (ctypes.c_float * (3 * count))(*(number for some in zip(*factors, strict=True) for number in some))
-    size = functions.room(rows, depth)
 
     def part(number: int, parts: int) -> None:
-        room = scratch("products", (size,), dtype=torch.uint8, device=out.device).data_ptr()
+        room = scratch("products", (functions.room(rows, depth),), dtype=torch.uint8, device=out.device).data_ptr()
         functions.multiply(count, rows, depth, cols, told, transposed, each, symmetric, number, parts, room)
 
     if rows * cols * depth < _WORTH_A_THREAD:
