@@ -25,7 +25,7 @@ from muonmesh.comm.storage import this_rank, world_size
 from muonmesh.errors import FileError
 from muonmesh.files import reason
 from muonmesh.numerics.rules import never_negative
-from muonmesh.step.parameter_steps import COUNT, RUNNING
+from muonmesh.step.state_layout import COUNT, RUNNING
 
 
 class CheckpointReader(FileSystemReader):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -18,10 +18,10 @@ from muonmesh.layout import split_matrices
 from muonmesh.numerics.coefficients import choose
 from muonmesh.numerics.kernels import told_products
 from muonmesh.numerics.rules import is_matrix_rule
-from muonmesh.step.offload import fresh_copy, fresh_zeros
-from muonmesh.step.parameter_steps import COUNT, RUNNING, running_shape
+from muonmesh.step.offload import fresh_copy
 from muonmesh.step.planning import Planned
 from muonmesh.step.precision import Precision
+from muonmesh.step.state_layout import StateLayout, beside_rule
 
 MODEL = "model"
 STATE = "optimizer.state"
@@ -38,26 +38,26 @@ class Part:
     Attributes:
         key: Its name in a checkpoint.
         stored: Its name in the optimizer's state.
-        storage: Where it lives; without a layout every rank stores all of it.
-        local: Shape of the local tensor.
+        layout: Where the numbers of this parameter live, and what they are.
+        local: Shape of the local tensor, which may have the numbers of others too.
         dtype: In which it is saved.
         device: Where it is kept.
-        side: What it has one number for: each "element", each of the "rows" or "cols", each "matrix", or the
-            "parameter".
-        needed: Whether a parameter that has state must have it.
         positions: Where its numbers are in what the state keeps, which has those of all parameters of a flat tensor one
             after the other; None: the state keeps these alone.
     """
 
     key: str
     stored: str
-    storage: Storage
+    layout: StateLayout
     local: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
-    side: str = "element"
-    needed: bool = True
     positions: slice | None = None
+
+    @staticmethod
+    def of(key: str, layout: StateLayout, local: tuple[int, ...], device: torch.device, precision: Precision) -> Part:
+        """Return the tensor that the state of a parameter on ``device`` has under a key."""
+        return Part(key, key, layout, local, layout.saved_dtype(precision), layout.device_beside(device, precision))
 
     def view(self, stored: Tensor) -> Tensor:
         """Return what belongs to this parameter of a contiguous local tensor."""
@@ -139,7 +139,7 @@ class Record:
         for part in self.parts:
             if part.stored in self.state:
                 local = part.view(local_of(self.state[part.stored]).detach().contiguous())
-                yield f"{STATE}.{self.name}.{part.key}", _written(local, part.storage)
+                yield f"{STATE}.{self.name}.{part.key}", _written(local, part.layout.storage)
 
     def take_weights(self, share: Share) -> None:
         """Write weights that were read for it."""
@@ -157,18 +157,14 @@ class Record:
         if share is None and held is None:
             return
         if held is None or local_of(held).dtype != part.dtype or tuple(local_of(held).shape) != part.local:
-            if part.side == "element":
-                fresh = fresh_zeros(part.local, part.dtype, local_of(self.tensor).device, self.precision)
-            else:
-                fresh = torch.zeros(part.local, dtype=part.dtype, device=part.device)
-            held = part.storage.wrap(fresh)
+            held = part.layout.fresh(part.local, part.dtype, local_of(self.tensor).device, self.precision)
             self.states[self.tensor][part.stored] = held
         local = local_of(held)
         if share is None:
-            for box in boxes_of(part.view(local), part.storage.layout, part.storage.shape).values():
+            for box in boxes_of(part.view(local), part.layout.storage.layout, part.layout.storage.shape).values():
                 box.zero_()
         else:
-            fill(part.view(local), part.storage, share)
+            fill(part.view(local), part.layout.storage, share)
 
 
 def _written(local: Tensor, storage: Storage) -> Share:
@@ -241,29 +237,20 @@ def records_of(
         local = local_of(member.tensor)
         shape = tuple(member.storage.shape)
         master = precision.master if precision.master not in (None, local.dtype) else None
-        parts = []
-        for key, state_layout in member.state_layouts.items():
-            same = state_layout.storage is member.storage
-            parts.append(
-                Part(
-                    key,
-                    key,
-                    state_layout.storage,
-                    tuple(local.shape) if same else local_shape(state_layout.storage),
-                    state_layout.saved_dtype(precision),
-                    precision.kept_on(local.device) if state_layout.companion is None else local.device,
-                    "element" if state_layout.companion is None else state_layout.companion.side,
-                )
-            )
+        every = count = positions = None
         if is_matrix_rule(group["algorithm"]):
             every = len(planned.matrices_of[member.tensor])
             count = len(split_matrices(member.name, shape, member.spec))
             begin = first.setdefault(id(member.tensor), 0)
             first[id(member.tensor)] += count
-            positions = slice(begin, begin + count)
-            parts += running_parts(count, every, positions, local.device)
-        else:
-            parts.append(count_part(local.device))
+            positions = None if count == every else slice(begin, begin + count)
+        parts = [
+            Part.of(key, state_layout, state_layout.shape_here(member.storage, local), local.device, precision)
+            for key, state_layout in member.state_layouts.items()
+        ]
+        for (key, state_layout), held in zip(beside_rule(count).items(), beside_rule(every).values(), strict=True):
+            part = Part.of(key, state_layout, held.storage.shape, local.device, precision)
+            parts.append(replace(part, positions=positions))
         known = {*(part.stored for part in parts), "master"}
         if strangers := [key for key in state.get(member.tensor, ()) if key not in known]:
             found, needed = f"{strangers[0]!r} in its state", f"{', '.join(sorted(known))} alone: nobody would read it"
@@ -274,19 +261,3 @@ def records_of(
             )
         )
     return records
-
-
-def running_parts(count: int, every: int, positions: slice, device: torch.device) -> list[Part]:
-    """Return the running norms of ``count`` matrices, at these positions among those of all ``every`` of a tensor."""
-    storage, local = Storage(None, running_shape(count)), running_shape(every)
-    where = None if count == every else positions
-    return [
-        Part(key, key, storage, local, torch.float32, device, "matrix", needed=False, positions=where)
-        for key in RUNNING
-    ]
-
-
-def count_part(device: torch.device) -> Part:
-    """Return the count of steps, which torch keeps on the host, except for its fused kernels."""
-    host = torch.device("cpu") if device.type != "cuda" else device
-    return Part(COUNT, COUNT, Storage(None, ()), (), torch.float32, host, "parameter")

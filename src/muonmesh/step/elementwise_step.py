@@ -12,8 +12,9 @@ from muonmesh.comm.storage import local_of
 from muonmesh.numerics.rules import ElementwiseRule
 from muonmesh.step.flag_vector import Flags
 from muonmesh.step.offload import Offload
-from muonmesh.step.parameter_steps import COUNT, ParameterStep, create_kept
+from muonmesh.step.parameter_steps import ParameterStep, create_state
 from muonmesh.step.precision import Precision
+from muonmesh.step.state_layout import COUNT
 from muonmesh.step.stochastic_rounding import round_stored
 from muonmesh.step.update_squares import UpdateSquares
 
@@ -37,22 +38,13 @@ def step_elementwise(
         offload: Brings the state, where it lies on the host.
     """
     for entry in entries:
-        _create(entry, precision)
+        create_state(entry, precision)
     if offload is None:
         _step(entries, rule, flags, update_squares)
         return
     for some, states in offload.portions([entry.state for entry in entries], (*rule.keeps(), "master")):
         lent = [replace(entry, state=state) for entry, state in zip(entries[some], states, strict=True)]
         _step(lent, rule, flags, update_squares)
-
-
-def _create(entry: ParameterStep, precision: Precision) -> None:
-    """Create what is missing of the state."""
-    create_kept(entry, precision)
-    if COUNT not in entry.state:
-        device = entry.tensor.device  # torch's fused kernels want it on the device
-        counted_on = device if device.type == "cuda" else torch.device("cpu")
-        entry.state[COUNT] = torch.zeros((), dtype=torch.float32, device=counted_on)
 
 
 def _step(

@@ -6,23 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from muonmesh.comm.gradients import GradientSource, gradient_of, partial_axes, unscaled
-from muonmesh.comm.storage import Storage, local_of, local_shape
+from muonmesh.comm.storage import Storage, local_of
 from muonmesh.errors import LayoutError, StateError, about, explain_error
 from muonmesh.step.members import Member
-from muonmesh.step.offload import fresh_copy, fresh_zeros
+from muonmesh.step.offload import fresh_copy
 from muonmesh.step.planning import Planned
 from muonmesh.step.precision import Precision
-from muonmesh.step.state_layout import StateLayout
-
-RUNNING = ("running_norm", "running_norm_steps")
-"""State of `clip`: for each matrix of a tensor the running norm of its gradients, and how many that has seen."""
-
-COUNT = "step"
-"""State of elementwise rules: how many steps have been taken, fp32, 0-d."""
+from muonmesh.step.state_layout import StateLayout, beside_rule
 
 
 @dataclass(slots=True)
@@ -39,7 +32,8 @@ class ParameterStep:
         storage: Where it lives.
         momentum_storage: Where its momentum lives.
         gradient_storage: Where its gradient lives.
-        matrices: How many matrices its tensor holds. A flat tensor may hold several parameters; all of theirs count.
+        matrices: How many matrices its tensor holds; None: it is stepped element by element. A flat tensor may hold
+            several parameters; all of theirs count.
         state_layouts: Where each thing lives that its rule keeps of it, by key.
     """
 
@@ -52,7 +46,7 @@ class ParameterStep:
     storage: Storage
     momentum_storage: Storage
     gradient_storage: Storage
-    matrices: int
+    matrices: int | None
     state_layouts: Mapping[str, StateLayout] = field(default_factory=dict)
 
     @property
@@ -129,7 +123,7 @@ def collect(
             member.storage,
             member.momentum_storage,
             member.gradient_storage,
-            len(matrices_of.get(tensor, ())),
+            len(matrices_of.get(tensor, ())) if muon else None,
             member.state_layouts,
         )
         try:
@@ -152,32 +146,17 @@ def collect(
 
 
 def create_state(entry: ParameterStep, precision: Precision) -> None:
-    """Create what the rule keeps, the master and the running norms of `clip` of a Muon parameter where missing."""
-    create_kept(entry, precision)
-    for key in RUNNING:  # always, so that a checkpoint has something to be loaded into
-        if key not in entry.state:
-            shape = running_shape(entry.matrices)
-            entry.state[key] = torch.zeros(shape, dtype=torch.float32, device=entry.local.device)
+    """Create what is missing in the state of a parameter: zeros, and the master where one is asked for.
 
-
-def create_kept(entry: ParameterStep, precision: Precision) -> None:
-    """Create what the rule keeps where it is missing, as zeros, and the master where it is missing and asked for."""
-    local = entry.local
-    for key, state_layout in entry.state_layouts.items():
-        if key not in entry.state:
-            shape = local.shape if state_layout.storage is entry.storage else local_shape(state_layout.storage)
-            if state_layout.companion is None:
-                zeros = fresh_zeros(shape, state_layout.kept_dtype(precision), local.device, precision)
-            else:
-                zeros = torch.zeros(shape, dtype=state_layout.kept_dtype(precision), device=local.device)
-            entry.state[key] = state_layout.storage.wrap(zeros)
-    if precision.master is not None and precision.master != local.dtype and "master" not in entry.state:
-        entry.state["master"] = entry.storage.wrap(fresh_copy(local, precision.master, precision))
-
-
-def running_shape(matrices: int) -> tuple[int, ...]:
-    """Return the shape of a tensor's running norms: 0-d for a single matrix, as AdamW's step count."""
-    return () if matrices == 1 else (matrices,)
+    The running norms of `clip` are always created, so that a checkpoint has something to be loaded into.
+    """
+    local, state = entry.local, entry.state
+    for key, state_layout in (*entry.state_layouts.items(), *beside_rule(entry.matrices).items()):
+        if key not in state:
+            shape = state_layout.shape_here(entry.storage, local)
+            state[key] = state_layout.fresh(shape, state_layout.kept_dtype(precision), local.device, precision)
+    if precision.master is not None and precision.master != local.dtype and "master" not in state:
+        state["master"] = entry.storage.wrap(fresh_copy(local, precision.master, precision))
 
 
 def check_state(entry: ParameterStep, precision: Precision, *, muon: bool) -> None:
@@ -213,14 +192,14 @@ def check_state(entry: ParameterStep, precision: Precision, *, muon: bool) -> No
         if not isinstance(value, Tensor):
             raise StateError(explain_error(entry.name, f"{key} = {value!r}", "a tensor", "Load the state again"))
         place = entry.storage if state_layout is None else state_layout.storage
-        local, same = local_of(value), place is entry.storage
-        needed = held.shape if same else local_shape(place)
+        local = local_of(value)
+        needed = tuple(held.shape) if state_layout is None else state_layout.shape_here(entry.storage, held)
         if local.shape != needed:
             raise StateError(
                 explain_error(
                     entry.name,
                     f"{key} of shape {tuple(local.shape)} on this rank",
-                    f"{tuple(needed)}, the shape in which this rank stores it",
+                    f"{needed}, the shape in which this rank stores it",
                     "Write del optimizer.state[parameter] after resizing a parameter, which needs fresh state",
                 )
             )

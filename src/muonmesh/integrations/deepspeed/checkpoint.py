@@ -12,11 +12,12 @@ from deepspeed.utils import groups as deepspeed_groups
 from torch import Tensor, nn
 
 from muonmesh.checkpoint.of_muon import OfMuon
-from muonmesh.checkpoint.record import Part, Record, count_part
+from muonmesh.checkpoint.record import IN_PLACE, Part, Record
 from muonmesh.integrations.deepspeed.calls import Call
 from muonmesh.integrations.deepspeed.engine_parameters import name_in_model
 from muonmesh.names import canonical_name
 from muonmesh.numerics.rules import rule_of, step_count
+from muonmesh.step.state_layout import StateLayout, beside_rule
 
 _THEIRS = {"momentum_buffer": "exp_avg"}
 """What DeepSpeed calls the state of ours."""
@@ -45,16 +46,16 @@ def engine_records(
     for call in calls:
         if call.layouts and call.algorithm == "adamw":
             tensor = call.tensor
-            state = states[tensor]
             # DeepSpeed loads a count as a number.
-            state["step"] = step_count(state["step"])
+            states[tensor]["step"] = step_count(states[tensor]["step"])
+            keeps = rule_of(call.muon.param_groups[0]).keeps()
             for name, storage in zip(call.layouts, call.storages[tensor], strict=True):
-                moments = [
-                    Part(key, key, storage, tuple(tensor.shape), tensor.dtype, tensor.device)
-                    for key in rule_of(call.muon.param_groups[0]).keeps()
+                moments = dict.fromkeys(keeps, StateLayout("weights", storage, dtype=tensor.dtype))
+                parts = [
+                    Part.of(key, layout, layout.shape_here(storage, tensor), tensor.device, IN_PLACE)
+                    for key, layout in {**beside_rule(None), **moments}.items()
                 ]
-                counted = (count_part(tensor.device), *moments)
-                yield Record(saved_as(name), tensor, storage, states, counted, group_of[name])
+                yield Record(saved_as(name), tensor, storage, states, tuple(parts), group_of[name])
             continue
         for record in OfMuon(call.muon).checkpoint_records():
             parts = []

@@ -20,7 +20,7 @@ from muonmesh.integrations.deepspeed.checkpoint import engine_records, expert_na
 from muonmesh.integrations.deepspeed.clipping import Clipping
 from muonmesh.layout.matrix import as_tuples
 from muonmesh.numerics.rules import step_count
-from muonmesh.step.parameter_steps import RUNNING
+from muonmesh.step.state_layout import RUNNING
 
 _IDENTITY = ("name", "algorithm", "parameters", "matrices")
 """Keys of a group that say what it is; no checkpoint may change them."""
