@@ -18,7 +18,7 @@ from transformers.utils import logging
 
 from muonmesh.build import from_model
 from muonmesh.clip import ClipPolicy, Limits
-from muonmesh.comm.wrappers import living
+from muonmesh.comm.wrappers import layers_of, living
 from muonmesh.errors import about, explain_error
 from muonmesh.integrations.accelerate import for_deepspeed, tell_of_skipped_steps
 from muonmesh.integrations.arguments import check_settings
@@ -182,14 +182,13 @@ def _logs_next(args: TrainingArguments, state: TrainerState) -> bool:
 
 def _optimizer_in(optimizer: Any) -> Muon | EngineMuon:
     """Return the optimizer that the wrappers of Accelerate and DeepSpeed hold."""
-    inner = optimizer
-    while not (isinstance(inner, Muon) or hasattr(inner, "clip_by")):
-        if not hasattr(inner, "optimizer"):
-            found, write = f"a {type(inner).__name__}", 'Write optimizer_cls_and_kwargs=(MuonFactory, {"args": args})'
-            raise ValueError(explain_error("MuonCallback", found, "a Trainer whose optimizer is muonmesh.Muon", write))
-        inner = inner.optimizer
-    held: Muon | EngineMuon = inner
-    return held
+    inner: Any = None
+    for inner in layers_of(optimizer):
+        if isinstance(inner, Muon) or hasattr(inner, "clip_by"):
+            held: Muon | EngineMuon = inner
+            return held
+    found, write = f"a {type(inner).__name__}", 'Write optimizer_cls_and_kwargs=(MuonFactory, {"args": args})'
+    raise ValueError(explain_error("MuonCallback", found, "a Trainer whose optimizer is muonmesh.Muon", write))
 
 
 def _scaled_by(optimizer: Muon) -> list[AcceleratedOptimizer]:
