@@ -42,7 +42,7 @@ from muonmesh.integrations.deepspeed.calls import Call
 from muonmesh.integrations.deepspeed.optimizer import EngineMuon
 from muonmesh.integrations.deepspeed.records import read_flats
 from muonmesh.numerics.coefficients import coefficient_schedule
-from muonmesh.step.parameter_steps import RUNNING
+from muonmesh.step.state_layout import RUNNING
 from tests.reference import reference_step
 
 deepspeed.utils.logger.setLevel(logging.ERROR)

@@ -120,7 +120,7 @@ class CheckpointReader(FileSystemReader):
 
 
 class _Piece(_ReaderView):
-    """A part of a file that can be read as a file. Unlike torch's own class, it can seek from its end, and no further."""
+    """A part of a file that can be read as a file. Unlike torch's own class, it seeks from its end, and not beyond."""
 
     def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
         base = {os.SEEK_SET: 0, os.SEEK_CUR: self.tell(), os.SEEK_END: self.len}[whence]

@@ -110,7 +110,7 @@ class Stored:
         name: Canonical name.
         spec: How it splits into matrices.
         storage: Where it lives.
-        momentum_storage: Where its momentum lives.
+        momentum_storage: Where its momentum lives: there too, or shared among the replicas.
     """
 
     name: str
