@@ -330,7 +330,7 @@ class Muon(torch.optim.Optimizer):
         ready = ReadyParameters(planned, collected.muon, settings.rules, flags, precision, offload)
         elementwise = []
         for some in collected.adamw:
-            rule = settings.rules[some[0].group]
+            rule = settings.rules[some[0].member.group]
             elementwise.append(partial(step_elementwise, rule, some, precision, flags, squares, offload))
         spectra = squares if squares is not None and squares.spectrum else None
         work = MuonStep(ready, portions(ready, squares), elementwise, spectra)

@@ -68,7 +68,7 @@ def _step(
         )
         for entry, square in zip(some, squares, strict=False):
             assert update_squares is not None
-            update_squares.add(entry.group, square / entry.storage.copies)
+            update_squares.add(entry.member.group, square / entry.member.storage.copies)
         for entry, before, after in zip(some, stored, used, strict=True):
             _write(entry, rule, before, after)
 
@@ -76,7 +76,7 @@ def _step(
 def _stored(entry: ParameterStep, rule: ElementwiseRule) -> dict[str, Tensor]:
     """Return what is stepped of a parameter, its master if there is one, as "", and what its rule keeps, by key."""
     kept = {key: local_of(entry.state[key]) for key in rule.keeps()}
-    return {"": local_of(entry.state.get("master", entry.tensor)), **kept}
+    return {"": local_of(entry.state.get("master", entry.member.tensor)), **kept}
 
 
 def _widened(stored: Tensor) -> Tensor:
@@ -90,7 +90,7 @@ def _write(
     """Write what was stepped in copies back, in bf16 rounded up or down; and the parameter that has a master."""
     for key, tensor in stored.items():
         if tensor is not after[key] and tensor.dtype == torch.bfloat16:
-            round_stored(f"{entry.name} {key}".rstrip(), entry.storage, rule, after[key], tensor)
+            round_stored(f"{entry.member.name} {key}".rstrip(), entry.member.storage, rule, after[key], tensor)
         elif tensor is not after[key]:
             tensor.copy_(after[key])
     if "master" in entry.state:

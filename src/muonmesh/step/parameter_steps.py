@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from muonmesh.comm.gradients import GradientSource, gradient_of, partial_axes, unscaled
-from muonmesh.comm.storage import Storage, local_of
+from muonmesh.comm.storage import local_of
 from muonmesh.errors import LayoutError, StateError, about, explain_error
 from muonmesh.step.members import Member
 from muonmesh.step.offload import fresh_copy
 from muonmesh.step.planning import Planned
 from muonmesh.step.precision import Precision
-from muonmesh.step.state_layout import StateLayout, beside_rule
+from muonmesh.step.state_layout import beside_rule
 
 
 @dataclass(slots=True)
@@ -23,36 +23,24 @@ class ParameterStep:
     """One parameter in one step.
 
     Attributes:
-        name: Canonical name.
-        tensor: The parameter as the user holds it, possibly a DTensor.
+        member: The parameter as the plan has it.
         local: What this rank stores of it.
         state: Its entry in the optimizer's state.
         gradient: Local part of its gradient, contiguous, or None; a partial one as the DTensor that it is.
-        group: Number of its group.
-        storage: Where it lives.
-        momentum_storage: Where its momentum lives.
-        gradient_storage: Where its gradient lives.
         matrices: How many matrices its tensor holds; None: it is stepped element by element. A flat tensor may hold
             several parameters; all of theirs count.
-        state_layouts: Where each thing lives that its rule keeps of it, by key.
     """
 
-    name: str
-    tensor: Tensor
+    member: Member
     local: Tensor
     state: dict[str, Any]
     gradient: Tensor | None
-    group: int
-    storage: Storage
-    momentum_storage: Storage
-    gradient_storage: Storage
     matrices: int | None
-    state_layouts: Mapping[str, StateLayout] = field(default_factory=dict)
 
     @property
     def created(self) -> bool:
         """Whether all that its rule keeps has been created, which is true of a rule that keeps nothing."""
-        return self.state_layouts.keys() <= self.state.keys()
+        return self.member.state_layouts.keys() <= self.state.keys()
 
 
 class Collected(NamedTuple):
@@ -113,19 +101,8 @@ def collect(
             gradient = unscaled(gradient, loss_scale)
         if gradient is not None and (type(gradient) is Tensor or not any(partial_axes(gradient))):
             gradient = gradient.contiguous()
-        entry = entries[id(member)] = ParameterStep(
-            member.name,
-            tensor,
-            local_of(tensor),
-            state[tensor],
-            gradient,
-            member.group,
-            member.storage,
-            member.momentum_storage,
-            member.gradient_storage,
-            len(matrices_of.get(tensor, ())) if muon else None,
-            member.state_layouts,
-        )
+        matrices = len(matrices_of.get(tensor, ())) if muon else None
+        entry = entries[id(member)] = ParameterStep(member, local_of(tensor), state[tensor], gradient, matrices)
         try:
             check_state(entry, precision, muon=muon)
         except (LayoutError, StateError) as found:
@@ -151,12 +128,12 @@ def create_state(entry: ParameterStep, precision: Precision) -> None:
     The running norms of `clip` are always created, so that a checkpoint has something to be loaded into.
     """
     local, state = entry.local, entry.state
-    for key, state_layout in (*entry.state_layouts.items(), *beside_rule(entry.matrices).items()):
+    for key, state_layout in (*entry.member.state_layouts.items(), *beside_rule(entry.matrices).items()):
         if key not in state:
-            shape = state_layout.shape_here(entry.storage, local)
+            shape = state_layout.shape_here(entry.member.storage, local)
             state[key] = state_layout.fresh(shape, state_layout.kept_dtype(precision), local.device, precision)
     if precision.master is not None and precision.master != local.dtype and "master" not in state:
-        state["master"] = entry.storage.wrap(fresh_copy(local, precision.master, precision))
+        state["master"] = entry.member.storage.wrap(fresh_copy(local, precision.master, precision))
 
 
 def check_state(entry: ParameterStep, precision: Precision, *, muon: bool) -> None:
@@ -169,45 +146,36 @@ def check_state(entry: ParameterStep, precision: Precision, *, muon: bool) -> No
         StateError: a tensor is no tensor, of another shape than this rank stores, or elsewhere; or the state is of the
             other algorithm.
     """
-    held, state, state_layouts = entry.local, entry.state, entry.state_layouts
+    held, state = entry.local, entry.state
+    name, storage, state_layouts = entry.member.name, entry.member.storage, entry.member.state_layouts
     if held.untyped_storage().nbytes() < held.nbytes and not held.is_meta:
         what = "FSDP or ZeRO has freed the memory of this parameter. Reshard it before the step: module.reshard()"
-        raise LayoutError(about(entry.name, what))
+        raise LayoutError(about(name, what))
     foreign = "exp_avg" if muon else "momentum_buffer"
     if foreign in state:
         algorithm, other = ("muon", "adamw") if muon else ("adamw", "muon")
-        raise StateError(
-            explain_error(
-                entry.name,
-                f"{foreign}, state of {other}, in a group of {algorithm}",
-                f"state of {algorithm}",
-                "Write del optimizer.state[parameter] to begin with fresh state, or set the group back",
-            )
-        )
+        found = f"{foreign}, state of {other}, in a group of {algorithm}"
+        write = "Write del optimizer.state[parameter] to begin with fresh state, or set the group back"
+        raise StateError(explain_error(name, found, f"state of {algorithm}", write))
     value: object
     for key, value in state.items():
         state_layout = state_layouts.get(key)
         if value is None or (state_layout is None and key != "master"):
             continue
         if not isinstance(value, Tensor):
-            raise StateError(explain_error(entry.name, f"{key} = {value!r}", "a tensor", "Load the state again"))
-        place = entry.storage if state_layout is None else state_layout.storage
+            raise StateError(explain_error(name, f"{key} = {value!r}", "a tensor", "Load the state again"))
+        place = storage if state_layout is None else state_layout.storage
         local = local_of(value)
-        needed = tuple(held.shape) if state_layout is None else state_layout.shape_here(entry.storage, held)
+        needed = tuple(held.shape) if state_layout is None else state_layout.shape_here(storage, held)
         if local.shape != needed:
-            raise StateError(
-                explain_error(
-                    entry.name,
-                    f"{key} of shape {tuple(local.shape)} on this rank",
-                    f"{needed}, the shape in which this rank stores it",
-                    "Write del optimizer.state[parameter] after resizing a parameter, which needs fresh state",
-                )
-            )
+            found = f"{key} of shape {tuple(local.shape)} on this rank"
+            write = "Write del optimizer.state[parameter] after resizing a parameter, which needs fresh state"
+            raise StateError(explain_error(name, found, f"{needed}, the shape in which this rank stores it", write))
         companion = state_layout is not None and state_layout.companion is not None
         device = held.device if companion or not precision.on_host else precision.kept_on(held.device)
         if local.device != device:
             found, where = f"{key} on {local.device}", f"it on {device}"
             where += ", with its parameter" if device == held.device else ", as state_device says"
-            raise StateError(explain_error(entry.name, found, where, "Move it back, or load the state again"))
+            raise StateError(explain_error(name, found, where, "Move it back, or load the state again"))
         if muon and not local.is_contiguous():
             state[key] = place.wrap(local.contiguous())
