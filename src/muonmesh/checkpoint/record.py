@@ -76,8 +76,7 @@ class Record:
         parts: The tensors that the state of this parameter may have, besides the master.
         group: The param group, whose settings are written too; empty for what no optimizer steps.
         spec: How it splits into matrices.
-        master: Dtype of the master that the optimizer keeps beside weights of a lower precision; None without.
-        precision: Says where what has a number for each element is kept, and what multiplies.
+        precision: Says in what masters are kept, where what has a number for each element is, and what multiplies.
     """
 
     name: str
@@ -87,7 +86,6 @@ class Record:
     parts: tuple[Part, ...] = ()
     group: dict[str, Any] = field(default_factory=dict)
     spec: Any = None
-    master: torch.dtype | None = None
     precision: Precision = IN_PLACE
 
     @property
@@ -126,7 +124,7 @@ class Record:
     @property
     def dtype(self) -> torch.dtype:
         """The precision in which its weights are trained."""
-        return self.master or self.tensor.dtype
+        return self.precision.master or self.tensor.dtype
 
     @property
     def created(self) -> bool:
@@ -144,10 +142,10 @@ class Record:
     def take_weights(self, share: Share) -> None:
         """Write weights that were read for it."""
         fill(local_of(self.tensor).detach(), self.storage, share)
-        if self.master is not None and self.master != self.tensor.dtype:
+        if self.dtype != self.tensor.dtype:
             state = self.states[self.tensor]
             if "master" not in state:
-                copy = fresh_copy(local_of(self.tensor), self.master, self.precision, wait=True)  # the host writes it
+                copy = fresh_copy(local_of(self.tensor), self.dtype, self.precision, wait=True)  # the host writes it
                 state["master"] = self.storage.wrap(copy)
             fill(local_of(state["master"]), self.storage, share)
 
@@ -236,7 +234,6 @@ def records_of(
         group = groups[member.group]
         local = local_of(member.tensor)
         shape = tuple(member.storage.shape)
-        master = precision.master if precision.master not in (None, local.dtype) else None
         every = count = positions = None
         if is_matrix_rule(group["algorithm"]):
             every = len(planned.matrices_of[member.tensor])
@@ -256,8 +253,6 @@ def records_of(
             found, needed = f"{strangers[0]!r} in its state", f"{', '.join(sorted(known))} alone: nobody would read it"
             raise StateError(explain_error(member.name, found, needed, "Remove it from the state"))
         records.append(
-            Record(
-                member.name, member.tensor, member.storage, state, tuple(parts), group, member.spec, master, precision
-            )
+            Record(member.name, member.tensor, member.storage, state, tuple(parts), group, member.spec, precision)
         )
     return records

@@ -201,9 +201,5 @@ def kept_at_owners(
 
 
 def _at_owners(state_layouts: Mapping[str, StateLayout]) -> list[tuple[str, Companion]]:
-    found = [
-        (key, state_layout.companion)
-        for key, state_layout in state_layouts.items()
-        if state_layout.companion is not None
-    ]
-    return [(key, companion) for key, companion in found if companion.at_owner]
+    found = ((key, state_layout.companion) for key, state_layout in state_layouts.items())
+    return [(key, companion) for key, companion in found if companion is not None and companion.at_owner]
