@@ -150,13 +150,9 @@ def _records(host: Recorded, model: nn.Module) -> tuple[list[Record], Extra]:
     # A tied parameter has several names, and an optimizer may step a copy in another precision.
     known = {id(record.tensor) for record in records}
     known |= {id(tensor) for name, tensor in tensors if saved_as(name) in names}
-    for path, module in model.named_modules():
-        kept = module._buffers.keys() - module._non_persistent_buffers_set
-        tensors += [
-            (f"{path}.{key}" if path else key, buffer)
-            for key, buffer in module._buffers.items()
-            if key in kept and buffer is not None
-        ]
+    modules = model.named_modules(remove_duplicate=False)
+    passing = {f"{path}.{key}".lstrip(".") for path, module in modules for key in module._non_persistent_buffers_set}
+    tensors += [entry for entry in model.named_buffers(remove_duplicate=False) if entry[0] not in passing]
     untrained = {}
     for name, tensor in tensors:
         name = saved_as(name)
