@@ -36,8 +36,7 @@ class Part:
     """One tensor in the state of a parameter.
 
     Attributes:
-        key: Its name in a checkpoint.
-        stored: Its name in the optimizer's state.
+        key: Its name.
         layout: Where the numbers of this parameter live, and what they are.
         local: Shape of the local tensor, which may have the numbers of others too.
         dtype: In which it is saved.
@@ -47,7 +46,6 @@ class Part:
     """
 
     key: str
-    stored: str
     layout: StateLayout
     local: tuple[int, ...]
     dtype: torch.dtype
@@ -57,7 +55,7 @@ class Part:
     @staticmethod
     def of(key: str, layout: StateLayout, local: tuple[int, ...], device: torch.device, precision: Precision) -> Part:
         """Return the tensor that the state of a parameter on ``device`` has under a key."""
-        return Part(key, key, layout, local, layout.saved_dtype(precision), layout.device_beside(device, precision))
+        return Part(key, layout, local, layout.saved_dtype(precision), layout.device_beside(device, precision))
 
     def view(self, stored: Tensor) -> Tensor:
         """Return what belongs to this parameter of a contiguous local tensor."""
@@ -129,14 +127,14 @@ class Record:
     @property
     def created(self) -> bool:
         """Whether it has state: a step has been taken."""
-        return any(part.stored in self.state for part in self.parts)
+        return any(part.key in self.state for part in self.parts)
 
     def shares(self) -> Iterator[tuple[str, Share]]:
         """Yield what this rank writes of weights and state, by name."""
         yield f"{MODEL}.{self.name}", _written(self.weights, self.storage)
         for part in self.parts:
-            if part.stored in self.state:
-                local = part.view(local_of(self.state[part.stored]).detach().contiguous())
+            if part.key in self.state:
+                local = part.view(local_of(self.state[part.key]).detach().contiguous())
                 yield f"{STATE}.{self.name}.{part.key}", _written(local, part.layout.storage)
 
     def take_weights(self, share: Share) -> None:
@@ -151,12 +149,12 @@ class Record:
 
     def take_state(self, part: Part, share: Share | None) -> None:
         """Write a part of the state that was read for it; None: as before the first step."""
-        held = self.state.get(part.stored)
+        held = self.state.get(part.key)
         if share is None and held is None:
             return
         if held is None or local_of(held).dtype != part.dtype or tuple(local_of(held).shape) != part.local:
             held = part.layout.fresh(part.local, part.dtype, local_of(self.tensor).device, self.precision)
-            self.states[self.tensor][part.stored] = held
+            self.states[self.tensor][part.key] = held
         local = local_of(held)
         if share is None:
             for box in boxes_of(part.view(local), part.layout.storage.layout, part.layout.storage.shape).values():
@@ -248,7 +246,7 @@ def records_of(
         for (key, state_layout), held in zip(beside_rule(count).items(), beside_rule(every).values(), strict=True):
             part = Part.of(key, state_layout, held.storage.shape, local.device, precision)
             parts.append(replace(part, positions=positions))
-        known = {*(part.stored for part in parts), "master"}
+        known = {*(part.key for part in parts), "master"}
         if strangers := [key for key in state.get(member.tensor, ()) if key not in known]:
             found, needed = f"{strangers[0]!r} in its state", f"{', '.join(sorted(known))} alone: nobody would read it"
             raise StateError(explain_error(member.name, found, needed, "Remove it from the state"))

@@ -128,10 +128,11 @@ def create_state(entry: ParameterStep, precision: Precision) -> None:
     The running norms of `clip` are always created, so that a checkpoint has something to be loaded into.
     """
     local, state = entry.local, entry.state
-    for key, state_layout in (*entry.member.state_layouts.items(), *beside_rule(entry.matrices).items()):
-        if key not in state:
-            shape = state_layout.shape_here(entry.member.storage, local)
-            state[key] = state_layout.fresh(shape, state_layout.kept_dtype(precision), local.device, precision)
+    for state_layouts in (entry.member.state_layouts, beside_rule(entry.matrices)):
+        for key, layout in state_layouts.items():
+            if key not in state:
+                shape = layout.shape_here(entry.member.storage, local)
+                state[key] = layout.fresh(shape, layout.kept_dtype(precision), local.device, precision)
     if precision.master is not None and precision.master != local.dtype and "master" not in state:
         state["master"] = entry.member.storage.wrap(fresh_copy(local, precision.master, precision))
 

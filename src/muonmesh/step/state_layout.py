@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -97,9 +96,9 @@ def beside_rule(matrices: int | None) -> Mapping[str, StateLayout]:
         By key, the running norms of its matrices, 0-d for a single one, or the count of its steps.
     """
     if matrices is None:
-        return MappingProxyType({COUNT: StateLayout("count", Storage(None, ()))})
+        return {COUNT: StateLayout("count", Storage(None, ()))}
     norms = StateLayout("norm", Storage(None, () if matrices == 1 else (matrices,)))
-    return MappingProxyType(dict.fromkeys(RUNNING, norms))
+    return dict.fromkeys(RUNNING, norms)
 
 
 @dataclass(frozen=True)
