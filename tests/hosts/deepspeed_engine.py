@@ -328,7 +328,7 @@ def running(engine: Any) -> dict[str, Tensor]:
     for record in engine.basic_optimizer.checkpoint_records():
         for part in record.parts:
             if part.key in RUNNING:  # of what no step has measured yet they are zero
-                found[f"{record.name}.{part.key}"] = part.view(record.state[part.stored]).clone()
+                found[f"{record.name}.{part.key}"] = part.view(record.state[part.key]).clone()
     return found
 
 
