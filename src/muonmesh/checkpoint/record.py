@@ -53,9 +53,10 @@ class Part:
     positions: slice | None = None
 
     @staticmethod
-    def of(key: str, layout: StateLayout, local: tuple[int, ...], device: torch.device, precision: Precision) -> Part:
-        """Return the tensor that the state of a parameter on ``device`` has under a key."""
-        return Part(key, layout, local, layout.saved_dtype(precision), layout.device_beside(device, precision))
+    def of(key: str, layout: StateLayout, storage: Storage, local: Tensor, precision: Precision) -> Part:
+        """Return the tensor under a key in the state of a parameter that lives in ``storage`` as ``local``."""
+        shape, device = layout.shape_here(storage, local), layout.device_beside(local.device, precision)
+        return Part(key, layout, shape, layout.saved_dtype(precision), device)
 
     def view(self, stored: Tensor) -> Tensor:
         """Return what belongs to this parameter of a contiguous local tensor."""
@@ -239,13 +240,10 @@ def records_of(
             begin = first.setdefault(id(member.tensor), 0)
             first[id(member.tensor)] += count
             positions = None if count == every else slice(begin, begin + count)
-        parts = [
-            Part.of(key, state_layout, state_layout.shape_here(member.storage, local), local.device, precision)
-            for key, state_layout in member.state_layouts.items()
-        ]
-        for (key, state_layout), held in zip(beside_rule(count).items(), beside_rule(every).values(), strict=True):
-            part = Part.of(key, state_layout, held.storage.shape, local.device, precision)
-            parts.append(replace(part, positions=positions))
+        kept, beside = member.state_layouts.items(), beside_rule(count).items()
+        parts = [Part.of(key, layout, member.storage, local, precision) for key, layout in (*kept, *beside)]
+        for number, norms in enumerate(beside_rule(every).values(), len(kept)):
+            parts[number] = replace(parts[number], local=norms.storage.shape, positions=positions)
         known = {*(part.key for part in parts), "master"}
         if strangers := [key for key in state.get(member.tensor, ()) if key not in known]:
             found, needed = f"{strangers[0]!r} in its state", f"{', '.join(sorted(known))} alone: nobody would read it"

@@ -43,7 +43,7 @@ def engine_records(
             for name, storage in zip(call.layouts, call.storages[tensor], strict=True):
                 layouts = dict.fromkeys(keeps, StateLayout("weights", storage, dtype=tensor.dtype))
                 moments = [
-                    Part.of(key, layout, layout.shape_here(storage, tensor), tensor.device, IN_PLACE)
+                    Part.of(key, layout, storage, tensor, IN_PLACE)
                     for key, layout in {**beside_rule(None), **layouts}.items()
                 ]
                 yield Record(saved_as(name), tensor, storage, call.muon.state, tuple(moments), group_of[name])
