@@ -98,7 +98,7 @@ def convert(
             keys = replace(keys, sums=momentum == "sum")
         for name, remembered in _remembered(saved, keys, _names(saved, orders, recipients), lacking):
             found.setdefault(name, remembered)
-    return _state_dict(groups, recipients, found, lacking)
+    return _state_dict(groups, recipients, {**lacking, **found})
 
 
 # ---------------------------------------------------------------- ours
@@ -263,8 +263,7 @@ def _remembered(
 def _state_dict(
     groups: Sequence[Mapping[str, Any]],
     recipients: Mapping[str, Member],
-    found: Mapping[str, ParameterState],
-    lacking: Mapping[str, StateError],
+    found: Mapping[str, ParameterState | StateError],
 ) -> dict[str, Any]:
     state: dict[int, dict[str, Tensor]] = {}
     saved: list[dict[str, Any]] = []
@@ -274,9 +273,9 @@ def _state_dict(
         saved.append({"name": group["name"], "params": list(numbers), "param_names": list(group["param_names"])})
         for number, name in zip(numbers, group["param_names"], strict=True):
             recipient, remembered = recipients[name], found.get(name)
+            if isinstance(remembered, StateError):
+                raise remembered
             if remembered is None:
-                if name in lacking:
-                    raise lacking[name]
                 needed, write = "its state", "Hand over all optimizers of the model, and the files of all ranks"
                 raise StateError(explain_error(name, "no parameter of that name in the source", needed, write))
             if remembered.algorithm != algorithm:

@@ -114,7 +114,7 @@ def fit(
             wrong += _entry(f"{MODEL}.{record.name}", there[record.name], record.storage.shape, record.dtype)
             found.weights.append(record)
             if record.group:
-                wrong += _state(found, record, saved["parameters"].get(record.name), saved, states, strict=strict)
+                wrong += _state(found, record, saved, states, strict=strict)
     other = ", or write load(..., strict=False), which leaves alone what only one of them has" if strict else ""
     refuse(str(path), wrong, other)
     sources = [(f"{MODEL}.{one.name}", one.storage, local_of(one.tensor).device) for one in found.weights]
@@ -185,16 +185,10 @@ def _entry(name: str, entry: Any, shape: Sequence[int], dtype: torch.dtype) -> l
 
 
 def _state(
-    found: Fit,
-    record: Record,
-    entry: Mapping[str, Any] | None,
-    saved: Mapping[str, Any],
-    states: Mapping[str, Mapping[str, Any]],
-    *,
-    strict: bool,
+    found: Fit, record: Record, saved: Mapping[str, Any], states: Mapping[str, Mapping[str, Any]], *, strict: bool
 ) -> list[str]:
     """Note what is read into the state of a parameter, and say what is wrong with it."""
-    held = states.get(record.name, {})
+    held, entry = states.get(record.name, {}), saved["parameters"].get(record.name)
     if entry is None or entry["fresh"]:
         found.state += [(record, part, None) for part in record.parts]
         return [f"no state of {record.name}, which nobody trained"] if entry is None and strict else []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, MutableMapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
@@ -216,21 +216,17 @@ class Recorded(Protocol):
         """
 
 
-def records_of(
-    planned: Planned,
-    groups: Sequence[dict[str, Any]],
-    state: MutableMapping[Tensor, dict[str, Any]],
-    precision: Precision,
-) -> list[Record]:
-    """Return the parameters of a plan.
+def records_of(planned: Planned, optimizer: torch.optim.Optimizer, precision: Precision) -> list[Record]:
+    """Return the parameters of a plan, with what the optimizer that it was made for keeps of them.
 
     Raises:
         StateError: something is in their state that nobody reads.
     """
+    state = optimizer.state
     first: dict[int, int] = {}  # for each tensor how many matrices its parameters before this one have
     records = []
     for member in planned.members:
-        group = groups[member.group]
+        group = optimizer.param_groups[member.group]
         local = local_of(member.tensor)
         shape = tuple(member.storage.shape)
         every = count = positions = None

@@ -157,7 +157,7 @@ def restore_state(
         StateError: before anything is loaded, if the state does not fit.
     """
     given: dict[str, Any] = {}
-    before = [dict(group) for group in optimizer.param_groups]
+    before, masters = [dict(group) for group in optimizer.param_groups], precision.master is not None
     members = {} if planned is None else {member.tensor: member for member in planned.members}
 
     def layouts(parameter: Tensor) -> dict[str, StateLayout]:
@@ -174,7 +174,7 @@ def restore_state(
         given.update(seen)
         _check_groups(before, seen)
         for group, name, parameter, entry in _entries(before, seen):
-            _check_entry(name, members[parameter], layouts(parameter), group["algorithm"], entry, precision)
+            _check_entry(name, parameter, layouts(parameter), group["algorithm"], entry, masters)
         return {**seen, "state": {key: {} for key in seen["state"]}}  # which torch would cast, on the device
 
     def mend(_: torch.optim.Optimizer) -> None:
@@ -257,12 +257,7 @@ def _check_groups(groups: list[dict[str, Any]], state_dict: Mapping[str, Any]) -
 
 
 def _check_entry(
-    name: str,
-    member: Member,
-    known: Mapping[str, StateLayout],
-    algorithm: str,
-    entry: Mapping[str, Any],
-    precision: Precision,
+    name: str, tensor: Tensor, known: Mapping[str, StateLayout], algorithm: str, entry: Mapping[str, Any], masters: bool
 ) -> None:
     """Make sure that saved state is that of a parameter."""
     missing = [key for key in known if key not in entry and key not in (*RUNNING, "master")]
@@ -285,12 +280,12 @@ def _check_entry(
         if key not in (COUNT, *RUNNING):
             # Who owns what is known with the ranks, so what owners keep is looked at in the first step.
             companion = known[key].companion
-            found, needed = _told(value), _needed(known[key].storage, member.tensor)
+            found, needed = _told(value), _needed(known[key].storage, tensor)
             if found != needed and not (companion is not None and companion.at_owner):
                 needed = f"{needed}, as this optimizer stores it"
                 raise StateError(explain_error(name, f"{key} {found}", needed, _RESHARD))
         check_values(name, str(key), local_of(value.detach()))
-    if "master" in entry and precision.master is None:
+    if "master" in entry and not masters:
         found, needed = "a master in its state", "an optimizer that keeps masters"
         write = "Write Muon(..., master_dtype=torch.float32), or remove it from the state"
         raise StateError(explain_error(name, found, needed, write))
