@@ -16,15 +16,9 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
 from muonmesh.checkpoint.state import SavedGroup, refuse_torn, restore_state, saved_state
-from muonmesh.clip import (
-    ClipPolicy,
-    GradNorms,
-    Limits,
-    PlanAgain,
-    clip_gradients,
-    keep_running_norms,
-    stand_aside_from_sums,
-)
+from muonmesh.clip.clipping import PlanAgain, clip_gradients, stand_aside_from_sums
+from muonmesh.clip.limits import ClipPolicy, GradNorms, Limits
+from muonmesh.clip.running import keep_running_norms
 from muonmesh.comm.exchange import Exchange
 from muonmesh.comm.gradients import PARAMETER_GRAD, GradientSource, check_source
 from muonmesh.comm.meeting import note_failure, withdraw_failure

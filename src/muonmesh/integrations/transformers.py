@@ -17,7 +17,7 @@ from transformers.training_args import OptimizerNames
 from transformers.utils import logging
 
 from muonmesh.build import from_model
-from muonmesh.clip import ClipPolicy, Limits
+from muonmesh.clip.limits import ClipPolicy, Limits
 from muonmesh.comm.wrappers import layers_of, living
 from muonmesh.errors import about, explain_error
 from muonmesh.integrations.accelerate import for_deepspeed, tell_of_skipped_steps

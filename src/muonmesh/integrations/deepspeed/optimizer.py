@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from muonmesh.checkpoint.group_settings import OWN_KEYS
 from muonmesh.checkpoint.of_muon import OfMuon
 from muonmesh.checkpoint.record import Record
-from muonmesh.clip import GradNorms, Limits
+from muonmesh.clip.limits import GradNorms, Limits
 from muonmesh.errors import LayoutError, StateError, explain_error
 from muonmesh.integrations.deepspeed.calls import Call, Calls
 from muonmesh.integrations.deepspeed.checkpoint import engine_records, expert_names, publish
