@@ -365,7 +365,7 @@ class Muon(torch.optim.Optimizer):
         error = None if found_inf is None else runtime.source.scaled_error(scale)
         while True:
             planned, exchange = runtime.connected or connect(groups, runtime)
-            collected = collect(planned, groups, self.state, runtime.source, scale, runtime.precision)
+            collected = collect(planned, self, runtime, scale)
             idle = runtime.idle.error(collected.missing, some=collected.some) if collected.missing else None
             # Replicas stay alike once they are: only a new plan, or state that was loaded, may have made them differ.
             look = runtime.loaded or runtime.compared is not planned

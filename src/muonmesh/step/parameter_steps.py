@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor
+from torch.optim import Optimizer
 
-from muonmesh.comm.gradients import GradientSource, gradient_of, partial_axes, unscaled
+from muonmesh.comm.gradients import gradient_of, partial_axes, unscaled
 from muonmesh.comm.storage import local_of
 from muonmesh.errors import LayoutError, StateError, about, explain_error
 from muonmesh.step.members import Member
 from muonmesh.step.offload import fresh_copy
 from muonmesh.step.planning import Planned
 from muonmesh.step.precision import Precision
+from muonmesh.step.runtime import Runtime
 from muonmesh.step.state_layout import beside_rule
 
 
@@ -63,28 +64,19 @@ class Collected(NamedTuple):
     some: bool
 
 
-def collect(
-    planned: Planned,
-    groups: Sequence[Mapping[str, Any]],
-    state: Mapping[Tensor, dict[str, Any]],
-    source: GradientSource,
-    loss_scale: Tensor | None,
-    precision: Precision,
-) -> Collected:
+def collect(planned: Planned, optimizer: Optimizer, runtime: Runtime, loss_scale: Tensor | None) -> Collected:
     """Read every gradient and check the state beside it.
 
     Args:
         planned: The plan whose parameters are read.
-        groups: The param groups.
-        state: The optimizer's state.
-        source: Where the gradients are.
+        optimizer: Has the param groups and the state.
+        runtime: Of the optimizer.
         loss_scale: The factor of a GradScaler, taken out of the gradients in fp32.
-        precision: Where state is kept.
     """
     error: Exception | None = None
     entries: dict[int, ParameterStep] = {}
     missing: dict[str, Tensor] = {}
-    matrices_of = planned.matrices_of
+    matrices_of, state = planned.matrices_of, optimizer.state
 
     def entry_of(member: Member, *, muon: bool = False) -> ParameterStep:
         nonlocal error
@@ -92,7 +84,7 @@ def collect(
             return known
         tensor, gradient = member.tensor, None
         try:
-            gradient = gradient_of(member.name, tensor, source)
+            gradient = gradient_of(member.name, tensor, runtime.source)
         except (LayoutError, TypeError) as found:
             error = error or found
         if gradient is None:
@@ -104,7 +96,7 @@ def collect(
         matrices = len(matrices_of.get(tensor, ())) if muon else None
         entry = entries[id(member)] = ParameterStep(member, local_of(tensor), state[tensor], gradient, matrices)
         try:
-            check_state(entry, precision, muon=muon)
+            check_state(entry, runtime.precision, muon=muon)
         except (LayoutError, StateError) as found:
             error = error or found
         return entry
@@ -114,7 +106,7 @@ def collect(
     adamw = []
     for members in filter(None, planned.adamw):
         tensors = {id(member.tensor): member for member in members}  # a flat tensor is stepped once
-        if len(tensors) < len(members) and groups[members[0].group]["stochastic_rounding"] is not None:
+        if len(tensors) < len(members) and optimizer.param_groups[members[0].group]["stochastic_rounding"] is not None:
             found, needed = "stochastic_rounding in a flat buffer of several", "a tensor for each parameter"
             error = error or LayoutError(explain_error(members[0].name, found, needed, "Write fully_shard(model)"))
         adamw.append([entry_of(member) for member in tensors.values()])
