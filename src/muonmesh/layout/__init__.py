@@ -3,21 +3,31 @@
 Region → Layout → Matrix → Plan; nothing flows back. See ``docs/internals/architecture.md``.
 """
 
-from muonmesh.layout.cost import cost as cost
-from muonmesh.layout.flat import (
-    FlatParameter as FlatParameter,
-    FlatShards as FlatShards,
-    Interval as Interval,
-    Layout as Layout,
-)
-from muonmesh.layout.layout import (
-    MeshLayout as MeshLayout,
-    Placement as Placement,
-    Replicate as Replicate,
-    Shard as Shard,
-    StridedShard as StridedShard,
-)
-from muonmesh.layout.matrix import Matrix as Matrix, MatrixSpec as MatrixSpec, split_matrices as split_matrices
-from muonmesh.layout.parameter import Elementwise as Elementwise, Parameter as Parameter
-from muonmesh.layout.plan import Plan as Plan, make_plan as make_plan
-from muonmesh.layout.region import Piece as Piece
+from muonmesh.layout.cost import cost
+from muonmesh.layout.flat import FlatParameter, FlatShards, Interval, Layout
+from muonmesh.layout.layout import MeshLayout, Placement, Replicate, Shard, StridedShard
+from muonmesh.layout.matrix import Matrix, MatrixSpec, split_matrices
+from muonmesh.layout.parameter import Elementwise, Parameter
+from muonmesh.layout.plan import Plan, make_plan
+from muonmesh.layout.region import Piece
+
+__all__ = [
+    "Elementwise",
+    "FlatParameter",
+    "FlatShards",
+    "Interval",
+    "Layout",
+    "Matrix",
+    "MatrixSpec",
+    "MeshLayout",
+    "Parameter",
+    "Piece",
+    "Placement",
+    "Plan",
+    "Replicate",
+    "Shard",
+    "StridedShard",
+    "cost",
+    "make_plan",
+    "split_matrices",
+]
