@@ -16,15 +16,9 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
 from muonmesh.checkpoint.state import SavedGroup, refuse_torn, restore_state, saved_state
-from muonmesh.clip import (
-    ClipPolicy,
-    GradNorms,
-    Limits,
-    PlanAgain,
-    clip_gradients,
-    keep_running_norms,
-    stand_aside_from_sums,
-)
+from muonmesh.clip.clipping import PlanAgain, clip_gradients, stand_aside_from_sums
+from muonmesh.clip.limits import ClipPolicy, GradNorms, Limits
+from muonmesh.clip.running import keep_running_norms
 from muonmesh.comm.exchange import Exchange
 from muonmesh.comm.gradients import PARAMETER_GRAD, GradientSource, check_source
 from muonmesh.comm.meeting import note_failure, withdraw_failure
@@ -330,7 +324,7 @@ class Muon(torch.optim.Optimizer):
         ready = ReadyParameters(planned, collected.muon, settings.rules, flags, precision, offload)
         elementwise = []
         for some in collected.adamw:
-            rule = settings.rules[some[0].group]
+            rule = settings.rules[some[0].member.group]
             elementwise.append(partial(step_elementwise, rule, some, precision, flags, squares, offload))
         spectra = squares if squares is not None and squares.spectrum else None
         work = MuonStep(ready, portions(ready, squares), elementwise, spectra)
@@ -371,7 +365,7 @@ class Muon(torch.optim.Optimizer):
         error = None if found_inf is None else runtime.source.scaled_error(scale)
         while True:
             planned, exchange = runtime.connected or connect(groups, runtime)
-            collected = collect(planned, groups, self.state, runtime.source, scale, runtime.precision)
+            collected = collect(planned, self, runtime, scale)
             idle = runtime.idle.error(collected.missing, some=collected.some) if collected.missing else None
             # Replicas stay alike once they are: only a new plan, or state that was loaded, may have made them differ.
             look = runtime.loaded or runtime.compared is not planned

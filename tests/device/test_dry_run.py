@@ -17,7 +17,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 import muonmesh as mm
 from muonmesh.checkpoint.state import _restored
-from muonmesh.step.parameter_steps import RUNNING
+from muonmesh.step.state_layout import RUNNING
 from muonmesh.testing import DryRun, HostSync, Rates, dry_run
 from tests.figures import CASES, GPT2, LLAMA, STEPS, Model, bag, ours, row, table
 from tests.samples import one_in

@@ -42,9 +42,9 @@ def read_elsewhere(shape: Shape) -> tuple[int, list[str]]:
     optimizer.step()
     muon = optimizer.optimizer
     kept = muon._runtime
-    collected = collect(kept.planned, muon.param_groups, muon.state, kept.source, None, kept.precision)
+    collected = collect(kept.planned, muon, kept, None)
     entries = [entry for some in (collected.muon, *collected.adamw) for entry in some if entry]
-    found = {entry.name: local_of(entry.gradient) for entry in entries if entry.gradient is not None}
+    found = {entry.member.name: local_of(entry.gradient) for entry in entries if entry.gradient is not None}
     read = {name: gradient for name, gradient in found.items() if gradient.numel()}
     buffers = {buffer.grad_data.untyped_storage().data_ptr() for chunk in chunks for buffer in chunk.buffers}
     return len(read), [n for n, gradient in read.items() if gradient.untyped_storage().data_ptr() not in buffers]

@@ -32,7 +32,7 @@ from muonmesh.comm.storage import local_of
 from muonmesh.numerics import rules
 from muonmesh.numerics.rules import register_rule
 from muonmesh.step.connection import placed_members
-from muonmesh.step.parameter_steps import RUNNING
+from muonmesh.step.state_layout import RUNNING
 from muonmesh.testing import prove_rule
 from tests import layouts, problem
 from tests import soap as theirs

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import muonmesh as mm
-from muonmesh.clip import GradNorms
+from muonmesh.clip.limits import GradNorms
 from muonmesh.comm.gradients import ParameterGrad
 from muonmesh.numerics.coefficients import COEFFICIENT_SETS, coefficient_schedule
 from muonmesh.settings import FIRST

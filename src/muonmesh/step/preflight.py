@@ -101,7 +101,7 @@ def preflight(
             if entry is None or type(entry.gradient) is Tensor:
                 continue
             if any(axes := partial_axes(entry.gradient)):
-                entry.gradient = reduced(entry.tensor, entry.gradient, axes).contiguous()
+                entry.gradient = reduced(entry.member.tensor, entry.gradient, axes).contiguous()
         nonzero = _nonzero_on_device(plan, planned.gradient_holdings, muon, device)
     else:
         # A partial gradient is not summed yet: its matrix counts as not zero if any rank has a summand that is not.
@@ -141,7 +141,7 @@ def preflight(
     for number, first, count in flag_vector.axes:  # of which some rank may have a partial gradient
         entry, axes = entries[number], tuple(max(0, op - 1) for op in told["placed"][first : first + count])
         if entry is not None and any(axes):
-            entry.gradient = reduced(entry.tensor, entry.gradient, axes).contiguous()
+            entry.gradient = reduced(entry.member.tensor, entry.gradient, axes).contiguous()
     seen = told["present"]
     present = [any(seen[first : first + count]) for first, count in flag_vector.presence[: len(muon)]]
     only_creates_state = at_rest and not any(told["moves"]) and not any(nonzeros)

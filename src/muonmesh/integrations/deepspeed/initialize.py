@@ -18,10 +18,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 
-from muonmesh.clip import Limits
+from muonmesh.build import from_model
+from muonmesh.clip.limits import Limits
 from muonmesh.errors import LayoutError, explain_error
 from muonmesh.groups import split_params
 from muonmesh.groups.fused_projections import global_shape
+from muonmesh.integrations.arguments import check_settings
 from muonmesh.integrations.deepspeed.calls import Call
 from muonmesh.integrations.deepspeed.clipping import limits_of
 from muonmesh.integrations.deepspeed.config import prepare_config, read_config, take_scheduler
@@ -33,13 +35,12 @@ from muonmesh.layout import FlatParameter, FlatShards
 from muonmesh.names import canonical_name
 from muonmesh.numerics.rules import is_matrix_rule
 from muonmesh.optimizer import Muon
-from muonmesh.settings import GROUP_SETTINGS, OPTIMIZER_SETTINGS, TORCHS_NAMES
+from muonmesh.settings import OPTIMIZER_SETTINGS
 
 _SPLIT = frozenset(inspect.signature(split_params).parameters) - {"model"}
 _ENGINES = {"process_group", "layouts", "shard_state", "master_dtype", "state_dtype", "state_device", "gradients"}
 _ENGINES |= {"stochastic_rounding"}  # its masters are fp32
 _SHARED = OPTIMIZER_SETTINGS.keys() - _ENGINES
-_OURS = {"lr", *GROUP_SETTINGS, *_SHARED, *TORCHS_NAMES}
 
 
 def initialize(
@@ -138,11 +139,7 @@ def _checked(settings: dict[str, Any], model: nn.Module) -> dict[str, Any]:
         if key in _ENGINES:
             needed = "none: the engine decides where parameters, gradients, masters and momentum live"
             raise ValueError(explain_error("optimizer", f"{key}=", needed, f"Remove {key}"))
-        if key not in _OURS | _SPLIT:
-            known = ", ".join(sorted(_OURS | _SPLIT))
-            raise TypeError(
-                explain_error("optimizer", f"the setting {key!r}", f"one of {known}", "Rename or remove it")
-            )
+    check_settings("optimizer", settings, from_model, decided=("model", "rule", *_ENGINES))
     if isinstance(model, deepspeed.PipelineModule):
         found, needed = "a PipelineModule", "a plain module: a pipeline's tied parameters would be stepped apart"
         raise ValueError(explain_error("model", found, needed, "Use ZeRO, tensor or expert parallelism instead"))

@@ -15,7 +15,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate
 
-from muonmesh.clip import ClipPolicy, Limits
+from muonmesh.clip.limits import ClipPolicy, Limits
 from muonmesh.comm.storage import Declared
 from muonmesh.comm.telling import tell_all
 from muonmesh.errors import LayoutError, explain_error

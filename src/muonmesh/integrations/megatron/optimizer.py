@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from muonmesh.checkpoint.of_muon import OfMuon
 from muonmesh.checkpoint.record import Record
-from muonmesh.clip import Limits
+from muonmesh.clip.limits import Limits
 from muonmesh.comm.storage import device_without_parameters, local_of
 from muonmesh.comm.telling import agreed
 from muonmesh.errors import LayoutError, PlanError, StateError, about, explain_error
