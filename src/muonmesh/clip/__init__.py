@@ -8,9 +8,10 @@ norms with the `limits`, scales the gradients by what follows, and returns the n
 from muonmesh.clip.clipping import PlanAgain, clip_gradients, stand_aside_from_sums
 from muonmesh.clip.limits import ClipPolicy, GradNorms, Limits, scale_groups
 from muonmesh.clip.running import keep_running_norms
-from muonmesh.clip.squares import MATRICES, half_of
+from muonmesh.clip.squares import ERRORS, MATRICES, half_of, matrices_from
 
 __all__ = [
+    "ERRORS",
     "MATRICES",
     "ClipPolicy",
     "GradNorms",
@@ -19,6 +20,7 @@ __all__ = [
     "clip_gradients",
     "half_of",
     "keep_running_norms",
+    "matrices_from",
     "scale_groups",
     "stand_aside_from_sums",
 ]
