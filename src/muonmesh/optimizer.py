@@ -237,7 +237,7 @@ class Muon(torch.optim.Optimizer):
         group["params"] = pairs
         group["algorithm"] = algorithm_of(group)
         group.setdefault("name", f"group{len(self.param_groups)}")
-        if any(other["name"] == group["name"] for other in self.param_groups):
+        if any(other.get("name") == group["name"] for other in self.param_groups):
             found = f"{group['name']!r} twice"
             raise ValueError(explain_error("group name", found, "unique names", "Rename one of the groups"))
         seen = [entry[1] if isinstance(entry, tuple) else entry for entry in pairs]
@@ -505,7 +505,8 @@ class Muon(torch.optim.Optimizer):
         self.finish()
         runtime = self._runtime
         # Hosts load an empty state before they replace the parameters.
-        planned = plan(self.param_groups, runtime) if state_dict.get("state") else None
+        filled = isinstance(state_dict, Mapping) and state_dict.get("state")
+        planned = plan(self.param_groups, runtime) if filled else None
         restore_state(self, state_dict, runtime.precision, planned, super().load_state_dict)
         runtime.interrupted, runtime.loaded = None, planned is not None and bool(planned.members)
 
