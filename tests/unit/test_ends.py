@@ -138,6 +138,23 @@ def test_the_head_of_a_convolutional_net_with_as_many_classes_as_colours() -> No
     assert heads(nn.Sequential(*layers)) == {"3.weight"}
 
 
+def test_an_embedding_named_as_output_stands_for_the_layer_of_its_size() -> None:
+    """FSMT's `get_output_embeddings` is an embedding, whose weight the last layer shares or, untied, does not."""
+    sizes = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
+    sizes |= {"src_vocab_size": 40, "tgt_vocab_size": 50, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    found = placed(split_params(small("FSMTForConditionalGeneration", **sizes, tie_word_embeddings=False)))
+    assert found["model.decoder.output_projection.weight"][0] == "adamw.head"
+    assert found["model.decoder.layers.0.fc2.weight"][0] == "muon"
+
+
+def test_the_last_layer_of_each_head_in_a_list() -> None:
+    """RT-DETR has a head for boxes after each layer of its decoder."""
+    found = placed(split_params(small("RTDetrForObjectDetection", decoder_layers=2)))
+    for number in range(2):
+        halves = [found[f"model.decoder.bbox_embed.{number}.layers.{layer}.weight"][0] for layer in range(3)]
+        assert halves == ["muon", "muon", "adamw.head"]
+
+
 def test_a_squeezed_channel_is_no_input() -> None:
     squeeze = nn.ModuleDict({"conv_reduce": nn.Conv2d(16, 4, 1), "conv_expand": nn.Conv2d(4, 16, 1)})
     parts = {"stem": nn.Conv2d(3, 16, 3), "se": squeeze, "mix": nn.Conv2d(16, 16, 3), "head": nn.Linear(16, 5)}
