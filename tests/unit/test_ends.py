@@ -269,6 +269,27 @@ def test_what_is_only_suspected_warns_with_the_line_to_paste() -> None:
     assert found["blocks.1.qkv.weight"] == ("muon", ("rows", 8, 8, 8))
 
 
+class Cascade(nn.Module):
+    """EfficientViT's attention holds one q, k, v convolution for each head, in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkvs = nn.ModuleList(nn.Sequential(nn.Conv2d(8, 24, 1), nn.BatchNorm2d(24)) for _ in range(2))
+        self.proj = nn.Conv2d(8, 8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.qkvs:
+            q, k, v = layer(x).split([8, 8, 8], dim=1)
+            x = q * k + v
+        out: torch.Tensor = self.proj(x)
+        return out
+
+
+def test_a_fused_weight_in_a_list_is_suspected_by_the_name_of_the_list() -> None:
+    with pytest.warns(UserWarning, match=r"by a guess: .*qkvs\.\*"):
+        split_params(nn.ModuleList([Cascade()]))
+
+
 def test_query_and_gate_of_qwen3_next() -> None:
     settings = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
     settings |= {
