@@ -231,7 +231,7 @@ class Muon(torch.optim.Optimizer):
         group["params"] = pairs
         group["algorithm"] = algorithm_of(group)
         group.setdefault("name", f"group{len(self.param_groups)}")
-        if any(other["name"] == group["name"] for other in self.param_groups):
+        if any(other.get("name") == group["name"] for other in self.param_groups):
             found = f"{group['name']!r} twice"
             raise ValueError(explain_error("group name", found, "unique names", "Rename one of the groups"))
         seen = [entry[1] if isinstance(entry, tuple) else entry for entry in pairs]
@@ -295,21 +295,22 @@ class Muon(torch.optim.Optimizer):
 
     @plain_modes()
     def _take_step(self, scaler: torch.amp.grad_scaler.GradScaler | None) -> None:
-        runtime, groups = self._runtime, self.param_groups
+        runtime = self._runtime
         if runtime.connected is None:
             refuse_engine(caller((__name__, "torch", "contextlib"))[1])
-        runtime.refuse_if_interrupted()
         clip, runtime.clip = runtime.clip, Clip()
-        while runtime.late:  # what the device has found out since the last step, for which the host did not wait
-            runtime.late.pop(0).hear()
-        settings = check_groups(groups)
-        for group, rule in zip(groups, settings.rules, strict=True):
-            if rule is not None and rule.counts_steps and not settings.at_rest:
-                group["steps_taken"] = rule.steps_taken + 1
-        agreed = self._agree(settings, clip)
+        try:
+            settings = self._begin()
+            agreed = self._agree(settings, clip)
+        except Exception:
+            if runtime.everywhere is not None:
+                runtime.everywhere(True)
+            raise
         if agreed is None:
             return
         planned, exchange, collected, flags = agreed
+        if runtime.everywhere is not None and (found := runtime.everywhere(False)) is not None:
+            clip, flags.skip = found, flags.skip or bool(found.skip)
         if (found_inf := getattr(self, "found_inf", None)) is not None:
             self._tell_scaler(scaler, flags, found_inf)
         runtime.idle.count(collected.missing, some=collected.some)
@@ -346,6 +347,18 @@ class Muon(torch.optim.Optimizer):
         """
         if self._runtime.brought_back is not None:
             self._runtime.brought_back.synchronize()
+
+    def _begin(self) -> SettingsFound:
+        """Hear what the device has found out since the last step, and read the settings for this one."""
+        runtime, groups = self._runtime, self.param_groups
+        runtime.refuse_if_interrupted()
+        while runtime.late:  # for which the host did not wait
+            runtime.late.pop(0).hear()
+        settings = check_groups(groups)
+        for group, rule in zip(groups, settings.rules, strict=True):
+            if rule is not None and rule.counts_steps and not settings.at_rest:
+                group["steps_taken"] = rule.steps_taken + 1
+        return settings
 
     def _agree(self, settings: SettingsFound, clip: Clip) -> tuple[Planned, Exchange, Collected, Flags] | None:
         """Plan if need be, read the gradients, and agree with all ranks before anything is written.
@@ -486,7 +499,8 @@ class Muon(torch.optim.Optimizer):
         self.finish()
         runtime = self._runtime
         # Hosts load an empty state before they replace the parameters.
-        planned = plan(self.param_groups, runtime) if state_dict.get("state") else None
+        filled = isinstance(state_dict, Mapping) and state_dict.get("state")
+        planned = plan(self.param_groups, runtime) if filled else None
         restore_state(self, state_dict, runtime.precision, planned, super().load_state_dict)
         runtime.interrupted, runtime.loaded = None, planned is not None and bool(planned.members)
 

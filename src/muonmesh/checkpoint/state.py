@@ -223,7 +223,16 @@ _AS_SAVED = "Build the groups as when the state was saved"
 
 
 def _check_groups(groups: list[dict[str, Any]], state_dict: Mapping[str, Any]) -> None:
-    saved_groups = state_dict["param_groups"]
+    saved_groups = state_dict.get("param_groups") if isinstance(state_dict, Mapping) else None
+    listed = isinstance(saved_groups, list | tuple) and all(
+        isinstance(g, Mapping) and "params" in g for g in saved_groups
+    )
+    if saved_groups is None or not listed or not isinstance(state_dict.get("state"), Mapping):
+        found = (
+            f"the keys {list(state_dict)[:8]}" if isinstance(state_dict, Mapping) else f"a {type(state_dict).__name__}"
+        )
+        needed = 'the "state" and "param_groups" of state_dict()'
+        raise StateError(explain_error("load_state_dict", found, needed, 'Write load_state_dict(saved["optimizer"])'))
     if [len(group["params"]) for group in groups] != [len(group["params"]) for group in saved_groups]:
         found, needed = (
             f"{len(some)} groups of {[len(g['params']) for g in some]} parameters" for some in (saved_groups, groups)

@@ -29,7 +29,7 @@ from muonmesh.names import canonical_name
 from muonmesh.numerics.dtypes import HELD_DTYPES, NEEDED_HELD
 from muonmesh.numerics.kernels import KernelName, auto_takes
 from muonmesh.numerics.rules import Rule, is_matrix_rule, rule_of
-from muonmesh.settings import SettingsFound, check_group, check_structure
+from muonmesh.settings import SettingsFound, check_group, check_groups, check_structure
 from muonmesh.step.members import (
     Member,
     group_for,
@@ -55,9 +55,11 @@ def plan(groups: Groups, runtime: Runtime) -> Planned:
     Raises:
         LayoutError, ValueError, TypeError: no plan can be made.
     """
+    for group in groups:
+        check_structure(f"group {group.get('name')!r}", group)
     planned, _, error = _read(groups, runtime)
-    if error is not None:
-        raise error
+    if error is not None:  # what lacks a setting says so by its key alone
+        raise check_groups(groups).error or error
     assert planned is not None
     return planned
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -73,6 +73,9 @@ class Runtime:
         source: Where gradients, names and sharing groups come from.
         machine: How many ranks each machine has, as all ranks say; 0: all are in one, or it is not known.
         asked: What was asked to multiply; `precision` says what all ranks take.
+        everywhere: What a step calls once its ranks have agreed and before any writes, where other pipeline stages step
+            too; the host waits then. It is told whether these ranks raise. If not, it clips by a norm of all stages (or
+            returns None), and raises if ranks elsewhere do.
     """
 
     precision: Precision
@@ -101,6 +104,7 @@ class Runtime:
     source: GradientSource = PARAMETER_GRAD
     found_group: dist.ProcessGroup | None = None
     machine: int = field(default_factory=ranks_of_a_machine)
+    everywhere: Callable[[bool], Clip | None] | None = None
     asked: KernelName = field(init=False)
 
     def __post_init__(self) -> None:
@@ -134,7 +138,8 @@ class Runtime:
 
     def host_waits(self, planned: Planned) -> bool:
         """Whether the host waits for what the ranks say to each other: on a CPU, where there is nothing else to do."""
-        return planned.device.type == "cpu" if self.waits is None else self.waits
+        known = True if self.everywhere is not None else self.waits
+        return planned.device.type == "cpu" if known is None else known
 
     def offload_of(self, planned: Planned) -> Offload | None:
         """Return what brings the state of this step to the device and back; None where it is there."""
