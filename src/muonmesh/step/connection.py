@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from muonmesh.comm.storage import mesh_groups, refuse_flattened, this_rank, worl
 from muonmesh.comm.telling import tell_all
 from muonmesh.comm.wrappers import group_that_averages
 from muonmesh.errors import LayoutError, about, explain_error, warn
-from muonmesh.layout import make_plan, split_matrices
+from muonmesh.layout import Budget, Parameter, Plan, make_plan, split_matrices
 from muonmesh.names import canonical_name
 from muonmesh.numerics.dtypes import HELD_DTYPES, NEEDED_HELD
 from muonmesh.numerics.kernels import KernelName, auto_takes
@@ -40,7 +39,7 @@ from muonmesh.step.members import (
     sets_without_tensor,
     unknown_matrix,
 )
-from muonmesh.step.planning import Connected, Planned, Planner, bucket_elements, plan_members, widened
+from muonmesh.step.planning import Connected, Planned, Planner, plan_members, widened
 from muonmesh.step.replicas import claims_of
 from muonmesh.step.runtime import Runtime
 from muonmesh.step.untrained import rounding_of
@@ -110,9 +109,10 @@ def connect(groups: Groups, runtime: Runtime) -> Connected:
         companion_dtype=runtime.precision.carried,
         device=planned.device,
         blocks=planned.blocks.count if runtime.precision.int8 else 0,
+        at_once=planned.at_once,
     )
     runtime.connected, runtime.keepers = Connected(planned, planned.exchange), planned.plan.keepers
-    runtime.source.bind(planned.replicated, group_for(runtime.holders), int(runtime.bucket_cap_mb * 2**20))
+    runtime.source.bind(planned.replicated, group_for(runtime.holders), planned.plan.budget.gradient_bytes)
     runtime.source.complete(planned.exchange.wire.steps)
     if not runtime.warned:
         runtime.warned = True
@@ -272,8 +272,12 @@ def _read(
 
 
 def _planner(runtime: Runtime) -> Planner:
-    elements = bucket_elements(runtime.bucket_cap_mb, runtime.precision)
-    return partial(make_plan, bucket_elements=elements, known=runtime.keepers, machine=runtime.machine)
+    def planner(parameters: Sequence[Parameter], *, host: bool, **others: Any) -> Plan:
+        itemsize = runtime.precision.compute.itemsize
+        budget = Budget.of(parameters, runtime.memory_budget_mb, itemsize=itemsize, host=host)
+        return make_plan(parameters, known=runtime.keepers, machine=runtime.machine, budget=budget, **others)
+
+    return planner
 
 
 def _group_found(groups: Groups, runtime: Runtime) -> dist.ProcessGroup | None:
