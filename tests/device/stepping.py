@@ -113,7 +113,7 @@ def steps(case: Case, device: str, found: SimulatedDevice | None = None) -> tupl
         "compute_dtype": torch.float32,
         "kernels": "torch",
         "ns_steps": 2,
-        "bucket_cap_mb": 0.001,
+        "memory_budget_mb": 0.016,
         **case.settings,
     }
     if case.layout == "sharded":

@@ -295,7 +295,7 @@ def test_state_on_the_host_is_on_the_device_for_a_bucket(layout: str) -> None:
         with torch.device("meta"):
             matrices = nn.ModuleList(nn.Linear(1024, 1024, bias=False) for _ in range(count))
             model = nn.ModuleDict({"matrices": matrices, "embedding": nn.Embedding(256, 64)}).bfloat16()
-        masters = {"master_dtype": torch.float32, "bucket_cap_mb": 2.0}  # one matrix for each owner
+        masters = {"master_dtype": torch.float32, "memory_budget_mb": 16.0}  # one matrix for each owner
         return dry_run(model, lambda model: mm.from_model(model, **masters, **settings), **LAYOUTS[layout])
 
     away, stays = run(state_device="cpu"), run()
