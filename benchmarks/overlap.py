@@ -217,7 +217,10 @@ def bound(rank: Rank, rounds: int) -> Found:
 def gradients(options: argparse.Namespace) -> Found:
     """Backward and step of three optimizers in turns, in milliseconds."""
     tokens = torch.randint(0, options.vocabulary, (64,), generator=torch.Generator().manual_seed(dist.get_rank()))
-    shared: dict[str, Any] = {"memory_budget_mb": 16 * options.bucket_mb, "compute_dtype": getattr(torch, options.dtype)}
+    shared: dict[str, Any] = {
+        "memory_budget_mb": 16 * options.bucket_mb,
+        "compute_dtype": getattr(torch, options.dtype),
+    }
     makes: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
         "adamw": lambda net: torch.optim.AdamW(net.parameters(), lr=1e-3),
         "muon": lambda net: mm.from_model(net, **shared),

@@ -131,7 +131,7 @@ class Muon(torch.optim.Optimizer):
             takes less memory and gives the same bits.
         memory_budget_mb: MiB that a step may take on each rank beside weights, gradients and state; the result has the
             same bits. A step that has too little takes one matrix at a time. None takes twice what torch.optim.Muon
-            takes for the largest matrix, at least 32 MiB, and 256 MiB on a CPU.
+            takes for the largest matrix, at least 160 MiB, and 256 MiB on a CPU.
         gradients: Where gradients are kept if not in ``parameter.grad``, see `GradientSource`; for Megatron-Core's
             ``main_grad`` a `muonmesh.integrations.megatron.MainGrad`. With "to_owners" the optimizer averages gradients
             over replicas itself, those of matrices at their owners alone, see `ToOwners`.

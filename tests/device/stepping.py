@@ -58,6 +58,8 @@ class Found(NamedTuple):
 CASES = {
     **{rule: Case(rule=rule) for rule in get_args(Algorithm) if rule != "adamw"},
     "bf16": Case(dtype=torch.bfloat16),
+    "one at a time": Case({"memory_budget_mb": 0}),
+    "all at once": Case({"memory_budget_mb": 1e6}),
     "masters": Case({"master_dtype": torch.float32}, dtype=torch.bfloat16),
     "stochastic rounding": Case({"stochastic_rounding": 5}, dtype=torch.bfloat16, rule="adamuon"),
     "stochastic rounding, scaler": Case({"stochastic_rounding": 5}, dtype=torch.bfloat16, scaled=True),

@@ -55,21 +55,27 @@ def figures_of(weights: Sequence[Weight], found: Forecast) -> dict[str, Any]:
             "bytes of momentum": found.memory.momentum,
             "bytes of AdamW's moments": found.memory.adamw,
         },
-        "modelled": {
-            "bytes of the exchange": found.memory.exchange,
-            "bytes of NCCL": found.memory.nccl,
-            "bytes together": found.memory.total,
-            "launches": found.launches,
-            "elementwise bytes": found.elementwise_bytes,
-            **{
-                f"seconds{whose}": dict(zip(("products as published", "products at best"), ends, strict=True))
-                for whose, ends in _seconds(found).items()
-            },
-        },
+        "modelled": modelled_of(found),
         "rates": asdict(found.rates),
         "kinds": _kinds(weights, found, owners),
         "flops_by_rank": [plan.loads[rank] for rank in plan.ranks],
         "owners": owners,
+    }
+
+
+def modelled_of(found: Forecast) -> dict[str, Any]:
+    """Return what is modelled, beside the collectives, which are counted, since they follow from the memory too."""
+    return {
+        "bytes of the exchange": found.memory.exchange,
+        "bytes of NCCL": found.memory.nccl,
+        "bytes together": found.memory.total,
+        "collectives": found.collectives,
+        "launches": found.launches,
+        "elementwise bytes": found.elementwise_bytes,
+        **{
+            f"seconds{whose}": dict(zip(("products as published", "products at best"), ends, strict=True))
+            for whose, ends in _seconds(found).items()
+        },
     }
 
 

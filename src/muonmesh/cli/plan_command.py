@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 WHAT = "What to plan"
 WHERE = "Where it would run"
+PARTS = ("host", "device", "network")
 STORED = {
     "weights": "weights",
     "gradients": "gradients",
@@ -61,6 +62,10 @@ class PlanRequest:
         "A JSON file with the rates of a device: flops, published, bytes, wire (per second), kernel, operation, view, "
         "matrix, collective, message (seconds). Default: one H100.",
     )
+    memory_budget_mb: float | None = setting(
+        None, WHAT, "MiB that a step may take beside weights, gradients and state. Default: the optimizer's.", least=0
+    )
+    budgets: bool = setting(False, WHAT, "Also plan with other memory budgets, down to one matrix at a time.")
     json: bool = setting(False, None, "Print every figure, and every owner, as JSON.")
 
     def __post_init__(self) -> None:
@@ -93,7 +98,7 @@ def planned(asked: PlanRequest, parts: Sequence[ModelParameter] | None = None) -
     """
     from muonmesh.cli.blueprint import blueprint
     from muonmesh.cli.cluster import EXPERTS, parse_cluster
-    from muonmesh.cli.figures import figures_of, load_rates
+    from muonmesh.cli.figures import figures_of, load_rates, modelled_of
     from muonmesh.report.forecast import Weight, forecast
 
     mesh, experts, rank = asked.mesh, asked.experts, asked.rank
@@ -109,9 +114,12 @@ def planned(asked: PlanRequest, parts: Sequence[ModelParameter] | None = None) -
     placed = [Weight(p.name, cluster.layout(p.name, p.shape, p.matrices), p.matrices) for p in parts]
     itemsize = 4 if asked.weights == "fp32" else 2
     how: dict[str, Any] = {"to_owners": asked.to_owners, "rule": asked.rule, "machine": asked.machine}
-    found = forecast(placed, rank=rank, rates=rates, itemsize=itemsize, **how)
+    how |= {"rank": rank, "rates": rates, "itemsize": itemsize}
+    found = forecast(placed, memory_budget_mb=asked.memory_budget_mb, **how)
+    mebibytes = [found.plan.budget.bytes * part / 2**22 for part in (0, 1, 2, 4, 8, 16)] if asked.budgets else []
+    budgets = {f"{each:.4g}": modelled_of(forecast(placed, memory_budget_mb=each, **how)) for each in mebibytes}
     told = {name: getattr(asked, name) for name in ("model", "mesh", "experts", "weights", "rule", "machine")}
-    return {**told, "to owners": asked.to_owners, **figures_of(placed, found)}
+    return {**told, "to owners": asked.to_owners, **figures_of(placed, found), "budgets": budgets}
 
 
 def print_plan(found: dict[str, Any], *, as_json: bool = False) -> None:
@@ -126,6 +134,14 @@ def print_plan(found: dict[str, Any], *, as_json: bool = False) -> None:
     console.print(table_of(headings, rows_of(found)))
     for title, figures in tables_of(found).items():
         console.print(table_of((title, ""), figures.items()))
+    if found["budgets"]:
+        headings = ("memory_budget_mb", "memory of\nthe step", "collectives", "launches", "step")
+        console.print(table_of(headings, ([budget, *_choice(of)] for budget, of in found["budgets"].items())))
+
+
+def _choice(figures: dict[str, Any]) -> list[str]:
+    counts = [f"{figures[name]:,}" for name in ("collectives", "launches")]
+    return [decimal(figures["bytes of the exchange"]), *counts, _milliseconds(figures["seconds"])]
 
 
 def rows_of(found: dict[str, Any]) -> list[list[str]]:
@@ -189,21 +205,22 @@ def _counted(figures: dict[str, Any]) -> dict[str, str]:
 
 
 def _modelled(figures: dict[str, Any]) -> dict[str, str]:
-    def milliseconds(name: str) -> str:
-        ends = [f"{figures[name][end] * 1e3:,.3g}" for end in ("products at best", "products as published")]
-        return " to ".join(dict.fromkeys(ends)) + " ms"
-
     pairs = zip(figures["seconds of torch.optim.Muon"].values(), figures["seconds"].values(), strict=True)
     verdict = {(True, True): "faster", (False, False): "slower"}.get(tuple(a < b for a, b in pairs), "either")
     return {
-        "step, the slowest of the three below": milliseconds("seconds"),
-        **{f"time of the {part}": milliseconds(f"seconds of the {part}") for part in ("host", "device", "network")},
-        f"torch.optim.Muon without sending ({verdict})": milliseconds("seconds of torch.optim.Muon"),
+        "step, the slowest of the three below": _milliseconds(figures["seconds"]),
+        **{f"time of the {part}": _milliseconds(figures[f"seconds of the {part}"]) for part in PARTS},
+        f"torch.optim.Muon without sending ({verdict})": _milliseconds(figures["seconds of torch.optim.Muon"]),
         "kernel launches": f"{figures['launches']:,}",
         "memory of the step": decimal(figures["bytes of the exchange"]),
         "memory of NCCL's buffers": decimal(figures["bytes of NCCL"]),
         "all memory, without activations": decimal(figures["bytes together"]),
     }
+
+
+def _milliseconds(seconds: dict[str, float]) -> str:
+    ends = [f"{seconds[end] * 1e3:,.3g}" for end in ("products at best", "products as published")]
+    return " to ".join(dict.fromkeys(ends)) + " ms"
 
 
 def amount(count: int) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from muonmesh.layout.parameter import Parameter
 
 _PARTS = {(True, False): 8, (False, False): 3, (True, True): 16, (False, True): 12}
-_LEAST = {False: 128 << 20, True: 256 << 20}
+_LEAST = {False: 160 << 20, True: 256 << 20}
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from muonmesh.layout import Plan
 from muonmesh.layout.plan import Assignment
-from muonmesh.report.traffic import BucketTraffic, Traffic
+from muonmesh.report.traffic import Traffic
 
 
 def step_memory(plan: Plan, rank: int, moved: Traffic, squares: Callable[[int], int]) -> int:
@@ -22,16 +22,16 @@ def step_memory(plan: Plan, rank: int, moved: Traffic, squares: Callable[[int], 
     owned = [[n for n in bucket if plan.assignments[n].owner == rank] for bucket in plan.buckets]
     moving = [number for number, bucket in enumerate(plan.buckets) if any(map(plan.moves, bucket))]
     local = [n for bucket in owned for n in bucket if not plan.moves(n)]
+    if plan.budget.host:
+        return _kept(plan, rank, moved, moving) * plan.budget.itemsize
     computing = _computing(plan, local, squares, with_results=True)
     if not moving:
         return computing * plan.budget.itemsize
-    if plan.budget.host:
-        return _kept(plan, rank, moved, moving) * plan.budget.itemsize
-    peak, none = 0, BucketTraffic(0, 0, 0, 0, 1)
+    peak = 0
     for before, bucket, after in zip([None, *moving], moving, [*moving[1:], None], strict=False):
         mine = [n for n in owned[bucket] if plan.moves(n)]
         elements = _elements(plan, mine)
-        sent, received = _of_a_round(none if before is None else moved.buckets[before])
+        sent, received = _of_a_round(moved, before)
         coming = 0 if after is None else _arriving(plan, rank, moved, after)
         now = _computing(plan, mine, squares, with_results=not plan.gathers(bucket))
         if plan.gathers(bucket):
@@ -39,9 +39,11 @@ def step_memory(plan: Plan, rank: int, moved: Traffic, squares: Callable[[int], 
             peak = max(peak, arrived + coming + sent + received)
         else:  # the results of the bucket before have arrived when the first portion has been computed
             peak = max(peak, now + coming + sent + received, now + coming + elements)
-        sent, received = _of_a_round(moved.buckets[bucket])
-        peak = max(peak, elements + sent + received + coming, sent + 2 * received + coming)
-        peak = max(peak, (computing if local else 0) + sent + received + coming)
+        sent, received = _of_a_round(moved, bucket)
+        peak = max(peak, max(elements, computing) + sent + received + coming)
+        if (rounds := plan.rounds(bucket)).count > 1:  # one travels while the one before it is written
+            filled_anew = elements + sent if rounds.near else 0
+            peak = max(peak, filled_anew + sent + 2 * received + coming)
     return peak * plan.budget.itemsize
 
 
@@ -49,8 +51,9 @@ def _elements(plan: Plan, numbers: Sequence[int]) -> int:
     return sum(plan.assignments[n].matrix.numel for n in numbers)
 
 
-def _of_a_round(bucket: BucketTraffic) -> tuple[int, int]:
-    return bucket.scatter_sent // max(1, bucket.rounds), bucket.scatter_received // max(1, bucket.rounds)
+def _of_a_round(moved: Traffic, bucket: int | None) -> tuple[int, int]:
+    """Return what is sent and received of the results of a bucket at a time."""
+    return (0, 0) if bucket is None else (moved.buckets[bucket].round_sent, moved.buckets[bucket].round_received)
 
 
 def _arriving(plan: Plan, rank: int, moved: Traffic, bucket: int) -> int:
@@ -79,7 +82,7 @@ def _kept(plan: Plan, rank: int, moved: Traffic, moving: Sequence[int]) -> int:
         assembled = [_arriving(plan, rank, moved, bucket) for bucket in turn]
         mine = [[n for n in plan.buckets[b] if plan.assignments[n].owner == rank and plan.moves(n)] for b in turn]
         found += max(assembled, default=0) + max((_elements(plan, some) for some in mine), default=0)
-        found += max((sum(_of_a_round(moved.buckets[bucket])) for bucket in turn), default=0)
+        found += max((sum(_of_a_round(moved, bucket)) for bucket in turn), default=0)
     return found
 
 

@@ -9,18 +9,20 @@ from typing import NamedTuple
 
 from muonmesh.layout import Plan
 from muonmesh.layout.companion_plan import CompanionPlan
+from muonmesh.layout.rounds import Rounds
 from muonmesh.layout.routes import Leg
 
 
 @dataclass(frozen=True)
 class BucketTraffic:
-    """The elements that one rank moves for one bucket: to the owners (gather), and back in ``rounds`` (scatter)."""
+    """The elements that one rank moves for one bucket: to the owners (gather), and back (scatter), most in a round."""
 
     gather_sent: int
     gather_received: int
     scatter_sent: int
     scatter_received: int
-    rounds: int
+    round_sent: int
+    round_received: int
 
 
 @dataclass(frozen=True)
@@ -52,8 +54,8 @@ def traffic(plan: Plan, rank: int) -> Traffic:
     for bucket, numbers in enumerate(plan.buckets):
         gather = plan.routes(bucket, rank, gather=True)
         scatter = plan.routes(bucket, rank, gather=False)
-        rounds = plan.rounds(bucket).count
-        collectives += plan.gathers(bucket) + rounds
+        rounds = plan.rounds(bucket)
+        collectives += plan.gathers(bucket) + rounds.count
         for way in (gather, scatter):
             messages += max(len(side.keys() - {rank}) for side in (way.stored, way.assembled))
         asked = plan.summed(numbers)
@@ -62,8 +64,19 @@ def traffic(plan: Plan, rank: int) -> Traffic:
         sent += there + back
         arriving, returning = moved(gather.assembled, rank), moved(scatter.stored, rank)
         sizes = (there.total(), arriving.total(), back.total(), returning.total())
-        buckets.append(BucketTraffic(*sizes, rounds))
+        leaving = _fullest(plan, rank, scatter.assembled, rounds, sent=True)
+        buckets.append(BucketTraffic(*sizes, leaving, _fullest(plan, rank, scatter.stored, rounds, sent=False)))
     return Traffic(tuple(buckets), sent, collectives + plan.late, messages)
+
+
+def _fullest(plan: Plan, rank: int, legs: Mapping[int, Sequence[Leg]], rounds: Rounds, *, sent: bool) -> int:
+    """Return the most elements of results that travel in one of a bucket's exchanges."""
+    found = Counter[int]()
+    for peer, travelling in legs.items():
+        for leg in travelling if peer != rank else ():
+            turn = plan.exchange_of(leg.assignment, peer if sent else rank, rounds) if rounds.count > 1 else 0
+            found[turn] += leg.piece.numel
+    return max(found.values(), default=0)
 
 
 class Carried(NamedTuple):

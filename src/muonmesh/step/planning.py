@@ -95,11 +95,15 @@ class Planned:
 
     def at_once(self, number: int) -> int:
         """Return how many matrices that are equal to this one, which is owned here, a device orthogonalizes at a time."""
+        matrix, moves = self.plan.assignments[number].matrix, self.plan.moves(number)
+        most = self.plan.budget.at_once(*matrix.shape, self.squares(number), alone=self.plan.alone, moves=moves)
+        return max(1, min(most, _AT_ONCE // matrix.numel))
+
+    def squares(self, number: int) -> int:
+        """Return how many squares of its rows a matrix that is owned here is computed in on a device."""
         matrix, member = self.plan.assignments[number].matrix, self.muon[self.plan.assignments[number].parameter]
         assert member is not None
-        squares, moves = self.orthogonalizers[member.group, matrix.shape].squares, self.plan.moves(number)
-        most = self.plan.budget.at_once(*matrix.shape, squares, alone=self.plan.alone, moves=moves)
-        return max(1, min(most, _AT_ONCE // matrix.numel))
+        return self.orthogonalizers[member.group, matrix.shape].squares
 
     @cached_property
     def flag_vector(self) -> FlagVector:
