@@ -26,7 +26,7 @@ from muonmesh.layout import (
 from muonmesh.layout import split_matrices as split
 from muonmesh.layout.routes import Leg
 
-CPU, UNLIMITED = torch.device("cpu"), Budget()
+CPU = torch.device("cpu")
 
 # name: (mesh, placements, shape, matrices)
 CASES: dict[str, tuple[tuple[int, ...], tuple[Placement, ...], tuple[int, ...], object]] = {
@@ -51,7 +51,7 @@ LARGER: dict[str, tuple[tuple[int, ...], tuple[Placement, ...], tuple[int, ...],
 }
 
 
-def plan_of(name: str, *, bucket_elements: int, count: int = 5, machine: int = 0, budget: Budget = UNLIMITED) -> Plan:
+def plan_of(name: str, *, bucket_elements: int, count: int = 5, machine: int = 0, budget: Budget | None = None) -> Plan:
     mesh, placements, shape, spec = (CASES | LARGER)[name]
     layout = MeshLayout(shape, mesh, tuple(range(math.prod(mesh))), placements)
     parameters = []
@@ -62,7 +62,7 @@ def plan_of(name: str, *, bucket_elements: int, count: int = 5, machine: int = 0
     borders = [0, 5, 30, 31, *[63] * (len(layout.ranks) - 3)]
     flat = FlatShards.cut((7, 9), layout.ranks, borders)
     parameters.append(Parameter("flat", flat, flat, split("flat", (7, 9), None), (1,), ""))
-    return make_plan(parameters, bucket_elements=bucket_elements, machine=machine, budget=budget)
+    return make_plan(parameters, bucket_elements=bucket_elements, machine=machine, budget=budget or Budget())
 
 
 def schedules(plan: Plan) -> list[Schedule]:

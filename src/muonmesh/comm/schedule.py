@@ -249,7 +249,7 @@ class _Draft:
     def scatter(
         self, index: int, passage: Passage, results: Sequence[Tensor] | None, memory: Mapping[str, Tensor]
     ) -> Scatter:
-        """Return one round of the results that travel back, with its views of the memory; None: it is filled already."""
+        """Return one round of the results that travel back, with its views of the memory; None: filled already."""
         told = f", round {index + 1} of {self.rounds.count}" if self.rounds.count > 1 else ""
         swap = passage.swap(f"the scatter of {self.name}{told}", memory)
         copies = () if results is None else passage.copies(_by_assignment(self._batches, results), swap.send)

@@ -77,3 +77,6 @@ class Budget:
         each = of_squares if moves and self.gathers else 2 * rows * cols + of_squares
         room = (self.bytes - self.bytes // 64) // (1 if alone else 8 if moves and self.gathers else 3)  # vectors: 1/64
         return max(1, room // max(1, each * self.itemsize))
+
+
+UNLIMITED = Budget()

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
 
-from muonmesh.layout.budget import Budget
+from muonmesh.layout.budget import UNLIMITED, Budget
 from muonmesh.layout.cover import prove
 from muonmesh.layout.flat import Layout
 from muonmesh.layout.matrix import Matrix
@@ -60,7 +60,7 @@ class Plan:
     elementwise: tuple[Elementwise, ...] = ()
     bucket_elements: int = 1 << 23
     machine: int = 0
-    budget: Budget = Budget()
+    budget: Budget = UNLIMITED
 
     def routes(self, bucket: int, rank: int, *, gather: bool, numbers: Sequence[int] | None = None) -> Routes:
         """Return what ``rank`` exchanges for a bucket, or some of its assignments, on the way to the owners or back.
@@ -120,9 +120,12 @@ class Plan:
         # Looked at once a parameter: a bucket has thousands of matrices of the same one.
         parameters = {self.assignments[number].parameter for number in numbers}
         targets = [self.parameters[parameter].target for parameter in parameters]
+        copies, at_once = max(target.copies() for target in targets), self.bucket_elements // max(owned.values())
+        if not self.budget.gathers and 0 < at_once < copies - 1 and (copies - 1) % at_once:
+            at_once = (3 * at_once - 1) // 4  # the last round, of fewer, is filled anew beside the one before it
         found = Rounds.over(
-            max(target.copies() for target in targets),
-            max(1, self.bucket_elements // max(owned.values())),
+            copies,
+            max(1, at_once),
             near=any(len(target.ranks) > target.copies() for target in targets),
             sums=bool(self.summed(numbers)),
         )
@@ -251,7 +254,7 @@ def make_plan(
     elementwise: Sequence[Elementwise] = (),
     known: Mapping[KnownMatrix, int] = MappingProxyType({}),
     machine: int = 0,
-    budget: Budget = Budget(),
+    budget: Budget = UNLIMITED,
 ) -> Plan:
     """Prove that everything is covered, and assign every matrix its owner and a bucket.
 

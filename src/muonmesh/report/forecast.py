@@ -244,7 +244,8 @@ def forecast(
     kernels += KERNELS_OF_A_BUCKET * buckets
     launches = LAUNCHES_OF_A_STEP + -(-stored // LOOKED_AT_ONCE) + -(-others // LOOKED_AT_ONCE)
     launches += (LAUNCHES_OF_A_BUCKET - KERNELS_OF_A_BUCKET) * buckets
-    assembled, left = (sum(plan.assignments[n].matrix.numel for n in some) for some in (sum(travelling, []), staying))
+    assembled = sum(plan.assignments[number].matrix.numel for bucket in travelling for number in bucket)
+    left = sum(plan.assignments[number].matrix.numel for number in staying)
     memory = Memory(
         weights=(stored + others) * itemsize,
         gradients=(stored + others) * itemsize,

@@ -24,36 +24,34 @@ def step_memory(plan: Plan, rank: int, moved: Traffic, squares: Callable[[int], 
     local = [n for bucket in owned for n in bucket if not plan.moves(n)]
     if plan.budget.host:
         return _kept(plan, rank, moved, moving) * plan.budget.itemsize
-    computing = _computing(plan, local, squares, with_results=True)
+    computing = _computing(plan, local, squares, beside=2)
     if not moving:
         return computing * plan.budget.itemsize
-    peak = 0
-    for before, bucket, after in zip([None, *moving], moving, [*moving[1:], None], strict=False):
+    peak, sent, received = 0, 0, 0
+    for bucket, after in itertools.zip_longest(moving, moving[1:]):
         mine = [n for n in owned[bucket] if plan.moves(n)]
         elements = _elements(plan, mine)
-        sent, received = _of_a_round(moved, before)
         coming = 0 if after is None else _arriving(plan, rank, moved, after)
-        now = _computing(plan, mine, squares, with_results=not plan.gathers(bucket))
+        in_squares, with_matrices, with_results = (_computing(plan, mine, squares, beside=n) for n in (0, 1, 2))
         if plan.gathers(bucket):
-            arrived = max(_arriving(plan, rank, moved, bucket), 2 * elements + now)
+            arrived = max(_arriving(plan, rank, moved, bucket), 2 * elements + in_squares)
             peak = max(peak, arrived + coming + sent + received)
         else:  # the results of the bucket before have arrived when the first portion has been computed
-            peak = max(peak, now + coming + sent + received, now + coming + elements)
-        sent, received = _of_a_round(moved, bucket)
+            peak = max(peak, max(with_results + sent + received, with_matrices + elements) + coming)
+        near = plan.rounds(bucket).near  # where the replica of the owner is sent shards of it in the first round
+        pairs = list(zip(moved.buckets[bucket].rounds_sent, moved.buckets[bucket].rounds_received, strict=False))
+        sent, received = pairs[0]
         peak = max(peak, max(elements, computing) + sent + received + coming)
-        if (rounds := plan.rounds(bucket)).count > 1:  # one travels while the one before it is written
-            filled_anew = elements + sent if rounds.near else 0
-            peak = max(peak, filled_anew + sent + 2 * received + coming)
+        for turn, (leaving, returning) in enumerate(pairs[1:], 1):  # while the round before is written
+            anew = near or leaving != sent
+            kept = elements if anew or any(later != leaving for later, _ in pairs[turn + 1 :]) else 0
+            peak = max(peak, kept + sent * anew + leaving + received + returning + coming)
+            sent, received = leaving, returning
     return peak * plan.budget.itemsize
 
 
 def _elements(plan: Plan, numbers: Sequence[int]) -> int:
     return sum(plan.assignments[n].matrix.numel for n in numbers)
-
-
-def _of_a_round(moved: Traffic, bucket: int | None) -> tuple[int, int]:
-    """Return what is sent and received of the results of a bucket at a time."""
-    return (0, 0) if bucket is None else (moved.buckets[bucket].round_sent, moved.buckets[bucket].round_received)
 
 
 def _arriving(plan: Plan, rank: int, moved: Traffic, bucket: int) -> int:
@@ -64,14 +62,14 @@ def _arriving(plan: Plan, rank: int, moved: Traffic, bucket: int) -> int:
     return moved.buckets[bucket].gather_sent + moved.buckets[bucket].gather_received + _elements(plan, mine)
 
 
-def _computing(plan: Plan, numbers: Sequence[int], squares: Callable[[int], int], *, with_results: bool) -> int:
-    """Return the most elements of equal matrices that are computed at once: of their squares, and of both beside."""
+def _computing(plan: Plan, numbers: Sequence[int], squares: Callable[[int], int], *, beside: int) -> int:
+    """Return the most elements of equal matrices at once: of their squares, and so many times of themselves."""
     most = 0
     for some in alike(plan, numbers):
         rows, cols = plan.assignments[some[0]].matrix.shape
         count, moves = squares(some[0]), plan.moves(some[0])
         at_once = min(len(some), plan.budget.at_once(rows, cols, count, alone=plan.alone, moves=moves))
-        most = max(most, at_once * (count * rows * rows + 2 * rows * cols * with_results))
+        most = max(most, at_once * (count * rows * rows + beside * rows * cols))
     return most
 
 
@@ -82,7 +80,8 @@ def _kept(plan: Plan, rank: int, moved: Traffic, moving: Sequence[int]) -> int:
         assembled = [_arriving(plan, rank, moved, bucket) for bucket in turn]
         mine = [[n for n in plan.buckets[b] if plan.assignments[n].owner == rank and plan.moves(n)] for b in turn]
         found += max(assembled, default=0) + max((_elements(plan, some) for some in mine), default=0)
-        found += max((sum(_of_a_round(moved, bucket)) for bucket in turn), default=0)
+        ways = [(way.rounds_sent, way.rounds_received) for bucket in turn for way in [moved.buckets[bucket]]]
+        found += max((max(sent, default=0) + max(received, default=0) for sent, received in ways), default=0)
     return found
 
 

@@ -94,7 +94,7 @@ class Planned:
     _terms: dict[tuple[int, ...], tuple[tuple[int, ...], str]] = field(default_factory=dict, init=False)
 
     def at_once(self, number: int) -> int:
-        """Return how many matrices that are equal to this one, which is owned here, a device orthogonalizes at a time."""
+        """Return how many matrices equal to this one, which is owned here, a device orthogonalizes at a time."""
         matrix, moves = self.plan.assignments[number].matrix, self.plan.moves(number)
         most = self.plan.budget.at_once(*matrix.shape, self.squares(number), alone=self.plan.alone, moves=moves)
         return max(1, min(most, _AT_ONCE // matrix.numel))
