@@ -647,6 +647,7 @@ def weight() -> nn.Parameter:
         (lambda: mm.Muon([weight()], state_device="cuda"), ValueError, "state_device"),
         (lambda: mm.Muon([weight()], state_device="cpu", state_dtype="int8"), ValueError, "on the device at once"),
         (lambda: mm.Muon([weight()], memory_budget_mb=-1), ValueError, "memory_budget_mb"),
+        (lambda: mm.Muon([weight()], bucket_cap_mb=16), TypeError, "'bucket_cap_mb'.*Write memory_budget_mb="),
         (lambda: mm.Muon([weight()], process_group="all"), ValueError, "process_group"),
         (lambda: mm.Muon([]), ValueError, "empty"),
         (lambda: mm.Muon(nn.Linear(2, 2)), TypeError, "from_model"),

@@ -135,8 +135,8 @@ def print_plan(found: dict[str, Any], *, as_json: bool = False) -> None:
     for title, figures in tables_of(found).items():
         console.print(table_of((title, ""), figures.items()))
     if found["budgets"]:
-        headings = ("memory_budget_mb", "memory of\nthe step", "collectives", "launches", "step")
-        console.print(table_of(headings, ([budget, *_choice(of)] for budget, of in found["budgets"].items())))
+        titles = ("memory_budget_mb", "memory of\nthe step", "collectives", "launches", "step")
+        console.print(table_of(titles, ([budget, *_choice(of)] for budget, of in found["budgets"].items())))
 
 
 def _choice(figures: dict[str, Any]) -> list[str]:

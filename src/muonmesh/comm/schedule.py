@@ -117,8 +117,12 @@ class Schedule:
         draft = self._drafts[number]
         if results is not None:
             return draft.compute(matrices, results)
-        assembled = lambda: draft.assembled(self._memory(draft.numels, number, "results")["results"])  # noqa: E731
-        return self._once((number, -1), lambda: draft.compute(matrices, assembled()))
+
+        def compute() -> Compute:
+            memory = self._memory(draft.numels, number, "results")
+            return draft.compute(matrices, draft.assembled(memory["results"]))
+
+        return self._once((number, -1), compute)
 
     def last_filling(self, number: int) -> int:
         """Return the last round of a stage in which anything is copied from its results."""
