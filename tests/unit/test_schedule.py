@@ -204,7 +204,8 @@ def test_what_a_cpu_keeps_is_within_the_budget(name: str, bucket: int) -> None:
     plan = plan_of(name, bucket_elements=bucket, budget=budget)
     if max(a.matrix.numel for a in plan.assignments) <= bucket:
         for schedule in schedules(plan):
-            assert sum(memory.nbytes for memory in schedule.memory.values()) <= budget.bytes
+            kept = sum(memory.nbytes for memory in schedule.memory.values())
+            assert kept <= budget.bytes - 4 * 8 * bucket  # which are left to what threads compute in
 
 
 def test_equal_shards_arrive_and_leave_in_one_copy() -> None:
