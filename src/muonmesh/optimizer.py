@@ -123,7 +123,9 @@ class Muon(torch.optim.Optimizer):
             `finish`. None keeps it where the parameters are.
         shard_state: Whether replicas (DDP, the replicate axis of HSDP) store the momentum in shards, as DTensors. This
             takes less memory and gives the same bits.
-        bucket_cap_mb: MiB of matrices that one owner orthogonalizes at a time while the next ones travel.
+        memory_budget_mb: MiB that a step may take on each rank beside weights, gradients and state; the result has the
+            same bits. A step that has too little takes one matrix at a time. None takes twice what torch.optim.Muon
+            takes for the largest matrix, at least 160 MiB, and 256 MiB on a CPU.
         gradients: Where gradients are kept if not in ``parameter.grad``, see `GradientSource`; for Megatron-Core's
             ``main_grad`` a `muonmesh.integrations.megatron.MainGrad`. With "to_owners" the optimizer averages gradients
             over replicas itself, those of matrices at their owners alone, see `ToOwners`.
@@ -155,8 +157,8 @@ class Muon(torch.optim.Optimizer):
             refuse_makers(sys._getframe(1))
             precision, group = Precision.of(shared), shared["process_group"]
             # A copy of the layouts, so that what the caller does with the mapping later changes nothing here.
-            layouts, cap = dict(shared["layouts"] or {}), float(shared["bucket_cap_mb"])
-            self._runtime = Runtime(precision, group, layouts, shared["shard_state"], cap)
+            layouts, budget = dict(shared["layouts"] or {}), shared["memory_budget_mb"]
+            self._runtime = Runtime(precision, group, layouts, shared["shard_state"], budget)
             source = ToOwners() if shared["gradients"] == "to_owners" else shared["gradients"]
             self._runtime.source = PARAMETER_GRAD if source is None else source
             if isinstance(params, ParamGroups):
@@ -532,7 +534,7 @@ class Muon(torch.optim.Optimizer):
             LOST_GROUP if lost else runtime.process_group,
             LOST_LAYOUTS if runtime.layouts else {},
             runtime.shard_state,
-            runtime.bucket_cap_mb,
+            runtime.memory_budget_mb,
             complete=runtime.complete,
             warned=runtime.warned,
             interrupted=runtime.interrupted,
@@ -590,7 +592,7 @@ class Muon(torch.optim.Optimizer):
             planned.replicated,
             copy=ranks.index(planned.rank),
             copies=len(ranks),
-            bucket_bytes=int(runtime.bucket_cap_mb * 2**20),
+            bucket_bytes=planned.plan.budget.gradient_bytes,
         )
         return explain(self.param_groups, planned, runtime.precision, gradients)
 

@@ -633,7 +633,7 @@ def test_groups_that_share_nothing_do_not_wait_for_each_other(workers) -> None:
 def pipeline() -> tuple[list[str], bool]:
     """What happens in which order, and whether the buffers of one step serve the next."""
     model, group = problem.hold("fsdp", problem.initial())
-    optimizer = mm.Muon(problem.groups(model), process_group=group, bucket_cap_mb=0.005, **problem.SETTINGS)
+    optimizer = mm.Muon(problem.groups(model), process_group=group, memory_budget_mb=0.08, **problem.SETTINGS)
     for name, gradient in problem.gradients(0).items():
         model.get_parameter(name).grad = problem.placed_like(model.get_parameter(name), gradient)
     optimizer.step()

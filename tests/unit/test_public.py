@@ -145,7 +145,7 @@ def test_from_model_hands_every_argument_on() -> None:
         "process_group": "local",
         "layouts": {"0.weight": "somewhere"},
         "shard_state": True,
-        "bucket_cap_mb": 3.0,
+        "memory_budget_mb": 48.0,
         "gradients": ParameterGrad(),
     }
     signature = inspect.signature(mm.from_model)

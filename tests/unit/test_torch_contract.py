@@ -58,7 +58,7 @@ INPUTS: dict[str, dict[str, Any]] = {
     "bf16 state": {"state_dtype": torch.bfloat16},
     "masters": {"master_dtype": torch.float64},
     "shared state": {"shard_state": True},
-    "small buckets": {"bucket_cap_mb": 1e-4},
+    "small buckets": {"memory_budget_mb": 0.0016},
     "local": {"process_group": "local"},
 }
 SHAPES = {"bias": (10,), "head": (5, 3), "scalar": (), "stack": (2, 4, 3), "tall": (9, 4), "weight": (5, 10)}

@@ -18,7 +18,7 @@ from muonmesh.numerics.kernels import KernelName
 from muonmesh.settings import ProcessGroup
 from muonmesh.step.late import LateAnswer
 from muonmesh.step.offload import Offload
-from muonmesh.step.planning import Connected, Planned, bucket_elements
+from muonmesh.step.planning import Connected, Planned
 from muonmesh.step.precision import Precision
 from muonmesh.step.untrained import IdleParameters
 from muonmesh.step.update_squares import UpdateSquares
@@ -51,7 +51,7 @@ class Runtime:
         found_group: Who holds them by what wrappers say, if it was said to be "auto"; read when a plan is made.
         layouts: Where plain local shards live.
         shard_state: Whether replicas share the momentum.
-        bucket_cap_mb: MiB that one owner computes at a time.
+        memory_budget_mb: MiB that a step may take; None: `Budget` says how many.
         complete: Whether the constructor has finished; groups that come later must say their algorithm.
         planned: What was read off the parameters; None until that is needed.
         connected: The plan that all ranks know of, with its exchange; None before the first step.
@@ -82,7 +82,7 @@ class Runtime:
     process_group: ProcessGroup
     layouts: Mapping[str, Declared]
     shard_state: bool
-    bucket_cap_mb: float
+    memory_budget_mb: float | None
     complete: bool = False
     planned: Planned | None = None
     connected: Connected | None = None
@@ -145,4 +145,4 @@ class Runtime:
         """Return what brings the state of this step to the device and back; None where it is there."""
         leaves = self.precision.on_host and planned.device.type != "cpu"
         needed = leaves if self.offload is None else self.offload
-        return Offload(planned.device, elements=bucket_elements(self.bucket_cap_mb, self.precision)) if needed else None
+        return Offload(planned.device, elements=planned.plan.budget.elements_on_device) if needed else None
