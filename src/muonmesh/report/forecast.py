@@ -209,17 +209,7 @@ def forecast(
     mine = [[number for number in bucket if plan.assignments[number].owner == rank] for bucket in plan.buckets]
     travelling = [[number for number in bucket if plan.moves(number)] for bucket in mine]
     staying = [number for bucket in mine for number in bucket if not plan.moves(number)]
-    batches = [some for numbers in (*travelling, staying) for some in alike(plan, numbers)]
-    kernels, slow_flops, rounds = 0, 0.0, 0
-    for some in batches:
-        shape, moves = plan.assignments[some[0]].matrix.shape, plan.moves(some[0])
-        method = resolve_method(*shape)
-        at_once = plan.budget.at_once(*shape, SQUARES[method], alone=plan.alone, moves=moves)
-        count = -(-len(some) // at_once)
-        rounds += count
-        kernels += count * LAUNCHES_OF_A_BATCH[method]
-        weight = DeviceRates.weight_of(len(some) / count * shape[0] ** 2, by_triton=True)
-        slow_flops += sum(plan.assignments[number].flops for number in some) * weight
+    rounds, kernels, slow_flops = _products(plan, [*travelling, staying])
     buckets = len(travelling) if any(travelling) else 0
     kernels += KERNELS_OF_A_BUCKET * buckets
     launches = LAUNCHES_OF_A_STEP + -(-stored // LOOKED_AT_ONCE) + -(-others // LOOKED_AT_ONCE)
@@ -252,6 +242,21 @@ def forecast(
         rates or DeviceRates(),
         _gradients(source, weights, tensors, rank, budget.gradient_bytes),
     )
+
+
+def _products(plan: Plan, buckets: Sequence[Sequence[int]]) -> tuple[int, int, float]:
+    """Return how many batches these matrices are orthogonalized in, their launches, and their weighted FLOPs."""
+    rounds, kernels, slow_flops = 0, 0, 0.0
+    for some in (batch for numbers in buckets for batch in alike(plan, numbers)):
+        shape, moves = plan.assignments[some[0]].matrix.shape, plan.moves(some[0])
+        method = resolve_method(*shape)
+        at_once = plan.budget.at_once(*shape, SQUARES[method], alone=plan.alone, moves=moves)
+        count = -(-len(some) // at_once)
+        rounds += count
+        kernels += count * LAUNCHES_OF_A_BATCH[method]
+        weight = DeviceRates.weight_of(len(some) / count * shape[0] ** 2, by_triton=True)
+        slow_flops += sum(plan.assignments[number].flops for number in some) * weight
+    return rounds, kernels, slow_flops
 
 
 def _gradients(
