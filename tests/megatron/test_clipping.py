@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.optimizer import get_megatron_optimizer as megatrons
 from torch import Tensor
 
@@ -19,6 +20,7 @@ from muonmesh.integrations.megatron import get_megatron_optimizer
 from tests.megatron import gathered, host
 from tests.megatron.host import Shape
 from tests.megatron.shapes import MOE, MTP, ONE_LAYER
+from tests.megatron.training import train
 
 HUGE = 2.0**27  # a power of two, so that what does not depend on magnitudes keeps its bits
 
@@ -114,7 +116,9 @@ def all_reduces(shape: Shape, settings: dict[str, Any]) -> tuple[int, Any]:
     """How many all-reduces there are in a step, and what it returned."""
     host.begin(shape)
     chunks = host.chunks_of(shape)
-    optimizer = get_megatron_optimizer(host.optimizer_config(shape, **settings), chunks)
+    config = {key: value for key, value in settings.items() if key != "policy"}
+    policy = settings.get("policy", "adamw_only")
+    optimizer = get_megatron_optimizer(host.optimizer_config(shape, **config), chunks, policy=policy)
     host.backward(shape, chunks, optimizer, 0)
     optimizer.step()
     calls: list[Tensor] = []
@@ -148,6 +152,7 @@ ONLY_MUON = r"^(?!.*linear)"
         (Shape(pp=2), {}, 2, True),
         (Shape(pp=2, tp=2, flat=True), {}, 2, True),
         (Shape(pp=2), {"clip_grad": 0.0}, 2, False),
+        (Shape(pp=2, tp=2), {"policy": "per_matrix"}, 2, True),
     ],
     ids=[
         "TP",
@@ -159,6 +164,7 @@ ONLY_MUON = r"^(?!.*linear)"
         "stages",
         "stages, flat",
         "stages, not clipped",
+        "stages, matrices",
     ],
 )
 def test_all_reduces_of_a_step(workers, shape: Shape, settings: dict[str, Any], most: int, measured: bool) -> None:
@@ -167,6 +173,64 @@ def test_all_reduces_of_a_step(workers, shape: Shape, settings: dict[str, Any], 
         assert ok
         assert (norm is not None) == measured
         assert calls == most
+
+
+def test_matrices_of_all_stages_are_limited_by_their_own_norms(workers) -> None:
+    """Each stage has room of its own in the sum over the world; after the warm-up the limit is half the usual norm."""
+    for found in workers(4).run(train, Shape(pp=2, tp=2), 12, policy="per_matrix", config={"clip_grad": 0.5}):
+        assert found.differing == {}
+        assert found.norms == pytest.approx(found.expected)
+
+
+def planned_again(shape: Shape) -> tuple[list[int], dict[str, tuple[float, float]]]:
+    """All-reduces of four steps, of which the third gives a matrix of the first stage to AdamW; and of matrices that are
+    whole the running norms, and what they are to be.
+    """
+    host.begin(shape)
+    chunks = host.chunks_of(shape)
+    optimizer = get_megatron_optimizer(host.optimizer_config(shape), chunks, policy="per_matrix")
+    named, calls, norms = gathered.named(chunks), list[Tensor](), list[dict[str, float]]()
+    counts, real = list[int](), dist.all_reduce
+
+    def counting(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        calls.append(tensor)
+        return real(tensor, *args, **kwargs)
+
+    for turn in range(4):
+        optimizer.zero_grad()
+        host.backward(shape, chunks, optimizer, turn)
+        reduced = gathered.gather(gathered.held(named, gathered.gradients(chunks)))
+        norms.append({name: float(value.double().norm()) for name, value in reduced.items()})
+        group, other = (
+            next(each for each in optimizer.param_groups if each["algorithm"] == kind) for kind in ("muon", "adamw")
+        )
+        if turn == 2 and parallel_state.is_pipeline_first_stage():
+            number = next(i for i, name in enumerate(group["param_names"]) if "linear_qkv" in name)
+            size = len(group["params"])
+            del optimizer.optimizer.state[group["params"][number]]
+            for key, value in group.items():
+                if isinstance(value, list) and len(value) == size:
+                    other.get(key, []).append(value.pop(number))
+        calls.clear()
+        dist.all_reduce = counting
+        try:
+            optimizer.step()
+        finally:
+            dist.all_reduce = real
+        counts.append(len(calls))
+    found = {
+        name: (float(optimizer.optimizer.state[p]["running_norm"]), sum(each[name] for each in norms) / 4)
+        for name, p in named.items()
+        if "linear_proj" in name or "linear_fc2" in name
+    }
+    return counts, found
+
+
+def test_a_stage_that_plans_again_tells_anew_how_many_matrices_it_has(workers) -> None:
+    for (*_, again, last), found in workers(4).run(planned_again, Shape(pp=2, tp=2)):
+        assert again > last == 2
+        assert len(found) == 2
+        assert all(running == pytest.approx(mean, rel=1e-6) for running, mean in found.values())
 
 
 def test_experts_are_no_group_of_their_own(workers) -> None:

@@ -280,7 +280,11 @@ def stopped(what: str, policy: str, **config: Any) -> tuple[str, bool, bool, boo
     return str(caught.value), weights, gradients, all(taken) and moved
 
 
-@pytest.mark.parametrize("config", [{}, {"clip_grad": 0.0}], ids=["clipped", "not clipped"])
+@pytest.mark.parametrize(
+    ("policy", "config"),
+    [("all", {}), ("all", {"clip_grad": 0.0}), ("per_matrix", {})],
+    ids=["clipped", "not clipped", "matrices"],
+)
 @pytest.mark.parametrize(
     ("what", "message"),
     [
@@ -290,9 +294,9 @@ def stopped(what: str, policy: str, **config: Any) -> tuple[str, bool, bool, boo
         ("a state", "momentum_buffer of shape"),
     ],
 )
-def test_nothing_is_written_on_any_stage(workers, what: str, message: str, config: dict[str, Any]) -> None:
+def test_nothing_is_written_on_any_stage(workers, what: str, message: str, policy: str, config: dict[str, Any]) -> None:
     """What only the flags of a stage find is raised on the other stage too, before it has scaled or written."""
-    found = workers(4).run(stopped, what, "all", **config, timeout=60.0)
+    found = workers(4).run(stopped, what, policy, **config, timeout=60.0)
     assert [(weights, gradients, moved) for _, weights, gradients, moved in found] == [(True, True, True)] * 4
     messages = [told for told, *_ in found]
     assert all("nother rank" in told for told in messages[:2])

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from muonmesh.checkpoint.of_muon import OfMuon
 from muonmesh.checkpoint.record import Record
-from muonmesh.clip.clipping import clip_gradients
+from muonmesh.clip.clipping import PlanAgain, clip_gradients
 from muonmesh.clip.limits import GradNorms, Limits
-from muonmesh.clip.squares import ERRORS, matrices_from
+from muonmesh.clip.squares import ERRORS, Slots, matrices_from
 from muonmesh.comm.storage import device_without_parameters, local_of
 from muonmesh.comm.telling import agreed
 from muonmesh.errors import LayoutError, PlanError, StateError, about, explain_error
@@ -90,6 +90,7 @@ class MegatronOptimizer(Base):  # type: ignore[misc]
         self._one = torch.ones(1, dtype=torch.float32, device=self._device)
         self._measures = True  # whether a step asks for a norm; `meet` hears whether anything is clipped by one
         self._first_holder: dict[str, int] = {}
+        self._slots = Slots()
         self.grad_scaler: Any = None
         if config.loss_scale:
             self.grad_scaler = ConstantGradScaler(config.loss_scale)
@@ -119,11 +120,20 @@ class MegatronOptimizer(Base):  # type: ignore[misc]
         limits = self._limits
         clipped = limits.policy != "adamw_only" or any(kind == "adamw" for groups in everyone for _, kind in groups)
         self._measures = clipped and min(limits.max_norm, limits.skip_above) < math.inf
+        self._place_matrices()
 
-        def compare() -> None:
-            connect(self.optimizer.param_groups, self.optimizer._runtime)  # within each set of ranks
+    def _place_matrices(self) -> None:
+        """Compare plans, and hear of how many matrices each set of ranks adds up norms; all ranks call it."""
 
-        agreed(compare)
+        def compare() -> tuple[int, int]:
+            planned, exchange = connect(self.optimizer.param_groups, self.optimizer._runtime)  # within each set
+            self._slots = Slots(planned)
+            return exchange.plan.ranks[0], len(planned.plan.assignments) * (self._limits.policy == "per_matrix")
+
+        everyone = agreed(compare)
+        counts, mine = dict(sorted(everyone)), everyone[dist.get_rank()][0]  # the largest of each set
+        first = sum(count for rank, count in counts.items() if rank < mine)
+        self._slots = self._slots._replace(first=first, total=sum(counts.values()))
 
     # ---------------------------------------------------------------- the step
 
@@ -216,20 +226,25 @@ class MegatronOptimizer(Base):  # type: ignore[misc]
         if clips and not raises:
             assert muon._runtime.connected is not None
             planned, exchange = muon._runtime.connected
-            found, clip = clip_gradients(
-                planned,
-                muon.param_groups,
-                muon.state,
-                exchange,
-                self._limits,
-                source=muon.gradients,
-                process_group=dist.group.WORLD,
-                waits=True,
-            )
+            try:
+                found, clip = clip_gradients(
+                    planned,
+                    muon.param_groups,
+                    muon.state,
+                    exchange,
+                    self._limits,
+                    source=muon.gradients,
+                    process_group=dist.group.WORLD,
+                    waits=True,
+                    slots=self._slots,
+                )
+            except PlanAgain:  # some stage has other matrices than it has told
+                self._place_matrices()
+                return self._meet_stages(norms, clips=clips, raises=raises)
             norms.append(found)
             return clip
-        # The head of what `clip_gradients` adds up on other stages.
-        told = torch.zeros(matrices_from(muon.gradients), dtype=torch.float64, device=self._device)
+        # As long as what `clip_gradients` adds up on other stages.
+        told = torch.zeros(matrices_from(muon.gradients) + self._slots.total, dtype=torch.float64, device=self._device)
         told[ERRORS] = raises
         dist.all_reduce(told)
         if not raises and float(told[ERRORS]):
