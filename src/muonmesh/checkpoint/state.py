@@ -288,7 +288,7 @@ def _check_entry(
             storage = member.storage if state_layout is None else state_layout.storage
             # Who owns what is known with the ranks, so what owners keep is looked at in the first step.
             companion = None if state_layout is None else state_layout.companion
-            found, needed = _told(value), _needed(storage, member.tensor)
+            found, needed = _told(value), _needed(storage, member)
             if found != needed and not (companion is not None and companion.at_owner):
                 needed = f"{needed}, as this optimizer stores it"
                 raise StateError(explain_error(name, f"{key} {found}", needed, _RESHARD))
@@ -312,9 +312,10 @@ def check_values(name: str, key: str, local: Tensor) -> None:
         raise StateError(explain_error(name, f"{wrong} in {key}", needed, write))
 
 
-def _needed(storage: Storage, parameter: Tensor) -> str:
+def _needed(storage: Storage, member: Member) -> str:
     """Return what `_told` says of a tensor that lives there."""
-    local = tuple(parameter.shape) if storage.layout is None else local_shape(storage)
+    same = storage.layout is None or storage is member.storage
+    local = tuple(local_of(member.tensor).shape) if same else local_shape(storage)
     if storage.mesh is None:
         return f"a plain tensor of shape {local}"
     return f"a DTensor of shape {tuple(storage.shape)} placed {tuple(storage.placements)}, {local} here"
