@@ -34,6 +34,7 @@ from muonmesh.layout import (
 )
 from muonmesh.layout.region import row_major
 
+OF_TORCH = (TorchReplicate, TorchShard, _StridedShard)
 PLAIN = (Tensor, nn.Parameter)
 """Types of tensors that are no DTensors; to ask for these is quicker than `isinstance`."""
 
@@ -170,8 +171,8 @@ def storage_of(
     said = published(name, tensor) if declared is None else declared
     if isinstance(said, (FlatShards, MeshLayout)):
         _check_local(name, tensor, said)
-        if not isinstance(tensor, DTensor):
-            return Storage(said, said.shape)
+        if not isinstance(tensor, DTensor) or not all(isinstance(each, OF_TORCH) for each in tensor.placements):
+            return Storage(said, said.shape)  # state is plain: torch cannot copy DTensors of other placements
         return Storage(said, said.shape, tensor.stride(), tensor.device_mesh, tuple(tensor.placements))
     if declared is not None:
         if isinstance(tensor, DTensor):
