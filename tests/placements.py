@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from muonmesh.step.parameter_steps import RUNNING
+from muonmesh.step.state_layout import RUNNING
 from tests import gathered
 from tests.layouts import Held, _groups
 from tests.meshes import mesh_of

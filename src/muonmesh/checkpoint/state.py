@@ -314,7 +314,7 @@ def check_values(name: str, key: str, local: Tensor) -> None:
 
 
 def _needed(storage: Storage, weights: Storage, parameter: Tensor) -> str:
-    """Return what `_told` says of a tensor that lives there, or where the weights live, which keep what shape they have."""
+    """Return what `_told` says of a tensor that lives there; where the weights live, it has their local shape."""
     same = storage.layout is None or storage is weights
     local = tuple(local_of(parameter).shape) if same else local_shape(storage)
     if storage.mesh is None:
