@@ -6,7 +6,9 @@ comparison is what all of its optimizers go through: `ChainedOptimizer.step`, wh
 
 from __future__ import annotations
 
+import contextlib
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -112,15 +114,9 @@ def test_a_step_is_skipped_for_the_half_that_is_clipped(workers, flat: bool) -> 
         assert set(moved.values()) == {0.0}
 
 
-def all_reduces(shape: Shape, settings: dict[str, Any]) -> tuple[int, Any]:
-    """How many all-reduces there are in a step, and what it returned."""
-    host.begin(shape)
-    chunks = host.chunks_of(shape)
-    config = {key: value for key, value in settings.items() if key != "policy"}
-    policy = settings.get("policy", "adamw_only")
-    optimizer = get_megatron_optimizer(host.optimizer_config(shape, **config), chunks, policy=policy)
-    host.backward(shape, chunks, optimizer, 0)
-    optimizer.step()
+@contextlib.contextmanager
+def counted() -> Iterator[list[Tensor]]:
+    """What is added up over ranks in this context."""
     calls: list[Tensor] = []
     real = dist.all_reduce
 
@@ -130,9 +126,20 @@ def all_reduces(shape: Shape, settings: dict[str, Any]) -> tuple[int, Any]:
 
     dist.all_reduce = counting
     try:
-        told = optimizer.step()
+        yield calls
     finally:
         dist.all_reduce = real
+
+
+def all_reduces(shape: Shape, policy: Any, settings: dict[str, Any]) -> tuple[int, Any]:
+    """How many all-reduces there are in a step, and what it returned."""
+    host.begin(shape)
+    chunks = host.chunks_of(shape)
+    optimizer = get_megatron_optimizer(host.optimizer_config(shape, **settings), chunks, policy=policy)
+    host.backward(shape, chunks, optimizer, 0)
+    optimizer.step()
+    with counted() as calls:
+        told = optimizer.step()
     return len(calls), told
 
 
@@ -141,18 +148,18 @@ ONLY_MUON = r"^(?!.*linear)"
 
 
 @pytest.mark.parametrize(
-    ("shape", "settings", "most", "measured"),
+    ("shape", "policy", "settings", "most", "measured"),
     [
-        (Shape(tp=2), {}, 2, True),
-        (Shape(tp=2, flat=True), {}, 2, True),
-        (Shape(ep=2, model=MOE + ONE_LAYER), {}, 2, True),
-        (Shape(tp=2), {"clip_grad": 0.0}, 1, False),
-        (Shape(tp=2, frozen=ONLY_MUON), {}, 1, False),
-        (Shape(tp=2, dtype=torch.float16), {}, 3, True),
-        (Shape(pp=2), {}, 2, True),
-        (Shape(pp=2, tp=2, flat=True), {}, 2, True),
-        (Shape(pp=2), {"clip_grad": 0.0}, 2, False),
-        (Shape(pp=2, tp=2), {"policy": "per_matrix"}, 2, True),
+        (Shape(tp=2), "adamw_only", {}, 2, True),
+        (Shape(tp=2, flat=True), "adamw_only", {}, 2, True),
+        (Shape(ep=2, model=MOE + ONE_LAYER), "adamw_only", {}, 2, True),
+        (Shape(tp=2), "adamw_only", {"clip_grad": 0.0}, 1, False),
+        (Shape(tp=2, frozen=ONLY_MUON), "adamw_only", {}, 1, False),
+        (Shape(tp=2, dtype=torch.float16), "adamw_only", {}, 3, True),
+        (Shape(pp=2), "adamw_only", {}, 2, True),
+        (Shape(pp=2, tp=2, flat=True), "adamw_only", {}, 2, True),
+        (Shape(pp=2), "adamw_only", {"clip_grad": 0.0}, 2, False),
+        (Shape(pp=2, tp=2), "per_matrix", {}, 2, True),
     ],
     ids=[
         "TP",
@@ -167,70 +174,65 @@ ONLY_MUON = r"^(?!.*linear)"
         "stages, matrices",
     ],
 )
-def test_all_reduces_of_a_step(workers, shape: Shape, settings: dict[str, Any], most: int, measured: bool) -> None:
+def test_all_reduces_of_a_step(
+    workers, shape: Shape, policy: str, settings: dict[str, Any], most: int, measured: bool
+) -> None:
     """One of flags and one of the norm, none for a norm by which nothing is clipped; docs/megatron.md has the table."""
-    for calls, (ok, norm, _) in workers(4).run(all_reduces, shape, settings):
+    for calls, (ok, norm, _) in workers(4).run(all_reduces, shape, policy, settings):
         assert ok
         assert (norm is not None) == measured
         assert calls == most
 
 
-def test_matrices_of_all_stages_are_limited_by_their_own_norms(workers) -> None:
+@pytest.mark.parametrize(
+    "shape",
+    [Shape(pp=2, tp=2), Shape(pp=2, ep=2, model=MOE), Shape(pp=2, frozen_stage=0)],
+    ids=["TP", "experts", "a stage without parameters"],
+)
+def test_matrices_of_all_stages_are_limited_by_their_own_norms(workers, shape: Shape) -> None:
     """Each stage has room of its own in the sum over the world; after the warm-up the limit is half the usual norm."""
-    for found in workers(4).run(train, Shape(pp=2, tp=2), 12, policy="per_matrix", config={"clip_grad": 0.5}):
+    for found in workers(4).run(train, shape, 12, policy="per_matrix", config={"clip_grad": 0.5}):
         assert found.differing == {}
         assert found.norms == pytest.approx(found.expected)
 
 
-def planned_again(shape: Shape) -> tuple[list[int], dict[str, tuple[float, float]]]:
-    """All-reduces of four steps, of which the third gives a matrix of the first stage to AdamW; and of matrices that are
-    whole the running norms, and what they are to be.
+def planned_again(shape: Shape) -> tuple[list[int], list[tuple[float, float]]]:
+    """Take four steps, before the third of which the first stage gives a matrix to AdamW.
+
+    Returns:
+        How many all-reduces each makes; and of each parameter that is one matrix the running norm, and the mean norm.
     """
     host.begin(shape)
     chunks = host.chunks_of(shape)
     optimizer = get_megatron_optimizer(host.optimizer_config(shape), chunks, policy="per_matrix")
-    named, calls, norms = gathered.named(chunks), list[Tensor](), list[dict[str, float]]()
-    counts, real = list[int](), dist.all_reduce
-
-    def counting(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        calls.append(tensor)
-        return real(tensor, *args, **kwargs)
-
+    named = gathered.named(chunks)
+    counts, norms = list[int](), list[dict[str, float]]()
     for turn in range(4):
         optimizer.zero_grad()
         host.backward(shape, chunks, optimizer, turn)
         reduced = gathered.gather(gathered.held(named, gathered.gradients(chunks)))
         norms.append({name: float(value.double().norm()) for name, value in reduced.items()})
-        group, other = (
-            next(each for each in optimizer.param_groups if each["algorithm"] == kind) for kind in ("muon", "adamw")
-        )
         if turn == 2 and parallel_state.is_pipeline_first_stage():
-            number = next(i for i, name in enumerate(group["param_names"]) if "linear_qkv" in name)
-            size = len(group["params"])
-            del optimizer.optimizer.state[group["params"][number]]
-            for key, value in group.items():
-                if isinstance(value, list) and len(value) == size:
-                    other.get(key, []).append(value.pop(number))
-        calls.clear()
-        dist.all_reduce = counting
-        try:
+            muon, adamw = (
+                next(g for g in optimizer.param_groups if g["algorithm"] == kind) for kind in ("muon", "adamw")
+            )
+            number = next(i for i, name in enumerate(muon["param_names"]) if "linear_qkv" in name)
+            del muon["matrices"][number], optimizer.optimizer.state[muon["params"][number]]
+            for key in ("params", "param_names", "reasons"):
+                adamw[key].append(muon[key].pop(number))
+        with counted() as calls:
             optimizer.step()
-        finally:
-            dist.all_reduce = real
         counts.append(len(calls))
-    found = {
-        name: (float(optimizer.optimizer.state[p]["running_norm"]), sum(each[name] for each in norms) / 4)
-        for name, p in named.items()
-        if "linear_proj" in name or "linear_fc2" in name
-    }
-    return counts, found
+    state = optimizer.optimizer.state
+    whole = [name for name in named if "linear_proj" in name or "linear_fc2" in name]
+    return counts, [(float(state[named[n]]["running_norm"]), sum(each[n] for each in norms) / 4) for n in whole]
 
 
 def test_a_stage_that_plans_again_tells_anew_how_many_matrices_it_has(workers) -> None:
-    for (*_, again, last), found in workers(4).run(planned_again, Shape(pp=2, tp=2)):
+    for (*_, again, last), norms in workers(4).run(planned_again, Shape(pp=2, tp=2)):
         assert again > last == 2
-        assert len(found) == 2
-        assert all(running == pytest.approx(mean, rel=1e-6) for running, mean in found.values())
+        assert len(norms) == 2
+        assert all(running == pytest.approx(mean, rel=1e-6) for running, mean in norms)
 
 
 def test_experts_are_no_group_of_their_own(workers) -> None:

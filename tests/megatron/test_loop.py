@@ -204,7 +204,7 @@ def one_stage(what: str) -> None:
     mine = dist.get_rank() == 1
     if what == "a setting":
         made(shape, muon={"momentum": 2.0} if mine else None)
-    chunks, optimizer = made(shape)
+    chunks, optimizer = made(shape, config={"clip_grad": 0.0 if mine and what == "a limit" else 1.0})
     host.backward(shape, chunks, optimizer, 0)
     if what == "a group":
         optimizer.param_groups[0]["momentum"] = 2.0 if mine else 0.95
@@ -230,6 +230,7 @@ def test_an_override_may_name_what_one_stage_has(workers) -> None:
     [
         ("an override of no stage", "no_such_layer"),
         ("a setting", "momentum"),
+        ("a limit", r"max_norm=inf, policy='adamw_only', .* on rank 1; needed the same"),
         ("a group", "momentum"),
         ("a gradient", "gradient of local shape"),
         ("a state", "momentum_buffer of shape"),
@@ -242,7 +243,7 @@ def test_an_error_on_one_stage_is_raised_on_every_stage(workers, what: str, mess
     assert time.monotonic() - begin < 30  # gloo would wait for minutes
     assert issubclass(second.error, (ValueError, StateError))
     assert re.search(message, second.message)
-    assert first.error is (PlanError if what != "an override of no stage" else ValueError)
+    assert first.error is (ValueError if what in ("an override of no stage", "a limit") else PlanError)
 
 
 def stopped(what: str, policy: str, **config: Any) -> tuple[str, bool, bool, bool]:

@@ -54,14 +54,14 @@ def clip_gradients(
 ) -> tuple[GradNorms, Clip]:
     """Implement `Muon.clip_grad_norm_`: measure the gradients, add up one fp64 vector over the ranks, and scale.
 
-    With ``process_group`` the head of the vector is added up over that; with ``slots`` all of it.
+    With ``process_group`` the head of the vector is added up over that; with ``slots`` the matrices too.
 
     Squares and sums are fp64 and a coefficient is rounded once: with fp32 sums it differs between shardings.
 
     Raises:
         Exception: what this rank found wrong, after it has taken part in what the others wait for.
         PlanError: another rank found something wrong. Nothing has been scaled then.
-        PlanAgain: a rank must plan again, or some matrices have no slots.
+        PlanAgain: a rank must plan again, or ``slots`` are those of another plan than it has now.
     """
     apart, matrices, sums = source.norms_apart, matrices_from(source), zeros_for(planned, source)
     if not _reduces(planned, limits, process_group):
@@ -78,7 +78,7 @@ def clip_gradients(
     if error is not None and sums.is_meta:
         raise error  # nothing here has data, so nothing can be asked of the others
     said[ERRORS] = int(error is not None)
-    said[REPLAN] = unplaced = int(by_matrix and slots is not None and slots.planned is not planned)
+    said[REPLAN] = unplaced = int(slots is not None and slots.planned is not planned)
     sums[:matrices] += upload(list(said.values()), dtype=sums.dtype, device=sums.device)
     reduce_squares(sums, exchange, source, process_group, matrices=by_matrix and not unplaced, slots=slots)
     if isinstance(error, ValueError) and not isinstance(error, LayoutError) and not waits:

@@ -31,17 +31,17 @@ of the plan.
 
 
 class Slots(NamedTuple):
-    """Where a connected set adds up the squares of its matrices, in a sum over all sets of which each has its own.
+    """Where a connected set adds up the squares of its matrices, in one sum over all sets in which each has its own.
 
     Attributes:
-        planned: The plan that was told to the others; under another one all must tell anew.
+        planned: The plan that the others were told of; under another one all must tell anew.
         first: How many matrices the sets before it have.
         total: How many all sets have.
     """
 
-    planned: Planned | None = None
-    first: int = 0
-    total: int = 0
+    planned: Planned
+    first: int
+    total: int
 
 
 def half_of(group: Mapping[str, Any]) -> int:
@@ -177,10 +177,11 @@ def reduce_squares(
     first = matrices_from(source)
     if slots is not None:
         told = torch.cat([sums[:first], sums.new_zeros(slots.total)])
-        own = told[first + slots.first :][: len(sums) - first if matrices else 0]
-        own += sums[first:][: len(own)]
+        count = len(sums) - first if matrices else 0
+        its, own = told[first + slots.first :][:count], sums[first:][:count]
+        its.copy_(own)
         dist.all_reduce(told, group=group)
-        sums[:first], sums[first:][: len(own)] = told[:first], own
+        sums[:first], own[:] = told[:first], its
         return
     ranks = [] if group is None else dist.get_process_group_ranks(group)
     here = sum(rank in exchange.plan.ranks for rank in ranks)

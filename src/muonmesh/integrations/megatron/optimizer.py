@@ -20,7 +20,7 @@ from muonmesh.clip.clipping import PlanAgain, clip_gradients
 from muonmesh.clip.limits import GradNorms, Limits
 from muonmesh.clip.squares import ERRORS, Slots, matrices_from
 from muonmesh.comm.storage import device_without_parameters, local_of
-from muonmesh.comm.telling import agreed
+from muonmesh.comm.telling import agreed, tell_all
 from muonmesh.errors import LayoutError, PlanError, StateError, about, explain_error
 from muonmesh.integrations.megatron import checkpoint
 from muonmesh.names import canonical_name
@@ -90,7 +90,7 @@ class MegatronOptimizer(Base):  # type: ignore[misc]
         self._one = torch.ones(1, dtype=torch.float32, device=self._device)
         self._measures = True  # whether a step asks for a norm; `meet` hears whether anything is clipped by one
         self._first_holder: dict[str, int] = {}
-        self._slots = Slots()
+        self._slots: Slots | None = None  # where one sum over the world has the matrices of this stage
         self.grad_scaler: Any = None
         if config.loss_scale:
             self.grad_scaler = ConstantGradScaler(config.loss_scale)
@@ -105,35 +105,42 @@ class MegatronOptimizer(Base):  # type: ignore[misc]
             )
 
     def told(self) -> Any:
-        """Return what the other ranks are to know: the names of the groups, and whether any feels magnitudes."""
-        return [(group["name"], group["algorithm"]) for group in self.optimizer.param_groups if group["params"]]
+        """Return what the other ranks are to know: the limits, and of the groups the names and algorithms."""
+        groups = self.optimizer.param_groups
+        return self._limits, [(group["name"], group["algorithm"]) for group in groups if group["params"]]
 
     def meet(self, everyone: Sequence[Any]) -> None:
         """Hear what all ranks have told, and compare plans; all ranks call it once.
 
         Raises:
             LayoutError, PlanError: on every rank, where the ranks that share parameters do not see them alike.
+            ValueError: on every rank, if some are to clip otherwise than others.
         """
-        for rank, groups in enumerate(everyone):
+        limits = everyone[0][0]
+        for rank, (other, groups) in enumerate(everyone):
+            if other != limits:
+                found, needed = f"{limits} on rank 0 and {other} on rank {rank}", "the same on all ranks"
+                write = "Pass the same clip_grad and policy= everywhere"
+                raise ValueError(explain_error("get_megatron_optimizer", found, needed, write))
             for name, _ in groups:
                 self._first_holder.setdefault(name, rank)
-        limits = self._limits
-        clipped = limits.policy != "adamw_only" or any(kind == "adamw" for groups in everyone for _, kind in groups)
+        clipped = limits.policy != "adamw_only" or any(kind == "adamw" for _, some in everyone for _, kind in some)
         self._measures = clipped and min(limits.max_norm, limits.skip_above) < math.inf
-        self._place_matrices()
+
+        def compare() -> None:
+            connect(self.optimizer.param_groups, self.optimizer._runtime)  # within each set of ranks
+
+        agreed(compare)
+        if self._measures and limits.policy == "per_matrix" and self._groups.pp.size() > 1:
+            self._place_matrices()
 
     def _place_matrices(self) -> None:
-        """Compare plans, and hear of how many matrices each set of ranks adds up norms; all ranks call it."""
-
-        def compare() -> tuple[int, int]:
-            planned, exchange = connect(self.optimizer.param_groups, self.optimizer._runtime)  # within each set
-            self._slots = Slots(planned)
-            return exchange.plan.ranks[0], len(planned.plan.assignments) * (self._limits.policy == "per_matrix")
-
-        everyone = agreed(compare)
-        counts, mine = dict(sorted(everyone)), everyone[dist.get_rank()][0]  # the largest of each set
-        first = sum(count for rank, count in counts.items() if rank < mine)
-        self._slots = self._slots._replace(first=first, total=sum(counts.values()))
+        """Hear how many matrices each set of ranks has, which its first rank names; all ranks of the world call it."""
+        assert self.optimizer._runtime.connected is not None
+        planned, exchange = self.optimizer._runtime.connected
+        me = exchange.plan.ranks[0]
+        counts = dict(tell_all((me, len(planned.plan.assignments))))
+        self._slots = Slots(planned, sum(counts[rank] for rank in counts if rank < me), sum(counts.values()))
 
     # ---------------------------------------------------------------- the step
 
@@ -244,7 +251,8 @@ class MegatronOptimizer(Base):  # type: ignore[misc]
             norms.append(found)
             return clip
         # As long as what `clip_gradients` adds up on other stages.
-        told = torch.zeros(matrices_from(muon.gradients) + self._slots.total, dtype=torch.float64, device=self._device)
+        length = matrices_from(muon.gradients) + (0 if self._slots is None else self._slots.total)
+        told = torch.zeros(length, dtype=torch.float64, device=self._device)
         told[ERRORS] = raises
         dist.all_reduce(told)
         if not raises and float(told[ERRORS]):
