@@ -23,6 +23,8 @@ from muonmesh.comm.storage import device_without_parameters, local_of
 from muonmesh.comm.telling import agreed
 from muonmesh.errors import LayoutError, PlanError, StateError, about, explain_error
 from muonmesh.integrations.megatron import checkpoint
+from muonmesh.integrations.megatron.main_grad import FlatMainGrad
+from muonmesh.integrations.megatron.sharded_master import ShardedMaster
 from muonmesh.names import canonical_name
 from muonmesh.optimizer import Muon
 from muonmesh.report.explain import Explanation
@@ -238,11 +240,16 @@ class MegatronOptimizer(Base):  # type: ignore[misc]
 
     def _publish(self) -> None:
         """Let the modules compute with the parameters as they are now."""
+        source, models = self.optimizer.gradients, [getattr(chunk, "config", None) for chunk in self.model_chunks]
+        clips = self.config.use_distributed_optimizer and any(getattr(model, "qk_clip", False) for model in models)
         for holding in self._holdings:
             master = self.optimizer.state[holding.tensor].get("master")
             # Megatron's log of the parameters' norm reads it there; of several experts in one parameter it reads that.
             if master is not None and holding.only:
-                holding.parameter.main_param = local_of(master)  # type: ignore[attr-defined]
+                master = local_of(master)
+                if clips and isinstance(source, FlatMainGrad):
+                    master = ShardedMaster.of(master, source.interval(holding.tensor))
+                holding.parameter.main_param = master  # type: ignore[attr-defined]
                 holding.parameter.main_param_sharded = self.config.use_distributed_optimizer  # type: ignore[attr-defined]
         if self.config.use_distributed_optimizer:
             for chunk in self.model_chunks:
