@@ -119,10 +119,6 @@ class FlatMainGrad(MainGrad):
         """As `MainGrad.norm_apart` of the parameter."""
         return super().norm_apart(self._parameter(parameter))
 
-    def interval(self, tensor: Tensor) -> ParameterInterval:
-        """Return what a tensor that is stepped is, of which parameter."""
-        return self._intervals.get(tensor) or ParameterInterval(tensor, 0, tensor.numel())
-
     def _parameter(self, tensor: Tensor) -> Tensor:
         interval = self._intervals.get(tensor)
         return tensor if interval is None else interval.parameter

@@ -2,48 +2,36 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from muonmesh.integrations.megatron.main_grad import ParameterInterval
-
 
 class ShardedMaster(Tensor):
-    """What this rank keeps of a master, as ``main_param`` of the parameter, whose elements it is an interval of.
+    """What this rank keeps of a master, as ``main_param`` of the parameter of whose elements it is an interval.
 
-    `clip_qk` of Megatron-Core 0.16 scales rows of ``main_param.data``, and needs the whole weight to find them. So
-    ``data`` is a new tensor of the parameter's shape: zeros, but in the interval what the shard has. What is copied
-    into it is written to the shard alone. Every rank scales its elements by the same factors, so the bits are those of
-    a whole master.
+    `clip_qk` of Megatron-Core 0.16 scales rows of ``main_param.data``, and needs the whole weight to find them. Every
+    rank scales its own elements by the same factors, so the bits are those of a whole master.
     """
 
-    _interval: ParameterInterval
+    _parameter: Tensor
+    _low: int
 
     @staticmethod
-    def of(master: Tensor, interval: ParameterInterval) -> ShardedMaster:
-        """Return a shard, whose memory it shares."""
+    def of(master: Tensor, parameter: Tensor, low: int) -> ShardedMaster:
+        """Return a shard, whose memory it shares, of the parameter's elements from low on."""
         found = master.as_subclass(ShardedMaster)
-        found._interval = interval
+        found._parameter, found._low = parameter, low
         return found
 
     @property
     def data(self) -> Tensor:  # type: ignore[override]
-        """The shard in the whole weight, fp32; `Tensor.copy_` into it writes the shard."""
-        parameter, low, high = self._interval
-        whole = torch.zeros(parameter.shape, dtype=self.dtype, device=self.device)
-        shard = self.as_subclass(Tensor)
-        whole.view(-1)[low:high] = shard.view(-1)
-        found = whole.as_subclass(_Whole)
-        found.kept = shard, low, high
-        return found
+        """A new tensor of the parameter's shape: the shard, and zeros; `copy_` into it writes the shard alone."""
+        shard, whole = self.as_subclass(Tensor), torch.zeros_like(self._parameter, dtype=self.dtype)
+        mine = slice(self._low, self._low + shard.numel())
+        whole.view(-1)[mine] = shard.view(-1)
 
+        def copy_(source: Tensor) -> Tensor:
+            return shard.copy_(source.reshape(-1)[mine].view_as(shard))
 
-class _Whole(Tensor):
-    kept: tuple[Tensor, int, int]
-
-    def copy_(self, source: Tensor, non_blocking: bool = False) -> Any:
-        shard, low, high = self.kept
-        shard.copy_(source.as_subclass(Tensor).reshape(-1)[low:high].view(shard.shape))
-        return self
+        whole.copy_ = copy_  # type: ignore[method-assign, assignment]
+        return whole
