@@ -413,10 +413,6 @@ def test_figures_of_the_page_of_evidence_are_the_recorded_ones() -> None:
         rows.append(f"| {name} | {' | '.join(cells)} |".replace("|  |", "| |").replace("|  |", "| |"))
     for name in ("variants", "variants_small"):
         rows += rows_of_variants(recorded(name)["runs"])
-    (spectrum,) = recorded("spectrum")["runs"]
-    for name in ("momentum_spectral", "momentum_stable_rank", "update_effective_rank", "polar_error"):
-        some = (f"{one[name]:.3g}" for one in spectrum["figures"] if one["step"] in (10, 30, 100, 200, 300))
-        rows.append(f"| `{name}` | {' | '.join(some)} |")
     changes: dict[tuple[str, bool, str], list[str]] = {}
     for one in recorded("coordinates")["runs"]:
         for output in ("hidden 2", "logits"):
