@@ -34,9 +34,10 @@ def train(corpus: Corpus, model_name: str, steps: int, every: int) -> dict[str, 
     optimizer = mm.from_model(model, lr=LR, compute_dtype=torch.float32, process_group="local")
     figures, seconds, begin = [], dict[bool, list[float]]({True: [], False: []}), time.perf_counter()
     for done in take_steps(model, optimizer, Windows(corpus.train(), length=LENGTH, seed=0), steps):
-        seconds[done > 1 and done % every == 0].append(time.perf_counter() - begin)
+        measured = done % every == 0 and done > 1  # asked for after the step before
+        seconds[measured].append(time.perf_counter() - begin)
         found = optimizer.metrics(spectrum=(done + 1) % every == 0)
-        if done > 1 and done % every == 0:
+        if measured:
             told = {key.removeprefix("muon/"): value for key, value in found.items() if key.startswith("muon/")}
             figures.append({"step": done, **told})
         begin = time.perf_counter()

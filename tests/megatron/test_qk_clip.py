@@ -59,11 +59,10 @@ def test_megatron_clips_other_attention_under_tensor_parallelism_by_the_sizes_of
     ("ranks", "shape"),
     [
         (2, Shape(dtype=torch.bfloat16, model=CLIP)),
-        (2, Shape(model=CLIP)),
         (2, Shape(dtype=torch.float16, model=CLIP, overlap=True, late=True)),
         (4, Shape(tp=2, dtype=torch.bfloat16, model=(*CLIP, *LATENT, *ONE_LAYER))),
     ],
-    ids=["DP 2, bf16", "DP 2, fp32", "DP 2, fp16, gathered in the forward pass", "MLA, TP 2 × DP 2, bf16"],
+    ids=["DP 2, bf16", "DP 2, fp16, gathered in the forward pass", "MLA, TP 2 × DP 2, bf16"],
 )
 def test_shards_are_clipped_as_whole_masters_are(workers, ranks: int, shape: Shape) -> None:
     for wrong, clipped in workers(ranks).run(compared, shape):
