@@ -295,3 +295,17 @@ def test_singular_values_over_a_training() -> None:
         f"took {run['seconds']['True']:.2f} s where it was measured, and {run['seconds']['False']:.2f} s elsewhere",
     ]
     assert missing(told, " ".join(text.split())) == []
+
+
+def test_rounding_of_weights() -> None:
+    losses: dict[str, dict[str, list[float]]] = {}
+    for run in recorded("rounding")["runs"]:
+        losses.setdefault(run["model"], {}).setdefault(run["weights"], []).append(run["loss"])
+    told = {"masters": "fp32 copies", "nearest": "rounded to nearest", "stochastic": "stochastic rounding"}
+    rows = []
+    for model, found in losses.items():
+        for name, each in found.items() if len(found) == len(told) else ():  # a model's runs may not be complete
+            apart = ", ".join(f"{a - b:+.4f}" for a, b in zip(each, found["masters"], strict=True))
+            cell = "" if name == "masters" else f"{apart} ".replace("-", "−")
+            rows.append(f"| {model} | {told[name]} | {statistics.mean(each):.3f} | {cell}|")
+    assert missing(rows, (ROOT / "docs/how-we-know.md").read_text()) == []
