@@ -334,10 +334,6 @@ def refused_chunks(what: str) -> None:
     chunks, config = host.chunks_of(shape), host.optimizer_config(shape)
     if what == "use_megatron_fsdp":
         chunks[0].ddp_config.use_megatron_fsdp = True
-    elif what == "qk_clip":  # Megatron's scripts ask for Transformer Engine then, which counts the logits
-        chunks[0].config.qk_clip = chunks[0].ddp_config.use_distributed_optimizer = config.use_distributed_optimizer = (
-            True
-        )
     elif what == "gtp_weight_remat_size":  # a field that versions after 0.16.1 have
         chunks[0].config.gtp_weight_remat_size = 2
     elif what == "use_precision_aware_optimizer":
@@ -354,7 +350,6 @@ def refused_chunks(what: str) -> None:
         "gtp_weight_remat_size",
         "use_precision_aware_optimizer",
         "a GPTModel",
-        "qk_clip",
     ],
 )
 def test_wrappers_that_hold_parameters_otherwise_are_refused(workers, what: str) -> None:

@@ -157,15 +157,16 @@ def _held(
             tensor: Tensor = parameter
             if kept is not None or cut.placement is None or name in experts:
                 begin, end = (0, high - low) if kept is None else kept[mesh.get_local_rank(0)]
-                tensor = parameter.data.view(-1)[low + begin : low + end]
+                low, high = low + begin, low + end
+                tensor = parameter.data.view(-1)[low:high]
                 if kept is None and cut.placement is not None:
                     tensor = tensor.view(shape)
-                intervals[tensor] = ParameterInterval(parameter, low + begin, low + end)
+                intervals[tensor] = ParameterInterval(parameter, low, high)
             group["params"][i] = tensor
             copy = int(getattr(parameter, "shared", False))
             saved = boxes[id(parameter)][0].key if copy else name
             resizes = any(box.resizes for box in boxes.get(id(parameter), ()))
-            holdings.append(Holding(name, saved, copy, parameter, tensor, name not in experts, resizes))
+            holdings.append(Holding(name, saved, copy, parameter, tensor, low, name not in experts, resizes))
     return holdings, layouts, intervals
 
 

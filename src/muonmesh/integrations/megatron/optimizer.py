@@ -23,6 +23,7 @@ from muonmesh.comm.storage import device_without_parameters, local_of
 from muonmesh.comm.telling import agreed, tell_all
 from muonmesh.errors import LayoutError, PlanError, StateError, about, explain_error
 from muonmesh.integrations.megatron import checkpoint
+from muonmesh.integrations.megatron.sharded_master import ShardedMaster
 from muonmesh.names import canonical_name
 from muonmesh.optimizer import Muon
 from muonmesh.report.explain import Explanation
@@ -39,6 +40,7 @@ class Holding(NamedTuple):
         copy: Number of this copy of it, of those on several stages.
         parameter: Megatron's.
         tensor: What is stepped: the parameter, or what this rank keeps of it as a view of its memory.
+        low: The first of the flattened parameter's elements that it is.
         only: Whether this is all that is stepped of the parameter here; False for an expert of a GroupedMLP.
         resizes: Whether a checkpoint may hold it with other many rows, as `SavedBox` has it.
     """
@@ -48,6 +50,7 @@ class Holding(NamedTuple):
     copy: int
     parameter: Tensor
     tensor: Tensor
+    low: int
     only: bool
     resizes: bool
 
@@ -261,13 +264,17 @@ class MegatronOptimizer(Base):  # type: ignore[misc]
 
     def _publish(self) -> None:
         """Let the modules compute with the parameters as they are now."""
+        flat = self.config.use_distributed_optimizer
+        clips = flat and any(chunk.config.qk_clip for chunk in self.model_chunks)
         for holding in self._holdings:
             master = self.optimizer.state[holding.tensor].get("master")
             # Megatron's log of the parameters' norm reads it there; of several experts in one parameter it reads that.
             if master is not None and holding.only:
-                holding.parameter.main_param = local_of(master)  # type: ignore[attr-defined]
-                holding.parameter.main_param_sharded = self.config.use_distributed_optimizer  # type: ignore[attr-defined]
-        if self.config.use_distributed_optimizer:
+                kept = local_of(master)
+                kept = ShardedMaster.of(kept, holding.parameter, holding.low) if clips else kept
+                holding.parameter.main_param = kept  # type: ignore[attr-defined]
+                holding.parameter.main_param_sharded = flat  # type: ignore[attr-defined]
+        if flat:
             for chunk in self.model_chunks:
                 if not chunk.ddp_config.overlap_param_gather:  # else the next forward pass gathers them
                     chunk.start_param_sync()
