@@ -130,6 +130,8 @@ class Muon(torch.optim.Optimizer):
         shard_state: Whether replicas (DDP, the replicate axis of HSDP) store the momentum in shards, as DTensors. This
             takes less memory and gives the same bits.
         bucket_cap_mb: MiB of matrices that one owner orthogonalizes at a time while the next ones travel.
+        cuda_graphs: Whether to capture the orthogonalization of up to four batches of matrices as CUDA graphs, at their
+            third step, and to start each by one launch from then on. The same bits; see `explain` for the memory.
         gradients: Where gradients are kept if not in ``parameter.grad``, see `GradientSource`; for Megatron-Core's
             ``main_grad`` a `muonmesh.integrations.megatron.MainGrad`. With "to_owners" the optimizer averages gradients
             over replicas itself, those of matrices at their owners alone, see `ToOwners`.
@@ -162,7 +164,7 @@ class Muon(torch.optim.Optimizer):
             precision, group = Precision.of(shared), shared["process_group"]
             # A copy of the layouts, so that what the caller does with the mapping later changes nothing here.
             layouts, cap = dict(shared["layouts"] or {}), float(shared["bucket_cap_mb"])
-            self._runtime = Runtime(precision, group, layouts, shared["shard_state"], cap)
+            self._runtime = Runtime(precision, group, layouts, shared["shard_state"], cap, shared["cuda_graphs"])
             source = ToOwners() if shared["gradients"] == "to_owners" else shared["gradients"]
             self._runtime.source = PARAMETER_GRAD if source is None else source
             if isinstance(params, ParamGroups):
@@ -302,6 +304,13 @@ class Muon(torch.optim.Optimizer):
     @plain_modes()
     def _take_step(self, scaler: torch.amp.grad_scaler.GradScaler | None) -> None:
         runtime, groups = self._runtime, self.param_groups
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            found, needed = (
+                "step() while a CUDA graph is captured",
+                "it outside: a replay would repeat its learning rate",
+            )
+            write = "Capture forward and backward only, and write cuda_graphs=True"
+            raise RuntimeError(explain_error("Muon", found, f"{needed} and read freed memory of the host", write))
         if runtime.connected is None:
             refuse_engine(caller((__name__, "torch", "contextlib"))[1])
         runtime.refuse_if_interrupted()
@@ -525,6 +534,7 @@ class Muon(torch.optim.Optimizer):
             LOST_LAYOUTS if runtime.layouts else {},
             runtime.shard_state,
             runtime.bucket_cap_mb,
+            runtime.cuda_graphs,
             complete=runtime.complete,
             warned=runtime.warned,
             interrupted=runtime.interrupted,

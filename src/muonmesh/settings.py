@@ -126,6 +126,7 @@ class OptimizerSettings(TypedDict, total=False):
     ]
     shard_state: Annotated[bool, _switch(False)]
     bucket_cap_mb: Annotated[float, _number(16.0, lambda value: value > 0, "a positive number")]
+    cuda_graphs: Annotated[bool, _switch(False)]
     gradients: Annotated[GradientSource | Literal["to_owners"] | None, Setting(None)]
 
 

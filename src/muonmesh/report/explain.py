@@ -13,6 +13,7 @@ from torch import Tensor
 from muonmesh.comm.wire import Counts
 from muonmesh.layout import cost
 from muonmesh.layout.balance import imbalance
+from muonmesh.numerics.kernels.graphs import MOST
 from muonmesh.numerics.newton_schulz import Orthogonalizer
 from muonmesh.numerics.rules import is_matrix_rule, rule_of
 from muonmesh.report.state_bytes import state_bytes_of
@@ -75,6 +76,8 @@ class Explanation:
         host_bytes: Those of them that ``state_device="cpu"`` keeps away from the device.
         gradients: What the source of gradients moves itself for a step, as under ``gradients="to_owners"``.
         relayed: Parameters whose results rank after rank passes on, because their replicas are in several machines.
+        graphs: Batches that have memory of their own for a CUDA graph; None without ``cuda_graphs``.
+        graph_bytes: What they keep on the device from step to step so far.
         open: Names of parameters of which other ranks may hold copies, which the first step looks for. Until then they
             are told as if there were none.
     """
@@ -90,6 +93,8 @@ class Explanation:
     host_bytes: int = 0
     gradients: Counts = field(default_factory=Counts)
     relayed: int = 0
+    graphs: int | None = None
+    graph_bytes: int = 0
     open: tuple[str, ...] = ()
 
     @property
@@ -145,6 +150,8 @@ class Explanation:
         if self.state_bytes:
             host = f", {self.host_bytes / 1e6:.3g} MB of it on the host" if self.host_bytes else ""
             table.append(f"rank {self.rank} keeps {self.state_bytes / 1e6:.3g} MB of state{host}")
+        if self.graphs is not None:
+            table.append(f"CUDA graphs of {self.graphs} batches, at most {MOST}, keep {self.graph_bytes / 1e6:.3g} MB")
         return "\n".join(table)
 
 
@@ -209,6 +216,8 @@ def explain(
         sum(host for _, host in kept.values()),
         gradients,
         sum(relay is not None for relay in plan.relays),
+        None if planned.graphs is None else len(planned.graphs),
+        0 if planned.graphs is None else planned.graphs.bytes,
         () if planned.exchange is not None else tuple(m.name for m in planned.members if m.may_have_copies(plan.ranks)),
     )
 

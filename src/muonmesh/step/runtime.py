@@ -52,6 +52,7 @@ class Runtime:
         layouts: Where plain local shards live.
         shard_state: Whether replicas share the momentum.
         bucket_cap_mb: MiB that one owner computes at a time.
+        cuda_graphs: Whether batches are captured in CUDA graphs.
         complete: Whether the constructor has finished; groups that come later must say their algorithm.
         planned: What was read off the parameters; None until that is needed.
         connected: The plan that all ranks know of, with its exchange; None before the first step.
@@ -80,6 +81,7 @@ class Runtime:
     layouts: Mapping[str, Declared]
     shard_state: bool
     bucket_cap_mb: float
+    cuda_graphs: bool = False
     complete: bool = False
     planned: Planned | None = None
     connected: Connected | None = None
