@@ -305,12 +305,11 @@ class Muon(torch.optim.Optimizer):
     def _take_step(self, scaler: torch.amp.grad_scaler.GradScaler | None) -> None:
         runtime, groups = self._runtime, self.param_groups
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            found, needed = (
-                "step() while a CUDA graph is captured",
-                "it outside: a replay would repeat its learning rate",
+            found, write = "in a CUDA graph capture", "Capture forward and backward only, and write cuda_graphs=True"
+            needed = (
+                "it outside of one, since a replay would repeat its learning rate and read freed memory of the host"
             )
-            write = "Capture forward and backward only, and write cuda_graphs=True"
-            raise RuntimeError(explain_error("Muon", found, f"{needed} and read freed memory of the host", write))
+            raise RuntimeError(explain_error("step()", found, needed, write))
         if runtime.connected is None:
             refuse_engine(caller((__name__, "torch", "contextlib"))[1])
         runtime.refuse_if_interrupted()

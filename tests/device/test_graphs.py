@@ -26,7 +26,7 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 SOAK = pytest.mark.soak
-QUICK = ("muon", "adamuon", "masters on the host", "scaler", "another device than the current")
+QUICK = ("muon", "masters on the host", "scaler")
 CUDA = torch.device("cuda:0")
 
 
@@ -141,7 +141,7 @@ def test_a_step_with_graphs_has_the_bits_of_one_without(name: str, seed: int) ->
     assert graphed.races == []
     assert graphed.waits == {}
     assert different(plain, graphed) == []
-    assert (replays > 0) == (CASES[name].rule not in ("soap", "scion_sign", "scion_row_norm")), replays
+    assert (replays > 0) == (name not in ("scion_sign", "scion_row_norm")), "these two orthogonalize nothing"
 
 
 def by_triton(name: str) -> tuple[list[Any], list[str], int]:
@@ -149,8 +149,23 @@ def by_triton(name: str) -> tuple[list[Any], list[str], int]:
     return graphed.races, different(plain, graphed), replays
 
 
-@pytest.mark.parametrize("name", ["muon", pytest.param("normuon", marks=SOAK), pytest.param("bf16", marks=SOAK)])
-def test_kernels_in_triton_are_captured_too(interpreter: Callable[..., Any], name: str) -> None:
+def batches_by_triton(rows: int, cols: int, method: str) -> int:
+    with SimulatedDevice(0):
+        graphs, of = Graphs(CUDA), made(rows, cols, torch.bfloat16, kernels="triton", method=method, steps=3)
+        for _ in range(4):
+            x, out = torch.randn(2, rows, cols).to(CUDA, torch.bfloat16), torch.empty(2, rows, cols).to(CUDA).bfloat16()
+            assert torch.equal(of(x, out=out, graphs=graphs).cpu(), of(x).cpu())
+        return sum(batch._graph is not None for batch in graphs._batches.values())
+
+
+@pytest.mark.parametrize("method", ["standard", "gram"])
+def test_kernels_in_triton_are_captured_too(interpreter: Callable[..., Any], method: str) -> None:
+    assert interpreter(batches_by_triton, 5, 9, method) == 1
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", ["muon", "normuon", "bf16"])
+def test_steps_by_triton_are_captured_too(interpreter: Callable[..., Any], name: str) -> None:
     races, other, replays = interpreter(by_triton, name)
     assert (races, other) == ([], [])
     assert replays > 3
@@ -162,7 +177,7 @@ def on_ranks(layout: str, seed: int) -> tuple[list[Any], list[str], int]:
     return graphed.races, different(plain, graphed), replays
 
 
-@pytest.mark.parametrize("layout", ["replicas", "sharded"])
+@pytest.mark.parametrize("layout", ["replicas", pytest.param("sharded", marks=SOAK)])
 def test_buckets_in_flight_do_not_overwrite_each_other(workers: Any, layout: str) -> None:
     for races, other, replays in workers(2).run(on_ranks, layout, 0):
         assert (races, other) == ([], [])
@@ -324,7 +339,7 @@ def test_a_step_that_is_captured_itself_is_refused() -> None:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(torch.cuda.Stream()):
             graph.capture_begin()
-            with pytest.raises(RuntimeError, match="step\\(\\) while a CUDA graph is captured"):
+            with pytest.raises(RuntimeError, match=r"step\(\): found in a CUDA graph capture"):
                 optimizer.step()
             graph.capture_end()
         optimizer.step()
@@ -344,6 +359,17 @@ def test_orthogonalize_can_be_captured_by_its_caller() -> None:
         x.copy_(again)
         graph.replay()
         assert torch.equal(out.cpu(), mm.orthogonalize(again, dtype=torch.float32).cpu())
+
+
+@pytest.mark.parametrize("coefficients", ["qdwh", "deflated", "aol", "quintic", "deepseekv4"])
+def test_sets_that_decompose_or_invert_are_not_captured(coefficients: str) -> None:
+    """Solvers may read numbers on the host and have memory of their own."""
+    with SimulatedDevice(0):
+        graphs, of = Graphs(CUDA), made(64, 80, coefficients=coefficients, steps=None)
+        for _ in range(4):
+            x = torch.randn(2, 64, 80).to(CUDA)
+            assert torch.equal(of(x, graphs=graphs).cpu(), of(x).cpu())
+        assert len(graphs) == (coefficients not in ("qdwh", "deflated"))
 
 
 def test_a_dry_run_knows_graphs() -> None:

@@ -206,12 +206,8 @@ class SimulatedDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Give memory to a new fake tensor: what its stream has freed, or else new, where nobody has written."""
         storage = tensor.untyped_storage()
         stream, size = self._timeline.current_stream(tensor.device), storage.nbytes()
-        pool = stream.capturing
-        fits = [
-            b
-            for b in self._free
-            if b.stream is stream and b.pool is pool and size <= b.storage.nbytes() <= 2 * size + _ROOM
-        ]
+        pool, sizes = stream.capturing, range(size, 2 * size + _ROOM + 1)
+        fits = [b for b in self._free if b.stream is stream and b.pool is pool and b.storage.nbytes() in sizes]
         if fits:
             block = self._timeline.random.choice(fits)
             self._free.remove(block)

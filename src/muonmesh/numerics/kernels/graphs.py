@@ -91,13 +91,13 @@ class _Batch:
     def __init__(self, given: Sequence[Tensor]) -> None:
         self.given = [torch.empty(each.shape, dtype=each.dtype, device=each.device) for each in given]
         self.bytes = sum(each.nbytes for each in self.given)
-        self._warm, self._graph = False, None
+        self._warm, self._graph = False, None  # type: tuple[bool, torch.cuda.CUDAGraph | None]
 
     def run(self, call: Callable[..., object], given: Sequence[Tensor]) -> None:
         """See `Graphs.run`. The first run makes all that is made once: kernels are compiled and loaded then."""
         (_, out, *_), (_, theirs, *_) = self.given, given
         for own, other in zip(self.given, given, strict=True):
-            if own is not out and not torch._C._is_alias_of(own, other):
+            if own is not out and not _is_one(own, other):
                 own.copy_(other)
         if self._warm and self._graph is None:
             self._graph = self._capture(call)
@@ -106,7 +106,7 @@ class _Batch:
         else:
             self._graph.replay()
         self._warm = True
-        if not torch._C._is_alias_of(out, theirs):
+        if not _is_one(out, theirs):
             theirs.copy_(out)
 
     def _capture(self, call: Callable[..., object]) -> torch.cuda.CUDAGraph:
@@ -117,7 +117,7 @@ class _Batch:
             torch.cuda.empty_cache()
             torch._C._cuda_clearCublasWorkspaces()  # those of this stream may be another's, and be freed
             before = torch.cuda.memory_reserved()
-            with torch.cuda.stream(torch.cuda.Stream(device)):
+            with torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
                 # Other threads, such as NCCL's, may ask for their events meanwhile.
                 graph.capture_begin(capture_error_mode="thread_local")
                 try:
@@ -127,3 +127,8 @@ class _Batch:
             self.bytes += torch.cuda.memory_reserved() - before
             torch._C._cuda_clearCublasWorkspaces()  # that of the graph stays in its pool, and nobody else takes it
         return graph
+
+
+def _is_one(own: Tensor, other: Tensor) -> bool:
+    """Whether a caller works in the memory that was handed to it, which is then all of it."""
+    return bool(torch._C._is_alias_of(own, other))  # type: ignore[attr-defined]
