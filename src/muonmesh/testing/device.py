@@ -60,6 +60,7 @@ class Stream:
         self.queue = deque[Operation]()
         self.clocks: Clocks = {}
         self.capturing: Graph | None = None
+        self.is_default = False
         self.timeline.streams.append(self)
         self.name = f"stream {len(self.timeline.streams) - 1} of {self.device}"
 
@@ -124,6 +125,8 @@ class Graph:
     def capture_begin(self, **_: Any) -> None:
         """Write down what the current stream is given, instead of running it."""
         self._stream = timeline().current_stream()
+        if self._stream.is_default:
+            raise RuntimeError("CUDA graphs must be captured on a non-default stream")
         self._stream.capturing = self
 
     def capture_end(self) -> None:
@@ -169,6 +172,7 @@ class Timeline:
         index = self.index(device)
         if index not in self._current:
             self._current[index] = Stream(index)
+            self._current[index].is_default = True
         return self._current[index]
 
     @contextmanager

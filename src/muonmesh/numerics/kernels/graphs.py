@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from muonmesh.errors import explain_error
-from muonmesh.numerics.kernels.triton_launch import on
 
 MOST = 4
 """Batches that have a graph, since each keeps memory."""
@@ -112,20 +111,19 @@ class _Batch:
     def _capture(self, call: Callable[..., object]) -> torch.cuda.CUDAGraph:
         """Return the graph of a call, which is not run. The host waits for the device, once for each graph."""
         device, graph = self.given[0].device, torch.cuda.CUDAGraph()
-        with on(device):
-            torch.cuda.synchronize()
-            torch.cuda.empty_cache()
-            torch._C._cuda_clearCublasWorkspaces()  # those of this stream may be another's, and be freed
-            before = torch.cuda.memory_reserved()
-            with torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
-                # Other threads, such as NCCL's, may ask for their events meanwhile.
-                graph.capture_begin(capture_error_mode="thread_local")
-                try:
-                    call(*self.given)
-                finally:
-                    graph.capture_end()
-            self.bytes += torch.cuda.memory_reserved() - before
-            torch._C._cuda_clearCublasWorkspaces()  # that of the graph stays in its pool, and nobody else takes it
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+        torch._C._cuda_clearCublasWorkspaces()  # those of this stream may be another's, and be freed
+        before = torch.cuda.memory_reserved(device)
+        with torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
+            # Other threads, such as NCCL's, may ask for their events meanwhile.
+            graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                call(*self.given)
+            finally:
+                graph.capture_end()
+        self.bytes += torch.cuda.memory_reserved(device) - before
+        torch._C._cuda_clearCublasWorkspaces()  # that of the graph stays in its pool, and nobody else takes it
         return graph
 
 
