@@ -366,9 +366,9 @@ def test_orthogonalize_can_be_captured_by_its_caller() -> None:
 def test_sets_that_decompose_or_invert_are_not_captured(coefficients: str) -> None:
     """Solvers may read numbers on the host and have memory of their own."""
     with SimulatedDevice(0):
-        graphs, of = Graphs(CUDA), made(DEFLATED_FROM_ROWS, 200, coefficients=coefficients)
+        graphs, of = Graphs(CUDA), made(DEFLATED_FROM_ROWS, 400, coefficients=coefficients)
         for _ in range(4):
-            x = torch.randn(1, DEFLATED_FROM_ROWS, 200).to(CUDA)
+            x = torch.randn(1, DEFLATED_FROM_ROWS, 400).to(CUDA)
             assert torch.equal(of(x, graphs=graphs).cpu(), of(x).cpu())
         assert len(graphs) == (coefficients not in ("qdwh", "deflated"))
 
