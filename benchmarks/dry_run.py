@@ -2,6 +2,7 @@
 
     python benchmarks/dry_run.py
     python benchmarks/dry_run.py --cases gpt2 llama-fsdp64 --json dry_run.json
+    python benchmarks/dry_run.py --cases gpt2-12 --budgets 0 40 300
 
 The real step runs on fake tensors and torch's ``fake`` process group (`muonmesh.testing.dry_run`), beside those
 of torch.optim's Muon and of its AdamW (foreach) where one process holds all. Nothing is measured: launches, bytes and
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -73,6 +75,9 @@ class Case:
 
 CASES = {
     "gpt2": Case("3 layers of GPT-2 small", GPT2),
+    "gpt2-12": Case("GPT-2 small, one device", GPT2 * 4),
+    "gpt2-12-fsdp8": Case("GPT-2 small, FSDP2 8", GPT2 * 4, {"shard": 8}, (Shard(0),)),
+    "gpt2-12-ddp8": Case("GPT-2 small, DDP 8", GPT2 * 4, {"replicate": 8}, (Replicate(),)),
     "small": Case("1,000 of 64 × 64", [(64, 64)] * 1000),
     "llama": Case("Llama 8B, one device", LLAMA),
     "llama70-layer": Case("a layer of Llama 70B, one device", LLAMA70),
@@ -82,14 +87,15 @@ CASES = {
     "llama-fsdp8-tp8": Case("Llama 8B, FSDP2 8 × TP 8", LLAMA, {"shard": 8, "tp": 8}, (Shard(0), Shard(1))),
     "llama-hsdp8x8": Case("Llama 8B, HSDP 8 × 8", LLAMA, {"replicate": 8, "shard": 8}, (Replicate(), Shard(0))),
     "llama-hsdp32x64": Case("Llama 8B, HSDP 32 × 64", LLAMA, {"replicate": 32, "shard": 64}, (Replicate(), Shard(0))),
+    "llama-ddp8": Case("Llama 8B, DDP 8", LLAMA, {"replicate": 8}, (Replicate(),)),
     "llama-ddp64": Case("Llama 8B, DDP 64", LLAMA, {"replicate": 64}, (Replicate(),)),
     "experts": Case("26 layers × 192 experts, EP 8", EXPERTS, {"experts": 8}, (Shard(0),)),
 }
 
 
-def ours(model: nn.Module) -> torch.optim.Optimizer:
-    """Muon with its defaults."""
-    return mm.Muon(list(model.named_parameters()), lr=0.02)
+def ours(model: nn.Module, budget: float | None = None) -> torch.optim.Optimizer:
+    """Muon with its defaults, but for its budget."""
+    return mm.Muon(list(model.named_parameters()), lr=0.02, memory_budget_mb=budget)
 
 
 def theirs(model: nn.Module) -> torch.optim.Optimizer:
@@ -105,6 +111,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), help="Default: all.")
+    parser.add_argument("--budgets", nargs="+", type=float, default=[None], help="memory_budget_mb. Default: Muon's.")
     parser.add_argument("--json", help="Where to write the figures.")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -112,7 +119,11 @@ def main() -> None:
     rows, figures = list[list[str]](), list[dict[str, Any]]()
     for name in arguments.cases:
         case = CASES[name]
-        contenders = {"muonmesh": ours} | ({} if case.mesh else {"torch": theirs, "adamw": adamw})
+        contenders: dict[str, Any] = {
+            "muonmesh" if budget is None else f"muonmesh {budget:g}": partial(ours, budget=budget)
+            for budget in arguments.budgets
+        }
+        contenders |= {} if case.mesh else {"torch": theirs, "adamw": adamw}
         for title, optimizer in contenders.items():
             run = case.run(optimizer, steps=1)
             counts = [f"{count:,}" for count in (run.launches, run.operations, run.collectives)]

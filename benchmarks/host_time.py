@@ -94,8 +94,7 @@ def pretend_device(shrunk: int) -> None:
 
     newton_schulz.select, newton_schulz.resolve_method = products, method  # type: ignore[assignment]
     newton_schulz.symmetric_part = symmetric_part
-    at_once = muon_step._AT_ONCE_ON_A_DEVICE // shrunk**2
-    muon_step.MuonStep._at_once = lambda self, count, number: max(1, at_once // self._ready.matrix(number).numel)  # type: ignore[method-assign]
+    muon_step.MuonStep.at_once = lambda self, count, number: self._ready.at_once(number)  # type: ignore[method-assign]
     for place in (kernels, fused, preflight):
         place.is_usable = lambda device: True  # type: ignore[attr-defined]
 
@@ -120,6 +119,8 @@ def step_of(case: Case, who: str) -> Callable[[], Any]:
     from torch import nn
 
     import muonmesh as mm
+    from muonmesh.layout import Budget, MeshLayout
+    from muonmesh.report.forecast import muon_parameter
 
     torch.manual_seed(0)
     weights = [nn.Parameter(torch.randn(*(length // case.shrunk for length in shape))) for shape in case.shapes]
@@ -127,7 +128,9 @@ def step_of(case: Case, who: str) -> Callable[[], Any]:
         weight.grad = torch.randn_like(weight)
     if who == "torch":
         return torch.optim.Muon(weights, lr=0.02).step
-    optimizer = mm.Muon(weights, ns_coefficients="polar_express", bucket_cap_mb=16 / case.shrunk**2)
+    parameters = [muon_parameter(str(n), MeshLayout.replicated(s, (0,)), None) for n, s in enumerate(case.shapes)]
+    budget = Budget.of(parameters, None, itemsize=2, host=False).bytes / 2**20
+    optimizer = mm.Muon(weights, ns_coefficients="polar_express", memory_budget_mb=budget / case.shrunk**2)
     optimizer._runtime.waits, optimizer._runtime.together = False, True
     return optimizer.step
 

@@ -1,6 +1,7 @@
 """LoRA's two factors under Muon and AdamW, on a model that is trained here first; learning rates swept alike.
 
     python -m benchmarks.lora --json benchmarks/results/lora.json        # needs peft; minutes on one core
+    python -m benchmarks.lora --pretrained adamw --rates .001 .003 .01 .02 .03 .05 .1 --json FILE
 
 A Llama of `muonmesh train` learns Python's standard library. Then its weights are frozen, and adapters of rank 8 on
 all of its linear layers learn another text: the C++ headers that come with torch, cut into the same tokens. Every way
@@ -37,6 +38,8 @@ WAYS: dict[str, dict[str, str]] = {
 }
 RATES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
 RANK = 8
+FIRST: dict[str, dict[str, Any]] = {"muon": {"lr": 6e-3}, "adamw": {"lr": 3e-3, "overrides": {".*": "adamw"}}}
+"""How the model is trained before, each with the best rate of `benchmarks/adamw_sweep.py`."""
 SETTINGS: dict[str, Any] = {"process_group": "local", "compute_dtype": torch.float32}  # bf16 is emulated on most CPUs
 
 
@@ -84,6 +87,7 @@ def best(runs: list[dict[str, Any]], way: str) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="nano", help="a preset of `muonmesh train`")
+    parser.add_argument("--pretrained", choices=FIRST, default="muon", help="by what the model is trained before")
     parser.add_argument("--first", type=int, default=300, help="steps in which the model is trained before")
     parser.add_argument("--steps", type=int, default=120, help="steps of the adapters")
     parser.add_argument("--seeds", type=int, default=3)
@@ -96,11 +100,12 @@ def main() -> None:
     other = prepare_corpus((headers,), vocab=VOCAB, cache=given.cache, tokenizer=corpus.directory)
     torch.manual_seed(0)
     model = build_model(model_config(given.model, vocab=corpus.vocab, seq=LENGTH))
-    weights = given.cache / f"lora-{given.model}-{given.first}.pt"
+    kind = "" if given.pretrained == "muon" else f"-{given.pretrained}"
+    weights = given.cache / f"lora-{given.model}-{given.first}{kind}.pt"
     if weights.is_file():
         model.load_state_dict(torch.load(weights, weights_only=True))
     else:
-        before = train(model, mm.from_model(model, lr=6e-3, **SETTINGS), corpus, 0, given.first)
+        before = train(model, mm.from_model(model, **FIRST[given.pretrained], **SETTINGS), corpus, 0, given.first)
         print(f"trained first: {before[-1][1]:.4f} on its own text", flush=True)
         torch.save(model.state_dict(), weights)
     held_out = torch.from_numpy(Windows(other.validation(), length=LENGTH, seed=0).spread(HELD_OUT))
@@ -108,6 +113,7 @@ def main() -> None:
         start = float(loss(model, held_out))
     print(f"before its adapters: {start:.4f} on the other text", flush=True)
     options = {"model": given.model, "first": given.first, "steps": given.steps, "rank": RANK, "start": start}
+    options |= {} if given.pretrained == "muon" else {"pretrained": given.pretrained}
     trainings = Trainings(given.json, options)
     runs = trainings.runs
 

@@ -113,8 +113,9 @@ class Rank:
         else:
             self.wrapper = DistributedDataParallel(model)  # or its hooks are gone
         group = "world" if kind == "ddp" else None
-        dtype = getattr(torch, options.dtype)
-        self.optimizer = mm.from_model(model, process_group=group, bucket_cap_mb=options.bucket_mb, compute_dtype=dtype)
+        settings: dict[str, Any] = {"compute_dtype": getattr(torch, options.dtype)}
+        settings["memory_budget_mb"] = 16 * options.bucket_mb
+        self.optimizer = mm.from_model(model, process_group=group, **settings)
         for parameter in model.parameters():
             parameter.grad = torch.empty_like(parameter)
             local = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
@@ -216,7 +217,10 @@ def bound(rank: Rank, rounds: int) -> Found:
 def gradients(options: argparse.Namespace) -> Found:
     """Backward and step of three optimizers in turns, in milliseconds."""
     tokens = torch.randint(0, options.vocabulary, (64,), generator=torch.Generator().manual_seed(dist.get_rank()))
-    shared: dict[str, Any] = {"bucket_cap_mb": options.bucket_mb, "compute_dtype": getattr(torch, options.dtype)}
+    shared: dict[str, Any] = {
+        "memory_budget_mb": 16 * options.bucket_mb,
+        "compute_dtype": getattr(torch, options.dtype),
+    }
     makes: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
         "adamw": lambda net: torch.optim.AdamW(net.parameters(), lr=1e-3),
         "muon": lambda net: mm.from_model(net, **shared),
@@ -459,7 +463,7 @@ def main() -> None:
     )
     parser.add_argument("--blocks", type=int, default=12, help="of 256×1024 and 1024×256")
     parser.add_argument("--vocabulary", type=int, default=4096, help="rows of AdamW's embedding, 256 wide")
-    parser.add_argument("--bucket-mb", type=float, default=0.5)
+    parser.add_argument("--bucket-mb", type=float, default=0.5, help="of an owner; the budget is 16 of it")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="of computing and wire")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--trace", type=Path, help="where to write the spans of the trace")

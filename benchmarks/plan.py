@@ -35,7 +35,9 @@ from muonmesh.cli.cluster import Cluster
 from muonmesh.layout import MeshLayout, Parameter, Piece, Plan, make_plan
 from muonmesh.layout.balance import at_home, imbalance, least_imbalance
 from muonmesh.layout.routes import Routes, pieces
-from muonmesh.report.forecast import BUCKET_ELEMENTS, muon_parameter
+from muonmesh.report.forecast import muon_parameter
+
+BUCKET_ELEMENTS = 1 << 23  # 16 MiB in bf16, as a budget of 128 MiB gives where matrices are gathered
 
 MODELS = ("transformers.models.llama.modeling_llama", "transformers.models.deepseek_v3.modeling_deepseek_v3")
 """Imported once, not for every figure."""

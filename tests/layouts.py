@@ -18,7 +18,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from muonmesh.comm.storage import placements_of
 from muonmesh.layout import FlatParameter, FlatShards, Interval, MeshLayout, split_matrices
 from muonmesh.step.connection import placed_members
-from muonmesh.step.parameter_steps import RUNNING
+from muonmesh.step.state_layout import RUNNING
 from tests import gathered
 
 # name: (mesh, placements of a matrix by its number of dims); a dim that is not there is dim 0

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from muonmesh.auditing.audit import Audit, AuditRow, audit
     from muonmesh.build import from_model, split_params
-    from muonmesh.clip import ClipPolicy, GradNorms
+    from muonmesh.clip.limits import ClipPolicy, GradNorms
     from muonmesh.comm.gradients import GradientSource
     from muonmesh.errors import LayoutError, MuonMeshError, PlanError, StateError
     from muonmesh.groups import HeadPart, ParamGroups
@@ -81,7 +81,7 @@ __all__ = [
 _HOMES = {
     "auditing.audit": "Audit AuditRow audit",
     "build": "from_model split_params",
-    "clip": "ClipPolicy GradNorms",
+    "clip.limits": "ClipPolicy GradNorms",
     "comm.gradients": "GradientSource",
     "errors": "LayoutError MuonMeshError PlanError StateError",
     "groups": "HeadPart ParamGroups",

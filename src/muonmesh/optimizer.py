@@ -16,15 +16,9 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
 from muonmesh.checkpoint.state import SavedGroup, refuse_torn, restore_state, saved_state
-from muonmesh.clip import (
-    ClipPolicy,
-    GradNorms,
-    Limits,
-    PlanAgain,
-    clip_gradients,
-    keep_running_norms,
-    stand_aside_from_sums,
-)
+from muonmesh.clip.clipping import PlanAgain, clip_gradients, stand_aside_from_sums
+from muonmesh.clip.limits import ClipPolicy, GradNorms, Limits
+from muonmesh.clip.running import keep_running_norms
 from muonmesh.comm.exchange import Exchange
 from muonmesh.comm.gradients import PARAMETER_GRAD, GradientSource, check_source
 from muonmesh.comm.meeting import note_failure, withdraw_failure
@@ -129,7 +123,9 @@ class Muon(torch.optim.Optimizer):
             `finish`. None keeps it where the parameters are.
         shard_state: Whether replicas (DDP, the replicate axis of HSDP) store the momentum in shards, as DTensors. This
             takes less memory and gives the same bits.
-        bucket_cap_mb: MiB of matrices that one owner orthogonalizes at a time while the next ones travel.
+        memory_budget_mb: MiB that a step may take on each rank beside weights, gradients and state; the result has the
+            same bits. A step that has too little takes one matrix at a time. None takes twice what torch.optim.Muon
+            takes for the largest matrix, at least 160 MiB, and 256 MiB on a CPU.
         cuda_graphs: Whether to capture the orthogonalization of up to four batches of matrices as CUDA graphs, at their
             third step, and to start each by one launch from then on. The same bits; see `explain` for the memory.
         gradients: Where gradients are kept if not in ``parameter.grad``, see `GradientSource`; for Megatron-Core's
@@ -163,8 +159,8 @@ class Muon(torch.optim.Optimizer):
             refuse_makers(sys._getframe(1))
             precision, group = Precision.of(shared), shared["process_group"]
             # A copy of the layouts, so that what the caller does with the mapping later changes nothing here.
-            layouts, cap = dict(shared["layouts"] or {}), float(shared["bucket_cap_mb"])
-            self._runtime = Runtime(precision, group, layouts, shared["shard_state"], cap, shared["cuda_graphs"])
+            layouts, budget = dict(shared["layouts"] or {}), shared["memory_budget_mb"]
+            self._runtime = Runtime(precision, group, layouts, shared["shard_state"], budget, shared["cuda_graphs"])
             source = ToOwners() if shared["gradients"] == "to_owners" else shared["gradients"]
             self._runtime.source = PARAMETER_GRAD if source is None else source
             if isinstance(params, ParamGroups):
@@ -239,7 +235,7 @@ class Muon(torch.optim.Optimizer):
         group["params"] = pairs
         group["algorithm"] = algorithm_of(group)
         group.setdefault("name", f"group{len(self.param_groups)}")
-        if any(other["name"] == group["name"] for other in self.param_groups):
+        if any(other.get("name") == group["name"] for other in self.param_groups):
             found = f"{group['name']!r} twice"
             raise ValueError(explain_error("group name", found, "unique names", "Rename one of the groups"))
         seen = [entry[1] if isinstance(entry, tuple) else entry for entry in pairs]
@@ -303,7 +299,7 @@ class Muon(torch.optim.Optimizer):
 
     @plain_modes()
     def _take_step(self, scaler: torch.amp.grad_scaler.GradScaler | None) -> None:
-        runtime, groups = self._runtime, self.param_groups
+        runtime = self._runtime
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             found, write = "in a CUDA graph capture", "Capture forward and backward only, and write cuda_graphs=True"
             needed = (
@@ -312,18 +308,19 @@ class Muon(torch.optim.Optimizer):
             raise RuntimeError(explain_error("step()", found, needed, write))
         if runtime.connected is None:
             refuse_engine(caller((__name__, "torch", "contextlib"))[1])
-        runtime.refuse_if_interrupted()
         clip, runtime.clip = runtime.clip, Clip()
-        while runtime.late:  # what the device has found out since the last step, for which the host did not wait
-            runtime.late.pop(0).hear()
-        settings = check_groups(groups)
-        for group, rule in zip(groups, settings.rules, strict=True):
-            if rule is not None and rule.counts_steps and not settings.at_rest:
-                group["steps_taken"] = rule.steps_taken + 1
-        agreed = self._agree(settings, clip)
+        try:
+            settings = self._begin()
+            agreed = self._agree(settings, clip)
+        except Exception:
+            if runtime.everywhere is not None:
+                runtime.everywhere(True)
+            raise
         if agreed is None:
             return
         planned, exchange, collected, flags = agreed
+        if runtime.everywhere is not None and (found := runtime.everywhere(False)) is not None:
+            clip, flags.skip = found, flags.skip or bool(found.skip)
         if (found_inf := getattr(self, "found_inf", None)) is not None:
             self._tell_scaler(scaler, flags, found_inf)
         runtime.idle.count(collected.missing, some=collected.some)
@@ -338,7 +335,7 @@ class Muon(torch.optim.Optimizer):
         ready = ReadyParameters(planned, collected.muon, settings.rules, flags, precision, offload)
         elementwise = []
         for some in collected.adamw:
-            rule = settings.rules[some[0].group]
+            rule = settings.rules[some[0].member.group]
             elementwise.append(partial(step_elementwise, rule, some, precision, flags, squares, offload))
         spectra = squares if squares is not None and squares.spectrum else None
         work = MuonStep(ready, portions(ready, squares), elementwise, spectra)
@@ -361,6 +358,18 @@ class Muon(torch.optim.Optimizer):
         if self._runtime.brought_back is not None:
             self._runtime.brought_back.synchronize()
 
+    def _begin(self) -> SettingsFound:
+        """Hear what the device has found out since the last step, and read the settings for this one."""
+        runtime, groups = self._runtime, self.param_groups
+        runtime.refuse_if_interrupted()
+        while runtime.late:  # for which the host did not wait
+            runtime.late.pop(0).hear()
+        settings = check_groups(groups)
+        for group, rule in zip(groups, settings.rules, strict=True):
+            if rule is not None and rule.counts_steps and not settings.at_rest:
+                group["steps_taken"] = rule.steps_taken + 1
+        return settings
+
     def _agree(self, settings: SettingsFound, clip: Clip) -> tuple[Planned, Exchange, Collected, Flags] | None:
         """Plan if need be, read the gradients, and agree with all ranks before anything is written.
 
@@ -379,7 +388,7 @@ class Muon(torch.optim.Optimizer):
         error = None if found_inf is None else runtime.source.scaled_error(scale)
         while True:
             planned, exchange = runtime.connected or connect(groups, runtime)
-            collected = collect(planned, groups, self.state, runtime.source, scale, runtime.precision)
+            collected = collect(planned, self, runtime, scale)
             idle = runtime.idle.error(collected.missing, some=collected.some) if collected.missing else None
             # Replicas stay alike once they are: only a new plan, or state that was loaded, may have made them differ.
             look = runtime.loaded or runtime.compared is not planned
@@ -500,7 +509,8 @@ class Muon(torch.optim.Optimizer):
         self.finish()
         runtime = self._runtime
         # Hosts load an empty state before they replace the parameters.
-        planned = plan(self.param_groups, runtime) if state_dict.get("state") else None
+        filled = isinstance(state_dict, Mapping) and state_dict.get("state")
+        planned = plan(self.param_groups, runtime) if filled else None
         restore_state(self, state_dict, runtime.precision, planned, super().load_state_dict)
         runtime.interrupted, runtime.loaded = None, planned is not None and bool(planned.members)
 
@@ -532,7 +542,7 @@ class Muon(torch.optim.Optimizer):
             LOST_GROUP if lost else runtime.process_group,
             LOST_LAYOUTS if runtime.layouts else {},
             runtime.shard_state,
-            runtime.bucket_cap_mb,
+            runtime.memory_budget_mb,
             runtime.cuda_graphs,
             complete=runtime.complete,
             warned=runtime.warned,
@@ -591,7 +601,7 @@ class Muon(torch.optim.Optimizer):
             planned.replicated,
             copy=ranks.index(planned.rank),
             copies=len(ranks),
-            bucket_bytes=int(runtime.bucket_cap_mb * 2**20),
+            bucket_bytes=planned.plan.budget.gradient_bytes,
         )
         return explain(self.param_groups, planned, runtime.precision, gradients)
 

@@ -125,7 +125,10 @@ class OptimizerSettings(TypedDict, total=False):
         Setting(None, lambda value: value is None or isinstance(value, Mapping), _LAYOUTS),
     ]
     shard_state: Annotated[bool, _switch(False)]
-    bucket_cap_mb: Annotated[float, _number(16.0, lambda value: value > 0, "a positive number")]
+    memory_budget_mb: Annotated[
+        float | None,
+        Setting(None, lambda value: value is None or (_is_number(value) and value >= 0), f"{_NOT_NEGATIVE}, or None"),
+    ]
     cuda_graphs: Annotated[bool, _switch(False)]
     gradients: Annotated[GradientSource | Literal["to_owners"] | None, Setting(None)]
 
@@ -207,6 +210,7 @@ _OTHER_NAMES = {
     "method": "ns_method",
     "mode": "scale_mode",
     "adjust_lr_fn": "scale_mode",
+    "bucket_cap_mb": "memory_budget_mb",
 }
 
 _ARGUMENT = re.compile(r"(?<!\w)(?=(coefficients|steps|method)[:=])")

@@ -58,6 +58,8 @@ class Found(NamedTuple):
 CASES = {
     **{rule: Case(rule=rule) for rule in get_args(Algorithm) if rule != "adamw"},
     "bf16": Case(dtype=torch.bfloat16),
+    "one at a time": Case({"memory_budget_mb": 0}),
+    "all at once": Case({"memory_budget_mb": 1e6}),
     "masters": Case({"master_dtype": torch.float32}, dtype=torch.bfloat16),
     "stochastic rounding": Case({"stochastic_rounding": 5}, dtype=torch.bfloat16, rule="adamuon"),
     "stochastic rounding, scaler": Case({"stochastic_rounding": 5}, dtype=torch.bfloat16, scaled=True),
@@ -113,7 +115,7 @@ def steps(case: Case, device: str, found: SimulatedDevice | None = None) -> tupl
         "compute_dtype": torch.float32,
         "kernels": "torch",
         "ns_steps": 2,
-        "bucket_cap_mb": 0.001,
+        "memory_budget_mb": 0.016,
         **case.settings,
     }
     if case.layout == "sharded":

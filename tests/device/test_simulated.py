@@ -67,7 +67,10 @@ def on_ranks(how: str, name: str, seed: int) -> tuple[list[Race], dict[str, int]
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=SOAK) for seed in range(1, 3))])
-@pytest.mark.parametrize("name", [n if n in ("muon", "scaler") else pytest.param(n, marks=SOAK) for n in CASES])
+@pytest.mark.parametrize(
+    "name",
+    [n if n in ("muon", "scaler", "one at a time", "all at once") else pytest.param(n, marks=SOAK) for n in CASES],
+)
 @pytest.mark.parametrize("how", LAYOUTS)
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=SOAK)])
 def test_ranks_exchange_without_races(workers, ranks: int, how: str, name: str, seed: int) -> None:

@@ -42,7 +42,7 @@ from muonmesh.integrations.deepspeed.calls import Call
 from muonmesh.integrations.deepspeed.optimizer import EngineMuon
 from muonmesh.integrations.deepspeed.records import read_flats
 from muonmesh.numerics.coefficients import coefficient_schedule
-from muonmesh.step.parameter_steps import RUNNING
+from muonmesh.step.state_layout import RUNNING
 from tests.reference import reference_step
 
 deepspeed.utils.logger.setLevel(logging.ERROR)
@@ -328,7 +328,7 @@ def running(engine: Any) -> dict[str, Tensor]:
     for record in engine.basic_optimizer.checkpoint_records():
         for part in record.parts:
             if part.key in RUNNING:  # of what no step has measured yet they are zero
-                found[f"{record.name}.{part.key}"] = part.view(record.state[part.stored]).clone()
+                found[f"{record.name}.{part.key}"] = part.view(record.state[part.key]).clone()
     return found
 
 

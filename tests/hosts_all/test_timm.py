@@ -38,6 +38,11 @@ KNOWN: list[tuple[str, str, str]] = [
     ("cut", r"\.pwise\.", "CPUBone and LowFormer hold q, k and v in a convolution of a Sequential of several"),
     ("cut", r"modulation\.f\.", "FocalNet cuts it by the width of its input, which its code does not tell"),
     ("cut", r"blocks\.\*\.fc1", "MambaOut cuts it by sizes in a list of the module"),
+    (
+        "cut",
+        r"blocks\.\*\.\*\.conv_pw\.",
+        "MixNet's one product, whose channels depthwise filters of several sizes share",
+    ),
     ("first", r"rel_pos\.mlp\.fc1", "reads two coordinates, as many as its sibling makes where there are two heads"),
     ("first", r"pos_embd\.token_projection", "EdgeNeXt's, which reads fixed positions"),
     ("not first", r"attn\.conv\.|conv_lambda", "squeezed channels of CSATv2, and the one channel of a lambda layer"),

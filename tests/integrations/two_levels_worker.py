@@ -29,7 +29,7 @@ def main(file: Path, interface: str, machine: str) -> None:
     for number, shape in enumerate(SHAPES):
         weights.append(nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(number))))
         weights[-1].grad = weights[-1].detach().clone()
-    optimizer = mm.Muon(weights, process_group="world", lr=0.02, bucket_cap_mb=2.0)
+    optimizer = mm.Muon(weights, process_group="world", lr=0.02, memory_budget_mb=32.0)
     optimizer.step()
     counter = Path(f"/sys/class/net/{interface}/statistics/tx_bytes")
     dist.barrier()

@@ -145,10 +145,21 @@ ONLY_MUON = r"^(?!.*linear)"
         (Shape(tp=2), {"clip_grad": 0.0}, 1, False),
         (Shape(tp=2, frozen=ONLY_MUON), {}, 1, False),
         (Shape(tp=2, dtype=torch.float16), {}, 3, True),
-        (Shape(pp=2), {}, 3, True),
+        (Shape(pp=2), {}, 2, True),
+        (Shape(pp=2, tp=2, flat=True), {}, 2, True),
         (Shape(pp=2), {"clip_grad": 0.0}, 2, False),
     ],
-    ids=["TP", "flat", "experts", "not clipped", "all Muon's", "loss scale", "stages", "stages, not clipped"],
+    ids=[
+        "TP",
+        "flat",
+        "experts",
+        "not clipped",
+        "all Muon's",
+        "loss scale",
+        "stages",
+        "stages, flat",
+        "stages, not clipped",
+    ],
 )
 def test_all_reduces_of_a_step(workers, shape: Shape, settings: dict[str, Any], most: int, measured: bool) -> None:
     """One of flags and one of the norm, none for a norm by which nothing is clipped; docs/megatron.md has the table."""

@@ -42,9 +42,9 @@ def read_elsewhere(shape: Shape) -> tuple[int, list[str]]:
     optimizer.step()
     muon = optimizer.optimizer
     kept = muon._runtime
-    collected = collect(kept.planned, muon.param_groups, muon.state, kept.source, None, kept.precision)
+    collected = collect(kept.planned, muon, kept, None)
     entries = [entry for some in (collected.muon, *collected.adamw) for entry in some if entry]
-    found = {entry.name: local_of(entry.gradient) for entry in entries if entry.gradient is not None}
+    found = {entry.member.name: local_of(entry.gradient) for entry in entries if entry.gradient is not None}
     read = {name: gradient for name, gradient in found.items() if gradient.numel()}
     buffers = {buffer.grad_data.untyped_storage().data_ptr() for chunk in chunks for buffer in chunk.buffers}
     return len(read), [n for n, gradient in read.items() if gradient.untyped_storage().data_ptr() not in buffers]
@@ -243,6 +243,60 @@ def test_an_error_on_one_stage_is_raised_on_every_stage(workers, what: str, mess
     assert issubclass(second.error, (ValueError, StateError))
     assert re.search(message, second.message)
     assert first.error is (PlanError if what != "an override of no stage" else ValueError)
+
+
+def stopped(what: str, policy: str, **config: Any) -> tuple[str, bool, bool, bool]:
+    """Something is wrong on one replica of the last of two stages, and then is mended.
+
+    Returns:
+        The error's message; whether weights and gradients are those from before; and whether both of two more steps,
+        once all is well again, changed something.
+    """
+    chunks, optimizer = made(Shape(pp=2), policy=policy, config=config)
+    host.backward(Shape(pp=2), chunks, optimizer, 0)
+    optimizer.step()
+    named, mine = gathered.named(chunks), dist.get_rank() == dist.get_world_size() - 1
+    tensor = optimizer.param_groups[0]["params"][0]
+    state, group, gradient = optimizer.optimizer.state[tensor], optimizer.param_groups[0], tensor.main_grad
+    momentum, rate = state["momentum_buffer"], group["lr"]
+    before = [(p.detach().clone(), p.main_grad.clone()) for p in named.values()]
+    if mine and what == "no gradient":
+        tensor.main_grad = None
+    if mine and what == "a rate":
+        group["lr"] = 2 * rate
+    if mine and what == "a setting":
+        group["momentum"] = 2.0
+    if mine and what == "a state":
+        state["momentum_buffer"] = torch.zeros(1)
+    with pytest.raises((PlanError, StateError, ValueError)) as caught:
+        optimizer.step()
+    tensor.main_grad, state["momentum_buffer"], group["lr"], group["momentum"] = gradient, momentum, rate, 0.95
+    after = [(p.detach(), p.main_grad) for p in named.values()]
+    weights, gradients = (
+        all(torch.equal(old[i], new[i]) for old, new in zip(before, after, strict=True)) for i in range(2)
+    )
+    taken = [optimizer.step()[0] for _ in range(2)]
+    moved = not torch.equal(tensor, dict(zip(named.values(), before, strict=True))[tensor][0])
+    return str(caught.value), weights, gradients, all(taken) and moved
+
+
+@pytest.mark.parametrize("config", [{}, {"clip_grad": 0.0}], ids=["clipped", "not clipped"])
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("no gradient", r"Some of the ranks .2, 3. have a gradient"),
+        ("a rate", "on rank 2 and .* on rank 3"),
+        ("a setting", "momentum"),
+        ("a state", "momentum_buffer of shape"),
+    ],
+)
+def test_nothing_is_written_on_any_stage(workers, what: str, message: str, config: dict[str, Any]) -> None:
+    """What only the flags of a stage find is raised on the other stage too, before it has scaled or written."""
+    found = workers(4).run(stopped, what, "all", **config, timeout=60.0)
+    assert [(weights, gradients, moved) for _, weights, gradients, moved in found] == [(True, True, True)] * 4
+    messages = [told for told, *_ in found]
+    assert all("nother rank" in told for told in messages[:2])
+    assert all(re.search(message, told) for told in messages[2:])
 
 
 def refused(config: dict[str, Any], arguments: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import Placement, Shard
 import muonmesh as mm
 from muonmesh.integrations import fsdp1
 from muonmesh.step.connection import placed_members
-from muonmesh.step.parameter_steps import RUNNING
+from muonmesh.step.state_layout import RUNNING
 from tests import gathered, layouts, problem
 from tests.layouts import R, S, strided
 from tests.meshes import mesh_of

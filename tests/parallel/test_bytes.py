@@ -52,7 +52,7 @@ def sent(kind: str) -> tuple[float, float, int]:
         weights.append(nn.Parameter(value))
         weights[-1].grad = weights[-1].detach().clone()
     group = None if isinstance(weights[0], DTensor) else "world"
-    optimizer = mm.Muon(weights, process_group=group, compute_dtype=torch.float32, bucket_cap_mb=0.03)
+    optimizer = mm.Muon(weights, process_group=group, compute_dtype=torch.float32, memory_budget_mb=0.48)
     optimizer.step()
     with Sent(RANKS) as collectives:
         optimizer.step()

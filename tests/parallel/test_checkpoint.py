@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import Shard
 
 import muonmesh as mm
-from muonmesh.step.parameter_steps import RUNNING
+from muonmesh.step.state_layout import RUNNING
 from tests import layouts, problem
 from tests.meshes import mesh_of
 

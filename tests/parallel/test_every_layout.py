@@ -91,7 +91,7 @@ def test_bit_for_bit_on_any_mesh(workers, name: str, how: str) -> None:
 
 @pytest.mark.parametrize("name", ["hsdp", "fsdp over colwise", "experts"])
 def test_bit_for_bit_on_any_mesh_in_bf16(workers, name: str) -> None:
-    check(workers(4).run(on_mesh, name, "dtensor", {"bucket_cap_mb": 0.005}), divided=True)
+    check(workers(4).run(on_mesh, name, "dtensor", {"memory_budget_mb": 0.08}), divided=True)
 
 
 def flat(tensor_parallel: int, seed: int, settings: dict[str, Any]) -> Any:

@@ -59,7 +59,7 @@ def left_behind(layout: str, settings: dict[str, Any]) -> list[str]:
         gc.enable()
 
 
-@pytest.mark.parametrize("settings", [{}, {"shard_state": True}, {"bucket_cap_mb": 0.001}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"shard_state": True}, {"memory_budget_mb": 0.016}], ids=str)
 @pytest.mark.parametrize("layout", [*LAYOUTS, "wrapped"])
 def test_an_optimizer_is_freed_without_a_collection(workers, layout: str, settings: dict[str, Any]) -> None:
     assert workers(4).run(left_behind, layout, settings) == [[]] * 4

@@ -108,7 +108,7 @@ def models(draw: st.DrawFn, world: int) -> Model:
     kinds = st.tuples(*[st.sampled_from(["given", "given", "given", "zero", "none"])] * STEPS)
     settings = {
         "shard_state": draw(st.booleans()),
-        "bucket_cap_mb": draw(st.sampled_from([16.0, 0.002, 0.0001])),
+        "memory_budget_mb": draw(st.sampled_from([None, 0.0, 0.0016, 0.032, 1e6])),
         "nesterov": draw(st.booleans()),
         "state_dtype": draw(st.sampled_from([torch.float32, "int8"])),
     }

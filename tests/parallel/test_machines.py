@@ -30,7 +30,7 @@ EIGHT: dict[str, tuple[tuple[int, ...], Any]] = {
     "pairs of four replicas": ((2, 4), lambda n: [layouts.S(0), layouts.R]),
     "hsdp over tp": ((2, 2, 2), lambda n: [layouts.R, layouts.strided(0, 2), layouts.S(0)]),
 }
-BUCKETS = {"one exchange": 16.0, "some": 0.02, "many": 0.001}
+BUCKETS = {"one exchange": None, "some": 0.32, "many": 0.016}
 
 
 @contextmanager
@@ -88,7 +88,7 @@ def check(outcomes: list[Any], *, passes: bool = True) -> None:
 @pytest.mark.parametrize("bucket", BUCKETS)
 @pytest.mark.parametrize("name", ["hsdp", "replicate inside", "all replicated", "three axes", "experts"])
 def test_bit_for_bit_on_four_ranks(workers, name: str, bucket: str) -> None:
-    check(workers(4).run(on_mesh, name, {**FP32, "bucket_cap_mb": BUCKETS[bucket]}, 2))
+    check(workers(4).run(on_mesh, name, {**FP32, "memory_budget_mb": BUCKETS[bucket]}, 2))
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_bit_for_bit_on_four_ranks(workers, name: str, bucket: str) -> None:
 )
 def test_bit_for_bit_on_eight_ranks(workers, name: str, machine: int, bucket: str) -> None:
     one_hop = machine == 1 and name == "eight replicas" and bucket == "one exchange"
-    check(workers(8).run(on_mesh, name, {**FP32, "bucket_cap_mb": BUCKETS[bucket]}, machine), passes=not one_hop)
+    check(workers(8).run(on_mesh, name, {**FP32, "memory_budget_mb": BUCKETS[bucket]}, machine), passes=not one_hop)
 
 
 @pytest.mark.parametrize(
@@ -106,15 +106,15 @@ def test_bit_for_bit_on_eight_ranks(workers, name: str, machine: int, bucket: st
     ids=["bf16", "shared state"],
 )
 def test_bit_for_bit_with_other_settings(workers, settings: dict[str, Any]) -> None:
-    check(workers(4).run(on_mesh, "all replicated", {**settings, "bucket_cap_mb": 0.02}, 2))
+    check(workers(4).run(on_mesh, "all replicated", {**settings, "memory_budget_mb": 0.32}, 2))
 
 
 def test_bit_for_bit_as_declared_shards(workers) -> None:
-    check(workers(4).run(on_mesh, "hsdp", {**FP32, "bucket_cap_mb": 0.02}, 2, "declared"))
+    check(workers(4).run(on_mesh, "hsdp", {**FP32, "memory_budget_mb": 0.32}, 2, "declared"))
 
 
 def test_replicas_that_are_cut_at_other_places_are_sent_results_by_owners(workers) -> None:
-    check(workers(4).run(in_flat_buffers, {**FP32, "bucket_cap_mb": 0.02}, 2), passes=False)
+    check(workers(4).run(in_flat_buffers, {**FP32, "memory_budget_mb": 0.32}, 2), passes=False)
 
 
 # ------------------------------------------------------------------ sums over matrices
@@ -129,7 +129,7 @@ def with_sums(name: str, machine: int, bucket: float) -> list[str]:
         held = layouts.dtensors(problem.PARAMETERS, problem.initial(), mesh_of(sizes), placed)
         held.groups[0]["algorithm"] = "adamuon"
         with machines(ranks):
-            optimizer = mm.Muon(held.groups, **held.settings, lr=0.02, bucket_cap_mb=bucket, **FP32)
+            optimizer = mm.Muon(held.groups, **held.settings, lr=0.02, memory_budget_mb=bucket, **FP32)
         for step in range(3):
             held.give(problem.gradients(step))
             optimizer.step()
@@ -180,19 +180,19 @@ def far(
     """Bytes that this rank sends to other machines in a step; the bytes it counts, and those of a forecast."""
     weights = weights_on(sizes, placements)
     with machines(told):
-        optimizer = mm.Muon(list(weights.items()), bucket_cap_mb=bucket)
+        optimizer = mm.Muon(list(weights.items()), memory_budget_mb=bucket)
     optimizer.step()
     with SentTo(dist.get_world_size(), machine) as seen:
         optimizer.step()
     storages = {member.name: member.storage.layout for member in placed_members(optimizer)}
     places = [Weight(name, place, "whole") for name, place in storages.items() if place is not None]
-    elements = int(bucket * 2**20) // 2
-    found = forecast(places, rank=dist.get_rank(), bucket_elements=elements, machine=told)
+    on_device = bucket / (2 if len(sizes) > 1 else 4)  # where the same buckets take so much less than on a CPU
+    found = forecast(places, rank=dist.get_rank(), memory_budget_mb=on_device, machine=told)
     assert found.collectives == optimizer.counts.collectives
     return seen.far, optimizer.counts.bytes_sent, found.bytes_sent
 
 
-@pytest.mark.parametrize("bucket", [16.0, 0.05, 0.01], ids=["one exchange", "some", "many"])
+@pytest.mark.parametrize("bucket", [256.0, 0.8, 0.16], ids=["one exchange", "some", "many"])
 @pytest.mark.parametrize(
     ("sizes", "placements", "machine"),
     [
@@ -252,7 +252,7 @@ def under_way(bucket: float) -> tuple[int, list[int]]:
     """How many stages there are, and of each how many transfers of results are under way while it is computed."""
     weights = weights_on((4,), [Replicate()])
     with machines(2):
-        optimizer = mm.Muon(list(weights.items()), bucket_cap_mb=bucket)
+        optimizer = mm.Muon(list(weights.items()), memory_budget_mb=bucket)
     optimizer.step()
     owners = optimizer._runtime.connected.exchange
     wire, compute = owners.wire, owners._compute
@@ -280,7 +280,7 @@ def under_way(bucket: float) -> tuple[int, list[int]]:
     return owners.schedule.stages, found
 
 
-@pytest.mark.parametrize("bucket", [0.02, 0.01])
+@pytest.mark.parametrize("bucket", [0.24, 0.12])
 def test_results_travel_while_the_next_bucket_is_computed(workers, bucket: float) -> None:
     for stages, found in workers(4).run(under_way, bucket):
         assert stages > 2

@@ -35,7 +35,7 @@ def differing(layout: str, device: bool, param_dtype: torch.dtype, settings: dic
     """Step in copies in a layout, and without them alone; return what differs."""
     values = {name: value.to(param_dtype) for name, value in problem.initial().items()}
     copies, plain = (in_copies_on_a_device, as_on_a_device) if device else (in_copies, None)
-    settings = {"compute_dtype": torch.float32, "bucket_cap_mb": 0.005, **settings}
+    settings = {"compute_dtype": torch.float32, "memory_budget_mb": 0.08, **settings}
     *_, (model, optimizer) = problem.steps(layout, 3, values, problem.zeroed, copies, **settings, state_device="cpu")
     alone = problem.alone(3, problem.zeroed, plain, param_dtype, **settings)
     return problem.differing(problem.result(model, optimizer), alone)

@@ -32,7 +32,7 @@ from muonmesh.comm.storage import local_of
 from muonmesh.numerics import rules
 from muonmesh.numerics.rules import register_rule
 from muonmesh.step.connection import placed_members
-from muonmesh.step.parameter_steps import RUNNING
+from muonmesh.step.state_layout import RUNNING
 from muonmesh.testing import prove_rule
 from tests import layouts, problem
 from tests import soap as theirs
@@ -80,7 +80,7 @@ def stepped(groups: list[dict[str, Any]], give: Any, rule: str, settings: dict[s
 
 def alone(rule: str, settings: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
     """Weights and state of one process, by name; a rank computes them once for all of its tests."""
-    layout = ("shard_state", "bucket_cap_mb")
+    layout = ("shard_state", "memory_budget_mb")
     return _alone(rule, tuple((key, value) for key, value in settings.items() if key not in layout))
 
 
@@ -192,7 +192,7 @@ def test_bit_for_bit(workers, ranks: int, layout: str, rule: str) -> None:
     ),
 )
 def test_bit_for_bit_in_bf16(workers, layout: str, rule: str) -> None:
-    check(workers(4).run(in_a_module, layout, rule, {"bucket_cap_mb": 0.005}))
+    check(workers(4).run(in_a_module, layout, rule, {"memory_budget_mb": 0.08}))
 
 
 @pytest.mark.parametrize(
@@ -244,7 +244,7 @@ def test_bit_for_bit_on_any_mesh(workers, name: str, how: str, rule: str) -> Non
 )
 def test_bit_for_bit_where_results_travel_in_rounds(workers, name: str, rule: str) -> None:
     """Sums are taken when the owner's replica has its shards, before other replicas have theirs."""
-    check(workers(4).run(on_mesh, name, "dtensor", rule, {**FP32, "bucket_cap_mb": 0.001}))
+    check(workers(4).run(on_mesh, name, "dtensor", rule, {**FP32, "memory_budget_mb": 0.016}))
 
 
 @pytest.mark.parametrize(

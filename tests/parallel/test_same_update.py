@@ -163,7 +163,7 @@ def run_together(layout: str, param_dtype: torch.dtype, **settings: Any) -> tupl
 @pytest.mark.filterwarnings("ignore:.*without masters")
 def test_what_a_device_runs_is_bit_for_bit_too(workers, layout: str) -> None:
     """Elementwise work on all pieces of a bucket, masked on the device, the memory of a bucket its own."""
-    settings = {"compute_dtype": torch.float32, "bucket_cap_mb": 0.005}
+    settings = {"compute_dtype": torch.float32, "memory_budget_mb": 0.08}
     for differing, far in workers(4).run(run_together, layout, torch.float32, **settings):
         assert differing == []
         assert far < 1e-5
@@ -204,8 +204,8 @@ def test_one_process_without_distributed_has_the_same_bits(workers, layout: str)
 @pytest.mark.parametrize(
     "settings",
     [
-        {"bucket_cap_mb": 0.005},  # many buckets, pipelined
-        {"bucket_cap_mb": 1000.0},
+        {"memory_budget_mb": 0.08},  # many buckets, pipelined
+        {"memory_budget_mb": 16000.0},
         {"nesterov": False},
         {"compute_dtype": torch.float64},
         {"state_dtype": torch.float64},
@@ -251,7 +251,7 @@ def test_stochastic_rounding_bit_for_bit(workers, ranks: int, layout: str) -> No
 
 @pytest.mark.parametrize(
     "settings",
-    [{"shard_state": True}, {"decay_mode": "cautious"}, {"bucket_cap_mb": 0.005}],
+    [{"shard_state": True}, {"decay_mode": "cautious"}, {"memory_budget_mb": 0.08}],
     ids=lambda settings: "-".join(settings),
 )
 def test_stochastic_rounding_bit_for_bit_with_settings(workers, settings: dict[str, Any]) -> None:

@@ -116,7 +116,7 @@ def differing(model: nn.Module, other: nn.Module) -> list[str]:
 def replicas(wrapped: bool, dtype: torch.dtype, settings: dict[str, Any]) -> tuple[list[str], bool, int, int]:
     model = Net().to(dtype)
     net: nn.Module = DistributedDataParallel(model) if wrapped else model
-    optimizer = mm.from_model(net, process_group="world", gradients="to_owners", bucket_cap_mb=0.004, **settings)
+    optimizer = mm.from_model(net, process_group="world", gradients="to_owners", memory_budget_mb=0.064, **settings)
     for step in range(4):
         loss_of(net(tokens(step, dist.get_rank()))).backward()
         optimizer.step()
@@ -192,7 +192,7 @@ def test_a_source_of_a_host_can_reduce_to_where_it_wants_the_momentum(workers) -
 def traffic(width: int, dtype: torch.dtype, settings: dict[str, Any]) -> tuple[float, float, float, float]:
     """Bytes that this rank sends in backward and step, what counts and explain() tell, and what AdamW's travel for."""
     model = Net(width).to(dtype)
-    optimizer = mm.from_model(model, process_group="world", gradients="to_owners", bucket_cap_mb=0.02, **settings)
+    optimizer = mm.from_model(model, process_group="world", gradients="to_owners", memory_budget_mb=0.32, **settings)
     for step in range(2):
         loss_of(model(tokens(step, dist.get_rank()))).backward()
         optimizer.step()
@@ -239,7 +239,7 @@ def unused(kind: str) -> list[str]:
     """Leave the last matrices out on some ranks, or on all of them in a step."""
     skipping = {"some": lambda rank: 2 if rank == 0 else 3, "all": lambda rank: 2, "none at all": lambda rank: 3}[kind]
     model = Net()
-    optimizer = mm.from_model(model, process_group="world", gradients="to_owners", bucket_cap_mb=0.004, **FP32)
+    optimizer = mm.from_model(model, process_group="world", gradients="to_owners", memory_budget_mb=0.064, **FP32)
     for step in range(3):
         loss_of(model(tokens(step, dist.get_rank()), skipping(dist.get_rank()))).backward()
         optimizer.step()
@@ -254,7 +254,7 @@ def test_parameters_that_ranks_do_not_use(workers, kind: str) -> None:
 
 def a_rank_without_gradients() -> tuple[bool, bool]:
     model = Net()
-    optimizer = mm.from_model(model, process_group="world", gradients="to_owners", bucket_cap_mb=0.004, **FP32)
+    optimizer = mm.from_model(model, process_group="world", gradients="to_owners", memory_budget_mb=0.064, **FP32)
     rank, seen = dist.get_rank(), []
     for step in range(3):
         if step != 1 or rank == 0:  # in the second step rank 0 alone has run backward
@@ -276,7 +276,7 @@ def test_a_rank_without_any_gradient_counts_as_zero(workers) -> None:
 def accumulated(kind: str) -> tuple[float, int, list[bool]]:
     """Return how far sums of three micro-batches are from their mean in fp64, the bytes, and whether .grad is None."""
     model = Net()
-    optimizer = mm.from_model(model, process_group="world", gradients="to_owners", bucket_cap_mb=0.004, **FP32)
+    optimizer = mm.from_model(model, process_group="world", gradients="to_owners", memory_budget_mb=0.064, **FP32)
     rank, source = dist.get_rank(), source_of(optimizer)
     loss_of(model(tokens(9, rank))).backward()
     optimizer.step()
@@ -319,7 +319,7 @@ def dropped_by_some() -> list[str]:
     made = []
     for wrong in (True, False):
         model = Net()
-        optimizer = mm.from_model(model, process_group="world", gradients="to_owners", bucket_cap_mb=0.004, **FP32)
+        optimizer = mm.from_model(model, process_group="world", gradients="to_owners", memory_budget_mb=0.064, **FP32)
         for step in range(3):
             loss_of(model(tokens(step, dist.get_rank()))).backward()
             if wrong and step == 1:
@@ -346,7 +346,7 @@ def crossing() -> list[str]:
     for crossed in (True, False):
         models = [Net(), Net(8)]
         optimizers = [
-            mm.from_model(model, process_group="world", gradients="to_owners", bucket_cap_mb=0.004, **FP32)
+            mm.from_model(model, process_group="world", gradients="to_owners", memory_budget_mb=0.064, **FP32)
             for model in models
         ]
         for step in range(2):
@@ -371,7 +371,7 @@ def hsdp() -> tuple[list[str], int]:
         fully_shard(layer, mesh=mesh["shard"])
     fully_shard(model, mesh=mesh["shard"])
     group = mesh["replicate"].get_group()
-    optimizer = mm.from_model(model, process_group=group, gradients="to_owners", bucket_cap_mb=0.004, **FP32)
+    optimizer = mm.from_model(model, process_group=group, gradients="to_owners", memory_budget_mb=0.064, **FP32)
     twin = Net()
     expected = mm.from_model(twin, process_group="local", gradients=Given(), **FP32)
     for step in range(3):
@@ -398,7 +398,7 @@ def test_hsdp_has_the_bits_of_one_process(workers) -> None:
 def measured() -> tuple[float, float, float, bool, bool]:
     """Return the norm of Muon's gradients, the true one, that of metrics, and whether an overflow skips all ranks."""
     model, rank = Net(), dist.get_rank()
-    optimizer = mm.from_model(model, process_group="world", gradients="to_owners", bucket_cap_mb=0.004, **FP32)
+    optimizer = mm.from_model(model, process_group="world", gradients="to_owners", memory_budget_mb=0.064, **FP32)
     means = averaged([local_gradient(model, 0, r) for r in range(dist.get_world_size())])
     true = torch.cat([g.flatten().double() for n, g in means.items() if "up" in n or "down" in n])
     loss_of(model(tokens(0, rank))).backward()
@@ -428,7 +428,7 @@ def test_norms_count_once_and_an_overflow_skips_all_ranks(workers) -> None:
 def clipped(kind: str) -> tuple[float, bool, float]:
     """Two steps clipped by ``kind``: the largest difference from clipping means, whether ranks agree, and the norm."""
     model, expected, rank = Net(), Net(), dist.get_rank()
-    settings: dict[str, Any] = {**FP32, "bucket_cap_mb": 0.004, "process_group": "world"}
+    settings: dict[str, Any] = {**FP32, "memory_budget_mb": 0.064, "process_group": "world"}
     optimizer = mm.from_model(model, gradients="to_owners", **settings)
     other = mm.from_model(expected, **{**settings, "process_group": "local"})
     adamw = {n for g in optimizer.param_groups if g["algorithm"] == "adamw" for n in g["param_names"]}
@@ -474,7 +474,7 @@ def test_clipping_means_and_what_torchs_does(workers, kind: str) -> None:
 
 def unscaled_first() -> None:
     model = Net()
-    optimizer = mm.from_model(model, process_group="world", gradients="to_owners", bucket_cap_mb=0.004, **FP32)
+    optimizer = mm.from_model(model, process_group="world", gradients="to_owners", memory_budget_mb=0.064, **FP32)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     before = [p.detach().clone() for p in model.parameters()]
     scaler.scale(loss_of(model(tokens(0, dist.get_rank())))).backward()
@@ -524,7 +524,7 @@ def resumed(folder: str) -> list[str]:
     kept: nn.Module | None = None
     for stop in (4, 2):
         model = Net()
-        optimizer = mm.from_model(model, process_group="world", gradients="to_owners", bucket_cap_mb=0.004, **FP32)
+        optimizer = mm.from_model(model, process_group="world", gradients="to_owners", memory_budget_mb=0.064, **FP32)
         for step in range(4):
             if step == stop:
                 mm.checkpoint.save(folder, model, optimizer)
@@ -546,7 +546,7 @@ def test_a_checkpoint_goes_on_with_the_same_bits(workers, tmp_path) -> None:
 def limited() -> dict[str, tuple[float, float]]:
     """Return the running norm of each matrix after a step clipped per matrix, and the norm of its mean gradient."""
     model, twin, rank = Net(), Net(), dist.get_rank()
-    optimizer = mm.from_model(model, process_group="world", gradients="to_owners", bucket_cap_mb=0.004, **FP32)
+    optimizer = mm.from_model(model, process_group="world", gradients="to_owners", memory_budget_mb=0.064, **FP32)
     for net in (model, twin):
         loss_of(net(tokens(0, rank))).backward()
     optimizer.clip_grad_norm_(1.0, policy="per_matrix")
@@ -578,7 +578,7 @@ def at_once(device: str, found: SimulatedDevice | None = None) -> tuple[list[Ten
         {"name": "muon", "params": list(weights.items())},
         {"name": "adamw", "algorithm": "adamw", "params": [("bias", bias)]},
     ]
-    settings: dict[str, Any] = {**FP32, "kernels": "torch", "bucket_cap_mb": 0.001}
+    settings: dict[str, Any] = {**FP32, "kernels": "torch", "memory_budget_mb": 0.016}
     optimizer = mm.Muon(groups, process_group="world", gradients="to_owners", **settings)
     for step in range(3):
         if found is not None and step:
@@ -625,7 +625,7 @@ def test_other_rules_and_state_have_the_bits_of_one_process(workers, settings: d
 def unused_in_ddp(blocks: int) -> list[str]:
     model = Net()
     net = DistributedDataParallel(model, find_unused_parameters=True)
-    optimizer = mm.from_model(net, gradients="to_owners", bucket_cap_mb=0.004, **FP32)
+    optimizer = mm.from_model(net, gradients="to_owners", memory_budget_mb=0.064, **FP32)
     for step in range(3):
         loss_of(net(tokens(step, dist.get_rank()), blocks)).backward()
         optimizer.step()
@@ -685,7 +685,7 @@ def test_partial_gradients_are_refused_on_all(workers) -> None:
 
 def saved_on_three(folder: str) -> list[str]:
     model = Net()
-    optimizer = mm.from_model(model, process_group="world", gradients="to_owners", bucket_cap_mb=0.004, **FP32)
+    optimizer = mm.from_model(model, process_group="world", gradients="to_owners", memory_budget_mb=0.064, **FP32)
     for step in range(2):
         loss_of(model(tokens(step, dist.get_rank()))).backward()
         optimizer.step()
@@ -696,7 +696,7 @@ def saved_on_three(folder: str) -> list[str]:
 
 def loaded_on_two(folder: str) -> tuple[list[str], list[str]]:
     """Go on on two ranks with and without the mode, and alone with the same means, all from one checkpoint."""
-    rank, settings = dist.get_rank(), {**FP32, "bucket_cap_mb": 0.004}
+    rank, settings = dist.get_rank(), {**FP32, "memory_budget_mb": 0.064}
     with_it, without, one = Net(), Net(), Net()
     optimizers = [
         mm.from_model(with_it, process_group="world", gradients="to_owners", **settings),

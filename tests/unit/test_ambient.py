@@ -64,7 +64,7 @@ def settings(seed: int) -> dict[str, Any]:
         "state_dtype": numbers.choice([torch.float32, torch.bfloat16, "int8"]),
         "weights": numbers.choice([torch.float32, torch.bfloat16]),
         "decay_mode": numbers.choice(["full", "cautious"]),
-        "bucket_cap_mb": numbers.choice([16.0, 0.01]),
+        "memory_budget_mb": numbers.choice([None, 0.16]),
     }
 
 

@@ -210,6 +210,18 @@ def test_the_table_of_late_and_rare_exchanges_is_the_recorded_one(script: Callab
     assert [row for row in script("fewer_exchanges").rows(recorded["runs"]) if row not in page] == []
 
 
+def test_the_table_of_dry_runs_is_the_recorded_one() -> None:
+    runs = json.loads((REPOSITORY / "benchmarks/results/dry_run.json").read_text())["tables"]["dry run"]
+    page = (REPOSITORY / "docs/internals/performance.md").read_text()
+    for run in runs:
+        launches, peak = f"{run['launches']:,}", f"{run['peak_bytes'] / 2**20:,.0f}"
+        if run["optimizer"] == "muonmesh":
+            each = run["elementwise_bytes"] / run["elements"]
+            assert f"| {launches} | {run['collectives']} | {each:.0f} | {peak} |" in page, run["case"]
+        elif run["optimizer"] == "torch":
+            assert f"| {launches} | {peak} |" in page, run["case"]
+
+
 def test_the_table_of_the_hosts_time_is_the_recorded_one() -> None:
     tables = json.loads((REPOSITORY / "benchmarks/results/host_time.json").read_text())["tables"]
     page = (REPOSITORY / "docs/internals/performance.md").read_text()

@@ -68,7 +68,7 @@ def test_the_command_says_and_writes_who_owns_what(tmp_path: Path) -> None:
     assert list(seconds.values()) == [pytest.approx(sent / 1e6 + begun + reached)] * 2
     stored = ("weights", "gradients", "momentum", "AdamW's moments")
     together = [found["counted"][f"bytes of {what}"] for what in stored]
-    beside = found["modelled"]["bytes of NCCL"], found["modelled"]["bytes of the exchange"]
+    beside = found["modelled"]["bytes of NCCL"], found["modelled"]["bytes of the step"]
     assert found["modelled"]["bytes together"] == sum(together) + sum(beside)
     assert beside[0] == pytest.approx(4.34e9 - 1.06e9, abs=10)  # eight ranks
     rank = found["rank"]

@@ -138,6 +138,23 @@ def test_the_head_of_a_convolutional_net_with_as_many_classes_as_colours() -> No
     assert heads(nn.Sequential(*layers)) == {"3.weight"}
 
 
+def test_an_embedding_named_as_output_stands_for_the_layer_of_its_size() -> None:
+    """FSMT's `get_output_embeddings` is an embedding, whose weight the last layer shares or, untied, does not."""
+    sizes = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
+    sizes |= {"src_vocab_size": 40, "tgt_vocab_size": 50, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    found = placed(split_params(small("FSMTForConditionalGeneration", **sizes, tie_word_embeddings=False)))
+    assert found["model.decoder.output_projection.weight"][0] == "adamw.head"
+    assert found["model.decoder.layers.0.fc2.weight"][0] == "muon"
+
+
+def test_the_last_layer_of_each_head_in_a_list() -> None:
+    """RT-DETR has a head for boxes after each layer of its decoder."""
+    found = placed(split_params(small("RTDetrForObjectDetection", decoder_layers=2)))
+    for number in range(2):
+        halves = [found[f"model.decoder.bbox_embed.{number}.layers.{layer}.weight"][0] for layer in range(3)]
+        assert halves == ["muon", "muon", "adamw.head"]
+
+
 def test_a_squeezed_channel_is_no_input() -> None:
     squeeze = nn.ModuleDict({"conv_reduce": nn.Conv2d(16, 4, 1), "conv_expand": nn.Conv2d(4, 16, 1)})
     parts = {"stem": nn.Conv2d(3, 16, 3), "se": squeeze, "mix": nn.Conv2d(16, 16, 3), "head": nn.Linear(16, 5)}
@@ -250,6 +267,27 @@ def test_what_is_only_suspected_warns_with_the_line_to_paste() -> None:
         warnings.simplefilter("error")
         found = placed(split_params(model, overrides=pasted))
     assert found["blocks.1.qkv.weight"] == ("muon", ("rows", 8, 8, 8))
+
+
+class Cascade(nn.Module):
+    """EfficientViT's attention holds one q, k, v convolution for each head, in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkvs = nn.ModuleList(nn.Sequential(nn.Conv2d(8, 24, 1), nn.BatchNorm2d(24)) for _ in range(2))
+        self.proj = nn.Conv2d(8, 8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.qkvs:
+            q, k, v = layer(x).split([8, 8, 8], dim=1)
+            x = q * k + v
+        out: torch.Tensor = self.proj(x)
+        return out
+
+
+def test_a_fused_weight_in_a_list_is_suspected_by_the_name_of_the_list() -> None:
+    with pytest.warns(UserWarning, match=r"by a guess: .*qkvs\.\*"):
+        split_params(nn.ModuleList([Cascade()]))
 
 
 def test_query_and_gate_of_qwen3_next() -> None:

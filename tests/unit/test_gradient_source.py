@@ -121,8 +121,8 @@ def test_main_grad_is_read_where_it_lies() -> None:
     optimizer.step()
     kept = optimizer._runtime
     assert kept.planned is not None
-    collected = collect(kept.planned, optimizer.param_groups, optimizer.state, kept.source, None, kept.precision)
-    read = {entry.name: entry.gradient for some in (collected.muon, *collected.adamw) for entry in some if entry}
+    collected = collect(kept.planned, optimizer, kept, None)
+    read = {entry.member.name: entry.gradient for some in (collected.muon, *collected.adamw) for entry in some if entry}
     assert read.keys() == held.keys()
     for name, gradient in read.items():
         assert isinstance(gradient, Tensor)

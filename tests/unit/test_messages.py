@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import muonmesh as mm
+from muonmesh import checkpoint
 
 WRONG: list[tuple[str, Any, dict[str, Any]]] = [
     *(("ns_coefficients", value, {}) for value in ("polarexpress", [], [(1.0,)], [(float("nan"), 1.0)], 3, [3, 4])),
@@ -240,3 +241,36 @@ def test_warnings_point_at_the_line_that_the_user_wrote() -> None:
     assert [sum(part in text for text in texts) for part in ("0 matrices", "rounding", "unfrozen")] == [2, 1, 1], texts
     assert {warning.filename for warning in found} == {__file__}
     assert len({warning.lineno for warning in found}) == 3
+
+
+@pytest.mark.parametrize("key", ["name", "params", "param_names", "algorithm", "lr", "momentum"])
+@pytest.mark.parametrize("what", ["step", "explain", "transfer", "save"])
+def test_a_key_that_a_group_has_lost_is_named_in_a_sentence(what: str, key: str, tmp_path: Path) -> None:
+    optimizer, net = fine(), Net()
+    optimizer.step()  # there is a plan, with whose groups others are compared
+    del optimizer.param_groups[0][key]
+    calls: dict[str, Callable[[], Any]] = {
+        "step": optimizer.step,
+        "explain": optimizer.explain,
+        "transfer": lambda: mm.transfer(optimizer, fine()),
+        "save": lambda: checkpoint.save(tmp_path / "saved", net, optimizer),
+    }
+    with pytest.raises(ValueError, match=rf"group .*(no {key!r}|{key}.*needed)"):
+        calls[what]()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda state: {"model": {}, "optimizer": state},
+        lambda state: {"param_groups": state["param_groups"]},
+        lambda state: {**state, "param_groups": [{"lr": 0.1}]},
+        lambda state: {**state, "state": []},
+        lambda state: [state],
+    ],
+    ids=["all that was saved", "no state", "groups without parameters", "a list of states", "a list"],
+)
+def test_what_is_no_state_of_an_optimizer_is_told(wrong: Callable[[Any], Any]) -> None:
+    optimizer = fine()
+    with pytest.raises(mm.StateError, match=r'needed the "state" and "param_groups".*Write load_state_dict\(saved'):
+        optimizer.load_state_dict(wrong(optimizer.state_dict()))

@@ -378,7 +378,7 @@ def test_copies_keep_all_settings_and_continue_alike(how: str) -> None:
         "compute_dtype": torch.float32,
         "state_dtype": torch.float64,
         "master_dtype": torch.float64,
-        "bucket_cap_mb": 3.0,
+        "memory_budget_mb": 48.0,
         "process_group": "local",
         "momentum": 0.8,
     }
@@ -388,7 +388,7 @@ def test_copies_keep_all_settings_and_continue_alike(how: str) -> None:
     twin, other = copy.deepcopy(pair) if how == "deepcopy" else pickle.loads(pickle.dumps(pair))
     assert other.process_group == "local"
     assert other._runtime.precision == optimizer._runtime.precision
-    assert other._runtime.bucket_cap_mb == 3.0
+    assert other._runtime.memory_budget_mb == 48.0
     assert train(model, optimizer, 3, first=2) == train(twin, other, 3, first=2)
 
 
@@ -646,7 +646,8 @@ def weight() -> nn.Parameter:
         (lambda: mm.Muon([weight()], state_dtype="fp32"), ValueError, "state_dtype"),
         (lambda: mm.Muon([weight()], state_device="cuda"), ValueError, "state_device"),
         (lambda: mm.Muon([weight()], state_device="cpu", state_dtype="int8"), ValueError, "on the device at once"),
-        (lambda: mm.Muon([weight()], bucket_cap_mb=0), ValueError, "bucket_cap_mb"),
+        (lambda: mm.Muon([weight()], memory_budget_mb=-1), ValueError, "memory_budget_mb"),
+        (lambda: mm.Muon([weight()], bucket_cap_mb=16), TypeError, "'bucket_cap_mb'.*Write memory_budget_mb="),
         (lambda: mm.Muon([weight()], process_group="all"), ValueError, "process_group"),
         (lambda: mm.Muon([]), ValueError, "empty"),
         (lambda: mm.Muon(nn.Linear(2, 2)), TypeError, "from_model"),

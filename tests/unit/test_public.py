@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import muonmesh as mm
-from muonmesh.clip import GradNorms
+from muonmesh.clip.limits import GradNorms
 from muonmesh.comm.gradients import ParameterGrad
 from muonmesh.numerics.coefficients import COEFFICIENT_SETS, coefficient_schedule
 from muonmesh.settings import FIRST
@@ -145,7 +145,7 @@ def test_from_model_hands_every_argument_on() -> None:
         "process_group": "local",
         "layouts": {"0.weight": "somewhere"},
         "shard_state": True,
-        "bucket_cap_mb": 3.0,
+        "memory_budget_mb": 48.0,
         "gradients": ParameterGrad(),
     }
     signature = inspect.signature(mm.from_model)

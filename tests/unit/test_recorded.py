@@ -98,6 +98,18 @@ def test_gradients_straight_to_owners_on_slow_links() -> None:
     assert missing(rows, page) == []
 
 
+def test_traffic_beside_other_packages() -> None:
+    rows = []
+    for case, methods in recorded("step_traffic")["tables"].items():
+        for method, row in methods.items():
+            over, products = row["bytes"] / methods["AdamW"]["bytes"], f"{1e3 * (row['device'] or 0):,.0f}".lstrip("0")
+            counted = f"{row['bytes'] / 1e9:.1f} | {over:.2f} | {row['messages']:,} | {1e3 * row['network']:,.0f}"
+            rows.append(f"| {case} | {method} | {counted} | {products} |")
+    text = section(SPEED, "## Bytes and messages beside other packages")
+    assert missing(rows, text) == []
+    assert text.count("\n| ") == len(rows) + 1
+
+
 def test_memory_of_a_thread() -> None:
     names = ("deflated, compiled", "deflated", "polar_express, compiled", "polar_express")
     rows = []
@@ -238,3 +250,23 @@ def test_iterations_that_the_package_does_not_have() -> None:
         cells = [*(short(part[name]["error"]) for part in parts), *(f"{part[name]['largest']:.3f}" for part in parts)]
         rows.append(f"| {words} | {' | '.join(cells)} | {sum(part[name]['broken'] for part in parts)} |")
     assert missing(rows, ITERATIONS) == []
+
+
+def test_adapters() -> None:
+    told = {"Muon on A and B": "Muon, both factors", "Muon on B, AdamW on A": "Muon B, AdamW A"}
+    cases = {"lora": "Muon, 300", "lora_adamw": "AdamW, 300", "lora_adamw_1500": "AdamW, 1,500"}
+    rows = []
+    for name, pretrained in cases.items():
+        losses: dict[str, dict[float, dict[int, float]]] = {}
+        for run in recorded(name)["runs"]:
+            losses.setdefault(run["way"], {}).setdefault(run["lr"], {})[run["seed"]] = run["validation"][-1][1]
+        best = {way: min(some.items(), key=lambda item: item[1][0]) for way, some in losses.items()}
+        adamw = best["AdamW"][1].values()
+        for way, (rate, found) in best.items():
+            each = [*found.values()]
+            apart = ", ".join(f"{a - b:+.3f}" for a, b in zip(each, adamw, strict=True)) if way != "AdamW" else ""
+            seeds = ", ".join(f"{one:.3f}" for one in each)
+            cells = (told.get(way, way.replace(" on ", " ")), f"{rate:.0e}".replace("e-0", "e-"))
+            row = f"| {pretrained} steps | {' | '.join(cells)} | {statistics.mean(each):.3f} | {seeds} | {apart} |"
+            rows.append(row.replace(", -", ", −").replace("| -", "| −").replace("|  |", "| |"))
+    assert missing(rows, (ROOT / "docs/how-we-know.md").read_text()) == []

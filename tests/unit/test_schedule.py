@@ -12,6 +12,7 @@ from torch import Tensor
 from muonmesh.comm.schedule import Schedule
 from muonmesh.comm.stages import Compute, Gather, Scatter, Swap
 from muonmesh.layout import (
+    Budget,
     FlatShards,
     MeshLayout,
     Parameter,
@@ -50,7 +51,7 @@ LARGER: dict[str, tuple[tuple[int, ...], tuple[Placement, ...], tuple[int, ...],
 }
 
 
-def plan_of(name: str, *, bucket_elements: int, count: int = 5, machine: int = 0) -> Plan:
+def plan_of(name: str, *, bucket_elements: int, count: int = 5, machine: int = 0, budget: Budget | None = None) -> Plan:
     mesh, placements, shape, spec = (CASES | LARGER)[name]
     layout = MeshLayout(shape, mesh, tuple(range(math.prod(mesh))), placements)
     parameters = []
@@ -61,7 +62,7 @@ def plan_of(name: str, *, bucket_elements: int, count: int = 5, machine: int = 0
     borders = [0, 5, 30, 31, *[63] * (len(layout.ranks) - 3)]
     flat = FlatShards.cut((7, 9), layout.ranks, borders)
     parameters.append(Parameter("flat", flat, flat, split("flat", (7, 9), None), (1,), ""))
-    return make_plan(parameters, bucket_elements=bucket_elements, machine=machine)
+    return make_plan(parameters, bucket_elements=bucket_elements, machine=machine, budget=budget or Budget())
 
 
 def schedules(plan: Plan) -> list[Schedule]:
@@ -190,6 +191,21 @@ def test_memory_is_taken_for_two_buckets_however_many_there_are(name: str) -> No
         for count in (12, 48)
     )
     assert few == many
+
+
+@pytest.mark.parametrize("name", [*CASES, *LARGER])
+@pytest.mark.parametrize("bucket", [70, 200, 1000])
+def test_what_a_cpu_keeps_is_within_the_budget(name: str, bucket: int) -> None:
+    """Where the largest matrix, of 63 elements or 80, fits a bucket; float64 buffers are counted as they are taken."""
+    first = plan_of(name, bucket_elements=1)
+    gathers = Budget.of(first.parameters, 0, itemsize=8, host=True).gathers
+    budget = Budget(bucket * 8 * (16 if gathers else 12), 8, gathers, host=True)
+    assert budget.bucket_elements == bucket
+    plan = plan_of(name, bucket_elements=bucket, budget=budget)
+    if max(a.matrix.numel for a in plan.assignments) <= bucket:
+        for schedule in schedules(plan):
+            kept = sum(memory.nbytes for memory in schedule.memory.values())
+            assert kept <= budget.bytes - 4 * 8 * bucket  # which are left to what threads compute in
 
 
 def test_equal_shards_arrive_and_leave_in_one_copy() -> None:

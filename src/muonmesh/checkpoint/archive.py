@@ -6,7 +6,7 @@ import os
 import pickle
 import zipfile
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 
@@ -46,7 +46,7 @@ def read_archive(path: str | os.PathLike[str], *, needed: str = NEEDED, remedy: 
         raise FileError(explain_error(str(file), f"something else: {reason(error)}", needed, remedy)) from error
 
 
-def read_undamaged(stream: IO[bytes]) -> Any:
+def read_undamaged(stream: Any) -> Any:
     """Load an archive, once it is known that torch has written all of it so.
 
     Torch would unpack compressed records, whatever their size.

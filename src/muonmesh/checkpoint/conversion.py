@@ -18,7 +18,7 @@ from muonmesh.checkpoint.archive import read_archive
 from muonmesh.checkpoint.form import PARAMETER, STATE_DICT, check_form, misfit
 from muonmesh.checkpoint.state import check_values
 from muonmesh.checkpoint.zero import read_zero
-from muonmesh.comm.storage import Storage, local_of, local_part, storage_of
+from muonmesh.comm.storage import local_of, local_part, storage_of
 from muonmesh.errors import StateError, explain_error
 from muonmesh.groups import split_params
 from muonmesh.migration.packages import PACKAGES, PackageName, groups_of, package_of
@@ -27,7 +27,9 @@ from muonmesh.names import canonical_name
 from muonmesh.numerics.precision import plain_modes
 from muonmesh.numerics.rules import is_matrix_rule
 from muonmesh.step.connection import placed_members
+from muonmesh.step.members import Member
 from muonmesh.step.runtime import Runtime
+from muonmesh.step.state_layout import StateLayout
 
 Source: TypeAlias = Optimizer | Mapping[str, Any] | str | os.PathLike[str]
 Sources: TypeAlias = Source | Sequence[Source]
@@ -39,15 +41,6 @@ class SourceState(NamedTuple):
     package: PackageName | None
     groups: Sequence[Mapping[str, Any]]
     state: Mapping[Any, Mapping[str, Any]]
-
-
-class Recipient(NamedTuple):
-    """A parameter of `muonmesh.Muon` that receives state: its name, its algorithm and the storage of its state."""
-
-    name: str
-    parameter: Tensor
-    algorithm: str
-    keeps: Mapping[str, Storage]
 
 
 @plain_modes()
@@ -105,22 +98,23 @@ def convert(
             keys = replace(keys, sums=momentum == "sum")
         for name, remembered in _remembered(saved, keys, _names(saved, orders, recipients), lacking):
             found.setdefault(name, remembered)
-    return _state_dict(groups, recipients, found, lacking)
+    return _state_dict(groups, recipients, {**lacking, **found})
 
 
 # ---------------------------------------------------------------- ours
 
 
-def _recipients(model: nn.Module | Optimizer) -> tuple[Sequence[Mapping[str, Any]], dict[str, Recipient]]:
+def _recipients(model: nn.Module | Optimizer) -> tuple[Sequence[Mapping[str, Any]], dict[str, Member]]:
     """Return our groups, and each parameter by its name."""
-    recipients: dict[str, Recipient] = {}
+    recipients: dict[str, Member] = {}
     if isinstance(model, nn.Module):
         split = split_params(model)
-        for group in split:
+        for number, group in enumerate(split):
             keys = ("momentum_buffer",) if is_matrix_rule(group["algorithm"]) else ("exp_avg", "exp_avg_sq")
             for name, parameter in zip(group["param_names"], group["params"], strict=True):
-                keeps = dict.fromkeys(keys, storage_of(name, parameter, None, needed=False))
-                recipients[name] = Recipient(name, parameter, group["algorithm"], keeps)
+                storage = storage_of(name, parameter, None, needed=False)
+                layouts = dict.fromkeys(keys, StateLayout("weights", storage))
+                recipients[name] = Member(name, None, storage, storage, parameter, number, layouts)
         return split, recipients
     if not isinstance(getattr(model, "_runtime", None), Runtime):
         found, write = f"a {type(model).__name__}", "Write convert(source, muonmesh.from_model(model))"
@@ -128,20 +122,17 @@ def _recipients(model: nn.Module | Optimizer) -> tuple[Sequence[Mapping[str, Any
     groups = model.param_groups
     for member in placed_members(model):
         algorithm = groups[member.group]["algorithm"]
-        keeps = {key: state_layout.storage for key, state_layout in member.state_layouts.items()}
         if member.tensor.shape != torch.Size(member.storage.shape) and member.storage.mesh is None:
             found = f"a flat or declared shard of shape {tuple(member.tensor.shape)}"
             needed = "a whole parameter or a DTensor"
             write = "Convert for the whole model, and load that with set_optimizer_state_dict"
             raise StateError(explain_error(member.name, found, needed, write))
-        if algorithm != "adamw":
-            if [*keeps] != ["momentum_buffer"]:
-                found = f"rule {algorithm!r}, which keeps {', '.join(keeps)}"
-                needed = "momentum alone, which all packages keep"
-                write = 'Write rule="muon", or train on with new state'
-                raise StateError(explain_error(member.name, found, needed, write))
-            algorithm = "muon"
-        recipients[member.name] = Recipient(member.name, member.tensor, algorithm, keeps)
+        if algorithm != "adamw" and [*member.state_layouts] != ["momentum_buffer"]:
+            found = f"rule {algorithm!r}, which keeps {', '.join(member.state_layouts)}"
+            needed = "momentum alone, which all packages keep"
+            write = 'Write rule="muon", or train on with new state'
+            raise StateError(explain_error(member.name, found, needed, write))
+        recipients[member.name] = member
     return groups, recipients
 
 
@@ -198,10 +189,10 @@ def _orders(
 
 
 def _names(
-    saved: SourceState, orders: Iterator[Sequence[str | Tensor] | None], recipients: Mapping[str, Recipient]
+    saved: SourceState, orders: Iterator[Sequence[str | Tensor] | None], recipients: Mapping[str, Member]
 ) -> list[Sequence[str]]:
     """Return the names of the parameters of each group."""
-    ours = {id(recipient.parameter): recipient.name for recipient in recipients.values()}
+    ours = {id(recipient.tensor): recipient.name for recipient in recipients.values()}
     names = []
     for number, group in enumerate(saved.groups):
         keys, order = group["params"], next(orders)
@@ -229,13 +220,13 @@ def _names(
 
 
 def _as_sorted(
-    names: Sequence[str], entries: Sequence[Mapping[str, Any]], recipients: Mapping[str, Recipient]
+    names: Sequence[str], entries: Sequence[Mapping[str, Any]], recipients: Mapping[str, Member]
 ) -> Sequence[str]:
     """Return the names in the order of the state: KellerJordan's distributed Muon sorts its matrices by shape.
 
     The sort is stable. So where the shapes fit in the order given, that is the one, sorted or not.
     """
-    shapes = [recipients[name].parameter.shape for name in names]
+    shapes = [recipients[name].tensor.shape for name in names]
     saved = [[value.shape for value in entry.values() if isinstance(value, Tensor) and value.ndim] for entry in entries]
 
     def fits(order: Sequence[int]) -> bool:
@@ -271,28 +262,28 @@ def _remembered(
 
 def _state_dict(
     groups: Sequence[Mapping[str, Any]],
-    recipients: Mapping[str, Recipient],
-    found: Mapping[str, ParameterState],
-    lacking: Mapping[str, StateError],
+    recipients: Mapping[str, Member],
+    found: Mapping[str, ParameterState | StateError],
 ) -> dict[str, Any]:
     state: dict[int, dict[str, Tensor]] = {}
     saved: list[dict[str, Any]] = []
     for group in groups:
+        algorithm = "muon" if is_matrix_rule(group["algorithm"]) else "adamw"
         numbers = range(len(state), len(state) + len(group["params"]))
         saved.append({"name": group["name"], "params": list(numbers), "param_names": list(group["param_names"])})
         for number, name in zip(numbers, group["param_names"], strict=True):
             recipient, remembered = recipients[name], found.get(name)
+            if isinstance(remembered, StateError):
+                raise remembered
             if remembered is None:
-                if name in lacking:
-                    raise lacking[name]
                 needed, write = "its state", "Hand over all optimizers of the model, and the files of all ranks"
                 raise StateError(explain_error(name, "no parameter of that name in the source", needed, write))
-            if remembered.algorithm != recipient.algorithm:
-                needed = f"that of {recipient.algorithm}, to which the parameter belongs here"
+            if remembered.algorithm != algorithm:
+                needed = f"that of {algorithm}, to which the parameter belongs here"
                 write = f'Write overrides={{r"{name}": "{remembered.algorithm}"}} for from_model'
                 raise StateError(explain_error(name, f"the state of {remembered.algorithm}", needed, write))
             state[number] = {
-                key: _placed(recipient, key, value) if key in recipient.keeps else value
+                key: _placed(recipient, key, value) if key in recipient.state_layouts else value
                 for key, value in remembered.state.items()
             }
             for key, value in state[number].items():
@@ -300,9 +291,9 @@ def _state_dict(
     return {"state": state, "param_groups": saved}
 
 
-def _placed(recipient: Recipient, key: str, value: Tensor) -> Tensor:
+def _placed(recipient: Member, key: str, value: Tensor) -> Tensor:
     """Return a tensor where ours lives: as it is if it does, else gathered where it is cut, and cut where ours is."""
-    storage = recipient.keeps[key]
+    storage = recipient.state_layouts[key].storage
     shape = torch.Size(storage.shape)
     if value.shape != shape and len(shape) > 2 and value.shape == (shape[0], prod(shape[1:])):
         value = value.reshape(shape)  # a convolution that was flattened

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import math
 import os
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.state_dict_loader import load as torch_load
+from torch.distributed.checkpoint.utils import _ReaderView
 
 from muonmesh.checkpoint.archive import read_undamaged
 from muonmesh.checkpoint.manifest import MANIFEST_FILE, REMEDY
@@ -25,7 +25,7 @@ from muonmesh.comm.storage import this_rank, world_size
 from muonmesh.errors import FileError
 from muonmesh.files import reason
 from muonmesh.numerics.rules import never_negative
-from muonmesh.step.parameter_steps import COUNT, RUNNING
+from muonmesh.step.state_layout import COUNT, RUNNING
 
 
 class CheckpointReader(FileSystemReader):
@@ -103,7 +103,7 @@ class CheckpointReader(FileSystemReader):
             path = self.folder / place.relative_path
             try:
                 with path.open("rb") as file:
-                    tensor = read_undamaged(cast(BinaryIO, _Piece(file, place.offset, place.length)))
+                    tensor = read_undamaged(_Piece(file, place.offset, place.length))
             except Exception as error:  # what damaged bytes make of the reader
                 raise FileError(f"{path}: {name} could not be read: {reason(error)}. {REMEDY}") from error
             expected = _told(chunk.sizes, entry.properties.dtype)
@@ -119,29 +119,12 @@ class CheckpointReader(FileSystemReader):
                 raise FileError(f"{path}: found {found} in {name}; needed finite numbers. {REMEDY}")
 
 
-class _Piece(io.RawIOBase):
-    """A part of a file that can be read as a file. Unlike torch's own class, it can seek from its end."""
-
-    def __init__(self, file: BinaryIO, start: int, length: int) -> None:
-        self._file, self._start, self._length = file, start, length
-        self.seek(0)
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._file.tell() - self._start
+class _Piece(_ReaderView):
+    """A part of a file that can be read as a file. Unlike torch's own class, it seeks from its end, and not beyond."""
 
     def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self.tell(), os.SEEK_END: self._length}[whence]
-        return self._file.seek(self._start + max(0, base + offset)) - self._start
-
-    def readinto(self, buffer: Any, /) -> int:
-        left = max(0, self._length - self.tell())
-        return self._file.readinto(memoryview(buffer)[:left])  # type: ignore[attr-defined,no-any-return]
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self.tell(), os.SEEK_END: self.len}[whence]
+        return super().seek(min(self.len, max(0, base + offset))) - self.offset
 
 
 def flat(state: Mapping[str, Any], prefix: str = "") -> dict[str, Tensor]:

@@ -18,7 +18,7 @@ from muonmesh.comm.storage import Storage, local_of, this_rank
 from muonmesh.errors import StateError, explain_error, warn
 from muonmesh.layout import split_matrices
 from muonmesh.layout.matrix import as_tuples
-from muonmesh.step.parameter_steps import RUNNING
+from muonmesh.step.state_layout import RUNNING
 
 _SHOWN = 8  # of what is wrong, in one message
 
@@ -58,7 +58,7 @@ class Fit:
                 raise StateError(explain_error(record.name, found, needed, "Split it as when it was saved"))
         counts: dict[tuple[Tensor, str], tuple[str, float]] = {}
         for record, part, key in self.state:
-            if part.side != "parameter":
+            if part.layout.side != "parameter":
                 continue
             count = 0.0 if key is None else float(self.shares[key].boxes[()])
             first, expected = counts.setdefault((record.tensor, part.key), (record.name, count))
@@ -114,11 +114,11 @@ def fit(
             wrong += _entry(f"{MODEL}.{record.name}", there[record.name], record.storage.shape, record.dtype)
             found.weights.append(record)
             if record.group:
-                wrong += _state(found, record, saved["parameters"].get(record.name), saved, states, strict=strict)
+                wrong += _state(found, record, saved, states, strict=strict)
     other = ", or write load(..., strict=False), which leaves alone what only one of them has" if strict else ""
     refuse(str(path), wrong, other)
     sources = [(f"{MODEL}.{one.name}", one.storage, local_of(one.tensor).device) for one in found.weights]
-    sources += [(name, part.storage, part.device) for _, part, name in found.state if name is not None]
+    sources += [(name, part.layout.storage, part.device) for _, part, name in found.state if name is not None]
     sources += [(name, Storage(None, tuple(held[name].size)), torch.device("cpu")) for _, name in found.measured]
     for name, storage, device in sources:
         found.shares[name] = wanted(storage, held[name].properties.dtype, device)
@@ -185,16 +185,10 @@ def _entry(name: str, entry: Any, shape: Sequence[int], dtype: torch.dtype) -> l
 
 
 def _state(
-    found: Fit,
-    record: Record,
-    entry: Mapping[str, Any] | None,
-    saved: Mapping[str, Any],
-    states: Mapping[str, Mapping[str, Any]],
-    *,
-    strict: bool,
+    found: Fit, record: Record, saved: Mapping[str, Any], states: Mapping[str, Mapping[str, Any]], *, strict: bool
 ) -> list[str]:
     """Note what is read into the state of a parameter, and say what is wrong with it."""
-    held = states.get(record.name, {})
+    held, entry = states.get(record.name, {}), saved["parameters"].get(record.name)
     if entry is None or entry["fresh"]:
         found.state += [(record, part, None) for part in record.parts]
         return [f"no state of {record.name}, which nobody trained"] if entry is None and strict else []
@@ -211,16 +205,16 @@ def _state(
             if part.key == RUNNING[1] and part.key in held:
                 found.measured.append((record, name))
             found.state.append((record, part, None))
-        elif other and part.side not in ("element", "parameter"):
+        elif other and part.layout.side not in ("element", "parameter"):
             now, then = record.spec or "whole", as_tuples(entry["matrices"]) or "whole"
             had, needed = f"{part.key} of matrices {then!r}", f"that of {now!r}: it has a number for each of their "
-            needed += {"rows": "rows", "cols": "columns"}.get(part.side, "matrices")
+            needed += {"rows": "rows", "cols": "columns"}.get(part.layout.side, "matrices")
             raise StateError(explain_error(record.name, had, needed, "Split it as when it was saved"))
         elif part.key not in held:
             found.state.append((record, part, None))
-            wrong += [f"no {name}"] if part.needed and strict else []
-        elif tuple(held[part.key].size) != part.storage.shape:
-            wrong.append(f"{name} of shape {tuple(held[part.key].size)}, where {part.storage.shape} is needed")
+            wrong += [f"no {name}"] if part.layout.kept_as != "norm" and strict else []
+        elif tuple(held[part.key].size) != part.layout.storage.shape:
+            wrong.append(f"{name} of shape {tuple(held[part.key].size)}, where {part.layout.storage.shape} is needed")
         else:
             found.state.append((record, part, name))
     strangers = sorted(held.keys() - {part.key for part in record.parts})

@@ -97,25 +97,19 @@ def fitting_settings(group: Mapping[str, Any], records: Iterable[Record], saved:
     Raises:
         StateError: they differ, or no optimizer can have them.
     """
-    first: tuple[str, dict[str, Any]] | None = None
     where = f"group {group['name']!r}"
-    for record in records:
-        entry = saved["parameters"].get(record.name)
-        if entry is None:
-            continue
-        settings: dict[str, Any] = saved["groups"][entry["group"]]["settings"]
-        if first is None:
-            first = record.name, settings
-        for key in sorted(first[1].keys() | settings.keys()):
-            if first[1].get(key) != settings.get(key):
-                found = (
-                    f"{first[0]} saved with {key}={first[1].get(key)!r}, {record.name} with {key}={settings.get(key)!r}"
-                )
+    entries = {record.name: saved["parameters"].get(record.name) for record in records}
+    given = {name: saved["groups"][entry["group"]]["settings"] for name, entry in entries.items() if entry is not None}
+    if not given:
+        return {}
+    first, settings = next(iter(given.items()))
+    for name, others in given.items():
+        for key in sorted(settings.keys() | others.keys()):
+            if settings.get(key) != others.get(key):
+                found = f"{first} saved with {key}={settings.get(key)!r}, {name} with {key}={others.get(key)!r}"
                 write = "Give them groups of their own, as when they were saved"
                 raise StateError(explain_error(where, found, "one value for all parameters of a group", write))
-    if first is None:
-        return {}
-    settings = {key: as_tuples(value) for key, value in first[1].items()}
+    settings = {key: as_tuples(value) for key, value in settings.items()}
     try:
         check_group(where, {**group, **settings})
     except (TypeError, ValueError) as error:

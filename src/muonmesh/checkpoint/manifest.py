@@ -15,7 +15,6 @@ from muonmesh.files import check_fields, read_json, reason, replace_text
 MANIFEST_FILE = "manifest.json"
 SETTINGS_FILE = "settings.json"
 FORMAT = 1
-PART = 1 << 20  # bytes read at once
 REMEDY = "Remove the folder, or bring an undamaged copy"
 
 Entry = tuple[int, str]  # bytes, SHA-256
@@ -23,12 +22,9 @@ Entry = tuple[int, str]  # bytes, SHA-256
 
 def entry_of(path: Path) -> Entry:
     """Return the size and the SHA-256 of a file; an OSError where it cannot be read."""
-    size, digest = 0, hashlib.sha256()
     with path.open("rb") as file:
-        while part := file.read(PART):
-            size += len(part)
-            digest.update(part)
-    return size, digest.hexdigest()
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return file.tell(), digest
 
 
 def write_manifest(folder: Path, entries: dict[str, Entry]) -> None:

@@ -99,9 +99,6 @@ class _Unpickler(pickle._Unpickler):
             raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint of a training needs")
         return self._classes.setdefault(name, type(name, (_PickledObject,), {}))
 
-    def persistent_load(self, pid: Any) -> Any:
-        raise pickle.UnpicklingError("it refers to something outside")
-
 
 def read_metadata(folder: Path) -> Metadata:
     """Read what the checkpoint in ``folder`` says it holds; nothing but plain tensors in files of that folder.

@@ -43,7 +43,7 @@ class OfMuon:
             planned, _ = connect(optimizer.param_groups, runtime)
         if runtime.precision.int8:
             widen_state(optimizer.state, planned)
-        return records_of(planned, optimizer.param_groups, optimizer.state, runtime.precision)
+        return records_of(planned, optimizer, runtime.precision)
 
     def checkpoint_restored(self) -> None:
         """Take note that `muonmesh.checkpoint.load` has written weights, state and settings."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, MutableMapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -18,10 +18,10 @@ from muonmesh.layout import split_matrices
 from muonmesh.numerics.coefficients import choose
 from muonmesh.numerics.kernels import told_products
 from muonmesh.numerics.rules import is_matrix_rule
-from muonmesh.step.offload import fresh_copy, fresh_zeros
-from muonmesh.step.parameter_steps import COUNT, RUNNING, running_shape
+from muonmesh.step.offload import fresh_copy
 from muonmesh.step.planning import Planned
 from muonmesh.step.precision import Precision
+from muonmesh.step.state_layout import StateLayout, beside_rule
 
 MODEL = "model"
 STATE = "optimizer.state"
@@ -36,28 +36,27 @@ class Part:
     """One tensor in the state of a parameter.
 
     Attributes:
-        key: Its name in a checkpoint.
-        stored: Its name in the optimizer's state.
-        storage: Where it lives; without a layout every rank stores all of it.
-        local: Shape of the local tensor.
+        key: Its name.
+        layout: Where the numbers of this parameter live, and what they are.
+        local: Shape of the local tensor, which may have the numbers of others too.
         dtype: In which it is saved.
         device: Where it is kept.
-        side: What it has one number for: each "element", each of the "rows" or "cols", each "matrix", or the
-            "parameter".
-        needed: Whether a parameter that has state must have it.
         positions: Where its numbers are in what the state keeps, which has those of all parameters of a flat tensor one
             after the other; None: the state keeps these alone.
     """
 
     key: str
-    stored: str
-    storage: Storage
+    layout: StateLayout
     local: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
-    side: str = "element"
-    needed: bool = True
     positions: slice | None = None
+
+    @staticmethod
+    def of(key: str, layout: StateLayout, storage: Storage, local: Tensor, precision: Precision) -> Part:
+        """Return the tensor under a key in the state of a parameter that lives in ``storage`` as ``local``."""
+        shape, device = layout.shape_here(storage, local), layout.device_beside(local.device, precision)
+        return Part(key, layout, shape, layout.saved_dtype(precision), device)
 
     def view(self, stored: Tensor) -> Tensor:
         """Return what belongs to this parameter of a contiguous local tensor."""
@@ -76,8 +75,7 @@ class Record:
         parts: The tensors that the state of this parameter may have, besides the master.
         group: The param group, whose settings are written too; empty for what no optimizer steps.
         spec: How it splits into matrices.
-        master: Dtype of the master that the optimizer keeps beside weights of a lower precision; None without.
-        precision: Says where what has a number for each element is kept, and what multiplies.
+        precision: Says in what masters are kept, where what has a number for each element is, and what multiplies.
     """
 
     name: str
@@ -87,7 +85,6 @@ class Record:
     parts: tuple[Part, ...] = ()
     group: dict[str, Any] = field(default_factory=dict)
     spec: Any = None
-    master: torch.dtype | None = None
     precision: Precision = IN_PLACE
 
     @property
@@ -126,49 +123,45 @@ class Record:
     @property
     def dtype(self) -> torch.dtype:
         """The precision in which its weights are trained."""
-        return self.master or self.tensor.dtype
+        return self.precision.master or self.tensor.dtype
 
     @property
     def created(self) -> bool:
         """Whether it has state: a step has been taken."""
-        return any(part.stored in self.state for part in self.parts)
+        return any(part.key in self.state for part in self.parts)
 
     def shares(self) -> Iterator[tuple[str, Share]]:
         """Yield what this rank writes of weights and state, by name."""
         yield f"{MODEL}.{self.name}", _written(self.weights, self.storage)
         for part in self.parts:
-            if part.stored in self.state:
-                local = part.view(local_of(self.state[part.stored]).detach().contiguous())
-                yield f"{STATE}.{self.name}.{part.key}", _written(local, part.storage)
+            if part.key in self.state:
+                local = part.view(local_of(self.state[part.key]).detach().contiguous())
+                yield f"{STATE}.{self.name}.{part.key}", _written(local, part.layout.storage)
 
     def take_weights(self, share: Share) -> None:
         """Write weights that were read for it."""
         fill(local_of(self.tensor).detach(), self.storage, share)
-        if self.master is not None and self.master != self.tensor.dtype:
+        if self.dtype != self.tensor.dtype:
             state = self.states[self.tensor]
             if "master" not in state:
-                copy = fresh_copy(local_of(self.tensor), self.master, self.precision, wait=True)  # the host writes it
+                copy = fresh_copy(local_of(self.tensor), self.dtype, self.precision, wait=True)  # the host writes it
                 state["master"] = self.storage.wrap(copy)
             fill(local_of(state["master"]), self.storage, share)
 
     def take_state(self, part: Part, share: Share | None) -> None:
         """Write a part of the state that was read for it; None: as before the first step."""
-        held = self.state.get(part.stored)
+        held = self.state.get(part.key)
         if share is None and held is None:
             return
         if held is None or local_of(held).dtype != part.dtype or tuple(local_of(held).shape) != part.local:
-            if part.side == "element":
-                fresh = fresh_zeros(part.local, part.dtype, local_of(self.tensor).device, self.precision)
-            else:
-                fresh = torch.zeros(part.local, dtype=part.dtype, device=part.device)
-            held = part.storage.wrap(fresh)
-            self.states[self.tensor][part.stored] = held
+            held = part.layout.fresh(part.local, part.dtype, local_of(self.tensor).device, self.precision)
+            self.states[self.tensor][part.key] = held
         local = local_of(held)
         if share is None:
-            for box in boxes_of(part.view(local), part.storage.layout, part.storage.shape).values():
+            for box in boxes_of(part.view(local), part.layout.storage.layout, part.layout.storage.shape).values():
                 box.zero_()
         else:
-            fill(part.view(local), part.storage, share)
+            fill(part.view(local), part.layout.storage, share)
 
 
 def _written(local: Tensor, storage: Storage) -> Share:
@@ -223,70 +216,35 @@ class Recorded(Protocol):
         """
 
 
-def records_of(
-    planned: Planned,
-    groups: Sequence[dict[str, Any]],
-    state: MutableMapping[Tensor, dict[str, Any]],
-    precision: Precision,
-) -> list[Record]:
-    """Return the parameters of a plan.
+def records_of(planned: Planned, optimizer: torch.optim.Optimizer, precision: Precision) -> list[Record]:
+    """Return the parameters of a plan, with what the optimizer that it was made for keeps of them.
 
     Raises:
         StateError: something is in their state that nobody reads.
     """
+    state = optimizer.state
     first: dict[int, int] = {}  # for each tensor how many matrices its parameters before this one have
     records = []
     for member in planned.members:
-        group = groups[member.group]
+        group = optimizer.param_groups[member.group]
         local = local_of(member.tensor)
         shape = tuple(member.storage.shape)
-        master = precision.master if precision.master not in (None, local.dtype) else None
-        parts = []
-        for key, state_layout in member.state_layouts.items():
-            same = state_layout.storage is member.storage
-            parts.append(
-                Part(
-                    key,
-                    key,
-                    state_layout.storage,
-                    tuple(local.shape) if same else local_shape(state_layout.storage),
-                    state_layout.saved_dtype(precision),
-                    precision.kept_on(local.device) if state_layout.companion is None else local.device,
-                    "element" if state_layout.companion is None else state_layout.companion.side,
-                )
-            )
+        every = count = positions = None
         if is_matrix_rule(group["algorithm"]):
             every = len(planned.matrices_of[member.tensor])
             count = len(split_matrices(member.name, shape, member.spec))
             begin = first.setdefault(id(member.tensor), 0)
             first[id(member.tensor)] += count
-            positions = slice(begin, begin + count)
-            parts += running_parts(count, every, positions, local.device)
-        else:
-            parts.append(count_part(local.device))
-        known = {*(part.stored for part in parts), "master"}
+            positions = None if count == every else slice(begin, begin + count)
+        kept, beside = member.state_layouts.items(), beside_rule(count).items()
+        parts = [Part.of(key, layout, member.storage, local, precision) for key, layout in (*kept, *beside)]
+        for number, norms in enumerate(beside_rule(every).values(), len(kept)):
+            parts[number] = replace(parts[number], local=norms.storage.shape, positions=positions)
+        known = {*(part.key for part in parts), "master"}
         if strangers := [key for key in state.get(member.tensor, ()) if key not in known]:
             found, needed = f"{strangers[0]!r} in its state", f"{', '.join(sorted(known))} alone: nobody would read it"
             raise StateError(explain_error(member.name, found, needed, "Remove it from the state"))
         records.append(
-            Record(
-                member.name, member.tensor, member.storage, state, tuple(parts), group, member.spec, master, precision
-            )
+            Record(member.name, member.tensor, member.storage, state, tuple(parts), group, member.spec, precision)
         )
     return records
-
-
-def running_parts(count: int, every: int, positions: slice, device: torch.device) -> list[Part]:
-    """Return the running norms of ``count`` matrices, at these positions among those of all ``every`` of a tensor."""
-    storage, local = Storage(None, running_shape(count)), running_shape(every)
-    where = None if count == every else positions
-    return [
-        Part(key, key, storage, local, torch.float32, device, "matrix", needed=False, positions=where)
-        for key in RUNNING
-    ]
-
-
-def count_part(device: torch.device) -> Part:
-    """Return the count of steps, which torch keeps on the host, except for its fused kernels."""
-    host = torch.device("cpu") if device.type != "cuda" else device
-    return Part(COUNT, COUNT, Storage(None, ()), (), torch.float32, host, "parameter")

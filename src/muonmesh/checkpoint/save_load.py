@@ -25,6 +25,7 @@ from muonmesh.checkpoint.ranks import settled
 from muonmesh.checkpoint.record import STATE, Record, Recorded
 from muonmesh.comm.storage import refuse_flattened, storage_of
 from muonmesh.comm.telling import agreed, tell_all
+from muonmesh.comm.wrappers import layers_of
 from muonmesh.errors import StateError, about, explain_error
 from muonmesh.layout import FlatShards
 from muonmesh.names import canonical_name
@@ -120,22 +121,14 @@ def recorded(optimizer: Any) -> Recorded:
     Raises:
         TypeError: there is none of ours in it.
     """
-    seen: list[Any] = []
-    inner = optimizer
-    while inner is not None and not any(inner is other for other in seen):
+    for inner in layers_of(optimizer):
         if isinstance(inner, Recorded):
             return inner
         if isinstance(getattr(inner, "_runtime", None), Runtime):
             return OfMuon(inner)
-        seen.append(inner)
-        inner = next((getattr(inner, key) for key in _INNER if getattr(inner, key, None) is not None), None)
     found = f"a {type(optimizer).__name__}"
     needed = "a muonmesh.Muon, what wraps one, or an engine of muonmesh.integrations.deepspeed.initialize"
     raise TypeError(explain_error("optimizer", found, needed, "Pass that"))
-
-
-_INNER = ("basic_optimizer", "optimizer", "_optimizer", "init_optimizer")
-"""By which names engines and wrappers hold the optimizer that they were given."""
 
 
 def _records(host: Recorded, model: nn.Module) -> tuple[list[Record], Extra]:
@@ -157,13 +150,9 @@ def _records(host: Recorded, model: nn.Module) -> tuple[list[Record], Extra]:
     # A tied parameter has several names, and an optimizer may step a copy in another precision.
     known = {id(record.tensor) for record in records}
     known |= {id(tensor) for name, tensor in tensors if saved_as(name) in names}
-    for path, module in model.named_modules():
-        kept = module._buffers.keys() - module._non_persistent_buffers_set
-        tensors += [
-            (f"{path}.{key}" if path else key, buffer)
-            for key, buffer in module._buffers.items()
-            if key in kept and buffer is not None
-        ]
+    modules = model.named_modules(remove_duplicate=False)
+    passing = {f"{path}.{key}".lstrip(".") for path, module in modules for key in module._non_persistent_buffers_set}
+    tensors += [entry for entry in model.named_buffers(remove_duplicate=False) if entry[0] not in passing]
     untrained = {}
     for name, tensor in tensors:
         name = saved_as(name)

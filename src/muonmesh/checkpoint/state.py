@@ -19,10 +19,9 @@ from muonmesh.numerics.rules import is_matrix_rule, rule_of, step_count
 from muonmesh.settings import check_group, check_structure
 from muonmesh.step.blocks import SCALE
 from muonmesh.step.members import Member, flat_layouts
-from muonmesh.step.offload import fresh_zeros
-from muonmesh.step.parameter_steps import COUNT, RUNNING, running_shape
 from muonmesh.step.planning import Planned
 from muonmesh.step.precision import Precision
+from muonmesh.step.state_layout import COUNT, RUNNING, StateLayout, beside_rule
 
 _RESHARD = "Load it with torch.distributed.checkpoint.state_dict.set_optimizer_state_dict, which reshards"
 
@@ -158,16 +157,24 @@ def restore_state(
         StateError: before anything is loaded, if the state does not fit.
     """
     given: dict[str, Any] = {}
-    before = [dict(group) for group in optimizer.param_groups]
+    before, masters = [dict(group) for group in optimizer.param_groups], precision.master is not None
     members = {} if planned is None else {member.tensor: member for member in planned.members}
+
+    def layouts(parameter: Tensor) -> dict[str, StateLayout]:
+        assert planned is not None
+        member, matrices = members[parameter], planned.matrices_of.get(parameter)
+        beside = beside_rule(None if matrices is None else len(matrices))
+        return {
+            **beside,
+            **member.state_layouts,
+            "master": StateLayout("weights", member.storage, dtype=parameter.dtype),
+        }
 
     def inspect(_: torch.optim.Optimizer, seen: dict[str, Any]) -> dict[str, Any]:
         given.update(seen)
         _check_groups(before, seen)
         for group, name, parameter, entry in _entries(before, seen):
-            assert planned is not None
-            matrices = len(planned.matrices_of.get(parameter, ()))
-            _check_entry(name, members[parameter], matrices, group["algorithm"], entry, precision)
+            _check_entry(name, parameter, layouts(parameter), group["algorithm"], entry, masters)
         return {**seen, "state": {key: {} for key in seen["state"]}}  # which torch would cast, on the device
 
     def mend(_: torch.optim.Optimizer) -> None:
@@ -176,8 +183,13 @@ def restore_state(
             own = {key: old[key] for key in _LEFT_OUT if key in old}
             optimizer.param_groups[number] = {**old, **optimizer.param_groups[number], **own}
         for _group, _name, parameter, saved in _entries(before, given):
+            known = layouts(parameter)
             for key, value in saved.items():
-                optimizer.state[parameter][key] = _restored(key, _tensor(key, value), members[parameter], precision)
+                local = local_of(_tensor(key, value).detach())
+                dtype = known[key].saved_dtype(precision)
+                fresh = known[key].fresh(local.shape, dtype, parameter.device, precision)
+                local_of(fresh).copy_(local)
+                optimizer.state[parameter][key] = fresh
 
     # Ours is the last hook before torch loads and the first after it, so users' hooks see what they expect.
     handles = [
@@ -201,22 +213,6 @@ def _entries(
                 yield group, name, parameter, entry
 
 
-def _restored(key: str, value: Tensor, member: Member, precision: Precision) -> Tensor:
-    device, state_layout = member.tensor.device, member.state_layouts.get(key)
-    if key == COUNT:
-        return value.detach().clone().to("cpu" if device.type == "cpu" else device, torch.float32)
-    if key in RUNNING:
-        dtype = torch.float32
-    else:
-        dtype = (precision.master or value.dtype) if state_layout is None else state_layout.saved_dtype(precision)
-    storage = member.storage if state_layout is None else state_layout.storage
-    if precision.leaves(device) and key not in RUNNING and (state_layout is None or state_layout.companion is None):
-        local = local_of(value.detach())
-        return storage.wrap(fresh_zeros(local.shape, dtype, device, precision).copy_(local))
-    fresh = value.detach().to(device, dtype, copy=True)
-    return storage.wrap(local_of(fresh).contiguous()) if isinstance(fresh, DTensor) else fresh.contiguous()
-
-
 def _tensor(key: str, value: Any) -> Any:
     """Return a count or a norm as the tensor that it is here; others save numbers."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -227,7 +223,16 @@ _AS_SAVED = "Build the groups as when the state was saved"
 
 
 def _check_groups(groups: list[dict[str, Any]], state_dict: Mapping[str, Any]) -> None:
-    saved_groups = state_dict["param_groups"]
+    saved_groups = state_dict.get("param_groups") if isinstance(state_dict, Mapping) else None
+    listed = isinstance(saved_groups, list | tuple) and all(
+        isinstance(g, Mapping) and "params" in g for g in saved_groups
+    )
+    if saved_groups is None or not listed or not isinstance(state_dict.get("state"), Mapping):
+        found = (
+            f"the keys {list(state_dict)[:8]}" if isinstance(state_dict, Mapping) else f"a {type(state_dict).__name__}"
+        )
+        needed = 'the "state" and "param_groups" of state_dict()'
+        raise StateError(explain_error("load_state_dict", found, needed, 'Write load_state_dict(saved["optimizer"])'))
     if [len(group["params"]) for group in groups] != [len(group["params"]) for group in saved_groups]:
         found, needed = (
             f"{len(some)} groups of {[len(g['params']) for g in some]} parameters" for some in (saved_groups, groups)
@@ -261,12 +266,10 @@ def _check_groups(groups: list[dict[str, Any]], state_dict: Mapping[str, Any]) -
 
 
 def _check_entry(
-    name: str, member: Member, matrices: int, algorithm: str, entry: Mapping[str, Any], precision: Precision
+    name: str, tensor: Tensor, known: Mapping[str, StateLayout], algorithm: str, entry: Mapping[str, Any], masters: bool
 ) -> None:
-    """Make sure that saved state is that of a parameter whose tensor holds so many matrices; 0: it is AdamW's."""
-    needed_keys = (*member.state_layouts,) if matrices else (COUNT, *member.state_layouts)
-    known = (*needed_keys, *(RUNNING if matrices else ()), "master")
-    missing = [key for key in needed_keys if key not in entry]
+    """Make sure that saved state is that of a parameter."""
+    missing = [key for key in known if key not in entry and key not in (*RUNNING, "master")]
     if missing:
         found, needed = f"state {sorted(map(str, entry))}", f"{missing[0]!r}: the parameter belongs to {algorithm}"
         write = "Load the state of an optimizer of the same kind, or start with fresh state"
@@ -277,23 +280,21 @@ def _check_entry(
             found = f"{key!r} = {given!r}" if not isinstance(given, Tensor) else repr(key)
             needed = f"tensors by the names {', '.join(known)}: nobody would read it"
             raise StateError(explain_error(name, f"{found} in its state", needed, "Remove it from the state"))
-        if key in RUNNING and tuple(value.shape) != running_shape(matrices):
-            found, shape = f"{key} of shape {tuple(value.shape)}", running_shape(matrices)
-            raise StateError(explain_error(name, found, f"{shape}, one a matrix", "Split it as when it was saved"))
+        if key in RUNNING and tuple(value.shape) != known[key].storage.shape:
+            found, needed = f"{key} of shape {tuple(value.shape)}", f"{known[key].storage.shape}, one a matrix"
+            raise StateError(explain_error(name, found, needed, "Split it as when it was saved"))
         if key == COUNT and value.numel() != 1:
             found = f"step of shape {tuple(value.shape)}"
             raise StateError(explain_error(name, found, "one number", "Save state_dict() as it is"))
         if key not in (COUNT, *RUNNING):
-            state_layout = member.state_layouts.get(key)
-            storage = member.storage if state_layout is None else state_layout.storage
             # Who owns what is known with the ranks, so what owners keep is looked at in the first step.
-            companion = None if state_layout is None else state_layout.companion
-            found, needed = _told(value), _needed(storage, member.tensor)
+            companion = known[key].companion
+            found, needed = _told(value), _needed(known[key].storage, known["master"].storage, tensor)
             if found != needed and not (companion is not None and companion.at_owner):
                 needed = f"{needed}, as this optimizer stores it"
                 raise StateError(explain_error(name, f"{key} {found}", needed, _RESHARD))
         check_values(name, str(key), local_of(value.detach()))
-    if "master" in entry and precision.master is None:
+    if "master" in entry and not masters:
         found, needed = "a master in its state", "an optimizer that keeps masters"
         write = "Write Muon(..., master_dtype=torch.float32), or remove it from the state"
         raise StateError(explain_error(name, found, needed, write))
@@ -312,9 +313,10 @@ def check_values(name: str, key: str, local: Tensor) -> None:
         raise StateError(explain_error(name, f"{wrong} in {key}", needed, write))
 
 
-def _needed(storage: Storage, parameter: Tensor) -> str:
-    """Return what `_told` says of a tensor that lives there."""
-    local = tuple(parameter.shape) if storage.layout is None else local_shape(storage)
+def _needed(storage: Storage, weights: Storage, parameter: Tensor) -> str:
+    """Return what `_told` says of a tensor that lives there; where the weights live, it has their local shape."""
+    same = storage.layout is None or storage is weights
+    local = tuple(local_of(parameter).shape) if same else local_shape(storage)
     if storage.mesh is None:
         return f"a plain tensor of shape {local}"
     return f"a DTensor of shape {tuple(storage.shape)} placed {tuple(storage.placements)}, {local} here"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -202,8 +203,12 @@ def _entry(folder: Path, name: str, flat: _Flat) -> dict[str, Any]:
             continue
         if not all(value is None or (isinstance(value, Tensor) and value.ndim == 1) for value in values):
             _refuse(folder, f"{name}'s {key} as something else than flat tensors on some rank")
-        find = _whole if flat.momentum_is_whole and key == "momentum_buffer" else _intervals
-        pieces = find(folder, name, flat, values)
+        whole = flat.momentum_is_whole and key == "momentum_buffer"
+        pieces: list[Tensor] = []
+        for held, value in zip(flat.starts, values, strict=True):
+            if value is not None and held.get(name, (0, 0))[1] and not (whole and pieces):
+                start, length = (_end_to_end(folder, held, value, flat.shapes) if whole else held)[name]
+                pieces.append(value[start : start + length])
         joined = torch.cat(pieces) if pieces else first.new_empty(0)
         if joined.numel() < prod(flat.shapes[name]):
             found = f"{joined.numel()} elements of {name}'s {key} in the files of all ranks"
@@ -212,28 +217,15 @@ def _entry(folder: Path, name: str, flat: _Flat) -> dict[str, Any]:
     return entry
 
 
-def _whole(folder: Path, name: str, flat: _Flat, values: Sequence[Any]) -> list[Tensor]:
-    """Return a parameter's momentum from the first rank that holds some of it: that has all of the momentum."""
-    for held, value in zip(flat.starts, values, strict=True):
-        if name in held and value is not None:
-            before, sizes = 0, {other: prod(flat.shapes[other]) for other in held}
-            if value.numel() != sum(sizes.values()):
-                _refuse(folder, f"a momentum of {value.numel()} elements for parameters of {sum(sizes.values())}")
-            for other in sorted(held, key=lambda each: held[each][0]):
-                if other == name:
-                    return [value[before : before + sizes[name]]]
-                before += sizes[other]
-    return []
-
-
-def _intervals(_: Path, name: str, flat: _Flat, values: Sequence[Any]) -> list[Tensor]:
-    """Return the pieces of a parameter that the ranks hold, in order."""
-    pieces = []
-    for held, value in zip(flat.starts, values, strict=True):
-        start, length = held.get(name, (0, 0))
-        if value is not None and length:
-            pieces.append(value[start : start + length])
-    return pieces
+def _end_to_end(
+    folder: Path, held: Mapping[str, tuple[int, int]], value: Tensor, shapes: Mapping[str, tuple[int, ...]]
+) -> Mapping[str, tuple[int, int]]:
+    """Return where the parameters lie in the momentum of a rank, which has all of each that the rank holds some of."""
+    names = sorted(held, key=lambda name: held[name][0])
+    sizes = [prod(shapes[name]) for name in names]
+    if value.numel() != sum(sizes):
+        _refuse(folder, f"a momentum of {value.numel()} elements for parameters of {sum(sizes)}")
+    return dict(zip(names, zip(accumulate(sizes, initial=0), sizes, strict=False), strict=True))
 
 
 def _refuse(where: Path, found: str) -> NoReturn:

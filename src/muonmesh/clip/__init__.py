@@ -4,21 +4,3 @@
 norms with the `limits`, scales the gradients by what follows, and returns the norms. `running` is what the policy
 "per_matrix" does instead to Muon's half.
 """
-
-from muonmesh.clip.clipping import PlanAgain, clip_gradients, stand_aside_from_sums
-from muonmesh.clip.limits import ClipPolicy, GradNorms, Limits, scale_groups
-from muonmesh.clip.running import keep_running_norms
-from muonmesh.clip.squares import MATRICES, half_of
-
-__all__ = [
-    "MATRICES",
-    "ClipPolicy",
-    "GradNorms",
-    "Limits",
-    "PlanAgain",
-    "clip_gradients",
-    "half_of",
-    "keep_running_norms",
-    "scale_groups",
-    "stand_aside_from_sums",
-]

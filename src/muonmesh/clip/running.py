@@ -12,9 +12,9 @@ from muonmesh.clip.limits import is_one
 from muonmesh.comm.gradients import GradientSource, multiply, own_gradient
 from muonmesh.comm.views import view_in_storage
 from muonmesh.numerics.kernels.memory import upload
-from muonmesh.step.parameter_steps import RUNNING
 from muonmesh.step.planning import Planned
 from muonmesh.step.runtime import Clip
+from muonmesh.step.state_layout import RUNNING
 
 DECAY = 0.95
 """Decay of a matrix's running norm, so that it remembers about twenty gradients."""

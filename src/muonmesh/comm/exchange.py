@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property, partial
 
@@ -36,6 +37,7 @@ class Exchange:
         companion_dtype: Dtype of what rules keep by row, column or matrix, which travels too.
         device: Where the matrices are assembled.
         blocks: How many blocks of momentum in int8 the ranks agree on.
+        at_once: How many matrices that are equal to one of these are orthogonalized together on a device.
 
     Attributes:
         plan: The plan that it runs.
@@ -52,11 +54,12 @@ class Exchange:
         companion_dtype: torch.dtype = torch.float32,
         device: torch.device,
         blocks: int = 0,
+        at_once: Callable[[int], int] | None = None,
     ) -> None:
         if group is None and len(plan.ranks) > 1:
             raise ValueError(f"group: found None for ranks {plan.ranks}; needed their process group")
         self.plan, self.group, self.wire = plan, group, Wire(plan.ranks, group)
-        self._dtype, self._device, self._blocks = dtype, device, blocks
+        self._dtype, self._device, self._blocks, self._at_once = dtype, device, blocks, at_once
         self._rank = this_rank() if group is not None else plan.ranks[0]
         self._peers = tuple(dist.get_process_group_ranks(group)) if group is not None else plan.ranks
         self._matrix_sums = MatrixSums(plan, rank=self._rank, device=device, wire=self.wire)
@@ -72,7 +75,7 @@ class Exchange:
     @cached_property
     def schedule(self) -> Schedule:
         """What this rank does; takes the memory for it, so it is worked out when the first step begins."""
-        return Schedule(self.plan, self._rank, self._peers, self._dtype, self._device)
+        return Schedule(self.plan, self._rank, self._peers, self._dtype, self._device, self._at_once)
 
     @property
     def memory(self) -> list[Tensor]:
@@ -101,9 +104,8 @@ class Exchange:
                 self._gather(number + 1, work)
             self._compute(number, work)
             self._scatter(number, 0)
+            self._write_what_stays(number, 0, work)
             work.run_local(self._computed[number].local)
-            if number:
-                self._receive(number - 1, work)
             self._scatter_the_rest(number, work)
         work.run_local(self.schedule.left)
         self.wire.counts.orthogonalized += self.schedule.local_count
@@ -117,29 +119,55 @@ class Exchange:
         """Read this rank's pieces into the send buffer and start to move them; own pieces go straight home."""
         work.fetch(self.schedule.moving(number + 1))
         stage = self._gathered[number] = self.schedule.gather(number)
-        work.read(stage.moving, stage.reads)
+        if not stage.late:
+            work.read(stage.moving, stage.reads)
         self._under_way[number] = None if stage.swap is None else self.wire.swap(stage.swap)
 
     def _compute(self, number: int, work: Work) -> None:
-        """Assemble this rank's matrices from what arrived and orthogonalize them."""
+        """Assemble this rank's matrices from what arrived and orthogonalize them; meanwhile the last results arrive."""
         stage = self._gathered.pop(number)
         self._finish(self._under_way.pop(number))
-        self._copy(stage.arriving)
-        back = self.schedule.compute(number, stage.matrices)
-        del stage  # and its wire buffers, where they are not kept
-        work.orthogonalize(back.batches)
-        self.wire.counts.orthogonalized += sum(len(some) for _, _, some in back.batches)
-        self._computed[number] = replace(back, batches=())  # what was orthogonalized is not needed any more
+        if stage.late:
+            self._compute_portions(number, work)
+        else:
+            self._copy(stage.arriving)
+            matrices = stage.matrices
+            del stage  # and its wire buffers, where they are not kept
+            back = self.schedule.compute(number, matrices)
+            del matrices
+            work.orthogonalize(back.batches)
+            self.wire.counts.orthogonalized += sum(len(some) for _, _, some in back.batches)
+            self._computed[number] = replace(back, batches=())  # what was orthogonalized is not needed any more
+        if number - 1 in self._computed:
+            self._receive(number - 1, work)
+
+    def _compute_portions(self, number: int, work: Work) -> None:
+        """Orthogonalize matrices that are all here, some at a time: there is no memory for all, their squares and more.
+
+        The last results have arrived when the first of these have been computed, and give their memory.
+        """
+        results = []
+        for portion in self.schedule.portions(number):
+            work.read(portion.moving, portion.reads)
+            if portion.batch is not None:
+                work.orthogonalize([portion.batch])
+                results.append(portion.batch[1])
+                self.wire.counts.orthogonalized += len(portion.batch[2])
+            del portion  # and the matrices
+            if number - 1 in self._computed:
+                self._receive(number - 1, work)
+        self._computed[number] = self.schedule.compute(number, (), results)
 
     def _scatter(self, number: int, index: int) -> None:
         """Start to move the results to every holder, or a part of them."""
         stage = self._computed[number]
         if index < stage.rounds.count:
             before = self._scattered.get(number) if self._latest is None else self._latest[0]
-            one = self._scattered[number] = self.schedule.scatter(number, index, stage.results, before)
+            one = self.schedule.scatter(number, index, stage.results, before)
             if one.passes and self._latest is not None:
                 self._finish(self._latest[1])
             self._copy(one.leaving)
+            one = self._scattered[number] = replace(one, leaving=())  # nor are the results, but for what stays here
             started = self._under_way[number] = self.wire.swap(one.swap)
             self._latest = (one, started) if self.schedule.relays else None
 
@@ -151,19 +179,29 @@ class Exchange:
         stage = self._computed[number]
         if stage.rounds.count and not stage.rounds.near:  # what sums are taken over is here
             self._sum(number, (), work)
-        for index in range(1, stage.rounds.count):
+        del stage
+        for index in range(1, self._computed[number].rounds.count):
             before, transfer = self._scattered[number], self._under_way.pop(number)
             self._scatter(number, index)
+            self._write_what_stays(number, index, work)
             self._finish(transfer)
             self._sum(number, before.arrived, work)
             work.write(before.arrived)
 
+    def _write_what_stays(self, number: int, index: int, work: Work) -> None:
+        """Apply what stayed here while the rest travels, and give back the results that all have left in this round."""
+        stage = self._computed[number]
+        if not stage.summed and stage.staying:
+            work.write(stage.staying)
+            stage = replace(stage, staying=())
+        if index >= self.schedule.last_filling(number):
+            stage = replace(stage, results=())
+        self._computed[number] = stage
+
     def _receive(self, number: int, work: Work) -> None:
-        """Apply what stayed here while the rest travels, then what arrived."""
+        """Apply what arrived."""
         last, transfer = self._scattered.pop(number, None), self._under_way.pop(number, None)
         arrived = () if last is None else last.arrived
-        if not self._computed[number].summed:
-            work.write(self._computed[number].staying)
         self._finish(transfer)
         self._sum(number, arrived, work)
         work.write(arrived)

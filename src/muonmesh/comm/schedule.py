@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from muonmesh.comm.passage import Passage
-from muonmesh.comm.stages import Compute, Gather, Scatter
+from muonmesh.comm.stages import Compute, Gather, Portion, Scatter
 from muonmesh.comm.views import memory_of, view_in_matrix
 from muonmesh.comm.work import Local
 from muonmesh.layout import Plan
@@ -47,6 +47,7 @@ class Schedule:
         peers: All ranks of the plan, in the order of their process group.
         dtype: Of wire and matrices.
         device: Where the memory is.
+        at_once: How many matrices that are equal to one of these are orthogonalized together on a device.
 
     Attributes:
         stages: How many stages there are.
@@ -55,9 +56,17 @@ class Schedule:
         memory: What they work in, by role, if it is kept from step to step; empty on a device.
     """
 
-    def __init__(self, plan: Plan, rank: int, peers: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        rank: int,
+        peers: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        at_once: Callable[[int], int] | None = None,
+    ) -> None:
         """Work it out."""
-        self._drafts, self.left = _drafts(plan, rank, peers)
+        self._drafts, self.left = _drafts(plan, rank, peers, at_once if device.type != "cpu" else None)
         self._passages = _passages(plan, rank, peers, self._drafts)
         self.relays = any(passage.passes for passage in self._passages)
         self._dtype, self._device = dtype, device
@@ -89,12 +98,36 @@ class Schedule:
     def gather(self, number: int) -> Gather:
         """Return a stage up to its matrices, with memory for it."""
         draft, roles = self._drafts[number], ("matrices", "gather.send", "gather.receive")
+        if self._device.type != "cpu" and not draft.gathers:
+            return Gather(draft.moving, (), None, (), (), late=True)
         return self._once((number,), lambda: draft.gather(self._memory(draft.numels, number, *roles)))
 
-    def compute(self, number: int, matrices: Sequence[Tensor]) -> Compute:
-        """Return what is computed of a stage, with memory for it; ``matrices`` are those of `gather`."""
+    def portions(self, number: int) -> Iterator[Portion]:
+        """Yield what is computed of a stage whose gather is late, each time in memory of its own."""
+        return self._drafts[number].portions(self._dtype, self._device)
+
+    def compute(self, number: int, matrices: Sequence[Tensor], results: Sequence[Tensor] | None = None) -> Compute:
+        """Return what is computed of a stage, with memory for it.
+
+        Args:
+            number: Of the stage.
+            matrices: Those of `gather`.
+            results: Where they have been computed already.
+        """
         draft = self._drafts[number]
-        return self._once((number, -1), lambda: draft.compute(matrices, self._memory(draft.numels, number, "results")))
+        if results is not None:
+            return draft.compute(matrices, results)
+
+        def compute() -> Compute:
+            memory = self._memory(draft.numels, number, "results")
+            return draft.compute(matrices, draft.assembled(memory["results"]))
+
+        return self._once((number, -1), compute)
+
+    def last_filling(self, number: int) -> int:
+        """Return the last round of a stage in which anything is copied from its results."""
+        first, after = self._rounds_before[number : number + 2]
+        return self._filling.index(self._filling[after - 1]) - first if after > first else -1
 
     def scatter(self, number: int, index: int, results: Sequence[Tensor], before: Scatter | None = None) -> Scatter:
         """Return one round of a stage, with memory for it.
@@ -112,10 +145,9 @@ class Schedule:
         draft, turn = self._drafts[number], self._rounds_before[number] + index
         passage, filling = self._passages[turn], self._filling[turn]
         memory = self._memory(passage.numels, turn, "scatter.receive")
-        again = before is not None and turn > 0 and filling == self._filling[turn - 1]
-        if again and before is not None:
+        if before is not None and turn > 0 and filling == self._filling[turn - 1]:
             memory["scatter.send"] = before.swap.send
-            found = replace(draft.scatter(index, passage, results, memory), leaving=())
+            found = draft.scatter(index, passage, None, memory)
         else:
             memory |= self._memory(passage.numels, filling, "scatter.send")
             found = draft.scatter(index, passage, results, memory)
@@ -164,12 +196,16 @@ class _Draft:
     ways: tuple[Routes, Routes]
     gathers: bool
     rounds: Rounds
+    at_once: Callable[[int], int] | None
 
     def __post_init__(self) -> None:
         there, assignments = self.ways[0], self.plan.assignments
         self._gather = Passage("gather", there.stored, there.assembled, self.rank, self.peers)
         self._summed = self.plan.summed(self.moving)
-        self._batches = _alike(self.plan, [number for number in self.moving if assignments[number].owner == self.rank])
+        alike = _alike(self.plan, [number for number in self.moving if assignments[number].owner == self.rank])
+        sizes = [len(some) if self.at_once is None else self.at_once(some[0]) for some in alike]
+        cuts = [(some, range(0, len(some), size)) for some, size in zip(alike, sizes, strict=True)]
+        self._batches = [some[start : start + starts.step] for some, starts in cuts for start in starts]
         self._shapes = [assignments[batch[0]].matrix.shape for batch in self._batches]
 
     @cached_property
@@ -180,7 +216,7 @@ class _Draft:
 
     def gather(self, memory: Mapping[str, Tensor]) -> Gather:
         """Return what travels to the owners, with its views of the memory."""
-        matrices = self._assembled(memory["matrices"])
+        matrices = self.assembled(memory["matrices"])
         of = _by_assignment(self._batches, matrices)
         reads = [(leg, view_in_matrix(leg.piece, of[leg.assignment])) for leg in self._gather.stored.get(self.rank, ())]
         if not self.gathers:
@@ -189,25 +225,42 @@ class _Draft:
         reads += self._gather.on_wire(swap.send)
         return Gather(self.moving, tuple(reads), swap, self._gather.copies(of, swap.receive), tuple(matrices))
 
-    def compute(self, matrices: Sequence[Tensor], memory: Mapping[str, Tensor]) -> Compute:
-        """Return what is computed, with its views of the memory."""
-        results = tuple(self._assembled(memory["results"]))
+    def portions(self, dtype: torch.dtype, device: torch.device) -> Iterator[Portion]:
+        """Yield batches with the legs that are read into them; with the first what else is folded in the bucket."""
+        owned = {number for batch in self._batches for number in batch}
+        others = tuple(number for number in self.moving if number not in owned)
+        reads = _legs_by_assignment(self._gather.stored.get(self.rank, ()))
+        for batch, shape in zip(self._batches, self._shapes, strict=True):
+            numel = len(batch) * math.prod(shape)
+            memory = memory_of({"x": numel, "out": numel}, dtype, device)
+            x, out = (some.view(-1, *shape) for some in memory.values())
+            ends = [(leg, matrix) for n, matrix in zip(batch, x.unbind(), strict=True) for leg in reads[n]]
+            into = tuple((leg, view_in_matrix(leg.piece, matrix)) for leg, matrix in ends)
+            yield Portion((*batch, *others), into, (x, out, batch))
+            others = ()
+        if others:
+            yield Portion(others, (), None)
+
+    def compute(self, matrices: Sequence[Tensor], results: Sequence[Tensor]) -> Compute:
+        """Return what is computed, and what is done with the results."""
         of = _by_assignment(self._batches, results)
         staying = tuple(
             (leg, view_in_matrix(leg.piece, of[leg.assignment])) for leg in self.ways[1].stored.get(self.rank, ())
         )
-        batches = tuple((x, out, some) for some, x, out in zip(self._batches, matrices, results, strict=True))
-        return Compute(batches, self.local, self._summed, staying, self.rounds, results)
+        batches = tuple((x, out, some) for some, x, out in zip(self._batches, matrices, results, strict=False))
+        return Compute(batches, self.local, self._summed, staying, self.rounds, tuple(results))
 
-    def scatter(self, index: int, passage: Passage, results: Sequence[Tensor], memory: Mapping[str, Tensor]) -> Scatter:
-        """Return one round of the results that travel back, with its views of the memory."""
+    def scatter(
+        self, index: int, passage: Passage, results: Sequence[Tensor] | None, memory: Mapping[str, Tensor]
+    ) -> Scatter:
+        """Return one round of the results that travel back, with its views of the memory; None: filled already."""
         told = f", round {index + 1} of {self.rounds.count}" if self.rounds.count > 1 else ""
         swap = passage.swap(f"the scatter of {self.name}{told}", memory)
-        copies = passage.copies(_by_assignment(self._batches, results), swap.send)
+        copies = () if results is None else passage.copies(_by_assignment(self._batches, results), swap.send)
         leaving = tuple((wire, matrix) for matrix, wire in copies)
         return Scatter(leaving, swap, tuple(passage.on_wire(swap.receive)))
 
-    def _assembled(self, memory: Tensor) -> list[Tensor]:
+    def assembled(self, memory: Tensor) -> list[Tensor]:
         """Return the batches, each (b, rows, cols), one after the other in memory."""
         sizes = [len(batch) * math.prod(shape) for batch, shape in zip(self._batches, self._shapes, strict=True)]
         parts = torch.split(memory[: sum(sizes)], sizes)
@@ -238,7 +291,9 @@ def _fillings(passages: Sequence[Passage], first_of_stages: Sequence[int]) -> li
     return found
 
 
-def _drafts(plan: Plan, rank: int, peers: Sequence[int]) -> tuple[list[_Draft], tuple[tuple[Local, ...], ...]]:
+def _drafts(
+    plan: Plan, rank: int, peers: Sequence[int], at_once: Callable[[int], int] | None
+) -> tuple[list[_Draft], tuple[tuple[Local, ...], ...]]:
     """Return a draft for each bucket that moves, with the local matrices that came before; and those after the last.
 
     One more is for results that are passed on after the last bucket.
@@ -259,10 +314,10 @@ def _drafts(plan: Plan, rank: int, peers: Sequence[int]) -> tuple[list[_Draft], 
         if moving:
             there, back = (plan.routes(number, rank, gather=way, numbers=moving) for way in (True, False))
             name, gathers, rounds = f"bucket {number}", plan.gathers(number), plan.rounds(number)
-            drafts.append(_Draft(plan, rank, peers, name, moving, taken(), (there, back), gathers, rounds))
+            drafts.append(_Draft(plan, rank, peers, name, moving, taken(), (there, back), gathers, rounds, at_once))
     if plan.late:
         nothing, rounds = (Routes({}, {}), Routes({}, {})), Rounds(plan.late)
-        drafts.append(_Draft(plan, rank, peers, "what is passed on", (), (), nothing, False, rounds))
+        drafts.append(_Draft(plan, rank, peers, "what is passed on", (), (), nothing, False, rounds, at_once))
     return drafts, taken()
 
 

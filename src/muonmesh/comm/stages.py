@@ -25,6 +25,7 @@ class Gather:
         swap: What travels; None if nothing does.
         arriving: From the receive buffer into the matrices.
         matrices: What this rank orthogonalizes, equal ones together: (b, rows, cols) each.
+        late: Whether nothing is gathered, on a device: then nothing is read before it is computed (`Portion`).
     """
 
     moving: tuple[int, ...]
@@ -32,6 +33,22 @@ class Gather:
     swap: Swap | None
     arriving: Copies
     matrices: tuple[Tensor, ...]
+    late: bool = False
+
+
+@dataclass(frozen=True)
+class Portion:
+    """Equal matrices that are all here, as they are read and computed together.
+
+    Attributes:
+        moving: The assignments whose gradients are folded in now, these and others that this rank does not own.
+        reads: What is read of these, and where it goes.
+        batch: See `Work.orthogonalize`; None where this rank owns none of the bucket.
+    """
+
+    moving: tuple[int, ...]
+    reads: Ends
+    batch: tuple[Tensor, Tensor, tuple[int, ...]] | None
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping
-from typing import Literal, TypeVar
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -47,6 +47,16 @@ def living(kind: type[Living]) -> list[Living]:
     """
     # Not isinstance: that asks some objects for their __class__, and deprecated ones warn then.
     return [each for each in gc.get_objects() if issubclass(type(each), kind)]
+
+
+def layers_of(optimizer: Any) -> Iterator[Any]:
+    """Yield an optimizer, and what engines and wrappers hold in it as the optimizer that they were given."""
+    seen: list[Any] = []
+    while optimizer is not None and not any(optimizer is other for other in seen):
+        yield optimizer
+        seen.append(optimizer)
+        names = ("basic_optimizer", "optimizer", "_optimizer", "init_optimizer")
+        optimizer = next((getattr(optimizer, key) for key in names if getattr(optimizer, key, None) is not None), None)
 
 
 def group_that_averages(tensors: Mapping[str, Tensor]) -> dist.ProcessGroup | None:

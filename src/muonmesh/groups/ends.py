@@ -26,7 +26,8 @@ def ends(model: nn.Module) -> dict[int, tuple[Kind, str]]:
     Output layers:
 
     1. What a module names as such: `get_output_embeddings()` (transformers), `get_classifier()` (timm), and layers
-       beside it that are as wide. Of a module of several layers it is the last.
+       beside it that are as wide. Of a module of several layers it is the last. If it is an embedding, whose weight a
+       linear map may share, it is a map of that size.
     2. In a transformers model, outside its base model: a layer onto the labels or the vocabulary, and one whose
        output no later layer out there can read. Directly in the model, if it has no base model: onto the labels.
     3. In any other model: the last linear or convolution registered, if it is inside no block, that is reached
@@ -47,6 +48,8 @@ def ends(model: nn.Module) -> dict[int, tuple[Kind, str]]:
                 continue
             widths = {_outputs(layer) for layer in named} - {None}
             beside = [child for child in map(unwrapped, module.children()) if _outputs(child) in widths]
+            tables = [(t.num_embeddings, t.embedding_dim) for t in named if isinstance(t, nn.Embedding)]
+            beside += [layer for layer in module.modules() if features_of(layer) in tables]
             for layer in (*named, *beside):
                 found.setdefault(id(layer), ("head", f"output layer: {method}() of {class_of(module)}"))
         for layer, how in _label_layers(module, outermost=id(module) not in inner):
@@ -105,7 +108,7 @@ def _input_layers(model: nn.Module) -> Iterator[tuple[nn.Module, Kind, str]]:
     layer inside no block, or of at most 4 inputs (coordinates). What a pipeline stage lacks could have made anything.
 
     In such a model a linear map outside the blocks is an output layer if it makes 2 to 4 numbers, or as many as an
-    input layer reads and no other layer does: it tells the data.
+    input layer reads and no other layer does: it tells the data. In a list of heads it is the last of an entry.
     """
     whole = any(
         hasattr(m, "base_model_prefix") or callable(getattr(m, "get_classifier", None)) for m in model.modules()
@@ -119,6 +122,10 @@ def _input_layers(model: nn.Module) -> Iterator[tuple[nn.Module, Kind, str]]:
         ]
         in_blocks = {out for block in blocks for m in block.modules() if (out := _outputs(m)) is not None}
 
+    # An entry of a list that is linear maps alone is no block if it ends in a few numbers: heads, as for boxes.
+    entries = [entry for m in everything if isinstance(m, nn.ModuleList) for entry in m]
+    chains = [[c for c in entry.modules() if next(c.parameters(recurse=False), None) is not None] for entry in entries]
+    boxes = {id(chain[-1]) for chain in chains if chain and all(isinstance(c, nn.Linear) for c in chain)}
     entire, data = whole, Counter[int]()  # how many input layers read so many inputs
 
     def walk(module: nn.Module, blocked: bool) -> Iterator[tuple[nn.Module, Kind, str]]:
@@ -142,7 +149,7 @@ def _input_layers(model: nn.Module) -> Iterator[tuple[nn.Module, Kind, str]]:
                     yield child, "embeddings", f"input layer: {what}"
                 elif (
                     entire
-                    and not blocked
+                    and (not blocked or id(child) in boxes)
                     and not convolution
                     and (1 < out <= 4 or 0 < data[out] == sum(_inputs(m) == out for m in everything))
                 ):

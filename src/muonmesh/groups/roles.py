@@ -282,7 +282,8 @@ def _parts(site: Site, out: int, into: int) -> tuple[Matrices, str, bool]:
             return read, f", fused: as the code of {class_of(owner)} cuts its output", False
         if LOOKS_FUSED.search(attribute) and out > into:
             return "whole", f"; {attribute!r} may be fused, but how {class_of(owner)} stores it is not known", True
-        if sum(len(global_shape(p)) > 1 for p in owner.parameters()) > 1:
+        listed = isinstance(owner, nn.ModuleList)  # an entry of a list goes by the list's name
+        if not listed and sum(len(global_shape(p)) > 1 for p in owner.parameters()) > 1:
             break
     return "whole", "", False
 

@@ -125,9 +125,7 @@ class MuonMetrics(Callback):  # type: ignore[misc]  # lightning is not checked w
             optimizer.metrics()
         self._measured = trainer.global_step
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Measure after a step, while its gradients are there; all ranks do."""
         step = trainer.global_step  # stays where it is while gradients are accumulated
         if step != self._measured and step % trainer.log_every_n_steps == 0:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import _muon as torchs  # its iteration and its scale, for the same bits
 from torch.optim.optimizer import _disable_dynamo_if_unsupported
 
-from muonmesh.clip import GradNorms
+from muonmesh.clip.limits import GradNorms
 from muonmesh.errors import explain_error
 from muonmesh.numerics.rules import MuonRule, register_rule
 from muonmesh.optimizer import Muon

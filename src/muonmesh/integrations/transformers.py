@@ -11,14 +11,14 @@ from accelerate import DistributedType
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import AcceleratorState
 from torch import nn
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer_callback import CallbackHandler
 from transformers.training_args import OptimizerNames
 from transformers.utils import logging
 
 from muonmesh.build import from_model
-from muonmesh.clip import ClipPolicy, Limits
-from muonmesh.comm.wrappers import living
+from muonmesh.clip.limits import ClipPolicy, Limits
+from muonmesh.comm.wrappers import layers_of, living
 from muonmesh.errors import about, explain_error
 from muonmesh.integrations.accelerate import for_deepspeed, tell_of_skipped_steps
 from muonmesh.integrations.arguments import check_settings
@@ -115,9 +115,7 @@ class MuonCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         self._limits = Limits(math.inf if clip is None else clip, policy, skip_above)
         self._figures: dict[str, float] = {}
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, *_: Any, **kwargs: Any) -> None:
         """Take over the clipping, and step before the loggers."""
         held = _optimizer_in(kwargs["optimizer"])
         if self.clips and args.max_grad_norm:
@@ -136,18 +134,14 @@ class MuonCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
                 handler.callbacks.remove(self)
                 handler.callbacks.insert(0, self)
 
-    def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_pre_optimizer_step(self, *_: Any, **kwargs: Any) -> None:
         """Clip; a Trainer has unscaled the gradients by now. DeepSpeed has clipped and stepped already."""
         held = _optimizer_in(kwargs["optimizer"])
         if self.clips and isinstance(held, Muon):
             given = self._limits
             held.clip_grad_norm_(given.max_norm, policy=given.policy, skip_above=given.skip_above)
 
-    def on_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_optimizer_step(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         """Tell the Trainer of a skipped step before it moves the schedule; measure while there are gradients."""
         wrapper = kwargs["optimizer"]
         held = _optimizer_in(wrapper)
@@ -158,12 +152,7 @@ class MuonCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
                 self._figures |= held.metrics()
 
     def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, float] | None = None,
-        **kwargs: Any,
+        self, args: TrainingArguments, state: TrainerState, *_: Any, logs: dict[str, float] | None = None, **kwargs: Any
     ) -> None:
         """Add the figures to a training step's log, which the loggers see next."""
         if logs is not None and "loss" in logs:
@@ -182,14 +171,13 @@ def _logs_next(args: TrainingArguments, state: TrainerState) -> bool:
 
 def _optimizer_in(optimizer: Any) -> Muon | EngineMuon:
     """Return the optimizer that the wrappers of Accelerate and DeepSpeed hold."""
-    inner = optimizer
-    while not (isinstance(inner, Muon) or hasattr(inner, "clip_by")):
-        if not hasattr(inner, "optimizer"):
-            found, write = f"a {type(inner).__name__}", 'Write optimizer_cls_and_kwargs=(MuonFactory, {"args": args})'
-            raise ValueError(explain_error("MuonCallback", found, "a Trainer whose optimizer is muonmesh.Muon", write))
-        inner = inner.optimizer
-    held: Muon | EngineMuon = inner
-    return held
+    inner: Any = None
+    for inner in layers_of(optimizer):
+        if isinstance(inner, Muon) or hasattr(inner, "clip_by"):
+            held: Muon | EngineMuon = inner
+            return held
+    found, write = f"a {type(inner).__name__}", 'Write optimizer_cls_and_kwargs=(MuonFactory, {"args": args})'
+    raise ValueError(explain_error("MuonCallback", found, "a Trainer whose optimizer is muonmesh.Muon", write))
 
 
 def _scaled_by(optimizer: Muon) -> list[AcceleratedOptimizer]:

@@ -3,6 +3,7 @@
 Region → Layout → Matrix → Plan; nothing flows back. See ``docs/internals/architecture.md``.
 """
 
+from muonmesh.layout.budget import Budget
 from muonmesh.layout.cost import cost
 from muonmesh.layout.flat import FlatParameter, FlatShards, Interval, Layout
 from muonmesh.layout.layout import MeshLayout, Placement, Replicate, Shard, StridedShard
@@ -12,6 +13,7 @@ from muonmesh.layout.plan import Plan, make_plan
 from muonmesh.layout.region import Piece
 
 __all__ = [
+    "Budget",
     "Elementwise",
     "FlatParameter",
     "FlatShards",

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
 
+from muonmesh.layout.budget import UNLIMITED, Budget
 from muonmesh.layout.cover import prove
 from muonmesh.layout.flat import Layout
 from muonmesh.layout.matrix import Matrix
@@ -49,6 +50,7 @@ class Plan:
         elementwise: Parameters that are not orthogonalized.
         bucket_elements: About how many elements a rank works on at a time.
         machine: How many ranks each machine has, numbered one after the other; 0: all ranks are in one machine.
+        budget: What a step keeps to.
     """
 
     ranks: tuple[int, ...]
@@ -58,6 +60,7 @@ class Plan:
     elementwise: tuple[Elementwise, ...] = ()
     bucket_elements: int = 1 << 23
     machine: int = 0
+    budget: Budget = UNLIMITED
 
     def routes(self, bucket: int, rank: int, *, gather: bool, numbers: Sequence[int] | None = None) -> Routes:
         """Return what ``rank`` exchanges for a bucket, or some of its assignments, on the way to the owners or back.
@@ -117,9 +120,12 @@ class Plan:
         # Looked at once a parameter: a bucket has thousands of matrices of the same one.
         parameters = {self.assignments[number].parameter for number in numbers}
         targets = [self.parameters[parameter].target for parameter in parameters]
+        copies, at_once = max(target.copies() for target in targets), self.bucket_elements // max(owned.values())
+        if not self.budget.gathers and 0 < at_once < copies - 1 and (copies - 1) % at_once:
+            at_once = (3 * at_once - 1) // 4  # the last round, of fewer, is filled anew beside the one before it
         found = Rounds.over(
-            max(target.copies() for target in targets),
-            max(1, self.bucket_elements // max(owned.values())),
+            copies,
+            max(1, at_once),
             near=any(len(target.ranks) > target.copies() for target in targets),
             sums=bool(self.summed(numbers)),
         )
@@ -166,6 +172,11 @@ class Plan:
         """Return whether what a rank holds of a matrix counts in sums over it: what the owner's own replica holds."""
         target = self._layout(self.assignments[assignment], gather=False)
         return rank in target.ranks and self.distance(assignment, rank) == 0
+
+    @cached_property
+    def alone(self) -> bool:
+        """Whether nothing of any matrix travels."""
+        return not any(map(self.moves, range(len(self.assignments))))
 
     def moves(self, number: int) -> bool:
         """Whether anything of an assignment travels; if not, its owner is the only rank that holds any of it."""
@@ -239,26 +250,29 @@ def make_plan(
     parameters: Sequence[Parameter],
     *,
     ranks: Sequence[int] | None = None,
-    bucket_elements: int,
+    bucket_elements: int | None = None,
     elementwise: Sequence[Elementwise] = (),
     known: Mapping[KnownMatrix, int] = MappingProxyType({}),
     machine: int = 0,
+    budget: Budget = UNLIMITED,
 ) -> Plan:
     """Prove that everything is covered, and assign every matrix its owner and a bucket.
 
     Owners: see `assign_owners`.
 
-    Buckets: each owner's matrices are cut, in one order, into pieces of about ``bucket_elements``; bucket i
+    Buckets: each owner's matrices are cut, in one order, into pieces of at most ``bucket_elements``; bucket i
     holds the i-th piece of every owner, so owners compute side by side. In some buckets an owner has nothing: in those
     that a matrix larger than a bucket takes as well, and in the last ones if it has less to do than others.
 
     Args:
         parameters: What to plan, in the same order on every rank.
         ranks: The connected set; by default the ranks that hold any of the parameters.
-        bucket_elements: Matrix elements of one owner in one bucket, about.
+        bucket_elements: Matrix elements of one owner in one bucket; a larger matrix is alone in one. Default: what the
+            budget says.
         elementwise: Parameters that are not orthogonalized.
         known: The owners of some matrices, which they stay: they keep something of them.
         machine: How many ranks each machine has; 0: all ranks are in one machine.
+        budget: What the step keeps to.
 
     Raises:
         LayoutError: a layout, or the matrices of a parameter, do not cover it exactly once.
@@ -283,11 +297,16 @@ def make_plan(
             assignments[i].matrix.index,
         ),
     )
+    bucket_elements = bucket_elements or budget.bucket_elements
     filled = dict.fromkeys(ranks, 0)
     buckets: dict[int, list[int]] = {}
     for number in order:
         assignment = assignments[number]
-        buckets.setdefault(filled[assignment.owner] // bucket_elements, []).append(number)
-        filled[assignment.owner] += assignment.matrix.numel
+        start, numel = filled[assignment.owner], assignment.matrix.numel
+        if start % bucket_elements + numel > bucket_elements:
+            start += -start % bucket_elements
+        buckets.setdefault(start // bucket_elements, []).append(number)
+        filled[assignment.owner] = start + numel
     in_order = tuple(tuple(buckets[key]) for key in sorted(buckets))
-    return Plan(ranks, tuple(parameters), tuple(assignments), in_order, tuple(elementwise), bucket_elements, machine)
+    rest = tuple(elementwise), bucket_elements, machine, budget
+    return Plan(ranks, tuple(parameters), tuple(assignments), in_order, *rest)

@@ -175,6 +175,13 @@ class Orthogonalizer:
         return rational + [len(polynomial) for segment in self.segments for polynomial in segment]
 
     @property
+    def squares(self) -> int:
+        """How many squares of its rows a matrix is computed in on a device."""
+        if max(self.degrees) > 3:
+            return 4
+        return 2 if self.method == "standard" else 4 - (self.products().join is not None)
+
+    @property
     def finishing(self) -> tuple[list[int], Literal["standard", "gram"]]:
         """The same of what only some results get, see `_Iteration.finish`, and how it is applied."""
         degrees = [len(polynomial) for polynomial in self.prepared.finish]

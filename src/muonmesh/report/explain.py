@@ -17,6 +17,7 @@ from muonmesh.numerics.kernels.graphs import MOST
 from muonmesh.numerics.newton_schulz import Orthogonalizer
 from muonmesh.numerics.rules import is_matrix_rule, rule_of
 from muonmesh.report.state_bytes import state_bytes_of
+from muonmesh.report.step_memory import step_memory
 from muonmesh.report.traffic import carried, traffic
 from muonmesh.step.planning import Planned
 from muonmesh.step.precision import Precision
@@ -76,6 +77,9 @@ class Explanation:
         host_bytes: Those of them that ``state_device="cpu"`` keeps away from the device.
         gradients: What the source of gradients moves itself for a step, as under ``gradients="to_owners"``.
         relayed: Parameters whose results rank after rank passes on, because their replicas are in several machines.
+        step_bytes: Bytes that a step takes at once on this rank beside weights, gradients and state; modelled, for
+            Muon's own rule. On a CPU they are kept.
+        budget_bytes: Those that it should keep to, by ``memory_budget_mb``.
         graphs: Batches that have memory of their own for a CUDA graph; None without ``cuda_graphs``.
         graph_bytes: What they keep on the device from step to step so far.
         open: Names of parameters of which other ranks may hold copies, which the first step looks for. Until then they
@@ -93,6 +97,8 @@ class Explanation:
     host_bytes: int = 0
     gradients: Counts = field(default_factory=Counts)
     relayed: int = 0
+    step_bytes: int = 0
+    budget_bytes: int = 0
     graphs: int | None = None
     graph_bytes: int = 0
     open: tuple[str, ...] = ()
@@ -150,6 +156,10 @@ class Explanation:
         if self.state_bytes:
             host = f", {self.host_bytes / 1e6:.3g} MB of it on the host" if self.host_bytes else ""
             table.append(f"rank {self.rank} keeps {self.state_bytes / 1e6:.3g} MB of state{host}")
+        if self.step_bytes:
+            over = ", as it takes one matrix at a time" if self.step_bytes > self.budget_bytes else ""
+            told = f"{self.step_bytes / 1e6:.3g} MB more, of a budget of {self.budget_bytes / 1e6:.3g} MB{over}"
+            table.insert(-1, f"a step takes {told}")
         if self.graphs is not None:
             table.append(f"CUDA graphs of {self.graphs} batches, at most {MOST}, keep {self.graph_bytes / 1e6:.3g} MB")
         return "\n".join(table)
@@ -216,6 +226,8 @@ def explain(
         sum(host for _, host in kept.values()),
         gradients,
         sum(relay is not None for relay in plan.relays),
+        step_memory(plan, rank, travelling, planned.squares),
+        plan.budget.bytes,
         None if planned.graphs is None else len(planned.graphs),
         0 if planned.graphs is None else planned.graphs.bytes,
         () if planned.exchange is not None else tuple(m.name for m in planned.members if m.may_have_copies(plan.ranks)),

@@ -23,6 +23,7 @@ from muonmesh.comm.to_owners import ToOwners
 from muonmesh.comm.wire import Counts
 from muonmesh.errors import explain_error
 from muonmesh.layout import (
+    Budget,
     Elementwise,
     Layout,
     MatrixSpec,
@@ -34,13 +35,12 @@ from muonmesh.layout import (
 )
 from muonmesh.layout.balance import imbalance
 from muonmesh.layout.companion import size_of
-from muonmesh.layout.plan import Assignment
 from muonmesh.numerics.coefficients import CoefficientName, coefficient_schedule
 from muonmesh.numerics.newton_schulz import resolve_method
 from muonmesh.numerics.rules import RULES, MuonRule, Rule, by_defaults, is_known, is_matrix_rule
 from muonmesh.report.device_rates import DeviceRates, Timed
+from muonmesh.report.step_memory import alike, step_memory
 from muonmesh.report.traffic import Carried, Traffic, carried, traffic
-from muonmesh.settings import OPTIMIZER_SETTINGS
 from muonmesh.step.state_layout import Stored, state_layouts_of
 
 COEFFICIENTS: CoefficientName = "polar_express"
@@ -48,13 +48,11 @@ STEPS = 5
 DEGREES = tuple(len(step) for step in coefficient_schedule(COEFFICIENTS, STEPS))
 WIRE = 2  # bytes: directions travel and are orthogonalized in bf16
 STATE = 4  # bytes: Muon's momentum is fp32 whatever the weights are
-BUCKET_ELEMENTS = int(OPTIMIZER_SETTINGS["bucket_cap_mb"].default * 2**20) // WIRE
 
 # Launches, counted by dry runs: of a step, of a bucket that travels, and of orthogonalizing a batch of equal matrices.
 LAUNCHES_OF_A_STEP, LAUNCHES_OF_A_BUCKET, KERNELS_OF_A_BUCKET = 32, 13, 6
 LAUNCHES_OF_A_BATCH = {"gram": 22, "standard": 14}
 VIEWS_OF_A_STEP, VIEWS_OF_A_BATCH, VIEWS_OF_A_MATRIX = 90, 95, (1, 15)  # that stays, that travels
-BATCH_ELEMENTS = 2**28
 LOOKED_AT_ONCE = 320 * 2**16  # elements of gradients that one launch of a multi-tensor operation looks at
 # Bytes read and written by all but products, for each element that a rank orthogonalizes, counted likewise.
 BYTES_OF_AN_OWNED_ELEMENT = 1
@@ -63,7 +61,7 @@ NCCL_OF_A_PEER = 3_280_000_000 // 7  # bytes; seven peers of a machine with eigh
 # torch.optim.Muon, counted by dry runs: launches and views of a matrix; it multiplies all of every square, by cuBLAS.
 LAUNCHES_OF_TORCH, VIEWS_OF_TORCH = 33, 12
 MUON = by_defaults(MuonRule)
-SQUARES = 5  # rows × rows matrices that the iteration works in
+SQUARES = {"gram": 3, "standard": 2}  # rows × rows matrices that the iteration works in
 
 
 @dataclass(frozen=True)
@@ -167,7 +165,7 @@ def forecast(
     rank: int | None = None,
     rates: DeviceRates | None = None,
     itemsize: int = 4,
-    bucket_elements: int = BUCKET_ELEMENTS,
+    memory_budget_mb: float | None = None,
     to_owners: bool = False,
     rule: str = "muon",
     machine: int = 0,
@@ -179,7 +177,7 @@ def forecast(
         rank: Who is told of; by default the rank with the most FLOPs, which the others wait for.
         rates: Of the device; by default one H100.
         itemsize: Bytes of one number of weights and gradients, and of AdamW's moments.
-        bucket_elements: Elements of one owner in one bucket.
+        memory_budget_mb: What a step may take; see `Muon`.
         to_owners: Whether replicas add gradients up at owners, as ``gradients="to_owners"`` does.
         rule: How matrices are stepped. Its FLOPs, state and traffic are counted; launches and bytes are Muon's.
         machine: How many ranks each machine has; 0: all are in one.
@@ -200,52 +198,65 @@ def forecast(
     ]
     elementwise = [Elementwise(weight.name, weight.layout) for weight in weights if weight.matrices is None]
     ranks = sorted(set[int]().union(*{id(w.layout.ranks): w.layout.ranks for w in weights}.values()))
-    plan = make_plan(parameters, ranks=ranks, bucket_elements=bucket_elements, elementwise=elementwise, machine=machine)
+    budget = Budget.of(parameters, memory_budget_mb, itemsize=WIRE, host=False)
+    plan = make_plan(parameters, ranks=ranks, budget=budget, elementwise=elementwise, machine=machine)
     if rank is None:
         rank = max(plan.ranks, key=lambda r: (plan.loads[r], -r))
     moved = traffic(plan, rank)
     stored = sum(math.prod(p.target.local_shape(rank)) for p in parameters)
     others = sum(math.prod(other.target.local_shape(rank)) for other in elementwise)
-    travelling, staying = _owned(plan, rank)
-    batches = [batch for some in (*travelling, staying) for batch in _batches(some)]
-    rounds = [-(-_elements(batch) // BATCH_ELEMENTS) for batch in batches]
-    kernels, slow_flops = 0, 0.0
-    for batch, count in zip(batches, rounds, strict=True):
-        shape = batch[0].matrix.shape
-        kernels += count * LAUNCHES_OF_A_BATCH[resolve_method(*shape)]
-        weight = DeviceRates.weight_of(len(batch) / count * shape[0] ** 2, by_triton=True)
-        slow_flops += sum(one.flops for one in batch) * weight
+    owned = tuple(number for number, one in enumerate(plan.assignments) if one.owner == rank)
+    mine = [[number for number in bucket if plan.assignments[number].owner == rank] for bucket in plan.buckets]
+    travelling = [[number for number in bucket if plan.moves(number)] for bucket in mine]
+    staying = [number for bucket in mine for number in bucket if not plan.moves(number)]
+    rounds, kernels, slow_flops = _products(plan, [*travelling, staying])
     buckets = len(travelling) if any(travelling) else 0
     kernels += KERNELS_OF_A_BUCKET * buckets
     launches = LAUNCHES_OF_A_STEP + -(-stored // LOOKED_AT_ONCE) + -(-others // LOOKED_AT_ONCE)
     launches += (LAUNCHES_OF_A_BUCKET - KERNELS_OF_A_BUCKET) * buckets
-    assembled = sum(map(_elements, travelling))
+    assembled = sum(plan.assignments[number].matrix.numel for bucket in travelling for number in bucket)
+    left = sum(plan.assignments[number].matrix.numel for number in staying)
     weight_bytes = (stored + others) * itemsize
     momentum = _kept(own, plan, rank) * STATE
     kept = {"weights": weight_bytes, "gradients": weight_bytes, "momentum": momentum}
     kept["AdamW's moments"] = 2 * others * itemsize
     # Gradient, momentum read and written, direction; result, weight read and written. AdamW: five reads, three writes.
-    elementwise_bytes = BYTES_OF_AN_OWNED_ELEMENT * (assembled + _elements(staying))
+    elementwise_bytes = BYTES_OF_AN_OWNED_ELEMENT * (assembled + left)
     elementwise_bytes += BYTES_OF_AN_ASSEMBLED_ELEMENT * assembled
     elementwise_bytes += stored * (2 * itemsize + 2 * STATE + itemsize + 2 * WIRE) + others * 7 * itemsize
     return Forecast(
         plan,
         rank,
-        tuple(number for number, one in enumerate(plan.assignments) if one.owner == rank),
+        owned,
         moved,
         carried(plan, rank),
         kept,
-        _peak(travelling, staying, moved),
+        step_memory(plan, rank, moved, lambda n: SQUARES[resolve_method(*plan.assignments[n].matrix.shape)]),
         NCCL_OF_A_PEER * min(7, len(plan.ranks) - 1) * (moved.messages > 0),
         launches + kernels,
         kernels,
-        VIEWS_OF_A_STEP + VIEWS_OF_A_BATCH * sum(rounds) + len(parameters) * VIEWS_OF_A_MATRIX[moved.messages > 0],
+        VIEWS_OF_A_STEP + VIEWS_OF_A_BATCH * rounds + len(parameters) * VIEWS_OF_A_MATRIX[moved.messages > 0],
         len(parameters),
         slow_flops,
         elementwise_bytes,
         rates or DeviceRates(),
-        _gradients(source, weights, tensors, rank, bucket_elements * WIRE),
+        _gradients(source, weights, tensors, rank, budget.gradient_bytes),
     )
+
+
+def _products(plan: Plan, buckets: Sequence[Sequence[int]]) -> tuple[int, int, float]:
+    """Return how many batches these matrices are orthogonalized in, their launches, and their weighted FLOPs."""
+    rounds, kernels, slow_flops = 0, 0, 0.0
+    for some in (batch for numbers in buckets for batch in alike(plan, numbers)):
+        shape, moves = plan.assignments[some[0]].matrix.shape, plan.moves(some[0])
+        method = resolve_method(*shape)
+        at_once = plan.budget.at_once(*shape, SQUARES[method], alone=plan.alone, moves=moves)
+        count = -(-len(some) // at_once)
+        rounds += count
+        kernels += count * LAUNCHES_OF_A_BATCH[method]
+        weight = DeviceRates.weight_of(len(some) / count * shape[0] ** 2, by_triton=True)
+        slow_flops += sum(plan.assignments[number].flops for number in some) * weight
+    return rounds, kernels, slow_flops
 
 
 def _gradients(
@@ -312,46 +323,3 @@ def _kept(rule: Rule, plan: Plan, rank: int) -> int:
     owned = [assignment.matrix for assignment in plan.assignments if assignment.owner == rank]
     at_owner = [kind for kind in kinds if "×" in kind]
     return found + sum(math.prod(size_of(kind, matrix.rows, matrix.cols)) for matrix in owned for kind in at_owner)
-
-
-def _owned(plan: Plan, rank: int) -> tuple[list[list[Assignment]], list[Assignment]]:
-    """Return what a rank orthogonalizes: what travels, by bucket, and what stays where it is."""
-    owned = [[number for number in bucket if plan.assignments[number].owner == rank] for bucket in plan.buckets]
-    travelling = [[plan.assignments[number] for number in bucket if plan.moves(number)] for bucket in owned]
-    return travelling, [plan.assignments[n] for bucket in owned for n in bucket if not plan.moves(n)]
-
-
-def _peak(travelling: Sequence[Sequence[Assignment]], staying: Sequence[Assignment], moved: Traffic) -> int:
-    """Return the most memory at once: one bucket computes, the next one arrives, the one before leaves."""
-    peak = 0
-    for number, bucket in enumerate(travelling):
-        elements = _iterating(bucket) + 2 * _elements(bucket)
-        if number + 1 < len(travelling):
-            coming = moved.buckets[number + 1]
-            elements += coming.gather_sent + coming.gather_received + _elements(travelling[number + 1])
-        for other in moved.buckets[max(0, number - 1) : number + 1]:
-            elements += (other.scatter_sent + other.scatter_received) // max(1, other.rounds)
-        peak = max(peak, elements)
-    together = max(_batches(staying), key=_elements, default=[])
-    return max(peak, 2 * min(_elements(together), BATCH_ELEMENTS) + _iterating(together)) * WIRE
-
-
-def _elements(some: Sequence[Assignment]) -> int:
-    return sum(one.matrix.numel for one in some)
-
-
-def _batches(some: Sequence[Assignment]) -> list[list[Assignment]]:
-    """Return matrices of equal shape together."""
-    found: dict[tuple[int, int], list[Assignment]] = {}
-    for one in some:
-        found.setdefault(one.matrix.shape, []).append(one)
-    return list(found.values())
-
-
-def _iterating(some: Sequence[Assignment]) -> int:
-    """Return the elements of the squares that the largest batch works in."""
-    squares = [
-        SQUARES * min(len(batch), max(1, BATCH_ELEMENTS // batch[0].matrix.numel)) * batch[0].matrix.shape[0] ** 2
-        for batch in _batches(some)
-    ]
-    return max(squares, default=0)

@@ -14,13 +14,22 @@ from muonmesh.layout.routes import Leg
 
 @dataclass(frozen=True)
 class BucketTraffic:
-    """The elements that one rank moves for one bucket: to the owners (gather), and back in ``rounds`` (scatter)."""
+    """The elements that one rank moves for one bucket: to the owners (gather), and back (scatter), in rounds."""
 
     gather_sent: int
     gather_received: int
-    scatter_sent: int
-    scatter_received: int
-    rounds: int
+    rounds_sent: tuple[int, ...]
+    rounds_received: tuple[int, ...]
+
+    @property
+    def scatter_sent(self) -> int:
+        """What it sends back, in all rounds."""
+        return sum(self.rounds_sent)
+
+    @property
+    def scatter_received(self) -> int:
+        """Likewise."""
+        return sum(self.rounds_received)
 
 
 @dataclass(frozen=True)
@@ -52,18 +61,29 @@ def traffic(plan: Plan, rank: int) -> Traffic:
     for bucket, numbers in enumerate(plan.buckets):
         gather = plan.routes(bucket, rank, gather=True)
         scatter = plan.routes(bucket, rank, gather=False)
-        rounds = plan.rounds(bucket).count
-        collectives += plan.gathers(bucket) + rounds
+        collectives += plan.gathers(bucket) + plan.rounds(bucket).count
         for way in (gather, scatter):
             messages += max(len(side.keys() - {rank}) for side in (way.stored, way.assembled))
         asked = plan.summed(numbers)
         collectives += 2 * any(map(plan.moves, asked))  # the largest exponents, and the integers
         there, back = moved(gather.stored, rank), moved(scatter.assembled, rank)
         sent += there + back
-        arriving, returning = moved(gather.assembled, rank), moved(scatter.stored, rank)
-        sizes = (there.total(), arriving.total(), back.total(), returning.total())
-        buckets.append(BucketTraffic(*sizes, rounds))
+        arriving = moved(gather.assembled, rank).total()
+        leaving = _rounds(plan, rank, bucket, scatter.assembled, stored=False)
+        returning = _rounds(plan, rank, bucket, scatter.stored, stored=True)
+        buckets.append(BucketTraffic(there.total(), arriving, leaving, returning))
     return Traffic(tuple(buckets), sent, collectives + plan.late, messages)
+
+
+def _rounds(plan: Plan, rank: int, bucket: int, legs: Mapping[int, Sequence[Leg]], *, stored: bool) -> tuple[int, ...]:
+    """Return the elements of results that travel in each of a bucket's exchanges, and in those that follow them."""
+    rounds = plan.rounds(bucket)
+    found = Counter[int]()
+    for peer, travelling in legs.items():
+        for leg in travelling if peer != rank else ():
+            holder = rank if stored else peer
+            found[plan.exchange_of(leg.assignment, holder, rounds) if rounds.count > 1 else 0] += leg.piece.numel
+    return tuple(found[turn] for turn in range(max(rounds.count, 1 + max(found, default=0))))
 
 
 class Carried(NamedTuple):

@@ -153,9 +153,9 @@ def _sizes(where: str, optimizer: torch.optim.Optimizer) -> dict[str, Size]:
     if not hasattr(optimizer, "_runtime"):
         write = "Write transfer(from_model(small, lr=...), from_model(large, lr=...))"
         raise TypeError(explain_error(where, f"a {type(optimizer).__name__}", "a muonmesh.Muon", write))
-    found, groups = {}, optimizer.param_groups
+    found, groups, members = {}, optimizer.param_groups, placed_members(optimizer)
     reasons = {of: why for g in groups for of, why in zip(g["param_names"], g.get("reasons", ()), strict=False)}
-    for member in placed_members(optimizer):
+    for member in members:
         name, group, layout = member.name, groups[member.group], member.storage.layout
         lr = float(group.get("initial_lr", group["lr"]))
         shape = tuple(member.tensor.shape if layout is None else layout.shape)

@@ -6,9 +6,8 @@ their plans, once for these parameters. `outdated` says whether the ranks must d
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,17 +19,18 @@ from muonmesh.comm.agreement import View, agree_on_plan, connected, group_of, in
 from muonmesh.comm.copies import Copies, find_copies
 from muonmesh.comm.exchange import Exchange
 from muonmesh.comm.meeting import meet
+from muonmesh.comm.published import global_shape
 from muonmesh.comm.storage import mesh_groups, refuse_flattened, this_rank, world_size
 from muonmesh.comm.telling import tell_all
 from muonmesh.comm.wrappers import group_that_averages
 from muonmesh.errors import LayoutError, about, explain_error, warn
-from muonmesh.layout import make_plan, split_matrices
+from muonmesh.layout import Budget, Parameter, Plan, make_plan, split_matrices
 from muonmesh.names import canonical_name
 from muonmesh.numerics.dtypes import HELD_DTYPES, NEEDED_HELD
 from muonmesh.numerics.kernels import KernelName, auto_takes
 from muonmesh.numerics.kernels.graphs import Graphs
 from muonmesh.numerics.rules import Rule, is_matrix_rule, rule_of
-from muonmesh.settings import SettingsFound, check_group, check_structure
+from muonmesh.settings import SettingsFound, check_group, check_groups, check_structure
 from muonmesh.step.members import (
     Member,
     group_for,
@@ -41,7 +41,7 @@ from muonmesh.step.members import (
     sets_without_tensor,
     unknown_matrix,
 )
-from muonmesh.step.planning import Connected, Planned, Planner, bucket_elements, plan_members, widened
+from muonmesh.step.planning import Connected, Planned, Planner, plan_members, widened
 from muonmesh.step.replicas import claims_of
 from muonmesh.step.runtime import Runtime
 from muonmesh.step.untrained import rounding_of
@@ -56,9 +56,11 @@ def plan(groups: Groups, runtime: Runtime) -> Planned:
     Raises:
         LayoutError, ValueError, TypeError: no plan can be made.
     """
+    for group in groups:
+        check_structure(f"group {group.get('name')!r}", group)
     planned, _, error = _read(groups, runtime)
-    if error is not None:
-        raise error
+    if error is not None:  # what lacks a setting says so by its key alone
+        raise check_groups(groups).error or error
     assert planned is not None
     return planned
 
@@ -111,9 +113,10 @@ def connect(groups: Groups, runtime: Runtime) -> Connected:
         companion_dtype=runtime.precision.carried,
         device=planned.device,
         blocks=planned.blocks.count if runtime.precision.int8 else 0,
+        at_once=_at_once(planned),
     )
     runtime.connected, runtime.keepers = Connected(planned, planned.exchange), planned.plan.keepers
-    runtime.source.bind(planned.replicated, group_for(runtime.holders), int(runtime.bucket_cap_mb * 2**20))
+    runtime.source.bind(planned.replicated, group_for(runtime.holders), planned.plan.budget.gradient_bytes)
     runtime.source.complete(planned.exchange.wire.steps)
     if not runtime.warned:
         runtime.warned = True
@@ -209,7 +212,7 @@ def check_members(group: dict[str, Any], groups: Groups, runtime: Runtime) -> No
     for name, tensor, spec in zip(names, tensors, specs, strict=True):
         if name in runtime.layouts:
             continue  # shards: the shape that counts is known with the ranks, at the first step
-        split_matrices(name, tuple(tensor.shape), spec)
+        split_matrices(name, global_shape(tensor), spec)
 
 
 def _check_dtype(name: str, dtype: torch.dtype, master: torch.dtype | None, group: Mapping[str, Any]) -> None:
@@ -274,9 +277,21 @@ def _read(
     return runtime.planned, runtime.planned.sets, None
 
 
+def _at_once(planned: Planned) -> Callable[[int], int] | None:
+    """Return `Planned.at_once` of what is owned here, on a device; not the method, or each would keep the other."""
+    if planned.device.type == "cpu":
+        return None
+    owned = (number for number, one in enumerate(planned.plan.assignments) if one.owner == planned.rank)
+    return {number: planned.at_once(number) for number in owned}.__getitem__
+
+
 def _planner(runtime: Runtime) -> Planner:
-    elements = bucket_elements(runtime.bucket_cap_mb, runtime.precision)
-    return partial(make_plan, bucket_elements=elements, known=runtime.keepers, machine=runtime.machine)
+    def planner(parameters: Sequence[Parameter], *, host: bool, **others: Any) -> Plan:
+        itemsize = runtime.precision.compute.itemsize
+        budget = Budget.of(parameters, runtime.memory_budget_mb, itemsize=itemsize, host=host)
+        return make_plan(parameters, known=runtime.keepers, machine=runtime.machine, budget=budget, **others)
+
+    return planner
 
 
 def _group_found(groups: Groups, runtime: Runtime) -> dist.ProcessGroup | None:

@@ -38,14 +38,14 @@ class DeviceCopies:
         self._numbers: dict[Tensor, list[int]] = {}  # parameters
         rank = this_rank()
         for parameter, entry in enumerate(entries):
-            if entry is not None and entry.storage.layout is not None:
-                stored = sum(math.prod(block.region.shape) for block in entry.storage.layout.blocks(rank))
-                self._unwritten[entry.tensor] = self._unwritten.get(entry.tensor, 0) + stored
-                self._numbers.setdefault(entry.tensor, []).append(parameter)
+            if entry is not None and entry.member.storage.layout is not None:
+                stored = sum(math.prod(block.region.shape) for block in entry.member.storage.layout.blocks(rank))
+                self._unwritten[entry.member.tensor] = self._unwritten.get(entry.member.tensor, 0) + stored
+                self._numbers.setdefault(entry.member.tensor, []).append(parameter)
         for number, assignment in enumerate(plan.assignments):
             held = entries[assignment.parameter]
             if held is not None and holdings[number]:
-                self._unread.setdefault(held.tensor, set()).add(number)
+                self._unread.setdefault(held.member.tensor, set()).add(number)
 
     def at_once(self, numel: int) -> int:
         """Return how many matrices of so many elements have their state on the device at once."""
@@ -53,22 +53,22 @@ class DeviceCopies:
 
     def take(self, entries: Iterable[ParameterStep]) -> None:
         """Begin to bring the state of parameters that have not been brought in this step, which has been created."""
-        wanted = {entry.tensor: entry for entry in entries if entry.tensor not in self._copies}
+        wanted = {entry.member.tensor: entry for entry in entries if entry.member.tensor not in self._copies}
         if wanted:
             self._offload.turn()
         for tensor, entry in wanted.items():
-            shaped = [key for key, state_layout in entry.state_layouts.items() if state_layout.companion is None]
+            shaped = [key for key, state_layout in entry.member.state_layouts.items() if state_layout.companion is None]
             keys = [key for key in (*shaped, "master") if key in entry.state]
             self._copies[tensor] = self._offload.bring({key: local_of(entry.state[key]) for key in keys})
 
     def values(self, entry: ParameterStep) -> Mapping[str, Tensor]:
         """Return what was brought of a parameter's state, by key; it may not have arrived."""
-        return self._copies[entry.tensor].values
+        return self._copies[entry.member.tensor].values
 
     def arrive(self, entries: Iterable[ParameterStep]) -> None:
         """Let what is computed from now on wait for the state of parameters that has been taken."""
         for entry in entries:
-            self._offload.arrive(self._copies[entry.tensor])
+            self._offload.arrive(self._copies[entry.member.tensor])
 
     def have_read(self, assignments: Iterable[int]) -> Iterator[int]:
         """Give the momentum back of what nobody reads any more: the gradients of these matrices have been folded in.
@@ -78,24 +78,24 @@ class DeviceCopies:
         """
         for number in assignments:
             entry = self._entries[self._plan.assignments[number].parameter]
-            if entry is None or entry.tensor not in self._unread:
+            if entry is None or entry.member.tensor not in self._unread:
                 continue
-            unread = self._unread[entry.tensor]
+            unread = self._unread[entry.member.tensor]
             unread.discard(number)
             if not unread:
-                self._offload.give_back(self._copies[entry.tensor], _momentum(entry))
-                yield from self._numbers[entry.tensor]
+                self._offload.give_back(self._copies[entry.member.tensor], _momentum(entry))
+                yield from self._numbers[entry.member.tensor]
 
     def have_written(self, ends: Ends) -> Iterator[int]:
         """Give the rest back of what nobody writes any more; yields the parameters whose state is gone."""
         for leg, _ in ends:
             entry = self._entries[leg.parameter]
             assert entry is not None
-            self._unwritten[entry.tensor] -= leg.piece.numel
-            if self._unwritten[entry.tensor] == 0:
-                copy = self._copies[entry.tensor]
+            self._unwritten[entry.member.tensor] -= leg.piece.numel
+            if self._unwritten[entry.member.tensor] == 0:
+                copy = self._copies[entry.member.tensor]
                 self._offload.give_back(copy, [key for key in copy.values if key not in _momentum(entry)])
-                yield from self._numbers[entry.tensor]
+                yield from self._numbers[entry.member.tensor]
 
     def finish(self) -> None:
         """Give back what is left."""
@@ -105,4 +105,4 @@ class DeviceCopies:
 
 
 def _momentum(entry: ParameterStep) -> list[str]:
-    return [key for key, state_layout in entry.state_layouts.items() if state_layout.kept_as == "momentum"]
+    return [key for key, state_layout in entry.member.state_layouts.items() if state_layout.kept_as == "momentum"]

@@ -180,7 +180,7 @@ class DevicePortions:
         found = []
         for number, assignment in enumerate(self._ready.plan.assignments):
             entry = self._ready.entries[assignment.parameter]
-            rule = None if entry is None else self._ready.rules[entry.group]
+            rule = None if entry is None else self._ready.rules[entry.member.group]
             found.append(0.0 if entry is None or rule is None else self._ready.scale(number))
         return upload(found, dtype=torch.float64, device=self._ready.device)
 
@@ -191,12 +191,12 @@ class DevicePortions:
         By its step where that is all that its weights need of it (`on_device.Factors.arrives`), else by 1.
         """
         entries = [self._ready.entries[assignment.parameter] for assignment in self._ready.plan.assignments]
-        groups = sorted({entry.group for entry in entries if entry is not None})
+        groups = sorted({entry.member.group for entry in entries if entry is not None})
         if not any(self._factors_of(group).arrives for group in groups):
             return None
         steps = [self._factors_of(group).step for group in groups]
         if len(groups) > 1:
-            rows = [0 if entry is None else groups.index(entry.group) for entry in entries]
+            rows = [0 if entry is None else groups.index(entry.member.group) for entry in entries]
             steps = [torch.stack(steps).gather(0, upload([rows], dtype=torch.int64, device=self._ready.device))[0]]
         return steps[0].to(torch.promote_types(self._ready.precision.compute, torch.float32))
 

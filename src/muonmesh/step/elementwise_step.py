@@ -12,8 +12,9 @@ from muonmesh.comm.storage import local_of
 from muonmesh.numerics.rules import ElementwiseRule
 from muonmesh.step.flag_vector import Flags
 from muonmesh.step.offload import Offload
-from muonmesh.step.parameter_steps import COUNT, ParameterStep, create_kept
+from muonmesh.step.parameter_steps import ParameterStep, create_state
 from muonmesh.step.precision import Precision
+from muonmesh.step.state_layout import COUNT
 from muonmesh.step.stochastic_rounding import round_stored
 from muonmesh.step.update_squares import UpdateSquares
 
@@ -37,22 +38,13 @@ def step_elementwise(
         offload: Brings the state, where it lies on the host.
     """
     for entry in entries:
-        _create(entry, precision)
+        create_state(entry, precision)
     if offload is None:
         _step(entries, rule, flags, update_squares)
         return
     for some, states in offload.portions([entry.state for entry in entries], (*rule.keeps(), "master")):
         lent = [replace(entry, state=state) for entry, state in zip(entries[some], states, strict=True)]
         _step(lent, rule, flags, update_squares)
-
-
-def _create(entry: ParameterStep, precision: Precision) -> None:
-    """Create what is missing of the state."""
-    create_kept(entry, precision)
-    if COUNT not in entry.state:
-        device = entry.tensor.device  # torch's fused kernels want it on the device
-        counted_on = device if device.type == "cuda" else torch.device("cpu")
-        entry.state[COUNT] = torch.zeros((), dtype=torch.float32, device=counted_on)
 
 
 def _step(
@@ -76,7 +68,7 @@ def _step(
         )
         for entry, square in zip(some, squares, strict=False):
             assert update_squares is not None
-            update_squares.add(entry.group, square / entry.storage.copies)
+            update_squares.add(entry.member.group, square / entry.member.storage.copies)
         for entry, before, after in zip(some, stored, used, strict=True):
             _write(entry, rule, before, after)
 
@@ -84,7 +76,7 @@ def _step(
 def _stored(entry: ParameterStep, rule: ElementwiseRule) -> dict[str, Tensor]:
     """Return what is stepped of a parameter, its master if there is one, as "", and what its rule keeps, by key."""
     kept = {key: local_of(entry.state[key]) for key in rule.keeps()}
-    return {"": local_of(entry.state.get("master", entry.tensor)), **kept}
+    return {"": local_of(entry.state.get("master", entry.member.tensor)), **kept}
 
 
 def _widened(stored: Tensor) -> Tensor:
@@ -98,7 +90,7 @@ def _write(
     """Write what was stepped in copies back, in bf16 rounded up or down; and the parameter that has a master."""
     for key, tensor in stored.items():
         if tensor is not after[key] and tensor.dtype == torch.bfloat16:
-            round_stored(f"{entry.name} {key}".rstrip(), entry.storage, rule, after[key], tensor)
+            round_stored(f"{entry.member.name} {key}".rstrip(), entry.member.storage, rule, after[key], tensor)
         elif tensor is not after[key]:
             tensor.copy_(after[key])
     if "master" in entry.state:

@@ -36,28 +36,20 @@ Holders = Literal["known", "open", "unknown"]
 
 
 @dataclass(frozen=True)
-class Member:
+class Member(Stored):
     """One parameter with the settings of its group; several parameters may share one flat tensor.
 
     Attributes:
-        name: Canonical name.
         tensor: What the user holds.
         group: Number of its group.
-        spec: How it splits into matrices.
-        storage: Where it lives.
-        momentum_storage: Where its momentum lives: there too, or shared among the replicas.
         state_layouts: Where each thing lives that its rule keeps of it, by key.
         holders: Whether it is known which ranks hold it. "open": those of its storage do, and others may hold copies.
             "unknown": nothing says it of a plain tensor; its storage is that of this rank alone, or has no layout.
         at_momentum: Whether its gradient lives where its momentum does (`GradientSource.at_momentum`).
     """
 
-    name: str
     tensor: Tensor
     group: int
-    spec: Any
-    storage: Storage
-    momentum_storage: Storage
     state_layouts: Mapping[str, StateLayout] = field(default_factory=dict)
     holders: Holders = "known"
     at_momentum: bool = False
@@ -135,7 +127,7 @@ def members_of(
                 state = storage
                 if shard_state and muon:
                     state = sharded_over_replicas(storage, group_for(shared), tensor.device.type)
-                member = Member(part, tensor, number, split, storage, state, holders=holders)
+                member = Member(part, split, storage, state, tensor, number, holders=holders)
                 members.append(member.copied(copies))
                 storage = members[-1].storage
                 names[part, () if storage.layout is None else tuple(storage.layout.ranks)] += 1
@@ -267,8 +259,7 @@ def with_state_layouts(groups: Sequence[Mapping[str, Any]], members: Sequence[Me
             found[number] = replace(member, state_layouts=dict.fromkeys(keeps, state_layout))
     for numbers in sharing.values():
         keeps = rule_of(groups[members[numbers[0]].group]).keeps()
-        together = {n: Stored(m.name, m.spec, m.storage, m.momentum_storage) for n in numbers for m in (members[n],)}
-        for number, state_layouts in state_layouts_of(keeps, together).items():
+        for number, state_layouts in state_layouts_of(keeps, {n: members[n] for n in numbers}).items():
             found[number] = replace(members[number], state_layouts=state_layouts)
     return found
 

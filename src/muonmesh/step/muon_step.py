@@ -24,10 +24,6 @@ from muonmesh.step.stack import SMALL, Stack
 from muonmesh.step.stored_companions import RuleSums, StoredCompanions
 from muonmesh.step.update_squares import UpdateSquares, squared_singular_values
 
-_AT_ONCE_ON_A_DEVICE = 1 << 28
-"""Elements of equal matrices that one task orthogonalizes on a device, where each call has the whole device. On a CPU
-the number of threads and the kernels say how many (`MuonStep.at_once`)."""
-
 _WORTH_A_THREAD = 1 << 18
 """Elements of equal matrices from which on threads share them out; below, waiting for each other's Python costs more
 [measured]."""
@@ -190,9 +186,9 @@ class MuonStep(Work):
 
     def at_once(self, count: int, number: int) -> int:
         """Return how many of ``count`` matrices that are equal to this one are orthogonalized by one task."""
+        if self._ready.device.type != "cpu":  # where each call has the whole device
+            return self._ready.at_once(number)
         numel = self._ready.plan.assignments[number].matrix.numel
-        if self._ready.device.type != "cpu":
-            return max(1, _AT_ONCE_ON_A_DEVICE // numel)
         threads = 1 if count * numel < _WORTH_A_THREAD else torch.get_num_threads()
         at_once = self._ready.orthogonalizer(number).at_once
         turns = -(-count // (threads * at_once))  # of each thread, so that all have equally many

@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
-from muonmesh.comm.gradients import GradientSource, gradient_of, partial_axes, unscaled
-from muonmesh.comm.storage import Storage, local_of, local_shape
+from muonmesh.comm.gradients import gradient_of, partial_axes, unscaled
+from muonmesh.comm.storage import local_of
 from muonmesh.errors import LayoutError, StateError, about, explain_error
 from muonmesh.step.members import Member
-from muonmesh.step.offload import fresh_copy, fresh_zeros
+from muonmesh.step.offload import fresh_copy
 from muonmesh.step.planning import Planned
 from muonmesh.step.precision import Precision
-from muonmesh.step.state_layout import StateLayout
-
-RUNNING = ("running_norm", "running_norm_steps")
-"""State of `clip`: for each matrix of a tensor the running norm of its gradients, and how many that has seen."""
-
-COUNT = "step"
-"""State of elementwise rules: how many steps have been taken, fp32, 0-d."""
+from muonmesh.step.runtime import Runtime
+from muonmesh.step.state_layout import beside_rule
 
 
 @dataclass(slots=True)
@@ -30,35 +24,24 @@ class ParameterStep:
     """One parameter in one step.
 
     Attributes:
-        name: Canonical name.
-        tensor: The parameter as the user holds it, possibly a DTensor.
+        member: The parameter as the plan has it.
         local: What this rank stores of it.
         state: Its entry in the optimizer's state.
         gradient: Local part of its gradient, contiguous, or None; a partial one as the DTensor that it is.
-        group: Number of its group.
-        storage: Where it lives.
-        momentum_storage: Where its momentum lives.
-        gradient_storage: Where its gradient lives.
-        matrices: How many matrices its tensor holds. A flat tensor may hold several parameters; all of theirs count.
-        state_layouts: Where each thing lives that its rule keeps of it, by key.
+        matrices: How many matrices its tensor holds; None: it is stepped element by element. A flat tensor may hold
+            several parameters; all of theirs count.
     """
 
-    name: str
-    tensor: Tensor
+    member: Member
     local: Tensor
     state: dict[str, Any]
     gradient: Tensor | None
-    group: int
-    storage: Storage
-    momentum_storage: Storage
-    gradient_storage: Storage
-    matrices: int
-    state_layouts: Mapping[str, StateLayout] = field(default_factory=dict)
+    matrices: int | None
 
     @property
     def created(self) -> bool:
         """Whether all that its rule keeps has been created, which is true of a rule that keeps nothing."""
-        return self.state_layouts.keys() <= self.state.keys()
+        return self.member.state_layouts.keys() <= self.state.keys()
 
 
 class Collected(NamedTuple):
@@ -81,28 +64,19 @@ class Collected(NamedTuple):
     some: bool
 
 
-def collect(
-    planned: Planned,
-    groups: Sequence[Mapping[str, Any]],
-    state: Mapping[Tensor, dict[str, Any]],
-    source: GradientSource,
-    loss_scale: Tensor | None,
-    precision: Precision,
-) -> Collected:
+def collect(planned: Planned, optimizer: Optimizer, runtime: Runtime, loss_scale: Tensor | None) -> Collected:
     """Read every gradient and check the state beside it.
 
     Args:
         planned: The plan whose parameters are read.
-        groups: The param groups.
-        state: The optimizer's state.
-        source: Where the gradients are.
+        optimizer: Has the param groups and the state.
+        runtime: Of the optimizer.
         loss_scale: The factor of a GradScaler, taken out of the gradients in fp32.
-        precision: Where state is kept.
     """
     error: Exception | None = None
     entries: dict[int, ParameterStep] = {}
     missing: dict[str, Tensor] = {}
-    matrices_of = planned.matrices_of
+    matrices_of, state = planned.matrices_of, optimizer.state
 
     def entry_of(member: Member, *, muon: bool = False) -> ParameterStep:
         nonlocal error
@@ -110,7 +84,7 @@ def collect(
             return known
         tensor, gradient = member.tensor, None
         try:
-            gradient = gradient_of(member.name, tensor, source)
+            gradient = gradient_of(member.name, tensor, runtime.source)
         except (LayoutError, TypeError) as found:
             error = error or found
         if gradient is None:
@@ -119,21 +93,10 @@ def collect(
             gradient = unscaled(gradient, loss_scale)
         if gradient is not None and (type(gradient) is Tensor or not any(partial_axes(gradient))):
             gradient = gradient.contiguous()
-        entry = entries[id(member)] = ParameterStep(
-            member.name,
-            tensor,
-            local_of(tensor),
-            state[tensor],
-            gradient,
-            member.group,
-            member.storage,
-            member.momentum_storage,
-            member.gradient_storage,
-            len(matrices_of.get(tensor, ())),
-            member.state_layouts,
-        )
+        matrices = len(matrices_of.get(tensor, ())) if muon else None
+        entry = entries[id(member)] = ParameterStep(member, local_of(tensor), state[tensor], gradient, matrices)
         try:
-            check_state(entry, precision, muon=muon)
+            check_state(entry, runtime.precision, muon=muon)
         except (LayoutError, StateError) as found:
             error = error or found
         return entry
@@ -143,7 +106,7 @@ def collect(
     adamw = []
     for members in filter(None, planned.adamw):
         tensors = {id(member.tensor): member for member in members}  # a flat tensor is stepped once
-        if len(tensors) < len(members) and groups[members[0].group]["stochastic_rounding"] is not None:
+        if len(tensors) < len(members) and optimizer.param_groups[members[0].group]["stochastic_rounding"] is not None:
             found, needed = "stochastic_rounding in a flat buffer of several", "a tensor for each parameter"
             error = error or LayoutError(explain_error(members[0].name, found, needed, "Write fully_shard(model)"))
         adamw.append([entry_of(member) for member in tensors.values()])
@@ -152,32 +115,18 @@ def collect(
 
 
 def create_state(entry: ParameterStep, precision: Precision) -> None:
-    """Create what the rule keeps, the master and the running norms of `clip` of a Muon parameter where missing."""
-    create_kept(entry, precision)
-    for key in RUNNING:  # always, so that a checkpoint has something to be loaded into
-        if key not in entry.state:
-            shape = running_shape(entry.matrices)
-            entry.state[key] = torch.zeros(shape, dtype=torch.float32, device=entry.local.device)
+    """Create what is missing in the state of a parameter: zeros, and the master where one is asked for.
 
-
-def create_kept(entry: ParameterStep, precision: Precision) -> None:
-    """Create what the rule keeps where it is missing, as zeros, and the master where it is missing and asked for."""
-    local = entry.local
-    for key, state_layout in entry.state_layouts.items():
-        if key not in entry.state:
-            shape = local.shape if state_layout.storage is entry.storage else local_shape(state_layout.storage)
-            if state_layout.companion is None:
-                zeros = fresh_zeros(shape, state_layout.kept_dtype(precision), local.device, precision)
-            else:
-                zeros = torch.zeros(shape, dtype=state_layout.kept_dtype(precision), device=local.device)
-            entry.state[key] = state_layout.storage.wrap(zeros)
-    if precision.master is not None and precision.master != local.dtype and "master" not in entry.state:
-        entry.state["master"] = entry.storage.wrap(fresh_copy(local, precision.master, precision))
-
-
-def running_shape(matrices: int) -> tuple[int, ...]:
-    """Return the shape of a tensor's running norms: 0-d for a single matrix, as AdamW's step count."""
-    return () if matrices == 1 else (matrices,)
+    The running norms of `clip` are always created, so that a checkpoint has something to be loaded into.
+    """
+    local, state = entry.local, entry.state
+    for state_layouts in (entry.member.state_layouts, beside_rule(entry.matrices)):
+        for key, layout in state_layouts.items():
+            if key not in state:
+                shape = layout.shape_here(entry.member.storage, local)
+                state[key] = layout.fresh(shape, layout.kept_dtype(precision), local.device, precision)
+    if precision.master is not None and precision.master != local.dtype and "master" not in state:
+        state["master"] = entry.member.storage.wrap(fresh_copy(local, precision.master, precision))
 
 
 def check_state(entry: ParameterStep, precision: Precision, *, muon: bool) -> None:
@@ -190,45 +139,36 @@ def check_state(entry: ParameterStep, precision: Precision, *, muon: bool) -> No
         StateError: a tensor is no tensor, of another shape than this rank stores, or elsewhere; or the state is of the
             other algorithm.
     """
-    held, state, state_layouts = entry.local, entry.state, entry.state_layouts
+    held, state = entry.local, entry.state
+    name, storage, state_layouts = entry.member.name, entry.member.storage, entry.member.state_layouts
     if held.untyped_storage().nbytes() < held.nbytes and not held.is_meta:
         what = "FSDP or ZeRO has freed the memory of this parameter. Reshard it before the step: module.reshard()"
-        raise LayoutError(about(entry.name, what))
+        raise LayoutError(about(name, what))
     foreign = "exp_avg" if muon else "momentum_buffer"
     if foreign in state:
         algorithm, other = ("muon", "adamw") if muon else ("adamw", "muon")
-        raise StateError(
-            explain_error(
-                entry.name,
-                f"{foreign}, state of {other}, in a group of {algorithm}",
-                f"state of {algorithm}",
-                "Write del optimizer.state[parameter] to begin with fresh state, or set the group back",
-            )
-        )
+        found = f"{foreign}, state of {other}, in a group of {algorithm}"
+        write = "Write del optimizer.state[parameter] to begin with fresh state, or set the group back"
+        raise StateError(explain_error(name, found, f"state of {algorithm}", write))
     value: object
     for key, value in state.items():
         state_layout = state_layouts.get(key)
         if value is None or (state_layout is None and key != "master"):
             continue
         if not isinstance(value, Tensor):
-            raise StateError(explain_error(entry.name, f"{key} = {value!r}", "a tensor", "Load the state again"))
-        place = entry.storage if state_layout is None else state_layout.storage
-        local, same = local_of(value), place is entry.storage
-        needed = held.shape if same else local_shape(place)
+            raise StateError(explain_error(name, f"{key} = {value!r}", "a tensor", "Load the state again"))
+        place = storage if state_layout is None else state_layout.storage
+        local = local_of(value)
+        needed = tuple(held.shape) if state_layout is None else state_layout.shape_here(storage, held)
         if local.shape != needed:
-            raise StateError(
-                explain_error(
-                    entry.name,
-                    f"{key} of shape {tuple(local.shape)} on this rank",
-                    f"{tuple(needed)}, the shape in which this rank stores it",
-                    "Write del optimizer.state[parameter] after resizing a parameter, which needs fresh state",
-                )
-            )
+            found = f"{key} of shape {tuple(local.shape)} on this rank"
+            write = "Write del optimizer.state[parameter] after resizing a parameter, which needs fresh state"
+            raise StateError(explain_error(name, found, f"{needed}, the shape in which this rank stores it", write))
         companion = state_layout is not None and state_layout.companion is not None
         device = held.device if companion or not precision.on_host else precision.kept_on(held.device)
         if local.device != device:
             found, where = f"{key} on {local.device}", f"it on {device}"
             where += ", with its parameter" if device == held.device else ", as state_device says"
-            raise StateError(explain_error(entry.name, found, where, "Move it back, or load the state again"))
+            raise StateError(explain_error(name, found, where, "Move it back, or load the state again"))
         if muon and not local.is_contiguous():
             state[key] = place.wrap(local.contiguous())

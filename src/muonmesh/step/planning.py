@@ -48,7 +48,10 @@ Holdings = tuple[tuple[Piece, ...], ...]
 """For each Matrix of a plan, the pieces of it that this rank stores."""
 
 Planner = Callable[..., Plan]
-"""`make_plan` with what an optimizer has set: how much a bucket holds, who keeps something, how large machines are."""
+"""`make_plan` with what an optimizer has set: what a step may take, who keeps something, how large machines are."""
+
+_AT_ONCE = 1 << 28
+"""Elements of equal matrices that one task orthogonalizes on a device at most."""
 
 Orthogonalizers = dict[tuple[int, tuple[int, int]], Orthogonalizer]
 """How matrices are orthogonalized, by the number of their group and their shape as they are assembled."""
@@ -92,6 +95,18 @@ class Planned:
     beyond: Sequence[tuple[int, ...]] = ()
     _names: list[str] | None = field(default=None, init=False)
     _terms: dict[tuple[int, ...], tuple[tuple[int, ...], str]] = field(default_factory=dict, init=False)
+
+    def at_once(self, number: int) -> int:
+        """Return how many matrices equal to this one, which is owned here, a device orthogonalizes at a time."""
+        matrix, moves = self.plan.assignments[number].matrix, self.plan.moves(number)
+        most = self.plan.budget.at_once(*matrix.shape, self.squares(number), alone=self.plan.alone, moves=moves)
+        return max(1, min(most, _AT_ONCE // matrix.numel))
+
+    def squares(self, number: int) -> int:
+        """Return how many squares of its rows a matrix that is owned here is computed in on a device."""
+        matrix, member = self.plan.assignments[number].matrix, self.muon[self.plan.assignments[number].parameter]
+        assert member is not None
+        return self.orthogonalizers[member.group, matrix.shape].squares
 
     @cached_property
     def flag_vector(self) -> FlagVector:
@@ -208,8 +223,11 @@ def plan_members(
     )
     orthogonalizers: Orthogonalizers = {}
     parameters = [_parameter(groups[member.group], member, precision, orthogonalizers) for member in muon]
+    devices_here = (member.tensor.device for member in (*muon, *members))
+    device = next(devices_here, None) or device_without_parameters()
     plan = planner(
         parameters,
+        host=device.type == "cpu",
         ranks=connected_ranks([member.storage for member in members]),
         elementwise=[Elementwise(m.name, m.storage.layout) for m in elementwise if m.storage.layout is not None],
     )
@@ -217,8 +235,6 @@ def plan_members(
         tuple(m for m in members if m.group == number and not is_matrix_rule(group["algorithm"]))
         for number, group in enumerate(groups)
     )
-    devices_here = (member.tensor.device for member in (*muon, *members))
-    device = next(devices_here, None) or device_without_parameters()
     if muon:
         check_kernels(precision.kernels, device=device, dtype=precision.compute)
     placed = _with_owners(plan, muon)
@@ -237,7 +253,7 @@ def widened(planned: Planned, views: Sequence[View], ranks: Sequence[int], plann
         for member in (*planned.muon, *planned.elementwise)
         if member is not None and member.storage.layout is not None
     }
-    plan = planner(parameters, ranks=ranks, elementwise=elementwise)
+    plan = planner(parameters, host=planned.device.type == "cpu", ranks=ranks, elementwise=elementwise)
 
     def own(parameter: Parameter | Elementwise) -> Member | None:
         return mine.get((parameter.name, parameter.target.ranks)) if planned.rank in parameter.target.ranks else None
@@ -251,11 +267,6 @@ def _with_owners(plan: Plan, muon: Sequence[Member | None]) -> tuple[Member | No
     mine = [(number, member.tensor, member.state_layouts) for number, member in enumerate(muon) if member is not None]
     places = iter(kept_at_owners(plan, mine))
     return tuple(None if member is None else replace(member, state_layouts=next(places)) for member in muon)
-
-
-def bucket_elements(bucket_cap_mb: float, precision: Precision) -> int:
-    """Return how many elements one owner computes at a time."""
-    return max(1, int(bucket_cap_mb * 2**20 / precision.compute.itemsize))
 
 
 def _parameter(

@@ -101,13 +101,12 @@ def preflight(
             if entry is None or type(entry.gradient) is Tensor:
                 continue
             if any(axes := partial_axes(entry.gradient)):
-                entry.gradient = reduced(entry.tensor, entry.gradient, axes).contiguous()
+                entry.gradient = reduced(entry.member.tensor, entry.gradient, axes).contiguous()
         nonzero = _nonzero_on_device(plan, planned.gradient_holdings, muon, device)
     else:
         # A partial gradient is not summed yet: its matrix counts as not zero if any rank has a summand that is not.
-        nonzero = torch.tensor(
-            _nonzero_on_host(plan, planned.gradient_holdings, muon), dtype=torch.uint8, device=device
-        )
+        look = _nonzero_on_host if device.type == "cpu" else _nonzero_on_device
+        nonzero = look(plan, planned.gradient_holdings, muon, device)
     gradients = (entry.gradient for entry in collected.elementwise if entry is not None)
     failed: bool | Tensor = error is not None
     if settings.on_device:
@@ -141,7 +140,7 @@ def preflight(
     for number, first, count in flag_vector.axes:  # of which some rank may have a partial gradient
         entry, axes = entries[number], tuple(max(0, op - 1) for op in told["placed"][first : first + count])
         if entry is not None and any(axes):
-            entry.gradient = reduced(entry.tensor, entry.gradient, axes).contiguous()
+            entry.gradient = reduced(entry.member.tensor, entry.gradient, axes).contiguous()
     seen = told["present"]
     present = [any(seen[first : first + count]) for first, count in flag_vector.presence[: len(muon)]]
     only_creates_state = at_rest and not any(told["moves"]) and not any(nonzeros)
@@ -225,8 +224,10 @@ def _raise_errors(
     insist_on_equal(exchange.group, lines())
 
 
-def _nonzero_on_host(plan: Plan, holdings: Holdings, entries: Sequence[ParameterStep | None]) -> list[int]:
-    """Return for each Matrix whether this rank's gradient has a non-zero (or NaN) element in it."""
+def _nonzero_on_host(
+    plan: Plan, holdings: Holdings, entries: Sequence[ParameterStep | None], device: torch.device
+) -> Tensor:
+    """Return for each Matrix whether this rank's gradient has a non-zero (or NaN) element in it, uint8."""
     found = [0] * len(plan.assignments)
     gradients = [None if entry is None or entry.gradient is None else local_of(entry.gradient) for entry in entries]
     probes: dict[tuple[int, torch.dtype], tuple[list[int], list[Tensor]]] = {}
@@ -243,13 +244,13 @@ def _nonzero_on_host(plan: Plan, holdings: Holdings, entries: Sequence[Parameter
         for number, any_nonzero in zip(numbers, torch.stack(views).any(1).tolist(), strict=True):
             gradient = gradients[plan.assignments[number].parameter]
             found[number] = int(any_nonzero or (gradient is not None and _any_nonzero(gradient, holdings[number])))
-    return found
+    return torch.tensor(found, dtype=torch.uint8, device=device)
 
 
 def _nonzero_on_device(
     plan: Plan, holdings: Holdings, entries: Sequence[ParameterStep | None], device: torch.device
 ) -> Tensor:
-    """Return the same as a uint8 tensor, without waiting for the device."""
+    """Return the same without waiting for the device."""
     numbers, views = list[int](), list[Tensor]()
     for number, (assignment, parts) in enumerate(zip(plan.assignments, holdings, strict=True)):
         entry = entries[assignment.parameter]

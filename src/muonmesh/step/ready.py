@@ -76,8 +76,7 @@ class ReadyParameters:
         device: Where the parameters are.
         blocks: Those of momentum in int8; None where it is kept in a floating-point dtype.
         nonzero: `Flags.nonzero`: for each matrix whether its gradient is not zero.
-        tables: `Planned.tables`.
-        graphs: `Planned.graphs`.
+        tables, graphs, at_once: Those of `Planned`.
         copies: The copies of state that lies on the host; None where it is with the parameters.
         found: Those that are ready, by the number of the parameter in the plan; filled before threads read it.
     """
@@ -95,6 +94,7 @@ class ReadyParameters:
         self.entries, self.rules, self.flags, self.precision = entries, rules, flags, precision
         self.blocks = planned.blocks if precision.int8 else None
         self._orthogonalizers, self.tables, self.graphs = planned.orthogonalizers, planned.tables, planned.graphs
+        self.at_once = planned.at_once
         self.nonzero: Sequence[bool] | Tensor = flags.nonzero
         self.copies = None if offload is None else DeviceCopies(offload, self.plan, self.holdings, entries)
         self.found: dict[int, ReadyParameter] = {}
@@ -114,7 +114,7 @@ class ReadyParameters:
         """Return the number of the param group of a matrix of which this rank stores something."""
         entry = self.entry(number)
         assert entry is not None
-        return entry.group
+        return entry.member.group
 
     def rule(self, number: int) -> Rule:
         """Return the rule of a matrix of which this rank stores something."""
@@ -178,12 +178,12 @@ class ReadyParameters:
             create_state(entry, self.precision)
 
     def _ready(self, entry: ParameterStep) -> ReadyParameter:
-        rule = self.rules[entry.group]
+        rule = self.rules[entry.member.group]
         assert rule is not None
         here: Mapping[str, Tensor] = {} if self.copies is None else self.copies.values(entry)
         gradient, master = entry.gradient, here.get("master", entry.state.get("master"))
         held: dict[str, dict[str, Tensor]] = {"momentum": {}, "weights": {}}
-        for key, state_layout in entry.state_layouts.items():
+        for key, state_layout in entry.member.state_layouts.items():
             if key in entry.state and state_layout.kept_as in held:
                 held[state_layout.kept_as][key] = here[key] if key in here else local_of(entry.state[key])
         momenta: Mapping[str, Tensor | Momentum] | None = None
@@ -192,10 +192,10 @@ class ReadyParameters:
             if self.blocks is not None:
                 momenta = {key: self._momentum(entry, key, self.blocks) for key in momenta}
             if gradient is None:  # missing on this shard only: counts as zero
-                shape = local_shape(entry.momentum_storage)
+                shape = local_shape(entry.member.momentum_storage)
                 gradient = torch.zeros(shape, dtype=self.precision.state, device=self.device)
-            elif entry.momentum_storage is not entry.gradient_storage:
-                gradient = _restricted(gradient, entry.storage, entry.momentum_storage)
+            elif entry.member.momentum_storage is not entry.member.gradient_storage:
+                gradient = _restricted(gradient, entry.member.storage, entry.member.momentum_storage)
         local = entry.local
         weights = local if local.is_contiguous() else local.contiguous()
         own = None if master is None else local_of(master)
@@ -203,12 +203,12 @@ class ReadyParameters:
 
     def _momentum(self, entry: ParameterStep, key: str, blocks: Blocks) -> Momentum:
         """Return what is kept in int8 under a key; what was loaded in another dtype is encoded in this step."""
-        place = entry.tensor, key
+        place = entry.member.tensor, key
         if place not in self._coded:
             local = local_of(entry.state[key])
-            found = Momentum.of(blocks, entry.name, entry.tensor, key, local, entry.state)
+            found = Momentum.of(blocks, entry.member.name, entry.member.tensor, key, local, entry.state)
             if found.codes is not local:
-                entry.state[key] = entry.state_layouts[key].storage.wrap(found.codes)
+                entry.state[key] = entry.member.state_layouts[key].storage.wrap(found.codes)
             self._coded[place] = found
         return self._coded[place]
 
@@ -219,8 +219,8 @@ class ReadyParameters:
         only whether this rank has one. So a shard has its state from the first step on, and its writes are masked on
         the device. Replicas all have a gradient, or none of them has.
         """
-        layout = entry.storage.layout
-        return self.flags.stop is not None and layout is not None and entry.storage.copies < len(layout.ranks)
+        layout = entry.member.storage.layout
+        return self.flags.stop is not None and layout is not None and entry.member.storage.copies < len(layout.ranks)
 
     # ---------------------------------------------------------------- when they are not needed any more
 

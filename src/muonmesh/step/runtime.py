@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ from muonmesh.numerics.kernels import KernelName
 from muonmesh.settings import ProcessGroup
 from muonmesh.step.late import LateAnswer
 from muonmesh.step.offload import Offload
-from muonmesh.step.planning import Connected, Planned, bucket_elements
+from muonmesh.step.planning import Connected, Planned
 from muonmesh.step.precision import Precision
 from muonmesh.step.untrained import IdleParameters
 from muonmesh.step.update_squares import UpdateSquares
@@ -51,7 +51,7 @@ class Runtime:
         found_group: Who holds them by what wrappers say, if it was said to be "auto"; read when a plan is made.
         layouts: Where plain local shards live.
         shard_state: Whether replicas share the momentum.
-        bucket_cap_mb: MiB that one owner computes at a time.
+        memory_budget_mb: MiB that a step may take; None: `Budget` says how many.
         cuda_graphs: Whether batches are captured in CUDA graphs.
         complete: Whether the constructor has finished; groups that come later must say their algorithm.
         planned: What was read off the parameters; None until that is needed.
@@ -74,13 +74,16 @@ class Runtime:
         source: Where gradients, names and sharing groups come from.
         machine: How many ranks each machine has, as all ranks say; 0: all are in one, or it is not known.
         asked: What was asked to multiply; `precision` says what all ranks take.
+        everywhere: What a step calls once its ranks have agreed and before any writes, where other pipeline stages step
+            too; the host waits then. It is told whether these ranks raise. If not, it clips by a norm of all stages (or
+            returns None), and raises if ranks elsewhere do.
     """
 
     precision: Precision
     process_group: ProcessGroup
     layouts: Mapping[str, Declared]
     shard_state: bool
-    bucket_cap_mb: float
+    memory_budget_mb: float | None
     cuda_graphs: bool = False
     complete: bool = False
     planned: Planned | None = None
@@ -103,6 +106,7 @@ class Runtime:
     source: GradientSource = PARAMETER_GRAD
     found_group: dist.ProcessGroup | None = None
     machine: int = field(default_factory=ranks_of_a_machine)
+    everywhere: Callable[[bool], Clip | None] | None = None
     asked: KernelName = field(init=False)
 
     def __post_init__(self) -> None:
@@ -136,10 +140,11 @@ class Runtime:
 
     def host_waits(self, planned: Planned) -> bool:
         """Whether the host waits for what the ranks say to each other: on a CPU, where there is nothing else to do."""
-        return planned.device.type == "cpu" if self.waits is None else self.waits
+        known = True if self.everywhere is not None else self.waits
+        return planned.device.type == "cpu" if known is None else known
 
     def offload_of(self, planned: Planned) -> Offload | None:
         """Return what brings the state of this step to the device and back; None where it is there."""
         leaves = self.precision.on_host and planned.device.type != "cpu"
         needed = leaves if self.offload is None else self.offload
-        return Offload(planned.device, elements=bucket_elements(self.bucket_cap_mb, self.precision)) if needed else None
+        return Offload(planned.device, elements=planned.plan.budget.elements_on_device) if needed else None

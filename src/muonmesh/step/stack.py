@@ -53,7 +53,7 @@ class Stack:
         parameters = [ready.found[adjacent.parameter] for adjacent in adjacents]
         found = Stack([local.assignment for local in batch], parameters[0].rule)
         for adjacent, parameter in zip(adjacents, parameters, strict=True):
-            other = adjacent.stored == "in pieces" or parameter.entry.group != parameters[0].entry.group
+            other = adjacent.stored == "in pieces" or parameter.entry.member.group != parameters[0].entry.member.group
             if other or not found._add(adjacent, parameter, apart):
                 return None
         columns = found.columns.values()

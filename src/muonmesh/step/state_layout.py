@@ -5,23 +5,33 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from muonmesh.comm.storage import Storage
+from muonmesh.comm.storage import Storage, local_shape
 from muonmesh.layout import FlatShards, MatrixSpec, MeshLayout, Plan
 from muonmesh.layout.companion import Companion, companion_matrices, companion_on_mesh, companions_in_buffers
 from muonmesh.layout.flat import Interval
 from muonmesh.numerics.rules import KeptAs
+from muonmesh.step.offload import fresh_zeros
 from muonmesh.step.precision import Precision
+
+RUNNING = ("running_norm", "running_norm_steps")
+"""State of `clip`: for each matrix of a tensor the running norm of its gradients, and how many that has seen."""
+
+COUNT = "step"
+"""State of elementwise rules: how many steps have been taken, fp32, 0-d."""
 
 
 class StateLayout(NamedTuple):
-    """The layout of one tensor that a rule keeps in the state of a parameter.
+    """The layout of one tensor in the state of a parameter.
 
     Attributes:
-        kept_as: What it has one number for: an element, of momentum or weights; or a row, a column or a matrix.
+        kept_as: What it has one number for: an element, of momentum or weights; or a row, a column or a matrix. What no
+            rule keeps is a "norm" for each matrix of a tensor, or a "count" for all of it (`beside_rule`).
         storage: Where it lives.
         companion: How it travels to the owners of the matrices, or which of it each of them keeps. None for what has a
             number for each element: that is read and written where it is stored, and does not travel.
@@ -38,6 +48,8 @@ class StateLayout(NamedTuple):
 
         AdamW's moments have the dtype of the weights that they move, which is the master's where there is one.
         """
+        if self.kept_as in _BESIDE:
+            return torch.float32
         if self.dtype is not None:
             return precision.master or self.dtype
         return precision.state if self.companion is None else precision.carried
@@ -45,6 +57,48 @@ class StateLayout(NamedTuple):
     def kept_dtype(self, precision: Precision) -> torch.dtype:
         """Return what it is kept in: momentum in int8 if that is asked for, which is saved in fp32."""
         return torch.int8 if precision.int8 and self.kept_as == "momentum" else self.saved_dtype(precision)
+
+    @property
+    def side(self) -> str:
+        """What it has one number for, as checkpoints say it: "element", "rows", "cols", "matrix" or "parameter"."""
+        return _BESIDE.get(self.kept_as) or ("element" if self.companion is None else self.companion.side)
+
+    def shape_here(self, storage: Storage, local: Tensor) -> tuple[int, ...]:
+        """Return the shape in which this rank stores it beside a parameter that lives in ``storage`` as ``local``."""
+        if self.storage is storage:
+            return tuple(local.shape)
+        return self.storage.shape if self.kept_as in _BESIDE else local_shape(self.storage)
+
+    def device_beside(self, device: torch.device, precision: Precision) -> torch.device:
+        """Return where it is kept of a parameter on ``device``. Torch's fused kernels want the count there, too."""
+        if self.kept_as == "count":
+            return device if device.type == "cuda" else torch.device("cpu")
+        return precision.kept_on(device) if self.side == "element" else device
+
+    def fresh(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, precision: Precision) -> Tensor:
+        """Return zeros where it is kept of a parameter on ``device``, wrapped as it is."""
+        if self.side == "element":
+            return self.storage.wrap(fresh_zeros(shape, dtype, device, precision))
+        return self.storage.wrap(torch.zeros(shape, dtype=dtype, device=self.device_beside(device, precision)))
+
+
+_BESIDE = {"norm": "matrix", "count": "parameter"}
+
+
+@lru_cache(maxsize=1024)
+def beside_rule(matrices: int | None) -> Mapping[str, StateLayout]:
+    """Return what there is in the state of a tensor besides what its rule keeps and the master.
+
+    Args:
+        matrices: How many matrices the tensor holds; None for one of an elementwise rule.
+
+    Returns:
+        By key, the running norms of its matrices, 0-d for a single one, or the count of its steps.
+    """
+    if matrices is None:
+        return {COUNT: StateLayout("count", Storage(None, ()))}
+    norms = StateLayout("norm", Storage(None, () if matrices == 1 else (matrices,)))
+    return dict.fromkeys(RUNNING, norms)
 
 
 @dataclass(frozen=True)
@@ -55,7 +109,7 @@ class Stored:
         name: Canonical name.
         spec: How it splits into matrices.
         storage: Where it lives.
-        momentum_storage: Where its momentum lives.
+        momentum_storage: Where its momentum lives: there too, or shared among the replicas.
     """
 
     name: str
@@ -146,9 +200,5 @@ def kept_at_owners(
 
 
 def _at_owners(state_layouts: Mapping[str, StateLayout]) -> list[tuple[str, Companion]]:
-    found = [
-        (key, state_layout.companion)
-        for key, state_layout in state_layouts.items()
-        if state_layout.companion is not None
-    ]
-    return [(key, companion) for key, companion in found if companion.at_owner]
+    found = ((key, state_layout.companion) for key, state_layout in state_layouts.items())
+    return [(key, companion) for key, companion in found if companion is not None and companion.at_owner]

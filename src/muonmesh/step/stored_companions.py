@@ -58,7 +58,7 @@ class StoredCompanions(CompanionState):
         entry = self.ready.entry(assignment)
         assert entry is not None
         given, here = {}, dict[str, Tensor]()
-        for key, state_layout in entry.state_layouts.items():
+        for key, state_layout in entry.member.state_layouts.items():
             if state_layout.companion is None:
                 continue
             size = (1, *size_of(state_layout.kept_as, matrix.rows, matrix.cols))
@@ -121,10 +121,11 @@ class RuleSums(Summands):
         rounded = None if ready.master is None else view_in_storage(ready.weights, piece)
         beside = {key: view_in_storage(kept, piece) for key, kept in ready.beside.items()}
         weights, scale = view_in_storage(ready.written, piece), self.ready.scale(leg.assignment)
-        entry, rounding = ready.entry, None
+        member, rounding = ready.entry.member, None
         if weights.dtype == torch.bfloat16:
-            rounding = rounding_of(entry.name, entry.storage, ready.rule, piece)
-        return Updated(weights, update, beside, leg.assignment, scale, rounded, (), {}, entry.storage.copies, rounding)
+            rounding = rounding_of(member.name, member.storage, ready.rule, piece)
+        copies = member.storage.copies
+        return Updated(weights, update, beside, leg.assignment, scale, rounded, (), {}, copies, rounding)
 
     def exponents(self, leg: Leg, update: Tensor, into: Tensor) -> None:
         """Write the largest exponent of a leg's elements in each sum that its rule asks for."""

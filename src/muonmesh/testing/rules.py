@@ -148,7 +148,7 @@ def _case(generator: random.Random) -> _Case:
     borders = (0, *sorted(generator.randint(0, count) for _ in range(world - 1)), count)
     options = {
         "compute_dtype": generator.choice([torch.float32, torch.bfloat16]),
-        "bucket_cap_mb": generator.choice([16.0, 0.001]),
+        "memory_budget_mb": generator.choice([None, 0.016]),
     }
     gradients = tuple(generator.choice(["given", "given", "given", "none", "zero"]) for _ in range(_STEPS))
     return _Case(

@@ -2,38 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import chain
 from typing import Any
 
 from deepspeed.moe.experts import Experts
 from deepspeed.utils import groups as deepspeed_groups
-from torch import Tensor, nn
+from torch import nn
 
 from muonmesh.checkpoint.of_muon import OfMuon
-from muonmesh.checkpoint.record import Part, Record, count_part
+from muonmesh.checkpoint.record import IN_PLACE, Part, Record
 from muonmesh.integrations.deepspeed.calls import Call
 from muonmesh.integrations.deepspeed.engine_parameters import name_in_model
 from muonmesh.names import canonical_name
-from muonmesh.numerics.rules import rule_of, step_count
-
-_THEIRS = {"momentum_buffer": "exp_avg"}
-"""What DeepSpeed calls the state of ours."""
+from muonmesh.numerics.rules import rule_of
+from muonmesh.step.state_layout import StateLayout, beside_rule
 
 
 def engine_records(
-    calls: Iterable[Call],
-    groups: Iterable[dict[str, Any]],
-    states: MutableMapping[Tensor, dict[str, Any]],
-    renamed: Mapping[str, str],
+    calls: Iterable[Call], groups: Iterable[dict[str, Any]], renamed: Mapping[str, str]
 ) -> Iterator[Record]:
-    """Yield the parameters of all calls, with their state under DeepSpeed's names.
+    """Yield the parameters of all calls, with their state.
 
     Args:
-        calls: What the engine steps.
+        calls: What the engine steps, with the state that it has now.
         groups: Of the engine's optimizer, whose settings count.
-        states: Of the engine's optimizer.
         renamed: See `expert_names`.
     """
 
@@ -45,28 +39,20 @@ def engine_records(
     for call in calls:
         if call.layouts and call.algorithm == "adamw":
             tensor = call.tensor
-            state = states[tensor]
-            # DeepSpeed loads a count as a number.
-            state["step"] = step_count(state["step"])
+            keeps = rule_of(call.muon.param_groups[0]).keeps()
             for name, storage in zip(call.layouts, call.storages[tensor], strict=True):
+                layouts = dict.fromkeys(keeps, StateLayout("weights", storage, dtype=tensor.dtype))
                 moments = [
-                    Part(key, key, storage, tuple(tensor.shape), tensor.dtype, tensor.device)
-                    for key in rule_of(call.muon.param_groups[0]).keeps()
+                    Part.of(key, layout, storage, tensor, IN_PLACE)
+                    for key, layout in {**beside_rule(None), **layouts}.items()
                 ]
-                counted = (count_part(tensor.device), *moments)
-                yield Record(saved_as(name), tensor, storage, states, counted, group_of[name])
+                yield Record(saved_as(name), tensor, storage, call.muon.state, tuple(moments), group_of[name])
             continue
         for record in OfMuon(call.muon).checkpoint_records():
-            parts = []
-            for part in record.parts:
-                stored = _THEIRS.get(part.key, part.key)
-                held = states[record.tensor].get(stored)
-                if part.key == "step":
-                    states[record.tensor]["step"] = step_count(states[record.tensor][stored])
-                dtype = held.dtype if isinstance(held, Tensor) else part.dtype
-                parts.append(replace(part, stored=stored, dtype=dtype))
+            held = {key: value.dtype for key, value in call.muon.state[record.tensor].items()}
+            parts = tuple(replace(part, dtype=held.get(part.key, part.dtype)) for part in record.parts)
             name, group = saved_as(record.name), group_of[record.name]
-            yield replace(record, name=name, states=states, parts=tuple(parts), group=group)
+            yield replace(record, name=name, parts=parts, group=group)
 
 
 def expert_names(model: nn.Module) -> dict[str, str]:

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from muonmesh.clip import MATRICES, GradNorms, Limits, half_of, scale_groups
+from muonmesh.clip.limits import GradNorms, Limits, scale_groups
+from muonmesh.clip.squares import MATRICES, half_of
 from muonmesh.errors import explain_error
 from muonmesh.integrations.deepspeed.calls import Call
 from muonmesh.numerics.normalize import sums_of_squares

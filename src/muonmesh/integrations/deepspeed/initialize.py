@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import wraps
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -17,11 +20,14 @@ from deepspeed.utils import groups as deepspeed_groups
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
+from torch.utils.cpp_extension import get_default_build_root
 
-from muonmesh.clip import Limits
-from muonmesh.errors import LayoutError, explain_error
+from muonmesh.build import from_model
+from muonmesh.clip.limits import Limits
+from muonmesh.errors import LayoutError, about, explain_error, warn
 from muonmesh.groups import split_params
 from muonmesh.groups.fused_projections import global_shape
+from muonmesh.integrations.arguments import check_settings
 from muonmesh.integrations.deepspeed.calls import Call
 from muonmesh.integrations.deepspeed.clipping import limits_of
 from muonmesh.integrations.deepspeed.config import prepare_config, read_config, take_scheduler
@@ -33,13 +39,12 @@ from muonmesh.layout import FlatParameter, FlatShards
 from muonmesh.names import canonical_name
 from muonmesh.numerics.rules import is_matrix_rule
 from muonmesh.optimizer import Muon
-from muonmesh.settings import GROUP_SETTINGS, OPTIMIZER_SETTINGS, TORCHS_NAMES
+from muonmesh.settings import OPTIMIZER_SETTINGS
 
 _SPLIT = frozenset(inspect.signature(split_params).parameters) - {"model"}
 _ENGINES = {"process_group", "layouts", "shard_state", "master_dtype", "state_dtype", "state_device", "gradients"}
 _ENGINES |= {"stochastic_rounding"}  # its masters are fp32
 _SHARED = OPTIMIZER_SETTINGS.keys() - _ENGINES
-_OURS = {"lr", *GROUP_SETTINGS, *_SHARED, *TORCHS_NAMES}
 
 
 def initialize(
@@ -138,11 +143,7 @@ def _checked(settings: dict[str, Any], model: nn.Module) -> dict[str, Any]:
         if key in _ENGINES:
             needed = "none: the engine decides where parameters, gradients, masters and momentum live"
             raise ValueError(explain_error("optimizer", f"{key}=", needed, f"Remove {key}"))
-        if key not in _OURS | _SPLIT:
-            known = ", ".join(sorted(_OURS | _SPLIT))
-            raise TypeError(
-                explain_error("optimizer", f"the setting {key!r}", f"one of {known}", "Rename or remove it")
-            )
+    check_settings("optimizer", settings, from_model, decided=("model", "rule", *_ENGINES))
     if isinstance(model, deepspeed.PipelineModule):
         found, needed = "a PipelineModule", "a plain module: a pipeline's tied parameters would be stepped apart"
         raise ValueError(explain_error("model", found, needed, "Use ZeRO, tensor or expert parallelism instead"))
@@ -153,6 +154,18 @@ def _shapes(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
     # In fp32 what is fp16 already: the engine keeps masters of it, which is what the optimizer gets.
     dtypes = [torch.float32 if p.dtype == torch.float16 else p.dtype for p in parameters]
     return [torch.empty(global_shape(p), dtype=d, device="meta") for p, d in zip(parameters, dtypes, strict=True)]
+
+
+def _warn_of_old_lock() -> None:
+    """Warn where a killed program has left the lock of an extension: DeepSpeed waits for it without a word."""
+    own, name = os.environ.get("TORCH_EXTENSIONS_DIR"), "deepspeed_shm_comm"
+    if deepspeed.comm.is_initialized() or not deepspeed.ops.__compatible_ops__.get(name):
+        return  # it has been loaded, or is not asked for
+    for lock in Path(own or get_default_build_root()).glob(f"{name}/lock" if own else f"*/{name}/lock"):
+        minutes = int(time.time() - lock.stat().st_mtime) // 60
+        if minutes >= 2:
+            what = f"The lock {lock} is {minutes} minutes old, and DeepSpeed waits until it is gone. If no program "
+            warn(about(name, f"{what}compiles there, stop this one and write rm -r {lock.parent}"))
 
 
 class Assembly:
@@ -196,6 +209,7 @@ class Assembly:
         limits, given = limits_of(clip, prepared), dict(others)
         if given.get("lr_scheduler") is None:
             given["lr_scheduler"] = take_scheduler(prepared, float(self._template.defaults["lr"]))
+        _warn_of_old_lock()
         engine, *rest = original(model=self._model, config=prepared, optimizer=optimizer, **given)
         self.bind(engine, limits)
         return (engine, *rest)

@@ -46,12 +46,8 @@ def _link(zero: Any) -> None:
     if zero.cpu_offload:
         zero._get_offload_gradient_dict()
     for number, flat in enumerate(zero.single_partition_of_fp32_groups):
-        offsets = {
-            id(parameter): offset
-            for parameter, offset in zip(
-                zero.round_robin_bit16_groups[number], zero.round_robin_bit16_offsets[number], strict=True
-            )
-        }
+        order, starts = zero.round_robin_bit16_groups[number], zero.round_robin_bit16_offsets[number]
+        offsets = dict(zip(map(id, order), starts, strict=True))
         group, size = zero.real_dp_process_group[number], zero.partition_size[number]
         link_hp_params(
             lp_param_list=zero.bit16_groups[number],
@@ -76,19 +72,12 @@ def _link_states(zero: Any) -> None:
 def _loading(optimizer: EngineMuon, zero: Any, original: Callable[..., None]) -> Callable[..., None]:
     """Return ZeRO's ``load_state_dict`` with a check before and the settings of every group restored after."""
 
-    def load_state_dict(
-        state_dict_list: Any, *, checkpoint_folder: str | None = None, load_optimizer_states: bool = True, **others: Any
-    ) -> None:
-        groups = None
-        if checkpoint_folder is not None and load_optimizer_states:
-            groups = _universal(Path(checkpoint_folder))["param_groups"]
+    def load_state_dict(state_dict_list: Any, **given: Any) -> None:
+        folder, groups = given.get("checkpoint_folder"), None
+        if folder is not None and given.get("load_optimizer_states", True):
+            groups = _universal(Path(folder))["param_groups"]
             optimizer.check_groups(groups)
-        original(
-            state_dict_list,
-            checkpoint_folder=checkpoint_folder,
-            load_optimizer_states=load_optimizer_states,
-            **others,
-        )
+        original(state_dict_list, **given)
         if groups is not None:
             optimizer.restore_groups(groups)
         optimizer.release_second_moments()

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from muonmesh.checkpoint.group_settings import OWN_KEYS
 from muonmesh.checkpoint.of_muon import OfMuon
 from muonmesh.checkpoint.record import Record
-from muonmesh.clip import GradNorms, Limits
+from muonmesh.clip.limits import GradNorms, Limits
 from muonmesh.errors import LayoutError, StateError, explain_error
 from muonmesh.integrations.deepspeed.calls import Call, Calls
 from muonmesh.integrations.deepspeed.checkpoint import engine_records, expert_names, publish
 from muonmesh.integrations.deepspeed.clipping import Clipping
 from muonmesh.layout.matrix import as_tuples
 from muonmesh.numerics.rules import step_count
-from muonmesh.step.parameter_steps import RUNNING
+from muonmesh.step.state_layout import RUNNING
 
 _IDENTITY = ("name", "algorithm", "parameters", "matrices")
 """Keys of a group that say what it is; no checkpoint may change them."""
@@ -126,7 +126,14 @@ class EngineMuon(torch.optim.Optimizer):
         return self._call_of[id(tensor)]
 
     def _run(self, call: Call) -> None:
-        """Step one call with the state that DeepSpeed sees, which it may have loaded, moved or replaced."""
+        self._take(call)
+        if self._clipping is not None and self._clipping.apply(call):
+            return
+        call.muon.step()
+        self._show(call, steps=1)
+
+    def _take(self, call: Call) -> None:
+        """Give a call the state that DeepSpeed sees, which it may have loaded, moved or replaced."""
         for group in call.muon.param_groups:
             for tensor in group["params"]:
                 state = self.state[tensor]
@@ -137,15 +144,15 @@ class EngineMuon(torch.optim.Optimizer):
                     call.muon.state[tensor] = {"momentum_buffer": state["exp_avg"], **kept}
                 else:
                     call.muon.state[tensor] = state
-        if self._clipping is not None and self._clipping.apply(call):
-            return
-        call.muon.step()
+
+    def _show(self, call: Call, *, steps: int = 0) -> None:
+        """Let DeepSpeed see what a call has as state of its matrices, and that so many steps more have made it."""
         for group in call.muon.param_groups:
             for tensor in group["params"] if group["algorithm"] == "muon" else ():
                 kept = {key: value for key, value in call.muon.state[tensor].items() if key in RUNNING}
                 momentum = call.muon.state[tensor].get("momentum_buffer", self.state[tensor]["exp_avg"])
                 self.state[tensor].update(kept, exp_avg=momentum)
-                self.state[tensor]["step"] += 1
+                self.state[tensor]["step"] += steps
 
     @property
     def norms(self) -> GradNorms | None:
@@ -192,7 +199,9 @@ class EngineMuon(torch.optim.Optimizer):
 
     def checkpoint_records(self) -> list[Record]:
         """Return every parameter with its state, for `muonmesh.checkpoint`; no communication."""
-        return list(engine_records(self.calls, self.param_groups, self.state, expert_names(self._engine.module)))
+        for call in self.calls:
+            self._take(call)
+        return list(engine_records(self.calls, self.param_groups, expert_names(self._engine.module)))
 
     def renamed(self, model: nn.Module) -> dict[str, str]:
         """Return what a checkpoint calls the experts of this rank, by the names that the model has for them."""
@@ -203,6 +212,7 @@ class EngineMuon(torch.optim.Optimizer):
         counts = [float(state["step"]) for state in self.state.values() if "step" in state]
         for call in self.calls:
             OfMuon(call.muon).checkpoint_restored()
+            self._show(call)
             for group in call.muon.param_groups:
                 for tensor in group["params"] if group["algorithm"] == "muon" else ():
                     self.state[tensor]["step"] = step_count(max(counts, default=0.0))  # nothing of ours asks

@@ -18,7 +18,7 @@ from muonmesh.layout import Layout
 from muonmesh.optimizer import Muon
 from muonmesh.step.connection import placed_members
 from muonmesh.step.members import Member
-from muonmesh.step.parameter_steps import RUNNING
+from muonmesh.step.state_layout import RUNNING
 
 _PREFIX = "optimizer.state"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -16,7 +16,9 @@ from torch import Tensor, nn
 
 from muonmesh.checkpoint.of_muon import OfMuon
 from muonmesh.checkpoint.record import Record
-from muonmesh.clip import Limits
+from muonmesh.clip.clipping import clip_gradients
+from muonmesh.clip.limits import GradNorms, Limits
+from muonmesh.clip.squares import ERRORS, matrices_from
 from muonmesh.comm.storage import device_without_parameters, local_of
 from muonmesh.comm.telling import agreed
 from muonmesh.errors import LayoutError, PlanError, StateError, about, explain_error
@@ -25,6 +27,7 @@ from muonmesh.names import canonical_name
 from muonmesh.optimizer import Muon
 from muonmesh.report.explain import Explanation
 from muonmesh.step.connection import connect, placed_members
+from muonmesh.step.runtime import Clip
 
 
 class Holding(NamedTuple):
@@ -164,50 +167,74 @@ class MegatronOptimizer(Base):  # type: ignore[misc]
         """
         if self.prepare_grads():
             return False, None, None
-        norm: float | None = None
-        zeros: int | None = None
-        with self._all_stages():
-            norm = self._clip() if self._measures else None
-            zeros = self.count_zeros() if self.config.log_num_zeros_in_grad else None
-            self.optimizer.step()
+        norm = self._step(clips=self._measures)
+        zeros = self.count_zeros() if self.config.log_num_zeros_in_grad else None
         self._publish()
         return not self.optimizer.skipped, norm, zeros
 
     @torch.no_grad()
     def step_with_ready_grads(self) -> bool:
         """Step without clipping, for loops that have done that themselves."""
-        with self._all_stages():
-            self.optimizer.step()
+        self._step(clips=False)
         self._publish()
         return True
 
-    @contextlib.contextmanager
-    def _all_stages(self) -> Iterator[None]:
-        """Raise on every stage if one finds something wrong: where there is one stage, its ranks have told each other.
+    def _step(self, *, clips: bool) -> float | None:
+        """Clip if asked for, and step; return the norm.
+
+        Where there are several stages, one sum over the world measures and says whether a rank has found an error. A
+        stage would wait for the activations of one that raises alone. So each stage reads and compares all that a step
+        needs first, and writes after it.
+        """
+        runtime, norms = self.optimizer._runtime, list[GradNorms]()
+        if self._groups.pp.size() > 1:
+            runtime.everywhere = lambda raises: self._meet_stages(norms, clips=clips, raises=raises)
+        elif clips:
+            limits = self._limits
+            norms.append(
+                self.optimizer.clip_grad_norm_(
+                    limits.max_norm, policy=limits.policy, skip_above=limits.skip_above, process_group="world"
+                )
+            )
+        try:
+            self.optimizer.step()
+        finally:
+            runtime.everywhere = None
+        if not norms:
+            return None
+        self.grad_norms_by_group = dict(norms[0].apart)
+        return float(norms[0])
+
+    def _meet_stages(self, norms: list[GradNorms], *, clips: bool, raises: bool) -> Clip | None:
+        """Be `Runtime.everywhere`, in one all-reduce over the world.
 
         Raises:
-            Exception: what this rank found wrong.
-            PlanError: on the other ranks.
+            LayoutError, TypeError: a gradient of this rank cannot be measured.
+            PlanError: another rank found an error, and this one does not raise already.
         """
-        error: Exception | None = None
-        try:
-            yield
-        except Exception as found:
-            error = found
-        if self._groups.pp.size() > 1:  # a stage would wait for the activations of one that has raised
-            failed = torch.tensor([float(error is not None)], dtype=torch.float32, device=self._device)
-            dist.all_reduce(failed)
-            error = error or (_failed_elsewhere() if float(failed) else None)
-        if error is not None:
-            raise error
-
-    def _clip(self) -> float:
-        limits = self._limits
-        norms = self.optimizer.clip_grad_norm_(
-            limits.max_norm, policy=limits.policy, skip_above=limits.skip_above, process_group="world"
-        )
-        self.grad_norms_by_group = dict(norms.apart)
-        return float(norms)
+        muon = self.optimizer
+        if clips and not raises:
+            assert muon._runtime.connected is not None
+            planned, exchange = muon._runtime.connected
+            found, clip = clip_gradients(
+                planned,
+                muon.param_groups,
+                muon.state,
+                exchange,
+                self._limits,
+                source=muon.gradients,
+                process_group=dist.group.WORLD,
+                waits=True,
+            )
+            norms.append(found)
+            return clip
+        # The head of what `clip_gradients` adds up on other stages.
+        told = torch.zeros(matrices_from(muon.gradients), dtype=torch.float64, device=self._device)
+        told[ERRORS] = raises
+        dist.all_reduce(told)
+        if not raises and float(told[ERRORS]):
+            raise _failed_elsewhere()
+        return None
 
     def _publish(self) -> None:
         """Let the modules compute with the parameters as they are now."""

@@ -16,6 +16,7 @@ from torch.distributed.tensor.placement_types import Shard
 
 from muonmesh.checkpoint.share import boxes_of
 from muonmesh.comm.storage import Storage, local_of, storage_of, this_rank
+from muonmesh.comm.wrappers import layers_of
 from muonmesh.errors import explain_error
 from muonmesh.groups.logits import Attention, LogitRows, attentions, without_softmax
 from muonmesh.integrations.qk_clip.attention import file_of_transformers, watch
@@ -69,7 +70,7 @@ class QKClip:
             raise ValueError(explain_error("threshold", f"{threshold!r}", "a number above 0", "Write threshold=100"))
         self.threshold = float(threshold)
         self._model, self._group = model, process_group
-        muons = _muons(optimizer)
+        muons = [] if optimizer is None else _muons(optimizer)
         self._optimizers = tuple(ref(muon) for muon in muons)  # weak: they keep this by their hooks
         self._attentions, self._without = attentions(model), without_softmax(model)
         self._sources: dict[int, str] = {}
@@ -232,17 +233,12 @@ def _muons(optimizer: Any) -> list[Muon]:
     Raises:
         TypeError: there is no `Muon` in it.
     """
-    found: list[Muon] = []
-    while optimizer is not None and not found:
-        if isinstance(optimizer, Muon):
-            return [optimizer]
-        found = [call.muon for call in getattr(optimizer, "calls", ())]
-        within = getattr(optimizer, "optimizer", None)
-        if not found and within is None:
-            needed, write = "a muonmesh.Muon, or a wrapper of one", "Leave it out and call clip.step() after each step"
-            raise TypeError(explain_error("QKClip", f"optimizer={type(optimizer).__name__}", needed, write))
-        optimizer = within
-    return found
+    for inner in layers_of(optimizer):
+        found = [inner] if isinstance(inner, Muon) else [call.muon for call in getattr(inner, "calls", ())]
+        if found:
+            return found
+    needed, write = "a muonmesh.Muon, or a wrapper of one", "Leave it out and call clip.step() after each step"
+    raise TypeError(explain_error("QKClip", f"optimizer={type(optimizer).__name__}", needed, write))
 
 
 def scale_rows(local: Tensor, storage: Storage, factors: list[tuple[LogitRows, Tensor]]) -> None:

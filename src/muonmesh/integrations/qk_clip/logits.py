@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,16 +35,9 @@ class KernelBounds(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.bound: Tensor | None = None
 
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        name: str = func._schema.name  # type: ignore[attr-defined]
-        if _FORWARD.fullmatch(name) and result[1].numel():
+        if _FORWARD.fullmatch(func._schema.name) and result[1].numel():
             found = bound_of(result[1])
             self.bound = found if self.bound is None else torch.maximum(self.bound, found)
         return result

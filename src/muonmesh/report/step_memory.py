@@ -1,0 +1,95 @@
+"""Memory of a step: the most that a rank takes at once beside weights, gradients and state, modelled from its plan."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+
+from muonmesh.layout import Plan
+from muonmesh.layout.plan import Assignment
+from muonmesh.report.traffic import Traffic
+
+
+def step_memory(plan: Plan, rank: int, moved: Traffic, squares: Callable[[int], int]) -> int:
+    """Return bytes: of the exchange that `Budget` describes, bucket by bucket, and of what is computed beside it.
+
+    Args:
+        plan: With its budget.
+        rank: The rank that is told of.
+        moved: Its traffic.
+        squares: How many squares of its rows a matrix is computed in, by the number of the assignment.
+    """
+    owned = [[n for n in bucket if plan.assignments[n].owner == rank] for bucket in plan.buckets]
+    moving = [number for number, bucket in enumerate(plan.buckets) if any(map(plan.moves, bucket))]
+    local = [n for bucket in owned for n in bucket if not plan.moves(n)]
+    if plan.budget.host:
+        return _kept(plan, rank, moved, moving) * plan.budget.itemsize
+    computing = _computing(plan, local, squares, beside=2)
+    if not moving:
+        return computing * plan.budget.itemsize
+    peak, sent, received = 0, 0, 0
+    for bucket, after in itertools.zip_longest(moving, moving[1:]):
+        mine = [n for n in owned[bucket] if plan.moves(n)]
+        elements = _elements(plan, mine)
+        coming = 0 if after is None else _arriving(plan, rank, moved, after)
+        in_squares, with_matrices, with_results = (_computing(plan, mine, squares, beside=n) for n in (0, 1, 2))
+        if plan.gathers(bucket):
+            arrived = max(_arriving(plan, rank, moved, bucket), 2 * elements + in_squares)
+            peak = max(peak, arrived + coming + sent + received)
+        else:  # the results of the bucket before have arrived when the first portion has been computed
+            peak = max(peak, max(with_results + sent + received, with_matrices + elements) + coming)
+        near = plan.rounds(bucket).near  # where the replica of the owner is sent shards of it in the first round
+        pairs = list(zip(moved.buckets[bucket].rounds_sent, moved.buckets[bucket].rounds_received, strict=False))
+        sent, received = pairs[0]
+        peak = max(peak, max(elements, computing) + sent + received + coming)
+        for turn, (leaving, returning) in enumerate(pairs[1:], 1):  # while the round before is written
+            anew = near or leaving != sent
+            kept = elements if anew or any(later != leaving for later, _ in pairs[turn + 1 :]) else 0
+            peak = max(peak, kept + sent * anew + leaving + received + returning + coming)
+            sent, received = leaving, returning
+    return peak * plan.budget.itemsize
+
+
+def _elements(plan: Plan, numbers: Sequence[int]) -> int:
+    return sum(plan.assignments[n].matrix.numel for n in numbers)
+
+
+def _arriving(plan: Plan, rank: int, moved: Traffic, bucket: int) -> int:
+    """Return what is sent, received and assembled of a bucket, if any of it is gathered."""
+    if not plan.gathers(bucket):
+        return 0
+    mine = [n for n in plan.buckets[bucket] if plan.assignments[n].owner == rank and plan.moves(n)]
+    return moved.buckets[bucket].gather_sent + moved.buckets[bucket].gather_received + _elements(plan, mine)
+
+
+def _computing(plan: Plan, numbers: Sequence[int], squares: Callable[[int], int], *, beside: int) -> int:
+    """Return the most elements of equal matrices at once: of their squares, and so many times of themselves."""
+    most = 0
+    for some in alike(plan, numbers):
+        rows, cols = plan.assignments[some[0]].matrix.shape
+        count, moves = squares(some[0]), plan.moves(some[0])
+        at_once = min(len(some), plan.budget.at_once(rows, cols, count, alone=plan.alone, moves=moves))
+        most = max(most, at_once * (count * rows * rows + beside * rows * cols))
+    return most
+
+
+def _kept(plan: Plan, rank: int, moved: Traffic, moving: Sequence[int]) -> int:
+    """Return the elements that a CPU keeps: of each buffer two, for buckets, or rounds, that take turns."""
+    found = 0
+    for turn in (moving[::2], moving[1::2]):
+        assembled = [_arriving(plan, rank, moved, bucket) for bucket in turn]
+        mine = [[n for n in plan.buckets[b] if plan.assignments[n].owner == rank and plan.moves(n)] for b in turn]
+        found += max(assembled, default=0) + max((_elements(plan, some) for some in mine), default=0)
+        ways = [(way.rounds_sent, way.rounds_received) for bucket in turn for way in [moved.buckets[bucket]]]
+        found += max((max(sent, default=0) + max(received, default=0) for sent, received in ways), default=0)
+    return found
+
+
+def alike(plan: Plan, numbers: Sequence[int]) -> list[list[int]]:
+    """Return assignments of equal shape together."""
+
+    def shape(number: int) -> tuple[int, int]:
+        one: Assignment = plan.assignments[number]
+        return one.matrix.shape
+
+    return [list(some) for _, some in itertools.groupby(sorted(numbers, key=shape), key=shape)]
