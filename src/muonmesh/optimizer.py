@@ -27,6 +27,7 @@ from muonmesh.comm.to_owners import ToOwners
 from muonmesh.comm.wire import Counts
 from muonmesh.errors import caller, explain_error, warn
 from muonmesh.groups import ParamGroups
+from muonmesh.numerics.kernels.graphs import refuse_capture
 from muonmesh.numerics.precision import plain_modes
 from muonmesh.report.explain import Explanation, explain, summary
 from muonmesh.report.metrics import measure
@@ -127,7 +128,8 @@ class Muon(torch.optim.Optimizer):
             same bits. A step that has too little takes one matrix at a time. None takes twice what torch.optim.Muon
             takes for the largest matrix, at least 160 MiB, and 256 MiB on a CPU.
         cuda_graphs: Whether to capture the orthogonalization of up to four batches of matrices as CUDA graphs, at their
-            third step, and to start each by one launch from then on. The same bits; see `explain` for the memory.
+            third step, and to start each by one launch from then on. The same bits. Memory for the largest of these
+            batches is kept between steps, beside the budget; see `explain`. It has not run on a GPU yet.
         gradients: Where gradients are kept if not in ``parameter.grad``, see `GradientSource`; for Megatron-Core's
             ``main_grad`` a `muonmesh.integrations.megatron.MainGrad`. With "to_owners" the optimizer averages gradients
             over replicas itself, those of matrices at their owners alone, see `ToOwners`.
@@ -300,12 +302,7 @@ class Muon(torch.optim.Optimizer):
     @plain_modes()
     def _take_step(self, scaler: torch.amp.grad_scaler.GradScaler | None) -> None:
         runtime = self._runtime
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            found, write = "in a CUDA graph capture", "Capture forward and backward only, and write cuda_graphs=True"
-            needed = (
-                "it outside of one, since a replay would repeat its learning rate and read freed memory of the host"
-            )
-            raise RuntimeError(explain_error("step()", found, needed, write))
+        refuse_capture()
         if runtime.connected is None:
             refuse_engine(caller((__name__, "torch", "contextlib"))[1])
         clip, runtime.clip = runtime.clip, Clip()

@@ -80,8 +80,9 @@ class Explanation:
         step_bytes: Bytes that a step takes at once on this rank beside weights, gradients and state; modelled, for
             Muon's own rule. On a CPU they are kept.
         budget_bytes: Those that it should keep to, by ``memory_budget_mb``.
-        graphs: Batches that have memory of their own for a CUDA graph; None without ``cuda_graphs``.
-        graph_bytes: What they keep on the device from step to step so far.
+        graphs: Batches that have a CUDA graph so far; None without ``cuda_graphs``.
+        graph_bytes: What these keep on the device from step to step, which the budget does not count: the matrices,
+            results and squares of the largest batch.
         open: Names of parameters of which other ranks may hold copies, which the first step looks for. Until then they
             are told as if there were none.
     """
@@ -161,7 +162,8 @@ class Explanation:
             told = f"{self.step_bytes / 1e6:.3g} MB more, of a budget of {self.budget_bytes / 1e6:.3g} MB{over}"
             table.insert(-1, f"a step takes {told}")
         if self.graphs is not None:
-            table.append(f"CUDA graphs of {self.graphs} batches, at most {MOST}, keep {self.graph_bytes / 1e6:.3g} MB")
+            told = f"{self.graphs} batches, at most {MOST}, keep {self.graph_bytes / 1e6:.3g} MB beside the budget"
+            table.append(f"CUDA graphs of {told}")
         return "\n".join(table)
 
 

@@ -96,13 +96,14 @@ class DevicePortions:
 
     def _memory(self, numbers: Sequence[int], shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         """Return memory for matrices and their results: where their CUDA graph reads and writes, if they have one."""
-        dtype, found = self._ready.precision.compute, None
+        dtype = self._ready.precision.compute
         if self._ready.graphs is not None:
             overwrite, timed = not self._ready.rule(numbers[0]).sees_direction, self._every_step is not None
             key = self._ready.orthogonalizer(numbers[0]).graph_key(shape, overwrite=overwrite, timed=timed)
-            found = self._ready.graphs.memory(dtype, *key)
-        x = torch.empty(shape, dtype=dtype, device=self._ready.device) if found is None else found[0]
-        return found or (x, torch.empty_like(x))
+            if (found := self._ready.graphs.memory(dtype, *key)) is not None:
+                return found
+        x = torch.empty(shape, dtype=dtype, device=self._ready.device)
+        return x, torch.empty_like(x)
 
     def _local_in_room(self, batch: Sequence[Local]) -> bool:
         """`_local` of one large matrix in little more memory than it takes; False if it must take the general way."""

@@ -117,13 +117,16 @@ class Graph:
 
     Attributes:
         issued: What its stream was given while it was captured: each gives it to a stream again.
+        pool: Whose memory is handed out meanwhile, and to no one else.
     """
 
     def __init__(self) -> None:
         self.issued: list[Callable[[Stream], Any]] = []
+        self.pool: object = self
 
-    def capture_begin(self, **_: Any) -> None:
+    def capture_begin(self, pool: object = None, **_: Any) -> None:
         """Write down what the current stream is given, instead of running it."""
+        self.pool = pool or self
         self._stream = timeline().current_stream()
         if self._stream.is_default:
             raise RuntimeError("CUDA graphs must be captured on a non-default stream")
@@ -271,6 +274,7 @@ def pretended_cuda(own: Timeline | None = None, *replaced: tuple[Any, str, Any])
         "Event": Event,
         "Stream": Stream,
         "CUDAGraph": Graph,
+        "graph_pool_handle": object,
         "is_current_stream_capturing": own.is_capturing,
         "memory_reserved": lambda device=None: 0,
         "empty_cache": lambda: None,

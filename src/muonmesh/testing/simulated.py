@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from muonmesh.numerics.kernels import toolchain
-from muonmesh.testing.device import Clocks, Event, Graph, Operation, Stream, Timeline, merge, pretended_cuda
+from muonmesh.testing.device import Clocks, Event, Operation, Stream, Timeline, merge, pretended_cuda
 from muonmesh.testing.launches import arguments, waits
 
 _HOST = "the host"
@@ -102,7 +102,7 @@ class _Allocation:
     def __init__(self, kind: str, storage: Any, stream: Stream | None = None) -> None:
         self.kind, self.storage, self.stream = kind, storage, stream
         self.life = 0
-        self.pool: Graph | None = None
+        self.pool: object = None
         self.accesses: list[_Access] = []
         self.recorded: set[Stream] = set()
 
@@ -206,7 +206,8 @@ class SimulatedDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Give memory to a new fake tensor: what its stream has freed, or else new, where nobody has written."""
         storage = tensor.untyped_storage()
         stream, size = self._timeline.current_stream(tensor.device), storage.nbytes()
-        pool, sizes = stream.capturing, range(size, 2 * size + _ROOM + 1)
+        pool = None if stream.capturing is None else stream.capturing.pool
+        sizes = range(size, 2 * size + _ROOM + 1)
         fits = [b for b in self._free if b.stream is stream and b.pool is pool and b.storage.nbytes() in sizes]
         if fits:
             block = self._timeline.random.choice(fits)
