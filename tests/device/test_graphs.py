@@ -154,15 +154,15 @@ def by_triton(name: str) -> tuple[list[Any], list[str], int]:
 
 def batches_by_triton(rows: int, cols: int, method: str) -> int:
     with SimulatedDevice(0):
-        steps = 1 if method == "standard" else 3
-        graphs, of = Graphs(CUDA), made(rows, cols, torch.bfloat16, kernels="triton", method=method, steps=steps)
+        graphs, of = Graphs(CUDA), made(rows, cols, torch.bfloat16, kernels="triton", method=method, steps=3)
         for _ in range(4):
             x, out = torch.randn(2, rows, cols).to(CUDA, torch.bfloat16), torch.empty(2, rows, cols).to(CUDA).bfloat16()
             assert torch.equal(of(x, out=out, graphs=graphs).cpu(), of(x).cpu())
         return sum(batch._graph is not None for batch in graphs._batches.values())
 
 
-@pytest.mark.parametrize("method", ["standard", pytest.param("gram", marks=SOAK)])
+@pytest.mark.soak
+@pytest.mark.parametrize("method", ["standard", "gram"])
 def test_kernels_in_triton_are_captured_too(interpreter: Callable[..., Any], method: str) -> None:
     assert interpreter(batches_by_triton, 5, 9, method) == 1
 
@@ -322,6 +322,27 @@ def test_batches_take_turns_in_the_memory_of_the_largest() -> None:
         assert len({batch._graph for batch in graphs._batches.values()}) == MOST
         assert graphs.bytes == memory.long.nbytes + sum(pools.values())
         assert sum(pools.values()) < 4 * 1024 + 2 * 2 * 4 * 600 * 4, "of the largest, not of all four"
+
+
+def test_calls_that_start_something_else_have_another_graph() -> None:
+    """By shape, by dtype (fp32 is not cut to bf16), by factors, and by whether the matrices may be overwritten."""
+    of = made(4, 6, steps=1)
+    changes: list[dict[str, Any]] = [{"dtype": torch.bfloat16}, {"rows": 3}, {"times": True}, {"overwrite": True}]
+    for change in changes:
+        with SimulatedDevice(0):
+            graphs = Graphs(CUDA)
+            for _ in range(4):
+                for asked in (change, {}):
+                    rows, times = asked.get("rows", 2), torch.full((2,), 0.3).to(CUDA) if "times" in asked else None
+                    x = torch.randn(rows, 4, 6).to(CUDA, asked.get("dtype", torch.float32))
+                    before, expected = x.cpu(), of(x, times=times).cpu()
+                    overwrite = "overwrite" in asked
+                    key = of.graph_key(x.shape, x.dtype, overwrite=overwrite, timed=times is not None)
+                    if (memory := graphs.memory(*key)) is not None:
+                        x = memory[0].copy_(x)
+                    assert torch.equal(of(x, times=times, overwrite=overwrite, graphs=graphs).cpu(), expected)
+                    assert overwrite or torch.equal(x.cpu(), before)
+            assert len(graphs) == 2
 
 
 def test_graphs_are_nobody_else_s() -> None:

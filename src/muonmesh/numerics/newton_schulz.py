@@ -232,9 +232,9 @@ class Orthogonalizer:
         given = [tensor for tensor in (matrices, target, numbers) if tensor is not None]
         run_one, fits = partial(self._run, overwrite=overwrite), 0 < len(matrices) <= self.at_once
         if graphs is not None and fits and self.prepared.begins_with_polynomials:
-            key = self.graph_key(matrices.shape, overwrite=overwrite, timed=times is not None)
+            key = self.graph_key(matrices.shape, matrices.dtype, overwrite=overwrite, timed=times is not None)
             with exact_fp32(self.dtype):
-                if graphs.run(run_one, given, matrices.dtype, *key):
+                if graphs.run(run_one, given, *key):
                     return result
         if self._recordings is not None and fits:
             with exact_fp32(self.dtype):
@@ -256,9 +256,11 @@ class Orthogonalizer:
                 run()
         return result
 
-    def graph_key(self, shape: Sequence[int], *, overwrite: bool, timed: bool) -> tuple[Hashable, ...]:
-        """Return what a batch is known by in `Graphs` besides its dtype; it says which method this is."""
-        return id(self), tuple(shape), overwrite, timed
+    def graph_key(
+        self, shape: Sequence[int], dtype: torch.dtype, *, overwrite: bool, timed: bool
+    ) -> tuple[Hashable, ...]:
+        """Return what a batch is known by in `Graphs`; it says which method this is."""
+        return id(self), tuple(shape), dtype, overwrite, timed
 
     def _run(self, *given: Tensor, overwrite: bool) -> None:
         _Iteration(self, len(given[0]), self.products()).run(*given, overwrite=overwrite)

@@ -99,8 +99,8 @@ class DevicePortions:
         dtype = self._ready.precision.compute
         if self._ready.graphs is not None:
             overwrite, timed = not self._ready.rule(numbers[0]).sees_direction, self._every_step is not None
-            key = self._ready.orthogonalizer(numbers[0]).graph_key(shape, overwrite=overwrite, timed=timed)
-            if (found := self._ready.graphs.memory(dtype, *key)) is not None:
+            key = self._ready.orthogonalizer(numbers[0]).graph_key(shape, dtype, overwrite=overwrite, timed=timed)
+            if (found := self._ready.graphs.memory(*key)) is not None:
                 return found
         x = torch.empty(shape, dtype=dtype, device=self._ready.device)
         return x, torch.empty_like(x)

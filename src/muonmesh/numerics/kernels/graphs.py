@@ -165,7 +165,7 @@ def _aligned(size: int) -> int:
 
 
 def refuse_capture() -> None:
-    """Raise RuntimeError if a caller captures the step itself: its tables would be read from memory that others have."""
+    """Raise RuntimeError if a caller captures the step itself, whose tables are in memory that others have by then."""
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         needed = "it outside of one, since a replay would repeat its learning rate"
         write = "Capture forward and backward only, and write cuda_graphs=True"
