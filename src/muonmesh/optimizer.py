@@ -27,7 +27,7 @@ from muonmesh.comm.to_owners import ToOwners
 from muonmesh.comm.wire import Counts
 from muonmesh.errors import caller, explain_error, warn
 from muonmesh.groups import ParamGroups
-from muonmesh.numerics.kernels.graphs import refuse_capture
+from muonmesh.numerics.graphs import refuse_capture
 from muonmesh.numerics.precision import plain_modes
 from muonmesh.report.explain import Explanation, explain, summary
 from muonmesh.report.metrics import measure

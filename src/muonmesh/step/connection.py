@@ -27,8 +27,8 @@ from muonmesh.errors import LayoutError, about, explain_error, warn
 from muonmesh.layout import Budget, Parameter, Plan, make_plan, split_matrices
 from muonmesh.names import canonical_name
 from muonmesh.numerics.dtypes import HELD_DTYPES, NEEDED_HELD
+from muonmesh.numerics.graphs import Graphs
 from muonmesh.numerics.kernels import KernelName, auto_takes
-from muonmesh.numerics.kernels.graphs import Graphs
 from muonmesh.numerics.rules import Rule, is_matrix_rule, rule_of
 from muonmesh.settings import SettingsFound, check_group, check_groups, check_structure
 from muonmesh.step.members import (

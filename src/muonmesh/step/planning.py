@@ -33,9 +33,9 @@ from muonmesh.layout import (
 )
 from muonmesh.layout.routes import pieces
 from muonmesh.numerics.coefficients import CoefficientName, choose, coefficient_schedule, coefficient_set
+from muonmesh.numerics.graphs import Graphs
 from muonmesh.numerics.kernels import check_kernels
 from muonmesh.numerics.kernels.fused import Kept
-from muonmesh.numerics.kernels.graphs import Graphs
 from muonmesh.numerics.newton_schulz import Orthogonalizer
 from muonmesh.numerics.rules import Rule, is_matrix_rule, rule_of
 from muonmesh.step.blocks import Blocks
