@@ -39,7 +39,7 @@ from muonmesh.numerics.coefficients import CoefficientName, coefficient_schedule
 from muonmesh.numerics.newton_schulz import resolve_method
 from muonmesh.numerics.rules import RULES, MuonRule, Rule, by_defaults, is_known, is_matrix_rule
 from muonmesh.report.device_rates import DeviceRates, Timed
-from muonmesh.report.step_memory import alike, step_memory
+from muonmesh.report.step_memory import step_memory
 from muonmesh.report.traffic import Carried, Traffic, carried, traffic
 from muonmesh.step.state_layout import Stored, state_layouts_of
 
@@ -247,11 +247,10 @@ def forecast(
 def _products(plan: Plan, buckets: Sequence[Sequence[int]]) -> tuple[int, int, float]:
     """Return how many batches these matrices are orthogonalized in, their launches, and their weighted FLOPs."""
     rounds, kernels, slow_flops = 0, 0, 0.0
-    for some in (batch for numbers in buckets for batch in alike(plan, numbers)):
-        shape, moves = plan.assignments[some[0]].matrix.shape, plan.moves(some[0])
+    for some in (batch for numbers in buckets for batch in plan.alike(numbers)):
+        shape = plan.assignments[some[0]].matrix.shape
         method = resolve_method(*shape)
-        at_once = plan.budget.at_once(*shape, SQUARES[method], alone=plan.alone, moves=moves)
-        count = -(-len(some) // at_once)
+        count = -(-len(some) // plan.at_once(some[0], SQUARES[method]))
         rounds += count
         kernels += count * LAUNCHES_OF_A_BATCH[method]
         weight = DeviceRates.weight_of(len(some) / count * shape[0] ** 2, by_triton=True)

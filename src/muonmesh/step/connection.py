@@ -6,7 +6,7 @@ their plans, once for these parameters. `outdated` says whether the ranks must d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -104,6 +104,8 @@ def connect(groups: Groups, runtime: Runtime) -> Connected:
         views = views or [View(planned.plan.parameters, planned.plan.elementwise)] * len(ranks)
         planned = runtime.planned = widened(planned, views, ranks, _planner(runtime))
         insist(group, planned.plan)
+    on_device = enumerate(planned.plan.assignments) if planned.device.type != "cpu" else ()
+    owned = [number for number, assignment in on_device if assignment.owner == planned.rank]
     planned.exchange = Exchange(
         planned.plan,
         group=group,
@@ -111,7 +113,7 @@ def connect(groups: Groups, runtime: Runtime) -> Connected:
         companion_dtype=runtime.precision.carried,
         device=planned.device,
         blocks=planned.blocks.count if runtime.precision.int8 else 0,
-        at_once=_at_once(planned),
+        at_once={number: planned.at_once(number) for number in owned},
     )
     runtime.connected, runtime.keepers = Connected(planned, planned.exchange), planned.plan.keepers
     runtime.source.bind(planned.replicated, group_for(runtime.holders), planned.plan.budget.gradient_bytes)
@@ -271,14 +273,6 @@ def _read(
     listed = {name for group in groups for name in group["param_names"]}
     runtime.planned.beyond = sets_without_tensor({n: entry for n, entry in runtime.layouts.items() if n not in listed})
     return runtime.planned, runtime.planned.sets, None
-
-
-def _at_once(planned: Planned) -> Callable[[int], int] | None:
-    """Return `Planned.at_once` of what is owned here, on a device; not the method, or each would keep the other."""
-    if planned.device.type == "cpu":
-        return None
-    owned = (number for number, one in enumerate(planned.plan.assignments) if one.owner == planned.rank)
-    return {number: planned.at_once(number) for number in owned}.__getitem__
 
 
 def _planner(runtime: Runtime) -> Planner:
