@@ -215,7 +215,7 @@ class MuonStep(Work):
             for assignment, matrix in zip(assignments, batch.unbind(), strict=True):
                 own, planned = self._ready.rule_in_turn(assignment), self._ready.matrix(assignment)
                 with self.companions.of(assignment) as kept:
-                    parts.balance_whole(own, matrix, kept, rows=planned.rows, cols=planned.cols)
+                    parts.change_whole(own.balance, matrix, kept, rows=planned.rows, cols=planned.cols)
         if rule.orthogonalizes:
             times = self._portions.steps_of(assignments)
             momenta = None if self._spectra is None else squared_singular_values(batch)  # which may be overwritten
@@ -229,7 +229,7 @@ class MuonStep(Work):
                 own, planned = self._ready.rule_in_turn(assignment), self._ready.matrix(assignment)
                 seen = direction if own.sees_direction else None
                 with self.companions.of(assignment) as kept:
-                    parts.change_whole(own, matrix, kept, rows=planned.rows, cols=planned.cols, direction=seen)
+                    parts.change_whole(own.whole, matrix, kept, rows=planned.rows, cols=planned.cols, direction=seen)
 
     # ---------------------------------------------------------------- weights
 
@@ -329,13 +329,13 @@ class HostPortions:
         """Return small matrices, to be worked on side by side; None where they are large, alone, or not alike."""
         numbers = [local.assignment for local in batch]
         asked = (self._ready.blocks, self._ready.copies, self._update_squares) != (None, None, None)
-        matrices = [self._ready.plan.assignments[number].matrix for number in numbers]
+        plan = self._ready.plan
+        matrices = [plan.assignments[number].matrix for number in numbers]
         if asked or len(batch) == 1 or matrices[0].numel > SMALL or len({matrix.rows for matrix in matrices}) > 1:
             return None
-        if not all([self._ready.nonzero[number] is True for number in numbers]):
+        if not all([self._ready.nonzero[number] is True for number in numbers]) or plan.summed(numbers[:1]):
             return None
-        rule = self._ready.rule(numbers[0])
-        if rule.stochastic_rounding is not None or rule.asks_for_sums():
+        if self._ready.rule(numbers[0]).stochastic_rounding is not None:
             return None
         return Stack.of(self._ready, batch, apart=True)
 

@@ -70,7 +70,7 @@ def write_direction(rule: Rule, gradient: Tensor, state: Mapping[str, Tensor], i
 
 
 def change_whole(
-    rule: Rule,
+    part: Callable[[Tensor, Mapping[str, Tensor]], Tensor],
     matrix: Tensor,
     state: Mapping[str, Tensor],
     *,
@@ -84,37 +84,12 @@ def change_whole(
     and on a CPU one thread: sums round otherwise in another memory order or on another number of threads.
 
     Args:
-        rule: Whose `Rule.whole`.
-        matrix: The orthogonalized matrix in its wide orientation, contiguous, written.
-        state: What is given to `Rule.whole`, contiguous, written.
+        part: `Rule.whole` or `Rule.balance` of a rule.
+        matrix: The orthogonalized matrix, or the direction, in its wide orientation, contiguous, written.
+        state: What is given to the part, contiguous, written; as wide as the widest of it the part computes.
         rows, cols: Size of the matrix, out × in.
         direction: What was orthogonalized, as ``matrix``, read only, where the rule `Rule.sees_direction`.
     """
-    _change(matrix, rule.whole, state, rows=rows, cols=cols, direction=direction)
-
-
-def balance_whole(rule: Rule, matrix: Tensor, state: Mapping[str, Tensor], *, rows: int, cols: int) -> None:
-    """Run a rule's part on one whole direction before it is orthogonalized, in place, given as by `change_whole`.
-
-    Args:
-        rule: Whose `Rule.balance`.
-        matrix: The direction in its wide orientation, contiguous, written.
-        state: As in `change_whole`.
-        rows, cols: Size of the matrix, out × in.
-    """
-    _change(matrix, rule.balance, state, rows=rows, cols=cols)
-
-
-def _change(
-    matrix: Tensor,
-    part: Callable[[Tensor, Mapping[str, Tensor]], Tensor],
-    state: Mapping[str, Tensor],
-    *,
-    rows: int,
-    cols: int,
-    direction: Tensor | None = None,
-) -> None:
-    """Run a part on one whole matrix, (1, rows, cols) in fp32 or wider, as wide as what is kept beside it."""
     exact = torch.promote_types(matrix.dtype, torch.float32)
     for value in state.values():
         exact = torch.promote_types(exact, value.dtype)
