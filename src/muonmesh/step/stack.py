@@ -82,29 +82,27 @@ class Stack:
 
     def fold(self, into: Tensor) -> None:
         """Fold the gradients into the momenta, and write the directions into a batch of the shape of what is stored."""
-        momenta = self._together("momenta")
-        parts.fold(self.rule, self._together("gradient")[""], momenta, into=into)
-        self._give_back("momenta", momenta)
+        found = self._together("gradient", "momenta")
+        parts.fold(self.rule, found["gradient"][""], found["momenta"], into=into)
+        self._give_back({"momenta": found["momenta"]})
 
     def apply(self, scale: float, updates: Tensor) -> None:
         """Decay and update the weights by a batch of results, in the shape of what is stored."""
-        weights, beside = self._together("weights"), self._together("beside")
-        parts.apply(self.rule, weights[""], updates, beside, scale=scale)
-        self._give_back("weights", weights)
-        self._give_back("rounded", weights)
-        self._give_back("beside", beside)
+        found = self._together("weights", "beside")
+        parts.apply(self.rule, found["weights"][""], updates, found["beside"], scale=scale)
+        self._give_back({**found, "rounded": found["weights"]})
 
-    def _together(self, name: str) -> dict[str, Tensor]:
-        return {
-            key: parts.side_by_side(f"{column} {key}", some)
-            for (column, key), some in self.columns.items()
-            if column == name
-        }
+    def _together(self, *names: str) -> dict[str, dict[str, Tensor]]:
+        found: dict[str, dict[str, Tensor]] = {name: {} for name in names}
+        for (name, key), some in self.columns.items():
+            if name in found:
+                found[name][key] = parts.side_by_side(f"{name} {key}", some)
+        return found
 
-    def _give_back(self, name: str, together: Mapping[str, Tensor]) -> None:
-        for (column, key), some in self.columns.items():
-            if column == name:
-                parts.give_back(together[key], some)
+    def _give_back(self, together: Mapping[str, Mapping[str, Tensor]]) -> None:
+        for (name, key), some in self.columns.items():
+            if name in together:
+                parts.give_back(together[name][key], some)
 
 
 @dataclass(slots=True)
