@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 import muonmesh as mm
-from muonmesh.checkpoint.state import _restored
+from muonmesh.comm.storage import local_of
 from muonmesh.step.state_layout import RUNNING
 from muonmesh.testing import DryRun, HostSync, Rates, dry_run
 from tests.figures import CASES, GPT2, LLAMA, STEPS, Model, bag, ours, row, table
@@ -385,7 +385,9 @@ def test_state_on_the_host_stays_there_when_it_is_compared_measured_and_loaded()
         for member in planned.members:  # fake numbers pass no check of `load_state_dict`, so what it does after that
             for key, value in optimizer.state[member.tensor].items():
                 if key not in ("step", *RUNNING):
-                    loaded = _restored(key, value, member, optimizer._runtime.precision)
+                    layout, precision = member.state_layouts[key], optimizer._runtime.precision
+                    dtype = layout.saved_dtype(precision)
+                    loaded = layout.fresh(local_of(value).shape, dtype, member.tensor.device, precision)
                     devices.add(f"{member.tensor.device.type}: {loaded.device.type}")
 
     made = lambda model: mm.from_model(model, state_device="cpu", process_group="world")  # noqa: E731

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import itertools
 import json
 import os
 import pickle
@@ -644,8 +645,9 @@ def pipeline() -> tuple[list[str], bool]:
     run = exchange.run
 
     def watched(work: Any) -> Any:
-        step_elementwise = work.step_elementwise
+        step_elementwise, orthogonalize, numbers = work.step_elementwise, work.orthogonalize, itertools.count()
         work.step_elementwise = lambda: (events.append("adamw 0"), step_elementwise())
+        work.orthogonalize = lambda some: (orthogonalize(some), events.append(f"computed {next(numbers)}"))
         return run(work)
 
     exchange.run = watched
@@ -667,6 +669,7 @@ def test_one_bucket_travels_while_another_computes_and_buffers_are_reused(worker
         assert last >= 2
         for number in range(last):
             assert events.index(f"gather {number + 1}") < events.index(f"compute {number}")
-            assert events.index(f"scatter {number + 1}") < events.index(f"receive {number}")
+            assert events.index(f"scatter {number}") < events.index(f"compute {number + 1}")
+            assert events.index(f"computed {number + 1}") < events.index(f"receive {number}")
         assert events[:3] == ["gather 0", "adamw 0", "gather 1"]
         assert reused

@@ -75,6 +75,6 @@ def test_the_version_is_that_of_the_package_and_of_torch() -> None:
 def test_a_shell_completes_commands_and_options() -> None:
     script = run("--show-completion", "bash", _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1")
     assert "_MUONMESH_COMPLETE=complete_bash" in script.stdout, script.stderr
-    for typed, place, wanted in (("muonmesh do", "1", "doctor"), ("muonmesh plan --me", "2", "--mesh")):
+    for typed, place, wanted in (("muonmesh do", "1", "doctor"), ("muonmesh plan --mes", "2", "--mesh")):
         found = run(_MUONMESH_COMPLETE="complete_bash", COMP_WORDS=typed, COMP_CWORD=place)
         assert found.stdout.split() == [wanted], found

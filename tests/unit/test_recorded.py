@@ -98,6 +98,18 @@ def test_gradients_straight_to_owners_on_slow_links() -> None:
     assert missing(rows, page) == []
 
 
+def test_traffic_beside_other_packages() -> None:
+    rows = []
+    for case, methods in recorded("step_traffic")["tables"].items():
+        for method, row in methods.items():
+            over, products = row["bytes"] / methods["AdamW"]["bytes"], f"{1e3 * (row['device'] or 0):,.0f}".lstrip("0")
+            counted = f"{row['bytes'] / 1e9:.1f} | {over:.2f} | {row['messages']:,} | {1e3 * row['network']:,.0f}"
+            rows.append(f"| {case} | {method} | {counted} | {products} |")
+    text = section(SPEED, "## Bytes and messages beside other packages")
+    assert missing(rows, text) == []
+    assert text.count("\n| ") == len(rows) + 1
+
+
 def test_memory_of_a_thread() -> None:
     names = ("deflated, compiled", "deflated", "polar_express, compiled", "polar_express")
     rows = []

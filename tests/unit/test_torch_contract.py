@@ -743,7 +743,11 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         mm.StateError,
         "found 0 groups",
     ),
-    "no groups in a state": (lambda: mm.Muon([weight()]).load_state_dict({"state": {}}), KeyError, "param_groups"),
+    "no groups in a state": (
+        lambda: mm.Muon([weight()]).load_state_dict({"state": {}}),
+        mm.StateError,
+        r"found the keys \['state'\]; needed the \"state\" and \"param_groups\"",
+    ),
 }
 
 

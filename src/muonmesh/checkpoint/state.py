@@ -289,7 +289,7 @@ def _check_entry(
         if key not in (COUNT, *RUNNING):
             # Who owns what is known with the ranks, so what owners keep is looked at in the first step.
             companion = known[key].companion
-            found, needed = _told(value), _needed(known[key].storage, tensor)
+            found, needed = _told(value), _needed(known[key].storage, known["master"].storage, tensor)
             if found != needed and not (companion is not None and companion.at_owner):
                 needed = f"{needed}, as this optimizer stores it"
                 raise StateError(explain_error(name, f"{key} {found}", needed, _RESHARD))
@@ -313,9 +313,10 @@ def check_values(name: str, key: str, local: Tensor) -> None:
         raise StateError(explain_error(name, f"{wrong} in {key}", needed, write))
 
 
-def _needed(storage: Storage, parameter: Tensor) -> str:
-    """Return what `_told` says of a tensor that lives there."""
-    local = tuple(parameter.shape) if storage.layout is None else local_shape(storage)
+def _needed(storage: Storage, weights: Storage, parameter: Tensor) -> str:
+    """Return what `_told` says of a tensor that lives there; where the weights live, it has their local shape."""
+    same = storage.layout is None or storage is weights
+    local = tuple(local_of(parameter).shape) if same else local_shape(storage)
     if storage.mesh is None:
         return f"a plain tensor of shape {local}"
     return f"a DTensor of shape {tuple(storage.shape)} placed {tuple(storage.placements)}, {local} here"

@@ -13,12 +13,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Partial as TorchPartial
 from torch.distributed.tensor import Placement as TorchPlacement
 from torch.distributed.tensor import Replicate as TorchReplicate
 from torch.distributed.tensor import Shard as TorchShard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from muonmesh.comm.published import DECLARE, published, published_mesh
 from muonmesh.errors import LayoutError, about, explain_error
 from muonmesh.layout import (
     FlatParameter,
@@ -32,6 +34,7 @@ from muonmesh.layout import (
 )
 from muonmesh.layout.region import row_major
 
+OF_TORCH = (TorchReplicate, TorchShard, _StridedShard)
 PLAIN = (Tensor, nn.Parameter)
 """Types of tensors that are no DTensors; to ask for these is quicker than `isinstance`."""
 
@@ -63,14 +66,12 @@ def placements_of(name: str, placements: Sequence[TorchPlacement]) -> tuple[Plac
         elif isinstance(placement, TorchShard):
             translated.append(Shard(placement.dim))
         else:
-            raise LayoutError(
-                explain_error(
-                    name,
-                    f"placement {placement!r} in {tuple(placements)}",
-                    "Replicate, Shard or _StridedShard: a partial value is not a parameter",
-                    "Write parameter.redistribute(placements=[Replicate()]) before you make the optimizer",
-                )
-            )
+            found, needed = f"placement {placement!r} in {tuple(placements)}", "Replicate, Shard or _StridedShard"
+            if not isinstance(placement, TorchPartial):  # not is_partial(), which ends the process in some classes
+                found = f"{found}, a {type(placement).__qualname__} of {type(placement).__module__}"
+                raise LayoutError(explain_error(name, found, f"{needed}, or one that muonmesh knows", DECLARE))
+            write = "Write parameter.redistribute(placements=[Replicate()]) before you make the optimizer"
+            raise LayoutError(explain_error(name, found, f"{needed}: a partial value is not a parameter", write))
     return tuple(translated)
 
 
@@ -167,9 +168,12 @@ def storage_of(
             declared.
     """
     shape = tuple(tensor.shape)
-    if isinstance(declared, FlatShards):
-        _check_local(name, tensor, declared)
-        return Storage(declared, declared.shape)
+    said = published(name, tensor) if declared is None else declared
+    if isinstance(said, (FlatShards, MeshLayout)):
+        _check_local(name, tensor, said)
+        if not isinstance(tensor, DTensor) or not all(isinstance(each, OF_TORCH) for each in tensor.placements):
+            return Storage(said, said.shape)  # state is plain: torch cannot copy DTensors of other placements
+        return Storage(said, said.shape, tensor.stride(), tensor.device_mesh, tuple(tensor.placements))
     if declared is not None:
         if isinstance(tensor, DTensor):
             found, write = "a DTensor with an entry in layouts=", "Remove the entry: a DTensor says where it lives"
@@ -179,6 +183,7 @@ def storage_of(
         mesh: DeviceMesh = tensor.device_mesh
         ranks = _ranks(mesh)
         layout = MeshLayout(shape, tuple(mesh.mesh.shape), ranks, placements_of(name, tensor.placements))
+        _check_local(name, tensor, layout)
         if replicas is not None and not set(replicas) <= set(ranks):
             layout = _replicated_outside(name, layout, mesh, replicas)
         return Storage(layout, shape, tensor.stride(), mesh, tuple(tensor.placements))
@@ -237,9 +242,8 @@ def ranks_of(tensor: Tensor, replicas: Sequence[int] | None, declared: Any = Non
         return declared.ranks
     if isinstance(declared, (tuple, list)) and declared and isinstance(declared[0], DeviceMesh):
         return _ranks(declared[0])
-    if isinstance(tensor, DTensor):
-        return _ranks(tensor.device_mesh)
-    return tuple(replicas or ())
+    mesh = published_mesh(tensor)
+    return tuple(replicas or ()) if mesh is None else _ranks(mesh)
 
 
 def _ranks(mesh: DeviceMesh) -> tuple[int, ...]:
@@ -278,17 +282,24 @@ def _declared(name: str, tensor: Tensor, declared: Any) -> Storage:
 
 
 def _check_local(name: str, tensor: Tensor, layout: Layout) -> None:
-    rank = this_rank()
+    rank, local = this_rank(), local_of(tensor)
     expected = layout.local_shape(rank) if rank in layout.ranks else None
-    if expected != tuple(tensor.shape):
-        raise LayoutError(
-            explain_error(
-                name,
-                f"a local tensor of shape {tuple(tensor.shape)} on rank {rank}",
-                f"{expected} by its entry in layouts= ({layout.describe()} of {layout.shape})",
-                "Correct the entry; where shards are uneven write (mesh, placements, global shape)",
-            )
+    if expected == tuple(local.shape) or (expected is None and isinstance(tensor, DTensor)):
+        return
+    write = "Correct the entry; where shards are uneven write (mesh, placements, global shape)"
+    if published_mesh(tensor) is not None:
+        # The local tensors of ragged placements keep their inner dims, and one without elements may have any.
+        if isinstance(layout, FlatShards) and expected == (local.numel(),):
+            return
+        write = DECLARE
+    raise LayoutError(
+        explain_error(
+            name,
+            f"a local tensor of shape {tuple(local.shape)} on rank {rank}",
+            f"{expected} by its placements or its entry in layouts= ({layout.describe()} of {layout.shape})",
+            write,
         )
+    )
 
 
 def _replicated_outside(name: str, layout: MeshLayout, mesh: DeviceMesh, replicas: Sequence[int]) -> MeshLayout:

@@ -19,6 +19,7 @@ from muonmesh.comm.agreement import View, agree_on_plan, connected, group_of, in
 from muonmesh.comm.copies import Copies, find_copies
 from muonmesh.comm.exchange import Exchange
 from muonmesh.comm.meeting import meet
+from muonmesh.comm.published import global_shape
 from muonmesh.comm.storage import mesh_groups, refuse_flattened, this_rank, world_size
 from muonmesh.comm.telling import tell_all
 from muonmesh.comm.wrappers import group_that_averages
@@ -212,7 +213,7 @@ def check_members(group: dict[str, Any], groups: Groups, runtime: Runtime) -> No
     for name, tensor, spec in zip(names, tensors, specs, strict=True):
         if name in runtime.layouts:
             continue  # shards: the shape that counts is known with the ranks, at the first step
-        split_matrices(name, tuple(tensor.shape), spec)
+        split_matrices(name, global_shape(tensor), spec)
 
 
 def _check_dtype(name: str, dtype: torch.dtype, master: torch.dtype | None, group: Mapping[str, Any]) -> None:
