@@ -329,13 +329,13 @@ class HostPortions:
         """Return small matrices, to be worked on side by side; None where they are large, alone, or not alike."""
         numbers = [local.assignment for local in batch]
         asked = (self._ready.blocks, self._ready.copies, self._update_squares) != (None, None, None)
-        plan = self._ready.plan
-        matrices = [plan.assignments[number].matrix for number in numbers]
+        matrices = [self._ready.plan.assignments[number].matrix for number in numbers]
         if asked or len(batch) == 1 or matrices[0].numel > SMALL or len({matrix.rows for matrix in matrices}) > 1:
             return None
-        if not all([self._ready.nonzero[number] is True for number in numbers]) or plan.summed(numbers[:1]):
+        rule = self._ready.rule(numbers[0])
+        if rule.stochastic_rounding is not None or rule.asks_for_sums():
             return None
-        if self._ready.rule(numbers[0]).stochastic_rounding is not None:
+        if not all([self._ready.nonzero[number] is True for number in numbers]):
             return None
         return Stack.of(self._ready, batch, apart=True)
 
