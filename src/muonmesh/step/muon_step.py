@@ -337,7 +337,7 @@ class HostPortions:
             return None
         if not all([self._ready.nonzero[number] is True for number in numbers]):
             return None
-        return Stack.of(self._ready, batch, apart=True)
+        return Stack.of(self._ready, batch)
 
 
 def fold_one(ready: ReadyParameters, piece: Folded) -> None:

@@ -21,8 +21,8 @@ SMALL = 1 << 14
 class Stack:
     """Matrices of one shape and group with their state; each is stored as it is assembled, or transposed.
 
-    A CPU copies small ones side by side, so that what is done element by element takes as many calls as for one. A
-    device hands them to one kernel as they lie.
+    A CPU copies small ones side by side, unless they lie so, and what is done element by element takes as many calls as
+    for one. A device hands them to one kernel as they lie.
 
     Attributes:
         matrices: Their numbers in the plan.
@@ -38,18 +38,19 @@ class Stack:
     columns: dict[tuple[str, str], list[Tensor]] = field(default_factory=dict)
 
     @staticmethod
-    def of(ready: ReadyParameters, batch: Sequence[Local], *, apart: bool) -> Stack | None:
+    def of(ready: ReadyParameters, batch: Sequence[Local], *, apart: bool | None = None) -> Stack | None:
         """Return a batch of matrices of one shape, all of whose parameters are ready.
 
         Args:
             ready: The parameters of the step.
             batch: The matrices.
-            apart: Whether each matrix has tensors of its own.
+            apart: Whether each matrix has tensors of its own; None: unless all lie one after the other.
 
         Returns:
             None where a matrix is stored in pieces, has no gradient or state, or is not stored as the others are.
         """
         adjacents = _adjacent(ready.plan, batch)
+        apart = len(adjacents) > 1 if apart is None else apart
         parameters = [ready.found[adjacent.parameter] for adjacent in adjacents]
         found = Stack([local.assignment for local in batch], parameters[0].rule)
         for adjacent, parameter in zip(adjacents, parameters, strict=True):
@@ -96,13 +97,15 @@ class Stack:
         found: dict[str, dict[str, Tensor]] = {name: {} for name in names}
         for (name, key), some in self.columns.items():
             if name in found:
-                found[name][key] = parts.side_by_side(f"{name} {key}", some)
+                found[name][key] = some[0] if len(some) == 1 else parts.side_by_side(f"{name} {key}", some)
         return found
 
     def _give_back(self, together: Mapping[str, Mapping[str, Tensor]]) -> None:
         for (name, key), some in self.columns.items():
-            if name in together:
+            if name in together and len(some) > 1:
                 parts.give_back(together[name][key], some)
+            elif name in together and together[name][key] is not some[0]:  # masters, which lie side by side
+                some[0].copy_(together[name][key])
 
 
 @dataclass(slots=True)
