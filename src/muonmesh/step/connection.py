@@ -306,7 +306,6 @@ def _signature(groups: Groups, runtime: Runtime, rules: Sequence[Any] | None = N
         runtime.process_group,
         tuple((name, id(entry)) for name, entry in runtime.layouts.items()),
         id(source),
-        tuple(tuple(map(source.group, group["params"])) for group in groups),
         tuple(tuple(map(_identity_of, group["params"])) for group in groups),
         tuple(
             (
@@ -320,6 +319,7 @@ def _signature(groups: Groups, runtime: Runtime, rules: Sequence[Any] | None = N
             )
             for group, rule in zip(groups, rules, strict=True)
         ),
+        [source.group(tensor) for group in groups for tensor in group["params"]],
     )
 
 

@@ -332,10 +332,10 @@ class HostPortions:
         matrices = [self._ready.plan.assignments[number].matrix for number in numbers]
         if asked or len(batch) == 1 or matrices[0].numel > SMALL or len({matrix.rows for matrix in matrices}) > 1:
             return None
+        if not all([self._ready.nonzero[number] is True for number in numbers]):
+            return None
         rule = self._ready.rule(numbers[0])
         if rule.stochastic_rounding is not None or rule.asks_for_sums():
-            return None
-        if not all([self._ready.nonzero[number] is True for number in numbers]):
             return None
         return Stack.of(self._ready, batch)
 
