@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -210,13 +211,7 @@ def _key(parameter: Parameter | Elementwise) -> tuple[str, tuple[int, ...]]:
 
 
 def _first_difference(a: int, lines_a: list[str], b: int, lines_b: list[str]) -> PlanError:
-    pairs = list(zip(lines_a, lines_b, strict=False))
-    if len(lines_a) != len(lines_b):
-        pairs.append(
-            ("nothing more", lines_b[len(lines_a)])
-            if len(lines_a) < len(lines_b)
-            else (lines_a[len(lines_b)], "nothing more")
-        )
+    pairs = itertools.zip_longest(lines_a, lines_b, fillvalue="nothing more")
     found = next((pair for pair in pairs if pair[0] != pair[1]), ("?", "?"))
     return PlanError(
         about(

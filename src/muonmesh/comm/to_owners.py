@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -407,14 +408,11 @@ def on_replica(storage: Storage, number: int) -> Storage:
 @lru_cache(maxsize=1024)
 def _on_replica(layout: MeshLayout, number: int) -> FlatShards:
     """Return that layout; the matrices of all layers share it."""
-    sizes = [_numel(layout.local_shape(rank)) if layout.replica_number(rank) == number else 0 for rank in layout.ranks]
+    stores = [layout.replica_number(rank) == number for rank in layout.ranks]
+    sizes = [math.prod(layout.local_shape(rank)) * some for rank, some in zip(layout.ranks, stores, strict=True)]
     held = tuple((Interval(0, size, 0),) if size else () for size in sizes)
     return FlatShards(layout, held, tuple(sizes))
 
 
-def _numel(shape: Sequence[int]) -> int:
-    return torch.Size(shape).numel()
-
-
 def _cost(storage: Storage) -> int:
-    return _numel(storage.shape) * min(storage.shape)
+    return math.prod(storage.shape) * min(storage.shape)

@@ -641,7 +641,8 @@ class _Iteration:
         the sum is rounded once, and B, which is smaller than X, instead of X an element more.
         """
         if isinstance(a, Tensor) and self._matmuls.sparing:
-            b, a = b.div_(a), self._defer(a)
+            self._norm_is(self._norm / a)
+            b, a = b.div_(a), 1.0
         factor = self._final_factor() if self._last else 1.0
         if not self._panels:
             self._matmuls.apply(self.x, b, a, factor, self._next)
@@ -653,11 +654,6 @@ class _Iteration:
     def _final_factor(self) -> Tensor:
         """Return what the last product is multiplied by, (count, 1, 1)."""
         return self._inverse if self._times is None else self._inverse * self._times
-
-    def _defer(self, a: Tensor) -> float:
-        """Leave a factor of X to the products that divide by ν, and return the one that is left."""
-        self._norm_is(self._norm / a)
-        return 1.0
 
     def _without_constant(self, p: Polynomial, a: Tensor, out: str, spare: str) -> Tensor:
         """p₁·A + p₂·A² + ..., in the buffer `out` or `spare`; Horner's scheme from the highest power down."""
