@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,16 +13,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import Placement, Shard
 
 import muonmesh as mm
+from muonmesh.comm.storage import local_of
 from muonmesh.integrations import fsdp1
 from muonmesh.step.connection import placed_members
 from muonmesh.step.state_layout import RUNNING
 from tests import gathered, layouts, problem
 from tests.layouts import R, S, strided
-from tests.meshes import mesh_of
+from tests.meshes import machines, mesh_of
 
 # Split into rows, interleaved, stored in × out, stacked; tall and wide, smaller than the ranks, uneven; AdamW's half.
 NAMES = ("few", "qkv", "neox", "conv1d", "expert_gate_up", "embedding", "bias")
@@ -76,9 +78,10 @@ def optimizer_of(
     return optimizer
 
 
-def of_model(layout: str, seed: int, dtype: torch.dtype = torch.float32, **settings: Any) -> Case:
+def of_model(layout: str, seed: int, dtype: torch.dtype = torch.float32, machine: int = 0, **settings: Any) -> Case:
     model, group = problem.hold(layout, values_of(seed, dtype))
-    optimizer = optimizer_of(problem.groups(model), process_group=group, **settings)
+    with machines(machine) if machine else nullcontext():
+        optimizer = optimizer_of(problem.groups(model), process_group=group, **settings)
 
     def give(gradients: dict[str, Tensor | None]) -> None:
         for name, gradient in gradients.items():
@@ -120,6 +123,45 @@ def experts(name: str, dims: int) -> list[Placement]:
     return [S(0), S(1)] if dims == 3 else [R, R]
 
 
+def whole_of(optimizer: mm.Muon) -> dict[str, Tensor]:
+    """Parameters and state, whole, by name, wherever they live."""
+    held, shapes, counts = {}, {}, {}
+    for member in placed_members(optimizer):
+        for key, value in {"": member.tensor, **optimizer.state[member.tensor]}.items():
+            layout = member.state_layouts.get(key, member).storage.layout
+            name = f"{member.name}.{key}" if key else member.name
+            if key in ("step", *RUNNING):
+                counts[name] = value.clone()
+            else:
+                held[name], shapes[name] = layouts.elements(local_of(value).detach().clone(), layout), layout.shape
+    return {**gathered.join(held, shapes), **counts}
+
+
+def to_owners(*, sharded: bool = False) -> Make:
+    """Replicas that add gradients up at owners, plain or of FSDP2's shards; each gradient is one replica's, times R."""
+
+    def make(seed: int, dtype: torch.dtype = torch.float32, **settings: Any) -> Case:
+        model, group = problem.Bag(values_of(seed, dtype)), dist.group.WORLD
+        if sharded:
+            mesh = mesh_of((2, dist.get_world_size() // 2), names=("replicate", "shard"))
+            fully_shard(model, mesh=mesh["shard"])
+            group = mesh["replicate"].get_group()
+        groups = problem.groups(model)
+        optimizer = optimizer_of(groups, process_group=group, gradients="to_owners", memory_budget_mb=0.064, **settings)
+        replica, copies = dist.get_rank(group), dist.get_world_size(group)
+
+        def give(gradients: dict[str, Tensor | None]) -> None:
+            for number, (name, gradient) in enumerate(gradients.items()):
+                parameter = model.get_parameter(name)
+                parameter.grad = None
+                if gradient is not None and number % copies == replica:
+                    parameter.grad = problem.placed_like(parameter, gradient * copies)  # copies are a power of 2
+
+        return Case(model, optimizer, give, lambda: whole_of(optimizer))
+
+    return make
+
+
 def of_fsdp1(seed: int, **settings: Any) -> Case:
     model = problem.Bag(values_of(seed))
     groups = problem.groups(model)
@@ -133,21 +175,7 @@ def of_fsdp1(seed: int, **settings: Any) -> Case:
             assert gradient is not None
             parameters[name].grad = layouts.cut(gradient, declared[name], dist.get_rank())
 
-    def whole() -> dict[str, Tensor]:
-        held, shapes, counts = {}, {}, {}
-        for member in placed_members(optimizer):
-            for key, value in {"": member.tensor, **optimizer.state[member.tensor]}.items():
-                layout = (
-                    member.state_layouts[key].storage.layout if key in member.state_layouts else declared[member.name]
-                )
-                name = f"{member.name}.{key}" if key else member.name
-                if key in ("step", *RUNNING):
-                    counts[name] = value.clone()
-                else:
-                    held[name], shapes[name] = layouts.elements(value.detach().clone(), layout), layout.shape
-        return {**gathered.join(held, shapes), **counts}
-
-    return Case(wrapped, optimizer, give, whole)
+    return Case(wrapped, optimizer, give, lambda: whole_of(optimizer))
 
 
 Make = Callable[..., Case]
@@ -192,6 +220,10 @@ LAYOUTS: dict[str, tuple[int, Make]] = {
     "fsdp1": (2, of_fsdp1),
     "ddp, shared state": (4, model_in("ddp", shard_state=True)),
     "shard 0 on 2": (2, model_in("shard0")),
+    "ddp 4 to owners": (4, to_owners()),
+    "ddp 2 to owners": (2, to_owners()),
+    "hsdp to owners": (4, to_owners(sharded=True)),
+    "ddp on two machines": (4, model_in("ddp", machine=2)),
 }
 
 
@@ -277,6 +309,7 @@ STATES = (
     "one process",
     "flat over tp",
     "shard 1 on 2",
+    "hsdp to owners",
 )
 TRIED = {("normuon", "fsdp over tp", "flat 2"), ("hyperball", "declared over tp", "one process")}
 
