@@ -333,8 +333,10 @@ class ToOwners(GradientSource):
         most, low, high, *flags = links.talk.reduce(told, dist.ReduceOp.MAX, "the agreement on gradients").tolist()
         if low + high != 255:
             self._even_out(links, len(self._dropped) + rounds)
-            what = "zero_grad() dropped gradients on some ranks and not on others. Call zero_grad() on all ranks"
-            raise PlanError(about("the gradients", what))
+            what = (
+                "zero_grad() dropped gradients on some ranks and not on others. Call zero_grad() on all ranks, after "
+            )
+            raise PlanError(about("the gradients", what + "the same backward passes"))
         self._finish_dropped(links)
         present, fresh = flags[: len(matrices)], flags[len(matrices) :]
         if most and self._step != step:
