@@ -8,13 +8,14 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import timedelta
 from typing import NamedTuple
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore
 
-from muonmesh.comm.meeting import shared_store, wait_until
+from muonmesh.comm.meeting import seconds_of_collectives, shared_store, wait_until
 from muonmesh.comm.storage import this_rank, world_size
 from muonmesh.comm.telling import tell_all
 from muonmesh.errors import PlanError, about, explain_error
@@ -240,10 +241,10 @@ def group_of(ranks: Sequence[int], candidates: Sequence[dist.ProcessGroup]) -> d
 
 
 def new_group(ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
-    """Return a new process group, made by its members alone; all of them call this."""
-    key = tuple(sorted(ranks))
+    """Return a new process group that waits as long as the default one, made by its members alone; all call this."""
+    key, timeout = tuple(sorted(ranks)), timedelta(seconds=seconds_of_collectives())
     with _same_name(key):
-        made: dist.ProcessGroup = dist.new_group(key, backend=backend, use_local_synchronization=True)
+        made: dist.ProcessGroup = dist.new_group(key, timeout, backend, use_local_synchronization=True)
     return made
 
 
