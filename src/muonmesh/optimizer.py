@@ -27,7 +27,7 @@ from muonmesh.comm.to_owners import ToOwners, untold_error
 from muonmesh.comm.wire import Counts
 from muonmesh.errors import caller, explain_error, warn
 from muonmesh.groups import ParamGroups
-from muonmesh.numerics.graphs import refuse_capture
+from muonmesh.numerics.graphs import capture_error
 from muonmesh.numerics.precision import plain_modes
 from muonmesh.report.explain import Explanation, explain, summary
 from muonmesh.report.metrics import measure
@@ -302,7 +302,8 @@ class Muon(torch.optim.Optimizer):
     @plain_modes()
     def _take_step(self, scaler: torch.amp.grad_scaler.GradScaler | None) -> None:
         runtime = self._runtime
-        refuse_capture()
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise capture_error()
         if runtime.connected is None:
             refuse_engine(caller((__name__, "torch", "contextlib"))[1])
         clip, runtime.clip = runtime.clip, Clip()

@@ -164,9 +164,8 @@ def _aligned(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-def refuse_capture() -> None:
-    """Raise RuntimeError if a caller captures the step itself, whose tables are in memory that others have by then."""
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        needed = "it outside of one, since a replay would repeat its learning rate"
-        write = "Capture forward and backward only, and write cuda_graphs=True"
-        raise RuntimeError(explain_error("step()", "in a CUDA graph capture", needed, write))
+def capture_error() -> Exception:
+    """Return what is wrong if a caller captures the step itself, whose tables are in memory that others have by then."""
+    needed = "it outside of one, since a replay would repeat its learning rate"
+    write = "Capture forward and backward only, and write cuda_graphs=True"
+    return RuntimeError(explain_error("step()", "in a CUDA graph capture", needed, write))
