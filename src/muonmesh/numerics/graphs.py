@@ -165,7 +165,7 @@ def _aligned(size: int) -> int:
 
 
 def capture_error() -> Exception:
-    """Return what is wrong if a caller captures the step itself, whose tables are in memory that others have by then."""
+    """Return what is wrong if a caller captures the step itself: its tables are in memory that others have by then."""
     needed = "it outside of one, since a replay would repeat its learning rate"
     write = "Capture forward and backward only, and write cuda_graphs=True"
     return RuntimeError(explain_error("step()", "in a CUDA graph capture", needed, write))
