@@ -32,7 +32,7 @@ STATE = {
     "model.bias": torch.ones(3, dtype=torch.bfloat16),
     "optimizer.state.weight.momentum_buffer": torch.ones(6, 5),
 }
-GROUPS = {"groups": [{"name": "muon", "algorithm": "normuon", "settings": {"lr": 0.02}}], "parameters": {}}
+GROUPS = {"groups": [{"name": "muon", "algorithm": "normuon", "settings": {"lr": 0.02 / 3}}], "parameters": {}}
 
 
 def ours(folder: Path) -> Path:
@@ -175,7 +175,7 @@ def test_what_is_whole_is_told_and_every_tensor_named(name: str, tmp_path: Path)
     if name == "ours":
         assert found["ranks"] == 1
         _, text = doctor(path)
-        assert "group muon: normuon, lr 0.02" in text
+        assert "group muon: normuon, lr 0.006667" in text
         assert "state: momentum_buffer" in text
     if name == "plain":
         assert any("optim.param_groups" in note and "can run code" in note for note in found["notes"])

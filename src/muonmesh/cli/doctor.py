@@ -101,7 +101,8 @@ def _settings(settings: dict[str, Any]) -> list[str]:
     for group in groups if isinstance(groups, list) else ():
         if isinstance(group, dict):
             rates = group.get("settings")
-            lr = f", lr {rates['lr']}" if isinstance(rates, dict) and "lr" in rates else ""
+            rate = rates.get("lr") if isinstance(rates, dict) else None
+            lr = "" if rate is None else f", lr {rate:.4g}" if isinstance(rate, float) else f", lr {rate}"
             lines.append(f"group {group.get('name')}: {group.get('algorithm')}{lr}")
     return lines
 

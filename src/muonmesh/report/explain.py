@@ -159,7 +159,7 @@ class Explanation:
             table.append(f"rank {self.rank} keeps {self.state_bytes / 1e6:.3g} MB of state{host}")
         if self.step_bytes:
             over = ", as it takes one matrix at a time" if self.step_bytes > self.budget_bytes else ""
-            told = f"{self.step_bytes / 1e6:.3g} MB more, of a budget of {self.budget_bytes / 1e6:.3g} MB{over}"
+            told = f"{self.step_bytes / 1e6:.3g} MB more, of memory_budget_mb={self.budget_bytes / 2**20:.4g}{over}"
             table.insert(-1, f"a step takes {told}")
         if self.graphs is not None:
             told = f"{self.graphs} batches, at most {MOST}, keep {self.graph_bytes / 1e6:.3g} MB beside the budget"
