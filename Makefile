@@ -64,7 +64,7 @@ $(HOSTS)/.ready: $(BUILT) constraints.txt constraints-hosts.txt
 	$(PYTHON) -m venv $(HOSTS)
 	$(HOSTS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	DS_BUILD_OPS=0 $(HOSTS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
-		-c constraints-hosts.txt -e '.[hosts,train,data,deepspeed,triton]' pytest
+		-c constraints-hosts.txt -e '.[hosts,train,data,deepspeed,triton]' bitsandbytes optimum-quanto torchao pytest
 	touch $@
 
 test-hosts: $(HOSTS)/.ready
