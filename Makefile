@@ -104,9 +104,18 @@ $(TIMM)/.ready: $(BUILT) constraints.txt
 test-timm: $(TIMM)/.ready
 	$(TIMM)/bin/python -m pytest --noconftest -p tests.hosts_all.without_torchvision_ops tests/hosts_all/test_timm.py $(ARGS)
 
-test-hosts-all: $(HOSTS_ALL)/.ready $(VERL)/.ready test-timm
+# OLMo-core wants an older filelock than constraints.txt has.
+OLMO := .venv-hosts-olmo
+$(OLMO)/.ready: $(BUILT)
+	$(PYTHON) -m venv $(OLMO)
+	$(OLMO)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(OLMO)/bin/python -m pip install --quiet --disable-pip-version-check -e . ai2-olmo-core==3.0.0 pytest
+	touch $@
+
+test-hosts-all: $(HOSTS_ALL)/.ready $(VERL)/.ready $(OLMO)/.ready test-timm
 	$(HOSTS_ALL)/bin/python -m pytest --noconftest tests/hosts_all --ignore=tests/hosts_all/test_verl.py \
-		--ignore=tests/hosts_all/test_timm.py $(ARGS)
+		--ignore=tests/hosts_all/test_timm.py --ignore=tests/hosts_all/test_olmo.py $(ARGS)
+	$(OLMO)/bin/python -m pytest --noconftest tests/hosts_all/test_olmo.py $(ARGS)
 	$(VERL)/bin/python -m pytest --noconftest tests/hosts_all/test_verl.py $(ARGS)
 
 check: setup

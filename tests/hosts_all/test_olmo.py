@@ -6,6 +6,7 @@ replaced by the lines of `turn`.
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from olmo_core.config import DType
+from olmo_core.distributed import parallel
 from olmo_core.distributed.parallel import DataParallelType
 from olmo_core.nn.transformer import TransformerConfig
 from olmo_core.optim import OptimConfig
@@ -24,6 +26,8 @@ from olmo_core.train.train_module import TransformerDataParallelConfig, Transfor
 import muonmesh as mm
 from tests import workers
 from tests.hosts.replay import Given, different, replayed, weights
+
+multiprocessing.set_forkserver_preload([workers.__name__, "muonmesh.build", "olmo_core.train.train_module"])
 
 SETTINGS: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "compute_dtype": torch.float32}
 
@@ -52,6 +56,7 @@ def fresh() -> torch.nn.Module:
 
 
 def module() -> TransformerTrainModule:
+    parallel._WORLD_MESH = None  # a process may make one mesh only; a resumed run is another process
     split = TransformerDataParallelConfig(name=DataParallelType.fsdp, reduce_dtype=DType.float32)
     made = TransformerTrainModule(
         fresh(), MuonConfig(), 32, 16, dp_config=split, max_grad_norm=1.0, device=torch.device("cpu")
