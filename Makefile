@@ -12,7 +12,7 @@ help:
 	@echo "make test        every test that needs no GPU and no other framework"
 	@echo "make test-megatron   the tests with Megatron-Core, in an environment of their own"
 	@echo "make test-hosts      the tests with DeepSpeed, Trainer, TRL, PEFT, Accelerate, Lightning and torchtitan, likewise"
-	@echo "make test-hosts-all  the tests with ms-swift, Axolotl, verl and timm, likewise"
+	@echo "make test-hosts-all  the tests with ms-swift, Axolotl, verl, OLMo-core and timm, likewise"
 	@echo "make test-timm       those with timm alone"
 	@echo "make soak        the longest tests, and more cases of others"
 	@echo "make check       ruff, mypy --strict and the quick tests; the same as pre-commit"
