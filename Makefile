@@ -12,7 +12,7 @@ help:
 	@echo "make test        every test that needs no GPU and no other framework"
 	@echo "make test-megatron   the tests with Megatron-Core, in an environment of their own"
 	@echo "make test-hosts      the tests with DeepSpeed, Trainer, TRL, PEFT, Accelerate, Lightning and torchtitan, likewise"
-	@echo "make test-hosts-all  the tests with ms-swift, Axolotl, verl and timm, likewise"
+	@echo "make test-hosts-all  the tests with ms-swift, Axolotl, verl, OLMo-core and timm, likewise"
 	@echo "make test-timm       those with timm alone"
 	@echo "make soak        the longest tests, and more cases of others"
 	@echo "make check       ruff, mypy --strict and the quick tests; the same as pre-commit"
@@ -64,7 +64,7 @@ $(HOSTS)/.ready: $(BUILT) constraints.txt constraints-hosts.txt
 	$(PYTHON) -m venv $(HOSTS)
 	$(HOSTS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	DS_BUILD_OPS=0 $(HOSTS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
-		-c constraints-hosts.txt -e '.[hosts,train,data,deepspeed,triton]' pytest
+		-c constraints-hosts.txt -e '.[hosts,train,data,deepspeed,triton]' bitsandbytes optimum-quanto torchao pytest
 	touch $@
 
 test-hosts: $(HOSTS)/.ready
@@ -104,9 +104,18 @@ $(TIMM)/.ready: $(BUILT) constraints.txt
 test-timm: $(TIMM)/.ready
 	$(TIMM)/bin/python -m pytest --noconftest -p tests.hosts_all.without_torchvision_ops tests/hosts_all/test_timm.py $(ARGS)
 
-test-hosts-all: $(HOSTS_ALL)/.ready $(VERL)/.ready test-timm
+# OLMo-core wants an older filelock than constraints.txt has.
+OLMO := .venv-hosts-olmo
+$(OLMO)/.ready: $(BUILT)
+	$(PYTHON) -m venv $(OLMO)
+	$(OLMO)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(OLMO)/bin/python -m pip install --quiet --disable-pip-version-check -e . ai2-olmo-core==3.0.0 pytest
+	touch $@
+
+test-hosts-all: $(HOSTS_ALL)/.ready $(VERL)/.ready $(OLMO)/.ready test-timm
 	$(HOSTS_ALL)/bin/python -m pytest --noconftest tests/hosts_all --ignore=tests/hosts_all/test_verl.py \
-		--ignore=tests/hosts_all/test_timm.py $(ARGS)
+		--ignore=tests/hosts_all/test_timm.py --ignore=tests/hosts_all/test_olmo.py $(ARGS)
+	$(OLMO)/bin/python -m pytest --noconftest tests/hosts_all/test_olmo.py $(ARGS)
 	$(VERL)/bin/python -m pytest --noconftest tests/hosts_all/test_verl.py $(ARGS)
 
 check: setup

@@ -25,14 +25,15 @@ SETTINGS: dict[str, Any] = {"lr": RATE, "weight_decay": 0.1, "compute_dtype": to
 
 def accelerator_for(how: str, micro: int) -> Accelerator:
     """Make it with so many micro-batches a step."""
-    if how == "fsdp2":
+    if how in ("fsdp2", "hsdp"):
         plugin = FullyShardedDataParallelPlugin(
             fsdp_version=2,
             auto_wrap_policy="transformer_based_wrap",
             transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
             state_dict_type="SHARDED_STATE_DICT",
         )
-        return Accelerator(fsdp_plugin=plugin, gradient_accumulation_steps=micro)
+        twice = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2) if how == "hsdp" else None
+        return Accelerator(fsdp_plugin=plugin, gradient_accumulation_steps=micro, parallelism_config=twice)
     if how.startswith("zero"):
         config = {
             "zero_optimization": {"stage": int(how[-1])},
@@ -54,7 +55,7 @@ def train(how: str, folder: str, micro: int, resume: bool = False) -> dict[str, 
         model: Any = tensor_parallel_llama(f"{folder}/weights") if how == "tp" else llama()
         optimizer = from_model(accelerator, model, **SETTINGS)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
-        loader = DataLoader(Tokens(), batch_size=2)
+        loader = DataLoader(Tokens(16 * accelerator.num_processes), batch_size=2)
         model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
         if resume:
             accelerator.load_state(folder)
@@ -86,6 +87,7 @@ def train(how: str, folder: str, micro: int, resume: bool = False) -> dict[str, 
             }
         return {
             "type": accelerator.distributed_type,
+            "placements": {str(getattr(p, "placements", None)) for p in model.parameters()},
             "given": given,
             "weights": [*seen, final],
             "losses": losses,
@@ -133,3 +135,13 @@ def test_other_ways_are_ddp(workers: Any, ddp: Any, tmp_path: Path, how: str, mi
 def test_tensor_parallelism_is_a_plain_loop(workers: Any, tmp_path: Path) -> None:
     found = workers(2).run(train, "tp", str(tmp_path), 2, timeout=90.0)[0]
     assert different(found["weights"][-1], replayed(llama(), found["given"], **SETTINGS)) == []
+
+
+def test_hsdp_on_four_ranks_is_a_plain_loop(workers: Any, tmp_path: Path) -> None:
+    found = workers(4).run(train, "hsdp", str(tmp_path), 2, timeout=120.0)[0]
+    assert {placed.replace("_S", "S") for placed in found["placements"]} == {"(Replicate(), Shard(dim=0))"}
+    assert len(found["given"]) == BATCHES // 2
+    assert different(found["weights"][-1], replayed(llama(), found["given"], **SETTINGS)) == []
+    resumed = workers(4).run(train, "hsdp", str(tmp_path), 2, resume=True, timeout=120.0)[0]
+    assert resumed["losses"] == found["losses"][BATCHES // 2 :]
+    assert different(resumed["weights"][-1], found["weights"][-1]) == []

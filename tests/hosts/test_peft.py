@@ -8,8 +8,10 @@ from typing import Any
 import peft
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
-from torch import nn
+from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
+from torch import Tensor, nn
+from torchao.quantization import Int8WeightOnlyConfig
+from transformers import BitsAndBytesConfig, LlamaForCausalLM, QuantoConfig, TorchAoConfig
 
 import muonmesh as mm
 from tests.hosts.replay import different, weights
@@ -72,3 +74,64 @@ def test_saved_modules_are_what_they_copy() -> None:
         "down_proj": "muon",
         "lm_head": "adamw.head",
     }
+
+
+# ------------------------------------------------------------------ quantized bases
+
+FOUR = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": torch.float32}
+BASES: dict[str, tuple[Any, str]] = {
+    "bitsandbytes, 4 bits": (BitsAndBytesConfig(load_in_4bit=True, **FOUR), "Linear4bit"),
+    "bitsandbytes, 8 bits": (BitsAndBytesConfig(load_in_8bit=True), "Linear8bitLt"),
+    "torchao, 8 bits": (TorchAoConfig(Int8WeightOnlyConfig()), "Int8Tensor"),
+    "quanto, 8 bits": (QuantoConfig(weights="int8"), "QLinear"),
+}
+RATE = {"lr": 0.05, "compute_dtype": torch.float32}
+
+
+def bits(model: nn.Module) -> dict[str, Tensor]:
+    """All numbers of a model, those inside of quantized weights too, by name."""
+    found = dict[str, Tensor]()
+    for name, value in model.state_dict().items():
+        inner = value.__tensor_flatten__()[0] if hasattr(type(value), "__tensor_flatten__") else []  # torchao's
+        found |= {f"{name}.{key}": getattr(value, key).clone() for key in inner}
+        if not inner and isinstance(value, Tensor):
+            found[name] = value.detach().clone()
+    return found
+
+
+@pytest.mark.parametrize("name", BASES)
+def test_adapters_of_a_quantized_base(name: str, tmp_path: Path) -> None:
+    """QLoRA: factors take the steps of a plain loop, a saved module Muon's, and the base stays as it was loaded."""
+    config, kind = BASES[name]
+    llama(hidden_size=64, intermediate_size=128).save_pretrained(tmp_path)
+    base = LlamaForCausalLM.from_pretrained(tmp_path, quantization_config=config, device_map="cpu")
+    held = base.model.layers[0].mlp.up_proj
+    assert kind in (type(held).__name__, type(held.weight).__name__)
+    assert {g["name"] for g in mm.split_params(base)} == {"adamw.embeddings", "adamw.head", "adamw.vectors"}
+    trained = LoraConfig(**LORA, modules_to_save=["lm_head"])
+    model = get_peft_model(prepare_model_for_kbit_training(base), trained)
+    optimizer = mm.from_model(model, **RATE, overrides={"lora_[AB]": "muon"})
+    assert [(g["name"], len(g["params"])) for g in optimizer.param_groups] == [("muon", 8), ("adamw.head", 1)]
+    learned = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    plain = {name: nn.Parameter(p.detach().clone()) for name, p in learned.items()}
+    factors = [p for name, p in plain.items() if "lora_" in name]
+    beside = mm.Muon(
+        [
+            {"params": factors, "algorithm": "muon"},
+            {"params": [p for name, p in plain.items() if "lora_" not in name], "algorithm": "adamw"},
+        ],
+        **RATE,
+    )
+    before = bits(model)
+    for number in range(3):
+        optimizer.zero_grad()
+        batch = torch.stack([Tokens()[number + row]["input_ids"] for row in range(4)])
+        model(input_ids=batch, labels=batch).loss.backward()
+        for each, p in learned.items():
+            plain[each].grad = p.grad.clone()
+        optimizer.step()
+        beside.step()
+    assert all(torch.equal(p, plain[each]) for each, p in learned.items())
+    after = bits(model)
+    moved = {each for each, value in after.items() if not torch.equal(value, before[each])}
+    assert moved == set(learned)

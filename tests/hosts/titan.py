@@ -188,10 +188,3 @@ def config(folder: Path, overrides: list[str], load_step: int = -1, **parallelis
     made.validator = replace(made.validator, enable=False)
     made.override.imports = parse_cli_imports(overrides)
     return made
-
-
-def small() -> Trainer.Config:
-    """As torchtitan's command line asks for a configuration: --module tests.hosts.titan --config small."""
-    made = config(Path("."), [])
-    made.metrics.enable_tensorboard = True
-    return made

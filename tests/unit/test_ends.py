@@ -133,6 +133,26 @@ def test_heads_in_a_tuple_and_beside_it() -> None:
     assert placed(split_params(model))["head.1.weight"] == ("muon", "whole")
 
 
+class Normed(nn.Module):
+    """As OLMo-core's Transformer: the last norm is in a module with the output layer, which nothing but names tells."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embeddings = nn.Embedding(64, 8)
+        self.blocks = nn.ModuleDict({"0": Mixed(8)})
+        self.lm_head = Mixed(64)
+
+
+class Mixed(nn.Module):
+    def __init__(self, out: int) -> None:
+        super().__init__()
+        self.norm, self.w_out = nn.LayerNorm(8), nn.Linear(8, out, bias=False)
+
+
+def test_the_head_in_a_module_beside_its_norm() -> None:
+    assert heads(Normed()) == {"lm_head.w_out.weight"}
+
+
 def test_the_head_of_a_convolutional_net_with_as_many_classes_as_colours() -> None:
     layers = [nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(8, 3)]
     assert heads(nn.Sequential(*layers)) == {"3.weight"}

@@ -31,7 +31,8 @@ def ends(model: nn.Module) -> dict[int, tuple[Kind, str]]:
     2. In a transformers model, outside its base model: a layer onto the labels or the vocabulary, and one whose
        output no later layer out there can read. Directly in the model, if it has no base model: onto the labels.
     3. In any other model: the last linear or convolution registered, if it is inside no block, that is reached
-       through containers only. Where no stack of blocks comes before it, that is a guess, and the reason says so.
+       through containers and modules called `lm_head` only. Where no stack of blocks comes before it, that is a guess,
+       and the reason says so.
 
     Input layers: see `_input_layers`. A pipeline stage is to get what the whole model gets, so a block that is alone in
     it is no model.
@@ -219,13 +220,15 @@ def _last_layer(body: nn.Module) -> tuple[nn.Module, bool] | None:
 
     def walk(module: nn.Module) -> None:
         nonlocal last, stacked, stacked_before, more
-        for child in module._modules.values():
+        for key, child in module._modules.items():
             if child is None:
                 more = True
                 continue
             child = unwrapped(child)
             if isinstance(child, nn.Linear | _ConvNd):
                 last, stacked_before, more = child, stacked, False
+            elif key == "lm_head":  # a norm and the layer, in a module: OLMo-core's
+                walk(child)
             elif _is_block(child, module):
                 stacked = stacked or isinstance(module, _CONTAINERS)
             elif isinstance(child, _CONTAINERS):
