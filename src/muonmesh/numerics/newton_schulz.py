@@ -32,6 +32,7 @@ from muonmesh.numerics.kernels import Exact, KernelName, Matmuls, resolve, selec
 from muonmesh.numerics.kernels.dense import scaled
 from muonmesh.numerics.kernels.memory import scratch
 from muonmesh.numerics.kernels.recording import run_again
+from muonmesh.numerics.kernels.toolchain import DTYPES
 from muonmesh.numerics.kernels.threads import run_on_one_thread
 from muonmesh.numerics.normalize import load, rescale_rows, store, sums
 from muonmesh.numerics.precision import exact_fp32, plain_modes
@@ -43,6 +44,7 @@ Method: TypeAlias = Literal["auto", "standard", "gram"]
 whichever is better."""
 
 _ALIGNMENT = 64
+_MOST_HELD = 16  # steps whose coefficients are part of a kernel's code
 
 # What was deflated is near enough to its polar factor if the Schatten norm is so much smaller than the norm before,
 # for then small values are raised as far as by "polar_express", or if the mean of (1 − σ²)² is at most this [measured].
@@ -172,6 +174,16 @@ class Orthogonalizer:
         """
         rational = [] if self.prepared.rational is None else [3]
         return rational + [len(polynomial) for segment in self.segments for polynomial in segment]
+
+    @cached_property
+    def quintics(self) -> tuple[float, ...]:
+        """Three coefficients a step, if that is all there is to do and a kernel may hold them; else nothing."""
+        steps = [polynomial for segment in self.segments for polynomial in segment]
+        alone = self.prepared.begins_with_polynomials and self.prepared.preconditioner == "none"
+        fits = alone and self.method == "standard" and self.dtype == torch.bfloat16 and len(steps) <= _MOST_HELD
+        if not fits or max(map(len, steps)) > 3:
+            return ()
+        return tuple(coefficient for step in steps for coefficient in (*step, 0.0)[:3])
 
     @property
     def squares(self) -> int:
@@ -394,7 +406,10 @@ class _Iteration:
 
         The results are multiplied by `times`, (batch, 1, 1).
         """
-        prepared = self._resolved.prepared
+        small, quintics, prepared = self._matmuls.small, self._resolved.quintics, self._resolved.prepared
+        if small is not None and quintics and matrices.dtype in DTYPES:
+            small(matrices, out, quintics, times)
+            return
         count, together = len(matrices), self._matmuls.together
         first = matrices if overwrite and self._serves(matrices) else self._long(0, count)
         second = out if self._serves(out) else self._long(1, count)

@@ -6,12 +6,15 @@ fake tensors, sees one launch where there is one, and Triton itself is imported 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import importlib
+import sys
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from muonmesh.numerics.kernels import beside
+from muonmesh.numerics.kernels.portions import SMALL_COLS, SMALL_ROWS
 from muonmesh.numerics.kernels.table import Matmuls
 from muonmesh.numerics.kernels.triton_launch import Launch, operator
 
@@ -109,8 +112,21 @@ def join(z: Tensor, w: Tensor, p0: float, q0: float, out: Tensor, *, symmetric: 
     return out, beside.centre(diagonal, out, p0 * q0)
 
 
-def triton_products(*, at_once: int) -> Matmuls:
-    """The table for batches of at most `at_once` matrices."""
+_orthogonalize = operator(
+    "orthogonalize(Tensor x, Tensor(a!) out, float[] polynomials, Tensor? times)",
+    lambda *given: [importlib.import_module("muonmesh.numerics.kernels.small").orthogonalizing(*given)],
+)
+
+
+def small(x: Tensor, out: Tensor, polynomials: Sequence[float], times: Tensor | None) -> None:
+    """All steps of matrices that one program holds."""
+    if x.shape[1] > x.shape[2]:
+        x, out = x.mT, out.mT
+    _orthogonalize(x, out, polynomials, times)
+
+
+def triton_products(*, at_once: int, rows: int = sys.maxsize, cols: int = sys.maxsize) -> Matmuls:
+    """The table for batches of at most `at_once` matrices of a shape, rows ≤ cols."""
     return Matmuls(
         gram=gram,
         polynomial=polynomial,
@@ -121,4 +137,5 @@ def triton_products(*, at_once: int) -> Matmuls:
         together=True,
         join=join,
         normalize=beside.normalize,
+        small=small if rows <= SMALL_ROWS and cols <= SMALL_COLS else None,
     )
