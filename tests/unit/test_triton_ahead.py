@@ -70,6 +70,14 @@ def test_the_elementwise_pair_moves_sixteen_bytes_at_a_time(script: ModuleType, 
     assert found.wide >= 6
 
 
+def test_all_steps_of_a_small_matrix_fit(script: ModuleType) -> None:
+    """Four programs on a multiprocessor: 1,000 matrices are two turns of 132 of them."""
+    found = script.compiled("sm_90", "all steps", "64×64")
+    assert found.spilled == 0
+    assert found.programs >= 4
+    assert found.tensor > 0
+
+
 @pytest.mark.parametrize(("architecture", "name"), [("sm_90", "norms of parts"), ("gfx942", "any not zero")])
 def test_what_is_beside_products_fits(script: ModuleType, architecture: str, name: str) -> None:
     found = script.compiled(architecture, "beside", name)
