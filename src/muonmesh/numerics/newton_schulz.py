@@ -32,8 +32,8 @@ from muonmesh.numerics.kernels import Exact, KernelName, Matmuls, resolve, selec
 from muonmesh.numerics.kernels.dense import scaled
 from muonmesh.numerics.kernels.memory import scratch
 from muonmesh.numerics.kernels.recording import run_again
-from muonmesh.numerics.kernels.toolchain import DTYPES
 from muonmesh.numerics.kernels.threads import run_on_one_thread
+from muonmesh.numerics.kernels.toolchain import DTYPES
 from muonmesh.numerics.normalize import load, rescale_rows, store, sums
 from muonmesh.numerics.precision import exact_fp32, plain_modes
 from muonmesh.numerics.rational import rational_step
@@ -180,8 +180,8 @@ class Orthogonalizer:
         """Three coefficients a step, if that is all there is to do and a kernel may hold them; else nothing."""
         steps = [polynomial for segment in self.segments for polynomial in segment]
         alone = self.prepared.begins_with_polynomials and self.prepared.preconditioner == "none"
-        fits = alone and self.method == "standard" and self.dtype == torch.bfloat16 and len(steps) <= _MOST_HELD
-        if not fits or max(map(len, steps)) > 3:
+        fits = self.dtype == torch.bfloat16 and len(steps) <= _MOST_HELD and max(map(len, steps)) <= 3
+        if not (alone and fits and self.method == "standard"):
             return ()
         return tuple(coefficient for step in steps for coefficient in (*step, 0.0)[:3])
 
