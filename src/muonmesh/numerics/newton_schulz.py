@@ -44,7 +44,6 @@ Method: TypeAlias = Literal["auto", "standard", "gram"]
 whichever is better."""
 
 _ALIGNMENT = 64
-_MOST_HELD = 16  # steps whose coefficients are part of a kernel's code
 
 # What was deflated is near enough to its polar factor if the Schatten norm is so much smaller than the norm before,
 # for then small values are raised as far as by "polar_express", or if the mean of (1 − σ²)² is at most this [measured].
@@ -180,10 +179,9 @@ class Orthogonalizer:
         """Three coefficients a step, if that is all there is to do and a kernel may hold them; else nothing."""
         steps = [polynomial for segment in self.segments for polynomial in segment]
         alone = self.prepared.begins_with_polynomials and self.prepared.preconditioner == "none"
-        fits = self.dtype == torch.bfloat16 and len(steps) <= _MOST_HELD and max(map(len, steps)) <= 3
-        if not (alone and fits and self.method == "standard"):
-            return ()
-        return tuple(coefficient for step in steps for coefficient in (*step, 0.0)[:3])
+        fits = alone and self.method == "standard" and self.dtype == torch.bfloat16 and max(self.degrees) <= 3
+        # More would make much code: they are part of it.
+        return tuple(c for step in steps for c in (*step, 0.0)[:3]) if fits and len(steps) <= 16 else ()
 
     @property
     def squares(self) -> int:
@@ -638,24 +636,18 @@ class _Iteration:
         Where a is from the data and the products can only add what the host multiplies, it is X + B/a X, and ν takes a:
         the sum is rounded once, and B, which is smaller than X, instead of X an element more.
         """
-        if isinstance(a, Tensor) and self._matmuls.sparing:
-            b, a = b.div_(a), self._defer(a)
-        factor = self._final_factor() if self._last else 1.0
+        if isinstance(a, Tensor) and self._matmuls.sparing:  # a is left to the products that divide by ν
+            self._norm_is(self._norm / a)
+            b, a = b.div_(a), 1.0
+        factor: float | Tensor = self._inverse if self._last else 1.0
+        if self._last and self._times is not None:
+            factor = self._inverse * self._times
         if not self._panels:
             self._matmuls.apply(self.x, b, a, factor, self._next)
         for some in self._panels:
             self._matmuls.apply(self.x[..., some], b, a, factor, self._next[..., some])
         self._panels.reverse()  # X goes back the way it came, its last panel first
         self.x, self._next = self._next, self.x
-
-    def _final_factor(self) -> Tensor:
-        """Return what the last product is multiplied by, (count, 1, 1)."""
-        return self._inverse if self._times is None else self._inverse * self._times
-
-    def _defer(self, a: Tensor) -> float:
-        """Leave a factor of X to the products that divide by ν, and return the one that is left."""
-        self._norm_is(self._norm / a)
-        return 1.0
 
     def _without_constant(self, p: Polynomial, a: Tensor, out: str, spare: str) -> Tensor:
         """p₁·A + p₂·A² + ..., in the buffer `out` or `spare`; Horner's scheme from the highest power down."""
