@@ -27,6 +27,7 @@ from muonmesh.comm.to_owners import ToOwners
 from muonmesh.comm.wire import Counts
 from muonmesh.errors import caller, explain_error, warn
 from muonmesh.groups import ParamGroups
+from muonmesh.numerics.kernels.graphs import refuse_capture
 from muonmesh.numerics.precision import plain_modes
 from muonmesh.report.explain import Explanation, explain, summary
 from muonmesh.report.metrics import measure
@@ -126,6 +127,9 @@ class Muon(torch.optim.Optimizer):
         memory_budget_mb: MiB that a step may take on each rank beside weights, gradients and state; the result has the
             same bits. A step that has too little takes one matrix at a time. None takes twice what torch.optim.Muon
             takes for the largest matrix, at least 160 MiB, and 256 MiB on a CPU.
+        cuda_graphs: Whether to capture the orthogonalization of up to four batches of matrices as CUDA graphs, at their
+            third step, and to start each by one launch from then on. The same bits. Memory for the largest of these
+            batches is kept between steps, beside the budget; see `explain`. It has not run on a GPU yet.
         gradients: Where gradients are kept if not in ``parameter.grad``, see `GradientSource`; for Megatron-Core's
             ``main_grad`` a `muonmesh.integrations.megatron.MainGrad`. With "to_owners" the optimizer averages gradients
             over replicas itself, those of matrices at their owners alone, see `ToOwners`.
@@ -158,7 +162,7 @@ class Muon(torch.optim.Optimizer):
             precision, group = Precision.of(shared), shared["process_group"]
             # A copy of the layouts, so that what the caller does with the mapping later changes nothing here.
             layouts, budget = dict(shared["layouts"] or {}), shared["memory_budget_mb"]
-            self._runtime = Runtime(precision, group, layouts, shared["shard_state"], budget)
+            self._runtime = Runtime(precision, group, layouts, shared["shard_state"], budget, shared["cuda_graphs"])
             source = ToOwners() if shared["gradients"] == "to_owners" else shared["gradients"]
             self._runtime.source = PARAMETER_GRAD if source is None else source
             if isinstance(params, ParamGroups):
@@ -298,6 +302,7 @@ class Muon(torch.optim.Optimizer):
     @plain_modes()
     def _take_step(self, scaler: torch.amp.grad_scaler.GradScaler | None) -> None:
         runtime = self._runtime
+        refuse_capture()
         if runtime.connected is None:
             refuse_engine(caller((__name__, "torch", "contextlib"))[1])
         clip, runtime.clip = runtime.clip, Clip()
@@ -535,6 +540,7 @@ class Muon(torch.optim.Optimizer):
             LOST_LAYOUTS if runtime.layouts else {},
             runtime.shard_state,
             runtime.memory_budget_mb,
+            runtime.cuda_graphs,
             complete=runtime.complete,
             warned=runtime.warned,
             interrupted=runtime.interrupted,

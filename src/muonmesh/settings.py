@@ -129,6 +129,7 @@ class OptimizerSettings(TypedDict, total=False):
         float | None,
         Setting(None, lambda value: value is None or (_is_number(value) and value >= 0), f"{_NOT_NEGATIVE}, or None"),
     ]
+    cuda_graphs: Annotated[bool, _switch(False)]
     gradients: Annotated[GradientSource | Literal["to_owners"] | None, Setting(None)]
 
 

@@ -220,9 +220,7 @@ class OneProcess:
         for name, parameter in self.model.named_parameters():
             parameter.data = values()[name].to(dtype).float()
         settings = {"compute_dtype": torch.float32, **OPTIMIZER, **optimizer}
-        split = {key: settings.pop(key) for key in ("overrides", "adamw", "muon") if key in settings}
-        self.groups = mm.split_params(self.model, **split)
-        self.optimizer = mm.Muon(self.groups, process_group="local", **settings)
+        self.optimizer = mm.from_model(self.model, process_group="local", **settings)
 
     def step(self, gradients: dict[str, Tensor], **clip: Any) -> Any:
         for name, parameter in self.model.named_parameters():
@@ -242,7 +240,8 @@ class OneProcess:
         for name, parameter in self.model.named_parameters():
             state = self.optimizer.state.get(parameter, {})
             if "momentum_buffer" in state:
-                found[f"{name}.exp_avg"] = state["momentum_buffer"].clone()
+                momentum = state["momentum_buffer"]  # elsewhere, if the owners have it
+                found[f"{name}.exp_avg"] = momentum.clone() if momentum.shape == parameter.shape else parameter * 0
                 found[f"{name}.exp_avg_sq"] = torch.zeros_like(parameter)
             elif state:
                 found.update({f"{name}.{key}": state[key].clone() for key in ("exp_avg", "exp_avg_sq")})
@@ -428,7 +427,7 @@ def resume(config: dict[str, Any], folder: str, how: str, *, steps: int = 2, **o
     else:
         engine.load_checkpoint(folder, tag="universal" if how == "universal" else "saved")
     algorithms = [group["algorithm"] for group in engine.optimizer.param_groups]
-    assert algorithms == ["muon", *["adamw"] * (len(algorithms) - 1)], algorithms
+    assert algorithms == [optimizer.get("rule", "muon"), *["adamw"] * (len(algorithms) - 1)], algorithms
     rates = [group["lr"] for group in engine.optimizer.param_groups]
     assert rates == [0.005, *[0.0025] * (len(rates) - 1)], rates
     train(engine, range(steps, STEPS), sources=2)

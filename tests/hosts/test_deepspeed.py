@@ -143,6 +143,25 @@ def test_a_model_made_under_zero_init(pools: dict[int, Pool], dtype: dict[str, A
     assert pools[2].run(ds.exactness, zero(3) | dtype, zero_init=True) == [[], []]
 
 
+RULES: dict[str, dict[str, Any]] = {
+    "dynmuon": {"dynmuon_power": 0.2},
+    "soap": {"soap_every": 2, "soap_beta2": 0.8},  # its state lies at the owners
+    "normuon": {"lr": 0.04, "normuon_beta2": 0.8},
+}
+
+
+@pytest.mark.parametrize(
+    ("rule", "name"),
+    [
+        *(("soap", name) for name in ("0", "1 accumulation", "2 bf16", "2 offload", "3 sub-groups")),
+        *(("dynmuon", name) for name in ("0 bf16", "2 round robin", "3 sub-groups")),
+        *(("normuon", name) for name in ("1", "3")),
+    ],
+)
+def test_other_rules_too(pools: dict[int, Pool], rule: str, name: str) -> None:
+    assert pools[2].run(ds.exactness, EXACT[name], rule=rule, muon=RULES[rule]) == [[], []]
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_groups_with_settings_of_their_own(pools: dict[int, Pool], stage: int) -> None:
     overrides = {
@@ -372,6 +391,22 @@ def test_training_resumes_bit_for_bit(pools: dict[int, Pool], tmp_path: Path, na
         assert (how, ds.differences(found, carried)) == (how, [])
     counts = {float(value.max()) for key, value in needed.items() if key.endswith("running_norm_steps")}
     assert counts == {0, ds.STEPS}  # one parameter never has a gradient
+
+
+@pytest.mark.parametrize(("rule", "name"), [("soap", "1"), ("soap", "3"), ("normuon", "1")])
+def test_another_rule_resumes_too(pools: dict[int, Pool], tmp_path: Path, rule: str, name: str) -> None:
+    """Bit for bit; what the owners keep has no place in a universal checkpoint."""
+    config, others = ACROSS[name]
+    given = {"rule": rule, "muon": RULES[rule] | {"lr": 0.02}}
+    needed = pools[2].run(ds.save, config, str(tmp_path), **given)[0]
+    for how, world, other in others:
+        if how != "universal":
+            found = pools[world].run(ds.resume, other, str(tmp_path), how, **given)[0]
+            assert (how, ds.differences(found, needed)) == (how, [])
+    pools[2].run(ds.convert, str(tmp_path))
+    for outcome in pools[2].run_expecting_errors(ds.resume, config, str(tmp_path), "universal", **given):
+        assert outcome.error is StateError
+        assert f"a universal checkpoint of '{rule}', without its " in outcome.message
 
 
 # Between FSDP2 (None) and the stages of ZeRO, on two ranks and on four.

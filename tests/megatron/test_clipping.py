@@ -6,12 +6,15 @@ comparison is what all of its optimizers go through: `ChainedOptimizer.step`, wh
 
 from __future__ import annotations
 
+import contextlib
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.optimizer import get_megatron_optimizer as megatrons
 from torch import Tensor
 
@@ -19,6 +22,7 @@ from muonmesh.integrations.megatron import get_megatron_optimizer
 from tests.megatron import gathered, host
 from tests.megatron.host import Shape
 from tests.megatron.shapes import MOE, MTP, ONE_LAYER
+from tests.megatron.training import train
 
 HUGE = 2.0**27  # a power of two, so that what does not depend on magnitudes keeps its bits
 
@@ -110,13 +114,9 @@ def test_a_step_is_skipped_for_the_half_that_is_clipped(workers, flat: bool) -> 
         assert set(moved.values()) == {0.0}
 
 
-def all_reduces(shape: Shape, settings: dict[str, Any]) -> tuple[int, Any]:
-    """How many all-reduces there are in a step, and what it returned."""
-    host.begin(shape)
-    chunks = host.chunks_of(shape)
-    optimizer = get_megatron_optimizer(host.optimizer_config(shape, **settings), chunks)
-    host.backward(shape, chunks, optimizer, 0)
-    optimizer.step()
+@contextlib.contextmanager
+def counted() -> Iterator[list[Tensor]]:
+    """What is added up over ranks in this context."""
     calls: list[Tensor] = []
     real = dist.all_reduce
 
@@ -126,9 +126,20 @@ def all_reduces(shape: Shape, settings: dict[str, Any]) -> tuple[int, Any]:
 
     dist.all_reduce = counting
     try:
-        told = optimizer.step()
+        yield calls
     finally:
         dist.all_reduce = real
+
+
+def all_reduces(shape: Shape, policy: Any, settings: dict[str, Any]) -> tuple[int, Any]:
+    """How many all-reduces there are in a step, and what it returned."""
+    host.begin(shape)
+    chunks = host.chunks_of(shape)
+    optimizer = get_megatron_optimizer(host.optimizer_config(shape, **settings), chunks, policy=policy)
+    host.backward(shape, chunks, optimizer, 0)
+    optimizer.step()
+    with counted() as calls:
+        told = optimizer.step()
     return len(calls), told
 
 
@@ -137,17 +148,18 @@ ONLY_MUON = r"^(?!.*linear)"
 
 
 @pytest.mark.parametrize(
-    ("shape", "settings", "most", "measured"),
+    ("shape", "policy", "settings", "most", "measured"),
     [
-        (Shape(tp=2), {}, 2, True),
-        (Shape(tp=2, flat=True), {}, 2, True),
-        (Shape(ep=2, model=MOE + ONE_LAYER), {}, 2, True),
-        (Shape(tp=2), {"clip_grad": 0.0}, 1, False),
-        (Shape(tp=2, frozen=ONLY_MUON), {}, 1, False),
-        (Shape(tp=2, dtype=torch.float16), {}, 3, True),
-        (Shape(pp=2), {}, 2, True),
-        (Shape(pp=2, tp=2, flat=True), {}, 2, True),
-        (Shape(pp=2), {"clip_grad": 0.0}, 2, False),
+        (Shape(tp=2), "adamw_only", {}, 2, True),
+        (Shape(tp=2, flat=True), "adamw_only", {}, 2, True),
+        (Shape(ep=2, model=MOE + ONE_LAYER), "adamw_only", {}, 2, True),
+        (Shape(tp=2), "adamw_only", {"clip_grad": 0.0}, 1, False),
+        (Shape(tp=2, frozen=ONLY_MUON), "adamw_only", {}, 1, False),
+        (Shape(tp=2, dtype=torch.float16), "adamw_only", {}, 3, True),
+        (Shape(pp=2), "adamw_only", {}, 2, True),
+        (Shape(pp=2, tp=2, flat=True), "adamw_only", {}, 2, True),
+        (Shape(pp=2), "adamw_only", {"clip_grad": 0.0}, 2, False),
+        (Shape(pp=2, tp=2), "per_matrix", {}, 2, True),
     ],
     ids=[
         "TP",
@@ -159,14 +171,68 @@ ONLY_MUON = r"^(?!.*linear)"
         "stages",
         "stages, flat",
         "stages, not clipped",
+        "stages, matrices",
     ],
 )
-def test_all_reduces_of_a_step(workers, shape: Shape, settings: dict[str, Any], most: int, measured: bool) -> None:
+def test_all_reduces_of_a_step(
+    workers, shape: Shape, policy: str, settings: dict[str, Any], most: int, measured: bool
+) -> None:
     """One of flags and one of the norm, none for a norm by which nothing is clipped; docs/megatron.md has the table."""
-    for calls, (ok, norm, _) in workers(4).run(all_reduces, shape, settings):
+    for calls, (ok, norm, _) in workers(4).run(all_reduces, shape, policy, settings):
         assert ok
         assert (norm is not None) == measured
         assert calls == most
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [Shape(pp=2, tp=2), Shape(pp=2, ep=2, model=MOE), Shape(pp=2, frozen_stage=0)],
+    ids=["TP", "experts", "a stage without parameters"],
+)
+def test_matrices_of_all_stages_are_limited_by_their_own_norms(workers, shape: Shape) -> None:
+    """Each stage has room of its own in the sum over the world; after the warm-up the limit is half the usual norm."""
+    for found in workers(4).run(train, shape, 12, policy="per_matrix", config={"clip_grad": 0.5}):
+        assert found.differing == {}
+        assert found.norms == pytest.approx(found.expected)
+
+
+def planned_again(shape: Shape) -> tuple[list[int], list[tuple[float, float]]]:
+    """Take four steps, before the third of which the first stage gives a matrix to AdamW.
+
+    Returns:
+        How many all-reduces each makes; and of each parameter that is one matrix the running norm, and the mean norm.
+    """
+    host.begin(shape)
+    chunks = host.chunks_of(shape)
+    optimizer = get_megatron_optimizer(host.optimizer_config(shape), chunks, policy="per_matrix")
+    named = gathered.named(chunks)
+    counts, norms = list[int](), list[dict[str, float]]()
+    for turn in range(4):
+        optimizer.zero_grad()
+        host.backward(shape, chunks, optimizer, turn)
+        reduced = gathered.gather(gathered.held(named, gathered.gradients(chunks)))
+        norms.append({name: float(value.double().norm()) for name, value in reduced.items()})
+        if turn == 2 and parallel_state.is_pipeline_first_stage():
+            muon, adamw = (
+                next(g for g in optimizer.param_groups if g["algorithm"] == kind) for kind in ("muon", "adamw")
+            )
+            number = next(i for i, name in enumerate(muon["param_names"]) if "linear_qkv" in name)
+            del muon["matrices"][number], optimizer.optimizer.state[muon["params"][number]]
+            for key in ("params", "param_names", "reasons"):
+                adamw[key].append(muon[key].pop(number))
+        with counted() as calls:
+            optimizer.step()
+        counts.append(len(calls))
+    state = optimizer.optimizer.state
+    whole = [name for name in named if "linear_proj" in name or "linear_fc2" in name]
+    return counts, [(float(state[named[n]]["running_norm"]), sum(each[n] for each in norms) / 4) for n in whole]
+
+
+def test_a_stage_that_plans_again_tells_anew_how_many_matrices_it_has(workers) -> None:
+    for (*_, again, last), norms in workers(4).run(planned_again, Shape(pp=2, tp=2)):
+        assert again > last == 2
+        assert len(norms) == 2
+        assert all(running == pytest.approx(mean, rel=1e-6) for running, mean in norms)
 
 
 def test_experts_are_no_group_of_their_own(workers) -> None:

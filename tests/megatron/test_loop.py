@@ -204,7 +204,7 @@ def one_stage(what: str) -> None:
     mine = dist.get_rank() == 1
     if what == "a setting":
         made(shape, muon={"momentum": 2.0} if mine else None)
-    chunks, optimizer = made(shape)
+    chunks, optimizer = made(shape, config={"clip_grad": 0.0 if mine and what == "a limit" else 1.0})
     host.backward(shape, chunks, optimizer, 0)
     if what == "a group":
         optimizer.param_groups[0]["momentum"] = 2.0 if mine else 0.95
@@ -230,6 +230,7 @@ def test_an_override_may_name_what_one_stage_has(workers) -> None:
     [
         ("an override of no stage", "no_such_layer"),
         ("a setting", "momentum"),
+        ("a limit", r"max_norm=inf, policy='adamw_only', .* on rank 1; needed the same"),
         ("a group", "momentum"),
         ("a gradient", "gradient of local shape"),
         ("a state", "momentum_buffer of shape"),
@@ -242,7 +243,7 @@ def test_an_error_on_one_stage_is_raised_on_every_stage(workers, what: str, mess
     assert time.monotonic() - begin < 30  # gloo would wait for minutes
     assert issubclass(second.error, (ValueError, StateError))
     assert re.search(message, second.message)
-    assert first.error is (PlanError if what != "an override of no stage" else ValueError)
+    assert first.error is (ValueError if what in ("an override of no stage", "a limit") else PlanError)
 
 
 def stopped(what: str, policy: str, **config: Any) -> tuple[str, bool, bool, bool]:
@@ -280,7 +281,11 @@ def stopped(what: str, policy: str, **config: Any) -> tuple[str, bool, bool, boo
     return str(caught.value), weights, gradients, all(taken) and moved
 
 
-@pytest.mark.parametrize("config", [{}, {"clip_grad": 0.0}], ids=["clipped", "not clipped"])
+@pytest.mark.parametrize(
+    ("policy", "config"),
+    [("all", {}), ("all", {"clip_grad": 0.0}), ("per_matrix", {})],
+    ids=["clipped", "not clipped", "matrices"],
+)
 @pytest.mark.parametrize(
     ("what", "message"),
     [
@@ -290,9 +295,9 @@ def stopped(what: str, policy: str, **config: Any) -> tuple[str, bool, bool, boo
         ("a state", "momentum_buffer of shape"),
     ],
 )
-def test_nothing_is_written_on_any_stage(workers, what: str, message: str, config: dict[str, Any]) -> None:
+def test_nothing_is_written_on_any_stage(workers, what: str, message: str, policy: str, config: dict[str, Any]) -> None:
     """What only the flags of a stage find is raised on the other stage too, before it has scaled or written."""
-    found = workers(4).run(stopped, what, "all", **config, timeout=60.0)
+    found = workers(4).run(stopped, what, policy, **config, timeout=60.0)
     assert [(weights, gradients, moved) for _, weights, gradients, moved in found] == [(True, True, True)] * 4
     messages = [told for told, *_ in found]
     assert all("nother rank" in told for told in messages[:2])
@@ -329,10 +334,6 @@ def refused_chunks(what: str) -> None:
     chunks, config = host.chunks_of(shape), host.optimizer_config(shape)
     if what == "use_megatron_fsdp":
         chunks[0].ddp_config.use_megatron_fsdp = True
-    elif what == "qk_clip":  # Megatron's scripts ask for Transformer Engine then, which counts the logits
-        chunks[0].config.qk_clip = chunks[0].ddp_config.use_distributed_optimizer = config.use_distributed_optimizer = (
-            True
-        )
     elif what == "gtp_weight_remat_size":  # a field that versions after 0.16.1 have
         chunks[0].config.gtp_weight_remat_size = 2
     elif what == "use_precision_aware_optimizer":
@@ -349,7 +350,6 @@ def refused_chunks(what: str) -> None:
         "gtp_weight_remat_size",
         "use_precision_aware_optimizer",
         "a GPTModel",
-        "qk_clip",
     ],
 )
 def test_wrappers_that_hold_parameters_otherwise_are_refused(workers, what: str) -> None:

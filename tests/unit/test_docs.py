@@ -823,7 +823,14 @@ def test_user_pages_are_short() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["layout", "house", "step", *(pytest.param(name, marks=pytest.mark.soak) for name in ("timeline", "plan"))]
+    "name",
+    [
+        "layout",
+        "house",
+        "step",
+        "spectrum",
+        *(pytest.param(name, marks=pytest.mark.soak) for name in ("timeline", "plan")),
+    ],
 )
 def test_pictures_are_drawn_by_their_scripts(tmp_path: Path, name: str) -> None:
     script, picture = ROOT / "docs" / "images" / "draw" / f"{name}.py", tmp_path / f"{name}.png"

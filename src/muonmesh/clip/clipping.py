@@ -19,6 +19,7 @@ from muonmesh.clip.squares import (
     RANKS,
     REPLAN,
     SQUARED,
+    Slots,
     add_squares,
     matrices_from,
     reduce_squares,
@@ -49,16 +50,18 @@ def clip_gradients(
     source: GradientSource,
     process_group: dist.ProcessGroup | None,
     waits: bool,
+    slots: Slots | None = None,
 ) -> tuple[GradNorms, Clip]:
     """Implement `Muon.clip_grad_norm_`: measure the gradients, add up one fp64 vector over the ranks, and scale.
 
-    With ``process_group`` the head of the vector is added up over that.
+    With ``process_group`` the head of the vector is added up over that; with ``slots`` the matrices too.
 
     Squares and sums are fp64 and a coefficient is rounded once: with fp32 sums it differs between shardings.
 
     Raises:
         Exception: what this rank found wrong, after it has taken part in what the others wait for.
         PlanError: another rank found something wrong. Nothing has been scaled then.
+        PlanAgain: a rank must plan again, or ``slots`` are those of another plan than it has now.
     """
     apart, matrices, sums = source.norms_apart, matrices_from(source), zeros_for(planned, source)
     if not _reduces(planned, limits, process_group):
@@ -75,8 +78,9 @@ def clip_gradients(
     if error is not None and sums.is_meta:
         raise error  # nothing here has data, so nothing can be asked of the others
     said[ERRORS] = int(error is not None)
+    said[REPLAN] = unplaced = int(slots is not None and slots.planned is not planned)
     sums[:matrices] += upload(list(said.values()), dtype=sums.dtype, device=sums.device)
-    reduce_squares(sums, exchange, source, process_group, matrices=by_matrix)
+    reduce_squares(sums, exchange, source, process_group, matrices=by_matrix and not unplaced, slots=slots)
     if isinstance(error, ValueError) and not isinstance(error, LayoutError) and not waits:
         raise error  # an argument, which is the same everywhere
     if waits and float(sums[ERRORS]):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,20 @@ those of all other groups, told as "adamw": AdamW's, and those of rules on matri
 on: both again for each of the source's `norms_apart`, and then, from `matrices_from` on, the squares of each matrix
 of the plan.
 """
+
+
+class Slots(NamedTuple):
+    """Where a connected set adds up the squares of its matrices, in one sum over all sets in which each has its own.
+
+    Attributes:
+        planned: The plan that the others were told of; under another one all must tell anew.
+        first: How many matrices the sets before it have.
+        total: How many all sets have.
+    """
+
+    planned: Planned
+    first: int
+    total: int
 
 
 def half_of(group: Mapping[str, Any]) -> int:
@@ -139,7 +153,13 @@ def add_squares(
 
 
 def reduce_squares(
-    sums: Tensor, exchange: Exchange, source: GradientSource, group: dist.ProcessGroup | None, *, matrices: bool
+    sums: Tensor,
+    exchange: Exchange,
+    source: GradientSource,
+    group: dist.ProcessGroup | None,
+    *,
+    matrices: bool,
+    slots: Slots | None = None,
 ) -> None:
     """Add the sums up over the ranks, in place: over the connected set, and over the sets that meet in a group.
 
@@ -152,13 +172,22 @@ def reduce_squares(
         source: Where gradients are.
         group: Of other sets to be clipped with; None: there are none.
         matrices: Whether to add up the squares of the matrices too, which each set has for itself.
+        slots: Where the sum over the group has room for those of this set; None: they take a sum of their own.
     """
+    first = matrices_from(source)
+    if slots is not None:
+        told = torch.cat([sums[:first], sums.new_zeros(slots.total)])
+        count = len(sums) - first if matrices else 0
+        its, own = told[first + slots.first :][:count], sums[first:][:count]
+        its.copy_(own)
+        dist.all_reduce(told, group=group)
+        sums[:first], own[:] = told[:first], its
+        return
     ranks = [] if group is None else dist.get_process_group_ranks(group)
     here = sum(rank in exchange.plan.ranks for rank in ranks)
     if here == len(ranks):  # the same length under every policy, so that unequal ones do not wait for each other
         exchange.reduce_sums(sums)
         return
-    first = matrices_from(source)
     head, whole = sums[:first], here == len(exchange.plan.ranks)
     if not whole:
         exchange.reduce_sums(head)

@@ -30,6 +30,7 @@ from muonmesh.numerics.dtypes import COMPUTE_DTYPES, HELD_DTYPES, NEEDED_COMPUTE
 from muonmesh.numerics.gram_form import factor_of_all, factored
 from muonmesh.numerics.kernels import Exact, KernelName, Matmuls, resolve, select
 from muonmesh.numerics.kernels.dense import scaled
+from muonmesh.numerics.kernels.graphs import Graphs
 from muonmesh.numerics.kernels.memory import scratch
 from muonmesh.numerics.kernels.recording import run_again
 from muonmesh.numerics.kernels.threads import run_on_one_thread
@@ -219,8 +220,12 @@ class Orthogonalizer:
         overwrite: bool = False,
         times: Tensor | None = None,
         room: Tensor | None = None,
+        graphs: Graphs | None = None,
     ) -> Tensor:
-        """Return the orthogonal factor of each matrix of this shape, in `plain_modes`; see `orthogonalize`."""
+        """Return the orthogonal factor of each matrix of this shape, in `plain_modes`; see `orthogonalize`.
+
+        With `graphs` a batch that comes again may be captured and replayed.
+        """
         like_x = out is None or (out.shape, out.dtype, out.device) == (x.shape, x.dtype, x.device)
         if out is not None and not (like_x and out.is_contiguous()):
             found = f"{tuple(out.shape)}, strides {out.stride()}, {out.dtype} on {out.device}"
@@ -235,9 +240,15 @@ class Orthogonalizer:
         result = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
         target = result.view(matrices.shape)
         given = [tensor for tensor in (matrices, target, numbers) if tensor is not None]
-        if self._recordings is not None and 0 < len(matrices) <= self.at_once:
+        run_one, fits = partial(self._run, overwrite=overwrite), 0 < len(matrices) <= self.at_once
+        if graphs is not None and fits and self.prepared.begins_with_polynomials:
+            key = self.graph_key(matrices.shape, matrices.dtype, overwrite=overwrite, timed=times is not None)
             with exact_fp32(self.dtype):
-                run_again(self._recordings, partial(self._run, overwrite=overwrite), given, overwrite)
+                if graphs.run(run_one, given, *key):
+                    return result
+        if self._recordings is not None and fits:
+            with exact_fp32(self.dtype):
+                run_again(self._recordings, run_one, given, overwrite)
             return result
         matmuls = self.products()
         at_once = max(1, min(matmuls.at_once, len(matrices)))
@@ -254,6 +265,12 @@ class Orthogonalizer:
             else:
                 run()
         return result
+
+    def graph_key(
+        self, shape: Sequence[int], dtype: torch.dtype, *, overwrite: bool, timed: bool
+    ) -> tuple[Hashable, ...]:
+        """Return what a batch is known by in `Graphs`; it says which method this is."""
+        return id(self), tuple(shape), dtype, overwrite, timed
 
     def _run(self, *given: Tensor, overwrite: bool) -> None:
         _Iteration(self, len(given[0]), self.products()).run(*given, overwrite=overwrite)

@@ -13,6 +13,7 @@ from torch import Tensor
 from muonmesh.comm.wire import Counts
 from muonmesh.layout import cost
 from muonmesh.layout.balance import imbalance
+from muonmesh.numerics.kernels.graphs import MOST
 from muonmesh.numerics.newton_schulz import Orthogonalizer
 from muonmesh.numerics.rules import is_matrix_rule, rule_of
 from muonmesh.report.state_bytes import state_bytes_of
@@ -79,6 +80,9 @@ class Explanation:
         step_bytes: Bytes that a step takes at once on this rank beside weights, gradients and state; modelled, for
             Muon's own rule. On a CPU they are kept.
         budget_bytes: Those that it should keep to, by ``memory_budget_mb``.
+        graphs: Batches that have a CUDA graph so far; None without ``cuda_graphs``.
+        graph_bytes: What these keep on the device from step to step, which the budget does not count: the matrices,
+            results and squares of the largest batch.
         open: Names of parameters of which other ranks may hold copies, which the first step looks for. Until then they
             are told as if there were none.
     """
@@ -96,6 +100,8 @@ class Explanation:
     relayed: int = 0
     step_bytes: int = 0
     budget_bytes: int = 0
+    graphs: int | None = None
+    graph_bytes: int = 0
     open: tuple[str, ...] = ()
 
     @property
@@ -155,6 +161,9 @@ class Explanation:
             over = ", as it takes one matrix at a time" if self.step_bytes > self.budget_bytes else ""
             told = f"{self.step_bytes / 1e6:.3g} MB more, of a budget of {self.budget_bytes / 1e6:.3g} MB{over}"
             table.insert(-1, f"a step takes {told}")
+        if self.graphs is not None:
+            told = f"{self.graphs} batches, at most {MOST}, keep {self.graph_bytes / 1e6:.3g} MB beside the budget"
+            table.append(f"CUDA graphs of {told}")
         return "\n".join(table)
 
 
@@ -221,6 +230,8 @@ def explain(
         sum(relay is not None for relay in plan.relays),
         step_memory(plan, rank, travelling, planned.squares),
         plan.budget.bytes,
+        None if planned.graphs is None else len(planned.graphs),
+        0 if planned.graphs is None else planned.graphs.bytes,
         () if planned.exchange is not None else tuple(m.name for m in planned.members if m.may_have_copies(plan.ranks)),
     )
 

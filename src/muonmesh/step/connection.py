@@ -28,6 +28,7 @@ from muonmesh.layout import Budget, Parameter, Plan, make_plan, split_matrices
 from muonmesh.names import canonical_name
 from muonmesh.numerics.dtypes import HELD_DTYPES, NEEDED_HELD
 from muonmesh.numerics.kernels import KernelName, auto_takes
+from muonmesh.numerics.kernels.graphs import Graphs
 from muonmesh.numerics.rules import Rule, is_matrix_rule, rule_of
 from muonmesh.settings import SettingsFound, check_group, check_groups, check_structure
 from muonmesh.step.members import (
@@ -266,7 +267,9 @@ def _read(
     if error is not None:
         return None, sets, error
     try:
-        runtime.planned = plan_members(groups, members, signature, runtime.precision, _planner(runtime))
+        planned = plan_members(groups, members, signature, runtime.precision, _planner(runtime))
+        planned.graphs = Graphs(planned.device) if runtime.cuda_graphs and planned.muon else None
+        runtime.planned = planned
     except (LayoutError, ValueError) as found:
         return None, sets, found
     listed = {name for group in groups for name in group["param_names"]}

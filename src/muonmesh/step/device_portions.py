@@ -82,8 +82,7 @@ class DevicePortions:
         shape = self._ready.plan.assignments[numbers[0]].matrix.shape
         if len(batch) == 1 and shape[0] * shape[1] >= _LARGE and self._local_in_room(batch):
             return
-        x = torch.empty((len(batch), *shape), dtype=self._ready.precision.compute, device=self._ready.device)
-        out = torch.empty_like(x)
+        x, out = self._memory(numbers, (len(batch), *shape))
         if (stack := self._stack(batch)) is not None:
             self._fold_stack(stack, batch, x)
             step.orthogonalize_batch(x, out, numbers)
@@ -94,6 +93,17 @@ class DevicePortions:
         ends = ends_of(batch, out, read=False)
         step.take_sums(numbers, ends)
         step.write(ends)
+
+    def _memory(self, numbers: Sequence[int], shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        """Return memory for matrices and their results: where their CUDA graph reads and writes, if they have one."""
+        dtype = self._ready.precision.compute
+        if self._ready.graphs is not None:
+            overwrite, timed = not self._ready.rule(numbers[0]).sees_direction, self._every_step is not None
+            key = self._ready.orthogonalizer(numbers[0]).graph_key(shape, dtype, overwrite=overwrite, timed=timed)
+            if (found := self._ready.graphs.memory(*key)) is not None:
+                return found
+        x = torch.empty(shape, dtype=dtype, device=self._ready.device)
+        return x, torch.empty_like(x)
 
     def _local_in_room(self, batch: Sequence[Local]) -> bool:
         """`_local` of one large matrix in little more memory than it takes; False if it must take the general way."""

@@ -219,7 +219,7 @@ class MuonStep(Work):
         if rule.orthogonalizes:
             times = self._portions.steps_of(assignments)
             momenta = None if self._spectra is None else squared_singular_values(batch)  # which may be overwritten
-            orthogonalizer(batch, out=out, overwrite=not rule.sees_direction, times=times)
+            orthogonalizer(batch, out=out, overwrite=not rule.sees_direction, times=times, graphs=self._ready.graphs)
             if self._spectra is not None and momenta is not None:
                 self._spectra.add_spectra(self._ready.group(assignments[0]), momenta, out, times)
         else:

@@ -35,6 +35,7 @@ from muonmesh.layout.routes import pieces
 from muonmesh.numerics.coefficients import CoefficientName, choose, coefficient_schedule, coefficient_set
 from muonmesh.numerics.kernels import check_kernels
 from muonmesh.numerics.kernels.fused import Kept
+from muonmesh.numerics.kernels.graphs import Graphs
 from muonmesh.numerics.newton_schulz import Orthogonalizer
 from muonmesh.numerics.rules import Rule, is_matrix_rule, rule_of
 from muonmesh.step.blocks import Blocks
@@ -76,6 +77,7 @@ class Planned:
         orthogonalizers: How the matrices of each Muon group of this rank are orthogonalized, by group and shape.
         exchange: Made when the ranks have compared their plans.
         tables: Where the pieces of small matrices lay on a device, by the first matrix of a batch and their number.
+        graphs: Of batches that come again; None if they are not wanted.
         beyond: The ranks of each parameter of which this rank holds nothing, until all parameters are planned.
     """
 
@@ -89,6 +91,7 @@ class Planned:
     orthogonalizers: Orthogonalizers
     exchange: Exchange | None = None
     tables: dict[tuple[int, int], Kept] = field(default_factory=dict)
+    graphs: Graphs | None = None
     beyond: Sequence[tuple[int, ...]] = ()
     _names: list[str] | None = field(default=None, init=False)
     _terms: dict[tuple[int, ...], tuple[tuple[int, ...], str]] = field(default_factory=dict, init=False)

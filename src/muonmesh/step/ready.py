@@ -76,7 +76,7 @@ class ReadyParameters:
         device: Where the parameters are.
         blocks: Those of momentum in int8; None where it is kept in a floating-point dtype.
         nonzero: `Flags.nonzero`: for each matrix whether its gradient is not zero.
-        tables, at_once: Those of `Planned`.
+        tables, graphs, at_once: Those of `Planned`.
         copies: The copies of state that lies on the host; None where it is with the parameters.
         found: Those that are ready, by the number of the parameter in the plan; filled before threads read it.
     """
@@ -93,7 +93,8 @@ class ReadyParameters:
         self.plan, self.holdings, self.device = planned.plan, planned.momentum_holdings, planned.device
         self.entries, self.rules, self.flags, self.precision = entries, rules, flags, precision
         self.blocks = planned.blocks if precision.int8 else None
-        self._orthogonalizers, self.tables, self.at_once = planned.orthogonalizers, planned.tables, planned.at_once
+        self._orthogonalizers, self.tables, self.graphs = planned.orthogonalizers, planned.tables, planned.graphs
+        self.at_once = planned.at_once
         self.nonzero: Sequence[bool] | Tensor = flags.nonzero
         self.copies = None if offload is None else DeviceCopies(offload, self.plan, self.holdings, entries)
         self.found: dict[int, ReadyParameter] = {}

@@ -52,6 +52,7 @@ class Runtime:
         layouts: Where plain local shards live.
         shard_state: Whether replicas share the momentum.
         memory_budget_mb: MiB that a step may take; None: `Budget` says how many.
+        cuda_graphs: Whether batches are captured in CUDA graphs.
         complete: Whether the constructor has finished; groups that come later must say their algorithm.
         planned: What was read off the parameters; None until that is needed.
         connected: The plan that all ranks know of, with its exchange; None before the first step.
@@ -83,6 +84,7 @@ class Runtime:
     layouts: Mapping[str, Declared]
     shard_state: bool
     memory_budget_mb: float | None
+    cuda_graphs: bool = False
     complete: bool = False
     planned: Planned | None = None
     connected: Connected | None = None

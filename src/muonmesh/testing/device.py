@@ -59,6 +59,8 @@ class Stream:
         self.device = torch.device("cuda", self.timeline.index(device))
         self.queue = deque[Operation]()
         self.clocks: Clocks = {}
+        self.capturing: Graph | None = None
+        self.is_default = False
         self.timeline.streams.append(self)
         self.name = f"stream {len(self.timeline.streams) - 1} of {self.device}"
 
@@ -110,6 +112,36 @@ class Event:
         return self.mark is None or self.mark.done
 
 
+class Graph:
+    """Stands for `torch.cuda.CUDAGraph`.
+
+    Attributes:
+        issued: What its stream was given while it was captured: each gives it to a stream again.
+        pool: Whose memory is handed out meanwhile, and to no one else.
+    """
+
+    def __init__(self) -> None:
+        self.issued: list[Callable[[Stream], Any]] = []
+        self.pool: object = self
+
+    def capture_begin(self, pool: object = None, **_: Any) -> None:
+        """Write down what the current stream is given, instead of running it."""
+        self.pool = pool or self
+        self._stream = timeline().current_stream()
+        if self._stream.is_default:
+            raise RuntimeError("CUDA graphs must be captured on a non-default stream")
+        self._stream.capturing = self
+
+    def capture_end(self) -> None:
+        """Run again what it is given."""
+        self._stream.capturing = None
+
+    def replay(self) -> None:
+        """Give all of it to the current stream, in the same order."""
+        for issue in self.issued:
+            issue(timeline().current_stream(self._stream.device))
+
+
 class Timeline:
     """What the streams of all pretended devices have still to do, and in which order they do it.
 
@@ -143,6 +175,7 @@ class Timeline:
         index = self.index(device)
         if index not in self._current:
             self._current[index] = Stream(index)
+            self._current[index].is_default = True
         return self._current[index]
 
     @contextmanager
@@ -170,8 +203,15 @@ class Timeline:
         """Stands for `torch.cuda.set_device`."""
         self.current = self.index(device)
 
+    def is_capturing(self, *which: str) -> bool:
+        """Stand for `torch.cuda.is_current_stream_capturing`; with what it does, refuse it meanwhile, as CUDA does."""
+        if (capturing := self.current_stream().capturing is not None) and which:
+            raise RuntimeError(f"operation not permitted when stream is capturing: {which[0]}")
+        return capturing
+
     def push(self, stream: Stream, operation: Operation) -> None:
         """Queue an operation."""
+        self.is_capturing("an event")
         with self.lock:
             stream.queue.append(operation)
         while self.random.random() < self.eager and self.go_on():
@@ -198,6 +238,7 @@ class Timeline:
 
     def run_until(self, operation: Operation) -> None:
         """Go on until an operation is over."""
+        self.is_capturing("the host waits")
         while not operation.done:
             if not self.go_on() and not operation.done:
                 raise RuntimeError("no stream can go on: each waits for another")
@@ -232,6 +273,11 @@ def pretended_cuda(own: Timeline | None = None, *replaced: tuple[Any, str, Any])
     stands = {
         "Event": Event,
         "Stream": Stream,
+        "CUDAGraph": Graph,
+        "graph_pool_handle": object,
+        "is_current_stream_capturing": own.is_capturing,
+        "memory_reserved": lambda device=None: 0,
+        "empty_cache": lambda: None,
         "stream": own.using,
         "device": own.on_device,
         "current_stream": own.current_stream,
@@ -242,8 +288,10 @@ def pretended_cuda(own: Timeline | None = None, *replaced: tuple[Any, str, Any])
     with ExitStack() as stack:
         stack.callback(guards.__setitem__, _CUDA, guards[_CUDA])
         guards[_CUDA] = guards[_META]
-        for owner, name, other in (*((torch.cuda, *each) for each in stands.items()), *replaced):
-            stack.callback(setattr, owner, name, getattr(owner, name))
+        workspaces = torch._C, "_cuda_clearCublasWorkspaces", lambda: None
+        for owner, name, other in (*((torch.cuda, *each) for each in stands.items()), workspaces, *replaced):
+            back = (setattr, owner, name, getattr(owner, name)) if hasattr(owner, name) else (delattr, owner, name)
+            stack.callback(*back)
             setattr(owner, name, other)
         memory.forget()  # streams of other devices
         stack.callback(memory.forget)

@@ -94,11 +94,15 @@ class _Access(NamedTuple):
 
 
 class _Allocation:
-    """Memory that outlives the tensors in it, and who has touched it; ``life`` counts how often it was handed out."""
+    """Memory that outlives the tensors in it, and who has touched it; ``life`` counts how often it was handed out.
+
+    Of a graph's pool nobody else is given any.
+    """
 
     def __init__(self, kind: str, storage: Any, stream: Stream | None = None) -> None:
         self.kind, self.storage, self.stream = kind, storage, stream
         self.life = 0
+        self.pool: object = None
         self.accesses: list[_Access] = []
         self.recorded: set[Stream] = set()
 
@@ -133,6 +137,7 @@ class SimulatedDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._fake = FakeTensorMode()
         self._blocks: dict[int, _Allocation] = {}  # by the storage of a fake tensor, or of pinned memory
         self._free: list[_Allocation] = []
+        self._reserved = 0
         self._leaving: list[tuple[_Allocation, list[Event]]] = []
         self._of_groups: dict[str, Stream] = {}
         self._inside = ExitStack()
@@ -146,6 +151,7 @@ class SimulatedDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
             (torch.cuda, "_lazy_init", lambda: None),
             (torch.cuda, "device_count", lambda: self._timeline.devices),
             (torch.cuda, "get_device_capability", lambda device=None: (9, 0)),
+            (torch.cuda, "memory_reserved", lambda device=None: self._reserved),
             (Tensor, "tolist", self._reading(Tensor.tolist)),
             (Tensor, "numpy", self._reading(Tensor.numpy)),
             (Tensor, "record_stream", lambda tensor, stream: self._part(tensor).block.recorded.add(stream)),
@@ -200,7 +206,9 @@ class SimulatedDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Give memory to a new fake tensor: what its stream has freed, or else new, where nobody has written."""
         storage = tensor.untyped_storage()
         stream, size = self._timeline.current_stream(tensor.device), storage.nbytes()
-        fits = [b for b in self._free if b.stream is stream and size <= b.storage.nbytes() <= 2 * size + _ROOM]
+        pool = None if stream.capturing is None else stream.capturing.pool
+        sizes = range(size, 2 * size + _ROOM + 1)
+        fits = [b for b in self._free if b.stream is stream and b.pool is pool and b.storage.nbytes() in sizes]
         if fits:
             block = self._timeline.random.choice(fits)
             self._free.remove(block)
@@ -208,6 +216,7 @@ class SimulatedDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
         else:
             room = torch.full((-(-size // _ROOM) * _ROOM,), 255, dtype=torch.uint8, device="cpu")  # NaN
             block = _Allocation("device memory", room.untyped_storage(), stream)
+            block.pool, self._reserved = pool, self._reserved + room.nbytes
         self._blocks[storage._cdata] = block
         weakref.finalize(storage, self._freed, storage._cdata, block)
         return block
@@ -256,6 +265,17 @@ class SimulatedDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _queue(self, stream: Stream, run: Callable[[], Any], where: str, reads: Any, writes: Any) -> Operation:
         """Issue an operation on a stream: note what it touches now, run it later."""
+        if stream.capturing is not None:
+            lives = [(part, part.block.life) for part in (*reads, *writes) if part.block.pool is None]
+
+            def again(on: Stream) -> None:
+                if any(part.block.life != life or part.block in self._free for part, life in lives):
+                    race = Race("device memory of a graph, which was freed", where, f"{_where('replay')}, on {on.name}")
+                    self.races[race] += 1
+                self._queue(on, run, where, reads, writes)
+
+            stream.capturing.issued.append(again)
+            return Operation()
         merge(stream.clocks, self._timeline.host)  # what is over for the host is over before it
         stream.clocks[stream] = stream.clocks.get(stream, 0) + 1
         for part in reads:
@@ -395,6 +415,7 @@ class SimulatedDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return target
 
     def _cross(self, source: Tensor, target: Tensor, *, late: bool, name: str) -> None:
+        self._timeline.is_capturing(name)  # memory of the host may be other memory when the graph is replayed
         down = isinstance(source, FakeTensor)
         here = target if down else source
         late = late and self._is_pinned(here)

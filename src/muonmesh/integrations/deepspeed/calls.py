@@ -14,6 +14,7 @@ from torch import Tensor
 from muonmesh.comm.storage import Storage
 from muonmesh.integrations.deepspeed.engine_parameters import EngineParameter
 from muonmesh.layout import FlatShards
+from muonmesh.numerics.rules import is_matrix_rule
 from muonmesh.optimizer import Muon
 from muonmesh.report.explain import Explanation, Row
 from muonmesh.step.connection import placed_members
@@ -62,15 +63,15 @@ class Call:
         if not self.layouts:
             return told
         reasons = {known.name: known.reason for known in self.parameters}
-        if self.algorithm == "muon":
+        if is_matrix_rule(self.algorithm):
             return replace(told, rows=tuple(replace(row, reason=reasons[row.parameter]) for row in told.rows))
         rate = float(self.muon.param_groups[0]["lr"])
-        return replace(told, rows=tuple(_row(known, rate) for known in self.parameters))
+        return replace(told, rows=tuple(_row(known, self.algorithm, rate) for known in self.parameters))
 
 
-def _row(known: EngineParameter, rate: float) -> Row:
+def _row(known: EngineParameter, algorithm: str, rate: float) -> Row:
     shape: Any = "×".join(map(str, known.shape))
-    return Row(known.name, "adamw", known.reason, shape, "", {}, 0, 0, rate, math.nan)
+    return Row(known.name, algorithm, known.reason, shape, "", {}, 0, 0, rate, math.nan)
 
 
 @dataclass(frozen=True)

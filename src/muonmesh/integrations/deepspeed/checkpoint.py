@@ -16,7 +16,7 @@ from muonmesh.checkpoint.record import IN_PLACE, Part, Record
 from muonmesh.integrations.deepspeed.calls import Call
 from muonmesh.integrations.deepspeed.engine_parameters import name_in_model
 from muonmesh.names import canonical_name
-from muonmesh.numerics.rules import rule_of
+from muonmesh.numerics.rules import is_matrix_rule, rule_of
 from muonmesh.step.state_layout import StateLayout, beside_rule
 
 
@@ -37,7 +37,7 @@ def engine_records(
 
     group_of = {name: group for group in groups for name in group["parameters"]}
     for call in calls:
-        if call.layouts and call.algorithm == "adamw":
+        if call.layouts and not is_matrix_rule(call.algorithm):
             tensor = call.tensor
             keeps = rule_of(call.muon.param_groups[0]).keeps()
             for name, storage in zip(call.layouts, call.storages[tensor], strict=True):

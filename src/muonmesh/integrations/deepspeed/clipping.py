@@ -14,6 +14,7 @@ from muonmesh.clip.squares import MATRICES, half_of
 from muonmesh.errors import explain_error
 from muonmesh.integrations.deepspeed.calls import Call
 from muonmesh.numerics.normalize import sums_of_squares
+from muonmesh.numerics.rules import is_matrix_rule
 
 _ARGUMENTS = ("max_norm", "policy", "skip_above")
 
@@ -81,7 +82,7 @@ class Clipping:
         if bool(self.norms.skipped):
             return True
         scale_groups(call.muon.param_groups, call.muon.gradients, self._coefficients)
-        if self.limits.policy == "per_matrix" and any(g["algorithm"] == "muon" for g in call.muon.param_groups):
+        if self.limits.policy == "per_matrix" and any(is_matrix_rule(g["algorithm"]) for g in call.muon.param_groups):
             # Of a call with both halves (stage 0) AdamW's has just been scaled by its own norm, which is at most that.
             call.muon.clip_grad_norm_(self.limits.max_norm, policy="per_matrix")
         return False

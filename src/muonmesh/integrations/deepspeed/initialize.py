@@ -23,6 +23,7 @@ from torch.distributed.tensor import Replicate
 from torch.utils.cpp_extension import get_default_build_root
 
 from muonmesh.build import from_model
+from muonmesh.checkpoint.group_settings import OWN_KEYS
 from muonmesh.clip.limits import Limits
 from muonmesh.errors import LayoutError, about, explain_error, warn
 from muonmesh.groups import split_params
@@ -67,7 +68,7 @@ def initialize(
             set in it, and logged. It may have a "scheduler": its rates are those of ``lr``, and groups with another
             rate keep their ratio to it.
         optimizer: Settings of `muonmesh.Muon` (``lr``, ``momentum``, …) and of `muonmesh.split_params` (``muon``,
-            ``adamw``, ``overrides``), by name.
+            ``adamw``, ``overrides``), by name; and ``rule``, as `muonmesh.from_model` takes it.
         clip: The largest norm of AdamW's half, or ``max_norm``, ``policy`` and ``skip_above`` of
             `Muon.clip_grad_norm_` by name. Norms are those of the whole model; ``engine.basic_optimizer.norms`` has
             the last ones.
@@ -131,7 +132,10 @@ def assemble(model: nn.Module, optimizer: Mapping[str, Any]) -> Assembly:
         TypeError, ValueError: a setting is unknown or wrong.
     """
     settings = _checked(dict(optimizer), model)
+    rule = settings.pop("rule", "muon")
     groups = split_params(model, **{key: settings.pop(key) for key in _SPLIT & settings.keys()})
+    for group in groups:
+        group["algorithm"] = rule if group["algorithm"] == "muon" else group["algorithm"]
     # Parameters may be in shards already or become them; their settings are checked on their global shapes.
     template = Muon([{**group, "params": _shapes(group["params"])} for group in groups], **settings)
     return Assembly(model, template, {key: settings[key] for key in _SHARED if key in settings})
@@ -143,7 +147,7 @@ def _checked(settings: dict[str, Any], model: nn.Module) -> dict[str, Any]:
         if key in _ENGINES:
             needed = "none: the engine decides where parameters, gradients, masters and momentum live"
             raise ValueError(explain_error("optimizer", f"{key}=", needed, f"Remove {key}"))
-    check_settings("optimizer", settings, from_model, decided=("model", "rule", *_ENGINES))
+    check_settings("optimizer", settings, from_model, decided=("model", *_ENGINES))
     if isinstance(model, deepspeed.PipelineModule):
         found, needed = "a PipelineModule", "a plain module: a pipeline's tied parameters would be stepped apart"
         raise ValueError(explain_error("model", found, needed, "Use ZeRO, tensor or expert parallelism instead"))
@@ -255,7 +259,7 @@ class Assembly:
 
     def _group(self, group: Mapping[str, Any], experts: str | None) -> dict[str, Any]:
         """Return a group without parameters; DeepSpeed knows a group of experts by the name of their ranks."""
-        settings = {key: group[key] for key in self._template.defaults}
+        settings = {key: value for key, value in group.items() if key not in OWN_KEYS}
         known: dict[str, Any] = {"name": group["name"]} if experts is None else {"name": experts, "moe": True}
         return {"params": [], "parameters": [], "matrices": [], "algorithm": group["algorithm"], **known, **settings}
 
@@ -280,7 +284,7 @@ class Assembly:
         sets: dict[str | None, list[dict[str, Any]]] = {}
         for label, group in zip(self._labels, groups, strict=True):
             inner = {**_settings(group), "name": label, "param_names": group["parameters"], "params": group["params"]}
-            inner |= {"matrices": group["matrices"]} if group["algorithm"] == "muon" else {}
+            inner |= {"matrices": group["matrices"]} if is_matrix_rule(group["algorithm"]) else {}
             sets.setdefault(group["name"] if group.get("moe") else None, []).append(inner)
         for experts, some in sets.items():
             dense = engine.seq_data_parallel_group

@@ -16,7 +16,8 @@ from deepspeed.utils import link_hp_params
 
 from muonmesh.checkpoint.zero import load_inert
 from muonmesh.errors import StateError, explain_error
-from muonmesh.integrations.deepspeed.optimizer import EngineMuon
+from muonmesh.integrations.deepspeed.optimizer import EngineMuon, kept_as_moments
+from muonmesh.numerics.rules import rule_of
 
 
 def mend(engine: Any, optimizer: EngineMuon) -> None:
@@ -77,10 +78,16 @@ def _loading(optimizer: EngineMuon, zero: Any, original: Callable[..., None]) ->
         if folder is not None and given.get("load_optimizer_states", True):
             groups = _universal(Path(folder))["param_groups"]
             optimizer.check_groups(groups)
+            for group in groups:
+                if lost := [key for key in rule_of(group).keeps() if key not in kept_as_moments(group)]:
+                    found = f"a universal checkpoint of {group['algorithm']!r}, without its {', '.join(lost)}"
+                    needed = "one of a rule that keeps moments alone, since DeepSpeed's converter drops the rest"
+                    write = "Write muonmesh.checkpoint.save there and muonmesh.checkpoint.load here"
+                    raise StateError(explain_error(str(folder), found, needed, write))
         original(state_dict_list, **given)
         if groups is not None:
             optimizer.restore_groups(groups)
-        optimizer.release_second_moments()
+        optimizer.release_unused()
         _link_states(zero)
 
     return load_state_dict

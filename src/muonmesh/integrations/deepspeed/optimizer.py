@@ -19,13 +19,26 @@ from muonmesh.integrations.deepspeed.calls import Call, Calls
 from muonmesh.integrations.deepspeed.checkpoint import engine_records, expert_names, publish
 from muonmesh.integrations.deepspeed.clipping import Clipping
 from muonmesh.layout.matrix import as_tuples
-from muonmesh.numerics.rules import step_count
-from muonmesh.step.state_layout import RUNNING
+from muonmesh.numerics.rules import is_matrix_rule, rule_of, step_count
 
 _IDENTITY = ("name", "algorithm", "parameters", "matrices")
 """Keys of a group that say what it is; no checkpoint may change them."""
 
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+"""State of every tensor that DeepSpeed's tools know, besides ``step``."""
+
 _AS_SAVED = "Make the engine with the same model and optimizer= settings as when it was saved"
+
+
+def kept_as_moments(group: Mapping[str, Any]) -> Mapping[str, str]:
+    """Return which of DeepSpeed's moments has what, by the rule's name for it.
+
+    A momentum that the owners of matrices have is not among them: it has another shape than the flat tensor.
+    """
+    keeps = rule_of(group).keeps()
+    if not is_matrix_rule(group["algorithm"]):
+        return {key: key for key in _MOMENTS if key in keeps}
+    return {"momentum_buffer": "exp_avg"} if keeps.get("momentum_buffer") == "momentum" else {}
 
 
 class EngineMuon(torch.optim.Optimizer):
@@ -37,14 +50,14 @@ class EngineMuon(torch.optim.Optimizer):
     3. Each ``engine.step()`` steps it once for all groups (stage 0, `BF16_Optimizer`), once for each group (stages 1
        and 2) or for each sub-group (stage 3), with the others hidden. All ranks run the same calls in the same order.
 
-    State is presented as DeepSpeed's tools know it: ``step``, ``exp_avg`` (of a Muon tensor its momentum) and
-    ``exp_avg_sq`` (of a Muon tensor zeros that take no memory). Settings are those of the groups at each step, so
-    that schedulers work.
+    State is presented as DeepSpeed's tools know it: ``step``, ``exp_avg`` (of matrices their momentum, if each rank has
+    that of its elements) and ``exp_avg_sq``; what a rule for matrices does not keep is zeros that take no memory. Its
+    other state lies beside them under its own names. Settings are those of the groups at each step, so that schedulers
+    work.
     """
 
     def __init__(self, groups: Sequence[dict[str, Any]], defaults: dict[str, Any]) -> None:
         super().__init__(list(groups), dict(defaults))
-        self._settings = tuple(defaults)
         self._identities = [{key: group[key] for key in _IDENTITY} for group in self.param_groups]
         self.calls: tuple[Call, ...] = ()  # what the engine steps, in its order
         self._call_of: dict[int, tuple[Call, int]] = {}
@@ -62,9 +75,9 @@ class EngineMuon(torch.optim.Optimizer):
             for number, group in enumerate(call.muon.param_groups):
                 for tensor in group["params"]:
                     self._call_of[id(tensor)] = call, number
-                    moments = {key: torch.zeros_like(tensor, requires_grad=False) for key in ("exp_avg", "exp_avg_sq")}
+                    moments = {key: torch.zeros_like(tensor, requires_grad=False) for key in _MOMENTS}
                     self.state[tensor] = {"step": step_count(0.0), **moments}
-        self.release_second_moments()
+        self.release_unused()
 
     def clip_by(self, limits: Limits) -> None:
         """Clip and skip from the next step on, in place of the engine, whose own clipping ends.
@@ -82,13 +95,14 @@ class EngineMuon(torch.optim.Optimizer):
         """What wraps this in the engine, or this."""
         return self._engine.optimizer
 
-    def release_second_moments(self) -> None:
-        """Make the second moment of every Muon tensor, which DeepSpeed's tools want to see, zeros without memory."""
+    def release_unused(self) -> None:
+        """Make moments that no matrix has, but that DeepSpeed's tools want to see, zeros without memory."""
         for call in self.calls:
             for group in call.muon.param_groups:
-                for tensor in group["params"] if group["algorithm"] == "muon" else ():
+                for tensor in group["params"] if is_matrix_rule(group["algorithm"]) else ():
                     zero = torch.zeros((), dtype=tensor.dtype, device=tensor.device)
-                    self.state[tensor]["exp_avg_sq"] = zero.expand(tensor.shape)
+                    unused = set(_MOMENTS) - set(kept_as_moments(group).values())
+                    self.state[tensor].update(dict.fromkeys(unused, zero.expand(tensor.shape)))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
@@ -107,13 +121,18 @@ class EngineMuon(torch.optim.Optimizer):
         for group in self.param_groups:
             for tensor in group["params"]:
                 call, number = self._find(tensor)
-                call.muon.param_groups[number].update({key: group[key] for key in self._settings})
+                inner = call.muon.param_groups[number]
+                inner.update({key: group[key] for key in inner.keys() - {*OWN_KEYS, "steps_taken"}})
                 found[id(call)] = call
         visible = list(found.values())
         if self._clipping is not None and self.calls[0] in visible:
             self._clipping.begin(self.calls, visible)
         for call in visible:
             self._run(call)
+        for group in self.param_groups:
+            for tensor in group["params"]:
+                call, number = self._call_of[id(tensor)]
+                group.update({k: v for k, v in call.muon.param_groups[number].items() if k == "steps_taken"})
         if self._clipping is not None and self.calls[-1] in visible:
             assert self._clipping.norms is not None
             self._zero.overflow = bool(self._clipping.norms.skipped)
@@ -139,19 +158,20 @@ class EngineMuon(torch.optim.Optimizer):
                 state = self.state[tensor]
                 # DeepSpeed loads one count for all tensors: a number, or a tensor that AdamW would count up for each.
                 state["step"] = step_count(state["step"])
-                if group["algorithm"] == "muon":
-                    kept = {key: state[key] for key in RUNNING if key in state}
-                    call.muon.state[tensor] = {"momentum_buffer": state["exp_avg"], **kept}
+                if is_matrix_rule(group["algorithm"]):
+                    kept = {key: value for key, value in state.items() if key not in ("step", *_MOMENTS)}
+                    kept |= {key: state[shown] for key, shown in kept_as_moments(group).items()}
+                    call.muon.state[tensor] = kept
                 else:
                     call.muon.state[tensor] = state
 
     def _show(self, call: Call, *, steps: int = 0) -> None:
         """Let DeepSpeed see what a call has as state of its matrices, and that so many steps more have made it."""
         for group in call.muon.param_groups:
-            for tensor in group["params"] if group["algorithm"] == "muon" else ():
-                kept = {key: value for key, value in call.muon.state[tensor].items() if key in RUNNING}
-                momentum = call.muon.state[tensor].get("momentum_buffer", self.state[tensor]["exp_avg"])
-                self.state[tensor].update(kept, exp_avg=momentum)
+            for tensor in group["params"] if is_matrix_rule(group["algorithm"]) else ():
+                shown = kept_as_moments(group)
+                kept = {shown.get(key, key): value for key, value in call.muon.state[tensor].items()}
+                self.state[tensor].update(kept)
                 self.state[tensor]["step"] += steps
 
     @property
@@ -169,6 +189,7 @@ class EngineMuon(torch.optim.Optimizer):
         """
         self.check_groups(state_dict["param_groups"])
         super().load_state_dict(state_dict)
+        self._count_on()
 
     def state_dict(self) -> dict[str, Any]:
         """Return state and settings.
@@ -191,7 +212,7 @@ class EngineMuon(torch.optim.Optimizer):
             raise StateError(explain_error("the state", found, needed, _AS_SAVED))
         for identity, group in zip(self._identities, saved, strict=True):
             for key, needed in identity.items():
-                if key == "matrices" and identity["algorithm"] == "adamw":
+                if key == "matrices" and not is_matrix_rule(identity["algorithm"]):
                     continue
                 if as_tuples(group.get(key)) != as_tuples(needed):
                     where, found = f"group {identity['name']!r}", f"{key} {group.get(key)!r} in the state"
@@ -209,14 +230,15 @@ class EngineMuon(torch.optim.Optimizer):
 
     def checkpoint_restored(self) -> None:
         """Let the engine compute with the weights that `muonmesh.checkpoint.load` has written."""
+        self._count_on()
         counts = [float(state["step"]) for state in self.state.values() if "step" in state]
         for call in self.calls:
             OfMuon(call.muon).checkpoint_restored()
             self._show(call)
             for group in call.muon.param_groups:
-                for tensor in group["params"] if group["algorithm"] == "muon" else ():
+                for tensor in group["params"] if is_matrix_rule(group["algorithm"]) else ():
                     self.state[tensor]["step"] = step_count(max(counts, default=0.0))  # nothing of ours asks
-        self.release_second_moments()
+        self.release_unused()
         publish(self._zero)
 
     def whole(self, model: nn.Module, *, write: bool) -> AbstractContextManager[Any]:
@@ -240,6 +262,16 @@ class EngineMuon(torch.optim.Optimizer):
             group.update({key: value for key, value in settings.items() if key not in OWN_KEYS})
         for group, identity in zip(self.param_groups, self._identities, strict=True):
             group.update(identity)
+        self._count_on()
+
+    def _count_on(self) -> None:
+        """Let calls whose rule counts steps go on from what the groups have loaded."""
+        group_of = {name: group for group in self.param_groups for name in group["parameters"]}
+        for call in self.calls:
+            for inner in call.muon.param_groups:
+                if rule_of(inner).counts_steps:
+                    name = next(iter(call.layouts or inner["param_names"]))
+                    inner["steps_taken"] = group_of[name].get("steps_taken", 0)
 
     # ---------------------------------------------------------------- telling
 

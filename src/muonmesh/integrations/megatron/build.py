@@ -31,7 +31,7 @@ from muonmesh.integrations.megatron.refusals import refuse, refuse_formats, refu
 from muonmesh.integrations.megatron.saved_boxes import Cut, SavedBox, cut_of, expert_of, saved_boxes_of
 from muonmesh.optimizer import Muon
 
-_SHARED = ("compute_dtype", "kernels", "state_dtype", "state_device", "memory_budget_mb", "shard_state")
+_SHARED = ("compute_dtype", "kernels", "state_dtype", "state_device", "memory_budget_mb", "shard_state", "cuda_graphs")
 """Settings of the optimizer as a whole, which may stand in ``muon=``."""
 
 _READ = ["dp_cp", "tp", "expt_dp", "expt_tp", "ep", "pp"]
@@ -67,7 +67,7 @@ def get_megatron_optimizer(
         dump_param_to_param_group_map: Must be None; ``optimizer.explain()`` tells more.
         muon: Settings of Muon's groups, such as ``{"lr": 0.02, "momentum": 0.95}``, ``"rule"`` (see `Muon`), and of
             the optimizer as a whole: ``compute_dtype``, ``kernels``, ``state_dtype``,
-            ``state_device``, ``memory_budget_mb``, ``shard_state``.
+            ``state_device``, ``memory_budget_mb``, ``shard_state``, ``cuda_graphs``.
         adamw: Settings of AdamW's groups.
         overrides: Name or regular expression → "muon", "adamw" or settings, as `split_params` takes them. Names are
             those of the whole model: layers and experts have the numbers that they have there.
@@ -157,15 +157,16 @@ def _held(
             tensor: Tensor = parameter
             if kept is not None or cut.placement is None or name in experts:
                 begin, end = (0, high - low) if kept is None else kept[mesh.get_local_rank(0)]
-                tensor = parameter.data.view(-1)[low + begin : low + end]
+                low, high = low + begin, low + end
+                tensor = parameter.data.view(-1)[low:high]
                 if kept is None and cut.placement is not None:
                     tensor = tensor.view(shape)
-                intervals[tensor] = ParameterInterval(parameter, low + begin, low + end)
+                intervals[tensor] = ParameterInterval(parameter, low, high)
             group["params"][i] = tensor
             copy = int(getattr(parameter, "shared", False))
             saved = boxes[id(parameter)][0].key if copy else name
             resizes = any(box.resizes for box in boxes.get(id(parameter), ()))
-            holdings.append(Holding(name, saved, copy, parameter, tensor, name not in experts, resizes))
+            holdings.append(Holding(name, saved, copy, parameter, tensor, low, name not in experts, resizes))
     return holdings, layouts, intervals
 
 

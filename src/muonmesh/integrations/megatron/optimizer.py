@@ -16,13 +16,14 @@ from torch import Tensor, nn
 
 from muonmesh.checkpoint.of_muon import OfMuon
 from muonmesh.checkpoint.record import Record
-from muonmesh.clip.clipping import clip_gradients
+from muonmesh.clip.clipping import PlanAgain, clip_gradients
 from muonmesh.clip.limits import GradNorms, Limits
-from muonmesh.clip.squares import ERRORS, matrices_from
+from muonmesh.clip.squares import ERRORS, Slots, matrices_from
 from muonmesh.comm.storage import device_without_parameters, local_of
-from muonmesh.comm.telling import agreed
+from muonmesh.comm.telling import agreed, tell_all
 from muonmesh.errors import LayoutError, PlanError, StateError, about, explain_error
 from muonmesh.integrations.megatron import checkpoint
+from muonmesh.integrations.megatron.sharded_master import ShardedMaster
 from muonmesh.names import canonical_name
 from muonmesh.optimizer import Muon
 from muonmesh.report.explain import Explanation
@@ -39,6 +40,7 @@ class Holding(NamedTuple):
         copy: Number of this copy of it, of those on several stages.
         parameter: Megatron's.
         tensor: What is stepped: the parameter, or what this rank keeps of it as a view of its memory.
+        low: The first of the flattened parameter's elements that it is.
         only: Whether this is all that is stepped of the parameter here; False for an expert of a GroupedMLP.
         resizes: Whether a checkpoint may hold it with other many rows, as `SavedBox` has it.
     """
@@ -48,6 +50,7 @@ class Holding(NamedTuple):
     copy: int
     parameter: Tensor
     tensor: Tensor
+    low: int
     only: bool
     resizes: bool
 
@@ -90,6 +93,7 @@ class MegatronOptimizer(Base):  # type: ignore[misc]
         self._one = torch.ones(1, dtype=torch.float32, device=self._device)
         self._measures = True  # whether a step asks for a norm; `meet` hears whether anything is clipped by one
         self._first_holder: dict[str, int] = {}
+        self._slots: Slots | None = None  # where one sum over the world has the matrices of this stage
         self.grad_scaler: Any = None
         if config.loss_scale:
             self.grad_scaler = ConstantGradScaler(config.loss_scale)
@@ -104,26 +108,42 @@ class MegatronOptimizer(Base):  # type: ignore[misc]
             )
 
     def told(self) -> Any:
-        """Return what the other ranks are to know: the names of the groups, and whether any feels magnitudes."""
-        return [(group["name"], group["algorithm"]) for group in self.optimizer.param_groups if group["params"]]
+        """Return what the other ranks are to know: the limits, and of the groups the names and algorithms."""
+        groups = self.optimizer.param_groups
+        return self._limits, [(group["name"], group["algorithm"]) for group in groups if group["params"]]
 
     def meet(self, everyone: Sequence[Any]) -> None:
         """Hear what all ranks have told, and compare plans; all ranks call it once.
 
         Raises:
             LayoutError, PlanError: on every rank, where the ranks that share parameters do not see them alike.
+            ValueError: on every rank, if some are to clip otherwise than others.
         """
-        for rank, groups in enumerate(everyone):
+        limits = everyone[0][0]
+        for rank, (other, groups) in enumerate(everyone):
+            if other != limits:
+                found, needed = f"{limits} on rank 0 and {other} on rank {rank}", "the same on all ranks"
+                write = "Pass the same clip_grad and policy= everywhere"
+                raise ValueError(explain_error("get_megatron_optimizer", found, needed, write))
             for name, _ in groups:
                 self._first_holder.setdefault(name, rank)
-        limits = self._limits
-        clipped = limits.policy != "adamw_only" or any(kind == "adamw" for groups in everyone for _, kind in groups)
+        clipped = limits.policy != "adamw_only" or any(kind == "adamw" for _, some in everyone for _, kind in some)
         self._measures = clipped and min(limits.max_norm, limits.skip_above) < math.inf
 
         def compare() -> None:
             connect(self.optimizer.param_groups, self.optimizer._runtime)  # within each set of ranks
 
         agreed(compare)
+        if self._measures and limits.policy == "per_matrix" and self._groups.pp.size() > 1:
+            self._place_matrices()
+
+    def _place_matrices(self) -> None:
+        """Hear how many matrices each set of ranks has, which its first rank names; all ranks of the world call it."""
+        assert self.optimizer._runtime.connected is not None
+        planned, exchange = self.optimizer._runtime.connected
+        me = exchange.plan.ranks[0]
+        counts = dict(tell_all((me, len(planned.plan.assignments))))
+        self._slots = Slots(planned, sum(counts[rank] for rank in counts if rank < me), sum(counts.values()))
 
     # ---------------------------------------------------------------- the step
 
@@ -216,20 +236,26 @@ class MegatronOptimizer(Base):  # type: ignore[misc]
         if clips and not raises:
             assert muon._runtime.connected is not None
             planned, exchange = muon._runtime.connected
-            found, clip = clip_gradients(
-                planned,
-                muon.param_groups,
-                muon.state,
-                exchange,
-                self._limits,
-                source=muon.gradients,
-                process_group=dist.group.WORLD,
-                waits=True,
-            )
+            try:
+                found, clip = clip_gradients(
+                    planned,
+                    muon.param_groups,
+                    muon.state,
+                    exchange,
+                    self._limits,
+                    source=muon.gradients,
+                    process_group=dist.group.WORLD,
+                    waits=True,
+                    slots=self._slots,
+                )
+            except PlanAgain:  # some stage has other matrices than it has told
+                self._place_matrices()
+                return self._meet_stages(norms, clips=clips, raises=raises)
             norms.append(found)
             return clip
-        # The head of what `clip_gradients` adds up on other stages.
-        told = torch.zeros(matrices_from(muon.gradients), dtype=torch.float64, device=self._device)
+        # As long as what `clip_gradients` adds up on other stages.
+        length = matrices_from(muon.gradients) + (0 if self._slots is None else self._slots.total)
+        told = torch.zeros(length, dtype=torch.float64, device=self._device)
         told[ERRORS] = raises
         dist.all_reduce(told)
         if not raises and float(told[ERRORS]):
@@ -238,13 +264,17 @@ class MegatronOptimizer(Base):  # type: ignore[misc]
 
     def _publish(self) -> None:
         """Let the modules compute with the parameters as they are now."""
+        flat = self.config.use_distributed_optimizer
+        clips = flat and any(chunk.config.qk_clip for chunk in self.model_chunks)
         for holding in self._holdings:
             master = self.optimizer.state[holding.tensor].get("master")
             # Megatron's log of the parameters' norm reads it there; of several experts in one parameter it reads that.
             if master is not None and holding.only:
-                holding.parameter.main_param = local_of(master)  # type: ignore[attr-defined]
-                holding.parameter.main_param_sharded = self.config.use_distributed_optimizer  # type: ignore[attr-defined]
-        if self.config.use_distributed_optimizer:
+                kept = local_of(master)
+                kept = ShardedMaster.of(kept, holding.parameter, holding.low) if clips else kept
+                holding.parameter.main_param = kept  # type: ignore[attr-defined]
+                holding.parameter.main_param_sharded = flat  # type: ignore[attr-defined]
+        if flat:
             for chunk in self.model_chunks:
                 if not chunk.ddp_config.overlap_param_gather:  # else the next forward pass gathers them
                     chunk.start_param_sync()

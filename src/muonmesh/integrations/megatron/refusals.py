@@ -72,13 +72,6 @@ def refuse(config: Any, chunks: Sequence[Any], dump: Any) -> None:
             write = "Set both alike"
             raise ValueError(explain_error("DistributedDataParallelConfig", found, "the same in both", write))
         model = getattr(chunk, "config", None)
-        if getattr(model, "qk_clip", False) and config.use_distributed_optimizer:
-            found = (
-                "qk_clip=True and use_distributed_optimizer=True: Megatron would scale a shard of the fp32 weights as "
-            )
-            found += "if it were the whole weight"
-            write = "Remove --qk-clip or --use-distributed-optimizer"
-            raise ValueError(explain_error("TransformerConfig", found, "only one of them", write))
         _refuse_unreduced_experts(model, chunk)
         remat = getattr(model, "gtp_weight_remat_size", 1)
         if remat > 1:

@@ -1,0 +1,70 @@
+"""Megatron's own QK-clip after each step: the distributed optimizer's shards get the bits of whole masters."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from megatron.core import parallel_state
+from megatron.core.optimizer.qk_clip import clip_qk
+from torch import Tensor
+
+from muonmesh.integrations.megatron import get_megatron_optimizer
+from tests.megatron import gathered, host
+from tests.megatron.host import Shape
+from tests.megatron.shapes import LATENT, ONE_LAYER
+
+CLIP = (("qk_clip", True), ("qk_clip_threshold", 100.0))
+LOGITS = (150.0, 99.0, 310.0, 7.0)
+
+
+def trained(shape: Shape, clips: bool) -> dict[str, Tensor]:
+    """Weights after some steps; Transformer Engine, which is not here, would have counted the largest logits."""
+    host.begin(shape)
+    chunks = host.chunks_of(shape)
+    optimizer = get_megatron_optimizer(host.optimizer_config(shape), chunks)
+    rank, data = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_data_parallel_rank()
+    for turn in range(4):
+        optimizer.zero_grad()
+        host.backward(shape, chunks, optimizer, turn)
+        optimizer.step()
+        if clips and turn < 3:  # the last step rounds the masters as the clips have left them
+            for layer in chunks[0].module.module.decoder.layers:
+                own = torch.tensor(LOGITS).chunk(shape.tp)[rank].clone()
+                layer.self_attention.core_attention.current_max_attn_logits = own / (1 + data)
+            assert clip_qk(chunks) == max(torch.tensor(LOGITS).chunk(shape.tp)[rank])
+    if shape.late:
+        chunks[0].start_param_sync(force_sync=True)
+    return gathered.gather(gathered.held(gathered.named(chunks)))
+
+
+def compared(shape: Shape) -> tuple[list[str], list[str]]:
+    """Which weights differ between the distributed optimizer and the plain one, and which the clip changes."""
+    flat, plain = trained(shape.but(flat=True), True), shape.but(late=False)
+    whole, never = trained(plain, True), trained(plain, False)
+    wrong = [name for name in whole if not torch.equal(whole[name], flat[name])]
+    return wrong, [name for name in whole if not torch.equal(whole[name], never[name])]
+
+
+def fails_under_tensor_parallelism() -> None:
+    trained(Shape(tp=2, dtype=torch.bfloat16, model=CLIP), True)
+
+
+def test_megatron_clips_other_attention_under_tensor_parallelism_by_the_sizes_of_the_whole(workers) -> None:
+    """If this fails, Megatron has mended it, and docs/megatron.md may say that it works."""
+    for outcome in workers(2).run_expecting_errors(fails_under_tensor_parallelism):
+        assert "must match the size" in outcome.message
+
+
+@pytest.mark.parametrize(
+    ("ranks", "shape"),
+    [
+        (2, Shape(dtype=torch.bfloat16, model=CLIP)),
+        (2, Shape(dtype=torch.float16, model=CLIP, overlap=True, late=True)),
+        (4, Shape(tp=2, dtype=torch.bfloat16, model=(*CLIP, *LATENT, *ONE_LAYER))),
+    ],
+    ids=["DP 2, bf16", "DP 2, fp16, gathered in the forward pass", "MLA, TP 2 × DP 2, bf16"],
+)
+def test_shards_are_clipped_as_whole_masters_are(workers, ranks: int, shape: Shape) -> None:
+    for wrong, clipped in workers(ranks).run(compared, shape):
+        assert wrong == []
+        assert any("self_attention.linear_q" in name for name in clipped)
