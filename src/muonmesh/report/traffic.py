@@ -22,13 +22,8 @@ class BucketTraffic:
     rounds_received: tuple[int, ...]
 
     @property
-    def scatter_sent(self) -> int:
-        """What it sends back, in all rounds."""
-        return sum(self.rounds_sent)
-
-    @property
     def scatter_received(self) -> int:
-        """Likewise."""
+        """What it receives back, in all rounds."""
         return sum(self.rounds_received)
 
 
