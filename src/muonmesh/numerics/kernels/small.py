@@ -43,8 +43,8 @@ def orthogonalize(
     # line of numbers, because Triton 3.7 fails for sm_100 where both dims of a product are summed.
     squares = tl.where(row[:, None] == row[None, :], tl.dot(held, tl.trans(held)), 0.0)
     total = tl.sum(tl.reshape(squares, (_ROWS * _ROWS,)), 0)
+    # 1/∞ is 0, and the ∞ in X Xᵀ times 0 is NaN, which is everywhere after a step.
     inverse = tl.div_rn(1.0, tl.sqrt_rn(tl.where(total == 0, 1.0, total)))
-    inverse = tl.where(total - total == 0, inverse, float("nan"))  # not 1/∞, as if there had been no gradient
     last = inverse if times is None else inverse * tl.load(times + z * times_batch).to(tl.float32)
     for step in range(STEPS):
         a = 0.0

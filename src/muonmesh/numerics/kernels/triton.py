@@ -32,7 +32,7 @@ def _multiply(*given: Any) -> Iterator[Launch]:
 
 
 @cache
-def _asked(device: torch.device) -> dict[str, int]:
+def _asked(device: torch.device) -> dict[str, Any]:
     """Return what the compiler's figures for a device ask for (docs/internals/kernels.md).
 
     On 9.0 a limit with which two programs share a multiprocessor, and spill nothing.
