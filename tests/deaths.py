@@ -25,7 +25,14 @@ from muonmesh.comm.wire import Wire
 from muonmesh.step.ready import ReadyParameters
 
 Moment = Literal[
-    "before the flags", "before the gather", "in AdamW's half", "before the scatter", "before passing on", "at the end"
+    "before the flags",
+    "before the gather",
+    "in AdamW's half",
+    "before the scatter",
+    "before passing on",
+    "at the end",
+    "before a bucket of gradients",
+    "before the averages of AdamW's",
 ]
 How = Literal["killed", "exited", "stopped"]
 STEPS = 4
@@ -57,11 +64,17 @@ def make() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
 
 
-def give(model: nn.Module, step: int) -> None:
-    """Gradients that are a function of the step."""
-    generator = torch.Generator().manual_seed(step)
-    for parameter in model.parameters():
-        parameter.grad = torch.randn(parameter.shape, generator=generator)
+def give(model: nn.Module, step: int, replica: int = 0, copies: int = 1) -> None:
+    """Gradients that are a function of the step, by a backward pass; each is one replica's, times how many there are.
+
+    Their mean is that gradient to the last bit where ``copies`` is a power of 2.
+    """
+    generator, loss = torch.Generator().manual_seed(step), torch.zeros(())
+    for number, parameter in enumerate(model.parameters()):
+        parameter.grad = None
+        factor = float(copies) if number % copies == replica else 0.0
+        loss = loss + (parameter * (torch.randn(parameter.shape, generator=generator) * factor)).sum()
+    loss.backward()
 
 
 def optimizer_of(model: nn.Module, **options: Any) -> mm.Muon:
@@ -99,6 +112,8 @@ def vanish_at(moment: Moment, how: How) -> None:
         "before the scatter": (Wire, "swap", 2),
         "before passing on": (Wire, "swap", 2),  # four replicas on two machines gather nothing, and scatter first
         "at the end": (ReadyParameters, "finish", 1),
+        "before a bucket of gradients": (Wire, "swap", 1),  # in the backward pass
+        "before the averages of AdamW's": (Wire, "swap", 3),
     }
     before(*places[moment])
 
@@ -113,6 +128,7 @@ def train(
     how: How,
     keeps: bool,
     machine: int,
+    to_owners: bool,
 ) -> None:
     """What each rank does; ``keeps``: rank 0 keeps the store, as without torchrun."""
     torch.set_num_threads(1)
@@ -120,15 +136,16 @@ def train(
     store = dist.TCPStore("127.0.0.1", port, is_master=False) if not keeps else _kept_by_first(connection, rank)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=6))
     model = make()
-    optimizer = optimizer_of(model, process_group="world")
+    optimizer = optimizer_of(model, process_group="world", gradients="to_owners" if to_owners else None)
     whole, error, began = 0, "", time.monotonic()
     for step in range(STEPS):
         if step == LAST_WHOLE and rank == victim:
             vanish_at(moment, how)
-        give(model, step)
         began = time.monotonic()
         try:
+            give(model, step, rank, ranks) if to_owners else give(model, step)
             optimizer.step()
+            optimizer.zero_grad()
         except mm.PlanError as found:
             error = str(found)
             break
@@ -161,6 +178,7 @@ def left_behind(
     keeps: bool = False,
     seconds: float = 60.0,
     machine: int = 0,
+    to_owners: bool = False,
 ) -> dict[int, Told]:
     """Let a rank vanish, and return what each of the others says; none may still be silent after that time."""
     context = multiprocessing.get_context("forkserver")
@@ -170,7 +188,7 @@ def left_behind(
     try:
         for rank in range(ranks):
             ours, theirs = context.Pipe()
-            arguments = (theirs, rank, ranks, store.port, victim, moment, how, keeps, machine)
+            arguments = (theirs, rank, ranks, store.port, victim, moment, how, keeps, machine, to_owners)
             process = context.Process(target=train, args=arguments, daemon=True)
             process.start()
             theirs.close()

@@ -1,11 +1,18 @@
-"""Meshes that ranks make once: torch keeps three threads for every process group, and a session asks for hundreds."""
+"""Meshes that ranks make once, and machines that they are told of.
+
+Torch keeps three threads for every process group, and a session asks for hundreds.
+"""
 
 from __future__ import annotations
 
 import functools
 import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 
@@ -18,3 +25,18 @@ def mesh_of(
         return init_device_mesh("cpu", sizes, mesh_dim_names=names)
     assert len(ranks) == math.prod(sizes)
     return DeviceMesh("cpu", torch.tensor(ranks).reshape(sizes), mesh_dim_names=names)
+
+
+@contextmanager
+def machines(ranks: int) -> Iterator[None]:
+    """What torchrun says on machines of so many ranks."""
+    told = {"LOCAL_WORLD_SIZE": str(ranks), "LOCAL_RANK": str(dist.get_rank() % max(1, ranks))}
+    before = {key: os.environ.get(key) for key in told}
+    os.environ |= told
+    try:
+        yield
+    finally:
+        for key, value in before.items():
+            os.environ.pop(key)
+            if value is not None:
+                os.environ[key] = value

@@ -9,7 +9,7 @@ from typing import Any, Unpack
 from torch import Tensor, nn
 
 from muonmesh.comm.meeting import note_failure
-from muonmesh.comm.wrappers import group_of_wrapper, leave_gradients
+from muonmesh.comm.wrappers import group_of_wrapper, leave_gradients, resume_without
 from muonmesh.errors import explain_error
 from muonmesh.groups import HeadPart, ParamGroups
 from muonmesh.groups import split_params as split_locally
@@ -84,4 +84,7 @@ def from_model(
             group["algorithm"] = rule
     if settings.get("process_group") is None:
         settings["process_group"] = group_of_wrapper(model)
-    return Muon(groups, lr, **settings)
+    optimizer = Muon(groups, lr, **settings)
+    if settings.get("gradients") == "to_owners":
+        resume_without(optimizer.gradients, model)
+    return optimizer

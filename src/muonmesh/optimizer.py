@@ -23,11 +23,11 @@ from muonmesh.comm.exchange import Exchange
 from muonmesh.comm.gradients import PARAMETER_GRAD, GradientSource, check_source
 from muonmesh.comm.meeting import note_failure, withdraw_failure
 from muonmesh.comm.storage import Declared
-from muonmesh.comm.to_owners import ToOwners
+from muonmesh.comm.to_owners import ToOwners, untold_error
 from muonmesh.comm.wire import Counts
 from muonmesh.errors import caller, explain_error, warn
 from muonmesh.groups import ParamGroups
-from muonmesh.numerics.kernels.graphs import refuse_capture
+from muonmesh.numerics.graphs import refuse_capture
 from muonmesh.numerics.precision import plain_modes
 from muonmesh.report.explain import Explanation, explain, summary
 from muonmesh.report.metrics import measure
@@ -308,7 +308,7 @@ class Muon(torch.optim.Optimizer):
         clip, runtime.clip = runtime.clip, Clip()
         try:
             settings = self._begin()
-            agreed = self._agree(settings, clip)
+            agreed = self._agree(settings, clip, told=scaler is not None)
         except Exception:
             if runtime.everywhere is not None:
                 runtime.everywhere(True)
@@ -367,7 +367,9 @@ class Muon(torch.optim.Optimizer):
                 group["steps_taken"] = rule.steps_taken + 1
         return settings
 
-    def _agree(self, settings: SettingsFound, clip: Clip) -> tuple[Planned, Exchange, Collected, Flags] | None:
+    def _agree(
+        self, settings: SettingsFound, clip: Clip, *, told: bool
+    ) -> tuple[Planned, Exchange, Collected, Flags] | None:
         """Plan if need be, read the gradients, and agree with all ranks before anything is written.
 
         None if this rank could not follow, and has told the others, whose hosts do not wait for what is said.
@@ -383,6 +385,8 @@ class Muon(torch.optim.Optimizer):
             forget(runtime)
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         error = None if found_inf is None else runtime.source.scaled_error(scale)
+        if found_inf is not None and not told and isinstance(runtime.source, ToOwners):
+            error = error or untold_error()
         while True:
             planned, exchange = runtime.connected or connect(groups, runtime)
             collected = collect(planned, self, runtime, scale)
@@ -410,7 +414,10 @@ class Muon(torch.optim.Optimizer):
     def _tell_scaler(self, scaler: torch.amp.grad_scaler.GradScaler | None, flags: Flags, found_inf: Tensor) -> None:
         """Tell the GradScaler whether any rank overflowed; warn if its scale will differ."""
         if scaler is not None:
-            for found in scaler._found_inf_per_device(self).values():
+            per_device: dict[Any, Any] = scaler._found_inf_per_device(self)
+            if not per_device:  # no gradient is where it looks, and ``scaler.update()`` asks for one
+                per_device[flags.overflow.device] = torch.zeros((), device=flags.overflow.device)
+            for found in per_device.values():
                 found.copy_(flags.overflow)
         elif flags.overflow.device.type == "cpu" and bool(flags.overflow) and not bool(found_inf):
             warn(
@@ -552,7 +559,8 @@ class Muon(torch.optim.Optimizer):
         """A copy with parameters and state of its own, and the same ProcessGroup."""
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
-        memo[id(self.gradients)] = self.gradients  # it may know the parameters, or groups, which cannot be copied
+        if not isinstance(self.gradients, ToOwners):
+            memo[id(self.gradients)] = self.gradients  # it may know the parameters, or groups, which cannot be copied
         twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         twin.process_group, twin.layouts = self.process_group, self.layouts
         return twin

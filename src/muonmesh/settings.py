@@ -68,16 +68,12 @@ def _are_betas(value: object) -> bool:
     return isinstance(value, (tuple, list)) and len(value) == 2 and all(_is_number(b) and 0 <= b < 1 for b in value)
 
 
-def _are_steps(value: object) -> bool:
-    return value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 1)
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+def _whole(least: int, needed: str) -> Setting:
+    """Return a setting that is a whole number, by default None."""
+    return Setting(None, lambda value: value is None or (type(value) is int and value >= least), needed)
 
 
 _NOT_NEGATIVE = "a number of at least 0"
-_STEPS = "a whole number of at least 1, or None for what the set is made for"
 _STATE = f'{NEEDED_HELD}, or "int8". Write state_dtype=torch.float32'
 _MASTER = f"None or {NEEDED_HELD}. Write master_dtype=torch.float32"
 _LAYOUTS = "a mapping of names to (mesh, placements), FlatShards or a list of FlatParameter"
@@ -93,11 +89,9 @@ class GroupSettings(TypedDict, total=False):
     scale_mode: Annotated[ScaleMode, _choice("match_rms_adamw", ScaleMode)]
     extra_scale_factor: Annotated[float, _number(1.0, lambda value: value > 0, "a positive number")]
     ns_coefficients: Annotated[Coefficients, Setting("auto")]
-    ns_steps: Annotated[int | None, Setting(None, _are_steps, _STEPS)]
+    ns_steps: Annotated[int | None, _whole(1, "a whole number of at least 1, or None for what the set is made for")]
     ns_method: Annotated[Method, _choice("auto", Method)]
-    stochastic_rounding: Annotated[
-        int | None, Setting(None, lambda value: value is None or _is_count(value), "a seed, a whole number, or None")
-    ]
+    stochastic_rounding: Annotated[int | None, _whole(0, "a seed, a whole number, or None")]
     adamw_betas: Annotated[tuple[float, float], Setting((0.9, 0.95), _are_betas, "two numbers in [0, 1)")]
     adamw_eps: Annotated[float, _number(1e-8, lambda value: value >= 0, _NOT_NEGATIVE)]
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import muonmesh as mm
 from muonmesh.errors import LayoutError
 from muonmesh.numerics.coefficients import DEFLATED_FROM_ROWS
-from muonmesh.numerics.kernels.graphs import MOST, Graphs
+from muonmesh.numerics.graphs import MOST, Graphs
 from muonmesh.numerics.newton_schulz import Orthogonalizer
 from muonmesh.testing import RaceError, SimulatedDevice, dry_run
 from muonmesh.testing.device import Graph, Stream
@@ -46,7 +46,7 @@ class Watched(SimulatedDevice):
 
     def told(self, *, captured: bool) -> list[tuple[str, list[Any]]]:
         """Return what was captured, or else run, without the copies of `graphs.py` in and out."""
-        copies = "copy_ at kernels/graphs.py"
+        copies = "copy_ at numerics/graphs.py"
         return [(w, parts) for w, parts, c in self.issued if c == captured and not w.startswith(copies)]
 
 

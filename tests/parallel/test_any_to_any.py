@@ -3,8 +3,18 @@
 from __future__ import annotations
 
 import functools
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import time
+from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +22,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import Placement, Shard
 
 import muonmesh as mm
+import tests.workers  # noqa: F401 - says what the process that ranks are copies of imports
+from muonmesh.comm.storage import local_of
 from muonmesh.integrations import fsdp1
 from muonmesh.step.connection import placed_members
 from muonmesh.step.state_layout import RUNNING
 from tests import gathered, layouts, problem
 from tests.layouts import R, S, strided
-from tests.meshes import mesh_of
+from tests.meshes import machines, mesh_of
 
 # Split into rows, interleaved, stored in × out, stacked; tall and wide, smaller than the ranks, uneven; AdamW's half.
 NAMES = ("few", "qkv", "neox", "conv1d", "expert_gate_up", "embedding", "bias")
@@ -76,9 +88,10 @@ def optimizer_of(
     return optimizer
 
 
-def of_model(layout: str, seed: int, dtype: torch.dtype = torch.float32, **settings: Any) -> Case:
+def of_model(layout: str, seed: int, dtype: torch.dtype = torch.float32, machine: int = 0, **settings: Any) -> Case:
     model, group = problem.hold(layout, values_of(seed, dtype))
-    optimizer = optimizer_of(problem.groups(model), process_group=group, **settings)
+    with machines(machine) if machine else nullcontext():
+        optimizer = optimizer_of(problem.groups(model), process_group=group, **settings)
 
     def give(gradients: dict[str, Tensor | None]) -> None:
         for name, gradient in gradients.items():
@@ -120,6 +133,45 @@ def experts(name: str, dims: int) -> list[Placement]:
     return [S(0), S(1)] if dims == 3 else [R, R]
 
 
+def whole_of(optimizer: mm.Muon) -> dict[str, Tensor]:
+    """Parameters and state, whole, by name, wherever they live."""
+    held, shapes, counts = {}, {}, {}
+    for member in placed_members(optimizer):
+        for key, value in {"": member.tensor, **optimizer.state[member.tensor]}.items():
+            layout = member.state_layouts.get(key, member).storage.layout
+            name = f"{member.name}.{key}" if key else member.name
+            if key in ("step", *RUNNING):
+                counts[name] = value.clone()
+            else:
+                held[name], shapes[name] = layouts.elements(local_of(value).detach().clone(), layout), layout.shape
+    return {**gathered.join(held, shapes), **counts}
+
+
+def to_owners(*, sharded: bool = False) -> Make:
+    """Replicas that add gradients up at owners, plain or of FSDP2's shards; each gradient is one replica's, times R."""
+
+    def make(seed: int, dtype: torch.dtype = torch.float32, **settings: Any) -> Case:
+        model, group = problem.Bag(values_of(seed, dtype)), dist.group.WORLD
+        if sharded:
+            mesh = mesh_of((2, dist.get_world_size() // 2), names=("replicate", "shard"))
+            fully_shard(model, mesh=mesh["shard"])
+            group = mesh["replicate"].get_group()
+        groups = problem.groups(model)
+        optimizer = optimizer_of(groups, process_group=group, gradients="to_owners", memory_budget_mb=0.064, **settings)
+        replica, copies = dist.get_rank(group), dist.get_world_size(group)
+
+        def give(gradients: dict[str, Tensor | None]) -> None:
+            for number, (name, gradient) in enumerate(gradients.items()):
+                parameter = model.get_parameter(name)
+                parameter.grad = None
+                if gradient is not None and number % copies == replica:
+                    parameter.grad = problem.placed_like(parameter, gradient * copies)  # copies are a power of 2
+
+        return Case(model, optimizer, give, lambda: whole_of(optimizer))
+
+    return make
+
+
 def of_fsdp1(seed: int, **settings: Any) -> Case:
     model = problem.Bag(values_of(seed))
     groups = problem.groups(model)
@@ -133,21 +185,7 @@ def of_fsdp1(seed: int, **settings: Any) -> Case:
             assert gradient is not None
             parameters[name].grad = layouts.cut(gradient, declared[name], dist.get_rank())
 
-    def whole() -> dict[str, Tensor]:
-        held, shapes, counts = {}, {}, {}
-        for member in placed_members(optimizer):
-            for key, value in {"": member.tensor, **optimizer.state[member.tensor]}.items():
-                layout = (
-                    member.state_layouts[key].storage.layout if key in member.state_layouts else declared[member.name]
-                )
-                name = f"{member.name}.{key}" if key else member.name
-                if key in ("step", *RUNNING):
-                    counts[name] = value.clone()
-                else:
-                    held[name], shapes[name] = layouts.elements(value.detach().clone(), layout), layout.shape
-        return {**gathered.join(held, shapes), **counts}
-
-    return Case(wrapped, optimizer, give, whole)
+    return Case(wrapped, optimizer, give, lambda: whole_of(optimizer))
 
 
 Make = Callable[..., Case]
@@ -192,6 +230,10 @@ LAYOUTS: dict[str, tuple[int, Make]] = {
     "fsdp1": (2, of_fsdp1),
     "ddp, shared state": (4, model_in("ddp", shard_state=True)),
     "shard 0 on 2": (2, model_in("shard0")),
+    "ddp 4 to owners": (4, to_owners()),
+    "ddp 2 to owners": (2, to_owners()),
+    "hsdp to owners": (4, to_owners(sharded=True)),
+    "ddp on two machines": (4, model_in("ddp", machine=2)),
 }
 
 
@@ -277,6 +319,7 @@ STATES = (
     "one process",
     "flat over tp",
     "shard 1 on 2",
+    "hsdp to owners",
 )
 TRIED = {("normuon", "fsdp over tp", "flat 2"), ("hyperball", "declared over tp", "one process")}
 
@@ -345,3 +388,105 @@ def loaded_in_full(path: str, settings: dict[str, Any]) -> list[str]:
     trained.advance(0, FIRST)
     whole, found = trained.whole(), here.whole()
     return [name for name in NAMES if not torch.equal(found[name], whole[f"{name}.master"])]
+
+
+# ------------------------------------------------------------------ killed at random moments
+
+# One training goes through these, one after the other and again.
+ORDER = (
+    "ddp 4 to owners",
+    "one process",
+    "hsdp to owners",
+    "fsdp 2",
+    "ddp on two machines",
+    "ddp 2 to owners",
+    "hsdp to owners",
+    "fsdp 4",
+)
+KEPT = 3  # checkpoints
+
+
+def newest(folder: Path) -> int:
+    """The last step of which there is a whole checkpoint."""
+    return max((int(path.name) for path in folder.iterdir() if path.name.isdecimal()), default=0)
+
+
+def trained(folder: str, layout: str, last: int, rank: int, port: int) -> None:
+    """What each rank does: go on from the newest checkpoint, and save after every step."""
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    ranks, place = LAYOUTS[layout][0], Path(folder)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
+    first = newest(place)
+    case = build(layout, seed=7 if first else 0)
+    if first:
+        mm.checkpoint.load(place / str(first), case.model, case.optimizer)
+    dist.barrier()  # none saves before all have looked
+    for step in range(first, last):
+        case.advance(step, step + 1)
+        mm.checkpoint.save(place / str(step + 1), case.model, case.optimizer)
+        if rank == 0 and step >= KEPT:
+            shutil.rmtree(place / str(step + 1 - KEPT))
+    os._exit(0)
+
+
+def started(folder: Path, layout: str, last: int) -> tuple[list[BaseProcess], dist.TCPStore]:
+    context = multiprocessing.get_context("forkserver")
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    processes: list[BaseProcess] = []
+    for rank in range(LAYOUTS[layout][0]):
+        process = context.Process(target=trained, args=(str(folder), layout, last, rank, store.port), daemon=True)
+        process.start()
+        processes.append(process)
+    return processes, store
+
+
+def ended(processes: list[BaseProcess]) -> None:
+    """As torchrun does once a rank is gone."""
+    for process in processes:
+        process.kill()
+        process.join()
+
+
+def killed_run(folder: Path, *, kills: int, seed: int, seconds: float) -> tuple[Counter[str], int]:
+    """Kill a random rank at a random moment, again and again; how often which layout was, and the steps there are."""
+    chance, counted, until = random.Random(seed), Counter[str](), time.monotonic() + seconds
+    far, starts = 10**6, 0
+    while sum(counted.values()) < kills and time.monotonic() < until:
+        layout, before = ORDER[starts % len(ORDER)], newest(folder)
+        processes, store = started(folder, layout, far)
+        starts += 1
+        while newest(folder) < before + 1 and all(process.is_alive() for process in processes):
+            time.sleep(0.002)
+        assert all(process.is_alive() for process in processes), f"{layout}: a rank ended by itself"
+        time.sleep(chance.uniform(0.0, 0.3))
+        victim = chance.choice(processes)
+        assert victim.pid is not None
+        os.kill(victim.pid, signal.SIGKILL)
+        victim.join()
+        if chance.random() < 0.5:  # the others find out by themselves for a while
+            time.sleep(chance.uniform(0.0, 0.3))
+        ended(processes)
+        del store
+        counted[layout] += 1
+    return counted, newest(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.soak
+def test_kills_and_other_layouts_change_no_bit(workers, tmp_path: Path) -> None:
+    """Three minutes on two busy cores. Gradients to owners and results passed on between machines are among them."""
+    counted, steps = killed_run(tmp_path, kills=40, seed=0, seconds=400)
+    print(dict(counted), steps)
+    assert sum(counted.values()) >= len(ORDER), "each layout was killed"
+    alone = build("one process")
+    alone.advance(0, steps)
+    for layout in ORDER:
+        for result in workers(LAYOUTS[layout][0]).run(read, layout, str(tmp_path / str(steps))):
+            assert problem.differing(result, alone.whole()) == [], layout
+
+
+def read(layout: str, path: str) -> dict[str, torch.Tensor]:
+    case = build(layout, seed=7)
+    mm.checkpoint.load(path, case.model, case.optimizer)
+    return case.whole()

@@ -11,6 +11,7 @@ import pytest
 from tests.deaths import LAST_WHOLE, STEPS, How, Moment, Told, give, left_behind, make, optimizer_of
 
 SHARPEST = {("before the scatter", "killed")}
+TO_OWNERS = ("before a bucket of gradients", "before the averages of AdamW's")
 TIMEOUT = 6.0  # of the ranks' collectives
 
 
@@ -47,7 +48,7 @@ def check(told: dict[int, Told], victim: int, *, patience: float = 30.0, alone: 
         pytest.param(moment, how, marks=() if (moment, how) in SHARPEST else pytest.mark.soak)
         for moment in get_args(Moment)
         for how in get_args(How)
-        if moment != "before passing on"
+        if moment != "before passing on" and moment not in TO_OWNERS
     ],
 )
 def test_a_rank_that_vanishes_inside_a_step_is_named_and_nothing_torn_is_saved(moment: Moment, how: How) -> None:
@@ -81,3 +82,18 @@ def test_a_rank_that_vanishes_before_it_passes_results_on_is_named(how: How) -> 
     assert sorted(told) == [0, 2, 3]
     check(told, 1, alone=False)
     assert any(said.refused for said in told.values()), "the step had begun to write"
+
+
+@pytest.mark.slow
+@pytest.mark.soak
+@pytest.mark.parametrize("machine", [0, 2])
+@pytest.mark.parametrize("how", get_args(How))
+@pytest.mark.parametrize("moment", [*TO_OWNERS, "before the flags", "at the end"])
+def test_a_rank_that_vanishes_while_gradients_travel_to_owners_is_named(moment: Moment, how: How, machine: int) -> None:
+    """Whether in a backward pass or in a step, on one machine and on two."""
+    told = left_behind(moment, how, ranks=4, machine=machine, to_owners=True)
+    assert sorted(told) == [0, 2, 3]
+    check(told, 1, alone=False)
+    if moment in TO_OWNERS:
+        assert not any(said.refused for said in told.values()), "no rank has written anything yet"
+        assert {said.whole for said in told.values()} == {LAST_WHOLE}

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -18,7 +16,7 @@ import muonmesh as mm
 from muonmesh.report.forecast import Weight, forecast
 from muonmesh.step.connection import placed_members
 from tests import layouts, problem
-from tests.meshes import mesh_of
+from tests.meshes import machines, mesh_of
 from tests.samples import one_in
 from tests.sent import Sent
 
@@ -31,21 +29,6 @@ EIGHT: dict[str, tuple[tuple[int, ...], Any]] = {
     "hsdp over tp": ((2, 2, 2), lambda n: [layouts.R, layouts.strided(0, 2), layouts.S(0)]),
 }
 BUCKETS = {"one exchange": None, "some": 0.32, "many": 0.016}
-
-
-@contextmanager
-def machines(ranks: int) -> Iterator[None]:
-    """What torchrun says on machines of so many ranks."""
-    told = {"LOCAL_WORLD_SIZE": str(ranks), "LOCAL_RANK": str(dist.get_rank() % max(1, ranks))}
-    before = {key: os.environ.get(key) for key in told}
-    os.environ |= told
-    try:
-        yield
-    finally:
-        for key, value in before.items():
-            os.environ.pop(key)
-            if value is not None:
-                os.environ[key] = value
 
 
 # ------------------------------------------------------------------ bits

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from muonmesh.errors import LayoutError
 from muonmesh.layout import FlatShards, Layout, MeshLayout, split_matrices
-from muonmesh.layout.companion import Side, companion_matrices, companion_on_mesh, companions_in_buffers
+from muonmesh.layout.companion import Side, companion_matrices, companions_in_buffers
 from muonmesh.layout.routes import pieces
 from tests import fuzzing
 from tests.fuzzing import COUNT, generated
@@ -93,7 +94,7 @@ def assembled(kept: Tensor, matrices: Any) -> list[Tensor]:
 
 def test_rows_of_a_shard_have_their_numbers_beside_them() -> None:
     layout = MeshLayout((10, 4), (4,), (0, 1, 2, 3), (fuzzing.Shard(0),))
-    companion = companion_on_mesh(layout, (10, 1))
+    companion = replace(layout, shape=(10, 1))
     assert [companion.local_shape(rank) for rank in range(4)] == [(3, 1), (3, 1), (3, 1), (1, 1)]
     flat = FlatShards.cut((3, 4), (0, 1, 2), (0, 5, 6, 12))  # the second row begins on rank 0, the third on rank 2
     (found,) = companions_in_buffers({"w": (flat, (3, 1))}).values()
@@ -134,7 +135,7 @@ def test_on_any_mesh_each_owner_gets_every_number_once(held: fuzzing.Held) -> No
     for side in SIDES:
         shrunk, _ = companion_matrices("w", held.shapes[0], held.specs[0], side)
         if isinstance(source, MeshLayout):
-            companion: Layout = companion_on_mesh(source, shrunk)
+            companion: Layout = replace(source, shape=shrunk)
         else:
             assert isinstance(source, FlatShards)
             companion = companions_in_buffers({"w": (source, shrunk)})["w"]

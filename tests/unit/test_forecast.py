@@ -20,17 +20,20 @@ pytestmark = pytest.mark.filterwarnings("ignore:Accessing the data pointer of Fa
 
 
 @pytest.mark.parametrize(
-    ("mesh", "placements"),
+    ("mesh", "placements", "shapes"),
     [
-        ({"shard": 8}, (Shard(0),)),
-        ({"replicate": 2, "shard": 4}, (Replicate(), Shard(0))),
-        ({"one": 1}, (Replicate(),)),
+        ({"shard": 8}, (Shard(0),), LAYERS),
+        ({"replicate": 2, "shard": 4}, (Replicate(), Shard(0)), LAYERS),
+        ({"one": 1}, (Replicate(),), LAYERS),
+        ({"replicate": 8}, (Replicate(),), LAYERS * 4),  # whole matrices in many rounds, of many elements
     ],
-    ids=["fsdp", "hsdp", "one device"],
+    ids=["fsdp", "hsdp", "one device", "ddp"],
 )
-def test_a_forecast_is_near_a_dry_run(mesh: dict[str, int], placements: tuple[Shard | Replicate, ...]) -> None:
+def test_a_forecast_is_near_a_dry_run(
+    mesh: dict[str, int], placements: tuple[Shard | Replicate, ...], shapes: list[tuple[int, int]]
+) -> None:
     model, world = nn.Module(), math.prod(mesh.values())
-    for number, shape in enumerate(LAYERS):
+    for number, shape in enumerate(shapes):
         model.register_parameter(f"weight{number}", nn.Parameter(torch.empty(shape, device="meta")))
 
     def muon(model: nn.Module) -> mm.Muon:
@@ -42,23 +45,23 @@ def test_a_forecast_is_near_a_dry_run(mesh: dict[str, int], placements: tuple[Sh
 
     spread = {"world": world, "mesh": mesh, "placements": lambda name, parameter: placements} if world > 1 else {}
     run = dry_run(model, muon, steps=1, **spread)
-    weights = [Weight(f"weight{number}", place(shape), "whole") for number, shape in enumerate(LAYERS)]
+    weights = [Weight(f"weight{number}", place(shape), "whole") for number, shape in enumerate(shapes)]
     found = forecast(weights, rank=0)
 
     assert found.bytes_sent == run.bytes_sent
     assert found.collectives == run.collectives
     assert found.flops == pytest.approx(run.flops, rel=0.1)
     assert found.stored["weights"] == run.elements * 4
-    assert found.launches == pytest.approx(run.launches, rel=0.25)
+    assert found.launches == pytest.approx(run.launches, rel=0.15)
     assert found.elementwise_bytes == pytest.approx(run.elementwise_bytes, rel=0.25)
     assert found.exchange == pytest.approx(run.peak_bytes, rel=0.35)
     assert found.messages == run.messages
-    assert found.kernels == pytest.approx(run.kernels, rel=0.25)
+    assert found.kernels == pytest.approx(run.kernels, rel=0.15)
     assert found.views == pytest.approx(run.views, rel=0.35)
     assert found.slow_flops == pytest.approx(run.slow_flops, rel=0.1)
     assert found.seconds == pytest.approx(run.seconds, rel=0.25)
     assert found.best_seconds == pytest.approx(run.best_seconds, rel=0.25)
-    assert found.best_seconds < found.seconds
+    assert found.best_seconds <= found.seconds  # where the wire takes longer, it alone counts
 
 
 @pytest.mark.parametrize("rule", ["soap", "normuon", "adamuon", "scion_sign"])

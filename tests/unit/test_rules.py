@@ -224,13 +224,13 @@ def test_normuon_keeps_the_frobenius_norm_of_the_update() -> None:
     update = mm.orthogonalize(random(10, 16).float(), dtype=torch.float32)
     state = {"row_second_moment": torch.zeros(1, 10, 1)}
     changed = update.clone()
-    parts.change_whole(rule, changed, state, rows=10, cols=16)
+    parts.change_whole(rule.whole, changed, state, rows=10, cols=16)
     assert float(changed.norm()) == pytest.approx(float(update.norm()), rel=1e-6)
     assert not torch.equal(changed, update)
     rows = changed.norm(dim=1)  # one step without bias correction: all rows at one pace
     assert float(rows.max() / rows.min()) == pytest.approx(1.0, rel=1e-4)
     nothing = torch.zeros(10, 16)
-    parts.change_whole(rule, nothing, state, rows=10, cols=16)
+    parts.change_whole(rule.whole, nothing, state, rows=10, cols=16)
     assert not nothing.any()
 
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import timedelta
 from typing import NamedTuple
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore
 
-from muonmesh.comm.meeting import shared_store, wait_until
+from muonmesh.comm.meeting import seconds_of_collectives, shared_store, wait_until
 from muonmesh.comm.storage import this_rank, world_size
 from muonmesh.comm.telling import tell_all
 from muonmesh.errors import PlanError, about, explain_error
@@ -210,13 +212,7 @@ def _key(parameter: Parameter | Elementwise) -> tuple[str, tuple[int, ...]]:
 
 
 def _first_difference(a: int, lines_a: list[str], b: int, lines_b: list[str]) -> PlanError:
-    pairs = list(zip(lines_a, lines_b, strict=False))
-    if len(lines_a) != len(lines_b):
-        pairs.append(
-            ("nothing more", lines_b[len(lines_a)])
-            if len(lines_a) < len(lines_b)
-            else (lines_a[len(lines_b)], "nothing more")
-        )
+    pairs = itertools.zip_longest(lines_a, lines_b, fillvalue="nothing more")
     found = next((pair for pair in pairs if pair[0] != pair[1]), ("?", "?"))
     return PlanError(
         about(
@@ -245,10 +241,10 @@ def group_of(ranks: Sequence[int], candidates: Sequence[dist.ProcessGroup]) -> d
 
 
 def new_group(ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
-    """Return a new process group, made by its members alone; all of them call this."""
-    key = tuple(sorted(ranks))
+    """Return a new process group that waits as long as the default one, made by its members alone; all call this."""
+    key, timeout = tuple(sorted(ranks)), timedelta(seconds=seconds_of_collectives())
     with _same_name(key):
-        made: dist.ProcessGroup = dist.new_group(key, backend=backend, use_local_synchronization=True)
+        made: dist.ProcessGroup = dist.new_group(key, timeout, backend, use_local_synchronization=True)
     return made
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property, partial
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -37,7 +38,7 @@ class Exchange:
         companion_dtype: Dtype of what rules keep by row, column or matrix, which travels too.
         device: Where the matrices are assembled.
         blocks: How many blocks of momentum in int8 the ranks agree on.
-        at_once: How many matrices that are equal to one of these are orthogonalized together on a device.
+        at_once: For each matrix owned here how many of its equals are orthogonalized together; if unsaid, all.
 
     Attributes:
         plan: The plan that it runs.
@@ -54,7 +55,7 @@ class Exchange:
         companion_dtype: torch.dtype = torch.float32,
         device: torch.device,
         blocks: int = 0,
-        at_once: Callable[[int], int] | None = None,
+        at_once: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
         if group is None and len(plan.ranks) > 1:
             raise ValueError(f"group: found None for ranks {plan.ranks}; needed their process group")

@@ -139,7 +139,7 @@ def wait_until(ready: Callable[[], bool], absent: Callable[[], Sequence[int]]) -
     Raises:
         PlanError: a rank could not make its optimizer, or is missing when the time that collectives have is over.
     """
-    until, pause = time.monotonic() + _seconds_of_collectives(), 0.001
+    until, pause = time.monotonic() + seconds_of_collectives(), 0.001
     while True:
         if ready():
             return
@@ -158,7 +158,7 @@ def _absent(store: PrefixStore, note: str, ranks: Sequence[int]) -> list[int]:
     return [rank for rank in ranks if not _has(store, f"{note}/{rank}")]
 
 
-def _seconds_of_collectives() -> float:
+def seconds_of_collectives() -> float:
     """Return how long the default process group waits for a collective."""
     group = dist.group.WORLD
     assert group is not None

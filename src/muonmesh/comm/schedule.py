@@ -18,6 +18,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -47,7 +48,7 @@ class Schedule:
         peers: All ranks of the plan, in the order of their process group.
         dtype: Of wire and matrices.
         device: Where the memory is.
-        at_once: How many matrices that are equal to one of these are orthogonalized together on a device.
+        at_once: For each matrix owned here how many of its equals are orthogonalized together; if unsaid, all.
 
     Attributes:
         stages: How many stages there are.
@@ -63,10 +64,10 @@ class Schedule:
         peers: Sequence[int],
         dtype: torch.dtype,
         device: torch.device,
-        at_once: Callable[[int], int] | None = None,
+        at_once: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
         """Work it out."""
-        self._drafts, self.left = _drafts(plan, rank, peers, at_once if device.type != "cpu" else None)
+        self._drafts, self.left = _drafts(plan, rank, peers, at_once)
         self._passages = _passages(plan, rank, peers, self._drafts)
         self.relays = any(passage.passes for passage in self._passages)
         self._dtype, self._device = dtype, device
@@ -196,15 +197,14 @@ class _Draft:
     ways: tuple[Routes, Routes]
     gathers: bool
     rounds: Rounds
-    at_once: Callable[[int], int] | None
+    at_once: Mapping[int, int]
 
     def __post_init__(self) -> None:
         there, assignments = self.ways[0], self.plan.assignments
         self._gather = Passage("gather", there.stored, there.assembled, self.rank, self.peers)
         self._summed = self.plan.summed(self.moving)
-        alike = _alike(self.plan, [number for number in self.moving if assignments[number].owner == self.rank])
-        sizes = [len(some) if self.at_once is None else self.at_once(some[0]) for some in alike]
-        cuts = [(some, range(0, len(some), size)) for some, size in zip(alike, sizes, strict=True)]
+        alike = self.plan.alike(number for number in self.moving if assignments[number].owner == self.rank)
+        cuts = [(some, range(0, len(some), self.at_once.get(some[0], len(some)))) for some in alike]
         self._batches = [some[start : start + starts.step] for some, starts in cuts for start in starts]
         self._shapes = [assignments[batch[0]].matrix.shape for batch in self._batches]
 
@@ -292,7 +292,7 @@ def _fillings(passages: Sequence[Passage], first_of_stages: Sequence[int]) -> li
 
 
 def _drafts(
-    plan: Plan, rank: int, peers: Sequence[int], at_once: Callable[[int], int] | None
+    plan: Plan, rank: int, peers: Sequence[int], at_once: Mapping[int, int]
 ) -> tuple[list[_Draft], tuple[tuple[Local, ...], ...]]:
     """Return a draft for each bucket that moves, with the local matrices that came before; and those after the last.
 
@@ -303,7 +303,7 @@ def _drafts(
     def taken() -> tuple[tuple[Local, ...], ...]:
         of = {local.assignment: local for local in waiting}
         waiting.clear()
-        return tuple(tuple(of[number] for number in alike) for alike in _alike(plan, list(of)))
+        return tuple(tuple(of[number] for number in alike) for alike in plan.alike(of))
 
     for number, bucket in enumerate(plan.buckets):
         moving = tuple(index for index in bucket if plan.moves(index))
@@ -319,16 +319,6 @@ def _drafts(
         nothing, rounds = (Routes({}, {}), Routes({}, {})), Rounds(plan.late)
         drafts.append(_Draft(plan, rank, peers, "what is passed on", (), (), nothing, False, rounds, at_once))
     return drafts, taken()
-
-
-def _alike(plan: Plan, numbers: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return assignments sorted into those of one shape and setting, which may be orthogonalized together."""
-    groups: dict[tuple[str, tuple[int, int]], list[int]] = {}
-    for number in numbers:
-        assignment = plan.assignments[number]
-        settings = plan.parameters[assignment.parameter].settings
-        groups.setdefault((settings, assignment.matrix.shape), []).append(number)
-    return [tuple(some) for some in groups.values()]
 
 
 def _by_assignment(batches: Sequence[tuple[int, ...]], buffers: Sequence[Tensor]) -> dict[int, Tensor]:

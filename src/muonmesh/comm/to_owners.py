@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import NamedTuple
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -44,7 +46,6 @@ class _Links:
         buckets: For each bucket and each rank of the wire the matrices that it owns, in the order of all buckets.
         shared: The parameters that every replica steps, AdamW's.
         names: Of all of these.
-        handles: Of the hooks.
     """
 
     talk: Wire
@@ -52,7 +53,10 @@ class _Links:
     buckets: Sequence[Sequence[Sequence[Tensor]]]
     shared: Sequence[Tensor]
     names: Mapping[Tensor, str]
-    handles: Sequence[RemovableHandle] = ()
+
+
+_living: weakref.WeakSet[ToOwners] = weakref.WeakSet()
+"""All sources that hear of gradients."""
 
 
 class ToOwners(GradientSource):
@@ -76,7 +80,12 @@ class ToOwners(GradientSource):
         self._dropped: list[list[_Sent]] = []
         self._seen: set[Tensor] = set()
         self._sends = True
-        self._step = -1
+        self._step = self._asked = -1
+        self._unhook: weakref.finalize[[Sequence[RemovableHandle]], ToOwners] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Where momentum lives. A copy has parameters of its own, of whose gradients nobody has heard."""
+        return {**vars(ToOwners()), "_owners": self._owners}
 
     # ---------------------------------------------------------------- as a source
 
@@ -143,9 +152,20 @@ class ToOwners(GradientSource):
         """Return where the momentum of each matrix lives: on one replica, chosen once by what each has to compute.
 
         Raises:
-            LayoutError: a matrix is replicated along an axis of its own mesh, over which FSDP2 averages itself.
+            LayoutError: a matrix is replicated along an axis of its own mesh, over which FSDP2 averages itself; or its
+                gradients go to another optimizer.
         """
-        for name, _, storage in matrices:
+        others = [links for other in _living if other is not self and (links := other._links) is not None]
+        for name, tensor, storage in matrices:
+            if any(tensor in links.names for links in others):
+                raise LayoutError(
+                    explain_error(
+                        name,
+                        "another optimizer with gradients='to_owners', to which its gradients go",
+                        "one such optimizer for each parameter",
+                        "Delete the other one before the backward pass, and call gc.collect() if a scheduler holds it",
+                    )
+                )
             if any(
                 p.is_replicate() and storage.mesh.size(a) > 1 for a, p in enumerate(storage.placements) if storage.mesh
             ):
@@ -179,21 +199,28 @@ class ToOwners(GradientSource):
 
     def bind(self, replicated: Mapping[Tensor, str], group: dist.ProcessGroup | None, bucket_bytes: int) -> None:
         """Hear of these parameters' gradients from now on; all replicas bind the same ones together."""
-        for handle in self._links.handles if self._links is not None else ():
-            handle.remove()
+        ranks = () if group is None else tuple(dist.get_process_group_ranks(group))
+        if self._links is not None and self._links.wire.ranks == ranks:
+            self.complete(self._asked)  # what was sent since, in the buckets of the plan before
+            # Steps are counted from 0 again, and what none of them has read stays for the next one.
+            self._step = 0 if self._step == self._asked else -1
+            talk, wire = self._links.talk, self._links.wire
+        elif group is not None:
+            talk, wire = Wire(ranks, host_group(group)), Wire(ranks, new_group(ranks))
+        if self._unhook is not None:
+            self._unhook()
         if group is None:
             self._links = None
             return
-        ranks = tuple(dist.get_process_group_ranks(group))
-        if self._links is None or self._links.wire.ranks != ranks:
-            talk, wire = Wire(ranks, host_group(group)), Wire(ranks, new_group(ranks))
-        else:
-            talk, wire = self._links.talk, self._links.wire
         buckets = self._buckets(replicated, len(ranks), bucket_bytes)
         shared = [tensor for tensor in replicated if tensor not in self._owners]
         self._links = _Links(talk, wire, buckets, shared, replicated)
         mine = {tensor for bucket in buckets for some in bucket for tensor in some}
-        self._links.handles = [t.register_post_accumulate_grad_hook(self._heard) for t in mine]  # type: ignore[no-untyped-call]
+        # Hooks live as long as the parameters; they neither hold the source, nor take gradients when it is gone.
+        heard = partial(_heard, weakref.ref(self))
+        handles = [tensor.register_post_accumulate_grad_hook(heard) for tensor in mine]  # type: ignore[no-untyped-call]
+        self._unhook = weakref.finalize(self, _remove, handles)
+        _living.add(self)
 
     def _buckets(self, replicated: Mapping[Tensor, str], copies: int, bucket_bytes: int) -> list[list[list[Tensor]]]:
         buckets = list[list[list[Tensor]]]()
@@ -295,7 +322,7 @@ class ToOwners(GradientSource):
         Raises:
             PlanError: only some of the replicas have dropped gradients that were on their way. All of them raise.
         """
-        links = self._links
+        links, self._asked = self._links, step
         if links is None:
             return
         matrices = [tensor for bucket in links.buckets for some in bucket for tensor in some]
@@ -307,11 +334,11 @@ class ToOwners(GradientSource):
         most, low, high, *flags = links.talk.reduce(told, dist.ReduceOp.MAX, "the agreement on gradients").tolist()
         if low + high != 255:
             self._even_out(links, len(self._dropped) + rounds)
-            what = "zero_grad() dropped gradients on some ranks and not on others. Call zero_grad() on all ranks"
-            raise PlanError(about("the gradients", what))
-        for transfer in itertools.chain(*self._dropped):
-            links.wire.finish(transfer.transfer)
-        self._dropped = []
+            what = (
+                "zero_grad() dropped gradients on some ranks and not on others. Call zero_grad() on all ranks, after "
+            )
+            raise PlanError(about("the gradients", what + "the same backward passes"))
+        self._finish_dropped(links)
         present, fresh = flags[: len(matrices)], flags[len(matrices) :]
         if most and self._step != step:
             self._held.clear()
@@ -329,9 +356,13 @@ class ToOwners(GradientSource):
         most = links.talk.reduce(told, dist.ReduceOp.MAX, "the agreement on rounds")
         while len(self._dropped) < int(most):
             self._dropped.append(self._all_sent(links))
-        for transfer in itertools.chain(*self._dropped):
-            links.wire.finish(transfer.transfer)
-        self._dropped, self._ready, self._seen = [], set(), set()
+        self._finish_dropped(links)
+        self._ready, self._seen = set(), set()
+
+    def _finish_dropped(self, links: _Links) -> None:
+        for sent in itertools.chain(*self._dropped):
+            links.wire.finish(sent.transfer)
+        self._dropped = []
 
     def _add(self, links: _Links, sent: _Sent, present: set[Tensor]) -> None:
         """Add up what has arrived for this rank's matrices."""
@@ -390,6 +421,23 @@ class ToOwners(GradientSource):
                 self._reduced[tensor] = tensor.grad, gradient._version
 
 
+def untold_error() -> Exception:
+    """Return what is wrong if a GradScaler cannot be told what other ranks have found."""
+    what = "A GradScaler sees the overflows of its own rank alone, so scales, and then weights, would differ between "
+    return LayoutError(about("gradients='to_owners'", what + "ranks. Write scaler.step(optimizer, scaler=scaler)"))
+
+
+def _heard(source: weakref.ref[ToOwners], parameter: Tensor) -> None:
+    """Tell a source of a gradient, if it is still there."""
+    if (here := source()) is not None:
+        here._heard(parameter)
+
+
+def _remove(handles: Sequence[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
+
+
 def mean(summands: Sequence[Tensor]) -> Tensor:
     """Return the mean of replicas' gradients: added in the order of the ranks, in fp32 or wider."""
     total = summands[0].to(torch.promote_types(summands[0].dtype, torch.float32), copy=True)
@@ -407,14 +455,11 @@ def on_replica(storage: Storage, number: int) -> Storage:
 @lru_cache(maxsize=1024)
 def _on_replica(layout: MeshLayout, number: int) -> FlatShards:
     """Return that layout; the matrices of all layers share it."""
-    sizes = [_numel(layout.local_shape(rank)) if layout.replica_number(rank) == number else 0 for rank in layout.ranks]
+    stores = [layout.replica_number(rank) == number for rank in layout.ranks]
+    sizes = [math.prod(layout.local_shape(rank)) * some for rank, some in zip(layout.ranks, stores, strict=True)]
     held = tuple((Interval(0, size, 0),) if size else () for size in sizes)
     return FlatShards(layout, held, tuple(sizes))
 
 
-def _numel(shape: Sequence[int]) -> int:
-    return torch.Size(shape).numel()
-
-
 def _cost(storage: Storage) -> int:
-    return _numel(storage.shape) * min(storage.shape)
+    return math.prod(storage.shape) * min(storage.shape)

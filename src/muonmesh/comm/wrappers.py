@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, TypeVar
 
@@ -14,6 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 from muonmesh.errors import LayoutError, about, explain_error
 
 Living = TypeVar("Living")
+
+_left: weakref.WeakKeyDictionary[DistributedDataParallel, int] = weakref.WeakKeyDictionary()
+"""How many sources average in place of a wrapper."""
 
 
 def group_of_wrapper(model: nn.Module) -> Literal["world"] | dist.ProcessGroup | None:
@@ -37,6 +41,20 @@ def leave_gradients(model: nn.Module) -> None:
             what = "The model is in a DistributedDataParallel with static_graph=True, which cannot leave gradients "
             raise ValueError(about("gradients='to_owners'", what + "to muonmesh. Leave out static_graph"))
         inner.require_backward_grad_sync = False
+
+
+def resume_without(source: object, model: nn.Module) -> None:
+    """Let a DistributedDataParallel average again once this source, and others that average in its place, are gone."""
+    inner = getattr(model, "_orig_mod", model)
+    if isinstance(inner, DistributedDataParallel):
+        _left[inner] = _left.get(inner, 0) + 1
+        weakref.finalize(source, _resume, weakref.ref(inner)).atexit = False
+
+
+def _resume(wrapper: weakref.ref[DistributedDataParallel]) -> None:
+    if (inner := wrapper()) is not None:
+        _left[inner] -= 1
+        inner.require_backward_grad_sync = not _left[inner]
 
 
 def living(kind: type[Living]) -> list[Living]:

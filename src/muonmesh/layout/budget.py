@@ -18,8 +18,8 @@ class Budget:
 
     A bucket holds E bytes of an owner's matrices. Where anything is gathered, a step on a device holds at most 8 E: of
     the bucket that arrives what is sent, received and assembled, of the one that is computed matrices, results and
-    squares (`at_once`), and of the one that leaves what is sent and received. Where replicas hold whole matrices, it
-    is 3 E: what is sent, and what is received in two rounds, or a third of it to compute in. A CPU keeps all buffers
+    squares (`Plan.at_once`), and of the one that leaves what is sent and received. Where replicas hold whole matrices,
+    it is 3 E: what is sent, and what is received in two rounds, or a third of it to compute in. A CPU keeps all buffers
     twice, and its threads take some memory each.
 
     Attributes:
@@ -63,20 +63,6 @@ class Budget:
     def elements_on_device(self) -> int:
         """Elements whose state is on the device at a time, where it is kept on the host."""
         return max(1, self.bytes // 32)
-
-    def at_once(self, rows: int, cols: int, squares: int, *, alone: bool, moves: bool) -> int:
-        """Return how many equal matrices a device orthogonalizes together, at least one.
-
-        Args:
-            rows, cols: Of each.
-            squares: How many squares of its rows it is computed in.
-            alone: Whether nothing of any matrix travels.
-            moves: Whether these do. Then what they take is that of a bucket, but the squares, where they are gathered.
-        """
-        of_squares = squares * rows * rows
-        each = of_squares if moves and self.gathers else 2 * rows * cols + of_squares
-        room = (self.bytes - self.bytes // 64) // (1 if alone else 8 if moves and self.gathers else 3)  # vectors: 1/64
-        return max(1, room // max(1, each * self.itemsize))
 
 
 UNLIMITED = Budget()

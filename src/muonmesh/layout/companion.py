@@ -97,11 +97,6 @@ def companion_matrices(
     return tuple(shrunk), assemble(name, own)
 
 
-def companion_on_mesh(layout: MeshLayout, shape: tuple[int, ...]) -> MeshLayout:
-    """Return where a companion of this shape lives, given where the momentum does: placed alike on the same mesh."""
-    return replace(layout, shape=shape)
-
-
 def companions_in_buffers(pairs: Mapping[str, tuple[FlatShards, tuple[int, ...]]]) -> dict[str, FlatShards]:
     """Return where the companions of all parameters of one flat buffer live, end to end in a flat buffer of their own.
 

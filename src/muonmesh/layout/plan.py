@@ -19,6 +19,9 @@ from muonmesh.layout.relay import Relay
 from muonmesh.layout.rounds import Rounds
 from muonmesh.layout.routes import Leg, Routes, extend, pieces, pieces_by_holder
 
+_AT_ONCE = 1 << 28
+"""Elements of equal matrices that a device orthogonalizes together at most."""
+
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
@@ -177,6 +180,30 @@ class Plan:
     def alone(self) -> bool:
         """Whether nothing of any matrix travels."""
         return not any(map(self.moves, range(len(self.assignments))))
+
+    def at_once(self, number: int, squares: int) -> int:
+        """Return how many matrices equal to this one a device orthogonalizes together, at least one.
+
+        Those that are gathered take what a bucket takes, and the squares.
+
+        Args:
+            number: Of the assignment.
+            squares: How many squares of its rows it is computed in.
+        """
+        (rows, cols), budget = self.assignments[number].matrix.shape, self.budget
+        gathered = budget.gathers and self.moves(number)
+        each = squares * rows * rows + (0 if gathered else 2 * rows * cols)
+        room = (budget.bytes - budget.bytes // 64) // (1 if self.alone else 8 if gathered else 3)  # vectors: 1/64
+        return max(1, min(room // (each * budget.itemsize), _AT_ONCE // (rows * cols)))
+
+    def alike(self, numbers: Iterable[int]) -> list[tuple[int, ...]]:
+        """Return assignments sorted into those of one shape and setting, which may be orthogonalized together."""
+        groups: dict[tuple[str, tuple[int, int]], list[int]] = {}
+        for number in numbers:
+            assignment = self.assignments[number]
+            settings = self.parameters[assignment.parameter].settings
+            groups.setdefault((settings, assignment.matrix.shape), []).append(number)
+        return [tuple(some) for some in groups.values()]
 
     def moves(self, number: int) -> bool:
         """Whether anything of an assignment travels; if not, its owner is the only rank that holds any of it."""

@@ -28,9 +28,9 @@ from muonmesh.numerics.coefficients import (
 from muonmesh.numerics.deflation import deflate, departure
 from muonmesh.numerics.dtypes import COMPUTE_DTYPES, HELD_DTYPES, NEEDED_COMPUTE, NEEDED_HELD
 from muonmesh.numerics.gram_form import factor_of_all, factored
+from muonmesh.numerics.graphs import Graphs
 from muonmesh.numerics.kernels import Exact, KernelName, Matmuls, resolve, select
 from muonmesh.numerics.kernels.dense import scaled
-from muonmesh.numerics.kernels.graphs import Graphs
 from muonmesh.numerics.kernels.memory import scratch
 from muonmesh.numerics.kernels.recording import run_again
 from muonmesh.numerics.kernels.threads import run_on_one_thread

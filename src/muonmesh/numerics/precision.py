@@ -46,18 +46,10 @@ def exact_fp32(dtype: torch.dtype) -> Iterator[None]:
     Args:
         dtype: What is computed in; nothing is done unless it is fp32.
     """
+    global _inside
     if dtype != torch.float32:
         yield
         return
-    _enter()
-    try:
-        yield
-    finally:
-        _leave()
-
-
-def _enter() -> None:
-    global _inside
     with _lock:
         _inside += 1
         if _inside == 1:
@@ -65,19 +57,16 @@ def _enter() -> None:
             for backend, level in zip(_backends(), _before, strict=True):
                 if level not in _EXACT:
                     backend.fp32_precision = "ieee"
-
-
-def _leave() -> None:
-    global _inside
-    with _lock:
-        _inside -= 1
-        if _inside:
-            return
-        for backend, level in zip(_backends(), _before, strict=True):
-            if level not in _EXACT:
-                backend.fp32_precision = "none"  # what is set for all backends, torch.backends.fp32_precision
-                if backend.fp32_precision != level:
-                    backend.fp32_precision = level
+    try:
+        yield
+    finally:
+        with _lock:
+            _inside -= 1
+            for backend, level in zip(_backends(), _before, strict=True):
+                if _inside == 0 and level not in _EXACT:
+                    backend.fp32_precision = "none"  # what is set for all backends, torch.backends.fp32_precision
+                    if backend.fp32_precision != level:
+                        backend.fp32_precision = level
 
 
 def _backends() -> tuple[Any, Any]:

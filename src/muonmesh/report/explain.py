@@ -13,7 +13,7 @@ from torch import Tensor
 from muonmesh.comm.wire import Counts
 from muonmesh.layout import cost
 from muonmesh.layout.balance import imbalance
-from muonmesh.numerics.kernels.graphs import MOST
+from muonmesh.numerics.graphs import MOST
 from muonmesh.numerics.newton_schulz import Orthogonalizer
 from muonmesh.numerics.rules import is_matrix_rule, rule_of
 from muonmesh.report.state_bytes import state_bytes_of

@@ -40,7 +40,7 @@ from muonmesh.numerics.kernels.portions import SMALL_COLS, SMALL_ROWS
 from muonmesh.numerics.newton_schulz import resolve_method
 from muonmesh.numerics.rules import RULES, MuonRule, Rule, by_defaults, is_known, is_matrix_rule
 from muonmesh.report.device_rates import DeviceRates, Timed
-from muonmesh.report.step_memory import alike, step_memory
+from muonmesh.report.step_memory import step_memory
 from muonmesh.report.traffic import Carried, Traffic, carried, traffic
 from muonmesh.step.state_layout import Stored, state_layouts_of
 
@@ -50,11 +50,12 @@ DEGREES = tuple(len(step) for step in coefficient_schedule(COEFFICIENTS, STEPS))
 WIRE = 2  # bytes: directions travel and are orthogonalized in bf16
 STATE = 4  # bytes: Muon's momentum is fp32 whatever the weights are
 
-# Launches, counted by dry runs: of a step, of a bucket that travels, and of orthogonalizing a batch of equal matrices.
-LAUNCHES_OF_A_STEP, LAUNCHES_OF_A_BUCKET, KERNELS_OF_A_BUCKET = 32, 13, 6
-LAUNCHES_OF_A_BATCH = {"gram": 22, "standard": 14}
+# Launches of torch's operators, counted by dry runs: of a step, where there are replicas, and of a batch of matrices;
+# and of our own: of a step, of a bucket that travels beside its collectives, and of orthogonalizing a batch.
+LAUNCHES_OF_A_STEP, LAUNCHES_OF_REPLICAS, LAUNCHES_OF_A_BATCH = 40, 7, 2
+KERNELS_OF_A_STEP, KERNELS_OF_A_BUCKET, KERNELS_OF_A_BATCH = 5, 3, {"gram": 22, "standard": 14}
 VIEWS_OF_A_STEP, VIEWS_OF_A_BATCH, VIEWS_OF_A_MATRIX = 90, 95, (1, 15)  # that stays, that travels
-LOOKED_AT_ONCE = 320 * 2**16  # elements of gradients that one launch of a multi-tensor operation looks at
+STEPPED_AT_ONCE = 320 * 2**16  # elements that one launch of AdamW's multi-tensor operation steps
 # Bytes read and written by all but products, for each element that a rank orthogonalizes, counted likewise.
 BYTES_OF_AN_OWNED_ELEMENT = 1
 BYTES_OF_AN_ASSEMBLED_ELEMENT = 8  # on top of it, where it arrives from other ranks and leaves for them
@@ -212,9 +213,9 @@ def forecast(
     staying = [number for bucket in mine for number in bucket if not plan.moves(number)]
     rounds, kernels, slow_flops = _products(plan, [*travelling, staying])
     buckets = len(travelling) if any(travelling) else 0
-    kernels += KERNELS_OF_A_BUCKET * buckets
-    launches = LAUNCHES_OF_A_STEP + -(-stored // LOOKED_AT_ONCE) + -(-others // LOOKED_AT_ONCE)
-    launches += (LAUNCHES_OF_A_BUCKET - KERNELS_OF_A_BUCKET) * buckets
+    kernels += KERNELS_OF_A_STEP + moved.collectives + KERNELS_OF_A_BUCKET * buckets
+    launches = LAUNCHES_OF_A_STEP + LAUNCHES_OF_A_BATCH * rounds + -(-others // STEPPED_AT_ONCE)
+    launches += LAUNCHES_OF_REPLICAS * any(p.target.copies() > 1 for p in parameters)
     assembled = sum(plan.assignments[number].matrix.numel for bucket in travelling for number in bucket)
     left = sum(plan.assignments[number].matrix.numel for number in staying)
     weight_bytes = (stored + others) * itemsize
@@ -248,14 +249,13 @@ def forecast(
 def _products(plan: Plan, buckets: Sequence[Sequence[int]]) -> tuple[int, int, float]:
     """Return how many batches these matrices are orthogonalized in, their launches, and their weighted FLOPs."""
     rounds, kernels, slow_flops = 0, 0, 0.0
-    for some in (batch for numbers in buckets for batch in alike(plan, numbers)):
-        shape, moves = plan.assignments[some[0]].matrix.shape, plan.moves(some[0])
+    for some in (batch for numbers in buckets for batch in plan.alike(numbers)):
+        shape = plan.assignments[some[0]].matrix.shape
         method = resolve_method(*shape)
-        at_once = plan.budget.at_once(*shape, SQUARES[method], alone=plan.alone, moves=moves)
-        count = -(-len(some) // at_once)
+        count = -(-len(some) // plan.at_once(some[0], SQUARES[method]))
         rounds += count
         small = min(shape) <= SMALL_ROWS and max(shape) <= SMALL_COLS  # all steps of which are one launch
-        kernels += count * (1 if small else LAUNCHES_OF_A_BATCH[method])
+        kernels += count * (1 if small else KERNELS_OF_A_BATCH[method])
         weight = DeviceRates.weight_of(len(some) / count * shape[0] ** 2, by_triton=True)
         slow_flops += sum(plan.assignments[number].flops for number in some) * weight
     return rounds, kernels, slow_flops

@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Callable, Sequence
 
 from muonmesh.layout import Plan
-from muonmesh.layout.plan import Assignment
 from muonmesh.report.traffic import Traffic
 
 
@@ -65,10 +64,10 @@ def _arriving(plan: Plan, rank: int, moved: Traffic, bucket: int) -> int:
 def _computing(plan: Plan, numbers: Sequence[int], squares: Callable[[int], int], *, beside: int) -> int:
     """Return the most elements of equal matrices at once: of their squares, and so many times of themselves."""
     most = 0
-    for some in alike(plan, numbers):
+    for some in plan.alike(numbers):
         rows, cols = plan.assignments[some[0]].matrix.shape
-        count, moves = squares(some[0]), plan.moves(some[0])
-        at_once = min(len(some), plan.budget.at_once(rows, cols, count, alone=plan.alone, moves=moves))
+        count = squares(some[0])
+        at_once = min(len(some), plan.at_once(some[0], count))
         most = max(most, at_once * (count * rows * rows + beside * rows * cols))
     return most
 
@@ -83,13 +82,3 @@ def _kept(plan: Plan, rank: int, moved: Traffic, moving: Sequence[int]) -> int:
         ways = [(way.rounds_sent, way.rounds_received) for bucket in turn for way in [moved.buckets[bucket]]]
         found += max((max(sent, default=0) + max(received, default=0) for sent, received in ways), default=0)
     return found
-
-
-def alike(plan: Plan, numbers: Sequence[int]) -> list[list[int]]:
-    """Return assignments of equal shape together."""
-
-    def shape(number: int) -> tuple[int, int]:
-        one: Assignment = plan.assignments[number]
-        return one.matrix.shape
-
-    return [list(some) for _, some in itertools.groupby(sorted(numbers, key=shape), key=shape)]

@@ -21,11 +21,6 @@ class BucketTraffic:
     rounds_sent: tuple[int, ...]
     rounds_received: tuple[int, ...]
 
-    @property
-    def scatter_received(self) -> int:
-        """What it receives back, in all rounds."""
-        return sum(self.rounds_received)
-
 
 @dataclass(frozen=True)
 class Traffic:
@@ -46,7 +41,7 @@ class Traffic:
     @property
     def received(self) -> int:
         """Elements that it receives, both ways."""
-        return sum(bucket.gather_received + bucket.scatter_received for bucket in self.buckets)
+        return sum(bucket.gather_received + sum(bucket.rounds_received) for bucket in self.buckets)
 
 
 def traffic(plan: Plan, rank: int) -> Traffic:

@@ -6,7 +6,7 @@ their plans, once for these parameters. `outdated` says whether the ranks must d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,8 +27,8 @@ from muonmesh.errors import LayoutError, about, explain_error, warn
 from muonmesh.layout import Budget, Parameter, Plan, make_plan, split_matrices
 from muonmesh.names import canonical_name
 from muonmesh.numerics.dtypes import HELD_DTYPES, NEEDED_HELD
+from muonmesh.numerics.graphs import Graphs
 from muonmesh.numerics.kernels import KernelName, auto_takes
-from muonmesh.numerics.kernels.graphs import Graphs
 from muonmesh.numerics.rules import Rule, is_matrix_rule, rule_of
 from muonmesh.settings import SettingsFound, check_group, check_groups, check_structure
 from muonmesh.step.members import (
@@ -106,6 +106,8 @@ def connect(groups: Groups, runtime: Runtime) -> Connected:
         views = views or [View(planned.plan.parameters, planned.plan.elementwise)] * len(ranks)
         planned = runtime.planned = widened(planned, views, ranks, _planner(runtime))
         insist(group, planned.plan)
+    on_device = enumerate(planned.plan.assignments) if planned.device.type != "cpu" else ()
+    owned = [number for number, assignment in on_device if assignment.owner == planned.rank]
     planned.exchange = Exchange(
         planned.plan,
         group=group,
@@ -113,7 +115,7 @@ def connect(groups: Groups, runtime: Runtime) -> Connected:
         companion_dtype=runtime.precision.carried,
         device=planned.device,
         blocks=planned.blocks.count if runtime.precision.int8 else 0,
-        at_once=_at_once(planned),
+        at_once={number: planned.at_once(number) for number in owned},
     )
     runtime.connected, runtime.keepers = Connected(planned, planned.exchange), planned.plan.keepers
     runtime.source.bind(planned.replicated, group_for(runtime.holders), planned.plan.budget.gradient_bytes)
@@ -277,14 +279,6 @@ def _read(
     return runtime.planned, runtime.planned.sets, None
 
 
-def _at_once(planned: Planned) -> Callable[[int], int] | None:
-    """Return `Planned.at_once` of what is owned here, on a device; not the method, or each would keep the other."""
-    if planned.device.type == "cpu":
-        return None
-    owned = (number for number, one in enumerate(planned.plan.assignments) if one.owner == planned.rank)
-    return {number: planned.at_once(number) for number in owned}.__getitem__
-
-
 def _planner(runtime: Runtime) -> Planner:
     def planner(parameters: Sequence[Parameter], *, host: bool, **others: Any) -> Plan:
         itemsize = runtime.precision.compute.itemsize
@@ -315,7 +309,6 @@ def _signature(groups: Groups, runtime: Runtime, rules: Sequence[Any] | None = N
         runtime.process_group,
         tuple((name, id(entry)) for name, entry in runtime.layouts.items()),
         id(source),
-        tuple(tuple(map(source.group, group["params"])) for group in groups),
         tuple(tuple(map(_identity_of, group["params"])) for group in groups),
         tuple(
             (
@@ -329,6 +322,7 @@ def _signature(groups: Groups, runtime: Runtime, rules: Sequence[Any] | None = N
             )
             for group, rule in zip(groups, rules, strict=True)
         ),
+        [source.group(tensor) for group in groups for tensor in group["params"]],
     )
 
 

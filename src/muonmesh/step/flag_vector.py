@@ -249,12 +249,8 @@ class ReducedFlags:
         """Return for each byte "placed" whether ranks have the gradient in different ways."""
         return self._differing()[: self.flag_vector.width]
 
-    def unequal(self) -> Tensor:
-        """Return for each byte of the digests whether ranks have different ones."""
-        return self._differing()[self.flag_vector.width :]
-
     def _differing(self) -> Tensor:
-        """Return `mixed` and `unequal`, one after the other."""
+        """Return for each byte "placed", and then of the digests, whether ranks have different ones."""
         first, half, last = (self.flag_vector.slices[name] for name in ("placed", "placed, inverse", "inverse"))
         told = self.flags[first.start : last.stop].short().view(2, half.start - first.start)
         total = told[0] + told[1]

@@ -215,7 +215,7 @@ class MuonStep(Work):
             for assignment, matrix in zip(assignments, batch.unbind(), strict=True):
                 own, planned = self._ready.rule_in_turn(assignment), self._ready.matrix(assignment)
                 with self.companions.of(assignment) as kept:
-                    parts.balance_whole(own, matrix, kept, rows=planned.rows, cols=planned.cols)
+                    parts.change_whole(own.balance, matrix, kept, rows=planned.rows, cols=planned.cols)
         if rule.orthogonalizes:
             times = self._portions.steps_of(assignments)
             momenta = None if self._spectra is None else squared_singular_values(batch)  # which may be overwritten
@@ -229,7 +229,7 @@ class MuonStep(Work):
                 own, planned = self._ready.rule_in_turn(assignment), self._ready.matrix(assignment)
                 seen = direction if own.sees_direction else None
                 with self.companions.of(assignment) as kept:
-                    parts.change_whole(own, matrix, kept, rows=planned.rows, cols=planned.cols, direction=seen)
+                    parts.change_whole(own.whole, matrix, kept, rows=planned.rows, cols=planned.cols, direction=seen)
 
     # ---------------------------------------------------------------- weights
 
@@ -337,7 +337,7 @@ class HostPortions:
         rule = self._ready.rule(numbers[0])
         if rule.stochastic_rounding is not None or rule.asks_for_sums():
             return None
-        return Stack.of(self._ready, batch, apart=True)
+        return Stack.of(self._ready, batch)
 
 
 def fold_one(ready: ReadyParameters, piece: Folded) -> None:

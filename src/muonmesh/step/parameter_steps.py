@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from muonmesh.comm.gradients import gradient_of, partial_axes, unscaled
-from muonmesh.comm.storage import local_of
+from muonmesh.comm.storage import local_of, local_shape
 from muonmesh.errors import LayoutError, StateError, about, explain_error
 from muonmesh.step.members import Member
 from muonmesh.step.offload import fresh_copy
@@ -159,7 +159,7 @@ def check_state(entry: ParameterStep, precision: Precision, *, muon: bool) -> No
             raise StateError(explain_error(name, f"{key} = {value!r}", "a tensor", "Load the state again"))
         place = storage if state_layout is None else state_layout.storage
         local = local_of(value)
-        needed = tuple(held.shape) if state_layout is None else state_layout.shape_here(storage, held)
+        needed = tuple(held.shape) if place is storage else local_shape(place)
         if local.shape != needed:
             found = f"{key} of shape {tuple(local.shape)} on this rank"
             write = "Write del optimizer.state[parameter] after resizing a parameter, which needs fresh state"

@@ -33,9 +33,9 @@ from muonmesh.layout import (
 )
 from muonmesh.layout.routes import pieces
 from muonmesh.numerics.coefficients import CoefficientName, choose, coefficient_schedule, coefficient_set
+from muonmesh.numerics.graphs import Graphs
 from muonmesh.numerics.kernels import check_kernels
 from muonmesh.numerics.kernels.fused import Kept
-from muonmesh.numerics.kernels.graphs import Graphs
 from muonmesh.numerics.newton_schulz import Orthogonalizer
 from muonmesh.numerics.rules import Rule, is_matrix_rule, rule_of
 from muonmesh.step.blocks import Blocks
@@ -49,9 +49,6 @@ Holdings = tuple[tuple[Piece, ...], ...]
 
 Planner = Callable[..., Plan]
 """`make_plan` with what an optimizer has set: what a step may take, who keeps something, how large machines are."""
-
-_AT_ONCE = 1 << 28
-"""Elements of equal matrices that one task orthogonalizes on a device at most."""
 
 Orthogonalizers = dict[tuple[int, tuple[int, int]], Orthogonalizer]
 """How matrices are orthogonalized, by the number of their group and their shape as they are assembled."""
@@ -98,9 +95,7 @@ class Planned:
 
     def at_once(self, number: int) -> int:
         """Return how many matrices equal to this one, which is owned here, a device orthogonalizes at a time."""
-        matrix, moves = self.plan.assignments[number].matrix, self.plan.moves(number)
-        most = self.plan.budget.at_once(*matrix.shape, self.squares(number), alone=self.plan.alone, moves=moves)
-        return max(1, min(most, _AT_ONCE // matrix.numel))
+        return self.plan.at_once(number, self.squares(number))
 
     def squares(self, number: int) -> int:
         """Return how many squares of its rows a matrix that is owned here is computed in on a device."""

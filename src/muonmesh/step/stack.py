@@ -21,8 +21,8 @@ SMALL = 1 << 14
 class Stack:
     """Matrices of one shape and group with their state; each is stored as it is assembled, or transposed.
 
-    A CPU copies small ones side by side, so that what is done element by element takes as many calls as for one. A
-    device hands them to one kernel as they lie.
+    A CPU copies small ones side by side, unless they lie so, and what is done element by element takes as many calls as
+    for one. A device hands them to one kernel as they lie.
 
     Attributes:
         matrices: Their numbers in the plan.
@@ -38,18 +38,19 @@ class Stack:
     columns: dict[tuple[str, str], list[Tensor]] = field(default_factory=dict)
 
     @staticmethod
-    def of(ready: ReadyParameters, batch: Sequence[Local], *, apart: bool) -> Stack | None:
+    def of(ready: ReadyParameters, batch: Sequence[Local], *, apart: bool | None = None) -> Stack | None:
         """Return a batch of matrices of one shape, all of whose parameters are ready.
 
         Args:
             ready: The parameters of the step.
             batch: The matrices.
-            apart: Whether each matrix has tensors of its own.
+            apart: Whether each matrix has tensors of its own; None: unless all lie one after the other.
 
         Returns:
             None where a matrix is stored in pieces, has no gradient or state, or is not stored as the others are.
         """
         adjacents = _adjacent(ready.plan, batch)
+        apart = len(adjacents) > 1 if apart is None else apart
         parameters = [ready.found[adjacent.parameter] for adjacent in adjacents]
         found = Stack([local.assignment for local in batch], parameters[0].rule)
         for adjacent, parameter in zip(adjacents, parameters, strict=True):
@@ -82,29 +83,29 @@ class Stack:
 
     def fold(self, into: Tensor) -> None:
         """Fold the gradients into the momenta, and write the directions into a batch of the shape of what is stored."""
-        momenta = self._together("momenta")
-        parts.fold(self.rule, self._together("gradient")[""], momenta, into=into)
-        self._give_back("momenta", momenta)
+        found = self._together("gradient", "momenta")
+        parts.fold(self.rule, found["gradient"][""], found["momenta"], into=into)
+        self._give_back({"momenta": found["momenta"]})
 
     def apply(self, scale: float, updates: Tensor) -> None:
         """Decay and update the weights by a batch of results, in the shape of what is stored."""
-        weights, beside = self._together("weights"), self._together("beside")
-        parts.apply(self.rule, weights[""], updates, beside, scale=scale)
-        self._give_back("weights", weights)
-        self._give_back("rounded", weights)
-        self._give_back("beside", beside)
+        found = self._together("weights", "beside")
+        parts.apply(self.rule, found["weights"][""], updates, found["beside"], scale=scale)
+        self._give_back({**found, "rounded": found["weights"]})
 
-    def _together(self, name: str) -> dict[str, Tensor]:
-        return {
-            key: parts.side_by_side(f"{column} {key}", some)
-            for (column, key), some in self.columns.items()
-            if column == name
-        }
+    def _together(self, *names: str) -> dict[str, dict[str, Tensor]]:
+        found: dict[str, dict[str, Tensor]] = {name: {} for name in names}
+        for (name, key), some in self.columns.items():
+            if name in found:
+                found[name][key] = some[0] if len(some) == 1 else parts.side_by_side(f"{name} {key}", some)
+        return found
 
-    def _give_back(self, name: str, together: Mapping[str, Tensor]) -> None:
-        for (column, key), some in self.columns.items():
-            if column == name:
-                parts.give_back(together[key], some)
+    def _give_back(self, together: Mapping[str, Mapping[str, Tensor]]) -> None:
+        for (name, key), some in self.columns.items():
+            if name in together and len(some) > 1:
+                parts.give_back(together[name][key], some)
+            elif name in together and together[name][key] is not some[0]:  # masters, which lie side by side
+                some[0].copy_(together[name][key])
 
 
 @dataclass(slots=True)

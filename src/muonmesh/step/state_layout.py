@@ -13,7 +13,7 @@ from torch import Tensor
 
 from muonmesh.comm.storage import Storage, local_shape
 from muonmesh.layout import FlatShards, MatrixSpec, MeshLayout, Plan
-from muonmesh.layout.companion import Companion, companion_matrices, companion_on_mesh, companions_in_buffers
+from muonmesh.layout.companion import Companion, companion_matrices, companions_in_buffers
 from muonmesh.layout.flat import Interval
 from muonmesh.numerics.rules import KeptAs
 from muonmesh.step.offload import fresh_zeros
@@ -153,7 +153,7 @@ def state_layouts_of(keeps: Mapping[str, KeptAs], together: Mapping[int, Stored]
         for number, held in together.items() if "×" not in kept else ():
             layout = held.momentum_storage.layout
             if isinstance(layout, MeshLayout):
-                place: MeshLayout | FlatShards = companion_on_mesh(layout, shapes[number])
+                place: MeshLayout | FlatShards = replace(layout, shape=shapes[number])  # placed alike on the same mesh
             else:
                 place = flat[str(number)]
             companion = Companion(key, kept, place, parts[number])

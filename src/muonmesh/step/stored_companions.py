@@ -109,12 +109,7 @@ class RuleSums(Summands):
 
     def updates(self, ends: Ends) -> list[Updated]:
         """Return the pieces of weights that legs name, with their updates and sums; none that do not change."""
-        found = []
-        for leg, update in ends:
-            if self.ready.changes(leg):
-                sums, told = self._found.get(leg.assignment, ((), {}))
-                found.append(self._updated(leg, update)._replace(sums=sums, told=told))
-        return found
+        return [self._updated(leg, update) for leg, update in ends if self.ready.changes(leg)]
 
     def _updated(self, leg: Leg, update: Tensor) -> Updated:
         ready, piece = self.ready.found[leg.parameter], leg.piece
@@ -124,8 +119,10 @@ class RuleSums(Summands):
         member, rounding = ready.entry.member, None
         if weights.dtype == torch.bfloat16:
             rounding = rounding_of(member.name, member.storage, ready.rule, piece)
-        copies = member.storage.copies
-        return Updated(weights, update, beside, leg.assignment, scale, rounded, (), {}, copies, rounding)
+        sums, told = self._found.get(leg.assignment, ((), {}))
+        return Updated(
+            *(weights, update, beside, leg.assignment, scale, rounded, sums, told), member.storage.copies, rounding
+        )
 
     def exponents(self, leg: Leg, update: Tensor, into: Tensor) -> None:
         """Write the largest exponent of a leg's elements in each sum that its rule asks for."""

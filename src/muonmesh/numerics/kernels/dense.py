@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -96,29 +98,22 @@ def widened(exact: Matmuls) -> Matmuls:
         _, rows, cols = out.shape
         return out.copy_(result[:, :rows, :cols])
 
-    def wide_gram(x: Tensor, s: Tensor, out: Tensor) -> Tensor:
-        return rounded(exact.gram(wide("x", x), s, memory("result", out)), out)
+    def widen(function: Callable[..., Tensor], roles: str) -> Callable[..., Tensor]:
+        """Return an entry of the table whose first operands, one for each role, are matrices in bf16."""
 
-    def wide_polynomial(a: Tensor, b: float, c: float, out: Tensor) -> Tensor:
-        return rounded(exact.polynomial(wide("a", a), b, c, memory("result", out)), out)
+        def entry(*given: Any) -> Tensor:
+            *operands, out = given
+            matrices = [wide(role, narrow) for role, narrow in zip(roles, operands, strict=False)]
+            return rounded(function(*matrices, *operands[len(roles) :], memory("result", out)), out)
 
-    def wide_product(a: Tensor, b: Tensor, c: Tensor, factor: float, out: Tensor) -> Tensor:
-        operands = wide("a", a), wide("b", b), wide("c", c)
-        return rounded(exact.product(*operands, factor, memory("result", out)), out)
-
-    def wide_full(a: Tensor, b: Tensor, c: Tensor, factor: float, out: Tensor) -> Tensor:
-        operands = wide("a", a), wide("b", b), wide("c", c)
-        return rounded(exact.full(*operands, factor, memory("result", out)), out)
-
-    def wide_apply(x: Tensor, b: Tensor, a: float | Tensor, s: float | Tensor, out: Tensor) -> Tensor:
-        return rounded(exact.apply(wide("x", x), wide("b", b), a, s, memory("result", out)), out)
+        return entry
 
     return replace(
         exact,
-        gram=wide_gram,
-        polynomial=wide_polynomial,
-        product=wide_product,
-        full=wide_full,
-        apply=wide_apply,
+        gram=widen(exact.gram, "x"),
+        polynomial=widen(exact.polynomial, "a"),
+        product=widen(exact.product, "abc"),
+        full=widen(exact.full, "abc"),
+        apply=widen(exact.apply, "xb"),
         one_thread=exact.together,
     )

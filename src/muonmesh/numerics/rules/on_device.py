@@ -258,7 +258,7 @@ def _fold_as_muon(pieces: Sequence[Folded], factors: Factors) -> None:
             by = factors.folding[numbers[0]]
             (piece,) = some
             tensors = [piece.gradient, _momentum(piece)] + ([] if piece.into is None else [piece.into])
-            for g, m, *into in _split(tensors):
+            for g, m, *into in parts.in_cache(*tensors):
                 _fold_one(rule, g, m, into[0] if into else None, off, by, folds=piece.folds)
         else:
             off = None if factors.only_zeros else of_each(numbers, factors.inactive)[0]
@@ -310,7 +310,7 @@ def _apply_plain(pieces: Sequence[Updated], factors: Factors) -> None:
         steps = None if factors.arrives else change
         if len(some) == 1:
             (piece,) = some
-            for p, u in _split([piece.weights, piece.update]):
+            for p, u in parts.in_cache(piece.weights, piece.update):
                 _apply_one(p, u, keep[piece.matrix], None if steps is None else steps[piece.matrix])
         else:
             weights = [piece.weights for piece in some]
@@ -425,16 +425,6 @@ def _alike(pieces: Sequence[Folded | Updated], of: Sequence[Tensor]) -> Iterator
         size = max(1, AT_ONCE // max(1, some[0][0].numel()))
         for start in range(0, len(some), size):
             yield some[start : start + size]
-
-
-def _split(tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
-    """Yield parts of one piece along its first dim, so that temporary results stay small."""
-    first = tensors[0]
-    if first.numel() <= AT_ONCE or first.ndim == 0:
-        yield tuple(tensors)
-        return
-    rows = max(1, AT_ONCE // (first.numel() // len(first)))
-    yield from zip(*(torch.split(tensor, rows) for tensor in tensors), strict=True)
 
 
 def of_each(numbers: Sequence[int], *factors: Tensor) -> tuple[Tensor, ...]:

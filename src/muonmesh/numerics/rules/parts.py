@@ -39,7 +39,7 @@ def fold(
         into: If given, the direction is written there too, as `write_direction` does.
     """
     flat = None if into is None else _flat(into)
-    for g, *held in _in_cache(gradient, *state.values(), *(() if flat is None else (flat,))):
+    for g, *held in in_cache(gradient, *state.values(), *(() if flat is None else (flat,))):
         kept = dict(zip(state, held, strict=False))  # without what the direction goes to
         if active is None:
             rule.fold(g, kept)
@@ -64,13 +64,13 @@ def write_direction(rule: Rule, gradient: Tensor, state: Mapping[str, Tensor], i
         into: That shape, any real dtype and strides, written; rounded to from the dtype of the direction.
     """
     flat = _flat(into)
-    for g, *held, out in _in_cache(gradient, *state.values(), flat):
+    for g, *held, out in in_cache(gradient, *state.values(), flat):
         out.copy_(rule.direction(g, dict(zip(state, held, strict=True))))
     _unflatten(flat, into)
 
 
 def change_whole(
-    rule: Rule,
+    part: Callable[[Tensor, Mapping[str, Tensor]], Tensor],
     matrix: Tensor,
     state: Mapping[str, Tensor],
     *,
@@ -84,37 +84,12 @@ def change_whole(
     and on a CPU one thread: sums round otherwise in another memory order or on another number of threads.
 
     Args:
-        rule: Whose `Rule.whole`.
-        matrix: The orthogonalized matrix in its wide orientation, contiguous, written.
-        state: What is given to `Rule.whole`, contiguous, written.
+        part: `Rule.whole` or `Rule.balance` of a rule.
+        matrix: The orthogonalized matrix, or the direction, in its wide orientation, contiguous, written.
+        state: What is given to the part, contiguous, written; as wide as the widest of it the part computes.
         rows, cols: Size of the matrix, out × in.
         direction: What was orthogonalized, as ``matrix``, read only, where the rule `Rule.sees_direction`.
     """
-    _change(matrix, rule.whole, state, rows=rows, cols=cols, direction=direction)
-
-
-def balance_whole(rule: Rule, matrix: Tensor, state: Mapping[str, Tensor], *, rows: int, cols: int) -> None:
-    """Run a rule's part on one whole direction before it is orthogonalized, in place, given as by `change_whole`.
-
-    Args:
-        rule: Whose `Rule.balance`.
-        matrix: The direction in its wide orientation, contiguous, written.
-        state: As in `change_whole`.
-        rows, cols: Size of the matrix, out × in.
-    """
-    _change(matrix, rule.balance, state, rows=rows, cols=cols)
-
-
-def _change(
-    matrix: Tensor,
-    part: Callable[[Tensor, Mapping[str, Tensor]], Tensor],
-    state: Mapping[str, Tensor],
-    *,
-    rows: int,
-    cols: int,
-    direction: Tensor | None = None,
-) -> None:
-    """Run a part on one whole matrix, (1, rows, cols) in fp32 or wider, as wide as what is kept beside it."""
     exact = torch.promote_types(matrix.dtype, torch.float32)
     for value in state.values():
         exact = torch.promote_types(exact, value.dtype)
@@ -162,7 +137,7 @@ def apply(
     """
     size = rule.lr * scale
     dtype = torch.promote_types(weights.dtype, torch.float32)
-    for p, u, *held in _in_cache(weights, _contiguous(update), *state.values()):
+    for p, u, *held in in_cache(weights, _contiguous(update), *state.values()):
         wide = spare(u, dtype).copy_(u)
         fresh = p if active is None and p.dtype == dtype else p.to(dtype, copy=True)
         kept = dict(zip(state, held if active is None else [value.clone() for value in held], strict=True))
@@ -231,7 +206,7 @@ def _summands(
     """Yield the summands in fp64, of some elements at a time."""
     size = rule.lr * scale
     dtype = torch.promote_types(weights.dtype, torch.float32)
-    for p, u, *held in _in_cache(weights, _contiguous(update), *state.values()):  # sums are exact, whatever the parts
+    for p, u, *held in in_cache(weights, _contiguous(update), *state.values()):  # sums are exact, whatever the parts
         wide = spare(u, dtype).copy_(u)
         found = rule.summands(p.to(dtype), wide, size, dict(zip(state, held, strict=True)))
         yield [some.double() for some in found]
@@ -283,7 +258,7 @@ def _contiguous(update: Tensor) -> Tensor:
     return scratch("update", update.shape, dtype=update.dtype, device=update.device).copy_(update)
 
 
-def _in_cache(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+def in_cache(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Yield the tensors in parts: of the cache's size on a CPU, where memory is the limit, larger ones on a device."""
     first = tensors[0]
     on_cpu = first.device.type == "cpu"
