@@ -24,7 +24,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
-from muonmesh.numerics.kernels import fused, lines
+from muonmesh.numerics.coefficients import coefficient_schedule
+from muonmesh.numerics.kernels import fused, lines, small
 from muonmesh.numerics.kernels.tiles import multiplication
 from muonmesh.numerics.kernels.triton_launch import Launch
 
@@ -38,6 +39,13 @@ TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
 ARCHITECTURES = list(TARGETS)
+WARPS = {"sm_120": 48}
+"""That a multiprocessor may have, other than 64. It also has 65,536 registers, and 1 KiB of shared memory more than one
+program may have, of which each program takes 1 KiB beside its own."""
+ASKED = {"gfx942": {"stages": 2}, "sm_90": {"registers": 128}}
+"""What `numerics.kernels.triton` asks for on a device of this kind."""
+COLUMNS = 512
+"""Of tensor memory, on sm_100."""
 
 
 class _NoDevice:
@@ -79,6 +87,7 @@ class Figures:
         tensor: Instructions for tensor cores.
         asynchronous: Copies to shared memory that nobody waits for, NVIDIA.
         wide: Loads and stores of 16 bytes at once.
+        programs: NVIDIA: how many programs a multiprocessor holds at once; 0 on AMD.
     """
 
     registers: int
@@ -88,6 +97,15 @@ class Figures:
     tensor: int
     asynchronous: int
     wide: int
+    programs: int
+
+
+def _programs(registers: int, metadata: Any) -> int:
+    """How many programs a multiprocessor holds: registers are given to four warps at a time, 8 a thread at a time."""
+    name = f"sm_{metadata.target.arch}"
+    warps = min(WARPS.get(name, 64), 65536 // (-(-registers // 8) * 8 * 32) // 4 * 4)
+    by_memory = (SHARED[name] + 1) * 1024 // (metadata.shared + 1024)
+    return min(warps // metadata.num_warps, by_memory, COLUMNS // (getattr(metadata, "tmem_size", 0) or 1))
 
 
 def figures(kernel: Any) -> Figures:
@@ -99,7 +117,7 @@ def figures(kernel: Any) -> Figures:
             len(re.findall("v_mfma", code)),
             len(re.findall(r"(?:global|buffer)_(?:load|store)_dwordx4", code)),
         )
-        return Figures(*(found[name] for name in AMD), kernel.metadata.shared, tensor, 0, wide)
+        return Figures(*(found[name] for name in AMD), kernel.metadata.shared, tensor, 0, wide, 0)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
@@ -109,7 +127,8 @@ def figures(kernel: Any) -> Figures:
     tensor, copies = len(re.findall(r"\b(?:HMMA|HGMMA|UTCHMMA)\b", code)), len(re.findall(r"\bLDGSTS\b", code))
     wide = len(re.findall(r"\b(?:LDG|STG)\.E(?:\.\w+)*\.128\b", code))
     moved = len(re.findall(r"\b(?:STL|LDL)\b", code))
-    return Figures(registers, max(stack + local, moved), 0, kernel.metadata.shared, tensor, copies, wide)
+    spilled, programs = max(stack + local, moved), _programs(registers, kernel.metadata)
+    return Figures(registers, spilled, 0, kernel.metadata.shared, tensor, copies, wide, programs)
 
 
 AMD = ("vgpr_count", "vgpr_spill_count", "sgpr_spill_count")
@@ -120,21 +139,21 @@ def _output(tool: str, *arguments: str) -> str:
     return done.stdout + done.stderr
 
 
-def products(rows: int, cols: int, dtype: torch.dtype) -> dict[str, Callable[[int | None], Launch]]:
-    """The products of two matrices of this shape, by name; each is given the number of stages."""
+def products(rows: int, cols: int, dtype: torch.dtype) -> dict[str, Callable[..., Launch]]:
+    """The products of two matrices of this shape, by name; each is given what an architecture asks for."""
     x, other = (torch.empty(2, rows, cols, dtype=dtype) for _ in range(2))
     a, square = (torch.empty(2, rows, rows, dtype=dtype) for _ in range(2))
     s = torch.empty(2, 1, 1)
 
-    def product(*operands: Any, symmetric: bool) -> Callable[[int | None], Launch]:
-        return lambda stages: multiplication(*operands, symmetric=symmetric, stages=stages)
+    def product(*operands: Any, symmetric: bool) -> Callable[..., Launch]:
+        return lambda **told: multiplication(*operands, symmetric=symmetric, **told)
 
     return {
         "X Xᵀ": product(x, x.mT, None, 1.0, 0.0, s, square, symmetric=True),
         "b·A + c·A²": product(a, a, a, 1.0, 2.0, 1.0, square, symmetric=True),
         "a·X + B X": product(a, x, x, 1.0, s, s, other, symmetric=False),
-        "(q + W)(p + Z)": lambda stages: multiplication(
-            *(a, a, a, 1.0, 2.0, 1.0, square), symmetric=False, d=a, delta=2.0, diagonal=s[:, :, 0], stages=stages
+        "(q + W)(p + Z)": lambda **told: multiplication(
+            *(a, a, a, 1.0, 2.0, 1.0, square), symmetric=False, d=a, delta=2.0, diagonal=s[:, :, 0], **told
         ),
     }
 
@@ -148,7 +167,7 @@ MATRICES = {
 }
 
 
-def pairs() -> dict[str, Callable[[int | None], Launch]]:
+def pairs() -> dict[str, Callable[..., Launch]]:
     """The elementwise kernels by name, with fp32 weights and momentum, bf16 on the wire."""
     wide, narrow = [torch.empty(64, 64)], [torch.empty(64, 64, dtype=torch.bfloat16)]
     active, number, entries = torch.empty(1, dtype=torch.bool), torch.empty(1), [0]
@@ -157,31 +176,42 @@ def pairs() -> dict[str, Callable[[int | None], Launch]]:
         return next(launches)
 
     return {
-        "fold": lambda _: first(fused._folding(wide, wide, narrow, entries, active, 0.95, True)),
-        "apply": lambda _: first(fused._applying(wide, [], narrow, entries, active, number, number)),
-        "apply, masters": lambda _: first(fused._applying(narrow, wide, narrow, entries, active, number, number)),
+        "fold": lambda **_: first(fused._folding(wide, wide, narrow, entries, active, 0.95, True)),
+        "apply": lambda **_: first(fused._applying(wide, [], narrow, entries, active, number, number)),
+        "apply, masters": lambda **_: first(fused._applying(narrow, wide, narrow, entries, active, number, number)),
     }
 
 
-def beside() -> dict[str, Callable[[int | None], Launch]]:
+def beside() -> dict[str, Callable[..., Launch]]:
     """The kernels beside products, by name, for bf16 matrices and fp32 gradients."""
     x, number = torch.empty(2, 64, 64, dtype=torch.bfloat16), torch.empty(2, 1, 1)
     exponents, table = torch.empty(2, 1, dtype=torch.int32), torch.empty(4, dtype=torch.int64)
     return {
-        "norms of parts": lambda _: lines.measuring(x, exponents, number[:, 0]),
-        "norms": lambda _: lines.finding_norms(exponents, number[:, 0], number, number, number),
-        "powers of two": lambda _: lines.rescaling(x, number),
-        "diagonal": lambda _: lines.centring(number[:, 0], x.diagonal(dim1=1, dim2=2), 1.0, number),
-        "any not zero": lambda _: lines.finding_nonzero(table, 1, 1, exponents[:, 0], torch.float32),
+        "norms of parts": lambda **_: lines.measuring(x, exponents, number[:, 0]),
+        "norms": lambda **_: lines.finding_norms(exponents, number[:, 0], number, number, number),
+        "powers of two": lambda **_: lines.rescaling(x, number),
+        "diagonal": lambda **_: lines.centring(number[:, 0], x.diagonal(dim1=1, dim2=2), 1.0, number),
+        "any not zero": lambda **_: lines.finding_nonzero(table, 1, 1, exponents[:, 0], torch.float32),
     }
+
+
+def whole() -> dict[str, Callable[..., Launch]]:
+    """All steps of small matrices, by their shape."""
+    polynomials = [number for step in coefficient_schedule("polar_express", 5) for number in step]
+
+    def steps(rows: int, cols: int, dtype: torch.dtype = torch.bfloat16) -> Callable[..., Launch]:
+        x = torch.empty(2, rows, cols, dtype=dtype)
+        return lambda **_: small.orthogonalizing(x, torch.empty_like(x), polynomials, None)
+
+    return {"64×64": steps(64, 64), "64×128": steps(64, 128), "63×127": steps(63, 127)}
 
 
 def compiled(architecture: str, kind: str, name: str) -> Figures:
     """Compile one kernel, a product of one kind of matrices or one of the "pieces", and read what it needs."""
-    others = {"pieces": pairs, "beside": beside}
+    others = {"pieces": pairs, "beside": beside, "all steps": whole}
     launch = (others[kind]() if kind in others else products(*MATRICES[kind]))[name]
     with compiling_for(architecture):
-        return figures(launch(2 if architecture.startswith("gfx") else None).compile())
+        return figures(launch(**ASKED.get(architecture, {})).compile())
 
 
 def table() -> str:
@@ -192,6 +222,7 @@ def table() -> str:
         **{kind: list(products(8, 8, torch.bfloat16)) for kind in MATRICES},
         "pieces": list(pairs()),
         "beside": list(beside()),
+        "all steps": list(whole()),
     }
     for kind, names in kinds.items():
         for name in names:
@@ -204,7 +235,8 @@ def table() -> str:
 def _cell(found: Figures) -> str:
     spilled = f"{found.spilled}" + (f" + {found.lanes}" if found.lanes else "")
     instructions = f"{found.tensor} / {found.asynchronous} / {found.wide}"
-    return f"{found.registers}, {spilled}, {found.shared / 1024:.0f}; {instructions}"
+    programs = f"; {found.programs}" if found.programs else ""
+    return f"{found.registers}, {spilled}, {found.shared / 1024:.0f}; {instructions}{programs}"
 
 
 def main() -> None:

@@ -23,7 +23,7 @@ from triton.backends.nvidia import driver as nvidia
 from triton.runtime.driver import driver
 
 from muonmesh.numerics import newton_schulz
-from muonmesh.numerics.kernels import lines, tiles, triton_launch
+from muonmesh.numerics.kernels import lines, small, tiles, triton_launch
 from muonmesh.numerics.kernels.triton import triton_products
 from muonmesh.numerics.kernels.triton_launch import Launch
 from muonmesh.numerics.newton_schulz import Orthogonalizer
@@ -108,6 +108,11 @@ def beside(rows: int, cols: int) -> dict[str, Callable[[], Launch]]:
     }
 
 
+def whole() -> Callable[[], Launch]:
+    x, out, times = *torch.zeros(2, 3, 48, 64, dtype=BF16), torch.ones(3, 2)[:, 1]
+    return lambda: small.orthogonalizing(x, out, (3.4445, -4.775, 2.0315) * 5, times)
+
+
 LAUNCHES: dict[str, Callable[[], Launch]] = {
     **products(64, 64, 1),
     **products(768, 3072),
@@ -118,6 +123,7 @@ LAUNCHES: dict[str, Callable[[], Launch]] = {
     **beside(64, 64),
     **beside(100, 33),
     **beside(1, 1),
+    "orthogonalize": whole(),
 }
 
 

@@ -145,7 +145,7 @@ def test_products_cost_what_the_plan_says(gpt2: DryRun) -> None:
 
 
 def test_a_thousand_small_matrices_take_few_launches() -> None:
-    assert dry_run(bag(*[(64, 64)] * 1000), matrices_only, steps=1).launches <= 70
+    assert dry_run(bag(*[(64, 64)] * 1000), matrices_only, steps=1).launches <= 45
 
 
 def test_a_small_matrix_takes_few_calls_of_python() -> None:
@@ -415,7 +415,7 @@ def test_a_mesh_of_another_size_is_refused() -> None:
 def test_the_model_of_time_is_its_slowest_part() -> None:
     far = dict.fromkeys(("flops", "published", "bytes", "wire"), math.inf)
     fast = Rates(**far, kernel=1e-3, operation=1e-4, view=1e-5, matrix=0.0)
-    run = dry_run(bag((64, 64)), matrices_only, rates=fast)
+    run = dry_run(bag((80, 80)), matrices_only, rates=fast)
     started = run.kernels * 1e-3 + (run.launches - run.kernels) * 1e-4
     assert run.seconds == pytest.approx(started + run.views * 1e-5)
     assert 10 < run.kernels < run.launches

@@ -331,6 +331,46 @@ def normalized(dtype: torch.dtype, rows: int, cols: int) -> dict[str, Any]:
     return wrong
 
 
+def in_one_launch(rows: int, cols: int, dtype: torch.dtype) -> dict[str, Any]:
+    """What is wrong with small matrices of every magnitude, all steps of which are one launch; empty if nothing is."""
+    torch.manual_seed(0)
+    wrong: dict[str, Any] = {}
+    options: dict[str, Any] = {"coefficients": "polar_express"}
+    sizes = torch.tensor([1.0, 2.0**-80, 2.0**90, 0.0])[:, None, None] if dtype != FP16 else torch.ones(4, 1, 1)
+    one = torch.randn(rows, cols)
+    x, times = (one * sizes).to(dtype), torch.rand(2, 4)[:, ::2].T  # not side by side
+    launched, run = [], triton.small
+    triton.small = lambda *given: (launched.append(given[0].shape), run(*given))
+    found = orthogonalize(x, kernels="triton", **options)
+    expected = orthogonalize(x.double(), kernels="torch", dtype=torch.float64, **options)
+    separate = orthogonalize(x, kernels="torch", **options)
+    norm = expected.norm()
+    error, theirs = ((result.double() - expected).norm() / norm for result in (found, separate))
+    if not error < 1.05 * theirs + 2**-9:
+        wrong["error"] = float(error), float(theirs)
+    if launched != [(4, rows, cols)]:
+        wrong["launched"] = launched
+    if dtype != FP16 and not (torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])):
+        wrong["a power of two"] = found
+    if dtype != FP16 and found[3].any():
+        wrong["zeros"] = found[3]
+    if not torch.equal(orthogonalize(x[1:2], kernels="triton", **options), found[1:2]):
+        wrong["alone"] = found
+    apart = torch.full((2, cols + 3, rows + 5), 7.0).to(dtype).mT[:, 2 : rows + 2, 1 : cols + 1]
+    apart.copy_(x[:2])
+    if not torch.equal(orthogonalize(apart, kernels="triton", **options), found[:2]):
+        wrong["strides"] = found
+    timed = orthogonalize(x[:2], kernels="triton", times=times[:, 0], **options).double()
+    if not torch.allclose(timed, found[:2].double() * times[:, :1, None], rtol=2**-7, atol=2**-8):
+        wrong["times"] = timed
+    x[1, -1, 0], x[2, 0, -1] = math.nan, math.inf
+    found = orthogonalize(x, kernels="triton", **options)
+    if found[1:3].isfinite().any() or not found[[0, 3]].isfinite().all():
+        wrong["not finite"] = found
+    triton.small = run
+    return wrong
+
+
 def nonzeros() -> list[int]:
     """Which of some gradients have an element that is not zero, each by its entry; entry 1 is nobody's."""
     long = torch.zeros(2 * 2**17 + 5, dtype=torch.float32)
@@ -562,6 +602,16 @@ def test_a_kept_table_is_of_the_dtypes_that_are_given(interpreter: Interpreter) 
 def test_norms_and_powers_of_two(interpreter: Interpreter, dtype: torch.dtype, rows: int, cols: int) -> None:
     """Of one part of a matrix and of several; what is far from 1 is multiplied by a power of two, the rest stays."""
     assert interpreter(normalized, dtype, rows, cols) == {}
+
+
+@pytest.mark.parametrize(
+    ("rows", "cols", "dtype"), [(64, 64, BF16), (33, 100, BF16), (50, 7, FP32), (1, 1, FP16)], ids=str
+)
+def test_all_steps_of_small_matrices_are_one_launch(
+    interpreter: Interpreter, rows: int, cols: int, dtype: torch.dtype
+) -> None:
+    """Against fp64's polynomials, with the bits of a matrix alone, however it lies in memory."""
+    assert interpreter(in_one_launch, rows, cols, dtype) == {}
 
 
 def test_gradients_that_are_exactly_zero(interpreter: Interpreter) -> None:

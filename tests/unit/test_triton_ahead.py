@@ -70,6 +70,14 @@ def test_the_elementwise_pair_moves_sixteen_bytes_at_a_time(script: ModuleType, 
     assert found.wide >= 6
 
 
+def test_all_steps_of_a_small_matrix_fit(script: ModuleType) -> None:
+    """Four programs on a multiprocessor: 1,000 matrices are two turns of 132 of them."""
+    found = script.compiled("sm_90", "all steps", "64×64")
+    assert found.spilled == 0
+    assert found.programs >= 4
+    assert found.tensor > 0
+
+
 @pytest.mark.parametrize(("architecture", "name"), [("sm_90", "norms of parts"), ("gfx942", "any not zero")])
 def test_what_is_beside_products_fits(script: ModuleType, architecture: str, name: str) -> None:
     found = script.compiled(architecture, "beside", name)
@@ -102,7 +110,7 @@ def test_odd_sizes_do_not_each_ask_for_a_kernel(script: ModuleType) -> None:
     with script.compiling_for("sm_90"):
 
         def compiled(rows: int, cols: int) -> object:
-            return script.products(rows, cols, torch.bfloat16)["a·X + B X"](None).compile()
+            return script.products(rows, cols, torch.bfloat16)["a·X + B X"]().compile()
 
         assert compiled(512, 1024) is compiled(768, 3072) is compiled(272, 272)
         assert compiled(4096, 4096) is compiled(512, 1024)  # matrices that are far apart have rows that are not
@@ -114,6 +122,6 @@ def test_odd_sizes_do_not_each_ask_for_a_kernel(script: ModuleType) -> None:
 def test_places_in_a_large_matrix_are_told_in_64_bits(script: ModuleType, name: str) -> None:
     """A matrix of 2³¹ elements or more: where a part of it begins does not fit in 32."""
     with script.compiling_for("sm_90"):
-        code = script.beside()[name](None).compile().asm["ttir"]
+        code = script.beside()[name]().compile().asm["ttir"]
     assert f"arith.constant {MEASURED} : i64" in code
     assert not [line for line in code.splitlines() if "arith.muli" in line and f"%c{MEASURED}_i32" in line]

@@ -34,6 +34,7 @@ from muonmesh.numerics.kernels.dense import scaled
 from muonmesh.numerics.kernels.memory import scratch
 from muonmesh.numerics.kernels.recording import run_again
 from muonmesh.numerics.kernels.threads import run_on_one_thread
+from muonmesh.numerics.kernels.toolchain import DTYPES
 from muonmesh.numerics.normalize import load, rescale_rows, store, sums
 from muonmesh.numerics.precision import exact_fp32, plain_modes
 from muonmesh.numerics.rational import rational_step
@@ -173,6 +174,15 @@ class Orthogonalizer:
         """
         rational = [] if self.prepared.rational is None else [3]
         return rational + [len(polynomial) for segment in self.segments for polynomial in segment]
+
+    @cached_property
+    def quintics(self) -> tuple[float, ...]:
+        """Three coefficients a step, if that is all there is to do and a kernel may hold them; else nothing."""
+        steps = [polynomial for segment in self.segments for polynomial in segment]
+        alone = self.prepared.begins_with_polynomials and self.prepared.preconditioner == "none"
+        fits = alone and self.method == "standard" and self.dtype == torch.bfloat16 and max(self.degrees) <= 3
+        # More would make much code: they are part of it.
+        return tuple(c for step in steps for c in (*step, 0.0)[:3]) if fits and len(steps) <= 16 else ()
 
     @property
     def squares(self) -> int:
@@ -411,7 +421,10 @@ class _Iteration:
 
         The results are multiplied by `times`, (batch, 1, 1).
         """
-        prepared = self._resolved.prepared
+        small, quintics, prepared = self._matmuls.small, self._resolved.quintics, self._resolved.prepared
+        if small is not None and quintics and matrices.dtype in DTYPES:
+            small(matrices, out, quintics, times)
+            return
         count, together = len(matrices), self._matmuls.together
         first = matrices if overwrite and self._serves(matrices) else self._long(0, count)
         second = out if self._serves(out) else self._long(1, count)
@@ -640,20 +653,18 @@ class _Iteration:
         Where a is from the data and the products can only add what the host multiplies, it is X + B/a X, and ν takes a:
         the sum is rounded once, and B, which is smaller than X, instead of X an element more.
         """
-        if isinstance(a, Tensor) and self._matmuls.sparing:
+        if isinstance(a, Tensor) and self._matmuls.sparing:  # a is left to the products that divide by ν
             self._norm_is(self._norm / a)
             b, a = b.div_(a), 1.0
-        factor = self._final_factor() if self._last else 1.0
+        factor: float | Tensor = self._inverse if self._last else 1.0
+        if self._last and self._times is not None:
+            factor = self._inverse * self._times
         if not self._panels:
             self._matmuls.apply(self.x, b, a, factor, self._next)
         for some in self._panels:
             self._matmuls.apply(self.x[..., some], b, a, factor, self._next[..., some])
         self._panels.reverse()  # X goes back the way it came, its last panel first
         self.x, self._next = self._next, self.x
-
-    def _final_factor(self) -> Tensor:
-        """Return what the last product is multiplied by, (count, 1, 1)."""
-        return self._inverse if self._times is None else self._inverse * self._times
 
     def _without_constant(self, p: Polynomial, a: Tensor, out: str, spare: str) -> Tensor:
         """p₁·A + p₂·A² + ..., in the buffer `out` or `spare`; Horner's scheme from the highest power down."""

@@ -36,6 +36,7 @@ from muonmesh.layout import (
 from muonmesh.layout.balance import imbalance
 from muonmesh.layout.companion import size_of
 from muonmesh.numerics.coefficients import CoefficientName, coefficient_schedule
+from muonmesh.numerics.kernels.portions import SMALL_COLS, SMALL_ROWS
 from muonmesh.numerics.newton_schulz import resolve_method
 from muonmesh.numerics.rules import RULES, MuonRule, Rule, by_defaults, is_known, is_matrix_rule
 from muonmesh.report.device_rates import DeviceRates, Timed
@@ -253,7 +254,8 @@ def _products(plan: Plan, buckets: Sequence[Sequence[int]]) -> tuple[int, int, f
         method = resolve_method(*shape)
         count = -(-len(some) // plan.at_once(some[0], SQUARES[method]))
         rounds += count
-        kernels += count * KERNELS_OF_A_BATCH[method]
+        small = min(shape) <= SMALL_ROWS and max(shape) <= SMALL_COLS  # all steps of which are one launch
+        kernels += count * (1 if small else KERNELS_OF_A_BATCH[method])
         weight = DeviceRates.weight_of(len(some) / count * shape[0] ** 2, by_triton=True)
         slow_flops += sum(plan.assignments[number].flops for number in some) * weight
     return rounds, kernels, slow_flops

@@ -98,6 +98,10 @@ class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if space == "muonmesh" and name == "multiply":
             one_triangle = 2 if args[8] else 1  # of a symmetric product
             self._multiplied(2 * args[0].numel() * args[1].shape[-1] // one_triangle, args[9], by_triton=True)
+        elif space == "muonmesh" and name == "orthogonalize":
+            matrices, rows, cols = args[0].shape
+            grams, steps = rows * rows * cols, len(args[2]) // 3  # no triangles here, and one X Xᵀ more
+            self._multiplied(2 * matrices * (steps * (2 * grams + rows**3) + grams), args[1], by_triton=True)
         elif name in _PRODUCTS:
             left, right = [value for value in args if isinstance(value, Tensor)][-2:]
             self._multiplied(2 * left.numel() * right.shape[-1], made[0], by_triton=False)

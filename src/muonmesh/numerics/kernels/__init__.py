@@ -83,7 +83,7 @@ def select(
     if taken == "compiled":
         return compiled_products(at_once=1 if rows >= _BLOCKED_FROM_ROWS else cpu_at_once)
     if taken == "triton":
-        return triton_products(at_once=max(1, _DEVICE_BYTES_AT_ONCE // matrix_bytes))
+        return triton_products(at_once=max(1, _DEVICE_BYTES_AT_ONCE // matrix_bytes), rows=rows, cols=cols)
     if device.type != "cpu":
         return torch_products(at_once=max(1, _DEVICE_BYTES_AT_ONCE // matrix_bytes))
     table = BLOCKED if rows >= _BLOCKED_FROM_ROWS else dense(at_once=cpu_at_once)

@@ -8,3 +8,7 @@ LOOKED = 1 << 17
 
 FIRST = 1 << 11
 """Elements that it looks at before it looks at more; where they are not all zero, which is nearly always, it stops."""
+
+SMALL_ROWS, SMALL_COLS = 64, 128
+"""The largest matrix that one program holds from its first step to its last, rows ≤ cols; more would leave its threads
+without registers (docs/internals/kernels.md has the figures)."""

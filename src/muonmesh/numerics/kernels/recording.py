@@ -20,7 +20,7 @@ from muonmesh.numerics.kernels.triton_launch import STREAM, Launch, on, stream_o
 
 _MOST = 64
 """Layouts of one function; more than that change from step to step."""
-_REPEATED = ("multiply", "measure", "norms", "rescale", "centre", "copy_", "lerp", "mul")
+_REPEATED = ("multiply", "orthogonalize", "measure", "norms", "rescale", "centre", "copy_", "lerp", "mul")
 """Operators that start the same for one layout, and touch no memory but that of their tensors."""
 
 

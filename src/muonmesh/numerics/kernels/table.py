@@ -84,6 +84,8 @@ class Matmuls:
             safely, and returns 1/ν and 1/ν² of what it is then, fp32 (batch, 1, 1) each; ν counts as 1 for a matrix of
             zeros, and as NaN where an entry is not finite. None: likewise.
         exact: What else this hardware can do; None: products rounded to the compute dtype, and torch's operations.
+        small: `small(X, out, polynomials, times)`: all steps of small matrices at once, written to contiguous memory;
+            three coefficients a step, and what results are multiplied by, (batch, 1, 1) or None. None: it cannot.
         sparing: Whether memory traffic is what elementwise operations cost, as on a device. Then a number that follows
             from the data is divided out of B instead of multiplied by X, and left to the last product.
     """
@@ -99,4 +101,5 @@ class Matmuls:
     join: Join | None = None
     normalize: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
     exact: Exact | None = None
+    small: Callable[[Tensor, Tensor, Sequence[float], Tensor | None], None] | None = None
     sparing: bool = False

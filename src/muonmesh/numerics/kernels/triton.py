@@ -6,45 +6,41 @@ fake tensors, sees one launch where there is one, and Triton itself is imported 
 
 from __future__ import annotations
 
+import importlib
+import sys
 from collections.abc import Iterator
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from muonmesh.numerics.kernels import beside
+from muonmesh.numerics.kernels.portions import SMALL_COLS, SMALL_ROWS
 from muonmesh.numerics.kernels.table import Matmuls
 from muonmesh.numerics.kernels.triton_launch import Launch, operator
 
 
-def _multiply(
-    a: Tensor,
-    b: Tensor,
-    c: Tensor | None,
-    alpha: float,
-    factor: float,
-    factors: Tensor | None,
-    scale: float,
-    scales: Tensor | None,
-    symmetric: bool,
-    out: Tensor,
-    d: Tensor | None,
-    delta: float,
-    diagonal: Tensor | None,
-) -> Iterator[Launch]:
+def _multiply(*given: Any) -> Iterator[Launch]:
     """Write scale·(alpha·A B + factor·C + delta·D); ``factors`` and ``scales`` have one number a matrix instead."""
     from muonmesh.numerics.kernels.tiles import multiplication
 
-    yield multiplication(
-        *(a, b, c, alpha),
-        factor if factors is None else factors,
-        scale if scales is None else scales,
-        out,
-        symmetric=symmetric,
-        d=d,
-        delta=delta,
-        diagonal=diagonal,
-        stages=2 if torch.version.hip else None,
-    )
+    a, b, c, alpha, factor, factors, scale, scales, symmetric, out, d, delta, diagonal = given
+    factor, scale = factor if factors is None else factors, scale if scales is None else scales
+    more = {"symmetric": symmetric, "d": d, "delta": delta, "diagonal": diagonal}
+    yield multiplication(a, b, c, alpha, factor, scale, out, **more, **_asked(a.device))
+
+
+@cache
+def _asked(device: torch.device) -> dict[str, Any]:
+    """Return what the compiler's figures for a device ask for (docs/internals/kernels.md).
+
+    On 9.0 a limit with which two programs share a multiprocessor, and spill nothing.
+    """
+    if torch.version.hip:
+        return {"stages": 2}
+    is_there = device.type == "cuda" and torch.cuda.is_available()
+    return {"registers": 128} if is_there and torch.cuda.get_device_capability(device) == (9, 0) else {}
 
 
 _operation = operator(
@@ -109,8 +105,14 @@ def join(z: Tensor, w: Tensor, p0: float, q0: float, out: Tensor, *, symmetric: 
     return out, beside.centre(diagonal, out, p0 * q0)
 
 
-def triton_products(*, at_once: int) -> Matmuls:
-    """The table for batches of at most `at_once` matrices."""
+small = operator(
+    "orthogonalize(Tensor x, Tensor(a!) out, float[] polynomials, Tensor? times)",
+    lambda *given: [importlib.import_module("muonmesh.numerics.kernels.small").orthogonalizing(*given)],
+)
+
+
+def triton_products(*, at_once: int, rows: int = sys.maxsize, cols: int = sys.maxsize) -> Matmuls:
+    """The table for batches of at most `at_once` matrices of a shape, rows ≤ cols."""
     return Matmuls(
         gram=gram,
         polynomial=polynomial,
@@ -121,4 +123,5 @@ def triton_products(*, at_once: int) -> Matmuls:
         together=True,
         join=join,
         normalize=beside.normalize,
+        small=small if rows <= SMALL_ROWS and cols <= SMALL_COLS else None,
     )

@@ -1,0 +1,70 @@
+"""All steps of small matrices in one launch, in Triton; whoever imports this file imports Triton.
+
+A program takes one matrix from its memory to its result, and holds it in registers and shared memory meanwhile. Nothing
+that one thread writes to the device's memory is read there by another.
+"""
+
+# Triton gives the arguments of a kernel their types when it compiles, from what the kernel is called with.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from muonmesh.numerics.kernels.portions import SMALL_ROWS
+from muonmesh.numerics.kernels.triton_launch import Launch
+
+_ROWS = tl.constexpr(SMALL_ROWS)
+
+
+@triton.jit
+def orthogonalize(
+    x, out, times, rows, cols, times_batch, POLYNOMIALS: tl.constexpr, TALL: tl.constexpr, COLS: tl.constexpr
+):
+    """Write the orthogonal factor of one matrix, times a number: rounded to bf16 where products one by one round."""
+    STEPS: tl.constexpr = len(POLYNOMIALS) // 3
+    z = tl.program_id(0).to(tl.int64)
+    x += z * rows * cols
+    out += z * rows * cols
+    row = tl.arange(0, _ROWS)
+    col = tl.arange(0, COLS)
+    inside = (row[:, None] < rows) & (col[None, :] < cols)
+    places = row[:, None] + col[None, :] * rows if TALL else row[:, None] * cols + col[None, :]
+    given = tl.load(x + places, mask=inside, other=0.0).to(tl.float32)
+    # The power of two that takes the largest entry near 1, of an exponent whose negative is one too.
+    bits = tl.max(tl.max(tl.abs(given), 1), 0).to(tl.int32, bitcast=True) >> 23
+    power = ((254 - tl.minimum(tl.maximum(bits, 1), 253)) << 23).to(tl.float32, bitcast=True)
+    held = (given * power).to(tl.bfloat16)
+    # ν² is the trace of X Xᵀ, so that the order of that sum is the product's, however the matrix lies in memory. As one
+    # line of numbers, because Triton 3.7 fails for sm_100 where both dims of a product are summed.
+    squares = tl.where(row[:, None] == row[None, :], tl.dot(held, tl.trans(held)), 0.0)
+    total = tl.sum(tl.reshape(squares, (_ROWS * _ROWS,)), 0)
+    # 1/∞ is 0, and the ∞ in X Xᵀ times 0 is NaN, which is everywhere after a step.
+    inverse = tl.div_rn(1.0, tl.sqrt_rn(tl.where(total == 0, 1.0, total)))
+    last = inverse if times is None else inverse * tl.load(times + z * times_batch).to(tl.float32)
+    for step in range(STEPS):
+        a = 0.0
+        b = 0.0
+        c = 0.0
+        for number in tl.static_range(STEPS):  # selected, and not unrolled, which would take STEPS times the code
+            a = tl.where(step == number, POLYNOMIALS[3 * number], a)
+            b = tl.where(step == number, POLYNOMIALS[3 * number + 1], b)
+            c = tl.where(step == number, POLYNOMIALS[3 * number + 2], c)
+        gram = (tl.dot(held, tl.trans(held)) * (inverse * inverse)).to(tl.bfloat16)
+        factor = (tl.dot(gram, gram) * c + b * gram.to(tl.float32)).to(tl.bfloat16)
+        scale = tl.where(step == STEPS - 1, last, 1.0)
+        held = ((tl.dot(factor, held) + a * held.to(tl.float32)) * scale).to(tl.bfloat16)
+    tl.store(out + places, held.to(out.dtype.element_ty), mask=inside)
+
+
+def orthogonalizing(x: Tensor, out: Tensor, polynomials: Sequence[float], times: Tensor | None) -> Launch:
+    """Return the launch of `orthogonalize`; see `Matmuls.small`."""
+    batch, (rows, cols), tall = len(x), sorted(x.shape[1:]), x.shape[1] > x.shape[2]
+    numbers = rows, cols, 0 if times is None else times.stride(0)
+    width = SMALL_ROWS if cols <= SMALL_ROWS else 2 * SMALL_ROWS
+    arguments = (x.contiguous(), out, times, *numbers, tuple(polynomials), tall, width)
+    return Launch(orthogonalize, batch, arguments, {"num_warps": 4})
