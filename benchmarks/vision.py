@@ -42,7 +42,7 @@ RULES: dict[str, dict[str, Any]] = {
     "hyperball": {"lr": 4e-3, "rule": "hyperball", "muon": {"lr": 2e-2}},
 }
 """What `from_model` is told, with the learning rate that the multiples are of; AdamW's half has that of the rule."""
-RATES, DECAYS = (0.5, 1.0, 2.0, 4.0, 8.0), (0.1, 0.0, 0.5)
+RATES, DECAYS = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0), (0.1, 0.0, 0.5)
 
 
 class Patches(nn.Module):

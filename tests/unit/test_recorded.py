@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmarks.vision import rows_of
 
 ROOT = Path(__file__).parents[2]
 SPEED = (ROOT / "docs/internals/performance.md").read_text()
@@ -250,6 +251,15 @@ def test_iterations_that_the_package_does_not_have() -> None:
         cells = [*(short(part[name]["error"]) for part in parts), *(f"{part[name]['largest']:.3f}" for part in parts)]
         rows.append(f"| {words} | {' | '.join(cells)} | {sum(part[name]['broken'] for part in parts)} |")
     assert missing(rows, ITERATIONS) == []
+
+
+def test_images() -> None:
+    runs, rows = recorded("vision")["runs"], []
+    for kind in ("convolutions", "patches"):
+        rows += [f"| {kind} | {' | '.join(row)} |" for row in rows_of([run for run in runs if run["model"] == kind])]
+    assert len(rows) == 18
+    assert missing(rows, (ROOT / "docs/how-we-know.md").read_text()) == []
+    assert max(run["multiple"] for run in runs if run["seed"]) < max(run["multiple"] for run in runs)
 
 
 def test_adapters() -> None:
