@@ -9,6 +9,7 @@ from typing import Literal, get_args
 
 import torch
 from torch import Tensor
+from torch.nn.functional import normalize
 
 from muonmesh.auditing.probe import RANK
 from muonmesh.layout import Layout, MatrixSpec
@@ -171,7 +172,9 @@ def judge(step: Tensor, gradient: Tensor, weight: Tensor, layout: Layout | None,
         verdict, matrices, factors = one
         right = factors if right is None else right
         # NorMuon and others normalize the rows or elements of the result: what comes last explains least.
-        for number, normalized in enumerate((factors, _rows(factors), _rows(factors.mT).mT, factors.sign())):
+        for number, normalized in enumerate(
+            (factors, normalize(factors, dim=-1), normalize(factors, dim=-2), factors.sign())
+        ):
             sizes = {} if number else _sizes(down, factors, matrices)
             found.append((cosine(normalized) - 0.01 * bool(number), Seen(verdict, len(matrices), 0.0, sizes, rms)))
     like, best = max(found, key=lambda pair: pair[0])
@@ -199,11 +202,6 @@ def flatness(step: Tensor) -> float:
     values = torch.linalg.svdvals(matrix)
     values = values[values > 0.3 * values[0]]
     return float(values.sum() / (math.sqrt(len(values)) * step.norm()))
-
-
-def _rows(factors: Tensor) -> Tensor:
-    """Return a matrix with its rows normalized."""
-    return torch.nn.functional.normalize(factors, dim=-1)
 
 
 def _sizes(down: Tensor, factors: Tensor, matrices: Sequence[Matrix]) -> dict[str, float]:

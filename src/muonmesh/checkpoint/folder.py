@@ -77,7 +77,10 @@ def write(
     def finish() -> None:
         with writing(place, again=AGAIN):
             scratch = writing_at(place)
-            _check_shared(scratch, entries)
+            for name in entries:
+                if not (scratch / name).is_file():
+                    found, needed = f"no {name} here, which another rank wrote", "a folder that all ranks share"
+                    raise FileError(explain_error(str(place.parent), found, needed, "Save into one"))
             replace_text(scratch / SETTINGS_FILE, text)
             everything = {**entries, **{name: entry_of(scratch / name) for name in (METADATA_FILE, SETTINGS_FILE)}}
             write_manifest(scratch, everything)
@@ -141,10 +144,3 @@ def _write_tensors(place: Path, tensors: dict[str, Any]) -> dict[str, Entry]:
             return {file.name: entry_of(file) for file in scratch.glob(f"__{this_rank()}_*.distcp")}
 
     return {name: entry for each in tell_all(together(hash_own)) for name, entry in each.items()}
-
-
-def _check_shared(scratch: Path, entries: Mapping[str, Entry]) -> None:
-    for name in entries:
-        if not (scratch / name).is_file():
-            found, needed = f"no {name} here, which another rank wrote", "a folder that all ranks share"
-            raise FileError(explain_error(str(scratch.parent), found, needed, "Save into one"))

@@ -12,19 +12,20 @@ from typing import Any, TypeVar
 
 from muonmesh.comm.storage import this_rank
 from muonmesh.comm.telling import agreed, tell_all
-from muonmesh.errors import FileError, StateError
+from muonmesh.errors import FileError, MuonMeshError, StateError
 
 T = TypeVar("T")
 
 
-def settled(work: Callable[[], T]) -> T:
+def settled(work: Callable[[], T], *, kind: type[MuonMeshError] = StateError) -> T:
     """Return what the work gives on this rank, once it has succeeded on all. Called on all ranks.
 
     Raises:
-        Exception: on a rank whose work failed, what it raised; on the others a StateError that tells of it.
+        Exception: on a rank whose work failed, what it raised.
+        MuonMeshError: of that kind on the others, which tells of it.
     """
     found: list[T] = []
-    agreed(lambda: found.append(work()), kind=StateError)
+    agreed(lambda: found.append(work()), kind=kind)
     return found[0]
 
 

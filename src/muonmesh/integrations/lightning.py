@@ -10,12 +10,12 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
-import torch.distributed as dist
 from lightning.fabric import Fabric
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 
 from muonmesh.build import from_model as core_from_model
+from muonmesh.comm.storage import world_size
 from muonmesh.errors import explain_error
 from muonmesh.groups import split_params
 from muonmesh.integrations.arguments import check_settings
@@ -157,6 +157,5 @@ def from_model(host: Fabric | Trainer, model: nn.Module, lr: float = 3e-4, **set
         write = "Write muonmesh.integrations.deepspeed.initialize(model=model, config=...) in a loop of your own"
         raise ValueError(explain_error("the strategy", found, needed, write))
     check_settings("from_model", settings, core_from_model, decided=("model", "lr"))
-    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    group = ("world" if host.world_size > 1 else "local") if several else None
+    group = ("world" if host.world_size > 1 else "local") if world_size() > 1 else None
     return core_from_model(model, lr, **{"process_group": group, **settings})

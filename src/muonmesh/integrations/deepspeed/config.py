@@ -6,7 +6,7 @@ import copy
 import inspect
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +34,7 @@ def read_config(config: Any) -> dict[str, Any]:
     Raises:
         TypeError: it is neither.
     """
-    if isinstance(config, (str, Path)):
-        found: Any = json.loads(Path(config).read_text())
-    else:
-        found = config
+    found: Any = json.loads(Path(config).read_text()) if isinstance(config, (str, Path)) else config
     if not isinstance(found, Mapping):
         raise TypeError(explain_error("config", f"{config!r}", "a dict or the path of a JSON file", "Pass either"))
     return copy.deepcopy(dict(found))
@@ -169,15 +166,11 @@ def take_scheduler(config: dict[str, Any], lr: float) -> Callable[[torch.optim.O
     for key, parameter in inspect.signature(make).parameters.items():
         if key in _RATES and isinstance(parameter.default, (int, float)):
             params.setdefault(key, parameter.default)
+    numbers = {key: value for key, value in params.items() if lr and key in _RATES and isinstance(value, (int, float))}
 
     def schedule(optimizer: torch.optim.Optimizer) -> Any:
         rates = [float(group["lr"]) for group in optimizer.param_groups]
-        return make(optimizer, **{key: _in_proportion(key, value, rates, lr) for key, value in params.items()})
+        in_proportion = {key: [value * (rate / lr) for rate in rates] for key, value in numbers.items()}
+        return make(optimizer, **{**params, **in_proportion})
 
     return schedule
-
-
-def _in_proportion(key: str, value: Any, rates: Sequence[float], lr: float) -> Any:
-    if key not in _RATES or not isinstance(value, (int, float)) or lr == 0:
-        return value
-    return [value * (rate / lr) for rate in rates]

@@ -258,9 +258,8 @@ class EngineMuon(torch.optim.Optimizer):
             StateError: the saved groups are others.
         """
         self.check_groups(saved)
-        for group, settings in zip(self.param_groups, saved, strict=True):
+        for group, settings, identity in zip(self.param_groups, saved, self._identities, strict=True):
             group.update({key: value for key, value in settings.items() if key not in OWN_KEYS})
-        for group, identity in zip(self.param_groups, self._identities, strict=True):
             group.update(identity)
         self._count_on()
 

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from muonmesh.checkpoint.ranks import settled
 from muonmesh.comm.telling import agreed
 from muonmesh.errors import LayoutError, explain_error
 from muonmesh.integrations.deepspeed.engine_parameters import EngineParameter
@@ -112,16 +113,10 @@ def prove(
     Raises:
         LayoutError: on every rank, if any finds that the records do not describe its flat tensors.
     """
-    flats: list[Flat] = []
-    layouts: list[dict[str, FlatShards]] = []
-
-    def tell() -> list[tuple[int, dict[str, Interval]]]:
-        flats.extend(read())
-        return _told(flats, parameters)
-
-    told = agreed(tell, kind=LayoutError)
+    flats = settled(read, kind=LayoutError)
+    told = agreed(lambda: _told(flats, parameters), kind=LayoutError)
     # Before the ranks gather parameters together.
-    agreed(lambda: layouts.extend(_place(*each, parameters, told) for each in enumerate(flats)), kind=LayoutError)
+    layouts = settled(lambda: [_place(*each, parameters, told) for each in enumerate(flats)], kind=LayoutError)
     agreed(lambda: _compare(flats, parameters), kind=LayoutError)
     return list(zip(flats, layouts, strict=True))
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import Replicate
 
 from muonmesh.clip.limits import ClipPolicy, Limits
 from muonmesh.comm.storage import Declared
-from muonmesh.comm.telling import tell_all
+from muonmesh.comm.telling import agreed
 from muonmesh.errors import LayoutError, explain_error
 from muonmesh.groups.heads import HeadPart
 from muonmesh.groups.sites import unwrapped
@@ -79,10 +79,9 @@ def get_megatron_optimizer(
         ValueError, TypeError, LayoutError: on the ranks that find something wrong.
         PlanError: on all others then.
     """
-    error: Exception | None = None
-    made: MegatronOptimizer | None = None
-    used = set[str]()
-    try:
+    built: list[MegatronOptimizer] = []
+
+    def build() -> tuple[set[str], Any]:
         refuse(config, model_chunks, dump_param_to_param_group_map)
         axes = pg_collection or ProcessGroupCollection.use_mpu_process_groups(_READ)
         settings = dict(muon or {})
@@ -118,17 +117,16 @@ def get_megatron_optimizer(
             gradients=FlatMainGrad(intervals),
             **shared,
         )
-        made = MegatronOptimizer(optimizer, config, list(model_chunks), holdings, axes, limits)
-    except Exception as wrong:
-        error = wrong
-    told = tell_all((used, made.told() if made else None), error)
-    assert made is not None
+        built.append(MegatronOptimizer(optimizer, config, list(model_chunks), holdings, axes, limits))
+        return used, built[0].told()
+
+    told = agreed(build)
     unused = sorted(set(overrides or {}).difference(*(used for used, _ in told)))
     if unused:
         needed = "a parameter's name, or an expression that re.search finds in one, on some pipeline stage"
         raise ValueError(explain_error(f"overrides[{unused[0]!r}]", "no match on any rank", needed, "Correct it"))
-    made.meet([each for _, each in told])
-    return made
+    built[0].meet([each for _, each in told])
+    return built[0]
 
 
 def _held(

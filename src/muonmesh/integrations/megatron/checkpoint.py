@@ -116,6 +116,7 @@ def _create(optimizer: Muon) -> None:
             gradient.copy_(values)
 
 
+@torch.no_grad()
 def restore(optimizer: Muon, loaded: Mapping[str, Any]) -> None:
     """Write what dist_checkpointing has loaded for `sharded` into the state and the groups.
 
@@ -138,8 +139,5 @@ def restore(optimizer: Muon, loaded: Mapping[str, Any]) -> None:
                 continue
             for box, part in zip(boxes_of(local, layout, layout.shape).values(), parts, strict=True):
                 box.copy_(part)
-    with torch.no_grad():
-        for member in placed_members(optimizer):
-            master = optimizer.state[member.tensor].get("master")
-            if master is not None:
-                local_of(member.tensor).copy_(local_of(master))
+        if (master := optimizer.state[member.tensor].get("master")) is not None:
+            local_of(member.tensor).copy_(local_of(master))

@@ -52,33 +52,25 @@ def declared(cut: Cut, mesh: DeviceMesh, ranges: Ranges | None) -> Declared:
     return FlatShards(within, tuple(cuts), sizes, replicas)
 
 
-def buffer_ranges(buffer: Any) -> dict[Any, list[tuple[int, int]]]:
-    """Return for each parameter of a flat buffer which of its elements each data-parallel rank keeps, from .. to ..
-
-    Every bucket is cut into equal parts, one for each rank of the group over which it is reduced
-    (distributed/param_and_grad_buffer.py of megatron-core 0.16.1); parameters lie in it as ``param_index_map`` says.
-    """
-    ranks = buffer.data_parallel_group.size()
-    found = {}
-    for parameter, (start, end, number) in buffer.param_index_map.items():
-        bucket = buffer.buckets[number]
-        part = bucket.grad_data.numel() // ranks
-        lows = [bucket.offset + rank * part for rank in range(ranks)]
-        found[parameter] = within([(low, low + part) for low in lows], start, end)
-    return found
-
-
 def within(ranges: Ranges, low: int, high: int) -> list[tuple[int, int]]:
     """Return which of the elements low to high each range holds, counted from low."""
     return [(min(max(a, low), high) - low, max(min(b, high), low) - low) for a, b in ranges]
 
 
 def ranges_of(chunks: Sequence[Any]) -> Mapping[Any, list[tuple[int, int]]]:
-    """Return `buffer_ranges` of all buffers of the chunks of a stage, of experts too."""
+    """Return for each parameter of a stage's chunks which of its elements each data-parallel rank keeps, from .. to ..
+
+    Every bucket of a flat buffer is cut into equal parts, one for each rank of the group over which it is reduced
+    (distributed/param_and_grad_buffer.py of megatron-core 0.16.1); parameters lie in it as ``param_index_map`` says.
+    """
     found: dict[Any, list[tuple[int, int]]] = {}
-    for chunk in chunks:
-        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
-            found.update(buffer_ranges(buffer))
+    for buffer in (each for chunk in chunks for each in (*chunk.buffers, *chunk.expert_parallel_buffers)):
+        ranks = buffer.data_parallel_group.size()
+        for parameter, (start, end, number) in buffer.param_index_map.items():
+            bucket = buffer.buckets[number]
+            part = bucket.grad_data.numel() // ranks
+            lows = [bucket.offset + rank * part for rank in range(ranks)]
+            found[parameter] = within([(low, low + part) for low in lows], start, end)
     return found
 
 

@@ -8,19 +8,24 @@ from typing import Any
 
 from muonmesh.errors import explain_error
 
-_CONFIG = {
-    "use_precision_aware_optimizer": "Remove it, and write muon={'state_dtype': torch.bfloat16} for less memory",
-    "optimizer_cpu_offload": "Remove it; state shared among replicas needs less memory: use_distributed_optimizer=True",
-    "overlap_param_gather_with_optimizer_step": "Remove it; overlap_param_gather alone may stay",
-    "reuse_grad_buf_for_mxfp8_param_ag": "Remove it: parameters must be bf16, fp16 or fp32",
+_OPTIMIZER = {
+    "decoupled_weight_decay": (True, "Set decoupled_weight_decay=True"),
+    "use_precision_aware_optimizer": (False, "Remove it; write muon={'state_dtype': torch.bfloat16} for less memory"),
+    "optimizer_cpu_offload": (False, "Remove it; use_distributed_optimizer=True shares state among replicas"),
+    "overlap_param_gather_with_optimizer_step": (False, "Remove it; overlap_param_gather alone may stay"),
+    "reuse_grad_buf_for_mxfp8_param_ag": (False, "Remove it: parameters must be bf16, fp16 or fp32"),
 }
-"""Fields of OptimizerConfig that must be off, with what to write."""
+"""Fields of OptimizerConfig: what each must be, and what to write where it is something else."""
 
 _DDP = {
-    "use_megatron_fsdp": "Remove it; torch's fully_shard with muonmesh.Muon shards parameters too",
-    "fp8_param_gather": "Remove it: parameters must be bf16, fp16 or fp32",
+    "use_megatron_fsdp": (False, "Remove it; torch's fully_shard with muonmesh.Muon shards parameters too"),
+    "fp8_param_gather": (False, "Remove it: parameters must be bf16, fp16 or fp32"),
+    "num_distributed_optimizer_instances": (1, "Set it to 1"),
 }
-"""Fields of DistributedDataParallelConfig that must be off."""
+"""Fields of DistributedDataParallelConfig."""
+
+_MODEL = {"gtp_weight_remat_size": (1, "Set gtp_weight_remat_size=1")}
+"""Fields of TransformerConfig."""
 
 
 def refuse_state(settings: Mapping[str, Any]) -> None:
@@ -46,12 +51,7 @@ def refuse(config: Any, chunks: Sequence[Any], dump: Any) -> None:
         needed = "'adam', which says where Megatron keeps the rates and moments of AdamW's half"
         write = "Set optimizer='adam' (--optimizer adam); Muon's settings go into muon={...}"
         raise ValueError(explain_error("OptimizerConfig", f"optimizer={config.optimizer!r}", needed, write))
-    if not config.decoupled_weight_decay:
-        found = "decoupled_weight_decay=False"
-        raise ValueError(explain_error("OptimizerConfig", found, "decoupled decay", "Set decoupled_weight_decay=True"))
-    for field, write in _CONFIG.items():
-        if getattr(config, field, False):
-            raise ValueError(explain_error("OptimizerConfig", f"{field}=True", "False", write))
+    _refuse_fields("OptimizerConfig", config, _OPTIMIZER)
     if dump is not None:
         found, write = f"dump_param_to_param_group_map={dump!r}", "Write print(optimizer.explain()) instead"
         raise ValueError(explain_error("get_megatron_optimizer", found, "None", write))
@@ -60,12 +60,7 @@ def refuse(config: Any, chunks: Sequence[Any], dump: Any) -> None:
             found, write = f"a {type(chunk).__name__}", "Wrap each chunk in Megatron's DistributedDataParallel"
             raise ValueError(explain_error("model_chunks", found, "a chunk with main_grad", write))
         ddp = chunk.ddp_config
-        for field, write in _DDP.items():
-            if getattr(ddp, field, False):
-                raise ValueError(explain_error("DistributedDataParallelConfig", f"{field}=True", "False", write))
-        if ddp.num_distributed_optimizer_instances > 1:
-            found = f"num_distributed_optimizer_instances={ddp.num_distributed_optimizer_instances}"
-            raise ValueError(explain_error("DistributedDataParallelConfig", found, "1", "Set it to 1"))
+        _refuse_fields("DistributedDataParallelConfig", ddp, _DDP)
         if ddp.use_distributed_optimizer != config.use_distributed_optimizer:
             found = f"use_distributed_optimizer={ddp.use_distributed_optimizer} there and "
             found += f"{config.use_distributed_optimizer} in OptimizerConfig"
@@ -73,10 +68,14 @@ def refuse(config: Any, chunks: Sequence[Any], dump: Any) -> None:
             raise ValueError(explain_error("DistributedDataParallelConfig", found, "the same in both", write))
         model = getattr(chunk, "config", None)
         _refuse_unreduced_experts(model, chunk)
-        remat = getattr(model, "gtp_weight_remat_size", 1)
-        if remat > 1:
-            found = f"gtp_weight_remat_size={remat}"
-            raise ValueError(explain_error("TransformerConfig", found, "1", "Set gtp_weight_remat_size=1"))
+        _refuse_fields("TransformerConfig", model, _MODEL)
+
+
+def _refuse_fields(kind: str, config: Any, fields: Mapping[str, tuple[bool | int, str]]) -> None:
+    """Refuse a configuration whose fields are not what they must be; not every version has all of them."""
+    for field, (needed, write) in fields.items():
+        if (found := getattr(config, field, None)) not in (None, needed):
+            raise ValueError(explain_error(kind, f"{field}={found}", f"{needed}", write))
 
 
 def refuse_formats(*, flat: bool) -> None:
