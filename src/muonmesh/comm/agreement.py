@@ -130,14 +130,10 @@ def insist_on_equal(group: dist.ProcessGroup | None, lines: Mapping[str, str]) -
         other = next((rank for rank in rest if told[rank] != told[first]), None)
         if other is not None:
             mine, theirs = _difference(told[first], told[other])
-            raise PlanError(
-                explain_error(
-                    name,
-                    f"{mine} on rank {first} and {theirs} on rank {other}",
-                    "the same settings and dtypes on every rank that holds it",
-                    "Set the groups alike on every rank; a schedule must not depend on the rank",
-                )
-            )
+            found = f"{mine} on rank {first} and {theirs} on rank {other}"
+            needed = "the same settings and dtypes on every rank that holds it"
+            write = "Set the groups alike on every rank; a schedule must not depend on the rank"
+            raise PlanError(explain_error(name, found, needed, write))
     what = "The settings of the param groups differ between ranks. Set them alike on every rank"
     raise PlanError(about("the groups", what))
 

@@ -199,27 +199,19 @@ def _laid_out(name: str, parameter: Tensor, gradient: Tensor | None, source: Gra
         raise TypeError(explain_error(name, found, needed, "Materialize the model before the backward pass"))
     if isinstance(parameter, DTensor) != isinstance(gradient, DTensor):
         kinds = {True: "a DTensor", False: "a plain tensor"}
-        raise LayoutError(
-            explain_error(
-                name,
-                f"{kinds[isinstance(gradient, DTensor)]} as gradient of {kinds[isinstance(parameter, DTensor)]}",
-                "a gradient with the layout of the parameter",
-                "Let autograd set the gradient, or write grad = DTensor.from_local(grad, mesh, placements)",
-            )
-        )
+        found = f"{kinds[isinstance(gradient, DTensor)]} as gradient of {kinds[isinstance(parameter, DTensor)]}"
+        needed = "a gradient with the layout of the parameter"
+        write = "Let autograd set the gradient, or write grad = DTensor.from_local(grad, mesh, placements)"
+        raise LayoutError(explain_error(name, found, needed, write))
     if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
         gradient = _as_its_parameter(name, parameter, gradient)
         if isinstance(gradient, DTensor):
             return gradient
     if gradient.shape != local_of(parameter).shape:
-        raise LayoutError(
-            explain_error(
-                name,
-                f"a gradient of local shape {tuple(gradient.shape)}",
-                f"the parameter's local shape {tuple(local_of(parameter).shape)}",
-                "Assign a gradient of the parameter's shape",
-            )
-        )
+        found = f"a gradient of local shape {tuple(gradient.shape)}"
+        needed = f"the parameter's local shape {tuple(local_of(parameter).shape)}"
+        write = "Assign a gradient of the parameter's shape"
+        raise LayoutError(explain_error(name, found, needed, write))
     return gradient
 
 
@@ -235,14 +227,10 @@ def _as_its_parameter(name: str, parameter: DTensor, gradient: DTensor) -> Tenso
         for mine, theirs in zip(gradient.placements, parameter.placements, strict=False)
     )
     if not partial or gradient.device_mesh != parameter.device_mesh:
-        raise LayoutError(
-            explain_error(
-                name,
-                f"a gradient placed {tuple(gradient.placements)}",
-                f"the parameter's placements {tuple(parameter.placements)}",
-                "Write parameter.grad = parameter.grad.redistribute(placements=parameter.placements)",
-            )
-        )
+        found = f"a gradient placed {tuple(gradient.placements)}"
+        needed = f"the parameter's placements {tuple(parameter.placements)}"
+        write = "Write parameter.grad = parameter.grad.redistribute(placements=parameter.placements)"
+        raise LayoutError(explain_error(name, found, needed, write))
     return gradient
 
 

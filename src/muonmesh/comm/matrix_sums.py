@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 
 import torch
 import torch.distributed as dist
@@ -34,8 +34,8 @@ class MatrixSums:
     """
 
     def __init__(self, plan: Plan, *, rank: int, device: torch.device, wire: Wire | None = None) -> None:
-        self._plan, self._rank, self._device, self._wire = plan, rank, device, wire
-        self._counting: dict[int, bool] = {}
+        self._plan, self._device, self._wire = plan, device, wire
+        self._counts = cache(partial(plan.counts, rank=rank))
 
     def take(self, asked: Mapping[int, int], ends: Ends, summands: Summands, *, what: str = "a matrix") -> None:
         """Give this rank the sums over some matrices; all ranks of the wire call it with the same ones.
@@ -95,9 +95,3 @@ class MatrixSums:
         tasks = [partial(write, *end, into) for end, into in zip(ends, found, strict=True)]
         run_all(tasks, device=self._device)
         return [(leg, into) for (leg, _), into in zip(ends, found, strict=True)]
-
-    def _counts(self, assignment: int) -> bool:
-        """Whether the elements that this rank stores of a matrix count."""
-        if assignment not in self._counting:
-            self._counting[assignment] = self._plan.counts(assignment, self._rank)
-        return self._counting[assignment]

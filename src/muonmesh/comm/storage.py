@@ -255,14 +255,10 @@ def _declared(name: str, tensor: Tensor, declared: Any) -> Storage:
     fits = isinstance(declared, (tuple, list)) and len(declared) in (2, 3) and isinstance(declared[0], DeviceMesh)
     placements = declared[1] if fits and isinstance(declared[1], (tuple, list)) else None
     if placements is None or not all(isinstance(placement, TorchPlacement) for placement in placements):
-        raise LayoutError(
-            explain_error(
-                name,
-                f"layouts entry {declared!r}",
-                "(mesh, placements), (mesh, placements, global shape), a FlatShards, or a list of FlatParameter",
-                "Write (init_device_mesh('cuda', (8,)), [Shard(0)])",
-            )
-        )
+        found = f"layouts entry {declared!r}"
+        needed = "(mesh, placements), (mesh, placements, global shape), a FlatShards, or a list of FlatParameter"
+        write = "Write (init_device_mesh('cuda', (8,)), [Shard(0)])"
+        raise LayoutError(explain_error(name, found, needed, write))
     mesh = declared[0]
     translated = placements_of(name, placements)
     shape = list(tensor.shape)
@@ -292,14 +288,9 @@ def _check_local(name: str, tensor: Tensor, layout: Layout) -> None:
         if isinstance(layout, FlatShards) and expected == (local.numel(),):
             return
         write = DECLARE
-    raise LayoutError(
-        explain_error(
-            name,
-            f"a local tensor of shape {tuple(local.shape)} on rank {rank}",
-            f"{expected} by its placements or its entry in layouts= ({layout.describe()} of {layout.shape})",
-            write,
-        )
-    )
+    found = f"a local tensor of shape {tuple(local.shape)} on rank {rank}"
+    needed = f"{expected} by its placements or its entry in layouts= ({layout.describe()} of {layout.shape})"
+    raise LayoutError(explain_error(name, found, needed, write))
 
 
 def _replicated_outside(name: str, layout: MeshLayout, mesh: DeviceMesh, replicas: Sequence[int]) -> MeshLayout:

@@ -158,25 +158,17 @@ class ToOwners(GradientSource):
         others = [links for other in _living if other is not self and (links := other._links) is not None]
         for name, tensor, storage in matrices:
             if any(tensor in links.names for links in others):
-                raise LayoutError(
-                    explain_error(
-                        name,
-                        "another optimizer with gradients='to_owners', to which its gradients go",
-                        "one such optimizer for each parameter",
-                        "Delete the other one before the backward pass, and call gc.collect() if a scheduler holds it",
-                    )
-                )
+                found = "another optimizer with gradients='to_owners', to which its gradients go"
+                needed = "one such optimizer for each parameter"
+                write = "Delete the other one before the backward pass, and call gc.collect() if a scheduler holds it"
+                raise LayoutError(explain_error(name, found, needed, write))
             if any(
                 p.is_replicate() and storage.mesh.size(a) > 1 for a, p in enumerate(storage.placements) if storage.mesh
             ):
-                raise LayoutError(
-                    explain_error(
-                        name,
-                        f"{storage.placements} with gradients='to_owners'",
-                        "a mesh without replicas, because FSDP2 averages gradients over the replicas of its mesh",
-                        'Write fully_shard(module, mesh=mesh["shard"]) and process_group=mesh["replicate"].get_group()',
-                    )
-                )
+                found = f"{storage.placements} with gradients='to_owners'"
+                needed = "a mesh without replicas, because FSDP2 averages gradients over the replicas of its mesh"
+                write = 'Write fully_shard(module, mesh=mesh["shard"]) and process_group=mesh["replicate"].get_group()'
+                raise LayoutError(explain_error(name, found, needed, write))
         jobs = sorted((-_cost(storage), name, at) for at, (name, _, storage) in enumerate(matrices))
         # A matrix that tensor parallelism leaves whole has several copies on each of the replicas that average.
         copies = min((storage.copies for *_, storage in matrices if storage.copies > 1), default=1)
@@ -298,14 +290,10 @@ class ToOwners(GradientSource):
                 parameter.grad = None
                 if found is not None and not isinstance(found, DTensor):
                     return found.reshape(-1).to(local.dtype)
-                raise LayoutError(
-                    explain_error(
-                        links.names[parameter],
-                        "a gradient that is partial over an axis of a mesh, with gradients='to_owners'",
-                        "one that is whole on each replica",
-                        "Leave out gradients='to_owners' under this tensor-parallel plan",
-                    )
-                )
+                partial_sum = "a gradient that is partial over an axis of a mesh, with gradients='to_owners'"
+                needed = "one that is whole on each replica"
+                write = "Leave out gradients='to_owners' under this tensor-parallel plan"
+                raise LayoutError(explain_error(links.names[parameter], partial_sum, needed, write))
             except (LayoutError, TypeError) as wrong:
                 parameter.grad = None
                 self._wrong[parameter] = wrong

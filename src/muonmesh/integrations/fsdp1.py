@@ -54,14 +54,9 @@ def _of_handle(wrapper: FullyShardedDataParallel, handle: Any, names: dict[int, 
     """Return the layouts of the parameters in one flat buffer."""
     flat = handle.flat_param
     if flat._params is None:
-        raise LayoutError(
-            explain_error(
-                ", ".join(flat._fqns),
-                "one flat parameter instead of them",
-                "views of it, one for each of them",
-                "Write FullyShardedDataParallel(..., use_orig_params=True), or shard with fully_shard",
-            )
-        )
+        found, needed = "one flat parameter instead of them", "views of it, one for each of them"
+        write = "Write FullyShardedDataParallel(..., use_orig_params=True), or shard with fully_shard"
+        raise LayoutError(explain_error(", ".join(flat._fqns), found, needed, write))
     group = wrapper.process_group
     assert group is not None
     sharing = tuple(dist.get_process_group_ranks(group))

@@ -227,14 +227,9 @@ def coefficient_set(coefficients: Coefficients) -> CoefficientSet:
     if isinstance(coefficients, str):
         if coefficients not in COEFFICIENT_SETS:
             known = ", ".join(map(repr, ("auto", *COEFFICIENT_SETS)))
-            raise ValueError(
-                explain_error(
-                    "coefficients",
-                    f"{coefficients!r}",
-                    f"one of {known} or a sequence of polynomials",
-                    'Write coefficients="polar_express"',
-                )
-            )
+            found, needed = f"{coefficients!r}", f"one of {known} or a sequence of polynomials"
+            write = 'Write coefficients="polar_express"'
+            raise ValueError(explain_error("coefficients", found, needed, write))
         return COEFFICIENT_SETS[coefficients]
     try:
         polynomials = tuple(tuple(float(value) for value in polynomial) for polynomial in coefficients)

@@ -116,12 +116,8 @@ def _placement(name: str, meta: dict[str, Any], shape: tuple[int, ...], size: in
         return Replicate()
     widths = meta.get("sub_param_shard_widths") or [meta.get("partition_sizes") or [shape[dim] / size] * size]
     if len({width for some in widths for width in some}) > 1:
-        raise LayoutError(
-            explain_error(
-                name,
-                f"uneven parts {widths} along dim {dim} under tensor parallelism",
-                f"{size} equal ones of each of its {len(widths)} parts",
-                "Choose an autotp_size that divides its heads, or skip it in partition_config",
-            )
-        )
+        found = f"uneven parts {widths} along dim {dim} under tensor parallelism"
+        needed = f"{size} equal ones of each of its {len(widths)} parts"
+        write = "Choose an autotp_size that divides its heads, or skip it in partition_config"
+        raise LayoutError(explain_error(name, found, needed, write))
     return Shard(dim) if len(widths) == 1 else _StridedShard(dim, split_factor=len(widths))
