@@ -163,13 +163,13 @@ def draw(found: dict[str, list[dict[str, Any]]], path: Path) -> None:
     figure = Figure(figsize=(8, 3.8), layout="constrained")
     for axes, (kind, runs) in zip(figure.subplots(1, len(found), squeeze=False)[0], found.items(), strict=True):
         for run in runs:
-            axes.plot(*zip(*run["validation"], strict=True), color="#bbbbbb", linewidth=0.4)
+            axes.plot(*zip(*run["validation"], strict=True), color="#bbbbbb", linewidth=0.4, zorder=1)
         for rule in dict.fromkeys(run["rule"] for run in runs):
             axes.plot(*zip(*middle(chosen(runs, rule))["validation"], strict=True), label=rule, linewidth=1.3)
         axes.set(title=kind, xlabel="step", ylabel="validation loss", yscale="log")
         axes.set_ylim(top=1)
     axes.legend(frameon=False, fontsize=7)
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=84)
 
 
 def main() -> None:

@@ -417,7 +417,7 @@ class Muon(torch.optim.Optimizer):
         if scaler is not None:
             per_device: dict[Any, Any] = scaler._found_inf_per_device(self)
             if not per_device:  # no gradient is where it looks, and ``scaler.update()`` asks for one
-                per_device[flags.overflow.device] = torch.zeros((), device=flags.overflow.device)
+                per_device[flags.overflow.device] = torch.zeros((), dtype=torch.float32, device=flags.overflow.device)
             for found in per_device.values():
                 found.copy_(flags.overflow)
         elif flags.overflow.device.type == "cpu" and bool(flags.overflow) and not bool(found_inf):

@@ -295,7 +295,7 @@ def test_ranks_take_the_products_that_all_of_them_have(workers) -> None:
         assert bool(differing) == ours
 
 
-@pytest.mark.parametrize("other", [0, 1])
+@pytest.mark.parametrize("other", [pytest.param(0, marks=pytest.mark.soak), 1])
 @pytest.mark.parametrize("variant", ["avx2", "amx"])
 def test_ranks_on_different_processors_hold_the_same_weights(
     tmp_path: Path, products: None, variant: str, other: int

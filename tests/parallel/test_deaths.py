@@ -72,10 +72,8 @@ def test_the_rank_that_keeps_the_store_is_named_too(how: How) -> None:
         assert said.refused
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "how", ["killed", *(pytest.param(how, marks=pytest.mark.soak) for how in ("exited", "stopped"))]
-)
+@pytest.mark.soak
+@pytest.mark.parametrize("how", get_args(How))
 def test_a_rank_that_vanishes_before_it_passes_results_on_is_named(how: How) -> None:
     """Four ranks on two machines. A rank that is sent nothing more may finish the step, and waits in the next one."""
     told = left_behind("before passing on", how, ranks=4, machine=2)
