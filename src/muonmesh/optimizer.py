@@ -302,7 +302,8 @@ class Muon(torch.optim.Optimizer):
     @plain_modes()
     def _take_step(self, scaler: torch.amp.grad_scaler.GradScaler | None) -> None:
         runtime = self._runtime
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        on_device = runtime.planned is not None and runtime.planned.device.type == "cuda"
+        if on_device and torch.cuda.is_current_stream_capturing():
             raise capture_error()
         if runtime.connected is None:
             refuse_engine(caller((__name__, "torch", "contextlib"))[1])
