@@ -10,6 +10,7 @@ from contextlib import ExitStack
 import pytest
 
 
+@pytest.mark.soak
 def test_threads_of_gloo_let_go_before_the_end() -> None:
     """On CPython 3.11, 5 to 8 of 48 of plain torch's ranks abort: `python -m tests.exits torch 48 2,4 keep`."""
     ends_well("muonmesh", 9, "keep")
