@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from benchmarks import variants
 from benchmarks.trainings import Trainings
 from benchmarks.variants import final, middle, rate_at, steps_to
 from rich.box import MARKDOWN
@@ -30,17 +31,8 @@ from torch import Tensor, nn
 import muonmesh as mm
 
 BATCH, HELD_OUT, POINTS = 64, 1000, 20
-RULES: dict[str, dict[str, Any]] = {
-    "adamw": {"lr": 2e-3, "overrides": {"": "adamw"}},
-    "muon": {"lr": 4e-3},
-    "normuon": {"lr": 4e-3, "rule": "normuon"},
-    "adamuon": {"lr": 4e-3, "rule": "adamuon"},
-    "muoneq": {"lr": 4e-3, "rule": "muoneq"},
-    "muon_plus": {"lr": 4e-3, "rule": "muon_plus"},
-    "dynmuon": {"lr": 4e-3, "rule": "dynmuon"},
-    "soap": {"lr": 4e-3, "rule": "soap"},
-    "hyperball": {"lr": 4e-3, "rule": "hyperball", "muon": {"lr": 2e-2}},
-}
+_COMPARED = ("adamw", "muon", "normuon", "adamuon", "muoneq", "muon_plus", "dynmuon", "soap", "hyperball")
+RULES = {rule: {**variants.RULES[rule], "lr": 2e-3 if rule == "adamw" else 4e-3} for rule in _COMPARED}
 """What `from_model` is told, with the learning rate that the multiples are of; AdamW's half has that of the rule."""
 RATES, DECAYS = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0), (0.1, 0.0, 0.5)
 

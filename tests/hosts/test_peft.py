@@ -101,7 +101,7 @@ def bits(model: nn.Module) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("name", BASES)
 def test_adapters_of_a_quantized_base(name: str, tmp_path: Path) -> None:
-    """QLoRA: factors take the steps of a plain loop, a saved module Muon's, and the base stays as it was loaded."""
+    """QLoRA: factors and a saved module are stepped as plain copies are, and the base stays as it was loaded."""
     config, kind = BASES[name]
     llama(hidden_size=64, intermediate_size=128).save_pretrained(tmp_path)
     base = LlamaForCausalLM.from_pretrained(tmp_path, quantization_config=config, device_map="cpu")
