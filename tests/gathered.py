@@ -22,9 +22,9 @@ def whole(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for name in shapes:
         tensor = tensors[name]
         assert isinstance(tensor, DTensor)
-        held[name] = _numbers(tensor), tensor.to_local().detach().flatten()
+        held[name] = _numbers(tensor), tensor.to_local().detach().flatten().cpu()
     joined = join(held, shapes)
-    return {name: joined[name] if name in joined else tensor.detach().clone() for name, tensor in tensors.items()}
+    return {name: joined[name] if name in joined else tensor.detach().cpu().clone() for name, tensor in tensors.items()}
 
 
 def join(held: Mapping[str, tuple[Tensor, Tensor]], shapes: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
@@ -55,4 +55,4 @@ def _numbers(tensor: DTensor) -> Tensor:
     """The numbers, in the whole tensor, of the elements that this rank holds."""
     every = torch.arange(tensor.numel()).view(tensor.shape)
     placed = distribute_tensor(every, tensor.device_mesh, tensor.placements, src_data_rank=None)
-    return placed.to_local().flatten()
+    return placed.to_local().flatten().cpu()

@@ -18,13 +18,16 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 @functools.cache
 def mesh_of(
-    sizes: tuple[int, ...], ranks: tuple[int, ...] | None = None, names: tuple[str, ...] | None = None
+    sizes: tuple[int, ...],
+    ranks: tuple[int, ...] | None = None,
+    names: tuple[str, ...] | None = None,
+    kind: str = "cpu",
 ) -> DeviceMesh:
     """A mesh over the whole world, or over these ranks in this order; all ranks of the world ask for it."""
     if ranks is None:
-        return init_device_mesh("cpu", sizes, mesh_dim_names=names)
+        return init_device_mesh(kind, sizes, mesh_dim_names=names)
     assert len(ranks) == math.prod(sizes)
-    return DeviceMesh("cpu", torch.tensor(ranks).reshape(sizes), mesh_dim_names=names)
+    return DeviceMesh(kind, torch.tensor(ranks).reshape(sizes), mesh_dim_names=names)
 
 
 @contextmanager

@@ -113,14 +113,15 @@ def hold(layout: str, values: dict[str, Tensor]) -> tuple[nn.Module, str | None]
         return model, "local"
     if layout == "ddp":
         return model, "world"
+    kind = next(iter(values.values())).device.type
     if layout in TWO_DIMS:
-        mesh = mesh_of((2, dist.get_world_size() // 2))
+        mesh = mesh_of((2, dist.get_world_size() // 2), kind=kind)
         for name, value in values.items():
             placed = [p if not p.is_shard() or p.dim < value.ndim else Shard(0) for p in TWO_DIMS[layout]]
             distributed = distribute_tensor(value.clone(), mesh, placed, src_data_rank=None)
             model.register_parameter(name, nn.Parameter(distributed))
         return model, None
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(kind, (dist.get_world_size(),))
     if layout == "fsdp":
         return fully_shard(model, mesh=mesh), None
     if layout == "fsdp-keep":

@@ -1,0 +1,34 @@
+"""The steps that a simulated device runs, on the real one: the numbers of a CPU, and equal bits with CUDA graphs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.device import stepping
+from tests.device.stepping import CASES, Found, differing, steps
+from tests.gpu import DEVICE, pytestmark  # noqa: F401, the mark is read by pytest
+
+IGNORED = ("ignore:.*without masters", "ignore:.*lr_scheduler")
+NAMES = [name for name, case in CASES.items() if case.device == "cuda:0"]
+
+
+@pytest.mark.filterwarnings(*IGNORED)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_step_has_the_numbers_of_a_cpu(name: str) -> None:
+    case = CASES[name]
+    assert differing(case, Found(steps(case, DEVICE)[0], [], set(), {})) == []
+
+
+@pytest.mark.filterwarnings(*IGNORED)
+@pytest.mark.parametrize("kernels", ["torch", "triton"])
+@pytest.mark.parametrize("name", NAMES)
+def test_graphs_change_no_bit(name: str, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = CASES[name]
+    if not case.scaled:
+        monkeypatch.setattr(stepping, "STEPS", 6)
+    settings = {**case.settings, "compute_dtype": torch.bfloat16, "kernels": kernels}
+    plain = steps(case._replace(settings=settings), DEVICE)[0]
+    graphed = steps(case._replace(settings={**settings, "cuda_graphs": True}), DEVICE)[0]
+    assert plain.keys() == graphed.keys()
+    assert [key for key, value in plain.items() if not torch.equal(value, graphed[key])] == []

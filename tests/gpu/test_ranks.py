@@ -1,0 +1,79 @@
+"""Ranks that share one GPU over gloo: every layout steps as one process does, and with the same bits."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+
+from tests import problem
+from tests.gpu import DEVICE, pytestmark  # noqa: F401, the mark is read by pytest
+
+STEPS = 3
+SETTINGS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "by torch, fp32": {"kernels": "torch", "compute_dtype": torch.float32},
+    "state on the host": {"state_device": "cpu"},
+    "int8": {"state_dtype": "int8"},
+    "a bucket at a time": {"memory_budget_mb": 0},
+}
+
+
+def on_device(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.to(DEVICE) for name, tensor in tensors.items()}
+
+
+def gradients(step: int) -> dict[str, Tensor | None]:
+    return {name: value.to(DEVICE) for name, value in problem.gradients(step).items()}
+
+
+def step(layout: str, **settings: Any) -> dict[str, Tensor]:
+    *_, (model, optimizer) = problem.steps(layout, STEPS, on_device(problem.initial()), gradients, **settings)
+    return problem.result(model, optimizer)
+
+
+def differing(layout: str, name: str) -> dict[str, float]:
+    """Return by how much tensors differ from those of one process on the same device, relative to their norms."""
+    settings = SETTINGS[name]
+    one, many = step("local", **settings), step(layout, **settings)
+    return {
+        key: float((many[key].double() - one[key].double()).norm() / one[key].double().norm().clamp(min=1e-30))
+        for key in problem.differing(one, many)
+    }
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("layout", [*problem.LAYOUTS, *problem.TWO_DIMS])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_have_the_bits_of_one_process(workers, ranks: int, layout: str, name: str) -> None:
+    if layout in problem.TWO_DIMS and ranks == 2:
+        pytest.skip("a mesh of two dims needs four ranks")
+    found = workers(ranks).run(differing, layout, name, timeout=120.0)
+    assert found == [{}] * ranks
+
+
+def of_nccl(rank: int, ranks: int, port: int, found: Any) -> None:
+    """What `differing` finds in each layout, by layout and tensor, with a GPU for each rank."""
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
+    told = {layout: differing(layout, "default") for layout in problem.LAYOUTS}
+    everyone: list[Any] = [None] * ranks
+    dist.all_gather_object(everyone, told)
+    if rank == 0:
+        found.put(everyone)
+    dist.destroy_process_group()
+
+
+def test_ranks_of_nccl_have_the_bits_of_one_process() -> None:
+    ranks = torch.cuda.device_count()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    found = mp.get_context("spawn").SimpleQueue()
+    mp.spawn(of_nccl, (ranks, port, found), nprocs=ranks)  # type: ignore[no-untyped-call]
+    assert found.get() == [{layout: {} for layout in problem.LAYOUTS}] * ranks
