@@ -100,7 +100,7 @@ class Sharded:
         batch = tokens(step, self.device)
         loss = self.model(input_ids=batch, labels=batch).loss
         loss.backward()
-        return float(loss)
+        return float(loss.detach())
 
     def step(self) -> dict[str, Tensor]:
         """Clip, step, and return the gradients before that."""

@@ -59,6 +59,7 @@ def _serve(connection: Connection, function: str, device: str, *args: Any) -> No
     store = dist.TCPStore("127.0.0.1", 0, is_master=True)  # port 0: the system chooses
     os.environ |= {
         **{"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"},
+        **{"NCCL_SOCKET_IFNAME": "lo"},
         **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)},
         **{"DS_ACCELERATOR": device, "DS_BUILD_OPS": "0", "CUDA_DEVICE_MAX_CONNECTIONS": "1"},
     }
