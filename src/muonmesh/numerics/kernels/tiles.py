@@ -153,10 +153,13 @@ def _multiply(
             tl.store(diagonal + z * rows + row, tl.sum(across_it, 1), mask=row < rows)
     result = sums.to(out.dtype.element_ty)
     out += z * out_batch
-    if SYMMETRIC:  # of a tile on the diagonal the upper half, twice
-        inside = inside & (row[:, None] <= col[None, :])
-        mirrored = out + side * out_row + top * out_col + near[:, None] * out_row + near[None, :] * out_col
-        tl.store(mirrored, tl.trans(result), mask=tl.trans(inside))
+    if SYMMETRIC:
+        turned = tl.trans(result)
+        if i == j:  # the upper half of a tile on the diagonal, twice
+            result = tl.where(down_tile[:, None] <= down_tile[None, :], result, turned)
+        else:  # no mask but the edges, so that 16 bytes are stored at a time
+            mirrored = out + side * out_row + top * out_col + near[:, None] * out_row + near[None, :] * out_col
+            tl.store(mirrored, turned, mask=(col[:, None] < rows) & (row[None, :] < cols))
     out += top * out_row + side * out_col
     tl.store(out + near[:, None] * out_row + near[None, :] * out_col, result, mask=inside)
 
