@@ -20,7 +20,7 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
-os.environ["DS_ACCELERATOR"] = "cpu"
+os.environ.setdefault("DS_ACCELERATOR", "cpu")  # tests/gpu asks for a GPU
 
 import deepspeed
 import torch
@@ -174,7 +174,8 @@ def train(engine: Any, steps: range, *, sources: int | None = None) -> None:
     source = dist.get_rank() % (sources or dist.get_world_size())
     for step in steps:
         for micro in range(engine.gradient_accumulation_steps()):
-            engine.backward(engine(given(step, micro, source)))
+            drawn = {name: value.to(engine.device) for name, value in given(step, micro, source).items()}
+            engine.backward(engine(drawn))
             engine.step()
 
 
@@ -215,24 +216,24 @@ def states(engine: Any) -> dict[str, Tensor]:
 class OneProcess:
     """A single-process Muon on whole fp32 weights that is given the same reduced gradients."""
 
-    def __init__(self, dtype: torch.dtype, **optimizer: Any) -> None:
+    def __init__(self, dtype: torch.dtype, device: Any = "cpu", **optimizer: Any) -> None:
         self.model = Model()
         for name, parameter in self.model.named_parameters():
-            parameter.data = values()[name].to(dtype).float()
+            parameter.data = values()[name].to(device, dtype).float()
         settings = {"compute_dtype": torch.float32, **OPTIMIZER, **optimizer}
         self.optimizer = mm.from_model(self.model, process_group="local", **settings)
 
     def step(self, gradients: dict[str, Tensor], **clip: Any) -> Any:
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad:
-                parameter.grad = gradients[name].clone()
+                parameter.grad = gradients[name].to(parameter.device, copy=True)
         norms = self.optimizer.clip_grad_norm_(**clip) if clip else None
         self.optimizer.step()
         return norms
 
     @property
     def weights(self) -> dict[str, Tensor]:
-        return {name: p.detach().clone() for name, p in self.model.named_parameters() if p.requires_grad}
+        return {name: p.detach().cpu().clone() for name, p in self.model.named_parameters() if p.requires_grad}
 
     @property
     def states(self) -> dict[str, Tensor]:
@@ -245,7 +246,7 @@ class OneProcess:
                 found[f"{name}.exp_avg_sq"] = torch.zeros_like(parameter)
             elif state:
                 found.update({f"{name}.{key}": state[key].clone() for key in ("exp_avg", "exp_avg_sq")})
-        return found
+        return {name: tensor.cpu() for name, tensor in found.items()}
 
 
 def differences(found: dict[str, Tensor], needed: dict[str, Tensor]) -> list[str]:
@@ -282,7 +283,7 @@ def exactness(
         if heads is not None:
             told = {name: {"matrices": ("heads", count, 0)} for name, count in heads.items()}
             optimizer["overrides"] = {**OPTIMIZER["overrides"], **told}
-        one = OneProcess(dtype, **optimizer)
+        one = OneProcess(dtype, engine.device, **optimizer)
         frozen = {name: v for name, v in computed_with(engine).items() if name.startswith("frozen")}
         wrong = [f"before: {line}" for line in differences(weights(engine), one.weights)]
         train(engine, range(STEPS))
@@ -568,8 +569,8 @@ def clipped(
     """What differs from one process that clips by the same policy, and both's norms."""
     dtype = dtype_of(config)
     with fp16_on_cpu() if dtype == torch.float16 else contextlib.nullcontext():
-        engine, one = engine_for(config, clip=clip), OneProcess(dtype)
-        told = []
+        engine = engine_for(config, clip=clip)
+        one, told = OneProcess(dtype, engine.device), []
         for step in range(steps):
             train(engine, range(step, step + 1))
             norms = one.step(reduced(step, 1), **clip)

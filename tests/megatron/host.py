@@ -114,8 +114,9 @@ class LatentAttention(DotProductAttention):
 
 
 def begin(shape: Shape) -> None:
-    """Make Megatron's groups for this shape; all ranks do."""
-    cpu.install()
+    """Make Megatron's groups for this shape; all ranks do. Without a device (gloo) what it asks a GPU is answered."""
+    if dist.get_backend() == "gloo":
+        cpu.install()
     os.environ.setdefault("LOCAL_RANK", str(dist.get_rank()))
     parallel_state.destroy_model_parallel()
     sizes: dict[str, Any] = {
@@ -253,6 +254,7 @@ def chunks_of(shape: Shape, *, seed: int = 7) -> list[DistributedDataParallel]:
         for name, parameter in model.named_parameters():
             trained = shape.frozen_stage != parallel_state.get_pipeline_model_parallel_rank()
             parameter.requires_grad_(trained and re.search(shape.frozen, name) is None)
+        model.cuda()
         if shape.dtype != torch.float32:
             model = Float16Module(config, model)
         ddp = DistributedDataParallelConfig(
@@ -276,9 +278,9 @@ def batches(seed: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Other tokens for each data-parallel rank and each turn: ids, positions, mask."""
     generator = torch.Generator().manual_seed(seed * 100 + parallel_state.get_data_parallel_rank())
     while True:
-        ids = torch.randint(0, VOCABULARY, (2, LENGTH), generator=generator)
-        positions = torch.arange(LENGTH).expand(2, LENGTH).contiguous()
-        yield ids, positions, torch.triu(torch.ones(LENGTH, LENGTH), 1).bool()[None, None]
+        ids = torch.randint(0, VOCABULARY, (2, LENGTH), generator=generator).cuda()
+        positions = torch.arange(LENGTH, device=ids.device).expand(2, LENGTH).contiguous()
+        yield ids, positions, torch.ones(LENGTH, LENGTH, device=ids.device).triu(1).bool()[None, None]
 
 
 def _forward(data: Iterator[Any], model: nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
