@@ -3,21 +3,25 @@
     python benchmarks/gpu.py --json benchmarks/results/gpu.json
     python benchmarks/gpu.py --peer dion=../dion --ours fp32:compute_dtype=float32
 
-Two workloads: the three GPT-2-small layers of benchmarks/step.py, and four layers of a 1B Llama, whose matrices
-are large enough to fill a GPU. The time runs from an idle device to the end of the step's last kernel, so waiting
-for the host counts. Afterwards the update of every matrix is measured by its singular values.
+The three GPT-2-small layers of benchmarks/step.py, 1,000 small matrices, and layers of Llamas, whose matrices are large
+enough to fill a GPU. The time runs from an idle device to the end of the step's last kernel, so waiting for the host
+counts; the host's own time until it returns is told beside, and how much memory a step takes beyond what is kept.
+Afterwards the update of every matrix is measured by its singular values.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+import time
 from functools import partial
+from statistics import median
+from typing import NamedTuple
 
 import torch
 from contenders import add_options, entries
 from contest import contest
-from report import print_table, problems_of_ours, record, write_json
+from report import print_rows, print_table, problems_of_ours, record, write_json
 from torch.optim import Optimizer
 from workload import GPT2_SMALL_LAYER, Layout, Shape, Workload
 
@@ -30,22 +34,51 @@ LLAMA_1B_LAYER: tuple[Shape, ...] = (
     (8192, 2048),
     (2048, 8192),
 )
+LLAMA_8B_LAYER: tuple[Shape, ...] = (
+    (4096, 4096),
+    (1024, 4096),
+    (1024, 4096),
+    (4096, 4096),
+    (14336, 4096),
+    (14336, 4096),
+    (4096, 14336),
+)
 WORKLOADS: dict[str, tuple[tuple[Shape, ...], int]] = {
     "gpt2-small": (GPT2_SMALL_LAYER, 3),
+    "small": (((64, 64),), 1000),
     "llama-1b": (LLAMA_1B_LAYER, 4),
+    "llama-8b": (LLAMA_8B_LAYER, 2),
 }
 ONE_GPU = Layout("one", 1, 1)
 
 
-def timed_step(workload: Workload, optimizer: Optimizer) -> float:
+class Beside(NamedTuple):
+    """What a step takes besides time.
+
+    Attributes:
+        host: Milliseconds until it returns, from an idle device on, of each step.
+        peak: MiB beyond what was there before it.
+    """
+
+    host: list[float]
+    peak: list[float]
+
+
+def timed_step(workload: Workload, beside: dict[Optimizer, Beside], optimizer: Optimizer) -> float:
     """Milliseconds from an idle device to the end of the step's last kernel."""
     workload.refresh_gradients()
+    found = beside.setdefault(optimizer, Beside([], []))
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
     begin.record()
+    clock = time.perf_counter()
     optimizer.step()
+    found.host.append((time.perf_counter() - clock) * 1e3)
     end.record()
     end.synchronize()
+    found.peak.append((torch.cuda.max_memory_allocated() - before) / 2**20)
     milliseconds: float = begin.elapsed_time(end)
     return milliseconds
 
@@ -70,21 +103,31 @@ def main() -> None:
     for name in chosen.workloads:
         shapes, layers = WORKLOADS[name]
         workload = Workload(shapes, layers, ONE_GPU, device="cuda")
+        beside: dict[Optimizer, Beside] = {}
         results = contest(
             asked.contenders(),
             workload,
             ONE_GPU,
-            partial(timed_step, workload),
+            partial(timed_step, workload, beside),
             rounds=chosen.rounds,
             warmup=chosen.warmup,
         )
         title = f"{name}, {layers} layers on {device}"
         print_table(title, results)
+        ran = [result.name for result in results if result.milliseconds or result.singular_values]
+        more = {}
+        for contender, found in zip(ran, beside.values(), strict=False):
+            more[contender] = {
+                "host_ms": median(found.host[chosen.warmup :]),
+                "peak_mib": max(found.peak[chosen.warmup :]),
+            }
+        rows = [[contender, f"{m['host_ms']:.2f}", f"{m['peak_mib']:.0f}"] for contender, m in more.items()]
+        print_rows(f"{title}, beside", ["", "host ms", "peak MiB"], rows)
         tables[name] = {
             "title": title,
             "shapes": [f"{rows}x{cols}" for rows, cols in shapes],
             "layers": layers,
-            "contenders": record(results),
+            "contenders": {key: value | more.get(key, {}) for key, value in record(results).items()},
         }
         wrong += problems_of_ours(title, results)
     if chosen.json:

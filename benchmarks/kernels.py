@@ -42,7 +42,7 @@ ARCHITECTURES = list(TARGETS)
 WARPS = {"sm_120": 48}
 """That a multiprocessor may have, other than 64. It also has 65,536 registers, and 1 KiB of shared memory more than one
 program may have, of which each program takes 1 KiB beside its own."""
-ASKED = {"gfx942": {"stages": 2}, "sm_90": {"registers": 128}}
+ASKED = {"gfx942": {"stages": 2}, "sm_90": {"warps": 4}}
 """What `numerics.kernels.triton` asks for on a device of this kind."""
 COLUMNS = 512
 """Of tensor memory, on sm_100."""

@@ -41,16 +41,21 @@ def wait(device: torch.device) -> None:
 
 
 def seconds(call: Callable[[], Any], device: torch.device, *, times: int = 20) -> tuple[float, float]:
-    """Return a call's seconds: of the host until it returns, and in all, each the mean of some in a row."""
+    """Return a call's seconds: of the host until it returns, from an idle device on, and in all, of some in a row."""
     for _ in range(3):
         call()
+    hosts = 0.0
+    for _ in range(times):  # else a full queue would make the host wait
+        wait(device)
+        begin = time.perf_counter()
+        call()
+        hosts += time.perf_counter() - begin
     wait(device)
     begin = time.perf_counter()
     for _ in range(times):
         call()
-    returned = time.perf_counter()
     wait(device)
-    return (returned - begin) / times, (time.perf_counter() - begin) / times
+    return hosts / times, (time.perf_counter() - begin) / times
 
 
 def host(device: torch.device, times: int = 100) -> Iterator[Line]:

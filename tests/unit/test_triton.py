@@ -219,6 +219,17 @@ PIECES: list[Piece] = [
     ((0, 4), (FP32, FP32, BF16), ("", "", ""), True),
     ((1, 66), (FP32, FP32, BF16), (ODD, "", APART), True),
     ((4100,), (FP16, FP32, FP16), ("", "", ""), True),
+    ((9001,), (FP32, FP32, BF16), ("", "", ""), True),
+    ((96, 80), (FP32, FP32, BF16), ("", "", TRANSPOSED), True),
+    ((2, 160, 96), (BF16, FP32, BF16), (APART, "", TRANSPOSED), True),
+    ((80, 48), (FP32, BF16, BF16), ("", "", TRANSPOSED), False),
+    ((96, 80), (FP32, FP32, BF16), (TRANSPOSED, TRANSPOSED, ""), True),
+    ((2, 96, 80), (FP32, FP32, BF16), (TRANSPOSED, "", ""), True),
+    ((48, 32), (BF16, FP32, FP32), (TRANSPOSED, "", APART), False),
+    ((48, 32), (FP32, FP32, BF16), (TRANSPOSED, TRANSPOSED, TRANSPOSED), True),
+    ((100, 70), (FP32, FP32, BF16), ("", APART, TRANSPOSED), True),
+    ((3, 4, 3, 3), (FP32, FP32, BF16), (ODD, "", ""), True),
+    ((4, 4, 5, 5), (FP32, FP32, BF16), ("", "", ""), True),
 ]
 
 
@@ -508,7 +519,7 @@ def fused_refused() -> list[str]:
     """What is said of pieces that cannot be."""
     said = []
     one = torch.ones(2, 3)
-    for g, m in ((one, torch.ones(3, 2)), (one.double(), one), (one.view(1, 1, 2, 3), one.view(1, 1, 2, 3))):
+    for g, m in ((one, torch.ones(3, 2)), (one.double(), one), (one.t().view(1, 1, 3, 2), one.t().view(1, 1, 3, 2))):
         with pytest.raises(ValueError, match="piece 0") as caught:
             fused.fold([g], [m], [], None, momentum=0.9, nesterov=True)
         said.append(str(caught.value))
@@ -662,9 +673,9 @@ def test_large_matrices_are_stepped_in_one_memory(interpreter: Interpreter) -> N
 def test_pieces_that_cannot_be_are_refused(interpreter: Interpreter) -> None:
     shapes, dtype, dims, several = interpreter(fused_refused)
     assert "found shapes [(2, 3)], [(2, 3)], [(4, 2)]; needed 2 pieces of one size in contiguous" in several
-    assert shapes.startswith("piece 0: found shapes (2, 3), (3, 2), (3, 2); needed one shape of at most 3 dims. ")
+    assert shapes.startswith("piece 0: found shapes (2, 3), (3, 2), (3, 2); needed one shape, of at most 3 dims ")
     assert dtype.startswith("piece 0 of fold: found torch.float64, torch.float32, torch.float32; needed bf16, fp16")
-    assert dims.startswith("piece 0: found shapes (1, 1, 2, 3)")
+    assert dims.startswith("piece 0: found shapes (1, 1, 3, 2)")
 
 
 # ------------------------------------------------------------------ as torch sees them, without Triton

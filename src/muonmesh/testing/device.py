@@ -183,21 +183,12 @@ class Timeline:
         """Stand for `torch.cuda.stream`."""
         index = self.index(stream.device)
         before = self.current_stream(index)
-        with self.on_device(index):
+        with Current(index):
             self._current[index] = stream
             try:
                 yield
             finally:
                 self._current[index] = before
-
-    @contextmanager
-    def on_device(self, device: Any) -> Iterator[None]:
-        """Stand for `torch.cuda.device`."""
-        before, self.current = self.current, self.index(device)
-        try:
-            yield
-        finally:
-            self.current = before
 
     def set_device(self, device: Any) -> None:
         """Stands for `torch.cuda.set_device`."""
@@ -249,6 +240,19 @@ class Timeline:
             stream.synchronize()
 
 
+class Current:
+    """Stands for `torch.cuda.device`: a class, since torch asks whether a device is one."""
+
+    def __init__(self, device: Any) -> None:
+        self._index = timeline().index(device)
+
+    def __enter__(self) -> None:
+        self._before, timeline().current = timeline().current, self._index
+
+    def __exit__(self, *error: object) -> None:
+        timeline().current = self._before
+
+
 _active: list[Timeline] = []
 
 
@@ -279,7 +283,7 @@ def pretended_cuda(own: Timeline | None = None, *replaced: tuple[Any, str, Any])
         "memory_reserved": lambda device=None: 0,
         "empty_cache": lambda: None,
         "stream": own.using,
-        "device": own.on_device,
+        "device": Current,
         "current_stream": own.current_stream,
         "current_device": own.index,
         "set_device": own.set_device,

@@ -57,7 +57,7 @@ def fold(
     many pieces there are.
 
     Args:
-        gradients: One a piece, at most 3 dims, any strides; bf16, fp16 or fp32; read only.
+        gradients: One a piece, any strides of at most 3 dims, or contiguous; bf16, fp16 or fp32; read only.
         momenta: Likewise, each of its gradient's shape; written, and computed as its dtype says.
         directions: Likewise; written, rounded once from the momentum's dtype. Empty: none are wanted.
         active: 1-D bool on the device, one entry a piece or one that several pieces share. None: all are.
@@ -93,7 +93,7 @@ def apply(
     A tensor may hold several pieces as in `fold`.
 
     Args:
-        weights: One a piece, at most 3 dims, any strides; bf16, fp16 or fp32; written, rounded once.
+        weights: One a piece, any strides of at most 3 dims, or contiguous; bf16, fp16 or fp32; written, rounded once.
         masters: Likewise, each of its weight's shape; what is computed on instead of the weight, written too. Empty:
             there are none.
         updates: Likewise, read only.

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from muonmesh.numerics.kernels.rows import (
+    BLOCKS,
     COLS,
     ENTRY,
     FIRST_PROGRAM,
@@ -22,6 +23,7 @@ from muonmesh.numerics.kernels.rows import (
     KIND,
     LENGTHS,
     ROWS,
+    STRIDED_ROWS,
     STRIDES,
     TRANSPOSED,
     WIDTH,
@@ -33,7 +35,8 @@ _WIDTH = tl.constexpr(WIDTH)
 _ENTRY, _FIRST_PROGRAM, _KIND = tl.constexpr(ENTRY), tl.constexpr(FIRST_PROGRAM), tl.constexpr(KIND)
 _LENGTHS, _STRIDES = tl.constexpr(LENGTHS), tl.constexpr(STRIDES)
 _FLAT, _TRANSPOSED = tl.constexpr(FLAT), tl.constexpr(TRANSPOSED)
-_ROWS, _COLS = tl.constexpr(ROWS), tl.constexpr(COLS)
+_ROWS, _COLS, _STRIDED_ROWS = tl.constexpr(ROWS), tl.constexpr(COLS), tl.constexpr(STRIDED_ROWS)
+_SIZE, _BLOCKS = tl.constexpr(ROWS * COLS), tl.constexpr(BLOCKS)
 
 
 @triton.jit
@@ -50,24 +53,31 @@ def _row_of(table, pieces, program):
 
 
 @triton.jit
-def _address(row, which: tl.constexpr, TYPE: tl.constexpr):
-    return tl.load(row + which).to(tl.pointer_type(TYPE))
+def _place(row, block, HIGH: tl.constexpr):
+    """Plane, first row and first column of a block of a piece, in 64 bits."""
+    wide = tl.cdiv(tl.load(row + _LENGTHS + 2), _COLS)
+    in_plane = tl.cdiv(tl.load(row + _LENGTHS + 1), HIGH) * wide
+    return block // in_plane, block % in_plane // wide * HIGH, block % wide * _COLS
 
 
 @triton.jit
-def _places(row, block):
-    """Plane, rows and columns of a block of a piece, and which of its elements exist."""
-    down = tl.load(row + _LENGTHS + 1)
-    across = tl.load(row + _LENGTHS + 2)
-    wide = tl.cdiv(across, _COLS)
-    in_plane = tl.cdiv(down, _ROWS) * wide
-    i = block % in_plane // wide * _ROWS + tl.arange(0, _ROWS)
-    j = block % wide * _COLS + tl.arange(0, _COLS)
-    return block // in_plane, i, j, (i[:, None] < down) & (j[None, :] < across)
+def _blocks(row, HIGH: tl.constexpr):
+    """How many blocks a piece has."""
+    down, across = tl.load(row + _LENGTHS + 1), tl.load(row + _LENGTHS + 2)
+    return tl.load(row + _LENGTHS) * tl.cdiv(down, HIGH) * tl.cdiv(across, _COLS)
 
 
 @triton.jit
-def _offsets(row, which: tl.constexpr, plane, i, j):
+def _inside(row, top, left, HIGH: tl.constexpr):
+    """Which elements of a block of a strided piece exist."""
+    i, j = top + tl.arange(0, HIGH), left + tl.arange(0, _COLS)
+    return (i[:, None] < tl.load(row + _LENGTHS + 1)) & (j[None, :] < tl.load(row + _LENGTHS + 2))
+
+
+@triton.jit
+def _offsets(row, which: tl.constexpr, plane, top, left, HIGH: tl.constexpr):
+    """Where the elements of a block of a strided piece lie."""
+    i, j = top + tl.arange(0, HIGH), left + tl.arange(0, _COLS)
     strides = row + _STRIDES + 3 * which
     return plane * tl.load(strides) + i[:, None] * tl.load(strides + 1) + j[None, :] * tl.load(strides + 2)
 
@@ -112,46 +122,66 @@ def fold(
     """Momentum ← lerp(momentum, gradient, weight), direction ← lerp(gradient, momentum, μ), one block of one piece."""
     program = tl.program_id(0)
     row = _row_of(table, pieces, program)
-    block = program - tl.load(row + _FIRST_PROGRAM)
+    first = (program - tl.load(row + _FIRST_PROGRAM)) * _BLOCKS
     kind = tl.load(row + _KIND)
-    gradient, moving, direction = _address(row, 0, G), _address(row, 1, M), _address(row, 2, D)
+    # Not _address: a hint that is given to what a function returns is lost when the function is inlined.
+    g_flat = tl.multiple_of(tl.load(row + 0).to(tl.pointer_type(G)), 16)
+    m_flat = tl.multiple_of(tl.load(row + 1).to(tl.pointer_type(M)), 16)
+    d_flat = tl.multiple_of(tl.load(row + 2).to(tl.pointer_type(D)), 16)
     on = tl.load(active + tl.load(row + _ENTRY)) != 0 if HAS_ACTIVE else True
     if kind == _FLAT:
         length = tl.load(row + _LENGTHS + 2)
-        here = block * (_ROWS * _COLS) + tl.arange(0, _ROWS * _COLS)
-        # Not _address: a hint that is given to what a function returns is lost when the function is inlined.
-        g_flat = tl.multiple_of(tl.load(row + 0).to(tl.pointer_type(G)), 16) + here
-        m_flat = tl.multiple_of(tl.load(row + 1).to(tl.pointer_type(M)), 16) + here
-        d_flat = tl.multiple_of(tl.load(row + 2).to(tl.pointer_type(D)), 16) + here
-        if (block + 1) * (_ROWS * _COLS) <= length:  # without a mask 16 bytes are moved at a time
-            m_whole, d_whole = _folded(
-                tl.load(g_flat), tl.load(m_flat), weight, momentum, on, NESTEROV=NESTEROV, TINY=TINY
-            )
-            if on:
-                tl.store(m_flat, m_whole)
-            if DIRECTS:
-                tl.store(d_flat, d_whole.to(D))
-        else:
-            left = here < length
-            g_tail = tl.load(g_flat, mask=left, other=0.0)
-            m_tail = tl.load(m_flat, mask=left, other=0.0)
-            m_tail, d_tail = _folded(g_tail, m_tail, weight, momentum, on, NESTEROV=NESTEROV, TINY=TINY)
-            tl.store(m_flat, m_tail, mask=left & on)
-            if DIRECTS:
-                tl.store(d_flat, d_tail.to(D), mask=left)
-    else:
-        plane, i, j, inside = _places(row, block)
-        m_at = moving + _offsets(row, 1, plane, i, j)
-        g = tl.load(gradient + _offsets(row, 0, plane, i, j), mask=inside, other=0.0)
-        m = tl.load(m_at, mask=inside, other=0.0)
-        m, d = _folded(g, m, weight, momentum, on, NESTEROV=NESTEROV, TINY=TINY)
-        tl.store(m_at, m, mask=inside & on)
-        if DIRECTS:
-            d_at = direction + _offsets(row, 2, plane, i, j)
-            if kind == _TRANSPOSED:  # neighbors in memory to neighboring threads
-                tl.store(tl.trans(d_at), tl.trans(d.to(D)), mask=tl.trans(inside))
+        for block in range(first, tl.minimum(first + _BLOCKS, tl.cdiv(length, _SIZE))):
+            here = block * _SIZE + tl.arange(0, _SIZE)
+            if (block + 1) * _SIZE <= length:  # without a mask 16 bytes are moved at a time
+                g_whole, m_whole = tl.load(g_flat + here), tl.load(m_flat + here)
+                m_whole, d_whole = _folded(g_whole, m_whole, weight, momentum, on, NESTEROV=NESTEROV, TINY=TINY)
+                if on:
+                    tl.store(m_flat + here, m_whole)
+                if DIRECTS:
+                    tl.store(d_flat + here, d_whole.to(D))
             else:
-                tl.store(d_at, d.to(D), mask=inside)
+                left = here < length
+                g_tail = tl.load(g_flat + here, mask=left, other=0.0)
+                m_tail = tl.load(m_flat + here, mask=left, other=0.0)
+                m_tail, d_tail = _folded(g_tail, m_tail, weight, momentum, on, NESTEROV=NESTEROV, TINY=TINY)
+                tl.store(m_flat + here, m_tail, mask=left & on)
+                if DIRECTS:
+                    tl.store(d_flat + here, d_tail.to(D), mask=left)
+    elif kind == _TRANSPOSED:  # lengths and strides are multiples of 16, which the compiler is told
+        down = tl.multiple_of(tl.load(row + _LENGTHS + 1), 16)
+        across = tl.multiple_of(tl.load(row + _LENGTHS + 2), 16)
+        g_row = tl.multiple_of(tl.load(row + _STRIDES + 1), 16)
+        m_row = tl.multiple_of(tl.load(row + _STRIDES + 4), 16)
+        d_col = tl.multiple_of(tl.load(row + _STRIDES + 8), 16)
+        g_plane = tl.multiple_of(tl.load(row + _STRIDES + 0), 16)
+        m_plane = tl.multiple_of(tl.load(row + _STRIDES + 3), 16)
+        d_plane = tl.multiple_of(tl.load(row + _STRIDES + 6), 16)
+        for block in range(first, tl.minimum(first + _BLOCKS, _blocks(row, _ROWS))):
+            plane, top, start = _place(row, block, _ROWS)
+            i = tl.multiple_of(top, 16) + tl.arange(0, _ROWS)
+            j = tl.multiple_of(start, 16) + tl.arange(0, _COLS)
+            inside = (i[:, None] < down) & (j[None, :] < across)
+            g_at = g_flat + plane * g_plane + i[:, None] * g_row + j[None, :]
+            m_at = m_flat + plane * m_plane + i[:, None] * m_row + j[None, :]
+            d_at = d_flat + plane * d_plane + j[:, None] * d_col + i[None, :]
+            g, m = tl.load(g_at, mask=inside, other=0.0), tl.load(m_at, mask=inside, other=0.0)
+            m, d = _folded(g, m, weight, momentum, on, NESTEROV=NESTEROV, TINY=TINY)
+            tl.store(m_at, m, mask=inside & on)
+            if DIRECTS:
+                tl.store(d_at, tl.trans(d.to(D)), mask=(j[:, None] < across) & (i[None, :] < down))
+    else:
+        for block in range(first, tl.minimum(first + _BLOCKS, _blocks(row, _STRIDED_ROWS))):
+            plane, top, start = _place(row, block, _STRIDED_ROWS)
+            inside = _inside(row, top, start, _STRIDED_ROWS)
+            m_any = m_flat + _offsets(row, 1, plane, top, start, _STRIDED_ROWS)
+            g_any = tl.load(g_flat + _offsets(row, 0, plane, top, start, _STRIDED_ROWS), mask=inside, other=0.0)
+            old = tl.load(m_any, mask=inside, other=0.0)
+            moved, found = _folded(g_any, old, weight, momentum, on, NESTEROV=NESTEROV, TINY=TINY)
+            tl.store(m_any, moved, mask=inside & on)
+            if DIRECTS:
+                d_any = d_flat + _offsets(row, 2, plane, top, start, _STRIDED_ROWS)
+                tl.store(d_any, found.to(D), mask=inside)
 
 
 @triton.jit
@@ -176,43 +206,64 @@ def apply(
     """Weight ← weight·keep − size·update, one block of one piece, computed on the master where there is one."""
     program = tl.program_id(0)
     row = _row_of(table, pieces, program)
-    block = program - tl.load(row + _FIRST_PROGRAM)
+    first = (program - tl.load(row + _FIRST_PROGRAM)) * _BLOCKS
     kind = tl.load(row + _KIND)
     entry = tl.load(row + _ENTRY)
-    weight, master, update = _address(row, 0, W), _address(row, 1, P), _address(row, 2, U)
+    w_flat = tl.multiple_of(tl.load(row + 0).to(tl.pointer_type(W)), 16)
+    p_flat = tl.multiple_of(tl.load(row + 1).to(tl.pointer_type(P)), 16)
+    u_flat = tl.multiple_of(tl.load(row + 2).to(tl.pointer_type(U)), 16)
     keep = tl.load(keeps + entry)
     size = tl.load(sizes + entry)
     on = tl.load(active + entry) != 0 if HAS_ACTIVE else True
     if on:
         if kind == _FLAT:
             length = tl.load(row + _LENGTHS + 2)
-            here = block * (_ROWS * _COLS) + tl.arange(0, _ROWS * _COLS)
-            w_flat = tl.multiple_of(tl.load(row + 0).to(tl.pointer_type(W)), 16) + here
-            p_flat = tl.multiple_of(tl.load(row + 1).to(tl.pointer_type(P)), 16) + here
-            u_flat = tl.multiple_of(tl.load(row + 2).to(tl.pointer_type(U)), 16) + here
-            if (block + 1) * (_ROWS * _COLS) <= length:  # without a mask 16 bytes are moved at a time
-                whole = _applied(tl.load(p_flat if HAS_MASTERS else w_flat), tl.load(u_flat), keep, size)
+            for block in range(first, tl.minimum(first + _BLOCKS, tl.cdiv(length, _SIZE))):
+                here = block * _SIZE + tl.arange(0, _SIZE)
+                if (block + 1) * _SIZE <= length:  # without a mask 16 bytes are moved at a time
+                    given = tl.load((p_flat if HAS_MASTERS else w_flat) + here)
+                    whole = _applied(given, tl.load(u_flat + here), keep, size)
+                    if HAS_MASTERS:
+                        tl.store(p_flat + here, whole.to(P))
+                    tl.store(w_flat + here, (whole.to(P) if HAS_MASTERS else whole).to(W))
+                else:
+                    left = here < length
+                    u_tail = tl.load(u_flat + here, mask=left, other=0.0)
+                    tail = tl.load((p_flat if HAS_MASTERS else w_flat) + here, mask=left, other=0.0)
+                    changed = _applied(tail, u_tail, keep, size)
+                    if HAS_MASTERS:
+                        tl.store(p_flat + here, changed.to(P), mask=left)
+                    tl.store(w_flat + here, (changed.to(P) if HAS_MASTERS else changed).to(W), mask=left)
+        elif kind == _TRANSPOSED:  # as in `fold`
+            down = tl.multiple_of(tl.load(row + _LENGTHS + 1), 16)
+            across = tl.multiple_of(tl.load(row + _LENGTHS + 2), 16)
+            w_row = tl.multiple_of(tl.load(row + _STRIDES + 1), 16)
+            p_row = tl.multiple_of(tl.load(row + _STRIDES + 4), 16)
+            u_col = tl.multiple_of(tl.load(row + _STRIDES + 8), 16)
+            w_plane = tl.multiple_of(tl.load(row + _STRIDES + 0), 16)
+            p_plane = tl.multiple_of(tl.load(row + _STRIDES + 3), 16)
+            u_plane = tl.multiple_of(tl.load(row + _STRIDES + 6), 16)
+            for block in range(first, tl.minimum(first + _BLOCKS, _blocks(row, _ROWS))):
+                plane, top, start = _place(row, block, _ROWS)
+                i = tl.multiple_of(top, 16) + tl.arange(0, _ROWS)
+                j = tl.multiple_of(start, 16) + tl.arange(0, _COLS)
+                inside = (i[:, None] < down) & (j[None, :] < across)
+                w_at = w_flat + plane * w_plane + i[:, None] * w_row + j[None, :]
+                p_at = p_flat + plane * p_plane + i[:, None] * p_row + j[None, :]
+                u_at = u_flat + plane * u_plane + j[:, None] * u_col + i[None, :]
+                u = tl.trans(tl.load(u_at, mask=(j[:, None] < across) & (i[None, :] < down), other=0.0))
+                new = _applied(tl.load(p_at if HAS_MASTERS else w_at, mask=inside, other=0.0), u, keep, size)
                 if HAS_MASTERS:
-                    tl.store(p_flat, whole.to(P))
-                tl.store(w_flat, (whole.to(P) if HAS_MASTERS else whole).to(W))
-            else:
-                left = here < length
-                u_tail = tl.load(u_flat, mask=left, other=0.0)
-                tail = tl.load(p_flat if HAS_MASTERS else w_flat, mask=left, other=0.0)
-                changed = _applied(tail, u_tail, keep, size)
-                if HAS_MASTERS:
-                    tl.store(p_flat, changed.to(P), mask=left)
-                tl.store(w_flat, (changed.to(P) if HAS_MASTERS else changed).to(W), mask=left)
+                    tl.store(p_at, new.to(P), mask=inside)
+                tl.store(w_at, (new.to(P) if HAS_MASTERS else new).to(W), mask=inside)
         else:
-            plane, i, j, inside = _places(row, block)
-            w_at = weight + _offsets(row, 0, plane, i, j)
-            p_at = master + _offsets(row, 1, plane, i, j)
-            u_at = update + _offsets(row, 2, plane, i, j)
-            if kind == _TRANSPOSED:  # neighbors in memory to neighboring threads
-                u = tl.trans(tl.load(tl.trans(u_at), mask=tl.trans(inside), other=0.0))
-            else:
-                u = tl.load(u_at, mask=inside, other=0.0)
-            new = _applied(tl.load(p_at if HAS_MASTERS else w_at, mask=inside, other=0.0), u, keep, size)
-            if HAS_MASTERS:
-                tl.store(p_at, new.to(P), mask=inside)
-            tl.store(w_at, (new.to(P) if HAS_MASTERS else new).to(W), mask=inside)
+            for block in range(first, tl.minimum(first + _BLOCKS, _blocks(row, _STRIDED_ROWS))):
+                plane, top, start = _place(row, block, _STRIDED_ROWS)
+                exists = _inside(row, top, start, _STRIDED_ROWS)
+                w_any = w_flat + _offsets(row, 0, plane, top, start, _STRIDED_ROWS)
+                p_any = p_flat + _offsets(row, 1, plane, top, start, _STRIDED_ROWS)
+                u_any = tl.load(u_flat + _offsets(row, 2, plane, top, start, _STRIDED_ROWS), mask=exists, other=0.0)
+                found = _applied(tl.load(p_any if HAS_MASTERS else w_any, mask=exists, other=0.0), u_any, keep, size)
+                if HAS_MASTERS:
+                    tl.store(p_any, found.to(P), mask=exists)
+                tl.store(w_any, (found.to(P) if HAS_MASTERS else found).to(W), mask=exists)

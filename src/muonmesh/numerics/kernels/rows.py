@@ -16,10 +16,14 @@ WIDTH = 18
 ENTRY, FIRST_PROGRAM, KIND, LENGTHS, STRIDES = 3, 4, 5, 6, 9
 
 FLAT, STRIDED, TRANSPOSED = 0, 1, 2
-"""Kinds: contiguous everywhere, in any order, and in any order with the last tensor's columns contiguous."""
+"""Kinds: contiguous everywhere, in any order, and with contiguous rows but for the last tensor, which has contiguous
+columns. All that is flat or transposed can be moved 16 bytes at a time."""
 
-ROWS, COLS = 32, 64
-"""What one program takes of a matrix; of a flat piece it takes as many elements."""
+ROWS, COLS, STRIDED_ROWS = 64, 32, 16
+"""A block of a matrix; of a flat piece it is as many elements, and of a strided one it has fewer rows."""
+
+BLOCKS = 4
+"""What one program takes, one after the other."""
 
 _ALIGNMENT = 16
 _ONES, _MISSING = [(1,) * (3 - dims) for dims in range(4)], [(0,) * (3 - dims) for dims in range(4)]
@@ -56,7 +60,7 @@ class Rows:
         places = _numbers(addresses).view(len(columns), count)
         if (places % _ALIGNMENT).any():
             return None
-        found, each = Rows(), -(-size // (ROWS * COLS))
+        found, each = Rows(), -(-size // (ROWS * COLS * BLOCKS))
         found.programs = count * each
         found.numbers = array("q", (0, 0, 0, 0, 0, FLAT, 1, 1, size, *[0] * (WIDTH - STRIDES))) * count
         table = _numbers(found.numbers).view(count, WIDTH)
@@ -75,38 +79,48 @@ class Rows:
 
         Args:
             pieces: For each its number among all pieces, for errors; the place of its entry in vectors with one entry
-                for one or more pieces; and three tensors of one shape of at most 3 dims, any strides. The same tensor
-                may be given twice where one is not wanted.
+                for one or more pieces; and three tensors of one shape, of at most 3 dims, any strides, or contiguous.
+                The same tensor may be given twice where one is not wanted.
 
         Raises:
-            ValueError: The shapes of a piece differ, or have more than 3 dims.
+            ValueError: The shapes of a piece differ, or have more than 3 dims and are not contiguous.
         """
         for number, entry, a, b, c in pieces:
             shape = a.shape
             if shape == b.shape and shape == c.shape and a.is_contiguous() and b.is_contiguous() and c.is_contiguous():
                 x, y, z, size, start = a.data_ptr(), b.data_ptr(), c.data_ptr(), a.numel(), self.programs
-                if not (x | y | z) % _ALIGNMENT and a.ndim <= 3:
+                if not (x | y | z) % _ALIGNMENT:
                     if size:
                         self.numbers.extend((x, y, z, entry, start, FLAT, 1, 1, size, 0, 0, 0, 0, 0, 0, 0, 0, 0))
-                        self.programs = start - -size // (ROWS * COLS)
+                        self.programs = start - -size // (ROWS * COLS * BLOCKS)
                     continue
             self._add_strided(number, entry, a, b, c)
 
     def _add_strided(self, number: int, entry: int, a: Tensor, b: Tensor, c: Tensor) -> None:
         shape, dims = a.shape, a.ndim
-        if dims > 3 or shape != b.shape or shape != c.shape:
+        whole = dims > 3 and a.is_contiguous() and b.is_contiguous() and c.is_contiguous()
+        if shape != b.shape or shape != c.shape or (dims > 3 and not whole):
             found = ", ".join(str(tuple(tensor.shape)) for tensor in (a, b, c))
             write = "Flatten its tensors, or cut them alike"
-            raise ValueError(f"piece {number}: found shapes {found}; needed one shape of at most 3 dims. {write}")
+            raise ValueError(
+                f"piece {number}: found shapes {found}; needed one shape, of at most 3 dims or contiguous. {write}"
+            )
         if not a.numel():
             return
+        if whole:
+            return self._add_strided(number, entry, a.view(-1), b.view(-1), c.view(-1))
+        if dims > 1 and a.stride(-2) == 1 != a.stride(-1):  # neighbors in memory to neighboring threads
+            return self.add([(number, entry, a.mT, b.mT, c.mT)])
         missing = _MISSING[dims]
         planes, rows, cols = lengths = _ONES[dims] + shape
         strides = missing + a.stride() + missing + b.stride() + missing + c.stride()
-        kind = TRANSPOSED if strides[7] < strides[8] and rows > 1 else STRIDED
         addresses = a.data_ptr(), b.data_ptr(), c.data_ptr()
+        ones = strides[2] == strides[5] == strides[7] == 1
+        steps = *addresses, rows, cols, strides[0], strides[1], strides[3], strides[4], strides[6], strides[8]
+        kind = STRIDED if not ones or any(step % _ALIGNMENT for step in steps) else TRANSPOSED
+        high = ROWS if kind == TRANSPOSED else STRIDED_ROWS
         self.numbers.extend((*addresses, entry, self.programs, kind, *lengths, *strides))
-        self.programs += planes * (-(-rows // ROWS)) * (-(-cols // COLS))
+        self.programs -= -planes * -(-rows // high) * -(-cols // COLS) // BLOCKS
 
 
 def on_device(groups: Sequence[Rows], device: torch.device) -> list[Tensor]:

@@ -153,10 +153,13 @@ def _multiply(
             tl.store(diagonal + z * rows + row, tl.sum(across_it, 1), mask=row < rows)
     result = sums.to(out.dtype.element_ty)
     out += z * out_batch
-    if SYMMETRIC:  # of a tile on the diagonal the upper half, twice
-        inside = inside & (row[:, None] <= col[None, :])
-        mirrored = out + side * out_row + top * out_col + near[:, None] * out_row + near[None, :] * out_col
-        tl.store(mirrored, tl.trans(result), mask=tl.trans(inside))
+    if SYMMETRIC:
+        turned = tl.trans(result)
+        if i == j:  # the upper half of a tile on the diagonal, twice
+            result = tl.where(down_tile[:, None] <= down_tile[None, :], result, turned)
+        else:  # no mask but the edges, so that 16 bytes are stored at a time
+            mirrored = out + side * out_row + top * out_col + near[:, None] * out_row + near[None, :] * out_col
+            tl.store(mirrored, turned, mask=(col[:, None] < rows) & (row[None, :] < cols))
     out += top * out_row + side * out_col
     tl.store(out + near[:, None] * out_row + near[None, :] * out_col, result, mask=inside)
 
@@ -189,7 +192,7 @@ def multiplication(
     delta: float = 0.0,
     diagonal: Tensor | None = None,
     stages: int | None = None,
-    registers: int | None = None,
+    warps: int | None = None,
 ) -> Launch:
     """Return the launch that writes scale·(alpha·A B + factor·C + delta·D).
 
@@ -207,11 +210,11 @@ def multiplication(
         diagonal: Where the diagonal of the result goes before it is rounded, contiguous fp32 (batch, rows); None: it is
             not wanted.
         stages: Loads under way at once; None: as many as the tile is made for.
-        registers: How many a thread may have where large tiles add one matrix at most; None: as many as it takes.
+        warps: Of a large tile; None: as many as it is made for.
     """
     aligned = not any(tensor.data_ptr() % 16 for tensor in (out, a, b, c, d) if tensor is not None)
     kinds = tuple(None if tensor is None else (tensor.dtype, tensor.stride()) for tensor in (out, a, b, c, d))
-    told = {"symmetric": symmetric, "aligned": aligned, "stages": stages, "registers": registers}
+    told = {"symmetric": symmetric, "aligned": aligned, "stages": stages, "warps": warps}
     shape = _shape_of(out.shape, a.shape[2], kinds, **told)
     (factor, factor_batch), (scale, scale_batch) = _number(factor, len(out)), _number(scale, len(out))
     types = [number.dtype if isinstance(number, Tensor) else None for number in (factor, scale, diagonal)]
@@ -245,7 +248,7 @@ def _shape_of(
     symmetric: bool,
     aligned: bool,
     stages: int | None,
-    registers: int | None,
+    warps: int | None,
 ) -> _Shape:
     """Return it for a result of this shape.
 
@@ -256,7 +259,7 @@ def _shape_of(
         symmetric: As in `multiplication`.
         aligned: Whether all of their addresses are multiples of 16.
         stages: As in `multiplication`.
-        registers: Likewise.
+        warps: Likewise.
     """
     batch, rows, cols = shape
     # The stride of a batch of one can be anything.
@@ -267,14 +270,15 @@ def _shape_of(
     assert kinds[1] is not None
     tile = tile_for(rows, cols, kinds[1][0], aligned=aligned)
     down, across = (triton.cdiv(length, tile.side) for length in (rows, cols))
-    limit = {"maxnreg": registers} if registers and tile is LARGE and kinds[4] is None else {}
+    if warps is not None and tile is LARGE:
+        tile = tile._replace(warps=warps)
     far = max(row + col for _, (_, row, col) in given) >= _FAR
     return _Shape(
         _aligned if aligned else _any,
         batch * (down * (down + 1) // 2 if symmetric else down * across),
         (rows, cols, terms, *(stride for of in strides for stride in of or (0, 0, 0))),
         (tile.side, tile.depth, _GROUP, tl.int64 if far else tl.int32),
-        {"num_warps": tile.warps, "num_stages": tile.stages if stages is None else stages, **limit},
+        {"num_warps": tile.warps, "num_stages": tile.stages if stages is None else stages},
     )
 
 

@@ -33,14 +33,14 @@ def _multiply(*given: Any) -> Iterator[Launch]:
 
 @cache
 def _asked(device: torch.device) -> dict[str, Any]:
-    """Return what the compiler's figures for a device ask for (docs/internals/kernels.md).
+    """Return how the tiles of a device differ: measured on 9.0, by the compiler's figures on AMD's.
 
-    On 9.0 a limit with which two programs share a multiprocessor, and spill nothing.
+    docs/internals/kernels.md has both.
     """
     if torch.version.hip:
         return {"stages": 2}
     is_there = device.type == "cuda" and torch.cuda.is_available()
-    return {"registers": 128} if is_there and torch.cuda.get_device_capability(device) == (9, 0) else {}
+    return {"warps": 4} if is_there and torch.cuda.get_device_capability(device) == (9, 0) else {}
 
 
 _operation = operator(

@@ -348,11 +348,11 @@ def _can_fuse(known: dict[object, bool], *tensors: Tensor | None) -> bool:
     """Whether one kernel takes these tensors of a piece; ``known`` has the answers so far, for pieces of one kind."""
     given = [tensor for tensor in tensors if tensor is not None]
     first, dtypes = given[0], [tensor.dtype for tensor in given]
-    kind = (first.device, first.ndim, *dtypes)
+    kind = (first.device, *dtypes)
     found = known.get(kind)
     if found is None:
-        found = known[kind] = first.ndim <= 3 and fused.can_fuse(first.device, dtypes)
-    return found
+        found = known[kind] = fused.can_fuse(first.device, dtypes)
+    return found and (first.ndim <= 3 or all(tensor.is_contiguous() for tensor in given))
 
 
 def _fold_fused(pieces: Sequence[Folded], factors: Factors) -> None:
