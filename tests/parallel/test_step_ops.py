@@ -99,6 +99,7 @@ class Executor:
         self.random, self.dtype = random.Random(7), dtype  # the same order on all ranks, since they meet for each
         self.world, self.rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
         self.leaves_out: str | None = None
+        self.kept: dict[str, set[str]] = {}
 
     def execute(self, optimizer: ScheduledMuon, ops: OptimizerStepOps, closure: Callable[[], Any] | None = None) -> Any:
         assert isinstance(ops, OptimizerStepOps)
@@ -128,6 +129,8 @@ class Executor:
         assert all(isinstance(value, DTensor) == isinstance(held, DTensor) for value in unit.state.values())
         local = replace(unit, parameter=stored(held), gradient=stored(unit.gradient), state=state)
         requires = unit.compute_requirements
+        if requires:  # state is there before the first unit, and of the same tensors in each step
+            assert self.kept.setdefault(str(unit.name), set(state)) == set(state) != set()
         assert list(requires.values()) == [Owned(held.ndim)] * len(requires)
         part = {key: torch.full_like(local.parameter, float("nan"), dtype=self.dtype) for key in requires}
         ops.prepare(local, out=part)

@@ -59,11 +59,9 @@ class StepOps:
             for name, parameter in zip(group["param_names"], group["params"], strict=True):
                 if requires and (more or apart or runtime.precision.int8):
                     found = f"{group['algorithm']!r} with these settings"
-                    needed = (
-                        "a rule without sums, whose state has a number for each element, stored as the parameter is"
-                    )
+                    needed = "a rule without sums, with state for each element alone, where the parameter is"
                     raise ValueError(explain_error(name, found, needed, "Set no step executor"))
-                state, gradient = optimizer.state[parameter], optimizer.gradients.gradient(parameter)
+                state, gradient = optimizer.state.get(parameter, {}), optimizer.gradients.gradient(parameter)
                 kept = {key: state[key] for key in (*rule.keeps(), "master") if key in state}
                 wanted = {VALUE: self.requires(parameter.ndim)} if requires else {}
                 units.append(
