@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from benchmarks.llama import BATCH, HELD_OUT, LENGTH, VOCAB, loss
+from benchmarks.sweep import final, rate_at
 from benchmarks.trainings import Trainings
-from benchmarks.variants import BATCH, HELD_OUT, LENGTH, VOCAB, final, loss, rate_at
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
