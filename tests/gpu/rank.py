@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import multiprocessing
 import os
@@ -15,34 +16,43 @@ import torch
 import torch.distributed as dist
 
 
-def one_rank(function: str, device: str, *args: Any, seconds: float = 240.0) -> Any:
-    """Run a function, named "module:function", with a device and arguments in a fresh process; return what it returns.
+def one_rank(function: str, device: str) -> Any:
+    """Run a function, named "module:function", with a device in a fresh process; return what it returns.
 
-    The module is imported there, after what DeepSpeed and Megatron read from the environment has been set. All that
-    the process has started ends with it.
+    Once for all tests, also if it fails: a device is lent for minutes, and so a traceback is printed at once too. The
+    module is imported there, after what DeepSpeed and Megatron read from the environment has been set. All that the
+    process has started ends with it.
 
     Raises:
         AssertionError: it raised or died, with its traceback, or has not returned in time.
     """
+    returned, value = _ran(function, device)
+    assert returned, value
+    return value
+
+
+@functools.cache
+def _ran(function: str, device: str, seconds: float = 240.0) -> tuple[bool, Any]:
+    """Whether a function returned, and what; or what went wrong."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(theirs, function, device, *args))
+    process = context.Process(target=_serve, args=(theirs, function, device))
     process.start()
     theirs.close()
     try:
-        assert ours.poll(seconds), f"{function} has not returned in {seconds:.0f} s"
-        returned, value = ours.recv()
+        if not ours.poll(seconds):
+            return False, f"{function} has not returned in {seconds:.0f} s"
+        answer: tuple[bool, Any] = ours.recv()
+        return answer
     except EOFError:
         process.join()
-        raise AssertionError(f"{function} died: exit code {process.exitcode}") from None
+        return False, f"{function} died: exit code {process.exitcode}"
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # type: ignore[arg-type]
         process.kill()
         process.join()
         ours.close()
-    assert returned, value
-    return value
 
 
 def attempt(function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -50,10 +60,11 @@ def attempt(function: Any, *args: Any, **kwargs: Any) -> Any:
     try:
         return function(*args, **kwargs)
     except Exception:
+        traceback.print_exc()
         return traceback.format_exc()
 
 
-def _serve(connection: Connection, function: str, device: str, *args: Any) -> None:
+def _serve(connection: Connection, function: str, device: str) -> None:
     os.setpgrp()
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True)  # port 0: the system chooses
@@ -68,8 +79,9 @@ def _serve(connection: Connection, function: str, device: str, *args: Any) -> No
     dist.init_process_group("nccl" if device == "cuda" else "gloo", store=store, rank=0, world_size=1)
     module, _, name = function.partition(":")
     try:
-        answer = True, getattr(importlib.import_module(module), name)(device, *args)
+        answer = True, getattr(importlib.import_module(module), name)(device)
     except BaseException:
+        traceback.print_exc()
         answer = False, traceback.format_exc()
     connection.send(answer)
     signal.pause()  # until it is killed, with what it has started

@@ -7,7 +7,6 @@ left out.
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -28,11 +27,6 @@ on_devices = pytest.mark.parametrize("device", DEVICES)
 # ---------------------------------------------------------------- frameworks, one rank each
 
 
-@functools.cache
-def engine(device: str) -> dict[str, Any]:
-    return one_rank("tests.gpu.hosts:deepspeed_engine", device)
-
-
 ENGINE = ("exact in fp32", "exact in bf16", "clipped", "its checkpoint", "our checkpoint")
 
 
@@ -42,12 +36,7 @@ ENGINE = ("exact in fp32", "exact in bf16", "clipped", "its checkpoint", "our ch
 def test_deepspeed(device: str, stage: int, case: str) -> None:
     """Bit for bit: the gradients are known exactly, in bf16 too, and so are the sums of their squares."""
     pytest.importorskip("deepspeed")
-    assert engine(device)[f"{stage} {case}"] == []
-
-
-@functools.cache
-def megatron(device: str) -> dict[str, Any]:
-    return one_rank("tests.gpu.hosts:megatron", device)
+    assert one_rank("tests.gpu.hosts:deepspeed_engine", device)[f"{stage} {case}"] == []
 
 
 MEGATRON = (
@@ -64,23 +53,18 @@ MEGATRON = (
 def test_megatron(device: str, case: str) -> None:
     """Bit for bit, beside one process that is given the gradients that Megatron has reduced."""
     pytest.importorskip("megatron.core")
-    trained = megatron(device)[case]
+    trained = one_rank("tests.gpu.hosts:megatron", device)[case]
     assert isinstance(trained, dict), trained
     assert trained["differing"] == {}
     assert trained["moved"] > 0.01
     assert trained["norms"] == pytest.approx(trained["expected"], rel=1e-6)
 
 
-@functools.cache
-def fsdp2(device: str) -> dict[str, Any]:
-    return one_rank("tests.gpu.hosts:fsdp2", device)
-
-
 @on_devices
 def test_fsdp2_has_the_bits_of_one_process(device: str) -> None:
     """One rank holds whole parameters, so that the same kernels get the same input."""
     pytest.importorskip("transformers")
-    found = fsdp2(device)
+    found = one_rank("tests.gpu.hosts:fsdp2", device)
     assert all(math.isfinite(loss) for loss in found["losses"])
     assert found["still"] == []
     assert found["one process"] == {}
@@ -89,7 +73,7 @@ def test_fsdp2_has_the_bits_of_one_process(device: str) -> None:
 @on_devices
 def test_fsdp2_resumes_from_a_checkpoint(device: str) -> None:
     pytest.importorskip("transformers")
-    found = fsdp2(device)
+    found = one_rank("tests.gpu.hosts:fsdp2", device)
     assert found["loss again"] == pytest.approx(found["losses"][2], rel=1e-3)
     assert found["resumed"] == {}
 
