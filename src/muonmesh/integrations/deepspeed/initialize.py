@@ -20,7 +20,6 @@ from deepspeed.utils import groups as deepspeed_groups
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
-from torch.utils.cpp_extension import get_default_build_root
 
 from muonmesh.build import from_model
 from muonmesh.checkpoint.group_settings import OWN_KEYS
@@ -165,6 +164,8 @@ def _warn_of_old_lock() -> None:
     own, name = os.environ.get("TORCH_EXTENSIONS_DIR"), "deepspeed_shm_comm"
     if deepspeed.comm.is_initialized() or not deepspeed.ops.__compatible_ops__.get(name):
         return  # it has been loaded, or is not asked for
+    from torch.utils.cpp_extension import get_default_build_root  # which needs setuptools; a GPU does not come here
+
     for lock in Path(own or get_default_build_root()).glob(f"{name}/lock" if own else f"*/{name}/lock"):
         minutes = int(time.time() - lock.stat().st_mtime) // 60
         if minutes >= 2:
