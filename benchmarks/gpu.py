@@ -14,35 +14,18 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 from statistics import median
 from typing import NamedTuple
 
 import torch
-from contenders import add_options, entries
+from contenders import Contender, Parameters, add_options, entries
 from contest import contest
 from report import print_rows, print_table, problems_of_ours, record, write_json
 from torch.optim import Optimizer
-from workload import GPT2_SMALL_LAYER, Layout, Shape, Workload
+from workload import GPT2_SMALL_LAYER, LLAMA_1B_LAYER, LLAMA_8B_LAYER, Layout, Shape, Workload
 
-LLAMA_1B_LAYER: tuple[Shape, ...] = (
-    (2048, 2048),
-    (512, 2048),
-    (512, 2048),
-    (2048, 2048),
-    (8192, 2048),
-    (8192, 2048),
-    (2048, 8192),
-)
-LLAMA_8B_LAYER: tuple[Shape, ...] = (
-    (4096, 4096),
-    (1024, 4096),
-    (1024, 4096),
-    (4096, 4096),
-    (14336, 4096),
-    (14336, 4096),
-    (4096, 14336),
-)
 WORKLOADS: dict[str, tuple[tuple[Shape, ...], int]] = {
     "gpt2-small": (GPT2_SMALL_LAYER, 3),
     "small": (((64, 64),), 1000),
@@ -53,21 +36,15 @@ ONE_GPU = Layout("one", 1, 1)
 
 
 class Beside(NamedTuple):
-    """What a step takes besides time.
+    """What a step takes besides time: the host's milliseconds until it returns, and MiB beyond what was there."""
 
-    Attributes:
-        host: Milliseconds until it returns, from an idle device on, of each step.
-        peak: MiB beyond what was there before it.
-    """
-
-    host: list[float]
-    peak: list[float]
+    host: float
+    peak: float
 
 
-def timed_step(workload: Workload, beside: dict[Optimizer, Beside], optimizer: Optimizer) -> float:
+def timed_step(workload: Workload, beside: dict[Optimizer, list[Beside]], optimizer: Optimizer) -> float:
     """Milliseconds from an idle device to the end of the step's last kernel."""
     workload.refresh_gradients()
-    found = beside.setdefault(optimizer, Beside([], []))
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -75,12 +52,23 @@ def timed_step(workload: Workload, beside: dict[Optimizer, Beside], optimizer: O
     begin.record()
     clock = time.perf_counter()
     optimizer.step()
-    found.host.append((time.perf_counter() - clock) * 1e3)
+    host = (time.perf_counter() - clock) * 1e3
     end.record()
     end.synchronize()
-    found.peak.append((torch.cuda.max_memory_allocated() - before) / 2**20)
+    peak = (torch.cuda.max_memory_allocated() - before) / 2**20
+    beside.setdefault(optimizer, []).append(Beside(host, peak))
     milliseconds: float = begin.elapsed_time(end)
     return milliseconds
+
+
+def remembered(contender: Contender, made: dict[str, Optimizer]) -> Contender:
+    """The contender, whose optimizer will be found by its name."""
+
+    def build(parameters: Parameters, layout: Layout) -> Optimizer:
+        made[contender.name] = contender.build(parameters, layout)
+        return made[contender.name]
+
+    return replace(contender, build=build)
 
 
 def main() -> None:
@@ -103,9 +91,10 @@ def main() -> None:
     for name in chosen.workloads:
         shapes, layers = WORKLOADS[name]
         workload = Workload(shapes, layers, ONE_GPU, device="cuda")
-        beside: dict[Optimizer, Beside] = {}
+        beside: dict[Optimizer, list[Beside]] = {}
+        made: dict[str, Optimizer] = {}
         results = contest(
-            asked.contenders(),
+            [remembered(contender, made) for contender in asked.contenders()],
             workload,
             ONE_GPU,
             partial(timed_step, workload, beside),
@@ -114,13 +103,11 @@ def main() -> None:
         )
         title = f"{name}, {layers} layers on {device}"
         print_table(title, results)
-        ran = [result.name for result in results if result.milliseconds or result.singular_values]
         more = {}
-        for contender, found in zip(ran, beside.values(), strict=False):
-            more[contender] = {
-                "host_ms": median(found.host[chosen.warmup :]),
-                "peak_mib": max(found.peak[chosen.warmup :]),
-            }
+        for result in results:
+            if result.milliseconds:
+                host, peak = zip(*beside[made[result.name]][chosen.warmup :], strict=True)
+                more[result.name] = {"host_ms": median(host), "peak_mib": max(peak)}
         rows = [[contender, f"{m['host_ms']:.2f}", f"{m['peak_mib']:.0f}"] for contender, m in more.items()]
         print_rows(f"{title}, beside", ["", "host ms", "peak MiB"], rows)
         tables[name] = {

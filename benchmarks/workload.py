@@ -17,6 +17,10 @@ from torch.distributed.tensor import DTensor
 Shape = tuple[int, int]
 
 GPT2_SMALL_LAYER: tuple[Shape, ...] = ((2304, 768), (768, 768), (3072, 768), (768, 3072))
+LLAMA_1B_LAYER, LLAMA_8B_LAYER = (
+    ((width, width), (kv, width), (kv, width), (width, width), (hidden, width), (hidden, width), (width, hidden))
+    for width, kv, hidden in ((2048, 512, 8192), (4096, 1024, 14336))
+)
 
 
 @dataclass(frozen=True)

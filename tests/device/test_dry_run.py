@@ -14,12 +14,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.cuda._utils import _get_device_index
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 import muonmesh as mm
 from muonmesh.comm.storage import local_of
 from muonmesh.step.state_layout import RUNNING
 from muonmesh.testing import DryRun, HostSync, Rates, dry_run
+from muonmesh.testing.device import pretended_cuda
 from tests.figures import CASES, GPT2, LLAMA, STEPS, Model, bag, ours, row, table
 from tests.samples import one_in
 
@@ -133,6 +135,12 @@ def test_llama_8b_under_ddp_on_8_takes_few_collectives_and_twice_the_memory_of_t
     run, told = spent("ddp 8", LLAMA * 32, None)
     assert run.collectives == told.collectives == 36
     assert run.peak_bytes <= CLOSE * 2 * (8 * 14336 * 4096 + 4 * 4096 * 4096)  # as torch.optim.Muon, counted: 512 MiB
+
+
+def test_torch_finds_the_number_of_a_pretended_device() -> None:
+    """It asks whether what it is given is a `torch.cuda.device`, which has to be a class."""
+    with pretended_cuda(), torch.cuda.device("cuda:0"):
+        assert _get_device_index(torch.device("cuda", 0), optional=True) == 0
 
 
 def test_products_cost_what_the_plan_says(gpt2: DryRun) -> None:

@@ -319,3 +319,31 @@ def test_rounding_of_weights() -> None:
             cell = "" if name == "masters" else f"{apart} ".replace("-", "−")
             rows.append(f"| {model} | {told[name]} | {statistics.mean(each):.3f} | {cell}|")
     assert missing(rows, (ROOT / "docs/how-we-know.md").read_text()) == []
+
+
+def test_steps_on_a_gpu() -> None:
+    """Medians in milliseconds, and how many times ours those of others are."""
+    tables, dions = recorded("h200")["tables"], recorded("h200_dion")["tables"]
+    titles = {
+        "gpt2-small": "3 layers of GPT-2 small",
+        "llama-1b": "4 layers of Llama 1B",
+        "llama-8b": "2 layers of Llama 8B",
+    }
+    rows = []
+    for name, title in titles.items():
+        of = {contender: f"{found['median_ms']:.1f}" for contender, found in tables[name]["contenders"].items()}
+        dion = f"{dions[name]['contenders']['dion Muon']['median_ms']:.1f}" if name in dions else "–"
+        rows.append(f"| {title} | {of['muonmesh']} | {of['muonmesh graphs']} | {of['torch.optim.Muon']} | {dion} |")
+    page = (ROOT / "docs/internals/kernels.md").read_text()
+    assert missing(rows, page) == []
+    ours = [f"{dions[name]['contenders']['muonmesh']['median_ms']:.1f}" for name in dions]
+    assert f"in which muonmesh took {' and '.join(ours)}" in page
+    gpt2, wide, wider = (f"{tables[name]['contenders']['torch.optim.Muon']['ratio']:.2f}" for name in titles)
+    small, large = (f"{dions[name]['contenders']['dion Muon']['ratio']:.2f}" for name in dions)
+    performance = " ".join((ROOT / "docs/performance.md").read_text().split())
+    assert f"torch.optim.Muon takes {gpt2} times muonmesh's time for the three layers above and {wider}" in performance
+    assert f"dion takes {small} times for the former" in performance
+    evidence = (ROOT / "docs/how-we-know.md").read_text()
+    assert f"{gpt2}, {wide} and {wider} times muonmesh's time, dion {small} and {large}" in evidence
+    host = tables["gpt2-small"]["contenders"]["muonmesh"]
+    assert f"{host['host_ms']:.2f} of {host['median_ms']:.1f} ms" in page

