@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor
 
@@ -35,13 +35,13 @@ class DeviceCopies:
         self._copies: dict[Tensor, DeviceCopy] = {}
         self._unread: dict[Tensor, set[int]] = {}  # assignments
         self._unwritten: dict[Tensor, int] = {}  # elements
-        self._numbers: dict[Tensor, list[int]] = {}  # parameters
+        self._sharing: dict[Tensor, list[ParameterStep]] = {}
         rank = this_rank()
-        for parameter, entry in enumerate(entries):
+        for entry in entries:
             if entry is not None and entry.member.storage.layout is not None:
                 stored = sum(math.prod(block.region.shape) for block in entry.member.storage.layout.blocks(rank))
                 self._unwritten[entry.member.tensor] = self._unwritten.get(entry.member.tensor, 0) + stored
-                self._numbers.setdefault(entry.member.tensor, []).append(parameter)
+                self._sharing.setdefault(entry.member.tensor, []).append(entry)
         for number, assignment in enumerate(plan.assignments):
             held = entries[assignment.parameter]
             if held is not None and holdings[number]:
@@ -70,12 +70,8 @@ class DeviceCopies:
         for entry in entries:
             self._offload.arrive(self._copies[entry.member.tensor])
 
-    def have_read(self, assignments: Iterable[int]) -> Iterator[int]:
-        """Give the momentum back of what nobody reads any more: the gradients of these matrices have been folded in.
-
-        Yields:
-            Parameters whose momentum is gone from the device.
-        """
+    def have_read(self, assignments: Iterable[int]) -> None:
+        """Give the momentum back of what nobody reads any more: the gradients of these matrices have been folded in."""
         for number in assignments:
             entry = self._entries[self._plan.assignments[number].parameter]
             if entry is None or entry.member.tensor not in self._unread:
@@ -84,10 +80,11 @@ class DeviceCopies:
             unread.discard(number)
             if not unread:
                 self._offload.give_back(self._copies[entry.member.tensor], _momentum(entry))
-                yield from self._numbers[entry.member.tensor]
+                for each in self._sharing[entry.member.tensor]:
+                    each.momenta = {}
 
-    def have_written(self, ends: Ends) -> Iterator[int]:
-        """Give the rest back of what nobody writes any more; yields the parameters whose state is gone."""
+    def have_written(self, ends: Ends) -> None:
+        """Give the rest back of what nobody writes any more."""
         for leg, _ in ends:
             entry = self._entries[leg.parameter]
             assert entry is not None
@@ -95,7 +92,8 @@ class DeviceCopies:
             if self._unwritten[entry.member.tensor] == 0:
                 copy = self._copies[entry.member.tensor]
                 self._offload.give_back(copy, [key for key in copy.values if key not in _momentum(entry)])
-                yield from self._numbers[entry.member.tensor]
+                for each in self._sharing[entry.member.tensor]:
+                    each.beside, each.master = {}, None
 
     def finish(self) -> None:
         """Give back what is left."""

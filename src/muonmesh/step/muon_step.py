@@ -19,7 +19,8 @@ from muonmesh.numerics.kernels.threads import run_all
 from muonmesh.numerics.rules import parts
 from muonmesh.numerics.rules.on_device import Folded, Updated
 from muonmesh.step.blocks import Momentum
-from muonmesh.step.ready import ReadyParameter, ReadyParameters
+from muonmesh.step.parameter_steps import Momenta, ParameterStep
+from muonmesh.step.ready import ReadyParameters
 from muonmesh.step.stack import SMALL, Stack
 from muonmesh.step.stored_companions import RuleSums, StoredCompanions
 from muonmesh.step.update_squares import UpdateSquares, squared_singular_values
@@ -103,42 +104,42 @@ class MuonStep(Work):
         """
         found: dict[object, Folded] = {}
         for number in assignments:
-            ready = self._ready.of(number)
-            if ready is None or ready.momenta is None or not self._folds(number, ready):
+            entry = self._ready.entry(number)
+            if entry is None or entry.momenta is None or not self._folds(number, entry.momenta):
                 continue
             if self._ready.blocks is not None:
-                self._fold_coded(number, ready)
+                self._fold_coded(number, entry, entry.momenta)
                 continue
             for piece in self._ready.holdings[number]:
-                found[number, piece] = _piece(ready, number, piece, folds=True)
+                found[number, piece] = _piece(entry, number, piece, folds=True)
         reads: list[Folded] = []
         for leg, into in ends:
-            ready, key = self._ready.found[leg.parameter], (leg.assignment, leg.piece)
-            if ready.momenta is None:  # without state no gradient has ever been folded in, so the direction is zero
+            entry, key = self._ready.here(leg.assignment), (leg.assignment, leg.piece)
+            if entry.momenta is None:  # without state no gradient has ever been folded in, so the direction is zero
                 into.zero_()
             elif (known := found.get(key)) is not None and known.into is None:
                 found[key] = known._replace(into=into)
             else:
-                reads.append(_piece(ready, leg.assignment, leg.piece, folds=False)._replace(into=into))
+                reads.append(_piece(entry, leg.assignment, leg.piece, folds=False)._replace(into=into))
         return [*found.values(), *reads]
 
-    def _folds(self, number: int, ready: ReadyParameter) -> bool:
+    def _folds(self, number: int, momenta: Momenta) -> bool:
         """Whether the gradient of a matrix is folded in, or its loaded momentum is encoded."""
-        coded = [kept for kept in (ready.momenta or {}).values() if isinstance(kept, Momentum)]
+        coded = [kept for kept in momenta.values() if isinstance(kept, Momentum)]
         return self._ready.nonzero[number] is not False or any(kept.loaded is not None for kept in coded)
 
-    def _fold_coded(self, number: int, ready: ReadyParameter) -> None:
+    def _fold_coded(self, number: int, entry: ParameterStep, momenta: Momenta) -> None:
         """Fold the gradient of a matrix into momentum that is kept in int8."""
         # All pieces before any is written: some may share a block, whose old scale is gone then.
-        folded = [(piece, self._with_gradient(number, ready, piece)) for piece in self._ready.holdings[number]]
+        folded = [(piece, self._with_gradient(number, entry, piece)) for piece in self._ready.holdings[number]]
         for piece, values in folded:
-            for key, kept in (ready.momenta or {}).items():
+            for key, kept in momenta.items():
                 assert isinstance(kept, Momentum)
                 kept.write(number, piece, values[key], self._agreed)
 
-    def _with_gradient(self, number: int, ready: ReadyParameter, piece: Piece) -> dict[str, Tensor]:
+    def _with_gradient(self, number: int, entry: ParameterStep, piece: Piece) -> dict[str, Tensor]:
         """Return the momentum that codes stand for, by key, with the gradient folded in."""
-        some = _piece(ready, number, piece, folds=True)
+        some = _piece(entry, number, piece, folds=True)
         if self._ready.nonzero[number] is not False:
             fold_one(self._ready, some)
         return dict(some.state)
@@ -149,12 +150,12 @@ class MuonStep(Work):
         assert blocks is not None
         self._ready.collect(blocks.shared)
         for number in blocks.shared:
-            ready = self._ready.of(number)
-            if ready is None or ready.momenta is None:
+            entry = self._ready.entry(number)
+            if entry is None or entry.momenta is None:
                 continue
             for piece in self._ready.holdings[number]:
-                values = self._with_gradient(number, ready, piece)
-                for key, kept in ready.momenta.items():
+                values = self._with_gradient(number, entry, piece)
+                for key, kept in entry.momenta.items():
                     assert isinstance(kept, Momentum)
                     kept.measure(number, piece, values[key], into)
         self._agreed = into
@@ -366,12 +367,12 @@ def _by_storage(some: Sequence[Local]) -> list[list[Local]]:
     return list(found.values())
 
 
-def _piece(ready: ReadyParameter, number: int, piece: Piece, *, folds: bool) -> Folded:
+def _piece(entry: ParameterStep, number: int, piece: Piece, *, folds: bool) -> Folded:
     """Return a piece of a gradient, with views of its momentum or what its codes stand for."""
-    assert ready.gradient is not None
-    assert ready.momenta is not None
+    assert entry.gradient is not None
+    assert entry.momenta is not None
     state = {
         key: kept.read(number, piece) if isinstance(kept, Momentum) else view_in_storage(kept, piece)
-        for key, kept in ready.momenta.items()
+        for key, kept in entry.momenta.items()
     }
-    return Folded(view_in_storage(ready.gradient, piece), state, number, folds, None)
+    return Folded(view_in_storage(entry.gradient, piece), state, number, folds, None)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -11,12 +12,16 @@ from torch.optim import Optimizer
 from muonmesh.comm.gradients import gradient_of, partial_axes, unscaled
 from muonmesh.comm.storage import local_of, local_shape
 from muonmesh.errors import LayoutError, StateError, about, explain_error
+from muonmesh.step.blocks import Momentum
 from muonmesh.step.members import Member
 from muonmesh.step.offload import fresh_copy
 from muonmesh.step.planning import Planned
 from muonmesh.step.precision import Precision
 from muonmesh.step.runtime import Runtime
 from muonmesh.step.state_layout import beside_rule
+
+Momenta = Mapping[str, Tensor | Momentum]
+"""What a rule keeps as "momentum", by key, in floating point or as codes."""
 
 
 @dataclass(slots=True)
@@ -30,6 +35,15 @@ class ParameterStep:
         gradient: Local part of its gradient, contiguous, or None; a partial one as the DTensor that it is.
         matrices: How many matrices its tensor holds; None: it is stepped element by element. A flat tensor may hold
             several parameters; all of theirs count.
+        ready: Whether `ReadyParameters` has made it ready for what is done with its matrices. The gradient is then that
+            of the elements whose momentum is stored here, zeros where only this rank has none, and there are the
+            following, all of them local and contiguous, as pieces index them.
+        weights: The parameter, or a copy of one that is not contiguous, which `ReadyParameters.finish` writes back.
+        momenta: What the rule keeps as "momentum", by key; gradients are folded into it in place, or into what its
+            codes stand for. None if there is no state: no rank has ever had a gradient. Where the host does not
+            wait for the flags, this rank has not, and the parameter is no shard of which another rank may have one.
+        beside: What the rule keeps as "weights", by key, written in place together with them.
+        master: The master copy of the weights, written in place and then rounded to them; None if there is none.
     """
 
     member: Member
@@ -37,6 +51,11 @@ class ParameterStep:
     state: dict[str, Any]
     gradient: Tensor | None
     matrices: int | None
+    ready: bool = False
+    weights: Tensor = field(init=False)
+    momenta: Momenta | None = None
+    beside: Mapping[str, Tensor] = field(default_factory=dict)
+    master: Tensor | None = None
 
     @property
     def created(self) -> bool:

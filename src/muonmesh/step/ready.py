@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,36 +24,6 @@ from muonmesh.step.offload import Offload
 from muonmesh.step.parameter_steps import ParameterStep, create_state
 from muonmesh.step.planning import Planned
 from muonmesh.step.precision import Precision
-
-
-class ReadyParameter(NamedTuple):
-    """A `ParameterStep` whose tensors are local and contiguous, as pieces index them.
-
-    Attributes:
-        entry: The parameter step.
-        rule: The rule of its group.
-        weights: The parameter, or a copy of one that is not contiguous, which `ReadyParameters.finish` writes back.
-        momenta: What the rule keeps as "momentum", by key; gradients are folded into it in place, or into what its
-            codes stand for. None if there is no state: no rank has ever had a gradient. Where the host does not
-            wait for the flags, this rank has not, and the parameter is no shard of which another rank may have one.
-        beside: What the rule keeps as "weights", by key, written in place together with them.
-        gradient: The gradient of the elements whose momentum is stored here; zeros where only this rank has none. None
-            if ``momenta`` is.
-        master: The master copy of the weights, written in place and then rounded to them; None if there is none.
-    """
-
-    entry: ParameterStep
-    rule: Rule
-    weights: Tensor
-    momenta: Mapping[str, Tensor | Momentum] | None
-    beside: dict[str, Tensor]
-    gradient: Tensor | None
-    master: Tensor | None
-
-    @property
-    def written(self) -> Tensor:
-        """The weights that a step changes: the master where there is one."""
-        return self.weights if self.master is None else self.master
 
 
 class ReadyParameters:
@@ -78,7 +47,6 @@ class ReadyParameters:
         nonzero: `Flags.nonzero`: for each matrix whether its gradient is not zero.
         tables, graphs, at_once: Those of `Planned`.
         copies: The copies of state that lies on the host; None where it is with the parameters.
-        found: Those that are ready, by the number of the parameter in the plan; filled before threads read it.
     """
 
     def __init__(
@@ -97,7 +65,6 @@ class ReadyParameters:
         self.at_once = planned.at_once
         self.nonzero: Sequence[bool] | Tensor = flags.nonzero
         self.copies = None if offload is None else DeviceCopies(offload, self.plan, self.holdings, entries)
-        self.found: dict[int, ReadyParameter] = {}
         self._coded: dict[tuple[Tensor, str], Momentum] = {}  # a flat tensor has one for all its parameters
 
     # ---------------------------------------------------------------- by the number of a matrix
@@ -110,11 +77,15 @@ class ReadyParameters:
         """Return the parameter that a matrix is part of; None if this rank stores nothing of it."""
         return self.entries[self.plan.assignments[number].parameter]
 
-    def group(self, number: int) -> int:
-        """Return the number of the param group of a matrix of which this rank stores something."""
+    def here(self, number: int) -> ParameterStep:
+        """Return the parameter of a matrix of which this rank stores something."""
         entry = self.entry(number)
         assert entry is not None
-        return entry.member.group
+        return entry
+
+    def group(self, number: int) -> int:
+        """Return the number of the param group of a matrix of which this rank stores something."""
+        return self.here(number).member.group
 
     def rule(self, number: int) -> Rule:
         """Return the rule of a matrix of which this rank stores something."""
@@ -136,13 +107,9 @@ class ReadyParameters:
         matrix = self.matrix(number)
         return self.rule(number).scale(matrix.rows, matrix.cols)
 
-    def of(self, number: int) -> ReadyParameter | None:
-        """Return the ready parameter that a matrix is part of; None if this rank stores nothing of it."""
-        return self.found.get(self.plan.assignments[number].parameter)
-
     def changes(self, leg: Leg) -> bool:
         """Whether a leg's elements may change: there is state, and the host does not know that the matrix stays."""
-        return self.nonzero[leg.assignment] is not False and self.found[leg.parameter].entry.created
+        return self.nonzero[leg.assignment] is not False and self.here(leg.assignment).created
 
     def mask(self, number: int) -> Tensor | None:
         """Return whether a matrix is written, a 0-d bool tensor; None where the host knows that it is."""
@@ -158,13 +125,13 @@ class ReadyParameters:
         when this returns; `arrive` waits for it.
         """
         wanted = dict.fromkeys([self.plan.assignments[number].parameter for number in numbers])
-        fresh = {n: entry for n in wanted if (entry := self.entries[n]) is not None and n not in self.found}
+        fresh = {n: entry for n in wanted if (entry := self.entries[n]) is not None and not entry.ready}
         for number, entry in fresh.items():
             self.create(number, entry)
         if self.copies is not None:
             self.copies.take(fresh.values())
-        for number, entry in fresh.items():
-            self.found[number] = self._ready(entry)
+        for entry in fresh.values():
+            self._make_ready(entry)
 
     def arrive(self, numbers: Sequence[int]) -> None:
         """`collect`, and let what is computed from now on wait for state that is on its way."""
@@ -177,29 +144,25 @@ class ReadyParameters:
         if self.flags.present[parameter] or self._another_may_have(entry):
             create_state(entry, self.precision)
 
-    def _ready(self, entry: ParameterStep) -> ReadyParameter:
-        rule = self.rules[entry.member.group]
-        assert rule is not None
+    def _make_ready(self, entry: ParameterStep) -> None:
         here: Mapping[str, Tensor] = {} if self.copies is None else self.copies.values(entry)
-        gradient, master = entry.gradient, here.get("master", entry.state.get("master"))
+        master = here.get("master", entry.state.get("master"))
         held: dict[str, dict[str, Tensor]] = {"momentum": {}, "weights": {}}
         for key, state_layout in entry.member.state_layouts.items():
             if key in entry.state and state_layout.kept_as in held:
                 held[state_layout.kept_as][key] = here[key] if key in here else local_of(entry.state[key])
-        momenta: Mapping[str, Tensor | Momentum] | None = None
         if entry.created:
-            momenta = held["momentum"]
+            entry.momenta = held["momentum"]
             if self.blocks is not None:
-                momenta = {key: self._momentum(entry, key, self.blocks) for key in momenta}
-            if gradient is None:  # missing on this shard only: counts as zero
+                entry.momenta = {key: self._momentum(entry, key, self.blocks) for key in held["momentum"]}
+            if entry.gradient is None:  # missing on this shard only: counts as zero
                 shape = local_shape(entry.member.momentum_storage)
-                gradient = torch.zeros(shape, dtype=self.precision.state, device=self.device)
+                entry.gradient = torch.zeros(shape, dtype=self.precision.state, device=self.device)
             elif entry.member.momentum_storage is not entry.member.gradient_storage:
-                gradient = _restricted(gradient, entry.member.storage, entry.member.momentum_storage)
-        local = entry.local
-        weights = local if local.is_contiguous() else local.contiguous()
-        own = None if master is None else local_of(master)
-        return ReadyParameter(entry, rule, weights, momenta, held["weights"], gradient, own)
+                entry.gradient = _restricted(entry.gradient, entry.member.storage, entry.member.momentum_storage)
+        entry.weights = entry.local if entry.local.is_contiguous() else entry.local.contiguous()
+        entry.beside, entry.master = held["weights"], None if master is None else local_of(master)
+        entry.ready = True
 
     def _momentum(self, entry: ParameterStep, key: str, blocks: Blocks) -> Momentum:
         """Return what is kept in int8 under a key; what was loaded in another dtype is encoded in this step."""
@@ -227,16 +190,12 @@ class ReadyParameters:
     def have_read(self, numbers: Iterable[int]) -> None:
         """Give the momentum of matrices back that has been read, where it lies on the host."""
         if self.copies is not None:
-            for parameter in self.copies.have_read(numbers):
-                if parameter in self.found:  # of a flat buffer it may be a parameter of which nothing is here
-                    self.found[parameter] = self.found[parameter]._replace(momenta={})
+            self.copies.have_read(numbers)
 
     def have_written(self, ends: Ends) -> None:
         """Give the other state back of what is written, likewise."""
         if self.copies is not None:
-            for parameter in self.copies.have_written(ends):
-                if parameter in self.found:
-                    self.found[parameter] = self.found[parameter]._replace(beside={}, master=None)
+            self.copies.have_written(ends)
 
     def finish(self) -> None:
         """Write back the storages that were worked on in a copy, and create the state of what was not worked on.
@@ -244,11 +203,12 @@ class ReadyParameters:
         A rank may hold an empty shard, of which it has nothing to fold or to write. Its state is empty too, but
         checkpoints look for it on every rank.
         """
-        for ready in self.found.values():
-            if ready.weights is not ready.entry.local:
-                ready.entry.local.copy_(ready.weights)
         for parameter, entry in enumerate(self.entries):
-            if entry is not None and parameter not in self.found and self.flags.present[parameter]:
+            if entry is None:
+                continue
+            if entry.ready and entry.weights is not entry.local:
+                entry.local.copy_(entry.weights)
+            elif not entry.ready and self.flags.present[parameter]:
                 create_state(entry, self.precision)
         if self.copies is not None:
             self.copies.finish()

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from muonmesh.comm.work import Local
-from muonmesh.layout import Plan
 from muonmesh.numerics.rules import Rule, parts
 from muonmesh.step.blocks import Momentum
-from muonmesh.step.ready import ReadyParameter, ReadyParameters
+from muonmesh.step.parameter_steps import ParameterStep
+from muonmesh.step.ready import ReadyParameters
 
 SMALL = 1 << 14
 """Elements of a matrix up to which a CPU copies it beside others, which is cheaper than a few calls more [measured]."""
@@ -49,21 +49,24 @@ class Stack:
         Returns:
             None where a matrix is stored in pieces, has no gradient or state, or is not stored as the others are.
         """
-        adjacents = _adjacent(ready.plan, batch)
+        adjacents = _adjacent(ready, batch)
         apart = len(adjacents) > 1 if apart is None else apart
-        parameters = [ready.found[adjacent.parameter] for adjacent in adjacents]
-        found = Stack([local.assignment for local in batch], parameters[0].rule)
-        for adjacent, parameter in zip(adjacents, parameters, strict=True):
-            other = adjacent.stored == "in pieces" or parameter.entry.member.group != parameters[0].entry.member.group
-            if other or not found._add(adjacent, parameter, apart):
+        group = adjacents[0].entry.member.group
+        rule = ready.rules[group]
+        assert rule is not None
+        found = Stack([local.assignment for local in batch], rule)
+        for adjacent in adjacents:
+            other = adjacent.stored == "in pieces" or adjacent.entry.member.group != group
+            if other or not found._add(adjacent, apart):
                 return None
         columns = found.columns.values()
         full = {len(some) for some in columns} == {len(found.columns["weights", ""])}
         return found if full and all(len({tensor.dtype for tensor in some}) == 1 for some in columns) else None
 
-    def _add(self, adjacent: _AdjacentMatrices, parameter: ReadyParameter, apart: bool) -> bool:
+    def _add(self, adjacent: _AdjacentMatrices, apart: bool) -> bool:
         """Add matrices that lie one after the other in a parameter; False if they lack something."""
-        gradient, momenta, weights, master = parameter.gradient, parameter.momenta, parameter.weights, parameter.master
+        entry = adjacent.entry
+        gradient, momenta, weights, master = entry.gradient, entry.momenta, entry.weights, entry.master
         if gradient is None or momenta is None:
             return False
         held = {("gradient", ""): gradient, ("weights", ""): weights if master is None else master}
@@ -73,7 +76,7 @@ class Stack:
             if isinstance(kept, Momentum):
                 return False
             held["momenta", key] = kept
-        for key, beside in parameter.beside.items():
+        for key, beside in entry.beside.items():
             held["beside", key] = beside
         for name, storage in held.items():
             # The common case, of a parameter that is one matrix, needs no other view of it.
@@ -113,14 +116,14 @@ class _AdjacentMatrices:
     """Matrices of a batch that lie one after the other in the storage of a parameter.
 
     Attributes:
-        parameter: As the plan numbers it.
+        entry: The parameter.
         stored: As `Local.stored` says.
         shape: Of each matrix, as it is stored.
         start: The place of their first element.
         count: How many there are.
     """
 
-    parameter: int
+    entry: ParameterStep
     stored: str
     shape: tuple[int, int]
     start: int
@@ -133,19 +136,21 @@ class _AdjacentMatrices:
         return some.unbind() if apart else (some,)
 
 
-def _adjacent(plan: Plan, batch: Sequence[Local]) -> list[_AdjacentMatrices]:
+def _adjacent(ready: ReadyParameters, batch: Sequence[Local]) -> list[_AdjacentMatrices]:
     found: list[_AdjacentMatrices] = []
-    rows, cols = plan.assignments[batch[0].assignment].matrix.shape
+    assignments, entries = ready.plan.assignments, ready.entries
+    rows, cols = assignments[batch[0].assignment].matrix.shape
     for local in batch:
-        parameter, adjacent = plan.assignments[local.assignment].parameter, found[-1] if found else None
+        entry, adjacent = entries[assignments[local.assignment].parameter], found[-1] if found else None
+        assert entry is not None
         if (
             adjacent is not None
-            and adjacent.parameter == parameter
+            and adjacent.entry is entry
             and adjacent.stored == local.stored
             and local.start == adjacent.start + adjacent.count * rows * cols
         ):
             adjacent.count += 1
         else:
             shape = (cols, rows) if local.stored == "transposed" else (rows, cols)
-            found.append(_AdjacentMatrices(parameter, local.stored, shape, local.start, 1))
+            found.append(_AdjacentMatrices(entry, local.stored, shape, local.start, 1))
     return found

@@ -36,8 +36,7 @@ class StoredCompanions(CompanionState):
 
     def read(self, assignment: int, key: str, piece: Piece, into: Tensor) -> None:
         """Write what is kept of a matrix; zeros if there is no state here."""
-        entry = self.ready.entry(assignment)
-        assert entry is not None
+        entry = self.ready.here(assignment)
         self.ready.create(self.ready.plan.assignments[assignment].parameter, entry)  # and take no more than these
         if entry.created:
             into.copy_(view_in_storage(local_of(entry.state[key]), piece))
@@ -55,8 +54,7 @@ class StoredCompanions(CompanionState):
         What travels is left as it was by `write` where the matrix is left alone; what lives here, when this ends.
         """
         matrix, flag = self.ready.matrix(assignment), self.ready.nonzero[assignment]
-        entry = self.ready.entry(assignment)
-        assert entry is not None
+        entry = self.ready.here(assignment)
         given, here = {}, dict[str, Tensor]()
         for key, state_layout in entry.member.state_layouts.items():
             if state_layout.companion is None:
@@ -83,8 +81,7 @@ class StoredCompanions(CompanionState):
 
     def write(self, assignment: int, key: str, piece: Piece, numbers: Tensor) -> None:
         """Keep the numbers that `Rule.whole` has changed, unless the matrix is left alone."""
-        flag, entry = self.ready.nonzero[assignment], self.ready.entry(assignment)
-        assert entry is not None
+        flag, entry = self.ready.nonzero[assignment], self.ready.here(assignment)
         if flag is False or not entry.created:
             return
         kept = view_in_storage(local_of(entry.state[key]), piece)
@@ -112,13 +109,13 @@ class RuleSums(Summands):
         return [self._updated(leg, update) for leg, update in ends if self.ready.changes(leg)]
 
     def _updated(self, leg: Leg, update: Tensor) -> Updated:
-        ready, piece = self.ready.found[leg.parameter], leg.piece
-        rounded = None if ready.master is None else view_in_storage(ready.weights, piece)
-        beside = {key: view_in_storage(kept, piece) for key, kept in ready.beside.items()}
-        weights, scale = view_in_storage(ready.written, piece), self.ready.scale(leg.assignment)
-        member, rounding = ready.entry.member, None
+        entry, piece = self.ready.here(leg.assignment), leg.piece
+        kept = view_in_storage(entry.weights, piece)
+        weights, rounded = (kept, None) if entry.master is None else (view_in_storage(entry.master, piece), kept)
+        beside = {key: view_in_storage(kept, piece) for key, kept in entry.beside.items()}
+        scale, member, rounding = self.ready.scale(leg.assignment), entry.member, None
         if weights.dtype == torch.bfloat16:
-            rounding = rounding_of(member.name, member.storage, ready.rule, piece)
+            rounding = rounding_of(member.name, member.storage, self.ready.rule(leg.assignment), piece)
         sums, told = self._found.get(leg.assignment, ((), {}))
         return Updated(
             *(weights, update, beside, leg.assignment, scale, rounded, sums, told), member.storage.copies, rounding
