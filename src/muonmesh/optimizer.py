@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
 from muonmesh.checkpoint.state import SavedGroup, refuse_torn, restore_state, saved_state
-from muonmesh.clip.clipping import PlanAgain, clip_gradients, stand_aside_from_sums
+from muonmesh.clip.clipping import PlanAgain, clip_gradients
 from muonmesh.clip.limits import ClipPolicy, GradNorms, Limits
 from muonmesh.clip.running import keep_running_norms
 from muonmesh.comm.exchange import Exchange
@@ -474,29 +474,12 @@ class Muon(torch.optim.Optimizer):
         check_process_group(process_group, ("world", "local"))
         runtime, groups, ranks = self._runtime, self.param_groups, group_for(process_group)
         limits = Limits(max_norm, policy, skip_above, norms, norm_type)
-        settings = check_groups(groups)
-        if (before := outdated(groups, runtime, settings)) is not None:
-            waits = runtime.host_waits(before.planned)
-            told = stand_aside_from_sums(
-                *before, settings.error, limits, source=runtime.source, process_group=ranks, waits=waits
-            )
-            if told is not None:
-                return told
-            forget(runtime)
         while True:
-            planned, exchange = runtime.connected or connect(groups, runtime)
-            waits = runtime.host_waits(planned)
+            settings = check_groups(groups)
+            before = outdated(groups, runtime, settings)
+            connected, here = before or runtime.connected or connect(groups, runtime), None if before else self
             try:
-                found, runtime.clip = clip_gradients(
-                    planned,
-                    groups,
-                    self.state,
-                    exchange,
-                    limits,
-                    source=runtime.source,
-                    process_group=ranks,
-                    waits=waits,
-                )
+                found, runtime.clip = clip_gradients(connected, here, settings.error, limits, runtime, ranks)
             except PlanAgain:
                 forget(runtime)
                 continue
@@ -635,9 +618,8 @@ class Muon(torch.optim.Optimizer):
         while True:
             settings = check_groups(groups)
             before = outdated(groups, runtime, settings)
-            planned, exchange = before or runtime.connected or connect(groups, runtime)
-            here = None if before is not None else (groups, self.state, runtime.source, runtime.update_squares)
-            found = measure(planned, exchange, here, settings.error, waits=runtime.host_waits(planned))
+            connected, here = before or runtime.connected or connect(groups, runtime), None if before else self
+            found = measure(connected, here, settings.error, runtime)
             if found is not None:
                 runtime.update_squares = runtime.update_squares or UpdateSquares()
                 runtime.update_squares.spectrum = spectrum

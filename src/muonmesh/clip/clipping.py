@@ -1,13 +1,11 @@
-"""Clipping: one call of `Muon.clip_grad_norm_`, and what a rank does that cannot follow it."""
+"""Clipping: one call of `Muon.clip_grad_norm_`, also on a rank that cannot follow the plan."""
 
 from __future__ import annotations
-
-from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim import Optimizer
 
 from muonmesh.clip.limits import GradNorms, Limits, scale_groups
 from muonmesh.clip.running import limit_matrices
@@ -28,12 +26,10 @@ from muonmesh.clip.squares import (
     zeros_for,
 )
 from muonmesh.comm.agreement import agree_on_plan
-from muonmesh.comm.exchange import Exchange
-from muonmesh.comm.gradients import GradientSource
-from muonmesh.errors import LayoutError, PlanError, explain_error
+from muonmesh.errors import PlanError, explain_error
 from muonmesh.numerics.kernels.memory import upload
-from muonmesh.step.planning import Planned
-from muonmesh.step.runtime import Clip
+from muonmesh.step.planning import Connected, Planned
+from muonmesh.step.runtime import Clip, Runtime
 
 
 class PlanAgain(Exception):
@@ -41,53 +37,63 @@ class PlanAgain(Exception):
 
 
 def clip_gradients(
-    planned: Planned,
-    groups: Sequence[Mapping[str, Any]],
-    state: Mapping[Tensor, Mapping[str, Any]],
-    exchange: Exchange,
+    connected: Connected,
+    here: Optimizer | None,
+    error: Exception | None,
     limits: Limits,
-    *,
-    source: GradientSource,
+    runtime: Runtime,
     process_group: dist.ProcessGroup | None,
-    waits: bool,
     slots: Slots | None = None,
 ) -> tuple[GradNorms, Clip]:
     """Implement `Muon.clip_grad_norm_`: measure the gradients, add up one fp64 vector over the ranks, and scale.
 
-    With ``process_group`` the head of the vector is added up over that; with ``slots`` the matrices too.
-
     Squares and sums are fp64 and a coefficient is rounded once: with fp32 sums it differs between shardings.
+
+    Args:
+        connected: The plan that all ranks know of, with its exchange.
+        here: The optimizer, whose gradients are measured and scaled. None if this rank has other parameters than
+            planned: it takes part in the sum that the others wait for, and tells them. If their hosts do not wait and
+            some of them have not changed, `Muon.step` ends in an error on all ranks.
+        error: What is wrong with the groups.
+        limits: The arguments of the call.
+        runtime: Of the optimizer.
+        process_group: Other ranks to be clipped with, over which the head of the vector is added up too.
+        slots: Where the matrices are added up over these too.
 
     Raises:
         Exception: what this rank found wrong, after it has taken part in what the others wait for.
         PlanError: another rank found something wrong. Nothing has been scaled then.
         PlanAgain: a rank must plan again, or ``slots`` are those of another plan than it has now.
     """
+    (planned, exchange), source, waits = connected, runtime.source, runtime.host_waits(connected.planned)
     apart, matrices, sums = source.norms_apart, matrices_from(source), zeros_for(planned, source)
     if not _reduces(planned, limits, process_group):
+        if here is None:
+            raise error or PlanAgain
         limits.check()
         return limits.told(sums, torch.zeros_like(sums[0], dtype=torch.bool), apart), Clip()
-    by_matrix = limits.policy == "per_matrix"
-    error = add_squares(planned, groups, source, limits.measured, sums, matrices=by_matrix)
-    said = dict.fromkeys(range(matrices), 0)
-    try:
-        limits.check()
-        said[RANKS], said[ALIKE], said[SQUARED] = 1, limits.digest, limits.digest**2
-    except (TypeError, ValueError) as found:
-        error = found
+    by_matrix, said = limits.policy == "per_matrix", dict.fromkeys(range(matrices), 0)
+    wrong: Exception | None = None  # an argument, which is the same everywhere
+    if here is not None:
+        error = add_squares(planned, here.param_groups, source, limits.measured, sums, matrices=by_matrix)
+        try:
+            limits.check()
+            said[RANKS], said[ALIKE], said[SQUARED] = 1, limits.digest, limits.digest**2
+        except (TypeError, ValueError) as found:
+            error = wrong = found
     if error is not None and sums.is_meta:
         raise error  # nothing here has data, so nothing can be asked of the others
-    said[ERRORS] = int(error is not None)
-    said[REPLAN] = unplaced = int(slots is not None and slots.planned is not planned)
+    unplaced = here is None or (slots is not None and slots.planned is not planned)
+    said[ERRORS], said[REPLAN] = int(error is not None), int(unplaced and error is None)
     sums[:matrices] += upload(list(said.values()), dtype=sums.dtype, device=sums.device)
     reduce_squares(sums, exchange, source, process_group, matrices=by_matrix and not unplaced, slots=slots)
-    if isinstance(error, ValueError) and not isinstance(error, LayoutError) and not waits:
-        raise error  # an argument, which is the same everywhere
+    if wrong is not None and not waits:
+        raise wrong
     if waits and float(sums[ERRORS]):
         agree_on_plan(exchange.group, exchange.plan, error)
         told, write = "an error on another rank of process_group=", "Read that rank's message, which names it"
         raise PlanError(explain_error("clip_grad_norm_", told, "none on any", write))
-    if waits and float(sums[REPLAN]):
+    if float(sums[REPLAN]) if waits else here is None and not float(sums[RANKS] + sums[ERRORS]):
         raise PlanAgain
     if waits and bool(unequal(sums)):
         arguments = f"policy={limits.policy!r}, max_norm={limits.max_norm}, skip_above={limits.skip_above}"
@@ -96,55 +102,11 @@ def clip_gradients(
         raise PlanError(explain_error("clip_grad_norm_", f"{arguments} here and others on other ranks", needed, write))
     skip = limits.skips(sums, apart) | stops(sums)
     running: tuple[tuple[Tensor, Tensor], ...] = ()
-    if error is None:
-        scale_groups(groups, source, limits.coefficients(sums, skip, apart))
+    if here is not None and error is None:
+        scale_groups(here.param_groups, source, limits.coefficients(sums, skip, apart))
         if by_matrix:
-            running = limit_matrices(planned, state, source, sums[matrices:], skip, limits.max_norm)
+            running = limit_matrices(planned, here.state, source, sums[matrices:], skip, limits.max_norm)
     return limits.told(sums, skip, apart), Clip(skip, running, error)
-
-
-def stand_aside_from_sums(
-    planned: Planned,
-    exchange: Exchange,
-    error: Exception | None,
-    limits: Limits,
-    *,
-    source: GradientSource,
-    process_group: dist.ProcessGroup | None,
-    waits: bool,
-) -> GradNorms | None:
-    """Take part in the sum that the others wait for, and tell them that this rank cannot follow the plan.
-
-    Args:
-        planned: What this rank had planned before, as the others still may have.
-        exchange: The exchange of that plan.
-        error: What is wrong with its groups; None: they have changed, so that all must plan again.
-        limits: The arguments of the call.
-        source: Where gradients are.
-        process_group: Ranks of other pipeline stages to be clipped with, as in `Muon.clip_grad_norm_`.
-        waits: Whether the others' hosts read what is said. If not and some have not changed, `Muon.step` ends in an
-            error on all ranks.
-
-    Returns:
-        None if all ranks plan again now; else what the call returns.
-
-    Raises:
-        Exception: ``error``, unless the others do not wait and `Muon.step` has to say it.
-        PlanError: another rank found an error.
-    """
-    matrices, sums = matrices_from(source), zeros_for(planned, source)
-    if not _reduces(planned, limits, process_group):
-        if error is not None:
-            raise error
-        return None
-    place = ERRORS if error is not None else REPLAN
-    sums[:matrices] += upload([int(n == place) for n in range(matrices)], dtype=sums.dtype, device=sums.device)
-    reduce_squares(sums, exchange, source, process_group, matrices=False)
-    if waits and float(sums[ERRORS]):
-        agree_on_plan(exchange.group, exchange.plan, error)
-    if waits or not float(sums[RANKS] + sums[ERRORS]):
-        return None
-    return limits.told(sums, torch.ones_like(sums[0], dtype=torch.bool), source.norms_apart)
 
 
 def _reduces(planned: Planned, limits: Limits, process_group: dist.ProcessGroup | None) -> bool:

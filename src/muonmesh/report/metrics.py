@@ -2,41 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from muonmesh.comm.agreement import agree_on_plan
-from muonmesh.comm.exchange import Exchange
-from muonmesh.comm.gradients import GradientSource
 from muonmesh.comm.storage import local_of
 from muonmesh.numerics.kernels.memory import upload
 from muonmesh.numerics.normalize import sums_of_squares
-from muonmesh.step.planning import Planned
-from muonmesh.step.update_squares import SPECTRUM, UpdateSquares
+from muonmesh.step.planning import Connected, Planned
+from muonmesh.step.runtime import Runtime
+from muonmesh.step.update_squares import SPECTRUM
 
 _SQUARED = ("gradient", "momentum", "weight", "update")
 _FIGURES = (*_SQUARED, *SPECTRUM)
 
 
-Here = tuple[Sequence[Mapping[str, Any]], Mapping[Tensor, Mapping[str, Any]], GradientSource, UpdateSquares | None]
-"""An optimizer's groups, its state, where its gradients are, and the sums of its last step's updates."""
-
-
 def measure(
-    planned: Planned, exchange: Exchange, here: Here | None, error: Exception | None, *, waits: bool
+    connected: Connected, here: Optimizer | None, error: Exception | None, runtime: Runtime
 ) -> dict[str, float] | None:
     """Return `Muon.metrics`: one all-reduce of an fp64 vector over the exchange's ranks, which may have other groups.
 
+    If the host does not wait for what ranks say to each other, figures are 0-d fp64 tensors on the device, NaN where
+    another rank could not follow; the next step ends in an error on all of them then.
+
     Args:
-        planned: The plan that all ranks know of.
-        exchange: Reduces.
-        here: What is measured; None if this rank has other parameters than planned, and only tells the others.
+        connected: The plan that all ranks know of, with its exchange.
+        here: The optimizer that is measured; None if this rank has other parameters than planned, and only tells the
+            others.
         error: What is wrong with its groups.
-        waits: Whether the host reads what ranks say to each other. If not, figures are 0-d fp64 tensors on the device,
-            NaN where another rank could not follow; the next step ends in an error on all of them then.
+        runtime: Of the optimizer.
 
     Returns:
         None if some rank has changed, so that all must plan again first.
@@ -45,7 +43,8 @@ def measure(
         Exception: ``error``, on the rank that found it, unless others do not wait and the step has to say it.
         PlanError: on the others.
     """
-    groups = here[0] if here is not None else ()
+    (planned, exchange), waits = connected, runtime.host_waits(connected.planned)
+    groups = here.param_groups if here is not None else ()
     names = planned.group_names([group["name"] for group in groups], exchange.group)
     # Squares and elements, or sums over matrices and their number; the last row says whether a rank has changed, and
     # whether one has found an error.
@@ -54,7 +53,7 @@ def measure(
         totals[-1, place, 0].fill_(told_of)
     known = set[tuple[int, str]]()
     if here is not None and error is None:
-        known = _add(totals, names, planned, *here)
+        known = _add(totals, names, planned, here, runtime)
     summed = exchange.reduce_sums(totals, what="the sum of the metrics")
     mine = {group["name"] for group in groups}
     if not waits:
@@ -91,22 +90,20 @@ def _add(
     totals: Tensor,
     names: Sequence[str],
     planned: Planned,
-    groups: Sequence[Mapping[str, Any]],
-    state: Mapping[Tensor, Mapping[str, Any]],
-    source: GradientSource,
-    sums: UpdateSquares | None,
+    here: Optimizer,
+    runtime: Runtime,
 ) -> set[tuple[int, str]]:
     """Add the squares and the number of elements of what this rank stores; return what it has added to."""
-    places = [names.index(group["name"]) for group in groups]
+    places, sums = [names.index(group["name"]) for group in here.param_groups], runtime.update_squares
     cells, parts, copies = list[int](), list[Tensor](), list[int]()
     known = set[tuple[int, str]]()
     for member in planned.members:
-        held = state.get(member.tensor, {})
+        held = here.state.get(member.tensor, {})
         key = next(iter(member.state_layouts), "")  # what a rule names first is its momentum
         momentum = held.get(key)
         if momentum is not None and local_of(momentum).dtype == torch.int8:
             momentum = planned.blocks.wide(member.name, member.tensor, key, held)
-        for figure, value in enumerate((source.gradient(member.tensor), momentum, member.tensor)):
+        for figure, value in enumerate((runtime.source.gradient(member.tensor), momentum, member.tensor)):
             if value is None:
                 continue
             known.add((places[member.group], _FIGURES[figure]))

@@ -234,20 +234,11 @@ class MegatronOptimizer(Base):  # type: ignore[misc]
         """
         muon = self.optimizer
         if clips and not raises:
-            assert muon._runtime.connected is not None
-            planned, exchange = muon._runtime.connected
+            runtime = muon._runtime
+            assert runtime.connected is not None
             try:
-                found, clip = clip_gradients(
-                    planned,
-                    muon.param_groups,
-                    muon.state,
-                    exchange,
-                    self._limits,
-                    source=muon.gradients,
-                    process_group=dist.group.WORLD,
-                    waits=True,
-                    slots=self._slots,
-                )
+                world, slots = dist.group.WORLD, self._slots
+                found, clip = clip_gradients(runtime.connected, muon, None, self._limits, runtime, world, slots)
             except PlanAgain:  # some stage has other matrices than it has told
                 self._place_matrices()
                 return self._meet_stages(norms, clips=clips, raises=raises)
