@@ -57,7 +57,6 @@ from muonmesh.step.preflight import preflight, stand_aside
 from muonmesh.step.ready import ReadyParameters
 from muonmesh.step.replicas import fingerprints
 from muonmesh.step.runtime import Clip, Runtime
-from muonmesh.step.settings_digest import SettingsDigest
 from muonmesh.step.untrained import IdleParameters, unsuited_of
 from muonmesh.step.update_squares import UpdateSquares
 
@@ -378,9 +377,7 @@ class Muon(torch.optim.Optimizer):
         """
         runtime, groups = self._runtime, self.param_groups
         if (before := outdated(groups, runtime, settings)) is not None:
-            # At rate 0 the hosts of all ranks wait, as `preflight` does: see `SettingsFound.at_rest`.
-            waits = runtime.host_waits(before.planned) or settings.at_rest
-            late = stand_aside(*before, settings.error, waits=waits)
+            late = stand_aside(before, settings, runtime)
             if late is not None:
                 runtime.late.append(late)
                 return None
@@ -390,22 +387,16 @@ class Muon(torch.optim.Optimizer):
         if found_inf is not None and not told and isinstance(runtime.source, ToOwners):
             error = error or untold_error()
         while True:
-            planned, exchange = runtime.connected or connect(groups, runtime)
+            connected = planned, exchange = runtime.connected or connect(groups, runtime)
             collected = collect(planned, self, runtime, scale)
             idle = runtime.idle.error(collected.missing, some=collected.some) if collected.missing else None
             # Replicas stay alike once they are: only a new plan, or state that was loaded, may have made them differ.
             look = runtime.loaded or runtime.compared is not planned
             replicas = fingerprints(planned, self.state) if look else {}
+            overflow = None if found_inf is None else found_inf + runtime.source.overflowed() != 0
+            wrong = clip.error or error or idle
             flags, late = preflight(
-                planned,
-                exchange,
-                collected,
-                SettingsDigest(planned, groups, settings.rules, runtime.precision, runtime.loaded, replicas),
-                settings=settings,
-                error=clip.error or error or idle,
-                skip=clip.skip,
-                overflow=None if found_inf is None else found_inf + runtime.source.overflowed() != 0,
-                waits=runtime.host_waits(planned),
+                connected, collected, settings, runtime, replicas, error=wrong, skip=clip.skip, overflow=overflow
             )
             runtime.late[:0] = [] if late is None else [late]
             runtime.compared, runtime.loaded = planned, False

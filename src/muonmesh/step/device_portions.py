@@ -136,7 +136,7 @@ class DevicePortions:
         numbers = [local.assignment for local in batch]
         asked = (self._ready.blocks, self._ready.copies, self._update_squares) != (None, None, None)
         factors = self._factors_of(self._ready.group(numbers[0]))
-        if asked or not factors.fuses or factors.rule.stochastic_rounding is not None:
+        if asked or not factors.fuses:
             return None
         self._ready.arrive(numbers)
         stack = Stack.of(self._ready, batch, apart=_are_apart(batch))

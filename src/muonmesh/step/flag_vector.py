@@ -13,7 +13,7 @@ from torch import Tensor
 from muonmesh.comm.gradients import partial_axes
 from muonmesh.layout import Elementwise, Parameter, Plan
 from muonmesh.layout.parameter import listed_by
-from muonmesh.numerics.kernels.memory import upload
+from muonmesh.numerics.kernels.memory import pinned, upload
 
 TAIL = ("skip", "overflow", "moves", "error", "replan", "stays")
 """Flags of a rank rather than of a parameter.
@@ -55,26 +55,23 @@ class FlagVector:
 
     The vector holds, each as long on every rank: "nonzero", a flag for each Matrix; "present" and "missing", for each
     parameter whether a rank has its gradient or lacks it (one pair of flags for each shard where there are replicas);
-    "placed" and "placed, inverse", for each axis of a mesh with replicas a byte that says how the gradient lies (1:
-    whole; more: its place in `REDUCTIONS` and 1) and what that lacks of 255, so that their maxima add up to 255 only if
-    all ranks that have the gradient say the same; "settings" and "inverse", likewise `DIGEST` bytes for each set of
-    ranks that share parameters; and the flags of `TAIL`.
+    "said" and "inverse", bytes and what each lacks of 255, so that their maxima add up to 255 only if all ranks that
+    say something say the same; and the flags of `TAIL`. What is said so is, for each axis of a mesh with replicas, how
+    the gradient lies (1: whole; more: its place in `REDUCTIONS` and 1), and then `DIGEST` bytes of settings for each
+    set of ranks that share parameters.
 
     Attributes:
         matrices: How many Matrices the plan has.
-        presence: For each parameter, Muon's first and then AdamW's, the first of its flags in "present" and their
-            number.
-        mine: For each parameter which of its flags in "present" this rank sets.
+        mine: For each parameter, Muon's first and then AdamW's, which of its flags in "present" this rank sets.
         replicated: For each flag in "present" whether all replicas must have the same.
         owners: For each flag in "present" the number of its parameter.
-        axes: Parameters whose gradient may be partial: each with its number, its first byte in "placed", and how many
+        axes: Parameters whose gradient may be partial: each with its number, its first byte in "said", and how many
             bytes it has there, one for each axis of its mesh.
         shared: For each set of ranks that share parameters the numbers of those parameters.
         stored: Which of these sets this rank belongs to.
     """
 
     matrices: int
-    presence: tuple[tuple[int, int], ...]
     mine: tuple[tuple[int, ...], ...]
     replicated: tuple[bool, ...]
     owners: tuple[int, ...]
@@ -87,7 +84,7 @@ class FlagVector:
     def of(plan: Plan, rank: int) -> FlagVector:
         """Count them; all but ``mine`` and ``stored`` is the same on every rank of the connected set."""
         parameters: list[Parameter | Elementwise] = [*plan.parameters, *plan.elementwise]
-        presence, mine, owners, replicated = list[tuple[int, int]](), list[tuple[int, ...]](), list[int](), list[bool]()
+        mine, owners, replicated = list[tuple[int, ...]](), list[int](), list[bool]()
         shared: dict[tuple[int, ...], list[int]] = {}
         axes, width = list[tuple[int, int, int]](), 0
         for number, parameter in enumerate(parameters):
@@ -96,7 +93,6 @@ class FlagVector:
             first, count = len(replicated), target.part_count() if several else 1
             parts = target.parts(rank) if several and rank in target.ranks else (0,)
             mine.append(tuple(first + part for part in parts))
-            presence.append((first, count))
             owners += [number] * count
             replicated += [several] * count
             if several and len(target.ranks) > 1:
@@ -108,7 +104,6 @@ class FlagVector:
                 shared.setdefault(ranks, []).append(number)
         return FlagVector(
             len(plan.assignments),
-            tuple(presence),
             tuple(mine),
             tuple(replicated),
             tuple(owners),
@@ -120,14 +115,10 @@ class FlagVector:
     @cached_property
     def slices(self) -> dict[str, slice]:
         """The place of each part of the vector, by name."""
-        size, width, digests = len(self.replicated), self.width, DIGEST * len(self.shared)
         lengths = {
             "nonzero": self.matrices,
-            **dict.fromkeys(("present", "missing"), size),
-            "placed": width,
-            "settings": digests,
-            "placed, inverse": width,
-            "inverse": digests,
+            **dict.fromkeys(("present", "missing"), len(self.replicated)),
+            **dict.fromkeys(("said", "inverse"), self.width + DIGEST * len(self.shared)),
             **dict.fromkeys(TAIL, 1),
         }
         places, start = dict[str, slice](), 0
@@ -138,11 +129,11 @@ class FlagVector:
 
     @property
     def width(self) -> int:
-        """How many bytes "placed" there are."""
+        """How many bytes say how gradients are placed."""
         return sum(count for _, _, count in self.axes)
 
     def counted(self, entries: Sequence[HasGradient | None]) -> tuple[list[int], list[int]]:
-        """Return this rank's "present" and "missing", one after the other, and its "placed"."""
+        """Return this rank's "present" and "missing", one after the other, and its bytes of placements."""
         present, missing = [0] * len(self.replicated), [0] * len(self.replicated)
         for places, entry in zip(self.mine, entries, strict=True):
             if entry is not None:
@@ -173,29 +164,31 @@ class FlagVector:
             settings: uint8, `DIGEST` bytes for each shared set; those of sets that this rank is not in do not count.
             tail: Those flags of `TAIL` that may be set; tensors on the device are not waited for.
         """
-        device = nonzero.device
-        known = [int(flag) for flag in (tail.get(name) is True for name in TAIL)]
-        stored = [flag for flag in self.stored for _ in range(DIGEST)]
-        said = [[0] * len(stored)] * 2
-        if settings.device.type == "cpu":
-            mine = settings.tolist()
-            both = mine, [255 - byte for byte in mine]
-            said = [[flag * byte for flag, byte in zip(stored, some, strict=True)] for some in both]
+        device, on_host = nonzero.device, settings.device.type == "cpu"
         counted, placed = self.counted(entries)
-        lacking = [255 - byte if byte else 0 for byte in placed]
-        host = [0] * self.matrices + counted + placed + said[0] + lacking + said[1] + known
-        if device.type == "cpu":
-            flags = torch.tensor(host, dtype=torch.uint8, device=device)
-        else:
-            flags = upload(host, dtype=torch.uint8, device=device)  # in one copy
+        told = placed + (settings.tolist() if on_host else [0] * len(settings))
+        says = [byte > 0 for byte in placed] + [flag and on_host for flag in self.stored for _ in range(DIGEST)]
+        said = [flag * byte for flag, byte in zip(says, told, strict=True)]
+        inverse = [flag * (255 - byte) for flag, byte in zip(says, told, strict=True)]
+        known = [int(tail.get(name) is True) for name in TAIL]
+        host = [0] * self.matrices + counted + said + inverse + known
+        flags = torch.tensor(host, dtype=torch.uint8, device="cpu")
+        if device.type != "cpu":
+            flags = pinned(flags, device)  # in one copy
         flags[: self.matrices] = nonzero
-        if settings.device.type != "cpu":
+        if not on_host:
             mask = self.constants(device).stored
-            flags[self.slices["settings"]] = settings * mask
-            flags[self.slices["inverse"]] = (255 - settings) * mask
+            for name, digests in (("said", settings), ("inverse", 255 - settings)):
+                flags[self.slices[name]][self.width :] = digests * mask
         for name, flag in tail.items():
             if isinstance(flag, Tensor):
                 flags[self.slices[name]] = flag
+        return flags
+
+    def only(self, flag: str, device: torch.device) -> Tensor:
+        """Return the flags of a rank that says nothing else than one of `TAIL`."""
+        flags = torch.zeros(self.slices[TAIL[-1]].stop, dtype=torch.uint8, device=device)
+        flags[self.slices[flag]] = 1
         return flags
 
     def constants(self, device: torch.device) -> Constants:
@@ -240,20 +233,18 @@ class ReducedFlags:
         replicated, owners, axes, _ = self.flag_vector.constants(self.flags.device)
         both = self.of("present") * self.of("missing") * replicated
         if len(axes):
-            summed = torch.zeros(len(self.flag_vector.presence), dtype=torch.int64, device=self.flags.device)
-            summed.index_add_(0, axes, (self.of("placed") > 1).long())
+            summed = torch.zeros(len(self.flag_vector.mine), dtype=torch.int64, device=self.flags.device)
+            summed.index_add_(0, axes, (self.of("said")[: self.flag_vector.width] > 1).long())
             both = both * (summed[owners] == 0)
         return both != 0
 
     def mixed(self) -> Tensor:
-        """Return for each byte "placed" whether ranks have the gradient in different ways."""
+        """Return for each byte of placements whether ranks have the gradient in different ways."""
         return self._differing()[: self.flag_vector.width]
 
     def _differing(self) -> Tensor:
-        """Return for each byte "placed", and then of the digests, whether ranks have different ones."""
-        first, half, last = (self.flag_vector.slices[name] for name in ("placed", "placed, inverse", "inverse"))
-        told = self.flags[first.start : last.stop].short().view(2, half.start - first.start)
-        total = told[0] + told[1]
+        """Return for each byte of placements, and then of the digests, whether ranks have different ones."""
+        total = self.of("said").short() + self.of("inverse")
         return (total != 255) & (total != 0)
 
     def stops(self) -> Tensor:

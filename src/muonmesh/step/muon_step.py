@@ -309,14 +309,14 @@ class HostPortions:
     def _local(self, step: MuonStep, batch: Sequence[Local]) -> None:
         numbers = [local.assignment for local in batch]
         dtype, device, stack = self._ready.precision.compute, self._ready.device, self._stack(batch)
-        shape = self._ready.plan.assignments[numbers[0]].matrix.shape
-        x = scratch("matrices", (len(batch), *shape), dtype=dtype, device=device)
+        matrix = self._ready.plan.assignments[numbers[0]].matrix
+        x = scratch("matrices", (len(batch), *matrix.shape), dtype=dtype, device=device)
         out = scratch("results", x.shape, dtype=dtype, device=device)
         if stack is not None:
             into, updates = (x.mT, out.mT) if batch[0].stored == "transposed" else (x, out)
             stack.fold(into)
             step.orthogonalize_batch(x, out, numbers)
-            stack.apply(self._ready.scale(numbers[0]), updates)
+            stack.apply(matrix, updates)
             return
         for piece in step.pieces(numbers, ends_of(batch, x, read=True)):
             fold_one(self._ready, piece)
@@ -334,9 +334,6 @@ class HostPortions:
         if asked or len(batch) == 1 or matrices[0].numel > SMALL or len({matrix.rows for matrix in matrices}) > 1:
             return None
         if not all([self._ready.nonzero[number] is True for number in numbers]):
-            return None
-        rule = self._ready.rule(numbers[0])
-        if rule.stochastic_rounding is not None or rule.asks_for_sums():
             return None
         return Stack.of(self._ready, batch)
 

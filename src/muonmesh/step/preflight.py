@@ -20,11 +20,13 @@ from muonmesh.numerics.kernels.memory import upload
 from muonmesh.numerics.kernels.toolchain import DTYPES, is_usable
 from muonmesh.numerics.kernels.zeros import mark_nonzero
 from muonmesh.settings import SettingsFound
-from muonmesh.step.flag_vector import DIGEST, Flags, ReducedFlags
+from muonmesh.step.flag_vector import Flags, ReducedFlags
 from muonmesh.step.late import LateAnswer
 from muonmesh.step.parameter_steps import Collected, ParameterStep
-from muonmesh.step.planning import Holdings, Planned
-from muonmesh.step.settings_digest import SettingsDigest
+from muonmesh.step.planning import Connected, Holdings
+from muonmesh.step.replicas import Fingerprint
+from muonmesh.step.runtime import Runtime
+from muonmesh.step.settings_digest import digests, lines
 
 _PROBE = 64
 """Elements looked at first when asking whether a gradient is exactly zero; nearly always enough."""
@@ -55,16 +57,15 @@ def _late(answers: ReducedFlags, raise_errors: Callable[[ReducedFlags], None]) -
 
 
 def preflight(
-    planned: Planned,
-    exchange: Exchange,
+    connected: Connected,
     collected: Collected,
-    terms: SettingsDigest,
-    *,
     settings: SettingsFound,
+    runtime: Runtime,
+    replicas: Mapping[int, Fingerprint],
+    *,
     error: Exception | None,
     skip: Tensor | None,
     overflow: Tensor | bool | None,
-    waits: bool,
 ) -> tuple[Flags, LateAnswer | None]:
     """Reduce one vector of small flags over all ranks, see `FlagVector`; raise on every rank if any found an error.
 
@@ -72,16 +73,15 @@ def preflight(
     takes part, else before, by the ranks that have one.
 
     Args:
-        planned: The plan that this rank follows.
-        exchange: Reduces.
+        connected: The plan that this rank follows, with its exchange.
         collected: The parameters with their gradients.
-        terms: What this rank has set for them.
-        settings: What it found in its groups.
+        settings: What this rank found in its groups.
+        runtime: Of the optimizer. Where its host does not read the flags now, writes are masked by them on the device,
+            and errors are raised through the late answer when the next step begins.
+        replicas: `fingerprints` of what ranks hold alike, where they are compared.
         error: What else it found wrong; it takes part all the same, so that nobody waits for it.
         skip: 0-d bool tensor, whether this rank says that the step changes nothing.
         overflow: Likewise, whether its GradScaler has found an overflow; skips too.
-        waits: Whether the host reads the flags now. If not, writes are masked by them on the device, and errors are
-            raised through the late answer when the next step begins.
 
     Returns:
         What was agreed on; ``Flags.replan`` where some rank must plan again, and then nothing else counts.
@@ -91,11 +91,11 @@ def preflight(
         PlanError: on the other ranks; and on every rank if some replicas lack a gradient that others have, or if ranks
             that share a parameter have different settings for it.
     """
+    planned, exchange = connected
     plan, device, muon = planned.plan, planned.device, collected.muon
-    entries = [*muon, *collected.elementwise]
-    flag_vector = planned.flag_vector
+    entries, flag_vector = [*muon, *collected.elementwise], planned.flag_vector
     at_rest, error = settings.at_rest, settings.error or collected.error or error
-    waits = waits or at_rest
+    waits = at_rest or runtime.host_waits(planned)
     if not waits:
         for entry in entries:
             if entry is None or type(entry.gradient) is Tensor:
@@ -118,9 +118,10 @@ def preflight(
         "error": failed,
         "stays": True,
     }
-    flags = exchange.wire.begin_step(flag_vector.vector(nonzero, entries, terms.digests(), tail))
+    terms = planned, settings, runtime, replicas
+    flags = exchange.wire.begin_step(flag_vector.vector(nonzero, entries, digests(*terms), tail))
     answers = ReducedFlags(flag_vector, flags)
-    raise_errors = partial(_raise_errors, exchange, error, terms.lines, settings)
+    raise_errors = partial(_raise_errors, exchange, error, partial(lines, *terms), settings)
     overflowed, stops = answers.somebody("overflow"), answers.stops()
     if not waits:
         stop = stops | answers.somebody("replan") | answers.somebody("skip") | overflowed
@@ -138,42 +139,40 @@ def preflight(
     if any(told["replan"]):
         return Flags(nonzeros, [False] * len(muon), overflowed, replan=True), None
     for number, first, count in flag_vector.axes:  # of which some rank may have a partial gradient
-        entry, axes = entries[number], tuple(max(0, op - 1) for op in told["placed"][first : first + count])
+        entry, axes = entries[number], tuple(max(0, op - 1) for op in told["said"][first : first + count])
         if entry is not None and any(axes):
             entry.gradient = reduced(entry.member.tensor, entry.gradient, axes).contiguous()
-    seen = told["present"]
-    present = [any(seen[first : first + count]) for first, count in flag_vector.presence[: len(muon)]]
+    seen = {owner for owner, flag in zip(flag_vector.owners, told["present"], strict=True) if flag}
+    present = [number in seen for number in range(len(muon))]
     only_creates_state = at_rest and not any(told["moves"]) and not any(nonzeros)
     skips = any(told["skip"] + told["overflow"])
     return Flags(nonzeros, present, overflowed, skips, only_creates_state), None
 
 
-def stand_aside(planned: Planned, exchange: Exchange, error: Exception | None, *, waits: bool) -> LateAnswer | None:
+def stand_aside(connected: Connected, settings: SettingsFound, runtime: Runtime) -> LateAnswer | None:
     """Take part in the preflight of the others, who wait in it, and tell them that this rank cannot follow the plan.
 
+    If the others' hosts do not read the flags now, those that follow the plan go through the step with masked writes,
+    and this rank sends them what they wait for.
+
     Args:
-        planned: What this rank had planned before, as the others still may have.
-        exchange: The exchange of that plan.
-        error: What is wrong with its groups; None: they have changed, so that all must plan again.
-        waits: Whether the others' hosts read the flags now. If not, those that follow the plan go through the step with
-            masked writes, and this rank sends them what they wait for.
+        connected: What this rank had planned before, as the others still may have, with its exchange.
+        settings: What it found in its groups. Without an error: they have changed, so that all must plan again.
+        runtime: Of the optimizer.
 
     Returns:
         The error, to be raised on all ranks when their next step begins, where the host does not wait; else None.
 
     Raises:
-        Exception: ``error``.
+        Exception: that error.
         PlanError: another rank found an error; or not all ranks have changed, and the others do not wait.
     """
-    flag_vector = planned.flag_vector
-    nobody: list[ParameterStep | None] = [None] * len(flag_vector.presence)
-    nonzero = torch.zeros(flag_vector.matrices, dtype=torch.uint8, device=planned.device)
-    digests = torch.zeros(DIGEST * len(flag_vector.shared), dtype=torch.uint8, device="cpu")
-    vector = flag_vector.vector(nonzero, nobody, digests, {"replan": error is None, "error": error is not None})
-    for name in ("settings", "inverse"):
-        vector[flag_vector.slices[name]] = 0  # says nothing
+    (planned, exchange), error = connected, settings.error
+    # At rate 0 the hosts of all ranks wait, as `preflight` does: see `SettingsFound.at_rest`.
+    waits, flag_vector = settings.at_rest or runtime.host_waits(planned), planned.flag_vector
+    vector = flag_vector.only("replan" if error is None else "error", planned.device)
     answers = ReducedFlags(flag_vector, exchange.wire.begin_step(vector))
-    raise_errors = partial(_raise_errors, exchange, error, dict, SettingsFound(error, False, [], []))
+    raise_errors = partial(_raise_errors, exchange, error, dict, settings)
     if waits:
         if bool(answers.stops()):
             raise_errors(answers)

@@ -1,11 +1,10 @@
-"""SettingsDigest: at every step, ranks that share a parameter compare a hash of its settings."""
+"""Settings digest: at every step, ranks that share a parameter compare a hash of its settings."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from functools import cached_property
+from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -13,89 +12,63 @@ from torch import Tensor
 
 from muonmesh.comm.storage import local_of
 from muonmesh.numerics.kernels.memory import upload
+from muonmesh.settings import SettingsFound
 from muonmesh.step.flag_vector import DIGEST
 from muonmesh.step.planning import Planned
-from muonmesh.step.precision import Precision
 from muonmesh.step.replicas import Fingerprint, text_of
+from muonmesh.step.runtime import Runtime
 
 _MIX = 6364136223846793005
 """Odd, so that no bit of a sum of products with its powers is lost (Knuth's MMIX generator)."""
 
 
-@dataclass
-class SettingsDigest:
-    """A hash of the settings of this rank's parameters in one step.
+def digests(planned: Planned, settings: SettingsFound, runtime: Runtime, replicas: Mapping[int, Fingerprint]) -> Tensor:
+    """Return `DIGEST` bytes of what this rank has set for each set of ranks that share parameters, uint8.
 
     If learning rate, momentum, scale or dtype differed between the ranks that hold a parameter, replicas would drift
-    apart without an error, and several rules would update one matrix.
+    apart without an error, and several rules would update one matrix. What only the device knows, learning rates there
+    and fingerprints, has half of the bytes; nothing waits for it.
 
-    Attributes:
-        planned: The plan with the parameters that are compared.
-        groups: The param groups.
-        rules: The snapshots of their rules.
-        precision: The optimizer's dtypes.
-        loaded: Whether state has been loaded since the last step.
+    Args:
+        planned: The plan with the parameters that are compared (`FlagVector.shared`).
+        settings: What the groups say.
+        runtime: Of the optimizer.
         replicas: `fingerprints`, at the first step of a plan and after state was loaded; none at others.
     """
+    sets, said = list[list[int]](), list(map(_said, settings.rules))
+    for numbers in planned.flag_vector.shared:
+        groups, static = planned.terms_of(numbers)
+        text = f"{static} {runtime.precision} {runtime.loaded} {[said[group] for group in groups]}"
+        sets.append(list(hashlib.blake2b(text.encode(), digest_size=DIGEST // 2).digest()))
+    if not sets or not (replicas or settings.on_device):
+        zeros = [0] * (DIGEST // 2)
+        return torch.tensor([some + zeros for some in sets], dtype=torch.uint8, device="cpu").view(-1)
+    rest = []
+    for numbers in planned.flag_vector.shared:
+        mixed = torch.zeros(1, dtype=torch.int64, device=planned.device)
+        for group in planned.terms_of(numbers)[0]:
+            if (rule := settings.rules[group]) is not None and _on_device(rule.lr):
+                mixed = mixed * _MIX + rule.lr.detach().double().reshape(1).view(torch.int64)
+        # A set without fingerprints adds nothing, so ranks that have some of another set say the same of this one.
+        for value in (value for number in numbers for value in replicas.get(number, {}).values()):
+            mixed = mixed * _MIX + value
+        rest.append(mixed.view(torch.uint8))
+    host = upload(sets, dtype=torch.uint8, device=planned.device).view(-1, DIGEST // 2)
+    return torch.cat([host, torch.stack(rest)], dim=1).view(-1)
 
-    planned: Planned
-    groups: Sequence[Mapping[str, Any]]
-    rules: Sequence[Any]
-    precision: Precision
-    loaded: bool
-    replicas: Mapping[int, Fingerprint]
 
-    @cached_property
-    def _said(self) -> list[str]:
-        return list(map(_said, self.rules))
-
-    def digests(self) -> Tensor:
-        """Return `DIGEST` bytes for each set of ranks that share parameters (`FlagVector.shared`), uint8."""
-        planned, sets = self.planned, []
-        on_host = planned.device.type == "cpu"
-        device_knows = bool(self.replicas) and not on_host
-        for numbers in planned.flag_vector.shared:
-            groups, static = planned.terms_of(numbers)
-            text = f"{static} {self.precision} {self.loaded} {[self._said[group] for group in groups]}"
-            told = [self.replicas[number] for number in numbers if number in self.replicas] if on_host else []
-            # A set without fingerprints adds nothing, so ranks that have some of another set say the same of this one.
-            if told:
-                text += f" {[text_of(replica) for replica in told]}"
-            sets.append(list(hashlib.blake2b(text.encode(), digest_size=DIGEST // 2).digest()))
-            device_knows = device_knows or any(_on_device(self.groups[group]["lr"]) for group in groups)
-        if not device_knows:
-            zeros = [0] * (DIGEST // 2)
-            return torch.tensor([some + zeros for some in sets], dtype=torch.uint8, device="cpu").view(-1)
-        host = upload(sets, dtype=torch.uint8, device=planned.device).view(-1, DIGEST // 2)
-        rest = [self._on_device(planned.terms_of(numbers)[0], numbers) for numbers in planned.flag_vector.shared]
-        return torch.cat([host, torch.stack(rest)], dim=1).view(-1)
-
-    def _on_device(self, groups: Sequence[int], numbers: Sequence[int]) -> Tensor:
-        """Return 8 bytes of what only the device knows: learning rates there, and replicas; without waiting for it."""
-        device = self.planned.device
-        mixed = torch.zeros(1, dtype=torch.int64, device=device)
-        for group in groups:
-            lr = self.groups[group]["lr"]
-            if _on_device(lr):
-                mixed = mixed * _MIX + lr.detach().double().reshape(1).view(torch.int64)
-        if device.type != "cpu":
-            for number in numbers:
-                for value in self.replicas.get(number, {}).values():
-                    mixed = mixed * _MIX + value
-        return mixed.view(torch.uint8)
-
-    def lines(self) -> dict[str, str]:
-        """Return for each parameter what is compared, as text. Waits for what only the device knows."""
-        found = {}
-        for number, member in enumerate((*self.planned.muon, *self.planned.elementwise)):
-            if member is not None:
-                group = self.groups[member.group]
-                rate = f"lr={float(group['lr'])}, " if _on_device(group["lr"]) else ""
-                dtype = local_of(member.tensor).dtype
-                text = f"{rate}{self._said[member.group]}, {dtype}, {self.precision}, state loaded={self.loaded}"
-                replica = self.replicas.get(number)
-                found[member.name] = text if replica is None else f"{text}, {text_of(replica)}"
-        return found
+def lines(
+    planned: Planned, settings: SettingsFound, runtime: Runtime, replicas: Mapping[int, Fingerprint]
+) -> dict[str, str]:
+    """Return for each parameter what is compared, as text. Waits for what only the device knows."""
+    found = {}
+    for number, member in enumerate((*planned.muon, *planned.elementwise)):
+        if member is not None:
+            rule, dtype = settings.rules[member.group], local_of(member.tensor).dtype
+            rate = f"lr={float(rule.lr)}, " if rule is not None and _on_device(rule.lr) else ""
+            text = f"{rate}{_said(rule)}, {dtype}, {runtime.precision}, state loaded={runtime.loaded}"
+            found[member.name] = ", ".join([text, *map(text_of, filter(None, [replicas.get(number)]))])
+    return found
 
 
 def _said(rule: Any) -> str:

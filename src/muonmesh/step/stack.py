@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from muonmesh.comm.work import Local
+from muonmesh.layout import Matrix
 from muonmesh.numerics.rules import Rule, parts
 from muonmesh.step.blocks import Momentum
 from muonmesh.step.parameter_steps import ParameterStep
@@ -47,7 +48,8 @@ class Stack:
             apart: Whether each matrix has tensors of its own; None: unless all lie one after the other.
 
         Returns:
-            None where a matrix is stored in pieces, has no gradient or state, or is not stored as the others are.
+            None where a matrix is stored in pieces, has no gradient or state, or is not stored as the others are; or
+            where the rule rounds stochastically or asks for sums, which takes the matrices one by one.
         """
         adjacents = _adjacent(ready, batch)
         apart = len(adjacents) > 1 if apart is None else apart
@@ -59,6 +61,8 @@ class Stack:
             other = adjacent.stored == "in pieces" or adjacent.entry.member.group != group
             if other or not found._add(adjacent, apart):
                 return None
+        if rule.stochastic_rounding is not None or rule.asks_for_sums():
+            return None
         columns = found.columns.values()
         full = {len(some) for some in columns} == {len(found.columns["weights", ""])}
         return found if full and all(len({tensor.dtype for tensor in some}) == 1 for some in columns) else None
@@ -90,9 +94,9 @@ class Stack:
         parts.fold(self.rule, found["gradient"][""], found["momenta"], into=into)
         self._give_back({"momenta": found["momenta"]})
 
-    def apply(self, scale: float, updates: Tensor) -> None:
-        """Decay and update the weights by a batch of results, in the shape of what is stored."""
-        found = self._together("weights", "beside")
+    def apply(self, matrix: Matrix, updates: Tensor) -> None:
+        """Decay and update the weights by a batch of results, in the shape of what is stored, of matrices like one."""
+        found, scale = self._together("weights", "beside"), self.rule.scale(matrix.rows, matrix.cols)
         parts.apply(self.rule, found["weights"][""], updates, found["beside"], scale=scale)
         self._give_back({**found, "rounded": found["weights"]})
 
