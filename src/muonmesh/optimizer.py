@@ -44,12 +44,12 @@ from muonmesh.settings import (
     shows_settings,
 )
 from muonmesh.step.connection import check_members, connect, forget, outdated, plan
-from muonmesh.step.device_portions import DevicePortions
+from muonmesh.step.device_step import DeviceStep
 from muonmesh.step.elementwise_step import step_elementwise
 from muonmesh.step.flag_vector import Flags
 from muonmesh.step.makers import refuse_engine, refuse_makers
 from muonmesh.step.members import group_for, keep_gradients_of_views, replicas_of
-from muonmesh.step.muon_step import HostPortions, MuonStep
+from muonmesh.step.muon_step import HostStep
 from muonmesh.step.parameter_steps import Collected, collect
 from muonmesh.step.planning import Planned
 from muonmesh.step.precision import Precision
@@ -328,15 +328,14 @@ class Muon(torch.optim.Optimizer):
         squares = runtime.update_squares
         if squares is not None:
             squares = runtime.update_squares = UpdateSquares(spectrum=squares.spectrum)
-        portions = DevicePortions if runtime.works_together(planned) else HostPortions
+        kind = DeviceStep if runtime.works_together(planned) else HostStep
         precision, offload = runtime.precision, runtime.offload_of(planned)
         ready = ReadyParameters(planned, collected.muon, settings.rules, flags, precision, offload)
         elementwise = []
         for some in collected.adamw:
             rule = settings.rules[some[0].member.group]
             elementwise.append(partial(step_elementwise, rule, some, precision, flags, squares, offload))
-        spectra = squares if squares is not None and squares.spectrum else None
-        work = MuonStep(ready, portions(ready, squares), elementwise, spectra)
+        work = kind(ready, elementwise, squares)
         runtime.interrupted = f"step {exchange.wire.steps} of this plan"
         exchange.run(work)
         ready.finish()

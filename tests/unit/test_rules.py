@@ -19,7 +19,7 @@ from muonmesh.numerics.rules import RULES, MuonRule, Rule, on_device, parts, reg
 from muonmesh.numerics.rules.dynmuon import power_at
 from muonmesh.numerics.rules.normuon import NorMuonRule
 from muonmesh.step import muon_step, stack
-from muonmesh.step.device_portions import DevicePortions
+from muonmesh.step.device_step import DeviceStep
 from muonmesh.testing import prove_rule
 from tests import reference
 from tests.problem import PARAMETERS
@@ -767,14 +767,14 @@ def test_a_rule_is_proved_by_the_operations_of_a_device_in_every_part(
     own = OWN_PARTS[part]
     monkeypatch.setitem(RULES, "own", own)
     prove_rule("own", examples=5)
-    made = DevicePortions.__init__
+    made = DeviceStep.__init__
 
-    def ignoring(self: Any, ready: Any, update_squares: Any) -> None:
+    def ignoring(self: Any, ready: Any, *others: Any) -> None:
         plain = own.__mro__[1]
         ready.rules = [rule and plain(**{f.name: getattr(rule, f.name) for f in fields(rule)}) for rule in ready.rules]
-        made(self, ready, update_squares)
+        made(self, ready, *others)
 
-    monkeypatch.setattr(DevicePortions, "__init__", ignoring)
+    monkeypatch.setattr(DeviceStep, "__init__", ignoring)
     with pytest.raises(AssertionError, match="differ between the operations of a device and those of a CPU"):
         prove_rule("own", examples=5)
 

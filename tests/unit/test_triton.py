@@ -25,8 +25,8 @@ from muonmesh.numerics.kernels.memory import download
 from muonmesh.numerics.kernels.triton import triton_products
 from muonmesh.numerics.newton_schulz import orthogonalize
 from muonmesh.numerics.rules import on_device
-from muonmesh.step import device_portions, preflight
-from muonmesh.step.device_portions import DevicePortions
+from muonmesh.step import device_step, preflight
+from muonmesh.step.device_step import DeviceStep
 from muonmesh.testing.device import Event, pretended_cuda
 from tests.interpreter import interpreting
 
@@ -436,16 +436,16 @@ def stepped(dtype: torch.dtype, *, apart: bool, moves: bool = False) -> tuple[li
     optimizer = mm.Muon(groups, lr=0.1, master_dtype=None if dtype == FP32 else FP32)
     optimizer._runtime.waits, optimizer._runtime.together = False, True
     taken = 0
-    take = DevicePortions._stack
+    take = DeviceStep._stack
 
-    def counted(self: DevicePortions, *arguments: Any) -> Any:
+    def counted(self: DeviceStep, *arguments: Any) -> Any:
         nonlocal taken
         found = None if apart else take(self, *arguments)
         taken += 0 if found is None else len(found.matrices)
         return found
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DevicePortions, "_stack", counted)
+        patch.setattr(DeviceStep, "_stack", counted)
         for step in range(4):
             for weight in weights:
                 gradient = torch.randn_like(weight)
@@ -492,9 +492,9 @@ def in_its_room(rows: int, cols: int, method: Any, kernel: Any) -> bool:
 def stepped_in_rooms() -> tuple[float, int]:
     """How far weights end that were stepped with one memory a matrix and with two, and how often the first was."""
     results, taken = [], 0
-    take = DevicePortions._local_in_room
+    take = DeviceStep._local_in_room
 
-    def counted(self: DevicePortions, batch: Any) -> bool:
+    def counted(self: DeviceStep, batch: Any) -> bool:
         nonlocal taken
         found = take(self, batch)
         taken += found
@@ -506,9 +506,9 @@ def stepped_in_rooms() -> tuple[float, int]:
         optimizer = mm.Muon(weights, lr=0.1, compute_dtype=FP32)
         optimizer._runtime.waits, optimizer._runtime.together = False, True
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(device_portions, "_LARGE", large)
+            patch.setattr(device_step, "_LARGE", large)
             patch.setattr(newton_schulz, "select", lambda *_, **__: triton_products(at_once=1))
-            patch.setattr(DevicePortions, "_local_in_room", counted)
+            patch.setattr(DeviceStep, "_local_in_room", counted)
             for weight in weights:
                 weight.grad = torch.randn_like(weight)
             optimizer.step()

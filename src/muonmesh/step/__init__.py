@@ -6,7 +6,7 @@
 3. `preflight` lets all ranks agree before any rank writes, by the `flag_vector`, the `settings_digest` and the
    `replicas`.
 4. `muon_step` folds the momentum, and reads, computes and writes what the exchange asks for. On a device,
-   `device_portions` takes the pieces of many matrices at once. `elementwise_step`, AdamW's half of the step, runs
+   `device_step` takes the pieces of many matrices at once. `elementwise_step`, AdamW's half of the step, runs
    under the first gather.
 
 `runtime` holds what an optimizer keeps from one step to the next, and `precision` its dtypes. `makers` refuses programs

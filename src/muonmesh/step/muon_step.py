@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -30,33 +29,18 @@ _WORTH_A_THREAD = 1 << 18
 [measured]."""
 
 
-class Portions(Protocol):
-    """Works on the pieces of a step, in portions that suit where they are: all that a CPU and a device do otherwise."""
-
-    def fold(self, pieces: Sequence[Folded]) -> None:
-        """Fold gradients and write directions; what is only read comes after what is folded."""
-
-    def apply(self, pieces: Sequence[Updated]) -> None:
-        """Decay and update weights."""
-
-    def run_local(self, step: MuonStep, alike: Sequence[Sequence[Local]]) -> None:
-        """Take matrices that nobody else has through the whole step; ``alike`` are those of one shape and group."""
-
-    def steps_of(self, assignments: Sequence[int]) -> Tensor | None:
-        """Return what results are multiplied by before they travel; None: each rank multiplies what it writes."""
-
-
 class MuonStep(Work):
     """The Muon half of one step: what the exchange reads, computes and writes (`muonmesh.comm.work.Work`).
 
     Pieces are views of the local storage, read as a contiguous array; a storage that is not contiguous is worked on in
-    a contiguous copy.
+    a contiguous copy. What a CPU and a device do otherwise, each of them in portions that suit it, is in `HostStep` and
+    in `DeviceStep`.
 
     Args:
         ready: The parameters of the step.
-        portions: Works on the pieces, as a CPU or as a device does.
         elementwise: AdamW's half, group by group, which is stepped while the first matrices travel.
-        spectra: To which singular values are added, if `Muon.metrics` has asked for them.
+        squares: To which the squares of the updates are added, if `Muon.metrics` has asked for them, and singular
+            values if it has asked for these.
 
     Attributes:
         companions: What rules keep by row, column or matrix.
@@ -69,11 +53,11 @@ class MuonStep(Work):
     def __init__(
         self,
         ready: ReadyParameters,
-        portions: Portions,
         elementwise: Sequence[Callable[[], None]],
-        spectra: UpdateSquares | None = None,
+        squares: UpdateSquares | None,
     ) -> None:
-        self._ready, self._portions, self._elementwise, self._spectra = ready, portions, elementwise, spectra
+        self._ready, self._elementwise, self._update_squares = ready, elementwise, squares
+        self._spectra = squares if squares is not None and squares.spectrum else None
         self.companions = StoredCompanions(ready)
         self.summands = RuleSums(ready, self.companions)
         self._agreed: Tensor | None = None  # the largest momenta of the blocks that ranks share
@@ -93,8 +77,12 @@ class MuonStep(Work):
     def read(self, assignments: Sequence[int], ends: Ends) -> None:
         """Create missing state, fold the gradients into the momenta of matrices, and write legs' directions."""
         self._ready.arrive(assignments)
-        self._portions.fold(self.pieces(assignments, ends))
+        self.fold(self.pieces(assignments, ends))
         self._ready.have_read(assignments)
+
+    def fold(self, pieces: Sequence[Folded]) -> None:
+        """Fold gradients and write directions; what is only read comes after what is folded."""
+        raise NotImplementedError
 
     def pieces(self, assignments: Sequence[int], ends: Ends) -> list[Folded]:
         """Return what is folded, and then what is only read: pieces with the directions that are written of them.
@@ -141,8 +129,16 @@ class MuonStep(Work):
         """Return the momentum that codes stand for, by key, with the gradient folded in."""
         some = _piece(entry, number, piece, folds=True)
         if self._ready.nonzero[number] is not False:
-            fold_one(self._ready, some)
+            self.fold_one(some)
         return dict(some.state)
+
+    def fold_one(self, piece: Folded) -> None:
+        """Fold a piece of a gradient and write its direction, or write the direction alone."""
+        rule = self._ready.rule(piece.matrix)
+        if piece.folds:
+            parts.fold(rule, piece.gradient, piece.state, active=self._ready.mask(piece.matrix), into=piece.into)
+        elif piece.into is not None:
+            parts.write_direction(rule, piece.gradient, piece.state, piece.into)
 
     def measure_blocks(self, into: Tensor) -> None:
         """Write the largest momenta of the blocks that ranks share, as they will be after this step."""
@@ -161,10 +157,6 @@ class MuonStep(Work):
         self._agreed = into
 
     # ---------------------------------------------------------------- matrices of this rank alone
-
-    def run_local(self, alike: Sequence[Sequence[Local]]) -> None:
-        """Take matrices that nobody else has through the whole step."""
-        self._portions.run_local(self, alike)
 
     def take_sums(self, numbers: Sequence[int], ends: Ends) -> None:
         """Take the sums that rules ask for over matrices of this rank alone."""
@@ -218,7 +210,7 @@ class MuonStep(Work):
                 with self.companions.of(assignment) as kept:
                     parts.change_whole(own.balance, matrix, kept, rows=planned.rows, cols=planned.cols)
         if rule.orthogonalizes:
-            times = self._portions.steps_of(assignments)
+            times = self.steps_of(assignments)
             momenta = None if self._spectra is None else squared_singular_values(batch)  # which may be overwritten
             orthogonalizer(batch, out=out, overwrite=not rule.sees_direction, times=times, graphs=self._ready.graphs)
             if self._spectra is not None and momenta is not None:
@@ -236,29 +228,29 @@ class MuonStep(Work):
 
     def write(self, ends: Ends) -> None:
         """Decay and update legs' elements, unless their matrix is left alone."""
-        self._portions.apply(self.summands.updates(ends))
+        self.apply(self.summands.updates(ends))
         self._ready.have_written(ends)
 
+    def apply(self, pieces: Sequence[Updated]) -> None:
+        """Decay and update weights."""
+        raise NotImplementedError
 
-class HostPortions:
-    """Works on the pieces of a step as a CPU does: one after the other in a thread, so that each stays in its cache.
+    def steps_of(self, assignments: Sequence[int]) -> Tensor | None:
+        """Return what results are multiplied by before they travel; None: each rank multiplies what it writes."""
+        return None
 
-    Args:
-        ready: The parameters of the step.
-        update_squares: To which the squares of the updates are added, if `Muon.metrics` has asked for them.
-    """
 
-    def __init__(self, ready: ReadyParameters, update_squares: UpdateSquares | None) -> None:
-        self._ready, self._update_squares = ready, update_squares
+class HostStep(MuonStep):
+    """A step on a CPU: pieces are worked on one after the other in a thread, so that each stays in its cache."""
 
     def fold(self, pieces: Sequence[Folded]) -> None:
-        """See `Portions`."""
+        """See `MuonStep`."""
         for folds in (True, False):
-            tasks = [functools.partial(fold_one, self._ready, piece) for piece in pieces if piece.folds == folds]
+            tasks = [functools.partial(self.fold_one, piece) for piece in pieces if piece.folds == folds]
             run_all(tasks, device=self._ready.device)
 
     def apply(self, pieces: Sequence[Updated]) -> None:
-        """See `Portions`."""
+        """See `MuonStep`."""
         run_all([functools.partial(self._apply_one, piece) for piece in pieces], device=self._ready.device)
 
     def _apply_one(self, piece: Updated) -> None:
@@ -282,11 +274,7 @@ class HostPortions:
         if self._update_squares is not None and squares is not None:
             self._update_squares.add(self._ready.group(piece.matrix), torch.stack(squares).sum() / piece.copies)
 
-    def steps_of(self, assignments: Sequence[int]) -> Tensor | None:
-        """Return None: each rank multiplies what it writes."""
-        return None
-
-    def run_local(self, step: MuonStep, alike: Sequence[Sequence[Local]]) -> None:
+    def run_local(self, alike: Sequence[Sequence[Local]]) -> None:
         """Take matrices that nobody else has through the whole step, a batch of equal ones in each task.
 
         What one operation leaves in the cache the next one finds there. In bf16 each task has a thread of its own, so
@@ -296,17 +284,17 @@ class HostPortions:
         numbers = [[matrix.assignment for matrix in some] for some in alike]
         for some, those in zip(alike, numbers, strict=True):
             assignment = self._ready.plan.assignments[those[0]]
-            size = step.at_once(len(some), those[0])
+            size = self.at_once(len(some), those[0])
             self._ready.arrive(those)
             for stored in _by_storage(some):
                 for start in range(0, len(stored), size):
                     batch = stored[start : start + size]
-                    tasks.append((assignment.flops * len(batch), functools.partial(self._local, step, batch)))
-        step.run(tasks)
+                    tasks.append((assignment.flops * len(batch), functools.partial(self._local, batch)))
+        self.run(tasks)
         for those in numbers:
             self._ready.have_read(those)
 
-    def _local(self, step: MuonStep, batch: Sequence[Local]) -> None:
+    def _local(self, batch: Sequence[Local]) -> None:
         numbers = [local.assignment for local in batch]
         dtype, device, stack = self._ready.precision.compute, self._ready.device, self._stack(batch)
         matrix = self._ready.plan.assignments[numbers[0]].matrix
@@ -315,15 +303,15 @@ class HostPortions:
         if stack is not None:
             into, updates = (x.mT, out.mT) if batch[0].stored == "transposed" else (x, out)
             stack.fold(into)
-            step.orthogonalize_batch(x, out, numbers)
+            self.orthogonalize_batch(x, out, numbers)
             stack.apply(matrix, updates)
             return
-        for piece in step.pieces(numbers, ends_of(batch, x, read=True)):
-            fold_one(self._ready, piece)
-        step.orthogonalize_batch(x, out, numbers)
+        for piece in self.pieces(numbers, ends_of(batch, x, read=True)):
+            self.fold_one(piece)
+        self.orthogonalize_batch(x, out, numbers)
         ends = ends_of(batch, out, read=False)
-        step.take_sums(numbers, ends)
-        for update in step.summands.updates(ends):
+        self.take_sums(numbers, ends)
+        for update in self.summands.updates(ends):
             self._apply_one(update)
 
     def _stack(self, batch: Sequence[Local]) -> Stack | None:
@@ -336,15 +324,6 @@ class HostPortions:
         if not all([self._ready.nonzero[number] is True for number in numbers]):
             return None
         return Stack.of(self._ready, batch)
-
-
-def fold_one(ready: ReadyParameters, piece: Folded) -> None:
-    """Fold a piece of a gradient and write its direction, or write the direction alone."""
-    rule = ready.rule(piece.matrix)
-    if piece.folds:
-        parts.fold(rule, piece.gradient, piece.state, active=ready.mask(piece.matrix), into=piece.into)
-    elif piece.into is not None:
-        parts.write_direction(rule, piece.gradient, piece.state, piece.into)
 
 
 def ends_of(batch: Sequence[Local], matrices: Tensor, *, read: bool) -> Ends:

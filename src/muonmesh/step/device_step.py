@@ -1,8 +1,8 @@
-"""DevicePortions: works on the pieces of a step on a device, with few kernel launches and no wait of the host."""
+"""DeviceStep: Muon's half of a step on a device, with few kernel launches and no wait of the host."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import TypeVar
 
@@ -29,16 +29,13 @@ _LARGE = 1 << 26
 """Elements of a matrix from which on its memory counts for more than the launches of a product by panels."""
 
 
-class DevicePortions:
-    """Works on the pieces of a step as a device does: each per-element operation takes all pieces of a bucket at once.
+class DeviceStep(MuonStep):
+    """A step on a device: each per-element operation takes all pieces of a bucket at once."""
 
-    Args:
-        ready: The parameters of the step.
-        update_squares: To which the squares of the updates are added, if `Muon.metrics` has asked for them.
-    """
-
-    def __init__(self, ready: ReadyParameters, update_squares: UpdateSquares | None) -> None:
-        self._ready, self._update_squares = ready, update_squares
+    def __init__(
+        self, ready: ReadyParameters, elementwise: Sequence[Callable[[], None]], squares: UpdateSquares | None
+    ) -> None:
+        super().__init__(ready, elementwise, squares)
         nonzero = ready.nonzero
         if not isinstance(nonzero, Tensor):  # the host has waited
             nonzero = upload(nonzero, dtype=torch.bool, device=ready.device)
@@ -46,12 +43,12 @@ class DevicePortions:
         self._factors: dict[int, Factors] = {}
 
     def fold(self, pieces: Sequence[Folded]) -> None:
-        """See `Portions`."""
+        """See `MuonStep`."""
         for group, some in self._by_group(pieces).items():
             on_device.fold(some, self._factors_of(group))
 
     def apply(self, pieces: Sequence[Updated]) -> None:
-        """See `Portions`."""
+        """See `MuonStep`."""
         for group, some in self._by_group(pieces).items():
             squares = on_device.apply(some, self._factors_of(group), measured=self._update_squares is not None)
             if self._update_squares is not None and squares is not None:
@@ -63,21 +60,21 @@ class DevicePortions:
             found.setdefault(self._ready.group(piece.matrix), []).append(piece)
         return found
 
-    def run_local(self, step: MuonStep, alike: Sequence[Sequence[Local]]) -> None:
+    def run_local(self, alike: Sequence[Sequence[Local]]) -> None:
         """Take matrices that nobody else has through the whole step, a batch of equal ones at a time."""
         batches: list[Sequence[Local]] = []
         for some in alike:
             shape = self._ready.plan.assignments[some[0].assignment].matrix.shape
-            size = 1 if shape[0] * shape[1] >= _LARGE else step.at_once(len(some), some[0].assignment)
+            size = 1 if shape[0] * shape[1] >= _LARGE else self.at_once(len(some), some[0].assignment)
             if self._ready.copies is not None:
                 size = min(size, self._ready.copies.at_once(shape[0] * shape[1]))
             batches += [some[start : start + size] for start in range(0, len(some), size)]
         for number, batch in enumerate(batches):
             for after in batches[number + 1 : number + 2]:
-                step.fetch([local.assignment for local in after])
-            self._local(step, batch)
+                self.fetch([local.assignment for local in after])
+            self._local(batch)
 
-    def _local(self, step: MuonStep, batch: Sequence[Local]) -> None:
+    def _local(self, batch: Sequence[Local]) -> None:
         numbers = [local.assignment for local in batch]
         shape = self._ready.plan.assignments[numbers[0]].matrix.shape
         if len(batch) == 1 and shape[0] * shape[1] >= _LARGE and self._local_in_room(batch):
@@ -85,14 +82,14 @@ class DevicePortions:
         x, out = self._memory(numbers, (len(batch), *shape))
         if (stack := self._stack(batch)) is not None:
             self._fold_stack(stack, batch, x)
-            step.orthogonalize_batch(x, out, numbers)
+            self.orthogonalize_batch(x, out, numbers)
             self._apply_stack(stack, batch, out)
             return
-        step.read(numbers, ends_of(batch, x, read=True))
-        step.orthogonalize_batch(x, out, numbers)
+        self.read(numbers, ends_of(batch, x, read=True))
+        self.orthogonalize_batch(x, out, numbers)
         ends = ends_of(batch, out, read=False)
-        step.take_sums(numbers, ends)
-        step.write(ends)
+        self.take_sums(numbers, ends)
+        self.write(ends)
 
     def _memory(self, numbers: Sequence[int], shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         """Return memory for matrices and their results: where their CUDA graph reads and writes, if they have one."""
