@@ -1,9 +1,8 @@
-"""Agreement: which ranks belong together, and whether all of them made the same plan."""
+"""Agreement: whether all ranks that belong together made the same plan, and the process groups in which they step."""
 
 from __future__ import annotations
 
 import itertools
-import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,18 +12,12 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
-from torch.distributed.distributed_c10d import PrefixStore
 
-from muonmesh.comm.meeting import seconds_of_collectives, shared_store, wait_until
-from muonmesh.comm.storage import this_rank, world_size
+from muonmesh.comm.meeting import seconds_of_collectives
 from muonmesh.comm.telling import tell_all
 from muonmesh.errors import PlanError, about, explain_error
 from muonmesh.layout import Elementwise, FlatShards, Parameter, Plan
 from muonmesh.layout.parameter import describe
-
-_announced: Counter[tuple[int, ...]] = Counter()
-"""How often this process has announced each set of ranks. All ranks of a set announce it the same number of times, so
-the number tells one announcement from the next."""
 
 _made: Counter[tuple[int, ...]] = Counter()
 """How many groups this process has made of each set of ranks; equal on all ranks of the set."""
@@ -38,60 +31,6 @@ class View(NamedTuple):
 
     parameters: tuple[Parameter, ...]
     elementwise: tuple[Elementwise, ...]
-
-
-def connected(sets: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    """Return all ranks linked to this one by sharing parameters, directly or through others.
-
-    Each rank knows only whom it shares with. It reads what the others know from the store in which the process group
-    met, and waits only for ranks that turn out to be linked; those of another pipeline stage need not be there.
-
-    Args:
-        sets: The ranks of each parameter that this rank holds; all ranks of a set call this.
-
-    Raises:
-        PlanError: a rank could not make its optimizer, or does not come.
-    """
-    me = this_rank()
-    mine = sorted({ranks for ranks in sets if len(ranks) > 1})
-    if not mine:
-        return (me,)
-    if any(len(ranks) == world_size() for ranks in mine):
-        return tuple(range(world_size()))
-    store = shared_store()
-    numbered = [(ranks, _announced[ranks]) for ranks in mine]
-    keys = [f"{ranks}/{count}/{me}" for ranks, count in numbered]
-    for key in keys:
-        store.set(key, json.dumps(numbered))
-    found, waiting = set(numbered), list(numbered)
-    try:
-        while waiting:
-            ranks, count = waiting.pop()
-            for answer in _answers(store, ranks, count):
-                for others, counted in json.loads(answer):
-                    entry = tuple(others), counted
-                    if entry not in found:
-                        found.add(entry)
-                        waiting.append(entry)
-    except PlanError:
-        for key in keys:  # so that the next optimizer of these ranks begins anew
-            store.delete_key(key)
-        raise
-    for ranks, _ in numbered:
-        _announced[ranks] += 1
-    return tuple(sorted({rank for ranks, _ in found for rank in ranks}))
-
-
-def _answers(store: PrefixStore, ranks: tuple[int, ...], count: int) -> list[bytes]:
-    """Return what each rank of a set has announced, waiting for each."""
-    keys = {rank: f"{ranks}/{count}/{rank}" for rank in ranks}
-
-    def absent() -> list[int]:
-        return [rank for rank, key in keys.items() if not store.check([key])]
-
-    wait_until(lambda: bool(store.check(list(keys.values()))), absent)
-    answers: list[bytes] = store.multi_get(list(keys.values()))
-    return answers
 
 
 def agree_on_plan(group: dist.ProcessGroup | None, plan: Plan | None, error: Exception | None) -> list[View] | None:

@@ -6,11 +6,12 @@ not come, and the others can read which ranks have come.
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 import torch
@@ -36,8 +37,9 @@ _failures = 0
 _known: dict[int, int] = {}
 """How often other ranks had failed when this one last met any."""
 
-_met: Counter[tuple[int, ...]] = Counter()
-"""How often this process has met these ranks in the store; they have met it as often."""
+_announced: Counter[tuple[int, ...]] = Counter()
+"""How often this process has announced each set of ranks. All ranks of a set announce it the same number of times, so
+the number tells one announcement from the next."""
 
 
 def shared_store() -> PrefixStore:
@@ -100,62 +102,70 @@ def _notes() -> dict[int, tuple[int, str]]:
 # ------------------------------------------------------------------ meeting in the store
 
 
-def meet(ranks: Sequence[int]) -> None:
-    """Wait until all of these ranks have come here, to the first step of a plan; sends nothing else.
+def connected(sets: Sequence[tuple[int, ...]], *, alone: bool = False) -> tuple[int, ...]:
+    """Return all ranks linked to this one by sharing parameters, directly or through others, when all have come here.
+
+    Each rank knows only whom it shares with. It reads what the others know from the store in which the process group
+    met, and waits only for ranks that turn out to be linked; those of another pipeline stage need not be there.
+
+    Args:
+        sets: The ranks of each parameter that this rank holds; all ranks of a set call this.
+        alone: Whether a rank that shares nothing cares for no other; else it raises if one made no optimizer.
 
     Raises:
         PlanError: a rank could not make its optimizer, one of another pipeline stage too; or one does not come within
             the time that collectives have.
     """
-    ranks = tuple(ranks)
-    if world_size() > 1 and dist.get_backend() == "fake":
-        return  # torch's backend of ranks that are not there: nobody could come
-    if len(ranks) == 1:
-        failed = failure_of_others()
-        if failed is not None:
+    me, world = this_rank(), tuple(range(world_size()))
+    mine = sorted({ranks for ranks in sets if len(ranks) > 1})
+    if any(len(ranks) == len(world) for ranks in mine):
+        mine = [world]
+    if len(world) > 1 and dist.get_backend() == "fake":  # torch's backend of ranks that are not there: nobody can come
+        return tuple(sorted({me, *itertools.chain(*mine)}))
+    if not mine:
+        if not alone and (failed := failure_of_others()) is not None:
             raise PlanError(failed)
-        return
-    store, me = shared_store(), this_rank()
-    note = f"met/{ranks}/{_met[ranks]}"
-    store.set(f"{note}/{me}", "1")
-    store.add(note, 1)
+        return (me,)
+    store, numbered = shared_store(), [(ranks, _announced[ranks]) for ranks in mine]
+    for ranks, count in numbered:
+        store.set(f"{ranks}/{count}/{me}", json.dumps([] if ranks == world else numbered))
+        store.add(f"{ranks}/{count}", 1)
+    found, waiting = set(numbered), list(numbered)
     try:
-        wait_until(lambda: store.add(note, 0) >= len(ranks), lambda: _absent(store, note, ranks))
+        while waiting:
+            ranks, count = waiting.pop()
+            _wait_for(store, f"{ranks}/{count}", ranks)
+            told = store.multi_get([f"{ranks}/{count}/{rank}" for rank in ranks]) if ranks != world else []
+            fresh = {(tuple(others), counted) for answer in told for others, counted in json.loads(answer)} - found
+            found |= fresh
+            waiting += fresh
     except PlanError:
-        store.delete_key(f"{note}/{me}")  # so that the next meeting of these ranks begins anew
-        store.add(note, -1)
+        for ranks, count in numbered:  # so that the next optimizer of these ranks begins anew
+            store.delete_key(f"{ranks}/{count}/{me}")
+            store.add(f"{ranks}/{count}", -1)
         raise
-    _met[ranks] += 1
+    _announced.update(mine)
     _known.update({rank: count for rank, (count, _) in _notes().items()})
+    return tuple(sorted({rank for ranks, _ in found for rank in ranks}))
 
 
-def wait_until(ready: Callable[[], bool], absent: Callable[[], Sequence[int]]) -> None:
-    """Return when ``ready`` says yes, unless a rank says meanwhile that it cannot come.
-
-    Args:
-        ready: Whether what is waited for has come; asked again and again.
-        absent: The ranks that are missing, asked for when the time is over.
+def _wait_for(store: PrefixStore, note: str, ranks: Sequence[int]) -> None:
+    """Return when all ranks of a set have announced it, unless a rank says meanwhile that it cannot come.
 
     Raises:
         PlanError: a rank could not make its optimizer, or is missing when the time that collectives have is over.
     """
     until, pause = time.monotonic() + seconds_of_collectives(), 0.001
-    while True:
-        if ready():
-            return
-        if _notes() and (failed := failure_of_others()) is not None and not ready():
+    while store.add(note, 0) < len(ranks):
+        if _notes() and (failed := failure_of_others()) is not None and store.add(note, 0) < len(ranks):
             raise PlanError(failed)
         if time.monotonic() >= until:
-            missing = absent()
-            what = f"The ranks {told_ranks(missing)} did not come to compare plans. Call step on all ranks that share "
+            missing = told_ranks([rank for rank in ranks if not _has(store, f"{note}/{rank}")])
+            what = f"The ranks {missing} did not come to compare plans. Call step on all ranks that share "
             what += "parameters. If a rank has died, its launcher names it"
             raise PlanError(about("the first step", what))
         time.sleep(pause)
         pause = min(0.05, 1.5 * pause)
-
-
-def _absent(store: PrefixStore, note: str, ranks: Sequence[int]) -> list[int]:
-    return [rank for rank in ranks if not _has(store, f"{note}/{rank}")]
 
 
 def seconds_of_collectives() -> float:

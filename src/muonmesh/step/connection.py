@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from muonmesh.comm.agreement import View, agree_on_plan, connected, group_of, insist
+from muonmesh.comm.agreement import View, agree_on_plan, group_of, insist
 from muonmesh.comm.copies import Copies, find_copies
 from muonmesh.comm.exchange import Exchange
-from muonmesh.comm.meeting import meet
+from muonmesh.comm.meeting import connected
 from muonmesh.comm.published import global_shape
 from muonmesh.comm.storage import mesh_groups, refuse_flattened, this_rank, world_size
 from muonmesh.comm.telling import tell_all
@@ -86,9 +86,7 @@ def connect(groups: Groups, runtime: Runtime) -> Connected:
     planned, sets, error = _read(groups, runtime)
     if planned is not None and planned.exchange is not None:
         return Connected(planned, planned.exchange)
-    ranks = connected(sets)
-    if runtime.process_group != "local":
-        meet(ranks)
+    ranks = connected(sets, alone=runtime.process_group == "local")
     candidates = mesh_groups([m.storage for m in planned.members]) if planned is not None else []
     tensors = [member.tensor for member in planned.members] if planned is not None else []
     given = dict.fromkeys([runtime.holders, *map(runtime.source.group, tensors)])
