@@ -149,13 +149,9 @@ def _key(parameter: Parameter | Elementwise) -> tuple[str, tuple[int, ...]]:
 def _first_difference(a: int, lines_a: list[str], b: int, lines_b: list[str]) -> PlanError:
     pairs = itertools.zip_longest(lines_a, lines_b, fillvalue="nothing more")
     found = next((pair for pair in pairs if pair[0] != pair[1]), ("?", "?"))
-    return PlanError(
-        about(
-            "the plans differ",
-            f"Rank {a} has '{found[0]}', where rank {b} has '{found[1]}'. Every rank needs the same parameters, in the "
-            "same order, with the same settings. Build the model and the param groups in the same way on every rank",
-        )
-    )
+    what = f"Rank {a} has '{found[0]}', where rank {b} has '{found[1]}'. Every rank needs the same parameters, in the "
+    what += "same order, with the same settings. Build the model and the param groups in the same way on every rank"
+    return PlanError(about("the plans differ", what))
 
 
 def group_of(ranks: Sequence[int], candidates: Sequence[dist.ProcessGroup]) -> dist.ProcessGroup | None:

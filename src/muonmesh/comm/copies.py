@@ -89,13 +89,9 @@ def _differ(a: tuple[float, float] | None, b: tuple[float, float] | None) -> boo
 
 
 def _doubtful(name: str, what: str, first: Sequence[int], other: Sequence[int]) -> LayoutError:
-    return LayoutError(
-        about(
-            name,
-            f"Parameters of this name have different {what} on the ranks {tuple(first)} and {tuple(other)}. If "
-            "these are copies of one parameter, broadcast the weights, and let the plan of parallelize_module sum the "
-            "gradients (SequenceParallel() for a norm). If these are two parameters, write "
-            'Muon(..., process_group="local"), or pass gradients= with a GradientSource whose group() returns the '
-            "ranks that share each. muonmesh does not guess, because a wrong guess gives a wrong norm",
-        )
-    )
+    told = f"Parameters of this name have different {what} on the ranks {tuple(first)} and {tuple(other)}. If "
+    told += "these are copies of one parameter, broadcast the weights, and let the plan of parallelize_module sum the "
+    told += "gradients (SequenceParallel() for a norm). If these are two parameters, write "
+    told += 'Muon(..., process_group="local"), or pass gradients= with a GradientSource whose group() returns the '
+    told += "ranks that share each. muonmesh does not guess, because a wrong guess gives a wrong norm"
+    return LayoutError(about(name, told))

@@ -189,14 +189,10 @@ def storage_of(
         return Storage(layout, shape, tensor.stride(), mesh, tuple(tensor.placements))
     if replicas is not None:
         if len(replicas) > 1 and getattr(tensor, "tensor_model_parallel", False):
-            raise LayoutError(
-                about(
-                    name,
-                    "The attribute tensor_model_parallel=True says that this tensor is a shard, but process_group= "
-                    "says that every rank holds all of it. Write "
-                    "Muon(..., layouts=muonmesh.integrations.megatron.declared_layouts(...))",
-                )
-            )
+            what = "The attribute tensor_model_parallel=True says that this tensor is a shard, but process_group= "
+            what += "says that every rank holds all of it. Write "
+            what += "Muon(..., layouts=muonmesh.integrations.megatron.declared_layouts(...))"
+            raise LayoutError(about(name, what))
         return Storage(MeshLayout.replicated(shape, tuple(replicas)), shape)
     if world_size() > 1:
         if not needed:
@@ -207,15 +203,11 @@ def storage_of(
 
 def nobody_said(name: str) -> LayoutError:
     """Return the error of a plain tensor of which nobody has said which ranks hold it."""
-    return LayoutError(
-        about(
-            name,
-            f"This parameter is a plain tensor while {world_size()} ranks run, and nothing says which ranks hold the "
-            'same parameter. Under DDP, write Muon(..., process_group="world"). If every rank trains its own copy, '
-            'write process_group="local". If some ranks share it, pass their ProcessGroup. If it is a shard, make it a '
-            f"DTensor (fully_shard), or declare it: layouts={{{name!r}: (mesh, placements)}}",
-        )
-    )
+    what = f"This parameter is a plain tensor while {world_size()} ranks run, and nothing says which ranks hold the "
+    what += 'same parameter. Under DDP, write Muon(..., process_group="world"). If every rank trains its own copy, '
+    what += 'write process_group="local". If some ranks share it, pass their ProcessGroup. If it is a shard, make it a '
+    what += f"DTensor (fully_shard), or declare it: layouts={{{name!r}: (mesh, placements)}}"
+    return LayoutError(about(name, what))
 
 
 def refuse_flattened(name: str, tensor: Tensor) -> None:
@@ -225,15 +217,11 @@ def refuse_flattened(name: str, tensor: Tensor) -> None:
         LayoutError: such a parameter, while several ranks run.
     """
     if world_size() > 1 and getattr(tensor, "_fsdp_flattened", False):  # as torch.distributed.fsdp marks them
-        raise LayoutError(
-            about(
-                name,
-                "FSDP1 (FullyShardedDataParallel) has flattened this parameter, and nothing says which elements each "
-                "rank holds. Shard with fully_shard instead. Or call groups = split_params(model), then wrap the model "
-                "with use_orig_params=True, then write "
-                "Muon(groups, layouts=muonmesh.integrations.fsdp1.declared_layouts(model))",
-            )
-        )
+        what = "FSDP1 (FullyShardedDataParallel) has flattened this parameter, and nothing says which elements each "
+        what += "rank holds. Shard with fully_shard instead. Or call groups = split_params(model), then wrap the model "
+        what += "with use_orig_params=True, then write "
+        what += "Muon(groups, layouts=muonmesh.integrations.fsdp1.declared_layouts(model))"
+        raise LayoutError(about(name, what))
 
 
 def ranks_of(tensor: Tensor, replicas: Sequence[int] | None, declared: Any = None) -> tuple[int, ...]:
@@ -313,15 +301,11 @@ def _replicated_outside(name: str, layout: MeshLayout, mesh: DeviceMesh, replica
         copies = [tuple(rank + peer - me for rank in ranks) for peer in replicas]
     everyone = [rank for copy in copies for rank in copy]
     if ranks not in copies or len(set(everyone)) < len(everyone) or not set(everyone) <= set(range(world_size())):
-        raise LayoutError(
-            about(
-                name,
-                f"This DTensor lives on the ranks {ranks}, and process_group= has the ranks {tuple(replicas)}. These "
-                "form no regular grid, so nothing says which ranks hold the same shards. Slice the DTensor's mesh from "
-                "one mesh of all ranks with named dims, put the replicate axis into the mesh (HSDP), or pass the "
-                "ProcessGroup of this rank's replicas",
-            )
-        )
+        what = f"This DTensor lives on the ranks {ranks}, and process_group= has the ranks {tuple(replicas)}. These "
+        what += "form no regular grid, so nothing says which ranks hold the same shards. Slice the DTensor's mesh from "
+        what += "one mesh of all ranks with named dims, put the replicate axis into the mesh (HSDP), or pass the "
+        what += "ProcessGroup of this rank's replicas"
+        raise LayoutError(about(name, what))
     return _copied(layout, copies)
 
 

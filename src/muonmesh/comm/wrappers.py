@@ -107,14 +107,10 @@ def group_that_averages(tensors: Mapping[str, Tensor]) -> dist.ProcessGroup | No
         if name not in held:
             if isinstance(tensor, DTensor):
                 continue
-            raise LayoutError(
-                about(
-                    name,
-                    f"No DistributedDataParallel averages this plain tensor, while one averages {first}. If your loop "
-                    'averages its gradient over all ranks, write Muon(..., process_group="world"). Otherwise leave it '
-                    "out of the param groups",
-                )
-            )
+            what = f"No DistributedDataParallel averages this plain tensor, while one averages {first}. If your loop "
+            what += 'averages its gradient over all ranks, write Muon(..., process_group="world"). Otherwise leave it '
+            what += "out of the param groups"
+            raise LayoutError(about(name, what))
         other = dist.get_process_group_ranks(held[name])
         if other != ranks:
             found_ranks = f"a DistributedDataParallel of ranks {other}, while that of {first} has ranks {ranks}"

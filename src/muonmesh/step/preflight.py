@@ -34,13 +34,9 @@ _PROBE = 64
 
 def changed_groups() -> PlanError:
     """Return the error of ranks whose groups changed alone; where the host waits for the flags, all plan again."""
-    return PlanError(
-        about(
-            "the groups",
-            "Some ranks changed their param groups or parameters since the last step, and other ranks did not. Call "
-            "add_param_group, and replace parameters, on every rank that shares them, before the same step",
-        )
-    )
+    what = "Some ranks changed their param groups or parameters since the last step, and other ranks did not. Call "
+    what += "add_param_group, and replace parameters, on every rank that shares them, before the same step"
+    return PlanError(about("the groups", what))
 
 
 def _late(answers: ReducedFlags, raise_errors: Callable[[ReducedFlags], None]) -> LateAnswer:
@@ -201,25 +197,17 @@ def _raise_errors(
     parameters: list[Parameter | Elementwise] = [*plan.parameters, *plan.elementwise]
     for flag in answers.half_missing().nonzero().flatten().tolist():
         parameter = parameters[flag_vector.owners[flag]]
-        raise PlanError(
-            about(
-                parameter.name,
-                f"Some of the ranks {parameter.target.ranks} have a gradient and others have none, so their replicas "
-                "would drift apart. Every replica needs a gradient, or none. If some ranks do not use the parameter, "
-                "write DistributedDataParallel(..., find_unused_parameters=True)",
-            )
-        )
+        what = f"Some of the ranks {parameter.target.ranks} have a gradient and others have none, so their replicas "
+        what += "would drift apart. Every replica needs a gradient, or none. If some ranks do not use the parameter, "
+        what += "write DistributedDataParallel(..., find_unused_parameters=True)"
+        raise PlanError(about(parameter.name, what))
     axes = [number for number, _, count in flag_vector.axes for _ in range(count)]
     for flag in answers.mixed().nonzero().flatten().tolist():
         parameter = parameters[axes[flag]]
-        raise PlanError(
-            about(
-                parameter.name,
-                f"The gradient is placed differently on the ranks {parameter.target.ranks}: partial on some and whole "
-                "on others, or partial with different reductions. Write "
-                "parameter.grad = parameter.grad.redistribute(placements=parameter.placements)",
-            )
-        )
+        what = f"The gradient is placed differently on the ranks {parameter.target.ranks}: partial on some and whole "
+        what += "on others, or partial with different reductions. Write "
+        what += "parameter.grad = parameter.grad.redistribute(placements=parameter.placements)"
+        raise PlanError(about(parameter.name, what))
     insist_on_equal(exchange.group, lines())
 
 
