@@ -57,7 +57,7 @@ from muonmesh.step.preflight import preflight, stand_aside
 from muonmesh.step.ready import ReadyParameters
 from muonmesh.step.replicas import fingerprints
 from muonmesh.step.runtime import Clip, Runtime
-from muonmesh.step.untrained import IdleParameters, unsuited_of
+from muonmesh.step.untrained import IdleParameters, warn_of_unsuited
 from muonmesh.step.update_squares import UpdateSquares
 
 
@@ -344,7 +344,8 @@ class Muon(torch.optim.Optimizer):
             keep_running_norms(clip, self.state, flags.stop)
         runtime.interrupted = None
         if work.summands.unsuited:
-            runtime.tell(unsuited_of(planned, settings.rules, work.summands.unsuited, runtime.unsuited_told))
+            unsuited, told = work.summands.unsuited, runtime.unsuited_told
+            warn_of_unsuited(planned, settings.rules, unsuited, told, runtime.tell)
 
     def finish(self) -> None:
         """Wait until state that is kept on the host (``state_device="cpu"``) has been copied back after a step.
@@ -359,8 +360,7 @@ class Muon(torch.optim.Optimizer):
         """Hear what the device has found out since the last step, and read the settings for this one."""
         runtime, groups = self._runtime, self.param_groups
         runtime.refuse_if_interrupted()
-        while runtime.late:  # for which the host did not wait
-            runtime.late.pop(0).hear()
+        runtime.hear()
         settings = check_groups(groups)
         for group, rule in zip(groups, settings.rules, strict=True):
             if rule is not None and rule.counts_steps and not settings.at_rest:
@@ -376,9 +376,7 @@ class Muon(torch.optim.Optimizer):
         """
         runtime, groups = self._runtime, self.param_groups
         if (before := outdated(groups, runtime, settings)) is not None:
-            late = stand_aside(before, settings, runtime)
-            if late is not None:
-                runtime.late.append(late)
+            if stand_aside(before, settings, runtime):
                 return None
             forget(runtime)
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
@@ -394,10 +392,9 @@ class Muon(torch.optim.Optimizer):
             replicas = fingerprints(planned, self.state) if look else {}
             overflow = None if found_inf is None else found_inf + runtime.source.overflowed() != 0
             wrong = clip.error or error or idle
-            flags, late = preflight(
+            flags = preflight(
                 connected, collected, settings, runtime, replicas, error=wrong, skip=clip.skip, overflow=overflow
             )
-            runtime.late[:0] = [] if late is None else [late]
             runtime.compared, runtime.loaded = planned, False
             if not flags.replan:
                 return planned, exchange, collected, flags

@@ -11,5 +11,5 @@
 
 `runtime` holds what an optimizer keeps from one step to the next, and `precision` its dtypes. `makers` refuses programs
 that would give an optimizer other parameters than the model's. `update_squares` counts for `Muon.metrics`.
-`untrained` warns, and `late` holds answers that the device has still to give.
+`untrained` warns.
 """

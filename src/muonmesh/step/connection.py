@@ -44,7 +44,7 @@ from muonmesh.step.members import (
 from muonmesh.step.planning import Connected, Planned, Planner, plan_members, widened
 from muonmesh.step.replicas import claims_of
 from muonmesh.step.runtime import Runtime
-from muonmesh.step.untrained import rounding_of
+from muonmesh.step.untrained import warn_of_rounding
 
 Groups = Sequence[dict[str, Any]]
 """An optimizer's param groups."""
@@ -120,7 +120,7 @@ def connect(groups: Groups, runtime: Runtime) -> Connected:
     runtime.source.complete(planned.exchange.wire.steps)
     if not runtime.warned:
         runtime.warned = True
-        runtime.tell(rounding_of(planned, groups, runtime.precision))
+        warn_of_rounding(planned, groups, runtime.precision, runtime.tell)
     return runtime.connected
 
 

@@ -21,7 +21,6 @@ from muonmesh.numerics.kernels.toolchain import DTYPES, is_usable
 from muonmesh.numerics.kernels.zeros import mark_nonzero
 from muonmesh.settings import SettingsFound
 from muonmesh.step.flag_vector import Flags, ReducedFlags
-from muonmesh.step.late import LateAnswer
 from muonmesh.step.parameter_steps import Collected, ParameterStep
 from muonmesh.step.planning import Connected, Holdings
 from muonmesh.step.replicas import Fingerprint
@@ -39,8 +38,8 @@ def changed_groups() -> PlanError:
     return PlanError(about("the groups", what))
 
 
-def _late(answers: ReducedFlags, raise_errors: Callable[[ReducedFlags], None]) -> LateAnswer:
-    """Return flags on their way to a host that does not wait for them; what they say is raised on every rank."""
+def _tell_later(runtime: Runtime, answers: ReducedFlags, raise_errors: Callable[[ReducedFlags], None]) -> None:
+    """Let every rank raise what flags say when its next step begins, where the host does not wait for them."""
 
     def say(flags: Tensor) -> None:
         found = ReducedFlags(answers.flag_vector, flags)
@@ -49,7 +48,7 @@ def _late(answers: ReducedFlags, raise_errors: Callable[[ReducedFlags], None]) -
         if bool(found.stops()):
             raise_errors(found)
 
-    return LateAnswer.of(answers.flags, say)
+    runtime.tell(answers.flags, say, first=True)
 
 
 def preflight(
@@ -62,7 +61,7 @@ def preflight(
     error: Exception | None,
     skip: Tensor | None,
     overflow: Tensor | bool | None,
-) -> tuple[Flags, LateAnswer | None]:
+) -> Flags:
     """Reduce one vector of small flags over all ranks, see `FlagVector`; raise on every rank if any found an error.
 
     Partial gradients of replicated parameters are reduced: on a host that waits after the ranks have agreed on who
@@ -73,7 +72,7 @@ def preflight(
         collected: The parameters with their gradients.
         settings: What this rank found in its groups.
         runtime: Of the optimizer. Where its host does not read the flags now, writes are masked by them on the device,
-            and errors are raised through the late answer when the next step begins.
+            and errors are raised when the next step begins.
         replicas: `fingerprints` of what ranks hold alike, where they are compared.
         error: What else it found wrong; it takes part all the same, so that nobody waits for it.
         skip: 0-d bool tensor, whether this rank says that the step changes nothing.
@@ -127,13 +126,14 @@ def preflight(
         # Alone, without an error, a clip or a GradScaler that may skip, there is nobody to stop the step.
         only_zeros = len(plan.ranks) == 1 and failed is False and skip is None and overflow is None
         agreed = Flags(active, present, overflowed, stop=stop, only_zeros=only_zeros)
-        return agreed, _late(answers, raise_errors)
+        _tell_later(runtime, answers, raise_errors)
+        return agreed
     if bool(stops):
         raise_errors(answers)
     told = answers.told()
     nonzeros = [flag != 0 for flag in told["nonzero"]]
     if any(told["replan"]):
-        return Flags(nonzeros, [False] * len(muon), overflowed, replan=True), None
+        return Flags(nonzeros, [False] * len(muon), overflowed, replan=True)
     for number, first, count in flag_vector.axes:  # of which some rank may have a partial gradient
         entry, axes = entries[number], tuple(max(0, op - 1) for op in told["said"][first : first + count])
         if entry is not None and any(axes):
@@ -142,10 +142,10 @@ def preflight(
     present = [number in seen for number in range(len(muon))]
     only_creates_state = at_rest and not any(told["moves"]) and not any(nonzeros)
     skips = any(told["skip"] + told["overflow"])
-    return Flags(nonzeros, present, overflowed, skips, only_creates_state), None
+    return Flags(nonzeros, present, overflowed, skips, only_creates_state)
 
 
-def stand_aside(connected: Connected, settings: SettingsFound, runtime: Runtime) -> LateAnswer | None:
+def stand_aside(connected: Connected, settings: SettingsFound, runtime: Runtime) -> bool:
     """Take part in the preflight of the others, who wait in it, and tell them that this rank cannot follow the plan.
 
     If the others' hosts do not read the flags now, those that follow the plan go through the step with masked writes,
@@ -157,7 +157,7 @@ def stand_aside(connected: Connected, settings: SettingsFound, runtime: Runtime)
         runtime: Of the optimizer.
 
     Returns:
-        The error, to be raised on all ranks when their next step begins, where the host does not wait; else None.
+        Whether the error is raised on all ranks when their next step begins, where the host does not wait for it.
 
     Raises:
         Exception: that error.
@@ -172,15 +172,15 @@ def stand_aside(connected: Connected, settings: SettingsFound, runtime: Runtime)
     if waits:
         if bool(answers.stops()):
             raise_errors(answers)
-        return None
+        return False
     followed = bool(answers.somebody("stays"))
     if followed:
         exchange.run(Work())
     if error is not None:
-        return _late(answers, raise_errors)
-    if followed:
+        _tell_later(runtime, answers, raise_errors)
+    elif followed:
         raise changed_groups()
-    return None
+    return error is not None
 
 
 def _raise_errors(

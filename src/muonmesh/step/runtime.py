@@ -15,8 +15,8 @@ from muonmesh.comm.storage import Declared, ranks_of_a_machine
 from muonmesh.errors import StateError, explain_error
 from muonmesh.layout.owners import KnownMatrix
 from muonmesh.numerics.kernels import KernelName
+from muonmesh.numerics.kernels.memory import download
 from muonmesh.settings import ProcessGroup
-from muonmesh.step.late import LateAnswer
 from muonmesh.step.offload import Offload
 from muonmesh.step.planning import Connected, Planned
 from muonmesh.step.precision import Precision
@@ -61,7 +61,8 @@ class Runtime:
         loaded: Whether state has been loaded since the last step.
         clip: What clipping decided for the next step.
         update_squares: Of the last step's updates, once `Muon.metrics` has asked for them.
-        late: What the device has still to tell of the last step; the first are its flags.
+        late: What the device has still to tell of the last step, its flags first: a tensor on its way to the host, the
+            event after which it can be read (None: it can be read now), and what is done with it then.
         warned: Whether a warning about rounding was given.
         unsuited_told: Parameters of which it was told that they do not suit their rule.
         idle: Which parameters have learned nothing for how long.
@@ -93,7 +94,7 @@ class Runtime:
     loaded: bool = False
     clip: Clip = field(default_factory=Clip)
     update_squares: UpdateSquares | None = None
-    late: list[LateAnswer] = field(default_factory=list)
+    late: list[tuple[Tensor, torch.cuda.Event | None, Callable[[Tensor], None]]] = field(default_factory=list)
     warned: bool = False
     unsuited_told: set[str] = field(default_factory=set)
     idle: IdleParameters = field(default_factory=IdleParameters)
@@ -127,12 +128,24 @@ class Runtime:
             write += "torch.distributed.checkpoint)"
             raise StateError(explain_error("the optimizer", found, "those of one step", write))
 
-    def tell(self, answer: LateAnswer | None) -> None:
-        """Say a warning, now if it has arrived, else when the next step begins."""
-        if answer is not None and answer.arrived is None:
-            answer.hear()
-        elif answer is not None:
-            self.late.append(answer)
+    def tell(self, value: Tensor, say: Callable[[Tensor], None], *, first: bool = False) -> None:
+        """Call ``say`` with a tensor on the host: now if it is there, else when the next step begins; no waiting.
+
+        With ``first`` it is called in that step in any case, before all others, and may raise there.
+        """
+        host, arrived = download(value)
+        if arrived is None and not first:
+            say(host)
+        else:
+            self.late.insert(0 if first else len(self.late), (host, arrived, say))
+
+    def hear(self) -> None:
+        """Wait for what the device has still to tell, and say it; raises what that raises."""
+        while self.late:
+            value, arrived, say = self.late.pop(0)
+            if arrived is not None:
+                arrived.synchronize()
+            say(value)
 
     def works_together(self, planned: Planned) -> bool:
         """Whether the pieces of many matrices are worked on together, and not one after the other in a cache."""

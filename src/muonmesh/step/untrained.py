@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import ReferenceType
@@ -15,9 +15,11 @@ from muonmesh.comm.storage import local_of
 from muonmesh.errors import LayoutError, about, warn
 from muonmesh.groups.sites import sites
 from muonmesh.numerics.rules import Rule, rule_of
-from muonmesh.step.late import LateAnswer
 from muonmesh.step.planning import Planned
 from muonmesh.step.precision import Precision
+
+Tell = Callable[[Tensor, Callable[[Tensor], None]], None]
+"""`Runtime.tell`, by which a warning waits for no device."""
 
 PATIENCE = 100
 """Steps without a gradient after which a parameter is told of, and between two looks at the model."""
@@ -65,12 +67,9 @@ class IdleParameters:
         names = [name for name, other in others.items() if other.grad is not None]
         if not names:
             return None
-        what = (
-            "The optimizer's parameter has no gradient, and the model now holds another parameter of this name, which "
-        )
-        what += (
-            "has one. Make the optimizer after fully_shard, parallelize_module or to_empty, which replace parameters"
-        )
+        what = "The optimizer's parameter has no gradient, and the model now holds another parameter of this name, "
+        what += "which has one. Make the optimizer after fully_shard, parallelize_module or to_empty, which replace "
+        what += "parameters"
         return LayoutError(about(_listed(names), what))
 
     def count(self, missing: Mapping[str, Tensor], *, some: bool) -> None:
@@ -119,13 +118,10 @@ def _listed(names: list[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
-def rounding_of(planned: Planned, groups: Sequence[Mapping[str, Any]], precision: Precision) -> LateAnswer | None:
-    """Return a warning of what rounding does to the first Muon parameter of low precision.
-
-    None if there is no such parameter, or if there are masters.
-    """
+def warn_of_rounding(planned: Planned, groups: Sequence[Mapping[str, Any]], precision: Precision, tell: Tell) -> None:
+    """Warn of what rounding does to the first Muon parameter of low precision, if there is one without a master."""
     if precision.master is not None:
-        return None
+        return
     for member, parameter in zip(planned.muon, planned.plan.parameters, strict=True):
         if member is None or groups[member.group]["stochastic_rounding"] is not None:
             continue
@@ -144,20 +140,21 @@ def rounding_of(planned: Planned, groups: Sequence[Mapping[str, Any]], precision
         def say(unchanged: Tensor, told: str = told) -> None:
             warn(told.format(float(unchanged)))
 
-        return LateAnswer.of(((local.float() + size.rms).to(local.dtype) == local).float().mean(), say)
-    return None
+        tell(((local.float() + size.rms).to(local.dtype) == local).float().mean(), say)
+        return
 
 
-def unsuited_of(
-    planned: Planned, rules: Sequence[Rule | None], flags: Mapping[int, Tensor], told: set[str]
-) -> LateAnswer | None:
-    """Return a warning of the matrices that did not suit their rule in a step; None if no rule asked.
+def warn_of_unsuited(
+    planned: Planned, rules: Sequence[Rule | None], flags: Mapping[int, Tensor], told: set[str], tell: Tell
+) -> None:
+    """Warn of the matrices that did not suit their rule in a step.
 
     Args:
         planned: The plan of the step.
         rules: Of each param group.
         flags: Whether a matrix does not suit, 0-d bool, by its assignment.
         told: Names of the parameters of which a warning was given; the others are added when they are told.
+        tell: `Runtime.tell`.
     """
     texts, found = list[tuple[str, str]](), []
     for assignment, flag in flags.items():
@@ -173,4 +170,5 @@ def unsuited_of(
                 told.add(name)
                 warn(f"{name}: found {text.format(name=name)}")
 
-    return LateAnswer.of(torch.stack(found), say) if found else None
+    if found:
+        tell(torch.stack(found), say)
