@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from muonmesh.comm.schedule import Schedule
-from muonmesh.comm.stages import Compute, Gather, Scatter, Swap
+from muonmesh.comm.schedule import Compute, Gather, Scatter, Schedule
+from muonmesh.comm.wire import Swap
 from muonmesh.layout import (
     Budget,
     FlatShards,

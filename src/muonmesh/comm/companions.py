@@ -28,16 +28,12 @@ class CompanionExchange:
     Attributes:
         carried: The plan by which these numbers travel.
         wire: To the other ranks.
-        rank: This one.
-        peers: All ranks, in the order of their process group.
         dtype: Dtype of all that travels.
         device: Where it is.
     """
 
     carried: CompanionPlan
     wire: Wire
-    rank: int
-    peers: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
 
@@ -46,8 +42,8 @@ class CompanionExchange:
         """What travels to the owners, and back, each with whether any rank sends some of it."""
         plan, found = self.carried.plan, []
         for name, moves in (("gather", plan.gathers(0)), ("scatter", plan.scatters(0))):
-            routes = plan.routes(0, self.rank, gather=name == "gather")
-            found.append((Passage(name, routes.stored, routes.assembled, self.rank, self.peers), moves))
+            routes = plan.routes(0, self.wire.rank, gather=name == "gather")
+            found.append((Passage(name, routes.stored, routes.assembled, self.wire.rank, self.wire.peers), moves))
         return found
 
     @cached_property
@@ -57,13 +53,13 @@ class CompanionExchange:
         return {
             number: torch.zeros(assignment.matrix.numel, dtype=self.dtype, device=self.device)
             for number, assignment in enumerate(assignments)
-            if assignment.owner == self.rank
+            if assignment.owner == self.wire.rank
         }
 
     def gather(self, state: CompanionState) -> None:
         """Bring what is kept to the owners, and give it to their state; all ranks call it."""
         passage, moves = self._ways[0]
-        for leg in passage.stored.get(self.rank, ()):
+        for leg in passage.stored.get(self.wire.rank, ()):
             self._read(state, leg, view_in_matrix(leg.piece, self._owned[leg.assignment]))
         if moves:
             memory = memory_of(passage.numels, self.dtype, self.device)
@@ -82,7 +78,7 @@ class CompanionExchange:
     def scatter(self, state: CompanionState) -> None:
         """Bring what the owners have made of it to all ranks that store it; all ranks call it."""
         passage, moves = self._ways[1]
-        for leg in passage.stored.get(self.rank, ()):
+        for leg in passage.stored.get(self.wire.rank, ()):
             self._write(state, leg, view_in_matrix(leg.piece, self._owned[leg.assignment]))
         if moves:
             memory = memory_of(passage.numels, self.dtype, self.device)

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from muonmesh.comm.companions import CompanionExchange
 from muonmesh.comm.matrix_sums import MatrixSums
-from muonmesh.comm.schedule import Schedule
-from muonmesh.comm.stages import Compute, Copies, Gather, Scatter
-from muonmesh.comm.storage import this_rank
+from muonmesh.comm.passage import Copies
+from muonmesh.comm.schedule import Compute, Gather, Scatter, Schedule
 from muonmesh.comm.wire import Transfer, Wire
 from muonmesh.comm.work import Ends, Work
 from muonmesh.layout import Plan
@@ -61,12 +60,9 @@ class Exchange:
             raise ValueError(f"group: found None for ranks {plan.ranks}; needed their process group")
         self.plan, self.group, self.wire = plan, group, Wire(plan.ranks, group)
         self._dtype, self._device, self._blocks, self._at_once = dtype, device, blocks, at_once
-        self._rank = this_rank() if group is not None else plan.ranks[0]
-        self._peers = tuple(dist.get_process_group_ranks(group)) if group is not None else plan.ranks
-        self._matrix_sums = MatrixSums(plan, rank=self._rank, device=device, wire=self.wire)
-        self._carried: CompanionExchange | None = None
-        if (beside := CompanionPlan.beside(plan)) is not None:
-            self._carried = CompanionExchange(beside, self.wire, self._rank, self._peers, companion_dtype, device)
+        self._matrix_sums = MatrixSums(plan, rank=self.wire.rank, device=device, wire=self.wire)
+        beside = CompanionPlan.beside(plan)
+        self._carried = None if beside is None else CompanionExchange(beside, self.wire, companion_dtype, device)
         self._gathered: dict[int, Gather] = {}
         self._computed: dict[int, Compute] = {}
         self._under_way: dict[int, Transfer | None] = {}
@@ -76,7 +72,7 @@ class Exchange:
     @cached_property
     def schedule(self) -> Schedule:
         """What this rank does; takes the memory for it, so it is worked out when the first step begins."""
-        return Schedule(self.plan, self._rank, self._peers, self._dtype, self._device, self._at_once)
+        return Schedule(self.plan, self.wire.rank, self.wire.peers, self._dtype, self._device, self._at_once)
 
     @property
     def memory(self) -> list[Tensor]:

@@ -9,12 +9,14 @@ from functools import cached_property
 
 from torch import Tensor
 
-from muonmesh.comm.stages import Copies
 from muonmesh.comm.views import view_in_matrix, view_in_storage
 from muonmesh.comm.wire import Swap
 from muonmesh.layout import Piece
 from muonmesh.layout.region import row_major
 from muonmesh.layout.routes import Leg
+
+Copies = tuple[tuple[Tensor, Tensor], ...]
+"""What is copied, (to, of), both of one shape."""
 
 
 class Passage:

@@ -320,10 +320,6 @@ def _root_of(mesh: DeviceMesh) -> DeviceMesh:
     return root
 
 
-def _ranks_in(group: dist.ProcessGroup) -> list[int]:
-    return sorted(dist.get_process_group_ranks(group))
-
-
 def world_size() -> int:
     """Return the number of ranks, 1 without torch.distributed."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
@@ -381,8 +377,8 @@ def sharded_over_replicas(storage: Storage, group: dist.ProcessGroup | None, dev
     outside = len(layout.mesh) - mesh.ndim  # axes of copies that the tensor's own mesh does not know
     if outside:
         peers = sorted(layout.ranks[layout.ranks.index(this_rank()) % mesh.size() :: mesh.size()])
-        found = (g for g in (group, *_root_of(mesh).get_all_groups()) if g is not None and _ranks_in(g) == peers)
-        if (other := next(found, None)) is not None:
+        known = [g for g in (group, *_root_of(mesh).get_all_groups()) if g is not None]
+        if (other := next((g for g in known if sorted(dist.get_process_group_ranks(g)) == peers), None)) is not None:
             grid = torch.tensor(layout.ranks, dtype=torch.int64, device="cpu").view(layout.mesh)
             groups, names = [other, *mesh.get_all_groups()], tuple(map(str, range(grid.ndim)))
             mesh = DeviceMesh.from_group(groups, device, mesh=grid, mesh_dim_names=names)

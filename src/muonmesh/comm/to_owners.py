@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import math
 import weakref
@@ -176,14 +175,11 @@ class ToOwners(GradientSource):
         for _, tensor, storage in matrices:
             if tensor in self._owners:
                 loads[self._owners[tensor]] += _cost(storage)
-        heap = [(load, number) for number, load in loads.items()]
-        heapq.heapify(heap)
         for cost, _, at in jobs:
             _, tensor, storage = matrices[at]
             if tensor not in self._owners and storage.copies > 1:
-                load, number = heap[0]
-                self._owners[tensor] = number
-                heapq.heapreplace(heap, (load - cost, number))
+                self._owners[tensor] = min(loads, key=loads.__getitem__)
+                loads[self._owners[tensor]] -= cost
         return [
             on_replica(storage, self._owners[t] * (storage.copies // copies)) if t in self._owners else storage
             for _, t, storage in matrices
@@ -322,10 +318,8 @@ class ToOwners(GradientSource):
         most, low, high, *flags = links.talk.reduce(told, dist.ReduceOp.MAX, "the agreement on gradients").tolist()
         if low + high != 255:
             self._even_out(links, len(self._dropped) + rounds)
-            what = (
-                "zero_grad() dropped gradients on some ranks and not on others. Call zero_grad() on all ranks, after "
-            )
-            raise PlanError(about("the gradients", what + "the same backward passes"))
+            what = "zero_grad() dropped gradients on some ranks and not on others. Call zero_grad() on all ranks, "
+            raise PlanError(about("the gradients", what + "after the same backward passes"))
         self._finish_dropped(links)
         present, fresh = flags[: len(matrices)], flags[len(matrices) :]
         if most and self._step != step:

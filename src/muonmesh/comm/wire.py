@@ -93,13 +93,15 @@ class Wire:
     Attributes:
         ranks: The connected set.
         group: Its process group; None for one rank.
+        rank, peers: This rank, and all of them in the order of the process group.
         counts: What the step under way, or the last one, has done.
         steps: How many steps have begun, for messages.
     """
 
     def __init__(self, ranks: tuple[int, ...], group: dist.ProcessGroup | None) -> None:
-        self.ranks = ranks
-        self.group = group
+        self.ranks, self.group = ranks, group
+        self.rank = ranks[0] if group is None else dist.get_rank()
+        self.peers = ranks if group is None else tuple(dist.get_process_group_ranks(group))
         self.counts = Counts()
         self.steps = 0
         self._key = f"waited/{ranks}/{_made[ranks]}"

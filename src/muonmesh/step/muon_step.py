@@ -93,8 +93,11 @@ class MuonStep(Work):
         found: dict[object, Folded] = {}
         for number in assignments:
             entry = self._ready.entry(number)
-            if entry is None or entry.momenta is None or not self._folds(number, entry.momenta):
+            if entry is None or entry.momenta is None:
                 continue
+            loaded = [kept.loaded for kept in entry.momenta.values() if isinstance(kept, Momentum)]
+            if self._ready.nonzero[number] is False and all(value is None for value in loaded):
+                continue  # no gradient is folded in, and no loaded momentum is encoded
             if self._ready.blocks is not None:
                 self._fold_coded(number, entry, entry.momenta)
                 continue
@@ -110,11 +113,6 @@ class MuonStep(Work):
             else:
                 reads.append(_piece(entry, leg.assignment, leg.piece, folds=False)._replace(into=into))
         return [*found.values(), *reads]
-
-    def _folds(self, number: int, momenta: Momenta) -> bool:
-        """Whether the gradient of a matrix is folded in, or its loaded momentum is encoded."""
-        coded = [kept for kept in momenta.values() if isinstance(kept, Momentum)]
-        return self._ready.nonzero[number] is not False or any(kept.loaded is not None for kept in coded)
 
     def _fold_coded(self, number: int, entry: ParameterStep, momenta: Momenta) -> None:
         """Fold the gradient of a matrix into momentum that is kept in int8."""
@@ -286,7 +284,8 @@ class HostStep(MuonStep):
             assignment = self._ready.plan.assignments[those[0]]
             size = self.at_once(len(some), those[0])
             self._ready.arrive(those)
-            for stored in _by_storage(some):
+            for how in dict.fromkeys([local.stored for local in some]):
+                stored = [local for local in some if local.stored == how]
                 for start in range(0, len(stored), size):
                     batch = stored[start : start + size]
                     tasks.append((assignment.flops * len(batch), functools.partial(self._local, batch)))
@@ -333,14 +332,6 @@ def ends_of(batch: Sequence[Local], matrices: Tensor, *, read: bool) -> Ends:
         for local, matrix in zip(batch, matrices.unbind(), strict=True)
         for leg in (local.read if read else local.write)
     )
-
-
-def _by_storage(some: Sequence[Local]) -> list[list[Local]]:
-    """Return matrices that are stored alike, together."""
-    found: dict[str, list[Local]] = {}
-    for local in some:
-        found.setdefault(local.stored, []).append(local)
-    return list(found.values())
 
 
 def _piece(entry: ParameterStep, number: int, piece: Piece, *, folds: bool) -> Folded:
