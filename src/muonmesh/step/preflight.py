@@ -113,7 +113,8 @@ def preflight(
         "error": failed,
         "stays": True,
     }
-    terms = planned, settings, runtime, replicas
+    # As they are now, and without the runtime, which may keep them till the next step and would then hold itself.
+    terms = planned, settings, replicas, runtime.precision, runtime.loaded
     flags = exchange.wire.begin_step(flag_vector.vector(nonzero, entries, digests(*terms), tail))
     answers = ReducedFlags(flag_vector, flags)
     raise_errors = partial(_raise_errors, exchange, error, partial(lines, *terms), settings)

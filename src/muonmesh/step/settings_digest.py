@@ -15,14 +15,16 @@ from muonmesh.numerics.kernels.memory import upload
 from muonmesh.settings import SettingsFound
 from muonmesh.step.flag_vector import DIGEST
 from muonmesh.step.planning import Planned
+from muonmesh.step.precision import Precision
 from muonmesh.step.replicas import Fingerprint, text_of
-from muonmesh.step.runtime import Runtime
 
 _MIX = 6364136223846793005
 """Odd, so that no bit of a sum of products with its powers is lost (Knuth's MMIX generator)."""
 
 
-def digests(planned: Planned, settings: SettingsFound, runtime: Runtime, replicas: Mapping[int, Fingerprint]) -> Tensor:
+def digests(
+    planned: Planned, settings: SettingsFound, replicas: Mapping[int, Fingerprint], precision: Precision, loaded: bool
+) -> Tensor:
     """Return `DIGEST` bytes of what this rank has set for each set of ranks that share parameters, uint8.
 
     If learning rate, momentum, scale or dtype differed between the ranks that hold a parameter, replicas would drift
@@ -32,13 +34,14 @@ def digests(planned: Planned, settings: SettingsFound, runtime: Runtime, replica
     Args:
         planned: The plan with the parameters that are compared (`FlagVector.shared`).
         settings: What the groups say.
-        runtime: Of the optimizer.
         replicas: `fingerprints`, at the first step of a plan and after state was loaded; none at others.
+        precision: The optimizer's dtypes.
+        loaded: Whether state has been loaded since the last step.
     """
     sets, said = list[list[int]](), list(map(_said, settings.rules))
     for numbers in planned.flag_vector.shared:
         groups, static = planned.terms_of(numbers)
-        text = f"{static} {runtime.precision} {runtime.loaded} {[said[group] for group in groups]}"
+        text = f"{static} {precision} {loaded} {[said[group] for group in groups]}"
         sets.append(list(hashlib.blake2b(text.encode(), digest_size=DIGEST // 2).digest()))
     if not sets or not (replicas or settings.on_device):
         zeros = [0] * (DIGEST // 2)
@@ -58,7 +61,7 @@ def digests(planned: Planned, settings: SettingsFound, runtime: Runtime, replica
 
 
 def lines(
-    planned: Planned, settings: SettingsFound, runtime: Runtime, replicas: Mapping[int, Fingerprint]
+    planned: Planned, settings: SettingsFound, replicas: Mapping[int, Fingerprint], precision: Precision, loaded: bool
 ) -> dict[str, str]:
     """Return for each parameter what is compared, as text. Waits for what only the device knows."""
     found = {}
@@ -66,7 +69,7 @@ def lines(
         if member is not None:
             rule, dtype = settings.rules[member.group], local_of(member.tensor).dtype
             rate = f"lr={float(rule.lr)}, " if rule is not None and _on_device(rule.lr) else ""
-            text = f"{rate}{_said(rule)}, {dtype}, {runtime.precision}, state loaded={runtime.loaded}"
+            text = f"{rate}{_said(rule)}, {dtype}, {precision}, state loaded={loaded}"
             found[member.name] = ", ".join([text, *map(text_of, filter(None, [replicas.get(number)]))])
     return found
 
