@@ -190,11 +190,6 @@ def settings(content: str) -> Callable[[Path], None]:
     return write
 
 
-def of_an_older_version(place: Path) -> None:
-    without_manifest(place)
-    (place / "settings.json").rename(place / "progress.json")
-
-
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "64 bytes": (scatter_bytes, "__1_0.distcp: its content has changed since it was written"),
     "nan without manifest": (nan_in_a_file, "__1_0.distcp: found infinity or NaN in "),
@@ -206,7 +201,6 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no settings": (lambda place: (place / "settings.json").unlink(), "settings.json: not there"),
     "settings of text": (settings("groups"), "settings.json: not JSON"),
     "settings without groups": (settings("{}"), "found no 'groups'"),
-    "an older version": (of_an_older_version, "Finish the run with that version and --export, and go on from there"),
 }
 
 

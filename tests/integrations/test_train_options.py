@@ -25,7 +25,7 @@ from muonmesh.cli import rank
 from muonmesh.cli.app import app
 from muonmesh.cli.corpus import Windows, load_corpus_of, prepare_corpus, save_corpus_of
 from muonmesh.cli.metrics_log import MetricsLog, read_metrics
-from muonmesh.cli.run_settings import LATER, Settings, load_settings
+from muonmesh.cli.run_settings import Settings, load_settings
 from muonmesh.cli.sweep import best_of, figures, finished, parse_sweep, write_sweep
 from muonmesh.cli.tokenizer import load_tokenizer
 from muonmesh.cli.training import StopRequest
@@ -345,11 +345,3 @@ def test_wrong_values_fail_before_any_rank_starts(line: str, tmp_path: Path, mon
     message = refused(*options, *(() if "auto" in line else ("--out", "run")), "--device", "cpu")
     assert re.search(WRONG[line], message), message
     assert not (tmp_path / "run" / "config.json").exists()
-
-
-def test_older_runs_are_read_as_they_were(tmp_path: Path) -> None:
-    settings = Settings(out=str(tmp_path))
-    settings.save({})
-    content = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in content.items() if k not in LATER}))
-    assert load_settings(tmp_path) == settings

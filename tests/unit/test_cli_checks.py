@@ -23,7 +23,7 @@ from muonmesh.cli.failure import first_failure, make_room, record_failure
 from muonmesh.cli.lock import LOCK_FILE, locked
 from muonmesh.cli.metrics_log import MetricsLog, read_metrics
 from muonmesh.cli.model import check_model
-from muonmesh.cli.run_settings import LATER, Settings, load_settings
+from muonmesh.cli.run_settings import Settings, load_settings
 from muonmesh.cli.summary import summarise
 from muonmesh.errors import FileError
 from muonmesh.files import is_finite, make_folders, write_text
@@ -39,7 +39,7 @@ ANYTHING = st.one_of(
     st.lists(st.one_of(st.integers(0, 2), st.text(max_size=3)), max_size=3),
     st.dictionaries(st.text(max_size=3), st.integers(), max_size=2),
 )
-CORPUS = Corpus("somewhere", "ab", "text", 1, 2, 300, 4, 5)
+CORPUS = Corpus("somewhere", "ab", "text", 1, 2, 300, 4, 5, 0)
 
 
 # --- settings and descriptions ----------------------------------------------------------------------------------------
@@ -67,11 +67,11 @@ def test_settings_are_read_as_written_or_refused_by_the_name_of_file_and_field(
     except FileError as error:
         message = str(error)
     else:
+        assert not missing
         default = next(field.default for field in fields(Settings) if field.name == name)
-        value = default if missing else tuple(value) if isinstance(value, list) else value
+        value = tuple(value) if isinstance(value, list) else value
         assert getattr(found, name) == value
         assert isinstance(value, bool) == isinstance(default, bool)
-        assert not missing or name in LATER, "a run of an older version cannot have been without it"
     if message:
         assert "config.json" in message
         assert name in message or name.replace("_", "-") in message or "batch" in message or "warmup" in message
@@ -141,9 +141,7 @@ def test_a_description_of_the_text_is_read_as_written_or_refused(
     else:
         content[name] = value
     (run / "corpus.json").write_text(json.dumps(content))
-    if missing and name == "end_of_text":
-        assert load_corpus_of(run) == CORPUS, "as an older version wrote it"
-    elif not missing and type(value) is type(getattr(CORPUS, name)) and (isinstance(value, str) or value >= 0):
+    if not missing and type(value) is type(getattr(CORPUS, name)) and (isinstance(value, str) or value >= 0):
         assert load_corpus_of(run) == replace(CORPUS, **{name: value})
     else:
         with pytest.raises(FileError, match=rf"corpus\.json: found (no '{name}'|{name})"):

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as torch_load
 
 from muonmesh.checkpoint import load, save
 from muonmesh.checkpoint.entries import CheckpointReader, wrong_numbers
-from muonmesh.checkpoint.manifest import REMEDY, SETTINGS_FILE, is_whole
+from muonmesh.checkpoint.manifest import REMEDY, is_whole
 from muonmesh.checkpoint.metadata import read_metadata
 from muonmesh.checkpoint.place import forget_older, found_at, numbered
 from muonmesh.checkpoint.ranks import on_first_rank, together
@@ -24,7 +24,6 @@ from muonmesh.comm.telling import agreed
 from muonmesh.errors import FileError
 
 STEP = "step-"  # and eight digits
-OLDER_FILE = "progress.json"  # beside the tensors, where versions before 0.1 wrote a checkpoint
 
 
 class Checkpoints:
@@ -87,17 +86,7 @@ class Checkpoints:
         Raises:
             FileError, StateError: on every rank, naming the file and what is wrong with it; nothing has changed.
         """
-        folder = self._folder(step)
-
-        def refuse_older() -> None:
-            if (found_at(folder) / OLDER_FILE).is_file():
-                raise FileError(
-                    f"{folder}: found {OLDER_FILE}, which a version before 0.1 wrote; needed {SETTINGS_FILE}. Finish "
-                    "the run with that version and --export, and go on from there with --init"
-                )
-
-        on_first_rank(refuse_older)
-        load(folder, engine.model, engine.saved)
+        load(self._folder(step), engine.model, engine.saved)
 
     def whole(self, begin: str) -> dict[str, Tensor]:
         """Return the whole tensors of the newest checkpoint whose names begin so. Called on rank 0 alone."""

@@ -45,7 +45,7 @@ class Corpus:
     vocab: int
     train_tokens: int
     validation_tokens: int
-    end_of_text: int = END_OF_TEXT_ID
+    end_of_text: int
 
     def train(self) -> np.ndarray:
         """Tokens to learn from, one-dimensional, mapped from disk; a FileError where they are not there."""
@@ -172,7 +172,6 @@ def load_corpus_of(folder: Path) -> Corpus:
     """
     path = folder / DESCRIPTION_FILE
     content = read_json(path, needed="the description of a prepared text")
-    content.setdefault("end_of_text", END_OF_TEXT_ID)  # as older versions had it, which did not say so
     kinds = {"str": "a string", "int": "a whole number of at least 0"}
     check_fields(path, content, {field.name: kinds[str(field.type)] for field in fields(Corpus)})
     return Corpus(**content)

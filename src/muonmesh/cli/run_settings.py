@@ -256,15 +256,14 @@ def load_settings(directory: Path, **changes: Any) -> Settings:
     """
     path = directory / CONFIG_FILE
     content = load_config(directory)
-    for name in ("environment", *GONE):
-        content.pop(name, None)
+    del content["environment"]
     known = [field.name for field in fields(Settings)]
     unknown = sorted(set(content) - set(known))
     if unknown:
         near = difflib.get_close_matches(unknown[0], known, n=1)
         hint = f" The nearest known one is {near[0]!r}." if near else ""
         raise FileError(f"{path}: unknown settings {unknown}; another version wrote it.{hint}")
-    missing = [name for name in known if name not in content and name not in LATER]
+    missing = [name for name in known if name not in content]
     if missing:
         raise FileError(f"{path}: found no {missing[0]!r}; needed the file as the run wrote it")
     values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in content.items()}
@@ -289,8 +288,3 @@ def load_config(directory: Path) -> dict[str, Any]:
 def option(name: str) -> str:
     """The command-line option of a setting: ``grad_accum`` is ``--grad-accum``."""
     return "--" + name.replace("_", "-")
-
-
-# What runs of older versions do not say; they did what these settings do when they are left out.
-LATER = ("text_field", "tokenizer", "init", "export", "checkpoint_activations", "compile", "keep")
-GONE = ("log", "save_momentum")  # what they say, and nothing depends on any more
