@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -85,11 +84,6 @@ def check_model(settings: Settings) -> nn.Module:
     if init is not None and not any(Path(init).glob("*.safetensors")):
         raise FileError(f"--init {init}: found no weights in safetensors; needed what `save_pretrained` writes")
     check_parameters(built, name=settings.model, parallel=settings.parallel)
-    if settings.checkpoint_activations and not getattr(built, "supports_gradient_checkpointing", False):
-        raise FileError(
-            f"--checkpoint-activations: {type(built).__name__} of transformers cannot compute its layers again; needed "
-            "a model that supports gradient checkpointing. Leave it out"
-        )
     return built
 
 
@@ -154,14 +148,3 @@ def parallelise(model: nn.Module, *, parallel: Parallel, dtype: Dtype, device: t
     except ValueError as error:
         raise FileError(f"--parallel {parallel}: FSDP2 cannot shard this model: {sentence(error)}. {DDP}") from error
     return model
-
-
-def prepare_layers(model: nn.Module, settings: Settings) -> None:
-    """Change layers in place; their parameters keep their names. `check_model` has said whether they can be."""
-    if settings.checkpoint_activations:
-        recompute: Any = model
-        recompute.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    if settings.compile:
-        logging.getLogger("torch._inductor").setLevel(logging.ERROR)
-        for block in blocks_of(model):
-            block.compile()

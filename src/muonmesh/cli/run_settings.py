@@ -166,10 +166,6 @@ class Settings:
         "Data type of forward and backward passes; weights are fp32. auto: bf16 where it is native.",
         asked=Literal["auto", "bf16", "fp32"],
     )
-    checkpoint_activations: bool = setting(
-        False, WHERE, "Save memory: compute activations inside each layer again in the backward pass."
-    )
-    compile: bool = setting(False, WHERE, "Compile each layer with torch.compile.")
     out: str = setting(MISSING, OUTPUT, "The directory of the run. Default: runs/MODEL-DATE.", asked=Path | None)
     eval_every: int = setting(
         30, OUTPUT, "Steps between two validations. Default: a twentieth of --steps.", asked=int | None

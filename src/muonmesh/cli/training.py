@@ -21,7 +21,7 @@ from muonmesh.cli.configuration import model_config
 from muonmesh.cli.corpus import Corpus, Windows
 from muonmesh.cli.engine import Engine
 from muonmesh.cli.metrics_log import TIMES, MetricsLog
-from muonmesh.cli.model import build_model, load_model, prepare_layers
+from muonmesh.cli.model import build_model, load_model
 from muonmesh.cli.progress import ProgressLine
 from muonmesh.cli.run_settings import Optimizer, ScheduleName, Settings, option
 from muonmesh.errors import FileError
@@ -88,7 +88,6 @@ class Training:
             init=settings.init is not None,
         )
         model = build_model(self.config) if settings.init is None else load_model(settings.init, self.config)
-        prepare_layers(model, settings)
         self.engine = Engine(name, model, settings, device)
         self.model = self.engine.model
         self.peak_lrs = [float(group["lr"]) for group in self.engine.optimizer.param_groups]
