@@ -19,16 +19,20 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from benchmarks.trainings import Trainings
 from benchmarks.variants import BATCH, HELD_OUT, LENGTH, VOCAB, final, loss, rate_at
 from peft import LoraConfig, get_peft_model
+from tokenizers import Tokenizer
 from torch import nn
 
 import muonmesh as mm
 from muonmesh.cli.configuration import model_config
-from muonmesh.cli.corpus import Corpus, Windows, prepare_corpus
+from muonmesh.cli.corpus import Windows, divide, prepare_corpus
+from muonmesh.cli.documents import documents_of, find_files, sources_of
 from muonmesh.cli.model import build_model
+from muonmesh.cli.tokenizer import END_OF_TEXT_ID
 
 WAYS: dict[str, dict[str, str]] = {
     "AdamW": {"lora_[AB]": "adamw"},
@@ -43,10 +47,25 @@ FIRST: dict[str, dict[str, Any]] = {"muon": {"lr": 6e-3}, "adamw": {"lr": 3e-3, 
 SETTINGS: dict[str, Any] = {"process_group": "local", "compute_dtype": torch.float32}  # bf16 is emulated on most CPUs
 
 
-def train(model: nn.Module, optimizer: mm.Muon, corpus: Corpus, seed: int, steps: int) -> list[tuple[int, float]]:
+Text = tuple[np.ndarray, np.ndarray]
+"""Tokens to learn from, and held out."""
+
+
+def in_tokens_of(folder: str, pattern: str) -> Text:
+    """Another text than that of a folder of `prepare_corpus`, with whole documents held out, in the same tokens."""
+    tokenizer = Tokenizer.from_file(str(Path(folder) / "tokenizer.json"))
+    parts: tuple[list[int], list[int]] = ([], [])
+    for name, text in documents_of(sources_of(find_files([pattern]), field="text")):
+        for part, texts in zip(parts, divide(name, text, whole=True), strict=True):
+            for one in texts:
+                part += [*tokenizer.encode(one, add_special_tokens=False).ids, END_OF_TEXT_ID]
+    return np.array(parts[0]), np.array(parts[1])
+
+
+def train(model: nn.Module, optimizer: mm.Muon, text: Text, seed: int, steps: int) -> list[tuple[int, float]]:
     """Train, and return validation losses by step."""
-    windows = Windows(corpus.train(), length=LENGTH, seed=seed)
-    held_out = torch.from_numpy(Windows(corpus.validation(), length=LENGTH, seed=0).spread(HELD_OUT))
+    windows = Windows(text[0], length=LENGTH, seed=seed)
+    held_out = torch.from_numpy(Windows(text[1], length=LENGTH, seed=0).spread(HELD_OUT))
     peaks = [group["lr"] for group in optimizer.param_groups]
     found: list[tuple[int, float]] = []
     for step in range(steps):
@@ -64,7 +83,7 @@ def train(model: nn.Module, optimizer: mm.Muon, corpus: Corpus, seed: int, steps
     return found
 
 
-def adapt(base: nn.Module, way: str, lr: float, seed: int, corpus: Corpus, steps: int) -> dict[str, Any]:
+def adapt(base: nn.Module, way: str, lr: float, seed: int, text: Text, steps: int) -> dict[str, Any]:
     """Train fresh adapters on a frozen model in one way."""
     torch.manual_seed(seed)
     config = LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules="all-linear", lora_dropout=0.0)
@@ -74,7 +93,7 @@ def adapt(base: nn.Module, way: str, lr: float, seed: int, corpus: Corpus, steps
             if "lora_A" in name:
                 parameter.requires_grad_(False)
     optimizer = mm.from_model(model, lr=lr, weight_decay=0.0, overrides=WAYS[way], **SETTINGS)
-    return {"validation": train(model, optimizer, corpus, seed, steps)}
+    return {"validation": train(model, optimizer, text, seed, steps)}
 
 
 def best(runs: list[dict[str, Any]], way: str) -> list[dict[str, Any]]:
@@ -97,18 +116,19 @@ def main() -> None:
     given = parser.parse_args()
     corpus = prepare_corpus((), vocab=VOCAB, cache=given.cache)
     headers = str(Path(torch.__file__).parent / "include" / "ATen" / "*.h")
-    other = prepare_corpus((headers,), vocab=VOCAB, cache=given.cache, tokenizer=corpus.directory)
+    other = in_tokens_of(corpus.directory, headers)
     torch.manual_seed(0)
     model = build_model(model_config(given.model, vocab=corpus.vocab, seq=LENGTH))
     kind = "" if given.pretrained == "muon" else f"-{given.pretrained}"
     weights = given.cache / f"lora-{given.model}-{given.first}{kind}.pt"
+    own = corpus.train(), corpus.validation()
     if weights.is_file():
         model.load_state_dict(torch.load(weights, weights_only=True))
     else:
-        before = train(model, mm.from_model(model, **FIRST[given.pretrained], **SETTINGS), corpus, 0, given.first)
+        before = train(model, mm.from_model(model, **FIRST[given.pretrained], **SETTINGS), own, 0, given.first)
         print(f"trained first: {before[-1][1]:.4f} on its own text", flush=True)
         torch.save(model.state_dict(), weights)
-    held_out = torch.from_numpy(Windows(other.validation(), length=LENGTH, seed=0).spread(HELD_OUT))
+    held_out = torch.from_numpy(Windows(other[1], length=LENGTH, seed=0).spread(HELD_OUT))
     with torch.no_grad():
         start = float(loss(model, held_out))
     print(f"before its adapters: {start:.4f} on the other text", flush=True)

@@ -22,6 +22,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load
 from torch.optim._muon import _zeropower_via_newtonschulz
 
 from muonmesh.numerics.coefficients import CoefficientName, coefficient_schedule
@@ -64,6 +66,16 @@ def exact(x: Tensor, schedule: tuple[tuple[float, ...], ...]) -> Tensor:
     return (u * s) @ vh
 
 
+def momenta(checkpoint: Path) -> dict[str, Tensor]:
+    """The momenta in a checkpoint of `muonmesh train` by parameter, whole, whatever ranks wrote it."""
+    reader, begin, end = FileSystemReader(checkpoint), "optimizer.state.", ".momentum_buffer"
+    held: Any = reader.read_metadata().state_dict_metadata
+    names = [name for name in held if name.startswith(begin) and name.endswith(end)]
+    tensors = {name: torch.empty(held[name].size, dtype=held[name].properties.dtype) for name in names}
+    load(tensors, storage_reader=reader, no_dist=True)
+    return {name.removeprefix(begin).removesuffix(end): tensor for name, tensor in tensors.items()}
+
+
 def inputs(momentum: Path | None) -> Iterator[tuple[str, Tensor]]:
     """Named matrices for the accuracy table."""
     yield "Gaussian 768×3072", torch.randn(768, 3072, generator=torch.Generator().manual_seed(0))
@@ -71,9 +83,7 @@ def inputs(momentum: Path | None) -> Iterator[tuple[str, Tensor]]:
     yield "four decades 768×3072", decaying(768, 3072, 4)
     yield "four decades 768×768", decaying(768, 768, 4)
     if momentum is not None:
-        from muonmesh.cli.checkpoints import whole_tensors
-
-        for name, matrix in whole_tensors(momentum, "optimizer.state.", ".momentum_buffer").items():
+        for name, matrix in momenta(momentum).items():
             if matrix.ndim == 2:
                 yield f"{name} {matrix.shape[0]}×{matrix.shape[1]}", matrix
 

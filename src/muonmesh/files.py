@@ -29,7 +29,7 @@ def writing(path: Path, *, raised: type[Exception] = OSError, again: str = AGAIN
 
     Args:
         path: What is written.
-        raised: What to turn; safetensors and tokenizers have errors of their own.
+        raised: What to turn; tokenizers has errors of its own.
         again: What to do once it can be written.
 
     Raises:

@@ -21,11 +21,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from benchmarks.orthogonalize import momenta
 from typer.testing import CliRunner
 
 from muonmesh.checkpoint import folder as checkpoint_folder
 from muonmesh.cli.app import app
-from muonmesh.cli.checkpoints import checkpoints_of, latest_step, whole_tensors
+from muonmesh.cli.checkpoints import checkpoints_of, latest_step
 from muonmesh.cli.configuration import PRESETS, model_config
 from muonmesh.cli.corpus import Windows, divide, prepare_corpus, standard_library
 from muonmesh.cli.documents import find_files
@@ -473,9 +474,9 @@ def test_the_parts_of_a_step_are_measured(finished: Path) -> None:
 @pytest.mark.slow
 def test_the_momentum_of_a_run_is_in_its_checkpoint(finished: Path) -> None:
     place = checkpoints_of(finished, "muon") / f"step-{STEPS:08d}"
-    momenta = whole_tensors(place, "optimizer.state.", ".momentum_buffer")
-    assert momenta["model.layers.0.mlp.down_proj.weight"].shape == (64, 192), "whole, not a shard"
-    assert len(momenta) == 7 * PRESETS["nano"]["num_hidden_layers"]
+    found = momenta(place)
+    assert found["model.layers.0.mlp.down_proj.weight"].shape == (64, 192), "whole, not a shard"
+    assert len(found) == 7 * PRESETS["nano"]["num_hidden_layers"]
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""`muonmesh train`: where text, tokenizer and weights come from, and what else a run can keep."""
+"""`muonmesh train`: where text comes from, how runs begin and go on, and sweeps."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
 from typer.testing import CliRunner
 
+import muonmesh as mm
 from muonmesh.cli import rank
 from muonmesh.cli.app import app
+from muonmesh.cli.checkpoints import checkpoints_of
+from muonmesh.cli.configuration import model_config
 from muonmesh.cli.corpus import Windows, load_corpus_of, prepare_corpus, save_corpus_of
 from muonmesh.cli.metrics_log import MetricsLog, read_metrics
+from muonmesh.cli.model import build_model
 from muonmesh.cli.run_settings import Settings, load_settings
 from muonmesh.cli.sweep import best_of, figures, finished, parse_sweep, write_sweep
-from muonmesh.cli.tokenizer import load_tokenizer
 from muonmesh.cli.training import StopRequest
 from muonmesh.errors import FileError
 from tests.workers import Pool
@@ -76,7 +77,7 @@ def test_each_line_is_a_document_of_its_own(lines: Path, tmp_path: Path) -> None
     corpus = prepare_corpus([str(lines)], vocab=300, cache=tmp_path / "cache", field="body")
     assert corpus.files == 1
     assert corpus.characters == sum(map(len, sentences(200)))
-    tokenizer = load_tokenizer(corpus.directory).itself
+    tokenizer = Tokenizer.from_file(str(Path(corpus.directory) / "tokenizer.json"))
     train, held_out = (
         {tokenizer.decode(part.tolist()) for part in np.split(tokens, np.flatnonzero(tokens == 0) + 1)} - {""}
         for tokens in (corpus.train(), corpus.validation())
@@ -113,26 +114,7 @@ def test_a_record_without_text_is_told_by_its_line(content: str, message: str, t
         prepare_corpus([str(tmp_path / "records.jsonl")], vocab=300, cache=tmp_path / "cache")
 
 
-def test_a_tokenizer_that_is_there_gives_its_own_tokens(lines: Path, tmp_path: Path) -> None:
-    """As `transformers` saved it, with whole words, truncation and an end of its own, and as it reads it again."""
-    from transformers import PreTrainedTokenizerFast
-
-    words = sorted({word for text in sentences(200) for word in text.split()})
-    made = Tokenizer(WordLevel({"[end]": 0} | {word: 1 + number for number, word in enumerate(words)}, "[end]"))
-    made.pre_tokenizer, folder = WhitespaceSplit(), tmp_path / "tokenizer"
-    PreTrainedTokenizerFast(tokenizer_object=made, eos_token="[end]", model_max_length=4).save_pretrained(folder)
-    options = {"vocab": len(words) + 1, "cache": tmp_path / "cache", "field": "body"}
-    corpus = prepare_corpus([str(lines)], tokenizer=str(folder), **options)
-    again = PreTrainedTokenizerFast.from_pretrained(folder)
-    known = {tuple(again(text)["input_ids"]) for text in sentences(200)}
-    found = [tuple(part[:-1].tolist()) for part in np.split(corpus.train(), np.flatnonzero(corpus.train() == 0) + 1)]
-    assert corpus.vocab == len(words) + 1
-    assert len(found) > 150
-    assert set(found) - {()} <= known
-    assert prepare_corpus([str(lines)], **options).digest != corpus.digest  # with one that is trained
-
-
-# --- weights and tokenizer --------------------------------------------------------------------------------------------
+# --- runs of one rank ------------------------------------------------------------------------------------------------
 
 
 def learn(run: Path) -> None:
@@ -151,7 +133,7 @@ def ran(
     folder = tmp_path_factory.mktemp("ran")
 
     def train(settings: Settings) -> Path:
-        corpus = prepare_corpus([str(lines)], vocab=300, cache=folder / "cache", tokenizer=settings.init, field="body")
+        corpus = prepare_corpus([str(lines)], vocab=300, cache=folder / "cache", field="body")
         settings.directory.mkdir(parents=True)
         settings.save({})
         save_corpus_of(settings.directory, corpus)
@@ -163,12 +145,11 @@ def ran(
 
 @pytest.fixture(scope="module")
 def asked(lines: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Settings]:
-    """`asked(name, init=..., ...)` are the settings of a run of one rank over the records."""
+    """`asked(name, optimizer=..., ...)` are the settings of a run of one rank over the records."""
     folder = tmp_path_factory.mktemp("asked")
 
-    def settings(name: str, init: Path | None = None, **changes: Any) -> Settings:
-        ready = None if init is None else str(init)
-        values: dict[str, Any] = {"model": ready or "nano", "init": ready, "vocab": 300, "optimizer": "muon"}
+    def settings(name: str, **changes: Any) -> Settings:
+        values: dict[str, Any] = {"model": "nano", "vocab": 300, "optimizer": "muon"}
         values |= {"ranks": 1, "parallel": "ddp", "dtype": "fp32", "steps": STEPS, "warmup": 0, "batch": 4, "seq": 32}
         values |= {"eval_every": 10, "eval_sequences": 4, "data": (str(lines),), "text_field": "body"}
         return Settings(out=str(folder / name), **{**values, **changes})
@@ -177,68 +158,42 @@ def asked(lines: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[...
 
 
 @pytest.fixture(scope="module")
-def exported(ran: Callable[[Settings], Path], asked: Callable[..., Settings]) -> Path:
-    """A run whose model is kept."""
-    return ran(asked("exported", export=True))
+def trained(ran: Callable[[Settings], Path], asked: Callable[..., Settings]) -> Path:
+    return ran(asked("trained"))
 
 
 def validated(run: Path) -> list[float]:
     return [record["validation_loss"] for record in read_metrics(run) if "validation_loss" in record]
 
 
-@pytest.mark.slow
-def test_an_exported_model_is_one_of_transformers_and_predicts_what_was_trained(exported: Path) -> None:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    folder = exported / "export" / "muon"
-    model = AutoModelForCausalLM.from_pretrained(folder).eval()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    assert tokenizer.decode(tokenizer("Sentence 3 tells")["input_ids"]) == "Sentence 3 tells"
-    assert tokenizer.eos_token == "<|endoftext|>"
-    assert model.config.eos_token_id == tokenizer.eos_token_id == 0
-    windows = Windows(load_corpus_of(exported).validation(), length=32, seed=0)
-    tokens = torch.from_numpy(windows.spread(4))
+def predicted(run: Path) -> float:
+    """Read the weights of a run into a model of transformers, and return its loss on the held-out text."""
+    settings = load_settings(run)
+    model = build_model(model_config(settings.model, vocab=settings.vocab, seq=settings.seq))
+    optimizer = mm.from_model(model, lr=1.0, process_group="local")
+    mm.checkpoint.load(checkpoints_of(run, "muon") / f"step-{STEPS:08d}", model, optimizer)
+    tokens = torch.from_numpy(Windows(load_corpus_of(run).validation(), length=32, seed=0).spread(4))
     with torch.no_grad():
         logits = model(input_ids=tokens[:, :-1]).logits
-    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-    assert float(loss) == pytest.approx(validated(exported)[-1], abs=1e-5)
-    assert float(loss) < math.log(300) - 0.1
+    return float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()))
 
 
 @pytest.mark.slow
-def test_a_training_begins_with_weights_and_tokenizer_of_a_local_folder(
-    exported: Path, ran: Callable[[Settings], Path], asked: Callable[..., Settings], lines: Path, tmp_path: Path
+def test_the_weights_of_a_run_load_into_a_model_that_predicts_what_was_trained(
+    trained: Path, workers: Callable[[int], Pool]
 ) -> None:
-    folder = exported / "export" / "muon"
-    plain = ran(asked("plain", init=folder))
-    assert load_corpus_of(plain).vocab == 300
-    assert validated(plain)[0] == pytest.approx(validated(exported)[-1], abs=1e-5), "other weights, or other tokens"
+    loss = workers(1).run(predicted, trained)[0]
+    assert loss == pytest.approx(validated(trained)[-1], abs=1e-5)
+    assert loss < math.log(300) - 0.1
 
 
 @pytest.mark.slow
 @pytest.mark.soak
-def test_the_command_begins_with_a_local_folder_too(
-    exported: Path, ran: Callable[[Settings], Path], asked: Callable[..., Settings], lines: Path, tmp_path: Path
-) -> None:
-    folder = exported / "export" / "muon"
-    plain = ran(asked("alike", init=folder))
-    options = (*TINY, "--init", folder, "--data", lines, "--text-field", "body", "--warmup", 0)
-    options += ("--export", "--resume", "auto")
-    train(*options, "--out", tmp_path / "run")
-    assert losses(tmp_path / "run") == losses(plain)
-    assert load_settings(tmp_path / "run").vocab == 300
-    assert sorted(path.name for path in (tmp_path / "run" / "export" / "muon").iterdir()) == sorted(
-        path.name for path in folder.iterdir()
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.soak
-def test_resume_auto_begins_a_run_or_goes_on_with_it(exported: Path, lines: Path, tmp_path: Path) -> None:
+def test_resume_auto_begins_a_run_or_goes_on_with_it(trained: Path, lines: Path, tmp_path: Path) -> None:
     options = (*TINY, "--model", "nano", "--vocab", 300, "--data", lines, "--text-field", "body", "--warmup", 0)
     run = tmp_path / "run"
     train(*options, "--out", run, "--resume", "auto")
-    assert losses(run) == losses(exported), "it began like any other"
+    assert losses(run) == losses(trained), "it began like any other"
     before = (run / "metrics.jsonl").read_text()
     train(*options, "--out", run, "--resume", "auto")
     assert (run / "metrics.jsonl").read_text() == before, "a finished run is left as it is"
@@ -302,10 +257,6 @@ def test_the_command_trains_a_sweep_and_goes_on_with_it(lines: Path, tmp_path: P
 
 
 WRONG = {
-    "--init nowhere": r"--model nowhere: |nowhere/tokenizer.json: could not be read|No such file",
-    "--init {folder} --model small": r"--init .*: found --model small beside it; .* Leave out one",
-    "--init {folder} --vocab 300": r"--init .*: found --vocab 300 beside it; a tokenizer has its size",
-    "--tokenizer {folder}/nothing": r"nothing/tokenizer.json: could not be read: .* needed the tokenizer",
     "--resume auto": r"--resume auto: found no --out beside it",
     "--data {folder}/rows.parquet": r"rows.parquet: needs pyarrow.* Write: pip install 'muonmesh\[data\]'",
     "--seeds 0,1": r"--seeds 0,1: found no --sweep beside it. Write: --sweep lr=0.006 --seeds 0,1",
@@ -326,8 +277,6 @@ def test_wrong_values_fail_before_any_rank_starts(line: str, tmp_path: Path, mon
     folder = tmp_path / "folder"
     folder.mkdir()
     (folder / "rows.parquet").write_bytes(b"PAR1")
-    prepared = prepare_corpus([__file__], vocab=300, cache=tmp_path / "cache")
-    (folder / "tokenizer.json").write_text((Path(prepared.directory) / "tokenizer.json").read_text())
     options = line.format(folder=folder).split()
     message = refused(*options, *(() if "auto" in line else ("--out", "run")), "--device", "cpu")
     assert re.search(WRONG[line], message), message

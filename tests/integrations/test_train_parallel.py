@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from benchmarks.orthogonalize import momenta
 from torch.distributed.tensor import DTensor, Replicate
 
-from muonmesh.cli.checkpoints import checkpoints_of, latest_step, whole_tensors
+from muonmesh.cli.checkpoints import checkpoints_of, latest_step
 from muonmesh.cli.corpus import Corpus, load_corpus_of, prepare_corpus, save_corpus_of, standard_library
 from muonmesh.cli.metrics_log import MetricsLog, read_metrics
 from muonmesh.cli.run_settings import Optimizer, Parallel, Settings, load_settings
@@ -261,10 +262,10 @@ def test_the_momentum_of_two_sharded_replicas_is_saved_whole(pool: Pool, prepare
     assert "Replicate()×2, Shard(0)×2" in explanation
     step = latest_step(checkpoints_of(run, "muon"))
     place = checkpoints_of(run, "muon") / f"step-{step:08d}"
-    momenta = whole_tensors(place, "optimizer.state.", ".momentum_buffer")
-    assert momenta["model.layers.0.mlp.gate_proj.weight"].shape == (128, 64), "whole, not a shard"
-    assert len(momenta) == 14
-    assert all(matrix.isfinite().all() and matrix.count_nonzero() > 0 for matrix in momenta.values())
+    found = momenta(place)
+    assert found["model.layers.0.mlp.gate_proj.weight"].shape == (128, 64), "whole, not a shard"
+    assert len(found) == 14
+    assert all(matrix.isfinite().all() and matrix.count_nonzero() > 0 for matrix in found.values())
 
 
 def explained(run: Path) -> str:

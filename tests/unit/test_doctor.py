@@ -13,13 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch.distributed.checkpoint.state_dict_saver import save
 from typer.testing import CliRunner
 
 import muonmesh as mm
 from muonmesh.checkpoint.folder import write
-from muonmesh.checkpoint.manifest import MANIFEST_FILE, entry_of, write_manifest
+from muonmesh.checkpoint.manifest import MANIFEST_FILE
 from muonmesh.checkpoint.place import before_at
 from muonmesh.cli import installation
 from muonmesh.cli.app import app
@@ -54,14 +53,6 @@ def archive(folder: Path) -> Path:
         {"model": {"weight": torch.ones(6, 5)}, "optimizer": {"state": {0: {"exp_avg": torch.ones(3)}}}}, folder / "s"
     )
     return folder / "s"
-
-
-def exported(folder: Path) -> Path:
-    place = folder / "export"
-    place.mkdir()
-    save_file({"lm_head.weight": torch.ones(6, 5)}, place / "model.safetensors")
-    write_manifest(place, {"model.safetensors": entry_of(place / "model.safetensors")})
-    return place
 
 
 def doctor(path: Path, *options: str) -> tuple[int, str]:
@@ -124,7 +115,7 @@ def test_two_ranks_measure_their_links(workers: Callable[[int], Pool]) -> None:
 
 
 def data(path: Path) -> Path:
-    return next(file for file in (path / "__0_0.distcp", path / "model.safetensors", path) if file.is_file())
+    return next(file for file in (path / "__0_0.distcp", path) if file.is_file())
 
 
 def flip(path: Path) -> None:
@@ -156,7 +147,6 @@ WHOLE: dict[str, tuple[Callable[[Path], Path], str]] = {
     "ours": (ours, "a checkpoint of muonmesh.checkpoint.save, whole"),
     "plain": (plain, "a checkpoint of torch.distributed.checkpoint, whole"),
     "archive": (archive, "a file of torch.save, whole"),
-    "export": (exported, "a model for from_pretrained, whole"),
 }
 
 
@@ -196,9 +186,6 @@ def test_what_is_whole_is_told_and_every_tensor_named(name: str, tmp_path: Path)
         ("plain", act, ".metadata: not what a training writes: it names posix.mkdir"),
         ("archive", flip, "found another checksum of s/data/0"),
         ("archive", cut, "found"),
-        ("export", flip, "model.safetensors: its content has changed"),
-        ("export", cut, "model.safetensors: found"),
-        ("export", lose, "model.safetensors: not there"),
     ],
 )
 def test_what_is_damaged_is_told_by_file(name: str, damage: Callable[[Path], Any], told: str, tmp_path: Path) -> None:
@@ -228,7 +215,7 @@ def test_what_is_no_checkpoint_is_told_as_such(tmp_path: Path) -> None:
     for name, told in (
         ("nothing", "No such file or directory; needed a folder or a file"),
         ("folder", "found 'notes.txt' in it; needed a checkpoint or a run"),
-        ("folder/notes.txt", "found what neither torch.save nor safetensors writes"),
+        ("folder/notes.txt", "found what torch.save does not write"),
         ("pickle", "it is a program, and is not opened"),
     ):
         code, text = doctor(tmp_path / name)

@@ -70,19 +70,6 @@ def is_whole(folder: Path) -> bool:
     return all(stat.S_ISREG(one.st_mode) and one.st_size == entries[name][0] for name, one in found.items())
 
 
-def check_copy(folder: Path) -> None:
-    """Make sure that a folder with a manifest is what was written; one without may be anything.
-
-    Raises:
-        FileError: naming the first file that is missing or has changed.
-    """
-    entries = read_manifest(folder)
-    try:
-        check_entries(folder, entries or {}, entries or ())
-    except FileError as error:
-        raise FileError(f"{error}; or remove {MANIFEST_FILE}, if you made the change") from error
-
-
 def check_entries(folder: Path, entries: dict[str, Entry], names: Iterable[str]) -> None:
     """Make sure that files are what the manifest says.
 

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from muonmesh.cli.version import versions
 
 # What the extra brings beside torch. `pip install muonmesh` alone has none of it.
-REQUIRED = ("typer", "rich", "numpy", "tokenizers", "transformers", "matplotlib", "safetensors", "filelock")
+REQUIRED = ("typer", "rich", "numpy", "tokenizers", "transformers", "matplotlib", "filelock")
 
 
 def main() -> None:

@@ -16,7 +16,6 @@ from muonmesh.cli.run_settings import (
     load_settings,
     option,
 )
-from muonmesh.cli.tokenizer import load_tokenizer
 
 MAY_CHANGE_ON_RESUME = {"ranks", "parallel"}  # a checkpoint has no world size
 
@@ -33,24 +32,12 @@ def settings_of(values: dict[str, Any], request: Request, given: set[str]) -> tu
         ValueError: an option has a wrong value, or does not go with another.
     """
     run = _going_on(request.resume, values["out"])
-    return (_new(values, given), False) if run is None else (_resumed(run, values, given), True)
+    return (_new(values), False) if run is None else (_resumed(run, values, given), True)
 
 
-def _new(values: dict[str, Any], given: set[str]) -> Settings:
+def _new(values: dict[str, Any]) -> Settings:
     """Return the settings of a new run, with everything resolved that was left to the machine."""
-    init, tokenizer = values["init"], values["tokenizer"] or values["init"]
-    if init is not None and "model" in given:
-        raise ValueError(
-            f"--init {init}: found --model {values['model']} beside it; its own model is trained. Leave out one"
-        )
-    if tokenizer is not None and "vocab" in given:
-        name = "--init" if values["tokenizer"] is None else "--tokenizer"
-        raise ValueError(
-            f"{name} {tokenizer}: found --vocab {values['vocab']} beside it; a tokenizer has its size. Leave that out"
-        )
-    model: str = values["model"] if init is None else init
-    vocab = values["vocab"] if tokenizer is None else load_tokenizer(tokenizer).size
-    found = {**values, "data": tuple(values["data"] or ()), "model": model, "vocab": vocab}
+    found = {**values, "data": tuple(values["data"] or ())}
 
     def resolve(name: str, value: Any) -> None:
         found[name] = value if found[name] in (None, "auto") else found[name]
@@ -69,7 +56,7 @@ def _new(values: dict[str, Any], given: set[str]) -> Settings:
     resolve("batch", -(-Settings.batch // parts) * parts)
     resolve("warmup", steps // 10)
     resolve("eval_every", max(1, steps // 20))
-    resolve("out", Path("runs") / f"{Path(model).stem}-{datetime.now():%Y%m%d-%H%M%S}")
+    resolve("out", Path("runs") / f"{Path(found['model']).stem}-{datetime.now():%Y%m%d-%H%M%S}")
     return Settings(**{**found, "out": str(found["out"])})
 
 

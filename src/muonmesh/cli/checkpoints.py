@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.checkpoint.state_dict_loader import load as torch_load
 
 from muonmesh.checkpoint import load, save
-from muonmesh.checkpoint.entries import CheckpointReader, wrong_numbers
+from muonmesh.checkpoint.entries import wrong_numbers
 from muonmesh.checkpoint.manifest import REMEDY, is_whole
-from muonmesh.checkpoint.metadata import read_metadata
 from muonmesh.checkpoint.place import forget_older, found_at, numbered
 from muonmesh.checkpoint.ranks import on_first_rank, together
 from muonmesh.checkpoint.save_load import recorded
@@ -88,11 +83,6 @@ class Checkpoints:
         """
         load(self._folder(step), engine.model, engine.saved)
 
-    def whole(self, begin: str) -> dict[str, Tensor]:
-        """Return the whole tensors of the newest checkpoint whose names begin so. Called on rank 0 alone."""
-        assert self.kept is not None
-        return whole_tensors(self._folder(self.kept), begin)
-
     def _folder(self, step: int) -> Path:
         return self.directory / f"{STEP}{step:08d}"
 
@@ -109,20 +99,6 @@ def check_finite(engine: Engine, kept: str) -> None:
                 raise FileError(
                     f"{name}: not finite, so it is not saved. {kept}. Start again with a lower --lr or --adamw-lr"
                 )
-
-
-def whole_tensors(folder: Path, begin: str, end: str = "") -> dict[str, Tensor]:
-    """Return tensors of a checkpoint by the middle of their names, whole; needs no ranks."""
-    folder = found_at(folder)
-    reader = CheckpointReader(folder, read_metadata(folder))
-    held: Any = reader.metadata.state_dict_metadata
-    tensors = {
-        name: torch.empty(held[name].size, dtype=held[name].properties.dtype, device="cpu")
-        for name in held
-        if name.startswith(begin) and name.endswith(end)
-    }
-    torch_load(tensors, storage_reader=reader, no_dist=True)
-    return {name.removeprefix(begin).removesuffix(end): tensor for name, tensor in tensors.items()}
 
 
 def checkpoints_of(run: Path, optimizer: Optimizer) -> Path:

@@ -25,11 +25,10 @@ LEAST_HEADS = 4
 MOST_LAYERS = 10_000  # as many objects would be made before anything could be checked
 
 
-def model_config(model: str, *, vocab: int, seq: int, end_of_text: int = END_OF_TEXT_ID, init: bool = False) -> Any:
+def model_config(model: str, *, vocab: int, seq: int) -> Any:
     """The `transformers` configuration that ``--model`` names, for a vocabulary and a length of its own.
 
-    The vocabulary is the tokenizer's, whatever the configuration says; with ``init``, whose weights are read too, the
-    tokenizer's has to fit into it.
+    The vocabulary is the tokenizer's, whatever the configuration says.
 
     Raises:
         ValueError: as `configuration` does, or the model cannot read ``seq`` tokens.
@@ -39,15 +38,8 @@ def model_config(model: str, *, vocab: int, seq: int, end_of_text: int = END_OF_
     longest = getattr(text, "max_position_embeddings", None)
     if longest is not None and longest < seq:
         raise FileError(f"--model {model}: reads at most {longest} tokens; --seq is {seq}. Write: --seq {longest}")
-    if init and vocab > text.vocab_size:
-        raise FileError(
-            f"--init {model}: has {text.vocab_size} entries of a vocabulary; the tokenizer has {vocab}. Choose a "
-            "--tokenizer that belongs to it"
-        )
-    if init:
-        return config
     text.vocab_size = vocab
-    text.bos_token_id = text.eos_token_id = end_of_text  # those of another vocabulary may lie outside this one
+    text.bos_token_id = text.eos_token_id = END_OF_TEXT_ID  # those of another vocabulary may lie outside this one
     text.pad_token_id = None  # nothing is padded, and a padding row of the embedding would never learn
     return config
 

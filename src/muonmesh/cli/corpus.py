@@ -17,9 +17,10 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 import numpy as np
+from tokenizers import Tokenizer
 
 from muonmesh.cli.documents import RECORDS, Source, documents_of, find_files, sources_of, walk
-from muonmesh.cli.tokenizer import END_OF_TEXT_ID, ReadyTokenizer, load_tokenizer, train_tokenizer
+from muonmesh.cli.tokenizer import END_OF_TEXT_ID, train_tokenizer
 from muonmesh.errors import FileError
 from muonmesh.files import check_fields, kind_of, onto_disk, read_json, write_text, writing
 
@@ -45,7 +46,6 @@ class Corpus:
     vocab: int
     train_tokens: int
     validation_tokens: int
-    end_of_text: int
 
     def train(self) -> np.ndarray:
         """Tokens to learn from, one-dimensional, mapped from disk; a FileError where they are not there."""
@@ -116,9 +116,7 @@ def standard_library() -> list[Path]:
     return [path for path in walk(root, skip=NOT_LIBRARY) if path.suffix == ".py"]
 
 
-def prepare_corpus(
-    patterns: Sequence[str], *, vocab: int, cache: Path, tokenizer: str | None = None, field: str = "text"
-) -> Corpus:
+def prepare_corpus(patterns: Sequence[str], *, vocab: int, cache: Path, field: str = "text") -> Corpus:
     """Read, split, tokenise, and keep the result under ``cache`` by digest; a second call finds it there.
 
     Without patterns the text is :func:`standard_library`. Files that are not UTF-8 text are passed over. The text is
@@ -128,7 +126,6 @@ def prepare_corpus(
         patterns: As of ``--data``.
         vocab: Size of the tokenizer that is trained.
         cache: Folder of prepared texts.
-        tokenizer: Local folder of one that is there already.
         field: Of records that holds their text.
 
     Raises:
@@ -137,22 +134,18 @@ def prepare_corpus(
     """
     files = find_files(patterns) if patterns else standard_library()
     source = " ".join(patterns) if patterns else "the Python standard library"
-    ready = None if tokenizer is None else load_tokenizer(tokenizer)
     sources = sources_of(files, field=field)
     known = [_is_held_out(name) for name, _ in documents_of(sources)]
     if not known:
         raise ValueError(f"--data {source}: found {len(files)} files, none of them UTF-8 text with anything in it.")
     parts = [FORMAT, HELD_OUT_SHARE, vocab, [each.digest for each in sources]]
     parts += [field] if any(each.file.suffix in RECORDS for each in sources) else []
-    parts += [ready.digest] if ready else []
     directory = cache / hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
     if not (directory / DESCRIPTION_FILE).is_file():
         # Whole documents are held out, chosen by their hash. Where there are too few for that, the end of each is.
         whole = len(known) >= FILES_FOR_A_SPLIT and 0 < sum(known) < len(known)
-        if ready is None:
-            learnt = (each for name, text in documents_of(sources) for each in divide(name, text, whole=whole)[0])
-            ready = ReadyTokenizer(train_tokenizer(learnt, vocab=vocab), END_OF_TEXT_ID, "")
-        _write(directory, ready, sources, whole=whole, source=source)
+        learnt = (each for name, text in documents_of(sources) for each in divide(name, text, whole=whole)[0])
+        _write(directory, train_tokenizer(learnt, vocab=vocab), sources, whole=whole, source=source)
     corpus = replace(load_corpus_of(directory), directory=str(directory))  # wherever it lies now
     if corpus.measured_digest() != corpus.digest:
         raise FileError(f"{directory}: its tokens have changed since they were written. Remove the folder: {REMADE}")
@@ -202,7 +195,7 @@ def _batches(sources: Sequence[Source], *, whole: bool) -> Iterator[list[tuple[i
     yield batch
 
 
-def _write(directory: Path, tokenizer: ReadyTokenizer, sources: Sequence[Source], *, whole: bool, source: str) -> None:
+def _write(directory: Path, tokenizer: Tokenizer, sources: Sequence[Source], *, whole: bool, source: str) -> None:
     """Write next to ``directory`` and move into place, so that a half-written corpus is never found.
 
     Raises:
@@ -212,29 +205,28 @@ def _write(directory: Path, tokenizer: ReadyTokenizer, sources: Sequence[Source]
         directory.parent.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(prefix="preparing-", dir=directory.parent))
     try:
-        counts, characters = [0, 0], 0
+        counts, characters, size = [0, 0], 0, tokenizer.get_vocab_size()
         train, validation = scratch / "train.bin", scratch / "validation.bin"
         with writing(directory), train.open("wb") as first, validation.open("wb") as second:
             for batch in _batches(sources, whole=whole):
                 texts = [text for _, text in batch]
-                encodings = tokenizer.itself.encode_batch_fast(texts, add_special_tokens=False)
+                encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
                 for (part, text), encoding in zip(batch, encodings, strict=True):
-                    tokens = np.array([*encoding.ids, tokenizer.end_of_text], dtype=dtype_of(tokenizer.size))
+                    tokens = np.array([*encoding.ids, END_OF_TEXT_ID], dtype=dtype_of(size))
                     (first, second)[part].write(tokens.tobytes())
                     counts[part] += len(tokens)
                     characters += len(text)
         with writing(directory, raised=Exception):
-            tokenizer.itself.save(str(scratch / "tokenizer.json"))
+            tokenizer.save(str(scratch / "tokenizer.json"))
         corpus = Corpus(
             directory=str(directory),
             digest="",
             source=source,
             files=len(sources),
             characters=characters,
-            vocab=tokenizer.size,
+            vocab=size,
             train_tokens=counts[0],
             validation_tokens=counts[1],
-            end_of_text=tokenizer.end_of_text,
         )
         corpus = replace(corpus, digest=replace(corpus, directory=str(scratch)).measured_digest())
         save_corpus_of(scratch, corpus)

@@ -22,11 +22,10 @@ from muonmesh.cli.run_settings import load_config, load_settings
 from muonmesh.errors import FileError
 from muonmesh.files import kind_of, leaves, read_json, reason
 
-ARCHIVE, WEIGHTS = b"PK\x03\x04", ".safetensors"
+ARCHIVE = b"PK\x03\x04"
 A_RUN = "a run of muonmesh train"
 OURS = "a checkpoint of muonmesh.checkpoint.save"
 TORCHS = "a checkpoint of torch.distributed.checkpoint"
-EXPORTED = "a model for from_pretrained"
 SAVED = "a file of torch.save"
 
 
@@ -83,7 +82,7 @@ def dtype_of(tensor: Tensor) -> str:
 
 
 def diagnose(path: Path) -> Diagnosis:
-    """Look at a run, a checkpoint, an exported model or a file of `torch.save`."""
+    """Look at a run, a checkpoint or a file of `torch.save`."""
     if path.is_dir() and ((path / "checkpoints").is_dir() or _is_run(path)):
         return _run(path)
     if found_at(path).is_dir():
@@ -120,7 +119,7 @@ def _run(run: Path) -> Diagnosis:
 
 
 def _folder(path: Path) -> Diagnosis:
-    """A checkpoint or an exported model, or neither."""
+    """A checkpoint, or none."""
     folder = found_at(path)
     found = Diagnosis(str(path))
     names = set(os.listdir(folder))
@@ -129,18 +128,15 @@ def _folder(path: Path) -> Diagnosis:
         entries = read_manifest(folder)
     told = set(entries or ())
     data = sorted(name for name in names | told if DATA_FILE.fullmatch(name))
-    if METADATA_FILE in names | told or data:
-        ours = SETTINGS_FILE in names | told
-        found.kind = OURS if ours else TORCHS
-        found.ranks = max((int(name.split("_")[2]) + 1 for name in data), default=None)
-        if ours:
-            with found.noting():
-                found.settings = read_json(folder / SETTINGS_FILE, needed="what was written there")
-    elif any(name.endswith(WEIGHTS) for name in names | told):
-        found.kind = EXPORTED
-    else:
+    if METADATA_FILE not in names | told and not data:
         found.faults = [f"{path}: found {repr(min(names)) if names else 'nothing'} in it; needed a checkpoint or a run"]
         return found
+    ours = SETTINGS_FILE in names | told
+    found.kind = OURS if ours else TORCHS
+    found.ranks = max((int(name.split("_")[2]) + 1 for name in data), default=None)
+    if ours:
+        with found.noting():
+            found.settings = read_json(folder / SETTINGS_FILE, needed="what was written there")
     if folder != path:
         found.notes.append(f"lies at {folder}: the one that was to replace it never came. It loads from {path}")
     if entries is None and not found.faults:
@@ -150,12 +146,7 @@ def _folder(path: Path) -> Diagnosis:
     for name in entries or ():
         with found.noting():
             check_entries(folder, entries or {}, [name])
-    if found.kind == EXPORTED:
-        for name in sorted(names):
-            if name.endswith(WEIGHTS):
-                _weights(found, folder / name)
-    else:
-        _pieces(found, folder, entries)
+    _pieces(found, folder, entries)
     return found
 
 
@@ -204,23 +195,9 @@ def _file(path: Path) -> Diagnosis:
             found.tensors = {
                 name: one.to("meta") for name, one in leaves(read_archive(path)) if isinstance(one, Tensor)
             }
-    elif path.suffix == WEIGHTS:
-        found.kind = EXPORTED
-        _weights(found, path)
     else:
         found.faults.append(
-            f"{path}: found what neither torch.save nor safetensors writes; needed a checkpoint. If torch before 1.6 "
+            f"{path}: found what torch.save does not write; needed a checkpoint. If torch before 1.6 "
             "wrote it, it is a program, and is not opened"
         )
     return found
-
-
-def _weights(found: Diagnosis, path: Path) -> None:
-    from safetensors import safe_open
-
-    try:
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 - it is no dict
-                found.tensors[name] = file.get_tensor(name).to("meta")
-    except Exception as error:  # what damaged bytes make of the reader
-        found.faults.append(f"{path}: could not be read: {reason(error)}")

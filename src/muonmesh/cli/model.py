@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -44,45 +43,14 @@ def build_model(config: Any) -> nn.Module:
     return model
 
 
-def load_model(folder: str, config: Any) -> nn.Module:
-    """The model of a local folder with its weights, in fp32; nothing in the folder is executed.
-
-    Raises:
-        FileError: there are no weights in safetensors, or they are not those of the configuration.
-    """
-    from transformers import AutoModelForCausalLM
-
-    options = {"local_files_only": True, "use_safetensors": True, "trust_remote_code": False}
-    try:
-        model, loaded = AutoModelForCausalLM.from_pretrained(
-            folder, config=config, dtype=torch.float32, output_loading_info=True, **options
-        )
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # of hubs, files and two hundred models
-        raise FileError(
-            f"--init {folder}: its weights cannot be read: {sentence(error)}. Needed a folder that `save_pretrained` "
-            "wrote, with model.safetensors"
-        ) from error
-    for what, found in (("no weight", loaded["missing_keys"]), ("another shape of", loaded["mismatched_keys"])):
-        if found:
-            first = sorted(map(str, found))[0]
-            raise FileError(f"--init {folder}: found {what} {first}; needed every weight of its config.json")
-    trained: nn.Module = model.train()
-    return trained
-
-
 def check_model(settings: Settings) -> nn.Module:
     """Build the model of a run on the meta device, without memory, and return it; raises what a rank would raise.
 
     Raises:
         ValueError: there is no such model, or its parameters cannot be sharded.
     """
-    init = settings.init
     with torch.device("meta"):
-        built = build_model(model_config(settings.model, vocab=settings.vocab, seq=settings.seq, init=init is not None))
-    if init is not None and not any(Path(init).glob("*.safetensors")):
-        raise FileError(f"--init {init}: found no weights in safetensors; needed what `save_pretrained` writes")
+        built = build_model(model_config(settings.model, vocab=settings.vocab, seq=settings.seq))
     check_parameters(built, name=settings.model, parallel=settings.parallel)
     return built
 

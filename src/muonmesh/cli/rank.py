@@ -17,9 +17,7 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from muonmesh.checkpoint.ranks import insist_on_the_same, on_first_rank
-from muonmesh.checkpoint.record import MODEL
 from muonmesh.cli.corpus import Corpus, load_corpus_of
-from muonmesh.cli.export import export, export_of
 from muonmesh.cli.failure import LAUNCHER
 from muonmesh.cli.lock import locked
 from muonmesh.cli.metrics_log import MetricsLog
@@ -125,12 +123,4 @@ def train(
 
     on_first_rank(write)  # and no rank may die of the Ctrl-C that another one takes as a wish
     stop.install()
-    finished = training.run(log, stop)
-
-    def leave() -> None:
-        weights, text = training.checkpoints.whole(f"{MODEL}."), Path(corpus.directory)
-        export(export_of(run, name), training.config, weights, tokenizer=text, init=settings.init)
-
-    if finished and settings.export:
-        on_first_rank(leave)
-    return finished
+    return training.run(log, stop)

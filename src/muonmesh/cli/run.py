@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import transformers
 
-from muonmesh.checkpoint.manifest import check_copy
 from muonmesh.cli.checkpoints import checkpoints_of, latest_step
 from muonmesh.cli.corpus import Corpus, load_corpus_of, prepare_corpus, save_corpus_of
 from muonmesh.cli.launch import Interrupted, RankFailed, launch, usable_cores
@@ -38,8 +37,6 @@ def train_run(settings: Settings, *, resuming: bool) -> int:
         read_metrics(run)
     elif os.path.lexists(run) and (not run.is_dir() or set(os.listdir(run)) - {LOCK_FILE}):
         raise ValueError(f"--out {run}: already there. Write: --resume {run}, or another --out")
-    if settings.init is not None:
-        check_copy(Path(settings.init))
     parameters = sum(p.numel() for p in check_model(settings).parameters())
     with locked(run, option="--resume" if resuming else "--out"):
         _prepare(settings, parameters, resuming=resuming)
@@ -59,7 +56,6 @@ def _prepare(settings: Settings, parameters: int, *, resuming: bool) -> None:
             settings.data,
             vocab=settings.vocab,
             cache=run.parent / ".text",
-            tokenizer=settings.tokenizer or settings.init,
             field=settings.text_field,
         )
     for name, tokens in (("learn from", corpus.train_tokens), ("hold out", corpus.validation_tokens)):

@@ -122,15 +122,6 @@ class Settings:
         "A preset (nano, small, medium, large, xl), a config.json of transformers, a folder with such a file, or a "
         "model type (gpt2).",
     )
-    init: str | None = setting(
-        None,
-        WHAT,
-        "A local folder written by save_pretrained. Training starts from its model and weights, and uses its tokenizer "
-        "unless you pass --tokenizer.",
-    )
-    tokenizer: str | None = setting(
-        None, WHAT, "A local folder with a tokenizer.json. Default: train a tokenizer on the text."
-    )
     # At least the 256 bytes and the end-of-text mark.
     vocab: int = setting(2048, WHAT, "The vocabulary size of the tokenizer that is trained.", least=257)
     seq: int = setting(128, WHAT, "Tokens per sequence.", least=2)
@@ -175,7 +166,6 @@ class Settings:
         200, OUTPUT, "Steps between two checkpoints. 0 writes them only at the end and on Ctrl-C.", least=0
     )
     keep: int = setting(1, OUTPUT, "How many complete checkpoints of each training to keep, the newest ones.")
-    export: bool = setting(False, OUTPUT, "Also write each trained model as a folder that from_pretrained can load.")
 
     def __post_init__(self) -> None:
         check_fields_of(self)

@@ -21,7 +21,7 @@ from muonmesh.cli.configuration import model_config
 from muonmesh.cli.corpus import Corpus, Windows
 from muonmesh.cli.engine import Engine
 from muonmesh.cli.metrics_log import TIMES, MetricsLog
-from muonmesh.cli.model import build_model, load_model
+from muonmesh.cli.model import build_model
 from muonmesh.cli.progress import ProgressLine
 from muonmesh.cli.run_settings import Optimizer, ScheduleName, Settings, option
 from muonmesh.errors import FileError
@@ -80,14 +80,7 @@ class Training:
         self.name, self.settings, self.device = name, settings, device
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         torch.manual_seed(settings.seed)
-        self.config = model_config(
-            settings.model,
-            vocab=corpus.vocab,
-            seq=settings.seq,
-            end_of_text=corpus.end_of_text,
-            init=settings.init is not None,
-        )
-        model = build_model(self.config) if settings.init is None else load_model(settings.init, self.config)
+        model = build_model(model_config(settings.model, vocab=corpus.vocab, seq=settings.seq))
         self.engine = Engine(name, model, settings, device)
         self.model = self.engine.model
         self.peak_lrs = [float(group["lr"]) for group in self.engine.optimizer.param_groups]
