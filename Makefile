@@ -64,7 +64,7 @@ $(HOSTS)/.ready: $(BUILT) constraints.txt constraints-hosts.txt
 	$(PYTHON) -m venv $(HOSTS)
 	$(HOSTS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	DS_BUILD_OPS=0 $(HOSTS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
-		-c constraints-hosts.txt -e '.[hosts,train,data,deepspeed,triton]' bitsandbytes optimum-quanto torchao pytest
+		-c constraints-hosts.txt -e '.[hosts,train,deepspeed,triton]' bitsandbytes optimum-quanto torchao pytest
 	touch $@
 
 test-hosts: $(HOSTS)/.ready
@@ -86,7 +86,7 @@ $(VERL)/.ready: $(BUILT) constraints.txt constraints-hosts.txt
 	$(PYTHON) -m venv $(VERL)
 	$(VERL)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	DS_BUILD_OPS=0 $(VERL)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
-		-c constraints-hosts.txt -e '.[hosts,train,data,deepspeed]' pytest
+		-c constraints-hosts.txt -e '.[hosts,train,deepspeed]' pytest
 	$(VERL)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt ray==2.60.0 tensordict==0.10.0 \
 		hydra-core==1.3.8 codetiming==1.4.0 torchdata==0.11.0 cachetools==8.0.1 pylatexenc==2.11
 	$(VERL)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps verl==0.9.1 trl==0.27.0

@@ -139,7 +139,7 @@ def prepare_corpus(patterns: Sequence[str], *, vocab: int, cache: Path, field: s
     if not known:
         raise ValueError(f"--data {source}: found {len(files)} files, none of them UTF-8 text with anything in it.")
     parts = [FORMAT, HELD_OUT_SHARE, vocab, [each.digest for each in sources]]
-    parts += [field] if any(each.file.suffix in RECORDS for each in sources) else []
+    parts += [field] if any(each.file.suffix == RECORDS for each in sources) else []
     directory = cache / hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
     if not (directory / DESCRIPTION_FILE).is_file():
         # Whole documents are held out, chosen by their hash. Where there are too few for that, the end of each is.

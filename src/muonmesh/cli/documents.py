@@ -1,7 +1,7 @@
 """Documents: what ``--data`` names, one text after the other, without holding more than one file of text in memory.
 
-A text file is one document. In JSON lines (``.jsonl``) and Parquet (``.parquet``) each record is one, and the field
-``--text-field`` holds its text.
+A text file is one document. In JSON lines (``.jsonl``) each record is one, and the field ``--text-field`` holds its
+text.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from pathlib import Path
 from muonmesh.errors import FileError
 from muonmesh.files import kind_of, named, reason
 
-RECORDS_AT_ONCE = 1024
-RECORDS = (".jsonl", ".parquet")
+RECORDS = ".jsonl"
 
 
 @dataclass(frozen=True)
@@ -41,18 +40,18 @@ class Source:
         """Yield (SHA-256 of the document, its text); nothing for a file that is no text.
 
         Raises:
-            FileError: the file cannot be read, or a record has no text in the field.
+            FileError: the file cannot be read, or a line is no record with text in the field.
         """
         with _reading(self.file):
-            if self.file.suffix not in RECORDS:
-                with contextlib.suppress(UnicodeDecodeError):
-                    text = self.file.read_bytes().decode("utf-8")
-                    if text.strip() and "\0" not in text:
-                        yield self.digest, text
+            if self.file.suffix == RECORDS:
+                for text in self._lines():
+                    if text.strip():
+                        yield hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest(), text
                 return
-            for text in self._lines() if self.file.suffix == ".jsonl" else self._parquet():
-                if text.strip():
-                    yield hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest(), text
+            with contextlib.suppress(UnicodeDecodeError):
+                text = self.file.read_bytes().decode("utf-8")
+                if text.strip() and "\0" not in text:
+                    yield self.digest, text
 
     def _lines(self) -> Iterator[str]:
         with self.file.open("rb") as stream:
@@ -61,45 +60,16 @@ class Source:
                     continue
                 try:
                     record = json.loads(line)
-                except (ValueError, RecursionError) as error:
-                    raise FileError(
-                        f"--data {self.file}: line {number} is not JSON ({reason(error)}); needed an object"
-                    ) from error
-                if not isinstance(record, dict):
-                    raise FileError(f"--data {self.file}: line {number} is {named(record)}; needed an object")
-                text = record.get(self.field)
+                    found = f"fields {', '.join(sorted(record)[:8])}" if isinstance(record, dict) else named(record)
+                except (ValueError, RecursionError):
+                    record, found = None, "no JSON"
+                text = record.get(self.field) if isinstance(record, dict) else None
                 if not isinstance(text, str):
-                    raise self._lacks(sorted(map(str, record)), f"line {number}")
+                    raise FileError(
+                        f"--data {self.file}: found {found} in line {number}; needed an object with text in "
+                        f"{self.field!r}. Name another field with --text-field"
+                    )
                 yield text
-
-    def _parquet(self) -> Iterator[str]:
-        try:
-            from pyarrow import parquet
-        except ImportError as error:
-            write = "Write: pip install 'muonmesh[data]'"
-            raise FileError(f"--data {self.file}: needs pyarrow, which is not installed. {write}") from error
-        try:
-            with parquet.ParquetFile(self.file) as file:
-                if self.field not in file.schema_arrow.names:
-                    raise self._lacks(file.schema_arrow.names, "it")
-                for batch in file.iter_batches(batch_size=RECORDS_AT_ONCE, columns=[self.field]):
-                    for text in batch.column(0).to_pylist():
-                        if not isinstance(text, str):
-                            needed = "needed text in each row. Name another with --text-field"
-                            raise FileError(
-                                f"--data {self.file}: found {named(text)} in the column {self.field!r}; {needed}"
-                            )
-                        yield text
-        except FileError:
-            raise
-        except ValueError as error:  # pyarrow's own errors are among them
-            raise FileError(f"--data {self.file}: could not be read ({reason(error)}); needed a whole file") from error
-
-    def _lacks(self, names: Sequence[str], where: str) -> FileError:
-        return FileError(
-            f"--data {self.file}: found no text {self.field!r} in {where}, but {', '.join(names[:8]) or 'nothing'}. "
-            "Name the field with --text-field"
-        )
 
 
 def sources_of(files: Sequence[Path], *, field: str) -> list[Source]:

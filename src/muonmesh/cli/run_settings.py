@@ -111,11 +111,10 @@ class Settings:
     data: tuple[str, ...] = setting(
         (),
         WHAT,
-        "Files, folders or globs of text, JSONL or Parquet. You can repeat this option. Default: the Python standard "
-        "library.",
+        "Files, folders or globs of text or JSONL. You can repeat this option. Default: the Python standard library.",
         asked=list[str] | None,
     )
-    text_field: str = setting("text", WHAT, "The field or column of JSONL and Parquet files with the text.")
+    text_field: str = setting("text", WHAT, "The field of JSONL files with the text.")
     model: str = setting(
         "small",
         WHAT,
