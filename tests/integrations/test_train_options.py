@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -28,7 +27,7 @@ from muonmesh.cli.corpus import Windows, load_corpus_of, prepare_corpus, save_co
 from muonmesh.cli.metrics_log import MetricsLog, read_metrics
 from muonmesh.cli.model import build_model
 from muonmesh.cli.run_settings import Settings, load_settings
-from muonmesh.cli.sweep import best_of, figures, finished, parse_sweep, write_sweep
+from muonmesh.cli.sweep import best_of, figures, loss_of, parse_sweep, write_sweep
 from muonmesh.cli.training import StopRequest
 from muonmesh.errors import FileError
 from tests.workers import Pool
@@ -218,25 +217,27 @@ def test_a_sweep_tries_the_same_with_both_optimizers(
 ) -> None:
     base = asked("sweep", optimizer="both")
     trials = parse_sweep("lr=0.001,0.02", "0,1", base)
-    assert len(trials) == 8
-    assert list(finished(base, trials)) == [], "none has begun"
+    assert len({trial.out for trial in trials}) == 8
+    assert {loss_of(trial) for trial in trials} == {None}, "one has begun"
     for trial in trials:
-        ran(trial.settings(base))
-    done = list(finished(base, trials))
-    assert [(t.optimizer, t.lr, t.seed) for t in done] == [(t.optimizer, t.lr, t.seed) for t in trials]
-    assert len({trial.loss for trial in done}) == 8, "a rate or a seed made no difference"
-    for trial in done:
-        assert trial.loss == validated(base.directory / trial.name)[-1]
-    write_sweep(base, done)
-    assert json.loads((base.directory / "sweep.json").read_text()) == [asdict(trial) for trial in done]
-    headings, rows = figures(done)
-    assert headings == ["peak learning rate", "0.001", "0.02"]
+        ran(trial)
+    losses = write_sweep(base, trials)
+    rows = json.loads((base.directory / "sweep.json").read_text())
+    wanted = [(o, lr, seed) for o in ("muon", "adamw") for lr in (0.001, 0.02) for seed in (0, 1)]
+    assert [(row["optimizer"], row["lr"], row["seed"]) for row in rows] == wanted
+    assert len({row["loss"] for row in rows}) == 8, "a rate or a seed made no difference"
     for row in rows:
-        own = [trial for trial in done if trial.optimizer == row[0].lower()]
-        low, high = (fmean(trial.loss for trial in own if trial.lr == lr) for lr in (0.001, 0.02))
+        name = f"{row['optimizer']}-lr{row['lr']}-seed{row['seed']}"
+        assert row["loss"] == validated(base.directory / name)[-1]
+    headings, table = figures(losses)
+    assert headings == ["peak learning rate", "0.001", "0.02"]
+    assert [row[0] for row in table] == ["Muon", "AdamW"]
+    for row in table:
+        own = [each for each in rows if each["optimizer"] == row[0].lower()]
+        low, high = (fmean(each["loss"] for each in own if each["lr"] == lr) for lr in (0.001, 0.02))
         assert row[1].startswith(f"{low:.3f} ± ")
         assert row[1].endswith("*") == (low < high) != row[2].endswith("*")
-    assert "the edge of what was tried" in best_of(done)[0]
+    assert "the edge of what was tried" in best_of(losses)[0]
 
 
 @pytest.mark.slow
@@ -249,6 +250,8 @@ def test_the_command_trains_a_sweep_and_goes_on_with_it(lines: Path, tmp_path: P
     assert len(json.loads((tmp_path / "sweep" / "sweep.json").read_text())) == 4
     message = refused(*options)
     assert "already there. Write: --resume auto" in message
+    message = refused(*options, "--resume", "auto", "--clip", 0.5)
+    assert "found other settings in" in message
     (tmp_path / "sweep" / "sweep.json").unlink()
     again = train(*options, "--resume", "auto")
     assert "Muon is best at" in again

@@ -6,10 +6,11 @@ resumed and reported like any other. A sweep that is started again goes on where
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from statistics import fmean, stdev
 from typing import TypeVar
 
@@ -23,32 +24,8 @@ from muonmesh.files import write_text
 Number = TypeVar("Number", int, float)
 SWEEP_FILE = "sweep.json"
 
-
-@dataclass(frozen=True)
-class Trial:
-    """One training of a sweep.
-
-    Attributes:
-        optimizer: What learns.
-        lr: Its peak learning rate.
-        seed: Of weights, data order and dropout.
-        loss: Last validation loss; None until it has finished.
-    """
-
-    optimizer: Optimizer
-    lr: float
-    seed: int
-    loss: float | None = None
-
-    @property
-    def name(self) -> str:
-        """Of its folder."""
-        return f"{self.optimizer}-lr{self.lr:g}-seed{self.seed}"
-
-    def settings(self, base: Settings) -> Settings:
-        """Return the settings of its run."""
-        own = replace(base, out=str(base.directory / self.name), optimizer=self.optimizer, seed=self.seed)
-        return replace(own, lr=self.lr) if self.optimizer == "muon" else replace(own, adamw_lr=self.lr)
+Losses = Mapping[Optimizer, Mapping[float, Sequence[float]]]
+"""The last validation losses of all seeds, by optimizer and by peak learning rate, the smallest first."""
 
 
 def train_sweep(base: Settings, request: Request) -> int:
@@ -69,27 +46,26 @@ def train_sweep(base: Settings, request: Request) -> int:
             f"--out {base.out}: already there. Write: --resume auto beside the same --sweep, or another --out"
         )
     for trial in trials:
-        if list(finished(base, [trial])):
-            continue
-        settings = trial.settings(base)
-        resuming = (settings.directory / CONFIG_FILE).is_file()
-        if resuming:
-            settings = load_settings(settings.directory, out=settings.out)
-        code = train_run(settings, resuming=resuming)
-        if code:
+        resuming = (trial.directory / CONFIG_FILE).is_file()
+        settings = load_settings(trial.directory, out=trial.out) if resuming else trial
+        if replace(trial, ranks=settings.ranks, parallel=settings.parallel) != settings:
+            raise ValueError(f"--resume auto: found other settings in {trial.out}; needed those of the same sweep")
+        if loss_of(trial) is None and (code := train_run(settings, resuming=resuming)):
             return code
-    done = list(finished(base, trials))
-    write_sweep(base, done)
+    losses = write_sweep(base, trials)
     console = make_console()
-    console.print(table_of(*figures(done)))
-    for line in best_of(done):
+    console.print(table_of(*figures(losses)))
+    for line in best_of(losses):
         console.print(f"[bold]{line}[/bold]", soft_wrap=True)
     console.print(f"Sweep: {base.directory / SWEEP_FILE}", soft_wrap=True)
     return 0
 
 
-def parse_sweep(sweep: str, seeds: str | None, base: Settings) -> list[Trial]:
+def parse_sweep(sweep: str, seeds: str | None, base: Settings) -> list[Settings]:
     """Read ``--sweep lr=0.003,0.006`` and ``--seeds 0,1``: every rate with every seed, for each optimizer.
+
+    Returns:
+        The settings of each training, of one optimizer.
 
     Raises:
         FileError: a rate or a seed is none, or is there twice.
@@ -99,67 +75,64 @@ def parse_sweep(sweep: str, seeds: str | None, base: Settings) -> list[Trial]:
         raise FileError(f"--sweep {sweep}: found {name!r}; needed learning rates. Write: --sweep lr=0.003,0.006")
     rates = _numbers(f"--sweep {sweep}", text, float)
     each = [base.seed] if seeds is None else _numbers(f"--seeds {seeds}", seeds, int)
-    trials = [Trial(optimizer, lr, seed) for optimizer in base.optimizers for lr in rates for seed in each]
-    for trial in trials:
-        trial.settings(base)  # raises what is wrong with a value
+    trials = []
+    for optimizer, lr, seed in itertools.product(base.optimizers, rates, each):
+        own = replace(base, out=f"{base.out}/{optimizer}-lr{lr:g}-seed{seed}", optimizer=optimizer, seed=seed)
+        trials.append(replace(own, lr=lr) if optimizer == "muon" else replace(own, adamw_lr=lr))
     return trials
 
 
-def finished(base: Settings, trials: Sequence[Trial]) -> Iterator[Trial]:
-    """Yield the trials that have been trained to their end, with their losses.
+def loss_of(trial: Settings) -> float | None:
+    """Return the last validation loss of a training, None until it has finished.
 
     Raises:
-        FileError: what one of them left is damaged.
+        FileError: what it left is damaged.
     """
-    for trial in trials:
-        folder = base.directory / trial.name
-        for summary in summarise(folder) if folder.is_dir() else ():
-            if summary.last_step == base.steps and summary.validation[-1].step == base.steps:
-                yield replace(trial, loss=summary.final_validation_loss)
+    for summary in summarise(trial.directory):
+        if summary.last_step == trial.steps == summary.validation[-1].step:
+            return summary.final_validation_loss
+    return None
 
 
-def write_sweep(base: Settings, trials: Sequence[Trial]) -> None:
-    """Write the losses of finished trials, ``sweep.json``, into the directory of a sweep.
+def write_sweep(base: Settings, trials: Sequence[Settings]) -> Losses:
+    """Write the losses of finished trainings, ``sweep.json``, into the directory of a sweep, and return them.
 
     Raises:
         FileError: it could not be written.
     """
-    write_text(base.directory / SWEEP_FILE, json.dumps([asdict(trial) for trial in trials], indent=1) + "\n")
-
-
-def figures(trials: Sequence[Trial]) -> tuple[list[str], list[list[str]]]:
-    """Return the table of a sweep: a row for each optimizer, a column for each learning rate; the best is starred."""
-    rates = sorted({trial.lr for trial in trials})
+    found: dict[Optimizer, dict[float, list[float]]] = {}
     rows = []
-    for optimizer, found in losses_of(trials).items():
+    for trial in trials:
+        (optimizer,), loss = trial.optimizers, loss_of(trial)
+        if loss is not None:
+            rate = trial.lr_of(optimizer)
+            found.setdefault(optimizer, {}).setdefault(rate, []).append(loss)
+            rows.append({"optimizer": optimizer, "lr": rate, "seed": trial.seed, "loss": loss})
+    write_text(base.directory / SWEEP_FILE, json.dumps(rows, indent=1) + "\n")
+    return {optimizer: dict(sorted(of.items())) for optimizer, of in found.items()}
+
+
+def figures(losses: Losses) -> tuple[list[str], list[list[str]]]:
+    """Return the table of a sweep: a row for each optimizer, a column for each learning rate; the best is starred."""
+    rows = []
+    for optimizer, found in losses.items():
         best = min(map(fmean, found.values()))
-        rows.append([LABELS[optimizer], *(_cell(found.get(rate), best) for rate in rates)])
-    return ["peak learning rate", *(f"{rate:g}" for rate in rates)], rows
+        rows.append([LABELS[optimizer], *(_cell(some, best) for some in found.values())])
+    return ["peak learning rate", *(f"{rate:g}" for rate in next(iter(losses.values())))], rows
 
 
-def best_of(trials: Sequence[Trial]) -> list[str]:
+def best_of(losses: Losses) -> list[str]:
     """Return a sentence for each optimizer: the learning rate with the lowest loss."""
     said = []
-    for optimizer, found in losses_of(trials).items():
-        means = {rate: fmean(losses) for rate, losses in found.items()}
+    for optimizer, found in losses.items():
+        means = {rate: fmean(some) for rate, some in found.items()}
         rate = min(means, key=means.__getitem__)
         edge = " (the edge of what was tried)" if len(means) > 1 and rate in (min(means), max(means)) else ""
         said.append(f"{LABELS[optimizer]} is best at {rate:g}{edge}: validation loss {means[rate]:.3f}")
     return said
 
 
-def losses_of(trials: Sequence[Trial]) -> dict[Optimizer, dict[float, list[float]]]:
-    """Return the losses of all seeds of finished trials, by optimizer and by learning rate, the smallest first."""
-    found: dict[Optimizer, dict[float, list[float]]] = {}
-    for trial in sorted(trials, key=lambda trial: trial.lr):
-        if trial.loss is not None:
-            found.setdefault(trial.optimizer, {}).setdefault(trial.lr, []).append(trial.loss)
-    return found
-
-
-def _cell(losses: Sequence[float] | None, best: float) -> str:
-    if losses is None:
-        return "–"
+def _cell(losses: Sequence[float], best: float) -> str:
     spread = f" ± {stdev(losses):.3f}" if len(losses) > 1 else ""
     return f"{fmean(losses):.3f}{spread}{' *' if fmean(losses) == best else ''}"
 
