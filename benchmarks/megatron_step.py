@@ -40,7 +40,14 @@ from torch import Tensor
 
 RULE = {"lr": 0.02, "momentum": 0.95, "nesterov": True, "scale_mode": "spectral", "ns_coefficients": "quintic"}
 WEIGHT_DECAY = 0.1
-COLLECTIVES = ("all_reduce", "all_to_all_single", "all_gather", "reduce_scatter", "broadcast", "all_gather_into_tensor")
+MODES = ("blockwise", "duplicated", "distributed")
+"""What Megatron's Muon does about tensor parallelism."""
+
+COLLECTIVES = {
+    **dict.fromkeys(("all_reduce", "broadcast", "isend"), 0),
+    **dict.fromkeys(("all_to_all_single", "all_gather", "reduce_scatter", "all_gather_into_tensor"), 1),
+}
+"""What sends, and which argument it sends. On gloo ours sends messages."""
 
 
 def contenders() -> dict[str, tuple[bool, Any]]:
@@ -62,13 +69,13 @@ def contenders() -> dict[str, tuple[bool, Any]]:
         return found
     from megatron.core.optimizer.muon import get_megatron_muon_optimizer
 
-    for mode in ("blockwise", "duplicated", "distributed"):
+    for mode, layer_wise in (*((mode, False) for mode in MODES), ("blockwise", True), ("duplicated", True)):
 
-        def make(config: Any, chunks: Any, mode: str = mode) -> Any:
+        def make(config: Any, chunks: Any, mode: str = mode, layer_wise: bool = layer_wise) -> Any:
             config.optimizer, config.muon_tp_mode, config.muon_use_nesterov = "muon", mode, True
-            return get_megatron_muon_optimizer(config, chunks)
+            return get_megatron_muon_optimizer(config, chunks, layer_wise_distributed_optimizer=layer_wise)
 
-        found[f"Megatron Muon {mode}"] = (False, make)
+        found[f"Megatron {'layer-wise ' if layer_wise else ''}Muon {mode}"] = (False, make)
     return found
 
 
@@ -105,7 +112,7 @@ class Contest:
         def counting(name: str) -> Any:
             def call(*args: Any, **kwargs: Any) -> Any:
                 nonlocal moved
-                given = args[1] if name != "all_reduce" and name != "broadcast" else args[0]
+                given = args[COLLECTIVES[name]]
                 tensors = given if isinstance(given, (list, tuple)) else [given]
                 moved += sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))
                 return real[name](*args, **kwargs)

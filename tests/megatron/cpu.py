@@ -8,11 +8,16 @@ megatron-core 0.16.1 that asks.
 from __future__ import annotations
 
 import contextlib
+import time
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import all_gather, broadcast, reduce, reduce_scatter
 from torch.overrides import TorchFunctionMode
 
 
@@ -76,6 +81,7 @@ def install() -> None:
     torch.cuda.current_stream = lambda *_: stream  # type: ignore[assignment]
     torch.cuda.stream = lambda _: contextlib.nullcontext()  # type: ignore[assignment]
 
+    from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
     from megatron.core.ssm import gated_delta_net
     from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
@@ -95,10 +101,55 @@ def install() -> None:
 
         grouped_gemm_util.ops = SimpleNamespace(gmm=products)
         grouped_gemm_util.grouped_gemm = SimpleNamespace(ops=grouped_gemm_util.ops)
+    dist.all_gather, dist.reduce_scatter = gather_unequal, reduce_unequal
+    PersistentAsyncCaller.async_loop = write_checkpoints
     # It leaves tensors that are on the CPU as they are, and gloo wants sizes as numbers.
     token_dispatcher.maybe_move_tensor_to_cpu = as_numbers
     _mode = OnCpu()
     _mode.__enter__()
+
+
+def gather_unequal(parts: list[Tensor], mine: Tensor, group: Any = None, async_op: bool = False) -> Any:
+    """Parts of unequal sizes, which NCCL gathers and gloo refuses.
+
+    transformer/moe/token_dispatcher.py gathers the tokens of expert-tensor-parallel ranks, and
+    optimizer/layer_wise_optimizer.py the parameters that each rank has stepped.
+    """
+    if len({part.shape for part in parts}) == 1:
+        return all_gather(parts, mine, group=group, async_op=async_op)
+    parts[dist.get_rank(group)].copy_(mine)
+    for rank, part in enumerate(parts):
+        broadcast(part, group=group, group_src=rank)
+    return None
+
+
+def reduce_unequal(mine: Tensor, parts: list[Tensor], op: Any = dist.ReduceOp.SUM, group: Any = None, **_: Any) -> None:
+    """Parts of unequal sizes, as above, on the way back."""
+    if len({part.shape for part in parts}) == 1:
+        reduce_scatter(mine, parts, op=op, group=group)
+        return
+    for rank, part in enumerate(parts):
+        reduce(part, op=op, group=group, group_dst=rank)
+    mine.copy_(parts[dist.get_rank(group)])
+
+
+def write_checkpoints(*args: Any) -> None:
+    """What the process that writes checkpoints runs: dist_checkpointing/strategies/async_utils.py sets a device there.
+
+    The process is spawned, so that this module is imported anew and Megatron's function is its own.
+    """
+    from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
+
+    torch.cuda.device_count = lambda: 1
+    torch.cuda.set_device = torch.cuda.synchronize = synchronize
+    PersistentAsyncCaller.async_loop(*args)
+
+
+def once(gate: Path, write: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """Write a checkpoint when there is such a file."""
+    while not gate.exists():
+        time.sleep(0.01)
+    write(*args, **kwargs)
 
 
 def as_numbers(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 from torch import Tensor, nn
 
@@ -17,7 +21,7 @@ import muonmesh as mm
 from muonmesh.errors import StateError
 from muonmesh.integrations.megatron import get_megatron_optimizer
 from muonmesh.step.connection import placed_members
-from tests.megatron import gathered, host
+from tests.megatron import cpu, gathered, host
 from tests.megatron.host import Shape
 from tests.megatron.oracle import Oracle
 from tests.megatron.shapes import GROUPED, MOE, MTP, ONE_LAYER, SEQUENCE
@@ -34,6 +38,8 @@ class Run:
         self.optimizer = get_megatron_optimizer(
             host.optimizer_config(shape), self.chunks, muon=muon, policy="per_matrix"
         )
+        if "state_device" in muon:
+            self.optimizer.optimizer._runtime.offload = True  # told to, a CPU works in copies too
 
     def state(self, is_loading: bool) -> dict[str, Any]:
         (chunk,) = self.chunks
@@ -41,11 +47,11 @@ class Run:
         model = chunk.module.sharded_state_dict(metadata=ensure_metadata_has_dp_cp_group(None))
         return {"model": model, "optimizer": self.optimizer.sharded_state_dict(model, is_loading=is_loading)}
 
-    def save(self, path: Path) -> None:
+    def save(self, path: Path, *how: Any, **settings: Any) -> Any:
         if dist.get_rank() == 0:
             path.mkdir()
         dist.barrier()
-        dist_checkpointing.save(self.state(is_loading=False), str(path))
+        return dist_checkpointing.save(self.state(is_loading=False), str(path), *how, **settings)
 
     def load(self, path: Path) -> None:
         loaded = dist_checkpointing.load(self.state(is_loading=True), str(path))
@@ -164,7 +170,7 @@ CASES: dict[str, tuple[Shape, list[Shape], dict[str, Any]]] = {
     "bf16, distributed optimizer": (
         Shape(tp=2, flat=True, dtype=BF16),
         [Shape(tp=4, dtype=BF16), Shape(flat=True, dtype=BF16)],
-        {"rule": "normuon"},
+        {"rule": "normuon", "state_dtype": BF16},
     ),
     "fp16, tied over stages": (
         Shape(pp=2, tied=True, dtype=FP16),
@@ -191,6 +197,11 @@ CASES: dict[str, tuple[Shape, list[Shape], dict[str, Any]]] = {
         [Shape(ep=2, flat=True, model=MOE + ONE_LAYER), Shape(model=MOE + ONE_LAYER)],
         {"rule": "hyperball"},
     ),
+    "experts that tensor parallelism cuts otherwise than the rest": (
+        Shape(ep=2, etp=2, model=MOE + ONE_LAYER),
+        [Shape(tp=2, ep=2, etp=2, flat=True, model=MOE + SEQUENCE + ONE_LAYER), Shape(ep=2, model=MOE + ONE_LAYER)],
+        {"state_device": "cpu"},
+    ),
     "what owners keep, by turns": (
         Shape(tp=2, model=ONE_LAYER),
         [Shape(tp=4, model=ONE_LAYER), Shape(flat=True, model=ONE_LAYER)],
@@ -209,6 +220,51 @@ def test_resumed_is_continued(workers, tmp_path: Path, name: str) -> None:
     """State of every rule, masters, counts and running norms; each way goes through another way of cutting up."""
     shape, others, muon = CASES[name]
     assert workers(4).run(resumed, shape, others, tmp_path, muon, timeout=120.0) == [[True] * (1 + len(others))] * 4
+
+
+@host.writers()
+def saved_while_it_trains(shape: Shape, folder: Path, persistent: bool) -> tuple[list[int], bool, bool]:
+    """Save as Megatron-LM's scripts do with ``--async-save --ckpt-assume-constant-structure``, three times.
+
+    Returns:
+        Which checkpoints were written before two more steps were taken; whether the last has the state from before
+        these; and whether a run that loads it goes on as they did.
+    """
+    queue, run = AsyncCallsQueue(persistent=persistent), Run(shape, 7, {})
+    strategy = get_default_save_sharded_strategy()
+    strategy.use_cached_ckpt_structure = True
+    strategy = FullyParallelSaveStrategyWrapper(strategy, parallel_state.get_data_parallel_group(), True)
+    try:
+        for turn in range(3):
+            run.train(range(turn, turn + 1))
+            saved, gate = run.held(), folder / f"gate {turn}"
+            request = run.save(folder / str(turn), strategy, async_sharded_save=True)
+            queue.schedule_async_request(
+                request._replace(async_fn=request.async_fn and functools.partial(cpu.once, gate, request.async_fn))
+            )
+            losses, parameters = run.train(range(3, 5)) if turn == 2 else ([], {})
+            early = queue.maybe_finalize_async_calls(blocking=False)
+            gate.touch()
+            queue.maybe_finalize_async_calls(blocking=True)
+    finally:
+        queue.close()
+    back = Run(shape, 8, {})
+    back.load(folder / "2")
+    held = back.held()
+    again, after = back.train(range(3, 5))
+    same = again == losses and all(torch.equal(after[name], parameters[name]) for name in parameters)
+    return early, held.keys() == saved.keys() and all(torch.equal(held[key], saved[key]) for key in saved), same
+
+
+@pytest.mark.parametrize(
+    ("shape", "persistent"),
+    [(Shape(tp=2), False), (Shape(flat=True, dtype=BF16), True)],
+    ids=["a process for each checkpoint", "one process, distributed optimizer"],
+)
+def test_saved_while_it_trains(workers, tmp_path: Path, shape: Shape, persistent: bool) -> None:
+    """``--async-save``; with one process for all checkpoints what lies on a CPU is in memory that it shares."""
+    found = workers(2).run(saved_while_it_trains, shape, tmp_path, persistent, timeout=180.0)
+    assert found == [([], True, True)] * 2
 
 
 @host.writers()

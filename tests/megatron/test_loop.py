@@ -313,7 +313,6 @@ def refused(config: dict[str, Any], arguments: dict[str, Any]) -> None:
     [
         ({"optimizer": "sgd"}, {}, "Set optimizer='adam'"),
         ({"use_distributed_optimizer": True}, {}, "Set both alike"),
-        ({"optimizer_cpu_offload": True}, {}, "optimizer_cpu_offload=True; needed False. Remove it"),
         ({"decoupled_weight_decay": False}, {}, "Set decoupled_weight_decay=True"),
         ({}, {"dump_param_to_param_group_map": "x"}, r"Write print\(optimizer.explain\(\)\)"),
         ({}, {"policy": "sometimes"}, "policy: found 'sometimes'"),
@@ -325,6 +324,23 @@ def test_what_would_be_ignored_is_refused(workers, config: Any, arguments: Any, 
     for outcome in workers(2).run_expecting_errors(refused, config, arguments):
         assert outcome.error is ValueError
         assert re.search(message, outcome.message)
+
+
+def offloaded() -> None:
+    """Megatron-LM's ``--optimizer-cpu-offload`` asks for both; without Transformer Engine 0.16.1 fails on the second."""
+    shape = Shape(flat=True, dtype=torch.bfloat16)
+    host.begin(shape)
+    chunks, config = host.chunks_of(shape), host.optimizer_config(shape, optimizer_cpu_offload=True)
+    config.use_precision_aware_optimizer = True
+    with pytest.raises(
+        ValueError, match=r"Remove it and use_precision_aware_optimizer; write muon={'state_device': 'cpu"
+    ):
+        get_megatron_optimizer(config, chunks)
+    get_megatron_optimizer(host.optimizer_config(shape), chunks, muon={"state_device": "cpu"})
+
+
+def test_offloading_is_refused_by_what_replaces_it(workers) -> None:
+    workers(2).run(offloaded)
 
 
 def refused_chunks(what: str) -> None:
@@ -370,7 +386,7 @@ def unreduced() -> bool:
     dist.all_gather(both, expert.main_grad)
     differ = not torch.equal(*both)
     dist.all_gather(both, expert.detach())
-    with pytest.raises(ValueError, match=r"does not average .* Set expert_model_parallel_size=2, or expert_tensor"):
+    with pytest.raises(ValueError, match=r"does not average .* Set expert_model_parallel_size above 1, or expert_t"):
         get_megatron_optimizer(host.optimizer_config(shape), chunks)
     return differ and torch.equal(*both)
 

@@ -25,6 +25,8 @@ WHOLE = {
     "PP 2 × TP 2, fp16": (4, Shape(pp=2, tp=2, dtype=FP16)),
     "EP 2 × DP 4": (4, Shape(ep=2, model=MOE + ONE_LAYER)),
     "EP 2 × TP 2 × DP 2, sequence parallel": (4, Shape(tp=2, ep=2, etp=1, model=MOE + SEQUENCE + ONE_LAYER)),
+    "EP 2 × ETP 2": (4, Shape(ep=2, etp=2, model=MOE + ONE_LAYER)),
+    "EP 2 × ETP 2 × TP 2, sequence parallel": (4, Shape(tp=2, ep=2, etp=2, model=MOE + SEQUENCE + ONE_LAYER)),
     # Megatron trains such experts in bf16 only.
     "GroupedMLP, EP 2 × DP 2": (2, Shape(ep=2, dtype=BF16, model=GROUPED + ONE_LAYER)),
     "GroupedMLP, TP 2": (2, Shape(tp=2, dtype=BF16, model=GROUPED + SEQUENCE + ONE_LAYER)),
@@ -52,6 +54,7 @@ FLAT = {
         4,
         Shape(ep=2, flat=True, overlap=True, dtype=BF16, model=GROUPED + ONE_LAYER),
     ),
+    "GroupedMLP, EP 2 × ETP 2": (4, Shape(ep=2, etp=2, flat=True, dtype=BF16, model=GROUPED + ONE_LAYER)),
     "EP 2 × TP 2 × DP 2, sequence parallel": (
         4,
         Shape(tp=2, ep=2, etp=1, flat=True, model=MOE + SEQUENCE + ONE_LAYER),

@@ -37,11 +37,12 @@ COLUMN = {"tensor_model_parallel": True, "partition_dim": 0, "partition_stride":
 
 
 def test_momentum_in_int8_is_refused_since_megatrons_checkpoints_would_lose_its_scales() -> None:
-    refuse_state({"state_dtype": torch.bfloat16})
+    refuse_state({"state_dtype": torch.bfloat16}, qk_clip=True)
+    refuse_state({"state_device": "cpu"}, qk_clip=False)
     with pytest.raises(ValueError, match=r"found 'int8'; needed a floating-point dtype"):
-        refuse_state({"state_dtype": "int8"})
-    with pytest.raises(ValueError, match=r"found 'cpu'; needed None"):
-        refuse_state({"state_device": "cpu"})
+        refuse_state({"state_dtype": "int8"}, qk_clip=False)
+    with pytest.raises(ValueError, match=r"found 'cpu' with qk_clip=True; needed None"):
+        refuse_state({"state_device": "cpu"}, qk_clip=True)
 
 
 def test_one_process_declares_nothing() -> None:

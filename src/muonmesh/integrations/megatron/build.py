@@ -86,7 +86,7 @@ def get_megatron_optimizer(
         axes = pg_collection or ProcessGroupCollection.use_mpu_process_groups(_READ)
         settings = dict(muon or {})
         shared = {key: settings.pop(key) for key in _SHARED if key in settings}
-        refuse_state(shared)
+        refuse_state(shared, qk_clip=any(getattr(chunk.config, "qk_clip", False) for chunk in model_chunks))
         refuse_formats(flat=config.use_distributed_optimizer or bool(shared.get("shard_state")))
         models = [unwrapped(chunk) for chunk in model_chunks]
         boxes = {key: value for model in models for key, value in saved_boxes_of(model).items()}

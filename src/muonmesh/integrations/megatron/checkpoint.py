@@ -36,12 +36,17 @@ def sharded(
         is_loading: Whether it is to be loaded into.
     """
     _create(optimizer)
+    optimizer.finish()
     state: dict[str, dict[str, Any]] = {}
     for member in placed_members(optimizer):
         entry = state[member.name] = {}
         for key, value in optimizer.state[member.tensor].items():
+            local = local_of(value)
+            if local.device.type == "cpu" and not is_loading:
+                # dist_checkpointing copies what is on a device. An asynchronous save would write this as it is later.
+                local = local.clone()
             # A dict, since dist_checkpointing takes an empty list for a list of another length.
-            entry[key] = dict(enumerate(_parts(member, key, value, *saved[member.name])))
+            entry[key] = dict(enumerate(_parts(member, key, local, *saved[member.name])))
     groups = {}
     # The only group of a stage with nothing to train has no parameters, and no other run knows it.
     for group in (group for group in optimizer.param_groups if group["params"]):
@@ -65,9 +70,9 @@ def _other(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {**settings, "name": name + (EXPERTS if experts else ""), "is_expert_parallel": experts}
 
 
-def _parts(member: Member, key: str, value: Tensor, saved: str, copy: int, resizes: bool) -> Iterator[ShardedTensor]:
+def _parts(member: Member, key: str, local: Tensor, saved: str, copy: int, resizes: bool) -> Iterator[ShardedTensor]:
     """Yield the boxes of a tensor that this rank stores; counts and norms are the same on all ranks that have them."""
-    local, layout = local_of(value), _layout(member, key)
+    layout = _layout(member, key)
     whole = f"{_PREFIX}.{key}.{saved}"
     if key == "step" or key in RUNNING:
         number = layout.ranks.index(this_rank())
@@ -130,6 +135,7 @@ def restore(optimizer: Muon, loaded: Mapping[str, Any]) -> None:
         raise StateError(explain_error(missing[0], "no state of it", "that of all groups and parameters", write))
     for name, group in groups.items():
         group.update({key: value for key, value in loaded["param_groups"][name].items() if key not in EACH})
+    optimizer.finish()
     for member in placed_members(optimizer):
         for key, value in optimizer.state[member.tensor].items():
             local, layout = local_of(value), _layout(member, key)

@@ -259,9 +259,9 @@ class MegatronOptimizer(Base):  # type: ignore[misc]
         clips = flat and any(chunk.config.qk_clip for chunk in self.model_chunks)
         for holding in self._holdings:
             master = self.optimizer.state[holding.tensor].get("master")
-            # Megatron's log of the parameters' norm reads it there; of several experts in one parameter it reads that.
-            if master is not None and holding.only:
-                kept = local_of(master)
+            # Megatron's log of the parameters' norm reads it there; of several experts in one parameter, and of masters
+            # on the host, it reads the parameter.
+            if master is not None and holding.only and (kept := local_of(master)).device == holding.tensor.device:
                 kept = ShardedMaster.of(kept, holding.parameter, holding.low) if clips else kept
                 holding.parameter.main_param = kept  # type: ignore[attr-defined]
                 holding.parameter.main_param_sharded = flat  # type: ignore[attr-defined]
@@ -322,6 +322,7 @@ class MegatronOptimizer(Base):  # type: ignore[misc]
         if state_dict is not None:
             found, write = "a state dict to take masters from", "Load the optimizer's state, which has them"
             raise StateError(explain_error("reload_model_params", found, "None", write))
+        self.optimizer.finish()
         for holding in self._holdings:
             master = self.optimizer.state[holding.tensor].get("master")
             if master is not None:

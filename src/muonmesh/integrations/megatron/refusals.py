@@ -10,8 +10,9 @@ from muonmesh.errors import explain_error
 
 _OPTIMIZER = {
     "decoupled_weight_decay": (True, "Set decoupled_weight_decay=True"),
+    # First: Megatron-LM's scripts take it with use_precision_aware_optimizer only.
+    "optimizer_cpu_offload": (False, "Remove it and use_precision_aware_optimizer; write muon={'state_device': 'cpu'}"),
     "use_precision_aware_optimizer": (False, "Remove it; write muon={'state_dtype': torch.bfloat16} for less memory"),
-    "optimizer_cpu_offload": (False, "Remove it; use_distributed_optimizer=True shares state among replicas"),
     "overlap_param_gather_with_optimizer_step": (False, "Remove it; overlap_param_gather alone may stay"),
     "reuse_grad_buf_for_mxfp8_param_ag": (False, "Remove it: parameters must be bf16, fp16 or fp32"),
 }
@@ -28,14 +29,14 @@ _MODEL = {"gtp_weight_remat_size": (1, "Set gtp_weight_remat_size=1")}
 """Fields of TransformerConfig."""
 
 
-def refuse_state(settings: Mapping[str, Any]) -> None:
-    """Raise ValueError if state is to be kept as Megatron's checkpoints do not know it.
+def refuse_state(settings: Mapping[str, Any], *, qk_clip: bool) -> None:
+    """Raise ValueError if state is to be kept as Megatron's checkpoints or its QK-clip do not know it.
 
     In int8 they would hold the codes without their scales, which are as many as the blocks of a shard and no part of a
     global tensor, as a sharded state dict of Megatron's describes all that it saves.
     """
-    if settings.get("state_device") is not None:
-        found, needed = f"{settings['state_device']!r}", "None: with Megatron's checkpoints it has not been tried"
+    if settings.get("state_device") is not None and qk_clip:
+        found, needed = f"{settings['state_device']!r} with qk_clip=True", "None: it scales masters beside the weights"
         write = "Remove it, and set use_distributed_optimizer=True, so that replicas share the state"
         raise ValueError(explain_error("muon={'state_device': ...} of Megatron", found, needed, write))
     if settings.get("state_dtype") == "int8":
@@ -109,5 +110,5 @@ def _refuse_unreduced_experts(model: Any, chunk: Any) -> None:
     if expert not in (None, tensor) and any(getattr(parameter, "allreduce", True) for parameter in experts):
         found = f"expert_tensor_parallel_size={expert} and expert_model_parallel_size=1 under "
         found += f"tensor_model_parallel_size={tensor}: Megatron does not average the gradients of such experts"
-        write = f"Set expert_model_parallel_size={tensor}, or expert_tensor_parallel_size={tensor}"
+        write = f"Set expert_model_parallel_size above 1, or expert_tensor_parallel_size={tensor}"
         raise ValueError(explain_error("TransformerConfig", found, "sizes for which it averages them", write))
