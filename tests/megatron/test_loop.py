@@ -327,7 +327,7 @@ def test_what_would_be_ignored_is_refused(workers, config: Any, arguments: Any, 
 
 
 def offloaded() -> None:
-    """Megatron-LM's ``--optimizer-cpu-offload`` asks for both; without Transformer Engine 0.16.1 fails on the second."""
+    """``--optimizer-cpu-offload`` asks for both; without Transformer Engine 0.16.1 fails on the second."""
     shape = Shape(flat=True, dtype=torch.bfloat16)
     host.begin(shape)
     chunks, config = host.chunks_of(shape), host.optimizer_config(shape, optimizer_cpu_offload=True)

@@ -81,7 +81,7 @@ def main(checkout: str, folder: str, runs: str) -> None:
 
     import megatron
 
-    sys.path.insert(0, checkout)
+    sys.path.insert(1, checkout)  # behind this repository, whose package of tests spawned processes import, too
     megatron.__path__.append(f"{checkout}/megatron")  # what the wheel lacks; megatron.core is the wheel's
     utils.compile_helpers = nothing  # the wheel has them compiled, and no Makefile
     from megatron.legacy import fused_kernels

@@ -44,7 +44,14 @@ def pretrain(folder: Path, *runs: str) -> list[tuple[list[int], dict[int, float]
     return list(zip(json.loads(ran.stdout.splitlines()[-1]), losses, told, strict=True))
 
 
-@pytest.mark.parametrize("how", ["", FLAT, "--ckpt-format torch"], ids=["torch_dist", "distributed optimizer", "torch"])
+ASYNC = f"{FLAT} --async-save --use-persistent-ckpt-worker --ckpt-assume-constant-structure"
+
+
+@pytest.mark.parametrize(
+    "how",
+    ["", FLAT, ASYNC, "--ckpt-format torch"],
+    ids=["torch_dist", "distributed optimizer", "saved while it trains", "torch"],
+)
 def test_train_save_resume(tmp_path: Path, how: str) -> None:
     """Megatron logs at the second iteration after a resumption the mean of both, so the first is compared."""
     save = f"--tensor-model-parallel-size 2 --save {tmp_path}/saved --save-interval 3 {how}"
