@@ -1,4 +1,4 @@
-"""The patches for other frameworks: each is a unified diff whose hunks are as long as they say, for a named revision."""
+"""Patches for other frameworks: each is a unified diff whose hunks are as long as they say, of a known revision."""
 
 from __future__ import annotations
 
@@ -33,5 +33,6 @@ def test_a_patch_names_host_and_revision_and_adds_muonmesh(path: Path) -> None:
     header, _, diff = text.partition("diff --git ")
     assert re.search(r"^Host: [\w.-]+/[\w.-]+$", header, flags=re.MULTILINE)
     assert re.search(r"^Revision: [0-9a-f]{40}$", header, flags=re.MULTILINE)
-    assert diff.count("\n@@ ") and miscounted(text) == []
+    assert diff.count("\n@@ ") > 0
+    assert miscounted(text) == []
     assert any("muonmesh" in line for line in diff.splitlines() if line.startswith("+"))
