@@ -99,10 +99,14 @@ $(TIMM)/.ready: $(BUILT) constraints.txt
 	$(TIMM)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(TIMM)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e . \
 		timm==1.0.31 torchvision==0.28.0 numpy pytest
+	$(TIMM)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+		opencv-python-headless==5.0.0.93 polars==2.1.0 scipy==1.17.1 ultralytics-thop==2.2.3 matplotlib pillow psutil pyyaml requests
+	$(TIMM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps ultralytics==8.4.190
 	touch $@
 
 test-timm: $(TIMM)/.ready
-	$(TIMM)/bin/python -m pytest --noconftest -p tests.hosts_all.without_torchvision_ops tests/hosts_all/test_timm.py $(ARGS)
+	$(TIMM)/bin/python -m pytest --noconftest -p tests.hosts_all.without_torchvision_ops tests/hosts_all/test_timm.py \
+		tests/hosts_all/test_ultralytics.py $(ARGS)
 
 # OLMo-core wants an older filelock than constraints.txt has.
 OLMO := .venv-hosts-olmo
@@ -114,7 +118,7 @@ $(OLMO)/.ready: $(BUILT)
 
 test-hosts-all: $(HOSTS_ALL)/.ready $(VERL)/.ready $(OLMO)/.ready test-timm
 	$(HOSTS_ALL)/bin/python -m pytest --noconftest tests/hosts_all --ignore=tests/hosts_all/test_verl.py \
-		--ignore=tests/hosts_all/test_timm.py --ignore=tests/hosts_all/test_olmo.py $(ARGS)
+		--ignore=tests/hosts_all/test_timm.py --ignore=tests/hosts_all/test_ultralytics.py --ignore=tests/hosts_all/test_olmo.py $(ARGS)
 	$(OLMO)/bin/python -m pytest --noconftest tests/hosts_all/test_olmo.py $(ARGS)
 	$(VERL)/bin/python -m pytest --noconftest tests/hosts_all/test_verl.py $(ARGS)
 

@@ -67,6 +67,7 @@ RANKS = (
     "docs/transformer-engine.md",
 )
 HOSTS = ("docs/hosts.md",)  # by tests/hosts/test_page.py, where the hosts are installed
+BY_HAND = ("docs/other-hosts.md",)  # docs/how-we-know.md says what ran; ultralytics' by tests/hosts_all too
 WAYS = ("docs/thirty-ways.md",)  # by benchmarks/ways.py, which runs them where their packages are
 MEGATRON = ("docs/megatron.md",)  # by tests/megatron/test_page.py, where Megatron-Core is installed
 
@@ -147,7 +148,7 @@ def test_what_a_page_loads_and_where_it_links_is_checked(tmp_path: Path) -> None
 
 def test_every_page_with_snippets_is_run() -> None:
     pages = {str(path.relative_to(ROOT)) for path in DOCUMENTS if "```python" in path.read_text()}
-    assert pages == {*ONE_PROCESS, *SCRIPTS, *RANKS, *HOSTS, *MEGATRON, *WAYS}
+    assert pages == {*ONE_PROCESS, *SCRIPTS, *RANKS, *HOSTS, *BY_HAND, *MEGATRON, *WAYS}
 
 
 class Net(nn.Module):
