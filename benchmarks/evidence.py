@@ -28,6 +28,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -123,7 +124,8 @@ def ready(settings: Mapping[str, Any]) -> Train:
     """Prepare a worker: its device, and the text on it."""
     torch.set_num_threads(1)
     device = torch.device(settings["device"])
-    text = Text(load_corpus_of(Path(settings["corpus"])), device)
+    folder = settings["corpus"]
+    text = Text(replace(load_corpus_of(Path(folder)), directory=folder), device)  # it may have been written elsewhere
     return lambda job: train(job, text, settings["steps"])
 
 
