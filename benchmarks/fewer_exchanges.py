@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks import variants
+from benchmarks import llama, sweep
 from benchmarks.trainings import Trainings
 from torch import Tensor
 
@@ -97,16 +97,17 @@ def exchanged(way: str) -> Iterator[None]:
 
 def best(runs: Sequence[dict[str, Any]], model: str, way: str) -> list[dict[str, Any]]:
     """The trainings of a model in one way at the multiple that is best for the first seed."""
-    own = [{**run, "rule": way} for run in runs if (run["model"], run["way"]) == (model, way)]
-    return variants.best(own, way)
+    own = [run for run in runs if (run["model"], run["way"]) == (model, way)]
+    chosen = min((run for run in own if run["seed"] == 0), key=sweep.final)["multiple"]
+    return [run for run in own if run["multiple"] == chosen]
 
 
 def steps_lost(runs: Sequence[dict[str, Any]], model: str, way: str) -> float:
     """How many steps before its end plain Muon had a way's last loss, or, below 0, the way had plain Muon's."""
-    plain, own = (variants.middle(best(runs, model, name)) for name in ("plain", way))
+    plain, own = (sweep.middle(best(runs, model, name)) for name in ("plain", way))
     steps = plain["validation"][-1][0]
-    lost = steps - variants.steps_to(plain, variants.final(own))
-    return float(lost if lost >= 0 else variants.steps_to(own, variants.final(plain)) - steps)
+    lost = steps - sweep.steps_to(plain, sweep.final(own))
+    return float(lost if lost >= 0 else sweep.steps_to(own, sweep.final(plain)) - steps)
 
 
 def rows(runs: Sequence[dict[str, Any]]) -> list[str]:
@@ -114,10 +115,10 @@ def rows(runs: Sequence[dict[str, Any]]) -> list[str]:
     found = []
     for model, way in dict.fromkeys((run["model"], run["way"]) for run in runs):
         own, plain = best(runs, model, way), best(runs, model, "plain")
-        start = {run["seed"]: variants.final(run) for run in plain}
-        gaps = ", ".join(f"{variants.final(run) - start[run['seed']]:+.3f}" for run in own if way != "plain")
+        start = {run["seed"]: sweep.final(run) for run in plain}
+        gaps = ", ".join(f"{sweep.final(run) - start[run['seed']]:+.3f}" for run in own if way != "plain")
         lost = "" if way == "plain" else f"{steps_lost(runs, model, way):.0f}"
-        ends = f"{statistics.mean(map(variants.final, own)):.3f}"
+        ends = f"{statistics.mean(map(sweep.final, own)):.3f}"
         shares = " | ".join(f"{share_of_bytes(way, ranks):.2f}" for ranks in RANKS)
         row = f"| {model} | {way} | × {own[0]['multiple']:g} | {ends} | {gaps} | {lost} | {shares} |"
         found.append(row.replace("|  |", "| |").replace("|  |", "| |").replace("-", "−"))
@@ -135,15 +136,15 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     trainings = Trainings(options.json, {"steps": options.steps, "period": PERIOD})
-    corpus = prepare_corpus((), vocab=variants.VOCAB, cache=options.cache)
+    corpus = prepare_corpus((), vocab=llama.VOCAB, cache=options.cache)
 
     def one(model: str, way: str, multiple: float, seed: int) -> None:
         def train() -> dict[str, Any]:
             with exchanged(way):
-                return variants.train("muon", multiple, seed, corpus, model, options.steps)
+                return llama.train(multiple, seed, corpus, model, options.steps)
 
         run = trainings.one(train, model=model, way=way, multiple=multiple, seed=seed)
-        print(f"{model}, {way} × {multiple:g}, seed {seed}: {variants.final(run):.4f}", flush=True)
+        print(f"{model}, {way} × {multiple:g}, seed {seed}: {sweep.final(run):.4f}", flush=True)
 
     for model in options.models:
         for rate in options.rates:

@@ -21,8 +21,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from benchmarks.llama import BATCH, HELD_OUT, LENGTH, VOCAB, loss
+from benchmarks.sweep import final, rate_at
 from benchmarks.trainings import Trainings
-from benchmarks.variants import BATCH, HELD_OUT, LENGTH, VOCAB, final, loss, rate_at
 from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer
 from torch import nn

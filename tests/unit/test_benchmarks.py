@@ -141,22 +141,6 @@ def test_clip_stall_shows_who_feels_the_clipping(script: Callable[[str], ModuleT
             assert (row["muon"]["least"] < 0.4) == (clipping != "none")
 
 
-@pytest.mark.slow
-def test_variants_count_the_steps_to_a_loss(script: Callable[[str], ModuleType]) -> None:
-    """Between two validations, never for what does not come so far, and of each rule at its best rate."""
-    variants = script("variants")
-    runs = [
-        {"rule": "muon", "multiple": m, "seed": s, "validation": [(10, 4.0), (20, end)], "step_ms": 1.0}
-        for m, s, end in ((1.0, 0, 3.0), (2.0, 0, 2.0), (2.0, 1, 2.5), (4.0, 0, math.nan))
-    ]
-    assert [run["seed"] for run in variants.best(runs, "muon")] == [0, 1]
-    assert variants.steps_to(runs[0], 3.5) == 15.0
-    assert variants.steps_to(runs[0], 2.0) == math.inf
-    assert variants.steps_to(runs[3], 3.9) == math.inf
-    assert variants.rate_at(9, 100) == 1.0
-    assert variants.rate_at(100, 100) == pytest.approx(0.1)
-
-
 def expected_updates(way: str, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
     """What each step subtracts, from exact polar factors in fp64 with an RMS of 0.2."""
 

@@ -20,7 +20,7 @@ import torch
 from benchmarks.crew import Crew
 from benchmarks.decoder import Decoder, Size, Text
 from benchmarks.evidence import Comparison, Lines, build, read, table
-from benchmarks.sweep import BUDGETS, RULES, Budget, Job, around, chosen, final, left, record, steps_to
+from benchmarks.sweep import BUDGETS, RULES, Budget, Job, around, chosen, final, left, rate_at, record, steps_to
 
 ROOT = Path(__file__).parents[2]
 FULL = BUDGETS["full"]
@@ -155,6 +155,7 @@ def test_a_table_has_steps_and_seconds_to_the_loss_of_adamw() -> None:
         ["`soap`", "1.0e-2", "0.1", "2", "5.000", "0.000", "never", "–", "–"],
     ]
     assert steps_to(runs[0], 4.5) == 150
+    assert steps_to(runs[0], 5.5) == 100
     assert math.isinf(steps_to(runs[-1], 4.5))
 
 
@@ -166,6 +167,11 @@ def test_rates_go_with_the_multiple_in_every_rule(rule: str) -> None:
         rates.append({group["name"]: group["lr"] for group in optimizer.param_groups})
         assert {group["weight_decay"] for group in optimizer.param_groups} <= {0.3, 0.0}
     assert rates[1] == pytest.approx({name: 2 * rate for name, rate in rates[0].items()})
+
+
+def test_rates_rise_and_fall_to_a_tenth() -> None:
+    assert rate_at(9, 100) == 1.0
+    assert rate_at(100, 100) == pytest.approx(0.1)
 
 
 def test_text_is_read_once_before_again_and_held_out_windows_are_no_others() -> None:

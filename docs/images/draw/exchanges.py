@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks import variants
+from benchmarks import sweep
 from benchmarks.fewer_exchanges import best, share_of_bytes
 from canvas import IMAGES, INK, QUIET, save
 from matplotlib import pyplot
@@ -40,7 +40,7 @@ def draw(picture: Path) -> None:
     for axes, model in zip(panels[0], models, strict=True):
         for way, ranks, style in LINES:
             if own := [run for run in runs if (run["model"], run["way"]) == (model, way)]:
-                curve = variants.middle(best(own, model, way))["validation"]
+                curve = sweep.middle(best(own, model, way))["validation"]
                 share = share_of_bytes(way, ranks) / curve[-1][0]
                 told = f"{way}, {ranks} ranks" if way.startswith("blocks") else way
                 shown = [(step * share, loss) for step, loss in curve if step >= AFTER]
