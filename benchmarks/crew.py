@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -45,6 +46,13 @@ class Crew:
     def running(self) -> list[Any]:
         """Return what is being trained."""
         return [worker.job for worker in self.workers if worker.job is not None]
+
+    def gather(self, timeout: float) -> None:
+        """Wait until all workers are ready, or so many seconds."""
+        until = time.monotonic() + timeout
+        while any(not worker.is_ready for worker in self.workers) and time.monotonic() < until:
+            for _ in self.finished(1.0):
+                pass
 
     def give(self, worker: Worker, job: Any) -> None:
         """Let a worker begin a training."""

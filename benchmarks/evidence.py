@@ -26,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -56,11 +56,26 @@ SIZES = {
 }
 REFERENCE_WIDTH = 128
 """The width at which rates are those of `RULES` times 2; they go with 1/√width, and the sweep goes around them."""
+_BRIEF = [rule for rule in RULES if rule not in ("cautious", "scion head")]
 DEFAULTS: dict[str, dict[str, Any]] = {
-    "cpu": {"sizes": ["48x2", "64x3", "96x4"], "workers": 2, "longest": 240.0, "steps": 200},
-    "cuda": {"sizes": ["128x4", "256x6", "512x8"], "workers": 14, "longest": 12.0, "steps": 300},
+    "cpu": {
+        "sizes": ["48x2", "64x3", "96x4"],
+        "workers": 2,
+        "longest": 240.0,
+        "steps": 200,
+        "budget": "short",
+        "rules": list(RULES),
+    },
+    "cuda": {
+        "sizes": ["128x4", "256x6", "512x8"],
+        "workers": 14,
+        "longest": 12.0,
+        "steps": 300,
+        "budget": "brief",
+        "rules": _BRIEF,
+    },
 }
-WARM_STEPS, BLOCKS = 3, {"cpu": (9, 1), "cuda": (6, 5)}  # of the timing: turns, and steps without a pause in each
+WARM_STEPS, BLOCKS = 3, {"cpu": (9, 1), "cuda": (4, 5)}  # of the timing: turns, and steps without a pause in each
 MARGIN = 1.05  # over the longest training of a kind, for the next
 TOO_SLOW, FAILURES = (
     4.0,
@@ -129,10 +144,12 @@ def ready(settings: Mapping[str, Any]) -> Train:
     return lambda job: train(job, text, settings["steps"])
 
 
-def timing(size: str, rules: Sequence[str], text: Text, *, slowest: float, until: float) -> dict[str, float]:
-    """Milliseconds of a whole step of each rule, medians of turns; rules slower than `slowest` seconds a step get few.
+def timing(
+    size: str, rules: Sequence[str], text: Text, *, slowest: float, until: float, quiet: Callable[[], None]
+) -> dict[str, float]:
+    """Milliseconds of a whole step of each rule, medians of turns, after `quiet`; on a CPU processor time of one thread.
 
-    On a CPU it is processor time of one thread, since other programs may run beside this one.
+    A rule that takes more than `slowest` seconds a step gets one turn, and all get few after the time `until`.
     """
     held: dict[str, tuple[nn.Module, mm.Muon]] = {}
     found: dict[str, list[float]] = {rule: [] for rule in rules}
@@ -152,6 +169,7 @@ def timing(size: str, rules: Sequence[str], text: Text, *, slowest: float, until
     for rule in rules:
         held[rule] = build(Job(size, rule, 0.5, 0.1, 0), text.vocab, text.device)
         block(rule, WARM_STEPS)
+    quiet()
     for turn in range(turns):
         for rule in rules:
             slow = bool(found[rule]) and found[rule][0] > slowest
@@ -404,7 +422,9 @@ def shared_device(wanted: bool) -> Iterator[None]:
         for name in names:
             os.environ.pop(name, None)
         with suppress(OSError, subprocess.SubprocessError):
-            subprocess.run(control, input="quit\n", text=True, env={**os.environ, **names}, timeout=20, check=False)
+            subprocess.run(
+                control, input="quit -t 5\n", text=True, env={**os.environ, **names}, timeout=20, check=False
+            )
 
 
 def about(options: argparse.Namespace, corpus: Any) -> dict[str, Any]:
@@ -418,13 +438,18 @@ def about(options: argparse.Namespace, corpus: Any) -> dict[str, Any]:
         "vocab": corpus.vocab,
     }
     device = torch.cuda.get_device_name() if options.device == "cuda" else platform.processor() or platform.machine()
-    settings = {"budget": options.budget, "seeds": options.seeds, "workers": options.workers, "mps": options.mps}
+    settings = {
+        "budget": options.budget,
+        "seeds": options.seeds,
+        "workers": options.workers,
+        "mps": "CUDA_MPS_PIPE_DIRECTORY" in os.environ,
+    }
     date = datetime.now(UTC).date().isoformat()
     return {"kind": "about", "same": same, "name": device, "date": date, **settings}
 
 
-def measure_steps(lines: Lines, options: argparse.Namespace, corpus: Any, until: float) -> None:
-    """Time the steps that the file lacks; a rule that is too slow at a size is not tried at the larger ones."""
+def measure_steps(lines: Lines, options: argparse.Namespace, corpus: Any, until: float, crew: Crew) -> None:
+    """Time the steps that the file lacks while the crew waits; a rule that is too slow is not tried at larger sizes."""
     torch.set_num_threads(1)
     text, limit = Text(corpus, torch.device(options.device)), options.longest / options.steps
     slow: set[str] = set()
@@ -432,7 +457,7 @@ def measure_steps(lines: Lines, options: argparse.Namespace, corpus: Any, until:
         known = milliseconds(lines.records).get(size, {})
         missing = [rule for rule in options.rules if rule not in known and rule not in slow]
         if missing:
-            known = timing(size, missing, text, slowest=limit, until=until)
+            known = timing(size, missing, text, slowest=limit, until=until, quiet=lambda: crew.gather(60))
             lines.add({"kind": "timing", "size": size, "milliseconds": known})
             print(f"{size}, milliseconds of a step: {known}", flush=True)
         slow |= {rule for rule, cost in known.items() if cost > 1000 * limit}
@@ -447,15 +472,15 @@ def parsed() -> argparse.Namespace:
     )
     parser.add_argument("--device", choices=list(DEFAULTS), default="cpu")
     parser.add_argument("--workers", type=int, help="processes")
-    parser.add_argument("--mps", action="store_true", help="try CUDA's multi-process service")
+    parser.add_argument("--no-mps", action="store_true", help="do not try CUDA's multi-process service")
     parser.add_argument("--sizes", nargs="+", choices=list(SIZES), help="width x layers; the first is done first")
-    parser.add_argument("--rules", nargs="+", choices=list(RULES), default=list(RULES), help="adamw is among them")
-    parser.add_argument("--budget", choices=list(BUDGETS), default="short", help="trainings of each rule at each size")
+    parser.add_argument("--rules", nargs="+", choices=list(RULES), help="adamw is among them")
+    parser.add_argument("--budget", choices=list(BUDGETS), help="trainings of each rule at each size")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, help="of a training")
     parser.add_argument("--seconds", type=float, help="begin no training that would end later than this")
     parser.add_argument("--longest", type=float, help="leave out rules whose training alone takes more seconds")
-    parser.add_argument("--timing-seconds", type=float, default=40.0, help="few turns of timing after this")
+    parser.add_argument("--timing-seconds", type=float, default=30.0, help="few turns of timing after this")
     parser.add_argument("--cache", type=Path, default=Path("runs/corpus"), help="where the tokens are kept")
     parser.add_argument("--out", type=Path, help="the file of finished trainings; runs/evidence.jsonl")
     parser.add_argument("--resume", type=Path, help="go on with this file")
@@ -473,9 +498,8 @@ def parsed() -> argparse.Namespace:
     return options
 
 
-def compare(options: argparse.Namespace) -> list[Mapping[str, Any]]:
+def compare(options: argparse.Namespace, started: float) -> list[Mapping[str, Any]]:
     """Train, and return the records."""
-    started = time.monotonic()
     corpus = prepare_corpus((), vocab=VOCAB, cache=options.cache)
     says, earlier = about(options, corpus), read(options.resume) if options.resume else []
     for each in earlier:
@@ -485,21 +509,24 @@ def compare(options: argparse.Namespace) -> list[Mapping[str, Any]]:
     lines.add(says)
     print(f"{time.monotonic() - started:.1f} s: the text is ready", flush=True)
     settings = {"device": options.device, "corpus": corpus.directory, "steps": options.steps}
-    measure_steps(lines, options, corpus, started + options.timing_seconds)
-    print(f"{time.monotonic() - started:.1f} s: the steps are timed", flush=True)
-    with shared_device(options.mps):
-        crew = Crew(options.workers, ready, settings)
-        try:
-            Comparison(lines, options, started).work(crew)
-        finally:
-            crew.end()
+    crew = Crew(options.workers, ready, settings)
+    try:
+        measure_steps(lines, options, corpus, started + options.timing_seconds, crew)
+        print(f"{time.monotonic() - started:.1f} s: the steps are timed", flush=True)
+        Comparison(lines, options, started).work(crew)
+    finally:
+        crew.end()
     print(f"{time.monotonic() - started:.1f} s: {len(lines.runs())} trainings are in {options.out}", flush=True)
     return lines.records
 
 
 def main() -> None:
-    options = parsed()
-    records = read(options.report) if options.report else compare(options)
+    started, options = time.monotonic(), parsed()
+    if options.report:
+        records: list[Mapping[str, Any]] = [*read(options.report)]
+    else:
+        with shared_device(options.device == "cuda" and not options.no_mps):
+            records = compare(options, started)
     show(records)
     if options.json is not None:
         write_summary(records, options.json)

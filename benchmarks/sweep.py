@@ -68,6 +68,7 @@ class Budget:
 AROUND = 3
 BUDGETS = {
     "try": Budget((1.0,), (0.1,), 1),
+    "brief": Budget((1.0, 2.0, 0.5), (0.1,), 1),
     "short": Budget((1.0, 2.0, 0.5), (0.1, 0.5), 1),
     "full": Budget((1.0, 2.0, 0.5, 4.0, 0.25), (0.1, 0.5), 3),
 }
@@ -83,7 +84,7 @@ def around(best: Pair, multiples: Sequence[float], decays: Sequence[float]) -> l
         factors = (2**0.5, 2.0) if multiple == max(multiples) else (0.5**0.5, 0.5)
     else:
         factors = (2**0.5, 0.5**0.5)
-    further = 3 * decay if decay == max(decays) else decay / 5
+    further = 5 * decay if len(decays) == 1 else 3 * decay if decay == max(decays) else decay / 5
     return [*((round(multiple * factor, 4), decay) for factor in factors), (multiple, round(further, 4))]
 
 
