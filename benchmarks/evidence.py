@@ -147,7 +147,7 @@ def ready(settings: Mapping[str, Any]) -> Train:
 def timing(
     size: str, rules: Sequence[str], text: Text, *, slowest: float, until: float, quiet: Callable[[], None]
 ) -> dict[str, float]:
-    """Milliseconds of a whole step of each rule, medians of turns, after `quiet`; on a CPU processor time of one thread.
+    """Milliseconds of a whole step of each rule, medians of turns after `quiet`; on a CPU processor time of a thread.
 
     A rule that takes more than `slowest` seconds a step gets one turn, and all get few after the time `until`.
     """
