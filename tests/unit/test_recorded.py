@@ -9,7 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from benchmarks.vision import rows_of
+from torch import nn
+
+import muonmesh as mm
+from muonmesh.testing import dry_run
 
 ROOT = Path(__file__).parents[2]
 SPEED = (ROOT / "docs/internals/performance.md").read_text()
@@ -26,6 +31,11 @@ WORKLOADS = {
     "small-64": "300 of 64×64",
     "small-16": "500 of 16×16",
     "small-8": "500 of 8×8",
+}
+ON_A_GPU = {
+    "gpt2-small": "3 layers of GPT-2 small",
+    "llama-1b": "4 layers of Llama 1B",
+    "llama-8b": "2 layers of Llama 8B",
 }
 PARTS = ("least", "blocks", "below peak", "elementwise", "Python", "sharing")
 KINDS = {"gpt2": "GPT-2", "llama": "Llama", "convolutions": "convolutions", "experts": "experts"}
@@ -324,13 +334,8 @@ def test_rounding_of_weights() -> None:
 def test_steps_on_a_gpu() -> None:
     """Medians in milliseconds, and how many times ours those of others are."""
     tables, dions = recorded("h200")["tables"], recorded("h200_dion")["tables"]
-    titles = {
-        "gpt2-small": "3 layers of GPT-2 small",
-        "llama-1b": "4 layers of Llama 1B",
-        "llama-8b": "2 layers of Llama 8B",
-    }
     rows = []
-    for name, title in titles.items():
+    for name, title in ON_A_GPU.items():
         of = {contender: f"{found['median_ms']:.1f}" for contender, found in tables[name]["contenders"].items()}
         dion = f"{dions[name]['contenders']['dion Muon']['median_ms']:.1f}" if name in dions else "–"
         rows.append(f"| {title} | {of['muonmesh']} | {of['muonmesh graphs']} | {of['torch.optim.Muon']} | {dion} |")
@@ -338,7 +343,7 @@ def test_steps_on_a_gpu() -> None:
     assert missing(rows, page) == []
     ours = [f"{dions[name]['contenders']['muonmesh']['median_ms']:.1f}" for name in dions]
     assert f"in which muonmesh took {' and '.join(ours)}" in page
-    gpt2, wide, wider = (f"{tables[name]['contenders']['torch.optim.Muon']['ratio']:.2f}" for name in titles)
+    gpt2, wide, wider = (f"{tables[name]['contenders']['torch.optim.Muon']['ratio']:.2f}" for name in ON_A_GPU)
     small, large = (f"{dions[name]['contenders']['dion Muon']['ratio']:.2f}" for name in dions)
     performance = " ".join((ROOT / "docs/performance.md").read_text().split())
     assert f"torch.optim.Muon takes {gpt2} times muonmesh's time for the three layers above and {wider}" in performance
@@ -347,3 +352,24 @@ def test_steps_on_a_gpu() -> None:
     assert f"{gpt2}, {wide} and {wider} times muonmesh's time, dion {small} and {large}" in evidence
     host = tables["gpt2-small"]["contenders"]["muonmesh"]
     assert f"{host['host_ms']:.2f} of {host['median_ms']:.1f} ms" in page
+
+
+def test_the_model_of_time_beside_steps_on_a_gpu() -> None:
+    """The page's table is what the model says today, and no further from the measured steps than the page says."""
+    page = (ROOT / "docs/internals/planning.md").read_text()
+    optimizers = {"muonmesh": mm.Muon, "torch.optim.Muon": torch.optim.Muon}
+    rows = []
+    for name, title in ON_A_GPU.items():
+        table = recorded("h200")["tables"][name]
+        shapes = [tuple(map(int, shape.split("x"))) for shape in table["shapes"]] * table["layers"]
+        for optimizer, make in optimizers.items():
+            weights = nn.ParameterList(nn.Parameter(torch.empty(shape, device="meta")) for shape in shapes)
+            run = dry_run(weights, lambda model, make=make: make(list(model.parameters()), lr=1e-3))
+            least, most = (run.parts(published=published)["device"] * 1e3 for published in (False, True))
+            host, found = run.parts()["host"] * 1e3, table["contenders"][optimizer]
+            assert host == pytest.approx(found["host_ms"], rel=0.35)
+            assert name == "gpt2-small" or least < found["median_ms"] < most
+            who = optimizer if optimizer != "muonmesh" else f"{title}, {optimizer}"
+            figures = f"{host:.1f} | {found['host_ms']:.1f} | {least:.1f} to {most:.1f} | {found['median_ms']:.1f}"
+            rows.append(f"| {who} | {figures} |")
+    assert missing(rows, page) == []

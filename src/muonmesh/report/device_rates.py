@@ -18,7 +18,8 @@ class DeviceRates:
         published: What a triangle of tiles by Triton is published to reach on large matrices: 38 % (flash-muon, H800).
         bytes: Of its memory, B/s: 80 % of the data sheet's 3.35 TB/s.
         wire: Of the network to other ranks, B/s each way: 400 Gb/s.
-        kernel: Seconds of the host for a kernel of ours, with the step's Python around it.
+        kernel: Seconds of the host for a kernel of ours, with the step's Python around it; on the host of one H200, as
+            the three rates below.
         operation: Likewise for one of torch's.
         view: Likewise for an operation that starts none.
         matrix: Seconds of the host for each matrix, of the step's Python.
@@ -30,10 +31,10 @@ class DeviceRates:
     published: float = 0.38 * 989e12
     bytes: float = 0.80 * 3.35e12
     wire: float = 50e9
-    kernel: float = 17e-6
-    operation: float = 4e-6
-    view: float = 1e-6
-    matrix: float = 14e-6
+    kernel: float = 30e-6
+    operation: float = 12e-6
+    view: float = 2e-6
+    matrix: float = 28e-6
     collective: float = 30e-6
     message: float = 1e-6
 
