@@ -10,7 +10,7 @@ import re
 import shutil
 import stat
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -140,22 +140,6 @@ def read_json(path: Path, *, needed: str) -> dict[str, Any]:
     return content
 
 
-def check_fields(path: Path, content: dict[str, Any], kinds: dict[str, str]) -> None:
-    """Make sure that an object has these fields, of these kinds, and no others.
-
-    Raises:
-        FileError: naming the first that is missing, unknown or of another kind.
-    """
-    for name, kind in kinds.items():
-        if name not in content:
-            raise FileError(f"{path}: found no {name!r}; needed {kind}")
-        if not KINDS[kind](content[name]):
-            raise FileError(f"{path}: found {name} {_shown(content[name])}; needed {kind}")
-    for name in content:
-        if name not in kinds:
-            raise FileError(f"{path}: found {name!r}, which means nothing; needed {', '.join(kinds)}")
-
-
 def is_whole(value: object) -> bool:
     """Whether a value is a whole number; True and False are not."""
     return isinstance(value, int) and not isinstance(value, bool)
@@ -165,16 +149,6 @@ def is_finite(value: object) -> bool:
     """Whether a value is a finite number."""
     number = is_whole(value) or isinstance(value, float)
     return number and -sys.float_info.max <= value <= sys.float_info.max  # type: ignore[operator]
-
-
-KINDS: dict[str, Callable[[Any], bool]] = {
-    "a whole number of at least 0": lambda value: is_whole(value) and value >= 0,
-    "a finite number of at least 0": lambda value: is_finite(value) and value >= 0,
-    "a positive, finite number": lambda value: is_finite(value) and value > 0,
-    "a string": lambda value: isinstance(value, str),
-    "an array": lambda value: isinstance(value, list),
-    "an object": lambda value: isinstance(value, dict),
-}
 
 
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -246,11 +220,6 @@ def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         double = next(name for name in content if sum(name == other for other, _ in pairs) > 1)
         raise ValueError(f"{double!r} is there twice")
     return content
-
-
-def _shown(value: object) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _room_at(path: Path) -> int:

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from typer.testing import CliRunner
 
 import muonmesh as mm
-from muonmesh.checkpoint.manifest import MANIFEST_FILE
+from muonmesh.checkpoint.manifest import MANIFEST_FILE, entry_of, read_manifest, write_manifest
 from muonmesh.checkpoint.ranks import insist_on_the_same, on_first_rank, together
 from muonmesh.cli.app import app
 from muonmesh.cli.checkpoints import Checkpoints, checkpoints_of
@@ -155,13 +155,12 @@ def scatter_bytes(place: Path) -> None:
     file.write_bytes(bytes(content))
 
 
-def without_manifest(place: Path) -> None:
-    (place / MANIFEST_FILE).unlink()
+def forge_manifest(place: Path) -> None:
+    """Let the manifest tell of the files as they are now."""
+    write_manifest(place, {name: entry_of(place / name) for name in read_manifest(place)})
 
 
 def nan_in_a_file(place: Path) -> None:
-    """As an older version would have saved it: without a manifest, and without looking."""
-    without_manifest(place)
     file = place / "__1_0.distcp"
     content = bytearray(file.read_bytes())
     metadata = pickle.loads((place / ".metadata").read_bytes())
@@ -175,6 +174,7 @@ def nan_in_a_file(place: Path) -> None:
     assert len(written.getvalue()) == info.length
     content[info.offset : info.offset + info.length] = written.getvalue()
     file.write_bytes(bytes(content))
+    forge_manifest(place)
 
 
 def cut(place: Path) -> None:
@@ -184,23 +184,24 @@ def cut(place: Path) -> None:
 
 def settings(content: str) -> Callable[[Path], None]:
     def write(place: Path) -> None:
-        without_manifest(place)
         (place / "settings.json").write_text(content)
+        forge_manifest(place)
 
     return write
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "64 bytes": (scatter_bytes, "__1_0.distcp: its content has changed since it was written"),
-    "nan without manifest": (nan_in_a_file, "__1_0.distcp: found infinity or NaN in "),
+    "nan with a forged manifest": (nan_in_a_file, "__1_0.distcp: found infinity or NaN in "),
     "cut": (cut, "__0_0.distcp: found"),
-    "cut without manifest": (lambda place: (without_manifest(place), cut(place)), "__0_0.distcp: found"),
-    "missing": (lambda place: (place / "__1_0.distcp").unlink(), "__1_0.distcp: not there"),
+    "cut with a forged manifest": (lambda place: (cut(place), forge_manifest(place)), "__0_0.distcp: found"),
+    "no manifest": (lambda place: (place / MANIFEST_FILE).unlink(), f"{MANIFEST_FILE}: could not be read: No such"),
+    "missing": (lambda place: (place / "__1_0.distcp").unlink(), "__1_0.distcp: found No such file or directory"),
     "metadata": (lambda place: (place / ".metadata").write_bytes(b"garbage"), ".metadata: found 7 bytes"),
     "manifest": (lambda place: (place / MANIFEST_FILE).write_text("{"), f"{MANIFEST_FILE}: not JSON"),
-    "no settings": (lambda place: (place / "settings.json").unlink(), "settings.json: not there"),
+    "no settings": (lambda place: (place / "settings.json").unlink(), "settings.json: found No such file or directory"),
     "settings of text": (settings("groups"), "settings.json: not JSON"),
-    "settings without groups": (settings("{}"), "found no 'groups'"),
+    "settings without groups": (settings("{}"), "settings.json['groups']: found nothing; needed a list"),
 }
 
 
@@ -257,7 +258,7 @@ def test_no_weight_changes_where_a_checkpoint_is_damaged(
 ) -> None:
     run = prepare(f"damaged-{parallel}", parallel=parallel)
     place = checkpoints_of(run, "muon") / f"step-{STEP:08d}"
-    for name in ("64 bytes", "nan without manifest"):
+    for name in ("64 bytes", "nan with a forged manifest"):
         how, expected = DAMAGE[name]
         shutil.rmtree(run / "checkpoints", ignore_errors=True)
         shutil.copytree(saved(parallel) / "checkpoints", run / "checkpoints")
@@ -269,16 +270,15 @@ def test_no_weight_changes_where_a_checkpoint_is_damaged(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("parallel", ["fsdp", "hsdp"])
-def test_a_checkpoint_without_manifest_still_loads_and_one_that_acts_does_not(
+def test_a_checkpoint_whose_metadata_act_is_refused(
     parallel: Parallel, saved: Callable[[Parallel], Path], pool: Pool, prepare: Callable[..., Path], folder: Path
 ) -> None:
     run = prepare(f"older-{parallel}", parallel=parallel)
     shutil.copytree(saved(parallel) / "checkpoints", run / "checkpoints")
     place = checkpoints_of(run, "muon") / "step-00000004"
-    without_manifest(place)
-    assert pool.run(restore, run) == [("", False)] * RANKS
     mark = folder / f"it acted {parallel}"
     (place / ".metadata").write_bytes(pickle.dumps(_Evil(mark)))
+    forge_manifest(place)
     for message, same in pool.run(restore, run):
         assert ".metadata: not what a training writes: it names posix.mkdir" in message
         assert same

@@ -29,7 +29,7 @@ DATA = ("__0_0.distcp", "__1_0.distcp")
 FORMATS: dict[str, tuple[tuple[str, ...], str]] = {
     "folder": ((*DATA, METADATA_FILE, SETTINGS_FILE, MANIFEST_FILE), "as it was"),
     "manifest": ((MANIFEST_FILE,), "as it was"),
-    "metadata alone": ((METADATA_FILE,), "none"),
+    "metadata alone": ((METADATA_FILE,), "forged"),
     "settings": ((SETTINGS_FILE,), "forged"),
     "forged folder": ((*DATA, METADATA_FILE, SETTINGS_FILE), "forged"),
 }
@@ -67,8 +67,6 @@ def outcomes(root: Path, name: str, numbers: range) -> list[tuple[int, str, str]
         folder, what = root / f"{number}", ""
         if dist.get_rank() == 0:
             shutil.copytree(root / "whole", folder)
-            if manifest == "none":
-                (folder / MANIFEST_FILE).unlink()
             what = mutate(folder, names, outside, number)
             if manifest == "forged":
                 files = [path for path in folder.iterdir() if path.is_file() and path.name != MANIFEST_FILE]

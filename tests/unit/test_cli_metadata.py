@@ -248,7 +248,6 @@ def test_changed_bytes_are_noticed_by_the_manifest_wherever_they_are(written: Pa
     names = [METADATA_FILE, "__0_0.distcp"]
     write_manifest(folder, {name: entry_of(folder / name) for name in names})
     entries = read_manifest(folder)
-    assert entries is not None
     check_entries(folder, entries, names)
     name = data.draw(st.sampled_from(names))
     content = bytearray((folder / name).read_bytes())
@@ -329,18 +328,23 @@ def test_twenty_thousand_pieces_are_looked_at_and_not_each_beside_each_other() -
     [
         ("{", "not JSON"),
         ("[]", "found a list"),
-        ('{"format": 2, "files": {}}', "found format 2; needed 1"),
-        ('{"format": true, "files": {}}', "found format true"),
-        ('{"format": 1}', "found no 'files'"),
-        ('{"format": 1, "files": {"../x": {"bytes": 1, "sha256": ""}}}', "found '../x'; needed the name of a file"),
-        ('{"format": 1, "files": {"x": 3}}', "found 'x'"),
-        ('{"format": 1, "files": {"x": {"bytes": -1, "sha256": ""}}}', "found bytes -1"),
-        ('{"format": 1, "files": {"x": {"bytes": 1}}}', "found no 'sha256'"),
+        ('{"format": 2, "files": {}}', r"\['format'\]: found 2; needed 1: another version wrote it"),
+        ('{"format": true, "files": {}}', r"\['format'\]: found True"),
+        ('{"format": 1}', r"\['files'\]: found nothing; needed a dict"),
+        (
+            '{"format": 1, "files": {"../x": {"bytes": 1, "sha256": ""}}}',
+            "found '../x'; needed the name of a file in this folder",
+        ),
+        ('{"format": 1, "files": {"x": 3}}', r"\['x'\]: found 3; needed a dict"),
+        (
+            '{"format": 1, "files": {"x": {"bytes": -1, "sha256": ""}}}',
+            r"\['bytes'\]: found -1; needed a whole number of at least 0",
+        ),
+        ('{"format": 1, "files": {"x": {"bytes": 1}}}', r"\['sha256'\]: found nothing; needed a string"),
         ('{"format": 1, "format": 1, "files": {}}', "'format' is there twice"),
     ],
 )
 def test_a_broken_manifest_is_one_sentence(content: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_text(content)
-    with pytest.raises(FileError, match=rf"manifest\.json: .*{message}"):
+    with pytest.raises(FileError, match=rf"manifest\.json.*{message}"):
         read_manifest(tmp_path)
-    assert read_manifest(tmp_path / "older") is None

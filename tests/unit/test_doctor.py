@@ -176,8 +176,8 @@ def test_what_is_whole_is_told_and_every_tensor_named(name: str, tmp_path: Path)
     [
         ("ours", flip, "__0_0.distcp: its content has changed"),
         ("ours", cut, "__0_0.distcp: found"),
-        ("ours", lose, "__0_0.distcp: not there"),
-        ("ours", link, "__0_0.distcp: not there, or not a file"),
+        ("ours", lose, "__0_0.distcp: found No such file"),
+        ("ours", link, "__0_0.distcp: found a link"),
         ("ours", act, ".metadata: not what a training writes: it names posix.mkdir"),
         ("ours", lambda path: (path / MANIFEST_FILE).write_text("{"), "manifest.json: not JSON"),
         ("ours", lambda path: (path / "settings.json").write_text("{"), "settings.json: not JSON"),

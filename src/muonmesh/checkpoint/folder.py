@@ -111,17 +111,13 @@ def look(path: str | os.PathLike[str]) -> CheckpointReader:
             what = "a link" if folder.is_symlink() else kind_of(folder)
             raise FileError(explain_error(str(place), what, "the folder of a checkpoint"))
         entries = read_manifest(folder)
-        if entries is not None:
-            for name in (METADATA_FILE, SETTINGS_FILE):
-                if name not in entries:
-                    raise FileError(f"{folder}: its manifest does not tell of {name}. {REMEDY}")
-            check_entries(
-                folder, entries, [METADATA_FILE, SETTINGS_FILE, *sorted(entries)[this_rank() :: world_size()]]
-            )
+        for name in (METADATA_FILE, SETTINGS_FILE):
+            if name not in entries:
+                raise FileError(f"{folder}: its manifest does not tell of {name}. {REMEDY}")
+        check_entries(folder, entries, [METADATA_FILE, SETTINGS_FILE, *sorted(entries)[this_rank() :: world_size()]])
         settings = read_json(folder / SETTINGS_FILE, needed="what was written there")
         reader = CheckpointReader(folder, read_metadata(folder), settings)
-        if entries is not None:
-            reader.check_known(entries)
+        reader.check_known(entries)
         return reader
 
     return together(inspect)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from muonmesh.errors import StateError, explain_error
-from muonmesh.files import is_whole
+from muonmesh.errors import MuonMeshError, StateError, explain_error
+from muonmesh.files import is_finite, is_whole
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,19 @@ Form: TypeAlias = "Kind | list[Any] | tuple[Any, ...] | dict[Any, Any] | None"
 a dict, in which a string is a key that must be there with such a value, and a Kind is that of all keys."""
 
 
+class Fields(dict[Any, Any]):
+    """Stands for a pickled object of another program's class: the fields that it had. Nothing of that class runs."""
+
+    __hash__ = object.__hash__  # type: ignore[assignment]
+
+    def __init__(self, *_: Any) -> None:
+        """Leave out the arguments of a constructor."""
+        super().__init__()
+
+    def __setstate__(self, state: Any) -> None:
+        self.update(state if isinstance(state, dict) else {"state": state})
+
+
 def _is_readable(value: object) -> bool:
     if not isinstance(value, Tensor):
         return True
@@ -34,8 +47,12 @@ def _is_readable(value: object) -> bool:
     )
 
 
+ANYTHING = Kind("anything", lambda value: True)
 TEXT = Kind("a string", lambda value: isinstance(value, str))
+TRUTH = Kind("true or false", lambda value: isinstance(value, bool))
 SIZE = Kind("a whole number of at least 0", lambda value: is_whole(value) and 0 <= value < 1 << 63)
+FINITE = Kind("a finite number", is_finite)
+POSITIVE = Kind("a positive, finite number", lambda value: is_finite(value) and value > 0)
 PARAMETER = Kind("a parameter or its name", lambda value: isinstance(value, str | Tensor))
 KEY = Kind("a parameter, its number or its name", lambda value: is_whole(value) or PARAMETER.holds(value))
 VALUE = Kind("a dense tensor of real numbers, or no tensor", _is_readable)
@@ -47,47 +64,66 @@ STATE_DICT: Form = {
 """What an optimizer has or saved."""
 
 
+def only(form: Mapping[str, Form]) -> Form:
+    """Return the form of a dict that has these keys and no others."""
+    return {**form, Kind(f"one of {', '.join(form)}", form.__contains__): ANYTHING}
+
+
+def one_of(values: Collection[Any], why: str = "") -> Kind:
+    """Return the kind of some values; True is not 1."""
+    name = " or ".join(map(repr, values)) + why
+    return Kind(name, lambda value: any(type(value) is type(one) and value == one for one in values))
+
+
 def misfit(where: str, value: Any, form: Form) -> tuple[str, str, str] | None:
     """Return the first place where a value is not of a form, what is there and what is needed; None where it fits."""
-    faults: list[tuple[str, str, str] | None] = []
+    return next(_misfits(where, value, form), None)
+
+
+def _misfits(where: str, value: Any, form: Form) -> Iterator[tuple[str, str, str]]:
     match form:
         case tuple():
             faults = [misfit(where, value, one) for one in form]
-            return None if None in faults else faults[0]
+            if None not in faults:
+                yield from filter(None, faults[:1])
+            return
         case None:
             fits, needed = value is None, "nothing"
         case Kind():
             fits, needed = form.holds(value), form.name
         case list():
             fits, needed = isinstance(value, list | tuple), "a list"
-            faults = [misfit(f"{where}[{number}]", each, form[0]) for number, each in enumerate(value if fits else ())]
         case _:
             fits, needed = isinstance(value, Mapping), "a dict"
-            for key, its in form.items() if fits else ():
-                if isinstance(key, Kind):
-                    faults += [misfit(f"a key of {where}", each, key) for each in value]
-                    faults += [misfit(f"{where}[{_told(each)}]", value[each], its) for each in value]
-                else:
-                    faults.append(misfit(f"{where}[{key!r}]", value.get(key), its))
     if not fits:
-        return where, _told(value), needed
-    return next((fault for fault in faults if fault is not None), None)
+        yield where, _told(value), needed
+    elif isinstance(form, list):
+        for number, each in enumerate(value):
+            yield from _misfits(f"{where}[{number}]", each, form[0])
+    elif isinstance(form, dict):
+        for key, its in form.items():
+            if isinstance(key, Kind):
+                for each in value:
+                    yield from _misfits(f"a key of {where}", each, key)
+                    yield from _misfits(f"{where}[{_told(each)}]", value[each], its)
+            else:
+                yield from _misfits(f"{where}[{key!r}]", value.get(key), its)
 
 
-def check_form(where: str, value: Any, form: Form, write: str) -> Any:
+def check_form(where: str, value: Any, form: Form, write: str, *, kind: type[MuonMeshError] = StateError) -> Any:
     """Return a value if it is of a form.
 
     Raises:
-        StateError: it is not; ``write`` says what to do then.
+        MuonMeshError: it is not; ``kind`` says which, and ``write`` what to do then.
     """
     fault = misfit(where, value, form)
     if fault is not None:
-        raise StateError(explain_error(*fault, write))
+        raise kind(explain_error(*fault, write))
     return value
 
 
 def _told(value: object) -> str:
-    if value is None or isinstance(value, str) or is_whole(value):
+    if value is None or isinstance(value, str | bool | int | float):
         return "nothing" if value is None else repr(value)
     dtype = f" of {value.dtype}, {value.layout}, on {value.device.type}" if isinstance(value, Tensor) else ""
     return f"a {type(value).__name__}{dtype}"

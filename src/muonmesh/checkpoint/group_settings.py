@@ -9,10 +9,11 @@ from typing import Any
 
 from torch import Tensor
 
+from muonmesh.checkpoint.form import ANYTHING, TEXT, TRUTH, Kind, check_form, only
 from muonmesh.checkpoint.manifest import REMEDY
 from muonmesh.checkpoint.record import Record
 from muonmesh.errors import FileError, StateError, about, explain_error
-from muonmesh.files import check_fields
+from muonmesh.files import is_whole
 from muonmesh.layout.matrix import as_tuples
 from muonmesh.settings import check_group
 
@@ -77,18 +78,15 @@ def check_saved(path: Path, saved: dict[str, Any]) -> None:
     Raises:
         FileError: they are not.
     """
-    fields = {"groups": "an array", "parameters": "an object", "products": "an array"}
-    check_fields(path, {"products": [], **saved}, fields)  # earlier versions did not write products
-    for group in saved["groups"]:
-        known = group if isinstance(group, dict) else {}
-        check_fields(path, known, {"name": "a string", "algorithm": "a string", "settings": "an object"})
-    groups = len(saved["groups"])
-    for name, entry in saved["parameters"].items():
-        match entry:
-            case {"group": number, "matrices": _, "fresh": bool()} if type(number) is int and 0 <= number < groups:
-                continue
-        needed = "the number of a group, the matrices, and whether it is fresh"
-        raise FileError(about(str(path), explain_error(name, f"{entry!r}", needed, REMEDY)))
+    number = Kind("the number of a group", lambda value: is_whole(value) and 0 <= value < len(saved["groups"]))
+    form = only(
+        {
+            "groups": [only({"name": TEXT, "algorithm": TEXT, "settings": {}})],
+            "parameters": {TEXT: only({"group": number, "matrices": ANYTHING, "fresh": TRUTH})},
+            "products": [TEXT],
+        }
+    )
+    check_form(str(path), saved, form, REMEDY, kind=FileError)
 
 
 def fitting_settings(group: Mapping[str, Any], records: Iterable[Record], saved: Mapping[str, Any]) -> dict[str, Any]:

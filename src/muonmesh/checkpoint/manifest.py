@@ -9,13 +9,22 @@ import stat
 from collections.abc import Iterable
 from pathlib import Path
 
-from muonmesh.errors import FileError
-from muonmesh.files import check_fields, read_json, reason, replace_text
+from muonmesh.checkpoint.form import SIZE, TEXT, Kind, check_form, one_of, only
+from muonmesh.errors import FileError, explain_error
+from muonmesh.files import kind_of, read_json, reason, replace_text
 
 MANIFEST_FILE = "manifest.json"
 SETTINGS_FILE = "settings.json"
-FORMAT = 1
 REMEDY = "Remove the folder, or bring an undamaged copy"
+
+_FORMAT = 1
+_NAME = Kind("the name of a file in this folder", lambda name: name not in ("", ".", "..") and not {*name} & {*"/\\"})
+_FORM = only(
+    {
+        "format": one_of([_FORMAT], ": another version wrote it"),
+        "files": {_NAME: only({"bytes": SIZE, "sha256": TEXT})},
+    }
+)
 
 Entry = tuple[int, str]  # bytes, SHA-256
 
@@ -30,44 +39,37 @@ def entry_of(path: Path) -> Entry:
 def write_manifest(folder: Path, entries: dict[str, Entry]) -> None:
     """Write down what the files of a checkpoint are; an OSError where it cannot be written."""
     files = {name: {"bytes": size, "sha256": digest} for name, (size, digest) in sorted(entries.items())}
-    replace_text(folder / MANIFEST_FILE, json.dumps({"format": FORMAT, "files": files}, indent=2) + "\n")
+    replace_text(folder / MANIFEST_FILE, json.dumps({"format": _FORMAT, "files": files}, indent=2) + "\n")
 
 
-def read_manifest(folder: Path) -> dict[str, Entry] | None:
-    """Read what the files of a checkpoint were; None for a checkpoint older than manifests.
+def read_manifest(folder: Path) -> dict[str, Entry]:
+    """Read what the files of a checkpoint were.
 
     Raises:
         FileError: it is not what `write_manifest` wrote.
     """
     path = folder / MANIFEST_FILE
-    if not path.exists() and not path.is_symlink():
-        return None
-    content = read_json(path, needed="what a training wrote there")
-    check_fields(path, content, {"format": "a whole number of at least 0", "files": "an object"})
-    if content["format"] != FORMAT:
-        raise FileError(f"{path}: found format {content['format']}; needed {FORMAT}: another version wrote it")
-    entries: dict[str, Entry] = {}
-    for name, entry in content["files"].items():
-        if not isinstance(entry, dict) or name in ("", ".", "..") or "/" in name or "\\" in name:
-            raise FileError(f"{path}: found {name!r}; needed the name of a file in this folder, with its size and hash")
-        check_fields(path, entry, {"bytes": "a whole number of at least 0", "sha256": "a string"})
-        entries[name] = entry["bytes"], entry["sha256"]
-    return entries
+    content = check_form(
+        str(path), read_json(path, needed="what a training wrote there"), _FORM, REMEDY, kind=FileError
+    )
+    return {name: (entry["bytes"], entry["sha256"]) for name, entry in content["files"].items()}
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether every file that the manifest tells of is there in its full size; contents are not read.
-
-    One older than manifests was renamed when it was whole, so it counts as whole if there is anything in it.
-    """
+    """Whether every file that the manifest tells of is there in its full size; contents are not read."""
     try:
         entries = read_manifest(folder)
-        if entries is None:
-            return bool(os.listdir(folder))
         found = {name: os.stat(folder / name, follow_symlinks=False) for name in entries}
     except (OSError, FileError):
         return False
     return all(stat.S_ISREG(one.st_mode) and one.st_size == entries[name][0] for name, one in found.items())
+
+
+def check_file(path: Path, needed: str) -> None:
+    """Make sure that a file is there which can be read, and no link to one elsewhere; a FileError where it is not."""
+    if path.is_symlink() or not path.is_file():
+        found = "a link" if path.is_symlink() else kind_of(path)
+        raise FileError(explain_error(str(path), found, needed, REMEDY))
 
 
 def check_entries(folder: Path, entries: dict[str, Entry], names: Iterable[str]) -> None:
@@ -78,9 +80,8 @@ def check_entries(folder: Path, entries: dict[str, Entry], names: Iterable[str])
     """
     for name in names:
         path = folder / name
+        check_file(path, f"the file that {MANIFEST_FILE} tells of")
         try:
-            if path.is_symlink() or not path.is_file():
-                raise FileError(f"{path}: not there, or not a file; {MANIFEST_FILE} tells of it. {REMEDY}")
             size, digest = entry_of(path)
         except OSError as error:
             raise FileError(f"{path}: could not be read: {reason(error)}. {REMEDY}") from error

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import io
 import math
+import operator
 import pickle
 import re
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -25,11 +26,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from muonmesh.checkpoint.manifest import REMEDY
+from muonmesh.checkpoint.form import SIZE, TEXT, Fields, Form, Kind, misfit
+from muonmesh.checkpoint.manifest import REMEDY, check_file
 from muonmesh.errors import FileError, explain_error
-from muonmesh.files import kind_of, reason
-
-T = TypeVar("T")
+from muonmesh.files import reason
 
 METADATA_FILE = ".metadata"
 DATA_FILE = re.compile(r"__\d+_\d+\.distcp")  # in the folder itself: no path leads out of it
@@ -42,28 +42,10 @@ _RECORDS = {
     (f"{_CHECKPOINT}.metadata", "BytesStorageMetadata"),  # to be refused by the name of its entry
     (f"{_CHECKPOINT}.metadata", "_MEM_FORMAT_ENCODING"),
     (f"{_CHECKPOINT}.filesystem", "_StorageInfo"),
-    ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
     *(("pathlib", name) for name in ("PosixPath", "WindowsPath")),
     *(("pathlib._local", name) for name in ("PosixPath", "WindowsPath")),  # Python 3.13
 }
-
-
-class _PickledObject:
-    """Stands for a pickled object of one of torch's classes: the arguments of its constructor, and its state."""
-
-    def __init__(self, *args: Any) -> None:
-        self.args = args
-
-    def __setstate__(self, state: Any) -> None:
-        self.__dict__["state"] = state
-
-    def field(self, name: str) -> Any:
-        """A field that was pickled; a ValueError without it."""
-        state = self.__dict__.get("state")
-        if not isinstance(state, dict) or name not in state:
-            raise ValueError(f"a {type(self).__name__} without {name}")
-        return state[name]
 
 
 # The operations that torch's metadata consist of. Others take memory, call or import, and no checkpoint needs them.
@@ -77,6 +59,28 @@ _OPERATIONS = (
 )
 
 
+_SIZE = Kind("a torch.Size", lambda value: isinstance(value, torch.Size) and min(value, default=0) >= 0)
+_TENSOR = {
+    "properties": {
+        "state": Kind("a dtype and others", lambda its: isinstance(its, tuple) and isinstance(its[0], torch.dtype))
+    },
+    "size": _SIZE,
+    "chunks": [{"offsets": _SIZE, "sizes": _SIZE}],
+}
+_INDEX = {"fqn": TEXT, "offset": (_SIZE, None)}
+_PLACE = {
+    "relative_path": TEXT,
+    "offset": SIZE,
+    "length": SIZE,
+    "transform_descriptors": Kind("none: what is compressed or encrypted is no training's", operator.not_),
+}
+_FORM: Form = {
+    "state_dict_metadata": {TEXT: (_TENSOR, Kind("no tensor", lambda entry: entry == {}))},
+    "storage_data": {Kind("a MetadataIndex", lambda key: misfit("it", key, _INDEX) is None): _PLACE},
+}
+"""What the fields are of what torch writes, and of what these are; an entry without any is one that torch pickles."""
+
+
 class _Operations(dict[int, Any]):
     def __missing__(self, code: int) -> Any:
         raise pickle.UnpicklingError(f"found the operation {code:#04x}, which no checkpoint of a training needs")
@@ -84,20 +88,16 @@ class _Operations(dict[int, Any]):
 
 # Python's own unpickler, not C's: seven bytes make that one take 64 GB, for an index where something is to be kept.
 class _Unpickler(pickle._Unpickler):
-    """Unpickles into `_PickledObject`. Its classes are this object's own, so checkpoints cannot affect each other."""
+    """Unpickles into `Fields`."""
 
     dispatch = _Operations({code[0]: pickle._Unpickler.dispatch[code[0]] for code in _OPERATIONS})
 
-    def __init__(self, content: bytes) -> None:
-        super().__init__(io.BytesIO(content))
-        self._classes: dict[str, type[_PickledObject]] = {}
-
     def find_class(self, module: str, name: str) -> Any:
-        if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
-            return dtype
+        if module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)):
+            return getattr(torch, name)
         if (module, name) not in _RECORDS:
             raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint of a training needs")
-        return self._classes.setdefault(name, type(name, (_PickledObject,), {}))
+        return Fields
 
 
 def read_metadata(folder: Path) -> Metadata:
@@ -120,9 +120,11 @@ def survey(folder: Path) -> tuple[Metadata, tuple[str, ...]]:
     """
     path = folder / METADATA_FILE
     try:
-        if path.is_symlink() or not path.is_file():
-            raise ValueError(f"found {kind_of(path)} there")
-        metadata, others = _metadata(_Unpickler(path.read_bytes()).load())
+        check_file(path, "what a training writes")
+        top = _Unpickler(io.BytesIO(path.read_bytes())).load()
+        if fault := misfit("it", top, _FORM):
+            raise ValueError(explain_error(*fault))
+        metadata, others = _metadata(top)
         _check_files(folder, metadata)
     except FileError:
         raise
@@ -136,41 +138,28 @@ def _not_ours(path: Path, why: str) -> FileError:
 
 
 def _metadata(top: Any) -> tuple[Metadata, tuple[str, ...]]:
+    """Build torch's own objects of what has the form of them."""
+    entries = top["state_dict_metadata"]
+    others = {name: None for name, entry in entries.items() if not entry}
     tensors: dict[str, Any] = {}
-    others: dict[str, None] = {}
-    for name, entry in _typed(_expect(top, "Metadata").field("state_dict_metadata"), dict).items():
-        if isinstance(entry, _PickledObject) and type(entry).__name__ == "BytesStorageMetadata":
-            others[_typed(name, str)] = None
-        else:
-            tensors[_typed(name, str)] = _tensor(name, entry)
-    places: dict[MetadataIndex, _StorageInfo] = {}
-    for key, value in _typed(top.field("storage_data"), dict).items():
-        index, info = _expect(key, "MetadataIndex"), _expect(value, "_StorageInfo")
-        if info.__dict__["state"].get("transform_descriptors"):
-            raise ValueError("an entry is compressed or encrypted, which a training's is not")
-        path, name = _typed(info.field("relative_path"), str), _typed(index.field("fqn"), str)
-        place = _StorageInfo(path, _count(info.field("offset")), _count(info.field("length")))
-        if name not in others:
-            places[MetadataIndex(name, _size(index.field("offset")))] = place
+    for name, entry in entries.items():
+        if entry:
+            chunks = [ChunkStorageMetadata(chunk["offsets"], chunk["sizes"]) for chunk in entry["chunks"]]
+            properties = TensorProperties(dtype=entry["properties"]["state"][0])
+            tensors[name] = TensorStorageMetadata(properties, entry["size"], chunks)
+    places = {
+        MetadataIndex(index["fqn"], index["offset"]): _StorageInfo(
+            info["relative_path"], info["offset"], info["length"]
+        )
+        for index, info in top["storage_data"].items()
+        if index["fqn"] not in others
+    }
     for name, tensor in tensors.items():
         _check_cover(name, tensor)
         for chunk in tensor.chunks:
             if math.prod(chunk.sizes) and MetadataIndex(name, chunk.offsets) not in places:
                 raise ValueError(f"nothing says where {name} is from {tuple(chunk.offsets)} on")
     return Metadata(tensors, planner_data=None, storage_data=places), tuple(others)
-
-
-def _tensor(name: str, entry: Any) -> TensorStorageMetadata:
-    record = _expect(entry, "TensorStorageMetadata")
-    state = _expect(record.field("properties"), "TensorProperties").__dict__.get("state")
-    dtype = state[0] if isinstance(state, tuple) and state else None
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{name} has no dtype")
-    chunks = [
-        ChunkStorageMetadata(_size(chunk.field("offsets")), _size(chunk.field("sizes")))
-        for chunk in (_expect(chunk, "ChunkStorageMetadata") for chunk in record.field("chunks"))
-    ]
-    return TensorStorageMetadata(TensorProperties(dtype=dtype), _size(record.field("size")), chunks)
 
 
 def _check_cover(name: str, tensor: TensorStorageMetadata) -> None:
@@ -218,31 +207,6 @@ def _check_files(folder: Path, metadata: Metadata) -> None:
         ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
     for name, end in sorted(ends.items()):
         path = folder / name
-        if path.is_symlink() or not path.is_file():
-            found, needed = "a link" if path.is_symlink() else kind_of(path), f"the {end} bytes that {METADATA_FILE} "
-            raise FileError(explain_error(str(path), found, f"{needed}tells of", REMEDY))
+        check_file(path, f"the {end} bytes that {METADATA_FILE} tells of")
         if (size := path.stat().st_size) < end:
             raise FileError(explain_error(str(path), f"{size} bytes", f"{end}", REMEDY))
-
-
-def _expect(value: Any, name: str) -> _PickledObject:
-    if not isinstance(value, _PickledObject) or type(value).__name__ != name:
-        raise ValueError(f"found {type(value).__name__}; needed {name}")
-    return value
-
-
-def _typed(value: Any, kind: type[T]) -> T:
-    if not isinstance(value, kind):
-        raise ValueError(f"found {type(value).__name__}; needed {kind.__name__}")
-    return value
-
-
-def _count(value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise ValueError(f"found {value!r}; needed a count")
-    return value
-
-
-def _size(value: Any) -> torch.Size:
-    (numbers,) = _expect(value, "Size").args
-    return torch.Size(map(_count, numbers))

@@ -164,7 +164,7 @@ def _own(path: Path) -> set[str]:
     """The files in a folder that are a checkpoint's own."""
     known = {MANIFEST_FILE, METADATA_FILE, SETTINGS_FILE}
     with contextlib.suppress(FileError):
-        known |= set(read_manifest(path) or ())
+        known |= {*read_manifest(path)}
     return known | {name for name in os.listdir(path) if DATA_FILE.fullmatch(name)}
 
 

@@ -19,10 +19,11 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
+from muonmesh.checkpoint.form import SIZE, TEXT, check_form, only
 from muonmesh.cli.documents import RECORDS, Source, documents_of, find_files, sources_of, walk
 from muonmesh.cli.tokenizer import END_OF_TEXT_ID, train_tokenizer
 from muonmesh.errors import FileError
-from muonmesh.files import check_fields, kind_of, onto_disk, read_json, write_text, writing
+from muonmesh.files import kind_of, onto_disk, read_json, write_text, writing
 
 CHARACTERS_AT_ONCE = 1 << 24  # tokenised together, so that all cores have something to do
 HELD_OUT_SHARE = 0.05
@@ -165,8 +166,8 @@ def load_corpus_of(folder: Path) -> Corpus:
     """
     path = folder / DESCRIPTION_FILE
     content = read_json(path, needed="the description of a prepared text")
-    kinds = {"str": "a string", "int": "a whole number of at least 0"}
-    check_fields(path, content, {field.name: kinds[str(field.type)] for field in fields(Corpus)})
+    form = only({field.name: {"str": TEXT, "int": SIZE}[str(field.type)] for field in fields(Corpus)})
+    check_form(str(path), content, form, f"Remove the folder: {REMADE}", kind=FileError)
     return Corpus(**content)
 
 

@@ -124,8 +124,9 @@ def _folder(path: Path) -> Diagnosis:
     found = Diagnosis(str(path))
     names = set(os.listdir(folder))
     entries: dict[str, Entry] | None = None
-    with found.noting():
-        entries = read_manifest(folder)
+    if names & {MANIFEST_FILE, SETTINGS_FILE}:  # torch's own have neither
+        with found.noting():
+            entries = read_manifest(folder)
     told = set(entries or ())
     data = sorted(name for name in names | told if DATA_FILE.fullmatch(name))
     if METADATA_FILE not in names | told and not data:

@@ -8,7 +8,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from muonmesh.files import check_fields, read_json
+from muonmesh.checkpoint.form import POSITIVE, check_form, only
+from muonmesh.errors import FileError
+from muonmesh.files import read_json
 from muonmesh.layout.balance import at_home, least_imbalance
 from muonmesh.names import starred
 from muonmesh.report.device_rates import DeviceRates
@@ -76,7 +78,8 @@ def load_rates(path: Path) -> DeviceRates:
     """
     known = asdict(DeviceRates())
     content = {**known, **read_json(path, needed="rates such as those of the documentation")}
-    check_fields(path, content, dict.fromkeys(known, "a positive, finite number"))
+    form = only(dict.fromkeys(known, POSITIVE))
+    check_form(str(path), content, form, "Correct the file or leave --rates out", kind=FileError)
     return DeviceRates(**content)
 
 
