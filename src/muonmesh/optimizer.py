@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
-from muonmesh.checkpoint.state import SavedGroup, refuse_torn, restore_state, saved_state
+from muonmesh.checkpoint.state import SavedGroup, refuse_torn, restore_state, widen_state
 from muonmesh.clip.clipping import PlanAgain, clip_gradients
 from muonmesh.clip.limits import ClipPolicy, GradNorms, Limits
 from muonmesh.clip.running import keep_running_norms
@@ -500,9 +500,9 @@ class Muon(torch.optim.Optimizer):
         with plain_modes():
             self.finish()
             self._runtime.refuse_if_interrupted()
-            found = super().state_dict()
             if self._runtime.precision.int8:
-                found["state"] = saved_state(found["state"], self.state, plan(self.param_groups, self._runtime))
+                widen_state(self.state, plan(self.param_groups, self._runtime))
+            found = super().state_dict()
             found["param_groups"] = [SavedGroup.of(group) for group in found["param_groups"]]
             return found
 

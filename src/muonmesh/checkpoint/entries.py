@@ -6,7 +6,7 @@ import contextlib
 import math
 import os
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -125,17 +125,6 @@ class _Piece(_ReaderView):
     def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
         base = {os.SEEK_SET: 0, os.SEEK_CUR: self.tell(), os.SEEK_END: self.len}[whence]
         return super().seek(min(self.len, max(0, base + offset))) - self.offset
-
-
-def flat(state: Mapping[str, Any], prefix: str = "") -> dict[str, Tensor]:
-    """The tensors of a nested state by the names under which `torch.distributed.checkpoint` saves them."""
-    found: dict[str, Tensor] = {}
-    for key, value in state.items():
-        if isinstance(value, Mapping):
-            found.update(flat(value, f"{prefix}{key}."))
-        else:
-            found[f"{prefix}{key}"] = value
-    return found
 
 
 def wrong_numbers(name: str, tensor: Tensor) -> str:

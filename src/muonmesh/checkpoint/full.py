@@ -15,7 +15,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from muonmesh.checkpoint.entries import flat
 from muonmesh.checkpoint.fitting import names_apart, refuse
 from muonmesh.comm.storage import this_rank
 from muonmesh.comm.telling import agreed
@@ -44,9 +43,8 @@ def load_full(
         StateError: on every rank, before any weight or state has changed: an entry is missing, too much, or of another
             shape, or rank 0 has none. The message names each with the nearest name.
     """
-    whole_model = get_model_state_dict(model)
-    whole_state = get_optimizer_state_dict(model, optimizer)
-    flat_state = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))
+    flat = StateDictOptions(flatten_optimizer_state_dict=True)
+    model_here, state_here = get_model_state_dict(model), get_optimizer_state_dict(model, optimizer, options=flat)
 
     def check() -> None:
         if this_rank() != 0:
@@ -54,11 +52,7 @@ def load_full(
         if weights is None or state is None:
             needed = "the full state dicts of the model and of the optimizer"
             raise StateError(explain_error("load_full", "None on rank 0", needed, "Read the file there"))
-        expected = whole_state if "state" in state else flat_state
-        wrong = _differences("weights", flat(whole_model), flat(weights))
-        wrong += _differences("state", flat(expected), flat(state))
-        if "state" in state:
-            wrong += _differences("group of", _members(whole_state), _members(state))
+        wrong = _differences("weights ", model_here, weights) + _differences("", state_here, _flattened(state))
         refuse("full state dict", wrong)
 
     agreed(check, kind=StateError)
@@ -68,23 +62,24 @@ def load_full(
     set_optimizer_state_dict(model, optimizer, dict(state or {}) if first else {}, options=options)
 
 
-def _members(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a dict whose keys name each parameter in a group and each setting of its group; the values are None."""
-    found: dict[str, Any] = {}
+def _flattened(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return state by the names of torch's flattened form, in which it may be already."""
+    if "state" not in state:
+        return dict(state)
+    found = {f"state.{name}.{key}": value for name, entry in state["state"].items() for key, value in entry.items()}
     for group in state["param_groups"]:
         for name in group["params"]:
-            found[name] = None
-            found.update({f"{name}: {key}": None for key in group if key != "params"})
+            found |= {f"param_groups.{name}.{key}": group[key] for key in group if key != "params"}
     return found
 
 
 def _differences(what: str, needed: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
     """Return a sentence for each tensor that is missing, that nothing asks for, or that has another shape."""
     lost, spare = sorted(needed.keys() - given.keys()), sorted(given.keys() - needed.keys())
-    said = names_apart(f"{what} ", lost, spare, needed, given)
+    said = names_apart(what, lost, spare, needed, given)
     shapes = {name: (_shape(given[name]), _shape(needed[name])) for name in sorted(needed.keys() & given.keys())}
     misshapen = {name: shape for name, shape in shapes.items() if shape[0] != shape[1]}
-    return said + [f"{what} {name} of shape {a}, where {b} is needed" for name, (a, b) in misshapen.items()]
+    return said + [f"{what}{name} of shape {a}, where {b} is needed" for name, (a, b) in misshapen.items()]
 
 
 def _shape(value: Any) -> tuple[int, ...] | None:

@@ -18,7 +18,7 @@ from muonmesh.names import canonical_name
 from muonmesh.numerics.rules import is_matrix_rule, rule_of, step_count
 from muonmesh.settings import check_group, check_structure
 from muonmesh.step.blocks import SCALE
-from muonmesh.step.members import Member, flat_layouts
+from muonmesh.step.members import flat_layouts
 from muonmesh.step.planning import Planned
 from muonmesh.step.precision import Precision
 from muonmesh.step.state_layout import COUNT, RUNNING, StateLayout, beside_rule
@@ -57,38 +57,10 @@ class SavedGroup(OrderedDict[str, Any]):
         return OrderedDict, (), None, None, iter(self.items())
 
 
-def saved_state(
-    state: Mapping[int, Mapping[str, Any]], held: Mapping[Tensor, Mapping[str, Any]], planned: Planned
-) -> dict[int, Mapping[str, Any]]:
-    """Return state to save, with fp32 for what is kept in int8: any layout and any ``state_dtype`` can load it.
-
-    Encoding it again gives the same codes and scales, so nothing is lost.
-
-    Args:
-        state: As torch returns it, by number.
-        held: The same entries by parameter.
-        planned: Where the parameters live.
-    """
-    members = {id(held[member.tensor]): member for member in planned.members if member.tensor in held}
-    found = dict(state)
-    for number, entry in state.items():
-        if (member := members.get(id(entry))) is not None:
-            wide = _wide(member, planned, entry)
-            found[number] = {**{key: entry[key] for key in entry if key.removesuffix(SCALE) not in wide}, **wide}
-    return found
-
-
-def _wide(member: Member, planned: Planned, entry: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return in fp32 what is kept in int8 of a parameter."""
-    return {
-        key: layout.storage.wrap(planned.blocks.wide(member.name, member.tensor, key, entry))
-        for key, layout in member.state_layouts.items()
-        if key in entry and local_of(entry[key]).dtype == torch.int8
-    }
-
-
 def widen_state(held: Mapping[Tensor, dict[str, Any]], planned: Planned) -> None:
-    """Turn what is kept in int8 into fp32, in place; the next step turns it back, into the same codes.
+    """Turn what is kept in int8 into fp32, in place: any layout and any ``state_dtype`` can load it.
+
+    The next step turns it back, into the same codes and scales, so nothing is lost.
 
     Args:
         held: The optimizer's state, written.
@@ -96,9 +68,11 @@ def widen_state(held: Mapping[Tensor, dict[str, Any]], planned: Planned) -> None
     """
     for member in planned.members:
         entry = held.get(member.tensor, {})
-        for key, value in _wide(member, planned, entry).items():
-            entry[key] = value
-            entry.pop(key + SCALE, None)
+        for key, layout in member.state_layouts.items():
+            if key in entry and local_of(entry[key]).dtype == torch.int8:
+                wide = planned.blocks.wide(member.name, member.tensor, key, entry)
+                entry[key] = layout.storage.wrap(wide)
+                entry.pop(key + SCALE, None)
 
 
 _NEEDED = "a checkpoint that keeps those of all ranks: torch's keeps the plain tensors of one"
