@@ -189,22 +189,13 @@ def kind_of(path: Path) -> str:
 
 def make_folders(path: Path) -> list[Path]:
     """Make a folder and those above it; returns the ones that were not there, the outermost first."""
-    made: list[Path] = []
-    for folder in (*reversed(path.parents), path):
-        try:
-            folder.mkdir()
-        except FileExistsError:
-            if not folder.is_dir():
-                remove_empty(made)
-                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder)) from None
-        except OSError:
-            if folder.is_dir():  # somebody's read-only root: only what is missing has to be made
-                continue
-            remove_empty(made)
-            raise
-        else:
-            made.append(folder)
-    return made
+    missing = [folder for folder in (*reversed(path.parents), path) if not folder.is_dir()]
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        remove_empty(missing)
+        raise
+    return missing
 
 
 def remove_empty(folders: list[Path]) -> None:

@@ -5,7 +5,6 @@ For a checkpoint ``NAME`` there may be, beside it, as hidden folders::
 
     .NAME.writing   what is being written, or what a save that was cut off left behind
     .NAME.before    what NAME was, for the moment between two renames while another takes its place
-    .NAME.going     one that is being removed
 """
 
 from __future__ import annotations
@@ -156,8 +155,6 @@ def forget_older(path: Path, keep: int) -> None:
                 if (held := _locked(scratch, make=False)) is not None:
                     shutil.rmtree(scratch, ignore_errors=True)
                     os.close(held)
-    for going in path.parent.glob(f".{glob.escape(own['family'])}*.going"):
-        shutil.rmtree(going, ignore_errors=True)
 
 
 def _own(path: Path) -> set[str]:
@@ -169,13 +166,9 @@ def _own(path: Path) -> set[str]:
 
 
 def _remove(path: Path) -> None:
-    """Remove a folder under another name, so that half of one is never taken for a checkpoint."""
-    if not os.path.lexists(path):
-        return
-    going = path.with_name(f".{path.name.removeprefix('.').removesuffix('.before')}.going")
-    shutil.rmtree(going, ignore_errors=True)
-    path.rename(going)
-    shutil.rmtree(going, ignore_errors=True)
+    """Remove a folder; half of one is never taken for a checkpoint, since its manifest tells of more or is gone."""
+    if os.path.lexists(path):
+        shutil.rmtree(path)
 
 
 def _locked(folder: Path, *, make: bool) -> int | None:
