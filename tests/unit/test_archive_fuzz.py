@@ -87,7 +87,7 @@ def test_a_mutated_file_is_refused_or_harmless(count: int, tmp_path: Path) -> No
 def test_bytes_that_torch_load_takes_for_what_was_written_are_refused(reader: str, tmp_path: Path) -> None:
     """By all that read a file of torch.save: the doctor, of DeepSpeed's folders, and of another optimizer's state."""
     read: dict[str, Callable[[Path], Any]] = {"read_archive": read_archive, "load_inert": load_inert}
-    read["convert"] = lambda path: mm.checkpoint.convert(path, trained()[0])
+    read["convert"] = lambda path: mm.checkpoint.convert(path, trained()[1])
     save_whole(tmp_path)
     content = bytearray((tmp_path / "state.pt").read_bytes())
     weight = trained()[0].state_dict()["0.weight"].numpy().tobytes()

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from math import prod
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from muonmesh.checkpoint.archive import read_archive
-from muonmesh.checkpoint.form import PARAMETER, STATE_DICT, check_form, misfit
+from muonmesh.checkpoint.form import PARAMETER, check_state_dict, misfit
 from muonmesh.checkpoint.state import check_values
 from muonmesh.checkpoint.zero import read_zero
-from muonmesh.comm.storage import local_of, local_part, storage_of
+from muonmesh.comm.storage import local_of, local_part
 from muonmesh.errors import StateError, explain_error
-from muonmesh.groups import split_params
 from muonmesh.migration.packages import PACKAGES, PackageName, groups_of, package_of
 from muonmesh.migration.state_keys import ParameterState, StateKeys
 from muonmesh.names import canonical_name
@@ -29,7 +27,6 @@ from muonmesh.numerics.rules import is_matrix_rule
 from muonmesh.step.connection import placed_members
 from muonmesh.step.members import Member
 from muonmesh.step.runtime import Runtime
-from muonmesh.step.state_layout import StateLayout
 
 Source: TypeAlias = Optimizer | Mapping[str, Any] | str | os.PathLike[str]
 Sources: TypeAlias = Source | Sequence[Source]
@@ -46,11 +43,10 @@ class SourceState(NamedTuple):
 @plain_modes()
 def convert(
     source: Sources,
-    model: nn.Module | Optimizer,
+    optimizer: Optimizer,
     *,
     package: PackageName | None = None,
     params: Sequence[Sequence[str | Tensor]] | None = None,
-    momentum: Literal["average", "sum"] | None = None,
 ) -> dict[str, Any]:
     """Return the state of another optimizer as a state dict that `muonmesh.Muon` loads; nothing is executed.
 
@@ -64,12 +60,10 @@ def convert(
         source: An optimizer of a known package, with its state; or what its ``state_dict`` returned; or a file in which
             ``torch.save`` wrote that; or the folder of a DeepSpeed checkpoint. A list of them where several hold the
             state: torch's Muon and AdamW, or the files of all ranks, of which each has some. All ranks call it alike.
-        model: Our optimizer; or the model, for ``mm.from_model(model)`` with the same groups as `split_params(model)`.
+        optimizer: Our optimizer.
         package: Whose state dict it is, where its groups do not tell.
         params: For state that has no names: for each group of the source its parameters, or their names, in the order
             in which the other optimizer was given them. They count for each source if each has as many groups.
-        momentum: "sum" if the matrices' momentum is a sum of gradients, as in KellerJordan's Muon before February 2025;
-            None: as in the release that docs/migrating.md tells of.
 
     Returns:
         ``{"state": ..., "param_groups": ...}`` by number, with names. Momentum is an average, in fp32 where it was a
@@ -80,48 +74,32 @@ def convert(
         FileError: a file cannot be read, holds more than data, or has changed since it was written.
         TypeError, ValueError: the source is of no known package, or an argument is not what is needed.
     """
-    if momentum not in (None, "average", "sum"):
-        needed = '"average", "sum" or None'
-        raise ValueError(explain_error("momentum", f"{momentum!r}", needed, 'Write momentum="sum" or leave it out'))
     if package is not None and package not in PACKAGES:
         needed = "one of " + ", ".join(map(repr, PACKAGES))
         raise ValueError(explain_error("package", f"{package!r}", needed, 'Write package="torch", or whose it is'))
-    groups, recipients = _recipients(model)
+    recipients = _recipients(optimizer)
     sources: Sequence[Any] = source if isinstance(source, list | tuple) else [source]
     opened = [state for given in sources for state in _opened(given)]
     orders = iter(_orders(params, [len(saved.groups) for saved in opened]))
     found: dict[str, ParameterState] = {}
-    lacking: dict[str, StateError] = {}
     for saved in opened:
         keys = PACKAGES[package or saved.package or package_of(saved.groups)].state_keys
-        if momentum is not None:
-            keys = replace(keys, sums=momentum == "sum")
-        for name, remembered in _remembered(saved, keys, _names(saved, orders, recipients), lacking):
+        for name, remembered in _remembered(saved, keys, _names(saved, orders, recipients)):
             found.setdefault(name, remembered)
-    return _state_dict(groups, recipients, {**lacking, **found})
+    return _state_dict(optimizer.param_groups, recipients, found)
 
 
 # ---------------------------------------------------------------- ours
 
 
-def _recipients(model: nn.Module | Optimizer) -> tuple[Sequence[Mapping[str, Any]], dict[str, Member]]:
-    """Return our groups, and each parameter by its name."""
+def _recipients(optimizer: Optimizer) -> dict[str, Member]:
+    """Return each parameter of ours by its name."""
+    if not isinstance(getattr(optimizer, "_runtime", None), Runtime):
+        found, write = f"a {type(optimizer).__name__}", "Write convert(source, muonmesh.from_model(model))"
+        raise TypeError(explain_error("optimizer", found, "a muonmesh.Muon over the model", write))
     recipients: dict[str, Member] = {}
-    if isinstance(model, nn.Module):
-        split = split_params(model)
-        for number, group in enumerate(split):
-            keys = ("momentum_buffer",) if is_matrix_rule(group["algorithm"]) else ("exp_avg", "exp_avg_sq")
-            for name, parameter in zip(group["param_names"], group["params"], strict=True):
-                storage = storage_of(name, parameter, None, needed=False)
-                layouts = dict.fromkeys(keys, StateLayout("weights", storage))
-                recipients[name] = Member(name, None, storage, storage, parameter, number, layouts)
-        return split, recipients
-    if not isinstance(getattr(model, "_runtime", None), Runtime):
-        found, write = f"a {type(model).__name__}", "Write convert(source, muonmesh.from_model(model))"
-        raise TypeError(explain_error("model", found, "the model or a muonmesh.Muon over it", write))
-    groups = model.param_groups
-    for member in placed_members(model):
-        algorithm = groups[member.group]["algorithm"]
+    for member in placed_members(optimizer):
+        algorithm = optimizer.param_groups[member.group]["algorithm"]
         if member.tensor.shape != torch.Size(member.storage.shape) and member.storage.mesh is None:
             found = f"a flat or declared shard of shape {tuple(member.tensor.shape)}"
             needed = "a whole parameter or a DTensor"
@@ -133,7 +111,7 @@ def _recipients(model: nn.Module | Optimizer) -> tuple[Sequence[Mapping[str, Any
             write = 'Write rule="muon", or train on with new state'
             raise StateError(explain_error(member.name, found, needed, write))
         recipients[member.name] = member
-    return groups, recipients
+    return recipients
 
 
 # ---------------------------------------------------------------- theirs
@@ -163,7 +141,7 @@ def _parts(given: Any, where: str, package: PackageName | None = None) -> list[S
     if isinstance(given, Mapping) and "optimizer" in given and "param_groups" not in given:
         return _parts(given["optimizer"], where)
     if isinstance(given, Mapping) and "state" in given and "param_groups" in given:
-        check_form(where, given, STATE_DICT, "Hand over what state_dict() returned, as it is")
+        check_state_dict(where, given, "Hand over what state_dict() returned, as it is")
         return [SourceState(package, given["param_groups"], given["state"])]
     found = f"{', '.join(map(str, list(given)[:8]))}" if isinstance(given, Mapping) else f"a {type(given).__name__}"
     needed = "what an optimizer's state_dict() returned: state and param_groups"
@@ -238,23 +216,13 @@ def _as_sorted(
 
 
 def _remembered(
-    saved: SourceState, keys: StateKeys, names: Sequence[Sequence[str]], lacking: dict[str, StateError]
+    saved: SourceState, keys: StateKeys, names: Sequence[Sequence[str]]
 ) -> Iterator[tuple[str, ParameterState]]:
-    """Yield what is kept of each parameter; what is ``lacking`` here may be in another source."""
-    known = {key for group in saved.groups for key in group["params"]}
-    strangers = [key for key in saved.state if key not in known]
-    if strangers:
-        found = f"state of {len(strangers)} parameters that are in none of its groups"
-        raise StateError(explain_error("source", found, "state of those alone", "Hand over state_dict() as it is"))
+    """Yield what is kept of each parameter; what is lacking here may be in another source."""
     for group, its_names in zip(saved.groups, names, strict=True):
         for key, name in zip(group["params"], its_names, strict=True):
-            entry = saved.state.get(key) or {}
-            try:
+            if entry := saved.state.get(key):
                 yield name, keys.read(name, group, entry)
-            except StateError as error:
-                if entry:
-                    raise
-                lacking.setdefault(name, error)
 
 
 # ---------------------------------------------------------------- theirs as ours
@@ -263,7 +231,7 @@ def _remembered(
 def _state_dict(
     groups: Sequence[Mapping[str, Any]],
     recipients: Mapping[str, Member],
-    found: Mapping[str, ParameterState | StateError],
+    found: Mapping[str, ParameterState],
 ) -> dict[str, Any]:
     state: dict[int, dict[str, Tensor]] = {}
     saved: list[dict[str, Any]] = []
@@ -273,11 +241,10 @@ def _state_dict(
         saved.append({"name": group["name"], "params": list(numbers), "param_names": list(group["param_names"])})
         for number, name in zip(numbers, group["param_names"], strict=True):
             recipient, remembered = recipients[name], found.get(name)
-            if isinstance(remembered, StateError):
-                raise remembered
             if remembered is None:
-                needed, write = "its state", "Hand over all optimizers of the model, and the files of all ranks"
-                raise StateError(explain_error(name, "no parameter of that name in the source", needed, write))
+                needed = "what a step with a gradient left, on the rank that has it"
+                write = "Hand over all optimizers of the model, and the files of all ranks"
+                raise StateError(explain_error(name, "no state of it in the source", needed, write))
             if remembered.algorithm != algorithm:
                 needed = f"that of {algorithm}, to which the parameter belongs here"
                 write = f'Write overrides={{r"{name}": "{remembered.algorithm}"}} for from_model'

@@ -122,6 +122,20 @@ def check_form(where: str, value: Any, form: Form, write: str, *, kind: type[Muo
     return value
 
 
+def check_state_dict(where: str, value: Any, write: str) -> Any:
+    """Return what an optimizer has or saved, if it has the form of that.
+
+    Raises:
+        StateError: it does not; ``write`` says what to do then. Or it holds state of parameters in none of its groups.
+    """
+    check_form(where, value, STATE_DICT, write)
+    strangers = value["state"].keys() - {key for group in value["param_groups"] for key in group["params"]}
+    if strangers:
+        found = f"state of {len(strangers)} parameters that are in none of its groups"
+        raise StateError(explain_error(where, found, "state of those alone", "Hand over state_dict() as it is"))
+    return value
+
+
 def _told(value: object) -> str:
     if value is None or isinstance(value, str | bool | int | float):
         return "nothing" if value is None else repr(value)

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from muonmesh.checkpoint.entries import wrong_numbers
+from muonmesh.checkpoint.form import check_state_dict
 from muonmesh.comm.storage import Declared, Storage, local_of, local_shape, world_size
 from muonmesh.errors import StateError, explain_error
 from muonmesh.layout.matrix import as_tuples
@@ -197,26 +198,13 @@ _AS_SAVED = "Build the groups as when the state was saved"
 
 
 def _check_groups(groups: list[dict[str, Any]], state_dict: Mapping[str, Any]) -> None:
-    saved_groups = state_dict.get("param_groups") if isinstance(state_dict, Mapping) else None
-    listed = isinstance(saved_groups, list | tuple) and all(
-        isinstance(g, Mapping) and "params" in g for g in saved_groups
-    )
-    if saved_groups is None or not listed or not isinstance(state_dict.get("state"), Mapping):
-        found = (
-            f"the keys {list(state_dict)[:8]}" if isinstance(state_dict, Mapping) else f"a {type(state_dict).__name__}"
-        )
-        needed = 'the "state" and "param_groups" of state_dict()'
-        raise StateError(explain_error("load_state_dict", found, needed, 'Write load_state_dict(saved["optimizer"])'))
+    write = 'Write load_state_dict(saved["optimizer"]), which has the "state" and the "param_groups" of state_dict()'
+    saved_groups = check_state_dict("load_state_dict", state_dict, write)["param_groups"]
     if [len(group["params"]) for group in groups] != [len(group["params"]) for group in saved_groups]:
         found, needed = (
             f"{len(some)} groups of {[len(g['params']) for g in some]} parameters" for some in (saved_groups, groups)
         )
         raise StateError(explain_error("the state", found, needed, _AS_SAVED))
-    known = {key for saved in saved_groups for key in saved["params"]}
-    strangers = [key for key in state_dict["state"] if key not in known]
-    if strangers:
-        found = f"state of the parameters {strangers[:8]}, which are in none of the saved groups"
-        raise StateError(explain_error("the state", found, "state of those alone", "Save state_dict() as it is"))
     for group, saved in zip(groups, saved_groups, strict=True):
         where = f"group {group['name']!r}"
         if "lr" in saved and saved["lr"] is None:
@@ -276,10 +264,8 @@ def _check_entry(
 
 def check_values(name: str, key: str, local: Tensor) -> None:
     """Refuse numbers that no step leaves behind; one nan in a momentum makes a whole matrix nan."""
-    counts = key in (COUNT, *RUNNING)
-    if local.is_meta or local.is_complex() or not (counts or (local.is_floating_point() and local.itemsize > 1)):
-        found = f"{key} on the meta device, without data" if local.is_meta else f"{key} of dtype {local.dtype}"
-        needed = "real floating-point numbers of 16 bits or more"
+    if key not in (COUNT, *RUNNING) and not (local.is_floating_point() and local.itemsize > 1):
+        found, needed = f"{key} of dtype {local.dtype}", "real floating-point numbers of 16 bits or more"
         raise StateError(explain_error(name, found, needed, "Save state_dict() as it is"))
     if wrong := wrong_numbers(key, local):
         needed = "finite numbers, of at least 0 where a step makes no others"

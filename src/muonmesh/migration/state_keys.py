@@ -59,7 +59,7 @@ class StateKeys:
         Args:
             name: Of the parameter, for messages.
             group: The saved group that it is in.
-            entry: Its saved state.
+            entry: Its saved state, not empty.
 
         Raises:
             StateError: something is missing, or is there that no step of Muon or AdamW leaves.
@@ -68,10 +68,9 @@ class StateKeys:
         needed = (self.first, self.second) if is_adamw else (self.momentum,)
         missing = [key for key in needed if not isinstance(entry.get(key), Tensor)]
         if missing:
-            found = f"state {sorted(map(str, entry))}" if entry else "no state"
+            found = f"state {sorted(map(str, entry))}"
             wanted = f"{self.momentum!r} of a matrix, or {self.first!r} and {self.second!r} of AdamW's, as tensors"
-            write = "Save the state after a step in which it had a gradient, on the rank that has it"
-            raise StateError(explain_error(name, found, wanted, write))
+            raise StateError(explain_error(name, found, wanted, "Save the state after a step"))
         strangers = sorted(map(str, entry.keys() - {*needed, *self.beside, *((self.count,) if is_adamw else ())}))
         if strangers:
             found = f"{strangers[0]!r} in its state, which belongs to another rule"
