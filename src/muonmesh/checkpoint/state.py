@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from muonmesh.checkpoint.entries import wrong_numbers
 from muonmesh.checkpoint.form import check_state_dict
-from muonmesh.comm.storage import Declared, Storage, local_of, local_shape, world_size
+from muonmesh.comm.storage import Declared, Storage, local_of, world_size
 from muonmesh.errors import StateError, explain_error
 from muonmesh.layout.matrix import as_tuples
 from muonmesh.names import canonical_name
@@ -132,24 +132,20 @@ def restore_state(
         StateError: before anything is loaded, if the state does not fit.
     """
     given: dict[str, Any] = {}
-    before, masters = [dict(group) for group in optimizer.param_groups], precision.master is not None
+    before = [dict(group) for group in optimizer.param_groups]
     members = {} if planned is None else {member.tensor: member for member in planned.members}
-
-    def layouts(parameter: Tensor) -> dict[str, StateLayout]:
-        assert planned is not None
-        member, matrices = members[parameter], planned.matrices_of.get(parameter)
-        beside = beside_rule(None if matrices is None else len(matrices))
-        return {
-            **beside,
-            **member.state_layouts,
-            "master": StateLayout("weights", member.storage, dtype=parameter.dtype),
-        }
+    layouts: dict[Tensor, dict[str, StateLayout]] = {}
+    for parameter, member in members.items():
+        matrices = planned.matrices_of.get(parameter) if planned else None
+        layouts[parameter] = {**beside_rule(None if matrices is None else len(matrices)), **member.state_layouts}
+        if precision.master is not None:
+            layouts[parameter]["master"] = StateLayout("weights", member.storage, dtype=parameter.dtype)
 
     def inspect(_: torch.optim.Optimizer, seen: dict[str, Any]) -> dict[str, Any]:
         given.update(seen)
         _check_groups(before, seen)
         for group, name, parameter, entry in _entries(before, seen):
-            _check_entry(name, parameter, layouts(parameter), group["algorithm"], entry, masters)
+            _check_entry(name, parameter, members[parameter].storage, layouts[parameter], group["algorithm"], entry)
         return {**seen, "state": {key: {} for key in seen["state"]}}  # which torch would cast, on the device
 
     def mend(_: torch.optim.Optimizer) -> None:
@@ -158,11 +154,9 @@ def restore_state(
             own = {key: old[key] for key in _LEFT_OUT if key in old}
             optimizer.param_groups[number] = {**old, **optimizer.param_groups[number], **own}
         for _group, _name, parameter, saved in _entries(before, given):
-            known = layouts(parameter)
             for key, value in saved.items():
-                local = local_of(_tensor(key, value).detach())
-                dtype = known[key].saved_dtype(precision)
-                fresh = known[key].fresh(local.shape, dtype, parameter.device, precision)
+                local, layout = local_of(_tensor(key, value).detach()), layouts[parameter][key]
+                fresh = layout.fresh(local.shape, layout.saved_dtype(precision), parameter.device, precision)
                 local_of(fresh).copy_(local)
                 optimizer.state[parameter][key] = fresh
 
@@ -228,7 +222,12 @@ def _check_groups(groups: list[dict[str, Any]], state_dict: Mapping[str, Any]) -
 
 
 def _check_entry(
-    name: str, tensor: Tensor, known: Mapping[str, StateLayout], algorithm: str, entry: Mapping[str, Any], masters: bool
+    name: str,
+    tensor: Tensor,
+    weights: Storage,
+    known: Mapping[str, StateLayout],
+    algorithm: str,
+    entry: Mapping[str, Any],
 ) -> None:
     """Make sure that saved state is that of a parameter."""
     missing = [key for key in known if key not in entry and key not in (*RUNNING, "master")]
@@ -237,29 +236,21 @@ def _check_entry(
         write = "Load the state of an optimizer of the same kind, or start with fresh state"
         raise StateError(explain_error(name, found, needed, write))
     for key, given in entry.items():
-        value = _tensor(str(key), given)
+        value = _tensor(key, given)
         if key not in known or not isinstance(value, Tensor):
             found = f"{key!r} = {given!r}" if not isinstance(given, Tensor) else repr(key)
             needed = f"tensors by the names {', '.join(known)}: nobody would read it"
-            raise StateError(explain_error(name, f"{found} in its state", needed, "Remove it from the state"))
-        if key in RUNNING and tuple(value.shape) != known[key].storage.shape:
-            found, needed = f"{key} of shape {tuple(value.shape)}", f"{known[key].storage.shape}, one a matrix"
-            raise StateError(explain_error(name, found, needed, "Split it as when it was saved"))
-        if key == COUNT and value.numel() != 1:
-            found = f"step of shape {tuple(value.shape)}"
-            raise StateError(explain_error(name, found, "one number", "Save state_dict() as it is"))
-        if key not in (COUNT, *RUNNING):
-            # Who owns what is known with the ranks, so what owners keep is looked at in the first step.
-            companion = known[key].companion
-            found, needed = _told(value), _needed(known[key].storage, known["master"].storage, tensor)
-            if found != needed and not (companion is not None and companion.at_owner):
-                needed = f"{needed}, as this optimizer stores it"
-                raise StateError(explain_error(name, f"{key} {found}", needed, _RESHARD))
-        check_values(name, str(key), local_of(value.detach()))
-    if "master" in entry and not masters:
-        found, needed = "a master in its state", "an optimizer that keeps masters"
-        write = "Write Muon(..., master_dtype=torch.float32), or remove it from the state"
-        raise StateError(explain_error(name, found, needed, write))
+            write = "Write Muon(..., master_dtype=torch.float32), or remove it" if key == "master" else "Remove it"
+            raise StateError(explain_error(name, f"{found} in its state", needed, f"{write} from the state"))
+        layout, local = known[key], local_of(value.detach())
+        found = _told(local.shape, value if isinstance(value, DTensor) else None)
+        here = layout.shape_here(weights, local_of(tensor))
+        needed = _told(here, layout.storage if layout.storage.mesh is not None else None)
+        # Who owns what is known with the ranks, so what owners keep is looked at in the first step.
+        if found != needed and not (layout.companion is not None and layout.companion.at_owner):
+            write = "Split it as when it was saved" if key in RUNNING else _RESHARD
+            raise StateError(explain_error(name, f"{key} {found}", f"{needed}, as this optimizer stores it", write))
+        check_values(name, key, local)
 
 
 def check_values(name: str, key: str, local: Tensor) -> None:
@@ -273,17 +264,8 @@ def check_values(name: str, key: str, local: Tensor) -> None:
         raise StateError(explain_error(name, f"{wrong} in {key}", needed, write))
 
 
-def _needed(storage: Storage, weights: Storage, parameter: Tensor) -> str:
-    """Return what `_told` says of a tensor that lives there; where the weights live, it has their local shape."""
-    same = storage.layout is None or storage is weights
-    local = tuple(local_of(parameter).shape) if same else local_shape(storage)
-    if storage.mesh is None:
-        return f"a plain tensor of shape {local}"
-    return f"a DTensor of shape {tuple(storage.shape)} placed {tuple(storage.placements)}, {local} here"
-
-
-def _told(tensor: Tensor) -> str:
-    local = tuple(local_of(tensor).shape)
-    if isinstance(tensor, DTensor):
-        return f"a DTensor of shape {tuple(tensor.shape)} placed {tuple(tensor.placements)}, {local} here"
-    return f"a plain tensor of shape {local}"
+def _told(local: Sequence[int], whole: DTensor | Storage | None) -> str:
+    """Say where a tensor lives, of which this rank stores so much; None: all of it is a plain tensor."""
+    if whole is None:
+        return f"a plain tensor of shape {tuple(local)}"
+    return f"a DTensor of shape {tuple(whole.shape)} placed {tuple(whole.placements)}, {tuple(local)} here"
