@@ -142,6 +142,7 @@ def test_our_next_step_ends_where_the_package_s_does(theirs: Callable[[Weights],
 def test_the_defaults_are_the_package_s() -> None:
     from muonium import Muon
 
+    from muonmesh.migration.package import WITHOUT
     from muonmesh.migration.packages import PACKAGES
 
     known = {"muonium": Muon, "torch": torch.optim.Muon, "adamw": torch.optim.AdamW}
@@ -155,4 +156,4 @@ def test_the_defaults_are_the_package_s() -> None:
         assert {key: package.defaults[key] for key in package.defaults if key in arguments} == {
             key: arguments[key].default for key in package.defaults if key in arguments
         }
-        assert arguments.keys() - {"self", "params"} <= {*package.defaults, *package.without, *package.beside}
+        assert arguments.keys() - {"self", "params"} <= {*package.defaults, *WITHOUT, *package.beside}

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 from math import prod, sqrt
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
 
 from muonmesh.errors import explain_error
 from muonmesh.migration.package import Halves, Package, Settings
-from muonmesh.migration.polynomials import JORDAN, named, polar_express_102
+from muonmesh.migration.polynomials import named, polar_express_102
 from muonmesh.migration.state_keys import StateKeys
 from muonmesh.numerics.scale import ScaleMode
-
-_OFF = (None, False)
-_SWITCHES = frozenset({"foreach", "fused", "capturable"})
-_DECOUPLED = (True,)
-_ALGORITHMS = (None, "muon", "adamw")
 
 _TORCHS: dict[str | None, ScaleMode] = {None: "original", "original": "original", "match_rms_adamw": "match_rms_adamw"}
 _DIONS: dict[str | None, ScaleMode] = {"spectral_norm": "unit_rms_norm", "rms_norm": "match_rms_adamw", None: "none"}
@@ -25,14 +25,17 @@ _NVIDIAS: dict[str | None, ScaleMode] = {
 _JORDANS = {"muon": 0.02, "adamw": 3e-4}
 
 
+def _defaults_of(optimizer: type[Optimizer]) -> dict[str, Any]:
+    """Return the settings of one of torch's optimizers with their defaults."""
+    arguments = inspect.signature(optimizer).parameters.values()
+    return {each.name: each.default for each in arguments if each.name != "params"}
+
+
 def _adjust_adamw(group: Settings, halves: Halves) -> None:
-    """Refuse decay that is not decoupled, and let Muon step as far as AdamW, so that one rate serves both halves.
+    """Let Muon step as far as AdamW, so that one rate serves both halves.
 
     It does when Muon's step has the RMS of AdamW's (Moonlight, arXiv 2502.16982).
     """
-    if not group["decoupled_weight_decay"] and group["weight_decay"]:
-        found, needed = f"{group['weight_decay']} that is not decoupled", "decoupled decay, AdamW's, or 0"
-        raise ValueError(explain_error("weight_decay", found, needed, "Convert an AdamW with the decay that you want"))
     halves["adamw"]["scale_mode"] = "match_rms_adamw"
 
 
@@ -60,29 +63,16 @@ def _adjust_muonium(group: Settings, halves: Halves) -> None:
 
 PACKAGES: dict[str, Package] = {
     "adamw": Package(  # torch's AdamW and Adam, and the Adams of DeepSpeed
-        {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2, "decoupled_weight_decay": True},
+        _defaults_of(torch.optim.AdamW),
         halves=("adamw",),
         adjust=_adjust_adamw,
-        without={"amsgrad": _OFF, "maximize": _OFF, "differentiable": _OFF},
-        # The last is that of DeepSpeed's FusedAdam and DeepSpeedCPUAdam.
-        beside=_SWITCHES | {"bias_correction"},
+        beside=frozenset({"bias_correction"}),  # DeepSpeed's
     ),
-    "torch": Package(  # torch 2.13
-        {
-            "lr": 1e-3,
-            "weight_decay": 0.1,
-            "momentum": 0.95,
-            "nesterov": True,
-            "ns_coefficients": JORDAN,
-            "ns_steps": 5,
-            "adjust_lr_fn": None,
-        },
-        {"adjust_lr_fn": "scale_mode"},
+    "torch": Package(  # its ε changes nothing: with us no gradient is too small
+        _defaults_of(torch.optim.Muon),
         halves=("muon",),
         scales=_TORCHS,
         coefficients=lambda group: named(group["ns_coefficients"]),
-        without={"adjust_lr_fn": (*_TORCHS,)},
-        beside=frozenset({"eps"}),  # ours has none: no gradient is too small
     ),
     "keller_jordan": Package(  # KellerJordan/Muon, `muon-optimizer` 0.1.0
         {
@@ -109,18 +99,9 @@ PACKAGES: dict[str, Package] = {
             "use_polar_express": True,
             "algorithm": None,
         },
-        {"mu": "momentum", "epsilon": "eps", "cautious_wd": "cautious", "adjust_lr": "scale_mode"},
         scales=_DIONS,
         coefficients=lambda group: polar_express_102(5) if group["use_polar_express"] else "quintic",
         adjust=_adjust_dion,
-        without={
-            "adjust_lr": (*_DIONS,),
-            "algorithm": _ALGORITHMS,
-            "use_gram_newton_schulz": _OFF,
-            "newton_schulz_func": _OFF,
-            "split_sizes": _OFF,
-            "num_heads": _OFF,
-        },
         beside=frozenset({"distributed_mesh", "flatten", "use_triton", "step", "beta1", "beta2"}),
         state_keys=StateKeys("momentum", sums=True, factor="mu", first="momentum", second="variance", count="step_dev"),
     ),
@@ -135,9 +116,7 @@ PACKAGES: dict[str, Package] = {
             "eps": 1e-10,
             "use_muon": None,
         },
-        {"adam_lr": "adamw_lr"},
         rates=_JORDANS,
-        without={"adam_w_mode": _DECOUPLED},
         beside=frozenset({"ns_method", "torch_adam", "fp32_optimizer_states", "bias_correction"}),
     ),
     "emerging_optimizers": Package(  # Emerging-Optimizers 0.3
@@ -151,15 +130,9 @@ PACKAGES: dict[str, Package] = {
             "scale_mode": "spectral",
             "extra_scale_factor": 1.0,
         },
-        {"num_ns_steps": "ns_steps"},
         halves=("muon",),
         scales=_NVIDIAS,
         coefficients=lambda group: group["coefficient_type"],
-        without={
-            "scale_mode": (*_NVIDIAS,),
-            "weight_decay_method": ("decoupled",),
-            "coefficient_type": ("simple", "quintic", "polar_express", "cans", "deepseekv4"),
-        },
         beside=frozenset({"fp32_matmul_prec", "use_syrk"}),
     ),
     # The fields of an OptimizerConfig; Megatron-Core builds Emerging-Optimizers' Muon from them, always "quintic".
@@ -176,19 +149,8 @@ PACKAGES: dict[str, Package] = {
             "muon_scale_mode": "spectral",
             "muon_extra_scale_factor": 1.0,
         },
-        {
-            "adam_beta1": "beta1",
-            "adam_beta2": "beta2",
-            "adam_eps": "eps",
-            "muon_momentum": "momentum",
-            "muon_use_nesterov": "nesterov",
-            "muon_num_ns_steps": "ns_steps",
-            "muon_scale_mode": "scale_mode",
-            "muon_extra_scale_factor": "extra_scale_factor",
-        },
         scales=_NVIDIAS,
         coefficients=lambda group: "quintic",
-        without={"muon_scale_mode": (*_NVIDIAS,), "decoupled_weight_decay": _DECOUPLED},
         # q, k and v are matrices of their own with us, and a matrix is whole under tensor parallelism.
         beside=frozenset({"optimizer", "muon_split_qkv", "muon_fp32_matmul_prec", "muon_tp_mode"}),
     ),
@@ -206,21 +168,16 @@ PACKAGES: dict[str, Package] = {
             "algorithm": None,
             "flatten": False,
         },
-        {"wd": "weight_decay", "use_cautious_wd": "cautious", "adam_betas": "betas", "adam_eps": "eps"},
         coefficients=lambda group: (
             polar_express_102(group["ns_steps"]) if group["orthogonalization_strategy"] == "polar_express" else "simple"
         ),
         adjust=_adjust_muonium,
-        without={
-            "algorithm": _ALGORITHMS,
-            "maximize": _OFF,
-            "amsgrad": _OFF,
-            "is_adamw": _DECOUPLED,
-            "decoupled_weight_decay": _DECOUPLED,
-            "split_sizes": _OFF,
-            "differentiable": _OFF,
-        },
-        beside=_SWITCHES | {"betas", "eps", "use_muon", "fused_adam", "foreach_adam", "batch_size", "has_complex"},
+        beside=frozenset(
+            {
+                *("foreach", "fused", "capturable", "betas", "eps", "use_muon"),
+                *("fused_adam", "foreach_adam", "batch_size", "has_complex"),
+            }
+        ),
         state_keys=StateKeys(sums=True, beside=frozenset({"step", "lr_ratio"})),
     ),
 }

@@ -27,26 +27,21 @@ class Package:
 
     Attributes:
         defaults: The settings that change a step, with the package's defaults.
-        names: Where it calls a setting otherwise than this file does, what this file calls the setting. A group that
-            has the latter key, too, means that.
         halves: The halves that a group speaks of which does not say so.
         rates: The learning rate of each half where the group has none.
         scales: Our scale mode for each value of its own setting.
         coefficients: Returns the Newton–Schulz coefficients of a group.
         adjust: Changes what has been read of a group where the shape of a setting is another than ours.
-        without: Settings that change a step in a way that we have no counterpart for, with the values that do not.
         beside: Settings that change no step: how it is run, or where.
         state_keys: Under which keys it keeps state.
     """
 
     defaults: Mapping[str, Any]
-    names: Mapping[str, str] = field(default_factory=dict)
     halves: tuple[str, ...] = ("muon", "adamw")
     rates: Mapping[str, float] = field(default_factory=dict)
     scales: Mapping[str | None, ScaleMode] = field(default_factory=lambda: {None: "original"})
     coefficients: Callable[[Settings], Any] = lambda group: "simple"
     adjust: Callable[[Settings, Halves], None] = lambda group, halves: None
-    without: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     beside: frozenset[str] = frozenset()
     state_keys: StateKeys = field(default_factory=StateKeys)
 
@@ -56,19 +51,23 @@ class Package:
         Raises:
             ValueError: a key is unknown, or its value has no counterpart.
         """
-        for key, value in given.items():
-            if key in self.without:
-                if not any(value is fine or value == fine for fine in self.without[key]):
-                    needed = " or ".join(map(repr, self.without[key]))
-                    write = _INSTEAD.get(key, "Leave it out")
-                    raise ValueError(explain_error(key, f"{value!r}, for which we have no counterpart", needed, write))
-            elif key not in self.defaults and key not in self.beside and key not in _COMMON | FOREIGN_KEYS:
-                known = ", ".join(self.defaults)
-                raise ValueError(explain_error("settings", f"{key!r}", f"some of {known}", "Correct or remove it"))
         rate = given.get("initial_lr", given.get("lr", self.defaults["lr"]))
         group = {**self.defaults, **given, "lr": float(rate) if isinstance(rate, Tensor) else rate}
-        for theirs, name in self.names.items():
-            group.setdefault(name, group[theirs])
+        for key in [*group]:
+            group.setdefault(_plain(key), group[key])
+        for key, value in given.items():
+            fine, write = WITHOUT.get(key, (None, ""))
+            if _plain(key) == "scale_mode":
+                fine, write = (*self.scales,), "Write one of them"
+            if fine is None:
+                if key not in self.defaults and key not in self.beside and key not in _COMMON | FOREIGN_KEYS:
+                    known = ", ".join(self.defaults)
+                    raise ValueError(explain_error("settings", f"{key!r}", f"some of {known}", "Correct or remove it"))
+            elif not any(value is one or value == one for one in fine) and (
+                key not in _DECAYS or group["weight_decay"]
+            ):
+                needed = " or ".join(map(repr, fine))
+                raise ValueError(explain_error(key, f"{value!r}, for which we have no counterpart", needed, write))
         if "beta1" in group:
             group["betas"] = (group["beta1"], group["beta2"])
         chosen = group.get("algorithm", group.get("use_muon"))
@@ -83,7 +82,7 @@ class Package:
         return halves
 
     def _rate(self, half: str, group: Settings) -> Any:
-        given = (group.get(key) for key in (f"{half}_lr", "lr"))
+        given = (group.get(key) for key in (f"{half.removesuffix('w')}_lr", "lr"))
         return next((rate for rate in given if rate is not None), self.rates.get(half))
 
     def _muon(self, group: Settings) -> Settings:
@@ -109,19 +108,49 @@ class Package:
         }
 
 
-_COMMON = frozenset({"params", "param_names", "name"})
+def _plain(key: str) -> str:
+    """Return what this file calls a setting. A setting of one half may say so by its first word."""
+    plain = key.removeprefix("muon_").removeprefix("adam_")
+    return _NAMES.get(plain, plain)
 
-_DECAYS = ("weight_decay_method", "decoupled_weight_decay", "adam_w_mode")
 
-_INSTEAD = {
-    **dict.fromkeys(_DECAYS, "Leave it out: our decay is decoupled"),
-    "adjust_lr": 'Write "rms_norm"',
-    "scale_mode": 'Write "spectral"',
-    "muon_scale_mode": 'Write "spectral"',
-    "split_sizes": 'Leave it out and write overrides={name: {"matrices": ("rows", ...)}} for from_model',
-    "num_heads": 'Leave it out and write overrides={name: {"matrices": ("heads", n, dim)}} for from_model',
-    "maximize": "Leave it out and negate the loss",
-    "use_gram_newton_schulz": "Leave it out: ns_method does this, with its own restarts",
-    "coefficient_type": 'Write coefficient_type="quintic", or set ns_coefficients afterwards',
-    "algorithm": 'Convert the settings of its Muon, and write rule="normuon" for from_model if that is meant',
+_NAMES = {
+    "mu": "momentum",
+    "use_nesterov": "nesterov",
+    "wd": "weight_decay",
+    "cautious_wd": "cautious",
+    "use_cautious_wd": "cautious",
+    "adjust_lr": "scale_mode",
+    "adjust_lr_fn": "scale_mode",
+    "num_ns_steps": "ns_steps",
+    "epsilon": "eps",
 }
+"""Other names of settings. A group that has the latter key, too, means that."""
+
+_COMMON = frozenset({"params", "param_names", "name"})
+_OFF = (None, False)
+_DECAYS = {
+    key: ((True, "decoupled"), "Leave it out: our decay is decoupled")
+    for key in ("weight_decay_method", "decoupled_weight_decay", "adam_w_mode", "is_adamw")
+}
+
+WITHOUT: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    **_DECAYS,
+    "amsgrad": (_OFF, "Leave it out"),
+    "differentiable": (_OFF, "Leave it out"),
+    "newton_schulz_func": (_OFF, "Leave it out"),
+    "maximize": (_OFF, "Leave it out and negate the loss"),
+    "split_sizes": (_OFF, 'Leave it out and write overrides={name: {"matrices": ("rows", ...)}} for from_model'),
+    "num_heads": (_OFF, 'Leave it out and write overrides={name: {"matrices": ("heads", n, dim)}} for from_model'),
+    "use_gram_newton_schulz": (_OFF, "Leave it out: ns_method does this, with its own restarts"),
+    "coefficient_type": (
+        ("simple", "quintic", "polar_express", "cans", "deepseekv4"),
+        'Write coefficient_type="quintic", or set ns_coefficients afterwards',
+    ),
+    "algorithm": (
+        (None, "muon", "adamw"),
+        'Convert the settings of its Muon, and write rule="normuon" for from_model if that is meant',
+    ),
+}
+"""Settings of any package that change a step in a way that we have no counterpart for, with the values that do not, and
+what to write instead of others. How decay is coupled matters where there is some."""

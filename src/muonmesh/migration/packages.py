@@ -55,8 +55,7 @@ def groups_of(source: object) -> tuple[PackageName, list[Settings]]:
             continue
         outside: Settings = {}
         if package == "deepspeed":
-            key = "decoupled_weight_decay" if name == "adamw" else "adam_w_mode"
-            outside = {key: bool(getattr(source, "adam_w_mode", True))}
+            outside = {"adam_w_mode": bool(getattr(source, "adam_w_mode", True))}
         if name == "dion":
             iteration = getattr(getattr(source, "_newton_schulz_func", None), "__name__", "")
             if iteration not in _DIONS_ITERATIONS:
