@@ -156,14 +156,12 @@ def _orders(
     if params is None:
         return [None] * sum(groups)
     fault = misfit("params", params, [[PARAMETER]])
+    if fault is None and len(params) != sum(groups) and {*groups} != {len(params)}:
+        needed = f"those of {' + '.join(map(str, groups))} groups"
+        fault = "params", f"parameters for {len(params)} groups", needed
     if fault is not None:
         raise ValueError(explain_error(*fault, "Write params=[group, ...], a list for each group"))
-    if len(params) == sum(groups):
-        return params
-    if all(count == len(params) for count in groups):
-        return [*params] * len(groups)
-    found, needed = f"parameters for {len(params)} groups", f"those of {' + '.join(map(str, groups))} groups"
-    raise ValueError(explain_error("params", found, needed, "Write params=[group, ...], a list for each group"))
+    return [*params] * (sum(groups) // max(1, len(params)))
 
 
 def _names(

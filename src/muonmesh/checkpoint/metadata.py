@@ -34,17 +34,13 @@ from muonmesh.files import reason
 METADATA_FILE = ".metadata"
 DATA_FILE = re.compile(r"__\d+_\d+\.distcp")  # in the folder itself: no path leads out of it
 _Box: TypeAlias = tuple[tuple[int, int], ...]  # for each dim where it begins and how long it is
-_CHECKPOINT = "torch.distributed.checkpoint"
-# What torch writes, as found in checkpoints of one rank, DDP, FSDP2 and ZeRO by torch 2.13.
-_RECORDS = {
-    *((f"{_CHECKPOINT}.metadata", name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties")),
-    *((f"{_CHECKPOINT}.metadata", name) for name in ("TensorStorageMetadata", "ChunkStorageMetadata")),
-    (f"{_CHECKPOINT}.metadata", "BytesStorageMetadata"),  # to be refused by the name of its entry
-    (f"{_CHECKPOINT}.metadata", "_MEM_FORMAT_ENCODING"),
-    (f"{_CHECKPOINT}.filesystem", "_StorageInfo"),
-    ("torch.serialization", "_get_layout"),
-    *(("pathlib", name) for name in ("PosixPath", "WindowsPath")),
-    *(("pathlib._local", name) for name in ("PosixPath", "WindowsPath")),  # Python 3.13
+# Whose classes torch names in the metadata of one rank, DDP, FSDP2 and ZeRO. All become `Fields`, whatever their names.
+_MODULES = {
+    "torch.distributed.checkpoint.metadata",
+    "torch.distributed.checkpoint.filesystem",
+    "torch.serialization",
+    "pathlib",
+    "pathlib._local",
 }
 
 
@@ -95,7 +91,7 @@ class _Unpickler(pickle._Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)):
             return getattr(torch, name)
-        if (module, name) not in _RECORDS:
+        if module not in _MODULES:
             raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint of a training needs")
         return Fields
 
