@@ -149,28 +149,18 @@ class MegatronOptimizer(Base):  # type: ignore[misc]
 
     @torch.no_grad()
     def prepare_grads(self) -> bool:
-        """Take the loss scale out of the gradients, in place; return whether any rank has overflowed.
-
-        Raises:
-            LayoutError: a parameter has no ``main_grad``; PlanError on the other ranks then.
-        """
+        """Take the loss scale out of the gradients, in place; return whether any rank has overflowed."""
         if self.grad_scaler is None:
             return False
-        error: Exception | None = None
         gradients: list[Tensor] = []
-        try:
+        with contextlib.suppress(LayoutError):  # a parameter without main_grad, for which the step raises on every rank
             held = [self.optimizer.gradients.gradient(holding.tensor) for holding in self._holdings]
             gradients = [gradient for gradient in held if gradient is not None and gradient.numel()]
-        except LayoutError as wrong:
-            error = wrong
-        told = torch.zeros(2, dtype=torch.float32, device=self._device)  # overflow, error
-        overflow, told[1] = told[:1], float(error is not None)
+        overflow = torch.zeros(1, dtype=torch.float32, device=self._device)
         if gradients:
             torch._amp_foreach_non_finite_check_and_unscale_(gradients, overflow, self.grad_scaler.inv_scale)
-        dist.all_reduce(told, op=dist.ReduceOp.MAX)
-        found, failed = bool(overflow), bool(told[1])
-        if failed:
-            raise error or _failed_elsewhere()
+        dist.all_reduce(overflow, op=dist.ReduceOp.MAX)
+        found = bool(overflow)
         self.grad_scaler.update(found)
         return found
 
@@ -250,7 +240,8 @@ class MegatronOptimizer(Base):  # type: ignore[misc]
         told[ERRORS] = raises
         dist.all_reduce(told)
         if not raises and float(told[ERRORS]):
-            raise _failed_elsewhere()
+            what = "Another rank found an error, so every rank stops. Read the message of that rank"
+            raise PlanError(about("step", what))
         return None
 
     def _publish(self) -> None:
@@ -352,7 +343,7 @@ class MegatronOptimizer(Base):  # type: ignore[misc]
         Args:
             model_sharded_state_dict: The model's; not read.
             is_loading: Whether it is to be loaded into: then it holds the groups of this run alone. State that no
-                step has created yet is made here either way, by all ranks.
+                step has created yet is made here either way.
             metadata: Megatron's; not read, since there is one format.
         """
         OfMuon(self.optimizer).refuse_if_interrupted()
@@ -433,8 +424,3 @@ class MegatronOptimizer(Base):  # type: ignore[misc]
             checkpoint.restore(self.optimizer, state_dict)
         if self.grad_scaler is not None and "grad_scaler" in state_dict:
             self.grad_scaler.load_state_dict(state_dict["grad_scaler"])
-
-
-def _failed_elsewhere() -> PlanError:
-    """Return the error of a rank that has found nothing wrong itself."""
-    return PlanError(about("step", "Another rank found an error, so every rank stops. Read the message of that rank"))
