@@ -574,7 +574,7 @@ def test_what_would_be_wrong_is_refused(config: dict[str, Any], message: str) ->
     ("arguments", "message"),
     [
         ({"optimizer": {"layouts": {}}}, "Remove layouts"),
-        ({"optimizer": {"learning_rate": 1.0}}, "the setting 'learning_rate'"),
+        ({"optimizer": {"learning_rate": 1.0}}, "the argument 'learning_rate'"),
         ({"model_parameters": []}, "split by role"),
         ({"clip": {"norm": 1.0}}, "the argument 'norm'"),
         ({"clip": {"max_norm": -1.0}}, "max_norm"),

@@ -16,7 +16,6 @@ from accelerate.state import AcceleratorState
 from torch import nn
 
 from muonmesh.build import from_model as core_from_model
-from muonmesh.integrations.arguments import check_settings
 from muonmesh.optimizer import Muon
 
 
@@ -42,7 +41,6 @@ def from_model(
     """
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         return for_deepspeed(model, {"lr": lr, **settings})
-    check_settings("from_model", settings, core_from_model, decided=("model", "lr"))
     optimizer = core_from_model(model, lr, **{"process_group": "auto", **settings})
     tell_of_skipped_steps(optimizer, lambda: accelerator._optimizers)
     return optimizer

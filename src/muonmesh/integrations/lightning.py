@@ -18,7 +18,6 @@ from muonmesh.build import from_model as core_from_model
 from muonmesh.comm.storage import world_size
 from muonmesh.errors import explain_error
 from muonmesh.groups import split_params
-from muonmesh.integrations.arguments import check_settings
 from muonmesh.optimizer import Muon
 
 
@@ -156,6 +155,5 @@ def from_model(host: Fabric | Trainer, model: nn.Module, lr: float = 3e-4, **set
         found, needed = kind, "a strategy that keeps parameters whole or makes DTensors of them"
         write = "Write muonmesh.integrations.deepspeed.initialize(model=model, config=...) in a loop of your own"
         raise ValueError(explain_error("the strategy", found, needed, write))
-    check_settings("from_model", settings, core_from_model, decided=("model", "lr"))
     group = ("world" if host.world_size > 1 else "local") if world_size() > 1 else None
     return core_from_model(model, lr, **{"process_group": group, **settings})

@@ -21,7 +21,7 @@ from muonmesh.errors import explain_error
 from muonmesh.groups import ParamGroups, Role, Site, split_params
 from muonmesh.groups.classifiers import register
 from muonmesh.groups.fused_projections import class_names
-from muonmesh.integrations.arguments import check_settings, with_dtypes
+from muonmesh.integrations.arguments import with_dtypes
 from muonmesh.optimizer import Muon
 
 
@@ -84,9 +84,8 @@ def muon(config: OptimizersContainer.Config, **settings: Any) -> MuonContainer.C
             may be its name, such as "float32", since a command line has no other way to say it.
 
     Raises:
-        TypeError: a setting is unknown, or ``lr`` is missing.
+        TypeError: ``lr`` is missing.
     """
-    check_settings("muonmesh.integrations.torchtitan.muon", settings, from_model, decided=("model",))
     if "lr" not in settings:
         write = "Write 'muonmesh.integrations.torchtitan.muon={\"lr\": 8e-4}'"
         raise TypeError(explain_error("muonmesh.integrations.torchtitan.muon", "no lr", "a learning rate", write))

@@ -21,7 +21,6 @@ from muonmesh.clip.limits import ClipPolicy, Limits
 from muonmesh.comm.wrappers import layers_of, living
 from muonmesh.errors import about, explain_error
 from muonmesh.integrations.accelerate import for_deepspeed, tell_of_skipped_steps
-from muonmesh.integrations.arguments import check_settings
 from muonmesh.optimizer import Muon
 
 if TYPE_CHECKING:  # DeepSpeed need not be installed
@@ -75,7 +74,6 @@ class MuonFactory:
         }
         if AcceleratorState._shared_state.get("distributed_type") == DistributedType.DEEPSPEED:
             return for_deepspeed(model, {**given, **settings})
-        check_settings("MuonFactory", settings, from_model, decided=("model",))
         optimizer = from_model(model, **{"process_group": "auto", **given, **settings})
         tell_of_skipped_steps(optimizer, lambda: _scaled_by(optimizer))
         return optimizer

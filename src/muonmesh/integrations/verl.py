@@ -16,7 +16,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 
 from muonmesh.build import from_model
 from muonmesh.errors import LayoutError, explain_error
-from muonmesh.integrations.arguments import check_settings, with_dtypes
+from muonmesh.integrations.arguments import with_dtypes
 
 _REPLACED = ("torch.optim", "AdamW")  # what verl takes where the configuration names no optimizer
 _verl_s = FSDPEngine._build_optimizer
@@ -46,9 +46,8 @@ def build_optimizer(engine: FSDPEngine, module: nn.Module) -> torch.optim.Optimi
         write = "Write strategy=fsdp2, as in actor_rollout_ref.actor.strategy=fsdp2"
         raise LayoutError(explain_error("verl's FSDP engine", found, needed, write))
     settings: dict[str, Any] = with_dtypes(config.override_optimizer_config or {})
-    check_settings("override_optimizer_config", settings, from_model, decided=("model", "lr", "weight_decay"))
-    given = {"lr": config.lr, "weight_decay": config.weight_decay, "adamw_betas": tuple(config.betas)}
-    return from_model(module, **{"process_group": "auto", **given, **settings})
+    given = {"process_group": "auto", "adamw_betas": tuple(config.betas), **settings}
+    return from_model(module, lr=config.lr, weight_decay=config.weight_decay, **given)
 
 
 FSDPEngine._build_optimizer = build_optimizer

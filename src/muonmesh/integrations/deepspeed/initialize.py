@@ -21,13 +21,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 
-from muonmesh.build import from_model
 from muonmesh.checkpoint.group_settings import OWN_KEYS
 from muonmesh.clip.limits import Limits
 from muonmesh.errors import LayoutError, about, explain_error, warn
 from muonmesh.groups import split_params
 from muonmesh.groups.fused_projections import global_shape
-from muonmesh.integrations.arguments import check_settings
 from muonmesh.integrations.deepspeed.calls import Call
 from muonmesh.integrations.deepspeed.clipping import limits_of
 from muonmesh.integrations.deepspeed.config import prepare_config, read_config, take_scheduler
@@ -146,7 +144,6 @@ def _checked(settings: dict[str, Any], model: nn.Module) -> dict[str, Any]:
         if key in _ENGINES:
             needed = "none: the engine decides where parameters, gradients, masters and momentum live"
             raise ValueError(explain_error("optimizer", f"{key}=", needed, f"Remove {key}"))
-    check_settings("optimizer", settings, from_model, decided=("model", *_ENGINES))
     if isinstance(model, deepspeed.PipelineModule):
         found, needed = "a PipelineModule", "a plain module: a pipeline's tied parameters would be stepped apart"
         raise ValueError(explain_error("model", found, needed, "Use ZeRO, tensor or expert parallelism instead"))

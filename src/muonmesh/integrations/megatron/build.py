@@ -21,7 +21,6 @@ from muonmesh.comm.telling import agreed
 from muonmesh.errors import LayoutError, explain_error
 from muonmesh.groups.heads import HeadPart
 from muonmesh.groups.sites import unwrapped
-from muonmesh.integrations.arguments import check_settings
 from muonmesh.integrations.megatron.declared import stamped_placement
 from muonmesh.integrations.megatron.layouts import declared, mesh_from, ranges_of, within
 from muonmesh.integrations.megatron.main_grad import FlatMainGrad, ParameterInterval
@@ -186,9 +185,6 @@ def _cut(name: str, parameter: Tensor, local: tuple[int, ...], boxes: Sequence[S
     return Cut(local, Replicate())
 
 
-_MEGATRONS = tuple(inspect.signature(megatrons.get_megatron_optimizer).parameters)
-
-
 def install(**settings: Any) -> None:
     """Put `get_megatron_optimizer` in the place of Megatron's, in every module that has imported that, for good.
 
@@ -205,7 +201,12 @@ def install(**settings: Any) -> None:
     Raises:
         TypeError: another argument.
     """
-    check_settings("install", settings, get_megatron_optimizer, decided=_MEGATRONS)
+    taken = inspect.signature(get_megatron_optimizer).parameters.values()
+    known = [each.name for each in taken if each.kind is each.KEYWORD_ONLY]  # the others are Megatron's to give
+    if unknown := [name for name in settings if name not in known]:
+        raise TypeError(
+            explain_error("install", f"the setting {unknown[0]!r}", f"one of {', '.join(known)}", "Remove it")
+        )
     theirs = getattr(megatrons.get_megatron_optimizer, "__wrapped_by_muonmesh__", megatrons.get_megatron_optimizer)
     before = megatrons.get_megatron_optimizer
     ours = functools.wraps(get_megatron_optimizer)(functools.partial(get_megatron_optimizer, **settings))
