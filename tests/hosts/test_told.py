@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
-import subprocess
-import sys
-import time
 import weakref
 from pathlib import Path
 from typing import Any
@@ -146,34 +142,3 @@ def test_an_optimizer_given_to_deepspeeds_own_function_says_what_to_write(worker
     for told in workers(2).run(given_to_deepspeed, stage, how, timeout=90.0):
         assert told.startswith("deepspeed.initialize: found a muonmesh.Muon as optimizer=; "), told
         assert 'muonmesh.integrations.deepspeed.initialize(model=model, config=config, optimizer={"lr": 3e-4})' in told
-
-
-ENGINE = """
-import torch
-from muonmesh.integrations.deepspeed import initialize
-
-config = {"train_micro_batch_size_per_gpu": 1}
-initialize(model=torch.nn.Linear(8, 8), config=config, optimizer={"lr": 0.1}, dist_init_required=True)
-"""
-
-
-def test_an_old_lock_for_which_deepspeed_waits_is_told(tmp_path: Path) -> None:
-    lock, told = tmp_path / "deepspeed_shm_comm" / "lock", tmp_path / "told"
-    lock.parent.mkdir()
-    lock.touch()
-    os.utime(lock, (time.time() - 3600,) * 2)
-    launcher = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    environment = {**os.environ, **launcher, "TORCH_EXTENSIONS_DIR": str(tmp_path)}
-    with told.open("w") as errors:
-        program = subprocess.Popen([sys.executable, "-c", ENGINE], env=environment, stderr=errors)
-    try:
-        until = time.monotonic() + 90
-        while "rm -r" not in told.read_text() and program.poll() is None and time.monotonic() < until:
-            time.sleep(0.2)
-        with pytest.raises(subprocess.TimeoutExpired):  # DeepSpeed waits
-            program.wait(2)
-    finally:
-        program.kill()
-        program.wait()
-    assert f"{lock} is 60 minutes old" in told.read_text()
-    assert f"rm -r {lock.parent}" in told.read_text()

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import inspect
-import os
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import wraps
-from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -23,7 +20,7 @@ from torch.distributed.tensor import Replicate
 
 from muonmesh.checkpoint.group_settings import OWN_KEYS
 from muonmesh.clip.limits import Limits
-from muonmesh.errors import LayoutError, about, explain_error, warn
+from muonmesh.errors import LayoutError, explain_error
 from muonmesh.groups import split_params
 from muonmesh.groups.fused_projections import global_shape
 from muonmesh.integrations.deepspeed.calls import Call
@@ -156,20 +153,6 @@ def _shapes(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
     return [torch.empty(global_shape(p), dtype=d, device="meta") for p, d in zip(parameters, dtypes, strict=True)]
 
 
-def _warn_of_old_lock() -> None:
-    """Warn where a killed program has left the lock of an extension: DeepSpeed waits for it without a word."""
-    own, name = os.environ.get("TORCH_EXTENSIONS_DIR"), "deepspeed_shm_comm"
-    if deepspeed.comm.is_initialized() or not deepspeed.ops.__compatible_ops__.get(name):
-        return  # it has been loaded, or is not asked for
-    from torch.utils.cpp_extension import get_default_build_root  # which needs setuptools; a GPU does not come here
-
-    for lock in Path(own or get_default_build_root()).glob(f"{name}/lock" if own else f"*/{name}/lock"):
-        minutes = int(time.time() - lock.stat().st_mtime) // 60
-        if minutes >= 2:
-            what = f"The lock {lock} is {minutes} minutes old, and DeepSpeed waits until it is gone. If no program "
-            warn(about(name, f"{what}compiles there, stop this one and write rm -r {lock.parent}"))
-
-
 class Assembly:
     """Makes a DeepSpeed engine with its optimizer, from settings that were checked before the engine exists.
 
@@ -211,7 +194,6 @@ class Assembly:
         limits, given = limits_of(clip, prepared), dict(others)
         if given.get("lr_scheduler") is None:
             given["lr_scheduler"] = take_scheduler(prepared, float(self._template.defaults["lr"]))
-        _warn_of_old_lock()
         engine, *rest = original(model=self._model, config=prepared, optimizer=optimizer, **given)
         self.bind(engine, limits)
         return (engine, *rest)
