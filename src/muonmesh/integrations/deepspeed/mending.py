@@ -6,13 +6,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from deepspeed.checkpoint.constants import (
     UNIVERSAL_CHECKPOINT_INFO,
     UNIVERSAL_CHECKPOINT_VERSION_KEY,
     UNIVERSAL_CHECKPOINT_VERSION_VALUE,
 )
-from deepspeed.utils import link_hp_params
 
 from muonmesh.checkpoint.zero import load_inert
 from muonmesh.errors import StateError, explain_error
@@ -31,7 +29,7 @@ def mend(engine: Any, optimizer: EngineMuon) -> None:
     """
     zero = engine.optimizer
     if hasattr(zero, "round_robin_bit16_groups"):
-        zero._link_all_hp_params = lambda: _link(zero)
+        zero._link_all_hp_params = _in_order(zero, zero._link_all_hp_params)
         zero._link_all_hp_params()
         zero._param_slice_mappings = zero._create_param_mapping()
     if getattr(engine.module, UNIVERSAL_CHECKPOINT_INFO, None) is None:
@@ -42,26 +40,17 @@ def mend(engine: Any, optimizer: EngineMuon) -> None:
     _link_states(zero)
 
 
-def _link(zero: Any) -> None:
-    """Link parameters and fragments as DeepSpeed does, with the offsets at which they really lie."""
-    if zero.cpu_offload:
-        zero._get_offload_gradient_dict()
-    for number, flat in enumerate(zero.single_partition_of_fp32_groups):
-        order, starts = zero.round_robin_bit16_groups[number], zero.round_robin_bit16_offsets[number]
-        offsets = dict(zip(map(id, order), starts, strict=True))
-        group, size = zero.real_dp_process_group[number], zero.partition_size[number]
-        link_hp_params(
-            lp_param_list=zero.bit16_groups[number],
-            flat_hp_partition=flat,
-            gradient_dict=zero.averaged_gradients,
-            offload_gradient_dict=zero.offload_gradient_dict,
-            use_offload=zero.cpu_offload,
-            param_group_index=number,
-            partition_start=torch.distributed.get_rank(group) * size,
-            partition_size=size,
-            dp_group=group,
-            param_offsets=[offsets[id(parameter)] for parameter in zero.bit16_groups[number]],
-        )
+def _in_order(zero: Any, link: Callable[[], None]) -> Callable[[], None]:
+    """Return what links parameters and fragments as DeepSpeed does, but in the order in which these lie."""
+
+    def link_in_order() -> None:
+        given, zero.bit16_groups = zero.bit16_groups, zero.round_robin_bit16_groups
+        try:
+            link()
+        finally:
+            zero.bit16_groups = given
+
+    return link_in_order
 
 
 def _link_states(zero: Any) -> None:
