@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterator, Mapping
+from typing import TypeVar
 
 from muonmesh.errors import explain_error
+
+T = TypeVar("T")
 
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_forward_module", "_original_module")
 """Children by which a wrapper holds what it stands for: of torch.compile, activation checkpointing, FSDP1, and twice of
@@ -40,17 +43,28 @@ def phase_of(name: str, index: int) -> int:
     return zlib.crc32(kind.encode()) + sum(map(int, layers)) + index
 
 
-def names_matching(where: str, key: str, names: Iterable[str]) -> list[str]:
-    """Return the one of the names that a key is, or else those in which `re.search` finds it.
+def names_matching(key: str, names: Collection[str]) -> list[str]:
+    """Return the one of the names that a key of ``overrides=`` is, or else those in which `re.search` finds it.
 
     Raises:
-        ValueError: it is neither a name nor a regular expression; ``where`` begins the message.
+        ValueError: it is neither a name nor a regular expression.
     """
-    names = list(names)
     if key in names:
         return [key]
     try:
         return [name for name in names if re.search(key, name)]
     except re.error as error:
-        found = f"no parameter's name and no regular expression ({error})"
+        where, found = f"overrides[{key!r}]", f"no parameter's name and no regular expression ({error})"
         raise ValueError(explain_error(where, found, "either", "Use re.escape on what is meant literally")) from None
+
+
+def in_order(overrides: Mapping[str, T], names: Collection[str]) -> Iterator[tuple[str, T, list[str]]]:
+    """Yield the keys of ``overrides=``, what each says and the names that it means, those that win last.
+
+    Exact names win over expressions, and later expressions over earlier ones.
+
+    Raises:
+        ValueError: a key is neither a name nor a regular expression.
+    """
+    for key in sorted(overrides, key=lambda key: key in names):
+        yield key, overrides[key], names_matching(key, names)

@@ -77,14 +77,8 @@ def _checked(site: Site, role: object, said_by: str) -> Role:
     if not isinstance(role, Role):
         raise TypeError(explain_error(site.name, f"{role!r} {by}", "a muonmesh.groups.Role or None", write))
     known = role.algorithm in get_args(Algorithm) and role.kind in get_args(Kind) and isinstance(role.reason, str)
-    if not known or (role.algorithm == "muon" and role.kind != "matrices"):
+    if not known or (role.algorithm == "muon" and (role.kind != "matrices" or role.matrices is None)):
         needed = 'Role("muon", "matrices", reason, matrices) or Role("adamw", kind, reason, matrices or None) with a '
         needed += f"kind of {', '.join(map(repr, get_args(Kind)))}"
         raise ValueError(explain_error(site.name, f"{role} {by}", needed, write))
-    if role.algorithm == "muon" and len(site.shape) < 2:
-        found, needed = f"Muon {by} and shape {site.shape}", "two or more dims: a vector has no matrix"
-        raise ValueError(explain_error(site.name, found, needed, f'{write}: Role("adamw", "vectors", ...)'))
-    if role.algorithm == "muon" and role.matrices is None:
-        found, needed = f"Muon without matrices {by}", "what its matrices are"
-        raise ValueError(explain_error(site.name, found, needed, f'{write}, for one matrix "whole"'))
     return Role(role.algorithm, role.kind, role.reason, as_tuples(role.matrices))

@@ -136,9 +136,6 @@ def _declared(site: Site) -> Role | None:
     reason = f"muonmesh_matrices of {class_of(module)}"
     if matrices is None:
         return _adamw("matrices" if len(site.shape) > 1 else "vectors", reason, by_shape(site.shape))
-    if len(site.shape) < 2:
-        given = f"{matrices!r} from {reason} for a parameter of shape {site.shape}"
-        raise ValueError(explain_error(site.name, given, "two or more dims", f"Write {key!r}: None there, for AdamW"))
     return _muon(reason, as_tuples(matrices))
 
 

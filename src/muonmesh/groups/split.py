@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 from torch import nn
@@ -21,7 +21,7 @@ from muonmesh.groups.heads import HeadPart, by_heads, parts_of, refuse_none
 from muonmesh.groups.roles import by_shape, declarations, declared_by, role, without_decay
 from muonmesh.groups.sites import Role, Site, sites, unwrapped
 from muonmesh.layout.matrix import as_tuples
-from muonmesh.names import canonical_name, names_matching, starred
+from muonmesh.names import canonical_name, in_order, names_matching, starred
 from muonmesh.numerics.rules import RULES, is_known, is_matrix_rule
 from muonmesh.table import aligned
 
@@ -364,11 +364,10 @@ def _override(entries: list[_Entry], frozen: dict[str, str], overrides: Any) -> 
         needed, write = "a mapping from names or regular expressions", 'Write overrides={"lm_head.weight": "muon"}'
         raise TypeError(explain_error("split_params", f"overrides={overrides!r}", needed, write))
     by_name = {name: entry for entry in entries for name in entry.names}
-    exact = [key for key in overrides if key in by_name]
-    for key in [*(k for k in overrides if k not in by_name), *exact]:
-        said = _said(key, overrides[key])
-        meant = set(_search(key, by_name, frozen))
-        for entry in (entry for entry in entries if meant & set(entry.names)):
+    for key, said, meant in in_order({key: _said(key, value) for key, value in overrides.items()}, by_name):
+        if not meant:
+            _refuse_unmatched(key, by_name, frozen)
+        for entry in {id(by_name[name]): by_name[name] for name in meant}.values():
             entry.settings.update(said)
             if "algorithm" in said or "matrices" in said:
                 entry.overridden_by.append(key)
@@ -398,12 +397,10 @@ def _said(key: Any, value: Any) -> dict[str, Any]:
     return dict(said)
 
 
-def _search(key: str, names: Collection[str], frozen: Collection[str]) -> list[str]:
-    """Return the names that the key of an override means."""
+def _refuse_unmatched(key: str, names: Collection[str], frozen: Collection[str]) -> NoReturn:
+    """Raise because the key of an override means no parameter that is trained."""
     where = f"overrides[{key!r}]"
-    if matched := names_matching(where, key, names):
-        return matched
-    if names_matching(where, key, frozen):
+    if names_matching(key, frozen):
         write = "Remove the override, or call requires_grad_() before"
         raise ValueError(explain_error(where, "frozen parameters only", "one that is trained", write))
     plain = key.replace("\\", "")
@@ -427,8 +424,9 @@ def _check_possible(entry: _Entry) -> None:
             raise ValueError(explain_error(entry.name, found, "Muon as its algorithm", write))
         return
     if len(shape) < 2:
-        found, needed = f"Muon from override {keys} for shape {shape}", "two or more dims: a vector has no matrix"
-        write = f'Write {{{entry.name!r}: "adamw"}}, or an expression that leaves it out'
+        by = f"override {keys}" if keys else f"{entry.role.reason!r}"
+        found, needed = f"Muon for shape {shape}, by {by}", "two or more dims: a vector has no matrix"
+        write = f'Write overrides={{{entry.name!r}: "adamw"}}, or leave it out there'
         raise ValueError(explain_error(entry.name, found, needed, write))
     if entry.differing and "matrices" not in entry.settings:
         stored = f"{entry.role.matrices!r} and {entry.differing[0]!r}"

@@ -21,9 +21,9 @@ from muonmesh.comm.telling import agreed
 from muonmesh.errors import LayoutError, explain_error
 from muonmesh.groups.heads import HeadPart
 from muonmesh.groups.sites import unwrapped
-from muonmesh.integrations.megatron.declared import stamped_placement
-from muonmesh.integrations.megatron.layouts import declared, mesh_from, ranges_of, within
-from muonmesh.integrations.megatron.main_grad import FlatMainGrad, ParameterInterval
+from muonmesh.integrations.megatron.declared import mesh_finder, stamped_placement
+from muonmesh.integrations.megatron.layouts import declared, ranges_of, within
+from muonmesh.integrations.megatron.main_grad import MainGrad, ParameterInterval
 from muonmesh.integrations.megatron.optimizer import Holding, MegatronOptimizer
 from muonmesh.integrations.megatron.param_groups import find_groups
 from muonmesh.integrations.megatron.refusals import refuse, refuse_formats, refuse_state
@@ -113,7 +113,7 @@ def get_megatron_optimizer(
             adamw_eps=config.adam_eps,
             master_dtype=torch.float32 if config.bf16 or config.fp16 else None,
             layouts=layouts,
-            gradients=FlatMainGrad(intervals),
+            gradients=MainGrad(intervals=intervals),
             **shared,
         )
         built.append(MegatronOptimizer(optimizer, config, list(model_chunks), holdings, axes, limits))
@@ -139,10 +139,12 @@ def _held(
     holdings: list[Holding] = []
     layouts: dict[str, Declared] = {}
     intervals: dict[Tensor, ParameterInterval] = {}
-    mesh_for = functools.cache(functools.partial(mesh_from, axes))
+    dense = getattr(axes, "dp_cp", None) or axes.dp, axes.tp
+    mesh_for = mesh_finder(dense, (getattr(axes, "expt_dp", None), getattr(axes, "expt_tp", None)))
     for group in groups:
         for i, (name, parameter) in enumerate(zip(group["param_names"], group["params"], strict=True)):
-            mesh = mesh_for(expert=not getattr(parameter, "allreduce", True), device=parameter.device.type)
+            mesh = mesh_for(name, parameter)
+            assert mesh is not None
             mine = boxes.get(id(parameter))
             low, high, shape = 0, parameter.numel(), tuple(parameter.shape)
             if name in experts:

@@ -6,7 +6,7 @@ takes it; neither library is imported.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from muonmesh.errors import LayoutError, explain_error
-from muonmesh.names import canonical_name, names_matching
+from muonmesh.names import canonical_name, in_order
 
 Group = dist.ProcessGroup | DeviceMesh | None
 """The ranks of one axis; a mesh has one dim, None is this rank alone."""
@@ -62,35 +62,17 @@ def declared_layouts(
     if not (dist.is_available() and dist.is_initialized()):
         return {}
     named = _by_canonical_name(named_parameters)
-    overridden = _overridden(list(named), overrides or {})
-    meshes: dict[tuple[bool, str], DeviceMesh | None] = {}
+    overridden = _overridden(named, overrides or {})
+    mesh_for = mesh_finder((data_parallel, tensor_parallel), (expert_data_parallel, expert_tensor_parallel))
     layouts: dict[str, tuple[DeviceMesh, tuple[Placement, ...]]] = {}
     for name, parameter in named.items():
-        if isinstance(parameter, DTensor):
-            continue
-        expert = not getattr(parameter, "allreduce", True)
-        data, tensor = (expert_data_parallel, expert_tensor_parallel) if expert else (data_parallel, tensor_parallel)
-        if expert and (data is None or tensor is None):
-            raise LayoutError(
-                explain_error(
-                    name,
-                    "allreduce=False, which marks experts",
-                    "the groups of experts, which are not those of the other weights",
-                    "Write declared_layouts(..., expert_tensor_parallel=..., expert_data_parallel=...), a group of "
-                    "one rank where nothing is shared",
-                )
-            )
-        key = expert, parameter.device.type
-        if key not in meshes:
-            meshes[key] = mesh_of(data, tensor, parameter.device.type)
-        mesh = meshes[key]
-        if mesh is None:
+        if isinstance(parameter, DTensor) or (mesh := mesh_for(name, parameter)) is None:
             continue
         if getattr(parameter, "is_gtp_weight_remat", False):
             found, needed = "is_gtp_weight_remat=True", "shards over tensor_parallel alone, which placements can say"
             raise LayoutError(explain_error(name, found, needed, "Set gtp_weight_remat_size=1"))
         placements: list[Placement] = [Replicate()] * mesh.ndim
-        if tensor is not None and mesh.size(-1) > 1:
+        if mesh.mesh_dim_names != ("data",) and mesh.size(-1) > 1:
             placements[-1] = overridden.get(name) or stamped_placement(name, parameter)
             _check(name, parameter, placements[-1])
         layouts[name] = mesh, tuple(placements)
@@ -107,15 +89,14 @@ def _by_canonical_name(named_parameters: Iterable[tuple[str, Tensor]]) -> dict[s
     return named
 
 
-def _overridden(names: list[str], overrides: Mapping[str, Placement]) -> dict[str, Placement]:
-    """Return the placements by name, expressions first so that exact names win."""
+def _overridden(names: Collection[str], overrides: Mapping[str, Placement]) -> dict[str, Placement]:
+    """Return the placements by name."""
     placements: dict[str, Placement] = {}
-    for key in sorted(overrides, key=lambda key: key in names):
-        matching = names_matching("declared_layouts", key, names)
-        if not matching:
-            found, needed = f"overrides={{{key!r}: ...}}, which matches nothing", "a name or a regular expression"
-            raise ValueError(explain_error("declared_layouts", found, needed, "Correct or remove it"))
-        placements.update(dict.fromkeys(matching, overrides[key]))
+    for key, placement, meant in in_order(overrides, names):
+        if not meant:
+            needed = "a parameter's name, or an expression that re.search finds in one"
+            raise ValueError(explain_error(f"overrides[{key!r}]", "no parameter that matches", needed, "Correct it"))
+        placements.update(dict.fromkeys(meant, placement))
     return placements
 
 
@@ -144,28 +125,48 @@ def stamped_placement(name: str, parameter: Tensor) -> Placement:
 
 
 def _check(name: str, parameter: Tensor, placement: Placement) -> None:
-    """Raise unless a local shard can be placed so."""
+    """Raise unless a local shard can be placed so: in pieces that divide one of its dims."""
     if isinstance(placement, Replicate):
         return
-    if not isinstance(placement, Shard | _StridedShard):
-        found = f"placement {placement!r}"
-        needed, write = "Replicate, Shard or _StridedShard", 'Write overrides={"...": Shard(0)}'
+    dim, pieces = getattr(placement, "dim", -1), int(getattr(placement, "split_factor", 1))
+    shape, known = tuple(parameter.shape), isinstance(placement, Shard | _StridedShard)
+    if not known or not 0 <= dim < len(shape) or pieces < 1 or shape[dim] % pieces:
+        found = f"{placement!r} for a shard of local shape {shape}"
+        needed = "Replicate, Shard or _StridedShard, of one of its dims, in a number of pieces that divides that"
+        write = (
+            f"Correct partition_dim or partition_stride, or write declared_layouts(..., overrides={{{name!r}: ...}})"
+        )
         raise LayoutError(explain_error(name, found, needed, write))
-    dim, shape = placement.dim, tuple(parameter.shape)
-    pieces = int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
-    write = (
-        "Correct partition_dim or partition_stride, or write declared_layouts(..., "
-        f"overrides={{{name!r}: placement}}) with Replicate(), Shard(dim) or _StridedShard(dim, split_factor=pieces)"
-    )
-    if not 0 <= dim < len(shape):
-        found, needed = f"a shard of dim {dim} with local shape {shape}", "one of its dims, or partition_dim=-1"
-        raise LayoutError(explain_error(name, found, needed, write))
-    if pieces < 1 or shape[dim] % pieces:
-        found = f"a stride of {pieces} pieces along dim {dim} with local shape {shape}"
-        raise LayoutError(explain_error(name, found, f"a number of pieces that divides {shape[dim]}", write))
 
 
-def mesh_of(data: Group, tensor: Group, device_type: str) -> DeviceMesh | None:
+def mesh_finder(dense: tuple[Group, Group], experts: tuple[Group, Group]) -> Callable[[str, Tensor], DeviceMesh | None]:
+    """Return what finds the mesh of the ranks that hold some of a parameter, by its name; one for all that share it.
+
+    Args:
+        dense: Ranks that hold the same, and those that hold shards of it, see `declared_layouts`.
+        experts: The same of experts; None where nobody has said them.
+
+    Raises:
+        LayoutError: there are experts, and no groups of theirs.
+    """
+    known: dict[tuple[bool, str], DeviceMesh | None] = {}
+
+    def find(name: str, parameter: Tensor) -> DeviceMesh | None:
+        expert = not getattr(parameter, "allreduce", True)
+        if expert and None in experts:
+            found, needed = "allreduce=False, which marks experts", "the groups of the ranks that hold them"
+            write = "Write declared_layouts(..., expert_tensor_parallel=..., expert_data_parallel=...), a group of one "
+            write += "rank where nothing is shared, or a pg_collection with expt_tp and expt_dp"
+            raise LayoutError(explain_error(name, found, needed, write))
+        key = expert, parameter.device.type
+        if key not in known:
+            known[key] = _mesh_of(*(experts if expert else dense), parameter.device.type)
+        return known[key]
+
+    return find
+
+
+def _mesh_of(data: Group, tensor: Group, device_type: str) -> DeviceMesh | None:
     """Return the mesh of (data, tensor), or of the one that was given; makes no group and sends nothing."""
     given = {name: group for name, group in (("data", data), ("tensor", tensor)) if group is not None}
     if not given:

@@ -12,8 +12,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 
 from muonmesh.comm.storage import Declared, placements_of
-from muonmesh.errors import LayoutError, explain_error
-from muonmesh.integrations.megatron.declared import mesh_of
 from muonmesh.integrations.megatron.saved_boxes import Cut
 from muonmesh.layout import FlatShards, Interval, MeshLayout
 
@@ -72,26 +70,3 @@ def ranges_of(chunks: Sequence[Any]) -> Mapping[Any, list[tuple[int, int]]]:
             lows = [bucket.offset + rank * part for rank in range(ranks)]
             found[parameter] = within([(low, low + part) for low in lows], start, end)
     return found
-
-
-def mesh_from(groups: Any, *, expert: bool, device: str) -> DeviceMesh:
-    """Return the mesh (data, tensor) of all ranks that hold some of a parameter; sends nothing.
-
-    Args:
-        groups: A ProcessGroupCollection of Megatron's.
-        expert: Whether the parameter is one of experts, which have groups of their own.
-        device: Its device type.
-
-    Raises:
-        LayoutError: there are experts, and no groups of theirs.
-    """
-    data, tensor = getattr(groups, "dp_cp", None) or groups.dp, groups.tp
-    if expert:
-        data, tensor = getattr(groups, "expt_dp", None), getattr(groups, "expt_tp", None)
-    if data is None or tensor is None:
-        found, needed = "experts, and no expt_dp or expt_tp in it", "the groups of the ranks that hold them"
-        write = "Pass a collection with both, such as ProcessGroupCollection.use_mpu_process_groups()"
-        raise LayoutError(explain_error("pg_collection", found, needed, write))
-    mesh = mesh_of(data, tensor, device)
-    assert mesh is not None
-    return mesh

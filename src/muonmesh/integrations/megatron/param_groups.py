@@ -16,7 +16,7 @@ from muonmesh.groups.sites import Site, sites
 from muonmesh.integrations.megatron.global_names import expert_names, whole_name
 from muonmesh.integrations.megatron.roles import expert_role
 from muonmesh.integrations.megatron.saved_boxes import SavedBox
-from muonmesh.names import names_matching
+from muonmesh.names import in_order
 
 EACH = ("params", "param_names", "matrices", "reasons")
 """Keys of a group that list its parameters."""
@@ -107,18 +107,13 @@ def _split(model: nn.Module, boxes: Mapping[int, Sequence[SavedBox]], **settings
 def _for_names(
     overrides: Mapping[str, Any], held: Sequence[Site], names: Mapping[str, str]
 ) -> tuple[dict[str, Any], set[str]]:
-    """Return overrides by the exact names that a chunk has, and which of those given have matched.
-
-    Expressions are searched for in the names of the whole model; exact names win, later expressions over earlier ones.
-    """
+    """Return overrides by the exact names of a chunk, and which of those given mean names in the whole model."""
     by_name = {names[site.name]: site.name for site in held}
     here: dict[str, dict[str, Any]] = {}
     used = set()
-    for key in sorted(overrides, key=lambda key: key in by_name):
-        said = overrides[key]
-        said = {"algorithm": said} if isinstance(said, str) else dict(said)
-        for name in names_matching(f"overrides[{key!r}]", key, by_name):
-            here.setdefault(by_name[name], {}).update(said)
+    for key, said, meant in in_order(overrides, by_name):
+        for name in meant:
+            here.setdefault(by_name[name], {}).update({"algorithm": said} if isinstance(said, str) else said)
             used.add(key)
     return here, used
 
