@@ -14,7 +14,6 @@ import logging
 import math
 import os
 import re
-import sys
 import unittest.mock
 import warnings
 from collections.abc import Iterator
@@ -26,7 +25,6 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.checkpoint import ds_to_universal
 from deepspeed.moe.layer import MoE
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
@@ -420,20 +418,18 @@ def save(config: dict[str, Any], folder: str, *, steps: int = 2, **optimizer: An
 
 def resume(config: dict[str, Any], folder: str, how: str, *, steps: int = 2, **optimizer: Any) -> dict[str, Tensor]:
     """Load into an engine that has trained on something else, and train on."""
-    settings = {"checkpoint": {"load_universal": True}} if how == "universal" else {}
-    engine = engine_for({**config, **settings}, clip=MEASURED, **optimizer)
+    engine = engine_for(config, clip=MEASURED, **optimizer)
     train(engine, range(1), sources=2)
     if how == "ours":
         mm.checkpoint.load(f"{folder}/ours", engine, engine)
     else:
-        engine.load_checkpoint(folder, tag="universal" if how == "universal" else "saved")
+        engine.load_checkpoint(folder, tag="saved")
     algorithms = [group["algorithm"] for group in engine.optimizer.param_groups]
     assert algorithms == [optimizer.get("rule", "muon"), *["adamw"] * (len(algorithms) - 1)], algorithms
     rates = [group["lr"] for group in engine.optimizer.param_groups]
     assert rates == [0.005, *[0.0025] * (len(rates) - 1)], rates
     train(engine, range(steps, STEPS), sources=2)
-    # DeepSpeed's converter leaves them out.
-    found = snapshot(engine) | (running(engine) if how != "universal" else {})
+    found = snapshot(engine) | running(engine)
     engine.destroy()
     return found
 
@@ -515,16 +511,6 @@ def taken_back(config: dict[str, Any], folder: str) -> tuple[dict[str, str], lis
     algorithms = {name: group["algorithm"] for group in groups for name in group["parameters"]}
     engine.destroy()
     return algorithms, wrong
-
-
-def convert(folder: str) -> None:
-    """DeepSpeed's own converter to a universal checkpoint."""
-    if dist.get_rank() == 0:
-        arguments = ["ds_to_universal", "--input_folder", f"{folder}/saved", "--output_folder", f"{folder}/universal"]
-        arguments += ["--num_extract_workers", "1", "--num_merge_workers", "1"]
-        with unittest.mock.patch.object(sys, "argv", arguments):
-            ds_to_universal.main(ds_to_universal.parse_arguments())
-    dist.barrier()
 
 
 # ---------------------------------------------------------------- what a step does

@@ -349,12 +349,12 @@ def test_tensor_parallelism(peers: dict[int, Pool], stage: int, world: int) -> N
 
 
 ACROSS: dict[str, tuple[dict[str, Any], list[tuple[str, int, dict[str, Any]]]]] = {
-    "1": (zero(1), [("same", 2, zero(1)), ("universal", 4, zero(2)), ("ours", 4, zero(3))]),
+    "1": (zero(1), [("same", 2, zero(1)), ("ours", 4, zero(2)), ("ours", 4, zero(3))]),
     "2 round robin": (
         zero(2, round_robin_gradients=True) | BF16,
         [
             ("same", 2, zero(2, round_robin_gradients=True) | BF16),
-            ("universal", 4, zero(1) | BF16),
+            ("ours", 4, zero(1) | BF16),
             ("ours", 2, zero(3, sub_group_size=300) | BF16),
         ],
     ),
@@ -362,13 +362,13 @@ ACROSS: dict[str, tuple[dict[str, Any], list[tuple[str, int, dict[str, Any]]]]] 
         zero(1) | BF16 | {"data_types": {"grad_accum_dtype": "fp32"}},
         [
             ("same", 2, zero(1) | BF16 | {"data_types": {"grad_accum_dtype": "fp32"}}),
-            ("universal", 4, zero(2) | BF16),
+            ("ours", 4, zero(2) | BF16),
             ("ours", 4, zero(1) | BF16 | {"data_types": {"grad_accum_dtype": "fp32"}}),
         ],
     ),
     "3": (
         zero(3, sub_group_size=300),
-        [("same", 2, zero(3, sub_group_size=300)), ("universal", 4, zero(3)), ("ours", 4, zero(2))],
+        [("same", 2, zero(3, sub_group_size=300)), ("ours", 4, zero(3)), ("ours", 4, zero(2))],
     ),
     "2 offload": (
         zero(2, offload_optimizer=CPU),
@@ -383,30 +383,22 @@ ACROSS: dict[str, tuple[dict[str, Any], list[tuple[str, int, dict[str, Any]]]]] 
 def test_training_resumes_bit_for_bit(pools: dict[int, Pool], tmp_path: Path, name: str) -> None:
     config, others = ACROSS[name]
     needed = pools[2].run(ds.save, config, str(tmp_path))[0]
-    if any(how == "universal" for how, _, _ in others):
-        pools[2].run(ds.convert, str(tmp_path))
     for how, world, other in others:
         found = pools[world].run(ds.resume, other, str(tmp_path), how)[0]
-        carried = {key: value for key, value in needed.items() if how != "universal" or "running" not in key}
-        assert (how, ds.differences(found, carried)) == (how, [])
+        assert (how, ds.differences(found, needed)) == (how, [])
     counts = {float(value.max()) for key, value in needed.items() if key.endswith("running_norm_steps")}
     assert counts == {0, ds.STEPS}  # one parameter never has a gradient
 
 
 @pytest.mark.parametrize(("rule", "name"), [("soap", "1"), ("soap", "3"), ("normuon", "1")])
 def test_another_rule_resumes_too(pools: dict[int, Pool], tmp_path: Path, rule: str, name: str) -> None:
-    """Bit for bit; what the owners keep has no place in a universal checkpoint."""
+    """Bit for bit."""
     config, others = ACROSS[name]
     given = {"rule": rule, "muon": RULES[rule] | {"lr": 0.02}}
     needed = pools[2].run(ds.save, config, str(tmp_path), **given)[0]
     for how, world, other in others:
-        if how != "universal":
-            found = pools[world].run(ds.resume, other, str(tmp_path), how, **given)[0]
-            assert (how, ds.differences(found, needed)) == (how, [])
-    pools[2].run(ds.convert, str(tmp_path))
-    for outcome in pools[2].run_expecting_errors(ds.resume, config, str(tmp_path), "universal", **given):
-        assert outcome.error is StateError
-        assert f"a universal checkpoint of '{rule}', without its " in outcome.message
+        found = pools[world].run(ds.resume, other, str(tmp_path), how, **given)[0]
+        assert (how, ds.differences(found, needed)) == (how, [])
 
 
 # Between FSDP2 (None) and the stages of ZeRO, on two ranks and on four.
@@ -467,14 +459,6 @@ def test_every_other_layout_and_any_stage(pools: dict[int, Pool], tmp_path: Path
     for found in some:
         assert ds.differences(found, {name: expected[name] for name in found}) == []
         assert found.keys() == expected.keys() or after.startswith("zero 0")  # whose state DeepSpeed does not show
-
-
-def test_a_universal_checkpoint_of_stage_2_is_refused_at_3(pools: dict[int, Pool], tmp_path: Path) -> None:
-    pools[2].run(ds.save, zero(2), str(tmp_path))
-    pools[2].run(ds.convert, str(tmp_path))
-    for outcome in pools[2].run_expecting_errors(ds.resume, zero(3), str(tmp_path), "universal"):
-        assert outcome.error is StateError
-        assert "found a universal checkpoint of ZeRO stage 1 or 2; needed one of stage 3" in outcome.message
 
 
 def test_state_of_other_groups_is_refused(pools: dict[int, Pool], tmp_path: Path) -> None:
@@ -558,7 +542,8 @@ def test_different_records_are_an_error_when_the_engine_is_made(
         ({"zero_allow_untested_optimizer": False} | zero(1), "zero_allow_untested_optimizer"),
         (FP16, 'Write "zero_optimization": {"stage": 1}'),
         (zero(1) | {"torch_autocast": {"enabled": True, "dtype": "float16"}}, '"dtype": "bfloat16"'),
-        (zero(1, elastic_checkpoint=True), "load_universal"),
+        (zero(1, elastic_checkpoint=True), "muonmesh.checkpoint.load"),
+        (zero(1) | {"checkpoint": {"load_universal": True}}, "found load_universal true"),
         (zero(3, offload_optimizer={"device": "nvme"}), '"device": "cpu"'),
         (zero(2, zenflow={"topk_ratio": 0.1}), "Remove zenflow"),
         (zero(3, offload_optimizer={"device": "cpu", "super_offload": True}), "Remove super_offload"),

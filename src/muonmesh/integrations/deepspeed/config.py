@@ -125,12 +125,13 @@ def _refuse(config: Mapping[str, Any], zero: Mapping[str, Any], stage: int, has_
             "stage 0, 1 or 2: DeepSpeed partitions experts of different ranks as if they were one",
             'Write "zero_optimization": {"stage": 2}',
         )
-    if zero.get("elastic_checkpoint"):
-        refuse(
-            "elastic_checkpoint true",
-            "false: it drops the settings of the groups",
-            'Remove it; to change the world size write "checkpoint": {"load_universal": true}',
-        )
+    for key, section in (("elastic_checkpoint", zero), ("load_universal", config.get("checkpoint") or {})):
+        if section.get(key):
+            refuse(
+                f"{key} true",
+                "false: it drops settings of groups, or state that DeepSpeed does not know",
+                "Remove it. muonmesh.checkpoint.save and muonmesh.checkpoint.load change the world size and the stage",
+            )
     for section in ("offload_optimizer", "offload_param"):
         if (zero.get(section) or {}).get("device") == "nvme":
             refuse(

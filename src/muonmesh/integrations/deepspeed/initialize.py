@@ -253,7 +253,7 @@ class Assembly:
         proved = prove(lambda: read_flats(engine), self._parameters)
         calls = [self._flat(number, *each, groups) for number, each in enumerate(proved)]
         self._optimizer.bind(calls, limits, engine)
-        mend(engine, self._optimizer)
+        mend(engine.optimizer)
 
     def _replicated(self, engine: Any, groups: Sequence[Mapping[str, Any]]) -> Iterator[Call]:
         """Yield the calls at stage 0, where every rank of a data-parallel group holds everything; experts have theirs.

@@ -190,6 +190,9 @@ class EngineMuon(torch.optim.Optimizer):
         self.check_groups(state_dict["param_groups"])
         super().load_state_dict(state_dict)
         self._count_on()
+        self.release_unused()
+        if self.calls:
+            self._zero._hp_optimizer_states_linked = False  # DeepSpeed links what it shows of them at the next step
 
     def state_dict(self) -> dict[str, Any]:
         """Return state and settings.
@@ -250,18 +253,6 @@ class EngineMuon(torch.optim.Optimizer):
             parted, modifier_rank=0 if write else None, enabled=bool(parted)
         )
         return context
-
-    def restore_groups(self, saved: Sequence[Mapping[str, Any]]) -> None:
-        """Set every group to its saved settings and check that the groups are then what they were.
-
-        Raises:
-            StateError: the saved groups are others.
-        """
-        self.check_groups(saved)
-        for group, settings, identity in zip(self.param_groups, saved, self._identities, strict=True):
-            group.update({key: value for key, value in settings.items() if key not in OWN_KEYS})
-            group.update(identity)
-        self._count_on()
 
     def _count_on(self) -> None:
         """Let calls whose rule counts steps go on from what the groups have loaded."""
