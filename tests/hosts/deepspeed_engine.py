@@ -8,6 +8,7 @@ however DeepSpeed reduces it. So the gradient that Muon gets is known without as
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import importlib
 import logging
@@ -30,7 +31,7 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_st
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import distribute_tensor
 
 import muonmesh as mm
 from muonmesh import checkpoint
@@ -849,18 +850,20 @@ def entries_of(optimizer: EngineMuon) -> Iterator[tuple[Call, str, Tensor, str]]
                     yield call, name, tensor, group["algorithm"]
 
 
+@functools.cache
+def group_for(ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+    """One process group for the same ranks."""
+    return group_of(ranks, [])
+
+
 def gather(call: Call, name: str, local: Tensor) -> Tensor:
     """A parameter's share of a tensor, whole."""
-    if not call.layouts:
-        if name not in call.muon.layouts:
-            return local.clone()
-        declared: Any = call.muon.layouts[name]
-        mesh, placements, _ = declared
-        return DTensor.from_local(local.clone(), mesh, placements, run_check=False).full_tensor()
-    layout = call.layouts[name]
-    group = group_of(layout.ranks, [call.process_group])
+    layout: Any = (call.layouts or call.muon.layouts).get(name)
+    if layout is None:
+        return local.clone()
+    group = group_for(layout.ranks)
     whole = torch.zeros(layout.shape, dtype=local.dtype, device=local.device)
-    if layout.replica(dist.get_rank()) == layout.replicas[0]:
+    if layout.replica_number(dist.get_rank()) == 0:
         for block in layout.blocks(dist.get_rank()):
             box = tuple(slice(o, o + n) for o, n in zip(block.region.offset, block.region.shape, strict=True))
             whole[box].copy_(local.as_strided(block.region.shape, block.strides, local.storage_offset() + block.start))

@@ -145,9 +145,9 @@ def local_part(whole: Tensor, layout: Layout) -> Tensor:
     return local
 
 
-Declared = tuple[Any, ...] | FlatShards | Sequence[FlatParameter]
-"""An entry of ``layouts=``: (mesh, placements) or (mesh, placements, shape) of a plain local shard, the FlatShards of
-a flat one, or the FlatParameters that share a flat buffer."""
+Declared = tuple[Any, ...] | Layout | Sequence[FlatParameter]
+"""An entry of ``layouts=``: (mesh, placements) or (mesh, placements, shape) of a plain local shard, its Layout, such as
+the FlatShards of a flat one, or the FlatParameters that share a flat buffer."""
 
 
 def storage_of(

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 
 from muonmesh.comm.storage import Storage
@@ -30,14 +29,12 @@ class Call:
         parameters: The parameters that the call steps.
         layouts: For each of these parameters by name, where its elements lie in the flat tensors of all ranks. Empty at
             stage 0, where every rank holds whole parameters.
-        process_group: The ranks that share these parameters.
     """
 
     title: str
     muon: Muon
     parameters: tuple[EngineParameter, ...]
     layouts: Mapping[str, FlatShards]
-    process_group: dist.ProcessGroup
 
     @property
     def tensor(self) -> Tensor:

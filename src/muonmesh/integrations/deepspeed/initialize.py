@@ -6,16 +6,13 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import wraps
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.accelerator import get_accelerator
 from deepspeed.moe.utils import has_moe_layers, is_moe_param
 from deepspeed.utils import groups as deepspeed_groups
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 
 from muonmesh.checkpoint.group_settings import OWN_KEYS
@@ -98,7 +95,7 @@ def hosted(model: nn.Module, optimizer: Mapping[str, Any]) -> EngineMuon:
     """
     assembly = assemble(model, optimizer)
     made = assembly.make_optimizer()
-    _awaiting[made] = assembly
+    made.assembly = assembly
     if not hasattr(deepspeed.initialize, "_knows_muonmesh"):
         deepspeed.initialize = _knowing(deepspeed.initialize)
     return made
@@ -108,12 +105,14 @@ def _knowing(original: Callable[..., tuple[Any, Any, Any, Any]]) -> Callable[...
     @wraps(original)
     def initialize(*positional: Any, **given: Any) -> tuple[Any, Any, Any, Any]:
         optimizer = given.get("optimizer")
-        if not isinstance(optimizer, EngineMuon) or optimizer not in _awaiting:
+        assembly = getattr(optimizer, "assembly", None)
+        if assembly is None:
             return original(*positional, **given)
+        optimizer.assembly = None
         config = given.pop("config", None) or given.pop("config_params", None)
         # The model is the assembly's, and a list of its parameters says less than the groups do.
         others = {key: value for key, value in given.items() if key not in ("model", "optimizer", "model_parameters")}
-        return _awaiting.pop(optimizer).initialize(original, optimizer, config, None, others)
+        return assembly.initialize(original, optimizer, config, None, others)
 
     initialize._knows_muonmesh = True  # type: ignore[attr-defined]
     return initialize
@@ -270,13 +269,14 @@ class Assembly:
             dense = engine.seq_data_parallel_group
             process_group = dense if experts is None else engine.expert_data_parallel_group[experts]
             names = [name for group in some for name in group["param_names"]]
-            found = {name: _declared(parameters[name], process_group) for name in names}
-            layouts = {name: declared for name, declared in found.items() if declared is not None}
+            ranks = tuple(dist.get_process_group_ranks(process_group))
+            cut = [parameters[name] for name in names if not isinstance(parameters[name].placement, Replicate)]
+            layouts = {known.name: known.within(ranks) for known in cut}
             if any(parameters[name].tensor_parallel > 1 for name in names):
                 process_group = dist.group.WORLD  # what it does not cut is the same on all ranks
             muon = Muon(some, process_group=process_group, layouts=layouts, **self._shared)
             title = "all groups" if experts is None else f"experts {experts}"
-            yield Call(title, muon, tuple(parameters[name] for name in names), {}, process_group)
+            yield Call(title, muon, tuple(parameters[name] for name in names), {})
 
     def _flat(
         self, number: int, flat: Flat, layouts: Mapping[str, FlatShards], groups: Sequence[Mapping[str, Any]]
@@ -286,29 +286,17 @@ class Assembly:
         parameters = tuple(self._parameters[id(parameter)] for parameter, _ in flat.held)
         title = f"{label} ({len(parameters)} parameters, flat tensor {number})"
         inner = [{**_settings(group), "params": [flat.tensor], "param_names": [title]}]
-        process_group = _able(flat.process_group, flat.tensor.device)
         if not is_matrix_rule(group["algorithm"]):  # elementwise, so every rank steps what it holds on its own
             muon = Muon(inner, process_group="local", **self._shared)
         else:
             contents = [FlatParameter(known.name, layouts[known.name], known.matrices) for known in parameters]
+            process_group = _able(flat.process_group, flat.tensor.device)
             muon = Muon(inner, layouts={title: contents}, process_group=process_group, **self._shared)
-        return Call(title, muon, parameters, layouts, process_group)
+        return Call(title, muon, parameters, layouts)
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "parameters", "matrices", "moe")}
-
-
-def _declared(known: EngineParameter, data: dist.ProcessGroup) -> tuple[DeviceMesh, list[Any], tuple[int, ...]] | None:
-    """Return where tensor parallelism has put a parameter, in DTensor's vocabulary; None if it has not cut it."""
-    if isinstance(known.placement, Replicate):
-        return None
-    within = known.within(tuple(dist.get_process_group_ranks(data)))
-    peers = deepspeed_groups.get_tensor_model_parallel_group()
-    grid = torch.tensor(within.ranks, dtype=torch.int64, device="cpu").view(within.mesh)
-    device = get_accelerator().device_name()
-    mesh = DeviceMesh.from_group([data, peers], device, grid, mesh_dim_names=("data", "tensor"))
-    return mesh, [Replicate(), known.placement], known.shape
 
 
 def _able(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
@@ -321,7 +309,3 @@ def _able(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
         )
         return able
     return group
-
-
-_awaiting: WeakKeyDictionary[EngineMuon, Assembly] = WeakKeyDictionary()
-"""Optimizers that no engine holds yet, with what is needed when one does."""
