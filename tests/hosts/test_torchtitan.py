@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 import muonmesh as mm
-from muonmesh.integrations.torchtitan import MuonContainer
 from tests.hosts import titan
 from tests.hosts.replay import Given, different, replayed, strengths, weights
 from tests.hosts.world import launched
@@ -195,6 +194,8 @@ def test_an_override_without_a_rate_or_with_an_unknown_setting_is_refused(tmp_pa
     made = titan.config(tmp_path, ["muonmesh.integrations.torchtitan.muon={}"])
     with pytest.raises(TypeError, match="no lr"):
         titan.apply_overrides(made.override, made)
+    from muonmesh.integrations.torchtitan import MuonContainer  # after titan has made torchtitan take the CPU
+
     config = MuonContainer.Config(settings={"lr": 1.0, "momentun": 0.9})
     with pytest.raises(TypeError, match=r"the argument 'momentun'; .* Write momentum="):
         MuonContainer(config, model_parts=[nn.Linear(4, 4)])

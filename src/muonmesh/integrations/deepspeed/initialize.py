@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import wraps
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import deepspeed
 import torch
@@ -95,7 +96,7 @@ def hosted(model: nn.Module, optimizer: Mapping[str, Any]) -> EngineMuon:
     """
     assembly = assemble(model, optimizer)
     made = assembly.make_optimizer()
-    made.assembly = assembly
+    _awaiting[made] = assembly
     if not hasattr(deepspeed.initialize, "_knows_muonmesh"):
         deepspeed.initialize = _knowing(deepspeed.initialize)
     return made
@@ -105,14 +106,12 @@ def _knowing(original: Callable[..., tuple[Any, Any, Any, Any]]) -> Callable[...
     @wraps(original)
     def initialize(*positional: Any, **given: Any) -> tuple[Any, Any, Any, Any]:
         optimizer = given.get("optimizer")
-        assembly = getattr(optimizer, "assembly", None)
-        if assembly is None:
+        if not isinstance(optimizer, EngineMuon) or optimizer not in _awaiting:
             return original(*positional, **given)
-        optimizer.assembly = None
         config = given.pop("config", None) or given.pop("config_params", None)
         # The model is the assembly's, and a list of its parameters says less than the groups do.
         others = {key: value for key, value in given.items() if key not in ("model", "optimizer", "model_parameters")}
-        return assembly.initialize(original, optimizer, config, None, others)
+        return _awaiting.pop(optimizer).initialize(original, optimizer, config, None, others)
 
     initialize._knows_muonmesh = True  # type: ignore[attr-defined]
     return initialize
@@ -309,3 +308,7 @@ def _able(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
         )
         return able
     return group
+
+
+_awaiting: WeakKeyDictionary[EngineMuon, Assembly] = WeakKeyDictionary()
+"""Optimizers that no engine holds yet, with what is needed when one does."""

@@ -63,7 +63,6 @@ class EngineMuon(torch.optim.Optimizer):
         self._call_of: dict[int, tuple[Call, int]] = {}
         self._clipping: Clipping | None = None
         self._engine: Any = None
-        self.assembly: Any = None  # what makes the engine of an optimizer that no engine holds yet (`hosted`)
 
     def bind(self, calls: Sequence[Call], limits: Limits | None, engine: Any) -> None:
         """Hand over what the engine steps, how it is clipped, and the engine; create the state."""

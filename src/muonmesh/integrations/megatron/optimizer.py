@@ -374,15 +374,12 @@ class MegatronOptimizer(Base):  # type: ignore[misc]
         here = {canonical_name(name) for name, parameter in named if parameter.requires_grad}
         wholes = {holding.name for holding in self._holdings}
         if self._groups.pp.size() > 1 or len(self.model_chunks) > 1 or here != wholes:
-            other = next(iter(sorted(here ^ wholes)), None)
-            found = f"{self._groups.pp.size()} pipeline stages, {len(self.model_chunks)} chunks on each"
-            found += "" if other is None else f", and {other} here or in the whole model alone"
-            needed = "one stage and one chunk, whose parameters are called as in the whole model"
-            write = (
-                "Save with megatron.core.dist_checkpointing and optimizer.sharded_state_dict(...), which load under "
+            stages, chunks = self._groups.pp.size(), len(self.model_chunks)
+            found = (
+                f"{stages} pipeline stages of {chunks} chunks, or experts on several ranks, which are numbered apart"
             )
-            write += "any others; from one stage without expert parallelism muonmesh.checkpoint.save writes what any "
-            write += "layout reads"
+            needed = "one stage, one chunk and all experts, whose parameters are called as in the whole model"
+            write = "Save with megatron.core.dist_checkpointing and optimizer.sharded_state_dict(...)"
             raise StateError(explain_error("muonmesh.checkpoint of Megatron", found, needed, write))
         return OfMuon(self.optimizer).checkpoint_records()
 
