@@ -312,7 +312,7 @@ def refused(config: dict[str, Any], arguments: dict[str, Any]) -> None:
     ("config", "arguments", "message"),
     [
         ({"optimizer": "sgd"}, {}, "Set optimizer='adam'"),
-        ({"use_distributed_optimizer": True}, {}, "Set both alike"),
+        ({"use_distributed_optimizer": True}, {}, "Set it as in OptimizerConfig"),
         ({"decoupled_weight_decay": False}, {}, "Set decoupled_weight_decay=True"),
         ({}, {"dump_param_to_param_group_map": "x"}, r"Write print\(optimizer.explain\(\)\)"),
         ({}, {"policy": "sometimes"}, "policy: found 'sometimes'"),

@@ -9,6 +9,8 @@ from typing import Any
 from muonmesh.errors import explain_error
 
 _OPTIMIZER = {
+    # It says where Megatron keeps the rates and moments of AdamW's half.
+    "optimizer": ("adam", "Set optimizer='adam' (--optimizer adam); Muon's settings go into muon={...}"),
     "decoupled_weight_decay": (True, "Set decoupled_weight_decay=True"),
     # First: Megatron-LM's scripts take it with use_precision_aware_optimizer only.
     "optimizer_cpu_offload": (False, "Remove it and use_precision_aware_optimizer; write muon={'state_device': 'cpu'}"),
@@ -48,10 +50,6 @@ def refuse(config: Any, chunks: Sequence[Any], dump: Any) -> None:
     """Raise ValueError if Megatron is configured for what would be ignored or wrong here."""
     from megatron.core.distributed import DistributedDataParallel
 
-    if config.optimizer != "adam":
-        needed = "'adam', which says where Megatron keeps the rates and moments of AdamW's half"
-        write = "Set optimizer='adam' (--optimizer adam); Muon's settings go into muon={...}"
-        raise ValueError(explain_error("OptimizerConfig", f"optimizer={config.optimizer!r}", needed, write))
     _refuse_fields("OptimizerConfig", config, _OPTIMIZER)
     if dump is not None:
         found, write = f"dump_param_to_param_group_map={dump!r}", "Write print(optimizer.explain()) instead"
@@ -60,23 +58,18 @@ def refuse(config: Any, chunks: Sequence[Any], dump: Any) -> None:
         if not isinstance(chunk, DistributedDataParallel):  # TorchFullyShardedDataParallel has no main_grad either
             found, write = f"a {type(chunk).__name__}", "Wrap each chunk in Megatron's DistributedDataParallel"
             raise ValueError(explain_error("model_chunks", found, "a chunk with main_grad", write))
-        ddp = chunk.ddp_config
-        _refuse_fields("DistributedDataParallelConfig", ddp, _DDP)
-        if ddp.use_distributed_optimizer != config.use_distributed_optimizer:
-            found = f"use_distributed_optimizer={ddp.use_distributed_optimizer} there and "
-            found += f"{config.use_distributed_optimizer} in OptimizerConfig"
-            write = "Set both alike"
-            raise ValueError(explain_error("DistributedDataParallelConfig", found, "the same in both", write))
+        flat = {"use_distributed_optimizer": (config.use_distributed_optimizer, "Set it as in OptimizerConfig")}
+        _refuse_fields("DistributedDataParallelConfig", chunk.ddp_config, _DDP | flat)
         model = getattr(chunk, "config", None)
         _refuse_unreduced_experts(model, chunk)
         _refuse_fields("TransformerConfig", model, _MODEL)
 
 
-def _refuse_fields(kind: str, config: Any, fields: Mapping[str, tuple[bool | int, str]]) -> None:
+def _refuse_fields(kind: str, config: Any, fields: Mapping[str, tuple[Any, str]]) -> None:
     """Refuse a configuration whose fields are not what they must be; not every version has all of them."""
     for field, (needed, write) in fields.items():
         if (found := getattr(config, field, None)) not in (None, needed):
-            raise ValueError(explain_error(kind, f"{field}={found}", f"{needed}", write))
+            raise ValueError(explain_error(kind, f"{field}={found!r}", f"{needed!r}", write))
 
 
 def refuse_formats(*, flat: bool) -> None:
