@@ -102,7 +102,7 @@ class ParamGroups(list[dict[str, Any]]):
             held[first] = name, parameter
         if not held:
             _refuse_untrained(stage, frozen)
-        groups = [_restricted(group, held) for group in self if not held.keys().isdisjoint(group["param_names"])]
+        groups = [restricted(group, held) for group in self if not held.keys().isdisjoint(group["param_names"])]
         return ParamGroups(groups, frozen=frozen, shared=self.shared, guesses=self.guesses, model=stage)
 
     def __str__(self) -> str:
@@ -126,7 +126,7 @@ class ParamGroups(list[dict[str, Any]]):
         return "\n".join(text)
 
 
-def _restricted(group: Mapping[str, Any], held: Mapping[str, tuple[str, nn.Parameter]]) -> dict[str, Any]:
+def restricted(group: Mapping[str, Any], held: Mapping[str, tuple[str, nn.Parameter]]) -> dict[str, Any]:
     """`group` with those of its parameters that are held, under the names and as the objects that they are there."""
     kept = [i for i, name in enumerate(group["param_names"]) if name in held]
     pairs = [held[group["param_names"][i]] for i in kept]

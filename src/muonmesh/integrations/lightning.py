@@ -18,6 +18,7 @@ from muonmesh.build import from_model as core_from_model
 from muonmesh.comm.storage import world_size
 from muonmesh.errors import explain_error
 from muonmesh.groups import split_params
+from muonmesh.groups.split import restricted
 from muonmesh.optimizer import Muon
 
 
@@ -91,18 +92,18 @@ class MuonModule(LightningModule):  # type: ignore[misc]  # lightning is not che
             parameter.requires_grad_(True)
         rates = {group["algorithm"]: group["lr"] for group in reversed(optimizer.param_groups)}
         taken = {group["name"] for group in optimizer.param_groups}
-        for group in split_params(self):
-            chosen = [place for place, parameter in enumerate(group["params"]) if parameter in fresh]
-            if not chosen:
+        groups = split_params(self)
+        named = ((name, p) for group in groups for name, p in zip(group["param_names"], group["params"], strict=True))
+        held = {name: (name, parameter) for name, parameter in named if parameter in fresh}
+        for group in groups:
+            if held.keys().isdisjoint(group["param_names"]):
                 continue
-            by_parameter = {k: v for k, v in group.items() if isinstance(v, list) and len(v) == len(group["params"])}
             name, number = group["name"], 1
             while name in taken:
                 number += 1
                 name = f"{group['name']}-{number}"
             rate = rates.get(group["algorithm"], optimizer.defaults["lr"]) if lr is None else lr
-            picked = {key: [values[place] for place in chosen] for key, values in by_parameter.items()}
-            optimizer.add_param_group({**group, **picked, "name": name, "lr": rate})
+            optimizer.add_param_group({**restricted(group, held), "name": name, "lr": rate})
 
 
 class MuonMetrics(Callback):  # type: ignore[misc]  # lightning is not checked with us
