@@ -94,9 +94,7 @@ def _refuse(config: Mapping[str, Any], zero: Mapping[str, Any], stage: int, has_
         return isinstance(value, Mapping) and bool(value.get("enabled"))
 
     if "optimizer" in config:
-        refuse(
-            'an "optimizer" section', "none: muonmesh is one", "Remove it and write initialize(..., optimizer={...})"
-        )
+        refuse('an "optimizer" section', "none: muonmesh is one", "Remove it and write initialize(optimizer={...})")
     if config.get("zero_allow_untested_optimizer") is False and stage:
         refuse("zero_allow_untested_optimizer false", "true: Muon is a client optimizer", "Remove it")
     if on("fp16") and stage == 0:
@@ -111,9 +109,7 @@ def _refuse(config: Mapping[str, Any], zero: Mapping[str, Any], stage: int, has_
     for key, section in (("elastic_checkpoint", zero), ("load_universal", config.get("checkpoint") or {})):
         if section.get(key):
             needed = "false: it drops settings of groups, or state that DeepSpeed does not know"
-            write = (
-                "Remove it. muonmesh.checkpoint.save and muonmesh.checkpoint.load change the world size and the stage"
-            )
+            write = "Remove it. muonmesh.checkpoint.save and muonmesh.checkpoint.load move between sizes and stages"
             refuse(f"{key} true", needed, write)
     for name in ("offload_optimizer", "offload_param"):
         if (zero.get(name) or {}).get("device") == "nvme":

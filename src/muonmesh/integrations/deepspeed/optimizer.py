@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -79,6 +79,13 @@ class EngineMuon(torch.optim.Optimizer):
                     self.state[tensor] = {"step": step_count(0.0), **moments}
         self.release_unused()
 
+    def _matrices(self, *calls: Call) -> Iterator[tuple[dict[str, Any], Tensor]]:
+        """Yield the tensors of some calls that hold matrices, each with its group there."""
+        for call in calls:
+            for group in call.muon.param_groups:
+                for tensor in group["params"] if is_matrix_rule(group["algorithm"]) else ():
+                    yield group, tensor
+
     def clip_by(self, limits: Limits) -> None:
         """Clip and skip from the next step on, in place of the engine, whose own clipping ends.
 
@@ -97,12 +104,10 @@ class EngineMuon(torch.optim.Optimizer):
 
     def release_unused(self) -> None:
         """Make moments that no matrix has, but that DeepSpeed's tools want to see, zeros without memory."""
-        for call in self.calls:
-            for group in call.muon.param_groups:
-                for tensor in group["params"] if is_matrix_rule(group["algorithm"]) else ():
-                    zero = torch.zeros((), dtype=tensor.dtype, device=tensor.device)
-                    unused = set(_MOMENTS) - set(kept_as_moments(group).values())
-                    self.state[tensor].update(dict.fromkeys(unused, zero.expand(tensor.shape)))
+        for group, tensor in self._matrices(*self.calls):
+            zero = torch.zeros((), dtype=tensor.dtype, device=tensor.device)
+            unused = set(_MOMENTS) - set(kept_as_moments(group).values())
+            self.state[tensor].update(dict.fromkeys(unused, zero.expand(tensor.shape)))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
@@ -128,7 +133,10 @@ class EngineMuon(torch.optim.Optimizer):
         if self._clipping is not None and self.calls[0] in visible:
             self._clipping.begin(self.calls, visible)
         for call in visible:
-            self._run(call)
+            self._take(call)
+            if self._clipping is None or not self._clipping.apply(call):
+                call.muon.step()
+                self._show(call, steps=1)
         for group in self.param_groups:
             for tensor in group["params"]:
                 call, number = self._call_of[id(tensor)]
@@ -143,13 +151,6 @@ class EngineMuon(torch.optim.Optimizer):
             write = "Make the engine with muonmesh.integrations.deepspeed.initialize, and anew after changing it"
             raise LayoutError(explain_error("DeepSpeed", found, "the tensors it had when the engine was made", write))
         return self._call_of[id(tensor)]
-
-    def _run(self, call: Call) -> None:
-        self._take(call)
-        if self._clipping is not None and self._clipping.apply(call):
-            return
-        call.muon.step()
-        self._show(call, steps=1)
 
     def _take(self, call: Call) -> None:
         """Give a call the state that DeepSpeed sees, which it may have loaded, moved or replaced."""
@@ -167,12 +168,10 @@ class EngineMuon(torch.optim.Optimizer):
 
     def _show(self, call: Call, *, steps: int = 0) -> None:
         """Let DeepSpeed see what a call has as state of its matrices, and that so many steps more have made it."""
-        for group in call.muon.param_groups:
-            for tensor in group["params"] if is_matrix_rule(group["algorithm"]) else ():
-                shown = kept_as_moments(group)
-                kept = {shown.get(key, key): value for key, value in call.muon.state[tensor].items()}
-                self.state[tensor].update(kept)
-                self.state[tensor]["step"] += steps
+        for group, tensor in self._matrices(call):
+            shown = kept_as_moments(group)
+            self.state[tensor].update({shown.get(key, key): value for key, value in call.muon.state[tensor].items()})
+            self.state[tensor]["step"] += steps
 
     @property
     def norms(self) -> GradNorms | None:
@@ -238,9 +237,8 @@ class EngineMuon(torch.optim.Optimizer):
         for call in self.calls:
             OfMuon(call.muon).checkpoint_restored()
             self._show(call)
-            for group in call.muon.param_groups:
-                for tensor in group["params"] if is_matrix_rule(group["algorithm"]) else ():
-                    self.state[tensor]["step"] = step_count(max(counts, default=0.0))  # nothing of ours asks
+        for _, tensor in self._matrices(*self.calls):
+            self.state[tensor]["step"] = step_count(max(counts, default=0.0))  # nothing of ours asks
         self.release_unused()
         publish(self._zero)
 
