@@ -133,10 +133,7 @@ class EngineMuon(torch.optim.Optimizer):
         if self._clipping is not None and self.calls[0] in visible:
             self._clipping.begin(self.calls, visible)
         for call in visible:
-            self._take(call)
-            if self._clipping is None or not self._clipping.apply(call):
-                call.muon.step()
-                self._show(call, steps=1)
+            self._run(call)
         for group in self.param_groups:
             for tensor in group["params"]:
                 call, number = self._call_of[id(tensor)]
@@ -151,6 +148,12 @@ class EngineMuon(torch.optim.Optimizer):
             write = "Make the engine with muonmesh.integrations.deepspeed.initialize, and anew after changing it"
             raise LayoutError(explain_error("DeepSpeed", found, "the tensors it had when the engine was made", write))
         return self._call_of[id(tensor)]
+
+    def _run(self, call: Call) -> None:
+        self._take(call)
+        if self._clipping is None or not self._clipping.apply(call):
+            call.muon.step()
+            self._show(call, steps=1)
 
     def _take(self, call: Call) -> None:
         """Give a call the state that DeepSpeed sees, which it may have loaded, moved or replaced."""
