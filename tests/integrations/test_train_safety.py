@@ -228,8 +228,8 @@ def test_what_is_no_file_is_never_waited_for_and_paths_are_tried_first(folder: P
             ("--data", text / "socket.txt"): "found a socket",
             ("--data", "/dev/zero"): "found a device",
             ("--out", tmp_path / "file"): "already there",
-            ("--out", tmp_path / "file" / "run"): "cannot be written: Not a directory",
-            ("--out", "/proc/run"): "cannot be written",
+            ("--out", tmp_path / "file" / "run"): "could not be written: Not a directory",
+            ("--out", "/proc/run"): "could not be written",
         }
         for option, message in wrong.items():
             arguments = [*line(tmp_path / "run", text)[len(COMMAND) :], *map(str, option)]

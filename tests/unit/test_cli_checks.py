@@ -307,7 +307,7 @@ def test_a_run_has_one_process_at_a_time(tmp_path: Path) -> None:
                 locked(run, option=option).__enter__()
     with locked(run, option="--resume"):
         pass
-    with pytest.raises(FileError, match=r"already there, with config\.json\. Write: --resume"):
+    with pytest.raises(FileError, match=r"already there\. Write: --resume"):
         locked(run, option="--out").__enter__()
     assert (run / "config.json").read_text() == "{}"
 
@@ -321,16 +321,6 @@ def test_a_lock_of_a_dead_process_does_not_matter(tmp_path: Path) -> None:
     assert (tmp_path / "run" / LOCK_FILE).exists()
     with locked(tmp_path / "run", option="--out"):
         pass
-
-
-def test_a_directory_that_nothing_was_written_to_goes_again(tmp_path: Path) -> None:
-    with locked(tmp_path / "deep" / "run", option="--out"):
-        assert (tmp_path / "deep" / "run" / LOCK_FILE).is_file()
-    assert list(tmp_path.iterdir()) == []
-    (tmp_path / "empty").mkdir()
-    with locked(tmp_path / "empty", option="--out"):
-        pass
-    assert (tmp_path / "empty").is_dir(), "it was the user's"
 
 
 def start(run: Path, barrier: Any, answers: Any) -> None:
@@ -360,7 +350,7 @@ def test_of_many_starters_one_gets_the_directory(tmp_path: Path) -> None:
 def test_a_lock_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / LOCK_FILE).symlink_to(tmp_path / "thesis")
-    with pytest.raises(FileError, match="cannot be written"):
+    with pytest.raises(FileError, match="could not be written"):
         locked(tmp_path / "run", option="--resume").__enter__()
     assert not (tmp_path / "thesis").exists()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import platform
 import shlex
@@ -17,7 +16,7 @@ import transformers
 from muonmesh.cli.checkpoints import checkpoints_of, latest_step
 from muonmesh.cli.corpus import Corpus, load_corpus_of, prepare_corpus, save_corpus_of
 from muonmesh.cli.launch import Interrupted, RankFailed, launch, usable_cores
-from muonmesh.cli.lock import LOCK_FILE, locked
+from muonmesh.cli.lock import check_new, locked
 from muonmesh.cli.metrics_log import read_metrics
 from muonmesh.cli.model import check_model
 from muonmesh.cli.report import write_report
@@ -35,29 +34,26 @@ def train_run(settings: Settings, *, resuming: bool) -> int:
     run = settings.directory
     if resuming:
         read_metrics(run)
-    elif os.path.lexists(run) and (not run.is_dir() or set(os.listdir(run)) - {LOCK_FILE}):
-        raise ValueError(f"--out {run}: already there. Write: --resume {run}, or another --out")
+    else:
+        check_new(run)
     parameters = sum(p.numel() for p in check_model(settings).parameters())
+    corpus = _read(settings, load_corpus_of(run) if resuming else None)
     with locked(run, option="--resume" if resuming else "--out"):
-        _prepare(settings, parameters, resuming=resuming)
+        settings.save(load_config(run)["environment"] if resuming else _environment())
+        save_corpus_of(run, corpus)
+        make_console().print(_headline(settings, parameters, corpus), soft_wrap=True)
         return _launch(run, settings)
 
 
-def _prepare(settings: Settings, parameters: int, *, resuming: bool) -> None:
-    """The rest of what can fail without ranks: the text, and what is written."""
-    run = settings.directory
-    console = make_console()
-    before = load_corpus_of(run) if resuming else None
-    status = (
-        console.status("Reading text and training a tokenizer") if console.is_terminal else contextlib.nullcontext()
-    )
-    with status:
-        corpus = prepare_corpus(
-            settings.data,
-            vocab=settings.vocab,
-            cache=run.parent / ".text",
-            field=settings.text_field,
-        )
+def _read(settings: Settings, before: Corpus | None) -> Corpus:
+    """Return the text of a run, which is that of ``before`` if the run goes on.
+
+    Raises:
+        ValueError: the text has changed, or is too short.
+    """
+    with make_console().status("Reading text and training a tokenizer"):
+        cache = settings.directory.parent / ".text"
+        corpus = prepare_corpus(settings.data, vocab=settings.vocab, cache=cache, field=settings.text_field)
     for name, tokens in (("learn from", corpus.train_tokens), ("hold out", corpus.validation_tokens)):
         if tokens <= settings.seq:
             raise ValueError(
@@ -66,11 +62,9 @@ def _prepare(settings: Settings, parameters: int, *, resuming: bool) -> None:
             )
     if before is not None and before.digest != corpus.digest:
         raise ValueError(
-            f"--resume {run}: the text of {corpus.source} has changed since; needed the files it began with."
+            f"--resume {settings.out}: the text of {corpus.source} has changed since; needed the files it began with."
         )
-    settings.save(load_config(run)["environment"] if resuming else _environment())
-    save_corpus_of(run, corpus)
-    console.print(_headline(settings, parameters, corpus), soft_wrap=True)
+    return corpus
 
 
 def _headline(settings: Settings, parameters: int, corpus: Corpus) -> str:
