@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +10,23 @@ from muonmesh.cli.tokenizer import END_OF_TEXT_ID
 from muonmesh.errors import FileError
 from muonmesh.files import read_json
 
-# Llama architectures: gated MLPs of 8/3 the width; heads of 64, or smaller ones where there would be fewer than four.
-PRESETS: dict[str, dict[str, int]] = {
-    "nano": {"hidden_size": 64, "num_hidden_layers": 2},
-    "small": {"hidden_size": 128, "num_hidden_layers": 4},
-    "medium": {"hidden_size": 512, "num_hidden_layers": 8},
-    "large": {"hidden_size": 768, "num_hidden_layers": 12},
-    "xl": {"hidden_size": 2048, "num_hidden_layers": 16},
-}
+
+def _llama(width: int, layers: int, heads: int, key_value_heads: int, middle: int) -> dict[str, Any]:
+    sizes = {"hidden_size": width, "num_hidden_layers": layers, "intermediate_size": middle}
+    return {"model_type": "llama", **sizes, "num_attention_heads": heads, "num_key_value_heads": key_value_heads}
+
+
+# Widths and layers of Llama architectures: gated MLPs of 8/3 the width; heads of 64, or smaller ones where there would
+# be fewer than four.
+PRESETS = {"nano": (64, 2), "small": (128, 4), "medium": (512, 8), "large": (768, 12), "xl": (2048, 16)}
 HEAD_SIZE = 64
 LEAST_HEADS = 4
-
+KNOWN: dict[str, dict[str, Any]] = {
+    "llama-3.1-8b": {"vocab_size": 128256, **_llama(4096, 32, 32, 8, 14336)},
+    "llama-3.1-70b": {"vocab_size": 128256, **_llama(8192, 80, 64, 8, 28672)},
+    "llama-3.1-405b": {"vocab_size": 128256, **_llama(16384, 126, 128, 8, 53248)},
+    "deepseek-v3": {"model_type": "deepseek_v3"},  # whose sizes are what transformers takes where nothing is said
+}
 MOST_LAYERS = 10_000  # as many objects would be made before anything could be checked
 
 
@@ -33,7 +38,7 @@ def model_config(model: str, *, vocab: int, seq: int) -> Any:
     Raises:
         ValueError: as `configuration` does, or the model cannot read ``seq`` tokens.
     """
-    config = configuration(model, fields_of(model, seq=seq))
+    config = configuration(model, vocab=vocab, seq=seq)
     text = config.get_text_config()
     longest = getattr(text, "max_position_embeddings", None)
     if longest is not None and longest < seq:
@@ -44,32 +49,18 @@ def model_config(model: str, *, vocab: int, seq: int) -> Any:
     return config
 
 
-def fields_of(model: str, *, seq: int) -> dict[str, Any]:
-    """The fields of the configuration that ``--model`` names: a preset, a JSON file, a folder with one, or a type.
+def configuration(model: str, *, vocab: int, seq: int) -> Any:
+    """The `transformers` configuration that ``--model`` names, as it is; ``vocab`` and ``seq`` are of presets.
 
     Raises:
-        ValueError: there is no such file, or it is no configuration.
-    """
-    if model in PRESETS:
-        return {"model_type": "llama", **_llama(**PRESETS[model]), "max_position_embeddings": seq}
-    if Path(model).is_dir():
-        return _read(Path(model) / "config.json")
-    if model.endswith(".json") or Path(model).is_file():
-        return _read(Path(model))
-    return {"model_type": model}
-
-
-def configuration(model: str, fields: Mapping[str, Any]) -> Any:
-    """The `transformers` configuration of these fields, as they say; ``model`` names it in errors.
-
-    Raises:
-        ValueError: the type is none, or a field is impossible.
+        ValueError: there is no such file, it is no configuration, the type is none, or a field is impossible.
     """
     from transformers import AutoConfig
 
-    given = {name: value for name, value in fields.items() if name != "model_type"}
+    fields = _fields(model, vocab=vocab, seq=seq)
+    kind = fields.pop("model_type")
     try:
-        config: Any = AutoConfig.for_model(fields["model_type"], **given)
+        config: Any = AutoConfig.for_model(kind, **fields)
     except OSError:  # of importing it
         raise
     except Exception as error:  # each of some four hundred classes looks at its fields in its own way
@@ -83,29 +74,19 @@ def configuration(model: str, fields: Mapping[str, Any]) -> Any:
     return config
 
 
-def sentence(error: Exception) -> str:
-    """The first sentence of an error; transformers goes on to list every model it knows."""
-    lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
-    if len(lines) > 1 and lines[0].endswith(":"):  # "Validation error for field ...:", and then what it was
-        lines = [re.sub(r"^\w+(Error|Exception): ", "", lines[1])]
-    first = lines[0].split(". ")[0].rstrip(".") if lines else ""
-    return first if isinstance(error, ValueError | TypeError) and first else f"{type(error).__name__}: {first}"
-
-
-def _llama(*, hidden_size: int, num_hidden_layers: int) -> dict[str, int]:
-    heads = max(LEAST_HEADS, hidden_size // HEAD_SIZE)
-    return {
-        "hidden_size": hidden_size,
-        "num_hidden_layers": num_hidden_layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": heads,
-        "intermediate_size": round(hidden_size * 8 / 3 / HEAD_SIZE) * HEAD_SIZE,
-    }
-
-
-def _read(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise FileError(f"--model {path}: no such file; needed a transformers config.json.")
+def _fields(model: str, *, vocab: int, seq: int) -> dict[str, Any]:
+    """Return fields of a configuration: of a known model, a preset, a JSON file, a folder with one, or a type."""
+    if model in KNOWN:
+        return dict(KNOWN[model])
+    if model in PRESETS:
+        width, layers = PRESETS[model]
+        heads = max(LEAST_HEADS, width // HEAD_SIZE)
+        middle = round(width * 8 / 3 / HEAD_SIZE) * HEAD_SIZE
+        return {"vocab_size": vocab, "max_position_embeddings": seq, **_llama(width, layers, heads, heads, middle)}
+    path = Path(model)
+    if not (path.exists() or model.endswith(".json")):
+        return {"model_type": model}
+    path = path / "config.json" if path.is_dir() else path
     try:
         fields = read_json(path, needed="a transformers config.json")
     except FileError as error:
@@ -113,3 +94,12 @@ def _read(path: Path) -> dict[str, Any]:
     if not isinstance(fields.get("model_type"), str):
         raise FileError(f'--model {path}: found no "model_type"; needed a transformers config.json.')
     return fields
+
+
+def sentence(error: Exception) -> str:
+    """The first sentence of an error; transformers goes on to list every model it knows."""
+    lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
+    if len(lines) > 1 and lines[0].endswith(":"):  # "Validation error for field ...:", and then what it was
+        lines = [re.sub(r"^\w+(Error|Exception): ", "", lines[1])]
+    first = lines[0].split(". ")[0].rstrip(".") if lines else ""
+    return first if isinstance(error, ValueError | TypeError) and first else f"{type(error).__name__}: {first}"
