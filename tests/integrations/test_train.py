@@ -13,7 +13,6 @@ import struct
 import subprocess
 import sys
 import time
-from datetime import timedelta
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,6 @@ from muonmesh.cli.documents import find_files
 from muonmesh.cli.launch import RankFailed, launch
 from muonmesh.cli.metrics_log import TIMES, MetricsLog, read_metrics
 from muonmesh.cli.model import blocks_of, build_model
-from muonmesh.cli.rank import TIMEOUT, seconds_to_wait
 from muonmesh.cli.run_settings import Settings, load_settings
 from muonmesh.cli.summary import Point, TrainingSummary, compare, crossing_of, summarise
 from muonmesh.cli.training import learning_rate_factor
@@ -322,15 +320,6 @@ def test_an_error_on_one_rank_ends_the_run_with_its_message(how: str, message: s
             signal.signal(number, handler)
     assert time.monotonic() - start < 60
     assert dict(os.environ) == environment, "a torchrun that this process starts has another launcher"
-
-
-@pytest.mark.parametrize("text", ["", "soon", "0", "-1", "nan", "inf"])
-def test_a_time_to_wait_that_is_none_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(TIMEOUT, text)
-    with pytest.raises(FileError, match=f"found {text!r}; needed a number of seconds above 0"):
-        seconds_to_wait()
-    monkeypatch.setenv(TIMEOUT, "0.5")
-    assert seconds_to_wait() == timedelta(seconds=0.5)
 
 
 # --- whole runs -------------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ def torchrun(host: Host, number: int, first: Host, run: Path, log: Path) -> subp
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
     command += ["--node-rank", str(number), "--master-addr", first.address, "--master-port", "29519"]
     command += ["--local-addr", host.address, "-m", "muonmesh.cli.worker", str(run)]
-    env = {**os.environ, "GLOO_SOCKET_IFNAME": host.interface, "MUONMESH_TIMEOUT": str(TIMEOUT)}
+    env = {**os.environ, "GLOO_SOCKET_IFNAME": host.interface}
     with log.open("w") as output:
         return host.start(*command, env=env, stdout=output, stderr=output)
 
@@ -44,7 +44,8 @@ def test_a_wire_that_is_cut_in_a_step_ends_both_hosts_and_the_resumed_run_is_rig
     with two_hosts(delay=0.002, loss=0.005) as (one, other, wire):
         text = learn_from(tmp_path)
         whole, run = tmp_path / "whole", tmp_path / "cut"
-        subprocess.run([*COMMAND, *options(whole, text, steps=STEPS, ranks=2)], check=True, stdout=subprocess.DEVNULL)
+        asked = [*options(whole, text, steps=STEPS, ranks=2), "--timeout", str(TIMEOUT)]
+        subprocess.run([*COMMAND, *asked], check=True, stdout=subprocess.DEVNULL)
         begun_like(whole, run)
 
         started = both((one, other), run, tmp_path, "cut")

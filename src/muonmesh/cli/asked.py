@@ -17,7 +17,7 @@ from muonmesh.cli.run_settings import (
     option,
 )
 
-MAY_CHANGE_ON_RESUME = {"ranks", "parallel"}  # a checkpoint has no world size
+MAY_CHANGE_ON_RESUME = {"ranks", "parallel", "timeout"}  # a checkpoint has no world size
 
 
 def settings_of(values: dict[str, Any], request: Request, given: set[str]) -> tuple[Settings, bool]:

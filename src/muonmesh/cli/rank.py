@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import math
 import os
 from dataclasses import asdict, replace
 from datetime import timedelta
@@ -26,8 +25,6 @@ from muonmesh.cli.training import StopRequest, Training
 from muonmesh.errors import FileError
 from muonmesh.files import write_text
 
-TIMEOUT = "MUONMESH_TIMEOUT"  # environment: seconds that a collective waits for the others; torch's own if unset
-
 
 def work(run: Path) -> None:
     """Train what the run's settings ask for, going on from its checkpoints where there are any.
@@ -38,7 +35,7 @@ def work(run: Path) -> None:
     """
     settings = load_settings(run)
     corpus = load_corpus_of(run)
-    device = join(settings.device, timeout=seconds_to_wait())
+    device = join(settings.device, timeout=timedelta(seconds=settings.timeout) if settings.timeout else None)
     if dist.get_world_size() != settings.ranks:
         raise FileError(
             f"{run}: found {dist.get_world_size()} ranks, started by torchrun; needed the {settings.ranks} of the run. "
@@ -82,24 +79,6 @@ def join(kind: str, *, timeout: timedelta | None = None) -> torch.device:
         settings |= {"store": attempt, "rank": rank, "world_size": ranks}
     dist.init_process_group(**settings)
     return device
-
-
-def seconds_to_wait() -> timedelta | None:
-    """How long collectives wait, None for torch's own limit.
-
-    Raises:
-        FileError: the environment says something else than a number of seconds.
-    """
-    text = os.environ.get(TIMEOUT)
-    if text is None:
-        return None
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0.0 < seconds < math.inf:
-        raise FileError(f"{TIMEOUT}: found {text!r}; needed a number of seconds above 0. Write: {TIMEOUT}=600")
-    return timedelta(seconds=seconds)
 
 
 def train(

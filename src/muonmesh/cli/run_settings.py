@@ -156,6 +156,7 @@ class Settings:
         "Data type of forward and backward passes; weights are fp32. auto: bf16 where it is native.",
         asked=Literal["auto", "bf16", "fp32"],
     )
+    timeout: int = setting(0, WHERE, "Seconds that a rank waits for the others. 0: torch's own limit.", least=0)
     out: str = setting(MISSING, OUTPUT, "The directory of the run. Default: runs/MODEL-DATE.", asked=Path | None)
     eval_every: int = setting(
         30, OUTPUT, "Steps between two validations. Default: a twentieth of --steps.", asked=int | None
@@ -227,8 +228,8 @@ class Request:
     resume: str | None = setting(
         None,
         OUTPUT,
-        "Continue the run in this directory with its settings. Only --ranks and --parallel may change. auto: continue "
-        "the run in --out if there is one, else start it there.",
+        "Continue the run in this directory with its settings. Only --ranks, --parallel and --timeout may change. auto: "
+        "continue the run in --out if there is one, else start it there.",
     )
 
 
