@@ -50,23 +50,18 @@ def figures_of(weights: Sequence[Weight], found: Forecast) -> dict[str, Any]:
             "collectives of gradients": found.gradients.collectives,
             **{f"bytes of {what}": size for what, size in found.stored.items()},
         },
-        "modelled": modelled_of(found),
+        "modelled": {
+            **_seconds(found),
+            "bytes of the step": found.exchange,
+            "bytes of NCCL": found.nccl,
+            "bytes together": sum(found.stored.values()) + found.exchange + found.nccl,
+            "launches": found.launches,
+            "elementwise bytes": found.elementwise_bytes,
+        },
         "rates": asdict(found.rates),
         "kinds": _kinds(weights, found, owners),
         "flops_by_rank": [plan.loads[rank] for rank in plan.ranks],
         "owners": owners,
-    }
-
-
-def modelled_of(found: Forecast) -> dict[str, Any]:
-    """Return what is modelled on one rank."""
-    return {
-        **_seconds(found),
-        "bytes of the step": found.exchange,
-        "bytes of NCCL": found.nccl,
-        "bytes together": sum(found.stored.values()) + found.exchange + found.nccl,
-        "launches": found.launches,
-        "elementwise bytes": found.elementwise_bytes,
     }
 
 

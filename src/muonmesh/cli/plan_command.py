@@ -54,7 +54,6 @@ class PlanRequest:
     memory_budget_mb: float | None = setting(
         None, WHAT, "MiB that a step may take beside weights, gradients and state. Default: the optimizer's.", least=0
     )
-    budgets: bool = setting(False, WHAT, "Also plan with other memory budgets, down to one matrix at a time.")
     json: bool = setting(False, None, "Print every figure, and every owner, as JSON.")
 
     def __post_init__(self) -> None:
@@ -83,7 +82,7 @@ def planned(asked: PlanRequest) -> dict[str, Any]:
     """
     from muonmesh.cli.blueprint import blueprint
     from muonmesh.cli.cluster import EXPERTS, parse_cluster
-    from muonmesh.cli.figures import figures_of, load_rates, modelled_of
+    from muonmesh.cli.figures import figures_of, load_rates
     from muonmesh.report.forecast import Weight, forecast
 
     mesh, experts, rank = asked.mesh, asked.experts, asked.rank
@@ -98,14 +97,18 @@ def planned(asked: PlanRequest) -> dict[str, Any]:
         )
     placed = [Weight(p.name, cluster.layout(p.name, p.shape, p.matrices), p.matrices) for p in parts]
     itemsize = 4 if asked.weights == "fp32" else 2
-    how: dict[str, Any] = {"to_owners": asked.to_owners, "rule": asked.rule, "machine": asked.machine}
-    how |= {"rank": rank, "rates": rates, "itemsize": itemsize}
-    found = forecast(placed, memory_budget_mb=asked.memory_budget_mb, **how)
-    mebibytes = [found.plan.budget.bytes * part / 2**22 for part in (0, 1, 2, 4, 8, 16)] if asked.budgets else []
-    choices = {f"{each:.4g}": forecast(placed, memory_budget_mb=each, **how) for each in mebibytes}
-    budgets = {each: {"collectives": one.collectives, **modelled_of(one)} for each, one in choices.items()}
+    found = forecast(
+        placed,
+        rank=rank,
+        rates=rates,
+        itemsize=itemsize,
+        memory_budget_mb=asked.memory_budget_mb,
+        to_owners=asked.to_owners,
+        rule=asked.rule,
+        machine=asked.machine,
+    )
     told = {name: getattr(asked, name) for name in ("model", "mesh", "experts", "weights", "rule", "machine")}
-    return {**told, "to owners": asked.to_owners, **figures_of(placed, found), "budgets": budgets}
+    return {**told, "to owners": asked.to_owners, **figures_of(placed, found)}
 
 
 def print_plan(found: dict[str, Any], *, as_json: bool = False) -> None:
@@ -120,10 +123,6 @@ def print_plan(found: dict[str, Any], *, as_json: bool = False) -> None:
     console.print(table_of(headings, rows_of(found)))
     for title, figures in tables_of(found).items():
         console.print(table_of((title, ""), figures.items()))
-    if found["budgets"]:
-        names = ("bytes of the step", "collectives", "launches", "seconds")
-        rows = [[each, *(_shown(name, of[name]) for name in names)] for each, of in found["budgets"].items()]
-        console.print(table_of(("memory_budget_mb", *names[:-1], "time"), rows))
 
 
 def rows_of(found: dict[str, Any]) -> list[list[str]]:
