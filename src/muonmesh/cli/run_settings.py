@@ -6,7 +6,6 @@ former.
 
 from __future__ import annotations
 
-import difflib
 import functools
 import json
 import math
@@ -228,8 +227,8 @@ class Request:
     resume: str | None = setting(
         None,
         OUTPUT,
-        "Continue the run in this directory with its settings. Only --ranks, --parallel and --timeout may change. auto: "
-        "continue the run in --out if there is one, else start it there.",
+        "Continue the run in this directory with its settings. Only --ranks, --parallel and --timeout may change. "
+        "auto: continue the run in --out if there is one, else start it there.",
     )
 
 
@@ -243,15 +242,10 @@ def load_settings(directory: Path, **changes: Any) -> Settings:
     path = directory / CONFIG_FILE
     content = load_config(directory)
     del content["environment"]
-    known = [field.name for field in fields(Settings)]
-    unknown = sorted(set(content) - set(known))
-    if unknown:
-        near = difflib.get_close_matches(unknown[0], known, n=1)
-        hint = f" The nearest known one is {near[0]!r}." if near else ""
-        raise FileError(f"{path}: unknown settings {unknown}; another version wrote it.{hint}")
-    missing = [name for name in known if name not in content]
-    if missing:
-        raise FileError(f"{path}: found no {missing[0]!r}; needed the file as the run wrote it")
+    known = {field.name for field in fields(Settings)}
+    for name in sorted(known ^ content.keys()):
+        found = f"no {name!r}" if name in known else f"{name!r}, which means nothing"
+        raise FileError(f"{path}: found {found}; needed the file as the run wrote it")
     values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in content.items()}
     try:
         settings = Settings(**values)
