@@ -7,7 +7,7 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -95,36 +95,8 @@ def prove_rule(
         _agree(_differences(_case(generator), group, mesh_of))
 
 
-@dataclass(frozen=True)
-class _Case:
-    """A parameter and how it is held.
-
-    Attributes:
-        shape: Its global shape.
-        spec: How it splits.
-        how: "plain", "flat" or "mesh".
-        sizes: The mesh that it may be on.
-        placements: On that mesh.
-        borders: Where a flat one is cut.
-        options: Of the optimizer, the same in one process.
-        shard_state: Whether replicas share the momentum.
-        gradients: For each step whether it is given, none, or zero.
-        seed: Of the values.
-    """
-
-    shape: tuple[int, ...]
-    spec: Any
-    how: str
-    sizes: tuple[int, ...]
-    placements: tuple[Placement, ...]
-    borders: tuple[int, ...]
-    options: Mapping[str, Any]
-    shard_state: bool
-    gradients: tuple[str, ...]
-    seed: int
-
-
-def _case(generator: random.Random) -> _Case:
+def _case(generator: random.Random) -> SimpleNamespace:
+    """Return a parameter and how it is held; ``repr()`` tells of it."""
     world = world_size()
     shape, spec = generator.choice(_SPECS)
     several = dist.is_available() and dist.is_initialized()
@@ -132,40 +104,33 @@ def _case(generator: random.Random) -> _Case:
     factors = [size for size in range(1, world + 1) if world % size == 0]
     first = generator.choice(factors)
     sizes = generator.choice([(world,), (first, world // first)])
-    dims = range(len(shape))
-    placements = tuple(
-        generator.choice(
-            [
-                Replicate(),
-                Shard(generator.choice(dims)),
-                Shard(generator.choice(dims)),
-                _StridedShard(generator.choice(dims), split_factor=generator.randint(1, 3)),
-            ]
-        )
-        for _ in sizes
-    )
-    count = math.prod(shape)
-    borders = (0, *sorted(generator.randint(0, count) for _ in range(world - 1)), count)
-    options = {
-        "compute_dtype": generator.choice([torch.float32, torch.bfloat16]),
-        "memory_budget_mb": generator.choice([None, 0.016]),
-    }
-    gradients = tuple(generator.choice(["given", "given", "given", "none", "zero"]) for _ in range(_STEPS))
-    return _Case(
-        shape,
-        spec,
-        how,
-        sizes,
-        placements,
-        borders,
-        options,
-        generator.random() < 0.5,
-        gradients,
-        generator.randrange(10**6),
+    dims, count = range(len(shape)), math.prod(shape)
+
+    def placement() -> Placement:
+        sharded = Shard(generator.choice(dims)), Shard(generator.choice(dims))
+        strided = _StridedShard(generator.choice(dims), split_factor=generator.randint(1, 3))
+        return generator.choice([Replicate(), *sharded, strided])
+
+    return SimpleNamespace(
+        shape=shape,
+        spec=spec,
+        how=how,
+        sizes=sizes,  # of the mesh that it may be on
+        placements=tuple(placement() for _ in sizes),
+        borders=(0, *sorted(generator.randint(0, count) for _ in range(world - 1)), count),  # where a flat one is cut
+        options={  # of the optimizer, the same in one process
+            "compute_dtype": generator.choice([torch.float32, torch.bfloat16]),
+            "memory_budget_mb": generator.choice([None, 0.016]),
+        },
+        gradients=[generator.choice(["given", "given", "given", "none", "zero"]) for _ in range(_STEPS)],
+        shard_state=generator.random() < 0.5,
+        seed=generator.randrange(10**6),
     )
 
 
-def _differences(case: _Case, group: Mapping[str, Any], mesh_of: Callable[[tuple[int, ...]], DeviceMesh]) -> str:
+def _differences(
+    case: SimpleNamespace, group: Mapping[str, Any], mesh_of: Callable[[tuple[int, ...]], DeviceMesh]
+) -> str:
     """Step a case in its layout and in one process, as on a CPU and as on a device; return what differs, as text."""
     ranks = tuple(range(world_size()))
     if case.how == "mesh":
@@ -193,7 +158,7 @@ def _differences(case: _Case, group: Mapping[str, Any], mesh_of: Callable[[tuple
 
 
 def _stepped(
-    case: _Case, group: Mapping[str, Any], layout: Layout, storage: Storage, *, together: bool
+    case: SimpleNamespace, group: Mapping[str, Any], layout: Layout, storage: Storage, *, together: bool
 ) -> tuple[Mapping[str, Tensor], list[str]]:
     """Step a case in its layout and in one process; return weights and state of the latter, and where bits differ."""
     random_numbers = torch.Generator().manual_seed(case.seed)
