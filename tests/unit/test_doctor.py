@@ -163,7 +163,6 @@ def test_what_is_whole_is_told_and_every_tensor_named(name: str, tmp_path: Path)
     weight = next(held for key, held in found["tensors"].items() if key.endswith("weight"))
     assert weight == {"shape": [6, 5], "dtype": "float32", "size": 120}
     if name == "ours":
-        assert found["ranks"] == 1
         _, text = doctor(path)
         assert "group muon: normuon, lr 0.006667" in text
         assert "state: momentum_buffer" in text

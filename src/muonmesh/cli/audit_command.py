@@ -72,16 +72,13 @@ def function_at(target: str) -> Callable[[], Any]:
     place, _, name = target.rpartition(":")
     if not place:
         raise FileError(f"{target}: found no function behind a colon. {NEEDED}")
-    if place.endswith(".py"):
-        if not Path(place).is_file():
-            raise FileError(f"{place}: found no such file. {NEEDED}")
-        folder, place = str(Path(place).resolve().parent), Path(place).stem
-    else:
-        folder = os.getcwd()
-    sys.path.insert(0, folder)  # as Python does for a script
-    if importlib.util.find_spec(place) is None:
-        raise FileError(f"{place}: found no such module. {NEEDED}")
-    function = getattr(importlib.import_module(place), name, None)
+    path = Path(place)
+    script = path.suffix == ".py"
+    sys.path.insert(0, str(path.resolve().parent) if script else os.getcwd())  # as Python does for a script
+    module = path.stem if script else place
+    if importlib.util.find_spec(module) is None or (script and not path.is_file()):
+        raise FileError(f"{place}: found no such {'file' if script else 'module'}. {NEEDED}")
+    function = getattr(importlib.import_module(module), name, None)
     if not callable(function):
         raise FileError(f"{target}: found no function {name!r} there. {NEEDED}")
     found: Callable[[], Any] = function

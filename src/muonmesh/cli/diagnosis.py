@@ -15,9 +15,10 @@ from torch import Tensor
 from muonmesh.checkpoint.archive import read_archive
 from muonmesh.checkpoint.entries import CheckpointReader, wrong_numbers
 from muonmesh.checkpoint.manifest import MANIFEST_FILE, SETTINGS_FILE, Entry, check_entries, read_manifest
-from muonmesh.checkpoint.metadata import DATA_FILE, METADATA_FILE, survey
+from muonmesh.checkpoint.metadata import METADATA_FILE, survey
 from muonmesh.checkpoint.place import found_at, numbered
 from muonmesh.cli.checkpoints import STEP, checkpoints_of
+from muonmesh.cli.metrics_log import METRICS_FILE
 from muonmesh.cli.run_settings import load_config, load_settings
 from muonmesh.errors import FileError
 from muonmesh.files import kind_of, leaves, read_json, reason
@@ -40,7 +41,6 @@ class Diagnosis:
         notes: What else there is to know, a sentence each.
         tensors: By name, on the meta device.
         settings: What was saved beside the tensors.
-        ranks: By how many it was written, where files tell.
         parts: Of a run, its checkpoints, the newest first.
     """
 
@@ -50,7 +50,6 @@ class Diagnosis:
     notes: list[str] = field(default_factory=list)
     tensors: dict[str, Tensor] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
-    ranks: int | None = None
     parts: list[Diagnosis] = field(default_factory=list)
 
     @property
@@ -83,19 +82,13 @@ def dtype_of(tensor: Tensor) -> str:
 
 def diagnose(path: Path) -> Diagnosis:
     """Look at a run, a checkpoint or a file of `torch.save`."""
-    if path.is_dir() and ((path / "checkpoints").is_dir() or _is_run(path)):
+    if any((path / name).exists() for name in ("checkpoints", METRICS_FILE)):
         return _run(path)
     if found_at(path).is_dir():
         return _folder(path)
     if path.is_file():
         return _file(path)
     return Diagnosis(str(path), faults=[f"{path}: {kind_of(path)}; needed a folder or a file"])
-
-
-def _is_run(path: Path) -> bool:
-    with contextlib.suppress(FileError):
-        return bool(load_config(path))
-    return False
 
 
 def _run(run: Path) -> Diagnosis:
@@ -110,10 +103,7 @@ def _run(run: Path) -> Diagnosis:
         found.notes += [
             f"{directory / each}: left by a save that was cut off; the next one removes it" for each in left
         ]
-    whole = [part for part in found.parts if part.whole]
-    if not found.parts:
-        found.notes.append("no checkpoint yet")
-    elif whole:
+    if any(part.whole for part in found.parts):
         found.notes.append(f"goes on with: muonmesh train --resume {run}")
     return found
 
@@ -123,19 +113,15 @@ def _folder(path: Path) -> Diagnosis:
     folder = found_at(path)
     found = Diagnosis(str(path))
     names = set(os.listdir(folder))
+    if names.isdisjoint({METADATA_FILE, MANIFEST_FILE}):
+        found.faults = [f"{path}: found {repr(min(names)) if names else 'nothing'} in it; needed a checkpoint or a run"]
+        return found
     entries: dict[str, Entry] | None = None
     if names & {MANIFEST_FILE, SETTINGS_FILE}:  # torch's own have neither
         with found.noting():
             entries = read_manifest(folder)
-    told = set(entries or ())
-    data = sorted(name for name in names | told if DATA_FILE.fullmatch(name))
-    if METADATA_FILE not in names | told and not data:
-        found.faults = [f"{path}: found {repr(min(names)) if names else 'nothing'} in it; needed a checkpoint or a run"]
-        return found
-    ours = SETTINGS_FILE in names | told
-    found.kind = OURS if ours else TORCHS
-    found.ranks = max((int(name.split("_")[2]) + 1 for name in data), default=None)
-    if ours:
+    found.kind = OURS if SETTINGS_FILE in names.union(entries or ()) else TORCHS
+    if found.kind == OURS:
         with found.noting():
             found.settings = read_json(folder / SETTINGS_FILE, needed="what was written there")
     if folder != path:

@@ -74,8 +74,6 @@ def print_diagnosis(console: Console, found: Diagnosis) -> None:
     for title, lines in (("damaged", found.faults), ("note", found.notes)):
         for line in lines:
             say(f"  {title}: {line}", "red" if title == "damaged" else "")
-    if found.ranks is not None:
-        say(f"  written by {found.ranks} {'rank' if found.ranks == 1 else 'ranks'}; any number can load it")
     for line in _settings(found.settings):
         say(f"  {line}")
     if found.tensors:
