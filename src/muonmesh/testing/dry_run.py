@@ -15,12 +15,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Placement
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor import Placement, empty
 
 from muonmesh.comm.storage import local_of
 from muonmesh.errors import explain_error
-from muonmesh.layout.region import row_major
 from muonmesh.optimizer import Muon
 from muonmesh.report.device_rates import DeviceRates, Timed
 from muonmesh.step.connection import connect
@@ -53,7 +51,6 @@ class DryRun(Timed):
         state_bytes: State that is on the device between steps.
         bytes_to_device: Copied from the host: state that is kept there, and a few numbers.
         bytes_to_host: Copied to the host, likewise.
-        places: Launches by file and function, most first.
         rates: Of the model of time.
     """
 
@@ -74,7 +71,6 @@ class DryRun(Timed):
     state_bytes: int
     bytes_to_device: int
     bytes_to_host: int
-    places: tuple[tuple[tuple[str, str], int], ...]
     rates: DeviceRates
 
     @property
@@ -159,7 +155,6 @@ def dry_run(
         elements=sum(local_of(p).numel() for p in parameters),
         kept_bytes=kept,
         state_bytes=sum(local.numel() * local.element_size() for local in state if local.is_cuda),
-        places=tuple(count.by_place.most_common()),
         rates=rates or DeviceRates(),
     )
 
@@ -208,17 +203,11 @@ def _on_device(model: nn.Module, fake: FakeTensorMode, mesh: DeviceMesh | None, 
 def _fake(
     name: str, parameter: nn.Parameter, fake: FakeTensorMode, mesh: DeviceMesh | None, placements: Placer | None
 ) -> nn.Parameter:
-    shape, where = parameter.shape, None
-    if mesh is not None and placements is not None:
-        where = tuple(placements(name, parameter))
-        shape = torch.Size(compute_local_shape_and_global_offset(parameter.shape, mesh, where)[0])
-
     def tensor() -> Tensor:
-        local = torch.empty(shape, dtype=parameter.dtype, device="cuda:0")
-        if where is None or mesh is None:
-            return local
-        whole = row_major(tuple(parameter.shape))
-        return DTensor.from_local(local, mesh, where, run_check=False, shape=parameter.shape, stride=whole)
+        if mesh is None or placements is None:
+            return torch.empty(parameter.shape, dtype=parameter.dtype, device="cuda:0")
+        where = tuple(placements(name, parameter))
+        return empty(parameter.shape, dtype=parameter.dtype, device_mesh=mesh, placements=where)
 
     with fake:
         made = nn.Parameter(tensor(), requires_grad=parameter.requires_grad)

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-import sys
 import weakref
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from types import FrameType
 from typing import Any
 
 import torch
@@ -49,9 +46,6 @@ class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ``operations`` counts it once. Matrix products count their FLOPs, everything else the bytes that it reads and
     writes: each tensor as many bytes as it has elements of its own, so that an expanded dim counts once.
 
-    Attributes:
-        by_place: Launches by the file and function of this package that they come from.
-
     Raises:
         HostSync: from within the operation that would wait.
     """
@@ -61,7 +55,6 @@ class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.launches = self.operations = self.kernels = self.views = self.collectives = self.messages = 0
         self.elementwise_bytes = self.flops = self.bytes_to_device = self.bytes_to_host = self.peak_bytes = 0
         self.slow_flops = 0.0
-        self.by_place: Counter[tuple[str, str]] = Counter()
         self._live = 0
         self._storages: dict[int, int] = {}
 
@@ -93,7 +86,6 @@ class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.operations += 1
         count = _launches(name, args, kwargs)
         self.launches += count
-        self.by_place[self._place()] += count
         self.kernels += count * (space == "muonmesh")
         if space == "muonmesh" and name == "multiply":
             one_triangle = 2 if args[8] else 1  # of a symmetric product
@@ -161,15 +153,6 @@ class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Leave memory out that was there before."""
         for tensor in tensors:
             self._storages.setdefault(tensor.untyped_storage()._cdata, 0)
-
-    def _place(self) -> tuple[str, str]:
-        frame: FrameType | None = sys._getframe(2)
-        while frame is not None:
-            file = frame.f_code.co_filename
-            if "muonmesh" in file and file != __file__:
-                return file.rpartition("/")[2], frame.f_code.co_name
-            frame = frame.f_back
-        return "", ""
 
 
 def _usually(name: str, args: Sequence[Any]) -> int | None:
