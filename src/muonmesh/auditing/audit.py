@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 import textwrap
@@ -84,12 +85,8 @@ class Audit:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for `json.dumps`, with None for what is not a number."""
-
-        def plain(value: Any) -> Any:
-            return None if isinstance(value, float) and not math.isfinite(value) else value
-
-        rows = [{key: plain(value) for key, value in asdict(row).items()} for row in self.rows]
-        return {**asdict(self), "rows": rows, "ok": self.ok}
+        plain = json.loads(json.dumps(asdict(self)), parse_constant=lambda _: None)
+        return {**plain, "ok": self.ok}
 
     def __str__(self) -> str:
         """Return a table of at most 80 columns, and a line for what is to be mended. Layers that are alike are one."""

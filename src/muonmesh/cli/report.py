@@ -80,8 +80,8 @@ def _plot(picture: Path, summaries: Sequence[TrainingSummary]) -> None:
             axes.plot(places, losses, color=colour, alpha=0.4, linewidth=0.8)
             places = [getattr(point, along) for point in summary.validation]
             told = f"{LABELS[summary.name]}: validation {summary.final_validation_loss:.3f} (thin: training)"
-            losses = [point.loss for point in summary.validation]
-            axes.plot(places, losses, color=colour, marker="o", markersize=3, label=told)
+            validated = [point.loss for point in summary.validation]
+            axes.plot(places, validated, color=colour, marker="o", markersize=3, label=told)
         # What lies above the second validation is the fall from random weights, in which nothing can be told apart.
         axes.set_ylim(top=max(point.loss for some in summaries for point in some.validation[1:] or some.validation))
         axes.set(xlabel=label, ylabel="loss [nats per token]")

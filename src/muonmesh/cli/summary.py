@@ -10,6 +10,7 @@ from statistics import fmean, median
 from typing import Any
 
 from muonmesh.cli.metrics_log import read_metrics
+from muonmesh.cli.run_settings import Optimizer
 
 WARM_UP_STEPS = 3  # left out of speeds and shares: allocations and first plans
 
@@ -27,7 +28,7 @@ class Point:
 class TrainingSummary:
     """One optimizer's training. Shares are of the time of a step on rank 0; seconds leave evaluation out."""
 
-    name: str
+    name: Optimizer
     train: tuple[Point, ...]
     validation: tuple[Point, ...]
     tokens: int
@@ -61,8 +62,8 @@ class TrainingSummary:
 class Comparison:
     """How many steps, and how much time, ``faster`` needed for the final validation loss of ``slower``."""
 
-    faster: str
-    slower: str
+    faster: Optimizer
+    slower: Optimizer
     loss: float
     steps: float
     of_steps: int
@@ -77,7 +78,7 @@ class Comparison:
         )
 
 
-LABELS = {"muon": "Muon", "adamw": "AdamW"}
+LABELS: dict[Optimizer, str] = {"muon": "Muon", "adamw": "AdamW"}
 
 
 def summarise(run: Path) -> list[TrainingSummary]:
@@ -129,7 +130,7 @@ def crossing_of(curve: Sequence[Point], loss: float) -> tuple[float, float] | No
     return None
 
 
-def _summarise(name: str, records: Sequence[dict[str, Any]]) -> TrainingSummary | None:
+def _summarise(name: Optimizer, records: Sequence[dict[str, Any]]) -> TrainingSummary | None:
     steps = [record for record in records if "loss" in record]
     validations = [record for record in records if "validation_loss" in record]
     if not steps or not validations:
