@@ -39,7 +39,7 @@ ANYTHING = st.one_of(
     st.lists(st.one_of(st.integers(0, 2), st.text(max_size=3)), max_size=3),
     st.dictionaries(st.text(max_size=3), st.integers(), max_size=2),
 )
-CORPUS = Corpus("somewhere", "ab", "text", 1, 2, 300, 4, 5)
+CORPUS = Corpus("somewhere", "ab", "text", 1, 300, 4, 5)
 
 
 # --- settings and descriptions ----------------------------------------------------------------------------------------

@@ -28,10 +28,9 @@ from muonmesh.files import kind_of, onto_disk, read_json, write_text, writing
 CHARACTERS_AT_ONCE = 1 << 24  # tokenised together, so that all cores have something to do
 HELD_OUT_SHARE = 0.05
 FILES_FOR_A_SPLIT = 40  # with fewer files than this, the end of each file is held out instead of whole files
-FORMAT = 2  # part of the name of a folder: raise it when the same text would give other files
+FORMAT = 3  # part of the name of a folder: raise it when the same text would give other files
 NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
 DESCRIPTION_FILE = "corpus.json"
-DIGESTED_AT_ONCE = 1 << 22  # tokens
 REMADE = "it is made again from the text"
 
 
@@ -43,7 +42,6 @@ class Corpus:
     digest: str
     source: str
     files: int
-    characters: int
     vocab: int
     train_tokens: int
     validation_tokens: int
@@ -60,8 +58,7 @@ class Corpus:
         """The digest of the tokens as they are now."""
         digest = hashlib.sha256()
         for tokens in (self.train(), self.validation()):
-            for first in range(0, len(tokens), DIGESTED_AT_ONCE):
-                digest.update(tokens[first : first + DIGESTED_AT_ONCE].tobytes())
+            digest.update(tokens)
         return digest.hexdigest()
 
     def _mapped(self, name: str, count: int) -> np.ndarray:
@@ -206,17 +203,16 @@ def _write(directory: Path, tokenizer: Tokenizer, sources: Sequence[Source], *, 
         directory.parent.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(prefix="preparing-", dir=directory.parent))
     try:
-        counts, characters, size = [0, 0], 0, tokenizer.get_vocab_size()
+        counts, size = [0, 0], tokenizer.get_vocab_size()
         train, validation = scratch / "train.bin", scratch / "validation.bin"
         with writing(directory), train.open("wb") as first, validation.open("wb") as second:
             for batch in _batches(sources, whole=whole):
                 texts = [text for _, text in batch]
                 encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-                for (part, text), encoding in zip(batch, encodings, strict=True):
+                for (part, _), encoding in zip(batch, encodings, strict=True):
                     tokens = np.array([*encoding.ids, END_OF_TEXT_ID], dtype=dtype_of(size))
                     (first, second)[part].write(tokens.tobytes())
                     counts[part] += len(tokens)
-                    characters += len(text)
         with writing(directory, raised=Exception):
             tokenizer.save(str(scratch / "tokenizer.json"))
         corpus = Corpus(
@@ -224,7 +220,6 @@ def _write(directory: Path, tokenizer: Tokenizer, sources: Sequence[Source], *, 
             digest="",
             source=source,
             files=len(sources),
-            characters=characters,
             vocab=size,
             train_tokens=counts[0],
             validation_tokens=counts[1],

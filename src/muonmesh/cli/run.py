@@ -68,16 +68,11 @@ def _read(settings: Settings, before: Corpus | None) -> Corpus:
 
 
 def _headline(settings: Settings, parameters: int, corpus: Corpus) -> str:
-    backend = "NCCL" if settings.device == "cuda" else "gloo"
-    return "; ".join(
-        (
-            f"[bold]{settings.model}[/bold], {parameters / 1e6:.1f}M parameters",
-            f"{corpus.source}, {corpus.files} files, {corpus.train_tokens / 1e6:.2f}M tokens to learn from, "
-            f"{corpus.validation_tokens / 1e6:.2f}M held out",
-            f"{settings.steps} steps of {settings.tokens_per_step} tokens",
-            f"{settings.ranks} ranks, {settings.parallel.upper()} over {backend}, {settings.dtype}",
-            f"into {settings.out}",
-        )
+    return (
+        f"[bold]{settings.model}[/bold], {parameters / 1e6:.1f}M parameters; {corpus.source}, {corpus.files} files, "
+        f"{corpus.train_tokens / 1e6:.2f}M tokens to learn from, {corpus.validation_tokens / 1e6:.2f}M held out; "
+        f"{settings.steps} steps of {settings.tokens_per_step} tokens; {settings.ranks} ranks, "
+        f"{settings.parallel.upper()} on {settings.device}, {settings.dtype}; into {settings.out}"
     )
 
 
