@@ -28,8 +28,8 @@ def main() -> None:
         )
         raise SystemExit(2)
     gc.disable()  # this process starts others and waits: looking for cycles in what it imports is a tenth of its work
-    from muonmesh.cli.app import run_app
+    from muonmesh.cli.app import app
     from muonmesh.cli.terminal import print_plainly
 
     print_plainly()
-    raise SystemExit(run_app())
+    app(prog_name="muonmesh")

@@ -117,17 +117,3 @@ app.command(
         "muonmesh train --data 'texts/*.jsonl' --sweep lr=0.003,0.006 --seeds 0,1",
     )
 )(taking((Settings, Request), train))
-
-
-def run_app() -> int:
-    """Run the command line and return its exit code; wrong usage ends in one sentence on stderr, as all errors do."""
-    try:
-        return int(app(prog_name="muonmesh", standalone_mode=False) or 0)
-    except typer.Abort:
-        return 130
-    except Exception as error:
-        said = getattr(error, "format_message", None)  # of click's errors, whose module depends on typer's version
-        if said is None:
-            raise
-        path = getattr(getattr(error, "ctx", None), "command_path", "muonmesh")
-        return complain(path.partition(" ")[2], f"{said().rstrip('.')}. Write: {path} -h", code=2) if said() else 2
