@@ -30,7 +30,7 @@ from muonmesh.cli.configuration import PRESETS, model_config
 from muonmesh.cli.corpus import Windows, divide, prepare_corpus, standard_library
 from muonmesh.cli.documents import find_files
 from muonmesh.cli.launch import RankFailed, launch
-from muonmesh.cli.metrics_log import TIMES, MetricsLog, read_metrics
+from muonmesh.cli.metrics_log import TIMES, append_metrics, cut_metrics, read_metrics
 from muonmesh.cli.model import blocks_of, build_model
 from muonmesh.cli.run_settings import Settings, load_settings
 from muonmesh.cli.summary import Point, TrainingSummary, compare, crossing_of, summarise
@@ -204,13 +204,12 @@ def test_the_better_optimizer_is_compared_with_the_other_whichever_it_is() -> No
 
 
 def test_metrics_forget_what_a_resumed_run_writes_again(tmp_path: Path) -> None:
-    log, others = MetricsLog(tmp_path), dict.fromkeys(("tokens", "seconds", *TIMES), 0)
+    others = dict.fromkeys(("tokens", "seconds", *TIMES), 0)
     for run in ("muon", "adamw"):
         for step in (1, 2, 3):
-            log.append(run=run, step=step, loss=1 / 3, **others)
-    log.cut("adamw", 1)
-    log.append(run="adamw", step=2, loss=0.1, **others)
-    log.close()
+            append_metrics(tmp_path, run=run, step=step, loss=1 / 3, **others)
+    cut_metrics(tmp_path, "adamw", 1)
+    append_metrics(tmp_path, run="adamw", step=2, loss=0.1, **others)
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"run": "adamw", "st')  # killed in the middle of a line
     kept = [(r["run"], r["step"], r["loss"]) for r in read_metrics(tmp_path)]

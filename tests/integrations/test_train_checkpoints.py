@@ -28,7 +28,6 @@ from muonmesh.checkpoint.ranks import insist_on_the_same, on_first_rank, togethe
 from muonmesh.cli.app import app
 from muonmesh.cli.checkpoints import Checkpoints, checkpoints_of
 from muonmesh.cli.corpus import Corpus, load_corpus_of, prepare_corpus, save_corpus_of, standard_library
-from muonmesh.cli.metrics_log import MetricsLog
 from muonmesh.cli.model import check_parameters, parallelise
 from muonmesh.cli.run_settings import Parallel, Settings, load_settings
 from muonmesh.cli.training import StopRequest, Training
@@ -121,13 +120,7 @@ def training_of(run: Path) -> Training:
 
 
 def train(run: Path) -> None:
-    training = training_of(run)
-    log = MetricsLog(run) if dist.get_rank() == 0 else None
-    try:
-        training.run(log, StopRequest())
-    finally:
-        if log is not None:
-            log.close()
+    training_of(run).run(StopRequest())
 
 
 def restore(run: Path) -> tuple[str, bool]:

@@ -24,7 +24,7 @@ from muonmesh.cli.app import app
 from muonmesh.cli.checkpoints import checkpoints_of
 from muonmesh.cli.configuration import model_config
 from muonmesh.cli.corpus import Windows, load_corpus_of, prepare_corpus, save_corpus_of
-from muonmesh.cli.metrics_log import MetricsLog, read_metrics
+from muonmesh.cli.metrics_log import read_metrics
 from muonmesh.cli.model import build_model
 from muonmesh.cli.run_settings import Settings, load_settings
 from muonmesh.cli.sweep import best_of, figures, loss_of, parse_sweep, write_sweep
@@ -117,10 +117,9 @@ def test_a_record_without_text_is_told_by_its_line(content: str, message: str, t
 
 def learn(run: Path) -> None:
     """What a rank of the command does, in a rank of the tests."""
-    settings, log = load_settings(run), MetricsLog(run)
+    settings = load_settings(run)
     for name in settings.optimizers:
-        rank.train(name, settings, load_corpus_of(run), torch.device("cpu"), log, StopRequest())
-    log.close()
+        rank.train(name, settings, load_corpus_of(run), torch.device("cpu"), StopRequest())
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from muonmesh.cli.checkpoints import checkpoints_of, latest_step
 from muonmesh.cli.corpus import Corpus, load_corpus_of, prepare_corpus, save_corpus_of, standard_library
-from muonmesh.cli.metrics_log import MetricsLog, read_metrics
+from muonmesh.cli.metrics_log import cut_metrics, read_metrics
 from muonmesh.cli.run_settings import Optimizer, Parallel, Settings, load_settings
 from muonmesh.cli.training import StopRequest, Training
 from tests.workers import Pool
@@ -123,12 +123,9 @@ def train(run: Path, optimizer: Optimizer, stop_after: int = STEPS) -> list[str]
     training = Training(optimizer, load_settings(run), load_corpus_of(run), torch.device("cpu"))
     training.restore()
     training.engine.explain()
-    log = MetricsLog(run) if dist.get_rank() == 0 else None
-    if log is not None:
-        log.cut(optimizer, training.start if training.start else -1)
-    training.run(log, StopAfter(stop_after))
-    if log is not None:
-        log.close()
+    if dist.get_rank() == 0:
+        cut_metrics(run, optimizer, training.start if training.start else -1)
+    training.run(StopAfter(stop_after))
     return differing_copies(training.model)
 
 
@@ -271,8 +268,5 @@ def test_the_momentum_of_two_sharded_replicas_is_saved_whole(pool: Pool, prepare
 def explained(run: Path) -> str:
     """Take two steps of Muon; what the optimizer says of them."""
     training = Training("muon", load_settings(run), load_corpus_of(run), torch.device("cpu"))
-    log = MetricsLog(run) if dist.get_rank() == 0 else None
-    training.run(log, StopAfter(2))
-    if log is not None:
-        log.close()
+    training.run(StopAfter(2))
     return training.engine.explain()

@@ -21,7 +21,7 @@ from muonmesh.cli import failure, terminal
 from muonmesh.cli.corpus import Corpus, load_corpus_of, prepare_corpus, save_corpus_of
 from muonmesh.cli.failure import first_failure, make_room, record_failure
 from muonmesh.cli.lock import LOCK_FILE, locked
-from muonmesh.cli.metrics_log import MetricsLog, read_metrics
+from muonmesh.cli.metrics_log import cut_metrics, read_metrics
 from muonmesh.cli.model import check_model
 from muonmesh.cli.run_settings import Settings, load_settings
 from muonmesh.cli.summary import summarise
@@ -209,7 +209,7 @@ def test_damaged_tokens_are_one_sentence(damage: str, prepared: tuple[Path, Path
 def test_a_damaged_line_of_metrics_is_told_by_its_number(line: str, tmp_path: Path) -> None:
     good = '{"run": "muon", "step": 0, "seconds": 0.0, "validation_loss": 5.0}\n'
     (tmp_path / "metrics.jsonl").write_text(f"{good}{line}\n{good}")
-    for read in (read_metrics, summarise, lambda run: MetricsLog(run).cut("muon", 0)):
+    for read in (read_metrics, summarise, lambda run: cut_metrics(run, "muon", 0)):
         with pytest.raises(FileError, match=r"metrics\.jsonl: line 2 is not one that a training writes"):
             read(tmp_path)
     assert (tmp_path / "metrics.jsonl").read_text() == f"{good}{line}\n{good}", "as it was"

@@ -1,4 +1,4 @@
-"""MetricsLog: ``metrics.jsonl``, one JSON object a line, the only source of the report.
+"""Metrics: ``metrics.jsonl``, one JSON object a line, the only source of the report.
 
 A line has ``run`` ("muon" or "adamw"), ``step``, ``tokens`` and ``seconds`` (training time: evaluation and
 checkpoints are left out), and then either a step's ``loss``, ``lr`` and times, or a ``validation_loss``.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, TextIO, get_args
+from typing import Any, get_args
 
 from muonmesh.cli.run_settings import Optimizer
 from muonmesh.errors import FileError
@@ -20,38 +20,22 @@ OF_A_STEP = ("step", "tokens", "seconds", "loss", *TIMES)
 OF_A_VALIDATION = ("step", "seconds", "validation_loss")
 
 
-class MetricsLog:
-    """Appends lines; each is flushed, so a killed run leaves all but the last of them."""
+def append_metrics(directory: Path, **record: Any) -> None:
+    """Write one line; a FileError where it cannot be written. A killed run leaves all but the last one."""
+    path = directory / METRICS_FILE
+    with writing(path), path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(record) + "\n")
 
-    def __init__(self, directory: Path) -> None:
-        self._path = directory / METRICS_FILE
-        self._file = self._open()
 
-    def append(self, **record: Any) -> None:
-        """Write one line; a FileError where it cannot be written."""
-        with writing(self._path):
-            self._file.write(json.dumps(record) + "\n")
-            self._file.flush()
+def cut_metrics(directory: Path, run: str, step: int) -> float:
+    """Forget what ``run`` wrote after ``step``, which a resumed run writes again; return its seconds until then.
 
-    def cut(self, run: str, step: int) -> float:
-        """Forget what ``run`` wrote after ``step``, which a resumed run writes again; return its seconds until then.
-
-        Raises:
-            FileError: the file is damaged, or cannot be written; it is as it was.
-        """
-        kept = [r for r in read_metrics(self._path.parent) if r["run"] != run or r["step"] <= step]
-        self._file.close()
-        write_text(self._path, "".join(json.dumps(record) + "\n" for record in kept))
-        self._file = self._open()
-        return max((float(record["seconds"]) for record in kept if record["run"] == run), default=0.0)
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-
-    def _open(self) -> TextIO:
-        with writing(self._path):
-            return self._path.open("a", encoding="utf-8")
+    Raises:
+        FileError: the file is damaged, or cannot be written; it is as it was.
+    """
+    kept = [r for r in read_metrics(directory) if r["run"] != run or r["step"] <= step]
+    write_text(directory / METRICS_FILE, "".join(json.dumps(record) + "\n" for record in kept))
+    return max((float(record["seconds"]) for record in kept if record["run"] == run), default=0.0)
 
 
 def read_metrics(directory: Path) -> list[dict[str, Any]]:

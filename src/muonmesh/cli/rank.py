@@ -19,7 +19,7 @@ from muonmesh.checkpoint.ranks import insist_on_the_same, on_first_rank
 from muonmesh.cli.corpus import Corpus, load_corpus_of
 from muonmesh.cli.failure import LAUNCHER
 from muonmesh.cli.lock import locked
-from muonmesh.cli.metrics_log import MetricsLog
+from muonmesh.cli.metrics_log import cut_metrics
 from muonmesh.cli.run_settings import Optimizer, Settings, load_settings
 from muonmesh.cli.training import StopRequest, Training
 from muonmesh.errors import FileError
@@ -47,9 +47,8 @@ def work(run: Path) -> None:
     insist_on_the_same(run, {**asdict(settings), "text": corpus.digest, "vocabulary": corpus.vocab})
     settings = replace(settings, out=str(run))  # wherever it lies now
     stop = StopRequest()
-    log = MetricsLog(run) if dist.get_rank() == 0 else None
     for name in settings.optimizers:
-        if not train(name, settings, corpus, device, log, stop):
+        if not train(name, settings, corpus, device, stop):
             break
         gc.collect()  # sharded models are full of cycles, and the next one needs the room
     dist.destroy_process_group()
@@ -81,14 +80,7 @@ def join(kind: str, *, timeout: timedelta | None = None) -> torch.device:
     return device
 
 
-def train(
-    name: Optimizer,
-    settings: Settings,
-    corpus: Corpus,
-    device: torch.device,
-    log: MetricsLog | None,
-    stop: StopRequest,
-) -> bool:
+def train(name: Optimizer, settings: Settings, corpus: Corpus, device: torch.device, stop: StopRequest) -> bool:
     """One of a run's trainings, from its checkpoint if it has one; False when it was stopped."""
     run = settings.directory
     training = Training(name, settings, corpus, device)
@@ -96,10 +88,9 @@ def train(
     explanation = training.engine.explain()
 
     def write() -> None:
-        assert log is not None
-        training.seconds = log.cut(name, training.start if training.start else -1)
+        training.seconds = cut_metrics(run, name, training.start if training.start else -1)
         write_text(run / f"explain-{name}.txt", f"{explanation}\n")
 
     on_first_rank(write)  # and no rank may die of the Ctrl-C that another one takes as a wish
     stop.install()
-    return training.run(log, stop)
+    return training.run(stop)

@@ -20,7 +20,7 @@ from muonmesh.cli.checkpoints import Checkpoints, checkpoints_of
 from muonmesh.cli.configuration import model_config
 from muonmesh.cli.corpus import Corpus, Windows
 from muonmesh.cli.engine import Engine
-from muonmesh.cli.metrics_log import TIMES, MetricsLog
+from muonmesh.cli.metrics_log import TIMES, append_metrics
 from muonmesh.cli.model import build_model
 from muonmesh.cli.progress import ProgressLine
 from muonmesh.cli.run_settings import Optimizer, ScheduleName, Settings, option
@@ -104,7 +104,7 @@ class Training:
             self.checkpoints.load(step, self.engine)
             self.start = step
 
-    def run(self, log: MetricsLog | None, stop: StopRequest) -> bool:
+    def run(self, stop: StopRequest) -> bool:
         """Train to the end; False when a stop was asked for, with a checkpoint of the step reached.
 
         Raises:
@@ -119,14 +119,14 @@ class Training:
             steps=settings.steps,
             start=self.start,
             tokens_per_step=settings.tokens_per_step,
-            visible=log is not None,
+            visible=self.rank == 0,
         ) as line:
             if self.start == 0:
-                self._validate(0, log, line)
+                self._validate(0, line)
             for step in range(self.start + 1, settings.steps + 1):
-                stopping = self._step(step, stop, log, line)
+                stopping = self._step(step, stop, line)
                 if step % settings.eval_every == 0 or step == settings.steps:
-                    self._validate(step, log, line)
+                    self._validate(step, line)
                 every = settings.checkpoint_every
                 if stopping or step == settings.steps or (every and step % every == 0):
                     self.checkpoints.save(step, self.engine)
@@ -155,7 +155,7 @@ class Training:
         loss_sum, count = total.tolist()
         return float(loss_sum / count)
 
-    def _step(self, step: int, stop: StopRequest, log: MetricsLog | None, line: ProgressLine) -> bool:
+    def _step(self, step: int, stop: StopRequest, line: ProgressLine) -> bool:
         """Take a step, record it, and say whether any rank asked to stop."""
         settings = self.settings
         factor = learning_rate_factor(step, name=settings.schedule, steps=settings.steps, warmup=settings.warmup)
@@ -177,7 +177,7 @@ class Training:
         self.seconds += seconds
         lr = max(group["lr"] for group in self.engine.optimizer.param_groups)
         times = dict(zip(TIMES, (seconds, computed - began, updated - computed), strict=True))
-        self._append(log, step, loss=mean, lr=lr, **times)
+        self._append(step, loss=mean, lr=lr, **times)
         line.step(step, mean, seconds)
         return bool(stop_flags > 0)
 
@@ -211,17 +211,18 @@ class Training:
             logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
         return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
 
-    def _validate(self, step: int, log: MetricsLog | None, line: ProgressLine) -> None:
+    def _validate(self, step: int, line: ProgressLine) -> None:
         loss = self.evaluate()
         self._need_finite("validation loss", step, loss)
         details = self.engine.metrics() if step else {}
-        self._append(log, step, validation_loss=loss, **({"optimizer": details} if details else {}))
+        self._append(step, validation_loss=loss, **({"optimizer": details} if details else {}))
         line.validation(loss)
 
-    def _append(self, log: MetricsLog | None, step: int, **figures: Any) -> None:
-        if log is not None:
+    def _append(self, step: int, **figures: Any) -> None:
+        if self.rank == 0:
             tokens = step * self.settings.tokens_per_step
-            log.append(run=self.name, step=step, tokens=tokens, seconds=self.seconds, **figures)
+            where = self.settings.directory
+            append_metrics(where, run=self.name, step=step, tokens=tokens, seconds=self.seconds, **figures)
 
     def _need_finite(self, what: str, step: int, loss: float) -> None:
         """A mean over all ranks, so that each of them finds the same and raises."""
