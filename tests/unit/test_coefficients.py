@@ -202,7 +202,7 @@ def test_auto_is_deflated_on_a_cpu_in_bf16_and_else_polar_express() -> None:
 
 @pytest.mark.parametrize(("shape", "named"), [((390, 400), "deflated"), ((400, 384), "deflated"), ((383, 400), None)])
 def test_an_optimizer_takes_the_set_that_suits_its_matrix(shape: tuple[int, int], named: str | None) -> None:
-    """By default on a CPU; the ranks compare its name, and explain() tells it with what it costs at most."""
+    """By default on a CPU; the ranks compare its name, and explain() tells it."""
     gradient = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     weight = torch.nn.Parameter(torch.zeros(shape))
     optimizer = mm.Muon([weight], lr=1.0, weight_decay=0.0, momentum=0.0, nesterov=False, scale_mode="none")
@@ -212,10 +212,7 @@ def test_an_optimizer_takes_the_set_that_suits_its_matrix(shape: tuple[int, int]
     expected = mm.orthogonalize(gradient.bfloat16(), coefficients=named or "polar_express")
     assert torch.equal(weight.detach(), -expected.float())
     assert row.sets == {named or "polar_express": 1}
-    rows, cols = sorted(shape)
-    more = 2 * (rows**3 + 3 * rows**2 * cols)  # of two quintics: A², A, and a product with X each
-    assert row.flops_at_most == row.flops + (more if named else 0)
-    assert ("orthogonalized: 1 by deflated, " in str(optimizer.explain())) == bool(named)
+    assert ("orthogonalized: 1 by deflated" in str(optimizer.explain())) == bool(named)
     assert optimizer._runtime.planned is not None
     assert optimizer._runtime.planned.plan.parameters[0].settings.startswith("deflated, 3 steps, auto")
     optimizer.param_groups[0]["ns_steps"] = 5

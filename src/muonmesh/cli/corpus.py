@@ -58,7 +58,7 @@ class Corpus:
         """The digest of the tokens as they are now."""
         digest = hashlib.sha256()
         for tokens in (self.train(), self.validation()):
-            digest.update(tokens)
+            digest.update(tokens.data)
         return digest.hexdigest()
 
     def _mapped(self, name: str, count: int) -> np.ndarray:

@@ -11,10 +11,8 @@ from typing import Any
 from torch import Tensor
 
 from muonmesh.comm.wire import Counts
-from muonmesh.layout import cost
 from muonmesh.layout.balance import imbalance
 from muonmesh.numerics.graphs import MOST
-from muonmesh.numerics.newton_schulz import Orthogonalizer
 from muonmesh.numerics.rules import is_matrix_rule, rule_of
 from muonmesh.report.state_bytes import state_bytes_of
 from muonmesh.report.step_memory import step_memory
@@ -43,7 +41,6 @@ class Row:
         spectral: Spectral norm of one step; nan for AdamW.
         state: Bytes that this rank keeps of it from step to step, in the dtypes in which they are kept.
         sets: How many matrices each coefficient set orthogonalizes, by its name.
-        flops_at_most: FLOPs a step over all ranks if every result of "deflated" needs two more polynomials.
     """
 
     parameter: str
@@ -58,7 +55,6 @@ class Row:
     spectral: float
     state: int = 0
     sets: dict[str, int] = field(default_factory=dict)
-    flops_at_most: int = 0
 
 
 @dataclass(frozen=True)
@@ -138,11 +134,7 @@ class Explanation:
         sets = sum((Counter(row.sets) for row in self.rows), Counter[str]())
         if set(sets) - {"polar_express"}:
             told = ", ".join(f"{count} by {name}" for name, count in sorted(sets.items()))
-            expected, most = (
-                sum(of) / 1e9 for of in zip(*((r.flops, r.flops_at_most) for r in self.rows), strict=True)
-            )
-            more = f", {most:.3g} GFLOP if every result needs more polynomials" if most > expected else ""
-            table.append(f"orthogonalized: {told}{more}")
+            table.append(f"orthogonalized: {told}")
         if self.gradients.collectives:
             moved = self.gradients
             table.append(
@@ -255,14 +247,7 @@ def _muon_row(group: Mapping[str, Any], of: int, planned: Planned, number: int, 
         max(step.rms for step in steps),
         max(step.spectral for step in steps),
         sets=dict(sets),
-        flops_at_most=sum(parameter.flops) + sum(map(_finishing, how)),
     )
-
-
-def _finishing(how: Orthogonalizer) -> int:
-    """Return the FLOPs of what only some results get."""
-    degrees, method = how.finishing
-    return cost(how.rows, how.cols, degrees=degrees, gram=method == "gram") if degrees else 0
 
 
 def _owners(owners: Mapping[int, int]) -> str:
