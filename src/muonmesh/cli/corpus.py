@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 import sysconfig
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
@@ -199,13 +198,14 @@ def _write(directory: Path, tokenizer: Tokenizer, sources: Sequence[Source], *, 
     Raises:
         FileError: it could not be written.
     """
+    counts, size = [0, 0], tokenizer.get_vocab_size()
     with writing(directory):
         directory.parent.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(prefix="preparing-", dir=directory.parent))
-    try:
-        counts, size = [0, 0], tokenizer.get_vocab_size()
-        train, validation = scratch / "train.bin", scratch / "validation.bin"
-        with writing(directory), train.open("wb") as first, validation.open("wb") as second:
+        made = tempfile.TemporaryDirectory(prefix="preparing-", dir=directory.parent, ignore_cleanup_errors=True)
+    with made as above, writing(directory):
+        scratch = Path(above) / "text"
+        scratch.mkdir()
+        with (scratch / "train.bin").open("wb") as first, (scratch / "validation.bin").open("wb") as second:
             for batch in _batches(sources, whole=whole):
                 texts = [text for _, text in batch]
                 encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
@@ -215,24 +215,12 @@ def _write(directory: Path, tokenizer: Tokenizer, sources: Sequence[Source], *, 
                     counts[part] += len(tokens)
         with writing(directory, raised=Exception):
             tokenizer.save(str(scratch / "tokenizer.json"))
-        corpus = Corpus(
-            directory=str(directory),
-            digest="",
-            source=source,
-            files=len(sources),
-            vocab=size,
-            train_tokens=counts[0],
-            validation_tokens=counts[1],
-        )
-        corpus = replace(corpus, digest=replace(corpus, directory=str(scratch)).measured_digest())
-        save_corpus_of(scratch, corpus)
-        with writing(directory):
-            for file in scratch.iterdir():
-                onto_disk(file)
-            try:
-                scratch.rename(directory)
-            except OSError:  # another run prepared the same text meanwhile
-                if not (directory / DESCRIPTION_FILE).is_file():
-                    raise
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        corpus = Corpus(str(scratch), "", source, len(sources), size, *counts)
+        save_corpus_of(scratch, replace(corpus, directory=str(directory), digest=corpus.measured_digest()))
+        for file in scratch.iterdir():
+            onto_disk(file)
+        try:
+            scratch.rename(directory)
+        except OSError:  # another run prepared the same text meanwhile
+            if not (directory / DESCRIPTION_FILE).is_file():
+                raise
