@@ -17,7 +17,7 @@ REQUIRED = ("typer", "rich", "numpy", "tokenizers", "transformers", "matplotlib"
 
 def main() -> None:
     """Entry point of the ``muonmesh`` script; exits with 2 and a remedy where the extra is missing."""
-    if sys.argv[1:] == ["--version"]:  # without the extra too
+    if sys.argv[1:] == ["--version"]:  # without the extra, and without torch
         print(versions())
         return
     missing = [name for name in REQUIRED if find_spec(name) is None]

@@ -14,7 +14,6 @@ from muonmesh.cli.plan_command import PlanRequest, plan
 from muonmesh.cli.run_settings import Request, Settings, declared, option
 from muonmesh.cli.terminal import complain, examples
 from muonmesh.cli.transfer_command import transfer
-from muonmesh.cli.version import versions
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -25,20 +24,11 @@ app = typer.Typer(
 )
 
 
-def show_version(asked: bool) -> None:
-    """Print the versions and end, if that was asked."""
-    if asked:
-        typer.echo(versions())
-        raise typer.Exit
-
-
 @app.callback()
-def commands(
-    version: Annotated[
-        bool, typer.Option("--version", callback=show_version, is_eager=True, help="Print the version and exit.")
-    ] = False,
-) -> None:
+def commands() -> None:
     """Plan, train and inspect runs of Muon, an optimizer for PyTorch that gives the same update in every layout.
+
+    muonmesh --version tells the version.
 
     Exit code 0: done. 1: failed or damaged. 2: wrong usage. 130: stopped by Ctrl-C.
     """
