@@ -28,7 +28,7 @@ from muonmesh.checkpoint.ranks import insist_on_the_same, on_first_rank, togethe
 from muonmesh.cli.app import app
 from muonmesh.cli.checkpoints import Checkpoints, checkpoints_of
 from muonmesh.cli.corpus import Corpus, load_corpus_of, prepare_corpus, save_corpus_of, standard_library
-from muonmesh.cli.model import parallelise
+from muonmesh.cli.model import check_parameters, parallelise
 from muonmesh.cli.run_settings import Parallel, Settings, load_settings
 from muonmesh.cli.training import StopRequest, Training
 from muonmesh.errors import FileError
@@ -401,7 +401,10 @@ def shard_a_number() -> str:
     return str(caught.value)
 
 
-def test_a_parameter_that_cannot_be_sharded_is_one_sentence_on_the_ranks(pool: Pool) -> None:
+def test_a_parameter_that_cannot_be_sharded_is_one_sentence_before_and_on_the_ranks(pool: Pool) -> None:
+    with pytest.raises(FileError, match=r"--model own: scale is a single number.* Write: --parallel ddp"):
+        check_parameters(Scaled(), name="own", parallel="hsdp")
+    check_parameters(Scaled(), name="own", parallel="ddp")
     for message in pool.run(shard_a_number):
         assert "--parallel fsdp: FSDP2 cannot shard this model: " in message
         assert message.endswith("Write: --parallel ddp")

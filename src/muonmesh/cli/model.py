@@ -14,6 +14,9 @@ from muonmesh.cli.configuration import model_config, sentence
 from muonmesh.cli.run_settings import REPLICAS, Dtype, Parallel, Settings
 from muonmesh.errors import FileError
 
+SHARDING = ("fsdp", "hsdp")
+DDP = "Write: --parallel ddp"
+
 
 def build_model(config: Any) -> nn.Module:
     """A freshly initialized model on the current default device and random state.
@@ -41,13 +44,28 @@ def build_model(config: Any) -> nn.Module:
 
 
 def check_model(settings: Settings) -> nn.Module:
-    """Build the model of a run on the meta device, without memory, and return it.
+    """Build the model of a run on the meta device, without memory, and return it; raises what a rank would raise.
 
     Raises:
-        ValueError: there is no such model.
+        ValueError: there is no such model, or its parameters cannot be sharded.
     """
     with torch.device("meta"):
-        return build_model(model_config(settings.model, vocab=settings.vocab, seq=settings.seq))
+        built = build_model(model_config(settings.model, vocab=settings.vocab, seq=settings.seq))
+    check_parameters(built, name=settings.model, parallel=settings.parallel)
+    return built
+
+
+def check_parameters(model: nn.Module, *, name: str, parallel: Parallel) -> None:
+    """Make sure that each parameter holds something, and that it can be sharded where that is asked for.
+
+    Raises:
+        FileError: naming the first that does not or cannot.
+    """
+    for path, parameter in model.named_parameters():
+        if parameter.numel() == 0:
+            raise FileError(f"--model {name}: {path} is empty, of shape {tuple(parameter.shape)}; needed sizes above 0")
+        if parameter.ndim == 0 and parallel in SHARDING:
+            raise FileError(f"--model {name}: {path} is a single number, which FSDP2 cannot shard. {DDP}")
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
@@ -96,7 +114,5 @@ def parallelise(model: nn.Module, *, parallel: Parallel, dtype: Dtype, device: t
             fully_shard(block, mesh=mesh, mp_policy=policy)
         fully_shard(model, mesh=mesh, mp_policy=policy)
     except ValueError as error:
-        raise FileError(
-            f"--parallel {parallel}: FSDP2 cannot shard this model: {sentence(error)}. Write: --parallel ddp"
-        ) from error
+        raise FileError(f"--parallel {parallel}: FSDP2 cannot shard this model: {sentence(error)}. {DDP}") from error
     return model
