@@ -35,7 +35,6 @@ from muonmesh.cli.model import blocks_of, build_model
 from muonmesh.cli.run_settings import Settings, load_settings
 from muonmesh.cli.summary import Point, TrainingSummary, compare, crossing_of, summarise
 from muonmesh.cli.training import learning_rate_factor
-from muonmesh.errors import FileError
 
 COMMAND = (sys.executable, "-c", "from muonmesh.cli import main; main()", "train")
 STEPS = 12
