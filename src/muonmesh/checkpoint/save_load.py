@@ -20,6 +20,7 @@ from muonmesh.checkpoint.extra import Extra, extra_of, give_back
 from muonmesh.checkpoint.fitting import fit
 from muonmesh.checkpoint.folder import look, write
 from muonmesh.checkpoint.group_settings import check_saved, merged, settings_of
+from muonmesh.checkpoint.manifest import SETTINGS_FILE
 from muonmesh.checkpoint.of_muon import OfMuon
 from muonmesh.checkpoint.ranks import settled
 from muonmesh.checkpoint.record import STATE, Record, Recorded
@@ -98,7 +99,7 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Any, *, stri
     host = recorded(optimizer)
     _reshard(model)
     contents = look(path)
-    check_saved(contents.folder, contents.settings)
+    check_saved(contents.folder / SETTINGS_FILE, contents.settings)
     with host.whole(model, write=True):
         records, extra = settled(lambda: _records(host, model))
         names = {name for some in tell_all([record.name for record in records]) for name in some}
