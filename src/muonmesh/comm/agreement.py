@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -170,7 +170,8 @@ def new_group(ranks: Sequence[int], backend: str | None = None) -> dist.ProcessG
     ranks are made to give it the same name.
     """
     key, timeout = tuple(sorted(ranks)), timedelta(seconds=seconds_of_collectives())
-    honest, name = getattr(distributed_c10d, "_hash_ranks_to_str", None), f"muonmesh {key} {_made[key]}"
+    honest: Any = getattr(distributed_c10d, "_hash_ranks_to_str", None)
+    name = f"muonmesh {key} {_made[key]}"
     _made[key] += 1
     distributed_c10d._hash_ranks_to_str = lambda ranks: name
     try:
