@@ -366,7 +366,9 @@ def draw(records: Sequence[Mapping[str, Any]], path: Path) -> None:
     from matplotlib import colormaps, pyplot
 
     sizes = by_size(records)
-    colors = dict(zip([rule for rule in RULES if rule != "adamw"], colormaps["tab20"].colors, strict=False))
+    shades = colormaps["tab20"].colors
+    palette = [shade for shade in (*shades[::2], *shades[1::2]) if max(shade) - min(shade) > 0.1]  # no gray
+    colors = dict(zip([rule for rule in RULES if rule != "adamw"], palette, strict=False))
     figure, panels = pyplot.subplots(
         1, len(sizes), figsize=(4 * len(sizes), 4.2), dpi=90, layout="constrained", squeeze=False
     )

@@ -26,7 +26,6 @@ RULES: dict[str, dict[str, Any]] = {
     "soap, every 10": {"lr": 6e-3, "rule": "soap", "muon": {"lr": 6e-3, "soap_every": 10}},
     "hyperball": {"lr": 6e-3, "rule": "hyperball", "muon": {"lr": 2e-2}},
     "cautious": {"lr": 6e-3, "decay_mode": "cautious"},
-    "per head": {"lr": 6e-3, "per_head": True},
     "scion head": {"lr": 6e-3, "overrides": {"lm_head.weight": "scion_sign"}},
 }
 """What `from_model` is told, with the learning rate that the multiples are of. AdamW's half has that of the rule, but

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks import evidence
+from benchmarks.sweep import chosen, final
 from benchmarks.vision import rows_of
 from torch import nn
 
@@ -270,6 +272,26 @@ def test_images() -> None:
     assert len(rows) == 18
     assert missing(rows, (ROOT / "docs/how-we-know.md").read_text()) == []
     assert max(run["multiple"] for run in runs if run["seed"]) < max(run["multiple"] for run in runs)
+
+
+def test_rules_on_language_models() -> None:
+    """Each row of the sweep, and who is ahead of Muon or behind with every seed."""
+    found, page = recorded("evidence"), (ROOT / "docs/how-we-know.md").read_text()
+    rows: list[str] = []
+    ahead: dict[str, list[float]] = {}
+    for size in ("48x2", "64x3", "96x4"):
+        runs = [run for run in found["runs"] if run["size"] == size]
+        titled = f"{size.replace('x', ' wide, ')} layers"
+        for name, rate, decay, trainings, *figures in evidence.table(runs, found["milliseconds"][size]):
+            assert trainings == "11"
+            rows.append(f"| {' | '.join([titled, name, rate, decay, *figures])} |")
+        muon = {run["seed"]: final(run) for run in chosen(runs, "muon")}
+        for rule in {run["rule"] for run in runs}:
+            ahead.setdefault(rule, []).extend(muon[run["seed"]] - final(run) for run in chosen(runs, rule))
+    assert len(rows) == 36
+    assert missing(rows, page) == []
+    assert {rule for rule, some in ahead.items() if min(some) > 0} == {"hyperball", "soap", "soap, every 10", "muoneq"}
+    assert {rule for rule, some in ahead.items() if max(some) < 0} == {"adamw", "dynmuon", "scion head"}
 
 
 def test_adapters() -> None:
