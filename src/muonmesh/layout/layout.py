@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from typing import Any
 
 from muonmesh.errors import LayoutError, NotCovered, explain_error
 from muonmesh.layout.region import Block, Region, row_major
@@ -106,6 +107,8 @@ class MeshLayout:
     ranks: tuple[int, ...]
     placements: tuple[Placement, ...]
 
+    _index: dict[int, int] = field(init=False, repr=False, compare=False)
+
     def __post_init__(self) -> None:
         if len(self.placements) != len(self.mesh) or math.prod(self.mesh) != len(self.ranks):
             found = f"{len(self.placements)} placements on a mesh {self.mesh} of {len(self.ranks)} ranks"
@@ -114,16 +117,24 @@ class MeshLayout:
             if not isinstance(placement, Replicate) and not 0 <= placement.dim < len(self.shape):
                 found, needed = f"{placement} on a parameter of shape {self.shape}", "a dim that it has"
                 raise LayoutError(explain_error("MeshLayout", found, needed, "Correct the placement's dim"))
-        object.__setattr__(self, "ranks", self._grid.ranks)  # thousands of numbers, kept once for all parameters
+        ranks, index = _places(self.ranks)  # thousands of numbers, kept once for all parameters
+        object.__setattr__(self, "ranks", ranks)
+        object.__setattr__(self, "_index", index)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:  # without thousands of ranks: caches ask for it often
+        return hash((self.shape, self.mesh, self.placements))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return MeshLayout, (self.shape, self.mesh, self.ranks, self.placements)
 
     @staticmethod
     def replicated(shape: tuple[int, ...], ranks: tuple[int, ...]) -> MeshLayout:
         """Return the layout of a tensor that every rank of ``ranks`` holds whole."""
         return MeshLayout(shape, (len(ranks),), ranks, (Replicate(),))
-
-    @cached_property
-    def _grid(self) -> _MeshRanks:
-        return _grid_of(self.mesh, self.ranks)
 
     @cached_property
     def _cuts(self) -> tuple[tuple[_Cut, ...], ...]:
@@ -135,19 +146,29 @@ class MeshLayout:
                 cuts[placement.dim].append((axis, size, split_factor))
         return tuple(tuple(cut) for cut in cuts)
 
+    def _at(self, rank: int) -> tuple[int, ...]:
+        """Return the place of a rank on each mesh axis."""
+        index = self._index[rank]
+        return tuple(index // stride % size for size, stride in zip(self.mesh, row_major(self.mesh), strict=True))
+
+    def _spans(self, rank: int) -> tuple[Spans, ...]:
+        """Return the indices that a rank stores, dim by dim."""
+        at, pairs = self._at(rank), zip(self.shape, self._cuts, strict=True)
+        return tuple(_split(size, cut, tuple(at[axis] for axis, _, _ in cut)) for size, cut in pairs)
+
     def blocks(self, rank: int) -> tuple[Block, ...]:
         """Return what ``rank`` stores; one block unless a strided shard interleaves."""
-        return _blocks(self._grid, self.shape, self._cuts, rank) if rank in self._grid.index else ()
+        return _blocks(self, rank) if rank in self._index else ()
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
         """Return the shape of the local tensor on ``rank``."""
-        return tuple(sum(count for _, count in spans) for spans in _spans(self._grid, self.shape, self._cuts, rank))
+        return tuple(sum(count for _, count in spans) for spans in self._spans(rank))
 
     def replica(self, rank: int) -> tuple[int, ...]:
         """Return the ranks with the same coordinates as ``rank`` on the replicated axes."""
-        axes = zip(self._grid.coordinates(rank), self.mesh, self.placements, strict=True)
+        axes = zip(self._at(rank), self.mesh, self.placements, strict=True)
         some = tuple((at,) if isinstance(placement, Replicate) else range(size) for at, size, placement in axes)
-        return _ranks_at(self._grid, some)
+        return _ranks_at(self, some)
 
     def copies(self) -> int:
         """Return how many ranks hold each element."""
@@ -167,7 +188,7 @@ class MeshLayout:
 
     def _number(self, rank: int, *, replicated: bool) -> int:
         number = 0
-        for at, size, placement in zip(self._grid.coordinates(rank), self.mesh, self.placements, strict=True):
+        for at, size, placement in zip(self._at(rank), self.mesh, self.placements, strict=True):
             if isinstance(placement, Replicate) == replicated:
                 number = number * size + at
         return number
@@ -178,7 +199,7 @@ class MeshLayout:
 
     def holders(self, region: Region) -> tuple[int, ...]:
         """Return the ranks that hold all of ``region``."""
-        return _holders(self._grid, self.shape, self._cuts, region)
+        return _holders(self, region)
 
     def prove_cover(self) -> None:
         """Raise LayoutError unless each replica covers each element exactly once.
@@ -203,52 +224,20 @@ class MeshLayout:
         return ", ".join(names)
 
 
-@dataclass(frozen=True, eq=False)
-class _MeshRanks:
-    """The ranks of a mesh and the place of each. Equal meshes share one object, so caches may compare by identity."""
-
-    mesh: tuple[int, ...]
-    strides: tuple[int, ...]
-    ranks: tuple[int, ...]
-    index: dict[int, int]
-
-    def coordinates(self, rank: int) -> tuple[int, ...]:
-        """Return the place of a rank on each mesh axis."""
-        index = self.index[rank]
-        return tuple(index // stride % size for size, stride in zip(self.mesh, self.strides, strict=True))
-
-
-@lru_cache(maxsize=1024)
-def _grid_of(mesh: tuple[int, ...], ranks: tuple[int, ...]) -> _MeshRanks:
-    return _MeshRanks(mesh, row_major(mesh), ranks, {rank: index for index, rank in enumerate(ranks)})
-
-
 # What follows is the same for all parameters of one shape and placement, hundreds in a large model.
 
 
-def _spans(
-    grid: _MeshRanks, shape: tuple[int, ...], cuts: tuple[tuple[_Cut, ...], ...], rank: int
-) -> tuple[Spans, ...]:
-    """Return the indices that a rank stores, dim by dim."""
-    at = grid.coordinates(rank)
-    return tuple(
-        _split(size, cut, tuple(at[axis] for axis, _, _ in cut)) for size, cut in zip(shape, cuts, strict=True)
-    )
+@lru_cache(maxsize=1024)
+def _places(ranks: tuple[int, ...]) -> tuple[tuple[int, ...], dict[int, int]]:
+    """Return the ranks of a mesh, one object for equal ones, and the place of each."""
+    return ranks, {rank: place for place, rank in enumerate(ranks)}
 
 
 @lru_cache(maxsize=65536)
-def _blocks(
-    grid: _MeshRanks, shape: tuple[int, ...], cuts: tuple[tuple[_Cut, ...], ...], rank: int
-) -> tuple[Block, ...]:
-    return _blocks_of(_spans(grid, shape, cuts, rank))
-
-
-@lru_cache(maxsize=65536)
-def _blocks_of(spans_by_dim: tuple[Spans, ...]) -> tuple[Block, ...]:
-    """Return the blocks of a local tensor that is the product of these indices."""
-    strides = row_major(tuple(sum(count for _, count in spans) for spans in spans_by_dim))
+def _blocks(layout: MeshLayout, rank: int) -> tuple[Block, ...]:
+    strides = row_major(layout.local_shape(rank))
     placed = []  # per dim: the spans with their position in the local tensor
-    for spans in spans_by_dim:
+    for spans in layout._spans(rank):
         starts = itertools.accumulate((count for _, count in spans), initial=0)
         placed.append([(start, first, count) for start, (first, count) in zip(starts, spans, strict=False)])
     return tuple(
@@ -262,29 +251,24 @@ def _blocks_of(spans_by_dim: tuple[Spans, ...]) -> tuple[Block, ...]:
 
 
 @lru_cache(maxsize=65536)
-def _holders(
-    grid: _MeshRanks, shape: tuple[int, ...], cuts: tuple[tuple[_Cut, ...], ...], region: Region
-) -> tuple[int, ...]:
-    choices: list[Sequence[int]] = [range(size) for size in grid.mesh]
-    for dim, (size, cut) in enumerate(zip(shape, cuts, strict=True)):
-        if not cut:
-            continue
+def _holders(layout: MeshLayout, region: Region) -> tuple[int, ...]:
+    choices: list[Sequence[int]] = [range(size) for size in layout.mesh]
+    for dim, (size, cut) in enumerate(zip(layout.shape, layout._cuts, strict=True)):
         found = _holding(size, cut, region.offset[dim], region.shape[dim], region.step[dim])
-        if len(cut) > 1:  # several axes cut one dim: at most one combination holds these indices
-            if not found:
-                return ()
-            for (axis, _, _), coordinate in zip(cut, found[0], strict=True):
-                choices[axis] = (coordinate,)
-        else:
-            choices[cut[0][0]] = tuple(at[0] for at in found)
-    return _ranks_at(grid, tuple(choices))
+        if not found:
+            return ()
+        # Where several axes cut one dim, at most one combination holds these indices.
+        for (axis, _, _), coordinates in zip(cut, zip(*found, strict=True), strict=True):
+            choices[axis] = coordinates
+    return _ranks_at(layout, tuple(choices))
 
 
 @lru_cache(maxsize=65536)
-def _ranks_at(grid: _MeshRanks, choices: tuple[Sequence[int], ...]) -> tuple[int, ...]:
+def _ranks_at(layout: MeshLayout, choices: tuple[Sequence[int], ...]) -> tuple[int, ...]:
     """Return the ranks at every combination of these coordinates."""
+    strides = row_major(layout.mesh)
     return tuple(
-        grid.ranks[sum(c * stride for c, stride in zip(at, grid.strides, strict=True))]
+        layout.ranks[sum(c * stride for c, stride in zip(at, strides, strict=True))]
         for at in itertools.product(*choices)
     )
 
