@@ -17,7 +17,7 @@ from muonmesh.layout.owners import KnownMatrix, assign_owners
 from muonmesh.layout.parameter import Elementwise, Parameter, describe
 from muonmesh.layout.relay import Relay
 from muonmesh.layout.rounds import Rounds
-from muonmesh.layout.routes import Leg, Routes, extend, pieces, pieces_by_holder
+from muonmesh.layout.routes import Leg, Routes, append, pieces
 
 _AT_ONCE = 1 << 28
 """Elements of equal matrices that a device orthogonalizes together at most."""
@@ -76,24 +76,20 @@ class Plan:
         chain = not gather and self.rounds(bucket).count > 1
         for number in self.buckets[bucket] if numbers is None else numbers:
             assignment = self.assignments[number]
-            place = self._layout(assignment, gather=gather)
-            owner = assignment.owner
-            relay = None if gather else self.relays[assignment.parameter]
+            parameter, matrix, owner = assignment.parameter, assignment.matrix, assignment.owner
+            place, relay = self._layout(assignment, gather=gather), None if gather else self.relays[parameter]
             if relay is not None:
-                ways = relay.outgoing(owner, rank, chain=chain)
-                for holder, parts in pieces_by_holder(place, [to for _, to, _ in ways], assignment.matrix):
-                    extend(assembled, holder, number, assignment.parameter, parts)
-                if mine := tuple(pieces(place, rank, assignment.matrix)):
-                    sender, _, _ = relay.incoming(owner, rank, chain=chain)
-                    extend(stored, sender, number, assignment.parameter, mine)
-                continue
-            if rank == owner:
-                holders = place.replica(rank) if gather else place.ranks
-                for holder, parts in pieces_by_holder(place, holders, assignment.matrix):
-                    extend(assembled, holder, number, assignment.parameter, parts)
-            mine = tuple(pieces(place, rank, assignment.matrix))
+                receivers: Sequence[int] = relay.outgoing(owner, rank, chain=chain)
+            else:
+                receivers = () if rank != owner else place.replica(rank) if gather else place.ranks
+            for holder in receivers:
+                for piece in pieces(place, holder, matrix):
+                    append(assembled.setdefault(holder, []), Leg(number, parameter, piece, 0))
+            mine = pieces(place, rank, matrix)
             if mine and (not gather or rank in place.replica(owner)):
-                extend(stored, owner, number, assignment.parameter, mine)
+                sender = owner if relay is None else relay.incoming(owner, rank, chain=chain)[0]
+                for piece in mine:
+                    append(stored.setdefault(sender, []), Leg(number, parameter, piece, 0))
         return Routes(
             {peer: tuple(legs) for peer, legs in stored.items()},
             {peer: tuple(legs) for peer, legs in assembled.items()},
@@ -126,12 +122,9 @@ class Plan:
         copies, at_once = max(target.copies() for target in targets), self.bucket_elements // max(owned.values())
         if not self.budget.gathers and 0 < at_once < copies - 1 and (copies - 1) % at_once:
             at_once = (3 * at_once - 1) // 4  # the last round, of fewer, is filled anew beside the one before it
-        found = Rounds.over(
-            copies,
-            max(1, at_once),
-            near=any(len(target.ranks) > target.copies() for target in targets),
-            sums=bool(self.summed(numbers)),
-        )
+        near = any(len(target.ranks) > target.copies() for target in targets)
+        found = Rounds(1, max(1, at_once), near, bool(self.summed(numbers)))
+        found = replace(found, count=1 + found.of(copies - 1))
         chain = found.count > 1
         passed = [relay.exchanges(chain=chain) for p in parameters if (relay := self.relays[p]) is not None]
         last = max(passed, default=1)
@@ -163,7 +156,7 @@ class Plan:
         relay = self.relays[assignment.parameter]
         if relay is None:
             return rounds.of(self.distance(number, holder))
-        return relay.incoming(assignment.owner, holder, chain=rounds.count > 1)[2]
+        return relay.incoming(assignment.owner, holder, chain=rounds.count > 1)[1]
 
     def distance(self, assignment: int, holder: int) -> int:
         """Return how many replicas a rank that holds some of a matrix comes after the owner's, in a circle."""

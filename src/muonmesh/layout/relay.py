@@ -6,15 +6,11 @@ each rank sends each of its parts about once, and one copy of a part enters each
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from muonmesh.layout.flat import Layout
 from muonmesh.layout.region import Block
-
-Way = tuple[int, int, int]
-"""One copy of a part: (sender, receiver, the exchange in which it travels, counted from the first of its bucket)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,35 +58,32 @@ class Relay:
         near = len(self.layout.ranks) > copies  # of the parts of a copy the owner sends some to its own replica
         return near + (copies - 1 if chain else 1 + (1 < self.together < copies))
 
-    def incoming(self, owner: int, rank: int, *, chain: bool) -> Way:
-        """Return how a part of a result comes to a rank that holds it; the owner has its own from itself.
+    def incoming(self, owner: int, rank: int, *, chain: bool) -> tuple[int, int]:
+        """Return who sends a rank its part of a result, and in which exchange, counted from the first of its bucket.
 
         Args:
-            owner: Of the matrix.
+            owner: Of the matrix; it has its own part from itself.
             rank: The receiver.
             chain: Whether each copy is made from the one before it. If not, they are made from the owner's copy, and
                 in each other machine from the first there.
         """
-        part = self._part_of[rank]
-        first = self.layout.replica_number(owner)
-        distance = self._distance(first, self.layout.replica_number(rank))
-        own = part[first] == owner
+        part, circle = self._part_of[rank], self._circle(self.layout.replica_number(owner))
+        distance = circle.index(part.index(rank))
         if distance == 0:
-            return owner, rank, 0
+            return owner, 0
         before, depth = self._before(distance, chain)
-        return part[self._at(first, before)], rank, depth - own
+        return part[circle[before]], depth - (part[circle[0]] == owner)
 
-    def outgoing(self, owner: int, rank: int, *, chain: bool) -> Iterator[Way]:
-        """Yield what a rank sends of a result, to whom and when; nothing if it is given nothing to pass on."""
-        first = self.layout.replica_number(owner)
-        if rank == owner:
-            yield from ((rank, part[first], 0) for part in self.parts if part[first] != rank)
+    def outgoing(self, owner: int, rank: int, *, chain: bool) -> list[int]:
+        """Return whom a rank sends some of a result; nobody if it is given nothing to pass on."""
+        circle = self._circle(self.layout.replica_number(owner))
+        found = [part[circle[0]] for part in self.parts if part[circle[0]] != rank] if rank == owner else []
         part = self._part_of.get(rank)
         if part is not None:
-            mine, copies = self._distance(first, part.index(rank)), len(part)
-            for distance in range(mine + 1, min(mine + 2, copies) if chain else copies):
-                if self._before(distance, chain)[0] == mine:
-                    yield self.incoming(owner, part[self._at(first, distance)], chain=chain)
+            mine = circle.index(part.index(rank))
+            later = range(mine + 1, len(circle))
+            found += [part[circle[distance]] for distance in later if self._before(distance, chain)[0] == mine]
+        return found
 
     def _before(self, distance: int, chain: bool) -> tuple[int, int]:
         """Return the distance of the copy from which one is made, and how many times it has been passed on then."""
@@ -99,13 +92,11 @@ class Relay:
             return distance - 1, distance
         return (distance - place, 2) if machine and place else (0, 1)
 
-    def _distance(self, first: int, copy: int) -> int:
-        (machine, place), (other, there) = divmod(first, self.together), divmod(copy, self.together)
-        machines = self.layout.copies() // self.together
-        return (other - machine) % machines * self.together + (there - place) % self.together
-
-    def _at(self, first: int, distance: int) -> int:
-        """Return the number of the copy at a distance."""
-        (machine, place), (further, beside) = divmod(first, self.together), divmod(distance, self.together)
-        machines = self.layout.copies() // self.together
-        return (machine + further) % machines * self.together + (place + beside) % self.together
+    def _circle(self, first: int) -> list[int]:
+        """Return the numbers of all copies in the order of their distance from one."""
+        (machine, place), machines = divmod(first, self.together), self.layout.copies() // self.together
+        return [
+            (machine + further) % machines * self.together + (place + beside) % self.together
+            for further in range(machines)
+            for beside in range(self.together)
+        ]

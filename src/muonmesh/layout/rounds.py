@@ -28,17 +28,9 @@ class Rounds:
     sums: bool = False
     late: int = 0
 
-    @staticmethod
-    def over(copies: int, at_once: int, *, near: bool, sums: bool) -> Rounds:
-        """Return the rounds for at most so many copies of a matrix; ``at_once`` as many of them fit into one."""
-        found = Rounds(2, at_once, near, sums)
-        last = found.of(copies - 1)
-        return Rounds(last + 1, at_once, near, sums) if last else Rounds(1, copies, near, sums)
-
     def of(self, distance: int) -> int:
         """Return the number of the round in which results travel over a distance."""
-        if self.count <= 1:
+        if distance == 0:
             return 0
-        if self.near and not self.sums:
-            return distance // self.at_once
-        return 0 if not distance else self.near + (distance - 1) // self.at_once
+        apart = self.near and self.sums
+        return apart + (distance - (apart or not self.near)) // self.at_once

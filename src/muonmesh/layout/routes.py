@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from muonmesh.layout.flat import Layout
 from muonmesh.layout.matrix import Matrix
-from muonmesh.layout.region import Block, Piece, overlap
+from muonmesh.layout.region import Piece, overlap
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,36 +45,13 @@ class Routes:
     assembled: dict[int, tuple[Leg, ...]]
 
 
-def extend(legs: dict[int, list[Leg]], peer: int, number: int, parameter: int, parts: Iterable[Piece]) -> None:
-    """Add the pieces of assignment ``number`` to the legs that are exchanged with ``peer``, after those before it."""
-    for piece in parts:
-        append(legs.setdefault(peer, []), Leg(number, parameter, piece, 0))
-
-
 def append(legs: list[Leg], leg: Leg) -> None:
     """Add a leg to those that two ranks exchange, after those before it."""
     start = legs[-1].start + legs[-1].piece.numel if legs else 0
     legs.append(leg if leg.start == start else replace(leg, start=start))
 
 
-def pieces(layout: Layout, rank: int, matrix: Matrix) -> Iterator[Piece]:
-    """Yield what ``rank`` stores of a matrix, with its place in the storage and in the matrix."""
-    return _overlaps(layout.blocks(rank), matrix)
-
-
-def _overlaps(stored: tuple[Block, ...], matrix: Matrix) -> Iterator[Piece]:
-    for ours in stored:
-        for block in matrix.blocks:
-            piece = overlap(ours, block)
-            if piece is not None:
-                yield piece
-
-
-def pieces_by_holder(layout: Layout, holders: Sequence[int], matrix: Matrix) -> Iterator[tuple[int, tuple[Piece, ...]]]:
-    """Yield each of many holders with its pieces of a matrix; those of replicas are found, and kept, once."""
-    found: dict[tuple[Block, ...], tuple[Piece, ...]] = {}
-    for holder in holders:
-        stored = layout.blocks(holder)
-        if stored not in found:
-            found[stored] = tuple(_overlaps(stored, matrix))
-        yield holder, found[stored]
+def pieces(layout: Layout, rank: int, matrix: Matrix) -> tuple[Piece, ...]:
+    """Return what ``rank`` stores of a matrix, with its place in the storage and in the matrix."""
+    found = (overlap(ours, block) for ours in layout.blocks(rank) for block in matrix.blocks)
+    return tuple(piece for piece in found if piece is not None)

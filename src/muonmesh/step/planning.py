@@ -174,7 +174,7 @@ class Planned:
         return self._holdings([each.momentum_storage for each in self.plan.parameters]) if shared else self.holdings
 
     def _holdings(self, layouts: Sequence[Layout]) -> Holdings:
-        return tuple(tuple(pieces(layouts[a.parameter], self.rank, a.matrix)) for a in self.plan.assignments)
+        return tuple(pieces(layouts[a.parameter], self.rank, a.matrix) for a in self.plan.assignments)
 
     @cached_property
     def gradient_holdings(self) -> Holdings:
