@@ -9,7 +9,7 @@ from typing import Any, Unpack
 from torch import Tensor, nn
 
 from muonmesh.comm.meeting import note_failure
-from muonmesh.comm.wrappers import group_of_wrapper, leave_gradients, resume_without
+from muonmesh.comm.wrappers import average_instead, group_of_wrapper
 from muonmesh.errors import explain_error
 from muonmesh.groups import HeadPart, ParamGroups
 from muonmesh.groups import split_params as split_locally
@@ -73,18 +73,16 @@ def from_model(
         raise TypeError(explain_error("from_model", "no model", "the model", write))
     try:
         groups = split_locally(model, muon=muon, adamw=adamw, overrides=overrides, per_head=per_head)
+        for group in groups:
+            if group["algorithm"] == "muon":
+                group["algorithm"] = rule
+        if settings.get("process_group") is None:
+            settings["process_group"] = group_of_wrapper(model)
+        optimizer = Muon(groups, lr, **settings)
         if settings.get("gradients") == "to_owners":
-            leave_gradients(model)
+            average_instead(optimizer.gradients, model)
     except Exception as error:
         if settings.get("process_group") != "local":
             note_failure(error)
         raise
-    for group in groups:
-        if group["algorithm"] == "muon":
-            group["algorithm"] = rule
-    if settings.get("process_group") is None:
-        settings["process_group"] = group_of_wrapper(model)
-    optimizer = Muon(groups, lr, **settings)
-    if settings.get("gradients") == "to_owners":
-        resume_without(optimizer.gradients, model)
     return optimizer

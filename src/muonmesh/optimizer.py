@@ -23,7 +23,7 @@ from muonmesh.comm.exchange import Exchange
 from muonmesh.comm.gradients import PARAMETER_GRAD, GradientSource, check_source
 from muonmesh.comm.meeting import note_failure, withdraw_failure
 from muonmesh.comm.storage import Declared
-from muonmesh.comm.to_owners import ToOwners, untold_error
+from muonmesh.comm.to_owners import ToOwners
 from muonmesh.comm.wire import Counts
 from muonmesh.errors import caller, explain_error, warn
 from muonmesh.groups import ParamGroups
@@ -380,9 +380,7 @@ class Muon(torch.optim.Optimizer):
                 return None
             forget(runtime)
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        error = None if found_inf is None else runtime.source.scaled_error(scale)
-        if found_inf is not None and not told and isinstance(runtime.source, ToOwners):
-            error = error or untold_error()
+        error = None if found_inf is None else runtime.source.scaled_error(scale, told=told)
         while True:
             connected = planned, exchange = runtime.connected or connect(groups, runtime)
             collected = collect(planned, self, runtime, scale)

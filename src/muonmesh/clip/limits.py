@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from muonmesh.clip.squares import FELT, INVARIANT, half_of, norms_of, number_of
-from muonmesh.comm.gradients import GradientSource, scale_gradient
+from muonmesh.comm.gradients import GradientSource, multiply
+from muonmesh.comm.storage import local_of
 from muonmesh.errors import explain_error
 
 
@@ -133,8 +134,9 @@ def scale_groups(
     for group in groups if coefficients else ():
         for parameter in group["params"]:
             place = half_of(group) + 2 * number_of(str(group.get("name")), parameter, source)
-            if place in coefficients:
-                scale_gradient(parameter, source, coefficients[place])
+            if place in coefficients and (gradient := source.gradient(parameter)) is not None:
+                multiply(local_of(gradient), coefficients[place])
+                source.write(parameter, gradient)
 
 
 def is_one(coefficient: Tensor) -> bool:

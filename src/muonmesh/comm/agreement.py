@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import NamedTuple
@@ -45,10 +44,6 @@ def agree_on_plan(group: dist.ProcessGroup | None, plan: Plan | None, error: Exc
         Exception: ``error``, on the rank that found it.
         PlanError: on the others, naming that rank and its error.
     """
-    if group is None:
-        if error is not None:
-            raise error
-        return None
     if len(set(tell_all(None if plan is None else plan.digest, error, group=group))) == 1:
         return None
     assert plan is not None
@@ -62,7 +57,7 @@ def insist_on_equal(group: dist.ProcessGroup | None, lines: Mapping[str, str]) -
         PlanError: always.
     """
     ranks = [0] if group is None else dist.get_process_group_ranks(group)
-    everyone = [dict(lines)] if group is None else tell_all(dict(lines), group=group)
+    everyone = tell_all(dict(lines), group=group)
     for name in dict.fromkeys(name for some in everyone for name in some):
         told = {rank: some[name] for rank, some in zip(ranks, everyone, strict=True) if name in some}
         first, *rest = told
@@ -79,8 +74,7 @@ def insist_on_equal(group: dist.ProcessGroup | None, lines: Mapping[str, str]) -
 
 def union(group: dist.ProcessGroup | None, names: Sequence[str]) -> list[str]:
     """Return the names that the ranks of a group have, each once and in the same order everywhere."""
-    everyone = [names] if group is None else tell_all(list(names), group=group)
-    return list(dict.fromkeys(name for some in everyone for name in some))
+    return list(dict.fromkeys(name for some in tell_all(list(names), group=group) for name in some))
 
 
 def merged(views: Sequence[View], ranks: Sequence[int]) -> View:
@@ -127,13 +121,10 @@ def insist(group: dist.ProcessGroup | None, plan: Plan) -> None:
     Raises:
         PlanError: on every rank, naming the first difference.
     """
-    views = agree_on_plan(group, plan, None)
-    if views is None:
-        return
-    descriptions = tell_all(plan.description(), group=group)
-    ranks = dist.get_process_group_ranks(group)
-    other = next(i for i, lines in enumerate(descriptions) if lines != descriptions[0])
-    raise _first_difference(ranks[0], descriptions[0], ranks[other], descriptions[other])
+    if len(set(tell_all(plan.digest, group=group))) > 1:
+        descriptions, ranks = tell_all(plan.description(), group=group), dist.get_process_group_ranks(group)
+        other = next(i for i, lines in enumerate(descriptions) if lines != descriptions[0])
+        raise _first_difference(ranks[0], descriptions[0], ranks[other], descriptions[other])
 
 
 def _difference(a: str, b: str) -> tuple[str, str]:
@@ -172,10 +163,20 @@ def group_of(ranks: Sequence[int], candidates: Sequence[dist.ProcessGroup]) -> d
 
 
 def new_group(ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
-    """Return a new process group that waits as long as the default one, made by its members alone; all call this."""
+    """Return a new process group that waits as long as the default one, made by its members alone; all call this.
+
+    With local synchronization torch makes its name of the ranks and the number of groups that this process is in. Where
+    one member is in more groups than another, they would wait for each other under different names for ever. So all
+    ranks are made to give it the same name.
+    """
     key, timeout = tuple(sorted(ranks)), timedelta(seconds=seconds_of_collectives())
-    with _same_name(key):
+    honest, name = getattr(distributed_c10d, "_hash_ranks_to_str", None), f"muonmesh {key} {_made[key]}"
+    _made[key] += 1
+    distributed_c10d._hash_ranks_to_str = lambda ranks: name
+    try:
         made: dist.ProcessGroup = dist.new_group(key, timeout, backend, use_local_synchronization=True)
+    finally:
+        distributed_c10d._hash_ranks_to_str = honest
     return made
 
 
@@ -183,23 +184,3 @@ def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """Return a group of the same ranks that reduces tensors of hosts: this one, or a new one, made by all of them."""
     takes = "cpu:" in dist.get_backend_config(group)
     return group if takes else new_group(dist.get_process_group_ranks(group), "gloo")
-
-
-@contextmanager
-def _same_name(ranks: tuple[int, ...]) -> Iterator[None]:
-    """Let all ranks give a new group the same name.
-
-    With local synchronization torch makes the name of the ranks and the number of groups that this process is in.
-    Where one member is in more groups than another, they would wait for each other under different names for ever.
-    """
-    name = f"muonmesh {ranks} {_made[ranks]}"
-    _made[ranks] += 1
-    honest = getattr(distributed_c10d, "_hash_ranks_to_str", None)
-    if honest is None:
-        yield
-        return
-    distributed_c10d._hash_ranks_to_str = lambda ranks: name
-    try:
-        yield
-    finally:
-        distributed_c10d._hash_ranks_to_str = honest

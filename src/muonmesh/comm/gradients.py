@@ -115,11 +115,12 @@ class GradientSource(Protocol):
         """Return whether this rank holds a gradient that is not finite, where a GradScaler cannot see it."""
         return False
 
-    def scaled_error(self, scale: Tensor | None) -> Exception | None:
+    def scaled_error(self, scale: Tensor | None, *, told: bool) -> Exception | None:
         """Return what is wrong with the scale of a GradScaler, if anything.
 
         Args:
             scale: What is to be taken out of the gradients; None if ``scaler.unscale_(optimizer)`` has been called.
+            told: Whether the GradScaler is told what other ranks have found: ``step`` has been given ``scaler=``.
         """
         return None
 
@@ -166,28 +167,9 @@ def gradient_of(name: str, parameter: Tensor, source: GradientSource) -> Tensor 
         LayoutError: the gradient lives elsewhere than its parameter.
         TypeError: the gradient is sparse, complex or of a dtype without arithmetic, or on another device.
     """
-    return _laid_out(name, parameter, source.gradient(parameter), source)
-
-
-def _laid_out(name: str, parameter: Tensor, gradient: Tensor | None, source: GradientSource) -> Tensor | None:
-    if gradient is None:
-        return None
-    if (
-        type(gradient) is Tensor  # and not a DTensor, say; nearly all are what this asks for
-        and type(parameter) in PLAIN
-        and gradient.dtype in HELD_DTYPES
-        and gradient.layout is torch.strided
-        and gradient.shape == parameter.shape
-        and gradient.device == parameter.device
-        and not gradient.is_meta
-        and parameter.dtype in HELD_DTYPES
-    ):
+    gradient = source.gradient(parameter)
+    if gradient is None or source.at_momentum(parameter):
         return gradient
-    if source.at_momentum(parameter):
-        return gradient
-    if gradient.is_complex() or parameter.is_complex():
-        found = f"a gradient of dtype {gradient.dtype}"
-        raise TypeError(explain_error(name, found, "a real gradient", "Muon and AdamW here take real tensors only"))
     if gradient.dtype not in HELD_DTYPES:
         found = f"a gradient of dtype {gradient.dtype}"
         raise TypeError(explain_error(name, found, NEEDED_HELD, "Write parameter.grad = parameter.grad.float()"))
@@ -197,8 +179,10 @@ def _laid_out(name: str, parameter: Tensor, gradient: Tensor | None, source: Gra
     if gradient.is_meta or gradient.device != parameter.device:
         found, needed = f"a gradient on {gradient.device}", "one with data, on the device of its parameter"
         raise TypeError(explain_error(name, found, needed, "Materialize the model before the backward pass"))
+    if type(gradient) is Tensor and type(parameter) in PLAIN and gradient.shape == parameter.shape:
+        return gradient  # as nearly all are
     if isinstance(parameter, DTensor) != isinstance(gradient, DTensor):
-        kinds = {True: "a DTensor", False: "a plain tensor"}
+        kinds = ("a plain tensor", "a DTensor")
         found = f"{kinds[isinstance(gradient, DTensor)]} as gradient of {kinds[isinstance(parameter, DTensor)]}"
         needed = "a gradient with the layout of the parameter"
         write = "Let autograd set the gradient, or write grad = DTensor.from_local(grad, mesh, placements)"
@@ -268,7 +252,7 @@ def reduced(parameter: Tensor, gradient: Tensor | None, axes: Sequence[int]) -> 
     if gradient is None:
         axes = axes[-parameter.device_mesh.ndim :]
         placed = [Partial(REDUCTIONS[op]) if op else p for p, op in zip(parameter.placements, axes, strict=True)]
-        gradient = _placed(torch.zeros_like(local_of(parameter)), parameter, placed)
+        gradient = _wrapped(torch.zeros_like(local_of(parameter)), parameter, placed)
     assert isinstance(gradient, DTensor)
     return local_of(gradient.redistribute(placements=parameter.placements))
 
@@ -278,14 +262,6 @@ def whole_gradient(name: str, parameter: Tensor, source: GradientSource) -> Tens
     gradient = gradient_of(name, parameter, source)
     axes = partial_axes(gradient)
     return reduced(parameter, gradient, axes) if any(axes) else gradient
-
-
-def scale_gradient(parameter: Tensor, source: GradientSource, coefficient: Tensor) -> None:
-    """Multiply a parameter's gradient, if it has one, by a 0-d fp64 tensor and hand it back to its source."""
-    gradient = source.gradient(parameter)
-    if gradient is not None:
-        multiply(local_of(gradient), coefficient)
-        source.write(parameter, gradient)
 
 
 def multiply(local: Tensor, coefficient: Tensor) -> None:
@@ -298,8 +274,7 @@ def own_gradient(name: str, parameter: Tensor, source: GradientSource) -> tuple[
 
     The local part is contiguous and laid out as the parameter. Where the gradient is not so, both are copies.
     """
-    held = source.gradient(parameter)
-    gradient = _laid_out(name, parameter, held, source)
+    held, gradient = source.gradient(parameter), gradient_of(name, parameter, source)
     if gradient is None or held is None:
         return None
     local = local_of(gradient)
@@ -316,13 +291,9 @@ def unscaled(gradient: Tensor, scale: Tensor) -> Tensor:
     return _wrapped(local.to(torch.promote_types(local.dtype, torch.float32), copy=True).mul_(inverse), gradient)
 
 
-def _wrapped(local: Tensor, like: Tensor) -> Tensor:
+def _wrapped(local: Tensor, like: Tensor, placements: Sequence[Placement] | None = None) -> Tensor:
+    """Return a local tensor as what another one is, or as a DTensor with other placements."""
     if not isinstance(like, DTensor):
         return local
-    return _placed(local, like, like.placements)
-
-
-def _placed(local: Tensor, like: DTensor, placements: Sequence[Placement]) -> DTensor:
-    return DTensor.from_local(
-        local, like.device_mesh, placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
+    placements, mesh, stride = placements or like.placements, like.device_mesh, like.stride()
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=like.shape, stride=stride)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch.distributed as dist
 
@@ -16,22 +16,23 @@ def tell_all(
     mine: T,
     error: Exception | None = None,
     *,
-    group: dist.ProcessGroup | None = None,
+    group: dist.ProcessGroup | Literal["world"] | None = "world",
     kind: type[MuonMeshError] = PlanError,
 ) -> list[T]:
-    """Return what every rank of a group tells, in their order; all of them call it. One process tells itself.
+    """Return what every rank of a group tells, in their order; all of them call it.
 
     Args:
         mine: What this rank tells; it is pickled.
         error: What it found wrong, if anything.
-        group: The ranks; None: all.
+        group: The ranks; None: this one alone, which tells itself.
         kind: What the ranks raise that found nothing wrong themselves.
 
     Raises:
         Exception: ``error`` on the ranks that have one.
         MuonMeshError: of that kind on the others, with the number and the message of the first rank that has one.
     """
-    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1):
+    group = dist.group.WORLD if group == "world" else group
+    if group is None or dist.get_world_size(group) == 1:
         if error is not None:
             raise error
         return [mine]
@@ -42,7 +43,7 @@ def tell_all(
     dist.all_gather_object(everyone, (mine, message), group=group)
     if error is not None:
         raise error
-    for rank, (_, told) in zip(dist.get_process_group_ranks(group or dist.group.WORLD), everyone, strict=True):
+    for rank, (_, told) in zip(dist.get_process_group_ranks(group), everyone, strict=True):
         if told is not None:
             raise kind(about(f"rank {rank}", told))
     return [value for value, _ in everyone]

@@ -7,7 +7,6 @@ import math
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -27,31 +26,10 @@ from muonmesh.layout.flat import Interval
 
 
 class _Sent(NamedTuple):
-    """A bucket of gradients that is on its way: the tensors that arrive, and this rank's own summands."""
+    """Flat gradients on their way between all ranks: what arrives from each of them, this rank's own in its place."""
 
-    bucket: int
     transfer: Transfer
-    received: Tensor
-    own: Sequence[Tensor]
-
-
-@dataclass
-class _Links:
-    """One set of replicas, with the parameters whose gradients they add up.
-
-    Attributes:
-        talk: Small reductions at the same point of every rank's program. Hosts wait for hosts there, for no device.
-        wire: The gradients. A rank may send some earlier than others do, so every source has a group of its own.
-        buckets: For each bucket and each rank of the wire the matrices that it owns, in the order of all buckets.
-        shared: The parameters that every replica steps, AdamW's.
-        names: Of all of these.
-    """
-
-    talk: Wire
-    wire: Wire
-    buckets: Sequence[Sequence[Sequence[Tensor]]]
-    shared: Sequence[Tensor]
-    names: Mapping[Tensor, str]
+    parts: Sequence[Tensor]
 
 
 _living: weakref.WeakSet[ToOwners] = weakref.WeakSet()
@@ -73,7 +51,12 @@ class ToOwners(GradientSource):
         self._held: dict[Tensor, Tensor] = {}
         self._wrong: dict[Tensor, Exception] = {}
         self._reduced: dict[Tensor, tuple[Tensor, int]] = {}
-        self._links: _Links | None = None
+        # Small reductions at the same point of every rank's program: hosts wait for hosts there, for no device.
+        self._talk: Wire | None = None
+        # The gradients. A rank may send some earlier than others do, so every source has a group of its own.
+        self._wire: Wire | None = None
+        self._names: Mapping[Tensor, str] = {}
+        self._buckets: Sequence[Sequence[Sequence[Tensor]]] = ()  # of matrices, and in each those of each rank
         self._ready: set[Tensor] = set()
         self._sent: list[_Sent] = []
         self._dropped: list[list[_Sent]] = []
@@ -106,9 +89,8 @@ class ToOwners(GradientSource):
             self._held.pop(parameter, None)
             self._wrong.pop(parameter, None)
             parameter.grad = None
-            if self._seen and self._links is not None:  # all ranks drop as many, whatever each of them has sent
-                self._dropped.append(self._all_sent(self._links, empty=True))
-                self._ready, self._seen = set(), set()
+            if self._seen:  # all ranks drop as many, whatever each of them has sent
+                self._dropped.append(self._all_sent(empty=True))
 
     def at_momentum(self, parameter: Tensor) -> bool:
         """Whether a gradient lies where the momentum does."""
@@ -117,23 +99,28 @@ class ToOwners(GradientSource):
     @property
     def counts(self) -> Counts:
         """What all gradients up to now have sent and received on this rank."""
-        return Counts() if self._links is None else self._links.wire.counts
+        return Counts() if self._wire is None else self._wire.counts
 
     def overflowed(self) -> bool | Tensor:
         """Return whether a sum that this rank owns is not finite; no other rank can see that."""
         found = [~torch.isfinite(gradient).all() for gradient in self._held.values()]
         return torch.stack(found).any() if found else False
 
-    def scaled_error(self, scale: Tensor | None) -> Exception | None:
-        """Return what is wrong if a GradScaler has unscaled already: it reads ``.grad`` alone.
+    def scaled_error(self, scale: Tensor | None, *, told: bool) -> Exception | None:
+        """Return what is wrong with a GradScaler, which reads ``.grad`` alone.
 
         Args:
             scale: What it has left to take out of the gradients; None if it has done that.
+            told: Whether it is told what other ranks have found.
         """
-        if scale is not None:
+        if scale is None:
+            what = "scaler.unscale_(optimizer) has divided only some of the gradients, because the others are at their "
+            what += "owners. Leave out scaler.unscale_(optimizer): step() takes the scale out of all gradients"
+        elif not told:
+            what = "A GradScaler sees the overflows of its own rank alone, so scales, and then weights, would differ "
+            what += "between ranks. Write scaler.step(optimizer, scaler=scaler)"
+        else:
             return None
-        what = "scaler.unscale_(optimizer) has divided only some of the gradients, because the others are at their "
-        what += "owners. Leave out scaler.unscale_(optimizer): step() takes the scale out of all gradients"
         return LayoutError(about("gradients='to_owners'", what))
 
     @contextmanager
@@ -154,9 +141,8 @@ class ToOwners(GradientSource):
             LayoutError: a matrix is replicated along an axis of its own mesh, over which FSDP2 averages itself; or its
                 gradients go to another optimizer.
         """
-        others = [links for other in _living if other is not self and (links := other._links) is not None]
         for name, tensor, storage in matrices:
-            if any(tensor in links.names for links in others):
+            if any(tensor in other._names for other in _living if other is not self):
                 found = "another optimizer with gradients='to_owners', to which its gradients go"
                 needed = "one such optimizer for each parameter"
                 write = "Delete the other one before the backward pass, and call gc.collect() if a scheduler holds it"
@@ -168,18 +154,15 @@ class ToOwners(GradientSource):
                 needed = "a mesh without replicas, because FSDP2 averages gradients over the replicas of its mesh"
                 write = 'Write fully_shard(module, mesh=mesh["shard"]) and process_group=mesh["replicate"].get_group()'
                 raise LayoutError(explain_error(name, found, needed, write))
-        jobs = sorted((-_cost(storage), name, at) for at, (name, _, storage) in enumerate(matrices))
         # A matrix that tensor parallelism leaves whole has several copies on each of the replicas that average.
         copies = min((storage.copies for *_, storage in matrices if storage.copies > 1), default=1)
         loads = dict.fromkeys(range(copies), 0)
-        for _, tensor, storage in matrices:
-            if tensor in self._owners:
-                loads[self._owners[tensor]] += _cost(storage)
-        for cost, _, at in jobs:
-            _, tensor, storage = matrices[at]
-            if tensor not in self._owners and storage.copies > 1:
-                self._owners[tensor] = min(loads, key=loads.__getitem__)
-                loads[self._owners[tensor]] -= cost
+        # Those that have owners come first; then the largest.
+        order = sorted(matrices, key=lambda each: (each[1] not in self._owners, -_cost(each[2]), each[0]))
+        for _, tensor, storage in order:
+            if tensor in self._owners or storage.copies > 1:
+                owner = self._owners.setdefault(tensor, min(loads, key=loads.__getitem__))
+                loads[owner] += _cost(storage)
         return [
             on_replica(storage, self._owners[t] * (storage.copies // copies)) if t in self._owners else storage
             for _, t, storage in matrices
@@ -188,29 +171,31 @@ class ToOwners(GradientSource):
     def bind(self, replicated: Mapping[Tensor, str], group: dist.ProcessGroup | None, bucket_bytes: int) -> None:
         """Hear of these parameters' gradients from now on; all replicas bind the same ones together."""
         ranks = () if group is None else tuple(dist.get_process_group_ranks(group))
-        if self._links is not None and self._links.wire.ranks == ranks:
+        if self._wire is not None and self._wire.ranks == ranks:
             self.complete(self._asked)  # what was sent since, in the buckets of the plan before
             # Steps are counted from 0 again, and what none of them has read stays for the next one.
             self._step = 0 if self._step == self._asked else -1
-            talk, wire = self._links.talk, self._links.wire
         elif group is not None:
-            talk, wire = Wire(ranks, host_group(group)), Wire(ranks, new_group(ranks))
+            self._talk, self._wire = Wire(ranks, host_group(group)), Wire(ranks, new_group(ranks))
         if self._unhook is not None:
             self._unhook()
         if group is None:
-            self._links = None
+            self._talk, self._wire, self._names, self._buckets = None, None, {}, ()
             return
-        buckets = self._buckets(replicated, len(ranks), bucket_bytes)
-        shared = [tensor for tensor in replicated if tensor not in self._owners]
-        self._links = _Links(talk, wire, buckets, shared, replicated)
-        mine = {tensor for bucket in buckets for some in bucket for tensor in some}
+        self._names, self._buckets = replicated, self._cut(replicated, len(ranks), bucket_bytes)
         # Hooks live as long as the parameters; they neither hold the source, nor take gradients when it is gone.
         heard = partial(_heard, weakref.ref(self))
-        handles = [tensor.register_post_accumulate_grad_hook(heard) for tensor in mine]  # type: ignore[no-untyped-call]
+        handles = [tensor.register_post_accumulate_grad_hook(heard) for tensor in self._matrices]  # type: ignore[no-untyped-call]
         self._unhook = weakref.finalize(self, _remove, handles)
         _living.add(self)
 
-    def _buckets(self, replicated: Mapping[Tensor, str], copies: int, bucket_bytes: int) -> list[list[list[Tensor]]]:
+    @property
+    def _matrices(self) -> list[Tensor]:
+        """What has owners, in the order of the buckets."""
+        return [tensor for bucket in self._buckets for some in bucket for tensor in some]
+
+    def _cut(self, replicated: Mapping[Tensor, str], copies: int, bucket_bytes: int) -> list[list[list[Tensor]]]:
+        """Return buckets of the matrices, and in each those of each replica."""
         buckets = list[list[list[Tensor]]]()
         room, kind = 0, None
         # Backward passes make the last gradients first.
@@ -234,7 +219,7 @@ class ToOwners(GradientSource):
             if tensor in self._owners:
                 sizes[self._owners[tensor]] += local_of(tensor).nbytes
         return Counts(
-            collectives=len(self._buckets(replicated, copies, bucket_bytes))
+            collectives=len(self._cut(replicated, copies, bucket_bytes))
             + 2 * len({(local.dtype, local.device) for local in shared}),
             bytes_sent=averaged + sum(sizes) - sizes[copy],
             bytes_received=averaged + (copies - 1) * sizes[copy],
@@ -244,56 +229,70 @@ class ToOwners(GradientSource):
 
     def _heard(self, parameter: Tensor) -> None:
         """Take note of a gradient, and send what is complete; called by autograd, and by FSDP2 for a shard."""
-        links = self._links
-        if links is None or not self._sends or parameter in self._seen:  # a second one waits in .grad
+        if not self._sends or parameter in self._seen:  # a second one waits in .grad
             return
         self._ready.add(parameter)
-        while len(self._sent) < len(links.buckets):
-            bucket = links.buckets[len(self._sent)]
-            if any(tensor not in self._ready for some in bucket for tensor in some):
+        while len(self._sent) < len(self._buckets):
+            if any(tensor not in self._ready for some in self._buckets[len(self._sent)] for tensor in some):
                 return
-            self._send(links)
+            self._send()
 
-    def _all_sent(self, links: _Links, *, empty: bool = False) -> list[_Sent]:
+    def _all_sent(self, *, empty: bool = False) -> list[_Sent]:
         """Send the buckets that are left, and return all of them; the next gradients begin anew."""
-        while len(self._sent) < len(links.buckets):
-            self._send(links, empty=empty)
+        while len(self._sent) < len(self._buckets):
+            self._send(empty=empty)
         sent, self._sent = self._sent, []
+        self._ready, self._seen = set(), set()
         return sent
 
-    def _send(self, links: _Links, *, empty: bool = False) -> None:
+    def _send(self, *, empty: bool = False) -> None:
         """Send the next bucket; what has no gradient counts as zero."""
-        number, me = len(self._sent), links.wire.ranks.index(dist.get_rank())
-        bucket = links.buckets[number]
-        parts = [[self._taken(links, tensor, empty=empty) for tensor in some] for some in bucket]
-        like = local_of(next(tensor for some in bucket for tensor in some))
-        away = [part for rank, some in enumerate(parts) if rank != me for part in some]
-        sent = [0 if rank == me else sum(part.numel() for part in some) for rank, some in enumerate(parts)]
-        arriving = sum(part.numel() for part in parts[me])
-        arrives = [0 if rank == me else arriving for rank in range(len(parts))]
-        send = torch.cat(away) if away else like.new_empty(0)
-        received = like.new_empty(sum(arrives))
-        transfer = links.wire.swap(Swap("gradients on their way to owners", send, received, sent, arrives))
-        self._sent.append(_Sent(number, transfer, received, parts[me]))
+        bucket = self._buckets[len(self._sent)]
+        none = local_of(next(tensor for some in bucket for tensor in some)).new_empty(0)
+        parts = [torch.cat([none, *(self._taken(tensor, empty=empty) for tensor in some)]) for some in bucket]
+        arriving = [len(parts[self._me])] * len(parts)
+        self._sent.append(self._swap("gradients on their way to owners", parts, arriving))
 
-    def _taken(self, links: _Links, parameter: Tensor, *, empty: bool) -> Tensor:
+    def _taken(self, parameter: Tensor, *, empty: bool) -> Tensor:
         """Return a parameter's gradient, flat, and forget it; zeros if there is none."""
         local = local_of(parameter)
         if not empty and parameter.grad is not None:
             self._seen.add(parameter)
             try:
-                found = gradient_of(links.names[parameter], parameter, PARAMETER_GRAD)
-                parameter.grad = None
+                found = gradient_of(self._names[parameter], parameter, PARAMETER_GRAD)
                 if found is not None and not isinstance(found, DTensor):
                     return found.reshape(-1).to(local.dtype)
                 partial_sum = "a gradient that is partial over an axis of a mesh, with gradients='to_owners'"
                 needed = "one that is whole on each replica"
                 write = "Leave out gradients='to_owners' under this tensor-parallel plan"
-                raise LayoutError(explain_error(links.names[parameter], partial_sum, needed, write))
+                raise LayoutError(explain_error(self._names[parameter], partial_sum, needed, write))
             except (LayoutError, TypeError) as wrong:
-                parameter.grad = None
                 self._wrong[parameter] = wrong
+            finally:
+                parameter.grad = None
         return torch.zeros(local.numel(), dtype=local.dtype, device=local.device)
+
+    @property
+    def _me(self) -> int:
+        assert self._wire is not None
+        return self._wire.ranks.index(self._wire.rank)
+
+    def _swap(self, what: str, parts: Sequence[Tensor], arriving: Sequence[int]) -> _Sent:
+        """Send each other rank a part, flat; ``arriving`` says how many elements each of them sends."""
+        assert self._wire is not None
+        sent = [0 if rank == self._me else len(part) for rank, part in enumerate(parts)]
+        received = [0 if rank == self._me else count for rank, count in enumerate(arriving)]
+        send = torch.cat([part for rank, part in enumerate(parts) if rank != self._me])
+        receive = send.new_empty(sum(received))
+        found = list(torch.split(receive, received))
+        found[self._me] = parts[self._me]
+        return _Sent(self._wire.swap(Swap(what, send, receive, sent, received)), found)
+
+    def _arrived(self, sent: _Sent) -> Sequence[Tensor]:
+        """Wait for what arrives, and return the parts of all ranks."""
+        assert self._wire is not None
+        self._wire.finish(sent.transfer)
+        return sent.parts
 
     # ---------------------------------------------------------------- adding up
 
@@ -306,107 +305,72 @@ class ToOwners(GradientSource):
         Raises:
             PlanError: only some of the replicas have dropped gradients that were on their way. All of them raise.
         """
-        links, self._asked = self._links, step
-        if links is None:
+        self._asked = step
+        if self._talk is None:
             return
-        matrices = [tensor for bucket in links.buckets for some in bucket for tensor in some]
+        matrices, shared = self._matrices, [tensor for tensor in self._names if tensor not in self._owners]
         rounds = int(bool(self._seen)) + any(tensor.grad is not None for tensor in matrices)
-        dropped = len(self._dropped) % 256
+        dropped = len(self._dropped)
         present = [tensor in self._seen or tensor.grad is not None for tensor in matrices]
-        fresh = [tensor.grad is not None and not self._is_reduced(tensor) for tensor in links.shared]
-        told = torch.tensor([rounds, dropped, 255 - dropped, *present, *fresh], dtype=torch.uint8, device="cpu")
-        most, low, high, *flags = links.talk.reduce(told, dist.ReduceOp.MAX, "the agreement on gradients").tolist()
-        if low + high != 255:
-            self._even_out(links, len(self._dropped) + rounds)
+        fresh = [tensor.grad is not None and not self._is_reduced(tensor) for tensor in shared]
+        counted = [rounds, dropped + rounds, dropped, -dropped, *present, *fresh]
+        told = torch.tensor(counted, dtype=torch.int32, device="cpu")
+        told = self._talk.reduce(told, dist.ReduceOp.MAX, "the agreement on gradients")
+        rounds, every, most, least, *flags = told.tolist()
+        if most != -least:  # all ranks send as often, so that the next gradients meet their own kind
+            while len(self._dropped) < every:
+                self._dropped.append(self._all_sent())
+        for sent in itertools.chain(*self._dropped):
+            self._arrived(sent)
+        self._dropped = []
+        if most != -least:
             what = "zero_grad() dropped gradients on some ranks and not on others. Call zero_grad() on all ranks, "
             raise PlanError(about("the gradients", what + "after the same backward passes"))
-        self._finish_dropped(links)
-        present, fresh = flags[: len(matrices)], flags[len(matrices) :]
-        if most and self._step != step:
+        if rounds and self._step != step:
             self._held.clear()
-        self._step = step if most else self._step
-        some = {tensor for tensor, flag in zip(matrices, present, strict=True) if flag}
-        for _ in range(most):
-            for each in self._all_sent(links):
-                self._add(links, each, some)
-        self._ready, self._seen = set(), set()
-        self._average(links, [tensor for tensor, flag in zip(links.shared, fresh, strict=True) if flag])
+        self._step = step if rounds else self._step
+        self._ready = set()
+        some = {tensor for tensor, flag in zip(matrices, flags, strict=False) if flag}
+        for _ in range(rounds):
+            for bucket, sent in zip(self._buckets, self._all_sent(), strict=True):
+                self._add(bucket, self._arrived(sent), some)
+        self._average([tensor for tensor, flag in zip(shared, flags[len(matrices) :], strict=True) if flag])
 
-    def _even_out(self, links: _Links, rounds: int) -> None:
-        """Let all ranks send as often, and drop what arrives, so that the next gradients meet their own kind."""
-        told = torch.tensor([rounds], dtype=torch.int64, device="cpu")
-        most = links.talk.reduce(told, dist.ReduceOp.MAX, "the agreement on rounds")
-        while len(self._dropped) < int(most):
-            self._dropped.append(self._all_sent(links))
-        self._finish_dropped(links)
-        self._ready, self._seen = set(), set()
-
-    def _finish_dropped(self, links: _Links) -> None:
-        for sent in itertools.chain(*self._dropped):
-            links.wire.finish(sent.transfer)
-        self._dropped = []
-
-    def _add(self, links: _Links, sent: _Sent, present: set[Tensor]) -> None:
-        """Add up what has arrived for this rank's matrices."""
-        links.wire.finish(sent.transfer)
-        me, count = links.wire.ranks.index(dist.get_rank()), len(links.wire.ranks)
-        arrived = list(sent.received.view(count - 1, -1).unbind()) if sent.received.numel() else []
-        for owner, some in enumerate(links.buckets[sent.bucket]):
-            start = 0
-            for place, tensor in enumerate(some):
-                if tensor not in present:
-                    start += local_of(tensor).numel()
-                    continue
-                total = local_of(tensor).new_empty(0, dtype=torch.float32)
-                if owner == me:
-                    size = sent.own[place].numel()
-                    summands = [part[start : start + size] for part in arrived]
-                    total = mean([*summands[:me], sent.own[place], *summands[me:]] if size else [sent.own[place]])
-                    start += size
-                held = self._held.get(tensor)
-                self._held[tensor] = total if held is None else held + total
+    def _add(self, bucket: Sequence[Sequence[Tensor]], parts: Sequence[Tensor], present: set[Tensor]) -> None:
+        """Add up what has arrived for this rank's matrices; of others there is a sum of no elements."""
+        total = mean(parts)
+        for owner, some in enumerate(bucket):
+            sizes = [local_of(tensor).numel() * (owner == self._me) for tensor in some]
+            for tensor, part in zip(some, torch.split(total[: sum(sizes)], sizes), strict=True):
+                if tensor in present:
+                    held = self._held.get(tensor)
+                    self._held[tensor] = part if held is None else held + part
 
     def _is_reduced(self, parameter: Tensor) -> bool:
         """Whether ``.grad`` is the average that `_average` has left there."""
         before, gradient = self._reduced.get(parameter), parameter.grad
         return before is not None and gradient is before[0] and local_of(gradient)._version == before[1]
 
-    def _average(self, links: _Links, parameters: Sequence[Tensor]) -> None:
+    def _average(self, parameters: Sequence[Tensor]) -> None:
         """Average the gradients of parameters that every replica steps, into ``.grad``."""
-        kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+        assert self._wire is not None
+        kinds: dict[tuple[torch.dtype, torch.device], list[tuple[Tensor, Tensor]]] = {}
         for tensor in parameters:
             if tensor.grad is None:
                 tensor.grad = torch.zeros_like(tensor)
-            kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-        me, count = links.wire.ranks.index(dist.get_rank()), len(links.wire.ranks)
+            kinds.setdefault((tensor.dtype, tensor.device), []).append((tensor, tensor.grad))
         for (dtype, _), same in kinds.items():
-            gradients = [local_of(tensor.grad) for tensor in same if tensor.grad is not None]
+            gradients = [local_of(gradient) for _, gradient in same]
             flat = torch.cat([gradient.reshape(-1).to(dtype) for gradient in gradients])
-            cuts = [len(flat) * rank // count for rank in range(count + 1)]
-            segments = [flat[low:high] for low, high in itertools.pairwise(cuts)]
-            sizes = [0 if rank == me else len(segment) for rank, segment in enumerate(segments)]
-            mine = [0 if rank == me else len(segments[me]) for rank in range(count)]
-            parts = flat.new_empty(sum(mine))
-            others = torch.cat([*segments[:me], *segments[me + 1 :]])
-            links.wire.finish(links.wire.swap(Swap("AdamW's gradients", others, parts, sizes, mine)))
-            summands = list(parts.view(count - 1, -1).unbind())
-            own = mean([*summands[:me], segments[me], *summands[me:]]).to(dtype)
-            back = flat.new_empty(sum(sizes))
-            send = own.repeat(count - 1)
-            links.wire.finish(links.wire.swap(Swap("averages of AdamW's", send, back, mine, sizes)))
-            before = sum(sizes[:me])
-            whole = torch.cat([back[:before], own, back[before:]])
-            parts_of = torch.split(whole, [gradient.numel() for gradient in gradients])
-            for tensor, gradient, part in zip(same, gradients, parts_of, strict=True):
-                gradient.copy_(part.view(gradient.shape))
-                assert tensor.grad is not None
-                self._reduced[tensor] = tensor.grad, gradient._version
-
-
-def untold_error() -> Exception:
-    """Return what is wrong if a GradScaler cannot be told what other ranks have found."""
-    what = "A GradScaler sees the overflows of its own rank alone, so scales, and then weights, would differ between "
-    return LayoutError(about("gradients='to_owners'", what + "ranks. Write scaler.step(optimizer, scaler=scaler)"))
+            segments = torch.tensor_split(flat, len(self._wire.ranks))
+            sizes = [len(segment) for segment in segments]
+            mine = self._swap("AdamW's gradients", segments, [sizes[self._me]] * len(sizes))
+            average = mean(self._arrived(mine)).to(dtype)
+            others = self._swap("averages of AdamW's", [average] * len(sizes), sizes)
+            parts = torch.split(torch.cat(list(self._arrived(others))), [each.numel() for each in gradients])
+            for (tensor, gradient), local, part in zip(same, gradients, parts, strict=True):
+                local.copy_(part.view(local.shape))
+                self._reduced[tensor] = gradient, local._version
 
 
 def _heard(source: weakref.ref[ToOwners], parameter: Tensor) -> None:

@@ -29,8 +29,10 @@ def group_of_wrapper(model: nn.Module) -> Literal["world"] | dist.ProcessGroup |
     return "world" if group is dist.group.WORLD else group  # "world" can be pickled
 
 
-def leave_gradients(model: nn.Module) -> None:
-    """Let a DistributedDataParallel, if a model is one, average nothing from now on, as under ``no_sync()``.
+def average_instead(source: object, model: nn.Module) -> None:
+    """Let a DistributedDataParallel, if a model is one, average nothing while this source lives, as in ``no_sync()``.
+
+    It averages again once this source, and others that average in its place, are gone.
 
     Raises:
         ValueError: it was made with ``static_graph=True``, and torch fails in its first backward pass then.
@@ -41,12 +43,6 @@ def leave_gradients(model: nn.Module) -> None:
             what = "The model is in a DistributedDataParallel with static_graph=True, which cannot leave gradients "
             raise ValueError(about("gradients='to_owners'", what + "to muonmesh. Leave out static_graph"))
         inner.require_backward_grad_sync = False
-
-
-def resume_without(source: object, model: nn.Module) -> None:
-    """Let a DistributedDataParallel average again once this source, and others that average in its place, are gone."""
-    inner = getattr(model, "_orig_mod", model)
-    if isinstance(inner, DistributedDataParallel):
         _left[inner] = _left.get(inner, 0) + 1
         weakref.finalize(source, _resume, weakref.ref(inner)).atexit = False
 

@@ -137,7 +137,7 @@ def _agree_on_products_and_machines(group: dist.ProcessGroup | None, runtime: Ru
     compute, ranks = runtime.precision.compute, [0] if group is None else dist.get_process_group_ranks(group)
     bf16 = planned is not None and planned.device.type == "cpu" and compute == torch.bfloat16
     mine = None if planned is None else (runtime.asked, auto_takes() if bf16 else None)
-    everyone = tell_all((mine, runtime.machine), group=group) if group is not None else [(mine, runtime.machine)]
+    everyone = tell_all((mine, runtime.machine), group=group)
     told, first = dict(zip(ranks, (products for products, _ in everyone), strict=True)), ranks[0]
     machine = runtime.machine
     runtime.machine = machine if all(other == machine for _, other in everyone) else 0
