@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Literal
 
 from muonmesh.errors import FileError
-from muonmesh.layout import MatrixSpec, MeshLayout, Placement, Replicate, Shard, StridedShard
+from muonmesh.layout import MatrixSpec, MeshLayout, Placement, Replicate, Shard
 
 Kind = Literal["replicate", "shard", "tensor", "expert"]
 KINDS: dict[str, tuple[Kind, ...]] = {
@@ -67,7 +67,7 @@ class Cluster:
             return Replicate() if cut is None else Shard(cut)
         dim = 1 if stack and any(other == "expert" for other, _ in axes) else 0
         inner = math.prod(size for other, size in axes[place + 1 :] if other == "tensor")
-        return StridedShard(dim, inner) if inner > 1 and cut == dim else Shard(dim)
+        return Shard(dim, inner) if inner > 1 and cut == dim else Shard(dim)
 
     @staticmethod
     def _tensor_dim(name: str, shape: tuple[int, ...], matrices: MatrixSpec | None, *, stack: bool) -> int | None:

@@ -170,13 +170,13 @@ def new_group(ranks: Sequence[int], backend: str | None = None) -> dist.ProcessG
     ranks are made to give it the same name.
     """
     key, timeout = tuple(sorted(ranks)), timedelta(seconds=seconds_of_collectives())
-    honest, name = getattr(distributed_c10d, "_hash_ranks_to_str", None), f"muonmesh {key} {_made[key]}"
+    name, honest = f"muonmesh {key} {_made[key]}", getattr(distributed_c10d, "_hash_ranks_to_str", None)
     _made[key] += 1
     distributed_c10d._hash_ranks_to_str = lambda ranks: name
     try:
         made: dist.ProcessGroup = dist.new_group(key, timeout, backend, use_local_synchronization=True)
     finally:
-        distributed_c10d._hash_ranks_to_str = honest
+        distributed_c10d._hash_ranks_to_str = honest  # type: ignore[assignment]
     return made
 
 
