@@ -25,18 +25,14 @@ def mirrored(x: Tensor) -> Tensor:
 def like_triton() -> Matmuls:
     """Products rounded as Triton's are: `test_triton` shows that those are these, to the bit or nearly."""
 
-    def write(result: Tensor, out: Tensor) -> Tensor:
-        return out.copy_(result)
+    def multiply(a: Tensor, b: Any, c: Any, out: Tensor, alpha: Any = 1, **numbers: Any) -> Tensor:
+        result = alpha * (a.float() @ (a.mT if b is None else b).float())
+        if c is not None:
+            result = numbers.get("factor", 0.0) * c.float() + result
+        result = numbers.get("scale", 1.0) * result
+        return out.copy_(mirrored(result) if numbers.get("symmetric") else result)
 
-    return Matmuls(
-        gram=lambda x, s, out: write(mirrored(s * (x.float() @ x.float().mT)), out),
-        polynomial=lambda a, b, c, out: write(mirrored(b * a.float() + c * (a.float() @ a.float())), out),
-        product=lambda a, b, c, factor, out: write(mirrored(factor * c.float() + a.float() @ b.float()), out),
-        full=lambda a, b, c, factor, out: write(factor * c.float() + a.float() @ b.float(), out),
-        apply=lambda x, b, a, s, out: write(s * (a * x.float() + b.float() @ x.float()), out),
-        at_once=1,
-        together=True,
-    )
+    return Matmuls(multiply=multiply, at_once=1, together=True)
 
 
 TABLES = {"torch": torch_products(at_once=1), "triton": like_triton()}

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from muonmesh.numerics.kernels.memory import scratch
-from muonmesh.numerics.kernels.table import Exact, Matmuls
+from muonmesh.numerics.kernels.table import Exact, Matmuls, Number, Operand
 from muonmesh.numerics.kernels.threads import run_parts
 
 ORDER_OF_SUMS = 1
@@ -28,7 +28,7 @@ ORDER_OF_SUMS = 1
 _WORTH_A_THREAD = 1 << 24
 """Multiplications of one product from which on all threads divide it."""
 
-_Number: TypeAlias = float | Tensor | list[float]
+_Number: TypeAlias = Number | list[float]
 """One number, or one for each matrix."""
 
 
@@ -116,39 +116,23 @@ def compiled_products(*, at_once: int = 1) -> Matmuls:
 
     The bits of a matrix are the same in a batch, alone, and on any number of threads.
     """
-
-    def gram(x: Tensor, scale: Tensor, out: Tensor) -> Tensor:
-        """scale·X Xᵀ."""
-        return _multiply(x, x.mT, scale, (), out)
-
-    def polynomial(a: Tensor, b: float, c: float, out: Tensor) -> Tensor:
-        """b·A + c·A²."""
-        return _multiply(a, a, c, ((a, b),), out)
-
-    def product(a: Tensor, b: Tensor, c: Tensor, factor: float, out: Tensor) -> Tensor:
-        """factor·C + A B, for A and B that commute."""
-        return _multiply(a, b, 1.0, ((c, factor),), out)
-
-    def full(a: Tensor, b: Tensor, c: Tensor, factor: float, out: Tensor) -> Tensor:
-        """factor·C + A B, both triangles."""
-        return _multiply(a, b, 1.0, ((c, factor),), out, symmetric=False)
-
-    def apply(x: Tensor, b: Tensor, a: float | Tensor, s: float | Tensor, out: Tensor) -> Tensor:
-        """s·(a·X + B X)."""
-        scales = _each(s, len(x))
-        factors = [scale * number for scale, number in zip(scales, _each(a, len(x)), strict=True)]
-        return _multiply(b, x, scales, ((x, factors),), out, symmetric=False)
-
     return Matmuls(
-        gram=gram,
-        polynomial=polynomial,
-        product=product,
-        full=full,
-        apply=apply,
+        multiply=_product,
         at_once=at_once,
         together=at_once > 1,
         exact=Exact(combine=_multiply, row_products=_row_products, load=_load, store=_store),
     )
+
+
+def _product(
+    a: Tensor, b: Operand, c: Operand, out: Tensor, alpha: float, factor: Number, scale: Number, symmetric: bool
+) -> Tensor:
+    """See `Matmuls.multiply`."""
+    scales = _each(scale, len(a))
+    factors = [each * number for each, number in zip(scales, _each(factor, len(a)), strict=True)]
+    terms = () if c is None else ((c, factors),)
+    alphas = [alpha * each for each in scales]
+    return _multiply(a, a.mT if b is None else b, alphas, terms, out, symmetric=symmetric)
 
 
 def _each(number: _Number, count: int) -> list[float]:
