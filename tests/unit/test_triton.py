@@ -705,8 +705,8 @@ def test_each_kernel_is_one_launch_to_whoever_watches() -> None:
         assert launches.names == ["muonmesh.fold.default", "muonmesh.apply.default"]
         a, x, number = torch.empty(3, 16, 16), torch.empty(3, 16, 32), torch.empty(3, 1, 1)
         with Launches() as launches:
-            assert triton.apply(x, a, number, number, out := torch.empty_like(x)) is out
-            assert triton.polynomial(a, 1.0, 2.0, square := torch.empty_like(a)) is square
+            assert triton_products(at_once=3).apply(x, a, number, number, out := torch.empty_like(x)) is out
+            assert triton_products(at_once=3).polynomial(a, 1.0, 2.0, square := torch.empty_like(a)) is square
         assert launches.names.count("muonmesh.multiply.default") == 2
         assert {name.split(".")[0] for name in launches.names} == {"muonmesh", "aten"}
         assert not any("mm" in name for name in launches.names if name.startswith("aten"))
@@ -730,12 +730,12 @@ def test_no_pieces_are_nothing_to_do() -> None:
 
 def test_select_takes_triton_for_bf16_on_devices() -> None:
     def chosen(name: kernels.KernelName, dtype: torch.dtype) -> Any:
-        return kernels.select(name, device=torch.device("cuda"), dtype=dtype, rows=64, cols=64).gram
+        return kernels.select(name, device=torch.device("cuda"), dtype=dtype, rows=64, cols=64).multiply
 
-    assert chosen("auto", BF16) is triton.gram
-    assert chosen("auto", FP32) is batched.gram
-    assert chosen("triton", FP32) is triton.gram
-    assert chosen("torch", BF16) is batched.gram
+    assert chosen("auto", BF16) is triton.multiply
+    assert chosen("auto", FP32) is batched.multiply
+    assert chosen("triton", FP32) is triton.multiply
+    assert chosen("torch", BF16) is batched.multiply
 
 
 def test_a_machine_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -746,7 +746,7 @@ def test_a_machine_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "is_installed", is_installed)
     monkeypatch.setattr(kernels, "is_usable", is_usable)
     cuda = torch.device("cuda")
-    assert kernels.select("auto", device=cuda, dtype=BF16, rows=64, cols=64).gram is batched.gram
+    assert kernels.select("auto", device=cuda, dtype=BF16, rows=64, cols=64).multiply is batched.multiply
     with pytest.raises(ValueError, match=r"found no package triton; .* Write pip install .muonmesh\[triton\]."):
         kernels.select("triton", device=cuda, dtype=BF16, rows=64, cols=64)
 
