@@ -33,10 +33,10 @@ class View(NamedTuple):
     elementwise: tuple[Elementwise, ...]
 
 
-def agree_on_plan(group: dist.ProcessGroup | None, plan: Plan | None, error: Exception | None) -> list[View] | None:
+def agree_on_plan(group: dist.ProcessGroup | None, plan: Plan, error: Exception | None) -> list[View] | None:
     """Make sure that no rank of a group found an error, and that all have the same plan.
 
-    A rank that could not make a plan passes None and its error; every rank then raises instead of waiting.
+    Where a rank passes an error, every rank raises instead of waiting.
 
     Returns:
         None if the plans are the same, else what each rank of the group holds, for `merged`.
@@ -49,9 +49,8 @@ def agree_on_plan(group: dist.ProcessGroup | None, plan: Plan | None, error: Exc
         if error is not None:
             raise error
         return None
-    if len(set(tell_all(None if plan is None else plan.digest, error, group=group))) == 1:
+    if len(set(tell_all(plan.digest, error, group=group))) == 1:
         return None
-    assert plan is not None
     return tell_all(View(plan.parameters, plan.elementwise), group=group)
 
 

@@ -224,16 +224,6 @@ def refuse_flattened(name: str, tensor: Tensor) -> None:
         raise LayoutError(about(name, what))
 
 
-def ranks_of(tensor: Tensor, replicas: Sequence[int] | None, declared: Any = None) -> tuple[int, ...]:
-    """Return the ranks that share a parameter, as far as they can be told of one that is held wrongly."""
-    if isinstance(declared, FlatShards):
-        return declared.ranks
-    if isinstance(declared, (tuple, list)) and declared and isinstance(declared[0], DeviceMesh):
-        return _ranks(declared[0])
-    mesh = published_mesh(tensor)
-    return tuple(replicas or ()) if mesh is None else _ranks(mesh)
-
-
 def _ranks(mesh: DeviceMesh) -> tuple[int, ...]:
     return tuple(int(rank) for rank in mesh.mesh.flatten().tolist())
 

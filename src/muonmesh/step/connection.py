@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from muonmesh.comm.agreement import View, agree_on_plan, group_of, insist
 from muonmesh.comm.copies import Copies, find_copies
 from muonmesh.comm.exchange import Exchange
-from muonmesh.comm.meeting import connected
+from muonmesh.comm.meeting import connected, telling_failure, withdraw_failure
 from muonmesh.comm.published import global_shape
 from muonmesh.comm.storage import mesh_groups, refuse_flattened, this_rank, world_size
 from muonmesh.comm.telling import tell_all
@@ -34,10 +34,8 @@ from muonmesh.settings import SettingsFound, check_group, check_groups, check_st
 from muonmesh.step.members import (
     Member,
     group_for,
-    likely_sets,
     members_of,
     named_alike,
-    replicas_of,
     sets_without_tensor,
     unknown_matrix,
 )
@@ -58,11 +56,10 @@ def plan(groups: Groups, runtime: Runtime) -> Planned:
     """
     for group in groups:
         check_structure(f"group {group.get('name')!r}", group)
-    planned, _, error = _read(groups, runtime)
-    if error is not None:  # what lacks a setting says so by its key alone
-        raise check_groups(groups).error or error
-    assert planned is not None
-    return planned
+    try:
+        return _read(groups, runtime)
+    except (KeyError, LayoutError, TypeError, ValueError) as error:  # what lacks a setting says so by its key alone
+        raise check_groups(groups).error or error from None
 
 
 def placed_members(optimizer: Any) -> list[Member]:
@@ -77,29 +74,29 @@ def placed_members(optimizer: Any) -> list[Member]:
 def connect(groups: Groups, runtime: Runtime) -> Connected:
     """Return the plan with its exchange; where there is none yet, meet the ranks that share parameters.
 
-    A rank that cannot make a plan still takes part in the comparison, so that every rank raises.
+    A rank that cannot make a plan tells the others, so that every rank raises.
 
     Raises:
         LayoutError, ValueError, TypeError: no plan can be made.
         PlanError: another rank cannot make one, has made another, or does not come.
     """
-    planned, sets, error = _read(groups, runtime)
-    if planned is not None and planned.exchange is not None:
+    with telling_failure():
+        planned = _read(groups, runtime)
+    if planned.exchange is not None:
         return Connected(planned, planned.exchange)
-    ranks = connected(sets, alone=runtime.process_group == "local")
-    candidates = mesh_groups([m.storage for m in planned.members]) if planned is not None else []
-    tensors = [member.tensor for member in planned.members] if planned is not None else []
-    given = dict.fromkeys([runtime.holders, *map(runtime.source.group, tensors)])
-    candidates[:0] = [group for group in given if isinstance(group, dist.ProcessGroup)]
-    group = group_of(ranks, candidates)
-    copies, wrong = find_copies(group, None if planned is None else claims_of(planned, ranks, runtime.source))
-    error = error or wrong
-    changed = _agree_on_products_and_machines(group, runtime, None if error is not None else planned)
-    if (copies or changed) and error is None:
-        planned, _, error = _read(groups, runtime, copies)
-    error = error or unknown_matrix([] if planned is None else planned.members)
-    views = agree_on_plan(group, planned.plan if planned is not None else None, error)
-    assert planned is not None
+    withdraw_failure()
+    ranks = connected(planned.sets, alone=runtime.process_group == "local")
+    given = dict.fromkeys([runtime.holders, *(runtime.source.group(member.tensor) for member in planned.members)])
+    candidates = [group for group in given if isinstance(group, dist.ProcessGroup)]
+    group = group_of(ranks, candidates + mesh_groups([member.storage for member in planned.members]))
+    copies = find_copies(group, claims_of(planned, ranks, runtime.source))
+    error: Exception | None = None
+    if _agree_on_products_and_machines(group, runtime, planned) or copies:
+        try:
+            planned = _read(groups, runtime, copies)
+        except (LayoutError, ValueError) as wrong:
+            error = wrong
+    views = agree_on_plan(group, planned.plan, error or unknown_matrix(planned.members))
     if views is not None or ranks != planned.plan.ranks:  # ranks of the set hold other parameters: plan all of them
         views = views or [View(planned.plan.parameters, planned.plan.elementwise)] * len(ranks)
         planned = runtime.planned = widened(planned, views, ranks, _planner(runtime))
@@ -124,7 +121,7 @@ def connect(groups: Groups, runtime: Runtime) -> Connected:
     return runtime.connected
 
 
-def _agree_on_products_and_machines(group: dist.ProcessGroup | None, runtime: Runtime, planned: Planned | None) -> bool:
+def _agree_on_products_and_machines(group: dist.ProcessGroup | None, runtime: Runtime, planned: Planned) -> bool:
     """Let all ranks of a group take what all can multiply with, if they leave that to us; whether this rank changes.
 
     Where launchers say different numbers of ranks of a machine, the ranks take none.
@@ -132,17 +129,17 @@ def _agree_on_products_and_machines(group: dist.ProcessGroup | None, runtime: Ru
     Args:
         group: The ranks that work together.
         runtime: Written.
-        planned: What this rank has planned; None if something is wrong, which is raised later.
+        planned: What this rank has planned.
     """
     compute, ranks = runtime.precision.compute, [0] if group is None else dist.get_process_group_ranks(group)
-    bf16 = planned is not None and planned.device.type == "cpu" and compute == torch.bfloat16
-    mine = None if planned is None else (runtime.asked, auto_takes() if bf16 else None)
+    bf16 = planned.device.type == "cpu" and compute == torch.bfloat16
+    mine = runtime.asked, auto_takes() if bf16 else None
     everyone = tell_all((mine, runtime.machine), group=group) if group is not None else [(mine, runtime.machine)]
     told, first = dict(zip(ranks, (products for products, _ in everyone), strict=True)), ranks[0]
     machine = runtime.machine
     runtime.machine = machine if all(other == machine for _, other in everyone) else 0
     other = next((rank for rank in ranks if told[rank] != told[first]), None)
-    everywhere = all(entry is not None and entry[0] == "auto" for entry in told.values())
+    everywhere = all(asked == "auto" for asked, _ in told.values())
     kernels: KernelName = "torch" if everywhere and other is not None else runtime.asked
     if kernels == runtime.precision.kernels:
         return runtime.machine != machine
@@ -240,41 +237,25 @@ def _check_dtype(name: str, dtype: torch.dtype, master: torch.dtype | None, grou
         raise ValueError(explain_error(name, found, needed, "Write master_dtype=torch.float32, or adamw_eps=1e-4"))
 
 
-def _read(
-    groups: Groups, runtime: Runtime, copies: Copies | None = None
-) -> tuple[Planned | None, list[tuple[int, ...]], Exception | None]:
-    """Return the plan, the sets of ranks that share a parameter, and what is wrong with them, if anything.
-
-    The plan is made anew if the groups have changed, or if ranks have just found copies.
-    """
-    replicas_of(runtime.process_group)  # raises if it was lost
-    try:
-        for known in (runtime.planned, runtime.connected and runtime.connected.planned):
-            if copies is None and known is not None and known.signature == _signature(groups, runtime):
-                runtime.planned = known
-                return known, known.sets, None
-        for group in groups:
-            check_members(group, groups, runtime)
-        runtime.found_group = _group_found(groups, runtime)
-        signature = _signature(groups, runtime)  # with the names as they are now
-    except (KeyError, TypeError, ValueError) as wrong:  # this rank still meets the others, which wait for it
-        if runtime.connected is not None:
-            return None, runtime.connected.planned.sets, wrong
-        return None, likely_sets(groups, runtime.holders, runtime.layouts, runtime.source), wrong
-    members, sets, error = members_of(
+def _read(groups: Groups, runtime: Runtime, copies: Copies | None = None) -> Planned:
+    """Return the plan, made anew if the groups have changed, or if ranks have just found copies."""
+    for known in (runtime.planned, runtime.connected and runtime.connected.planned):
+        if copies is None and known is not None and known.signature == _signature(groups, runtime):
+            runtime.planned = known
+            return known
+    for group in groups:
+        check_members(group, groups, runtime)
+    runtime.found_group = _group_found(groups, runtime)
+    signature = _signature(groups, runtime)  # with the names as they are now
+    members = members_of(
         groups, runtime.holders, runtime.layouts, runtime.source, copies or {}, shard_state=runtime.shard_state
     )
-    if error is not None:
-        return None, sets, error
-    try:
-        planned = plan_members(groups, members, signature, runtime.precision, _planner(runtime))
-        planned.graphs = Graphs(planned.device) if runtime.cuda_graphs and planned.muon else None
-        runtime.planned = planned
-    except (LayoutError, ValueError) as found:
-        return None, sets, found
+    planned = plan_members(groups, members, signature, runtime.precision, _planner(runtime))
+    planned.graphs = Graphs(planned.device) if runtime.cuda_graphs and planned.muon else None
     listed = {name for group in groups for name in group["param_names"]}
-    runtime.planned.beyond = sets_without_tensor({n: entry for n, entry in runtime.layouts.items() if n not in listed})
-    return runtime.planned, runtime.planned.sets, None
+    planned.beyond = sets_without_tensor({n: entry for n, entry in runtime.layouts.items() if n not in listed})
+    runtime.planned = planned
+    return planned
 
 
 def _planner(runtime: Runtime) -> Planner:

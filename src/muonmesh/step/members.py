@@ -17,7 +17,6 @@ from muonmesh.comm.storage import (
     Declared,
     Storage,
     nobody_said,
-    ranks_of,
     sharded_over_replicas,
     storage_of,
     this_rank,
@@ -86,22 +85,19 @@ def members_of(
     copies: Copies,
     *,
     shard_state: bool,
-) -> tuple[list[Member], list[tuple[int, ...]], Exception | None]:
+) -> list[Member]:
     """Return the parameters of all groups in order, with where they live, and with the copies that ranks have found.
 
-    Returns:
-        The members; the sets of ranks that share one, or share a flat one of which this rank holds nothing; and the
-        first error, since even a rank that found one must meet the others: a parameter is held in a way that is unknown
-        or not as declared, or an entry of ``layouts`` fits no name.
+    Raises:
+        LayoutError: a parameter is held in a way that is unknown or not as declared, or an entry of ``layouts`` fits no
+            name.
+        ValueError: the layouts were lost in pickling.
     """
     if layouts == LOST_LAYOUTS:
         what = "This optimizer was unpickled, and its layouts are lost, because meshes cannot be pickled. Write "
         raise ValueError(about("layouts", what + "optimizer.layouts = layouts before the first step"))
     members: list[Member] = []
-    sets: list[tuple[int, ...]] = []
-    error: Exception | None = None
     unknown = dict(layouts)
-    names = Counter[tuple[str, tuple[int, ...]]]()
     ranks_by_group: dict[int, tuple[int, ...] | None] = {}  # one tuple for all parameters of a group
     for number, settings in enumerate(groups):
         muon = is_matrix_rule(settings["algorithm"])
@@ -112,14 +108,8 @@ def members_of(
             shared = process_group if own is None else own
             if id(shared) not in ranks_by_group:
                 ranks_by_group[id(shared)] = replicas_of(shared)
-            replicas = ranks_by_group[id(shared)]
             for part, layout, split in _contents(name, declared, spec):
-                try:
-                    storage = storage_of(part, tensor, replicas, layout, needed=False)
-                except LayoutError as found:
-                    error = error or found
-                    sets.append(ranks_of(tensor, replicas, layout))
-                    continue
+                storage = storage_of(part, tensor, ranks_by_group[id(shared)], layout, needed=False)
                 said = layout is not None or own is not None or process_group == "local"
                 holders: Holders = "unknown" if storage.layout is None else "known" if said else "open"
                 if storage.layout is None and muon:
@@ -129,32 +119,18 @@ def members_of(
                     state = sharded_over_replicas(storage, group_for(shared), tensor.device.type)
                 member = Member(part, split, storage, state, tensor, number, holders=holders)
                 members.append(member.copied(copies))
-                storage = members[-1].storage
-                names[part, () if storage.layout is None else tuple(storage.layout.ranks)] += 1
-                if storage.layout is not None:
-                    sets.append(storage.layout.ranks)
-    error = error or _named_alike(names)
-    try:
-        members = _with_momentum_placed(members, groups, source)
-    except LayoutError as found:
-        error = error or found
-    sets += sets_without_tensor(unknown)
-    if not any(len(ranks) > 1 for ranks in sets):  # nobody to ask
-        error = error or unknown_matrix(members)
-    unknown = {name: entry for name, entry in unknown.items() if _holds_some(entry)}
-    if unknown:
-        write = "Correct the names. They have no prefixes such as module. or _orig_mod."
-        needed = "names of parameters in the groups of this rank"
-        error = error or LayoutError(explain_error("layouts", f"{sorted(unknown)}", needed, write))
-    return members, sets, error
-
-
-def _named_alike(names: Mapping[tuple[str, tuple[int, ...]], int]) -> LayoutError | None:
-    """Return the error of the first name that several parameters of the same ranks have."""
+    names = Counter((member.name, () if member.storage.layout is None else member.ranks) for member in members)
     for (name, _), count in names.items():
         if count > 1:
-            return named_alike(LayoutError, name, f"{count} parameters of this name")
-    return None
+            raise named_alike(LayoutError, name, f"{count} parameters of this name")
+    alone = not any(len(ranks) > 1 for ranks in [*(m.ranks for m in members), *sets_without_tensor(unknown)])
+    if alone and (nobody := unknown_matrix(members)) is not None:  # and there is nobody to ask
+        raise nobody
+    if wrong := sorted(name for name, entry in unknown.items() if _holds_some(entry)):
+        write = "Correct the names. They have no prefixes such as module. or _orig_mod."
+        needed = "names of parameters in the groups of this rank"
+        raise LayoutError(explain_error("layouts", f"{wrong}", needed, write))
+    return _with_momentum_placed(members, groups, source)
 
 
 def named_alike(kind: type[E], name: str, found: str) -> E:
@@ -216,25 +192,6 @@ def keep_gradients_of_views(named: Sequence[tuple[object, object]], layouts: Map
             base = tensor._base
             if not tensor.is_leaf and base is not None and base.is_leaf:
                 tensor.retain_grad()
-
-
-def likely_sets(
-    groups: Sequence[Mapping[str, Any]],
-    process_group: ProcessGroup,
-    layouts: Mapping[str, Declared],
-    source: GradientSource,
-) -> list[tuple[int, ...]]:
-    """Return the ranks that share the parameters of groups in which something is wrong, to tell those ranks."""
-    sets = sets_without_tensor(layouts)
-    for group in groups:
-        names = group.get("param_names")
-        for number, tensor in enumerate(group.get("params") or ()):
-            if isinstance(tensor, Tensor):
-                name = names[number] if isinstance(names, list) and number < len(names) else None
-                own = source.group(tensor)
-                replicas = replicas_of(process_group if own is None else own)
-                sets.append(ranks_of(tensor, replicas, layouts.get(name) if isinstance(name, str) else None))
-    return sets
 
 
 def _contents(name: str, declared: Any, spec: Any) -> list[tuple[str, Any, Any]]:
