@@ -746,7 +746,7 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "no groups in a state": (
         lambda: mm.Muon([weight()]).load_state_dict({"state": {}}),
         mm.StateError,
-        r"found the keys \['state'\]; needed the \"state\" and \"param_groups\"",
+        r"load_state_dict\['param_groups'\]: found nothing; needed a list",
     ),
 }
 
