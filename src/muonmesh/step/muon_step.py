@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
 import torch
@@ -29,7 +30,7 @@ _WORTH_A_THREAD = 1 << 18
 [measured]."""
 
 
-class MuonStep(Work):
+class MuonStep(Work, ABC):
     """The Muon half of one step: what the exchange reads, computes and writes (`muonmesh.comm.work.Work`).
 
     Pieces are views of the local storage, read as a contiguous array; a storage that is not contiguous is worked on in
@@ -80,9 +81,9 @@ class MuonStep(Work):
         self.fold(self.pieces(assignments, ends))
         self._ready.have_read(assignments)
 
+    @abstractmethod
     def fold(self, pieces: Sequence[Folded]) -> None:
         """Fold gradients and write directions; what is only read comes after what is folded."""
-        raise NotImplementedError
 
     def pieces(self, assignments: Sequence[int], ends: Ends) -> list[Folded]:
         """Return what is folded, and then what is only read: pieces with the directions that are written of them.
@@ -229,9 +230,9 @@ class MuonStep(Work):
         self.apply(self.summands.updates(ends))
         self._ready.have_written(ends)
 
+    @abstractmethod
     def apply(self, pieces: Sequence[Updated]) -> None:
         """Decay and update weights."""
-        raise NotImplementedError
 
     def steps_of(self, assignments: Sequence[int]) -> Tensor | None:
         """Return what results are multiplied by before they travel; None: each rank multiplies what it writes."""
