@@ -407,3 +407,8 @@ def test_folders_are_made_or_none_of_them(tmp_path: Path) -> None:
         make_folders(tmp_path / "file" / "deep")
     assert make_folders(tmp_path / "a" / "b") == [tmp_path / "a", tmp_path / "a" / "b"]
     assert make_folders(tmp_path / "a" / "b") == []
+
+
+def test_brackets_in_a_path_are_printed_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    terminal.make_console().print("runs/[/first] of [data]/*.txt", soft_wrap=True)
+    assert capsys.readouterr().out == "runs/[/first] of [data]/*.txt\n"

@@ -118,7 +118,7 @@ def print_plan(found: dict[str, Any], *, as_json: bool = False) -> None:
         console.print(json.dumps(found, indent=1), soft_wrap=True, markup=False)
         return
     title = f"Cluster: {found['model']} on {found['ranks']:,} ranks ({found['mesh']}), rule {found['rule']}"
-    console.print(f"[bold]{title}[/bold]")
+    console.print(title, style="bold")
     headings = ("parameters", "shape", "matrices", "owners", "TFLOP", f"sent by\nrank {found['rank']}")
     console.print(table_of(headings, rows_of(found)))
     for title, figures in tables_of(found).items():

@@ -56,7 +56,7 @@ def train_sweep(base: Settings, request: Request) -> int:
     console = make_console()
     console.print(table_of(*figures(losses)))
     for line in best_of(losses):
-        console.print(f"[bold]{line}[/bold]", soft_wrap=True)
+        console.print(line, style="bold", soft_wrap=True)
     console.print(f"Sweep: {base.directory / SWEEP_FILE}", soft_wrap=True)
     return 0
 

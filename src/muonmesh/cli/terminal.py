@@ -25,7 +25,7 @@ def make_console(*, record: bool = False) -> Console:
     """Return what prints: nothing of it raises, whatever the terminal can print, and whether or not it is there."""
     from rich.console import Console
 
-    return Console(file=cast(IO[str], Lasting(sys.stdout)), highlight=False, record=record)
+    return Console(file=cast(IO[str], Lasting(sys.stdout)), highlight=False, markup=False, record=record)
 
 
 def table_of(headings: Sequence[str], rows: Iterable[Sequence[str]], *, left: Sequence[int] = (0,)) -> Table:
