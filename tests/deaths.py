@@ -106,7 +106,7 @@ def vanish_at(moment: Moment, how: How) -> None:
         setattr(owner, name, act)
 
     places: dict[Moment, tuple[Any, str, int]] = {
-        "before the flags": (Wire, "begin_step", 1),
+        "before the flags": (Wire, "agree", 1),
         "before the gather": (Wire, "swap", 1),
         "in AdamW's half": (muonmesh.optimizer, "step_elementwise", 1),
         "before the scatter": (Wire, "swap", 2),

@@ -400,6 +400,7 @@ class Muon(torch.optim.Optimizer):
 
     def _tell_scaler(self, scaler: torch.amp.grad_scaler.GradScaler | None, flags: Flags, found_inf: Tensor) -> None:
         """Tell the GradScaler whether any rank overflowed; warn if its scale will differ."""
+        assert flags.overflow is not None
         if scaler is not None:
             per_device: dict[Any, Any] = scaler._found_inf_per_device(self)
             if not per_device:  # no gradient is where it looks, and ``scaler.update()`` asks for one

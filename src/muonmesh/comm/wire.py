@@ -130,10 +130,14 @@ class Wire:
                 self.counts.collectives += 1
         return values
 
-    def begin_step(self, flags: Tensor) -> Tensor:
-        """Begin a step: return the elementwise maximum of small integer flags over all ranks."""
+    def begin_step(self) -> None:
+        """Begin to count anew."""
         self.steps += 1
         self.counts = Counts()
+
+    def agree(self, flags: Tensor) -> Tensor:
+        """Begin a step: return the elementwise maximum of small integer flags over all ranks."""
+        self.begin_step()
         return self.reduce(flags, dist.ReduceOp.MAX, "the agreement before the step")
 
     def swap(self, swap: Swap) -> Transfer:

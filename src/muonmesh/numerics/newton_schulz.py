@@ -208,9 +208,13 @@ class Orthogonalizer:
         return self.products().at_once
 
     @cached_property
-    def _recordings(self) -> dict[Hashable, Any] | None:
-        """What is started again at the next step; None where values decide what is started, or nothing is."""
-        return {} if self.products().normalize is not None and self.prepared.begins_with_polynomials else None
+    def repeats(self) -> bool:
+        """Whether kernels are started that do not depend on values, so that they can be started again (`run_again`)."""
+        return self.products().normalize is not None and self.prepared.begins_with_polynomials
+
+    @cached_property
+    def _recordings(self) -> dict[Hashable, Any]:
+        return {}
 
     def __call__(
         self,
@@ -246,7 +250,7 @@ class Orthogonalizer:
             with exact_fp32(self.dtype):
                 if graphs.run(run_one, given, *key):
                     return result
-        if self._recordings is not None and fits:
+        if self.repeats and fits:
             with exact_fp32(self.dtype):
                 run_again(self._recordings, run_one, given, overwrite)
             return result

@@ -12,8 +12,10 @@ from torch import Tensor
 from muonmesh.comm.work import Local
 from muonmesh.numerics.kernels import fused
 from muonmesh.numerics.kernels.memory import upload
+from muonmesh.numerics.kernels.recording import places_of, run_again
 from muonmesh.numerics.newton_schulz import room_for
 from muonmesh.numerics.rules import on_device
+from muonmesh.numerics.rules.muon import MuonRule
 from muonmesh.numerics.rules.on_device import Factors, Folded, Updated
 from muonmesh.step.muon_step import MuonStep, ends_of
 from muonmesh.step.ready import ReadyParameters
@@ -81,15 +83,44 @@ class DeviceStep(MuonStep):
             return
         x, out = self._memory(numbers, (len(batch), *shape))
         if (stack := self._stack(batch)) is not None:
-            self._fold_stack(stack, batch, x)
-            self.orthogonalize_batch(x, out, numbers)
-            self._apply_stack(stack, batch, out)
+            self._run_stack(stack, batch, x, out)
             return
         self.read(numbers, ends_of(batch, x, read=True))
         self.orthogonalize_batch(x, out, numbers)
         ends = ends_of(batch, out, read=False)
         self.take_sums(numbers, ends)
         self.write(ends)
+
+    def _run_stack(self, stack: Stack, batch: Sequence[Local], x: Tensor, out: Tensor) -> None:
+        """Take matrices through the step, by what was started when all of their tensors lay where they lie now."""
+        numbers, rule, factors = stack.matrices, stack.rule, self._factors_of(self._ready.group(stack.matrices[0]))
+        orthogonalizer, times = self._ready.orthogonalizer(numbers[0]), self.steps_of(numbers)
+        vectors = factors.active, factors.applied(torch.float32)[0], factors.size, times
+        given = [x, out, *(vector for vector in vectors if vector is not None)]
+        moved = [tensor for some in stack.columns.values() for tensor in some]
+        assert isinstance(rule, MuonRule)  # or it would not fuse
+        key = rule.momentum, rule.nesterov, *places_of(x, out, *moved)
+
+        def fold(*_: Tensor) -> None:
+            self._fold_stack(stack, batch, x)
+
+        def apply(*_: Tensor) -> None:
+            self._apply_stack(stack, batch, out)
+
+        def whole(*_: Tensor) -> None:
+            fold()
+            orthogonalizer(x, out=out, overwrite=not rule.sees_direction, times=times)
+            apply()
+
+        found = self._ready.recordings.setdefault((numbers[0], len(numbers)), {})
+        changes = rule.balances() or rule.changes_matrices() or not rule.orthogonalizes
+        if self._ready.graphs is None and orthogonalizer.repeats and not changes:
+            run_again(found, whole, given, ("whole", *key))
+        else:
+            run_again(found, fold, given, ("fold", *key))
+            self.orthogonalize_batch(x, out, numbers)
+            run_again(found, apply, given, ("apply", *key))
+        torch.autograd.graph.increment_version([*moved, x, out])
 
     def _memory(self, numbers: Sequence[int], shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         """Return memory for matrices and their results: where their CUDA graph reads and writes, if they have one."""
@@ -145,17 +176,14 @@ class DeviceStep(MuonStep):
     def _fold_stack(self, stack: Stack, batch: Sequence[Local], into: Tensor) -> None:
         factors, columns = self._factors_of(self._ready.group(stack.matrices[0])), stack.columns
         gradients, momenta = columns["gradient", ""], columns["momenta", "momentum_buffer"]
-        on_device.fold_in_one(gradients, momenta, _as_stored(batch, into), stack.matrices, factors, self._kept(batch))
+        on_device.fold_in_one(gradients, momenta, _as_stored(batch, into), stack.matrices, factors)
 
     def _apply_stack(self, stack: Stack, batch: Sequence[Local], updates: Tensor) -> None:
         factors, written = self._factors_of(self._ready.group(stack.matrices[0])), stack.columns["weights", ""]
         rounded = stack.columns.get(("rounded", ""))
         weights, masters = (written, ()) if rounded is None else (rounded, written)
         stored = _as_stored(batch, updates)
-        on_device.apply_in_one(weights, masters, stored, stack.matrices, factors, self._kept(batch))
-
-    def _kept(self, batch: Sequence[Local]) -> fused.Kept:
-        return self._ready.tables.setdefault((batch[0].assignment, len(batch)), {})
+        on_device.apply_in_one(weights, masters, stored, stack.matrices, factors)
 
     def steps_of(self, assignments: Sequence[int]) -> Tensor | None:
         """Return what the results of matrices are multiplied by, (n,), where they arrive as steps."""
@@ -167,9 +195,8 @@ class DeviceStep(MuonStep):
         if group not in self._factors:
             rule = self._ready.rules[group]
             assert rule is not None
-            self._factors[group] = Factors(
-                rule, self._active, self._every_scale, only_zeros=self._ready.flags.only_zeros
-            )
+            only_zeros = self._ready.flags.stop is None  # nothing but a gradient of zeros leaves a matrix alone
+            self._factors[group] = Factors(rule, self._active, self._every_scale, only_zeros=only_zeros)
         return self._factors[group]
 
     @cached_property

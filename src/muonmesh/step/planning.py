@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple, get_args
@@ -35,7 +35,6 @@ from muonmesh.layout.routes import pieces
 from muonmesh.numerics.coefficients import CoefficientName, choose, coefficient_schedule, coefficient_set
 from muonmesh.numerics.graphs import Graphs
 from muonmesh.numerics.kernels import check_kernels
-from muonmesh.numerics.kernels.fused import Kept
 from muonmesh.numerics.newton_schulz import Orthogonalizer
 from muonmesh.numerics.rules import Rule, is_matrix_rule, rule_of
 from muonmesh.step.blocks import Blocks
@@ -73,7 +72,7 @@ class Planned:
             `device_without_parameters`.
         orthogonalizers: How the matrices of each Muon group of this rank are orthogonalized, by group and shape.
         exchange: Made when the ranks have compared their plans.
-        tables: Where the pieces of small matrices lay on a device, by the first matrix of a batch and their number.
+        recordings: What a device is given again at the next step, by what it is done with (`recording.run_again`).
         graphs: Of batches that come again; None if they are not wanted.
         beyond: The ranks of each parameter of which this rank holds nothing, until all parameters are planned.
     """
@@ -87,7 +86,7 @@ class Planned:
     device: torch.device
     orthogonalizers: Orthogonalizers
     exchange: Exchange | None = None
-    tables: dict[tuple[int, int], Kept] = field(default_factory=dict)
+    recordings: dict[object, dict[Hashable, Any]] = field(default_factory=dict)
     graphs: Graphs | None = None
     beyond: Sequence[tuple[int, ...]] = ()
     _names: list[str] | None = field(default=None, init=False)

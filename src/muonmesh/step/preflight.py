@@ -15,14 +15,15 @@ from muonmesh.comm.storage import local_of
 from muonmesh.comm.views import view_in_storage
 from muonmesh.comm.work import Work
 from muonmesh.errors import PlanError, about
-from muonmesh.layout import Elementwise, Parameter, Piece, Plan
+from muonmesh.layout import Elementwise, Parameter, Piece
 from muonmesh.numerics.kernels.memory import upload
+from muonmesh.numerics.kernels.recording import places_of, run_again
 from muonmesh.numerics.kernels.toolchain import DTYPES, is_usable
 from muonmesh.numerics.kernels.zeros import mark_nonzero
 from muonmesh.settings import SettingsFound
 from muonmesh.step.flag_vector import Flags, ReducedFlags
 from muonmesh.step.parameter_steps import Collected, ParameterStep
-from muonmesh.step.planning import Connected, Holdings
+from muonmesh.step.planning import Connected, Planned
 from muonmesh.step.replicas import Fingerprint
 from muonmesh.step.runtime import Runtime
 from muonmesh.step.settings_digest import digests, lines
@@ -60,7 +61,7 @@ def preflight(
     *,
     error: Exception | None,
     skip: Tensor | None,
-    overflow: Tensor | bool | None,
+    overflow: Tensor | None,
 ) -> Flags:
     """Reduce one vector of small flags over all ranks, see `FlagVector`; raise on every rank if any found an error.
 
@@ -91,31 +92,36 @@ def preflight(
     entries, flag_vector = [*muon, *collected.elementwise], planned.flag_vector
     at_rest, error = settings.at_rest, settings.error or collected.error or error
     waits = at_rest or runtime.host_waits(planned)
-    if not waits:
+    alone = len(plan.ranks) == 1 and not settings.on_device  # then the host knows all but what the tensors say
+    if alone and error is not None:
+        raise error
+    if alone or not waits:
         for entry in entries:
             if entry is None or type(entry.gradient) is Tensor:
                 continue
             if any(axes := partial_axes(entry.gradient)):
                 entry.gradient = reduced(entry.member.tensor, entry.gradient, axes).contiguous()
-        nonzero = _nonzero_on_device(plan, planned.gradient_holdings, muon, device)
-    else:
-        # A partial gradient is not summed yet: its matrix counts as not zero if any rank has a summand that is not.
-        look = _nonzero_on_host if device.type == "cpu" else _nonzero_on_device
-        nonzero = look(plan, planned.gradient_holdings, muon, device)
+    # A partial gradient is not summed yet: its matrix counts as not zero if any rank has a summand that is not.
+    look = _nonzero_on_host if device.type == "cpu" and waits else _nonzero_on_device
+    nonzero = look(planned, muon, device)
     gradients = (entry.gradient for entry in collected.elementwise if entry is not None)
+    moves = at_rest and any(bool(local_of(gradient).any()) for gradient in gradients if gradient is not None)
+    if alone:
+        exchange.wire.begin_step()
+        return _of_one_rank(nonzero, muon, skip, overflow, waits=waits, only_creates_state=at_rest and not moves)
     failed: bool | Tensor = error is not None
     if settings.on_device:
         failed = settings.wrong_on_device() | failed
     tail = {
         "skip": skip,
         "overflow": overflow,
-        "moves": at_rest and any(bool(local_of(gradient).any()) for gradient in gradients if gradient is not None),
+        "moves": moves,
         "error": failed,
         "stays": True,
     }
     # As they are now, and without the runtime, which may keep them till the next step and would then hold itself.
     terms = planned, settings, replicas, runtime.precision, runtime.loaded
-    flags = exchange.wire.begin_step(flag_vector.vector(nonzero, entries, digests(*terms), tail))
+    flags = exchange.wire.agree(flag_vector.vector(nonzero.clamp(max=1), entries, digests(*terms), tail))
     answers = ReducedFlags(flag_vector, flags)
     raise_errors = partial(_raise_errors, exchange, error, partial(lines, *terms), settings)
     overflowed, stops = answers.somebody("overflow"), answers.stops()
@@ -124,11 +130,8 @@ def preflight(
         active = (answers.of("nonzero") != 0) & ~stop
         # All that the host can know now; what other shards have is in ``active``, on the device.
         present = [entry is not None and entry.gradient is not None for entry in muon]
-        # Alone, without an error, a clip or a GradScaler that may skip, there is nobody to stop the step.
-        only_zeros = len(plan.ranks) == 1 and failed is False and skip is None and overflow is None
-        agreed = Flags(active, present, overflowed, stop=stop, only_zeros=only_zeros)
         _tell_later(runtime, answers, raise_errors)
-        return agreed
+        return Flags(active, present, overflowed, stop=stop)
     if bool(stops):
         raise_errors(answers)
     told = answers.told()
@@ -144,6 +147,30 @@ def preflight(
     only_creates_state = at_rest and not any(told["moves"]) and not any(nonzeros)
     skips = any(told["skip"] + told["overflow"])
     return Flags(nonzeros, present, overflowed, skips, only_creates_state)
+
+
+def _of_one_rank(
+    nonzero: Tensor,
+    muon: Sequence[ParameterStep | None],
+    skip: Tensor | None,
+    overflow: Tensor | None,
+    *,
+    waits: bool,
+    only_creates_state: bool,
+) -> Flags:
+    """Return what there is to agree on where no other rank shares anything; arguments as in `preflight`."""
+    present = [entry is not None and entry.gradient is not None for entry in muon]
+    stops = [flag for flag in (skip, overflow) if flag is not None]
+    active = nonzero != 0
+    if waits:
+        nonzeros: list[bool] = active.tolist()
+        skips = any(map(bool, stops))
+        return Flags(nonzeros, present, overflow, skips, only_creates_state and not any(nonzeros))
+    stop = None
+    for flag in stops:
+        stop = flag if stop is None else stop | flag
+        active = active & ~flag
+    return Flags(active, present, overflow, stop=stop)
 
 
 def stand_aside(connected: Connected, settings: SettingsFound, runtime: Runtime) -> bool:
@@ -168,7 +195,7 @@ def stand_aside(connected: Connected, settings: SettingsFound, runtime: Runtime)
     # At rate 0 the hosts of all ranks wait, as `preflight` does: see `SettingsFound.at_rest`.
     waits, flag_vector = settings.at_rest or runtime.host_waits(planned), planned.flag_vector
     vector = flag_vector.only("replan" if error is None else "error", planned.device)
-    answers = ReducedFlags(flag_vector, exchange.wire.begin_step(vector))
+    answers = ReducedFlags(flag_vector, exchange.wire.agree(vector))
     raise_errors = partial(_raise_errors, exchange, error, dict, settings)
     if waits:
         if bool(answers.stops()):
@@ -212,10 +239,9 @@ def _raise_errors(
     insist_on_equal(exchange.group, lines())
 
 
-def _nonzero_on_host(
-    plan: Plan, holdings: Holdings, entries: Sequence[ParameterStep | None], device: torch.device
-) -> Tensor:
+def _nonzero_on_host(planned: Planned, entries: Sequence[ParameterStep | None], device: torch.device) -> Tensor:
     """Return for each Matrix whether this rank's gradient has a non-zero (or NaN) element in it, uint8."""
+    plan, holdings = planned.plan, planned.gradient_holdings
     found = [0] * len(plan.assignments)
     gradients = [None if entry is None or entry.gradient is None else local_of(entry.gradient) for entry in entries]
     probes: dict[tuple[int, torch.dtype], tuple[list[int], list[Tensor]]] = {}
@@ -235,31 +261,30 @@ def _nonzero_on_host(
     return torch.tensor(found, dtype=torch.uint8, device=device)
 
 
-def _nonzero_on_device(
-    plan: Plan, holdings: Holdings, entries: Sequence[ParameterStep | None], device: torch.device
-) -> Tensor:
-    """Return the same without waiting for the device."""
-    numbers, views = list[int](), list[Tensor]()
-    for number, (assignment, parts) in enumerate(zip(plan.assignments, holdings, strict=True)):
-        entry = entries[assignment.parameter]
-        if entry is None or entry.gradient is None:
-            continue
-        gradient = local_of(entry.gradient)
-        for piece in parts:
-            numbers.append(number)
-            views.append(view_in_storage(gradient, piece))
+def _nonzero_on_device(planned: Planned, entries: Sequence[ParameterStep | None], device: torch.device) -> Tensor:
+    """Return the same without waiting for the device, as numbers above 0."""
+    gradients = [None if entry is None or entry.gradient is None else local_of(entry.gradient) for entry in entries]
     # Counts of int32: with uint8, 256 non-zero pieces of one matrix would be none.
-    found = torch.zeros(len(plan.assignments), dtype=torch.int32, device=device)
-    if views and _can_mark(views):
-        mark_nonzero(views, numbers, found)
-    elif views:
-        norms = torch.stack(torch._foreach_norm(views, float("inf")))
-        if numbers == list(range(len(plan.assignments))):
-            found = (norms != 0).to(torch.uint8)
-        else:
-            index = upload(numbers, dtype=torch.int64, device=device)
-            found.index_add_(0, index, (norms != 0).to(torch.int32))
-    return found.clamp_(max=1).to(torch.uint8)
+    found = torch.zeros(len(planned.plan.assignments), dtype=torch.int32, device=device)
+
+    def look(found: Tensor) -> None:
+        numbers, views = list[int](), list[Tensor]()
+        for number, assignment in enumerate(planned.plan.assignments):
+            if (gradient := gradients[assignment.parameter]) is not None:
+                parts = planned.gradient_holdings[number]
+                numbers += [number] * len(parts)
+                views += [view_in_storage(gradient, piece) for piece in parts]
+        if views and _can_mark(views):
+            mark_nonzero(views, numbers, found)
+        elif views:
+            norms = torch.stack(torch._foreach_norm(views, float("inf")))
+            found.index_add_(0, upload(numbers, dtype=torch.int64, device=device), (norms != 0).to(torch.int32))
+
+    if is_usable(device):
+        run_again(planned.recordings.setdefault("nonzero", {}), look, [found], places_of(*gradients))
+    else:
+        look(found)
+    return found
 
 
 def _any_nonzero(gradient: Tensor, parts: Sequence[Piece]) -> bool:

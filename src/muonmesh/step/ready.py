@@ -45,7 +45,7 @@ class ReadyParameters:
         device: Where the parameters are.
         blocks: Those of momentum in int8; None where it is kept in a floating-point dtype.
         nonzero: `Flags.nonzero`: for each matrix whether its gradient is not zero.
-        tables, graphs, at_once: Those of `Planned`.
+        recordings, graphs, at_once: Those of `Planned`.
         copies: The copies of state that lies on the host; None where it is with the parameters.
     """
 
@@ -61,8 +61,8 @@ class ReadyParameters:
         self.plan, self.holdings, self.device = planned.plan, planned.momentum_holdings, planned.device
         self.entries, self.rules, self.flags, self.precision = entries, rules, flags, precision
         self.blocks = planned.blocks if precision.int8 else None
-        self._orthogonalizers, self.tables, self.graphs = planned.orthogonalizers, planned.tables, planned.graphs
-        self.at_once = planned.at_once
+        self._orthogonalizers, self.recordings = planned.orthogonalizers, planned.recordings
+        self.graphs, self.at_once = planned.graphs, planned.at_once
         self.nonzero: Sequence[bool] | Tensor = flags.nonzero
         self.copies = None if offload is None else DeviceCopies(offload, self.plan, self.holdings, entries)
         self._coded: dict[tuple[Tensor, str], Momentum] = {}  # a flat tensor has one for all its parameters

@@ -161,7 +161,7 @@ class EngineMuon(torch.optim.Optimizer):
             for tensor in group["params"]:
                 state = self.state[tensor]
                 # DeepSpeed loads one count for all tensors: a number, or a tensor that AdamW would count up for each.
-                state["step"] = step_count(state["step"])
+                state["step"] = step_count(state["step"]).to(tensor.device)  # torch's fused kernels want it there
                 if is_matrix_rule(group["algorithm"]):
                     kept = {key: value for key, value in state.items() if key not in ("step", *_MOMENTS)}
                     kept |= {key: state[shown] for key, shown in kept_as_moments(group).items()}

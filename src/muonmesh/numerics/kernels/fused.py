@@ -15,17 +15,10 @@ from torch import Tensor
 
 from muonmesh.numerics.kernels.rows import Rows, on_device
 from muonmesh.numerics.kernels.toolchain import DTYPES, is_usable
-from muonmesh.numerics.kernels.triton_launch import Launch, are_aligned, operator, stream_of
+from muonmesh.numerics.kernels.triton_launch import Launch, are_aligned, operator
 
 _Dtypes: TypeAlias = tuple[torch.dtype, torch.dtype, torch.dtype]
 _Piece: TypeAlias = tuple[int, int, Tensor, Tensor, Tensor]
-
-Kept: TypeAlias = dict[tuple[object, ...], list[tuple[_Dtypes, int, int, Tensor]]]
-"""By operator, stream and addresses: for all pieces of some dtypes these, how many, their programs and their table."""
-
-_KEPT = 16
-"""Tables that are kept of some pieces at most. Two do, of gradient to direction and result to weight, where torch gives
-and takes memory in one order at each step."""
 
 _OPTIONS = {"enable_fp_fusion": False}
 """Or an element's bits would depend on how its piece lies in memory: products would be rounded here and not there."""
@@ -45,7 +38,6 @@ def fold(
     momentum: float,
     nesterov: bool,
     entries: Sequence[int] | None = None,
-    kept: Kept | None = None,
 ) -> None:
     """Fold gradients into momenta and write the directions.
 
@@ -64,8 +56,6 @@ def fold(
         momentum: μ.
         nesterov: See above.
         entries: The entry of each piece. None: there is one for each, in their order.
-        kept: A dict that is given again where nothing but the addresses of all these tensors may differ, to keep where
-            the pieces are.
 
     Raises:
         ValueError: The tensors of a piece differ in shape, or have more than 3 dims, or a dtype cannot be computed in.
@@ -73,7 +63,7 @@ def fold(
     if not gradients:
         return  # without a tensor torch would not know where
     entries = range(len(gradients)) if entries is None else entries
-    _fold(gradients, momenta, directions, entries, active, momentum, nesterov, kept=kept)
+    _fold(gradients, momenta, directions, entries, active, momentum, nesterov)
     torch.autograd.graph.increment_version([*momenta, *directions])
 
 
@@ -86,7 +76,6 @@ def apply(
     keep: Tensor,
     size: Tensor,
     entries: Sequence[int] | None = None,
-    kept: Kept | None = None,
 ) -> None:
     """Decay and update weights: ``w ← w·keep − size·u`` in fp32, where a piece is active.
 
@@ -102,7 +91,6 @@ def apply(
         size: What an update is multiplied by before it is subtracted, likewise: learning rate times scale, or −1 where
             updates arrive as finished steps.
         entries: The entry of each piece. None: there is one for each, in their order.
-        kept: As in `fold`; it may be the same dict.
 
     Raises:
         ValueError: The tensors of a piece differ in shape, or have more than 3 dims, or a dtype cannot be computed in.
@@ -110,7 +98,7 @@ def apply(
     if not weights:
         return
     entries = range(len(weights)) if entries is None else entries
-    _apply(weights, masters, updates, entries, active, keep, size, kept=kept)
+    _apply(weights, masters, updates, entries, active, keep, size)
     torch.autograd.graph.increment_version([*weights, *masters])
 
 
@@ -122,11 +110,10 @@ def _folding(
     active: Tensor | None,
     momentum: float,
     nesterov: bool,
-    kept: Kept | None = None,
 ) -> Iterator[Launch]:
     from muonmesh.numerics.kernels import pieces
 
-    for dtypes, count, programs, table in _grouped("fold", kept, entries, gradients, momenta, directions or momenta):
+    for dtypes, count, programs, table in _grouped("fold", entries, gradients, momenta, directions or momenta):
         numbers = (table, count, _contiguous(active), float(1 - momentum), float(momentum))
         choices = (active is not None, len(directions) > 0, nesterov, torch.finfo(dtypes[1]).tiny)
         arguments = (*numbers, *choices, *(pieces.TYPES[dtype] for dtype in dtypes))
@@ -142,11 +129,10 @@ def _applying(
     active: Tensor | None,
     keep: Tensor,
     size: Tensor,
-    kept: Kept | None = None,
 ) -> Iterator[Launch]:
     from muonmesh.numerics.kernels import pieces
 
-    for dtypes, count, programs, table in _grouped("apply", kept, entries, weights, masters or weights, updates):
+    for dtypes, count, programs, table in _grouped("apply", entries, weights, masters or weights, updates):
         numbers = (table, count, _contiguous(active), _contiguous(keep), _contiguous(size))
         choices = (active is not None, len(masters) > 0)
         arguments = (*numbers, *choices, *(pieces.TYPES[dtype] for dtype in dtypes))
@@ -174,25 +160,14 @@ def _contiguous(vector: Tensor | None) -> Tensor | None:
 
 
 def _grouped(
-    what: str, kept: Kept | None, entries: Sequence[int], *columns: Sequence[Tensor]
-) -> Iterable[tuple[_Dtypes, int, int, Tensor]]:
-    """Return for all pieces of the same dtypes these, how many they are, their programs, and their table on the device.
-
-    What is kept is returned if all tensors lie where they once lay.
-    """
-    device, kept = columns[0][0].device, {} if kept is None else kept
-    places = [place for some in columns for place in map(Tensor.data_ptr, some)]
-    if len(kept) > _KEPT:
-        kept.clear()
-    key = what, stream_of(device), *(tensor.dtype for some in columns for tensor in some), *places
-    if (found := kept.get(key)) is not None:
-        return found
+    what: str, entries: Sequence[int], *columns: Sequence[Tensor]
+) -> Iterator[tuple[_Dtypes, int, int, Tensor]]:
+    """Yield for pieces of the same dtypes these, how many they are, their programs, and their table on the device."""
     groups = _rows_by_dtypes(what, entries, *columns)
     filled = {dtypes: rows for dtypes, rows in groups.items() if rows.pieces}
-    tables = on_device(list(filled.values()), device) if filled else ()
-    made = [(dtypes, rows.pieces, rows.programs, t) for (dtypes, rows), t in zip(filled.items(), tables, strict=True)]
-    kept[key] = made
-    return made
+    tables = on_device(list(filled.values()), columns[0][0].device) if filled else ()
+    for (dtypes, rows), table in zip(filled.items(), tables, strict=True):
+        yield dtypes, rows.pieces, rows.programs, table
 
 
 def _rows_by_dtypes(

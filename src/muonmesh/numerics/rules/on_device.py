@@ -376,7 +376,6 @@ def fold_in_one(
     into: Sequence[Tensor],
     matrices: Sequence[int],
     factors: Factors,
-    kept: fused.Kept | None = None,
 ) -> None:
     """`fold` by one kernel where `Factors.fuses`: of one matrix a tensor, or of several that lie side by side."""
     rule = factors.rule
@@ -386,7 +385,6 @@ def fold_in_one(
         momentum=rule.momentum,
         nesterov=rule.nesterov,
         entries=matrices,
-        kept=kept,
     )
 
 
@@ -396,7 +394,6 @@ def apply_in_one(
     updates: Sequence[Tensor],
     matrices: Sequence[int],
     factors: Factors,
-    kept: fused.Kept | None = None,
 ) -> None:
     """`apply` by one kernel, likewise; without masters the last but one is empty."""
     fused.apply(
@@ -404,7 +401,6 @@ def apply_in_one(
         keep=factors.applied(torch.float32)[0],
         size=factors.size,
         entries=matrices,
-        kept=kept,
     )
 
 
