@@ -68,8 +68,8 @@ def test_the_command_says_and_writes_who_owns_what(tmp_path: Path) -> None:
     assert list(seconds.values()) == [pytest.approx(sent / 1e6 + begun + reached)] * 2
     stored = ("weights", "gradients", "momentum", "AdamW's moments")
     together = [found["counted"][f"bytes of {what}"] for what in stored]
-    beside = found["modelled"]["bytes of NCCL"], found["modelled"]["bytes of the step"]
-    assert found["modelled"]["bytes together"] == sum(together) + sum(beside)
+    beside = found["modelled"]["bytes of NCCL's buffers"], found["modelled"]["bytes of buffers in the step"]
+    assert found["modelled"]["bytes in all"] == sum(together) + sum(beside)
     assert beside[0] == pytest.approx(4.34e9 - 1.06e9, abs=10)  # eight ranks
     rank = found["rank"]
     assert re.search(rf"Rank {rank}, modelled for the rates given\s+─+\s+time .* [\d.,]+ ms ", shown.stdout)
@@ -147,4 +147,4 @@ def test_deepseek_v3_on_two_thousand_ranks() -> None:
     found = planned(asked)
     assert (found["ranks"], found["matrices"]) == (2048, 45154)
     assert found["elements"] == pytest.approx(671e9, rel=0.001)
-    assert found["balance"]["busiest over mean"] == found["balance"]["least that any plan could have"]
+    assert found["balance"]["busiest rank over mean"] == found["balance"]["best that any plan could have"]

@@ -306,8 +306,11 @@ class Cascade(nn.Module):
 
 
 def test_a_fused_weight_in_a_list_is_suspected_by_the_name_of_the_list() -> None:
-    with pytest.warns(UserWarning, match=r"by a guess: .*qkvs\.\*"):
+    with pytest.warns(UserWarning, match=r"by a guess: .*qkvs\.\*") as caught:
         split_params(nn.ModuleList([Cascade()]))
+    pasted = eval(re.search(r"overrides=(\{.*?\}\})", str(caught[0].message))[1])  # type: ignore[index]
+    found = placed(split_params(nn.ModuleList([Cascade()]), overrides=pasted))
+    assert found["0.qkvs.0.0.weight"] == ("muon", ("flatten", ("rows", 8, 8, 8)))
 
 
 def test_query_and_gate_of_qwen3_next() -> None:

@@ -32,7 +32,7 @@ def draw(picture: Path) -> None:
         loads = np.array(one["flops_by_rank"], dtype=float)
         shares = (loads / loads.mean()).reshape(height, WIDE)
         shown = axes.imshow(shares, cmap=shades, vmin=0.5, vmax=1.5, origin="upper")
-        busiest = one["balance"]["busiest over mean"]
+        busiest = one["balance"]["busiest rank over mean"]
         title = f"{one['ranks']:,} ranks, --mesh {one['mesh']}\nbusiest over mean {busiest:.2f}"
         axes.set_title(title, fontsize=9, color=INK)
         axes.set_ylim(max(heights) - 0.5, -0.5)

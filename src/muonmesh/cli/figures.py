@@ -33,9 +33,9 @@ def figures_of(weights: Sequence[Weight], found: Forecast) -> dict[str, Any]:
         "matrices": len(plan.assignments),
         "buckets": len(plan.buckets),
         "balance": {
-            "busiest over mean": found.imbalance,
-            "least that any plan could have": least_imbalance(plan),
-            "share of matrices at home": at_home(plan),
+            "busiest rank over mean": found.imbalance,
+            "best that any plan could have": least_imbalance(plan),
+            "share of matrices whole on their owner": at_home(plan),
         },
         "rank": found.rank,
         "counted": {
@@ -52,11 +52,11 @@ def figures_of(weights: Sequence[Weight], found: Forecast) -> dict[str, Any]:
         },
         "modelled": {
             **_seconds(found),
-            "bytes of the step": found.exchange,
-            "bytes of NCCL": found.nccl,
-            "bytes together": sum(found.stored.values()) + found.exchange + found.nccl,
-            "launches": found.launches,
-            "elementwise bytes": found.elementwise_bytes,
+            "bytes of buffers in the step": found.exchange,
+            "bytes of NCCL's buffers": found.nccl,
+            "bytes in all": sum(found.stored.values()) + found.exchange + found.nccl,
+            "kernel launches": found.launches,
+            "bytes that elementwise kernels move": found.elementwise_bytes,
         },
         "rates": asdict(found.rates),
         "kinds": _kinds(weights, found, owners),
@@ -84,7 +84,7 @@ def _seconds(found: Forecast) -> dict[str, dict[str, float]]:
     ends = {"seconds": (found.seconds, found.best_seconds)}
     ends |= {f"seconds of the {part}": (published[part], best[part]) for part in best}
     torchs = found.seconds_of_torch(), found.seconds_of_torch(published=False)
-    ends["seconds of torch.optim.Muon without sending"] = torchs
+    ends["seconds of torch.optim.Muon, sending not counted"] = torchs
     return {name: {"products as published": slow, "products at best": fast} for name, (slow, fast) in ends.items()}
 
 

@@ -243,16 +243,16 @@ def _warn_of_guesses(model: nn.Module, entries: Sequence[_Entry], guesses: Seque
     guessed = {starred(entry.name): entry for entry in reversed(guesses)}
     if guessed and (ranks == 1 or dist.get_rank() == 0):
         of, entry = ", ".join(reversed(guessed)), list(guessed.values())[-1]
-        rows = global_shape(entry.parameter)[-2]
-        key = r"\.".join(r"\d+" if part.isdecimal() else re.escape(part) for part in entry.name.split("."))
+        rows = global_shape(entry.parameter)[0 if entry.role.matrices == "flatten" else -2]
+        named = [each.name.split(".") for each in guesses if starred(each.name) == starred(entry.name)]
+        key = r"\.".join(r"\d+" if len(set(some)) > 1 else re.escape(some[0]) for some in zip(*named, strict=True))
         count = 3 if rows % 3 == 0 and re.search("qkv|attn", entry.name) else 2
         sizes = ", ".join([str(rows // count)] * (count - 1) + [str(rows - rows // count * (count - 1))])
-        one = f'{{"algorithm": "muon", "matrices": ("rows", {sizes})}}'
+        split = f'("rows", {sizes})' if entry.role.matrices != "flatten" else f'("flatten", ("rows", {sizes}))'
         write = (
-            f'overrides={{r"{key}": {one}}} if a weight holds {count} matrices one below the other, '
-            f'{{r"{key}": "muon"}} if it is '
+            f'overrides={{r"{key}": {{"algorithm": "muon", "matrices": {split}}}}} if a weight holds {count} matrices '
+            f'one below the other, {{r"{key}": "muon"}} if it is one matrix, {{r"{key}": "adamw"}} if it is none'
         )
-        write += f'one matrix, {{r"{key}": "adamw"}} if it is none'
         what = f"Muon trains these weights as one matrix each by a guess: {of}. Write {write}"
         warn(about(type(model).__name__, what))
     for entry in entries if ranks > 1 else ():  # one process holds no stage
