@@ -1,6 +1,7 @@
 """How much a layer's output changes in a few steps, at widths from 256 to 4,096: the coordinate check of μP.
 
     python benchmarks/coordinates.py --json benchmarks/results/coordinates.json
+    python benchmarks/coordinates.py --widths 256 512 1024 --seeds 3 --json benchmarks/results/coordinates_seeds.json
 
 The model is an input layer, two hidden matrices and an output layer. The rate is that of the smallest width. "carried"
 sets what `muonmesh.transfer` says for the wider models, initial weights too; "as it is" keeps rate and decay, and
@@ -92,7 +93,7 @@ def main() -> None:
             for carried in (False, True):
                 each = [run(case, width, seed, carried=carried) for seed in range(options.seeds)]
                 mean = {name: math.fsum(one[name] for one in each) / len(each) for name in each[0]}
-                runs.append({"case": case, "carried": carried, "width": width, "change": mean})
+                runs.append({"case": case, "carried": carried, "width": width, "change": mean, "each": each})
                 told = ", ".join(f"{name} {value:.3g}" for name, value in mean.items())
                 print(f"{width} {case} {'carried' if carried else 'as it is'}: {told}", flush=True)
     print(f"{time.perf_counter() - began:.0f} s")

@@ -590,11 +590,11 @@ class Muon(torch.optim.Optimizer):
         update is recorded from the first call on, so the last two appear after the following step.
 
         After a call with ``spectrum``, steps also measure the singular values of each matrix, until a call without it.
-        The figures are means over the matrices of a group, in fp64, of what is orthogonalized (the momentum, with
-        Nesterov's part of the gradient) and of what becomes of it, without its scale: ``<group>/momentum_spectral``
-        (the largest singular value), ``momentum_stable_rank`` (the sum of their squares over the largest square),
-        ``update_effective_rank`` (e to the entropy of their shares, O. Roy and M. Vetterli 2007) and ``polar_error``
-        (RMS of singular values less 1). Such a step takes several times as long, and the host waits for the device.
+        The figures are means over the matrices of a group, of what is orthogonalized (the momentum, with Nesterov's
+        part of the gradient) and of what becomes of it, without its scale: ``<group>/momentum_spectral`` (the largest
+        singular value, by power iteration), ``momentum_stable_rank`` (the sum of their squares over the largest
+        square), ``update_effective_rank`` (Σσ² squared over Σσ⁴) and ``polar_error`` (RMS of σ² - 1). The last two are
+        estimated with random signs if a matrix has more than 64 rows and columns.
 
         On a CPU the figures are floats. On a device they are 0-d fp64 tensors and the host waits for nothing; reading
         one (``float(x)``, ``format``) waits, so loop first and log later. There a rank tells the figures of which it

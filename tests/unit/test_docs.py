@@ -422,6 +422,14 @@ def test_figures_of_the_page_of_evidence_are_the_recorded_ones() -> None:
     for (case, carried, output), some in changes.items():
         how = "AdamW" if case == "AdamW" else f"Muon, `{case}`"
         rows.append(f"| {how} | {'carried' if carried else 'as it is'} | {output} | {' | '.join(some)} |")
+    widths = {(one["case"], one["carried"], one["width"]): one["each"] for one in recorded("coordinates_seeds")["runs"]}
+    for case, carried in dict.fromkeys((case, carried) for case, carried, _ in changes):
+        pairs = [*zip(widths[case, carried, 256], widths[case, carried, 1024], strict=True)]
+        cells = (
+            ", ".join(f"{wide[each] / small[each]:.2f}" for small, wide in pairs) for each in ("hidden 2", "logits")
+        )
+        how = "AdamW" if case == "AdamW" else f"Muon, `{case}`"
+        rows.append(f"| {how} | {'carried' if carried else 'as it is'} | {' | '.join(cells)} |")
     page = (ROOT / "docs/how-we-know.md").read_text()
     assert [row for row in rows if row not in page] == []
 

@@ -57,11 +57,11 @@ def departure(x: Tensor, times: float, vectors: int) -> float:
     def measure() -> None:
         nonlocal found
         wide = _multiplied(x)
-        probe = _probe(wide, vectors)
+        rows = probe(wide, vectors)
         with exact_fp32(torch.promote_types(x.dtype, torch.float32)):
             # Divided twice: the square of a small number may vanish.
-            rest = (wide @ (probe @ wide).div_(times).mT).to(torch.promote_types(x.dtype, torch.float32)).div_(times)
-            found = rest.sub_(probe.mT).square_().mean().item()
+            rest = (wide @ (rows @ wide).div_(times).mT).to(torch.promote_types(x.dtype, torch.float32)).div_(times)
+            found = rest.sub_(rows.mT).square_().mean().item()
 
     run_on_one_thread(measure, device=x.device)
     return found
@@ -74,7 +74,8 @@ def _multiplied(x: Tensor) -> Tensor:
     return scratch("deflated", x.shape, dtype=torch.float32, device=x.device).copy_(x)
 
 
-def _probe(x: Tensor, vectors: int) -> Tensor:
+def probe(x: Tensor, vectors: int) -> Tensor:
+    """Return rows of `signs` to multiply matrices x by, (vectors, rows of x), in x's dtype and on its device."""
     rows = x.shape[-2]
     return keep(("signs", rows, vectors, x.dtype, x.device), lambda: signs(vectors, rows).to(x.device, x.dtype))
 
@@ -82,7 +83,7 @@ def _probe(x: Tensor, vectors: int) -> Tensor:
 def _deflate(x: Tensor, out: Tensor, vectors: int) -> None:
     exact = torch.promote_types(x.dtype, torch.float32)
     with exact_fp32(exact):
-        y = x @ (_probe(x, vectors) @ x).mT
+        y = x @ (probe(x, vectors) @ x).mT
         basis, _ = torch.linalg.qr(y.to(exact))
         inside = basis.to(x.dtype).mT @ x
         rest = inside.to(exact)

@@ -23,7 +23,7 @@ from muonmesh.step.parameter_steps import Momenta, ParameterStep
 from muonmesh.step.ready import ReadyParameters
 from muonmesh.step.stack import SMALL, Stack
 from muonmesh.step.stored_companions import RuleSums, StoredCompanions
-from muonmesh.step.update_squares import UpdateSquares, squared_singular_values
+from muonmesh.step.update_squares import UpdateSquares, largest_of
 
 _WORTH_A_THREAD = 1 << 18
 """Elements of equal matrices from which on threads share them out; below, waiting for each other's Python costs more
@@ -210,7 +210,7 @@ class MuonStep(Work, ABC):
                     parts.change_whole(own.balance, matrix, kept, rows=planned.rows, cols=planned.cols)
         if rule.orthogonalizes:
             times = self.steps_of(assignments)
-            momenta = None if self._spectra is None else squared_singular_values(batch)  # which may be overwritten
+            momenta = None if self._spectra is None else largest_of(batch)  # which may be overwritten
             orthogonalizer(batch, out=out, overwrite=not rule.sees_direction, times=times, graphs=self._ready.graphs)
             if self._spectra is not None and momenta is not None:
                 self._spectra.add_spectra(self._ready.group(assignments[0]), momenta, out, times)

@@ -4,6 +4,13 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.linalg import matrix_norm
+from torch.nn.functional import normalize
+
+from muonmesh.numerics.deflation import probe
+
+_PROBES, _PRODUCTS = 32, 12
+"""Rows of random signs by which results are multiplied, and products with M Mᵀ that find a largest singular value."""
 
 SPECTRUM = ("momentum_spectral", "momentum_stable_rank", "update_effective_rank", "polar_error")
 
@@ -32,17 +39,24 @@ class UpdateSquares:
     def add_spectra(self, group: int, momenta: Tensor, results: Tensor, times: Tensor | None) -> None:
         """Add matrices to a group's figures, from any thread.
 
+        Let Y = V X Xᵀ for a result X and rows V of random signs. Then ‖V − Y‖² / ‖V‖² estimates the mean of (σ² − 1)²,
+        and ‖X‖² ‖V X‖² / ‖Y‖² estimates (Σσ²)² / Σσ⁴. If X has few rows, V is the identity and both are exact.
+
         Args:
             group: Number of the group.
-            momenta: `squared_singular_values` of what was orthogonalized.
+            momenta: `largest_of` what was orthogonalized.
             results: What became of it, (n, rows, cols).
             times: By what results are multiplied too, (n,); 0 for those that do not count.
         """
-        values, largest = squared_singular_values(results).sqrt(), momenta[:, -1]
+        x = results.to(momenta.dtype)
         if times is not None:
-            values, largest = values / times.abs().to(values.dtype)[:, None], largest.where(times != 0, 0.0)
-        effective = torch.special.entr(values / values.sum(-1, keepdim=True)).sum(-1).exp()
-        figures = [largest.sqrt(), momenta.sum(-1) / largest, effective, (values - 1).square().mean(-1).sqrt()]
+            x, momenta = x / times.abs().to(x.dtype)[:, None, None], momenta * (times != 0)[:, None]
+        rows = x.shape[-2]
+        v = probe(x, _PROBES) if rows > 2 * _PROBES else torch.eye(rows, dtype=x.dtype, device=x.device)
+        across = v @ x if rows > 2 * _PROBES else x
+        seen = across @ x.mT
+        effective = (matrix_norm(x) * matrix_norm(across) / matrix_norm(seen)).square()
+        figures = [*momenta.unbind(1), effective, matrix_norm(seen - v) / matrix_norm(v)]
         self._spectra.setdefault(group, []).extend(torch.stack(figures, dim=1).unbind())
 
     def spectra_of(self, group: int) -> Tensor | None:
@@ -58,13 +72,17 @@ class UpdateSquares:
         return torch.stack([sums, counted.sum().expand(len(SPECTRUM))], dim=1)
 
 
-def squared_singular_values(matrices: Tensor) -> Tensor:
-    """Return the squares of the singular values of wide matrices (n, rows, cols), ascending, fp64 (n, rows).
+def largest_of(matrices: Tensor) -> Tensor:
+    """Return the largest singular value σ of wide matrices M (n, rows, cols), and ‖M‖² / σ², fp32 or fp64 (n, 2).
 
-    They are the eigenvalues of Gram matrices; NaN where a matrix is not finite.
+    By power iteration on M Mᵀ, so σ is too small where many values are near it, by 3 % for normal entries.
     """
-    wide = matrices.double()
-    gram = wide @ wide.mT
-    finite = gram.isfinite().all(-1).all(-1)[:, None]
-    values: Tensor = torch.linalg.eigvalsh(gram.where(finite[..., None], 0.0))
-    return values.clamp(min=0).where(finite, torch.nan)
+    x = matrices.to(torch.promote_types(matrices.dtype, torch.float32))
+    scale = x.abs().amax((-2, -1), keepdim=True).clamp_min(torch.finfo(x.dtype).tiny)
+    x = x / scale  # so that no square overflows or vanishes
+    vector = probe(x, 1).expand(len(x), 1, -1)
+    for _ in range(_PRODUCTS):
+        across = normalize(vector, dim=-1) @ x
+        vector = across @ x.mT
+    largest = matrix_norm(across)
+    return torch.stack([largest * scale[:, 0, 0], (matrix_norm(x) / largest).square()], dim=1)
