@@ -550,7 +550,7 @@ class _Iteration:
         A and A² are what the first quintic needs too, so they are kept for it.
         """
         a = self._gram()
-        square = self._matmuls.polynomial(a, 0.0, 1.0, self._square("c"))
+        square = self._matmuls.multiply(a, a, [(a, 0.0)], self._square("c"))
         squares = row_squares(square) if self._matmuls.exact is None else self._row_products(square, square)
         fourth = sums(squares)[:, None, None].sqrt_()
         fourth = torch.where(fourth == 0, 1.0, fourth)
@@ -575,17 +575,17 @@ class _Iteration:
         would be multiplied. The diagonal is computed in fp32 as in `gram_steps`.
         """
         lead, u, w, t = factored(p)
-        h = self._matmuls.polynomial(a, u, 1.0, self._square("b"))
+        h = self._matmuls.multiply(a, a, [(a, u)], self._square("b"))
         products = row_squares(h) if self._matmuls.exact is None else self._row_products(h, h)
         h_diagonal, a_diagonal = (square.diagonal(dim1=-2, dim2=-1).to(products.dtype) for square in (h, a))
         diagonal = lead * (products + w * h_diagonal + t * a_diagonal)
         mean = diagonal.mean(-1, keepdim=True)
         rest = 1 - lead * t
         if rest > 0.5:  # one operation, where that divides by nothing small
-            z = self._matmuls.polynomial(h, lead * w / rest, lead / rest, self._square("c"))
+            z = self._matmuls.multiply(h, h, [(h, lead * w / rest)], self._square("c"), lead / rest)
             z = torch.lerp(z, a, lead * t, out=self._square("d"))
         else:
-            z = self._matmuls.polynomial(h, lead * w, lead, self._square("c"))
+            z = self._matmuls.multiply(h, h, [(h, lead * w)], self._square("c"), lead)
             z = add_scaled(z, a, lead * t, a, 0.0, self._square("d"))
         z.diagonal(dim1=-2, dim2=-1).copy_(diagonal - mean)
         return z, (p[0] + mean)[..., None]
@@ -604,26 +604,27 @@ class _Iteration:
         a = self._gram()
         z = self._without_constant(p, a, "b", "c")
         spare = "c" if z is self._square("b") else "b"
-        pa = matmuls.product(z, a, a, p0, self._square(spare))
+        pa = matmuls.multiply(z, a, [(a, p0)], self._square(spare))
         # As few squares at once as there can be, for a square of a wide model is large: `held` has pap, `free` nothing.
         if last:
-            full, held, free = matmuls.full(z, pa, pa, p0, self._square("a")), spare, "a"
+            full = matmuls.multiply(z, pa, [(pa, p0)], self._square("a"), symmetric=False)
+            held, free = spare, "a"
             transposed = self._square("d") if self._device.type == "cpu" else None
             pap = symmetric_part(full, transposed, self._square(held))
         else:
             held, free = "a", spare
-            pap = matmuls.product(z, pa, pa, p0, self._square(held))
+            pap = matmuls.multiply(z, pa, [(pa, p0)], self._square(held))
         w = self._without_constant(q, pap, free, "d")
         if matmuls.join is not None:
             self._apply(*matmuls.join(z, w, p0, q0, self._square(held), symmetric=not last))
             return
         other = self._square(free if w is self._squares.get("d") else "d")
         if last and not matmuls.sparing:
-            factor = matmuls.full(w, z, z, 0.0, self._square(held))
+            factor = matmuls.multiply(w, z, [(z, 0.0)], self._square(held), symmetric=False)
             factor = add_scaled(factor, z, q0, w, p0, other)
         else:
             both = torch.lerp(z, w, p0 / (p0 + q0), out=self._square(held))
-            factor = matmuls.product(w, z, both, p0 + q0, other)
+            factor = matmuls.multiply(w, z, [(both, p0 + q0)], other)
 
         # The diagonal of the factor again, in fp32 and rounded once.
         products = self._row_products(z, w)
@@ -635,9 +636,8 @@ class _Iteration:
 
     def all_steps(self, polynomials: Sequence[Polynomial]) -> None:
         """X ← all polynomials of X divided by (Σσ⁸)^⅛, with two products of X altogether; see `factor_of_all`."""
-        assert self._matmuls.exact is not None
         self._last = True
-        factor, mean, norm = factor_of_all(self.x, self._inverse_square, polynomials, self._matmuls.exact, self._square)
+        factor, mean, norm = factor_of_all(self.x, self._inverse_square, polynomials, self._matmuls, self._square)
         self._norm_is(self._norm * norm)
         self._apply(factor, mean)
 
@@ -645,7 +645,7 @@ class _Iteration:
         """A = X Xᵀ of the matrices with norm 1, in buffer "a"."""
         if self._square_term is not None:
             return self._square("a")
-        return self._matmuls.gram(self.x, self._inverse_square, self._square("a"))
+        return self._matmuls.multiply(self.x, None, [], self._square("a"), scale=self._inverse_square)
 
     def _apply(self, b: Tensor, a: float | Tensor) -> None:
         """X ← a·X + B X, in the last segment divided by ν and multiplied by what the caller asks for.
@@ -659,10 +659,9 @@ class _Iteration:
         factor: float | Tensor = self._inverse if self._last else 1.0
         if self._last and self._times is not None:
             factor = self._inverse * self._times
-        if not self._panels:
-            self._matmuls.apply(self.x, b, a, factor, self._next)
-        for some in self._panels:
-            self._matmuls.apply(self.x[..., some], b, a, factor, self._next[..., some])
+        for some in self._panels or [slice(None)]:
+            x = self.x[..., some]
+            self._matmuls.multiply(b, x, [(x, a)], self._next[..., some], scale=factor, symmetric=False)
         self._panels.reverse()  # X goes back the way it came, its last panel first
         self.x, self._next = self._next, self.x
 
@@ -674,8 +673,8 @@ class _Iteration:
             return torch.lerp(term, a, p[1], out=self._square(out))
         if len(p) == 2:
             return torch.mul(a, p[1], out=self._square(out))
-        result = self._matmuls.polynomial(a, p[-2], p[-1], self._square(out))
+        result = self._matmuls.multiply(a, a, [(a, p[-2])], self._square(out), p[-1])
         for coefficient in reversed(p[1:-2]):
             out, spare = spare, out
-            result = self._matmuls.product(result, a, a, coefficient, self._square(out))
+            result = self._matmuls.multiply(result, a, [(a, coefficient)], self._square(out))
         return result
