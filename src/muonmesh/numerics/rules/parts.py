@@ -212,22 +212,20 @@ def _summands(
         yield [some.double() for some in found]
 
 
-def side_by_side(role: str, tensors: Sequence[Tensor], *, flat: bool = False) -> Tensor:
-    """Return tensors of one dtype as one, (n, *shape), or (n, elements), in the thread's own memory."""
+def side_by_side(role: str, tensors: Sequence[Tensor]) -> Tensor:
+    """Return tensors of one shape and dtype as one, (n, *shape), in the thread's own memory."""
     first = tensors[0]
-    shape = (first.numel(),) if flat else first.shape
-    together = scratch(f"side by side, {role}", (len(tensors), *shape), dtype=first.dtype, device=first.device)
-    return torch.stack([tensor.reshape(-1) for tensor in tensors] if flat else list(tensors), out=together)
+    shape = len(tensors), *first.shape
+    together = scratch(f"side by side, {role}", shape, dtype=first.dtype, device=first.device)
+    return torch.stack(list(tensors), out=together)
 
 
 def give_back(together: Tensor, tensors: list[Tensor]) -> None:
     """Write what has been worked on side by side to where it came from; rounded, if that is of another dtype."""
-    shapes = {tensor.shape for tensor in tensors}
-    if together.device.type == "cpu" and together.dtype == tensors[0].dtype and shapes == {together.shape[1:]}:
+    if together.dtype == tensors[0].dtype:
         torch.unbind_copy(together, out=tensors)
     else:
-        rows = [row.view(tensor.shape) for row, tensor in zip(together.unbind(), tensors, strict=True)]
-        torch._foreach_copy_(tensors, rows)
+        torch._foreach_copy_(tensors, list(together.unbind()))
 
 
 def spare(like: Tensor, dtype: torch.dtype) -> Tensor:
