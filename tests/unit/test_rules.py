@@ -618,7 +618,7 @@ def test_pieces_that_are_only_read_have_the_scale_of_those_that_are_folded(neste
     gradient, kept = torch.randn(50), torch.randn(50)
     read, twin, folded, other = torch.empty(4, 50).unbind()
     state, same = {"momentum_buffer": kept.clone()}, {"momentum_buffer": kept.clone()}
-    parts.write_direction(rule, gradient, state, read)
+    parts.fold(rule, gradient, state, into=read, folds=False)
     parts.fold(rule, gradient, state, into=folded)
     factors = on_device.Factors(rule, torch.tensor([True]), torch.ones(1, dtype=torch.float64))
     on_device.fold([on_device.Folded(gradient, same, 0, False, twin)], factors)

@@ -177,10 +177,7 @@ def fold(pieces: Sequence[Folded], factors: Factors) -> None:
     for piece in rest if _folds_as_muon(rule) else pieces:
         # What is left out may be NaN, and a direction may be made of the gradient.
         g = piece.gradient if factors.only_zeros else piece.gradient.masked_fill(factors.inactive[piece.matrix], 0)
-        if piece.folds:
-            parts.fold(rule, g, piece.state, active=active[piece.matrix], into=piece.into)
-        elif piece.into is not None:
-            parts.write_direction(rule, g, piece.state, piece.into)
+        parts.fold(rule, g, piece.state, active=active[piece.matrix], into=piece.into, folds=piece.folds)
 
 
 def apply(pieces: Sequence[Updated], factors: Factors, *, measured: bool = False) -> Tensor | None:

@@ -28,22 +28,25 @@ def fold(
     *,
     active: Tensor | None = None,
     into: Tensor | None = None,
+    folds: bool = True,
 ) -> None:
-    """Fold a gradient into what a rule keeps as "momentum", in place.
+    """Fold a gradient into what a rule keeps as "momentum", in place, and write the direction.
 
     Args:
-        rule: Whose `Rule.fold`.
+        rule: Whose `Rule.fold` and `Rule.direction`.
         gradient: Any shape, any real dtype, read only.
-        state: Each of that shape, written.
-        active: 0-d bool tensor; where it is false nothing changes. None means true.
-        into: If given, the direction is written there too, as `write_direction` does.
+        state: Each of that shape, written if the gradient is folded.
+        active: 0-d bool tensor; where it is false nothing is folded. None means true.
+        into: Where the direction goes, which is orthogonalized later: that shape, any real dtype and strides; rounded
+            to from the dtype of the direction. None: nowhere.
+        folds: Whether the gradient is folded, or the direction is written alone.
     """
     flat = None if into is None else _flat(into)
     for g, *held in in_cache(gradient, *state.values(), *(() if flat is None else (flat,))):
         kept = dict(zip(state, held, strict=False))  # without what the direction goes to
-        if active is None:
+        if folds and active is None:
             rule.fold(g, kept)
-        else:
+        elif folds:
             fresh = {key: value.clone() for key, value in kept.items()}
             rule.fold(g, fresh)
             for key, value in kept.items():
@@ -52,21 +55,6 @@ def fold(
             held[-1].copy_(rule.direction(g, kept))
     if into is not None and flat is not None:
         _unflatten(flat, into)
-
-
-def write_direction(rule: Rule, gradient: Tensor, state: Mapping[str, Tensor], into: Tensor) -> None:
-    """Write the direction, which is orthogonalized later.
-
-    Args:
-        rule: Whose `Rule.direction`.
-        gradient: Any shape, any real dtype, read only.
-        state: Each of that shape, read only.
-        into: That shape, any real dtype and strides, written; rounded to from the dtype of the direction.
-    """
-    flat = _flat(into)
-    for g, *held, out in in_cache(gradient, *state.values(), flat):
-        out.copy_(rule.direction(g, dict(zip(state, held, strict=True))))
-    _unflatten(flat, into)
 
 
 def change_whole(
