@@ -210,14 +210,14 @@ def test_a_damaged_line_of_metrics_is_told_by_its_number(line: str, tmp_path: Pa
     good = '{"run": "muon", "step": 0, "seconds": 0.0, "validation_loss": 5.0}\n'
     (tmp_path / "metrics.jsonl").write_text(f"{good}{line}\n{good}")
     for read in (read_metrics, summarise, lambda run: cut_metrics(run, "muon", 0)):
-        with pytest.raises(FileError, match=r"metrics\.jsonl: line 2 is not one that a training writes"):
+        with pytest.raises(FileError, match=r"metrics\.jsonl: line 2.*: found .*; needed .*Remove the line"):
             read(tmp_path)
     assert (tmp_path / "metrics.jsonl").read_text() == f"{good}{line}\n{good}", "as it was"
 
 
 def test_a_step_without_its_times_is_told(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"run": "muon", "step": 7, "seconds": 1.0, "tokens": 1, "loss": 5.0}\n')
-    with pytest.raises(FileError, match=r"line 1 .* \(found step_seconds None\)"):
+    with pytest.raises(FileError, match=r"line 1\[\'step_seconds\'\]: found nothing; needed a finite number"):
         summarise(tmp_path)
 
 
