@@ -44,13 +44,12 @@ def fold(
     flat = None if into is None else _flat(into)
     for g, *held in in_cache(gradient, *state.values(), *(() if flat is None else (flat,))):
         kept = dict(zip(state, held, strict=False))  # without what the direction goes to
-        if folds and active is None:
-            rule.fold(g, kept)
-        elif folds:
-            fresh = {key: value.clone() for key, value in kept.items()}
+        if folds:
+            fresh = kept if active is None else {key: value.clone() for key, value in kept.items()}
             rule.fold(g, fresh)
-            for key, value in kept.items():
-                value.copy_(torch.where(active, fresh[key], value))
+            if active is not None:
+                for key, value in kept.items():
+                    value.copy_(torch.where(active, fresh[key], value))
         if flat is not None:
             held[-1].copy_(rule.direction(g, kept))
     if into is not None and flat is not None:
