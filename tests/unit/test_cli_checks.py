@@ -26,7 +26,7 @@ from muonmesh.cli.model import check_model
 from muonmesh.cli.run_settings import Settings, load_settings
 from muonmesh.cli.summary import summarise
 from muonmesh.errors import FileError
-from muonmesh.files import is_finite, make_folders, write_text
+from muonmesh.files import is_finite, write_text
 
 ANYTHING = st.one_of(
     st.none(),
@@ -399,14 +399,6 @@ def test_what_an_encoding_lacks_ends_nothing(monkeypatch: pytest.MonkeyPatch) ->
     terminal.print_plainly()
     terminal.make_console().print("2 ranks × 3 – and é", soft_wrap=True)
     assert printed.getvalue() == b"2 ranks ? 3 ? and ?\n"
-
-
-def test_folders_are_made_or_none_of_them(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(NotADirectoryError):
-        make_folders(tmp_path / "file" / "deep")
-    assert make_folders(tmp_path / "a" / "b") == [tmp_path / "a", tmp_path / "a" / "b"]
-    assert make_folders(tmp_path / "a" / "b") == []
 
 
 def test_brackets_in_a_path_are_printed_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
