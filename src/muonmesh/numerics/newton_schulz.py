@@ -425,20 +425,13 @@ class _Iteration:
         if small is not None and quintics and matrices.dtype in DTYPES:
             small(matrices, out, quintics, times)
             return
-        count, together = len(matrices), self._matmuls.together
+        count = len(matrices)
         first = matrices if overwrite and self._serves(matrices) else self._long(0, count)
         second = out if self._serves(out) else self._long(1, count)
         # X alternates between the two, and should end in `out`.
         moves = len(self._resolved.segments) + (prepared.rational is not None)
         self.x, self._next = (first, second) if moves % 2 else (second, first)
-        self._begin(count)
-        if self._matmuls.normalize is not None and prepared.begins_with_polynomials and matrices.dtype == self.x.dtype:
-            if self.x is not matrices:
-                self.x.copy_(matrices if matrices.shape == self.x.shape else matrices.mT)
-            self._inverse, self._inverse_square = self._matmuls.normalize(self.x)
-        else:
-            self._norm_is(self._load(matrices, together=together))
-        self._iterate(times)
+        self._iterate(matrices, times)
         if self.x is not out:
             exact = self._exact_for(out)
             (store if exact is None else exact.store)(self.x, out)
@@ -449,12 +442,7 @@ class _Iteration:
         width = room.shape[2] - cols
         self.x, self._next = room[..., width:], room[..., :cols]
         self._panels = [slice(start, min(start + width, cols)) for start in range(0, cols, width)]
-        self._begin(1)
-        if self._matmuls.normalize is not None:
-            self._inverse, self._inverse_square = self._matmuls.normalize(self.x)
-        else:
-            self._norm_is(load(self.x, self.x, together=True))
-        self._iterate(times)
+        self._iterate(self.x, times)
         return self.x
 
     def _begin(self, count: int) -> None:
@@ -462,8 +450,15 @@ class _Iteration:
         self._squares.clear()
         self._square_term: Tensor | None = None
 
-    def _iterate(self, times: Tensor | None) -> None:
+    def _iterate(self, matrices: Tensor, times: Tensor | None) -> None:
         prepared, segments = self._resolved.prepared, self._resolved.segments
+        self._begin(len(matrices))
+        if self._matmuls.normalize is not None and prepared.begins_with_polynomials and matrices.dtype == self.x.dtype:
+            if self.x is not matrices:
+                self.x.copy_(matrices if matrices.shape == self.x.shape else matrices.mT)
+            self._inverse, self._inverse_square = self._matmuls.normalize(self.x)
+        else:
+            self._norm_is(self._load(matrices))
         self._last, self._times = False, times
         if prepared.preconditioner == "aol":
             rescale_rows(self.x, self._gram())
@@ -473,7 +468,11 @@ class _Iteration:
             before = self._norm
             deflate(self.x, prepared.deflated)
             if len(segments) == 1 and self._matmuls.exact is not None:
-                self.all_steps(segments[0])
+                self._last = True
+                given = self.x, self._inverse_square, segments[0], self._matmuls, self._square
+                factor, mean, norm = factor_of_all(*given)  # two products of X altogether
+                self._norm_is(self._norm * norm)
+                self._apply(factor, mean)
             else:
                 self.begin(segments[0][0])
                 self._take(segments)
@@ -520,10 +519,10 @@ class _Iteration:
         fits = memory.shape[1:] == (rows, cols) and memory.dtype == self._dtype and memory.is_contiguous()
         return fits and memory.data_ptr() % _ALIGNMENT == 0
 
-    def _load(self, matrices: Tensor, *, together: bool) -> Tensor:
+    def _load(self, matrices: Tensor) -> Tensor:
         """Write matrices to X times a power of two, and return their norms; see `load`."""
         exact, same = self._matmuls.exact, self._exact_for(matrices)
-        norms = None if same else load(matrices, self.x, together=together)
+        norms = None if same else load(matrices, self.x, together=self._matmuls.together)
         if exact is not None:  # in one pass, or for the norms, so that they are summed in one way
             return exact.load(matrices if same else self.x, self.x)
         assert norms is not None
@@ -633,13 +632,6 @@ class _Iteration:
         mean = diagonal.mean(-1, keepdim=True)
         factor.diagonal(dim1=-2, dim2=-1).copy_(diagonal - mean)
         self._apply(factor, (p0 * q0 + mean)[..., None])
-
-    def all_steps(self, polynomials: Sequence[Polynomial]) -> None:
-        """X ← all polynomials of X divided by (Σσ⁸)^⅛, with two products of X altogether; see `factor_of_all`."""
-        self._last = True
-        factor, mean, norm = factor_of_all(self.x, self._inverse_square, polynomials, self._matmuls, self._square)
-        self._norm_is(self._norm * norm)
-        self._apply(factor, mean)
 
     def _gram(self) -> Tensor:
         """A = X Xᵀ of the matrices with norm 1, in buffer "a"."""
