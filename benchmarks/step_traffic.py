@@ -97,13 +97,12 @@ def rows_of(case: str, *, owners: bool = True) -> list[Row]:
     model, mesh, experts = CASES[case]
     cluster = parse_cluster(mesh, experts)
     weights = weights_of(model, cluster)
-    names = {"replicate": "ddp", "shard": "fsdp", "tensor": "tp", "expert": "ep"}
     held = []
     for weight in weights:
         axes = cluster.mesh
         if cluster.experts and EXPERTS.search(weight.name) and len(weight.layout.shape) > 1:
             axes = cluster.experts
-        held.append(Held.of(weight, [names[kind] for kind, _ in axes]))
+        held.append(Held.of(weight, [kind for kind, _ in axes]))
     matrices = [one for one in held if one.weight.matrices is not None]
     others = [one for one in held if one.weight.matrices is None]
     sharded = any(one.shards > 1 for one in held)

@@ -111,7 +111,7 @@ WRONG = {
     "--model nano --mesh fsdp": r"--mesh fsdp: found 'fsdp'; needed a whole number of at least 1. Write: --mesh",
     "--model nano --mesh hsdp=8": r"found 'hsdp=8'; needed replicas x shards, two whole numbers",
     "--model nano --mesh pp=2,fsdp=2": r"found 'pp=2'; .*give the ranks of one stage",
-    "--model nano --mesh fsdp=2,hsdp=2x2": r"found two axes that shard; needed one of each",
+    "--model nano --mesh fsdp=2,hsdp=2x2": r"found two axes of fsdp; needed one of each",
     "--model nano --mesh fsdp=2000000": r"found 2,000,000 ranks; needed at most 1,048,576",
     "--model nano --mesh fsdp=2 --experts ep=2": r"--experts ep=2: found no experts in nano; .* Leave it out",
     "--model deepseek-v3 --mesh fsdp=4 --experts ep=2": r"found 2 ranks; needed 4, the ranks of --mesh fsdp=4",
