@@ -93,24 +93,25 @@ def parse_cluster(mesh: str, experts: str | None = None) -> Cluster:
 
 
 def _axes(option: str, text: str, *, known: tuple[str, ...], example: str) -> Axes:
+    def fault(found: str, needed: str) -> FileError:
+        return FileError(f"{option} {text}: found {found}; needed {needed}. Write: {example}")
+
     axes: list[tuple[str, int]] = []
     for part in text.split(","):
         name, _, sizes = part.strip().partition("=")
         if name not in known:
-            beside = " A pipeline stage is planned by itself: give the ranks of one stage." if name == "pp" else ""
-            raise FileError(
-                f"{option} {text}: found {part!r}; needed axes of {', '.join(known)}.{beside} Write: {example}"
-            )
+            beside = ". A pipeline stage is planned by itself: give the ranks of one stage" if name == "pp" else ""
+            raise fault(repr(part), f"axes of {', '.join(known)}{beside}")
         kinds = HYBRID if name == "hsdp" else (name,)
         numbers = sizes.split("x")
         if len(numbers) != len(kinds) or not all(re.fullmatch(r"[1-9]\d{0,6}", number) for number in numbers):
             needed = "replicas x shards, two whole numbers" if len(kinds) == 2 else "a whole number of at least 1"
-            raise FileError(f"{option} {text}: found {part!r}; needed {needed}. Write: {example}")
+            raise fault(repr(part), needed)
         axes += zip(kinds, map(int, numbers), strict=True)
     doubles = [kind for number, (kind, _) in enumerate(axes) if kind in (other for other, _ in axes[:number])]
     if doubles:
-        raise FileError(f"{option} {text}: found two axes of {doubles[0]}; needed one of each. Write: {example}")
+        raise fault(f"two axes of {doubles[0]}", "one of each")
     ranks = math.prod(size for _, size in axes)
     if ranks > MOST_RANKS:
-        raise FileError(f"{option} {text}: found {ranks:,} ranks; needed at most {MOST_RANKS:,}. Write: {example}")
+        raise fault(f"{ranks:,} ranks", f"at most {MOST_RANKS:,}")
     return tuple(axes)
