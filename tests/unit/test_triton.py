@@ -500,13 +500,15 @@ def in_its_room(rows: int, cols: int, method: Any, kernel: Any) -> bool:
     """Whether a matrix that moves through the memory of its result ends with the bits that it has with two memories."""
     torch.manual_seed(cols)
     matrix, times = torch.randn(1, rows, cols).to(BF16) * 2.0**-50, torch.tensor([-0.3])
-    options: dict[str, Any] = {"method": method, "kernels": kernel, "times": times}
+    options: dict[str, Any] = {"method": method, "kernels": kernel, "coefficients": "polar_express", "steps": None}
     with pytest.MonkeyPatch.context() as patch:
         if kernel == "torch":  # those of a device
             patch.setattr(newton_schulz, "select", lambda *_, **__: torch_products(at_once=1))
-        expected = orthogonalize(matrix.clone(), **options)
+        expected = orthogonalize(matrix.clone(), times=times, **options)
         room, x = newton_schulz.room_for(rows, cols, dtype=BF16, device=matrix.device)
-        found = orthogonalize(x.copy_(matrix), room=room, **options)
+        orthogonalizer = newton_schulz.Orthogonalizer.of(rows, cols, **options, dtype=BF16, device=matrix.device)
+        with torch.no_grad():
+            found = orthogonalizer(x.copy_(matrix), times=times, room=room)
     within = room.untyped_storage().data_ptr() == found.untyped_storage().data_ptr()
     return within and torch.equal(found, expected) and 0.2 < float(found.double().norm() / rows**0.5) < 0.4
 

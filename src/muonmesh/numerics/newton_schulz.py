@@ -66,7 +66,6 @@ def orthogonalize(
     out: Tensor | None = None,
     overwrite: bool = False,
     times: Tensor | None = None,
-    room: Tensor | None = None,
 ) -> Tensor:
     """Return the orthogonal factor of each matrix: same singular vectors, all singular values near 1.
 
@@ -89,11 +88,9 @@ def orthogonalize(
         overwrite: Whether x may be used as working memory; its contents are lost then.
         times: What the results are multiplied by, 1-D fp32 or wider, one number for each matrix. It is multiplied
             into 1/ν, so it takes no operation of its own, and no rounding.
-        room: Of `room_for`, where it holds x: the result is in it too, so x is lost. For one matrix, of a set that
-            begins with polynomials, on a device; without `out`.
 
     Returns:
-        `out`, columns of `room`, or a new contiguous tensor of x's shape, dtype and device. It carries no gradient.
+        `out`, or a new contiguous tensor of x's shape, dtype and device. It carries no gradient.
 
     Raises:
         ValueError: x has fewer than 2 dims or an empty matrix dim, an option is unknown, steps is smaller than 1,
@@ -110,7 +107,7 @@ def orthogonalize(
         kernels=kernels,
         device=x.device,
     )
-    return resolved(x, out=out, overwrite=overwrite, times=times, room=room)
+    return resolved(x, out=out, overwrite=overwrite, times=times)
 
 
 @dataclass(frozen=True)
@@ -224,7 +221,9 @@ class Orthogonalizer:
     ) -> Tensor:
         """Return the orthogonal factor of each matrix of this shape, in `plain_modes`; see `orthogonalize`.
 
-        With `graphs` a batch that comes again may be captured and replayed.
+        With `graphs` a batch that comes again may be captured and replayed. With `room`, that of `room_for`, which
+        holds x, the result is columns of it, so x is lost: for one matrix, of a set that begins with polynomials, on a
+        device, without `out`.
         """
         like_x = out is None or (out.shape, out.dtype, out.device) == (x.shape, x.dtype, x.device)
         if out is not None and not (like_x and out.is_contiguous()):
