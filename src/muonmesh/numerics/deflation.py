@@ -53,19 +53,16 @@ def departure(x: Tensor, times: float, vectors: int) -> float:
     It is ‖(1 − X Xᵀ) Ω‖² / (rows · vectors), where Ω has random signs (Hutchinson's estimate), with thin products. On a
     CPU, on one thread.
     """
-    found = 0.0
 
-    def measure() -> None:
-        nonlocal found
+    def measure() -> float:
         wide = _multiplied(x)
         probe = _probe(wide, vectors)
         with exact_fp32(torch.promote_types(x.dtype, torch.float32)):
             # Divided twice: the square of a small number may vanish.
             rest = (wide @ (probe @ wide).div_(times).mT).to(torch.promote_types(x.dtype, torch.float32)).div_(times)
-            found = rest.sub_(probe.mT).square_().mean().item()
+            return rest.sub_(probe.mT).square_().mean().item()
 
-    run_on_one_thread(measure, device=x.device)
-    return found
+    return run_on_one_thread(measure, device=x.device)
 
 
 def _multiplied(x: Tensor) -> Tensor:

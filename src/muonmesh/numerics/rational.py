@@ -36,15 +36,13 @@ def rational_step(x: Tensor, norm: Tensor, step: tuple[float, float, float], ker
     """
     if x.device.type != "cpu":
         return _step(x, norm, step, kernels)
-    bounds: list[Tensor] = []
 
-    def each() -> None:
-        for i in range(len(x)):  # in fp32 a batch has other bits than a matrix alone
-            one = slice(i, i + 1)
-            bounds.append(_step(x[one], norm[one], step, kernels))
+    def each() -> Tensor:  # in fp32 a batch has other bits than a matrix alone
+        return torch.cat(
+            [_step(*one, step, kernels) for one in zip(torch.split(x, 1), torch.split(norm, 1), strict=True)]
+        )
 
-    run_on_one_thread(each, device=x.device)
-    return torch.cat(bounds)
+    return run_on_one_thread(each, device=x.device)
 
 
 def _step(x: Tensor, norm: Tensor, step: tuple[float, float, float], kernels: KernelName) -> Tensor:
