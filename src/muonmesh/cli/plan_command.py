@@ -114,7 +114,7 @@ def planned(asked: PlanRequest) -> dict[str, Any]:
 
 
 def weights_of(model: str, cluster: Cluster) -> list[Weight]:
-    """Return where the parameters of a model would lie, with the splits of `muonmesh.split_params`, each once.
+    """Return where the parameters of a model would lie, with the splits of `muonmesh.split_params`.
 
     `transformers` builds the model on the meta device, without memory.
 
@@ -125,12 +125,12 @@ def weights_of(model: str, cluster: Cluster) -> list[Weight]:
     from muonmesh.cli.model import meta_model
     from muonmesh.report.forecast import Weight
 
-    found = {}
+    found = []
     for group in split_params(meta_model(model, vocab=Settings.vocab, seq=Settings.seq)):
         splits = group["matrices"] if group["algorithm"] == "muon" else [None] * len(group["params"])
         for name, parameter, split in zip(group["param_names"], group["params"], splits, strict=True):
-            found[name] = Weight(name, cluster.layout(name, tuple(parameter.shape), split), split)
-    return list(found.values())
+            found.append(Weight(name, cluster.layout(name, tuple(parameter.shape), split), split))
+    return found
 
 
 def print_plan(found: dict[str, Any], *, as_json: bool = False) -> None:
