@@ -19,9 +19,8 @@ from typing import Any
 from contenders import Entries
 from report import print_rows, write_json
 
-from muonmesh.cli.blueprint import blueprint
 from muonmesh.cli.cluster import EXPERTS, parse_cluster
-from muonmesh.cli.run_settings import Settings
+from muonmesh.cli.plan_command import weights_of
 from muonmesh.layout import MeshLayout, Replicate, split_matrices
 from muonmesh.report.device_rates import DeviceRates
 from muonmesh.report.forecast import Weight, forecast
@@ -97,15 +96,13 @@ def rows_of(case: str, *, owners: bool = True) -> list[Row]:
     """Return a row for each method; ``owners``: muonmesh's gradients to owners too."""
     model, mesh, experts = CASES[case]
     cluster = parse_cluster(mesh, experts)
-    parts = blueprint(model, vocab=Settings.vocab, seq=Settings.seq)
-    weights = [Weight(p.name, cluster.layout(p.name, p.shape, p.matrices), p.matrices) for p in parts]
-    names = {"replicate": "ddp", "shard": "fsdp", "tensor": "tp", "expert": "ep"}
+    weights = weights_of(model, cluster)
     held = []
     for weight in weights:
         axes = cluster.mesh
         if cluster.experts and EXPERTS.search(weight.name) and len(weight.layout.shape) > 1:
             axes = cluster.experts
-        held.append(Held.of(weight, [names[kind] for kind, _ in axes]))
+        held.append(Held.of(weight, [kind for kind, _ in axes]))
     matrices = [one for one in held if one.weight.matrices is not None]
     others = [one for one in held if one.weight.matrices is None]
     sharded = any(one.shards > 1 for one in held)

@@ -99,8 +99,8 @@ class ByQuadratics(newton_schulz._Iteration):
         if len(p) != 5:
             return super()._without_constant(p, a, out, spare)
         lead, u, w, t = factored(p)
-        h = self._matmuls.polynomial(a, u, 1.0, self._square(spare))
-        return self._matmuls.polynomial(h, lead * w, lead, self._square(out)).add_(a, alpha=lead * t)
+        h = self._matmuls.multiply(a, a, [(a, u)], self._square(spare), alpha=1.0)
+        return self._matmuls.multiply(h, h, [(h, lead * w)], self._square(out), alpha=lead).add_(a, alpha=lead * t)
 
 
 def by_table(x: Tensor, *, soft: bool, pairs: bool = False) -> Tensor:

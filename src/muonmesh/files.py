@@ -187,24 +187,6 @@ def kind_of(path: Path) -> str:
     return "a device"
 
 
-def make_folders(path: Path) -> list[Path]:
-    """Make a folder and those above it; returns the ones that were not there, the outermost first."""
-    missing = [folder for folder in (*reversed(path.parents), path) if not folder.is_dir()]
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError:
-        remove_empty(missing)
-        raise
-    return missing
-
-
-def remove_empty(folders: list[Path]) -> None:
-    """Remove folders that `make_folders` made and that nobody has used."""
-    for folder in reversed(folders):
-        with contextlib.suppress(OSError):
-            folder.rmdir()
-
-
 def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     content = dict(pairs)
     if len(content) < len(pairs):

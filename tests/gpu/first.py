@@ -63,7 +63,7 @@ def host(device: torch.device, times: int = 100) -> Iterator[Line]:
     rates, x = Rates(), torch.randn(1, 64, 64, device=device, dtype=torch.bfloat16)
     out, table = torch.empty_like(x), triton_products(at_once=1)
     calls = {
-        "a product by Triton": (lambda: table.polynomial(x, 1.0, 1.0, out), rates.kernel),
+        "a product by Triton": (lambda: table.multiply(x, x, [(x, 1.0)], out, alpha=1.0), rates.kernel),
         "an operation of torch": (lambda: torch.add(x, x), rates.operation),
         "a view": (lambda: x[0], rates.view),
     }
@@ -80,7 +80,7 @@ def products(device: torch.device, sides: Iterable[int] = SIDES, times: int = 20
         x = torch.randn(1, side, side, device=device, dtype=torch.bfloat16)
         out = torch.empty_like(x)
         ways: list[tuple[str, Callable[[], Any], int]] = [
-            ("Triton", lambda x=x, out=out: table.gram(x, one, out), side**3),
+            ("Triton", lambda x=x, out=out: table.multiply(x, None, [], out, scale=one), side**3),
             ("cuBLAS", lambda x=x, out=out: torch.bmm(x, x.mT, out=out), 2 * side**3),
         ]
         for name, call, flops in ways:

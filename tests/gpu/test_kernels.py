@@ -32,10 +32,16 @@ def test_products_against_fp64(shape: tuple[int, int, int], dtype: torch.dtype) 
     s = torch.linspace(0.5, 2.0, batch, device=DEVICE)[:, None, None]
     xd, ad, sd = x.double(), a.double(), s.double()
     found = {
-        "gram": (matmuls.gram(x, s, torch.empty_like(a)), sd * (xd @ xd.mT)),
-        "polynomial": (matmuls.polynomial(a, -2.5, 1.25, torch.empty_like(a)), -2.5 * ad + 1.25 * ad @ ad),
-        "full": (matmuls.full(a, a, a, 0.5, torch.empty_like(a)), 0.5 * ad + ad @ ad),
-        "apply": (matmuls.apply(x, a, s, s, torch.empty_like(x)), sd * (sd * xd + ad @ xd)),
+        "gram": (matmuls.multiply(x, None, [], torch.empty_like(a), scale=s), sd * (xd @ xd.mT)),
+        "polynomial": (
+            matmuls.multiply(a, a, [(a, -2.5)], torch.empty_like(a), alpha=1.25),
+            -2.5 * ad + 1.25 * ad @ ad,
+        ),
+        "full": (matmuls.multiply(a, a, [(a, 0.5)], torch.empty_like(a), symmetric=False), 0.5 * ad + ad @ ad),
+        "apply": (
+            matmuls.multiply(a, x, [(x, s)], torch.empty_like(x), scale=s, symmetric=False),
+            sd * (sd * xd + ad @ xd),
+        ),
     }
     # One rounding of the result, and those of the sums in fp32, whose terms may cancel.
     half = 2**-8 if dtype == torch.bfloat16 else 2**-24

@@ -26,7 +26,7 @@ from muonmesh.cli.model import check_model
 from muonmesh.cli.run_settings import Settings, load_settings
 from muonmesh.cli.summary import summarise
 from muonmesh.errors import FileError
-from muonmesh.files import is_finite, make_folders, write_text
+from muonmesh.files import is_finite, write_text
 
 ANYTHING = st.one_of(
     st.none(),
@@ -210,14 +210,14 @@ def test_a_damaged_line_of_metrics_is_told_by_its_number(line: str, tmp_path: Pa
     good = '{"run": "muon", "step": 0, "seconds": 0.0, "validation_loss": 5.0}\n'
     (tmp_path / "metrics.jsonl").write_text(f"{good}{line}\n{good}")
     for read in (read_metrics, summarise, lambda run: cut_metrics(run, "muon", 0)):
-        with pytest.raises(FileError, match=r"metrics\.jsonl: line 2 is not one that a training writes"):
+        with pytest.raises(FileError, match=r"metrics\.jsonl: line 2.*: found .*; needed .*Remove the line"):
             read(tmp_path)
     assert (tmp_path / "metrics.jsonl").read_text() == f"{good}{line}\n{good}", "as it was"
 
 
 def test_a_step_without_its_times_is_told(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"run": "muon", "step": 7, "seconds": 1.0, "tokens": 1, "loss": 5.0}\n')
-    with pytest.raises(FileError, match=r"line 1 .* \(found step_seconds None\)"):
+    with pytest.raises(FileError, match=r"line 1\[\'step_seconds\'\]: found nothing; needed a finite number"):
         summarise(tmp_path)
 
 
@@ -399,14 +399,6 @@ def test_what_an_encoding_lacks_ends_nothing(monkeypatch: pytest.MonkeyPatch) ->
     terminal.print_plainly()
     terminal.make_console().print("2 ranks × 3 – and é", soft_wrap=True)
     assert printed.getvalue() == b"2 ranks ? 3 ? and ?\n"
-
-
-def test_folders_are_made_or_none_of_them(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(NotADirectoryError):
-        make_folders(tmp_path / "file" / "deep")
-    assert make_folders(tmp_path / "a" / "b") == [tmp_path / "a", tmp_path / "a" / "b"]
-    assert make_folders(tmp_path / "a" / "b") == []
 
 
 def test_brackets_in_a_path_are_printed_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:

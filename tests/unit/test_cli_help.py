@@ -13,8 +13,8 @@ import torch
 import typer
 from typer.testing import CliRunner
 
+from muonmesh.cli import versions
 from muonmesh.cli.app import app
-from muonmesh.cli.version import versions
 
 COMMANDS = sorted(typer.main.get_group(app).commands)  # type: ignore[attr-defined]
 

@@ -165,9 +165,12 @@ CHANGES: dict[str, tuple[Callable[[Any], None], str]] = {
     "half": (halve, r"a piece of model\.weight is missing"),
     "twice": (twice, r"two pieces of model\.weight overlap"),
     "outside": (outside, r"a piece of model\.weight lies outside"),
-    "swapped": (swap, r"__0_0\.distcp: found model\.\w+, .* of shape .*; needed"),
-    "dtype": (retype, r"found model\.bias, bfloat16 of shape \(3,\); needed float16"),
-    "shape": (reshape, r"found model\.weight, float32 of shape \(20, 30\); needed float32 of shape \(30, 20\)"),
+    "swapped": (swap, r"__0_0\.distcp: found .* of shape .* for model\.\w+; needed"),
+    "dtype": (retype, r"found bfloat16 of shape \(3,\) for model\.bias; needed a tensor, float16"),
+    "shape": (
+        reshape,
+        r"found float32 of shape \(20, 30\) for model\.weight; needed a tensor, float32 of shape \(30, 20\)",
+    ),
     "length": (far, r"__0_0\.distcp: found \d+ bytes; needed 10000"),
     "more": (
         lambda m: m.state_dict_metadata.update(other=m.state_dict_metadata["model.bias"]),

@@ -12,17 +12,17 @@ import pytest
 from typer.testing import CliRunner
 
 from muonmesh.cli.app import app
-from muonmesh.cli.blueprint import blueprint
 from muonmesh.cli.cluster import parse_cluster
+from muonmesh.cli.plan_command import weights_of
 from muonmesh.layout import Replicate, Shard, StridedShard
 
 
 def test_a_model_is_built_without_memory(tmp_path: Path) -> None:
     file = tmp_path / "small.json"
     file.write_text(json.dumps({"model_type": "gpt2", "n_embd": 48, "n_layer": 1, "n_head": 2, "vocab_size": 99}))
-    parts = {part.name: part for part in blueprint(str(file), vocab=0, seq=0)}
+    parts = {part.name: part for part in weights_of(str(file), parse_cluster("fsdp=4"))}
     assert parts["transformer.h.0.attn.c_attn.weight"].matrices == ("transposed", ("rows", 48, 48, 48))
-    assert parts["transformer.wte.weight"].shape == (99, 48)
+    assert parts["transformer.wte.weight"].layout.shape == (99, 48)
 
 
 def test_parameters_lie_as_fsdp2_tensor_and_expert_parallelism_put_them() -> None:
@@ -57,7 +57,7 @@ def test_the_command_says_and_writes_who_owns_what(tmp_path: Path) -> None:
     assert (shown.exit_code, written.exit_code) == (0, 0), shown.stderr + written.stderr
     assert "layers.*.mlp.down_proj" in shown.stdout
     found = json.loads(written.stdout)
-    names = [part.name for part in blueprint("nano", vocab=2048, seq=128) if part.matrices is not None]
+    names = [part.name for part in weights_of("nano", parse_cluster("hsdp=2x4")) if part.matrices is not None]
     assert sorted(found["owners"]) == sorted(names)
     assert {owner for owners in found["owners"].values() for owner in owners} <= set(range(8))
     assert len(found["flops_by_rank"]) == 8
@@ -111,7 +111,7 @@ WRONG = {
     "--model nano --mesh fsdp": r"--mesh fsdp: found 'fsdp'; needed a whole number of at least 1. Write: --mesh",
     "--model nano --mesh hsdp=8": r"found 'hsdp=8'; needed replicas x shards, two whole numbers",
     "--model nano --mesh pp=2,fsdp=2": r"found 'pp=2'; .*give the ranks of one stage",
-    "--model nano --mesh fsdp=2,hsdp=2x2": r"found two axes that shard; needed one of each",
+    "--model nano --mesh fsdp=2,hsdp=2x2": r"found two axes of fsdp; needed one of each",
     "--model nano --mesh fsdp=2000000": r"found 2,000,000 ranks; needed at most 1,048,576",
     "--model nano --mesh fsdp=2 --experts ep=2": r"--experts ep=2: found no experts in nano; .* Leave it out",
     "--model deepseek-v3 --mesh fsdp=4 --experts ep=2": r"found 2 ranks; needed 4, the ranks of --mesh fsdp=4",

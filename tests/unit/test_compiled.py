@@ -65,23 +65,23 @@ def test_products_against_fp64(rows: int, cols: int, batch: int) -> None:
     square, low, long = torch.full_like(a, torch.nan), torch.full_like(a, torch.nan), torch.full_like(x, torch.nan)
     each = torch.linspace(0.5, 2.0, batch)[:, None, None]
 
-    near(TABLE.gram(x, each, square), each.double() * (xd @ xd.mT))
+    near(TABLE.multiply(x, None, [], square, scale=each), each.double() * (xd @ xd.mT))
     assert torch.equal(square, square.mT)
-    near(TABLE.polynomial(a, -2.5, 1.25, square), -2.5 * ad + 1.25 * ad @ ad)
+    near(TABLE.multiply(a, a, [(a, -2.5)], square, alpha=1.25), -2.5 * ad + 1.25 * ad @ ad)
     assert torch.equal(square, square.mT)
-    upper = TABLE.product(a, b, c, 0.75, square)
+    upper = TABLE.multiply(a, b, [(c, 0.75)], square)
     expected = 0.75 * cd + ad @ bd
     near(upper.triu(), expected.triu())
     assert torch.equal(upper, upper.mT), "the lower triangle is the mirror image of the upper one"
-    near(TABLE.full(a, b, c, 0.75, square), expected)
-    near(TABLE.apply(x, a, 1.5, 1.0, long), 1.5 * xd + ad @ xd)
-    near(TABLE.apply(x, a, each, each, long), each.double() * (each * xd + ad @ xd))
+    near(TABLE.multiply(a, b, [(c, 0.75)], square, symmetric=False), expected)
+    near(TABLE.multiply(a, x, [(x, 1.5)], long, scale=1.0, symmetric=False), 1.5 * xd + ad @ xd)
+    near(TABLE.multiply(a, x, [(x, each)], long, scale=each, symmetric=False), each.double() * (each * xd + ad @ xd))
     assert TABLE.exact is not None
-    combined = TABLE.exact.combine(a, b, 0.5, ((c, each), (a, -3.0)), square, low, symmetric=False)
+    combined = TABLE.multiply(a, b, ((c, each), (a, -3.0)), square, 0.5, low=low, symmetric=False)
     expected = 0.5 * ad @ bd + each * cd - 3 * ad
     near(combined, expected)
     near(combined.double() + low.double(), expected, eps=2**-16)
-    TABLE.exact.combine(a, b, 0.5, ((c, each), (a, -3.0)), square, low)
+    TABLE.multiply(a, b, ((c, each), (a, -3.0)), square, 0.5, low=low)
     near((square.double() + low.double()).triu(), expected.triu(), eps=2**-16)
     assert torch.equal(square, square.mT)
     assert torch.equal(low, low.mT)
@@ -93,7 +93,7 @@ def test_what_is_added_is_rounded_once() -> None:
     a = torch.eye(40, dtype=torch.bfloat16)[None]
     small, out = torch.full_like(a, 1.5 * 2**-9), torch.empty_like(a)
     assert TABLE.exact is not None
-    TABLE.exact.combine(a, torch.ones_like(a), 1.0, ((small, 1.0), (small, 1.0)), out, symmetric=False)
+    TABLE.multiply(a, torch.ones_like(a), ((small, 1.0), (small, 1.0)), out, 1.0, symmetric=False)
     assert torch.equal(out, torch.full_like(out, 1 + 2**-7))
 
 
@@ -103,15 +103,15 @@ def all_of(table: kernels.Matmuls, x: Tensor, a: Tensor, b: Tensor) -> list[Tens
     each = torch.linspace(0.5, 2.0, len(x))[:, None, None]
     assert table.exact is not None
     return [
-        table.gram(x, each, squares[0]),
-        table.polynomial(a, -2.5, 1.25, squares[1]),
-        table.product(a, b, b, 0.75, squares[2]),
-        table.full(a, b, b, 0.75, squares[3]),
-        table.exact.combine(x, x.mT, 0.7, ((a, 0.3), (b, 0.1)), squares[4], squares[5]),
+        table.multiply(x, None, [], squares[0], scale=each),
+        table.multiply(a, a, [(a, -2.5)], squares[1], alpha=1.25),
+        table.multiply(a, b, [(b, 0.75)], squares[2]),
+        table.multiply(a, b, [(b, 0.75)], squares[3], symmetric=False),
+        table.multiply(x, x.mT, ((a, 0.3), (b, 0.1)), squares[4], 0.7, low=squares[5]),
         squares[5],
-        table.exact.combine(a, b, 0.7, ((a, 0.3), (b, 0.1)), squares[6], squares[7], symmetric=False),
+        table.multiply(a, b, ((a, 0.3), (b, 0.1)), squares[6], 0.7, low=squares[7], symmetric=False),
         squares[7],
-        table.apply(x, a, each, each, long),
+        table.multiply(a, x, [(x, each)], long, scale=each, symmetric=False),
         table.exact.row_products(x, long),
     ]
 
@@ -128,8 +128,12 @@ def test_bits_depend_neither_on_the_batch_nor_on_threads(rows: int, cols: int, t
     each = torch.linspace(0.5, 2.0, 3)[:, None, None]
     for n in range(3):
         alone = x[n : n + 1], a[n : n + 1], b[n : n + 1]
-        assert torch.equal(TABLE.gram(alone[0], each[n : n + 1], torch.empty_like(alone[1]))[0], expected[0][n])
-        assert torch.equal(TABLE.product(*alone[1:], alone[2], 0.75, torch.empty_like(alone[1]))[0], expected[2][n])
+        assert torch.equal(
+            TABLE.multiply(alone[0], None, [], torch.empty_like(alone[1]), scale=each[n : n + 1])[0], expected[0][n]
+        )
+        assert torch.equal(
+            TABLE.multiply(alone[1], alone[2], [(alone[2], 0.75)], torch.empty_like(alone[1]))[0], expected[2][n]
+        )
 
 
 VARIANTS = {"avx2": ["avx2"], "avx512": ["avx2", "avx512"], "avx512bf16": ["avx2", "avx512", "avx512bf16"]}
@@ -155,7 +159,7 @@ def test_every_processor_has_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_the_mode_of_the_processor_is_given_back() -> None:
-    TABLE.gram(random(1, 40, 50), torch.ones(1, 1, 1), torch.empty(1, 40, 40, dtype=torch.bfloat16))
+    TABLE.multiply(random(1, 40, 50), None, [], torch.empty(1, 40, 40, dtype=torch.bfloat16), scale=torch.ones(1, 1, 1))
     assert torch.tensor(1e-30).mul(1e-10).item() > 0, "numbers below 2^-126 are numbers again"
 
 
@@ -381,7 +385,7 @@ def test_c_gets_no_address_of_another_kind_of_tensor(wrong: str) -> None:
         "device": (x.to("meta"), out),
     }[wrong]
     with pytest.raises(AssertionError, match="another kind"):
-        TABLE.gram(given[0], torch.ones(1, 1, 1), given[1])
+        TABLE.multiply(given[0], None, [], given[1], scale=torch.ones(1, 1, 1))
 
 
 @pytest.mark.parametrize("amx", [False, True])

@@ -25,18 +25,16 @@ def mirrored(x: Tensor) -> Tensor:
 def like_triton() -> Matmuls:
     """Products rounded as Triton's are: `test_triton` shows that those are these, to the bit or nearly."""
 
-    def write(result: Tensor, out: Tensor) -> Tensor:
-        return out.copy_(result)
+    def multiply(
+        a: Tensor, b: Any, terms: Any, out: Tensor, alpha: float = 1.0, scale: Any = 1.0, symmetric: bool = True
+    ) -> Tensor:
+        result = alpha * (a.float() @ (a.mT if b is None else b).float())
+        for c, factor in terms:
+            result = factor * c.float() + result
+        result = scale * result
+        return out.copy_(mirrored(result) if symmetric else result)
 
-    return Matmuls(
-        gram=lambda x, s, out: write(mirrored(s * (x.float() @ x.float().mT)), out),
-        polynomial=lambda a, b, c, out: write(mirrored(b * a.float() + c * (a.float() @ a.float())), out),
-        product=lambda a, b, c, factor, out: write(mirrored(factor * c.float() + a.float() @ b.float()), out),
-        full=lambda a, b, c, factor, out: write(factor * c.float() + a.float() @ b.float(), out),
-        apply=lambda x, b, a, s, out: write(s * (a * x.float() + b.float() @ x.float()), out),
-        at_once=1,
-        together=True,
-    )
+    return Matmuls(multiply=multiply, at_once=1, together=True)
 
 
 TABLES = {"torch": torch_products(at_once=1), "triton": like_triton()}
@@ -116,7 +114,9 @@ def bytes_an_element(*, a: bool, s: bool) -> float:
         x, out = (torch.empty(1, 8, 80000, dtype=torch.bfloat16) for _ in range(2))
         b, number = torch.empty(1, 8, 8, dtype=torch.bfloat16), torch.empty(1, 1, 1)
         with Bytes() as count:
-            TABLES["torch"].apply(x, b, number if a else 1.5, number if s else 1.0, out)
+            TABLES["torch"].multiply(
+                b, x, [(x, number if a else 1.5)], out, scale=number if s else 1.0, symmetric=False
+            )
     return count.moved / x.numel()
 
 

@@ -32,6 +32,7 @@ STATE = {
     "optimizer.state.weight.momentum_buffer": torch.ones(6, 5),
 }
 GROUPS = {"groups": [{"name": "muon", "algorithm": "normuon", "settings": {"lr": 0.02 / 3}}], "parameters": {}}
+GROUPS |= {"products": []}
 
 
 def ours(folder: Path) -> Path:
@@ -180,6 +181,7 @@ def test_what_is_whole_is_told_and_every_tensor_named(name: str, tmp_path: Path)
         ("ours", act, ".metadata: not what a training writes: it names posix.mkdir"),
         ("ours", lambda path: (path / MANIFEST_FILE).write_text("{"), "manifest.json: not JSON"),
         ("ours", lambda path: (path / "settings.json").write_text("{"), "settings.json: not JSON"),
+        ("ours", lambda path: (path / "settings.json").write_text("{}"), "settings.json['groups']: found nothing"),
         ("plain", cut, "__0_0.distcp: found"),
         ("plain", lose, "__0_0.distcp: found No such file"),
         ("plain", act, ".metadata: not what a training writes: it names posix.mkdir"),

@@ -56,12 +56,17 @@ def test_products_against_fp64(table: str, rows: int, cols: int, dtype: torch.dt
         tolerance = (2 * EPS[dtype] + sums) * float(expected.abs().max())
         assert float((result.double() - expected).abs().max()) <= tolerance
 
-    close(matmuls.gram(x, per_matrix, square), per_matrix.double() * (xd @ xd.mT))
-    close(matmuls.polynomial(a, -2.5, 1.25, square), -2.5 * ad + 1.25 * ad @ ad)
-    close(matmuls.product(a, b, b, 0.75, square), 0.75 * bd + ad @ bd)
-    close(matmuls.apply(x, a, 1.5, 1.0, long), 1.5 * xd + ad @ xd)
-    close(matmuls.apply(x, a, per_matrix, 1.0, long), per_matrix.double() * xd + ad @ xd)
-    close(matmuls.apply(x, a, per_matrix, per_matrix, long), per_matrix.double() * (per_matrix * xd + ad @ xd))
+    close(matmuls.multiply(x, None, [], square, scale=per_matrix), per_matrix.double() * (xd @ xd.mT))
+    close(matmuls.multiply(a, a, [(a, -2.5)], square, alpha=1.25), -2.5 * ad + 1.25 * ad @ ad)
+    close(matmuls.multiply(a, b, [(b, 0.75)], square), 0.75 * bd + ad @ bd)
+    close(matmuls.multiply(a, x, [(x, 1.5)], long, scale=1.0, symmetric=False), 1.5 * xd + ad @ xd)
+    close(
+        matmuls.multiply(a, x, [(x, per_matrix)], long, scale=1.0, symmetric=False), per_matrix.double() * xd + ad @ xd
+    )
+    close(
+        matmuls.multiply(a, x, [(x, per_matrix)], long, scale=per_matrix, symmetric=False),
+        per_matrix.double() * (per_matrix * xd + ad @ xd),
+    )
     assert all(torch.equal(t, was) for t, was in zip((x, a, b), before, strict=True))
 
 
@@ -70,9 +75,9 @@ def test_products_against_fp64(table: str, rows: int, cols: int, dtype: torch.dt
 def test_blocked_results_are_exactly_symmetric(rows: int, dtype: torch.dtype) -> None:
     x, a, b = operands(rows, 2 * rows, 1, dtype)
     for result in (
-        BLOCKED.gram(x, torch.tensor(3.0), torch.empty_like(a)),
-        BLOCKED.polynomial(a, -2.0, 3.0, torch.empty_like(a)),
-        BLOCKED.product(a, b, b, 2.0, torch.empty_like(a)),
+        BLOCKED.multiply(x, None, [], torch.empty_like(a), scale=torch.tensor(3.0)),
+        BLOCKED.multiply(a, a, [(a, -2.0)], torch.empty_like(a), alpha=3.0),
+        BLOCKED.multiply(a, b, [(b, 2.0)], torch.empty_like(a)),
     ):
         assert torch.equal(result, result.mT)
 
@@ -88,7 +93,7 @@ def test_kept_views_are_of_the_square_at_hand() -> None:
         shared.copy_(b) if out is not shared else out.fill_(torch.nan)
         other = b if out is shared else shared
         expected = 0.5 * other.double() + a.double() @ other.double()
-        found = BLOCKED.product(a, other, other, 0.5, out)
+        found = BLOCKED.multiply(a, other, [(other, 0.5)], out)
         assert (found.double() - expected).abs().max() < 0.02 * expected.abs().max()
 
 
@@ -106,7 +111,7 @@ def test_blocked_multiplies_little_more_than_half() -> None:
     rows = 6 * BLOCK
     x = torch.randn(1, rows, 100)
     with Count():
-        BLOCKED.gram(x, torch.tensor(1.0), torch.empty(1, rows, rows))
+        BLOCKED.multiply(x, None, [], torch.empty(1, rows, rows), scale=torch.tensor(1.0))
     assert counted / (rows * rows * 100) == pytest.approx((1 + 1 / 6) / 2)
 
 
@@ -198,8 +203,10 @@ def test_without_bf16_instructions_products_are_those_of_fp32_rounded_once(monke
     table = chosen(390, 500, torch.bfloat16)
     x, a, _ = operands(390, 500, 1, torch.bfloat16)
     assert torch.equal(
-        table.gram(x, torch.tensor(0.5), torch.empty_like(a)),
-        BLOCKED.gram(x.float(), torch.tensor(0.5), torch.empty_like(a, dtype=torch.float32)).bfloat16(),
+        table.multiply(x, None, [], torch.empty_like(a), scale=torch.tensor(0.5)),
+        BLOCKED.multiply(
+            x.float(), None, [], torch.empty_like(a, dtype=torch.float32), scale=torch.tensor(0.5)
+        ).bfloat16(),
     )
 
 

@@ -147,7 +147,7 @@ ERRORS = ("ValueError", "TypeError", "MuonMeshError", "LayoutError", "PlanError"
 COMPOSERS = ("explain_error", "about")
 BY_HAND = {
     # A part that may import nothing of ours, `errors` neither.
-    "numerics/kernels/__init__.py": {"kernels", "kernels='triton'", "kernels='compiled'"},
+    "numerics/kernels/__init__.py": {"kernels", "kernels="},
     "numerics/kernels/fused.py": {"piece ", "pieces of "},
     "numerics/kernels/rows.py": {"piece "},
     # What another rank's message said, which has its four parts.

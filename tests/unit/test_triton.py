@@ -142,20 +142,38 @@ def products_of(rows: int, cols: int, batch: int, dtype: torch.dtype) -> dict[st
         return torch.full_like(x, torch.nan)
 
     symmetric = {
-        "gram": (matmuls.gram(x, s, square()), sd * (xd @ xd.mT)),
-        "polynomial": (matmuls.polynomial(a, -2.5, 1.25, square()), -2.5 * ad + 1.25 * ad @ ad),
-        "product": (matmuls.product(a, b, b, 0.75, square()), upper(0.75 * bd + ad @ bd)),
+        "gram": (matmuls.multiply(x, None, [], square(), scale=s), sd * (xd @ xd.mT)),
+        "polynomial": (matmuls.multiply(a, a, [(a, -2.5)], square(), alpha=1.25), -2.5 * ad + 1.25 * ad @ ad),
+        "product": (matmuls.multiply(a, b, [(b, 0.75)], square()), upper(0.75 * bd + ad @ bd)),
     }
     for name, (result, _) in symmetric.items():
         assert torch.equal(result, result.mT), name
     others = {
-        "full": (matmuls.full(a, b, b, 0.75, square()), 0.75 * bd + ad @ bd),
-        "full without C": (matmuls.full(a, b, torch.full_like(b, torch.nan), 0.0, square()), ad @ bd),
-        "apply, numbers": (matmuls.apply(x, a, 1.5, 0.5, long()), 0.5 * (1.5 * xd + ad @ xd)),
-        "apply, a tensor": (matmuls.apply(x, a, s, 0.5, long()), 0.5 * (sd * xd + ad @ xd)),
-        "apply, s tensor": (matmuls.apply(x, a, 1.5, s, long()), sd * (1.5 * xd + ad @ xd)),
-        "apply, tensors": (matmuls.apply(x, a, s, s, long()), sd * (sd * xd + ad @ xd)),
-        "apply, 0-d": (matmuls.apply(x, a, s[0, 0, 0], s[0, 0, 0], long()), sd[0] * (sd[0] * xd + ad @ xd)),
+        "full": (matmuls.multiply(a, b, [(b, 0.75)], square(), symmetric=False), 0.75 * bd + ad @ bd),
+        "full without C": (
+            matmuls.multiply(a, b, [(torch.full_like(b, torch.nan), 0.0)], square(), symmetric=False),
+            ad @ bd,
+        ),
+        "apply, numbers": (
+            matmuls.multiply(a, x, [(x, 1.5)], long(), scale=0.5, symmetric=False),
+            0.5 * (1.5 * xd + ad @ xd),
+        ),
+        "apply, a tensor": (
+            matmuls.multiply(a, x, [(x, s)], long(), scale=0.5, symmetric=False),
+            0.5 * (sd * xd + ad @ xd),
+        ),
+        "apply, s tensor": (
+            matmuls.multiply(a, x, [(x, 1.5)], long(), scale=s, symmetric=False),
+            sd * (1.5 * xd + ad @ xd),
+        ),
+        "apply, tensors": (
+            matmuls.multiply(a, x, [(x, s)], long(), scale=s, symmetric=False),
+            sd * (sd * xd + ad @ xd),
+        ),
+        "apply, 0-d": (
+            matmuls.multiply(a, x, [(x, s[0, 0, 0])], long(), scale=s[0, 0, 0], symmetric=False),
+            sd[0] * (sd[0] * xd + ad @ xd),
+        ),
     }
     assert all(torch.equal(t, was) for t, was in zip((x, a, b), before, strict=True))
     # The coefficients used here make sums of a few times the largest entry of the result.
@@ -178,10 +196,12 @@ def strided(rows: int, cols: int, dtype: torch.dtype) -> dict[str, float]:
     }
     found = {}
     for name, way in ways.items():
-        gram = matmuls.gram(way(x), s, way(torch.full_like(a, torch.nan)) if name != "one for all" else a.clone())
+        gram = matmuls.multiply(
+            way(x), None, [], way(torch.full_like(a, torch.nan)) if name != "one for all" else a.clone(), scale=s
+        )
         reference = way(xd)
         found[f"gram, {name}"] = excess(gram, s.double() * (reference @ reference.mT), cols)
-        long = matmuls.apply(way(x), way(a), s, s, torch.full_like(x, torch.nan))
+        long = matmuls.multiply(way(a), way(x), [(way(x), s)], torch.full_like(x, torch.nan), scale=s, symmetric=False)
         exact = s.double() * (s.double() * reference + way(ad) @ reference)
         found[f"apply, {name}"] = excess(long, exact, cols)
     return found
@@ -201,7 +221,9 @@ def far_apart() -> float:
     memory = torch.empty(3 << 30, dtype=torch.bfloat16)
     x = memory.as_strided((1, 3, 20), (0, 1 << 30, 1))
     x.copy_(operands(3, 20, 1, torch.bfloat16)[0])
-    gram = triton_products(at_once=1).gram(x, torch.ones(1, 1, 1), torch.empty(1, 3, 3, dtype=torch.bfloat16))
+    gram = triton_products(at_once=1).multiply(
+        x, None, [], torch.empty(1, 3, 3, dtype=torch.bfloat16), scale=torch.ones(1, 1, 1)
+    )
     return excess(gram, x.double() @ x.double().mT, 20)
 
 
@@ -490,13 +512,15 @@ def in_its_room(rows: int, cols: int, method: Any, kernel: Any) -> bool:
     """Whether a matrix that moves through the memory of its result ends with the bits that it has with two memories."""
     torch.manual_seed(cols)
     matrix, times = torch.randn(1, rows, cols).to(BF16) * 2.0**-50, torch.tensor([-0.3])
-    options: dict[str, Any] = {"method": method, "kernels": kernel, "times": times}
+    options: dict[str, Any] = {"method": method, "kernels": kernel, "coefficients": "polar_express", "steps": None}
     with pytest.MonkeyPatch.context() as patch:
         if kernel == "torch":  # those of a device
             patch.setattr(newton_schulz, "select", lambda *_, **__: torch_products(at_once=1))
-        expected = orthogonalize(matrix.clone(), **options)
+        expected = orthogonalize(matrix.clone(), times=times, **options)
         room, x = newton_schulz.room_for(rows, cols, dtype=BF16, device=matrix.device)
-        found = orthogonalize(x.copy_(matrix), room=room, **options)
+        orthogonalizer = newton_schulz.Orthogonalizer.of(rows, cols, **options, dtype=BF16, device=matrix.device)
+        with torch.no_grad():
+            found = orthogonalizer(x.copy_(matrix), times=times, room=room)
     within = room.untyped_storage().data_ptr() == found.untyped_storage().data_ptr()
     return within and torch.equal(found, expected) and 0.2 < float(found.double().norm() / rows**0.5) < 0.4
 
@@ -719,8 +743,10 @@ def test_each_kernel_is_one_launch_to_whoever_watches() -> None:
         assert launches.names == ["muonmesh.fold.default", "muonmesh.apply.default"]
         a, x, number = torch.empty(3, 16, 16), torch.empty(3, 16, 32), torch.empty(3, 1, 1)
         with Launches() as launches:
-            assert triton.apply(x, a, number, number, out := torch.empty_like(x)) is out
-            assert triton.polynomial(a, 1.0, 2.0, square := torch.empty_like(a)) is square
+            assert (
+                triton.multiply(a, x, [(x, number)], out := torch.empty_like(x), scale=number, symmetric=False) is out
+            )
+            assert triton.multiply(a, a, [(a, 1.0)], square := torch.empty_like(a), alpha=2.0) is square
         assert launches.names.count("muonmesh.multiply.default") == 2
         assert {name.split(".")[0] for name in launches.names} == {"muonmesh", "aten"}
         assert not any("mm" in name for name in launches.names if name.startswith("aten"))
@@ -744,12 +770,12 @@ def test_no_pieces_are_nothing_to_do() -> None:
 
 def test_select_takes_triton_for_bf16_on_devices() -> None:
     def chosen(name: kernels.KernelName, dtype: torch.dtype) -> Any:
-        return kernels.select(name, device=torch.device("cuda"), dtype=dtype, rows=64, cols=64).gram
+        return kernels.select(name, device=torch.device("cuda"), dtype=dtype, rows=64, cols=64).multiply
 
-    assert chosen("auto", BF16) is triton.gram
-    assert chosen("auto", FP32) is batched.gram
-    assert chosen("triton", FP32) is triton.gram
-    assert chosen("torch", BF16) is batched.gram
+    assert chosen("auto", BF16) is triton.multiply
+    assert chosen("auto", FP32) is batched.multiply
+    assert chosen("triton", FP32) is triton.multiply
+    assert chosen("torch", BF16) is batched.multiply
 
 
 def test_a_machine_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -760,7 +786,7 @@ def test_a_machine_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "is_installed", is_installed)
     monkeypatch.setattr(kernels, "is_usable", is_usable)
     cuda = torch.device("cuda")
-    assert kernels.select("auto", device=cuda, dtype=BF16, rows=64, cols=64).gram is batched.gram
+    assert kernels.select("auto", device=cuda, dtype=BF16, rows=64, cols=64).multiply is batched.multiply
     with pytest.raises(ValueError, match=r"found no package triton; .* Write pip install .muonmesh\[triton\]."):
         kernels.select("triton", device=cuda, dtype=BF16, rows=64, cols=64)
 

@@ -40,10 +40,9 @@ def read_archive(path: str | os.PathLike[str], *, needed: str = NEEDED, remedy: 
             return read_undamaged(stream)
     except FileError as error:
         raise FileError(explain_error(str(file), str(error), NEEDED, REMEDY)) from None
-    except pickle.UnpicklingError as error:
-        raise FileError(explain_error(str(file), f"more than data: {reason(error)}", needed, remedy)) from error
     except Exception as error:  # what damaged bytes make of the reader
-        raise FileError(explain_error(str(file), f"something else: {reason(error)}", needed, remedy)) from error
+        what = "more than data" if isinstance(error, pickle.UnpicklingError) else "something else"
+        raise FileError(explain_error(str(file), f"{what}: {reason(error)}", needed, remedy)) from error
 
 
 def read_undamaged(stream: Any) -> Any:

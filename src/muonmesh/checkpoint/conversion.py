@@ -20,7 +20,7 @@ from muonmesh.checkpoint.zero import read_zero
 from muonmesh.comm.storage import local_of, local_part
 from muonmesh.errors import StateError, explain_error
 from muonmesh.migration.packages import PACKAGES, PackageName, groups_of, package_of
-from muonmesh.migration.state_keys import ParameterState, StateKeys
+from muonmesh.migration.state_keys import ParameterState
 from muonmesh.names import canonical_name
 from muonmesh.numerics.precision import plain_modes
 from muonmesh.numerics.rules import is_matrix_rule
@@ -84,8 +84,10 @@ def convert(
     found: dict[str, ParameterState] = {}
     for saved in opened:
         keys = PACKAGES[package or saved.package or package_of(saved.groups)].state_keys
-        for name, remembered in _remembered(saved, keys, _names(saved, orders, recipients)):
-            found.setdefault(name, remembered)
+        for group, names in zip(saved.groups, _names(saved, orders, recipients), strict=True):
+            for key, name in zip(group["params"], names, strict=True):
+                if (entry := saved.state.get(key)) and name not in found:  # what is lacking may be in another source
+                    found[name] = keys.read(name, group, entry)
     return _state_dict(optimizer.param_groups, recipients, found)
 
 
@@ -211,16 +213,6 @@ def _as_sorted(
     given = range(len(names))
     order = sorted(given, key=lambda number: shapes[number], reverse=True)
     return [names[number] for number in order] if not fits(given) and fits(order) else names
-
-
-def _remembered(
-    saved: SourceState, keys: StateKeys, names: Sequence[Sequence[str]]
-) -> Iterator[tuple[str, ParameterState]]:
-    """Yield what is kept of each parameter; what is lacking here may be in another source."""
-    for group, its_names in zip(saved.groups, names, strict=True):
-        for key, name in zip(group["params"], its_names, strict=True):
-            if entry := saved.state.get(key):
-                yield name, keys.read(name, group, entry)
 
 
 # ---------------------------------------------------------------- theirs as ours

@@ -107,14 +107,10 @@ class CheckpointReader(FileSystemReader):
             except Exception as error:  # what damaged bytes make of the reader
                 raise FileError(f"{path}: {name} could not be read: {reason(error)}. {REMEDY}") from error
             expected = _told(chunk.sizes, entry.properties.dtype)
-            if type(tensor) is not Tensor or tensor.layout is not torch.strided:
-                raise FileError(
-                    f"{path}: found {type(tensor).__name__} for {name}; needed a tensor, {expected}. {REMEDY}"
-                )
-            if (tensor.shape, tensor.dtype) != (chunk.sizes, entry.properties.dtype):
-                raise FileError(
-                    f"{path}: found {name}, {_told(tensor.shape, tensor.dtype)}; needed {expected}. {REMEDY}"
-                )
+            is_tensor = type(tensor) is Tensor and tensor.layout is torch.strided
+            told = _told(tensor.shape, tensor.dtype) if is_tensor else f"a {type(tensor).__name__}"
+            if told != expected:
+                raise FileError(f"{path}: found {told} for {name}; needed a tensor, {expected}. {REMEDY}")
             if found := wrong(name, tensor):
                 raise FileError(f"{path}: found {found} in {name}; needed finite numbers. {REMEDY}")
 

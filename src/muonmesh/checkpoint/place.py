@@ -21,7 +21,7 @@ from pathlib import Path
 from muonmesh.checkpoint.manifest import MANIFEST_FILE, SETTINGS_FILE, is_whole, read_manifest
 from muonmesh.checkpoint.metadata import DATA_FILE, METADATA_FILE
 from muonmesh.errors import FileError, explain_error
-from muonmesh.files import kind_of, make_folders, onto_disk
+from muonmesh.files import kind_of, onto_disk
 
 NUMBERED = re.compile(r"(?P<family>.*?)(?P<number>\d+)", re.DOTALL)
 # What a file system says that has no locks, NFS among them for folders: there a second writer is not noticed.
@@ -56,7 +56,9 @@ def writing_alone(path: Path) -> Iterator[Path]:
         OSError: it could not be made.
     """
     check_replaceable(path)
-    for folder in make_folders(path.parent):
+    missing = [folder for folder in path.parents if not folder.is_dir()]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for folder in missing:
         onto_disk(folder.parent)
     scratch = writing_at(path)
     held = _locked(scratch, make=True)

@@ -11,10 +11,10 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from muonmesh.checkpoint.share import Share, boxes_of, first_copy
-from muonmesh.comm.storage import Storage, local_of, local_shape
+from muonmesh.checkpoint.share import Share, boxes_of
+from muonmesh.comm.storage import Storage, local_of, local_shape, this_rank
 from muonmesh.errors import StateError, explain_error
-from muonmesh.layout import split_matrices
+from muonmesh.layout import FlatShards, split_matrices
 from muonmesh.numerics.coefficients import choose
 from muonmesh.numerics.kernels import told_products
 from muonmesh.numerics.rules import is_matrix_rule
@@ -165,8 +165,11 @@ class Record:
 
 
 def _written(local: Tensor, storage: Storage) -> Share:
-    boxes = boxes_of(local.contiguous(), storage.layout, storage.shape) if first_copy(storage.layout) else {}
-    return Share(storage.shape, local.dtype, boxes)
+    layout = storage.layout
+    # On a mesh all copies are cut alike, and torch writes each box once, on the rank that has least to write. Others
+    # may be cut at other places, and then would overlap: the first of them is written.
+    own = not isinstance(layout, FlatShards) or layout.replica(this_rank()) == layout.replicas[0]
+    return Share(storage.shape, local.dtype, boxes_of(local.contiguous(), layout, storage.shape) if own else {})
 
 
 def wanted(storage: Storage, dtype: torch.dtype, device: torch.device) -> Share:

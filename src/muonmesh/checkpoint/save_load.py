@@ -56,7 +56,7 @@ def save(path: str | os.PathLike[str], model: nn.Module, optimizer: Any) -> None
         TypeError: the optimizer is none of these.
     """
     host = recorded(optimizer)
-    _reshard(model)
+    reshard(model)
 
     def collect() -> tuple[list[Record], Extra]:
         host.refuse_if_interrupted()
@@ -97,7 +97,7 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Any, *, stri
         TypeError: the optimizer is none that `save` takes.
     """
     host = recorded(optimizer)
-    _reshard(model)
+    reshard(model)
     contents = look(path)
     check_saved(contents.folder / SETTINGS_FILE, contents.settings)
     with host.whole(model, write=True):
@@ -166,7 +166,7 @@ def _records(host: Recorded, model: nn.Module) -> tuple[list[Record], Extra]:
     return records, extra
 
 
-def _reshard(model: nn.Module) -> None:
+def reshard(model: nn.Module) -> None:
     """Free what FSDP2 has gathered for a forward: what is written now would not be in it."""
     for module in model.modules():
         if isinstance(module, FSDPModule):

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from muonmesh.comm.storage import this_rank
-from muonmesh.layout import FlatShards, Layout
+from muonmesh.layout import Layout
 
 Boxes = dict[tuple[int, ...], Tensor]
 """Boxes of a whole tensor by where they begin in it."""
@@ -34,14 +34,6 @@ def boxes_of(local: Tensor, layout: Layout | None, shape: tuple[int, ...]) -> Bo
         for block in layout.blocks(this_rank())
         if block.region.numel
     }
-
-
-def first_copy(layout: Layout | None) -> bool:
-    """Whether this rank's boxes are to be written: other copies may be cut at other places, and then would overlap.
-
-    On a mesh all copies are cut alike, and torch writes each box once, on the rank that has least to write.
-    """
-    return not isinstance(layout, FlatShards) or layout.replica(this_rank()) == layout.replicas[0]
 
 
 class Share(Tensor):

@@ -6,13 +6,18 @@ The optimizer itself never imports it.
 from __future__ import annotations
 
 import gc
+import platform
 import sys
+from importlib.metadata import version
 from importlib.util import find_spec
-
-from muonmesh.cli.version import versions
 
 # What the extra brings beside torch. `pip install muonmesh` alone has none of it.
 REQUIRED = ("typer", "rich", "numpy", "tokenizers", "transformers", "matplotlib", "filelock")
+
+
+def versions() -> str:
+    """Return the versions of the package and of what decides its bits, without importing torch."""
+    return f"muonmesh {version('muonmesh')} (torch {version('torch')}, Python {platform.python_version()})"
 
 
 def main() -> None:

@@ -83,27 +83,23 @@ def taking(kinds: Sequence[type], function: Callable[..., None]) -> Callable[...
     return function
 
 
-app.command(
-    epilog=examples(
+COMMANDS: dict[Callable[..., None], tuple[str, ...]] = {
+    taking((PlanRequest,), plan): (
         "muonmesh plan --model llama-3.1-8b --mesh hsdp=2x8,tp=4",
         "muonmesh plan --model path/to/config.json --mesh fsdp=64 --json > plan.json",
         "muonmesh plan --model deepseek-v3 --mesh fsdp=32,tp=8 --experts ep=32,fsdp=8",
-    )
-)(taking((PlanRequest,), plan))
-app.command(
-    epilog=examples("muonmesh audit train.py:make", "torchrun --nproc-per-node 2 -m muonmesh audit train.py:make")
-)(audit)
-app.command(epilog=examples("muonmesh transfer nano medium --lr 0.003", "muonmesh transfer net.py:small net.py:large"))(
-    transfer
-)
-app.command(
-    epilog=examples("muonmesh doctor", "muonmesh doctor runs/night", "muonmesh doctor model.pt --json > found.json")
-)(doctor)
-app.command(
-    epilog=examples(
+    ),
+    audit: ("muonmesh audit train.py:make", "torchrun --nproc-per-node 2 -m muonmesh audit train.py:make"),
+    transfer: ("muonmesh transfer nano medium --lr 0.003", "muonmesh transfer net.py:small net.py:large"),
+    doctor: ("muonmesh doctor", "muonmesh doctor runs/night", "muonmesh doctor model.pt --json > found.json"),
+    taking((Settings, Request), train): (
         "muonmesh train",
         "muonmesh train --model nano --steps 100 --optimizer muon --out runs/first",
         "muonmesh train --resume runs/first --ranks 4",
         "muonmesh train --data 'texts/*.jsonl' --sweep lr=0.003,0.006 --seeds 0,1",
-    )
-)(taking((Settings, Request), train))
+    ),
+}
+"""The commands, each with examples at the end of its help text."""
+
+for command, lines in COMMANDS.items():
+    app.command(epilog=examples(*lines))(command)

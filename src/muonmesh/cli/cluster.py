@@ -6,26 +6,18 @@ import math
 import re
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
 
 from muonmesh.errors import FileError
 from muonmesh.layout import MatrixSpec, MeshLayout, Placement, Replicate, Shard, StridedShard
 
-Kind = Literal["replicate", "shard", "tensor", "expert"]
-KINDS: dict[str, tuple[Kind, ...]] = {
-    "ddp": ("replicate",),
-    "fsdp": ("shard",),
-    "hsdp": ("replicate", "shard"),
-    "tp": ("tensor",),
-    "ep": ("expert",),
-}
+HYBRID = ("ddp", "fsdp")  # the two axes of hsdp=REPLICASxSHARDS
 MOST_RANKS = 2**20
 ROWWISE = re.compile(r"(^|\.)(o_proj|out_proj|down_proj|c_proj|wo|w2|dense_4h_to_h)(\.weight)?$")
 # Small factors of latent attention: what follows them needs them whole, so tensor parallelism leaves them alone.
 NOT_CUT = re.compile(r"(^|\.)(q_a_proj|kv_a_proj_with_mqa)\.weight$")
 EXPERTS = re.compile(r"(^|\.)experts\.")
 
-Axes = tuple[tuple[Kind, int], ...]
+Axes = tuple[tuple[str, int], ...]  # "ddp", "fsdp", "tp" or "ep", and how many ranks
 
 
 @dataclass(frozen=True)
@@ -59,14 +51,14 @@ class Cluster:
 
     def _placement(self, axes: Axes, place: int, cut: int | None, *, stack: bool) -> Placement:
         kind = axes[place][0]
-        if kind == "replicate":
+        if kind == "ddp":
             return Replicate()
-        if kind == "expert":
+        if kind == "ep":
             return Shard(0)
-        if kind == "tensor":
+        if kind == "tp":
             return Replicate() if cut is None else Shard(cut)
-        dim = 1 if stack and any(other == "expert" for other, _ in axes) else 0
-        inner = math.prod(size for other, size in axes[place + 1 :] if other == "tensor")
+        dim = 1 if stack and any(other == "ep" for other, _ in axes) else 0
+        inner = math.prod(size for other, size in axes[place + 1 :] if other == "tp")
         return StridedShard(dim, inner) if inner > 1 and cut == dim else Shard(dim)
 
     @staticmethod
@@ -101,24 +93,25 @@ def parse_cluster(mesh: str, experts: str | None = None) -> Cluster:
 
 
 def _axes(option: str, text: str, *, known: tuple[str, ...], example: str) -> Axes:
-    axes: list[tuple[Kind, int]] = []
+    def fault(found: str, needed: str) -> FileError:
+        return FileError(f"{option} {text}: found {found}; needed {needed}. Write: {example}")
+
+    axes: list[tuple[str, int]] = []
     for part in text.split(","):
         name, _, sizes = part.strip().partition("=")
         if name not in known:
-            beside = " A pipeline stage is planned by itself: give the ranks of one stage." if name == "pp" else ""
-            raise FileError(
-                f"{option} {text}: found {part!r}; needed axes of {', '.join(known)}.{beside} Write: {example}"
-            )
-        kinds = KINDS[name]
+            beside = ". A pipeline stage is planned by itself: give the ranks of one stage" if name == "pp" else ""
+            raise fault(repr(part), f"axes of {', '.join(known)}{beside}")
+        kinds = HYBRID if name == "hsdp" else (name,)
         numbers = sizes.split("x")
         if len(numbers) != len(kinds) or not all(re.fullmatch(r"[1-9]\d{0,6}", number) for number in numbers):
             needed = "replicas x shards, two whole numbers" if len(kinds) == 2 else "a whole number of at least 1"
-            raise FileError(f"{option} {text}: found {part!r}; needed {needed}. Write: {example}")
+            raise fault(repr(part), needed)
         axes += zip(kinds, map(int, numbers), strict=True)
     doubles = [kind for number, (kind, _) in enumerate(axes) if kind in (other for other, _ in axes[:number])]
     if doubles:
-        raise FileError(f"{option} {text}: found two axes that {doubles[0]}; needed one of each. Write: {example}")
+        raise fault(f"two axes of {doubles[0]}", "one of each")
     ranks = math.prod(size for _, size in axes)
     if ranks > MOST_RANKS:
-        raise FileError(f"{option} {text}: found {ranks:,} ranks; needed at most {MOST_RANKS:,}. Write: {example}")
+        raise fault(f"{ranks:,} ranks", f"at most {MOST_RANKS:,}")
     return tuple(axes)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from muonmesh.checkpoint.archive import read_archive
 from muonmesh.checkpoint.entries import CheckpointReader, wrong_numbers
+from muonmesh.checkpoint.group_settings import check_saved
 from muonmesh.checkpoint.manifest import MANIFEST_FILE, SETTINGS_FILE, Entry, check_entries, read_manifest
 from muonmesh.checkpoint.metadata import METADATA_FILE, survey
 from muonmesh.checkpoint.place import found_at, numbered
@@ -123,7 +124,9 @@ def _folder(path: Path) -> Diagnosis:
     found.kind = OURS if SETTINGS_FILE in names.union(entries or ()) else TORCHS
     if found.kind == OURS:
         with found.noting():
-            found.settings = read_json(folder / SETTINGS_FILE, needed="what was written there")
+            settings = read_json(folder / SETTINGS_FILE, needed="what was written there")
+            check_saved(folder / SETTINGS_FILE, settings)
+            found.settings = settings
     if folder != path:
         found.notes.append(f"lies at {folder}: the one that was to replace it never came. It loads from {path}")
     if entries is None and not found.faults:

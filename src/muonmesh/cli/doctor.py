@@ -91,17 +91,13 @@ def _state(found: Diagnosis) -> str:
 
 def _settings(settings: dict[str, Any]) -> list[str]:
     """What the settings say, a line each: a run's, or the groups of an optimizer."""
-    lines = []
-    if isinstance(settings.get("environment"), dict):
-        names = ("model", "optimizer", "steps", "parallel", "ranks", "engine", "checkpoint_every", "keep")
-        lines.append(", ".join(f"{name} {settings[name]}" for name in names if name in settings))
-    groups = settings.get("groups")
-    for group in groups if isinstance(groups, list) else ():
-        if isinstance(group, dict):
-            rates = group.get("settings")
-            rate = rates.get("lr") if isinstance(rates, dict) else None
-            lr = "" if rate is None else f", lr {rate:.4g}" if isinstance(rate, float) else f", lr {rate}"
-            lines.append(f"group {group.get('name')}: {group.get('algorithm')}{lr}")
+    names = ("model", "optimizer", "steps", "parallel", "ranks", "engine", "checkpoint_every", "keep")
+    run = ", ".join(f"{name} {settings[name]}" for name in names if name in settings)
+    lines = [run] if run else []
+    for group in settings.get("groups", ()):
+        rate = group["settings"].get("lr")
+        lr = "" if rate is None else f", lr {rate:.4g}" if isinstance(rate, float) else f", lr {rate}"
+        lines.append(f"group {group['name']}: {group['algorithm']}{lr}")
     return lines
 
 

@@ -10,14 +10,16 @@ import json
 from pathlib import Path
 from typing import Any, get_args
 
+from muonmesh.checkpoint.form import FINITE, SIZE, check_form, one_of
 from muonmesh.cli.run_settings import Optimizer
 from muonmesh.errors import FileError
-from muonmesh.files import is_finite, is_whole, named, read_text, reason, write_text, writing
+from muonmesh.files import read_text, write_text, writing
 
 METRICS_FILE = "metrics.jsonl"
 TIMES = ("step_seconds", "forward_backward_seconds", "optimizer_seconds")
-OF_A_STEP = ("step", "tokens", "seconds", "loss", *TIMES)
-OF_A_VALIDATION = ("step", "seconds", "validation_loss")
+OF_BOTH = {"run": one_of(get_args(Optimizer)), "step": SIZE, "seconds": FINITE}
+OF_A_STEP = {**OF_BOTH, "tokens": SIZE, "loss": FINITE, **dict.fromkeys(TIMES, FINITE)}
+OF_A_VALIDATION = {**OF_BOTH, "validation_loss": FINITE}
 
 
 def append_metrics(directory: Path, **record: Any) -> None:
@@ -56,18 +58,9 @@ def read_metrics(directory: Path) -> list[dict[str, Any]]:
 def _read(path: Path, number: int, line: str) -> dict[str, Any]:
     try:
         record = json.loads(line)
-        if not isinstance(record, dict):
-            raise ValueError(f"found {named(record)}")
-        if record.get("run") not in get_args(Optimizer):
-            raise ValueError(f"found run {record.get('run')!r}")
-        for name in OF_A_STEP if "loss" in record else OF_A_VALIDATION:
-            value = record.get(name)
-            whole = name in ("step", "tokens")
-            if not (is_whole(value) if whole else is_finite(value)):
-                raise ValueError(f"found {name} {value!r}")
-    except (ValueError, RecursionError) as error:
-        raise FileError(
-            f"{path}: line {number} is not one that a training writes ({reason(error)}); needed the file as it was "
-            "written. Remove the line, or bring an undamaged copy"
-        ) from error
-    return record
+    except (ValueError, RecursionError):
+        record = None
+    form = OF_A_STEP if isinstance(record, dict) and "loss" in record else OF_A_VALIDATION
+    write = "Remove the line, or bring an undamaged copy"
+    found: dict[str, Any] = check_form(f"{path}: line {number}", record, form, write, kind=FileError)
+    return found

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from muonmesh.cli.configuration import model_config, sentence
+from muonmesh.cli.configuration import configuration, model_config, sentence
 from muonmesh.cli.run_settings import REPLICAS, Dtype, Parallel, Settings
 from muonmesh.errors import FileError
 
@@ -41,6 +41,20 @@ def build_model(config: Any) -> nn.Module:
             "choose another --model"
         ) from error
     return model
+
+
+def meta_model(model: str, *, vocab: int, seq: int) -> nn.Module:
+    """Return the model that is named by a preset, a folder or file, or a model type, on the meta device.
+
+    Args:
+        model: As for ``muonmesh train``.
+        vocab, seq: Of the presets of ``muonmesh train``, which leave them open.
+
+    Raises:
+        ValueError: there is no such model, or none of a causal language model.
+    """
+    with torch.device("meta"):
+        return build_model(configuration(model, vocab=vocab, seq=seq))
 
 
 def check_model(settings: Settings) -> nn.Module:

@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 from dataclasses import MISSING, asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from rich.filesize import decimal
 
 from muonmesh.cli.run_settings import Settings, check_fields_of, setting
 from muonmesh.cli.terminal import complain, make_console, table_of
 from muonmesh.errors import FileError
+
+if TYPE_CHECKING:
+    from muonmesh.cli.cluster import Cluster
+    from muonmesh.report.forecast import Weight
 
 WHAT = "What to plan"
 WHERE = "Where it would run"
@@ -80,22 +84,20 @@ def planned(asked: PlanRequest) -> dict[str, Any]:
     Raises:
         ValueError: an option is wrong.
     """
-    from muonmesh.cli.blueprint import blueprint
     from muonmesh.cli.cluster import EXPERTS, parse_cluster
     from muonmesh.cli.figures import figures_of, load_rates
-    from muonmesh.report.forecast import Weight, forecast
+    from muonmesh.report.forecast import forecast
 
     mesh, experts, rank = asked.mesh, asked.experts, asked.rank
     cluster = parse_cluster(mesh, experts)
     if rank is not None and rank >= len(cluster.ranks):
         raise FileError(f"--rank {rank}: found {len(cluster.ranks)} ranks in --mesh {mesh}. Write: --rank 0")
     rates = None if asked.rates is None else load_rates(asked.rates)
-    parts = blueprint(asked.model, vocab=Settings.vocab, seq=Settings.seq)
-    if experts is not None and not any(EXPERTS.search(part.name) for part in parts):
+    placed = weights_of(asked.model, cluster)
+    if experts is not None and not any(EXPERTS.search(weight.name) for weight in placed):
         raise FileError(
             f"--experts {experts}: found no experts in {asked.model}; needed a mixture of experts. Leave it out"
         )
-    placed = [Weight(p.name, cluster.layout(p.name, p.shape, p.matrices), p.matrices) for p in parts]
     itemsize = 4 if asked.weights == "fp32" else 2
     found = forecast(
         placed,
@@ -109,6 +111,26 @@ def planned(asked: PlanRequest) -> dict[str, Any]:
     )
     told = {name: getattr(asked, name) for name in ("model", "mesh", "experts", "weights", "rule", "machine")}
     return {**told, "to owners": asked.to_owners, **figures_of(placed, found)}
+
+
+def weights_of(model: str, cluster: Cluster) -> list[Weight]:
+    """Return where the parameters of a model would lie, with the splits of `muonmesh.split_params`.
+
+    `transformers` builds the model on the meta device, without memory.
+
+    Raises:
+        ValueError: there is no such model, or none of a causal language model.
+    """
+    from muonmesh.build import split_params
+    from muonmesh.cli.model import meta_model
+    from muonmesh.report.forecast import Weight
+
+    found = []
+    for group in split_params(meta_model(model, vocab=Settings.vocab, seq=Settings.seq)):
+        splits = group["matrices"] if group["algorithm"] == "muon" else [None] * len(group["params"])
+        for name, parameter, split in zip(group["param_names"], group["params"], splits, strict=True):
+            found.append(Weight(name, cluster.layout(name, tuple(parameter.shape), split), split))
+    return found
 
 
 def print_plan(found: dict[str, Any], *, as_json: bool = False) -> None:

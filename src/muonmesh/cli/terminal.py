@@ -6,7 +6,7 @@ import contextlib
 import io
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import IO, TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
@@ -64,31 +64,22 @@ class Lasting:
 
     def write(self, text: str) -> int:
         """Write, or forget."""
-        with self._lasting():
-            self._stream.write(text)
+        self._last(self._stream.write, text)
         return len(text)
 
     def flush(self) -> None:
         """Flush, or forget."""
-        with self._lasting():
-            self._stream.flush()
+        self._last(self._stream.flush)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
-    @contextlib.contextmanager
-    def _lasting(self) -> Any:
+    def _last(self, call: Callable[..., object], *given: str) -> None:
+        """Call, or send what the stream has not written yet and all that follows nowhere: Python flushes it at last."""
         try:
-            yield
-        except UnicodeEncodeError:
-            raise
+            call(*given)
         except OSError:
-            silence(self._stream)
-
-
-def silence(stream: IO[str]) -> None:
-    """Send what a stream has not written yet, and all that follows, nowhere: Python flushes it when it ends."""
-    with contextlib.suppress(OSError, ValueError):
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, stream.fileno())
-        os.close(nowhere)
+            with contextlib.suppress(OSError, ValueError):
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, self._stream.fileno())
+                os.close(nowhere)

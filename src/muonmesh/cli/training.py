@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
+from muonmesh.checkpoint.save_load import reshard
 from muonmesh.cli.checkpoints import Checkpoints, checkpoints_of
 from muonmesh.cli.configuration import model_config
 from muonmesh.cli.corpus import Corpus, Windows
@@ -148,9 +148,7 @@ class Training:
                 loss = self._loss(inner, batch if len(batch) else self.validation_windows[:1])
                 total += torch.stack([loss.double(), torch.ones_like(loss, dtype=torch.float64)]) * len(batch)
         inner.train()
-        for module in inner.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()  # the root stays gathered after a forward without backward; a checkpoint needs shards
+        reshard(inner)  # the root stays gathered after a forward without backward; a checkpoint needs shards
         dist.all_reduce(total)
         loss_sum, count = total.tolist()
         return float(loss_sum / count)

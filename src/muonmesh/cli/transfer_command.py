@@ -43,7 +43,7 @@ def _optimizer(target: str, settings: dict[str, Any]) -> Any:
     """
     from muonmesh.build import from_model
     from muonmesh.cli.audit_command import function_at
-    from muonmesh.cli.blueprint import meta_model
+    from muonmesh.cli.model import meta_model
     from muonmesh.cli.run_settings import Settings
 
     made = function_at(target)() if ":" in target else meta_model(target, vocab=Settings.vocab, seq=Settings.seq)

@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 
 from muonmesh.errors import explain_error
 from muonmesh.migration.package import Halves, Package, Settings
-from muonmesh.migration.polynomials import named, polar_express_102
 from muonmesh.migration.state_keys import StateKeys
+from muonmesh.numerics.coefficients import COEFFICIENT_SETS, Polynomial
 from muonmesh.numerics.scale import ScaleMode
 
 _TORCHS: dict[str | None, ScaleMode] = {None: "original", "original": "original", "match_rms_adamw": "match_rms_adamw"}
@@ -29,6 +29,28 @@ def _defaults_of(optimizer: type[Optimizer]) -> dict[str, Any]:
     """Return the settings of one of torch's optimizers with their defaults."""
     arguments = inspect.signature(optimizer).parameters.values()
     return {each.name: each.default for each in arguments if each.name != "params"}
+
+
+def _named(polynomial: Polynomial) -> str | list[Polynomial]:
+    """Return "simple" for Jordan's polynomial, any other as a sequence."""
+    return "simple" if (polynomial,) == COEFFICIENT_SETS["simple"].polynomials else [polynomial]
+
+
+def _polar_express_102(steps: int) -> list[Polynomial]:
+    """Return Polar Express for five steps with a safety factor of 1.02, as nanochat, dion and muonium run it.
+
+    arXiv 2505.16932, algorithm 1, with another cushion and safety factor than in its listing. These packages divide
+    the matrix by the factor once more, which is written into the first polynomial here.
+    """
+    polynomials: list[Polynomial] = [
+        (8.156554524902461, -22.48329292557795, 15.878769915207462),
+        (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+        (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+        (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+        (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
+    ]
+    first = tuple(value / 1.02 ** (2 * power + 1) for power, value in enumerate(polynomials[0]))
+    return [first, *polynomials[1:]][:steps]
 
 
 def _adjust_adamw(group: Settings, halves: Halves) -> None:
@@ -72,7 +94,7 @@ PACKAGES: dict[str, Package] = {
         _defaults_of(torch.optim.Muon),
         halves=("muon",),
         scales=_TORCHS,
-        coefficients=lambda group: named(group["ns_coefficients"]),
+        coefficients=lambda group: _named(tuple(group["ns_coefficients"])),
     ),
     "keller_jordan": Package(  # KellerJordan/Muon, `muon-optimizer` 0.1.0
         {
@@ -100,7 +122,7 @@ PACKAGES: dict[str, Package] = {
             "algorithm": None,
         },
         scales=_DIONS,
-        coefficients=lambda group: polar_express_102(5) if group["use_polar_express"] else "quintic",
+        coefficients=lambda group: _polar_express_102(5) if group["use_polar_express"] else "quintic",
         adjust=_adjust_dion,
         beside=frozenset({"distributed_mesh", "flatten", "use_triton", "step", "beta1", "beta2"}),
         state_keys=StateKeys("momentum", sums=True, factor="mu", first="momentum", second="variance", count="step_dev"),
@@ -169,7 +191,9 @@ PACKAGES: dict[str, Package] = {
             "flatten": False,
         },
         coefficients=lambda group: (
-            polar_express_102(group["ns_steps"]) if group["orthogonalization_strategy"] == "polar_express" else "simple"
+            _polar_express_102(group["ns_steps"])
+            if group["orthogonalization_strategy"] == "polar_express"
+            else "simple"
         ),
         adjust=_adjust_muonium,
         beside=frozenset(

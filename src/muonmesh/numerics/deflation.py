@@ -15,6 +15,7 @@ from muonmesh.numerics import kernels
 from muonmesh.numerics.kernels.memory import keep, scratch
 from muonmesh.numerics.kernels.threads import run_on_one_thread
 from muonmesh.numerics.precision import exact_fp32
+from muonmesh.numerics.stochastic import mixed
 
 _FLOOR = 1 / 32
 """No further down than this times the largest: what rounding leaves of it in bf16 is some thousandths."""
@@ -52,19 +53,16 @@ def departure(x: Tensor, times: float, vectors: int) -> float:
     It is ‖(1 − X Xᵀ) Ω‖² / (rows · vectors), where Ω has random signs (Hutchinson's estimate), with thin products. On a
     CPU, on one thread.
     """
-    found = 0.0
 
-    def measure() -> None:
-        nonlocal found
+    def measure() -> float:
         wide = _multiplied(x)
         rows = probe(wide, vectors)
         with exact_fp32(torch.promote_types(x.dtype, torch.float32)):
             # Divided twice: the square of a small number may vanish.
             rest = (wide @ (rows @ wide).div_(times).mT).to(torch.promote_types(x.dtype, torch.float32)).div_(times)
-            found = rest.sub_(rows.mT).square_().mean().item()
+            return rest.sub_(rows.mT).square_().mean().item()
 
-    run_on_one_thread(measure, device=x.device)
-    return found
+    return run_on_one_thread(measure, device=x.device)
 
 
 def _multiplied(x: Tensor) -> Tensor:
@@ -105,11 +103,9 @@ def _deflate(x: Tensor, out: Tensor, vectors: int) -> None:
 
 
 def signs(rows: int, cols: int) -> Tensor:
-    """Return a matrix of 1 and −1 as if drawn at random, int64 (rows, cols), the same in every version of torch.
+    """Return a matrix of 1 and −1 as if drawn at random, int32 (rows, cols), the same in every version of torch.
 
     The bits are those of MurmurHash3's finaliser (A. Appleby) of each element's number.
     """
-    bits = torch.arange(rows * cols, dtype=torch.int64, device="cpu")
-    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
-        bits = ((bits ^ (bits >> shift)) * factor) & 0xFFFFFFFF
-    return (1 - 2 * ((bits ^ (bits >> 16)) & 1)).view(rows, cols)
+    bits = mixed(torch.arange(rows * cols, dtype=torch.int32, device="cpu")).bitwise_and_(1)
+    return (1 - 2 * bits).view(rows, cols)

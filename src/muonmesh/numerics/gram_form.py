@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from muonmesh.numerics.coefficients import Polynomial
-from muonmesh.numerics.kernels import Exact
+from muonmesh.numerics.kernels import Matmuls
 
 Squares = Callable[[str], Tensor]
 """Memory for (1, rows, rows) in the compute dtype, the same for the same name."""
@@ -33,7 +33,7 @@ def factored(p: Polynomial) -> tuple[float, float, float, float]:
 
 
 def factor_of_all(
-    x: Tensor, inverse_square: Tensor, polynomials: Sequence[Polynomial], exact: Exact, square: Squares
+    x: Tensor, inverse_square: Tensor, polynomials: Sequence[Polynomial], matmuls: Matmuls, square: Squares
 ) -> tuple[Tensor, Tensor, float]:
     """Return Q, μ and n so that (μ + Q) X are all polynomials of X/(n·ν), times n·ν.
 
@@ -43,60 +43,65 @@ def factor_of_all(
         x: One matrix, (1, rows, cols), rows ≤ cols.
         inverse_square: 1/ν², (1, 1, 1).
         polynomials: Of degree 5 or 9, the first a quintic.
-        exact: Of the table of products.
+        matmuls: The table of products, with `Matmuls.exact`.
         square: Gives memory; Q is in it.
 
     Returns:
         Q, whose diagonal has zero mean (see `_Iteration.gram_steps`); μ, fp32 (1, 1, 1); and n.
     """
-    combine = exact.combine
+    multiply = matmuls.multiply
     r, low, zr, zr_low = square("a"), square("a low"), square("b"), square("b low")
-    combine(x, x.mT, inverse_square, (), r, low)
-    z, scale = _first(polynomials[0], r, exact, square)
+    multiply(x, None, (), r, scale=inverse_square, low=low)
+    z, scale = _first(polynomials[0], r, matmuls, square)
     norm, constant = scale**-0.5, _number(polynomials[0][0], x)
     factor, mean = z, constant
     for number, p in enumerate(polynomials[1:]):
         # R ← (c + Z) R (c + Z), where c + Z is the step before. Rounded, Z and R commute only nearly, and half of Z R
         # mirrored is off where large entries cancel; of the first step, in which most do, it is multiplied in full.
         with_r = ((r, scale * constant), (low, scale * constant))
-        combine(z, r, scale, with_r, zr, zr_low, symmetric=number > 0)
-        combine(zr, z, 1.0, ((zr, constant), (zr_low, constant)), r, low)
+        multiply(z, r, with_r, zr, scale, symmetric=number > 0, low=zr_low)
+        multiply(zr, z, ((zr, constant), (zr_low, constant)), r, low=low)
         scale = 1.0
-        z, constant = _powers(p, r, exact, square(f"step {number % 2}"), square)
-        factor, mean = _joined(z, constant, factor, mean, exact, square(f"factor {number % 2}"))
+        z, constant = _powers(p, r, matmuls, square(f"step {number % 2}"), square)
+        factor, mean = _joined(z, constant, factor, mean, matmuls, square(f"factor {number % 2}"))
     return factor, mean, norm
 
 
-def _first(p: Polynomial, r: Tensor, exact: Exact, square: Squares) -> tuple[Tensor, float]:
+def _first(p: Polynomial, r: Tensor, matmuls: Matmuls, square: Squares) -> tuple[Tensor, float]:
     """Return p₁·S + p₂·S² and s, where S = s·R, so that the Schatten-4 norm of S is 1."""
-    squared = exact.combine(r, r, 1.0, (), square("c"))
+    squared = matmuls.multiply(r, r, (), square("c"))
     # On a CPU reading a number waits for nothing.
-    scale = (exact.row_products(squared, squared).sum().sqrt().item() or 1.0) ** -0.5
+    scale = (_row_products(matmuls, squared, squared).sum().sqrt().item() or 1.0) ** -0.5
     weight = p[1] * scale
     squared.mul_(p[2] * scale**2 / (1 - weight))
     # Not by `add`, with which a CPU rounds the end of what a thread has otherwise than the rest.
     return torch.lerp(squared, r, weight, out=square("step first")), scale
 
 
-def _powers(p: Polynomial, r: Tensor, exact: Exact, out: Tensor, square: Squares) -> tuple[Tensor, Tensor]:
+def _powers(p: Polynomial, r: Tensor, matmuls: Matmuls, out: Tensor, square: Squares) -> tuple[Tensor, Tensor]:
     """Return Z, in `out`, and c so that c + Z = p₀ + p₁·R + …, where Z of degree 9 has no mean on its diagonal."""
     if len(p) == 3:
-        return exact.combine(r, r, p[2], ((r, p[1]),), out), _number(p[0], r)
+        return matmuls.multiply(r, r, ((r, p[1]),), out, p[2]), _number(p[0], r)
     lead, u, w, t = factored(p)
-    h = exact.combine(r, r, 1.0, ((r, u),), square("c"))
-    z = exact.combine(h, h, lead, ((h, lead * w), (r, lead * t)), out)
-    diagonal = lead * (exact.row_products(h, h) + w * _diagonal(h) + t * _diagonal(r))
+    h = matmuls.multiply(r, r, ((r, u),), square("c"))
+    z = matmuls.multiply(h, h, ((h, lead * w), (r, lead * t)), out, lead)
+    diagonal = lead * (_row_products(matmuls, h, h) + w * _diagonal(h) + t * _diagonal(r))
     return z, p[0] + _without_mean(z, diagonal)
 
 
-def _joined(w: Tensor, q: Tensor, z: Tensor, p: Tensor, exact: Exact, out: Tensor) -> tuple[Tensor, Tensor]:
+def _joined(w: Tensor, q: Tensor, z: Tensor, p: Tensor, matmuls: Matmuls, out: Tensor) -> tuple[Tensor, Tensor]:
     """Return (q + W)(p + Z) as a matrix without a mean on its diagonal, in `out`, and the rest.
 
     Both triangles are multiplied: rounded matrices commute only nearly, and no later product of X repairs that.
     """
-    exact.combine(w, z, 1.0, ((z, q), (w, p)), out, symmetric=False)
-    diagonal = exact.row_products(w, z) + q[..., 0] * _diagonal(z) + p[..., 0] * _diagonal(w)
+    matmuls.multiply(w, z, ((z, q), (w, p)), out, symmetric=False)
+    diagonal = _row_products(matmuls, w, z) + q[..., 0] * _diagonal(z) + p[..., 0] * _diagonal(w)
     return out, p * q + _without_mean(out, diagonal)
+
+
+def _row_products(matmuls: Matmuls, x: Tensor, y: Tensor) -> Tensor:
+    assert matmuls.exact is not None
+    return matmuls.exact.row_products(x, y)
 
 
 def _number(value: float, like: Tensor) -> Tensor:

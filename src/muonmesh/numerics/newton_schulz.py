@@ -66,7 +66,6 @@ def orthogonalize(
     out: Tensor | None = None,
     overwrite: bool = False,
     times: Tensor | None = None,
-    room: Tensor | None = None,
 ) -> Tensor:
     """Return the orthogonal factor of each matrix: same singular vectors, all singular values near 1.
 
@@ -89,11 +88,9 @@ def orthogonalize(
         overwrite: Whether x may be used as working memory; its contents are lost then.
         times: What the results are multiplied by, 1-D fp32 or wider, one number for each matrix. It is multiplied
             into 1/ν, so it takes no operation of its own, and no rounding.
-        room: Of `room_for`, where it holds x: the result is in it too, so x is lost. For one matrix, of a set that
-            begins with polynomials, on a device; without `out`.
 
     Returns:
-        `out`, columns of `room`, or a new contiguous tensor of x's shape, dtype and device. It carries no gradient.
+        `out`, or a new contiguous tensor of x's shape, dtype and device. It carries no gradient.
 
     Raises:
         ValueError: x has fewer than 2 dims or an empty matrix dim, an option is unknown, steps is smaller than 1,
@@ -110,7 +107,7 @@ def orthogonalize(
         kernels=kernels,
         device=x.device,
     )
-    return resolved(x, out=out, overwrite=overwrite, times=times, room=room)
+    return resolved(x, out=out, overwrite=overwrite, times=times)
 
 
 @dataclass(frozen=True)
@@ -228,7 +225,9 @@ class Orthogonalizer:
     ) -> Tensor:
         """Return the orthogonal factor of each matrix of this shape, in `plain_modes`; see `orthogonalize`.
 
-        With `graphs` a batch that comes again may be captured and replayed.
+        With `graphs` a batch that comes again may be captured and replayed. With `room`, that of `room_for`, which
+        holds x, the result is columns of it, so x is lost: for one matrix, of a set that begins with polynomials, on a
+        device, without `out`.
         """
         like_x = out is None or (out.shape, out.dtype, out.device) == (x.shape, x.dtype, x.device)
         if out is not None and not (like_x and out.is_contiguous()):
@@ -429,20 +428,13 @@ class _Iteration:
         if small is not None and quintics and matrices.dtype in DTYPES:
             small(matrices, out, quintics, times)
             return
-        count, together = len(matrices), self._matmuls.together
+        count = len(matrices)
         first = matrices if overwrite and self._serves(matrices) else self._long(0, count)
         second = out if self._serves(out) else self._long(1, count)
         # X alternates between the two, and should end in `out`.
         moves = len(self._resolved.segments) + (prepared.rational is not None)
         self.x, self._next = (first, second) if moves % 2 else (second, first)
-        self._begin(count)
-        if self._matmuls.normalize is not None and prepared.begins_with_polynomials and matrices.dtype == self.x.dtype:
-            if self.x is not matrices:
-                self.x.copy_(matrices if matrices.shape == self.x.shape else matrices.mT)
-            self._inverse, self._inverse_square = self._matmuls.normalize(self.x)
-        else:
-            self._norm_is(self._load(matrices, together=together))
-        self._iterate(times)
+        self._iterate(matrices, times)
         if self.x is not out:
             exact = self._exact_for(out)
             (store if exact is None else exact.store)(self.x, out)
@@ -453,12 +445,7 @@ class _Iteration:
         width = room.shape[2] - cols
         self.x, self._next = room[..., width:], room[..., :cols]
         self._panels = [slice(start, min(start + width, cols)) for start in range(0, cols, width)]
-        self._begin(1)
-        if self._matmuls.normalize is not None:
-            self._inverse, self._inverse_square = self._matmuls.normalize(self.x)
-        else:
-            self._norm_is(load(self.x, self.x, together=True))
-        self._iterate(times)
+        self._iterate(self.x, times)
         return self.x
 
     def _begin(self, count: int) -> None:
@@ -466,8 +453,15 @@ class _Iteration:
         self._squares.clear()
         self._square_term: Tensor | None = None
 
-    def _iterate(self, times: Tensor | None) -> None:
+    def _iterate(self, matrices: Tensor, times: Tensor | None) -> None:
         prepared, segments = self._resolved.prepared, self._resolved.segments
+        self._begin(len(matrices))
+        if self._matmuls.normalize is not None and prepared.begins_with_polynomials and matrices.dtype == self.x.dtype:
+            if self.x is not matrices:
+                self.x.copy_(matrices if matrices.shape == self.x.shape else matrices.mT)
+            self._inverse, self._inverse_square = self._matmuls.normalize(self.x)
+        else:
+            self._norm_is(self._load(matrices))
         self._last, self._times = False, times
         if prepared.preconditioner == "aol":
             rescale_rows(self.x, self._gram())
@@ -477,7 +471,11 @@ class _Iteration:
             before = self._norm
             deflate(self.x, prepared.deflated)
             if len(segments) == 1 and self._matmuls.exact is not None:
-                self.all_steps(segments[0])
+                self._last = True
+                given = self.x, self._inverse_square, segments[0], self._matmuls, self._square
+                factor, mean, norm = factor_of_all(*given)  # two products of X altogether
+                self._norm_is(self._norm * norm)
+                self._apply(factor, mean)
             else:
                 self.begin(segments[0][0])
                 self._take(segments)
@@ -524,10 +522,10 @@ class _Iteration:
         fits = memory.shape[1:] == (rows, cols) and memory.dtype == self._dtype and memory.is_contiguous()
         return fits and memory.data_ptr() % _ALIGNMENT == 0
 
-    def _load(self, matrices: Tensor, *, together: bool) -> Tensor:
+    def _load(self, matrices: Tensor) -> Tensor:
         """Write matrices to X times a power of two, and return their norms; see `load`."""
         exact, same = self._matmuls.exact, self._exact_for(matrices)
-        norms = None if same else load(matrices, self.x, together=together)
+        norms = None if same else load(matrices, self.x, together=self._matmuls.together)
         if exact is not None:  # in one pass, or for the norms, so that they are summed in one way
             return exact.load(matrices if same else self.x, self.x)
         assert norms is not None
@@ -554,7 +552,7 @@ class _Iteration:
         A and A² are what the first quintic needs too, so they are kept for it.
         """
         a = self._gram()
-        square = self._matmuls.polynomial(a, 0.0, 1.0, self._square("c"))
+        square = self._matmuls.multiply(a, a, [(a, 0.0)], self._square("c"))
         squares = row_squares(square) if self._matmuls.exact is None else self._row_products(square, square)
         fourth = sums(squares)[:, None, None].sqrt_()
         fourth = torch.where(fourth == 0, 1.0, fourth)
@@ -579,17 +577,17 @@ class _Iteration:
         would be multiplied. The diagonal is computed in fp32 as in `gram_steps`.
         """
         lead, u, w, t = factored(p)
-        h = self._matmuls.polynomial(a, u, 1.0, self._square("b"))
+        h = self._matmuls.multiply(a, a, [(a, u)], self._square("b"))
         products = row_squares(h) if self._matmuls.exact is None else self._row_products(h, h)
         h_diagonal, a_diagonal = (square.diagonal(dim1=-2, dim2=-1).to(products.dtype) for square in (h, a))
         diagonal = lead * (products + w * h_diagonal + t * a_diagonal)
         mean = diagonal.mean(-1, keepdim=True)
         rest = 1 - lead * t
         if rest > 0.5:  # one operation, where that divides by nothing small
-            z = self._matmuls.polynomial(h, lead * w / rest, lead / rest, self._square("c"))
+            z = self._matmuls.multiply(h, h, [(h, lead * w / rest)], self._square("c"), lead / rest)
             z = torch.lerp(z, a, lead * t, out=self._square("d"))
         else:
-            z = self._matmuls.polynomial(h, lead * w, lead, self._square("c"))
+            z = self._matmuls.multiply(h, h, [(h, lead * w)], self._square("c"), lead)
             z = add_scaled(z, a, lead * t, a, 0.0, self._square("d"))
         z.diagonal(dim1=-2, dim2=-1).copy_(diagonal - mean)
         return z, (p[0] + mean)[..., None]
@@ -608,26 +606,27 @@ class _Iteration:
         a = self._gram()
         z = self._without_constant(p, a, "b", "c")
         spare = "c" if z is self._square("b") else "b"
-        pa = matmuls.product(z, a, a, p0, self._square(spare))
+        pa = matmuls.multiply(z, a, [(a, p0)], self._square(spare))
         # As few squares at once as there can be, for a square of a wide model is large: `held` has pap, `free` nothing.
         if last:
-            full, held, free = matmuls.full(z, pa, pa, p0, self._square("a")), spare, "a"
+            full = matmuls.multiply(z, pa, [(pa, p0)], self._square("a"), symmetric=False)
+            held, free = spare, "a"
             transposed = self._square("d") if self._device.type == "cpu" else None
             pap = symmetric_part(full, transposed, self._square(held))
         else:
             held, free = "a", spare
-            pap = matmuls.product(z, pa, pa, p0, self._square(held))
+            pap = matmuls.multiply(z, pa, [(pa, p0)], self._square(held))
         w = self._without_constant(q, pap, free, "d")
         if matmuls.join is not None:
             self._apply(*matmuls.join(z, w, p0, q0, self._square(held), symmetric=not last))
             return
         other = self._square(free if w is self._squares.get("d") else "d")
         if last and not matmuls.sparing:
-            factor = matmuls.full(w, z, z, 0.0, self._square(held))
+            factor = matmuls.multiply(w, z, [(z, 0.0)], self._square(held), symmetric=False)
             factor = add_scaled(factor, z, q0, w, p0, other)
         else:
             both = torch.lerp(z, w, p0 / (p0 + q0), out=self._square(held))
-            factor = matmuls.product(w, z, both, p0 + q0, other)
+            factor = matmuls.multiply(w, z, [(both, p0 + q0)], other)
 
         # The diagonal of the factor again, in fp32 and rounded once.
         products = self._row_products(z, w)
@@ -637,19 +636,11 @@ class _Iteration:
         factor.diagonal(dim1=-2, dim2=-1).copy_(diagonal - mean)
         self._apply(factor, (p0 * q0 + mean)[..., None])
 
-    def all_steps(self, polynomials: Sequence[Polynomial]) -> None:
-        """X ← all polynomials of X divided by (Σσ⁸)^⅛, with two products of X altogether; see `factor_of_all`."""
-        assert self._matmuls.exact is not None
-        self._last = True
-        factor, mean, norm = factor_of_all(self.x, self._inverse_square, polynomials, self._matmuls.exact, self._square)
-        self._norm_is(self._norm * norm)
-        self._apply(factor, mean)
-
     def _gram(self) -> Tensor:
         """A = X Xᵀ of the matrices with norm 1, in buffer "a"."""
         if self._square_term is not None:
             return self._square("a")
-        return self._matmuls.gram(self.x, self._inverse_square, self._square("a"))
+        return self._matmuls.multiply(self.x, None, [], self._square("a"), scale=self._inverse_square)
 
     def _apply(self, b: Tensor, a: float | Tensor) -> None:
         """X ← a·X + B X, in the last segment divided by ν and multiplied by what the caller asks for.
@@ -663,10 +654,9 @@ class _Iteration:
         factor: float | Tensor = self._inverse if self._last else 1.0
         if self._last and self._times is not None:
             factor = self._inverse * self._times
-        if not self._panels:
-            self._matmuls.apply(self.x, b, a, factor, self._next)
-        for some in self._panels:
-            self._matmuls.apply(self.x[..., some], b, a, factor, self._next[..., some])
+        for some in self._panels or [slice(None)]:
+            x = self.x[..., some]
+            self._matmuls.multiply(b, x, [(x, a)], self._next[..., some], scale=factor, symmetric=False)
         self._panels.reverse()  # X goes back the way it came, its last panel first
         self.x, self._next = self._next, self.x
 
@@ -678,8 +668,8 @@ class _Iteration:
             return torch.lerp(term, a, p[1], out=self._square(out))
         if len(p) == 2:
             return torch.mul(a, p[1], out=self._square(out))
-        result = self._matmuls.polynomial(a, p[-2], p[-1], self._square(out))
+        result = self._matmuls.multiply(a, a, [(a, p[-2])], self._square(out), p[-1])
         for coefficient in reversed(p[1:-2]):
             out, spare = spare, out
-            result = self._matmuls.product(result, a, a, coefficient, self._square(out))
+            result = self._matmuls.multiply(result, a, [(a, coefficient)], self._square(out))
         return result

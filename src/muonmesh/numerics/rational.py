@@ -36,15 +36,13 @@ def rational_step(x: Tensor, norm: Tensor, step: tuple[float, float, float], ker
     """
     if x.device.type != "cpu":
         return _step(x, norm, step, kernels)
-    bounds: list[Tensor] = []
 
-    def each() -> None:
-        for i in range(len(x)):  # in fp32 a batch has other bits than a matrix alone
-            one = slice(i, i + 1)
-            bounds.append(_step(x[one], norm[one], step, kernels))
+    def each() -> Tensor:  # in fp32 a batch has other bits than a matrix alone
+        return torch.cat(
+            [_step(*one, step, kernels) for one in zip(torch.split(x, 1), torch.split(norm, 1), strict=True)]
+        )
 
-    run_on_one_thread(each, device=x.device)
-    return torch.cat(bounds)
+    return run_on_one_thread(each, device=x.device)
 
 
 def _step(x: Tensor, norm: Tensor, step: tuple[float, float, float], kernels: KernelName) -> Tensor:
@@ -58,7 +56,7 @@ def _step(x: Tensor, norm: Tensor, step: tuple[float, float, float], kernels: Ke
         square = scratch("rational square", (count, rows, rows), dtype=exact, device=x.device)
         taken = kernels if kernels != "compiled" else "auto"  # those are for bf16
         matmuls = select(taken, device=x.device, dtype=exact, rows=rows, cols=cols)
-        gram = matmuls.gram(wide, norm.square().reciprocal(), square)
+        gram = matmuls.multiply(wide, None, [], square, scale=norm.square().reciprocal())
         # ‖X Xᵀ‖² is the sum of the fourth powers of the singular values, so its fourth root bounds the largest.
         fourth = sums(sums(gram.square().flatten(0, 1)).view(-1, rows))[:, None, None]
         bound = torch.where(fourth == 0, 1.0, fourth.sqrt().sqrt() * _ABOVE)
@@ -66,5 +64,5 @@ def _step(x: Tensor, norm: Tensor, step: tuple[float, float, float], kernels: Ke
         lower, _ = torch.linalg.cholesky_ex(gram)
         inverse = torch.cholesky_inverse(lower).mul_(a - b / c).contiguous()
         moved = scratch("rational result", x.shape, dtype=exact, device=x.device)
-        x.copy_(matmuls.apply(wide, inverse, b / c, 1.0, moved))
+        x.copy_(matmuls.multiply(inverse, wide, [(wide, b / c)], moved, symmetric=False))
     return bound

@@ -44,7 +44,7 @@ class Rounding(NamedTuple):
         for dim, (size, stride) in enumerate(zip(like.shape, self.strides, strict=True)):
             along = torch.arange(size, dtype=torch.int64, device=like.device).mul_(stride).to(torch.int32)
             x += along.view([-1 if other == dim else 1 for other in range(like.ndim)])
-        return _mixed(_mixed(x).add_(_signed(self.keys[1])))
+        return mixed(mixed(x).add_(_signed(self.keys[1])))
 
 
 def keys_of(seed: int, step: int, name: str) -> tuple[int, int]:
@@ -53,7 +53,7 @@ def keys_of(seed: int, step: int, name: str) -> tuple[int, int]:
     return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
 
 
-def _mixed(x: Tensor) -> Tensor:
+def mixed(x: Tensor) -> Tensor:
     """Mix int32 in place by the finalizer of MurmurHash3 (A. Appleby): each bit of it depends on all."""
     x ^= x.bitwise_right_shift(16).bitwise_and_(0xFFFF)
     x *= _signed(0x85EBCA6B)

@@ -21,19 +21,19 @@ def step_memory(plan: Plan, rank: int, moved: Traffic, squares: Callable[[int], 
     owned = [[n for n in bucket if plan.assignments[n].owner == rank] for bucket in plan.buckets]
     moving = [number for number, bucket in enumerate(plan.buckets) if any(map(plan.moves, bucket))]
     local = [n for bucket in owned for n in bucket if not plan.moves(n)]
+    mine = [[n for n in bucket if plan.moves(n)] for bucket in owned]
     if plan.budget.host:
-        return _kept(plan, rank, moved, moving) * plan.budget.itemsize
+        return _kept(plan, moved, moving, mine) * plan.budget.itemsize
     computing = _computing(plan, local, squares, beside=2)
     if not moving:
         return computing * plan.budget.itemsize
     peak, sent, received = 0, 0, 0
     for bucket, after in itertools.zip_longest(moving, moving[1:]):
-        mine = [n for n in owned[bucket] if plan.moves(n)]
-        elements = _elements(plan, mine)
-        coming = 0 if after is None else _arriving(plan, rank, moved, after)
-        in_squares, with_matrices, with_results = (_computing(plan, mine, squares, beside=n) for n in (0, 1, 2))
+        elements = _elements(plan, mine[bucket])
+        coming = 0 if after is None else _arriving(plan, moved, after, mine)
+        in_squares, with_matrices, with_results = (_computing(plan, mine[bucket], squares, beside=n) for n in (0, 1, 2))
         if plan.gathers(bucket):
-            arrived = max(_arriving(plan, rank, moved, bucket), 2 * elements + in_squares)
+            arrived = max(_arriving(plan, moved, bucket, mine), 2 * elements + in_squares)
             peak = max(peak, arrived + coming + sent + received)
         else:  # the results of the bucket before have arrived when the first portion has been computed
             peak = max(peak, max(with_results + sent + received, with_matrices + elements) + coming)
@@ -53,12 +53,11 @@ def _elements(plan: Plan, numbers: Sequence[int]) -> int:
     return sum(plan.assignments[n].matrix.numel for n in numbers)
 
 
-def _arriving(plan: Plan, rank: int, moved: Traffic, bucket: int) -> int:
+def _arriving(plan: Plan, moved: Traffic, bucket: int, mine: Sequence[Sequence[int]]) -> int:
     """Return what is sent, received and assembled of a bucket, if any of it is gathered."""
     if not plan.gathers(bucket):
         return 0
-    mine = [n for n in plan.buckets[bucket] if plan.assignments[n].owner == rank and plan.moves(n)]
-    return moved.buckets[bucket].gather_sent + moved.buckets[bucket].gather_received + _elements(plan, mine)
+    return moved.buckets[bucket].gather_sent + moved.buckets[bucket].gather_received + _elements(plan, mine[bucket])
 
 
 def _computing(plan: Plan, numbers: Sequence[int], squares: Callable[[int], int], *, beside: int) -> int:
@@ -72,13 +71,12 @@ def _computing(plan: Plan, numbers: Sequence[int], squares: Callable[[int], int]
     return most
 
 
-def _kept(plan: Plan, rank: int, moved: Traffic, moving: Sequence[int]) -> int:
+def _kept(plan: Plan, moved: Traffic, moving: Sequence[int], mine: Sequence[Sequence[int]]) -> int:
     """Return the elements that a CPU keeps: of each buffer two, for buckets, or rounds, that take turns."""
     found = 0
     for turn in (moving[::2], moving[1::2]):
-        assembled = [_arriving(plan, rank, moved, bucket) for bucket in turn]
-        mine = [[n for n in plan.buckets[b] if plan.assignments[n].owner == rank and plan.moves(n)] for b in turn]
-        found += max(assembled, default=0) + max((_elements(plan, some) for some in mine), default=0)
+        assembled = [_arriving(plan, moved, bucket, mine) for bucket in turn]
+        found += max(assembled, default=0) + max((_elements(plan, mine[bucket]) for bucket in turn), default=0)
         ways = [(way.rounds_sent, way.rounds_received) for bucket in turn for way in [moved.buckets[bucket]]]
         found += max((max(sent, default=0) + max(received, default=0) for sent, received in ways), default=0)
     return found

@@ -133,11 +133,8 @@ class MuonStep(Work, ABC):
 
     def fold_one(self, piece: Folded) -> None:
         """Fold a piece of a gradient and write its direction, or write the direction alone."""
-        rule = self._ready.rule(piece.matrix)
-        if piece.folds:
-            parts.fold(rule, piece.gradient, piece.state, active=self._ready.mask(piece.matrix), into=piece.into)
-        elif piece.into is not None:
-            parts.write_direction(rule, piece.gradient, piece.state, piece.into)
+        rule, active = self._ready.rule(piece.matrix), self._ready.mask(piece.matrix)
+        parts.fold(rule, piece.gradient, piece.state, active=active, into=piece.into, folds=piece.folds)
 
     def measure_blocks(self, into: Tensor) -> None:
         """Write the largest momenta of the blocks that ranks share, as they will be after this step."""

@@ -147,10 +147,10 @@ def check_kernels(kernels: KernelName, *, device: torch.device, dtype: torch.dty
     if kernels not in get_args(KernelName):
         known = ", ".join(repr(name) for name in get_args(KernelName))
         raise ValueError(f'kernels: found {kernels!r}; needed one of {known}. Write kernels="auto"')
-    if kernels == "triton":
-        _check_triton(device, dtype)
-    if kernels == "compiled":
-        _check_compiled(device, dtype)
+    faults = {"triton": _triton_fault, "compiled": _compiled_fault}
+    if kernels in faults and (fault := faults[kernels](device, dtype)):
+        found, needed, write = fault
+        raise ValueError(f"kernels={kernels!r}: found {found}; needed {needed}. Write {write}")
 
 
 @cache
@@ -164,32 +164,30 @@ def multiplies_bf16() -> bool:
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()) and (not x86 or torch.cpu._is_avx512_bf16_supported())
 
 
-def _check_compiled(device: torch.device, dtype: torch.dtype) -> None:
-    needed, write = "", 'kernels="auto"'
+_INSTEAD = 'kernels="auto"'
+
+
+def _compiled_fault(device: torch.device, dtype: torch.dtype) -> tuple[str, str, str] | None:
+    """Return what was found where the compiled products cannot be, what is needed, and what to write."""
     if device.type != "cpu":
-        found, needed = f"a matrix on {device.type}", "one on a CPU"
-    elif dtype != torch.bfloat16:
-        found, needed = f"{dtype}", "bf16"
-    else:
-        try:
-            library()
-        except NoLibrary as error:
-            found, needed = str(error), "the library of products, on a processor with AVX2 and FMA or on 64-bit ARM"
-            write = f'kernels="auto", or {error.mend}'
-    if needed:
-        raise ValueError(f"kernels='compiled': found {found}; needed {needed}. Write {write}")
+        return f"a matrix on {device.type}", "one on a CPU", _INSTEAD
+    if dtype != torch.bfloat16:
+        return f"{dtype}", "bf16", _INSTEAD
+    try:
+        library()
+    except NoLibrary as error:
+        needed = "the library of products, on a processor with AVX2 and FMA or on 64-bit ARM"
+        return str(error), needed, f"{_INSTEAD}, or {error.mend}"
+    return None
 
 
-def _check_triton(device: torch.device, dtype: torch.dtype) -> None:
-    needed, write = "", 'kernels="auto"'
+def _triton_fault(device: torch.device, dtype: torch.dtype) -> tuple[str, str, str] | None:
+    """Return the same of Triton's products."""
     if not is_installed():
-        found, needed, write = "no package triton", "that package", 'pip install "muonmesh[triton]", or kernels="auto"'
-    elif device.type != "cuda" and not (device.type == "cpu" and is_interpreted()):
-        found, needed = f"a matrix on {device.type}", "one on a CUDA or ROCm device"
-    elif dtype not in DTYPES:
-        found, needed = f"{dtype}", "bf16 or fp32"
-    if needed:
-        raise ValueError(f"kernels='triton': found {found}; needed {needed}. Write {write}")
+        return "no package triton", "that package", f'pip install "muonmesh[triton]", or {_INSTEAD}'
+    if device.type != "cuda" and not (device.type == "cpu" and is_interpreted()):
+        return f"a matrix on {device.type}", "one on a CUDA or ROCm device", _INSTEAD
+    return None if dtype in DTYPES else (f"{dtype}", "bf16 or fp32", _INSTEAD)
 
 
 @cache

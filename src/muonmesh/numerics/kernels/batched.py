@@ -11,22 +11,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from muonmesh.numerics.kernels.dense import polynomial, product
-from muonmesh.numerics.kernels.table import Matmuls
+from muonmesh.numerics.kernels.table import Matmuls, Number, Operand, Terms
 
 
-def gram(x: Tensor, scale: Tensor, out: Tensor) -> Tensor:
-    """scale·X Xᵀ."""
-    return torch.mul(_exact_product(x, x.mT), scale, out=out)
-
-
-def apply(x: Tensor, b: Tensor, a: float | Tensor, s: float | Tensor, out: Tensor) -> Tensor:
-    """s·(a·X + B X)."""
-    if isinstance(a, Tensor):
-        return apply(x, (b / a).to(b.dtype), 1.0, a * s, out)
-    if isinstance(s, Tensor):
-        return torch.baddbmm(x, b, x, beta=a, out=out).mul_(s)
-    return torch.baddbmm(x, b, x, beta=a * s, alpha=s, out=out)
+def multiply(
+    a: Tensor, b: Operand, terms: Terms, out: Tensor, alpha: float = 1.0, scale: Number = 1.0, symmetric: bool = True
+) -> Tensor:
+    """See `Matmuls.multiply`; all of a result is multiplied."""
+    if b is None:
+        return torch.mul(_exact_product(a, a.mT), scale, out=out)
+    ((c, factor),) = terms
+    if isinstance(factor, Tensor):
+        return multiply((a / factor).to(a.dtype), b, ((c, 1.0),), out, alpha, factor * scale)
+    if isinstance(scale, Tensor):
+        return torch.baddbmm(c, a, b, beta=factor, alpha=alpha, out=out).mul_(scale)
+    return torch.baddbmm(c, a, b, beta=factor * scale, alpha=alpha * scale, out=out)
 
 
 def _exact_product(a: Tensor, b: Tensor) -> Tensor:
@@ -40,13 +39,4 @@ def _exact_product(a: Tensor, b: Tensor) -> Tensor:
 
 def torch_products(*, at_once: int) -> Matmuls:
     """The table for batches of at most `at_once` matrices."""
-    return Matmuls(
-        gram=gram,
-        polynomial=polynomial,
-        product=product,
-        full=product,
-        apply=apply,
-        at_once=at_once,
-        together=True,
-        sparing=True,
-    )
+    return Matmuls(multiply=multiply, at_once=at_once, together=True, sparing=True)

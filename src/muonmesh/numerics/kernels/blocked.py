@@ -8,7 +8,7 @@ scratch buffer: mirrored from `out` itself, whose rows are often a power of two 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from muonmesh.numerics.kernels.memory import keep
 from muonmesh.numerics.kernels.multiple import add_multiple
-from muonmesh.numerics.kernels.table import Matmuls
+from muonmesh.numerics.kernels.table import Matmuls, Number, Operand, Terms
 
 BLOCK = 128
 
@@ -74,6 +74,10 @@ def _blocks(rows: int, dtype: torch.dtype) -> list[_Block]:
     return blocks
 
 
+def _cut(a: Tensor) -> list[_Panel]:
+    return [_Panel(a[:j, i:j], a[:j], a[i:j].mT, a[i:j, :i]) for i, j in _spans(len(a))]
+
+
 def _panels(a: Tensor) -> Sequence[_Panel]:
     """Return the panels of a contiguous square, those that were made before where it is memory that was seen before.
 
@@ -85,98 +89,48 @@ def _panels(a: Tensor) -> Sequence[_Panel]:
     if key not in kept:
         if len(kept) == _KEPT:
             del kept[next(iter(kept))]
-        kept[key] = [_Panel(a[:j, i:j], a[:j], a[i:j].mT, a[i:j, :i]) for i, j in _spans(len(a))]
+        kept[key] = _cut(a)
     return kept[key]
 
 
-def _fill_symmetric(out: Tensor, multiply: Callable[[int, Tensor], object]) -> None:
-    """Fill out (rows, rows); `multiply(number, entries)` writes those of a column block, down to the diagonal's.
+def _by_rows(c: Tensor, a: Tensor, b: Tensor, *, beta: float, alpha: float, out: Tensor) -> None:
+    """Write beta·C + alpha·A B, a few hundred rows at a time."""
+    rows = len(out)
+    each = ROWS if rows >= 2 * ROWS else rows  # too few to divide
+    for some in (slice(start, start + each) for start in range(0, rows, each)):
+        torch.addmm(c[some], a[some], b, beta=beta, alpha=alpha, out=out[some])
+
+
+def _multiply(
+    a: Tensor, b: Operand, terms: Terms, out: Tensor, alpha: float = 1.0, scale: Number = 1.0, symmetric: bool = True
+) -> Tensor:
+    """See `Matmuls.multiply`.
 
     Every call counts: after a product the interpreter and torch's dispatch are out of the thread's cache, and calls
     take two to three times as long as in a loop [measured]. So what can be made once is kept, down to the views.
     """
-    rows, dtype = len(out), out.dtype
+    if b is not None and not symmetric:
+        ((c, factor),) = terms
+        add_multiple(a[0], b[0], c[0], factor, scale, out[0], _by_rows)
+        return out
+    # Numbers are multiplied in before rounding, and on a CPU reading them waits for nothing.
+    alpha *= float(scale)
+    of_a = _cut(a[0]) if b is None else _panels(a[0])
+    of_b, added = of_a if b is None else _panels(b[0]), [(_panels(c[0]), float(factor)) for c, factor in terms]
+    rows, dtype = len(out[0]), out.dtype
     blocks = keep(("blocks", rows, dtype), lambda: _blocks(rows, dtype))
-    for number, (block, panel) in enumerate(zip(blocks, _panels(out), strict=True)):
-        multiply(number, block.entries)
-        _place(number, block, panel)
+    for number, (block, target) in enumerate(zip(blocks, _panels(out[0]), strict=True)):
+        plus, beta = (added[0][0][number].above, added[0][1]) if added else (block.entries, 0.0)
+        torch.addmm(plus, of_a[number].rows, of_b[number].column, beta=beta, alpha=alpha, out=block.entries)
+        block.mirror.copy_(block.transposed)
+        # The block on the diagonal need not be symmetric: rounded A and B commute only nearly, and fp32 sums run in
+        # another order on the other side. Left so, it costs Gram up to half of its accuracy [measured].
+        block.diagonal.lerp_(block.mirrored_diagonal, block.below)  # by 0 or by 1, which is exact
+        target.above.copy_(block.entries)
+        if number:
+            target.left.copy_(block.left)
+    return out
 
 
-def _place(number: int, block: _Block, panel: _Panel) -> None:
-    """Write the entries of a column block into the square, and their mirror images."""
-    block.mirror.copy_(block.transposed)
-    # The block on the diagonal need not be symmetric: rounded A and B commute only nearly, and fp32 sums run in
-    # another order on the other side. Left so, it costs Gram up to half of its accuracy [measured].
-    block.diagonal.lerp_(block.mirrored_diagonal, block.below)  # by 0 or by 1, which is exact
-    panel.above.copy_(block.entries)
-    if number:
-        panel.left.copy_(block.left)
-
-
-def _fill_rows(out: Tensor, multiply: Callable[[slice, Tensor], object]) -> None:
-    """Fill out (rows, cols), a few hundred rows at a time; `multiply(some, target)` writes some of its rows."""
-    rows = len(out)
-    each = ROWS if rows >= 2 * ROWS else rows  # too few to divide
-    for start in range(0, rows, each):
-        some = slice(start, min(start + each, rows))
-        multiply(some, out[some])
-
-
-def _blocked_products() -> Matmuls:
-    """Return the table for one matrix at a time, since a batch of matrices this large gains nothing."""
-
-    def by_rows(c: Tensor, a: Tensor, b: Tensor, out: Tensor, *, beta: float, alpha: float) -> None:
-        def multiply(some: slice, target: Tensor) -> None:
-            torch.addmm(c[some], a[some], b, beta=beta, alpha=alpha, out=target)
-
-        _fill_rows(out, multiply)
-
-    def gram(x: Tensor, scale: Tensor, out: Tensor) -> Tensor:
-        """scale·X Xᵀ."""
-        # A number is multiplied in before rounding, and on a CPU reading it waits for nothing.
-        (x2,), alpha = x, scale.item()
-        columns = x2.mT.split(BLOCK, dim=1)
-
-        def multiply(number: int, entries: Tensor) -> None:
-            torch.addmm(entries, x2[: len(entries)], columns[number], beta=0, alpha=alpha, out=entries)
-
-        _fill_symmetric(out[0], multiply)
-        return out
-
-    def polynomial(a: Tensor, b: float, c: float, out: Tensor) -> Tensor:
-        """b·A + c·A²."""
-        panels = _panels(a[0])
-
-        def multiply(number: int, entries: Tensor) -> None:
-            above, rows, column, _ = panels[number]
-            torch.addmm(above, rows, column, beta=b, alpha=c, out=entries)
-
-        _fill_symmetric(out[0], multiply)
-        return out
-
-    def product(a: Tensor, b: Tensor, c: Tensor, factor: float, out: Tensor) -> Tensor:
-        """factor·C + A B, for A and B that commute."""
-        of_a, of_b, of_c = (_panels(square[0]) for square in (a, b, c))
-
-        def multiply(number: int, entries: Tensor) -> None:
-            torch.addmm(of_c[number].above, of_a[number].rows, of_b[number].column, beta=factor, out=entries)
-
-        _fill_symmetric(out[0], multiply)
-        return out
-
-    def full(a: Tensor, b: Tensor, c: Tensor, factor: float, out: Tensor) -> Tensor:
-        """factor·C + A B, both triangles."""
-        by_rows(c[0], a[0], b[0], out[0], beta=factor, alpha=1.0)
-        return out
-
-    def apply(x: Tensor, b: Tensor, a: float | Tensor, s: float | Tensor, out: Tensor) -> Tensor:
-        """s·(a·X + B X)."""
-        (x2,), (b2,) = x, b
-        add_multiple(x2, b2, a, s, out[0], by_rows)
-        return out
-
-    return Matmuls(gram=gram, polynomial=polynomial, product=product, full=full, apply=apply, at_once=1, together=False)
-
-
-BLOCKED = _blocked_products()
-"""The table."""
+BLOCKED = Matmuls(multiply=_multiply, at_once=1, together=False)
+"""The table for one matrix at a time, since a batch of matrices this large gains nothing."""

@@ -9,17 +9,15 @@ threads nor on the matrices beside it.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from muonmesh.numerics.kernels.memory import scratch
-from muonmesh.numerics.kernels.table import Exact, Matmuls
+from muonmesh.numerics.kernels.table import Exact, Matmuls, Number, Operand, Terms
 from muonmesh.numerics.kernels.threads import run_parts
 
 ORDER_OF_SUMS = 1
@@ -27,9 +25,6 @@ ORDER_OF_SUMS = 1
 
 _WORTH_A_THREAD = 1 << 24
 """Multiplications of one product from which on all threads divide it."""
-
-_Number: TypeAlias = float | Tensor | list[float]
-"""One number, or one for each matrix."""
 
 
 class NoLibrary(RuntimeError):
@@ -116,69 +111,44 @@ def compiled_products(*, at_once: int = 1) -> Matmuls:
 
     The bits of a matrix are the same in a batch, alone, and on any number of threads.
     """
-
-    def gram(x: Tensor, scale: Tensor, out: Tensor) -> Tensor:
-        """scale·X Xᵀ."""
-        return _multiply(x, x.mT, scale, (), out)
-
-    def polynomial(a: Tensor, b: float, c: float, out: Tensor) -> Tensor:
-        """b·A + c·A²."""
-        return _multiply(a, a, c, ((a, b),), out)
-
-    def product(a: Tensor, b: Tensor, c: Tensor, factor: float, out: Tensor) -> Tensor:
-        """factor·C + A B, for A and B that commute."""
-        return _multiply(a, b, 1.0, ((c, factor),), out)
-
-    def full(a: Tensor, b: Tensor, c: Tensor, factor: float, out: Tensor) -> Tensor:
-        """factor·C + A B, both triangles."""
-        return _multiply(a, b, 1.0, ((c, factor),), out, symmetric=False)
-
-    def apply(x: Tensor, b: Tensor, a: float | Tensor, s: float | Tensor, out: Tensor) -> Tensor:
-        """s·(a·X + B X)."""
-        scales = _each(s, len(x))
-        factors = [scale * number for scale, number in zip(scales, _each(a, len(x)), strict=True)]
-        return _multiply(b, x, scales, ((x, factors),), out, symmetric=False)
-
     return Matmuls(
-        gram=gram,
-        polynomial=polynomial,
-        product=product,
-        full=full,
-        apply=apply,
+        multiply=_multiply,
         at_once=at_once,
         together=at_once > 1,
-        exact=Exact(combine=_multiply, row_products=_row_products, load=_load, store=_store),
+        exact=Exact(row_products=_row_products, load=_load, store=_store),
     )
 
 
-def _each(number: _Number, count: int) -> list[float]:
-    if isinstance(number, Tensor):
-        return number.flatten().tolist()  # on a CPU this waits for nothing
-    return number if isinstance(number, list) else [number] * count
+def _each(number: Number, count: int) -> list[float]:
+    return number.flatten().tolist() if isinstance(number, Tensor) else [number] * count  # on a CPU that waits not
 
 
 def _multiply(
     a: Tensor,
-    b: Tensor,
-    alpha: _Number,
-    terms: Sequence[tuple[Tensor, _Number]],
+    b: Operand,
+    terms: Terms,
     out: Tensor,
-    low: Tensor | None = None,
-    *,
+    alpha: float = 1.0,
+    scale: Number = 1.0,
     symmetric: bool = True,
+    low: Operand = None,
 ) -> Tensor:
-    """See `Exact.combine`; the rows of a matrix may be apart."""
+    """See `Matmuls.multiply` and `Exact`; the rows of a matrix may be apart."""
     count, rows, depth = a.shape
     cols = out.shape[2]
     shape = count, rows, cols
+    b = a.mT if b is None else b
     # A single column may have any stride: a vector is read as its rows lie, whichever way it is turned.
     transposed = b.stride(2) != 1 and cols != 1
-    factors = [_each(alpha, count)]
+    scales = _each(scale, count)
+    factors = [[each * alpha for each in scales]]
     operands = [_matrix(a, (count, rows, depth)), _matrix(b, (count, depth, cols), transposed=transposed)]
-    for term, factor in (*terms, *[(a, 0.0)] * (2 - len(terms))):
-        numbers = _each(factor, count)
+    for term, factor in terms:
+        numbers = [each * number for each, number in zip(scales, _each(factor, count), strict=True)]
         operands.append(_matrix(term, shape) if any(numbers) else _NONE)
         factors.append(numbers)
+    operands += [_NONE] * (2 - len(terms))
+    factors += [[0.0] * count] * (2 - len(terms))
     low_matrix = _NONE if low is None else _matrix(low, shape)
     functions, told = library(), _Operands(*operands, _matrix(out, shape), low_matrix)
     each = (ctypes.c_float * (3 * count))(*(number for some in zip(*factors, strict=True) for number in some))

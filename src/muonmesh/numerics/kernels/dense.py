@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,32 +10,22 @@ from torch import Tensor
 
 from muonmesh.numerics.kernels.memory import scratch
 from muonmesh.numerics.kernels.multiple import add_multiple
-from muonmesh.numerics.kernels.table import Matmuls
+from muonmesh.numerics.kernels.table import Matmuls, Number, Operand, Terms
 
 
-def gram(x: Tensor, scale: Tensor, out: Tensor) -> Tensor:
-    """scale·X Xᵀ."""
-    return scaled(torch.bmm(x, x.mT, out=out), scale)
-
-
-def polynomial(a: Tensor, b: float, c: float, out: Tensor) -> Tensor:
-    """b·A + c·A²."""
-    return torch.baddbmm(a, a, a, beta=b, alpha=c, out=out)
-
-
-def product(a: Tensor, b: Tensor, c: Tensor, factor: float, out: Tensor) -> Tensor:
-    """factor·C + A B."""
-    return torch.baddbmm(c, a, b, beta=factor, out=out)
-
-
-def apply(x: Tensor, b: Tensor, a: float | Tensor, s: float | Tensor, out: Tensor) -> Tensor:
-    """s·(a·X + B X)."""
-    if isinstance(a, Tensor):
-        for x2, b2, number, target in zip(x, b, a.flatten(), out, strict=True):
-            add_multiple(x2, b2, number, 1.0, target)  # multiplied in before rounding
+def multiply(
+    a: Tensor, b: Operand, terms: Terms, out: Tensor, alpha: float = 1.0, scale: Number = 1.0, symmetric: bool = True
+) -> Tensor:
+    """See `Matmuls.multiply`; all of a result is multiplied."""
+    if b is None:
+        return scaled(torch.bmm(a, a.mT, out=out), scale)
+    ((c, factor),) = terms
+    if isinstance(factor, Tensor):
+        for one, other, number, target in zip(a, b, factor.flatten(), out, strict=True):
+            add_multiple(one, other, other, number, 1.0, target)  # multiplied in before rounding
     else:
-        torch.baddbmm(x, b, x, beta=a, out=out)
-    return scaled(out, s)
+        torch.baddbmm(c, a, b, beta=factor, alpha=alpha, out=out)
+    return scaled(out, scale)
 
 
 def scaled(out: Tensor, s: float | Tensor) -> Tensor:
@@ -55,10 +44,7 @@ def scaled(out: Tensor, s: float | Tensor) -> Tensor:
 
 def dense(*, at_once: int) -> Matmuls:
     """The table for batches of at most `at_once` matrices."""
-    together = at_once > 1
-    return Matmuls(
-        gram=gram, polynomial=polynomial, product=product, full=product, apply=apply, at_once=at_once, together=together
-    )
+    return Matmuls(multiply=multiply, at_once=at_once, together=at_once > 1)
 
 
 def widened(exact: Matmuls) -> Matmuls:
@@ -73,47 +59,29 @@ def widened(exact: Matmuls) -> Matmuls:
     begin at a multiple of 64: rows and columns are filled up with zeros to multiples of four. They also depend on how
     many threads share a small product, and a batch is shared otherwise than one matrix. So batches have one thread, and
     then the same bits alone and in any batch (`test_bits_of_a_matrix_do_not_depend_on_its_surroundings`).
-
-    The table keeps its memory, that of the thread that calls it. So each thread makes one of its own.
     """
-    kept: dict[tuple[str, torch.Size], Tensor] = {}
 
     def memory(role: str, like: Tensor) -> Tensor:
-        place = role, like.shape
-        if place not in kept:
-            batch, rows, cols = like.shape
-            filled = (batch, -(-rows // 4) * 4, -(-cols // 4) * 4)
-            kept[place] = scratch(f"wide {role}", filled, dtype=torch.float32, device=like.device)
-        return kept[place]
+        batch, rows, cols = like.shape
+        filled = (batch, -(-rows // 4) * 4, -(-cols // 4) * 4)
+        kind = "square" if rows == cols else "long"
+        return scratch(f"wide {kind} {role}", filled, dtype=torch.float32, device=like.device)
 
-    def wide(role: str, narrow: Tensor) -> Tensor:
-        found = memory(role, narrow)
-        if found.shape == narrow.shape:
-            return found.copy_(narrow)
-        _, rows, cols = narrow.shape
-        found.zero_()[:, :rows, :cols].copy_(narrow)
-        return found
+    def multiply(a: Tensor, b: Operand, terms: Terms, out: Tensor, *numbers: Any, **named: Any) -> Tensor:
+        kept = dict[int, Tensor]()  # by identity, since an operand may be given twice
 
-    def rounded(result: Tensor, out: Tensor) -> Tensor:
-        _, rows, cols = out.shape
-        return out.copy_(result[:, :rows, :cols])
+        def wide(number: int, narrow: Tensor) -> Tensor:
+            _, rows, cols = narrow.shape
+            if id(narrow) not in kept:
+                found = kept[id(narrow)] = memory(f"{number}" if rows == cols else "x", narrow)
+                if found.shape != narrow.shape:
+                    found.zero_()
+                found[:, :rows, :cols].copy_(narrow)
+            return kept[id(narrow)]
 
-    def widen(function: Callable[..., Tensor], roles: str) -> Callable[..., Tensor]:
-        """Return an entry of the table whose first operands, one for each role, are matrices in bf16."""
+        first, second = wide(0, a), None if b is None else wide(1, b)
+        added = [(wide(2, c), factor) for c, factor in terms]
+        result = exact.multiply(first, second, added, memory("result", out), *numbers, **named)
+        return out.copy_(result[:, : out.shape[1], : out.shape[2]])
 
-        def entry(*given: Any) -> Tensor:
-            *operands, out = given
-            matrices = [wide(role, narrow) for role, narrow in zip(roles, operands, strict=False)]
-            return rounded(function(*matrices, *operands[len(roles) :], memory("result", out)), out)
-
-        return entry
-
-    return replace(
-        exact,
-        gram=widen(exact.gram, "x"),
-        polynomial=widen(exact.polynomial, "a"),
-        product=widen(exact.product, "abc"),
-        full=widen(exact.full, "abc"),
-        apply=widen(exact.apply, "xb"),
-        one_thread=exact.together,
-    )
+    return replace(exact, multiply=multiply, one_thread=exact.together)

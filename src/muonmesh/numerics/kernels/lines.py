@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from muonmesh.numerics.kernels.pieces import TYPES
+from muonmesh.numerics.kernels.pieces import TYPES, row_of
 from muonmesh.numerics.kernels.portions import FIRST, LOOKED, MEASURED
 from muonmesh.numerics.kernels.triton_launch import Launch, are_aligned
 
@@ -125,14 +125,7 @@ def centre(diagonal, out, constant, mean, rows, batch_stride, stride, BLOCK: tl.
 def nonzero(table, pieces, found, TYPE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
     """Say whether a part of a piece has an element that is not zero, unless that is known of another part already."""
     program = tl.program_id(0)
-    low = 0
-    high = pieces
-    while high - low > 1:  # the last piece whose first program is not after this one
-        middle = (low + high) // 2
-        before = tl.load(table + middle * 4 + 2) <= program
-        low = tl.where(before, middle, low)
-        high = tl.where(before, high, middle)
-    row = table + low * 4
+    row = row_of(table, pieces, program, 4, 2)
     start = tl.load(row).to(tl.pointer_type(TYPE))
     entry = found + tl.load(row + 1)
     length = tl.load(row + 3)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Protocol
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -12,38 +12,38 @@ _AN_OCTAVE = 16
 """Multiples kept apart within a factor of 2."""
 
 
-class _Multiply(Protocol):
-    def __call__(self, c: Tensor, a: Tensor, b: Tensor, out: Tensor, *, beta: float, alpha: float) -> object: ...
-
-
-def _at_once(c: Tensor, a: Tensor, b: Tensor, out: Tensor, *, beta: float, alpha: float) -> object:
-    return torch.addmm(c, a, b, beta=beta, alpha=alpha, out=out)
-
-
 def add_multiple(
-    x: Tensor, b: Tensor, a: float | Tensor, s: float | Tensor, out: Tensor, multiply: _Multiply = _at_once
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    factor: float | Tensor,
+    scale: float | Tensor,
+    out: Tensor,
+    multiply: Callable[..., object] = torch.addmm,
 ) -> None:
-    """Write s·(a·X + B X), one matrix.
+    """Write scale·(A B + factor·C), one matrix.
 
-    oneDNN, which multiplies bf16, compiles a kernel for every factor of X that it has not met before. That costs about
-    a millisecond, a few hundred page faults and a place in its cache, and no two steps have the same factor. So X is
-    multiplied by one of a few factors only, and the rest of `a` is added to the diagonal of B during the product. The
-    factor is chosen so that this diagonal is as small as possible, because then its rounding matters least.
+    oneDNN, which multiplies bf16, compiles a kernel for every factor of C that it has not met before. That costs about
+    a millisecond, a few hundred page faults and a place in its cache, and no two steps have the same factor. So C,
+    which is B then, is multiplied by one of a few factors only, and the rest is added to the diagonal of A during the
+    product. The factor is chosen so that this diagonal is as small as possible, because then its rounding matters
+    least.
 
     Args:
-        x: X, shape (rows, cols).
-        b: B, shape (rows, rows); its diagonal is written and restored.
-        a: A number that is the same at every step, or a tensor with one element.
-        s: Likewise.
-        out: Shape (rows, cols), contiguous; NaN if a or s is not finite.
+        a: A, shape (rows, rows); its diagonal is written and restored.
+        b: B, shape (rows, cols).
+        c: C, of that shape; B if one of the numbers is a tensor.
+        factor: A number that is the same at every step, or a tensor with one element.
+        scale: Likewise.
+        out: Shape (rows, cols), contiguous; NaN if a number is not finite.
         multiply: Writes beta·C + alpha·A B into ``out``.
     """
-    fresh = isinstance(a, Tensor) or isinstance(s, Tensor)
-    factor, scale = (number.item() if isinstance(number, Tensor) else number for number in (a, s))
-    if not fresh or x.dtype != torch.bfloat16:
-        multiply(x, b, x, out, beta=factor * scale, alpha=scale)
+    fresh = isinstance(factor, Tensor) or isinstance(scale, Tensor)
+    factor, scale = (number.item() if isinstance(number, Tensor) else number for number in (factor, scale))
+    if not fresh or b.dtype != torch.bfloat16:
+        multiply(c, a, b, beta=factor * scale, alpha=scale, out=out)
         return
-    diagonal = b.diagonal()
+    diagonal = a.diagonal()
     exact = diagonal.float()
     wanted = (factor + exact.mean().item()) * scale
     if not math.isfinite(wanted):  # with such a multiple one product takes oneDNN seconds
@@ -51,7 +51,7 @@ def add_multiple(
         return
     multiple = _nearest(wanted)
     diagonal.copy_(exact + (factor - multiple / scale))
-    multiply(x, b, x, out, beta=multiple, alpha=scale)
+    multiply(b, a, b, beta=multiple, alpha=scale, out=out)
     diagonal.copy_(exact)
 
 

@@ -40,16 +40,16 @@ _SIZE, _BLOCKS = tl.constexpr(ROWS * COLS), tl.constexpr(BLOCKS)
 
 
 @triton.jit
-def _row_of(table, pieces, program):
-    """The row of the last piece whose first program is not after this one, by halving."""
+def row_of(table, pieces, program, WIDTH: tl.constexpr, FIRST: tl.constexpr):
+    """The row of the last piece whose first program, its number FIRST of WIDTH, is not after this one, by halving."""
     low = 0
     high = pieces
     while high - low > 1:
         middle = (low + high) // 2
-        before = tl.load(table + middle * _WIDTH + _FIRST_PROGRAM) <= program
+        before = tl.load(table + middle * WIDTH + FIRST) <= program
         low = tl.where(before, middle, low)
         high = tl.where(before, high, middle)
-    return table + low * _WIDTH
+    return table + low * WIDTH
 
 
 @triton.jit
@@ -131,7 +131,7 @@ def fold(
 ):
     """Momentum ← lerp(momentum, gradient, weight), direction ← lerp(gradient, momentum, μ), one block of one piece."""
     program = tl.program_id(0)
-    row = _row_of(table, pieces, program)
+    row = row_of(table, pieces, program, _WIDTH, _FIRST_PROGRAM)
     first = (program - tl.load(row + _FIRST_PROGRAM)) * _BLOCKS
     kind = tl.load(row + _KIND)
     g_flat = tl.multiple_of(tl.load(row + 0).to(tl.pointer_type(G)), 16)
@@ -200,7 +200,7 @@ def apply(
 ):
     """Weight ← weight·keep − size·update, one block of one piece, computed on the master where there is one."""
     program = tl.program_id(0)
-    row = _row_of(table, pieces, program)
+    row = row_of(table, pieces, program, _WIDTH, _FIRST_PROGRAM)
     first = (program - tl.load(row + _FIRST_PROGRAM)) * _BLOCKS
     kind = tl.load(row + _KIND)
     entry = tl.load(row + _ENTRY)

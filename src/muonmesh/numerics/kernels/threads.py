@@ -12,8 +12,11 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 _SHARED = 0.8
 """Speed of all threads on one matrix after the other, relative to each on matrices of its own [measured]."""
@@ -57,8 +60,8 @@ def run_parts(part: Callable[[int, int], None]) -> None:
         list(_threads(parts).map(part, range(parts), [parts] * parts))
 
 
-def run_on_one_thread(task: Callable[[], None], *, device: torch.device) -> None:
-    """Run a task whose bits depend on the number of threads that share one operation: on a CPU, on one.
+def run_on_one_thread(task: Callable[[], T], *, device: torch.device) -> T:
+    """Return what a task gives whose bits depend on the number of threads that share one operation: on a CPU, on one.
 
     Args:
         task: May be called on a thread of `run_all`, which is alone already.
@@ -68,10 +71,7 @@ def run_on_one_thread(task: Callable[[], None], *, device: torch.device) -> None
         Exception: what the task raised.
     """
     threads = torch.get_num_threads() if device.type == "cpu" else 1
-    if threads == 1:
-        task()
-    else:
-        list(_threads(threads).map(_run, [task]))
+    return task() if threads == 1 else _threads(threads).submit(_run, task).result()
 
 
 def _how_many_alone(costs: Sequence[float], threads: int) -> int:
@@ -86,9 +86,9 @@ def _how_many_alone(costs: Sequence[float], threads: int) -> int:
     return min(range(len(costs), max(-1, len(costs) - threads), -1), key=end)
 
 
-def _run(task: Callable[[], None]) -> None:
+def _run(task: Callable[[], T]) -> T:
     with torch.no_grad():
-        task()
+        return task()
 
 
 _pools: weakref.WeakValueDictionary[int, ThreadPoolExecutor] = weakref.WeakValueDictionary()

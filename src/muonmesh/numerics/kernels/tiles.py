@@ -6,8 +6,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -215,32 +213,19 @@ def multiplication(
     aligned = not any(tensor.data_ptr() % 16 for tensor in (out, a, b, c, d) if tensor is not None)
     kinds = tuple(None if tensor is None else (tensor.dtype, tensor.stride()) for tensor in (out, a, b, c, d))
     told = {"symmetric": symmetric, "aligned": aligned, "stages": stages, "warps": warps}
-    shape = _shape_of(out.shape, a.shape[2], kinds, **told)
+    launch, numbers, constants = _launch_of(out.shape, a.shape[2], kinds, **told)
     (factor, factor_batch), (scale, scale_batch) = _number(factor, len(out)), _number(scale, len(out))
     types = [number.dtype if isinstance(number, Tensor) else None for number in (factor, scale, diagonal)]
     arguments = (
         *(out, a, b, c, factor, scale, d, diagonal, float(alpha), float(delta)),
-        *(*shape.numbers, factor_batch, scale_batch, symmetric, c is not None, d is not None),
-        *(diagonal is not None, isinstance(factor, Tensor), isinstance(scale, Tensor), *shape.constants),
+        *(*numbers, factor_batch, scale_batch, symmetric, c is not None, d is not None),
+        *(diagonal is not None, isinstance(factor, Tensor), isinstance(scale, Tensor), *constants),
     )
-    return Launch(shape.kernel, shape.programs, arguments, shape.options, (shape, *types, factor_batch, scale_batch))
-
-
-@dataclass(frozen=True, eq=False)  # each is made once, so it is equal to itself only
-class _Shape:
-    """What shapes, strides and dtypes of a product decide: all but its addresses and its numbers."""
-
-    kernel: Any
-    programs: int
-    numbers: tuple[int, ...]
-    """The arguments from ``rows`` to ``d_col``."""
-    constants: tuple[Any, ...]
-    """Those from ``SIDE`` on."""
-    options: Mapping[str, int]
+    return launch._replace(arguments=arguments, code=(launch.code, *types, factor_batch, scale_batch))
 
 
 @cache
-def _shape_of(
+def _launch_of(
     shape: tuple[int, int, int],
     terms: int,
     kinds: tuple[tuple[torch.dtype, tuple[int, int, int]] | None, ...],
@@ -249,8 +234,10 @@ def _shape_of(
     aligned: bool,
     stages: int | None,
     warps: int | None,
-) -> _Shape:
-    """Return it for a result of this shape.
+) -> tuple[Launch, tuple[int, ...], tuple[Any, ...]]:
+    """Return what shapes, strides and dtypes of a product decide: all but its addresses and its numbers.
+
+    That is the launch without arguments; of these the ones from ``rows`` to ``d_col``; and those from ``SIDE`` on.
 
     Args:
         shape: Of out: batch, rows, cols.
@@ -273,12 +260,14 @@ def _shape_of(
     if warps is not None and tile is LARGE:
         tile = tile._replace(warps=warps)
     far = max(row + col for _, (_, row, col) in given) >= _FAR
-    return _Shape(
-        _aligned if aligned else _any,
-        batch * (down * (down + 1) // 2 if symmetric else down * across),
+    programs = batch * (down * (down + 1) // 2 if symmetric else down * across)
+    options = {"num_warps": tile.warps, "num_stages": tile.stages if stages is None else stages}
+    return (
+        Launch(
+            _aligned if aligned else _any, programs, (), options, object()
+        ),  # made once, so it has a code of its own
         (rows, cols, terms, *(stride for of in strides for stride in of or (0, 0, 0))),
         (tile.side, tile.depth, _GROUP, tl.int64 if far else tl.int32),
-        {"num_warps": tile.warps, "num_stages": tile.stages if stages is None else stages},
     )
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from muonmesh.numerics.kernels import beside
 from muonmesh.numerics.kernels.portions import SMALL_COLS, SMALL_ROWS
-from muonmesh.numerics.kernels.table import Matmuls
+from muonmesh.numerics.kernels.table import Matmuls, Number, Operand, Terms
 from muonmesh.numerics.kernels.triton_launch import Launch, operator
 
 
@@ -50,58 +50,32 @@ _operation = operator(
 )
 
 
-def _run(
+def multiply(
     a: Tensor,
-    b: Tensor,
-    c: Tensor | None,
+    b: Operand,
+    terms: Terms,
     out: Tensor,
-    *,
     alpha: float = 1.0,
-    factor: float | Tensor = 0.0,
-    scale: float | Tensor = 1.0,
-    symmetric: bool = False,
-    d: Tensor | None = None,
-    delta: float = 0.0,
-    diagonal: Tensor | None = None,
+    scale: Number = 1.0,
+    symmetric: bool = True,
+    diagonal: Operand = None,
 ) -> Tensor:
+    """See `Matmuls.multiply` and `multiplication`; the second of two terms is multiplied by a number of the host."""
+    given = [(c, number) for c, number in terms if isinstance(number, Tensor) or number]
+    (c, factor), (d, delta) = (*given, (None, 0.0), (None, 0.0))[:2]
     factors, scales = (number if isinstance(number, Tensor) else None for number in (factor, scale))
     _operation(
-        *(a, b, c, alpha),
+        *(a, a.mT if b is None else b, c, alpha),
         *(factor if factors is None else 0.0, factors, scale if scales is None else 0.0, scales),
         *(symmetric, out, d, delta, diagonal),
     )
     return out
 
 
-def gram(x: Tensor, scale: Tensor, out: Tensor) -> Tensor:
-    """scale·X Xᵀ."""
-    return _run(x, x.mT, None, out, scale=scale, symmetric=True)
-
-
-def polynomial(a: Tensor, b: float, c: float, out: Tensor) -> Tensor:
-    """b·A + c·A²."""
-    return _run(a, a, a, out, alpha=c, factor=b, symmetric=True)
-
-
-def product(a: Tensor, b: Tensor, c: Tensor, factor: float, out: Tensor) -> Tensor:
-    """factor·C + A B, for A and B that commute."""
-    return _run(a, b, c, out, factor=factor, symmetric=True)
-
-
-def full(a: Tensor, b: Tensor, c: Tensor, factor: float, out: Tensor) -> Tensor:
-    """factor·C + A B, both triangles."""
-    return _run(a, b, c if factor else None, out, factor=factor)
-
-
-def apply(x: Tensor, b: Tensor, a: float | Tensor, s: float | Tensor, out: Tensor) -> Tensor:
-    """s·(a·X + B X)."""
-    return _run(b, x, x if isinstance(a, Tensor) or a else None, out, factor=a, scale=s)
-
-
 def join(z: Tensor, w: Tensor, p0: float, q0: float, out: Tensor, *, symmetric: bool) -> tuple[Tensor, Tensor]:
     """(q₀ + W)(p₀ + Z) as μ + Q, Q with zero mean on its diagonal: Q and μ."""
     diagonal = torch.empty(out.shape[:2], dtype=torch.float32, device=out.device)
-    _run(w, z, z, out, factor=q0, d=w, delta=p0, symmetric=symmetric, diagonal=diagonal)
+    multiply(w, z, ((z, q0), (w, p0)), out, symmetric=symmetric, diagonal=diagonal)
     return out, beside.centre(diagonal, out, p0 * q0)
 
 
@@ -114,11 +88,7 @@ small = operator(
 def triton_products(*, at_once: int, rows: int = sys.maxsize, cols: int = sys.maxsize) -> Matmuls:
     """The table for batches of at most `at_once` matrices of a shape, rows ≤ cols."""
     return Matmuls(
-        gram=gram,
-        polynomial=polynomial,
-        product=product,
-        full=full,
-        apply=apply,
+        multiply=multiply,
         at_once=at_once,
         together=True,
         join=join,

@@ -13,17 +13,6 @@ from muonmesh.numerics.kernels.portions import LOOKED
 from muonmesh.numerics.kernels.triton_launch import Launch, operator
 
 
-def mark_nonzero(gradients: Sequence[Tensor], entries: Sequence[int], found: Tensor) -> None:
-    """Write 1 to the entry of each gradient with an element that is not zero, or is NaN; leave the other entries.
-
-    Args:
-        gradients: Contiguous; of `toolchain.DTYPES`; on one device.
-        entries: The entry of each; several may share one.
-        found: int32 (n,) on that device.
-    """
-    _mark(gradients, entries, found)
-
-
 def _nonzero(gradients: Sequence[Tensor], entries: Sequence[int], found: Tensor) -> Iterator[Launch]:
     from muonmesh.numerics.kernels import lines
 
@@ -38,4 +27,11 @@ def _nonzero(gradients: Sequence[Tensor], entries: Sequence[int], found: Tensor)
         yield lines.finding_nonzero(table, len(rows) // 4, programs, found, dtype)
 
 
-_mark = operator("mark_nonzero(Tensor[] gradients, int[] entries, Tensor(a!) found)", _nonzero)
+mark_nonzero = operator("mark_nonzero(Tensor[] gradients, int[] entries, Tensor(a!) found)", _nonzero)
+"""Write 1 to the entry of each gradient with an element that is not zero, or is NaN; leave the other entries.
+
+Args:
+    gradients: Contiguous; of `toolchain.DTYPES`; on one device.
+    entries: The entry of each; several may share one.
+    found: int32 (n,) on that device.
+"""

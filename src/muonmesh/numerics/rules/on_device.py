@@ -1,14 +1,14 @@
 """Runs the elementwise parts of rules on a device: all pieces of a bucket with few launches and few bytes.
 
 On a CPU `parts` takes one piece after the other, in parts of the cache's size. A device is different in three ways.
-Each operation costs a launch, so pieces are taken together. Memory is read and written at every operation, so there are
-few. And the host does not know which matrices are left alone, since it does not wait, so whatever is written is masked
-by flags on the device.
+Each operation costs a launch, so one kernel takes all pieces where there is one. Memory is read and written at every
+operation, so there are few. And the host does not know which matrices are left alone, since it does not wait, so
+whatever is written is masked by flags on the device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -21,12 +21,6 @@ from muonmesh.numerics.rules import parts
 from muonmesh.numerics.rules.muon import MuonRule
 from muonmesh.numerics.rules.rule import Rule
 from muonmesh.numerics.stochastic import Rounding
-
-SMALL = 1 << 16
-"""Elements of a piece up to which it is copied beside others of its size, to be taken with them by one operation."""
-
-AT_ONCE = 1 << 24
-"""Elements that an operation with a temporary result takes, so that this is at most 64 MiB."""
 
 
 class Folded(NamedTuple):
@@ -183,10 +177,7 @@ def fold(pieces: Sequence[Folded], factors: Factors) -> None:
     for piece in rest if _folds_as_muon(rule) else pieces:
         # What is left out may be NaN, and a direction may be made of the gradient.
         g = piece.gradient if factors.only_zeros else piece.gradient.masked_fill(factors.inactive[piece.matrix], 0)
-        if piece.folds:
-            parts.fold(rule, g, piece.state, active=active[piece.matrix], into=piece.into)
-        elif piece.into is not None:
-            parts.write_direction(rule, g, piece.state, piece.into)
+        parts.fold(rule, g, piece.state, active=active[piece.matrix], into=piece.into, folds=piece.folds)
 
 
 def apply(pieces: Sequence[Updated], factors: Factors, *, measured: bool = False) -> Tensor | None:
@@ -251,51 +242,18 @@ def _fold_as_muon(pieces: Sequence[Folded], factors: Factors) -> None:
     """
     rule = factors.rule
     assert isinstance(rule, MuonRule)
-    for some in _alike(pieces, [piece.gradient for piece in pieces]):
-        numbers = [piece.matrix for piece in some]
-        if len(some) == 1:
-            off = None if factors.only_zeros else factors.inactive[numbers[0]]
-            by = factors.folding[numbers[0]]
-            (piece,) = some
-            tensors = [piece.gradient, _momentum(piece)] + ([] if piece.into is None else [piece.into])
-            for g, m, *into in parts.in_cache(*tensors):
-                _fold_one(rule, g, m, into[0] if into else None, off, by, folds=piece.folds)
-        else:
-            off = None if factors.only_zeros else of_each(numbers, factors.inactive)[0]
-            (by,) = of_each(numbers, factors.folding)
-            momenta = [_momentum(piece) for piece in some]
-            g = parts.side_by_side("gradients", [piece.gradient for piece in some], flat=True)
-            m = parts.side_by_side("momenta", momenta, flat=True)
-            into = [piece.into for piece in some if piece.into is not None]
-            found = None if not into else torch.empty(m.shape, dtype=into[0].dtype, device=m.device)
-            _fold_one(rule, g, m, found, off, by, folds=some[0].folds)
-            if some[0].folds:
-                parts.give_back(m, momenta)
-            if found is not None:
-                parts.give_back(found, into)
-
-
-def _fold_one(
-    rule: MuonRule,
-    gradient: Tensor,
-    momentum: Tensor,
-    into: Tensor | None,
-    off: Tensor | None,
-    by: Tensor,
-    *,
-    folds: bool,
-) -> None:
-    g = gradient.to(momentum.dtype)
-    if off is not None:
-        g = g.masked_fill(off, 0)
-    if folds:
-        momentum.lerp_(g, by)
-    if into is None:
-        return
-    if rule.nesterov:
-        torch.lerp(g, momentum, rule.momentum, out=into)  # rounded as it is written
-    else:
-        into.copy_(momentum)
+    for piece in pieces:
+        tensors = [piece.gradient, _momentum(piece)] + ([] if piece.into is None else [piece.into])
+        for gradient, momentum, *into in parts.in_cache(*tensors):
+            g = gradient.to(momentum.dtype)
+            if not factors.only_zeros:
+                g = g.masked_fill(factors.inactive[piece.matrix], 0)
+            if piece.folds:
+                momentum.lerp_(g, factors.folding[piece.matrix])
+            if into and rule.nesterov:
+                torch.lerp(g, momentum, rule.momentum, out=into[0])  # rounded as it is written
+            elif into:
+                into[0].copy_(momentum)
 
 
 def _apply_plain(pieces: Sequence[Updated], factors: Factors) -> None:
@@ -304,31 +262,17 @@ def _apply_plain(pieces: Sequence[Updated], factors: Factors) -> None:
     That changes none of their bits, since the update of a matrix that is left alone is finite: `fold` takes zeros for
     its gradient.
     """
-    for some in _alike(pieces, [piece.weights for piece in pieces]):
-        exact = torch.promote_types(some[0].weights.dtype, torch.float32)
-        keep, change = factors.applied(exact)
-        steps = None if factors.arrives else change
-        if len(some) == 1:
-            (piece,) = some
-            for p, u in parts.in_cache(piece.weights, piece.update):
-                _apply_one(p, u, keep[piece.matrix], None if steps is None else steps[piece.matrix])
-        else:
-            weights = [piece.weights for piece in some]
-            p, numbers = parts.side_by_side("weights", weights, flat=True), [piece.matrix for piece in some]
-            own, *steps_of = of_each(numbers, *((keep,) if steps is None else (keep, steps)))
-            updates = parts.side_by_side("updates", [piece.update for piece in some], flat=True)
-            _apply_one(p, updates, own, steps_of[0] if steps_of else None)
-            parts.give_back(p, weights)
-
-
-def _apply_one(weights: Tensor, update: Tensor, keep: Tensor, change: Tensor | None) -> None:
-    wide = weights.to(torch.promote_types(weights.dtype, torch.float32))
-    if change is None:  # the update has arrived as the step
-        torch.addcmul(update, wide, keep, out=wide)
-    else:
-        wide.mul_(keep).addcmul_(update, change)
-    if wide is not weights:
-        weights.copy_(wide)
+    for piece in pieces:
+        exact = torch.promote_types(piece.weights.dtype, torch.float32)
+        keep, change = (factor[piece.matrix] for factor in factors.applied(exact))
+        for weights, update in parts.in_cache(piece.weights, piece.update):
+            wide = weights.to(exact)
+            if factors.arrives:
+                torch.addcmul(update, wide, keep, out=wide)
+            else:
+                wide.mul_(keep).addcmul_(update, change)
+            if wide is not weights:
+                weights.copy_(wide)
 
 
 def _squares(pieces: Sequence[Updated], factors: Factors) -> Tensor:
@@ -402,25 +346,6 @@ def apply_in_one(
         size=factors.size,
         entries=matrices,
     )
-
-
-# ------------------------------------------------------------------ pieces together
-
-
-def _alike(pieces: Sequence[Folded | Updated], of: Sequence[Tensor]) -> Iterator[list]:  # type: ignore[type-arg]
-    """Yield large pieces alone, and small ones with others of their size, dtypes and kind, in a common order."""
-    small: dict[object, list[Folded | Updated]] = {}
-    for piece, tensor in zip(pieces, of, strict=True):
-        if tensor.numel() > SMALL:
-            yield [piece]
-        else:
-            # Dtypes and sizes of its tensors, which of them there are, and whether it folds.
-            kind = [(t.dtype, t.numel()) if isinstance(t, Tensor) else isinstance(t, bool) and t for t in piece]
-            small.setdefault(tuple(kind), []).append(piece)
-    for some in small.values():
-        size = max(1, AT_ONCE // max(1, some[0][0].numel()))
-        for start in range(0, len(some), size):
-            yield some[start : start + size]
 
 
 def of_each(numbers: Sequence[int], *factors: Tensor) -> tuple[Tensor, ...]:

@@ -28,45 +28,32 @@ def fold(
     *,
     active: Tensor | None = None,
     into: Tensor | None = None,
+    folds: bool = True,
 ) -> None:
-    """Fold a gradient into what a rule keeps as "momentum", in place.
+    """Fold a gradient into what a rule keeps as "momentum", in place, and write the direction.
 
     Args:
-        rule: Whose `Rule.fold`.
+        rule: Whose `Rule.fold` and `Rule.direction`.
         gradient: Any shape, any real dtype, read only.
-        state: Each of that shape, written.
-        active: 0-d bool tensor; where it is false nothing changes. None means true.
-        into: If given, the direction is written there too, as `write_direction` does.
+        state: Each of that shape, written if the gradient is folded.
+        active: 0-d bool tensor; where it is false nothing is folded. None means true.
+        into: Where the direction goes, which is orthogonalized later: that shape, any real dtype and strides; rounded
+            to from the dtype of the direction. None: nowhere.
+        folds: Whether the gradient is folded, or the direction is written alone.
     """
     flat = None if into is None else _flat(into)
     for g, *held in in_cache(gradient, *state.values(), *(() if flat is None else (flat,))):
         kept = dict(zip(state, held, strict=False))  # without what the direction goes to
-        if active is None:
-            rule.fold(g, kept)
-        else:
-            fresh = {key: value.clone() for key, value in kept.items()}
+        if folds:
+            fresh = kept if active is None else {key: value.clone() for key, value in kept.items()}
             rule.fold(g, fresh)
-            for key, value in kept.items():
-                value.copy_(torch.where(active, fresh[key], value))
+            if active is not None:
+                for key, value in kept.items():
+                    value.copy_(torch.where(active, fresh[key], value))
         if flat is not None:
             held[-1].copy_(rule.direction(g, kept))
     if into is not None and flat is not None:
         _unflatten(flat, into)
-
-
-def write_direction(rule: Rule, gradient: Tensor, state: Mapping[str, Tensor], into: Tensor) -> None:
-    """Write the direction, which is orthogonalized later.
-
-    Args:
-        rule: Whose `Rule.direction`.
-        gradient: Any shape, any real dtype, read only.
-        state: Each of that shape, read only.
-        into: That shape, any real dtype and strides, written; rounded to from the dtype of the direction.
-    """
-    flat = _flat(into)
-    for g, *held, out in in_cache(gradient, *state.values(), flat):
-        out.copy_(rule.direction(g, dict(zip(state, held, strict=True))))
-    _unflatten(flat, into)
 
 
 def change_whole(
@@ -212,22 +199,20 @@ def _summands(
         yield [some.double() for some in found]
 
 
-def side_by_side(role: str, tensors: Sequence[Tensor], *, flat: bool = False) -> Tensor:
-    """Return tensors of one dtype as one, (n, *shape), or (n, elements), in the thread's own memory."""
+def side_by_side(role: str, tensors: Sequence[Tensor]) -> Tensor:
+    """Return tensors of one shape and dtype as one, (n, *shape), in the thread's own memory."""
     first = tensors[0]
-    shape = (first.numel(),) if flat else first.shape
-    together = scratch(f"side by side, {role}", (len(tensors), *shape), dtype=first.dtype, device=first.device)
-    return torch.stack([tensor.reshape(-1) for tensor in tensors] if flat else list(tensors), out=together)
+    shape = len(tensors), *first.shape
+    together = scratch(f"side by side, {role}", shape, dtype=first.dtype, device=first.device)
+    return torch.stack(list(tensors), out=together)
 
 
 def give_back(together: Tensor, tensors: list[Tensor]) -> None:
     """Write what has been worked on side by side to where it came from; rounded, if that is of another dtype."""
-    shapes = {tensor.shape for tensor in tensors}
-    if together.device.type == "cpu" and together.dtype == tensors[0].dtype and shapes == {together.shape[1:]}:
+    if together.dtype == tensors[0].dtype:
         torch.unbind_copy(together, out=tensors)
     else:
-        rows = [row.view(tensor.shape) for row, tensor in zip(together.unbind(), tensors, strict=True)]
-        torch._foreach_copy_(tensors, rows)
+        torch._foreach_copy_(tensors, list(together.unbind()))
 
 
 def spare(like: Tensor, dtype: torch.dtype) -> Tensor:
