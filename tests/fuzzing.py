@@ -22,7 +22,7 @@ from torch.distributed.tensor import Replicate as TorchReplicate
 from torch.distributed.tensor import Shard as TorchShard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from muonmesh.layout import FlatShards, Interval, Layout, MeshLayout, Placement, Replicate, Shard, StridedShard
+from muonmesh.layout import FlatShards, Interval, Layout, MeshLayout, Placement, Replicate, Shard
 
 COUNT = int(os.environ.get("FUZZ", "120"))
 """How many layouts are planned; `make fuzz N=` sets it."""
@@ -126,7 +126,7 @@ def mesh_layouts(
 
 def placements(dims: int) -> st.SearchStrategy[Placement]:
     dim = st.integers(0, dims - 1)
-    return st.one_of(st.just(Replicate()), st.builds(Shard, dim), st.builds(StridedShard, dim, st.integers(1, 4)))
+    return st.one_of(st.just(Replicate()), st.builds(Shard, dim), st.builds(Shard, dim, st.integers(1, 4)))
 
 
 @st.composite
@@ -138,7 +138,7 @@ def shared_by_replicas(draw: st.DrawFn, layout: MeshLayout) -> MeshLayout:
         free = [dim for dim in range(len(layout.shape)) if dim not in cut]
         if isinstance(placement, Replicate) and free and draw(st.integers(0, 3)):
             dim = draw(st.sampled_from(free))
-            found[axis] = draw(st.sampled_from([Shard(dim), Shard(dim), StridedShard(dim, 2)]))
+            found[axis] = draw(st.sampled_from([Shard(dim), Shard(dim), Shard(dim, 2)]))
     return MeshLayout(layout.shape, layout.mesh, layout.ranks, tuple(found))
 
 
@@ -274,7 +274,7 @@ def torch_placements(layout: MeshLayout) -> list[TorchPlacement]:
     for placement in layout.placements:
         if isinstance(placement, Replicate):
             found.append(TorchReplicate())
-        elif isinstance(placement, StridedShard):
+        elif getattr(placement, "split_factor", 1) > 1:
             found.append(_StridedShard(placement.dim, split_factor=placement.split_factor))
         else:
             found.append(TorchShard(placement.dim))

@@ -31,7 +31,6 @@ from muonmesh.layout import (
     Placement,
     Replicate,
     Shard,
-    StridedShard,
 )
 from tests import fuzzing, meshes
 from tests.fuzzing import COUNT, Placed, contents, stored, torch_placements
@@ -269,7 +268,7 @@ def layout_of(tensor: DTensor) -> MeshLayout:
         if isinstance(placement, TorchReplicate):
             found.append(Replicate())
         elif isinstance(placement, _StridedShard):
-            found.append(StridedShard(placement.dim, placement.split_factor))
+            found.append(Shard(placement.dim, placement.split_factor))
         else:
             found.append(Shard(placement.dim))
     mesh = tensor.device_mesh.mesh

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from muonmesh.cli.app import app
 from muonmesh.cli.cluster import parse_cluster
 from muonmesh.cli.plan_command import weights_of
-from muonmesh.layout import Replicate, Shard, StridedShard
+from muonmesh.layout import Replicate, Shard
 
 
 def test_a_model_is_built_without_memory(tmp_path: Path) -> None:
@@ -32,7 +32,7 @@ def test_parameters_lie_as_fsdp2_tensor_and_expert_parallelism_put_them() -> Non
 
     both = parse_cluster("hsdp=2x4,tp=8")
     assert len(both.ranks) == 64
-    assert place(both, "l.0.q_proj.weight", (64, 64)) == (Replicate(), StridedShard(0, 8), Shard(0))
+    assert place(both, "l.0.q_proj.weight", (64, 64)) == (Replicate(), Shard(0, 8), Shard(0))
     assert place(both, "l.0.o_proj.weight", (64, 64)) == (Replicate(), Shard(0), Shard(1))
     assert place(both, "l.0.c_attn.weight", (64, 64), ("transposed", "whole")) == (Replicate(), Shard(0), Shard(1))
     assert place(both, "norm.weight", (64,), None) == (Replicate(), Shard(0), Replicate())

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import muonmesh as mm
-from muonmesh.layout import MeshLayout, Shard, StridedShard, split_matrices
+from muonmesh.layout import MeshLayout, Shard, split_matrices
 from muonmesh.layout.routes import pieces
 from tests.boxes import canonical, layouts, local_by_torch, planned
 
@@ -71,7 +71,7 @@ def test_megatron_qkv() -> None:
     parts = [x.chunk(groups) for x in (q, k, v)]
     qkv = torch.cat([parts[i][group] for group in range(groups) for i in range(3)])
     spec = ("interleaved", (heads // groups * head_dim, head_dim, head_dim), 0)
-    for placement in (Shard(0), StridedShard(0, 2)):
+    for placement in (Shard(0), Shard(0, 2)):
         layout = MeshLayout(tuple(qkv.shape), (2,), (0, 1), (placement,))
         for found, expected in zip(assembled_floats(qkv, spec, layout), (q, k, v), strict=True):
             assert torch.equal(found, canonical(expected))

@@ -20,7 +20,6 @@ from muonmesh.layout import (
     Plan,
     Replicate,
     Shard,
-    StridedShard,
     make_plan,
 )
 from muonmesh.layout import split_matrices as split
@@ -37,7 +36,7 @@ CASES: dict[str, tuple[tuple[int, ...], tuple[Placement, ...], tuple[int, ...], 
     "replicas": ((4,), (Replicate(),), (5, 7), None),
     "replicas of rows": ((2, 2), (Replicate(), Shard(0)), (8, 10), None),
     "rows of columns": ((2, 2), (Shard(0), Shard(1)), (7, 9), None),
-    "strided": ((2, 2), (StridedShard(0, 2), Shard(0)), (16, 5), None),
+    "strided": ((2, 2), (Shard(0, 2), Shard(0)), (16, 5), None),
     "fused": ((4,), (Shard(0),), (24, 8), ("rows", 8, 12, 4)),
     "stack": ((4,), (Shard(0),), (6, 8, 5), "stack"),
     "interleaved": ((4,), (Shard(0),), (16, 8), ("interleaved", 2, 0)),

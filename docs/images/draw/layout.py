@@ -18,7 +18,7 @@ from matplotlib import pyplot
 from matplotlib.patches import PathPatch, Rectangle
 from matplotlib.path import Path as Outline
 
-from muonmesh.layout import MeshLayout, Parameter, Plan, Shard, StridedShard, cost, make_plan, split_matrices
+from muonmesh.layout import MeshLayout, Parameter, Plan, Shard, cost, make_plan, split_matrices
 
 ROWS, COLS = {"q": 768, "k": 256, "v": 256}, 768
 MESH = (2, 2)  # (FSDP2, tensor parallel); rank = 2 · its place on the FSDP2 axis + its place on the other one
@@ -50,7 +50,7 @@ class Move:
 
 def plan_of_weight() -> tuple[MeshLayout, Plan]:
     """Return the layout that FSDP2 over colwise tensor parallelism gives the weight, and its plan."""
-    layout = MeshLayout((sum(ROWS.values()), COLS), MESH, (0, 1, 2, 3), (StridedShard(0, split_factor=2), Shard(0)))
+    layout = MeshLayout((sum(ROWS.values()), COLS), MESH, (0, 1, 2, 3), (Shard(0, split_factor=2), Shard(0)))
     matrices = split_matrices("qkv.weight", layout.shape, ("rows", *ROWS.values()))
     flops = tuple(cost(matrix.rows, matrix.cols, degrees=[3] * 5, gram=False) for matrix in matrices)
     parameter = Parameter("qkv.weight", layout, layout, matrices, flops, "5 steps")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from muonmesh.errors import FileError
-from muonmesh.layout import MatrixSpec, MeshLayout, Placement, Replicate, Shard, StridedShard
+from muonmesh.layout import MatrixSpec, MeshLayout, Placement, Replicate, Shard
 
 HYBRID = ("ddp", "fsdp")  # the two axes of hsdp=REPLICASxSHARDS
 MOST_RANKS = 2**20
@@ -59,7 +59,7 @@ class Cluster:
             return Replicate() if cut is None else Shard(cut)
         dim = 1 if stack and any(other == "ep" for other, _ in axes) else 0
         inner = math.prod(size for other, size in axes[place + 1 :] if other == "tp")
-        return StridedShard(dim, inner) if inner > 1 and cut == dim else Shard(dim)
+        return Shard(dim, inner) if inner > 1 and cut == dim else Shard(dim)
 
     @staticmethod
     def _tensor_dim(name: str, shape: tuple[int, ...], matrices: MatrixSpec | None, *, stack: bool) -> int | None:

@@ -30,7 +30,6 @@ from muonmesh.layout import (
     Placement,
     Replicate,
     Shard,
-    StridedShard,
 )
 from muonmesh.layout.region import row_major
 
@@ -57,14 +56,10 @@ def placements_of(name: str, placements: Sequence[TorchPlacement]) -> tuple[Plac
     """
     translated: list[Placement] = []
     for placement in placements:
-        # `_StridedShard` is no `Shard`, and its `is_shard()` is False: ask for its split factor first.
-        split_factor = getattr(placement, "split_factor", None)
-        if split_factor is not None:
-            translated.append(StridedShard(placement.dim, int(split_factor)))  # type: ignore[attr-defined]
-        elif isinstance(placement, TorchReplicate):
+        if isinstance(placement, TorchReplicate):
             translated.append(Replicate())
-        elif isinstance(placement, TorchShard):
-            translated.append(Shard(placement.dim))
+        elif isinstance(placement, TorchShard | _StridedShard):  # of which the second need not be the first
+            translated.append(Shard(placement.dim, getattr(placement, "split_factor", 1)))
         else:
             found, needed = f"placement {placement!r} in {tuple(placements)}", "Replicate, Shard or _StridedShard"
             if not isinstance(placement, TorchPartial):  # not is_partial(), which ends the process in some classes
@@ -82,14 +77,12 @@ class Storage:
     Attributes:
         layout: Which rank stores what; None for a plain tensor of AdamW's of which nobody said who holds it.
         shape: Global shape.
-        stride: Global strides.
         mesh: Mesh of a DTensor or of a declared shard; None for a plain or a flat tensor.
         placements: Torch's placements on that mesh.
     """
 
     layout: Layout | None
     shape: tuple[int, ...]
-    stride: tuple[int, ...] = ()
     mesh: DeviceMesh | None = None
     placements: tuple[TorchPlacement, ...] = ()
 
@@ -98,12 +91,11 @@ class Storage:
         if self.mesh is None:
             return local
         if local.device.type != self.mesh.device_type:  # kept on the host; from_local would move it to the device
-            meta = TensorMeta(torch.Size(self.shape), self.stride, local.dtype)
+            meta = TensorMeta(torch.Size(self.shape), row_major(self.shape), local.dtype)
             spec = DTensorSpec(self.mesh, self.placements, tensor_meta=meta)
             return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
-        return DTensor.from_local(
-            local, self.mesh, self.placements, run_check=False, shape=torch.Size(self.shape), stride=self.stride
-        )
+        shape, stride = torch.Size(self.shape), row_major(self.shape)
+        return DTensor.from_local(local, self.mesh, self.placements, run_check=False, shape=shape, stride=stride)
 
     def copied(self, copies: Sequence[tuple[int, ...]]) -> Storage:
         """Return this storage with the ranks of each copy of the parameter, which lies in each as it lies in this."""
@@ -114,7 +106,7 @@ class Storage:
 
     def companion(self, layout: Layout) -> Storage:
         """Return the Storage of a companion (`muonmesh.layout.companion`) of the parameter that lives here."""
-        return Storage(layout, layout.shape, row_major(layout.shape), self.mesh, self.placements)
+        return Storage(layout, layout.shape, self.mesh, self.placements)
 
     @property
     def copies(self) -> int:
@@ -173,7 +165,7 @@ def storage_of(
         _check_local(name, tensor, said)
         if not isinstance(tensor, DTensor) or not all(isinstance(each, OF_TORCH) for each in tensor.placements):
             return Storage(said, said.shape)  # state is plain: torch cannot copy DTensors of other placements
-        return Storage(said, said.shape, tensor.stride(), tensor.device_mesh, tuple(tensor.placements))
+        return Storage(said, said.shape, tensor.device_mesh, tuple(tensor.placements))
     if declared is not None:
         if isinstance(tensor, DTensor):
             found, write = "a DTensor with an entry in layouts=", "Remove the entry: a DTensor says where it lives"
@@ -186,7 +178,7 @@ def storage_of(
         _check_local(name, tensor, layout)
         if replicas is not None and not set(replicas) <= set(ranks):
             layout = _replicated_outside(name, layout, mesh, replicas)
-        return Storage(layout, shape, tensor.stride(), mesh, tuple(tensor.placements))
+        return Storage(layout, shape, mesh, tuple(tensor.placements))
     if replicas is not None:
         if len(replicas) > 1 and getattr(tensor, "tensor_model_parallel", False):
             what = "The attribute tensor_model_parallel=True says that this tensor is a shard, but process_group= "
@@ -261,8 +253,7 @@ def _declared(name: str, tensor: Tensor, declared: Any) -> Storage:
     except LayoutError as error:
         raise LayoutError(about(f"{name}: layouts entry", error)) from None
     _check_local(name, tensor, layout)
-    stride = row_major(layout.shape)
-    return Storage(layout, layout.shape, stride, mesh, tuple(placements))
+    return Storage(layout, layout.shape, mesh, tuple(placements))
 
 
 def _check_local(name: str, tensor: Tensor, layout: Layout) -> None:
@@ -386,10 +377,9 @@ def sharded_over_replicas(storage: Storage, group: dist.ProcessGroup | None, dev
     for axis, placement in enumerate(placements):
         if isinstance(placement, TorchReplicate) and mesh.size(axis) > 1:
             placements[axis] = _shard_for(storage.shape, tuple(mesh.mesh.shape), placements, axis)
-    shape = storage.shape
     translated = placements_of("", placements)
-    layout = MeshLayout(shape, layout.mesh, layout.ranks, (*layout.placements[:outside], *translated))
-    return Storage(layout, shape, storage.stride or row_major(shape), mesh, tuple(placements))
+    layout = MeshLayout(storage.shape, layout.mesh, layout.ranks, (*layout.placements[:outside], *translated))
+    return Storage(layout, storage.shape, mesh, tuple(placements))
 
 
 def _shard_for(

@@ -6,7 +6,7 @@ Region → Layout → Matrix → Plan; nothing flows back. See ``docs/internals/
 from muonmesh.layout.budget import Budget
 from muonmesh.layout.cost import cost
 from muonmesh.layout.flat import FlatParameter, FlatShards, Interval, Layout
-from muonmesh.layout.layout import MeshLayout, Placement, Replicate, Shard, StridedShard
+from muonmesh.layout.layout import MeshLayout, Placement, Replicate, Shard
 from muonmesh.layout.matrix import Matrix, MatrixSpec, split_matrices
 from muonmesh.layout.parameter import Elementwise, Parameter
 from muonmesh.layout.plan import Plan, make_plan
@@ -28,7 +28,6 @@ __all__ = [
     "Plan",
     "Replicate",
     "Shard",
-    "StridedShard",
     "cost",
     "make_plan",
     "split_matrices",

@@ -26,26 +26,27 @@ _Cut = tuple[int, int, int]
 class Replicate:
     """Every coordinate of the mesh axis holds the same."""
 
+    def __str__(self) -> str:
+        return "Replicate"
+
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The mesh axis cuts ``dim`` as ``torch.chunk`` does: equal chunks of ⌈n/k⌉, the last ones short or empty."""
+    """The mesh axis cuts ``dim`` as ``torch.chunk`` does: equal chunks of ⌈n/k⌉, the last ones short or empty.
 
-    dim: int
-
-
-@dataclass(frozen=True, slots=True)
-class StridedShard:
-    """DTensor's ``_StridedShard``: ``dim`` is cut into ``split_factor`` chunks and each of those over the axis.
-
-    FSDP2 over tensor parallelism gives it where both cut the same dim: then the axis to its right cuts the dim first.
+    With a split factor it is DTensor's ``_StridedShard``: ``dim`` is cut into so many chunks and each of those over the
+    axis. FSDP2 over tensor parallelism gives it where both cut the same dim: then the axis to its right cuts the dim
+    first.
     """
 
     dim: int
-    split_factor: int
+    split_factor: int = 1
+
+    def __str__(self) -> str:
+        return f"Shard({self.dim})" if self.split_factor == 1 else f"StridedShard({self.dim}, {self.split_factor})"
 
 
-Placement = Replicate | Shard | StridedShard
+Placement = Replicate | Shard
 
 
 @lru_cache(maxsize=65536)
@@ -142,8 +143,7 @@ class MeshLayout:
         cuts: list[list[_Cut]] = [[] for _ in self.shape]
         for axis, (size, placement) in enumerate(zip(self.mesh, self.placements, strict=True)):
             if not isinstance(placement, Replicate):
-                split_factor = placement.split_factor if isinstance(placement, StridedShard) else 1
-                cuts[placement.dim].append((axis, size, split_factor))
+                cuts[placement.dim].append((axis, size, placement.split_factor))
         return tuple(tuple(cut) for cut in cuts)
 
     def _at(self, rank: int) -> tuple[int, ...]:
@@ -213,15 +213,7 @@ class MeshLayout:
         """Return e.g. ``StridedShard(0, 2)×2, Shard(0)×2``, one placement for each axis of the mesh."""
         if len(self.ranks) == 1:
             return "one process"
-        names = []
-        for size, placement in zip(self.mesh, self.placements, strict=True):
-            if isinstance(placement, Replicate):
-                names.append(f"Replicate×{size}")
-            elif isinstance(placement, Shard):
-                names.append(f"Shard({placement.dim})×{size}")
-            else:
-                names.append(f"StridedShard({placement.dim}, {placement.split_factor})×{size}")
-        return ", ".join(names)
+        return ", ".join(f"{placement}×{size}" for size, placement in zip(self.mesh, self.placements, strict=True))
 
 
 # What follows is the same for all parameters of one shape and placement, hundreds in a large model.

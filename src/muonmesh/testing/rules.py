@@ -21,7 +21,6 @@ from muonmesh.comm.storage import Storage, local_of, local_part, placements_of, 
 from muonmesh.comm.telling import tell_all
 from muonmesh.errors import explain_error
 from muonmesh.layout import FlatShards, Layout, MeshLayout
-from muonmesh.layout.region import row_major
 from muonmesh.numerics.rules import RULES, ElementwiseRule, Rule, is_known
 from muonmesh.optimizer import Muon
 from muonmesh.step.connection import placed_members
@@ -135,7 +134,7 @@ def _differences(
     ranks = tuple(range(world_size()))
     if case.how == "mesh":
         layout: Layout = MeshLayout(case.shape, case.sizes, ranks, placements_of("parameter", case.placements))
-        storage = Storage(layout, case.shape, row_major(case.shape), mesh_of(case.sizes), case.placements)
+        storage = Storage(layout, case.shape, mesh_of(case.sizes), case.placements)
     else:
         flat = case.how == "flat"
         layout = FlatShards.cut(case.shape, ranks, case.borders) if flat else MeshLayout.replicated(case.shape, ranks)
