@@ -13,7 +13,7 @@ from torch import Tensor
 
 from muonmesh.comm.passage import Passage
 from muonmesh.comm.views import memory_of, view_in_matrix
-from muonmesh.comm.wire import Wire
+from muonmesh.comm.wire import Swap, Wire
 from muonmesh.comm.work import CompanionState
 from muonmesh.layout.companion_plan import CompanionPlan
 from muonmesh.layout.routes import Leg
@@ -62,8 +62,7 @@ class CompanionExchange:
         for leg in passage.stored.get(self.wire.rank, ()):
             self._read(state, leg, view_in_matrix(leg.piece, self._owned[leg.assignment]))
         if moves:
-            memory = memory_of(passage.numels, self.dtype, self.device)
-            swap = passage.swap("the gather of what rules keep", memory)
+            swap = self._swap(passage, "the gather of what rules keep")
             for leg, view in passage.on_wire(swap.send):
                 self._read(state, leg, view)
             self.wire.finish(self.wire.swap(swap))
@@ -81,13 +80,16 @@ class CompanionExchange:
         for leg in passage.stored.get(self.wire.rank, ()):
             self._write(state, leg, view_in_matrix(leg.piece, self._owned[leg.assignment]))
         if moves:
-            memory = memory_of(passage.numels, self.dtype, self.device)
-            swap = passage.swap("the scatter of what rules keep", memory)
+            swap = self._swap(passage, "the scatter of what rules keep")
             for numbers, view in passage.copies(self._owned, swap.send):
                 view.copy_(numbers)
             self.wire.finish(self.wire.swap(swap))
             for leg, view in passage.on_wire(swap.receive):
                 self._write(state, leg, view)
+
+    def _swap(self, passage: Passage, what: str) -> Swap:
+        send, receive = (memory_of(n, self.dtype, self.device) for n in (passage.sends, passage.receives))
+        return passage.swap(what, send, receive)
 
     def _read(self, state: CompanionState, leg: Leg, into: Tensor) -> None:
         assignment, companion = self.carried.of[leg.assignment]

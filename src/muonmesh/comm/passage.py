@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -29,6 +29,9 @@ class Passage:
         rank: This one.
         peers: All ranks, in the order of their process group.
         owned: The assignments whose matrices are on this rank; None: all of ``assembled``.
+
+    Attributes:
+        sends, receives: How many elements.
     """
 
     def __init__(
@@ -41,9 +44,10 @@ class Passage:
         owned: Container[int] | None = None,
     ) -> None:
         self._owned = {leg.assignment for some in assembled.values() for leg in some} if owned is None else owned
-        self._name, self.stored, self._assembled, self._rank, self._peers = name, stored, assembled, rank, peers
+        self.stored, self._assembled, self._rank, self._peers = stored, assembled, rank, peers
         in_storage, in_matrices = self._sizes(stored), self._sizes(assembled)
         self._sent, self._received = (in_storage, in_matrices) if name == "gather" else (in_matrices, in_storage)
+        self.sends, self.receives = sum(self._sent), sum(self._received)
         self._starts_held = dict(zip(peers, itertools.accumulate(in_storage, initial=0), strict=False))
         self._starts_assembled = dict(zip(peers, itertools.accumulate(in_matrices, initial=0), strict=False))
 
@@ -57,13 +61,7 @@ class Passage:
     @cached_property
     def _passed_on(self) -> list[tuple[Leg, int]]:
         """What leaves of matrices of other owners, with its place in the send buffer."""
-        return [
-            (leg, self._starts_assembled[peer] + leg.start)
-            for peer, some in self._assembled.items()
-            if peer != self._rank
-            for leg in some
-            if leg.assignment not in self._owned
-        ]
+        return [(leg, start) for leg, start in self._leaving if leg.assignment not in self._owned]
 
     @property
     def passes(self) -> bool:
@@ -72,34 +70,23 @@ class Passage:
 
     def passed_on(self, arrived: Passage, receive: Tensor, send: Tensor) -> Copies:
         """Return what is passed on, each time in the send buffer and in the receive buffer of the exchange before."""
-        places = {
-            (leg.assignment, leg.piece): arrived._starts_held[peer] + leg.start
-            for peer, some in arrived.stored.items()
-            for leg in some
-        }
-        pairs = [(start, places[leg.assignment, leg.piece], leg.piece.numel) for leg, start in self._passed_on]
-        return tuple((send[to : to + numel], receive[of : of + numel]) for to, of, numel in pairs)
-
-    @property
-    def numels(self) -> dict[str, int]:
-        """How much memory is needed by role."""
-        return {f"{self._name}.send": sum(self._sent), f"{self._name}.receive": sum(self._received)}
+        found = {(leg.assignment, leg.piece): view for leg, view in arrived.on_wire(receive)}
+        return tuple(
+            (_contiguous(send, leg.piece, start), found[leg.assignment, leg.piece]) for leg, start in self._passed_on
+        )
 
     def sends_as(self, other: Passage) -> bool:
         """Whether the same elements of this rank's matrices leave in the same order."""
         return self._copies == other._copies and not self.passes and not other.passes
 
-    def swap(self, what: str, memory: Mapping[str, Tensor]) -> Swap:
-        """Return what moves, with its views of the memory."""
-        send = memory[f"{self._name}.send"][: sum(self._sent)]
-        receive = memory[f"{self._name}.receive"][: sum(self._received)]
-        return Swap(what, send, receive, self._sent, self._received)
+    def swap(self, what: str, send: Tensor, receive: Tensor) -> Swap:
+        """Return what moves, with its views of memory that is large enough."""
+        return Swap(what, send[: self.sends], receive[: self.receives], self._sent, self._received)
 
     def on_wire(self, buffer: Tensor) -> list[tuple[Leg, Tensor]]:
         """Return the legs that leave or reach this rank's storage, with their elements in a wire buffer."""
-        starts, first = self._starts_held, buffer.storage_offset()
         return [
-            (leg, buffer.as_strided(leg.piece.shape, row_major(leg.piece.shape), first + starts[peer] + leg.start))
+            (leg, _contiguous(buffer, leg.piece, self._starts_held[peer] + leg.start))
             for peer, some in self.stored.items()
             if peer != self._rank
             for leg in some
@@ -111,54 +98,55 @@ class Passage:
             (view_in_matrix(piece, matrices[number]), view_in_storage(buffer, piece)) for number, piece in self._copies
         )
 
+    @property
+    def _leaving(self) -> Iterator[tuple[Leg, int]]:
+        """The legs of matrices that travel, each with its place in a wire buffer."""
+        for peer in self._peers:
+            for leg in self._assembled.get(peer, ()) if peer != self._rank else ():
+                yield leg, self._starts_assembled[peer] + leg.start
+
     @cached_property
     def _copies(self) -> list[tuple[int, Piece]]:
         """The pieces of this rank's matrices that travel, by assignment, as they are stored in a wire buffer."""
         found: dict[int, list[Piece]] = {}
-        for peer in self._peers:
-            for leg in self._assembled.get(peer, ()) if peer != self._rank else ():
-                if leg.assignment in self._owned:
-                    start, strides = self._starts_assembled[peer] + leg.start, row_major(leg.piece.shape)
-                    piece = replace(leg.piece, storage_start=start, storage_strides=strides)
-                    found.setdefault(leg.assignment, []).append(piece)
+        for leg, start in self._leaving:
+            if leg.assignment in self._owned:
+                piece = replace(leg.piece, storage_start=start, storage_strides=row_major(leg.piece.shape))
+                found.setdefault(leg.assignment, []).append(piece)
         return [(number, piece) for number, some in found.items() for piece in _joined(some)]
 
 
-def _joined(copies: Sequence[Piece]) -> list[Piece]:
+def _contiguous(buffer: Tensor, piece: Piece, start: int) -> Tensor:
+    return buffer.as_strided(piece.shape, row_major(piece.shape), buffer.storage_offset() + start)
+
+
+def _joined(copies: Sequence[Piece]) -> Sequence[Piece]:
     """Return the same copies as fewer: equal ones at even distances in both memories are one with another dim.
 
     So the rows that all ranks of FSDP hold of a matrix arrive in one copy and not in one for each rank; and what the
     ranks of each replica are sent leaves in one copy and not in one for each replica.
     """
-    fewer = _joined_once(copies)
+    fewer: list[Piece] = []
+    first = 0
+    while first < len(copies):
+        one, end, steps = copies[first], first + 1, (0, 0)
+        while end < len(copies) and _alike(one, copies[end]):
+            apart = _distance(copies[end - 1], copies[end])
+            if apart[0] < 0 or (end > first + 1 and apart != steps):  # as_strided knows no steps back
+                break
+            steps, end = apart, end + 1
+        if end > first + 1:  # a step of 0 where each replica is sent the same
+            shape, on_wire = (end - first, *one.shape), (steps[1], *one.storage_strides)
+            one = Piece(shape, one.storage_start, on_wire, one.matrix_start, (steps[0], *one.matrix_strides))
+        fewer.append(one)
+        first = end
     return fewer if len(fewer) == len(copies) else _joined(fewer)
 
 
-def _joined_once(copies: Sequence[Piece]) -> list[Piece]:
-    joined: list[Piece] = []
-    first = 0
-    while first < len(copies):
-        one, end = copies[first], first + 1
-        if end < len(copies):
-            matrix_step = copies[end].matrix_start - one.matrix_start
-            wire_step = copies[end].storage_start - one.storage_start
-            while (
-                end < len(copies)
-                and (copies[end].shape, copies[end].matrix_strides) == (one.shape, one.matrix_strides)
-                and copies[end].storage_strides == one.storage_strides
-                and copies[end].matrix_start == one.matrix_start + (end - first) * matrix_step
-                and copies[end].storage_start == one.storage_start + (end - first) * wire_step
-                and matrix_step >= 0  # 0 where each replica is sent the same; as_strided knows no steps back
-            ):
-                end += 1
-        if end == first + 1:
-            joined.append(one)
-        else:
-            shape, on_wire, in_matrix = (
-                (end - first, *one.shape),
-                (wire_step, *one.storage_strides),
-                (matrix_step, *one.matrix_strides),
-            )
-            joined.append(Piece(shape, one.storage_start, on_wire, one.matrix_start, in_matrix))
-        first = end
-    return joined
+def _alike(one: Piece, other: Piece) -> bool:
+    moved = replace(other, storage_start=one.storage_start, matrix_start=one.matrix_start)
+    return moved == one
+
+
+def _distance(one: Piece, other: Piece) -> tuple[int, int]:
+    return other.matrix_start - one.matrix_start, other.storage_start - one.storage_start

@@ -16,8 +16,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -146,23 +145,15 @@ class Schedule:
         self._drafts, self.left = _drafts(plan, rank, peers, at_once)
         self._passages = _passages(plan, rank, peers, self._drafts)
         self.relays = any(passage.passes for passage in self._passages)
-        self._dtype, self._device = dtype, device
+        self._rank, self._dtype, self._device = rank, dtype, device
         self.stages = len(self._drafts)
         self._rounds_before = [0, *itertools.accumulate(draft.rounds.count for draft in self._drafts)]
         self._filling = _fillings(self._passages, self._rounds_before)
-        self.memory: Mapping[str, Tensor] = {}
-        if device.type == "cpu":
-            numels: dict[str, int] = {}
-            for turn, role, numel in self._turns():
-                name = f"{role}.{turn % 2}"
-                numels[name] = max(numel, numels.get(name, 0))
-            self.memory = memory_of(numels, dtype, device)
         self._views: dict[tuple[int, ...], Any] = {}
-
-    @cached_property
-    def local_count(self) -> int:
-        """How many matrices are this rank's alone."""
-        return sum(map(len, itertools.chain(self.left, *(draft.local for draft in self._drafts))))
+        numels: dict[str, int] = {}
+        for role, turn, numel in self._turns() if device.type == "cpu" else ():
+            numels[f"{role}.{turn % 2}"] = max(numel, numels.get(f"{role}.{turn % 2}", 0))
+        self.memory = {name: memory_of(numel, dtype, device) for name, numel in numels.items()}
 
     def name(self, number: int) -> str:
         """Return what errors call a stage: by the number that its bucket has in the plan."""
@@ -174,32 +165,61 @@ class Schedule:
 
     def gather(self, number: int) -> Gather:
         """Return a stage up to its matrices, with memory for it."""
-        draft, roles = self._drafts[number], ("matrices", "gather.send", "gather.receive")
+        draft = self._drafts[number]
         if self._device.type != "cpu" and not draft.gathers:
             return Gather(draft.moving, (), None, (), (), late=True)
-        return self._once((number,), lambda: draft.gather(self._memory(draft.numels, number, *roles)))
+        return self._once((number,), lambda: self._gather(number, draft))
+
+    def _gather(self, number: int, draft: _Draft) -> Gather:
+        matrices, passage = draft.assembled(self._memory("matrices", number, draft.numel)), draft.passage
+        of = _by_assignment(draft.batches, matrices)
+        reads = [(leg, view_in_matrix(leg.piece, of[leg.assignment])) for leg in passage.stored.get(self._rank, ())]
+        if not draft.gathers:
+            return Gather(draft.moving, tuple(reads), None, (), tuple(matrices))
+        send = self._memory("gather.send", number, passage.sends)
+        receive = self._memory("gather.receive", number, passage.receives)
+        swap = passage.swap(f"the gather of {draft.name}", send, receive)
+        reads += passage.on_wire(swap.send)
+        return Gather(draft.moving, tuple(reads), swap, passage.copies(of, swap.receive), tuple(matrices))
 
     def portions(self, number: int) -> Iterator[Portion]:
-        """Yield what is computed of a stage whose gather is late, each time in memory of its own."""
-        return self._drafts[number].portions(self._dtype, self._device)
+        """Yield what is computed of a stage whose gather is late, each time in memory of its own.
+
+        These are batches with the legs that are read into them; with the first what else is folded in the bucket.
+        """
+        draft = self._drafts[number]
+        owned = {number for batch in draft.batches for number in batch}
+        others = tuple(number for number in draft.moving if number not in owned)
+        reads = _legs_by_assignment(draft.passage.stored.get(self._rank, ()))
+        for batch, shape in zip(draft.batches, draft.shapes, strict=True):
+            memory = (self._memory(role, number, len(batch) * math.prod(shape)) for role in ("matrices", "results"))
+            x, out = (some.view(-1, *shape) for some in memory)
+            ends = [(leg, matrix) for n, matrix in zip(batch, x.unbind(), strict=True) for leg in reads[n]]
+            into = tuple((leg, view_in_matrix(leg.piece, matrix)) for leg, matrix in ends)
+            yield Portion((*batch, *others), into, (x, out, batch))
+            others = ()
+        if others:
+            yield Portion(others, (), None)
 
     def compute(self, number: int, matrices: Sequence[Tensor], results: Sequence[Tensor] | None = None) -> Compute:
-        """Return what is computed of a stage, with memory for it.
+        """Return what is computed of a stage, with memory for it, and what is done with the results.
 
         Args:
             number: Of the stage.
             matrices: Those of `gather`.
             results: Where they have been computed already.
         """
-        draft = self._drafts[number]
-        if results is not None:
-            return draft.compute(matrices, results)
+        return self._once((number, -1), lambda: self._compute(number, self._drafts[number], matrices, results))
 
-        def compute() -> Compute:
-            memory = self._memory(draft.numels, number, "results")
-            return draft.compute(matrices, draft.assembled(memory["results"]))
-
-        return self._once((number, -1), compute)
+    def _compute(
+        self, number: int, draft: _Draft, matrices: Sequence[Tensor], results: Sequence[Tensor] | None
+    ) -> Compute:
+        if results is None:
+            results = draft.assembled(self._memory("results", number, draft.numel))
+        of, legs = _by_assignment(draft.batches, results), draft.back.stored.get(self._rank, ())
+        staying = tuple((leg, view_in_matrix(leg.piece, of[leg.assignment])) for leg in legs)
+        batches = tuple((x, out, some) for some, x, out in zip(draft.batches, matrices, results, strict=False))
+        return Compute(batches, draft.local, draft.summed, staying, draft.rounds, tuple(results))
 
     def last_filling(self, number: int) -> int:
         """Return the last round of a stage in which anything is copied from its results."""
@@ -221,33 +241,32 @@ class Schedule:
     def _scatter(self, number: int, index: int, results: Sequence[Tensor], before: Scatter | None) -> Scatter:
         draft, turn = self._drafts[number], self._rounds_before[number] + index
         passage, filling = self._passages[turn], self._filling[turn]
-        memory = self._memory(passage.numels, turn, "scatter.receive")
-        if before is not None and turn > 0 and filling == self._filling[turn - 1]:
-            memory["scatter.send"] = before.swap.send
-            found = draft.scatter(index, passage, None, memory)
-        else:
-            memory |= self._memory(passage.numels, filling, "scatter.send")
-            found = draft.scatter(index, passage, results, memory)
+        receive = self._memory("scatter.receive", turn, passage.receives)
+        filled = before if turn > 0 and filling == self._filling[turn - 1] else None
+        send = self._memory("scatter.send", filling, passage.sends) if filled is None else filled.swap.send
+        told = f", round {index + 1} of {draft.rounds.count}" if draft.rounds.count > 1 else ""
+        swap = passage.swap(f"the scatter of {draft.name}{told}", send, receive)
+        copies = () if filled is not None else passage.copies(_by_assignment(draft.batches, results), swap.send)
+        leaving = tuple((wire, matrix) for matrix, wire in copies)
         if passage.passes:
             assert before is not None
-            passed = passage.passed_on(self._passages[turn - 1], before.swap.receive, found.swap.send)
-            found = replace(found, leaving=(*found.leaving, *passed), passes=True)
-        return found
+            leaving += passage.passed_on(self._passages[turn - 1], before.swap.receive, swap.send)
+        return Scatter(leaving, swap, tuple(passage.on_wire(swap.receive)), passage.passes)
 
-    def _turns(self) -> Iterator[tuple[int, str, int]]:
+    def _turns(self) -> Iterator[tuple[str, int, int]]:
         """Yield how much memory each role needs in each of its turns; every other turn takes the same memory."""
         for number, draft in enumerate(self._drafts):
-            for role, numel in draft.numels.items():
-                yield number, role, numel
+            yield "matrices", number, draft.numel
+            yield "results", number, draft.numel
+            if draft.gathers:
+                yield "gather.send", number, draft.passage.sends
+                yield "gather.receive", number, draft.passage.receives
         for turn, passage in enumerate(self._passages):
-            for role, numel in passage.numels.items():
-                yield (turn if role == "scatter.receive" else self._filling[turn]), role, numel
+            yield "scatter.send", self._filling[turn], passage.sends
+            yield "scatter.receive", turn, passage.receives
 
-    def _memory(self, numels: Mapping[str, int], turn: int, *roles: str) -> dict[str, Tensor]:
-        """Return the memory of those of some roles that need any."""
-        if self.memory:
-            return {role: self.memory[f"{role}.{turn % 2}"] for role in roles if role in numels}
-        return memory_of({role: numels[role] for role in roles if role in numels}, self._dtype, self._device)
+    def _memory(self, role: str, turn: int, numel: int) -> Tensor:
+        return self.memory[f"{role}.{turn % 2}"] if self.memory else memory_of(numel, self._dtype, self._device)
 
     def _once(self, key: tuple[int, ...], make: Callable[[], T]) -> T:
         """Return what is made for a stage, and keep it where its memory is kept."""
@@ -260,87 +279,44 @@ class Schedule:
 # ------------------------------------------------------------------ how it is worked out
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Draft:
-    """One stage before memory is given to it: which legs it gathers, computes and scatters."""
+    """One stage before memory is given to it.
 
-    plan: Plan
-    rank: int
-    peers: Sequence[int]
+    Attributes:
+        name: What errors call it.
+        moving: The assignments of which something moves.
+        local: Local matrices that are computed in it.
+        passage: What travels to the owners, if it ``gathers``.
+        back: What travels back, in ``rounds``.
+        summed: See `Plan.summed`.
+        batches, shapes: The assignments that this rank orthogonalizes, equal ones together.
+    """
+
     name: str
     moving: tuple[int, ...]
     local: tuple[tuple[Local, ...], ...]
-    ways: tuple[Routes, Routes]
+    passage: Passage
     gathers: bool
+    back: Routes
     rounds: Rounds
-    at_once: Mapping[int, int]
+    summed: Mapping[int, int]
+    batches: Sequence[tuple[int, ...]] = ()
+    shapes: Sequence[tuple[int, int]] = ()
 
-    def __post_init__(self) -> None:
-        there, assignments = self.ways[0], self.plan.assignments
-        self._gather = Passage("gather", there.stored, there.assembled, self.rank, self.peers)
-        self._summed = self.plan.summed(self.moving)
-        alike = self.plan.alike(number for number in self.moving if assignments[number].owner == self.rank)
-        cuts = [(some, range(0, len(some), self.at_once.get(some[0], len(some)))) for some in alike]
-        self._batches = [some[start : start + starts.step] for some, starts in cuts for start in starts]
-        self._shapes = [assignments[batch[0]].matrix.shape for batch in self._batches]
+    @property
+    def _sizes(self) -> list[int]:
+        return [len(batch) * math.prod(shape) for batch, shape in zip(self.batches, self.shapes, strict=True)]
 
-    @cached_property
-    def numels(self) -> dict[str, int]:
-        """How much memory the stage needs by role, those of `scatter` left out."""
-        matrices = sum(len(batch) * math.prod(shape) for batch, shape in zip(self._batches, self._shapes, strict=True))
-        return {"matrices": matrices, "results": matrices} | (self._gather.numels if self.gathers else {})
-
-    def gather(self, memory: Mapping[str, Tensor]) -> Gather:
-        """Return what travels to the owners, with its views of the memory."""
-        matrices = self.assembled(memory["matrices"])
-        of = _by_assignment(self._batches, matrices)
-        reads = [(leg, view_in_matrix(leg.piece, of[leg.assignment])) for leg in self._gather.stored.get(self.rank, ())]
-        if not self.gathers:
-            return Gather(self.moving, tuple(reads), None, (), tuple(matrices))
-        swap = self._gather.swap(f"the gather of {self.name}", memory)
-        reads += self._gather.on_wire(swap.send)
-        return Gather(self.moving, tuple(reads), swap, self._gather.copies(of, swap.receive), tuple(matrices))
-
-    def portions(self, dtype: torch.dtype, device: torch.device) -> Iterator[Portion]:
-        """Yield batches with the legs that are read into them; with the first what else is folded in the bucket."""
-        owned = {number for batch in self._batches for number in batch}
-        others = tuple(number for number in self.moving if number not in owned)
-        reads = _legs_by_assignment(self._gather.stored.get(self.rank, ()))
-        for batch, shape in zip(self._batches, self._shapes, strict=True):
-            numel = len(batch) * math.prod(shape)
-            memory = memory_of({"x": numel, "out": numel}, dtype, device)
-            x, out = (some.view(-1, *shape) for some in memory.values())
-            ends = [(leg, matrix) for n, matrix in zip(batch, x.unbind(), strict=True) for leg in reads[n]]
-            into = tuple((leg, view_in_matrix(leg.piece, matrix)) for leg, matrix in ends)
-            yield Portion((*batch, *others), into, (x, out, batch))
-            others = ()
-        if others:
-            yield Portion(others, (), None)
-
-    def compute(self, matrices: Sequence[Tensor], results: Sequence[Tensor]) -> Compute:
-        """Return what is computed, and what is done with the results."""
-        of = _by_assignment(self._batches, results)
-        staying = tuple(
-            (leg, view_in_matrix(leg.piece, of[leg.assignment])) for leg in self.ways[1].stored.get(self.rank, ())
-        )
-        batches = tuple((x, out, some) for some, x, out in zip(self._batches, matrices, results, strict=False))
-        return Compute(batches, self.local, self._summed, staying, self.rounds, tuple(results))
-
-    def scatter(
-        self, index: int, passage: Passage, results: Sequence[Tensor] | None, memory: Mapping[str, Tensor]
-    ) -> Scatter:
-        """Return one round of the results that travel back, with its views of the memory; None: filled already."""
-        told = f", round {index + 1} of {self.rounds.count}" if self.rounds.count > 1 else ""
-        swap = passage.swap(f"the scatter of {self.name}{told}", memory)
-        copies = () if results is None else passage.copies(_by_assignment(self._batches, results), swap.send)
-        leaving = tuple((wire, matrix) for matrix, wire in copies)
-        return Scatter(leaving, swap, tuple(passage.on_wire(swap.receive)))
+    @property
+    def numel(self) -> int:
+        """Elements of the matrices that this rank orthogonalizes."""
+        return sum(self._sizes)
 
     def assembled(self, memory: Tensor) -> list[Tensor]:
         """Return the batches, each (b, rows, cols), one after the other in memory."""
-        sizes = [len(batch) * math.prod(shape) for batch, shape in zip(self._batches, self._shapes, strict=True)]
-        parts = torch.split(memory[: sum(sizes)], sizes)
-        return [part.view(-1, *shape) for part, shape in zip(parts, self._shapes, strict=True)]
+        parts = torch.split(memory[: self.numel], self._sizes)
+        return [part.view(-1, *shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
 
 def _passages(plan: Plan, rank: int, peers: Sequence[int], drafts: Sequence[_Draft]) -> list[Passage]:
@@ -349,7 +325,7 @@ def _passages(plan: Plan, rank: int, peers: Sequence[int], drafts: Sequence[_Dra
     stored: list[dict[int, list[Leg]]] = [{} for _ in range(total)]
     assembled: list[dict[int, list[Leg]]] = [{} for _ in range(total)]
     for draft in drafts:
-        for ends, legs in ((stored, draft.ways[1].stored), (assembled, draft.ways[1].assembled)):
+        for ends, legs in ((stored, draft.back.stored), (assembled, draft.back.assembled)):
             for peer, leg in ((peer, leg) for peer, some in legs.items() if peer != rank for leg in some):
                 holder = rank if ends is stored else peer
                 turn = first + plan.exchange_of(leg.assignment, holder, draft.rounds)
@@ -389,11 +365,17 @@ def _drafts(
         waiting += [Local(index, reads[index], writes[index]) for index in own]
         if moving:
             there, back = (plan.routes(number, rank, gather=way, numbers=moving) for way in (True, False))
-            name, gathers, rounds = f"bucket {number}", plan.gathers(number), plan.rounds(number)
-            drafts.append(_Draft(plan, rank, peers, name, moving, taken(), (there, back), gathers, rounds, at_once))
+            passage = Passage("gather", there.stored, there.assembled, rank, peers)
+            owned = plan.alike(index for index in moving if plan.assignments[index].owner == rank)
+            cuts = [(some, range(0, len(some), at_once.get(some[0], len(some)))) for some in owned]
+            batches = [some[start : start + starts.step] for some, starts in cuts for start in starts]
+            shapes = [plan.assignments[batch[0]].matrix.shape for batch in batches]
+            gathers, rounds, name = plan.gathers(number), plan.rounds(number), f"bucket {number}"
+            summed = plan.summed(moving)
+            drafts.append(_Draft(name, moving, taken(), passage, gathers, back, rounds, summed, batches, shapes))
     if plan.late:
-        nothing, rounds = (Routes({}, {}), Routes({}, {})), Rounds(plan.late)
-        drafts.append(_Draft(plan, rank, peers, "what is passed on", (), (), nothing, False, rounds, at_once))
+        nothing, rounds = Passage("gather", {}, {}, rank, peers), Rounds(plan.late)
+        drafts.append(_Draft("what is passed on", (), (), nothing, False, Routes({}, {}), rounds, {}))
     return drafts, taken()
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
@@ -25,7 +23,7 @@ def view_in_storage(storage: Tensor, piece: Piece) -> Tensor:
     return storage.as_strided(piece.shape, piece.storage_strides, start)
 
 
-def memory_of(numels: Mapping[str, int], dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
-    """Return uninitialized memory by role, to be kept."""
+def memory_of(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return uninitialized memory, to be kept."""
     with torch.inference_mode(False):  # what is made in inference mode cannot be written outside of it
-        return {role: torch.empty(numel, dtype=dtype, device=device) for role, numel in numels.items()}
+        return torch.empty(numel, dtype=dtype, device=device)
