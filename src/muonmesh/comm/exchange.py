@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property, partial
 from types import MappingProxyType
@@ -16,7 +16,7 @@ from muonmesh.comm.matrix_sums import MatrixSums
 from muonmesh.comm.passage import Copies
 from muonmesh.comm.schedule import Compute, Gather, Scatter, Schedule
 from muonmesh.comm.wire import Transfer, Wire
-from muonmesh.comm.work import Ends, Local, Work
+from muonmesh.comm.work import Ends, Work
 from muonmesh.layout import Plan
 from muonmesh.layout.companion_plan import CompanionPlan
 from muonmesh.numerics.kernels.threads import run_all
@@ -102,18 +102,15 @@ class Exchange:
             self._compute(number, work)
             self._scatter(number, 0)
             self._write_what_stays(number, 0, work)
-            self._run_local(self._computed[number].local, work)
+            work.run_local(self._computed[number].local)
             self._scatter_the_rest(number, work)
-        self._run_local(self.schedule.left, work)
+        work.run_local(self.schedule.left)
+        self.wire.counts.orthogonalized += self.schedule.local_count
         if count:
             self._receive(count - 1, work)
         self._latest = None
         if self._carried is not None:
             self._carried.scatter(work.companions)
-
-    def _run_local(self, alike: Sequence[Sequence[Local]], work: Work) -> None:
-        work.run_local(alike)
-        self.wire.counts.orthogonalized += sum(map(len, alike))
 
     def _gather(self, number: int, work: Work) -> None:
         """Read this rank's pieces into the send buffer and start to move them; own pieces go straight home."""

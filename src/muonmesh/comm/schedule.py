@@ -128,6 +128,7 @@ class Schedule:
     Attributes:
         stages: How many stages there are.
         left: Local matrices that no stage computes, those of one shape and setting together.
+        local_count: How many matrices are this rank's alone.
         relays: Whether this rank passes results of others on.
         memory: What they work in, by role, if it is kept from step to step; empty on a device.
     """
@@ -143,6 +144,7 @@ class Schedule:
     ) -> None:
         """Work it out."""
         self._drafts, self.left = _drafts(plan, rank, peers, at_once)
+        self.local_count = sum(map(len, itertools.chain(self.left, *(draft.local for draft in self._drafts))))
         self._passages = _passages(plan, rank, peers, self._drafts)
         self.relays = any(passage.passes for passage in self._passages)
         self._rank, self._dtype, self._device = rank, dtype, device
