@@ -654,9 +654,10 @@ def pipeline() -> tuple[list[str], bool]:
     for method in ("_gather", "_compute", "_scatter", "_receive"):
         original = getattr(owners, method)
 
-        def logged(number: int, *args: Any, _name: str = method, _call: Any = original) -> Any:
-            events.append(f"{_name[1:]} {number}")
-            return _call(number, *args)
+        def logged(what: Any, *args: Any, _name: str = method, _call: Any = original) -> Any:
+            if what is not None:  # no stage before the first
+                events.append(f"{_name[1:]} {getattr(what, 'stage', what).number}")
+            return _call(what, *args)
 
         setattr(owners, method, logged)
     optimizer.step()

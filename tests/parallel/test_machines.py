@@ -253,14 +253,14 @@ def under_way(bucket: float) -> tuple[int, list[int]]:
         finish(transfer)
         going.discard(id(transfer))
 
-    def computed(number: int, work: Any) -> None:
+    def computed(*given: Any) -> None:
         found.append(len(going))
-        compute(number, work)
+        compute(*given)
 
     wire.swap, wire.finish, owners._compute = begun, ended, computed
     optimizer.step()
     assert not going
-    return owners.schedule.stages, found
+    return len(owners.schedule.stages), found
 
 
 @pytest.mark.parametrize("bucket", [0.24, 0.12])

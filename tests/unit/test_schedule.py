@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
-from muonmesh.comm.schedule import Compute, Gather, Scatter, Schedule
+from muonmesh.comm.schedule import Batch, Gather, Scatter, Schedule, Stage
 from muonmesh.comm.wire import Swap
 from muonmesh.layout import (
     Budget,
@@ -68,17 +69,30 @@ def schedules(plan: Plan) -> list[Schedule]:
     return [Schedule(plan, rank, plan.ranks, torch.float64, CPU) for rank in plan.ranks]
 
 
-def stages_of(schedule: Schedule) -> list[tuple[Gather, Compute]]:
-    there = [schedule.gather(number) for number in range(schedule.stages)]
-    return [(stage, schedule.compute(number, stage.matrices)) for number, stage in enumerate(there)]
+class Computed(NamedTuple):
+    """A stage up to its results."""
+
+    stage: Stage
+    there: Gather
+    batches: tuple[Batch, ...]
+
+    @property
+    def results(self) -> list[Tensor]:
+        return [out for _, out, _ in self.batches]
 
 
-def rounds_of(schedule: Schedule, number: int, back: Compute, before: list[Scatter] | None = None) -> list[Scatter]:
+def stages_of(schedule: Schedule) -> list[Computed]:
+    there = [schedule.gather(stage) for stage in schedule.stages]
+    pairs = zip(schedule.stages, there, strict=True)
+    return [Computed(stage, gather, schedule.batches(stage, gather.matrices)) for stage, gather in pairs]
+
+
+def rounds_of(schedule: Schedule, back: Computed, before: list[Scatter] | None = None) -> list[Scatter]:
     """The rounds of a stage; what is in ``before``, to which they are added, came before them."""
-    before = [] if before is None else before
-    for index in range(back.rounds.count):
-        before.append(schedule.scatter(number, index, back.results, before[-1] if before else None))
-    return before[len(before) - back.rounds.count :]
+    before, count = [] if before is None else before, back.stage.rounds.count
+    for index in range(count):
+        before.append(schedule.scatter(back.stage, index, back.results, before[-1] if before else None))
+    return before[len(before) - count :]
 
 
 def travel(ways: list[Swap | None]) -> None:
@@ -131,21 +145,21 @@ def test_all_ranks_together_replay_an_exchange(name: str, machine: int, bucket_e
     ranks = schedules(plan)
     done: list[list[Scatter]] = [[] for _ in ranks]
     for rank, schedule in enumerate(ranks):
-        local_of_stages = [alike for _, rest in stages_of(schedule) for alike in rest.local]
+        local_of_stages = [alike for stage in schedule.stages for alike in stage.local]
         for local in itertools.chain.from_iterable([*local_of_stages, *schedule.left]):
             owned += 1
             for leg, same in zip(local.read, local.write, strict=True):
                 elements(same, back[leg.parameter, rank]).copy_(-elements(leg, held[leg.parameter, rank]))
-    for n in range(ranks[0].stages):
+    for n in range(len(ranks[0].stages)):
         stages = [stages_of(schedule)[n] for schedule in ranks]
-        for rank, (there, _) in enumerate(stages):
-            for leg, into in there.reads:
+        for rank, one in enumerate(stages):
+            for leg, into in one.there.reads:
                 into.copy_(elements(leg, held[leg.parameter, rank]))
-        travel([there.swap for there, _ in stages])
-        for rank, (there, rest) in enumerate(stages):
-            for to, of in there.arriving:
+        travel([one.there.swap for one in stages])
+        for rank, one in enumerate(stages):
+            for to, of in one.there.arriving:
                 to.copy_(of)
-            for x, out, numbers in rest.batches:
+            for x, out, numbers in one.batches:
                 assert x.shape == out.shape
                 owned += len(x)
                 for matrix, number in zip(x, numbers, strict=True):
@@ -154,16 +168,16 @@ def test_all_ranks_together_replay_an_exchange(name: str, machine: int, bucket_e
                     assert tuple(matrix.shape) == assignment.matrix.shape
                     assert len(matrix.unique()) == matrix.numel()  # whole: each element once
                 out.copy_(-x)
-            for leg, of in rest.staying:
+            for leg, of in ranks[rank].staying(one.stage, one.results):
                 elements(leg, back[leg.parameter, rank]).sub_(of, alpha=-1)
         each = zip(ranks, stages, done, strict=True)
-        for of_all in zip(*(rounds_of(s, n, rest, before) for s, (_, rest), before in each), strict=True):
-            for one in of_all:
-                for to, of in one.leaving:
+        for of_all in zip(*(rounds_of(*some) for some in each), strict=True):
+            for turn in of_all:
+                for to, of in turn.leaving:
                     to.copy_(of)
-            travel([one.swap for one in of_all])
-            for rank, one in enumerate(of_all):
-                for leg, of in one.arrived:
+            travel([turn.swap for turn in of_all])
+            for rank, turn in enumerate(of_all):
+                for leg, of in turn.arrived:
                     elements(leg, back[leg.parameter, rank]).sub_(of, alpha=-1)
     assert owned == len(plan.assignments)
     for key in every:
@@ -177,7 +191,7 @@ def test_matrices_of_one_rank_are_local_and_sorted_by_shape() -> None:
         for i, layout in enumerate(layouts)
     ]
     schedule = Schedule(make_plan(parameters, bucket_elements=1), 0, (0,), torch.float32, CPU)
-    assert schedule.stages == 0
+    assert schedule.stages == []
     shapes = [{parameters[one.assignment].matrices[0].shape for one in alike} for alike in schedule.left]
     assert sorted(map(len, schedule.left)) == [1, 3]  # a tall matrix is assembled wide
     assert sorted(shapes, key=str) == [{(4, 6)}, {(5, 5)}]
@@ -213,11 +227,11 @@ def test_equal_shards_arrive_and_leave_in_one_copy() -> None:
     matrices = [split(str(number), (128, 64), None) for number in range(128)]
     parameters = [Parameter(str(number), layout, layout, m, (1,), "") for number, m in enumerate(matrices)]
     plan = make_plan(parameters, bucket_elements=10**6)
-    ((there, back),) = stages_of(schedule := Schedule(plan, 9, plan.ranks, torch.float32, CPU))
-    (once,) = rounds_of(schedule, 0, back)
-    assert sum(len(results) for results in back.results) == 2
-    assert len(there.reads) == len(back.staying) + len(once.arrived) == 128
-    assert len(there.arriving) == len(once.leaving) == 2 * 2  # the ranks before this one, and those behind it
+    (found,) = stages_of(schedule := Schedule(plan, 9, plan.ranks, torch.float32, CPU))
+    (once,) = rounds_of(schedule, found)
+    assert sum(len(results) for results in found.results) == 2
+    assert len(found.there.reads) == len(schedule.staying(found.stage, found.results)) + len(once.arrived) == 128
+    assert len(found.there.arriving) == len(once.leaving) == 2 * 2  # the ranks before this one, and those behind it
 
 
 def test_results_for_many_replicas_travel_in_rounds() -> None:
@@ -230,13 +244,14 @@ def test_results_for_many_replicas_travel_in_rounds() -> None:
         plan = make_plan(parameters, bucket_elements=1000)
         assert len(plan.buckets) == 1
         schedule = Schedule(plan, 3, plan.ranks, torch.float32, CPU)
-        ((_, back),) = stages_of(schedule)
-        rounds = rounds_of(schedule, 0, back)
+        (found,) = stages_of(schedule)
+        rounds = rounds_of(schedule, found)
         assert all(max(len(one.swap.send), len(one.swap.receive)) <= 64 * 96 for one in rounds)
         assert sum(memory.numel() for memory in schedule.memory.values()) <= (2 + 2 + 2 + 2) * 64 * 96
         # Nothing that two ranks exchange is cut: what this rank stores of each matrix comes once.
         arrived = [leg.assignment for one in rounds for leg, _ in one.arrived]
-        assert sorted([*arrived, *(leg.assignment for leg, _ in back.staying)]) == list(range(len(ranks)))
+        staying = [leg.assignment for leg, _ in schedule.staying(found.stage, found.results)]
+        assert sorted([*arrived, *staying]) == list(range(len(ranks)))
 
 
 def test_a_device_keeps_no_memory_and_a_cpu_keeps_its_views() -> None:
@@ -244,11 +259,11 @@ def test_a_device_keeps_no_memory_and_a_cpu_keeps_its_views() -> None:
     on_device = Schedule(plan, 1, plan.ranks, torch.float64, torch.device("meta"))
     on_cpu = Schedule(plan, 1, plan.ranks, torch.float64, CPU)
     assert on_device.memory == {}
-    assert on_device.gather(0) is not on_device.gather(0)
-    assert on_cpu.gather(0) is on_cpu.gather(0)
-    for number in range(on_cpu.stages):
-        mine, other = on_cpu.gather(number), on_device.gather(number)
-        assert [(leg, view.shape) for leg, view in mine.reads] == [(leg, view.shape) for leg, view in other.reads]
-        there, back = on_cpu.compute(number, mine.matrices), on_device.compute(number, other.matrices)
-        for kept, given in zip(rounds_of(on_cpu, number, there), rounds_of(on_device, number, back), strict=True):
+    first = on_device.stages[0]
+    assert on_device.gather(first) is not on_device.gather(first)
+    assert on_cpu.gather(on_cpu.stages[0]) is on_cpu.gather(on_cpu.stages[0])
+    for mine, other in zip(stages_of(on_cpu), stages_of(on_device), strict=True):
+        views = [[(leg, view.shape) for leg, view in each.there.reads] for each in (mine, other)]
+        assert views[0] == views[1]
+        for kept, given in zip(rounds_of(on_cpu, mine), rounds_of(on_device, other), strict=True):
             assert [to.stride() for to, _ in kept.leaving] == [to.stride() for to, _ in given.leaving]

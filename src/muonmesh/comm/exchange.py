@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from types import MappingProxyType
 
@@ -14,12 +14,34 @@ from torch import Tensor
 from muonmesh.comm.companions import CompanionExchange
 from muonmesh.comm.matrix_sums import MatrixSums
 from muonmesh.comm.passage import Copies
-from muonmesh.comm.schedule import Compute, Gather, Scatter, Schedule
+from muonmesh.comm.schedule import Batch, Gather, Scatter, Schedule, Stage
 from muonmesh.comm.wire import Transfer, Wire
 from muonmesh.comm.work import Ends, Work
 from muonmesh.layout import Plan
 from muonmesh.layout.companion_plan import CompanionPlan
 from muonmesh.numerics.kernels.threads import run_all
+
+
+@dataclass
+class _UnderWay:
+    """A stage in one step. What it has no more use for is given up, so that a device has the memory for others.
+
+    Attributes:
+        stage: What happens.
+        gather: Until the matrices are orthogonalized.
+        transfer: The gather, and then the newest round of the scatter.
+        results: Until nothing is copied from them any more.
+        staying, summed: What is still to be written straight from them, and to be summed before.
+        scatter: The newest round.
+    """
+
+    stage: Stage
+    summed: Mapping[int, int]
+    gather: Gather | None = None
+    transfer: Transfer | None = None
+    results: Sequence[Tensor] = ()
+    staying: Ends = ()
+    scatter: Scatter | None = None
 
 
 class Exchange:
@@ -63,11 +85,7 @@ class Exchange:
         self._matrix_sums = MatrixSums(plan, rank=self.wire.rank, device=device, wire=self.wire)
         beside = CompanionPlan.beside(plan)
         self._carried = None if beside is None else CompanionExchange(beside, self.wire, companion_dtype, device)
-        self._gathered: dict[int, Gather] = {}
-        self._computed: dict[int, Compute] = {}
-        self._under_way: dict[int, Transfer | None] = {}
-        self._scattered: dict[int, Scatter] = {}
-        self._latest: tuple[Scatter, Transfer] | None = None  # kept where what arrives in it may be passed on
+        self._latest: Scatter | None = None  # kept where what arrives in it may be passed on
 
     @cached_property
     def schedule(self) -> Schedule:
@@ -91,131 +109,120 @@ class Exchange:
             self.wire.reduce(largest, dist.ReduceOp.MAX, "the agreement on blocks of momentum")
         if self._carried is not None:
             self._carried.gather(work.companions)
-        count = self.schedule.stages
-        if count:
-            work.fetch(self.schedule.moving(0))
-            self._gather(0, work)
+        before, here, stages = None, None, self.schedule.stages
+        if stages:
+            work.fetch(stages[0].moving)
+            here = self._gather(stages[0], work)
         work.step_elementwise()  # while the first bucket travels
-        for number in range(count):
-            if number + 1 < count:
-                self._gather(number + 1, work)
-            self._compute(number, work)
-            self._scatter(number, 0)
-            self._write_what_stays(number, 0, work)
-            work.run_local(self._computed[number].local)
-            self._scatter_the_rest(number, work)
+        while here is not None:
+            ahead = stages[here.stage.number + 1 :]
+            after = self._gather(ahead[0], work) if ahead else None
+            self._compute(here, before, work)
+            self._scatter(here, 0)
+            self._write_what_stays(here, work)
+            work.run_local(here.stage.local)
+            self._scatter_the_rest(here, work)
+            before, here = here, after
         work.run_local(self.schedule.left)
         self.wire.counts.orthogonalized += self.schedule.local_count
-        if count:
-            self._receive(count - 1, work)
+        if stages:
+            self._receive(before, work)
         self._latest = None
         if self._carried is not None:
             self._carried.scatter(work.companions)
 
-    def _gather(self, number: int, work: Work) -> None:
+    def _gather(self, stage: Stage, work: Work) -> _UnderWay:
         """Read this rank's pieces into the send buffer and start to move them; own pieces go straight home."""
-        work.fetch(self.schedule.moving(number + 1))
-        stage = self._gathered[number] = self.schedule.gather(number)
-        if not stage.late:
-            work.read(stage.moving, stage.reads)
-        self._under_way[number] = None if stage.swap is None else self.wire.swap(stage.swap)
-
-    def _compute(self, number: int, work: Work) -> None:
-        """Assemble this rank's matrices from what arrived and orthogonalize them; meanwhile the last results arrive."""
-        stage = self._gathered.pop(number)
-        self._finish(self._under_way.pop(number))
+        if ahead := self.schedule.stages[stage.number + 1 :]:
+            work.fetch(ahead[0].moving)
         if stage.late:
-            self._compute_portions(number, work)
-        else:
-            self._copy(stage.arriving)
-            matrices = stage.matrices
-            del stage  # and its wire buffers, where they are not kept
-            back = self.schedule.compute(number, matrices)
-            del matrices
-            work.orthogonalize(back.batches)
-            self.wire.counts.orthogonalized += sum(len(some) for _, _, some in back.batches)
-            self._computed[number] = replace(back, batches=())  # what was orthogonalized is not needed any more
-        if number - 1 in self._computed:
-            self._receive(number - 1, work)
+            return _UnderWay(stage, stage.summed)
+        gather = self.schedule.gather(stage)
+        work.read(stage.moving, gather.reads)
+        transfer = None if gather.swap is None else self.wire.swap(gather.swap)
+        return _UnderWay(stage, stage.summed, gather, transfer)
 
-    def _compute_portions(self, number: int, work: Work) -> None:
-        """Orthogonalize matrices that are all here, some at a time: there is no memory for all, their squares and more.
+    def _compute(self, here: _UnderWay, before: _UnderWay | None, work: Work) -> None:
+        """Assemble this rank's matrices from what arrived and orthogonalize them; meanwhile the last results arrive.
 
-        The last results have arrived when the first of these have been computed, and give their memory.
+        Matrices that are all here are read and orthogonalized some at a time: there is no memory for all, their squares
+        and more. The last results have arrived when the first of these have been computed, and give their memory.
         """
-        results = []
-        for portion in self.schedule.portions(number):
-            work.read(portion.moving, portion.reads)
-            if portion.batch is not None:
-                work.orthogonalize([portion.batch])
-                results.append(portion.batch[1])
-                self.wire.counts.orthogonalized += len(portion.batch[2])
-            del portion  # and the matrices
-            if number - 1 in self._computed:
-                self._receive(number - 1, work)
-        self._computed[number] = self.schedule.compute(number, (), results)
+        self._finish(here.transfer)
+        if here.gather is not None:
+            self._copy(here.gather.arriving)
+            matrices, here.gather, here.transfer = here.gather.matrices, None, None  # and no wire buffers
+            here.results = self._orthogonalize(self.schedule.batches(here.stage, matrices), work)
+            del matrices
+        else:
+            for portion in self.schedule.portions(here.stage):
+                work.read(portion.moving, portion.reads)
+                here.results = (*here.results, *self._orthogonalize(portion.batches, work))
+                del portion  # and the matrices
+                self._receive(before, work)
+        self._receive(before, work)
+        here.staying = self.schedule.staying(here.stage, here.results)
 
-    def _scatter(self, number: int, index: int) -> None:
-        """Start to move the results to every holder, or a part of them."""
-        stage = self._computed[number]
-        if index < stage.rounds.count:
-            before = self._scattered.get(number) if self._latest is None else self._latest[0]
-            one = self.schedule.scatter(number, index, stage.results, before)
-            if one.passes and self._latest is not None:
-                self._finish(self._latest[1])
+    def _orthogonalize(self, batches: Sequence[Batch], work: Work) -> tuple[Tensor, ...]:
+        """Orthogonalize batches and return the results."""
+        work.orthogonalize(batches)
+        self.wire.counts.orthogonalized += sum(len(some) for _, _, some in batches)
+        return tuple(out for _, out, _ in batches)
+
+    def _scatter(self, here: _UnderWay, index: int) -> None:
+        """Start to move the results to every holder, or a part of them; give them up when all have left."""
+        if index < here.stage.rounds.count:
+            one = self.schedule.scatter(here.stage, index, here.results, here.scatter or self._latest)
+            if one.passes:
+                self._finish(here.transfer)
             self._copy(one.leaving)
-            one = self._scattered[number] = replace(one, leaving=())  # nor are the results, but for what stays here
-            started = self._under_way[number] = self.wire.swap(one.swap)
-            self._latest = (one, started) if self.schedule.relays else None
+            here.scatter, here.transfer = replace(one, leaving=()), self.wire.swap(one.swap)
+            self._latest = here.scatter if self.schedule.relays else None
+        if index >= self.schedule.last_filling(here.stage):
+            here.results = ()
 
-    def _scatter_the_rest(self, number: int, work: Work) -> None:
+    def _scatter_the_rest(self, here: _UnderWay, work: Work) -> None:
         """Move the results' other parts; the last one is still on its way then.
 
         One part travels while the one before it is written, so there is memory for two of them.
         """
-        stage = self._computed[number]
-        if stage.rounds.count and not stage.rounds.near:  # what sums are taken over is here
-            self._sum(number, (), work)
-        del stage
-        for index in range(1, self._computed[number].rounds.count):
-            before, transfer = self._scattered[number], self._under_way.pop(number)
-            self._scatter(number, index)
-            self._write_what_stays(number, index, work)
+        rounds = here.stage.rounds
+        if rounds.count and not rounds.near:  # what sums are taken over is here
+            self._sum(here, (), work)
+        for index in range(1, rounds.count):
+            arrived, transfer = here.scatter.arrived if here.scatter is not None else (), here.transfer
+            self._scatter(here, index)
+            self._write_what_stays(here, work)
             self._finish(transfer)
-            self._sum(number, before.arrived, work)
-            work.write(before.arrived)
+            self._sum(here, arrived, work)
+            work.write(arrived)
 
-    def _write_what_stays(self, number: int, index: int, work: Work) -> None:
-        """Apply what stayed here while the rest travels, and give back the results that all have left in this round."""
-        stage = self._computed[number]
-        if not stage.summed and stage.staying:
-            work.write(stage.staying)
-            stage = replace(stage, staying=())
-        if index >= self.schedule.last_filling(number):
-            stage = replace(stage, results=())
-        self._computed[number] = stage
+    def _write_what_stays(self, here: _UnderWay, work: Work) -> None:
+        """Apply what stayed here while the rest travels, unless sums are to be taken first."""
+        if not here.summed and here.staying:
+            work.write(here.staying)
+            here.staying = ()
 
-    def _receive(self, number: int, work: Work) -> None:
-        """Apply what arrived."""
-        last, transfer = self._scattered.pop(number, None), self._under_way.pop(number, None)
-        arrived = () if last is None else last.arrived
-        self._finish(transfer)
-        self._sum(number, arrived, work)
-        work.write(arrived)
-        del self._computed[number]
+    def _receive(self, here: _UnderWay | None, work: Work) -> None:
+        """Apply what arrived of a stage, if that has not been done."""
+        if here is not None:
+            arrived = () if here.scatter is None else here.scatter.arrived
+            self._finish(here.transfer)
+            here.scatter = here.transfer = None
+            self._sum(here, arrived, work)
+            if arrived:
+                work.write(arrived)
 
-    def _sum(self, number: int, arrived: Ends, work: Work) -> None:
-        """Take the sums over the matrices of a bucket, if there are any still to be taken, and write what stayed here.
+    def _sum(self, here: _UnderWay, arrived: Ends, work: Work) -> None:
+        """Take the sums over the matrices of a stage, if there are any still to be taken, and write what stayed here.
 
         Nothing of these matrices is written before. What the sums are taken over has stayed here or has arrived.
         """
-        stage = self._computed[number]
-        if stage.summed:
-            self._matrix_sums.take(
-                stage.summed, (*stage.staying, *arrived), work.summands, what=self.schedule.name(number)
-            )
-            work.write(stage.staying)
-            self._computed[number] = replace(stage, summed={}, staying=())
+        if here.summed:
+            ends = (*here.staying, *arrived)
+            self._matrix_sums.take(here.summed, ends, work.summands, what=here.stage.name)
+            work.write(here.staying)
+            here.summed, here.staying = {}, ()
 
     def _finish(self, transfer: Transfer | None) -> None:
         if transfer is not None:

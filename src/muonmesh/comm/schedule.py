@@ -31,26 +31,79 @@ from muonmesh.layout import Plan
 from muonmesh.layout.rounds import Rounds
 from muonmesh.layout.routes import Leg, Routes, append
 
+Batch = tuple[Tensor, Tensor, tuple[int, ...]]
+"""See `Work.orthogonalize`."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One bucket of which something moves, as this rank sees it; or what is passed on after the last bucket.
+
+    Attributes:
+        number: Of the stage.
+        name: What errors call it: by the number that its bucket has in the plan.
+        moving: The assignments of which something moves.
+        local: Local matrices that are computed in it, those of one shape and setting together.
+        passage: What travels to the owners, if it ``gathers``.
+        late: Whether nothing is gathered, on a device: then nothing is read before it is computed (`Portion`).
+        back: What travels back, in ``rounds``.
+        first: Of these rounds among those of all stages.
+        summed: Assignments over which sums are taken before they are written, see `Plan.summed`.
+        batches, shapes: The assignments that this rank orthogonalizes, equal ones together.
+    """
+
+    number: int
+    name: str
+    moving: tuple[int, ...]
+    local: tuple[tuple[Local, ...], ...]
+    passage: Passage
+    gathers: bool
+    late: bool
+    back: Routes
+    rounds: Rounds
+    first: int
+    summed: Mapping[int, int]
+    batches: Sequence[tuple[int, ...]] = ()
+    shapes: Sequence[tuple[int, int]] = ()
+
+    @property
+    def _sizes(self) -> list[int]:
+        return [len(batch) * math.prod(shape) for batch, shape in zip(self.batches, self.shapes, strict=True)]
+
+    @property
+    def numel(self) -> int:
+        """Elements of the matrices that this rank orthogonalizes."""
+        return sum(self._sizes)
+
+    def assembled(self, memory: Tensor) -> tuple[Tensor, ...]:
+        """Return the batches, each (b, rows, cols), one after the other in memory."""
+        parts = torch.split(memory[: self.numel], self._sizes)
+        return tuple(part.view(-1, *shape) for part, shape in zip(parts, self.shapes, strict=True))
+
+    def by_assignment(self, buffers: Sequence[Tensor]) -> dict[int, Tensor]:
+        """Return each matrix in the memory of its batch."""
+        return {
+            number: matrix
+            for batch, buffer in zip(self.batches, buffers, strict=True)
+            for number, matrix in zip(batch, buffer.unbind(), strict=True)
+        }
+
 
 @dataclass(frozen=True)
 class Gather:
-    """The pieces of one bucket on their way to the owners, as this rank sees them, in the order in which it happens.
+    """The pieces of one bucket on their way to the owners, in the order in which it happens.
 
     Attributes:
-        moving: The assignments of the bucket of which something moves.
         reads: What this rank stores of them, and where it goes: into the send buffer, or straight into its matrices.
         swap: What travels; None if nothing does.
         arriving: From the receive buffer into the matrices.
         matrices: What this rank orthogonalizes, equal ones together: (b, rows, cols) each.
-        late: Whether nothing is gathered, on a device: then nothing is read before it is computed (`Portion`).
     """
 
-    moving: tuple[int, ...]
     reads: Ends
     swap: Swap | None
     arriving: Copies
     matrices: tuple[Tensor, ...]
-    late: bool = False
 
 
 @dataclass(frozen=True)
@@ -60,34 +113,12 @@ class Portion:
     Attributes:
         moving: The assignments whose gradients are folded in now, these and others that this rank does not own.
         reads: What is read of these, and where it goes.
-        batch: See `Work.orthogonalize`; None where this rank owns none of the bucket.
+        batches: One; none where this rank owns none of the bucket.
     """
 
     moving: tuple[int, ...]
     reads: Ends
-    batch: tuple[Tensor, Tensor, tuple[int, ...]] | None
-
-
-@dataclass(frozen=True)
-class Compute:
-    """One bucket at its owners, as this rank sees it: what it computes, and which results stay here.
-
-    Attributes:
-        batches: What this rank orthogonalizes: see `Work.orthogonalize`.
-        local: Matrices that are this rank's alone, those of one shape and setting together; computed while results
-            travel.
-        summed: Assignments over which sums are taken before they are written, see `Plan.summed`.
-        staying: What is written straight from the results.
-        rounds: In which rounds the results travel.
-        results: Those of each batch, (b, rows, cols).
-    """
-
-    batches: tuple[tuple[Tensor, Tensor, tuple[int, ...]], ...]
-    local: tuple[tuple[Local, ...], ...]
-    summed: Mapping[int, int]
-    staying: Ends
-    rounds: Rounds
-    results: tuple[Tensor, ...]
+    batches: tuple[Batch, ...]
 
 
 @dataclass(frozen=True)
@@ -104,10 +135,10 @@ class Scatter:
     leaving: Copies
     swap: Swap
     arrived: Ends
-    passes: bool = False
+    passes: bool
 
 
-T = TypeVar("T", Gather, Compute, Scatter)
+T = TypeVar("T")
 
 
 class Schedule:
@@ -115,7 +146,7 @@ class Schedule:
 
     There is one stage for each bucket of which something moves. Local matrices, of which nothing moves, are computed in
     the next such stage, whatever bucket they are in; what is left after the last one is computed while its results
-    travel. Numbers here count stages; errors name the bucket.
+    travel.
 
     Args:
         plan: Whose.
@@ -126,7 +157,7 @@ class Schedule:
         at_once: For each matrix owned here how many of its equals are orthogonalized together; if unsaid, all.
 
     Attributes:
-        stages: How many stages there are.
+        stages: The stages, in their order.
         left: Local matrices that no stage computes, those of one shape and setting together.
         local_count: How many matrices are this rank's alone.
         relays: Whether this rank passes results of others on.
@@ -143,126 +174,118 @@ class Schedule:
         at_once: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
         """Work it out."""
-        self._drafts, self.left = _drafts(plan, rank, peers, at_once)
-        self.local_count = sum(map(len, itertools.chain(self.left, *(draft.local for draft in self._drafts))))
-        self._passages = _passages(plan, rank, peers, self._drafts)
+        self.stages, self.left = _stages(plan, rank, peers, at_once, on_device=device.type != "cpu")
+        self.local_count = sum(map(len, itertools.chain(self.left, *(stage.local for stage in self.stages))))
+        self._passages = _passages(plan, rank, peers, self.stages)
         self.relays = any(passage.passes for passage in self._passages)
         self._rank, self._dtype, self._device = rank, dtype, device
-        self.stages = len(self._drafts)
-        self._rounds_before = [0, *itertools.accumulate(draft.rounds.count for draft in self._drafts)]
-        self._filling = _fillings(self._passages, self._rounds_before)
-        self._views: dict[tuple[int, ...], Any] = {}
+        self._filling = _fillings(self._passages, [stage.first for stage in self.stages])
+        self._views: dict[tuple[int, int | str], Any] = {}
         numels: dict[str, int] = {}
         for role, turn, numel in self._turns() if device.type == "cpu" else ():
             numels[f"{role}.{turn % 2}"] = max(numel, numels.get(f"{role}.{turn % 2}", 0))
         self.memory = {name: memory_of(numel, dtype, device) for name, numel in numels.items()}
 
-    def name(self, number: int) -> str:
-        """Return what errors call a stage: by the number that its bucket has in the plan."""
-        return self._drafts[number].name
+    def gather(self, stage: Stage) -> Gather:
+        """Return how a stage comes to its owners, with memory for it."""
 
-    def moving(self, number: int) -> tuple[int, ...]:
-        """Return the assignments of a stage that move; none if there is no such stage."""
-        return self._drafts[number].moving if number < self.stages else ()
+        def make() -> Gather:
+            matrices = stage.assembled(self._memory("matrices", stage.number, stage.numel))
+            of, passage, legs = stage.by_assignment(matrices), stage.passage, stage.passage.stored.get(self._rank, ())
+            reads = [(leg, view_in_matrix(leg.piece, of[leg.assignment])) for leg in legs]
+            if not stage.gathers:
+                return Gather(tuple(reads), None, (), matrices)
+            send = self._memory("gather.send", stage.number, passage.sends)
+            receive = self._memory("gather.receive", stage.number, passage.receives)
+            swap = passage.swap(f"the gather of {stage.name}", send, receive)
+            reads += passage.on_wire(swap.send)
+            return Gather(tuple(reads), swap, passage.copies(of, swap.receive), matrices)
 
-    def gather(self, number: int) -> Gather:
-        """Return a stage up to its matrices, with memory for it."""
-        draft = self._drafts[number]
-        if self._device.type != "cpu" and not draft.gathers:
-            return Gather(draft.moving, (), None, (), (), late=True)
-        return self._once((number,), lambda: self._gather(number, draft))
+        return self._once(stage, "gather", make)
 
-    def _gather(self, number: int, draft: _Draft) -> Gather:
-        matrices, passage = draft.assembled(self._memory("matrices", number, draft.numel)), draft.passage
-        of = _by_assignment(draft.batches, matrices)
-        reads = [(leg, view_in_matrix(leg.piece, of[leg.assignment])) for leg in passage.stored.get(self._rank, ())]
-        if not draft.gathers:
-            return Gather(draft.moving, tuple(reads), None, (), tuple(matrices))
-        send = self._memory("gather.send", number, passage.sends)
-        receive = self._memory("gather.receive", number, passage.receives)
-        swap = passage.swap(f"the gather of {draft.name}", send, receive)
-        reads += passage.on_wire(swap.send)
-        return Gather(draft.moving, tuple(reads), swap, passage.copies(of, swap.receive), tuple(matrices))
-
-    def portions(self, number: int) -> Iterator[Portion]:
-        """Yield what is computed of a stage whose gather is late, each time in memory of its own.
+    def portions(self, stage: Stage) -> Iterator[Portion]:
+        """Yield what is computed of a late stage, each time in memory of its own.
 
         These are batches with the legs that are read into them; with the first what else is folded in the bucket.
         """
-        draft = self._drafts[number]
-        owned = {number for batch in draft.batches for number in batch}
-        others = tuple(number for number in draft.moving if number not in owned)
-        reads = _legs_by_assignment(draft.passage.stored.get(self._rank, ()))
-        for batch, shape in zip(draft.batches, draft.shapes, strict=True):
-            memory = (self._memory(role, number, len(batch) * math.prod(shape)) for role in ("matrices", "results"))
-            x, out = (some.view(-1, *shape) for some in memory)
-            ends = [(leg, matrix) for n, matrix in zip(batch, x.unbind(), strict=True) for leg in reads[n]]
-            into = tuple((leg, view_in_matrix(leg.piece, matrix)) for leg, matrix in ends)
-            yield Portion((*batch, *others), into, (x, out, batch))
+        owned = {number for batch in stage.batches for number in batch}
+        others = tuple(number for number in stage.moving if number not in owned)
+        reads = _legs_by_assignment(stage.passage.stored.get(self._rank, ()))
+        for batch, shape in zip(stage.batches, stage.shapes, strict=True):
+            yield self._portion(batch, shape, others, reads)
             others = ()
         if others:
-            yield Portion(others, (), None)
+            yield Portion(others, (), ())
 
-    def compute(self, number: int, matrices: Sequence[Tensor], results: Sequence[Tensor] | None = None) -> Compute:
-        """Return what is computed of a stage, with memory for it, and what is done with the results.
+    def _portion(
+        self,
+        batch: tuple[int, ...],
+        shape: tuple[int, int],
+        others: tuple[int, ...],
+        reads: Mapping[int, Sequence[Leg]],
+    ) -> Portion:
+        x, out = (memory_of(len(batch) * math.prod(shape), self._dtype, self._device).view(-1, *shape) for _ in "xo")
+        ends = [(leg, matrix) for number, matrix in zip(batch, x.unbind(), strict=True) for leg in reads[number]]
+        into = tuple((leg, view_in_matrix(leg.piece, matrix)) for leg, matrix in ends)
+        return Portion((*batch, *others), into, ((x, out, batch),))
 
-        Args:
-            number: Of the stage.
-            matrices: Those of `gather`.
-            results: Where they have been computed already.
-        """
-        return self._once((number, -1), lambda: self._compute(number, self._drafts[number], matrices, results))
+    def batches(self, stage: Stage, matrices: Sequence[Tensor]) -> tuple[Batch, ...]:
+        """Return what is orthogonalized of a stage once it has been gathered, with memory for the results."""
+        results = self._once(
+            stage, "results", lambda: stage.assembled(self._memory("results", stage.number, stage.numel))
+        )
+        return tuple(zip(matrices, results, stage.batches, strict=True))
 
-    def _compute(
-        self, number: int, draft: _Draft, matrices: Sequence[Tensor], results: Sequence[Tensor] | None
-    ) -> Compute:
-        if results is None:
-            results = draft.assembled(self._memory("results", number, draft.numel))
-        of, legs = _by_assignment(draft.batches, results), draft.back.stored.get(self._rank, ())
-        staying = tuple((leg, view_in_matrix(leg.piece, of[leg.assignment])) for leg in legs)
-        batches = tuple((x, out, some) for some, x, out in zip(draft.batches, matrices, results, strict=False))
-        return Compute(batches, draft.local, draft.summed, staying, draft.rounds, tuple(results))
+    def staying(self, stage: Stage, results: Sequence[Tensor]) -> Ends:
+        """Return what is written straight from the results of a stage."""
 
-    def last_filling(self, number: int) -> int:
-        """Return the last round of a stage in which anything is copied from its results."""
-        first, after = self._rounds_before[number : number + 2]
-        return self._filling.index(self._filling[after - 1]) - first if after > first else -1
+        def make() -> Ends:
+            of, legs = stage.by_assignment(results), stage.back.stored.get(self._rank, ())
+            return tuple((leg, view_in_matrix(leg.piece, of[leg.assignment])) for leg in legs)
 
-    def scatter(self, number: int, index: int, results: Sequence[Tensor], before: Scatter | None = None) -> Scatter:
+        return self._once(stage, "staying", make)
+
+    def last_filling(self, stage: Stage) -> int:
+        """Return the last round of a stage in which anything is copied from its results; -1 if there is none."""
+        after = stage.first + stage.rounds.count
+        return self._filling.index(self._filling[after - 1]) - stage.first if stage.rounds.count else -1
+
+    def scatter(self, stage: Stage, index: int, results: Sequence[Tensor], before: Scatter | None = None) -> Scatter:
         """Return one round of a stage, with memory for it.
 
         Args:
-            number: Of the stage.
+            stage: Whose.
             index: Of the round in it.
-            results: Those of `compute`.
+            results: Of what `batches` or `portions` say.
             before: The round before, in this stage or in an earlier one. If both send the same, its send buffer serves
                 again; and what has arrived in it may be passed on. Needed for nothing else.
         """
-        return self._once((number, index), lambda: self._scatter(number, index, results, before))
-
-    def _scatter(self, number: int, index: int, results: Sequence[Tensor], before: Scatter | None) -> Scatter:
-        draft, turn = self._drafts[number], self._rounds_before[number] + index
+        turn = stage.first + index
         passage, filling = self._passages[turn], self._filling[turn]
-        receive = self._memory("scatter.receive", turn, passage.receives)
-        filled = before if turn > 0 and filling == self._filling[turn - 1] else None
-        send = self._memory("scatter.send", filling, passage.sends) if filled is None else filled.swap.send
-        told = f", round {index + 1} of {draft.rounds.count}" if draft.rounds.count > 1 else ""
-        swap = passage.swap(f"the scatter of {draft.name}{told}", send, receive)
-        copies = () if filled is not None else passage.copies(_by_assignment(draft.batches, results), swap.send)
-        leaving = tuple((wire, matrix) for matrix, wire in copies)
-        if passage.passes:
-            assert before is not None
-            leaving += passage.passed_on(self._passages[turn - 1], before.swap.receive, swap.send)
-        return Scatter(leaving, swap, tuple(passage.on_wire(swap.receive)), passage.passes)
+
+        def make() -> Scatter:
+            receive = self._memory("scatter.receive", turn, passage.receives)
+            filled = before if turn > 0 and filling == self._filling[turn - 1] else None
+            send = self._memory("scatter.send", filling, passage.sends) if filled is None else filled.swap.send
+            told = f", round {index + 1} of {stage.rounds.count}" if stage.rounds.count > 1 else ""
+            swap = passage.swap(f"the scatter of {stage.name}{told}", send, receive)
+            copies = () if filled is not None else passage.copies(stage.by_assignment(results), swap.send)
+            leaving = tuple((wire, matrix) for matrix, wire in copies)
+            if passage.passes:
+                assert before is not None
+                leaving += passage.passed_on(self._passages[turn - 1], before.swap.receive, swap.send)
+            return Scatter(leaving, swap, tuple(passage.on_wire(swap.receive)), passage.passes)
+
+        return self._once(stage, index, make)
 
     def _turns(self) -> Iterator[tuple[str, int, int]]:
         """Yield how much memory each role needs in each of its turns; every other turn takes the same memory."""
-        for number, draft in enumerate(self._drafts):
-            yield "matrices", number, draft.numel
-            yield "results", number, draft.numel
-            if draft.gathers:
-                yield "gather.send", number, draft.passage.sends
-                yield "gather.receive", number, draft.passage.receives
+        for stage in self.stages:
+            yield "matrices", stage.number, stage.numel
+            yield "results", stage.number, stage.numel
+            if stage.gathers:
+                yield "gather.send", stage.number, stage.passage.sends
+                yield "gather.receive", stage.number, stage.passage.receives
         for turn, passage in enumerate(self._passages):
             yield "scatter.send", self._filling[turn], passage.sends
             yield "scatter.receive", turn, passage.receives
@@ -270,10 +293,11 @@ class Schedule:
     def _memory(self, role: str, turn: int, numel: int) -> Tensor:
         return self.memory[f"{role}.{turn % 2}"] if self.memory else memory_of(numel, self._dtype, self._device)
 
-    def _once(self, key: tuple[int, ...], make: Callable[[], T]) -> T:
+    def _once(self, stage: Stage, what: int | str, make: Callable[[], T]) -> T:
         """Return what is made for a stage, and keep it where its memory is kept."""
+        key = stage.number, what
         found: T = self._views[key] if key in self._views else make()
-        if self._device.type == "cpu":
+        if self.memory:
             self._views[key] = found
         return found
 
@@ -281,58 +305,17 @@ class Schedule:
 # ------------------------------------------------------------------ how it is worked out
 
 
-@dataclass(frozen=True)
-class _Draft:
-    """One stage before memory is given to it.
-
-    Attributes:
-        name: What errors call it.
-        moving: The assignments of which something moves.
-        local: Local matrices that are computed in it.
-        passage: What travels to the owners, if it ``gathers``.
-        back: What travels back, in ``rounds``.
-        summed: See `Plan.summed`.
-        batches, shapes: The assignments that this rank orthogonalizes, equal ones together.
-    """
-
-    name: str
-    moving: tuple[int, ...]
-    local: tuple[tuple[Local, ...], ...]
-    passage: Passage
-    gathers: bool
-    back: Routes
-    rounds: Rounds
-    summed: Mapping[int, int]
-    batches: Sequence[tuple[int, ...]] = ()
-    shapes: Sequence[tuple[int, int]] = ()
-
-    @property
-    def _sizes(self) -> list[int]:
-        return [len(batch) * math.prod(shape) for batch, shape in zip(self.batches, self.shapes, strict=True)]
-
-    @property
-    def numel(self) -> int:
-        """Elements of the matrices that this rank orthogonalizes."""
-        return sum(self._sizes)
-
-    def assembled(self, memory: Tensor) -> list[Tensor]:
-        """Return the batches, each (b, rows, cols), one after the other in memory."""
-        parts = torch.split(memory[: self.numel], self._sizes)
-        return [part.view(-1, *shape) for part, shape in zip(parts, self.shapes, strict=True)]
-
-
-def _passages(plan: Plan, rank: int, peers: Sequence[int], drafts: Sequence[_Draft]) -> list[Passage]:
+def _passages(plan: Plan, rank: int, peers: Sequence[int], stages: Sequence[Stage]) -> list[Passage]:
     """Return what travels back in each round of all stages, one after the other; late results in rounds that follow."""
-    total, first = sum(draft.rounds.count for draft in drafts), 0
+    total = sum(stage.rounds.count for stage in stages)
     stored: list[dict[int, list[Leg]]] = [{} for _ in range(total)]
     assembled: list[dict[int, list[Leg]]] = [{} for _ in range(total)]
-    for draft in drafts:
-        for ends, legs in ((stored, draft.back.stored), (assembled, draft.back.assembled)):
+    for stage in stages:
+        for ends, legs in ((stored, stage.back.stored), (assembled, stage.back.assembled)):
             for peer, leg in ((peer, leg) for peer, some in legs.items() if peer != rank for leg in some):
                 holder = rank if ends is stored else peer
-                turn = first + plan.exchange_of(leg.assignment, holder, draft.rounds)
+                turn = stage.first + plan.exchange_of(leg.assignment, holder, stage.rounds)
                 append(ends[turn].setdefault(peer, []), leg)
-        first += draft.rounds.count
     owned = {number for number, assignment in enumerate(plan.assignments) if assignment.owner == rank}
     return [Passage("scatter", *ends, rank, peers, owned) for ends in zip(stored, assembled, strict=True)]
 
@@ -345,14 +328,14 @@ def _fillings(passages: Sequence[Passage], first_of_stages: Sequence[int]) -> li
     return found
 
 
-def _drafts(
-    plan: Plan, rank: int, peers: Sequence[int], at_once: Mapping[int, int]
-) -> tuple[list[_Draft], tuple[tuple[Local, ...], ...]]:
-    """Return a draft for each bucket that moves, with the local matrices that came before; and those after the last.
+def _stages(
+    plan: Plan, rank: int, peers: Sequence[int], at_once: Mapping[int, int], *, on_device: bool
+) -> tuple[list[Stage], tuple[tuple[Local, ...], ...]]:
+    """Return a stage for each bucket that moves, with the local matrices that came before; and those after the last.
 
     One more is for results that are passed on after the last bucket.
     """
-    drafts, waiting = list[_Draft](), list[Local]()
+    stages, waiting, first = list[Stage](), list[Local](), 0
 
     def taken() -> tuple[tuple[Local, ...], ...]:
         of = {local.assignment: local for local in waiting}
@@ -372,21 +355,15 @@ def _drafts(
             cuts = [(some, range(0, len(some), at_once.get(some[0], len(some)))) for some in owned]
             batches = [some[start : start + starts.step] for some, starts in cuts for start in starts]
             shapes = [plan.assignments[batch[0]].matrix.shape for batch in batches]
-            gathers, rounds, name = plan.gathers(number), plan.rounds(number), f"bucket {number}"
-            summed = plan.summed(moving)
-            drafts.append(_Draft(name, moving, taken(), passage, gathers, back, rounds, summed, batches, shapes))
+            gathers, rounds, summed = plan.gathers(number), plan.rounds(number), plan.summed(moving)
+            what = len(stages), f"bucket {number}", moving, taken(), passage, gathers, on_device and not gathers
+            stages.append(Stage(*what, back, rounds, first, summed, batches, shapes))
+            first += rounds.count
     if plan.late:
         nothing, rounds = Passage("gather", {}, {}, rank, peers), Rounds(plan.late)
-        drafts.append(_Draft("what is passed on", (), (), nothing, False, Routes({}, {}), rounds, {}))
-    return drafts, taken()
-
-
-def _by_assignment(batches: Sequence[tuple[int, ...]], buffers: Sequence[Tensor]) -> dict[int, Tensor]:
-    return {
-        number: matrix
-        for batch, buffer in zip(batches, buffers, strict=True)
-        for number, matrix in zip(batch, buffer.unbind(), strict=True)
-    }
+        what = len(stages), "what is passed on", (), (), nothing, False, on_device
+        stages.append(Stage(*what, Routes({}, {}), rounds, first, {}))
+    return stages, taken()
 
 
 def _legs_by_assignment(legs: Sequence[Leg]) -> dict[int, tuple[Leg, ...]]:
