@@ -5,6 +5,7 @@ These numbers are few beside the elements of the matrices, so all of them travel
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -13,10 +14,10 @@ from torch import Tensor
 
 from muonmesh.comm.passage import Passage
 from muonmesh.comm.views import memory_of, view_in_matrix
-from muonmesh.comm.wire import Swap, Wire
+from muonmesh.comm.wire import Wire
 from muonmesh.comm.work import CompanionState
+from muonmesh.layout import Piece
 from muonmesh.layout.companion_plan import CompanionPlan
-from muonmesh.layout.routes import Leg
 
 
 @dataclass
@@ -38,12 +39,12 @@ class CompanionExchange:
     device: torch.device
 
     @cached_property
-    def _ways(self) -> list[tuple[Passage, bool]]:
+    def _ways(self) -> dict[str, tuple[Passage, bool]]:
         """What travels to the owners, and back, each with whether any rank sends some of it."""
-        plan, found = self.carried.plan, []
+        plan, found = self.carried.plan, {}
         for name, moves in (("gather", plan.gathers(0)), ("scatter", plan.scatters(0))):
             routes = plan.routes(0, self.wire.rank, gather=name == "gather")
-            found.append((Passage(name, routes.stored, routes.assembled, self.wire.rank, self.wire.peers), moves))
+            found[name] = Passage(name, routes.stored, routes.assembled, self.wire.rank, self.wire.peers), moves
         return found
 
     @cached_property
@@ -58,16 +59,7 @@ class CompanionExchange:
 
     def gather(self, state: CompanionState) -> None:
         """Bring what is kept to the owners, and give it to their state; all ranks call it."""
-        passage, moves = self._ways[0]
-        for leg in passage.stored.get(self.wire.rank, ()):
-            self._read(state, leg, view_in_matrix(leg.piece, self._owned[leg.assignment]))
-        if moves:
-            swap = self._swap(passage, "the gather of what rules keep")
-            for leg, view in passage.on_wire(swap.send):
-                self._read(state, leg, view)
-            self.wire.finish(self.wire.swap(swap))
-            for numbers, view in passage.copies(self._owned, swap.receive):
-                numbers.copy_(view)
+        self._move("gather", state.read)
         kept: dict[int, dict[str, Tensor]] = {}
         for number, numbers in self._owned.items():
             assignment, companion = self.carried.of[number]
@@ -76,25 +68,24 @@ class CompanionExchange:
 
     def scatter(self, state: CompanionState) -> None:
         """Bring what the owners have made of it to all ranks that store it; all ranks call it."""
-        passage, moves = self._ways[1]
-        for leg in passage.stored.get(self.wire.rank, ()):
-            self._write(state, leg, view_in_matrix(leg.piece, self._owned[leg.assignment]))
-        if moves:
-            swap = self._swap(passage, "the scatter of what rules keep")
-            for numbers, view in passage.copies(self._owned, swap.send):
+        self._move("scatter", state.write)
+
+    def _move(self, name: str, stored: Callable[[int, str, Piece, Tensor], None]) -> None:
+        """Move what is kept; ``stored`` reads what this rank stores of it, or writes that."""
+        (passage, moves), gathers = self._ways[name], name == "gather"
+        legs = passage.stored.get(self.wire.rank, ())
+        ends = [(leg, view_in_matrix(leg.piece, self._owned[leg.assignment])) for leg in legs]
+        send, receive = (memory_of(n, self.dtype, self.device) for n in (passage.sends, passage.receives))
+        swap = passage.swap(f"the {name} of what rules keep", send, receive)
+        copies = passage.copies(self._owned, receive if gathers else send)
+        if moves and not gathers:
+            for numbers, view in copies:
                 view.copy_(numbers)
             self.wire.finish(self.wire.swap(swap))
-            for leg, view in passage.on_wire(swap.receive):
-                self._write(state, leg, view)
-
-    def _swap(self, passage: Passage, what: str) -> Swap:
-        send, receive = (memory_of(n, self.dtype, self.device) for n in (passage.sends, passage.receives))
-        return passage.swap(what, send, receive)
-
-    def _read(self, state: CompanionState, leg: Leg, into: Tensor) -> None:
-        assignment, companion = self.carried.of[leg.assignment]
-        state.read(assignment, companion.key, leg.piece, into)
-
-    def _write(self, state: CompanionState, leg: Leg, numbers: Tensor) -> None:
-        assignment, companion = self.carried.of[leg.assignment]
-        state.write(assignment, companion.key, leg.piece, numbers)
+        for leg, view in ends + passage.on_wire(send if gathers else receive):
+            assignment, companion = self.carried.of[leg.assignment]
+            stored(assignment, companion.key, leg.piece, view)
+        if moves and gathers:
+            self.wire.finish(self.wire.swap(swap))
+            for numbers, view in copies:
+                numbers.copy_(view)
