@@ -134,82 +134,73 @@ def _normalised(spec: MatrixSpec) -> tuple[Any, ...]:
 
 
 def _parse(shape: tuple[int, ...], spec: tuple[Any, ...]) -> list[Part]:
-    form, *arguments = spec
-    if form == "flatten":
-        inner = _inner(arguments)
-        if len(shape) < 2:
-            raise _Misfit("flatten needs at least two dims")
-        parts = _split(View(shape, (), (0,), tuple(range(1, len(shape)))), inner)
-        if any(view.row_dims != (0,) or cols[2] != math.prod(shape[1:]) for view, spans in parts for _, cols in spans):
-            raise _Misfit("inside flatten stands what cuts dim 0")
-        return parts
-    if form == "stack":
-        inner = _inner(arguments)
-        if len(shape) < 3:
-            raise _Misfit("a stack needs at least three dims")
-        leading = len(shape) - 2
-        return [
-            part
-            for index in itertools.product(*(range(size) for size in shape[:leading]))
-            for part in _split(View(shape, tuple(enumerate(index)), (leading,), (leading + 1,)), inner)
-        ]
+    match spec:
+        case ("flatten", *inner):
+            if len(shape) < 2:
+                raise _Misfit("flatten needs at least two dims")
+            parts = _split(View(shape, (), (0,), tuple(range(1, len(shape)))), _inner(inner))
+            each = [(view, cols) for view, spans in parts for _, cols in spans]
+            if any(view.row_dims != (0,) or cols[2] != math.prod(shape[1:]) for view, cols in each):
+                raise _Misfit("inside flatten stands what cuts dim 0")
+            return parts
+        case ("stack", *inner):
+            if len(shape) < 3:
+                raise _Misfit("a stack needs at least three dims")
+            leading = len(shape) - 2
+            return [
+                part
+                for index in itertools.product(*(range(size) for size in shape[:leading]))
+                for part in _split(View(shape, tuple(enumerate(index)), (leading,), (leading + 1,)), _inner(inner))
+            ]
     if len(shape) != 2:
-        raise _Misfit(f"{form} needs two dims; for a stack of such matrices nest it: ('stack', …)")
+        raise _Misfit(f"{spec[0]} needs two dims; for a stack of such matrices nest it: ('stack', …)")
     return _split(View(shape, (), (0,), (1,)), spec)
 
 
 def _split(view: View, spec: tuple[Any, ...]) -> list[Part]:
     """Split one rows × cols view by a spec."""
-    form, *arguments = spec
-    rows, cols = (math.prod(view.shape[dim] for dim in dims) for dims in (view.row_dims, view.col_dims))
+    rows, cols = sizes = tuple(math.prod(view.shape[dim] for dim in dims) for dims in (view.row_dims, view.col_dims))
     whole = (0, 1, rows), (0, 1, cols)
-    if form == "whole":
-        _arity(arguments, 0, 0)
-        return [(view, [whole])]
-    if form == "transposed":
-        inner = _inner(arguments)
-        if inner[0] in ("stack", "flatten"):
-            raise _Misfit(f"{inner[0]} cannot stand inside transposed; nest them the other way round")
-        return _split(View(view.shape, view.fixed, view.col_dims, view.row_dims), inner)
-    if form in ("rows", "cols"):
-        spans = _blocks(_positive(arguments), (rows, cols)[form == "cols"])
-        return [(view, [_along(form == "cols", span, whole)]) for span in spans]
-    if form == "heads":
-        _arity(arguments, 2, 2)
-        count, dim = _positive(arguments[:1])[0], _dim(arguments[1])
-        size = (rows, cols)[dim]
-        if size % count:
-            raise _Misfit(f"{size} is not a multiple of {count} heads")
-        return [(view, [_along(dim, span, whole)]) for span in _blocks([size // count] * count, size)]
-    if form == "interleaved":
-        unequal = bool(arguments) and isinstance(arguments[0], (tuple, list))
-        _arity(arguments, 2, 2 if unequal else 3)
-        dim = _dim(arguments[1])
-        if unequal:
-            runs = _positive(arguments[0])
-        else:
-            runs = _positive(arguments[:1])[0] * _positive(arguments[2:] or [1])
-        size, turn = (rows, cols)[dim], sum(runs)
-        if size % turn:
-            raise _Misfit(f"{size} is not a multiple of {turn}, the length of one turn")
-        if turn == len(runs):
-            return [(view, [_along(dim, (i, turn, size // turn), whole)]) for i in range(turn)]
-        starts = itertools.accumulate(runs, initial=0)
-        return [
-            (view, [_along(dim, (first, 1, run), whole) for first in range(start, size, turn)])
-            for start, run in zip(starts, runs, strict=False)
-        ]
-    raise _Misfit("unknown form")
+    match spec:
+        case ("whole",):
+            return [(view, [whole])]
+        case ("transposed", *inner):
+            if (nested := _inner(inner))[0] in ("stack", "flatten"):
+                raise _Misfit(f"{nested[0]} cannot stand inside transposed; nest them the other way round")
+            return _split(View(view.shape, view.fixed, view.col_dims, view.row_dims), nested)
+        case ("rows" | "cols" as side, *parts):
+            dim = int(side == "cols")
+            return [(view, [_along(dim, span, whole)]) for span in _blocks(_positive(parts), sizes[dim])]
+        case ("heads", count, dim):
+            (count,), size = _positive([count]), sizes[_dim(dim)]
+            if size % count:
+                raise _Misfit(f"{size} is not a multiple of {count} heads")
+            return [(view, [_along(dim, span, whole)]) for span in _blocks([size // count] * count, size)]
+        case ("interleaved", tuple() | list() as parts, dim):
+            return _interleaved(view, _positive(parts), _dim(dim), sizes, whole)
+        case ("interleaved", int() as count, dim, *block) if len(block) < 2:
+            return _interleaved(view, _positive([count])[0] * _positive(block or [1]), _dim(dim), sizes, whole)
+    raise _Misfit("unknown form, or wrong number of values")
+
+
+def _interleaved(view: View, runs: list[int], dim: int, sizes: tuple[int, ...], whole: tuple[Span, Span]) -> list[Part]:
+    """Split a view into matrices that alternate along a dim in runs of these lengths."""
+    size, turn = sizes[dim], sum(runs)
+    if size % turn:
+        raise _Misfit(f"{size} is not a multiple of {turn}, the length of one turn")
+    if turn == len(runs):
+        return [(view, [_along(dim, (i, turn, size // turn), whole)]) for i in range(turn)]
+    starts = itertools.accumulate(runs, initial=0)
+    return [
+        (view, [_along(dim, (first, 1, run), whole) for first in range(start, size, turn)])
+        for start, run in zip(starts, runs, strict=False)
+    ]
 
 
 def _inner(arguments: Sequence[Any]) -> tuple[Any, ...]:
-    _arity(arguments, 0, 1)
-    return _normalised(arguments[0]) if arguments else ("whole",)
-
-
-def _arity(arguments: Sequence[Any], least: int, most: int) -> None:
-    if not least <= len(arguments) <= most:
+    if len(arguments) > 1:
         raise _Misfit("wrong number of values")
+    return _normalised(arguments[0]) if arguments else ("whole",)
 
 
 def _positive(values: Sequence[Any]) -> list[int]:
