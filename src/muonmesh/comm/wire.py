@@ -49,14 +49,12 @@ class Counts:
         collectives: Collectives that this rank took part in.
         bytes_sent: Bytes to other ranks; flags and sums of `reduce` are not counted.
         bytes_received: Bytes from other ranks, likewise.
-        seconds_waiting: Seconds of the host, waiting for flags and transfers.
     """
 
     orthogonalized: int = 0
     collectives: int = 0
     bytes_sent: int = 0
     bytes_received: int = 0
-    seconds_waiting: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -122,12 +120,9 @@ class Wire:
             counted: Whether it is part of a step.
         """
         if self.group is not None:
-            started = time.perf_counter()
             with self._meeting(what):
                 dist.all_reduce(values, op=op, group=self.group)
-            if counted:
-                self.counts.seconds_waiting += time.perf_counter() - started
-                self.counts.collectives += 1
+            self.counts.collectives += counted
         return values
 
     def begin_step(self) -> None:
@@ -170,11 +165,9 @@ class Wire:
     def finish(self, transfer: Transfer) -> None:
         """Wait for a transfer."""
         if transfer.works:
-            started = time.perf_counter()
             with self._meeting(transfer.what):
                 for work in transfer.works:
                     work.wait()
-            self.counts.seconds_waiting += time.perf_counter() - started
         transfer.works, transfer.memory = [], ()
 
     def _meeting(self, what: str) -> AbstractContextManager[None]:
