@@ -7,74 +7,46 @@ import importlib.util
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from muonmesh.auditing.audit import Audit, AuditRow, audit
-    from muonmesh.build import from_model, split_params
-    from muonmesh.clip.limits import ClipPolicy, GradNorms
-    from muonmesh.comm.gradients import GradientSource
-    from muonmesh.errors import LayoutError, MuonMeshError, PlanError, StateError
-    from muonmesh.groups import HeadPart, ParamGroups
-    from muonmesh.integrations.qk_clip import QKClip
-    from muonmesh.integrations.torch_muon import ExecutedMuon, execute
-    from muonmesh.layout import FlatParameter, FlatShards
-    from muonmesh.migration import PackageName, convert_settings
-    from muonmesh.numerics.coefficients import CoefficientName, CoefficientSet, register_coefficients
-    from muonmesh.numerics.kernels import KernelName
-    from muonmesh.numerics.newton_schulz import Method, orthogonalize
-    from muonmesh.numerics.rules import (
-        Algorithm,
-        DecayMode,
-        ElementwiseRule,
-        MuonRule,
-        Rule,
-        register_rule,
-    )
-    from muonmesh.numerics.scale import ScaleMode, update_scale
-    from muonmesh.optimizer import Muon
-    from muonmesh.report.explain import Explanation
-    from muonmesh.report.transfer import Transfer, TransferRow, transfer
-
-__all__ = [
-    "Algorithm",
-    "Audit",
-    "AuditRow",
-    "ClipPolicy",
-    "CoefficientName",
-    "CoefficientSet",
-    "DecayMode",
-    "ElementwiseRule",
-    "ExecutedMuon",
-    "Explanation",
-    "FlatParameter",
-    "FlatShards",
-    "GradNorms",
-    "GradientSource",
-    "HeadPart",
-    "KernelName",
-    "LayoutError",
-    "Method",
-    "Muon",
-    "MuonMeshError",
-    "MuonRule",
-    "PackageName",
-    "ParamGroups",
-    "PlanError",
-    "QKClip",
-    "Rule",
-    "ScaleMode",
-    "StateError",
-    "Transfer",
-    "TransferRow",
-    "audit",
-    "convert_settings",
-    "execute",
-    "from_model",
-    "orthogonalize",
-    "register_coefficients",
-    "register_rule",
-    "split_params",
-    "transfer",
-    "update_scale",
-]
+    from muonmesh.auditing.audit import Audit as Audit
+    from muonmesh.auditing.audit import AuditRow as AuditRow
+    from muonmesh.auditing.audit import audit as audit
+    from muonmesh.build import from_model as from_model
+    from muonmesh.build import split_params as split_params
+    from muonmesh.clip.limits import ClipPolicy as ClipPolicy
+    from muonmesh.clip.limits import GradNorms as GradNorms
+    from muonmesh.comm.gradients import GradientSource as GradientSource
+    from muonmesh.errors import LayoutError as LayoutError
+    from muonmesh.errors import MuonMeshError as MuonMeshError
+    from muonmesh.errors import PlanError as PlanError
+    from muonmesh.errors import StateError as StateError
+    from muonmesh.groups import HeadPart as HeadPart
+    from muonmesh.groups import ParamGroups as ParamGroups
+    from muonmesh.integrations.qk_clip import QKClip as QKClip
+    from muonmesh.integrations.torch_muon import ExecutedMuon as ExecutedMuon
+    from muonmesh.integrations.torch_muon import execute as execute
+    from muonmesh.layout import FlatParameter as FlatParameter
+    from muonmesh.layout import FlatShards as FlatShards
+    from muonmesh.migration import PackageName as PackageName
+    from muonmesh.migration import convert_settings as convert_settings
+    from muonmesh.numerics.coefficients import CoefficientName as CoefficientName
+    from muonmesh.numerics.coefficients import CoefficientSet as CoefficientSet
+    from muonmesh.numerics.coefficients import register_coefficients as register_coefficients
+    from muonmesh.numerics.kernels import KernelName as KernelName
+    from muonmesh.numerics.newton_schulz import Method as Method
+    from muonmesh.numerics.newton_schulz import orthogonalize as orthogonalize
+    from muonmesh.numerics.rules import Algorithm as Algorithm
+    from muonmesh.numerics.rules import DecayMode as DecayMode
+    from muonmesh.numerics.rules import ElementwiseRule as ElementwiseRule
+    from muonmesh.numerics.rules import MuonRule as MuonRule
+    from muonmesh.numerics.rules import Rule as Rule
+    from muonmesh.numerics.rules import register_rule as register_rule
+    from muonmesh.numerics.scale import ScaleMode as ScaleMode
+    from muonmesh.numerics.scale import update_scale as update_scale
+    from muonmesh.optimizer import Muon as Muon
+    from muonmesh.report.explain import Explanation as Explanation
+    from muonmesh.report.transfer import Transfer as Transfer
+    from muonmesh.report.transfer import TransferRow as TransferRow
+    from muonmesh.report.transfer import transfer as transfer
 
 # Where each name is, which is imported when somebody asks for it: half the time of importing all is torch's DTensor and
 # its compiler, and `muonmesh plan` needs neither.
@@ -98,6 +70,7 @@ _HOMES = {
     "report.explain": "Explanation",
     "report.transfer": "Transfer TransferRow transfer",
 }
+__all__ = sorted(" ".join(_HOMES.values()).split())
 
 
 def __getattr__(name: str) -> Any:
