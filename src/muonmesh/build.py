@@ -2,36 +2,21 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Collection, Mapping
 from typing import Any, Unpack
 
 from torch import Tensor, nn
 
-from muonmesh.comm.meeting import note_failure
+from muonmesh.comm.meeting import telling_failure
 from muonmesh.comm.wrappers import average_instead, group_of_wrapper
 from muonmesh.errors import explain_error
-from muonmesh.groups import HeadPart, ParamGroups
+from muonmesh.groups import HeadPart
 from muonmesh.groups import split_params as split_locally
 from muonmesh.optimizer import Muon
 from muonmesh.settings import MuonSettings, shows_settings
 
-
-@functools.wraps(split_locally)
-def split_params(
-    model: nn.Module,
-    *,
-    muon: Mapping[str, Any] | None = None,
-    adamw: Mapping[str, Any] | None = None,
-    overrides: Mapping[str, Any] | None = None,
-    per_head: bool | Collection[HeadPart] = False,
-) -> ParamGroups:
-    """`muonmesh.groups.split_params`; where several ranks run, the others learn of an error at their first step."""
-    try:
-        return split_locally(model, muon=muon, adamw=adamw, overrides=overrides, per_head=per_head)
-    except Exception as error:
-        note_failure(error)
-        raise
+split_params = telling_failure()(split_locally)
+"""`muonmesh.groups.split_params`; where several ranks run, the others learn of an error at their first step."""
 
 
 @shows_settings
@@ -71,7 +56,7 @@ def from_model(
         write = "Write muonmesh.from_model(model, lr=...), or for a Trainer optimizer_cls_and_kwargs="
         write += '(muonmesh.integrations.transformers.MuonFactory, {"args": args})'
         raise TypeError(explain_error("from_model", "no model", "the model", write))
-    try:
+    with telling_failure(alone=settings.get("process_group") == "local"):
         groups = split_locally(model, muon=muon, adamw=adamw, overrides=overrides, per_head=per_head)
         for group in groups:
             if group["algorithm"] == "muon":
@@ -81,8 +66,4 @@ def from_model(
         optimizer = Muon(groups, lr, **settings)
         if settings.get("gradients") == "to_owners":
             average_instead(optimizer.gradients, model)
-    except Exception as error:
-        if settings.get("process_group") != "local":
-            note_failure(error)
-        raise
     return optimizer

@@ -21,7 +21,7 @@ from muonmesh.clip.limits import ClipPolicy, GradNorms, Limits
 from muonmesh.clip.running import keep_running_norms
 from muonmesh.comm.exchange import Exchange
 from muonmesh.comm.gradients import PARAMETER_GRAD, GradientSource, check_source
-from muonmesh.comm.meeting import note_failure, withdraw_failure
+from muonmesh.comm.meeting import telling_failure, withdraw_failure
 from muonmesh.comm.storage import Declared
 from muonmesh.comm.to_owners import ToOwners
 from muonmesh.comm.wire import Counts
@@ -149,7 +149,9 @@ class Muon(torch.optim.Optimizer):
         lr: float | Tensor = 3e-4,
         **settings: Unpack[MuonSettings],
     ) -> None:
-        try:
+        given = settings.get("process_group")
+        with_others = given in (None, "world", "auto") or isinstance(given, dist.ProcessGroup)
+        with telling_failure(alone=not with_others):
             defaults, shared = read_settings(lr, settings)
             if isinstance(params, nn.Module):
                 write = "Write muonmesh.from_model(model, lr=...)"
@@ -167,11 +169,6 @@ class Muon(torch.optim.Optimizer):
             if isinstance(params, ParamGroups):
                 self._runtime.idle = IdleParameters(params.model, params.frozen)
             super().__init__(params, defaults)
-        except Exception as error:
-            process_group = settings.get("process_group")
-            if process_group in (None, "world", "auto") or isinstance(process_group, dist.ProcessGroup):
-                note_failure(error)
-            raise
         withdraw_failure()
         self._runtime.complete = True
 

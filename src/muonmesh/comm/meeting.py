@@ -62,6 +62,17 @@ def note_failure(error: Exception) -> None:
         store.set("failed", "1")
 
 
+@contextmanager
+def telling_failure(*, alone: bool = False) -> Iterator[None]:
+    """Note an error of what makes an optimizer, unless this rank trains ``alone``, so that no other waits for it."""
+    try:
+        yield
+    except Exception as error:
+        if not alone:
+            note_failure(error)
+        raise
+
+
 def withdraw_failure() -> None:
     """Take back what `note_failure` said: this rank has made an optimizer after all."""
     if world_size() > 1 and _failures:
