@@ -306,7 +306,7 @@ class Muon(torch.optim.Optimizer):
         clip, runtime.clip = runtime.clip, Clip()
         try:
             settings = self._begin()
-            agreed = self._agree(settings, clip, told=scaler is not None)
+            agreed = self._agree(settings, clip)
         except Exception:
             if runtime.everywhere is not None:
                 runtime.everywhere(True)
@@ -364,9 +364,7 @@ class Muon(torch.optim.Optimizer):
                 group["steps_taken"] = rule.steps_taken + 1
         return settings
 
-    def _agree(
-        self, settings: SettingsFound, clip: Clip, *, told: bool
-    ) -> tuple[Planned, Exchange, Collected, Flags] | None:
+    def _agree(self, settings: SettingsFound, clip: Clip) -> tuple[Planned, Exchange, Collected, Flags] | None:
         """Plan if need be, read the gradients, and agree with all ranks before anything is written.
 
         None if this rank could not follow, and has told the others, whose hosts do not wait for what is said.
@@ -377,7 +375,7 @@ class Muon(torch.optim.Optimizer):
                 return None
             forget(runtime)
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        error = None if found_inf is None else runtime.source.scaled_error(scale, told=told)
+        error = None if found_inf is None else runtime.source.scaler_error()
         while True:
             connected = planned, exchange = runtime.connected or connect(groups, runtime)
             collected = collect(planned, self, runtime, scale)
@@ -385,7 +383,7 @@ class Muon(torch.optim.Optimizer):
             # Replicas stay alike once they are: only a new plan, or state that was loaded, may have made them differ.
             look = runtime.loaded or runtime.compared is not planned
             replicas = fingerprints(planned, self.state) if look else {}
-            overflow = None if found_inf is None else found_inf + runtime.source.overflowed() != 0
+            overflow = None if found_inf is None else found_inf != 0
             wrong = clip.error or error or idle
             flags = preflight(
                 connected, collected, settings, runtime, replicas, error=wrong, skip=clip.skip, overflow=overflow

@@ -111,17 +111,8 @@ class GradientSource(Protocol):
         """
         return Counts()
 
-    def overflowed(self) -> bool | Tensor:
-        """Return whether this rank holds a gradient that is not finite, where a GradScaler cannot see it."""
-        return False
-
-    def scaled_error(self, scale: Tensor | None, *, told: bool) -> Exception | None:
-        """Return what is wrong with the scale of a GradScaler, if anything.
-
-        Args:
-            scale: What is to be taken out of the gradients; None if ``scaler.unscale_(optimizer)`` has been called.
-            told: Whether the GradScaler is told what other ranks have found: ``step`` has been given ``scaler=``.
-        """
+    def scaler_error(self) -> Exception | None:
+        """Return why a GradScaler cannot work here, such as that it does not see gradients; None if it can."""
         return None
 
 

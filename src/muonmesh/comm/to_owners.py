@@ -101,27 +101,12 @@ class ToOwners(GradientSource):
         """What all gradients up to now have sent and received on this rank."""
         return Counts() if self._wire is None else self._wire.counts
 
-    def overflowed(self) -> bool | Tensor:
-        """Return whether a sum that this rank owns is not finite; no other rank can see that."""
-        found = [~torch.isfinite(gradient).all() for gradient in self._held.values()]
-        return torch.stack(found).any() if found else False
-
-    def scaled_error(self, scale: Tensor | None, *, told: bool) -> Exception | None:
-        """Return what is wrong with a GradScaler, which reads ``.grad`` alone.
-
-        Args:
-            scale: What it has left to take out of the gradients; None if it has done that.
-            told: Whether it is told what other ranks have found.
-        """
-        if scale is None:
-            what = "scaler.unscale_(optimizer) has divided only some of the gradients, because the others are at their "
-            what += "owners. Leave out scaler.unscale_(optimizer): step() takes the scale out of all gradients"
-        elif not told:
-            what = "A GradScaler sees the overflows of its own rank alone, so scales, and then weights, would differ "
-            what += "between ranks. Write scaler.step(optimizer, scaler=scaler)"
-        else:
-            return None
-        return LayoutError(about("gradients='to_owners'", what))
+    def scaler_error(self) -> Exception | None:
+        """Return why a GradScaler cannot work: it reads ``.grad`` alone."""
+        what = (
+            "A GradScaler does not see gradients that are at their owners. Train in bf16 without a GradScaler, or "
+        )
+        return LayoutError(about("gradients='to_owners'", what + "leave out gradients='to_owners'"))
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
