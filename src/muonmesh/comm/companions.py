@@ -12,8 +12,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from muonmesh.comm.passage import Passage
-from muonmesh.comm.views import memory_of, view_in_matrix
+from muonmesh.comm.passage import Passage, in_matrices
+from muonmesh.comm.views import memory_of
 from muonmesh.comm.wire import Wire
 from muonmesh.comm.work import CompanionState
 from muonmesh.layout import Piece
@@ -73,8 +73,7 @@ class CompanionExchange:
     def _move(self, name: str, stored: Callable[[int, str, Piece, Tensor], None]) -> None:
         """Move what is kept; ``stored`` reads what this rank stores of it, or writes that."""
         (passage, moves), gathers = self._ways[name], name == "gather"
-        legs = passage.stored.get(self.wire.rank, ())
-        ends = [(leg, view_in_matrix(leg.piece, self._owned[leg.assignment])) for leg in legs]
+        ends = in_matrices(passage.stored.get(self.wire.rank, ()), self._owned)
         send, receive = (memory_of(n, self.dtype, self.device) for n in (passage.sends, passage.receives))
         swap = passage.swap(f"the {name} of what rules keep", send, receive)
         copies = passage.copies(self._owned, receive if gathers else send)

@@ -155,10 +155,10 @@ class Exchange:
             here.results = self._orthogonalize(self.schedule.batches(here.stage, matrices), work)
             del matrices
         else:
-            for portion in self.schedule.portions(here.stage):
-                work.read(portion.moving, portion.reads)
-                here.results = (*here.results, *self._orthogonalize(portion.batches, work))
-                del portion  # and the matrices
+            for moving, reads, batches in self.schedule.portions(here.stage):
+                work.read(moving, reads)
+                here.results = (*here.results, *self._orthogonalize(batches, work))
+                del reads, batches  # and the matrices
                 self._receive(before, work)
         self._receive(before, work)
         here.staying = self.schedule.staying(here.stage, here.results)

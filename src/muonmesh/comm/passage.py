@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -114,6 +114,11 @@ class Passage:
                 piece = replace(leg.piece, storage_start=start, storage_strides=row_major(leg.piece.shape))
                 found.setdefault(leg.assignment, []).append(piece)
         return [(number, piece) for number, some in found.items() for piece in _joined(some)]
+
+
+def in_matrices(legs: Iterable[Leg], matrices: Mapping[int, Tensor]) -> list[tuple[Leg, Tensor]]:
+    """Return legs with their elements in the matrices, which are given by assignment."""
+    return [(leg, view_in_matrix(leg.piece, matrices[leg.assignment])) for leg in legs]
 
 
 def _contiguous(buffer: Tensor, piece: Piece, start: int) -> Tensor:

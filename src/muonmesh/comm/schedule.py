@@ -23,8 +23,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from muonmesh.comm.passage import Copies, Passage
-from muonmesh.comm.views import memory_of, view_in_matrix
+from muonmesh.comm.passage import Copies, Passage, in_matrices
+from muonmesh.comm.views import memory_of
 from muonmesh.comm.wire import Swap
 from muonmesh.comm.work import Ends, Local
 from muonmesh.layout import Plan
@@ -33,6 +33,9 @@ from muonmesh.layout.routes import Leg, Routes, append
 
 Batch = tuple[Tensor, Tensor, tuple[int, ...]]
 """See `Work.orthogonalize`."""
+
+Portion = tuple[tuple[int, ...], Ends, tuple[Batch, ...]]
+"""The assignments whose gradients are folded in now, what is read of these and where it goes, and a batch at most."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ class Stage:
         moving: The assignments of which something moves.
         local: Local matrices that are computed in it, those of one shape and setting together.
         passage: What travels to the owners, if it ``gathers``.
-        late: Whether nothing is gathered, on a device: then nothing is read before it is computed (`Portion`).
+        late: Whether nothing is gathered, on a device: then nothing is read before it is computed (`portions`).
         back: What travels back, in ``rounds``.
         first: Of these rounds among those of all stages.
         summed: Assignments over which sums are taken before they are written, see `Plan.summed`.
@@ -104,21 +107,6 @@ class Gather:
     swap: Swap | None
     arriving: Copies
     matrices: tuple[Tensor, ...]
-
-
-@dataclass(frozen=True)
-class Portion:
-    """Equal matrices that are all here, as they are read and computed together.
-
-    Attributes:
-        moving: The assignments whose gradients are folded in now, these and others that this rank does not own.
-        reads: What is read of these, and where it goes.
-        batches: One; none where this rank owns none of the bucket.
-    """
-
-    moving: tuple[int, ...]
-    reads: Ends
-    batches: tuple[Batch, ...]
 
 
 @dataclass(frozen=True)
@@ -191,8 +179,8 @@ class Schedule:
 
         def make() -> Gather:
             matrices = stage.assembled(self._memory("matrices", stage.number, stage.numel))
-            of, passage, legs = stage.by_assignment(matrices), stage.passage, stage.passage.stored.get(self._rank, ())
-            reads = [(leg, view_in_matrix(leg.piece, of[leg.assignment])) for leg in legs]
+            of, passage = stage.by_assignment(matrices), stage.passage
+            reads = in_matrices(passage.stored.get(self._rank, ()), of)
             if not stage.gathers:
                 return Gather(tuple(reads), None, (), matrices)
             send = self._memory("gather.send", stage.number, passage.sends)
@@ -212,22 +200,18 @@ class Schedule:
         others = tuple(number for number in stage.moving if number not in owned)
         reads = _legs_by_assignment(stage.passage.stored.get(self._rank, ()))
         for batch, shape in zip(stage.batches, stage.shapes, strict=True):
-            yield self._portion(batch, shape, others, reads)
+            legs = [leg for number in batch for leg in reads[number]]
+            yield (*batch, *others), *self._portion(batch, shape, legs)
             others = ()
         if others:
-            yield Portion(others, (), ())
+            yield others, (), ()
 
     def _portion(
-        self,
-        batch: tuple[int, ...],
-        shape: tuple[int, int],
-        others: tuple[int, ...],
-        reads: Mapping[int, Sequence[Leg]],
-    ) -> Portion:
-        x, out = (memory_of(len(batch) * math.prod(shape), self._dtype, self._device).view(-1, *shape) for _ in "xo")
-        ends = [(leg, matrix) for number, matrix in zip(batch, x.unbind(), strict=True) for leg in reads[number]]
-        into = tuple((leg, view_in_matrix(leg.piece, matrix)) for leg, matrix in ends)
-        return Portion((*batch, *others), into, ((x, out, batch),))
+        self, batch: tuple[int, ...], shape: tuple[int, int], legs: Sequence[Leg]
+    ) -> tuple[Ends, tuple[Batch]]:
+        numel = len(batch) * math.prod(shape)
+        x, out = (memory_of(numel, self._dtype, self._device).view(-1, *shape) for _ in range(2))
+        return tuple(in_matrices(legs, dict(zip(batch, x.unbind(), strict=True)))), ((x, out, batch),)
 
     def batches(self, stage: Stage, matrices: Sequence[Tensor]) -> tuple[Batch, ...]:
         """Return what is orthogonalized of a stage once it has been gathered, with memory for the results."""
@@ -238,12 +222,8 @@ class Schedule:
 
     def staying(self, stage: Stage, results: Sequence[Tensor]) -> Ends:
         """Return what is written straight from the results of a stage."""
-
-        def make() -> Ends:
-            of, legs = stage.by_assignment(results), stage.back.stored.get(self._rank, ())
-            return tuple((leg, view_in_matrix(leg.piece, of[leg.assignment])) for leg in legs)
-
-        return self._once(stage, "staying", make)
+        legs = stage.back.stored.get(self._rank, ())
+        return self._once(stage, "staying", lambda: tuple(in_matrices(legs, stage.by_assignment(results))))
 
     def last_filling(self, stage: Stage) -> int:
         """Return the last round of a stage in which anything is copied from its results; -1 if there is none."""
