@@ -50,31 +50,24 @@ def shared_store() -> PrefixStore:
 # ------------------------------------------------------------------ optimizers that were not made
 
 
-def note_failure(error: Exception) -> None:
-    """Tell the other ranks that this one could not make an optimizer; they would wait for it."""
-    global _failures
-    if world_size() == 1:
-        return
-    _failures += 1
-    with suppress(RuntimeError):  # the store cannot be reached, and what is said there is for others
-        store = shared_store()
-        store.set(f"failed/{this_rank()}", json.dumps([_failures, str(error)]))
-        store.set("failed", "1")
-
-
 @contextmanager
 def telling_failure(*, alone: bool = False) -> Iterator[None]:
-    """Note an error of what makes an optimizer, unless this rank trains ``alone``, so that no other waits for it."""
+    """Tell the other ranks of an error in making an optimizer, which they would wait for unless it trains ``alone``."""
+    global _failures
     try:
         yield
     except Exception as error:
-        if not alone:
-            note_failure(error)
+        if world_size() > 1 and not alone:
+            _failures += 1
+            with suppress(RuntimeError):  # the store cannot be reached, and what is said there is for others
+                store = shared_store()
+                store.set(f"failed/{this_rank()}", json.dumps([_failures, str(error)]))
+                store.set("failed", "1")
         raise
 
 
 def withdraw_failure() -> None:
-    """Take back what `note_failure` said: this rank has made an optimizer after all."""
+    """Take back what `telling_failure` said: this rank has made an optimizer after all."""
     if world_size() > 1 and _failures:
         with suppress(RuntimeError):
             shared_store().delete_key(f"failed/{this_rank()}")
