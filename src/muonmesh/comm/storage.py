@@ -40,12 +40,10 @@ PLAIN = (Tensor, nn.Parameter)
 
 def local_of(tensor: Tensor) -> Tensor:
     """Return the part of a tensor that this rank stores, without communication; shares memory."""
-    if type(tensor) in PLAIN:
+    if type(tensor) in PLAIN or not isinstance(tensor, DTensor):
         return tensor
-    if isinstance(tensor, DTensor):
-        local: Tensor = tensor._local_tensor
-        return local
-    return tensor
+    local: Tensor = tensor._local_tensor
+    return local
 
 
 def placements_of(name: str, placements: Sequence[TorchPlacement]) -> tuple[Placement, ...]:
