@@ -103,9 +103,7 @@ class ToOwners(GradientSource):
 
     def scaler_error(self) -> Exception | None:
         """Return why a GradScaler cannot work: it reads ``.grad`` alone."""
-        what = (
-            "A GradScaler does not see gradients that are at their owners. Train in bf16 without a GradScaler, or "
-        )
+        what = "A GradScaler does not see gradients that are at their owners. Train in bf16 without a GradScaler, or "
         return LayoutError(about("gradients='to_owners'", what + "leave out gradients='to_owners'"))
 
     @contextmanager
