@@ -284,9 +284,9 @@ class Muon(torch.optim.Optimizer):
             The closure's loss, or None.
 
         Raises:
-            LayoutError, PlanError: on every rank, before anything is written. On CUDA an error in gradients, state or
-                settings stops the writes of this step, and is raised when the next one begins, at learning rate 0 at
-                once. What prevents a plan is raised at once.
+            LayoutError, PlanError: on every rank, before anything is written. On CUDA with other ranks an error in
+                gradients, state or settings stops the writes of this step, and is raised when the next one begins, at
+                learning rate 0 at once. What prevents a plan is raised at once.
         """
         loss = None
         if closure is not None:

@@ -376,6 +376,17 @@ def test_steps_on_a_gpu() -> None:
     assert f"{host['host_ms']:.2f} of {host['median_ms']:.1f} ms" in page
 
 
+def test_steps_on_an_h100() -> None:
+    rows = []
+    for name, title in {**ON_A_GPU, "small": "1,000 matrices of 64 × 64"}.items():
+        of = recorded("h100")["tables"][name]["contenders"]
+        both = [of[who] for who in ("muonmesh", "torch.optim.Muon")]
+        ours, theirs = (f"{one['median_ms']:.1f} | {one['host_ms']:.1f} |" for one in both)
+        graphs = f"{of['muonmesh graphs']['median_ms']:.1f}" if "muonmesh graphs" in of else "–"
+        rows.append(f"| {title} | {ours} {graphs} | {theirs}")
+    assert missing(rows, (ROOT / "docs/internals/kernels.md").read_text()) == []
+
+
 def test_the_model_of_time_beside_steps_on_a_gpu() -> None:
     """The page's table is what the model says today, and no further from the measured steps than the page says."""
     page = (ROOT / "docs/internals/planning.md").read_text()
