@@ -24,6 +24,7 @@ from muonmesh.numerics.kernels import batched, beside, fused, toolchain, triton,
 from muonmesh.numerics.kernels.batched import torch_products
 from muonmesh.numerics.kernels.memory import download
 from muonmesh.numerics.kernels.recording import Recording, places_of, run_again
+from muonmesh.numerics.kernels.rows import in_three_dims
 from muonmesh.numerics.kernels.triton import triton_products
 from muonmesh.numerics.newton_schulz import orthogonalize
 from muonmesh.numerics.rules import on_device
@@ -555,8 +556,8 @@ def stepped_in_rooms() -> tuple[float, int]:
 def fused_refused() -> list[str]:
     """What is said of pieces that cannot be."""
     said = []
-    one = torch.ones(2, 3)
-    for g, m in ((one, torch.ones(3, 2)), (one.double(), one), (one.t().view(1, 1, 3, 2), one.t().view(1, 1, 3, 2))):
+    one, four = torch.ones(2, 3), torch.ones(3, 4, 4, 4)[:, :3, :3, :3]
+    for g, m in ((one, torch.ones(3, 2)), (one.double(), one), (four, four)):
         with pytest.raises(ValueError, match="piece 0") as caught:
             fused.fold([g], [m], [], None, momentum=0.9, nesterov=True)
         said.append(str(caught.value))
@@ -709,12 +710,24 @@ def test_large_matrices_are_stepped_in_one_memory(interpreter: Interpreter) -> N
     assert taken == 2
 
 
+@pytest.mark.parametrize("dim", range(4))
+def test_shards_of_a_convolution_have_three_dims(dim: int) -> None:
+    whole = torch.arange(9 * 4 * 3 * 3).view(9, 4, 3, 3)
+    for shard in whole.chunk(2, dim):
+        views = in_three_dims(shard.contiguous(), shard)
+        assert views is not None
+        assert views[0].ndim <= 3
+        assert torch.equal(views[0], views[1])
+        assert torch.equal(views[0].flatten(), shard.flatten())
+    assert in_three_dims(whole[:, :3, :2, :2]) is None
+
+
 def test_pieces_that_cannot_be_are_refused(interpreter: Interpreter) -> None:
     shapes, dtype, dims, several = interpreter(fused_refused)
     assert "found shapes [(2, 3)], [(2, 3)], [(4, 2)]; needed 2 pieces of one size in contiguous" in several
-    assert shapes.startswith("piece 0: found shapes (2, 3), (3, 2), (3, 2); needed one shape, of at most 3 dims ")
+    assert shapes.startswith("piece 0: found shapes (2, 3), (3, 2), (3, 2); needed one shape, in at most 3 dims")
     assert dtype.startswith("piece 0 of fold: found torch.float64, torch.float32, torch.float32; needed bf16, fp16")
-    assert dims.startswith("piece 0: found shapes (1, 1, 3, 2)")
+    assert dims.startswith("piece 0: found shapes (3, 3, 3, 3)")
 
 
 # ------------------------------------------------------------------ as torch sees them, without Triton

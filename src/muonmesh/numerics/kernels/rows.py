@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
@@ -79,11 +80,11 @@ class Rows:
 
         Args:
             pieces: For each its number among all pieces, for errors; the place of its entry in vectors with one entry
-                for one or more pieces; and three tensors of one shape, of at most 3 dims, any strides, or contiguous.
+                for one or more pieces; and three tensors of one shape, any strides that `in_three_dims` can do with.
                 The same tensor may be given twice where one is not wanted.
 
         Raises:
-            ValueError: The shapes of a piece differ, or have more than 3 dims and are not contiguous.
+            ValueError: The shapes of a piece differ, or they have no 3 dims (`in_three_dims`).
         """
         for number, entry, a, b, c in pieces:
             shape = a.shape
@@ -98,17 +99,16 @@ class Rows:
 
     def _add_strided(self, number: int, entry: int, a: Tensor, b: Tensor, c: Tensor) -> None:
         shape, dims = a.shape, a.ndim
-        whole = dims > 3 and a.is_contiguous() and b.is_contiguous() and c.is_contiguous()
-        if shape != b.shape or shape != c.shape or (dims > 3 and not whole):
+        alike = shape == b.shape == c.shape
+        views = in_three_dims(a, b, c) if alike else None
+        if views is None:
             found = ", ".join(str(tuple(tensor.shape)) for tensor in (a, b, c))
             write = "Flatten its tensors, or cut them alike"
-            raise ValueError(
-                f"piece {number}: found shapes {found}; needed one shape, of at most 3 dims or contiguous. {write}"
-            )
+            raise ValueError(f"piece {number}: found shapes {found}; needed one shape, in at most 3 dims. {write}")
         if not a.numel():
             return
-        if whole:
-            return self._add_strided(number, entry, a.view(-1), b.view(-1), c.view(-1))
+        if dims > 3:
+            return self.add([(number, entry, views[0], views[1], views[2])])
         if dims > 1 and a.stride(-2) == 1 != a.stride(-1):  # neighbors in memory to neighboring threads
             return self.add([(number, entry, a.mT, b.mT, c.mT)])
         missing = _MISSING[dims]
@@ -121,6 +121,24 @@ class Rows:
         high = ROWS if kind == TRANSPOSED else STRIDED_ROWS
         self.numbers.extend((*addresses, entry, self.programs, kind, *lengths, *strides))
         self.programs -= -planes * -(-rows // high) * -(-cols // COLS) // BLOCKS
+
+
+def in_three_dims(*tensors: Tensor) -> Sequence[Tensor] | None:
+    """Return views of tensors of one shape, in at most 3 dims, with their elements in one order; None if there is none.
+
+    Dims whose elements follow each other evenly in all of the tensors become one.
+    """
+    first, dims = tensors[0], list[list[int]]()
+    if first.ndim <= 3:
+        return tensors
+    for dim in range(first.ndim):
+        if dims and all(tensor.stride(dims[-1][-1]) == tensor.stride(dim) * first.shape[dim] for tensor in tensors):
+            dims[-1].append(dim)
+        elif first.shape[dim] != 1:
+            dims.append([dim])
+    shape = [math.prod(first.shape[dim] for dim in some) for some in dims]
+    views = [tensor.as_strided(shape, [tensor.stride(some[-1]) for some in dims]) for tensor in tensors]
+    return views if len(dims) <= 3 else None
 
 
 def on_device(groups: Sequence[Rows], device: torch.device) -> list[Tensor]:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from muonmesh.numerics.kernels import fused
 from muonmesh.numerics.kernels.memory import upload
+from muonmesh.numerics.kernels.rows import in_three_dims
 from muonmesh.numerics.rules import parts
 from muonmesh.numerics.rules.muon import MuonRule
 from muonmesh.numerics.rules.rule import Rule
@@ -296,7 +297,7 @@ def _can_fuse(known: dict[object, bool], *tensors: Tensor | None) -> bool:
     found = known.get(kind)
     if found is None:
         found = known[kind] = fused.can_fuse(first.device, dtypes)
-    return found and (first.ndim <= 3 or all(tensor.is_contiguous() for tensor in given))
+    return found and in_three_dims(*given) is not None
 
 
 def _fold_fused(pieces: Sequence[Folded], factors: Factors) -> None:
