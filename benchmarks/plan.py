@@ -97,8 +97,8 @@ class Case:
     def layout(self, name: str, shape: tuple[int, ...], spec: Any) -> MeshLayout:
         """Return where a weight lives."""
         (replicate, shard, tensor), (copies, expert, within) = self.mesh, self.experts
-        mesh = (("replicate", replicate), ("shard", shard), ("tensor", tensor))
-        experts = (("replicate", copies), ("expert", expert), ("shard", within))
+        mesh = (("ddp", replicate), ("fsdp", shard), ("tp", tensor))
+        experts = (("ddp", copies), ("ep", expert), ("fsdp", within))
         return Cluster(mesh, experts).layout(name, shape, spec)
 
     def weights(self) -> list[tuple[str, tuple[int, ...], Any]]:
