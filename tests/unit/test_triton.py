@@ -773,7 +773,8 @@ def test_the_fused_pair_says_where_it_can_be() -> None:
     with FakeTensorMode(), cuda:  # a weight is stepped alike whether it has two dims, as on a rank, or four
         weight = torch.empty(9, 4, 3, 3)
         assert on_device._can_fuse({}, weight, None, weight)
-        assert not on_device._can_fuse({}, weight, weight.to(memory_format=torch.channels_last))
+        assert on_device._can_fuse({}, weight, weight.to(memory_format=torch.channels_last))  # it has three
+        assert not on_device._can_fuse({}, weight[:, :3, :2, :2])
 
 
 def test_no_pieces_are_nothing_to_do() -> None:
