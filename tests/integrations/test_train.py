@@ -434,6 +434,7 @@ def test_a_run_leaves_a_report_that_needs_nothing_else(finished: Path) -> None:
     (reference,) = References(page).references
     assert reference.startswith("data:image/png;base64,")
     assert "validation loss, last" in page
+    assert ("final validation loss of" in page) == (compare(summarise(run)) is not None)
 
     settings = load_settings(run)
     assert (settings.ranks, settings.warmup, settings.batch, settings.dtype in ("bf16", "fp32")) == (2, 1, 8, True)

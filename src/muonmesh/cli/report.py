@@ -37,7 +37,7 @@ def write_report(run: Path, settings: Settings) -> Path | None:
     console = make_console(record=True)
     console.print(table_of(["", *(LABELS[summary.name] for summary in summaries)], _rows(settings, summaries)))
     if comparison is not None:
-        console.print(comparison, style="bold", soft_wrap=True)
+        console.print(str(comparison), style="bold", soft_wrap=True)
     picture = base64.b64encode((run / PICTURE).read_bytes()).decode("ascii")
     tag = f'<body><img alt="losses" src="data:image/png;base64,{picture}">'
     write_text(run / REPORT_FILE, console.export_html().replace("<body>", tag))
