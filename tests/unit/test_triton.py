@@ -548,7 +548,12 @@ def stepped_in_rooms() -> tuple[float, int]:
             patch.setattr(DeviceStep, "_local_in_room", counted)
             for weight in weights:
                 weight.grad = torch.randn_like(weight)
+            before = [(weight._version, weight.grad._version) for weight in weights if weight.grad is not None]
             optimizer.step()
+        for weight, (written, read) in zip(weights, before, strict=True):  # as autograd sees them
+            assert weight._version > written
+            assert weight.grad is not None
+            assert weight.grad._version == read
         results.append(weights)
     return max(float((a - b).detach().abs().max()) for a, b in zip(*results, strict=True)), taken
 

@@ -97,9 +97,10 @@ class DeviceStep(MuonStep):
         orthogonalizer, times = self._ready.orthogonalizer(numbers[0]), self.steps_of(numbers)
         vectors = factors.active, factors.applied(torch.float32)[0], factors.size, times
         given = [x, out, *(vector for vector in vectors if vector is not None)]
-        moved = [tensor for some in stack.columns.values() for tensor in some]
+        columns = stack.columns.items()
+        written = [tensor for (name, _), some in columns if name != "gradient" for tensor in some]
         assert isinstance(rule, MuonRule)  # or it would not fuse
-        key = rule.momentum, rule.nesterov, *places_of(x, out, *moved)
+        key = rule.momentum, rule.nesterov, *places_of(x, out, *stack.columns["gradient", ""], *written)
 
         def fold(*_: Tensor) -> None:
             self._fold_stack(stack, batch, x)
@@ -120,7 +121,7 @@ class DeviceStep(MuonStep):
             run_again(found, fold, given, ("fold", *key))
             self.orthogonalize_batch(x, out, numbers)
             run_again(found, apply, given, ("apply", *key))
-        torch.autograd.graph.increment_version([*moved, x, out])
+        torch.autograd.graph.increment_version(written)
 
     def _memory(self, numbers: Sequence[int], shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         """Return memory for matrices and their results: where their CUDA graph reads and writes, if they have one."""

@@ -147,7 +147,8 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _argument(self, value: Any) -> Any:
         """Return a `_Place` for a tensor, or the tensor: a table of addresses, which the operator has made itself."""
-        known = not isinstance(value, Tensor) or value.untyped_storage().data_ptr() in self._own
+        known = not isinstance(value, Tensor) or value.dtype != torch.int64  # which tables alone are
+        known = known or value.untyped_storage().data_ptr() in self._own
         here = known or any(value.data_ptr() in addresses for addresses in self._given)
         return self._placed(value) if here else value
 
