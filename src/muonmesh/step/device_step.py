@@ -203,11 +203,15 @@ class DeviceStep(MuonStep):
     @cached_property
     def _every_scale(self) -> Tensor:
         """The update scale of each matrix, fp64 (n,), in one copy; 0 for what this rank does not store."""
+        known: dict[object, float] = {}  # most matrices are of few shapes
         found = []
         for number, assignment in enumerate(self._ready.plan.assignments):
-            entry = self._ready.entries[assignment.parameter]
-            rule = None if entry is None else self._ready.rules[entry.member.group]
-            found.append(0.0 if entry is None or rule is None else self._ready.scale(number))
+            entry, kind = self._ready.entries[assignment.parameter], None
+            if entry is not None:
+                kind = entry.member.group, assignment.matrix.shape
+                if kind not in known:
+                    known[kind] = self._ready.scale(number)
+            found.append(known.get(kind, 0.0))
         return upload(found, dtype=torch.float64, device=self._ready.device)
 
     @cached_property
