@@ -80,8 +80,11 @@ def _step_by_kernels(
     fused.apply(p, [], list(d), active, keep=keep, size=size)
 
 
-def stepped_again() -> tuple[list[bool], int]:
-    """Whether a repeated fold and apply have the bits of new ones while memory moves, and how many were repeated."""
+def stepped_again(spread: bool = False) -> tuple[list[bool], int]:
+    """Whether a repeated fold and apply have the bits of new ones while memory moves, and how many were repeated.
+
+    Vectors whose numbers are ``spread`` are copied by the operator, so a repetition would read the old ones.
+    """
     torch.manual_seed(0)
     found: dict[Any, Any] = {}
     memory = [torch.randn(2, 4, 6, dtype=FP32) for _ in range(3)]
@@ -92,8 +95,8 @@ def stepped_again() -> tuple[list[bool], int]:
         gradients = list(memory[turn % 3])  # which moves, and now and then has another dtype at the same address
         if turn % 4 == 3:
             gradients = [gradient.view(BF16)[:, :6] for gradient in gradients]
-        active, keep, size = torch.tensor([turn % 5 > 0, True]), torch.rand(2) + 0.5, torch.rand(2)
-        vectors = [active, keep, size]
+        active, keep, size = torch.tensor([turn % 5 > 0, True]), torch.rand(2, 2) + 0.5, torch.rand(2, 2)
+        vectors = [active, *(pair[:, 0] if spread else pair[0] for pair in (keep, size))]
         wanted = [momenta.clone(), [weight.detach().clone() for weight in weights], torch.empty_like(into)]
         _step_by_kernels(gradients, *wanted, *vectors)
         places = places_of(*gradients, momenta, into, *weights)
@@ -652,6 +655,12 @@ def test_tables_are_started_again_where_all_lies_in_the_same_places(interpreter:
     same, recordings = interpreter(stepped_again)
     assert all(same)
     assert recordings >= 3
+
+
+def test_what_an_operator_copies_is_copied_at_every_step(interpreter: Interpreter) -> None:
+    same, recordings = interpreter(stepped_again, True)
+    assert all(same)
+    assert recordings == 0
 
 
 @pytest.mark.parametrize(("dtype", "rows", "cols"), [(BF16, 33, 70), (FP32, 130, 300)], ids=str)
