@@ -124,14 +124,13 @@ class Rank:
     @property
     def exchange(self) -> Exchange:
         """The optimizer's, once it has stepped."""
-        planned = self.optimizer._runtime.planned
-        assert planned is not None
-        assert planned.exchange is not None
-        return planned.exchange
+        connected = self.optimizer._runtime.connected
+        assert connected is not None
+        return connected.exchange
 
     def buckets(self) -> int:
         """How many of them travel."""
-        return self.exchange.schedule.stages
+        return len(self.exchange.schedule.stages)
 
 
 def timed(call: Callable[[], Any]) -> float:
@@ -157,10 +156,10 @@ def nothing_travels() -> Iterator[None]:
     """Let transfers be over when they begin; what has arrived is what arrived before."""
     swap = Wire.swap
 
-    def over(wire: Wire, what: str, send: Tensor, receive: Tensor, **splits: Any) -> Transfer:
-        return Transfer(what, (), [])
+    def over(wire: Wire, moved: Swap) -> Transfer:
+        return Transfer(moved.what, (), [])
 
-    Wire.swap = over  # type: ignore[assignment,method-assign]
+    Wire.swap = over  # type: ignore[method-assign]
     try:
         yield
     finally:
@@ -283,9 +282,10 @@ def named_parts(moving: list[Moving]) -> Iterator[None]:
     swap, finish, adamw = Wire.swap, Wire.finish, muonmesh.optimizer.step_elementwise
 
     def named(name: str, part: Callable[..., Any]) -> Callable[..., Any]:
-        def call(exchange: Exchange, number: int, *arguments: Any) -> Any:
-            with record_function(f"muonmesh|{NAMES[name]}|{number}"):
-                return part(exchange, number, *arguments)
+        def call(exchange: Exchange, here: Any, *arguments: Any) -> Any:
+            stage = getattr(here, "stage", here)  # None before the first
+            with record_function(f"muonmesh|{NAMES[name]}|{'' if stage is None else stage.number}"):
+                return part(exchange, here, *arguments)
 
         return call
 
