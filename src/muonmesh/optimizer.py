@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, Unpack
@@ -49,7 +50,7 @@ from muonmesh.step.elementwise_step import step_elementwise
 from muonmesh.step.flag_vector import Flags
 from muonmesh.step.makers import refuse_engine, refuse_makers
 from muonmesh.step.members import group_for, keep_gradients_of_views, replicas_of
-from muonmesh.step.muon_step import HostStep
+from muonmesh.step.muon_step import HostStep, MuonStep
 from muonmesh.step.parameter_steps import Collected, collect
 from muonmesh.step.planning import Planned
 from muonmesh.step.precision import Precision
@@ -297,6 +298,16 @@ class Muon(torch.optim.Optimizer):
 
     @plain_modes()
     def _take_step(self, scaler: torch.amp.grad_scaler.GradScaler | None) -> None:
+        with self._agreed_step(scaler) as agreed:
+            if agreed is not None:
+                _, exchange, work = agreed
+                exchange.run(work)
+
+    @contextmanager
+    def _agreed_step(
+        self, scaler: torch.amp.grad_scaler.GradScaler | None = None
+    ) -> Iterator[tuple[Planned, Exchange, MuonStep] | None]:
+        """Agree with all ranks on a step, give its work, or None if nothing is to be done; end the step after it."""
         runtime = self._runtime
         on_device = runtime.planned is not None and runtime.planned.device.type == "cuda"
         if on_device and torch.cuda.is_current_stream_capturing():
@@ -312,6 +323,7 @@ class Muon(torch.optim.Optimizer):
                 runtime.everywhere(True)
             raise
         if agreed is None:
+            yield None
             return
         planned, exchange, collected, flags = agreed
         if runtime.everywhere is not None and (found := runtime.everywhere(False)) is not None:
@@ -321,6 +333,7 @@ class Muon(torch.optim.Optimizer):
         runtime.idle.count(collected.missing, some=collected.some)
         runtime.stopped = flags.skip if flags.stop is None else flags.stop
         if flags.skip:
+            yield None
             return
         squares = runtime.update_squares
         if squares is not None:
@@ -334,7 +347,7 @@ class Muon(torch.optim.Optimizer):
             elementwise.append(partial(step_elementwise, rule, some, precision, flags, squares, offload))
         work = kind(ready, elementwise, squares)
         runtime.interrupted = f"step {exchange.wire.steps} of this plan"
-        exchange.run(work)
+        yield planned, exchange, work
         ready.finish()
         runtime.brought_back = None if offload is None else offload.last
         if clip.running:
