@@ -305,9 +305,9 @@ class Muon(torch.optim.Optimizer):
 
     @contextmanager
     def _agreed_step(
-        self, scaler: torch.amp.grad_scaler.GradScaler | None
+        self, scaler: torch.amp.grad_scaler.GradScaler | None = None
     ) -> Iterator[tuple[Planned, Exchange, MuonStep] | None]:
-        """Agree with all ranks on a step, give its work, None if nothing is to be done, and end the step after it."""
+        """Agree with all ranks on a step, give its work, or None if nothing is to be done; end the step after it."""
         runtime = self._runtime
         on_device = runtime.planned is not None and runtime.planned.device.type == "cuda"
         if on_device and torch.cuda.is_current_stream_capturing():

@@ -1,7 +1,7 @@
-"""A step driven by an executor, phase by phase, as torch plans it: the bits of `Muon.step`.
+"""A step that an executor drives, unit by unit, as torch plans it: the bits of `Muon.step`.
 
-The types are those of pytorch #191670 as of 2026-07-31, which no release has, and the executor does what the one of
-torchtitan #3986 does: it hands out shards to `prepare` and `apply_updates`, and whole parameters to `compute`.
+No release of torch has executors. The one here is ours, and keeps to the order of calls that pytorch #191670 lays down
+and torchtitan #3986 follows: shards to `prepare` and `apply_updates`, and whole parameters to `compute`.
 """
 
 from __future__ import annotations
@@ -9,10 +9,9 @@ from __future__ import annotations
 import copy
 import pickle
 import random
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import muonmesh as mm
 from muonmesh.errors import StateError
-from muonmesh.integrations.step_ops import ScheduledMuon
+from muonmesh.integrations.step_ops import VALUE, ScheduledMuon, Unit
 from muonmesh.numerics.rules import RULES, Rule
 from tests import problem
 
@@ -32,63 +31,15 @@ BEYOND = ["adamuon", "hyperball", "normuon", "soap"]
 HALF = {"master_dtype": torch.float32}
 
 
-# ------------------------------------------------------------------ what torch plans
-
-
 @dataclass(frozen=True)
-class OptimizationUnit:
-    parameter: Tensor
-    parameter_group: Mapping[str, Any]
-    state: Mapping[str, Any]
-    gradient: Tensor | None
-    name: str | None = None
-    metadata: Any = None
-    compute_requirements: Mapping[str, object] = field(default_factory=dict)
+class Whole:
+    """What the executor is told: the last dims, so many, are whole where it calls `compute`."""
 
-
-@runtime_checkable
-class OptimizerStepOps(Protocol):
-    def optimization_units(self, optimizer: Any) -> tuple[OptimizationUnit, ...]: ...
-    def begin_step(self, optimizer: Any) -> Any: ...
-    def prepare(self, unit: OptimizationUnit, *, out: dict[str, Tensor]) -> None: ...
-    def compute(self, unit_metadata: Any, inputs: Mapping[str, Tensor], *, out: dict[str, Tensor]) -> None: ...
-    def apply_updates(self, unit: OptimizationUnit, updates: Mapping[str, Tensor]) -> None: ...
-    def end_step(self, context: Any) -> None: ...
-
-
-@dataclass(frozen=True)
-class Owned:
-    """What an executor is told: the last dims, so many, are whole where it calls `compute`."""
-
-    trailing_dims: int
-
-
-@contextmanager
-def planned() -> Iterator[None]:
-    """Torch with what it plans."""
-    torch.optim.OptimizationUnit = OptimizationUnit
-    try:
-        yield
-    finally:
-        del torch.optim.OptimizationUnit
-
-
-# ------------------------------------------------------------------ the executor
-
-
-@dataclass
-class Moving:
-    """A unit under way: with what this rank stores, its part of each value, and the whole where this rank owns it."""
-
-    held: Tensor
-    unit: OptimizationUnit
-    owner: int
-    part: dict[str, Tensor]
-    whole: dict[str, Tensor]
+    dims: int
 
 
 class Executor:
-    """Takes the units of each step in another order, two under way at a time; each has an owner that computes it.
+    """Takes the units of each step in another order, two under way at a time; each has an owner, which computes it.
 
     Shards travel to the owner and back, by Shard(0) on a mesh of one axis. Of a tensor that every rank holds whole,
     the owner's result is broadcast.
@@ -99,10 +50,10 @@ class Executor:
         self.random, self.dtype = random.Random(7), dtype  # the same order on all ranks, since they meet for each
         self.world, self.rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
         self.leaves_out: str | None = None
-        self.kept: dict[str, set[str]] = {}
+        optimizer.requires = Whole
+        optimizer.set_step_executor(self)
 
-    def execute(self, optimizer: ScheduledMuon, ops: OptimizerStepOps, closure: Callable[[], Any] | None = None) -> Any:
-        assert isinstance(ops, OptimizerStepOps)
+    def execute(self, optimizer: ScheduledMuon, ops: ScheduledMuon, closure: Callable[[], Any] | None = None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -113,36 +64,34 @@ class Executor:
             assert [unit.name for unit in units] == self.names
             units = [unit for unit in units if unit.gradient is not None and unit.name != self.leaves_out]
             self.random.shuffle(units)
-            under_way: list[Moving] = []
+            under_way: list[Callable[[], None]] = []
             for number, unit in enumerate(units):
                 under_way.append(self.send(ops, unit, number % self.world))
                 if len(under_way) == 2:
-                    self.receive(ops, under_way.pop(0))
-            for moving in under_way:
-                self.receive(ops, moving)
+                    under_way.pop(0)()
+            for receive in under_way:
+                receive()
         finally:
             ops.end_step(context)
         return loss
 
-    def send(self, ops: OptimizerStepOps, unit: OptimizationUnit, owner: int) -> Moving:
+    def send(self, ops: ScheduledMuon, unit: Unit, owner: int) -> Callable[[], None]:
+        """Send a unit on its way to its owner; return what receives it."""
         held, state = unit.parameter, {key: stored(value) for key, value in unit.state.items()}
-        assert all(isinstance(value, DTensor) == isinstance(held, DTensor) for value in unit.state.values())
+        assert unit.compute_requirements == {VALUE: Whole(held.ndim)}
+        assert state_lies_beside(unit)
         local = replace(unit, parameter=stored(held), gradient=stored(unit.gradient), state=state)
-        requires = unit.compute_requirements
-        if requires:  # state is there before the first unit, and of the same tensors in each step
-            assert self.kept.setdefault(str(unit.name), set(state)) == set(state) != set()
-        assert list(requires.values()) == [Owned(held.ndim)] * len(requires)
-        part = {key: torch.full_like(local.parameter, float("nan"), dtype=self.dtype) for key in requires}
-        ops.prepare(local, out=part)
-        whole = {key: self.gathered(held, value, owner) for key, value in part.items()}
+        part = torch.full_like(local.parameter, float("nan"), dtype=self.dtype)
+        ops.prepare(local, out={VALUE: part})
+        whole = {VALUE: self.gathered(held, part, owner)}
         if owner == self.rank:
             ops.compute(unit.metadata, whole, out=whole)
-        return Moving(held, local, owner, part, whole)
 
-    def receive(self, ops: OptimizerStepOps, moving: Moving) -> None:
-        for key, part in moving.part.items():
-            self.scattered(moving.held, moving.whole[key], moving.owner, part)
-        ops.apply_updates(moving.unit, moving.part)
+        def receive() -> None:
+            self.scattered(held, whole[VALUE], owner, part)
+            ops.apply_updates(local, {VALUE: part})
+
+        return receive
 
     def splits(self, held: Tensor, owner: int) -> tuple[list[int], list[int]]:
         """What the owner has of each rank, and what this rank has of each owner."""
@@ -177,18 +126,21 @@ def sharded(tensor: Tensor) -> bool:
     return isinstance(tensor, DTensor) and any(placement.is_shard() for placement in tensor.placements)
 
 
-# ------------------------------------------------------------------ what is stepped
+def state_lies_beside(unit: Unit) -> bool:
+    """Whether there is state, all of it laid out as the parameter is, before the first unit is prepared."""
+    layouts = [(value.placements if isinstance(value, DTensor) else None) for value in unit.state.values()]
+    placed = unit.parameter.placements if isinstance(unit.parameter, DTensor) else None
+    return bool(layouts) and layouts == [placed] * len(layouts)
 
 
-def grouped(model: nn.Module, algorithm: str) -> list[dict[str, Any]]:
-    muon, adamw = problem.groups(model)
-    return [{**muon, "algorithm": algorithm}, adamw]
+# ------------------------------------------------------------------ the bits
 
 
 def made(layout: str, dtype: torch.dtype, algorithm: str = "muon", **settings: Any) -> tuple[nn.Module, ScheduledMuon]:
     model, group = problem.hold(layout, {name: value.to(dtype) for name, value in problem.initial().items()})
+    muon, adamw = problem.groups(model)
     chosen = {**problem.SETTINGS, "process_group": group, **settings}
-    return model, ScheduledMuon(grouped(model, algorithm), requires=Owned, **chosen)
+    return model, ScheduledMuon([{**muon, "algorithm": algorithm}, adamw], **chosen)
 
 
 def give(model: nn.Module, step: int) -> None:
@@ -197,20 +149,23 @@ def give(model: nn.Module, step: int) -> None:
         parameter.grad = None if gradient is None else problem.placed_like(parameter, gradient)
 
 
-def stepped(model: nn.Module, optimizer: mm.Muon, steps: int = STEPS) -> dict[str, Tensor]:
-    for step in range(steps):
+def stepped(model: nn.Module, optimizer: mm.Muon, clip: float | None = None) -> dict[str, Tensor]:
+    for step in range(STEPS):
         give(model, step)
+        if clip is not None:
+            optimizer.clip_grad_norm_(clip, policy="all")
         optimizer.step()
     return problem.result(model, optimizer)
 
 
-def scheduled(layout: str, dtype: torch.dtype, algorithm: str, settings: dict[str, Any]) -> list[str]:
+def scheduled(
+    layout: str, dtype: torch.dtype, algorithm: str, settings: dict[str, Any], clip: float | None = None
+) -> list[str]:
     """What differs between a step of `Muon` in one process and an executor's step in a layout."""
-    expected = stepped(*made("local", dtype, algorithm, **settings))
-    with planned():
-        model, optimizer = made(layout, dtype, algorithm, **settings)
-        optimizer._step_executor = Executor(optimizer)
-        return problem.differing(stepped(model, optimizer), expected)
+    expected = stepped(*made("local", dtype, algorithm, **settings), clip)
+    model, optimizer = made(layout, dtype, algorithm, **settings)
+    Executor(optimizer)
+    return problem.differing(stepped(model, optimizer, clip), expected)
 
 
 def cases(few: list[tuple[Any, ...]], every: list[tuple[Any, ...]]) -> list[Any]:
@@ -246,69 +201,31 @@ def test_the_same_bits_with_other_settings(workers, layout: str, dtype: torch.dt
     assert workers(2).run(scheduled, layout, dtype, "muon", settings) == [[]] * 2
 
 
-# ------------------------------------------------------------------ what does not go through
+def test_the_same_bits_with_clipped_gradients(workers) -> None:
+    """Clipping decides before the step, and the step divides; so it is right whoever drives the step."""
+    assert scheduled("local", torch.float32, "muon", {}, 0.5) == []
+    assert workers(2).run(scheduled, "shard0", torch.float32, "muon", {}, 0.5) == [[]] * 2
 
 
-def test_what_an_executor_cannot_do_is_refused() -> None:
-    """By rule and parameter; every rule is either served or refused."""
-    known = {
-        name for name, rule in RULES.items() if issubclass(rule, Rule) and rule.__module__.startswith("muonmesh.n")
-    }
-    assert known == {*SERVED, *BEYOND}
-    settings: list[tuple[str, dict[str, Any]]] = [(rule, {}) for rule in BEYOND]
-    settings += [
-        ("muon", {"state_dtype": "int8"}),
-        ("muon", {"gradients": "to_owners"}),
-        ("muon", {"shard_state": True}),
-    ]
-    for algorithm, wrong in settings:
-        with planned():
-            _, optimizer = made("local", torch.float32, algorithm, **wrong)
-            with pytest.raises(
-                ValueError, match=rf"^one: found '{algorithm}' with these settings; needed a rule without"
-            ):
-                Executor(optimizer)
-
-
-def test_a_value_that_would_round_otherwise_is_refused() -> None:
-    with planned():
-        model, optimizer = made("local", torch.bfloat16, compute_dtype=torch.float32, **HALF)
-        optimizer._step_executor = Executor(optimizer)
-        give(model, 0)
-        with pytest.raises(ValueError, match=r"in torch\.bfloat16; needed \(.*holds numbers of torch\.float32 exactly"):
-            optimizer.step()
-        model, optimizer = made("local", torch.bfloat16, compute_dtype=torch.float32, **HALF)
-        optimizer._step_executor = Executor(optimizer, torch.float32)
-        found = stepped(model, optimizer)
-    expected = stepped(*made("local", torch.bfloat16, compute_dtype=torch.float32, **HALF))
-    assert problem.differing(found, expected) == []
+# ------------------------------------------------------------------ what is skipped, interrupted and refused
 
 
 def skips() -> tuple[bool, list[str], list[str]]:
     """An overflow that one rank alone has found: no rank changes anything, and the next step goes on."""
-    with planned():
-        model, optimizer = made("shard0", torch.float32)
-        optimizer._step_executor = Executor(optimizer)
-        before = stepped(model, optimizer, 1)
-        optimizer.found_inf = torch.tensor(float(dist.get_rank() == 1))
-        give(model, 1)
-        assert optimizer.step(lambda: 3.0 if torch.is_grad_enabled() else None) == 3.0
-        skipped, same = optimizer.skipped, problem.differing(problem.result(model, optimizer), before)
-        del optimizer.found_inf
-        optimizer.step()
-    model, alone = made("local", torch.float32)
-    stepped(model, alone, 1)
+    model, optimizer = made("shard0", torch.float32)
+    Executor(optimizer)
+    before = stepped(model, optimizer)
+    optimizer.found_inf = torch.tensor(float(dist.get_rank() == 1))
     give(model, 1)
+    assert optimizer.step(lambda: 3.0 if torch.is_grad_enabled() else None) == 3.0
+    skipped, same = optimizer.skipped, problem.differing(problem.result(model, optimizer), before)
+    del optimizer.found_inf
+    optimizer.step()
+    reference, alone = made("local", torch.float32)
+    stepped(reference, alone)
+    give(reference, 1)
     alone.step()
-    return skipped, same, problem.differing(problem.result(*_held(optimizer)), problem.result(model, alone))
-
-
-def _held(optimizer: mm.Muon) -> tuple[nn.Module, mm.Muon]:
-    model = nn.Module()
-    for group in optimizer.param_groups:
-        for name, parameter in zip(group["param_names"], group["params"], strict=True):
-            model.register_parameter(name, parameter)
-    return model, optimizer
+    return skipped, same, problem.differing(problem.result(model, optimizer), problem.result(reference, alone))
 
 
 def test_all_ranks_skip(workers) -> None:
@@ -316,25 +233,55 @@ def test_all_ranks_skip(workers) -> None:
 
 
 def test_a_step_with_a_unit_left_out_is_interrupted() -> None:
-    with planned():
-        model, optimizer = made("local", torch.float32)
-        executor = optimizer._step_executor = Executor(optimizer)
-        executor.leaves_out = "even"
-        give(model, 0)
+    model, optimizer = made("local", torch.float32)
+    Executor(optimizer).leaves_out = "even"
+    give(model, 0)
+    optimizer.step()
+    with pytest.raises(StateError, match="interrupted while it wrote"):
         optimizer.step()
-        with pytest.raises(StateError, match="interrupted while it wrote"):
-            optimizer.step()
+
+
+def test_what_an_executor_cannot_do_is_refused() -> None:
+    """By rule and parameter; every rule is either served or refused."""
+    ours = {name for name, rule in RULES.items() if issubclass(rule, Rule) and rule.__module__.startswith("muonmesh.n")}
+    assert ours == {*SERVED, *BEYOND}
+    settings: list[tuple[str, dict[str, Any]]] = [(rule, {}) for rule in BEYOND]
+    settings += [("muon", wrong) for wrong in ({"state_dtype": "int8"}, {"gradients": "to_owners"})]
+    settings += [("muon", wrong) for wrong in ({"shard_state": True}, {"state_device": "cpu"})]
+    for algorithm, wrong in settings:
+        _, optimizer = made("local", torch.float32, algorithm, **wrong)
+        with pytest.raises(
+            ValueError, match=f"^group 'muon': found '{algorithm}' with these settings; needed a rule without"
+        ):
+            Executor(optimizer)
+
+
+def test_a_value_that_would_round_otherwise_is_refused() -> None:
+    settings = {"compute_dtype": torch.float32, **HALF}
+    model, optimizer = made("local", torch.bfloat16, **settings)
+    Executor(optimizer)
+    give(model, 0)
+    with pytest.raises(ValueError, match=r"in torch\.bfloat16; needed .*holds numbers of torch\.float32 exactly"):
+        optimizer.step()
+    model, optimizer = made("local", torch.bfloat16, **settings)
+    Executor(optimizer, torch.float32)
+    expected = stepped(*made("local", torch.bfloat16, **settings))
+    assert problem.differing(stepped(model, optimizer), expected) == []
 
 
 def test_without_an_executor_and_copied() -> None:
     """It is `Muon` then; a copy and a pickle have no executor, and may be given one."""
-    expected = stepped(*made("local", torch.float32))
     model = problem.Bag(problem.initial())
-    plain = mm.Muon(problem.groups(model), **problem.SETTINGS, process_group="local")
-    assert problem.differing(stepped(model, plain), expected) == []
-    _, optimizer = made("local", torch.float32)
-    for copied in (copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))):
-        twin = copied(optimizer)
-        with planned():
-            twin._step_executor = Executor(twin)
-            assert problem.differing(stepped(*_held(twin)), expected) == []
+    expected = stepped(model, mm.Muon(problem.groups(model), **problem.SETTINGS, process_group="local"))
+    model, optimizer = made("local", torch.float32)
+    Executor(optimizer)
+    twins = copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))
+    assert [twin._step_executor for twin in twins] == [None, None]
+    for twin in twins:
+        Executor(twin)
+    for one in (made("local", torch.float32)[1], *twins):
+        held = nn.Module()
+        for group in one.param_groups:
+            for name, parameter in zip(group["param_names"], group["params"], strict=True):
+                held.register_parameter(name, parameter)
+        assert problem.differing(stepped(held, one), expected) == []
