@@ -270,7 +270,7 @@ class Assembly:
                 process_group = dist.group.WORLD  # what it does not cut is the same on all ranks
             muon = Muon(some, process_group=process_group, layouts=layouts, **self._shared)
             title = "all groups" if experts is None else f"experts {experts}"
-            yield Call(title, muon, tuple(parameters[name] for name in names), {})
+            yield Call(title, muon, muon, tuple(parameters[name] for name in names), {})
 
     def _flat(
         self, number: int, flat: Flat, layouts: Mapping[str, FlatShards], groups: Sequence[Mapping[str, Any]]
@@ -280,13 +280,15 @@ class Assembly:
         parameters = tuple(self._parameters[id(parameter)] for parameter, _ in flat.held)
         title = f"{label} ({len(parameters)} parameters, flat tensor {number})"
         inner = [{**_settings(group), "params": [flat.tensor], "param_names": [title]}]
-        if not is_matrix_rule(group["algorithm"]):  # elementwise, so every rank steps what it holds on its own
-            muon = Muon(inner, process_group="local", **self._shared)
-        else:
-            contents = [FlatParameter(known.name, layouts[known.name], known.matrices) for known in parameters]
+        contents = [FlatParameter(known.name, layouts[known.name], known.matrices) for known in parameters]
+        if is_matrix_rule(group["algorithm"]):
             process_group = _able(flat.process_group, flat.tensor.device)
-            muon = Muon(inner, layouts={title: contents}, process_group=process_group, **self._shared)
-        return Call(title, muon, parameters, layouts)
+            muon = told = Muon(inner, layouts={title: contents}, process_group=process_group, **self._shared)
+        else:  # elementwise, so every rank steps what it holds on its own
+            muon = Muon(inner, process_group="local", **self._shared)
+            told = Muon(inner, layouts={title: contents}, process_group=flat.process_group, **self._shared)
+            told.param_groups, told.state = muon.param_groups, muon.state
+        return Call(title, muon, told, parameters, layouts)
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -131,19 +131,12 @@ class EngineMuon(torch.optim.Optimizer):
         visible = list(dict.fromkeys(call for _, call, _ in shown))
         if self._limits is not None and self.calls[0] in visible:
             self.norms, self._coefficients = measure(self._limits, self._zero, self.calls, visible)
-        skipped = self.norms is not None and bool(self.norms.skipped)
         for call in visible:
-            self._take(call)
-            if skipped:
-                continue
-            if self._limits is not None:
-                clip(call, self._limits, self._coefficients)
-            call.muon.step()
-            self._show(call, steps=1)
+            self._run(call)
         for group, _, inner in shown:
             group.update({key: value for key, value in inner.items() if key == "steps_taken"})
-        if self.calls[-1] in visible and self._limits is not None:
-            self._zero.overflow = skipped
+        if self.calls[-1] in visible and self.norms is not None:
+            self._zero.overflow = bool(self.norms.skipped)
 
     def _find(self, tensor: Tensor) -> tuple[Call, dict[str, Any]]:
         if id(tensor) not in self._call_of:
@@ -151,6 +144,15 @@ class EngineMuon(torch.optim.Optimizer):
             write = "Make the engine with muonmesh.integrations.deepspeed.initialize, and anew after changing it"
             raise LayoutError(explain_error("DeepSpeed", found, "the tensors it had when the engine was made", write))
         return self._call_of[id(tensor)]
+
+    def _run(self, call: Call) -> None:
+        self._take(call)
+        if self.norms is not None and bool(self.norms.skipped):
+            return
+        if self._limits is not None:
+            clip(call, self._limits, self._coefficients)
+        call.muon.step()
+        self._show(call, steps=1)
 
     def _take(self, call: Call) -> None:
         """Give a call the state that DeepSpeed sees, which it may have loaded, moved or replaced."""
