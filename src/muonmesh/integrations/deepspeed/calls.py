@@ -26,6 +26,8 @@ class Call:
     Attributes:
         title: The name of the call in tables and messages.
         muon: The optimizer that plans the call and steps.
+        told: One with the same groups and state that knows where the parameters of every flat tensor lie; it never
+            steps, unless it is the same.
         parameters: The parameters that the call steps.
         layouts: For each of these parameters by name, where its elements lie in the flat tensors of all ranks. Empty at
             stage 0, where every rank holds whole parameters.
@@ -33,6 +35,7 @@ class Call:
 
     title: str
     muon: Muon
+    told: Muon
     parameters: tuple[EngineParameter, ...]
     layouts: Mapping[str, FlatShards]
 

@@ -12,12 +12,10 @@ from deepspeed.utils import groups as deepspeed_groups
 from torch import nn
 
 from muonmesh.checkpoint.of_muon import OfMuon
-from muonmesh.checkpoint.record import IN_PLACE, Part, Record
+from muonmesh.checkpoint.record import Record
 from muonmesh.integrations.deepspeed.calls import Call
 from muonmesh.integrations.deepspeed.engine_parameters import name_in_model
 from muonmesh.names import canonical_name
-from muonmesh.numerics.rules import is_matrix_rule, rule_of
-from muonmesh.step.state_layout import StateLayout, beside_rule
 
 
 def engine_records(
@@ -37,18 +35,7 @@ def engine_records(
 
     group_of = {name: group for group in groups for name in group["parameters"]}
     for call in calls:
-        if call.layouts and not is_matrix_rule(call.algorithm):
-            tensor = call.tensor
-            keeps = rule_of(call.muon.param_groups[0]).keeps()
-            for name, storage in zip(call.layouts, call.storages[tensor], strict=True):
-                layouts = dict.fromkeys(keeps, StateLayout("weights", storage, dtype=tensor.dtype))
-                moments = [
-                    Part.of(key, layout, storage, tensor, IN_PLACE)
-                    for key, layout in {**beside_rule(None), **layouts}.items()
-                ]
-                yield Record(saved_as(name), tensor, storage, call.muon.state, tuple(moments), group_of[name])
-            continue
-        for record in OfMuon(call.muon).checkpoint_records():
+        for record in OfMuon(call.told).checkpoint_records():
             held = {key: value.dtype for key, value in call.muon.state[record.tensor].items()}
             parts = tuple(replace(part, dtype=held.get(part.key, part.dtype)) for part in record.parts)
             name, group = saved_as(record.name), group_of[record.name]

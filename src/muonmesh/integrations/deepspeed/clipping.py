@@ -16,8 +16,6 @@ from muonmesh.integrations.deepspeed.calls import Call
 from muonmesh.numerics.normalize import sums_of_squares
 from muonmesh.numerics.rules import is_matrix_rule
 
-_ARGUMENTS = ("max_norm", "policy", "skip_above")
-
 
 def limits_of(clip: float | Mapping[str, Any] | None, config: Mapping[str, Any]) -> Limits | None:
     """Return what ``clip=`` asks for.
@@ -32,10 +30,6 @@ def limits_of(clip: float | Mapping[str, Any] | None, config: Mapping[str, Any])
     if clip is None:
         return None
     given: dict[str, Any] = dict(clip) if isinstance(clip, Mapping) else {"max_norm": clip}
-    for key in given:
-        if key not in _ARGUMENTS:
-            known = ", ".join(_ARGUMENTS)
-            raise TypeError(explain_error("clip", f"the argument {key!r}", f"one of {known}", "Rename or remove it"))
     if config.get("gradient_clipping"):
         found = f"clip= and gradient_clipping {config['gradient_clipping']} in the config"
         raise ValueError(explain_error("clip", found, "only one of them", "Remove gradient_clipping"))
@@ -44,48 +38,43 @@ def limits_of(clip: float | Mapping[str, Any] | None, config: Mapping[str, Any])
     return limits
 
 
-class Clipping:
-    """Clips one step of an engine: `begin` before the first flat tensor is stepped, then `apply` to each.
+def measure(
+    limits: Limits, zero: Any, calls: Sequence[Call], visible: Sequence[Call]
+) -> tuple[GradNorms, dict[int, Tensor]]:
+    """Return the norms of the gradients of all calls, and what `clip` multiplies each half by; all ranks call it.
 
     Between backward and step DeepSpeed holds the gradients of the other flat tensors where its stage keeps them, still
     multiplied by the loss scale; they are read there.
+
+    Args:
+        limits: By which a step is clipped.
+        zero: DeepSpeed's own optimizer.
+        calls: What a step consists of.
+        visible: Those of which DeepSpeed has prepared the gradients.
     """
+    sums = torch.zeros(MATRICES, dtype=torch.float64, device=calls[0].tensor.device)
+    for number, call in enumerate(calls):
+        prepared = call in visible
+        scale = 1.0 if prepared else float(getattr(zero, "loss_scale", 1.0))
+        for group in call.muon.param_groups:
+            half = half_of(group)
+            for tensor in group["params"]:
+                gradient = tensor.grad if prepared else _pending(zero, number, tensor)
+                for storage in call.storages[tensor] if gradient is not None else ():
+                    for part in storage.parts(gradient):
+                        squares = sums_of_squares([part])[0].to(sums.device)
+                        sums[half] += squares / (scale * scale * storage.copies)
+    dist.all_reduce(sums)
+    skip = limits.skips(sums)
+    return limits.told(sums, skip), limits.coefficients(sums, skip)
 
-    def __init__(self, limits: Limits, zero: Any) -> None:
-        self.limits = limits
-        self._zero = zero
-        self._coefficients: dict[int, Tensor] = {}
-        self.norms: GradNorms | None = None
 
-    def begin(self, calls: Sequence[Call], visible: Sequence[Call]) -> None:
-        """Measure the gradients of all calls, of which DeepSpeed has prepared the visible ones; all ranks do."""
-        sums = torch.zeros(MATRICES, dtype=torch.float64, device=calls[0].tensor.device)
-        for number, call in enumerate(calls):
-            prepared = call in visible
-            scale = 1.0 if prepared else float(getattr(self._zero, "loss_scale", 1.0))
-            for group in call.muon.param_groups:
-                half = half_of(group)
-                for tensor in group["params"]:
-                    gradient = tensor.grad if prepared else _pending(self._zero, number, tensor)
-                    for storage in call.storages[tensor] if gradient is not None else ():
-                        for part in storage.parts(gradient):
-                            squares = sums_of_squares([part])[0].to(sums.device)
-                            sums[half] += squares / (scale * scale * storage.copies)
-        dist.all_reduce(sums)
-        skip = self.limits.skips(sums)
-        self._coefficients = self.limits.coefficients(sums, skip)
-        self.norms = self.limits.told(sums, skip)
-
-    def apply(self, call: Call) -> bool:
-        """Scale the gradients of a call that is about to be stepped; return whether it shall not be."""
-        assert self.norms is not None
-        if bool(self.norms.skipped):
-            return True
-        scale_groups(call.muon.param_groups, call.muon.gradients, self._coefficients)
-        if self.limits.policy == "per_matrix" and any(is_matrix_rule(g["algorithm"]) for g in call.muon.param_groups):
-            # Of a call with both halves (stage 0) AdamW's has just been scaled by its own norm, which is at most that.
-            call.muon.clip_grad_norm_(self.limits.max_norm, policy="per_matrix")
-        return False
+def clip(call: Call, limits: Limits, coefficients: Mapping[int, Tensor]) -> None:
+    """Scale the gradients of a call that is about to be stepped."""
+    scale_groups(call.muon.param_groups, call.muon.gradients, coefficients)
+    if limits.policy == "per_matrix" and any(is_matrix_rule(g["algorithm"]) for g in call.muon.param_groups):
+        # Of a call with both halves (stage 0) AdamW's has just been scaled by its own norm, which is at most that.
+        call.muon.clip_grad_norm_(limits.max_norm, policy="per_matrix")
 
 
 def _pending(zero: Any, number: int, tensor: Tensor) -> Tensor:

@@ -6,7 +6,6 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import wraps
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import deepspeed
 import torch
@@ -96,7 +95,7 @@ def hosted(model: nn.Module, optimizer: Mapping[str, Any]) -> EngineMuon:
     """
     assembly = assemble(model, optimizer)
     made = assembly.make_optimizer()
-    _awaiting[made] = assembly
+    made.awaits = assembly
     if not hasattr(deepspeed.initialize, "_knows_muonmesh"):
         deepspeed.initialize = _knowing(deepspeed.initialize)
     return made
@@ -105,13 +104,16 @@ def hosted(model: nn.Module, optimizer: Mapping[str, Any]) -> EngineMuon:
 def _knowing(original: Callable[..., tuple[Any, Any, Any, Any]]) -> Callable[..., tuple[Any, Any, Any, Any]]:
     @wraps(original)
     def initialize(*positional: Any, **given: Any) -> tuple[Any, Any, Any, Any]:
-        optimizer = given.get("optimizer")
-        if not isinstance(optimizer, EngineMuon) or optimizer not in _awaiting:
+        optimizer: Any = given.get("optimizer")
+        assembly = getattr(optimizer, "awaits", None)
+        if assembly is None:
             return original(*positional, **given)
+        optimizer.awaits = None
         config = given.pop("config", None) or given.pop("config_params", None)
         # The model is the assembly's, and a list of its parameters says less than the groups do.
         others = {key: value for key, value in given.items() if key not in ("model", "optimizer", "model_parameters")}
-        return _awaiting.pop(optimizer).initialize(original, optimizer, config, None, others)
+        made: tuple[Any, Any, Any, Any] = assembly.initialize(original, optimizer, config, None, others)
+        return made
 
     initialize._knows_muonmesh = True  # type: ignore[attr-defined]
     return initialize
@@ -123,18 +125,7 @@ def assemble(model: nn.Module, optimizer: Mapping[str, Any]) -> Assembly:
     Raises:
         TypeError, ValueError: a setting is unknown or wrong.
     """
-    settings = _checked(dict(optimizer), model)
-    rule = settings.pop("rule", "muon")
-    groups = split_params(model, **{key: settings.pop(key) for key in _SPLIT & settings.keys()})
-    for group in groups:
-        group["algorithm"] = rule if group["algorithm"] == "muon" else group["algorithm"]
-    # Parameters may be in shards already or become them; their settings are checked on their global shapes.
-    template = Muon([{**group, "params": _shapes(group["params"])} for group in groups], **settings)
-    return Assembly(model, template, {key: settings[key] for key in _SHARED if key in settings})
-
-
-def _checked(settings: dict[str, Any], model: nn.Module) -> dict[str, Any]:
-    """Return the settings, if they are known and the engine does not decide them."""
+    settings = dict(optimizer)
     for key in settings:
         if key in _ENGINES:
             needed = "none: the engine decides where parameters, gradients, masters and momentum live"
@@ -142,7 +133,13 @@ def _checked(settings: dict[str, Any], model: nn.Module) -> dict[str, Any]:
     if isinstance(model, deepspeed.PipelineModule):
         found, needed = "a PipelineModule", "a plain module: a pipeline's tied parameters would be stepped apart"
         raise ValueError(explain_error("model", found, needed, "Use ZeRO, tensor or expert parallelism instead"))
-    return settings
+    rule = settings.pop("rule", "muon")
+    groups = split_params(model, **{key: settings.pop(key) for key in _SPLIT & settings.keys()})
+    for group in groups:
+        group["algorithm"] = rule if group["algorithm"] == "muon" else group["algorithm"]
+    # Parameters may be in shards already or become them; their settings are checked on their global shapes.
+    template = Muon([{**group, "params": _shapes(group["params"])} for group in groups], **settings)
+    return Assembly(model, template, {key: settings[key] for key in _SHARED if key in settings})
 
 
 def _shapes(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
@@ -169,7 +166,6 @@ class Assembly:
         self._shared = shared
         self._parameters: dict[int, EngineParameter] = {}
         self._labels: list[str] = []
-        self._optimizer: EngineMuon | None = None
 
     def initialize(
         self,
@@ -232,8 +228,7 @@ class Assembly:
                     made[experts][key].append(value)
             groups += made.values()
             self._labels += [group["name"] if experts is None else f"{group['name']} {experts}" for experts in made]
-        self._optimizer = EngineMuon(groups, self._template.defaults)
-        return self._optimizer
+        return EngineMuon(groups, self._template.defaults)
 
     def _group(self, group: Mapping[str, Any], experts: str | None) -> dict[str, Any]:
         """Return a group without parameters; DeepSpeed knows a group of experts by the name of their ranks."""
@@ -243,14 +238,14 @@ class Assembly:
 
     def bind(self, engine: Any, limits: Limits | None) -> None:
         """Read from the engine where each parameter lies, and give the optimizer the calls of a step."""
-        assert self._optimizer is not None
-        groups = self._optimizer.param_groups
+        optimizer: EngineMuon = engine.basic_optimizer
+        groups = optimizer.param_groups
         if not engine.zero_optimization():
-            self._optimizer.bind(list(self._replicated(engine, groups)), limits, engine)
+            optimizer.bind(list(self._replicated(engine, groups)), limits, engine)
             return
         proved = prove(lambda: read_flats(engine), self._parameters)
         calls = [self._flat(number, *each, groups) for number, each in enumerate(proved)]
-        self._optimizer.bind(calls, limits, engine)
+        optimizer.bind(calls, limits, engine)
         mend(engine.optimizer)
 
     def _replicated(self, engine: Any, groups: Sequence[Mapping[str, Any]]) -> Iterator[Call]:
@@ -275,7 +270,7 @@ class Assembly:
                 process_group = dist.group.WORLD  # what it does not cut is the same on all ranks
             muon = Muon(some, process_group=process_group, layouts=layouts, **self._shared)
             title = "all groups" if experts is None else f"experts {experts}"
-            yield Call(title, muon, tuple(parameters[name] for name in names), {})
+            yield Call(title, muon, muon, tuple(parameters[name] for name in names), {})
 
     def _flat(
         self, number: int, flat: Flat, layouts: Mapping[str, FlatShards], groups: Sequence[Mapping[str, Any]]
@@ -285,13 +280,15 @@ class Assembly:
         parameters = tuple(self._parameters[id(parameter)] for parameter, _ in flat.held)
         title = f"{label} ({len(parameters)} parameters, flat tensor {number})"
         inner = [{**_settings(group), "params": [flat.tensor], "param_names": [title]}]
-        if not is_matrix_rule(group["algorithm"]):  # elementwise, so every rank steps what it holds on its own
-            muon = Muon(inner, process_group="local", **self._shared)
-        else:
-            contents = [FlatParameter(known.name, layouts[known.name], known.matrices) for known in parameters]
+        contents = [FlatParameter(known.name, layouts[known.name], known.matrices) for known in parameters]
+        if is_matrix_rule(group["algorithm"]):
             process_group = _able(flat.process_group, flat.tensor.device)
-            muon = Muon(inner, layouts={title: contents}, process_group=process_group, **self._shared)
-        return Call(title, muon, parameters, layouts)
+            muon = told = Muon(inner, layouts={title: contents}, process_group=process_group, **self._shared)
+        else:  # elementwise, so every rank steps what it holds on its own
+            muon = Muon(inner, process_group="local", **self._shared)
+            told = Muon(inner, layouts={title: contents}, process_group=flat.process_group, **self._shared)
+            told.param_groups, told.state = muon.param_groups, muon.state
+        return Call(title, muon, told, parameters, layouts)
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -308,7 +305,3 @@ def _able(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
         )
         return able
     return group
-
-
-_awaiting: WeakKeyDictionary[EngineMuon, Assembly] = WeakKeyDictionary()
-"""Optimizers that no engine holds yet, with what is needed when one does."""

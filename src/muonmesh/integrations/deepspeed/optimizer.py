@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -17,7 +17,7 @@ from muonmesh.clip.limits import GradNorms, Limits
 from muonmesh.errors import LayoutError, StateError, explain_error
 from muonmesh.integrations.deepspeed.calls import Call, Calls
 from muonmesh.integrations.deepspeed.checkpoint import engine_records, expert_names, publish
-from muonmesh.integrations.deepspeed.clipping import Clipping
+from muonmesh.integrations.deepspeed.clipping import clip, measure
 from muonmesh.layout.matrix import as_tuples
 from muonmesh.numerics.rules import is_matrix_rule, rule_of, step_count
 
@@ -59,9 +59,12 @@ class EngineMuon(torch.optim.Optimizer):
     def __init__(self, groups: Sequence[dict[str, Any]], defaults: dict[str, Any]) -> None:
         super().__init__(list(groups), dict(defaults))
         self._identities = [{key: group[key] for key in _IDENTITY} for group in self.param_groups]
-        self.calls: tuple[Call, ...] = ()  # what the engine steps, in its order
-        self._call_of: dict[int, tuple[Call, int]] = {}
-        self._clipping: Clipping | None = None
+        self.awaits: Any = None
+        self.calls: tuple[Call, ...] = ()
+        self.norms: GradNorms | None = None
+        self._call_of: dict[int, tuple[Call, dict[str, Any]]] = {}
+        self._limits: Limits | None = None
+        self._coefficients: dict[int, Tensor] = {}
         self._engine: Any = None
 
     def bind(self, calls: Sequence[Call], limits: Limits | None, engine: Any) -> None:
@@ -72,9 +75,9 @@ class EngineMuon(torch.optim.Optimizer):
         if limits is not None:
             self.clip_by(limits)
         for call in calls:
-            for number, group in enumerate(call.muon.param_groups):
+            for group in call.muon.param_groups:
                 for tensor in group["params"]:
-                    self._call_of[id(tensor)] = call, number
+                    self._call_of[id(tensor)] = call, group
                     moments = {key: torch.zeros_like(tensor, requires_grad=False) for key in _MOMENTS}
                     self.state[tensor] = {"step": step_count(0.0), **moments}
         self.release_unused()
@@ -95,7 +98,7 @@ class EngineMuon(torch.optim.Optimizer):
         self._engine._config.gradient_clipping = 0.0  # read at each step at stage 0
         if hasattr(self._zero, "clip_grad"):
             self._zero.clip_grad = 0.0
-        self._clipping = Clipping(limits, self._zero)
+        self._limits, self.norms = limits, None
 
     @property
     def _zero(self) -> Any:
@@ -110,39 +113,28 @@ class EngineMuon(torch.optim.Optimizer):
             self.state[tensor].update(dict.fromkeys(unused, zero.expand(tensor.shape)))
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+    def step(self) -> None:  # type: ignore[override]
         """Step the tensors that DeepSpeed shows; all ranks that share their parameters do.
 
         Raises:
-            ValueError: there is a closure, which DeepSpeed does not know either.
             LayoutError: DeepSpeed shows a tensor that its records did not name.
         """
-        if closure is not None:
-            write = "Call it before: DeepSpeed evaluates the model before the step"
-            raise ValueError(explain_error("closure", "one", "none", write))
         if not self.calls:
             return  # the engine is still being made
-        found: dict[int, Call] = {}
-        for group in self.param_groups:
-            for tensor in group["params"]:
-                call, number = self._find(tensor)
-                inner = call.muon.param_groups[number]
-                inner.update({key: group[key] for key in inner.keys() - {*OWN_KEYS, "steps_taken"}})
-                found[id(call)] = call
-        visible = list(found.values())
-        if self._clipping is not None and self.calls[0] in visible:
-            self._clipping.begin(self.calls, visible)
+        shown = [(group, *self._find(tensor)) for group in self.param_groups for tensor in group["params"]]
+        for group, _, inner in shown:
+            inner.update({key: group[key] for key in inner.keys() - {*OWN_KEYS, "steps_taken"}})
+        visible = list(dict.fromkeys(call for _, call, _ in shown))
+        if self._limits is not None and self.calls[0] in visible:
+            self.norms, self._coefficients = measure(self._limits, self._zero, self.calls, visible)
         for call in visible:
             self._run(call)
-        for group in self.param_groups:
-            for tensor in group["params"]:
-                call, number = self._call_of[id(tensor)]
-                group.update({k: v for k, v in call.muon.param_groups[number].items() if k == "steps_taken"})
-        if self._clipping is not None and self.calls[-1] in visible:
-            assert self._clipping.norms is not None
-            self._zero.overflow = bool(self._clipping.norms.skipped)
+        for group, _, inner in shown:
+            group.update({key: value for key, value in inner.items() if key == "steps_taken"})
+        if self.calls[-1] in visible and self.norms is not None:
+            self._zero.overflow = bool(self.norms.skipped)
 
-    def _find(self, tensor: Tensor) -> tuple[Call, int]:
+    def _find(self, tensor: Tensor) -> tuple[Call, dict[str, Any]]:
         if id(tensor) not in self._call_of:
             found = f"a tensor of {tensor.numel()} elements to step that its records did not name"
             write = "Make the engine with muonmesh.integrations.deepspeed.initialize, and anew after changing it"
@@ -151,9 +143,12 @@ class EngineMuon(torch.optim.Optimizer):
 
     def _run(self, call: Call) -> None:
         self._take(call)
-        if self._clipping is None or not self._clipping.apply(call):
-            call.muon.step()
-            self._show(call, steps=1)
+        if self.norms is not None and bool(self.norms.skipped):
+            return
+        if self._limits is not None:
+            clip(call, self._limits, self._coefficients)
+        call.muon.step()
+        self._show(call, steps=1)
 
     def _take(self, call: Call) -> None:
         """Give a call the state that DeepSpeed sees, which it may have loaded, moved or replaced."""
@@ -175,11 +170,6 @@ class EngineMuon(torch.optim.Optimizer):
             shown = kept_as_moments(group)
             self.state[tensor].update({shown.get(key, key): value for key, value in call.muon.state[tensor].items()})
             self.state[tensor]["step"] += steps
-
-    @property
-    def norms(self) -> GradNorms | None:
-        """Norms of the last step's gradients, whole model, before clipping; None without ``clip=``."""
-        return None if self._clipping is None else self._clipping.norms
 
     # ---------------------------------------------------------------- state
 

@@ -15,10 +15,11 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate
 
+from muonmesh.checkpoint.ranks import settled
 from muonmesh.clip.limits import ClipPolicy, Limits
 from muonmesh.comm.storage import Declared
-from muonmesh.comm.telling import agreed
-from muonmesh.errors import LayoutError, explain_error
+from muonmesh.comm.telling import tell_all
+from muonmesh.errors import LayoutError, PlanError, explain_error
 from muonmesh.groups.heads import HeadPart
 from muonmesh.groups.sites import unwrapped
 from muonmesh.integrations.megatron.declared import mesh_finder, stamped_placement
@@ -78,9 +79,8 @@ def get_megatron_optimizer(
         ValueError, TypeError, LayoutError: on the ranks that find something wrong.
         PlanError: on all others then.
     """
-    built: list[MegatronOptimizer] = []
 
-    def build() -> tuple[set[str], Any]:
+    def build() -> tuple[MegatronOptimizer, set[str]]:
         refuse(config, model_chunks, dump_param_to_param_group_map)
         axes = pg_collection or ProcessGroupCollection.use_mpu_process_groups(_READ)
         settings = dict(muon or {})
@@ -116,16 +116,17 @@ def get_megatron_optimizer(
             gradients=MainGrad(intervals=intervals),
             **shared,
         )
-        built.append(MegatronOptimizer(optimizer, config, list(model_chunks), holdings, axes, limits))
-        return used, built[0].told()
+        return MegatronOptimizer(optimizer, config, list(model_chunks), holdings, axes, limits), used
 
-    told = agreed(build)
-    unused = sorted(set(overrides or {}).difference(*(used for used, _ in told)))
+    built, here = settled(build, kind=PlanError)
+    groups = [(group["name"], group["algorithm"]) for group in built.param_groups if group["params"]]
+    told = tell_all((here, built.limits, groups))
+    unused = sorted(set(overrides or {}).difference(*(used for used, *_ in told)))
     if unused:
         needed = "a parameter's name, or an expression that re.search finds in one, on some pipeline stage"
         raise ValueError(explain_error(f"overrides[{unused[0]!r}]", "no match on any rank", needed, "Correct it"))
-    built[0].meet([each for _, each in told])
-    return built[0]
+    built.meet([(limits, groups) for _, limits, groups in told])
+    return built
 
 
 def _held(
@@ -203,12 +204,7 @@ def install(**settings: Any) -> None:
     Raises:
         TypeError: another argument.
     """
-    taken = inspect.signature(get_megatron_optimizer).parameters.values()
-    known = [each.name for each in taken if each.kind is each.KEYWORD_ONLY]  # the others are Megatron's to give
-    if unknown := [name for name in settings if name not in known]:
-        raise TypeError(
-            explain_error("install", f"the setting {unknown[0]!r}", f"one of {', '.join(known)}", "Remove it")
-        )
+    inspect.signature(get_megatron_optimizer).bind(*[None] * 6, **settings)  # six are Megatron's to give
     theirs = getattr(megatrons.get_megatron_optimizer, "__wrapped_by_muonmesh__", megatrons.get_megatron_optimizer)
     before = megatrons.get_megatron_optimizer
     ours = functools.wraps(get_megatron_optimizer)(functools.partial(get_megatron_optimizer, **settings))

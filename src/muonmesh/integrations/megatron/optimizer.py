@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -15,12 +14,13 @@ from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradS
 from torch import Tensor, nn
 
 from muonmesh.checkpoint.of_muon import OfMuon
+from muonmesh.checkpoint.ranks import settled
 from muonmesh.checkpoint.record import Record
 from muonmesh.clip.clipping import PlanAgain, clip_gradients
 from muonmesh.clip.limits import GradNorms, Limits
 from muonmesh.clip.squares import ERRORS, Slots, matrices_from
 from muonmesh.comm.storage import device_without_parameters, local_of
-from muonmesh.comm.telling import agreed, tell_all
+from muonmesh.comm.telling import tell_all
 from muonmesh.errors import LayoutError, PlanError, StateError, about, explain_error
 from muonmesh.integrations.megatron import checkpoint
 from muonmesh.integrations.megatron.sharded_master import ShardedMaster
@@ -55,7 +55,7 @@ class Holding(NamedTuple):
     resizes: bool
 
 
-class MegatronOptimizer(Base):  # type: ignore[misc]
+class MegatronOptimizer(Base, OfMuon):  # type: ignore[misc]
     """Muon and AdamW in one, of dense parameters and of experts.
 
     Megatron calls `step` once an iteration, after it has reduced the gradients into ``main_grad``: they are unscaled,
@@ -81,13 +81,14 @@ class MegatronOptimizer(Base):  # type: ignore[misc]
         groups: Any,
         limits: Limits,
     ) -> None:
-        super().__init__(optimizer, config)
+        Base.__init__(self, optimizer, config)
+        OfMuon.__init__(self, optimizer)
         self.model_chunks = chunks
         self.is_stub_optimizer = False
         self.chained_optimizers = [self]
         self.grad_norms_by_group: dict[str, Tensor] = {}
         self._holdings = tuple(holdings)
-        self._groups, self._limits = groups, limits
+        self._groups, self.limits = groups, limits
         tensors = (*(h.parameter for h in holdings), *(p for chunk in chunks for p in chunk.parameters()))
         self._device = next((tensor.device for tensor in tensors), None) or device_without_parameters()
         self._one = torch.ones(1, dtype=torch.float32, device=self._device)
@@ -107,13 +108,11 @@ class MegatronOptimizer(Base):  # type: ignore[misc]
                 hysteresis=config.hysteresis,
             )
 
-    def told(self) -> Any:
-        """Return what the other ranks are to know: the limits, and of the groups the names and algorithms."""
-        groups = self.optimizer.param_groups
-        return self._limits, [(group["name"], group["algorithm"]) for group in groups if group["params"]]
+    def meet(self, everyone: Sequence[tuple[Limits, Sequence[tuple[str, str]]]]) -> None:
+        """Compare plans; all ranks call it once.
 
-    def meet(self, everyone: Sequence[Any]) -> None:
-        """Hear what all ranks have told, and compare plans; all ranks call it once.
+        Args:
+            everyone: Of each rank the limits, and of its groups with parameters the names and algorithms.
 
         Raises:
             LayoutError, PlanError: on every rank, where the ranks that share parameters do not see them alike.
@@ -130,17 +129,14 @@ class MegatronOptimizer(Base):  # type: ignore[misc]
         clipped = limits.policy != "adamw_only" or any(kind == "adamw" for _, some in everyone for _, kind in some)
         self._measures = clipped and min(limits.max_norm, limits.skip_above) < math.inf
 
-        def compare() -> None:
-            connect(self.optimizer.param_groups, self.optimizer._runtime)  # within each set of ranks
-
-        agreed(compare)
+        settled(lambda: connect(self.optimizer.param_groups, self.runtime), kind=PlanError)  # each set of ranks
         if self._measures and limits.policy == "per_matrix" and self._groups.pp.size() > 1:
             self._place_matrices()
 
     def _place_matrices(self) -> None:
         """Hear how many matrices each set of ranks has, which its first rank names; all ranks of the world call it."""
-        assert self.optimizer._runtime.connected is not None
-        planned, exchange = self.optimizer._runtime.connected
+        assert self.runtime.connected is not None
+        planned, exchange = self.runtime.connected
         me = exchange.plan.ranks[0]
         counts = dict(tell_all((me, len(planned.plan.assignments))))
         self._slots = Slots(planned, sum(counts[rank] for rank in counts if rank < me), sum(counts.values()))
@@ -153,7 +149,7 @@ class MegatronOptimizer(Base):  # type: ignore[misc]
         if self.grad_scaler is None:
             return False
         gradients: list[Tensor] = []
-        with contextlib.suppress(LayoutError):  # a parameter without main_grad, for which the step raises on every rank
+        with suppress(LayoutError):  # a parameter without main_grad, for which the step raises on every rank
             held = [self.optimizer.gradients.gradient(holding.tensor) for holding in self._holdings]
             gradients = [gradient for gradient in held if gradient is not None and gradient.numel()]
         overflow = torch.zeros(1, dtype=torch.float32, device=self._device)
@@ -196,11 +192,11 @@ class MegatronOptimizer(Base):  # type: ignore[misc]
         stage would wait for the activations of one that raises alone. So each stage reads and compares all that a step
         needs first, and writes after it.
         """
-        runtime, norms = self.optimizer._runtime, list[GradNorms]()
+        norms = list[GradNorms]()
         if self._groups.pp.size() > 1:
-            runtime.everywhere = lambda raises: self._meet_stages(norms, clips=clips, raises=raises)
+            self.runtime.everywhere = lambda raises: self._meet_stages(norms, clips=clips, raises=raises)
         elif clips:
-            limits = self._limits
+            limits = self.limits
             norms.append(
                 self.optimizer.clip_grad_norm_(
                     limits.max_norm, policy=limits.policy, skip_above=limits.skip_above, process_group="world"
@@ -209,7 +205,7 @@ class MegatronOptimizer(Base):  # type: ignore[misc]
         try:
             self.optimizer.step()
         finally:
-            runtime.everywhere = None
+            self.runtime.everywhere = None
         if not norms:
             return None
         self.grad_norms_by_group = dict(norms[0].apart)
@@ -222,13 +218,12 @@ class MegatronOptimizer(Base):  # type: ignore[misc]
             LayoutError, TypeError: a gradient of this rank cannot be measured.
             PlanError: another rank found an error, and this one does not raise already.
         """
-        muon = self.optimizer
+        muon, runtime = self.optimizer, self.runtime
         if clips and not raises:
-            runtime = muon._runtime
             assert runtime.connected is not None
             try:
                 world, slots = dist.group.WORLD, self._slots
-                found, clip = clip_gradients(runtime.connected, muon, None, self._limits, runtime, world, slots)
+                found, clip = clip_gradients(runtime.connected, muon, None, self.limits, runtime, world, slots)
             except PlanAgain:  # some stage has other matrices than it has told
                 self._place_matrices()
                 return self._meet_stages(norms, clips=clips, raises=raises)
@@ -280,7 +275,7 @@ class MegatronOptimizer(Base):  # type: ignore[misc]
     @torch.no_grad()
     def clip_grad_norm(self, clip_grad: float) -> float:
         """Clip by another norm than ``config.clip_grad``, as the policy says; return the norm of all gradients."""
-        return float(self.optimizer.clip_grad_norm_(clip_grad, policy=self._limits.policy, process_group="world"))
+        return float(self.optimizer.clip_grad_norm_(clip_grad, policy=self.limits.policy, process_group="world"))
 
     @torch.no_grad()
     def count_zeros(self) -> int:
@@ -346,7 +341,7 @@ class MegatronOptimizer(Base):  # type: ignore[misc]
                 step has created yet is made here either way.
             metadata: Megatron's; not read, since there is one format.
         """
-        OfMuon(self.optimizer).refuse_if_interrupted()
+        self.refuse_if_interrupted()
         found: dict[str, Any] = checkpoint.sharded(
             self.optimizer,
             {h.name: (h.saved, h.copy, h.resizes) for h in self._holdings},
@@ -358,10 +353,6 @@ class MegatronOptimizer(Base):  # type: ignore[misc]
         return found
 
     # ---------------------------------------------------------------- muonmesh.checkpoint
-
-    def refuse_if_interrupted(self) -> None:
-        """Raise StateError if a step was interrupted while it wrote, and no state has been loaded since."""
-        OfMuon(self.optimizer).refuse_if_interrupted()
 
     def checkpoint_records(self) -> list[Record]:
         """Return every parameter of this rank with its state, for `muonmesh.checkpoint`; no communication.
@@ -381,20 +372,17 @@ class MegatronOptimizer(Base):  # type: ignore[misc]
             needed = "one stage, one chunk and all experts, whose parameters are called as in the whole model"
             write = "Save with megatron.core.dist_checkpointing and optimizer.sharded_state_dict(...)"
             raise StateError(explain_error("muonmesh.checkpoint of Megatron", found, needed, write))
-        return OfMuon(self.optimizer).checkpoint_records()
+        return super().checkpoint_records()
 
     def checkpoint_restored(self) -> None:
         """Take note that weights, state and settings were replaced, and let the modules compute with them."""
-        OfMuon(self.optimizer).checkpoint_restored()
+        super().checkpoint_restored()
         self._publish()
         if self.config.use_distributed_optimizer and self.model_chunks[0].ddp_config.overlap_param_gather:
             self.model_chunks[0].start_param_sync(force_sync=True)
 
-    def renamed(self, model: nn.Module) -> dict[str, str]:
-        """Return what a checkpoint calls otherwise than the model does: nothing, since other names are refused."""
-        return {}
-
-    def whole(self, model: nn.Module, *, write: bool) -> AbstractContextManager[None]:
+    @contextmanager
+    def whole(self, model: nn.Module, *, write: bool) -> Iterator[None]:
         """Return a context in which parameters that nobody trains are whole, as far as tensor parallelism leaves them.
 
         Raises:
@@ -406,7 +394,7 @@ class MegatronOptimizer(Base):  # type: ignore[misc]
                 found, needed = "a frozen tensor-parallel shard", "the whole of it on every rank, or that it is trained"
                 remedy = "Save with megatron.core.dist_checkpointing and optimizer.sharded_state_dict(...)"
                 raise StateError(explain_error(name, found, needed, remedy))
-        return contextlib.nullcontext()
+        yield
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
