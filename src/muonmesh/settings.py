@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
+from itertools import islice
 from typing import Annotated, Any, Literal, NamedTuple, TypedDict, TypeVar, get_type_hints
 
 import torch
@@ -57,19 +58,19 @@ class GroupSettings(TypedDict, total=False):
     """Settings beside ``lr`` that each group may have of its own; `Muon` describes them."""
 
     momentum: Annotated[float, fraction(0.95)]
-    nesterov: Annotated[bool, _switch(True)]
     weight_decay: Annotated[float, not_negative(0.1)]
-    decay_mode: Annotated[DecayMode, choice("full", DecayMode)]
     scale_mode: Annotated[ScaleMode, choice("match_rms_adamw", ScaleMode)]
-    extra_scale_factor: Annotated[float, number(1.0, lambda value: value > 0, "a positive number")]
     ns_coefficients: Annotated[Coefficients, Setting("auto")]
     ns_steps: Annotated[
         int | None, whole(None, 1, "a whole number of at least 1, or None for what the set is made for")
     ]
-    ns_method: Annotated[Method, choice("auto", Method)]
-    stochastic_rounding: Annotated[int | None, whole(None, 0, "a seed, a whole number, or None")]
     adamw_betas: Annotated[tuple[float, float], Setting((0.9, 0.95), _are_betas, "two numbers in [0, 1)")]
     adamw_eps: Annotated[float, not_negative(1e-8)]
+    nesterov: Annotated[bool, _switch(True)]
+    decay_mode: Annotated[DecayMode, choice("full", DecayMode)]
+    extra_scale_factor: Annotated[float, number(1.0, lambda value: value > 0, "a positive number")]
+    ns_method: Annotated[Method, choice("auto", Method)]
+    stochastic_rounding: Annotated[int | None, whole(None, 0, "a seed, a whole number, or None")]
 
 
 class OptimizerSettings(TypedDict, total=False):
@@ -83,16 +84,16 @@ class OptimizerSettings(TypedDict, total=False):
             f"{NEEDED_COMPUTE}. Write compute_dtype=torch.bfloat16",
         ),
     ]
-    kernels: Annotated[KernelName, choice("auto", KernelName)]
     state_dtype: Annotated[StateDtype, Setting(torch.float32, lambda value: value in (*HELD_DTYPES, "int8"), _STATE)]
-    state_device: Annotated[
-        StateDevice, Setting(None, lambda value: value in (None, "cpu"), '"cpu", or None for where the parameters are')
-    ]
     master_dtype: Annotated[torch.dtype | None, Setting(None, lambda value: value in (None, *HELD_DTYPES), _MASTER)]
     process_group: Annotated[ProcessGroup, Setting(None)]
     layouts: Annotated[
         Mapping[str, Declared] | None,
         Setting(None, lambda value: value is None or isinstance(value, Mapping), _LAYOUTS),
+    ]
+    kernels: Annotated[KernelName, choice("auto", KernelName)]
+    state_device: Annotated[
+        StateDevice, Setting(None, lambda value: value in (None, "cpu"), '"cpu", or None for where the parameters are')
     ]
     shard_state: Annotated[bool, _switch(False)]
     memory_budget_mb: Annotated[
@@ -125,21 +126,9 @@ SETTINGS = {**GROUP_SETTINGS, **OPTIMIZER_SETTINGS}
 TORCHS_NAMES = {"betas": "adamw_betas", "eps": "adamw_eps"}
 """What torch.optim.AdamW calls our settings."""
 
-FIRST = (
-    "momentum",
-    "weight_decay",
-    "scale_mode",
-    "ns_coefficients",
-    "ns_steps",
-    "adamw_betas",
-    "adamw_eps",
-    "compute_dtype",
-    "state_dtype",
-    "master_dtype",
-    "process_group",
-    "layouts",
-)
-"""The settings that people set first, which signatures and the reference show before the others."""
+FIRST = 7, 5
+"""How many of the settings of groups, and of the optimizer, come first above. People set them first, so signatures and
+the reference show them before the others."""
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -151,9 +140,10 @@ def shows_settings(function: _Function) -> _Function:
     """
     *own, _ = inspect.signature(function).parameters.values()
     types = get_type_hints(MuonSettings)
+    first = [*islice(GROUP_SETTINGS, FIRST[0]), *islice(OPTIMIZER_SETTINGS, FIRST[1])]
     each = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=SETTINGS[name].default, annotation=types[name])
-        for name in dict.fromkeys((*FIRST, *SETTINGS))
+        for name in dict.fromkeys((*first, *SETTINGS))
     ]
     vars(function)["__signature__"] = inspect.signature(function).replace(parameters=[*own, *each])
     return function
