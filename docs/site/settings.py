@@ -18,10 +18,13 @@ class ShowSettings(griffe.Extension):
         """Change the signature of `Muon`."""
         taken = pkg["optimizer.Muon.__init__"].parameters
         del taken["settings"]
-        declared = {}
-        for kind in ("GroupSettings", "OptimizerSettings"):
-            declared |= pkg["settings"][kind].attributes
-        for name in dict.fromkeys((*ast.literal_eval(str(pkg["settings.FIRST"].value)), *declared)):
+        declared, first = {}, list[str]()
+        counts = ast.literal_eval(str(pkg["settings.FIRST"].value))
+        for kind, count in zip(("GroupSettings", "OptimizerSettings"), counts, strict=True):
+            attributes = pkg["settings"][kind].attributes
+            declared |= attributes
+            first += [*attributes][:count]
+        for name in dict.fromkeys((*first, *declared)):
             annotation, setting = declared[name].annotation.slice.elements
             kind, default = griffe.ParameterKind.keyword_only, str(setting.arguments[0])
             taken.add(griffe.Parameter(name, annotation=annotation, kind=kind, default=default))

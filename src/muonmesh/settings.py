@@ -8,8 +8,8 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from numbers import Real
-from typing import Annotated, Any, Literal, NamedTuple, TypedDict, TypeVar, get_args, get_type_hints
+from itertools import islice
+from typing import Annotated, Any, Literal, NamedTuple, TypedDict, TypeVar, get_type_hints
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from muonmesh.numerics.kernels import KernelName, check_kernels
 from muonmesh.numerics.newton_schulz import Method, resolve_method
 from muonmesh.numerics.rules import RULES, DecayMode, Hyperparameters, check_keeps, is_known, is_matrix_rule
 from muonmesh.numerics.scale import ScaleMode
+from muonmesh.numerics.setting import NOT_NEGATIVE, Setting, choice, fraction, is_number, not_negative, number, whole
 
 StateDtype = torch.dtype | Literal["int8"]
 """What momentum is kept in; "int8" has a scale for each block of 256 elements."""
@@ -40,40 +41,14 @@ LOST_LAYOUTS: Any = {"layouts that were lost in pickling": None}
 """Stands for declared layouts, whose meshes cannot be pickled, in an unpickled optimizer."""
 
 
-class Setting(NamedTuple):
-    """The default of a setting, what values fit, and what an error says is needed."""
-
-    default: Any
-    fits: Callable[[Any], bool] = lambda _: True
-    needed: str = ""
-
-
-def _choice(default: str, words: object) -> Setting:
-    """Return a setting that is one of the words of a Literal."""
-    known = get_args(words)
-    needed = "one of " + ", ".join(map(repr, known))
-    return Setting(default, lambda value: isinstance(value, str) and value in known, needed)
-
-
-def _number(default: float, fits: Callable[[float], bool], needed: str) -> Setting:
-    """Return a setting that is a finite number."""
-    return Setting(default, lambda value: _is_number(value) and fits(value), needed)
-
-
 def _switch(default: bool) -> Setting:
     return Setting(default, lambda value: isinstance(value, bool), "True or False")
 
 
 def _are_betas(value: object) -> bool:
-    return isinstance(value, (tuple, list)) and len(value) == 2 and all(_is_number(b) and 0 <= b < 1 for b in value)
+    return isinstance(value, (tuple, list)) and len(value) == 2 and all(is_number(b) and 0 <= b < 1 for b in value)
 
 
-def _whole(least: int, needed: str) -> Setting:
-    """Return a setting that is a whole number, by default None."""
-    return Setting(None, lambda value: value is None or (type(value) is int and value >= least), needed)
-
-
-_NOT_NEGATIVE = "a number of at least 0"
 _STATE = f'{NEEDED_HELD}, or "int8". Write state_dtype=torch.float32'
 _MASTER = f"None or {NEEDED_HELD}. Write master_dtype=torch.float32"
 _LAYOUTS = "a mapping of names to (mesh, placements), FlatShards or a list of FlatParameter"
@@ -82,18 +57,20 @@ _LAYOUTS = "a mapping of names to (mesh, placements), FlatShards or a list of Fl
 class GroupSettings(TypedDict, total=False):
     """Settings beside ``lr`` that each group may have of its own; `Muon` describes them."""
 
-    momentum: Annotated[float, _number(0.95, lambda value: 0 <= value < 1, "a number in [0, 1)")]
-    nesterov: Annotated[bool, _switch(True)]
-    weight_decay: Annotated[float, _number(0.1, lambda value: value >= 0, _NOT_NEGATIVE)]
-    decay_mode: Annotated[DecayMode, _choice("full", DecayMode)]
-    scale_mode: Annotated[ScaleMode, _choice("match_rms_adamw", ScaleMode)]
-    extra_scale_factor: Annotated[float, _number(1.0, lambda value: value > 0, "a positive number")]
+    momentum: Annotated[float, fraction(0.95)]
+    weight_decay: Annotated[float, not_negative(0.1)]
+    scale_mode: Annotated[ScaleMode, choice("match_rms_adamw", ScaleMode)]
     ns_coefficients: Annotated[Coefficients, Setting("auto")]
-    ns_steps: Annotated[int | None, _whole(1, "a whole number of at least 1, or None for what the set is made for")]
-    ns_method: Annotated[Method, _choice("auto", Method)]
-    stochastic_rounding: Annotated[int | None, _whole(0, "a seed, a whole number, or None")]
+    ns_steps: Annotated[
+        int | None, whole(None, 1, "a whole number of at least 1, or None for what the set is made for")
+    ]
     adamw_betas: Annotated[tuple[float, float], Setting((0.9, 0.95), _are_betas, "two numbers in [0, 1)")]
-    adamw_eps: Annotated[float, _number(1e-8, lambda value: value >= 0, _NOT_NEGATIVE)]
+    adamw_eps: Annotated[float, not_negative(1e-8)]
+    nesterov: Annotated[bool, _switch(True)]
+    decay_mode: Annotated[DecayMode, choice("full", DecayMode)]
+    extra_scale_factor: Annotated[float, number(1.0, lambda value: value > 0, "a positive number")]
+    ns_method: Annotated[Method, choice("auto", Method)]
+    stochastic_rounding: Annotated[int | None, whole(None, 0, "a seed, a whole number, or None")]
 
 
 class OptimizerSettings(TypedDict, total=False):
@@ -107,21 +84,21 @@ class OptimizerSettings(TypedDict, total=False):
             f"{NEEDED_COMPUTE}. Write compute_dtype=torch.bfloat16",
         ),
     ]
-    kernels: Annotated[KernelName, _choice("auto", KernelName)]
     state_dtype: Annotated[StateDtype, Setting(torch.float32, lambda value: value in (*HELD_DTYPES, "int8"), _STATE)]
-    state_device: Annotated[
-        StateDevice, Setting(None, lambda value: value in (None, "cpu"), '"cpu", or None for where the parameters are')
-    ]
     master_dtype: Annotated[torch.dtype | None, Setting(None, lambda value: value in (None, *HELD_DTYPES), _MASTER)]
     process_group: Annotated[ProcessGroup, Setting(None)]
     layouts: Annotated[
         Mapping[str, Declared] | None,
         Setting(None, lambda value: value is None or isinstance(value, Mapping), _LAYOUTS),
     ]
+    kernels: Annotated[KernelName, choice("auto", KernelName)]
+    state_device: Annotated[
+        StateDevice, Setting(None, lambda value: value in (None, "cpu"), '"cpu", or None for where the parameters are')
+    ]
     shard_state: Annotated[bool, _switch(False)]
     memory_budget_mb: Annotated[
         float | None,
-        Setting(None, lambda value: value is None or (_is_number(value) and value >= 0), f"{_NOT_NEGATIVE}, or None"),
+        Setting(None, lambda value: value is None or (is_number(value) and value >= 0), f"{NOT_NEGATIVE}, or None"),
     ]
     cuda_graphs: Annotated[bool, _switch(False)]
     gradients: Annotated[GradientSource | Literal["to_owners"] | None, Setting(None)]
@@ -149,21 +126,9 @@ SETTINGS = {**GROUP_SETTINGS, **OPTIMIZER_SETTINGS}
 TORCHS_NAMES = {"betas": "adamw_betas", "eps": "adamw_eps"}
 """What torch.optim.AdamW calls our settings."""
 
-FIRST = (
-    "momentum",
-    "weight_decay",
-    "scale_mode",
-    "ns_coefficients",
-    "ns_steps",
-    "adamw_betas",
-    "adamw_eps",
-    "compute_dtype",
-    "state_dtype",
-    "master_dtype",
-    "process_group",
-    "layouts",
-)
-"""The settings that people set first, which signatures and the reference show before the others."""
+FIRST = 7, 5
+"""How many of the settings of groups, and of the optimizer, come first above. People set them first, so signatures and
+the reference show them before the others."""
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -175,9 +140,10 @@ def shows_settings(function: _Function) -> _Function:
     """
     *own, _ = inspect.signature(function).parameters.values()
     types = get_type_hints(MuonSettings)
+    first = [*islice(GROUP_SETTINGS, FIRST[0]), *islice(OPTIMIZER_SETTINGS, FIRST[1])]
     each = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=SETTINGS[name].default, annotation=types[name])
-        for name in dict.fromkeys((*FIRST, *SETTINGS))
+        for name in dict.fromkeys((*first, *SETTINGS))
     ]
     vars(function)["__signature__"] = inspect.signature(function).replace(parameters=[*own, *each])
     return function
@@ -325,10 +291,6 @@ def _check(holds: bool, name: str, found: object, needed: str) -> None:
         raise ValueError(explain_error(name, f"{found!r}", needed))
 
 
-def _is_number(value: object) -> bool:
-    return not isinstance(value, bool) and isinstance(value, Real) and math.isfinite(value)
-
-
 def check_group(where: str, group: Mapping[str, Any], *, read: bool = True) -> Any:
     """Check the hyperparameters and the keys of a group, and return the snapshot of its rule, if it has one.
 
@@ -351,7 +313,7 @@ def check_group(where: str, group: Mapping[str, Any], *, read: bool = True) -> A
     known_here = not isinstance(lr, Tensor) or ((lr.device.type == "cpu" or read) and not lr.is_meta)
     if known_here:
         value = float(lr.detach()) if isinstance(lr, Tensor) else lr
-        _check(_is_number(value) and value >= 0, f"{where}: lr", lr, _NOT_NEGATIVE)
+        _check(is_number(value) and value >= 0, f"{where}: lr", lr, NOT_NEGATIVE)
     for key, setting in GROUP_SETTINGS.items():
         if not setting.fits(group[key]):
             raise ValueError(explain_error(f"{where}: {key}", f"{group[key]!r}", setting.needed))

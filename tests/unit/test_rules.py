@@ -298,7 +298,9 @@ def test_scions_steps_have_the_rms_of_the_others(rule: str) -> None:
     rest = weight.detach()[torch.arange(24) != 5]
     assert float(rest.square().mean().sqrt()) == pytest.approx(0.2 * 0.5, rel=1e-2)  # bf16
     assert optimizer.explain().rows[0].rms == pytest.approx(0.1)
-    with pytest.raises(ValueError, match="scale_mode: found 'spectral' for a step that is not orthogonal; needed"):
+    with pytest.raises(
+        ValueError, match=r"scale_mode: found 'spectral'; needed one of .* for a step that is not orthogonal"
+    ):
         mm.Muon([{"params": [weight], "algorithm": rule}], scale_mode="spectral")
 
 
@@ -439,10 +441,10 @@ def test_a_matrix_without_a_gradient_keeps_adamuons_second_moments() -> None:
     ("key", "value", "needed"),
     [
         ("normuon_beta2", 1.0, "a number in"),
-        ("normuon_eps", -1.0, "a number in"),
+        ("normuon_eps", -1.0, "at least 0"),
         ("normuon_side", "cols", "longer"),
         ("adamuon_beta2", 1.0, "a number in"),
-        ("adamuon_eps", -1.0, "a number in"),
+        ("adamuon_eps", -1.0, "at least 0"),
         ("muoneq_sides", "row", "cols"),
         ("muon_plus_sides", "rows", "col_row"),
         ("scion_layer", "tied", "embedding"),

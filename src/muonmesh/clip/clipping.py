@@ -25,7 +25,7 @@ from muonmesh.clip.squares import (
     unequal,
     zeros_for,
 )
-from muonmesh.comm.agreement import agree_on_plan
+from muonmesh.comm.telling import tell_all
 from muonmesh.errors import PlanError, explain_error
 from muonmesh.numerics.kernels.memory import upload
 from muonmesh.step.planning import Connected, Planned
@@ -90,7 +90,7 @@ def clip_gradients(
     if wrong is not None and not waits:
         raise wrong
     if waits and float(sums[ERRORS]):
-        agree_on_plan(exchange.group, exchange.plan, error)
+        tell_all(None, error, group=exchange.group)
         told, write = "an error on another rank of process_group=", "Read that rank's message, which names it"
         raise PlanError(explain_error("clip_grad_norm_", told, "none on any", write))
     if float(sums[REPLAN]) if waits else here is None and not float(sums[RANKS] + sums[ERRORS]):

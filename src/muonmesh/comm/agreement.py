@@ -32,24 +32,6 @@ class View(NamedTuple):
     elementwise: tuple[Elementwise, ...]
 
 
-def agree_on_plan(group: dist.ProcessGroup | None, plan: Plan | None, error: Exception | None) -> list[View] | None:
-    """Make sure that no rank of a group found an error, and that all have the same plan.
-
-    A rank that could not make a plan passes None and its error; every rank then raises instead of waiting.
-
-    Returns:
-        None if the plans are the same, else what each rank of the group holds, for `merged`.
-
-    Raises:
-        Exception: ``error``, on the rank that found it.
-        PlanError: on the others, naming that rank and its error.
-    """
-    if len(set(tell_all(None if plan is None else plan.digest, error, group=group))) == 1:
-        return None
-    assert plan is not None
-    return tell_all(View(plan.parameters, plan.elementwise), group=group)
-
-
 def insist_on_equal(group: dist.ProcessGroup | None, lines: Mapping[str, str]) -> None:
     """Raise on every rank of a group what the ranks have set differently; called when digests have shown a difference.
 

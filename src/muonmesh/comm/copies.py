@@ -10,9 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-import torch.distributed as dist
-
-from muonmesh.comm.telling import tell_all
 from muonmesh.errors import LayoutError, about
 
 Copies = Mapping[tuple[str, tuple[int, ...]], Sequence[tuple[int, ...]]]
@@ -43,23 +40,20 @@ class Claim(NamedTuple):
     unknown: bool
 
 
-def find_copies(group: dist.ProcessGroup | None, claims: list[Claim] | None) -> tuple[Copies, LayoutError | None]:
-    """Return which claims of the ranks of a group are copies of each other, and what is wrong; the same on every rank.
+def find_copies(claims: Mapping[int, Sequence[Claim]]) -> Copies:
+    """Return which claims of ranks are copies of each other, the same on every rank.
 
     Copies have the same bits. Where bits differ there are two parameters of one name, as experts are.
 
     Args:
-        group: The ranks that work together; None for one alone.
-        claims: Of this rank; None if something is wrong with its groups, and then nothing is found.
+        claims: Of each rank of those that work together.
+
+    Raises:
+        LayoutError: parameters may be copies or not, on every rank.
     """
-    if group is None:
-        return {}, None
-    everyone = tell_all(claims, group=group)
-    if any(told is None for told in everyone):
-        return {}, None
     held: dict[tuple[str, str], dict[tuple[int, ...], dict[int, Claim]]] = {}
-    for rank, told in zip(dist.get_process_group_ranks(group), everyone, strict=True):
-        for claim in told or ():
+    for rank, told in claims.items():
+        for claim in told:
             held.setdefault((claim.name, claim.kind), {}).setdefault(claim.ranks, {})[rank] = claim
     found: dict[tuple[str, tuple[int, ...]], list[tuple[int, ...]]] = {}
     for (name, _), sets in held.items():
@@ -69,16 +63,16 @@ def find_copies(group: dist.ProcessGroup | None, claims: list[Claim] | None) -> 
         unknown = any(claim.unknown for told in sets.values() for claim in told.values())
         if unknown and len(alike) > 1:
             first, other = (copies[0] for copies in list(alike.values())[:2])
-            return {}, _doubtful(name, "weights", first, other)
+            raise _doubtful(name, "weights", first, other)
         for copies in alike.values():
             first = copies[0]
             for other in copies[1:]:
                 pairs = zip(first, other, strict=True)
                 if any(_differ(sets[first][a].gradient, sets[other][b].gradient) for a, b in pairs):
-                    return {}, _doubtful(name, "gradients of equal weights", first, other)
+                    raise _doubtful(name, "gradients of equal weights", first, other)
             if len(copies) > 1:
                 found.update({(name, ranks): copies for ranks in copies})
-    return found, None
+    return found
 
 
 def _differ(a: tuple[float, float] | None, b: tuple[float, float] | None) -> bool:

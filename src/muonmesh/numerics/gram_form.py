@@ -16,6 +16,7 @@ from torch import Tensor
 
 from muonmesh.numerics.coefficients import Polynomial
 from muonmesh.numerics.kernels import Matmuls
+from muonmesh.numerics.square_matrices import set_centred_diagonal
 
 Squares = Callable[[str], Tensor]
 """Memory for (1, rows, rows) in the compute dtype, the same for the same name."""
@@ -86,7 +87,7 @@ def _powers(p: Polynomial, r: Tensor, matmuls: Matmuls, out: Tensor, square: Squ
     h = matmuls.multiply(r, r, ((r, u),), square("c"))
     z = matmuls.multiply(h, h, ((h, lead * w), (r, lead * t)), out, lead)
     diagonal = lead * (_row_products(matmuls, h, h) + w * _diagonal(h) + t * _diagonal(r))
-    return z, p[0] + _without_mean(z, diagonal)
+    return z, p[0] + set_centred_diagonal(z, diagonal)
 
 
 def _joined(w: Tensor, q: Tensor, z: Tensor, p: Tensor, matmuls: Matmuls, out: Tensor) -> tuple[Tensor, Tensor]:
@@ -96,7 +97,7 @@ def _joined(w: Tensor, q: Tensor, z: Tensor, p: Tensor, matmuls: Matmuls, out: T
     """
     matmuls.multiply(w, z, ((z, q), (w, p)), out, symmetric=False)
     diagonal = _row_products(matmuls, w, z) + q[..., 0] * _diagonal(z) + p[..., 0] * _diagonal(w)
-    return out, p * q + _without_mean(out, diagonal)
+    return out, p * q + set_centred_diagonal(out, diagonal)
 
 
 def _row_products(matmuls: Matmuls, x: Tensor, y: Tensor) -> Tensor:
@@ -110,10 +111,3 @@ def _number(value: float, like: Tensor) -> Tensor:
 
 def _diagonal(square: Tensor) -> Tensor:
     return square.diagonal(dim1=-2, dim2=-1).float()
-
-
-def _without_mean(square: Tensor, diagonal: Tensor) -> Tensor:
-    """Write a diagonal less its mean, fp32 (1, rows), rounded once, and return the mean, (1, 1, 1)."""
-    mean = diagonal.mean(-1, keepdim=True)
-    square.diagonal(dim1=-2, dim2=-1).copy_(diagonal - mean)
-    return mean[..., None]

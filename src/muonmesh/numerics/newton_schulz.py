@@ -38,7 +38,13 @@ from muonmesh.numerics.kernels.toolchain import DTYPES
 from muonmesh.numerics.normalize import load, rescale_rows, store, sums
 from muonmesh.numerics.precision import exact_fp32, plain_modes
 from muonmesh.numerics.rational import rational_step
-from muonmesh.numerics.square_matrices import add_scaled, row_products, row_squares, symmetric_part
+from muonmesh.numerics.square_matrices import (
+    add_scaled,
+    row_products,
+    row_squares,
+    set_centred_diagonal,
+    symmetric_part,
+)
 
 Method: TypeAlias = Literal["auto", "standard", "gram"]
 """How the polynomials are applied to a matrix: "standard" step by step, "gram" through its Gram matrix, "auto" by
@@ -187,12 +193,6 @@ class Orthogonalizer:
         if max(self.degrees) > 3:
             return 4
         return 2 if self.method == "standard" else 4 - (self.products().join is not None)
-
-    @property
-    def finishing(self) -> tuple[list[int], Literal["standard", "gram"]]:
-        """The same of what only some results get, see `_Iteration.finish`, and how it is applied."""
-        degrees = [len(polynomial) for polynomial in self.prepared.finish]
-        return degrees, "gram" if len(self.segments) < self.prepared.steps else "standard"
 
     def products(self) -> Matmuls:
         """Return the products, for one thread: they have memory. Raises ValueError where the kernels cannot be."""
@@ -480,7 +480,7 @@ class _Iteration:
                 self.begin(segments[0][0])
                 self._take(segments)
             if prepared.finish and not before > _NARROWED * self._norm:
-                self.finish(prepared, self._resolved.finishing[1])
+                self.finish(prepared, "gram" if len(segments) < prepared.steps else "standard")
         else:
             self._take(segments)
 
@@ -581,7 +581,6 @@ class _Iteration:
         products = row_squares(h) if self._matmuls.exact is None else self._row_products(h, h)
         h_diagonal, a_diagonal = (square.diagonal(dim1=-2, dim2=-1).to(products.dtype) for square in (h, a))
         diagonal = lead * (products + w * h_diagonal + t * a_diagonal)
-        mean = diagonal.mean(-1, keepdim=True)
         rest = 1 - lead * t
         if rest > 0.5:  # one operation, where that divides by nothing small
             z = self._matmuls.multiply(h, h, [(h, lead * w / rest)], self._square("c"), lead / rest)
@@ -589,8 +588,7 @@ class _Iteration:
         else:
             z = self._matmuls.multiply(h, h, [(h, lead * w)], self._square("c"), lead)
             z = add_scaled(z, a, lead * t, a, 0.0, self._square("d"))
-        z.diagonal(dim1=-2, dim2=-1).copy_(diagonal - mean)
-        return z, (p[0] + mean)[..., None]
+        return z, p[0] + set_centred_diagonal(z, diagonal)
 
     def gram_steps(self, p: Polynomial, q: Polynomial, *, last: bool) -> None:
         """X ← q(p(X)) with two products of X instead of four.
@@ -632,9 +630,7 @@ class _Iteration:
         products = self._row_products(z, w)
         z_diagonal, w_diagonal = (t.diagonal(dim1=-2, dim2=-1).to(products.dtype) for t in (z, w))
         diagonal = products + q0 * z_diagonal + p0 * w_diagonal
-        mean = diagonal.mean(-1, keepdim=True)
-        factor.diagonal(dim1=-2, dim2=-1).copy_(diagonal - mean)
-        self._apply(factor, (p0 * q0 + mean)[..., None])
+        self._apply(factor, p0 * q0 + set_centred_diagonal(factor, diagonal))
 
     def _gram(self) -> Tensor:
         """A = X Xᵀ of the matrices with norm 1, in buffer "a"."""

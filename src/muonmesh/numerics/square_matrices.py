@@ -85,3 +85,10 @@ def row_squares(x: Tensor) -> Tensor:
         for part in rows
     ]
     return torch.cat(norms).square_().view(x.shape[:-1])
+
+
+def set_centred_diagonal(square: Tensor, diagonal: Tensor) -> Tensor:
+    """Write a diagonal less its mean, fp32 or wider (batch, rows), rounded once, and return the mean, (batch, 1, 1)."""
+    mean = diagonal.mean(-1, keepdim=True)
+    square.diagonal(dim1=-2, dim2=-1).copy_(diagonal - mean)
+    return mean[..., None]

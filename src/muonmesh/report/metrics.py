@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from muonmesh.comm.agreement import agree_on_plan
 from muonmesh.comm.storage import local_of
+from muonmesh.comm.telling import tell_all
 from muonmesh.numerics.kernels.memory import upload
 from muonmesh.numerics.normalize import sums_of_squares
 from muonmesh.step.planning import Connected, Planned
@@ -63,7 +63,7 @@ def measure(
             return None
     changed, failed = summed[-1, :2, 0]
     if waits and bool(failed):
-        agree_on_plan(exchange.group, exchange.plan, error)
+        tell_all(None, error, group=exchange.group)
     if waits and bool(changed):
         return None
     rms = summed[:-1, :, 0] / summed[:-1, :, 1]

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from muonmesh.comm.agreement import View, agree_on_plan, group_of, insist
+from muonmesh.comm.agreement import View, group_of, insist
 from muonmesh.comm.copies import Copies, find_copies
 from muonmesh.comm.exchange import Exchange
 from muonmesh.comm.meeting import connected
@@ -92,16 +92,22 @@ def connect(groups: Groups, runtime: Runtime) -> Connected:
     given = dict.fromkeys([runtime.holders, *map(runtime.source.group, tensors)])
     candidates[:0] = [group for group in given if isinstance(group, dist.ProcessGroup)]
     group = group_of(ranks, candidates)
-    copies, wrong = find_copies(group, None if planned is None else claims_of(planned, ranks, runtime.source))
-    error = error or wrong
-    changed = _agree_on_products_and_machines(group, runtime, None if error is not None else planned)
-    if (copies or changed) and error is None:
+    mine: Any = None
+    if planned is not None:
+        bf16 = planned.device.type == "cpu" and runtime.precision.compute == torch.bfloat16
+        products = runtime.asked, auto_takes() if bf16 else None
+        mine = claims_of(planned, ranks, runtime.source), products, runtime.machine
+    order = ranks if group is None else dist.get_process_group_ranks(group)
+    told = dict(zip(order, tell_all(mine, error, group=group), strict=True))
+    claims, takes, machines = ({rank: facts[number] for rank, facts in told.items()} for number in range(3))
+    copies = find_copies(claims)
+    if _take_what_all_have(runtime, takes, machines) or copies:
         planned, _, error = _read(groups, runtime, copies)
     error = error or unknown_matrix([] if planned is None else planned.members)
-    views = agree_on_plan(group, planned.plan if planned is not None else None, error)
+    plans = tell_all(None if planned is None else planned.plan.digest, error, group=group)
     assert planned is not None
-    if views is not None or ranks != planned.plan.ranks:  # ranks of the set hold other parameters: plan all of them
-        views = views or [View(planned.plan.parameters, planned.plan.elementwise)] * len(ranks)
+    if len(set(plans)) > 1 or ranks != planned.plan.ranks:  # ranks of the set hold other parameters: plan all of them
+        views = tell_all(View(planned.plan.parameters, planned.plan.elementwise), group=group)
         planned = runtime.planned = widened(planned, views, ranks, _planner(runtime))
         insist(group, planned.plan)
     on_device = enumerate(planned.plan.assignments) if planned.device.type != "cpu" else ()
@@ -124,26 +130,23 @@ def connect(groups: Groups, runtime: Runtime) -> Connected:
     return runtime.connected
 
 
-def _agree_on_products_and_machines(group: dist.ProcessGroup | None, runtime: Runtime, planned: Planned | None) -> bool:
-    """Let all ranks of a group take what all can multiply with, if they leave that to us; whether this rank changes.
+def _take_what_all_have(
+    runtime: Runtime, products: Mapping[int, tuple[KernelName, object]], machines: Mapping[int, int]
+) -> bool:
+    """Let all ranks take what all can multiply with, if they leave that to us; whether this rank changes.
 
     Where launchers say different numbers of ranks of a machine, the ranks take none.
 
     Args:
-        group: The ranks that work together.
         runtime: Written.
-        planned: What this rank has planned; None if something is wrong, which is raised later.
+        products: Of each rank what it was asked to multiply with, and what "auto" stands for there.
+        machines: Of each rank how many ranks it says that a machine has.
     """
-    compute, ranks = runtime.precision.compute, [0] if group is None else dist.get_process_group_ranks(group)
-    bf16 = planned is not None and planned.device.type == "cpu" and compute == torch.bfloat16
-    mine = None if planned is None else (runtime.asked, auto_takes() if bf16 else None)
-    everyone = tell_all((mine, runtime.machine), group=group)
-    told, first = dict(zip(ranks, (products for products, _ in everyone), strict=True)), ranks[0]
-    machine = runtime.machine
-    runtime.machine = machine if all(other == machine for _, other in everyone) else 0
-    other = next((rank for rank in ranks if told[rank] != told[first]), None)
-    everywhere = all(entry is not None and entry[0] == "auto" for entry in told.values())
-    kernels: KernelName = "torch" if everywhere and other is not None else runtime.asked
+    machine, first = runtime.machine, next(iter(products))
+    runtime.machine = machine if len(set(machines.values())) == 1 else 0
+    other = next((rank for rank, takes in products.items() if takes != products[first]), None)
+    free = all(asked == "auto" for asked, _ in products.values())
+    kernels: KernelName = "torch" if free and other is not None else runtime.asked
     if kernels == runtime.precision.kernels:
         return runtime.machine != machine
     runtime.precision = replace(runtime.precision, kernels=kernels)

@@ -90,7 +90,6 @@ class Planned:
     graphs: Graphs | None = None
     beyond: Sequence[tuple[int, ...]] = ()
     _names: list[str] | None = field(default=None, init=False)
-    _terms: dict[tuple[int, ...], tuple[tuple[int, ...], str]] = field(default_factory=dict, init=False)
 
     def at_once(self, number: int) -> int:
         """Return how many matrices equal to this one, which is owned here, a device orthogonalizes at a time."""
@@ -123,25 +122,21 @@ class Planned:
             self._names = union(group, names)
         return self._names
 
-    def terms_of(self, numbers: tuple[int, ...]) -> tuple[tuple[int, ...], str]:
-        """Return what the ranks that share some parameters compare of them, as far as no step changes it.
+    @cached_property
+    def terms(self) -> list[tuple[tuple[int, ...], str]]:
+        """What ranks that share parameters compare of them, as far as no step changes it: for each set of those ranks.
 
-        Ranks may number their groups differently. So a parameter's group is told by its place among the groups of these
-        parameters, which must be the same on all ranks.
-
-        Args:
-            numbers: Of the parameters, Muon's first and then AdamW's.
-
-        Returns:
-            The numbers of their groups on this rank, each once, and a digest of group and dtype of each parameter.
+        Ranks may number their groups differently. So a parameter's group is told by its place among the groups of the
+        set's parameters, which must be the same on all ranks. For each set (`FlagVector.shared`) there are the numbers
+        of these groups on this rank, each once, and a digest of group and dtype of each parameter.
         """
-        if numbers not in self._terms:
-            everyone = (*self.muon, *self.elementwise)
+        everyone, found = (*self.muon, *self.elementwise), []
+        for numbers in self.flag_vector.shared:
             members = [member for number in numbers if (member := everyone[number]) is not None]
             groups = tuple(dict.fromkeys(member.group for member in members))
             fixed = [(groups.index(member.group), str(local_of(member.tensor).dtype)) for member in members]
-            self._terms[numbers] = groups, hashlib.sha256(str(fixed).encode()).hexdigest()
-        return self._terms[numbers]
+            found.append((groups, hashlib.sha256(str(fixed).encode()).hexdigest()))
+        return found
 
     @cached_property
     def matrices_of(self) -> dict[Tensor, tuple[int, ...]]:

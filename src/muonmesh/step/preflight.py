@@ -8,10 +8,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from muonmesh.comm.agreement import agree_on_plan, insist_on_equal
+from muonmesh.comm.agreement import insist_on_equal
 from muonmesh.comm.exchange import Exchange
 from muonmesh.comm.gradients import partial_axes, reduced
 from muonmesh.comm.storage import local_of
+from muonmesh.comm.telling import tell_all
 from muonmesh.comm.views import view_in_storage
 from muonmesh.comm.work import Work
 from muonmesh.errors import PlanError, about
@@ -221,7 +222,7 @@ def _raise_errors(
     """Raise what the flags say, on every rank; all ranks of the exchange call it where they stop a step."""
     flag_vector, plan = answers.flag_vector, exchange.plan
     if bool(answers.somebody("error")):
-        agree_on_plan(exchange.group, plan, error or settings.late())
+        tell_all(None, error or settings.late(), group=exchange.group)
     parameters: list[Parameter | Elementwise] = [*plan.parameters, *plan.elementwise]
     for flag in answers.half_missing().nonzero().flatten().tolist():
         parameter = parameters[flag_vector.owners[flag]]

@@ -39,17 +39,16 @@ def digests(
         loaded: Whether state has been loaded since the last step.
     """
     sets, said = list[list[int]](), list(map(_said, settings.rules))
-    for numbers in planned.flag_vector.shared:
-        groups, static = planned.terms_of(numbers)
+    for groups, static in planned.terms:
         text = f"{static} {precision} {loaded} {[said[group] for group in groups]}"
         sets.append(list(hashlib.blake2b(text.encode(), digest_size=DIGEST // 2).digest()))
     if not sets or not (replicas or settings.on_device):
         zeros = [0] * (DIGEST // 2)
         return torch.tensor([some + zeros for some in sets], dtype=torch.uint8, device="cpu").view(-1)
     rest = []
-    for numbers in planned.flag_vector.shared:
+    for numbers, (groups, _) in zip(planned.flag_vector.shared, planned.terms, strict=True):
         mixed = torch.zeros(1, dtype=torch.int64, device=planned.device)
-        for group in planned.terms_of(numbers)[0]:
+        for group in groups:
             if (rule := settings.rules[group]) is not None and _on_device(rule.lr):
                 mixed = mixed * _MIX + rule.lr.detach().double().reshape(1).view(torch.int64)
         # A set without fingerprints adds nothing, so ranks that have some of another set say the same of this one.

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from muonmesh.numerics.rules.muon import MuonRule
-from muonmesh.numerics.rules.rule import KeptAs, Rule, check_number
+from muonmesh.numerics.rules.rule import KeptAs
+from muonmesh.numerics.setting import fraction, not_negative, rule_field
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,20 +30,10 @@ class AdaMuonRule(MuonRule):
         eps: ε, ``adamuon_eps``.
     """
 
-    keys: ClassVar[Mapping[str, str]] = {**Rule.keys, "beta2": "adamuon_beta2", "eps": "adamuon_eps"}
     never_negative: ClassVar[tuple[str, ...]] = ("second_moment",)
 
-    beta2: float = 0.95
-    eps: float = 1e-8
-
-    def check(self) -> None:
-        """Check β₂ and ε.
-
-        Raises:
-            ValueError: one is out of range.
-        """
-        check_number(self, "beta2", below=1.0)
-        check_number(self, "eps", below=math.inf)
+    beta2: float = rule_field("adamuon_beta2", fraction(0.95))
+    eps: float = rule_field("adamuon_eps", not_negative(1e-8))
 
     def keeps(self) -> Mapping[str, KeptAs]:
         """Return the momentum and the second moments."""

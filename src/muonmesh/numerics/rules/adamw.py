@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -22,11 +22,10 @@ class AdamWRule(ElementwiseRule):
         eps: ε.
     """
 
-    keys: ClassVar[Mapping[str, str]] = {"betas": "adamw_betas", "eps": "adamw_eps"}
     never_negative: ClassVar[tuple[str, ...]] = ("exp_avg_sq",)
 
-    betas: tuple[float, float]
-    eps: float
+    betas: tuple[float, float] = field(metadata={"key": "adamw_betas"})
+    eps: float = field(metadata={"key": "adamw_eps"})
 
     def keeps(self) -> tuple[str, ...]:
         """Return the two moments."""

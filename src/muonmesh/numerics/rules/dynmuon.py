@@ -10,11 +10,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from muonmesh.errors import explain_error
 from muonmesh.numerics.rules.even import frobenius, over
 from muonmesh.numerics.rules.muon import MuonRule
-from muonmesh.numerics.rules.rule import Rule
 from muonmesh.numerics.scale import StepSize
+from muonmesh.numerics.setting import number, rule_field
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,18 +37,8 @@ class DynMuonRule(MuonRule):
 
     scale_invariant: ClassVar[bool] = False
     sees_direction: ClassVar[bool] = True
-    keys: ClassVar[Mapping[str, str]] = {**Rule.keys, "power": "dynmuon_power"}
 
-    power: float = -0.25
-
-    def check(self) -> None:
-        """Check p.
-
-        Raises:
-            ValueError: it is out of range.
-        """
-        if isinstance(self.power, bool) or not isinstance(self.power, (int, float)) or not -1 <= self.power <= 1:
-            raise ValueError(explain_error("dynmuon_power", repr(self.power), "a number from -1 to 1"))
+    power: float = rule_field("dynmuon_power", number(-0.25, lambda value: -1 <= value <= 1, "a number from -1 to 1"))
 
     def whole(self, update: Tensor, state: Mapping[str, Tensor]) -> Tensor:
         """Return the orthogonalized matrices times the power of the singular values of their directions."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias
 
 from torch import Tensor
 
 from muonmesh.numerics.rules.even import frobenius, over, unit
 from muonmesh.numerics.rules.muon import MuonRule
-from muonmesh.numerics.rules.rule import Rule, check_choice
+from muonmesh.numerics.setting import choice, rule_field
 
 MuonPlusSides: TypeAlias = Literal["row", "col", "row_col", "col_row"]
 """What Muon+ brings to one norm, in this order: the names of the authors' code."""
@@ -30,17 +30,7 @@ class MuonPlusRule(MuonRule):
         sides: What is evened out, ``muon_plus_sides``.
     """
 
-    keys: ClassVar[Mapping[str, str]] = {**Rule.keys, "sides": "muon_plus_sides"}
-
-    sides: MuonPlusSides = "col_row"
-
-    def check(self) -> None:
-        """Check the sides.
-
-        Raises:
-            ValueError: they are unknown.
-        """
-        check_choice(self, "sides", get_args(MuonPlusSides))
+    sides: MuonPlusSides = rule_field("muon_plus_sides", choice("col_row", MuonPlusSides))
 
     def whole(self, update: Tensor, state: Mapping[str, Tensor]) -> Tensor:
         """Return the matrices evened out, of Frobenius norm √min(rows, cols)."""

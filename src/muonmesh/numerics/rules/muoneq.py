@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias
 
 from torch import Tensor
 
 from muonmesh.numerics.rules.even import norm, over, unit
 from muonmesh.numerics.rules.muon import MuonRule
-from muonmesh.numerics.rules.rule import Rule, check_choice
+from muonmesh.numerics.setting import choice, rule_field
 
 MuonEqSides: TypeAlias = Literal["rows", "cols", "both"]
 """What MuonEq brings to one norm: the paper's R, its default; C; and RC, by the norms of both before the change."""
@@ -29,17 +29,7 @@ class MuonEqRule(MuonRule):
         sides: What is brought to one norm, ``muoneq_sides``.
     """
 
-    keys: ClassVar[Mapping[str, str]] = {**Rule.keys, "sides": "muoneq_sides"}
-
-    sides: MuonEqSides = "rows"
-
-    def check(self) -> None:
-        """Check the sides.
-
-        Raises:
-            ValueError: they are unknown.
-        """
-        check_choice(self, "sides", get_args(MuonEqSides))
+    sides: MuonEqSides = rule_field("muoneq_sides", choice("rows", MuonEqSides))
 
     def balance(self, direction: Tensor, state: Mapping[str, Tensor]) -> Tensor:
         """Return the directions with their rows, or columns, of norm 1."""

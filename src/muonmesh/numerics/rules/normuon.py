@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal, TypeAlias, get_args
+from typing import ClassVar, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
 from muonmesh.numerics.rules.even import frobenius
 from muonmesh.numerics.rules.muon import MuonRule
-from muonmesh.numerics.rules.rule import KeptAs, Rule, check_choice, check_number
+from muonmesh.numerics.rules.rule import KeptAs
+from muonmesh.numerics.setting import choice, fraction, not_negative, rule_field
 
 NorMuonSide: TypeAlias = Literal["rows", "longer"]
 """Whose second moments NorMuon keeps: each row's, as in the paper; or each row's of a tall matrix and each column's of
@@ -32,27 +32,11 @@ class NorMuonRule(MuonRule):
         side: Rows, or the longer side of each matrix, ``normuon_side``.
     """
 
-    keys: ClassVar[Mapping[str, str]] = {
-        **Rule.keys,
-        "beta2": "normuon_beta2",
-        "eps": "normuon_eps",
-        "side": "normuon_side",
-    }
     never_negative: ClassVar[tuple[str, ...]] = ("row_second_moment", "col_second_moment")
 
-    beta2: float = 0.95
-    eps: float = 1e-8
-    side: NorMuonSide = "rows"
-
-    def check(self) -> None:
-        """Check β₂, ε and the side.
-
-        Raises:
-            ValueError: one is out of range.
-        """
-        check_number(self, "beta2", below=1.0)
-        check_number(self, "eps", below=math.inf)
-        check_choice(self, "side", get_args(NorMuonSide))
+    beta2: float = rule_field("normuon_beta2", fraction(0.95))
+    eps: float = rule_field("normuon_eps", not_negative(1e-8))
+    side: NorMuonSide = rule_field("normuon_side", choice("rows", NorMuonSide))
 
     def keeps(self) -> Mapping[str, KeptAs]:
         """Return the momentum and the second moments."""

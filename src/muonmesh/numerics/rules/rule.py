@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import lru_cache
 from typing import Any, ClassVar, Literal, TypeAlias
 
@@ -37,7 +37,6 @@ class Hyperparameters:
     Attributes:
         scale_invariant: Whether the update stays the same when all gradients are multiplied by one number. Then
             clipping them by their norm makes no step smaller. The gradients of a rule without this are always clipped.
-        keys: The key of a group that holds a field, where it has another name.
         never_negative: Names of what it keeps that no step makes negative, such as squares.
         lr: Learning rate, a number or a 0-d tensor.
         weight_decay: Decoupled: ``p ← p·(1 − lr·weight_decay)``.
@@ -49,7 +48,6 @@ class Hyperparameters:
     """
 
     scale_invariant: ClassVar[bool] = False
-    keys: ClassVar[Mapping[str, str]] = {}
     never_negative: ClassVar[tuple[str, ...]] = ()
     takes_turns: ClassVar[bool] = False
 
@@ -73,7 +71,7 @@ class Hyperparameters:
         """
         values = {}
         for each in fields(cls):
-            key = cls.keys.get(each.name, each.name)
+            key = _key_of(each)
             if key in group or (each.default is MISSING and each.default_factory is MISSING):
                 values[each.name] = group[key]
         if isinstance(values["lr"], Tensor):  # one with a dim would have weights computed in its own dtype
@@ -83,14 +81,18 @@ class Hyperparameters:
     @classmethod
     def settings(cls) -> tuple[str, ...]:
         """Return the keys of a group that this reads."""
-        return tuple(cls.keys.get(each.name, each.name) for each in fields(cls) if each.name != "phase")
+        return tuple(_key_of(each) for each in fields(cls) if each.name != "phase")
 
     def check(self) -> None:
-        """Check the values of the fields that this class adds.
+        """Check the values of the fields that declare what fits them (`numerics.setting`).
 
         Raises:
             ValueError: one is out of range.
         """
+        for each in fields(self):
+            setting, value = each.metadata.get("setting"), getattr(self, each.name)
+            if setting is not None and not setting.fits(value):
+                raise ValueError(explain_error(_key_of(each), f"{value!r}", setting.needed))
 
     def decay(self, weights: Tensor, update: Tensor) -> None:
         """Decay weights in place.
@@ -113,27 +115,10 @@ class Hyperparameters:
             weights.copy_(torch.where(agree, weights * keep, weights))
 
 
-def check_choice(settings: Hyperparameters, field: str, choices: tuple[str, ...]) -> None:
-    """Check that a field is one of some words; the message calls it by its key in a group.
-
-    Raises:
-        ValueError: it is none of them.
-    """
-    found = getattr(settings, field)
-    if found not in choices:
-        needed = f"one of {', '.join(map(repr, choices))}"
-        raise ValueError(f"{settings.keys.get(field, field)}: found {found!r}; needed {needed}")
-
-
-def check_number(settings: Hyperparameters, field: str, *, below: float) -> None:
-    """Check that a field is a number of at least 0 and below a bound; the message calls it by its key in a group.
-
-    Raises:
-        ValueError: it is none.
-    """
-    found = getattr(settings, field)
-    if isinstance(found, bool) or not isinstance(found, (int, float)) or not 0 <= found < below:
-        raise ValueError(f"{settings.keys.get(field, field)}: found {found!r}; needed a number in [0, {below:g})")
+def _key_of(field: Field[Any]) -> str:
+    """Return the key of a group that holds a field: its name, unless it declares another."""
+    key: str = field.metadata.get("key", field.name)
+    return key
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,20 +156,15 @@ class Rule(Hyperparameters):
         phase: The number of the matrix on which `balance` or `whole` works, see `turn`.
     """
 
-    keys: ClassVar[Mapping[str, str]] = {
-        "coefficients": "ns_coefficients",
-        "steps": "ns_steps",
-        "method": "ns_method",
-    }
     orthogonalizes: ClassVar[bool] = True
     sees_direction: ClassVar[bool] = False
     unsuited_warning: ClassVar[str] = ""
 
     scale_mode: ScaleMode
     extra_scale_factor: float
-    coefficients: Coefficients
-    steps: int
-    method: Method
+    coefficients: Coefficients = field(metadata={"key": "ns_coefficients"})
+    steps: int = field(metadata={"key": "ns_steps"})
+    method: Method = field(metadata={"key": "ns_method"})
     phase: int = field(default=0, kw_only=True)
 
     def turn(self, every: int) -> bool:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import ClassVar, Literal, TypeAlias, get_args
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal, TypeAlias
 
 from muonmesh.numerics.rules.muon import MuonRule
-from muonmesh.numerics.rules.rule import Rule, check_choice
 from muonmesh.numerics.scale import ScaleMode, StepSize
+from muonmesh.numerics.setting import choice, rule_field
 
 ScionLayer: TypeAlias = Literal["head", "embedding"]
 """What multiplies the weight: vectors whose elements are about 1, in a head; or one index, in an embedding."""
 
-SCALES: tuple[ScaleMode, ...] = ("match_rms_adamw", "unit_rms_norm", "none")
+ScionScale: TypeAlias = Literal["match_rms_adamw", "unit_rms_norm", "none"]
 """The scale modes that mean something for steps that are not orthogonal."""
 
 
@@ -29,23 +28,10 @@ class ScionRule(MuonRule, ABC):
         layer: What the weights are, ``scion_layer``. A tied weight is a head.
     """
 
-    keys: ClassVar[Mapping[str, str]] = {**Rule.keys, "layer": "scion_layer"}
     orthogonalizes: ClassVar[bool] = False
 
-    layer: ScionLayer = "head"
-
-    def check(self) -> None:
-        """Check layer and scale.
-
-        Raises:
-            ValueError: one is unknown.
-        """
-        check_choice(self, "layer", get_args(ScionLayer))
-        if self.scale_mode not in SCALES:
-            needed = ", ".join(map(repr, SCALES))
-            raise ValueError(
-                f"scale_mode: found {self.scale_mode!r} for a step that is not orthogonal; needed {needed}"
-            )
+    scale_mode: ScaleMode = field(metadata={"setting": choice(None, ScionScale, " for a step that is not orthogonal")})
+    layer: ScionLayer = rule_field("scion_layer", choice("head", ScionLayer))
 
     @abstractmethod
     def rms(self, rows: int, cols: int) -> float:

@@ -9,10 +9,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from muonmesh.errors import explain_error
 from muonmesh.numerics.rules.even import over
 from muonmesh.numerics.rules.muon import MuonRule
-from muonmesh.numerics.rules.rule import KeptAs, Rule, check_number
+from muonmesh.numerics.rules.rule import KeptAs
+from muonmesh.numerics.setting import fraction, rule_field, whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,21 +42,10 @@ class SoapRule(MuonRule):
     """
 
     takes_turns: ClassVar[bool] = True
-    keys: ClassVar[Mapping[str, str]] = {**Rule.keys, "beta2": "soap_beta2", "every": "soap_every"}
     never_negative: ClassVar[tuple[str, ...]] = ("second_moment",)
 
-    beta2: float = 0.9
-    every: int = 1
-
-    def check(self) -> None:
-        """Check β₂ and the interval.
-
-        Raises:
-            ValueError: one is out of range.
-        """
-        check_number(self, "beta2", below=1.0)
-        if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
-            raise ValueError(explain_error("soap_every", repr(self.every), "a whole number of at least 1"))
+    beta2: float = rule_field("soap_beta2", fraction(0.9))
+    every: int = rule_field("soap_every", whole(1, 1, "a whole number of at least 1"))
 
     def keeps(self) -> Mapping[str, KeptAs]:
         """Return momentum, second moments, means of Gram matrices, bases and the unit of the gradients."""

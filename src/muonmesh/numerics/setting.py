@@ -1,0 +1,59 @@
+"""Setting: what is declared of a setting of a group, an optimizer or a rule, so that one check serves all of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import MISSING, field
+from numbers import Real
+from typing import Any, NamedTuple, get_args
+
+NOT_NEGATIVE = "a number of at least 0"
+"""For messages."""
+
+
+class Setting(NamedTuple):
+    """The default of a setting, what values fit, and what an error says is needed."""
+
+    default: Any = MISSING
+    fits: Callable[[Any], bool] = lambda _: True
+    needed: str = ""
+
+
+def choice(default: object, words: object, why: str = "") -> Setting:
+    """Return a setting that is one of the words of a Literal; ``why`` ends the message."""
+    known = get_args(words)
+    needed = "one of " + ", ".join(map(repr, known)) + why
+    return Setting(default, lambda value: isinstance(value, str) and value in known, needed)
+
+
+def is_number(value: object) -> bool:
+    """Whether a value is a finite real number, and no bool."""
+    return not isinstance(value, bool) and isinstance(value, Real) and math.isfinite(value)
+
+
+def number(default: float, fits: Callable[[float], bool], needed: str) -> Setting:
+    """Return a setting that is a finite number."""
+    return Setting(default, lambda value: is_number(value) and fits(value), needed)
+
+
+def not_negative(default: float) -> Setting:
+    """Return a setting that is a finite number of at least 0."""
+    return number(default, lambda value: value >= 0, NOT_NEGATIVE)
+
+
+def fraction(default: float) -> Setting:
+    """Return a setting that is a number of at least 0 and below 1."""
+    return number(default, lambda value: 0 <= value < 1, "a number in [0, 1)")
+
+
+def whole(default: int | None, least: int, needed: str) -> Setting:
+    """Return a setting that is a whole number; None too, if that is the default."""
+    return Setting(
+        default, lambda value: (value is None and default is None) or (type(value) is int and value >= least), needed
+    )
+
+
+def rule_field(key: str, setting: Setting) -> Any:
+    """Return a field of a rule, by the key that it has in a group; it is checked as declared."""
+    return field(default=setting.default, metadata={"key": key, "setting": setting})
