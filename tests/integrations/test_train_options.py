@@ -1,4 +1,4 @@
-"""`muonmesh train`: where text comes from, how runs begin and go on, and sweeps."""
+"""`muonmesh train`: where text comes from, and how runs begin and go on."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -27,7 +26,6 @@ from muonmesh.cli.corpus import Windows, load_corpus_of, prepare_corpus, save_co
 from muonmesh.cli.metrics_log import read_metrics
 from muonmesh.cli.model import build_model
 from muonmesh.cli.run_settings import Settings, load_settings
-from muonmesh.cli.sweep import best_of, figures, loss_of, parse_sweep, write_sweep
 from muonmesh.cli.training import StopRequest
 from muonmesh.errors import FileError
 from tests.workers import Pool
@@ -206,65 +204,10 @@ def test_resume_insists_on_the_same_settings(tmp_path: Path) -> None:
         _resumed(tmp_path, {"steps": 7}, {"steps"})
 
 
-# --- many trainings ------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_a_sweep_tries_the_same_with_both_optimizers(
-    ran: Callable[[Settings], Path], asked: Callable[..., Settings]
-) -> None:
-    base = asked("sweep", optimizer="both")
-    trials = parse_sweep("lr=0.001,0.02", "0,1", base)
-    assert len({trial.out for trial in trials}) == 8
-    assert {loss_of(trial) for trial in trials} == {None}, "one has begun"
-    for trial in trials:
-        ran(trial)
-    losses = write_sweep(base, trials)
-    rows = json.loads((base.directory / "sweep.json").read_text())
-    wanted = [(o, lr, seed) for o in ("muon", "adamw") for lr in (0.001, 0.02) for seed in (0, 1)]
-    assert [(row["optimizer"], row["lr"], row["seed"]) for row in rows] == wanted
-    assert len({row["loss"] for row in rows}) == 8, "a rate or a seed made no difference"
-    for row in rows:
-        name = f"{row['optimizer']}-lr{row['lr']}-seed{row['seed']}"
-        assert row["loss"] == validated(base.directory / name)[-1]
-    headings, table = figures(losses)
-    assert headings == ["peak learning rate", "0.001", "0.02"]
-    assert [row[0] for row in table] == ["Muon", "AdamW"]
-    for row in table:
-        own = [each for each in rows if each["optimizer"] == row[0].lower()]
-        low, high = (fmean(each["loss"] for each in own if each["lr"] == lr) for lr in (0.001, 0.02))
-        assert row[1].startswith(f"{low:.3f} ± ")
-        assert row[1].endswith("*") == (low < high) != row[2].endswith("*")
-    assert "the edge of what was tried" in best_of(losses)[0]
-
-
-@pytest.mark.slow
-@pytest.mark.soak
-def test_the_command_trains_a_sweep_and_goes_on_with_it(lines: Path, tmp_path: Path) -> None:
-    options = (*TINY[:-1], "both", "--model", "nano", "--vocab", 300, "--data", lines, "--text-field", "body")
-    options += ("--sweep", "lr=0.003,0.01", "--out", tmp_path / "sweep")
-    output = train(*options)
-    assert "Muon is best at" in output
-    assert len(json.loads((tmp_path / "sweep" / "sweep.json").read_text())) == 4
-    message = refused(*options)
-    assert "already there. Write: --resume auto" in message
-    message = refused(*options, "--resume", "auto", "--clip", 0.5)
-    assert "found other settings in" in message
-    (tmp_path / "sweep" / "sweep.json").unlink()
-    again = train(*options, "--resume", "auto")
-    assert "Muon is best at" in again
-    assert "Report:" not in again, "a finished training was trained again"
-    assert (tmp_path / "sweep" / "sweep.json").is_file()
-
-
 WRONG = {
     "--resume auto": r"--resume auto: found no --out beside it",
-    "--seeds 0,1": r"--seeds 0,1: found no --sweep beside it. Write: --sweep lr=0.006 --seeds 0,1",
-    "--sweep rate=1": r"--sweep rate=1: found 'rate'; needed learning rates. Write: --sweep lr=",
-    "--sweep lr=1,x": r"--sweep lr=1,x: found '1,x'; needed numbers with commas",
-    "--sweep lr=1,1.0": r"--sweep lr=1,1.0: found a value twice",
-    "--sweep lr=0": r"--lr 0.0: needed a positive, finite number",
-    "--sweep lr=1 --resume nowhere": r"nowhere: found no config.json",
+    "--lr 0": r"--lr 0.0: needed a positive, finite number",
+    "--resume nowhere": r"nowhere: found no config.json",
 }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any, get_args
 
 import typer
@@ -11,7 +11,7 @@ import typer
 from muonmesh.cli.audit_command import audit
 from muonmesh.cli.doctor import doctor
 from muonmesh.cli.plan_command import PlanRequest, plan
-from muonmesh.cli.run_settings import Request, Settings, declared, option
+from muonmesh.cli.run_settings import OUTPUT, Settings, declared, option
 from muonmesh.cli.terminal import complain, examples
 from muonmesh.cli.transfer_command import transfer
 
@@ -34,7 +34,19 @@ def commands() -> None:
     """
 
 
-def train(context: typer.Context, **values: Any) -> None:
+def train(
+    context: typer.Context,
+    resume: Annotated[
+        str | None,
+        typer.Option(
+            help="Continue the run in this directory with its settings. Only --ranks, --parallel and --timeout may "
+            "change. auto: continue the run in --out if there is one, else start it there.",
+            rich_help_panel=OUTPUT,
+            show_default=False,
+        ),
+    ] = None,
+    **values: Any,
+) -> None:
     """Train a language model with Muon, with AdamW, or with both from the same start, and compare them.
 
     Without options: a small Llama learns the sources of the Python standard library.
@@ -47,14 +59,10 @@ def train(context: typer.Context, **values: Any) -> None:
     """
     from muonmesh.cli.asked import settings_of
     from muonmesh.cli.run import train_run
-    from muonmesh.cli.sweep import train_sweep
 
     given = {name for name in values if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"}
     try:
-        request = Request(**{name: values.pop(name) for name in declared(Request)})
-        settings, resuming = settings_of(values, request, given)
-        if request.sweep is not None or request.seeds is not None:
-            raise SystemExit(train_sweep(settings, request))
+        settings, resuming = settings_of(values, resume, given)
         raise SystemExit(train_run(settings, resuming=resuming))
     except ValueError as error:
         raise SystemExit(complain("train", str(error), code=2)) from error
@@ -75,16 +83,15 @@ def parameters_of(kind: type) -> Iterator[inspect.Parameter]:
         yield inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
-def taking(kinds: Sequence[type], function: Callable[..., None]) -> Callable[..., None]:
-    """Let a function take an option for each field of some classes, instead of its ``**values``."""
+def taking(kind: type, function: Callable[..., None]) -> Callable[..., None]:
+    """Let a function take an option for each field of a class, instead of its ``**values``."""
     *own, _ = inspect.signature(function, eval_str=True).parameters.values()
-    options = (parameter for kind in kinds for parameter in parameters_of(kind))
-    function.__signature__ = inspect.Signature([*own, *options])  # type: ignore[attr-defined]
+    function.__signature__ = inspect.Signature([*own, *parameters_of(kind)])  # type: ignore[attr-defined]
     return function
 
 
 COMMANDS: dict[Callable[..., None], tuple[str, ...]] = {
-    taking((PlanRequest,), plan): (
+    taking(PlanRequest, plan): (
         "muonmesh plan --model llama-3.1-8b --mesh hsdp=2x8,tp=4",
         "muonmesh plan --model path/to/config.json --mesh fsdp=64 --json > plan.json",
         "muonmesh plan --model deepseek-v3 --mesh fsdp=32,tp=8 --experts ep=32,fsdp=8",
@@ -92,11 +99,11 @@ COMMANDS: dict[Callable[..., None], tuple[str, ...]] = {
     audit: ("muonmesh audit train.py:make", "torchrun --nproc-per-node 2 -m muonmesh audit train.py:make"),
     transfer: ("muonmesh transfer nano medium --lr 0.003", "muonmesh transfer net.py:small net.py:large"),
     doctor: ("muonmesh doctor", "muonmesh doctor runs/night", "muonmesh doctor model.pt --json > found.json"),
-    taking((Settings, Request), train): (
+    taking(Settings, train): (
         "muonmesh train",
         "muonmesh train --model nano --steps 100 --optimizer muon --out runs/first",
         "muonmesh train --resume runs/first --ranks 4",
-        "muonmesh train --data 'texts/*.jsonl' --sweep lr=0.003,0.006 --seeds 0,1",
+        "muonmesh train --data 'texts/*.jsonl' --lr 0.003",
     ),
 }
 """The commands, each with examples at the end of its help text."""

@@ -9,29 +9,23 @@ from typing import Any
 
 import torch
 
-from muonmesh.cli.run_settings import (
-    CONFIG_FILE,
-    Request,
-    Settings,
-    load_settings,
-    option,
-)
+from muonmesh.cli.run_settings import CONFIG_FILE, Settings, load_settings, option
 
 MAY_CHANGE_ON_RESUME = {"ranks", "parallel", "timeout"}  # a checkpoint has no world size
 
 
-def settings_of(values: dict[str, Any], request: Request, given: set[str]) -> tuple[Settings, bool]:
+def settings_of(values: dict[str, Any], resume: str | None, given: set[str]) -> tuple[Settings, bool]:
     """Return the settings of a run, and whether it is there already.
 
     Args:
         values: Those of the options that are settings; None or "auto" where the machine decides.
-        request: The other options.
+        resume: What ``--resume`` says.
         given: The names of all options that stood on the command line.
 
     Raises:
         ValueError: an option has a wrong value, or does not go with another.
     """
-    run = _going_on(request.resume, values["out"])
+    run = _going_on(resume, values["out"])
     return (_new(values), False) if run is None else (_resumed(run, values, given), True)
 
 

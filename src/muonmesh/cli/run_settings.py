@@ -1,7 +1,6 @@
 """Settings: everything that decides what a run computes, each declared once: its name, type, default, check and help.
 
-Commands take their options from the fields: `muonmesh train` from `Settings` and `Request`. `config.json` holds the
-former.
+Commands take their options from the fields. `config.json` holds the settings of a run of `muonmesh train`.
 """
 
 from __future__ import annotations
@@ -214,22 +213,6 @@ class Settings:
         """
         content = {**asdict(self), "environment": environment}
         write_text(self.directory / CONFIG_FILE, json.dumps(content, indent=2) + "\n")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    """What else `muonmesh train` can be asked for: options that say how the command goes, and are no settings."""
-
-    sweep: str | None = setting(
-        None, HOW, "Train once for each of these peak learning rates, with each optimizer: lr=0.003,0.006."
-    )
-    seeds: str | None = setting(None, HOW, "Repeat each training of a sweep with these seeds: 0,1,2.")
-    resume: str | None = setting(
-        None,
-        OUTPUT,
-        "Continue the run in this directory with its settings. Only --ranks, --parallel and --timeout may change. "
-        "auto: continue the run in --out if there is one, else start it there.",
-    )
 
 
 def load_settings(directory: Path, **changes: Any) -> Settings:
