@@ -103,6 +103,39 @@ def test_a_setting_that_differs_on_one_rank_is_an_error_on_all(workers, key: str
     assert workers(2).run(different_setting, key, DIFFERENT[key], waits, timeout=SOON) == [True, True]
 
 
+def mended(what: str, waits: bool) -> tuple[list[int], bool]:
+    """Make an error on rank 1 only, mend it, and go on; return what is counted, and whether the bits are as without."""
+    results = []
+    for wrong in (False, True):
+        model, optimizer = build(stochastic_rounding=3)
+        model.bfloat16()
+        optimizer._runtime.waits = waits
+        for step in range(4):
+            if wrong and step == 2:
+                give(model, 0)
+                if dist.get_rank() == 1:
+                    optimizer.param_groups[0]["lr"] = -1.0 if what == "setting" else 0.1
+                    model.matrix.grad = model.matrix.grad.to_sparse() if what == "gradient" else model.matrix.grad
+                if not waits:
+                    before = values(model)[:1]
+                    optimizer.step()  # the next step says it; AdamW's half is masked on CUDA only
+                    assert same(before, values(model)[:1])
+                with pytest.raises((mm.PlanError, ValueError, TypeError), match=r"lr|sparse"):
+                    optimizer.step()
+                optimizer.param_groups[0]["lr"] = 0.1
+            give(model, step)
+            optimizer.step()
+        optimizer._begin()
+        results.append((values(model)[:1], [group["steps_taken"] for group in optimizer.param_groups]))
+    return results[1][1], same(results[0][0], results[1][0])
+
+
+@pytest.mark.parametrize("waits", [True, False], ids=["host-waits", "host-does-not-wait"])
+@pytest.mark.parametrize("what", ["setting", "gradient"])
+def test_a_step_that_raised_is_counted_on_no_rank(workers, what: str, waits: bool) -> None:
+    assert workers(2).run(mended, what, waits, timeout=SOON) == [([4, 4], True)] * 2
+
+
 def different_dtype(kind: str) -> None:
     odd = dist.get_rank() == 1
     settings: dict[str, Any] = {}
