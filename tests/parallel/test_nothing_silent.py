@@ -274,6 +274,34 @@ def test_a_group_that_breaks_on_one_rank_is_an_error_on_all(workers, then: str, 
     assert other.startswith("PlanError: rank 1"), other
 
 
+def changed_and_mended(others: str) -> list[str]:
+    """Change the plan on rank 1 only, and nothing or something else on the others; undo it when all have been told."""
+    model, optimizer = build()
+    optimizer._runtime.waits = False
+    group, said = optimizer.param_groups[0], []
+    odd = dist.get_rank() == 1
+    for step in range(6):
+        group["ns_steps"] = 3 if odd and step in (1, 2) else 5
+        group["lr"] = -1.0 if others == "broken" and not odd and step in (1, 2) else 0.1
+        give(model, step)
+        try:
+            optimizer.step()
+            said.append("stepped")
+        except (mm.PlanError, ValueError) as error:
+            said.append(str(error))
+        meeting_of_all = torch.tensor([step])  # what a backward pass sends; it must meet that of the same step
+        dist.all_reduce(meeting_of_all, op=dist.ReduceOp.MIN)
+        assert meeting_of_all.item() == step
+    return said
+
+
+@pytest.mark.parametrize("others", ["as they were", "broken"])
+def test_ranks_stay_in_step_when_the_plan_changed_on_one_of_them(workers, others: str) -> None:
+    for told in workers(2).run(changed_and_mended, others, timeout=SOON):
+        assert [what == "stepped" for what in told] == [True, True, False, True, True, True], told
+        assert ("lr" if others == "broken" else "changed their param groups") in told[2], told
+
+
 def changed_everywhere(waits: bool) -> list[str]:
     """All ranks add a group between two steps: the same bits as one process."""
     results = []
