@@ -103,6 +103,39 @@ def test_a_setting_that_differs_on_one_rank_is_an_error_on_all(workers, key: str
     assert workers(2).run(different_setting, key, DIFFERENT[key], waits, timeout=SOON) == [True, True]
 
 
+def mended(what: str, waits: bool) -> tuple[list[int], bool]:
+    """Make an error on rank 1 only, mend it, and go on; return what is counted, and whether the bits are as without."""
+    results = []
+    for wrong in (False, True):
+        model, optimizer = build(stochastic_rounding=3)
+        model.bfloat16()
+        optimizer._runtime.waits = waits
+        for step in range(4):
+            if wrong and step == 2:
+                give(model, 0)
+                if dist.get_rank() == 1:
+                    optimizer.param_groups[0]["lr"] = -1.0 if what == "setting" else 0.1
+                    model.matrix.grad = model.matrix.grad.to_sparse() if what == "gradient" else model.matrix.grad
+                if not waits:
+                    before = values(model)[:1]
+                    optimizer.step()  # the next step says it; AdamW's half is masked on CUDA only
+                    assert same(before, values(model)[:1])
+                with pytest.raises((mm.PlanError, ValueError, TypeError), match=r"lr|sparse"):
+                    optimizer.step()
+                optimizer.param_groups[0]["lr"] = 0.1
+            give(model, step)
+            optimizer.step()
+        optimizer._begin()
+        results.append((values(model)[:1], [group["steps_taken"] for group in optimizer.param_groups]))
+    return results[1][1], same(results[0][0], results[1][0])
+
+
+@pytest.mark.parametrize("waits", [True, False], ids=["host-waits", "host-does-not-wait"])
+@pytest.mark.parametrize("what", ["setting", "gradient"])
+def test_a_step_that_raised_is_counted_on_no_rank(workers, what: str, waits: bool) -> None:
+    assert workers(2).run(mended, what, waits, timeout=SOON) == [([4, 4], True)] * 2
+
+
 def different_dtype(kind: str) -> None:
     odd = dist.get_rank() == 1
     settings: dict[str, Any] = {}
@@ -239,6 +272,34 @@ def test_a_group_that_breaks_on_one_rank_is_an_error_on_all(workers, then: str, 
     other, culprit = workers(2).run(changed, "broken", then, waits, timeout=SOON)
     assert "found 1 param_names for 2 parameters" in culprit
     assert other.startswith("PlanError: rank 1"), other
+
+
+def changed_and_mended(others: str) -> list[str]:
+    """Change the plan on rank 1 only, and nothing or something else on the others; undo it when all have been told."""
+    model, optimizer = build()
+    optimizer._runtime.waits = False
+    group, said = optimizer.param_groups[0], []
+    odd = dist.get_rank() == 1
+    for step in range(6):
+        group["ns_steps"] = 3 if odd and step in (1, 2) else 5
+        group["lr"] = -1.0 if others == "broken" and not odd and step in (1, 2) else 0.1
+        give(model, step)
+        try:
+            optimizer.step()
+            said.append("stepped")
+        except (mm.PlanError, ValueError) as error:
+            said.append(str(error))
+        meeting_of_all = torch.tensor([step])  # what a backward pass sends; it must meet that of the same step
+        dist.all_reduce(meeting_of_all, op=dist.ReduceOp.MIN)
+        assert meeting_of_all.item() == step
+    return said
+
+
+@pytest.mark.parametrize("others", ["as they were", "broken"])
+def test_ranks_stay_in_step_when_the_plan_changed_on_one_of_them(workers, others: str) -> None:
+    for told in workers(2).run(changed_and_mended, others, timeout=SOON):
+        assert [what == "stepped" for what in told] == [True, True, False, True, True, True], told
+        assert ("lr" if others == "broken" else "changed their param groups") in told[2], told
 
 
 def changed_everywhere(waits: bool) -> list[str]:

@@ -45,7 +45,7 @@ def _tell_later(runtime: Runtime, answers: ReducedFlags, raise_errors: Callable[
 
     def say(flags: Tensor) -> None:
         found = ReducedFlags(answers.flag_vector, flags)
-        if bool(found.somebody("replan")):
+        if bool(found.somebody("replan")) and not bool(found.somebody("error")):
             raise changed_groups()
         if bool(found.stops()):
             raise_errors(found)
@@ -186,11 +186,13 @@ def stand_aside(connected: Connected, settings: SettingsFound, runtime: Runtime)
         runtime: Of the optimizer.
 
     Returns:
-        Whether the error is raised on all ranks when their next step begins, where the host does not wait for it.
+        Whether an error is raised on all ranks when their next step begins, where the host does not wait for it: that
+        one, or that of another rank, or that not all ranks have changed. Raised now on this rank alone, it would leave
+        this rank a step behind the others.
 
     Raises:
-        Exception: that error.
-        PlanError: another rank found an error; or not all ranks have changed, and the others do not wait.
+        Exception: that error, where the host waits.
+        PlanError: another rank found an error, likewise.
     """
     (planned, exchange), error = connected, settings.error
     # At rate 0 the hosts of all ranks wait, as `preflight` does: see `SettingsFound.at_rest`.
@@ -202,14 +204,12 @@ def stand_aside(connected: Connected, settings: SettingsFound, runtime: Runtime)
         if bool(answers.stops()):
             raise_errors(answers)
         return False
-    followed = bool(answers.somebody("stays"))
+    if not (followed := bool(answers.somebody("stays"))) and not bool(answers.somebody("error")):
+        return False  # all ranks have changed, so all plan again
     if followed:
         exchange.run(Work())
-    if error is not None:
-        _tell_later(runtime, answers, raise_errors)
-    elif followed:
-        raise changed_groups()
-    return error is not None
+    _tell_later(runtime, answers, raise_errors)
+    return True
 
 
 def _raise_errors(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -66,6 +66,7 @@ class Runtime:
         warned: Whether a warning about rounding was given.
         unsuited_told: Parameters of which it was told that they do not suit their rule.
         idle: Which parameters have learned nothing for how long.
+        counted: The groups in which the last step was counted (`Rule.steps_taken`).
         waits: Whether the host waits for the flags; None: on a CPU only.
         together: Whether pieces are worked on together; None: on other devices than a CPU.
         offload: Whether state is worked on in copies of it; None: where it is kept elsewhere than the parameters.
@@ -98,6 +99,7 @@ class Runtime:
     warned: bool = False
     unsuited_told: set[str] = field(default_factory=set)
     idle: IdleParameters = field(default_factory=IdleParameters)
+    counted: list[dict[str, Any]] = field(default_factory=list)
     waits: bool | None = None
     together: bool | None = None
     offload: bool | None = None

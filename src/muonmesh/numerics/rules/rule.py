@@ -43,8 +43,9 @@ class Hyperparameters:
         decay_mode: Whether all weights decay ("full"), or only those of the update's sign ("cautious").
         stochastic_rounding: Seed by which weights in bf16 are rounded up or down; None: they are rounded to nearest.
         takes_turns: Whether matrices take turns at something costly, so that no step is much longer than others.
-        steps_taken: Calls of `Muon.step` before this one, also such as changed nothing, but those at learning rate 0.
-            The group counts them, and saves that with its settings, if something depends on it: see `counts_steps`.
+        steps_taken: Calls of `Muon.step` before this one, also such as changed nothing, but neither those at learning
+            rate 0 nor those that raised. The group counts them, and saves that with its settings, if something depends
+            on it: see `counts_steps`.
     """
 
     scale_invariant: ClassVar[bool] = False
