@@ -1,4 +1,4 @@
-"""What the site adds to the reference: the settings of `Muon` in its signature, as the package shows them to Python.
+"""What the site adds to the reference: the settings of `Muon` in its signature, and the arguments of `split_params`.
 
 The site reads the sources without importing them, so it reads types and defaults off their declaration.
 """
@@ -15,7 +15,8 @@ class ShowSettings(griffe.Extension):
     """Puts what is declared as ``name: Annotated[type, kind(default, ...)]`` in the place of ``**settings``."""
 
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
-        """Change the signature of `Muon`."""
+        """Change the signature of `Muon`, and put `split_params` in the place of its wrapped self."""
+        pkg["build"].set_member("split_params", pkg["groups.split.split_params"])
         taken = pkg["optimizer.Muon.__init__"].parameters
         del taken["settings"]
         declared, first = {}, list[str]()

@@ -668,7 +668,9 @@ def test_a_rule_that_sees_sharding_is_found(workers, rule: str, told: str) -> No
 
 
 def test_one_process_proves_its_parts() -> None:
-    prove_rule(AllKinds, examples=5)
+    told = prove_rule(AllKinds, examples=5)
+    assert "in all 5 cases" in told
+    assert "Sharding was not tried" in told
     with pytest.raises(AssertionError, match=r"NormalisesGradients\.fold"):
         prove_rule("test-normalises-gradients")
     with pytest.raises(ValueError, match="register_rule"):
@@ -773,13 +775,14 @@ def test_what_owners_keep_does_not_travel_and_is_kept_once(workers, layout: str)
     assert sum(kept for _, kept, _ in everyone) == everyone[0][2] > 0
 
 
-def proved_kept() -> None:
-    prove_rule(GramAverage, examples=FEW)
+def proved_kept() -> str:
+    return prove_rule(GramAverage, examples=FEW)
 
 
 def test_prove_rule_shows_it(workers) -> None:
     """With steps that leave the matrix alone, on hosts that wait for the flags and on such as do not."""
-    assert workers(3).run(proved_kept) == [None] * 3
+    (told,) = set(workers(3).run(proved_kept))
+    assert re.search(rf": 3 ranks have the bits of one process in all {FEW} cases \(.* on a mesh, .* shapes\)$", told)
 
 
 def save_kept(layout: str, path: str, rule: str = "gram") -> None:

@@ -1025,6 +1025,45 @@ def test_output_layers() -> None:
         assert heads(real(name)) == expected, name
 
 
+class HeadFirst(nn.Module):
+    """A model whose output layer is registered before the blocks."""
+
+    def __init__(self, name: str, head: nn.Module, *more: nn.Module) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(12, 4)
+        self.add_module(name, head)
+        self.more = nn.ModuleList(more)
+        self.blocks = nn.ModuleList([Block(4), Block(4)])
+        self.norm = nn.LayerNorm(4)
+
+
+def test_a_head_registered_before_the_blocks_goes_by_its_name() -> None:
+    for name in ("head", "lm_head", "output", "classifier", "to_logits"):
+        found = assigned(split_params(HeadFirst(name, nn.Linear(4, 12))))
+        assert {key for key, entry in found.items() if entry == H} == {f"{name}.weight"}
+    found = assigned(split_params(HeadFirst("head", nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 12)))))
+    assert {key for key, entry in found.items() if entry == H} == {"head.2.weight"}
+    assert assigned(split_params(HeadFirst("heading", nn.Linear(4, 4))))["heading.weight"] != H
+
+
+def test_what_may_be_a_head_before_the_blocks_warns_with_the_line_to_write() -> None:
+    """As many outputs as the embedding has rows, or outputs that no layer reads."""
+    for head in (nn.Linear(4, 12), nn.Linear(4, 5)):
+        with pytest.warns(UserWarning, match=r"z\.weight: This may be the output layer of a HeadFirst") as caught:
+            found = assigned(split_params(HeadFirst("z", head)))
+        assert found["z.weight"] not in (H, E)
+        assert 'overrides={"z.weight": "adamw"}' in str(caught[0].message)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for said in ("adamw", "muon"):
+            split_params(HeadFirst("z", nn.Linear(4, 5)), overrides={"z.weight": said})
+        split_params(HeadFirst("z", nn.Linear(4, 16)))  # pieces of the width, as for a modulation of all blocks
+        split_params(HeadFirst("z", nn.Linear(4, 6), nn.Linear(6, 4)))  # another layer reads them
+        known = HeadFirst("z", nn.Linear(4, 5))
+        known.last = nn.Linear(4, 12)
+        split_params(known)  # it has another output layer
+
+
 def test_a_pipeline_stage_without_its_head_is_no_error() -> None:
     with torch.device("meta"):
         stage = transformers.BertForMaskedLM(transformers.BertConfig(num_hidden_layers=1))

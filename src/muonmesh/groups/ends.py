@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -19,6 +20,12 @@ _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 GUESS = "; a guess, for no stack of blocks comes before it"
 """Ends the reason for a head that may as well be the last layer of a pipeline stage."""
 
+UNREAD = "; perhaps an output layer: inside no block, and no other layer reads what it makes"
+"""Ends the reason for a weight that is Muon's and may as well be the head, registered before the blocks."""
+
+_HEAD = re.compile(r"((lm|out|output)_)?head|classifier|unembed(ding)?|output(_projection)?|(to_)?logits")
+"""What models call their output layer. `conv_head` and the like are hidden layers."""
+
 
 def ends(model: nn.Module) -> dict[int, tuple[Kind, str]]:
     """The modules where the model meets its data, by id: as what they are trained, and how that is known.
@@ -32,7 +39,8 @@ def ends(model: nn.Module) -> dict[int, tuple[Kind, str]]:
        output no later layer out there can read. Directly in the model, if it has no base model: onto the labels.
     3. In any other model: the last linear or convolution registered, if it is inside no block, that is reached
        through containers and modules called `lm_head` only. Where no stack of blocks comes before it, that is a guess,
-       and the reason says so.
+       and the reason says so. Also what is called an output layer (`_HEAD`), inside no block, wherever it is
+       registered. A model without any of these may have another layer that looks like one: see `_unread`.
 
     Input layers: see `_input_layers`. A pipeline stage is to get what the whole model gets, so a block that is alone in
     it is no model.
@@ -58,13 +66,47 @@ def ends(model: nn.Module) -> dict[int, tuple[Kind, str]]:
         if hasattr(module, "base_model_prefix"):
             inner.update(map(id, module.modules()))
     body = _body(model)
-    if not hasattr(body, "base_model_prefix") and (last := _last_layer(body)) is not None:
+    stated = hasattr(body, "base_model_prefix")
+    outside = [] if stated else list(_outside_blocks(body))
+    if not stated and (last := _last_layer(body)) is not None:
         layer, known = last
         how = "output layer: the model's last layer, inside no block" + ("" if known else GUESS)
         found.setdefault(id(layer), ("head", how))
+    for key, layer in outside:
+        if _HEAD.fullmatch(key):
+            found.setdefault(id(layer), ("head", f"output layer: {key!r}, inside no block"))
     for layer, kind, how in _input_layers(model):
         found.setdefault(id(layer), (kind, how))
+    if all(kind != "head" for kind, _ in found.values()):
+        for layer in _unread(body, [layer for _, layer in outside]):
+            found.setdefault(id(layer), ("matrices", UNREAD))
     return found
+
+
+def _outside_blocks(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The linear layers and convolutions inside no block, each with its name; of an output in sequence the last."""
+    for key, child in module.named_children():
+        child = unwrapped(child)
+        if isinstance(child, nn.Linear | _ConvNd) or (isinstance(child, nn.Sequential) and _HEAD.fullmatch(key)):
+            yield key, _final(child)
+        elif isinstance(child, _CONTAINERS) and not _is_block(child, module):
+            yield from _outside_blocks(child)
+
+
+def _unread(body: nn.Module, outside: list[nn.Module]) -> Iterator[nn.Module]:
+    """The linear maps outside the blocks that read what blocks make, and whose outputs no layer of the model reads.
+
+    That is also a map from the width to the rows of an embedding. A multiple of the width may be read in pieces.
+    """
+    apart = set(map(id, outside))
+    blocks = {_outputs(m) for m in body.modules() if id(m) not in apart}
+    read = {_inputs(m) for m in body.modules()}
+    tables = [(m.num_embeddings, m.embedding_dim) for m in body.modules() if isinstance(m, nn.Embedding)]
+    for layer in outside:
+        if (features := features_of(layer)) is not None and features[1] in blocks:
+            out, into = features
+            if (features in tables and out != into) or (out not in read and out % into):
+                yield layer
 
 
 def _modules_of(value: Any) -> Iterator[nn.Module]:

@@ -162,7 +162,7 @@ def _end(site: Site, known: Ends) -> Role | None:
     if len(site.shape) < 2:
         return None
     found = next((known[id(m)] for _, m in site.owners if id(m) in known), None)
-    if found is None or (found[0] == "embeddings" and not _is_matrix(site.shape)):
+    if found is None or found[0] == "matrices" or (found[0] == "embeddings" and not _is_matrix(site.shape)):
         return None
     return _adamw(*found, "flatten" if isinstance(site.module, _ConvNd) else by_shape(site.shape))
 
@@ -294,10 +294,11 @@ def _linear(site: Site, known: Ends) -> Role | None:
     if not transposed and shape != (out, into):
         return None
     matrices, fused, guess = _parts(site, out, into)
+    kind, unsure = known.get(id(module), ("", ""))
     reason = f"linear{fused}"
     if transposed:
         matrices, reason = ("transposed", matrices), f"{reason}, stored in × out"
-    return replace(_muon(reason, matrices), guess=guess)
+    return replace(_muon(reason + (unsure if kind == "matrices" else ""), matrices), guess=guess)
 
 
 def _unknown(site: Site) -> Role:

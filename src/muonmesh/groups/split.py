@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from muonmesh.errors import about, explain_error, warn
-from muonmesh.groups.ends import GUESS, ends
+from muonmesh.groups.ends import GUESS, UNREAD, ends
 from muonmesh.groups.fused_projections import Matrices, global_shape
 from muonmesh.groups.heads import HeadPart, by_heads, parts_of, refuse_none
 from muonmesh.groups.roles import by_shape, declarations, declared_by, role, without_decay
@@ -255,6 +255,15 @@ def _warn_of_guesses(model: nn.Module, entries: Sequence[_Entry], guesses: Seque
         )
         what = f"Muon trains these weights as one matrix each by a guess: {of}. Write {write}"
         warn(about(type(model).__name__, what))
+    for entry in entries:
+        if entry.role.reason.endswith(UNREAD) and not entry.overridden_by:
+            what = (
+                f"This may be the output layer of a {type(model).__name__}: it is inside no block, and no other layer "
+            )
+            what += "reads what it makes. Muon trains it, because it is registered before the blocks and its name says "
+            what += f'nothing. If it is the output layer, write overrides={{"{entry.name}": "adamw"}}. To keep Muon '
+            what += 'without this warning, write "muon" there'
+            warn(about(entry.name, what))
     for entry in entries if ranks > 1 else ():  # one process holds no stage
         if entry.role.reason.endswith(GUESS) and not entry.overridden_by:
             what = f"This last layer of a {type(model).__name__} is taken for the output layer by a guess, because no "

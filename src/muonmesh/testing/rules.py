@@ -6,6 +6,7 @@ import functools
 import itertools
 import math
 import random
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -59,7 +60,7 @@ def prove_rule(
     examples: int = 40,
     seed: int = 0,
     settings: Mapping[str, Any] | None = None,
-) -> None:
+) -> str:
     """Prove that a rule gives bit for bit the same weights and state however its parameters are held.
 
     Every rank of the default process group calls it, on the CPU (gloo). First the elementwise parts are given vectors
@@ -76,6 +77,9 @@ def prove_rule(
         seed: Of all that is generated.
         settings: For the rule's group, such as hyperparameters of its own.
 
+    Returns:
+        What was tried and held, as a sentence to print: the ranks, the layouts and the shapes.
+
     Raises:
         AssertionError: on every rank, naming the part of the rule or the case, and what differs.
         ValueError: the rule is not registered.
@@ -90,8 +94,24 @@ def prove_rule(
     generator = random.Random(seed)
     _agree(_parts_that_see_neighbours(group, generator))
     mesh_of = functools.cache(functools.partial(init_device_mesh, "cpu"))
-    for _ in range(examples):
-        _agree(_differences(_case(generator), group, mesh_of))
+    cases = [_case(generator) for _ in range(examples)]
+    for case in cases:
+        _agree(_differences(case, group, mesh_of))
+    return _told(names[0], cases)
+
+
+def _told(rule: str, cases: Sequence[SimpleNamespace]) -> str:
+    """Return what cases without a difference have shown."""
+    ranks, held = world_size(), Counter(case.how for case in cases)
+    kinds = {"mesh": "on a mesh", "plain": "replicated", "flat": "in a flat buffer"}
+    layouts = ", ".join(f"{held[how]} {words}" for how, words in kinds.items() if held[how])
+    shapes = f"{len({case.shape for case in cases})} shapes"
+    if ranks > 1:
+        return f"{rule}: {ranks} ranks have the bits of one process in all {len(cases)} cases ({layouts}; {shapes})"
+    return (
+        f"{rule}: one process has the same bits by the operations of a CPU and of a device in all {len(cases)} cases "
+        f"({shapes}). Sharding was not tried: start this on several ranks, as with torchrun --nproc-per-node 4"
+    )
 
 
 def _case(generator: random.Random) -> SimpleNamespace:
