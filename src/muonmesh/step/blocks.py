@@ -119,7 +119,7 @@ class Blocks:
         return line_segments_of(self.plan.assignments[number].matrix, piece)
 
     def check(self, wrote: Blocks | None, name: str, tensor: Tensor, state: Mapping[str, Any]) -> None:
-        """Make sure that codes in the state of a tensor are those of these blocks, before anything reads or writes them.
+        """Make sure that codes kept of a tensor are those of these blocks, before anything reads or writes them.
 
         Args:
             wrote: The blocks of the plan under which codes were last written; None if no step has written any.
