@@ -350,6 +350,7 @@ class Muon(torch.optim.Optimizer):
         runtime.interrupted = f"step {exchange.wire.steps} of this plan"
         yield planned, exchange, work
         ready.finish()
+        runtime.wrote = ready.blocks
         runtime.brought_back = None if offload is None else offload.last
         if clip.running:
             keep_running_norms(clip, self.state, flags.stop)
@@ -520,7 +521,7 @@ class Muon(torch.optim.Optimizer):
             self.finish()
             self._runtime.refuse_if_interrupted()
             if self._runtime.precision.int8:
-                widen_state(self.state, plan(self.param_groups, self._runtime))
+                widen_state(self.state, plan(self.param_groups, self._runtime), self._runtime.wrote)
             found = super().state_dict()
             found["param_groups"] = [SavedGroup.of(group) for group in found["param_groups"]]
             return found

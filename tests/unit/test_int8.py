@@ -146,3 +146,35 @@ def test_metrics_read_what_the_codes_stand_for() -> None:
     train(twins, exact, range(2))
     ours, theirs = (optimizer.metrics()["group0/momentum_rms"] for optimizer in (coded, exact))
     assert ours == pytest.approx(theirs, rel=1e-2)
+
+
+@pytest.mark.parametrize("then", [(200, 100), (150, 75, 75)], ids=["as many scales", "more scales"])
+def test_a_parameter_that_is_split_otherwise_is_refused_before_anything_is_written(then: tuple[int, ...]) -> None:
+    """Read by the scales of other matrices, its momentum would be thousands of times too large, without an error."""
+    weight, vector = nn.Parameter(torch.randn(4, 300)), nn.Parameter(torch.ones(3))
+    groups = [{"params": [("w", weight)], "matrices": [("cols", 100, 200)]}]
+    groups.append({"params": [("v", vector)], "algorithm": "adamw"})
+    optimizer = mm.Muon(groups, lr=0.02, state_dtype="int8")
+    gradient = torch.randn(4, 300)
+    gradient[:, :100] *= 1e4
+
+    def give() -> None:
+        weight.grad, vector.grad = gradient.clone(), torch.ones(3)
+
+    give()
+    optimizer.step()
+    before = weight.detach().clone(), vector.detach().clone()
+    optimizer.param_groups[0]["matrices"] = [("cols", *then)]
+    give()
+    with pytest.raises(mm.StateError, match=r"^w: found .* scales of momentum_buffer"):
+        optimizer.step()
+    with pytest.raises(mm.StateError, match=r"^w: found .* scales of momentum_buffer"):
+        optimizer.state_dict()
+    assert torch.equal(before[0], weight)
+    assert torch.equal(before[1], vector)
+    optimizer.param_groups[0]["matrices"] = [("cols", 100, 200)]
+    optimizer.state_dict()
+    optimizer.param_groups[0]["matrices"] = [("cols", *then)]
+    optimizer.step()
+    momentum = optimizer.state_dict()["state"][0]["momentum_buffer"]
+    assert momentum[:, 100:].abs().max() < 1

@@ -42,7 +42,7 @@ class OfMuon:
         if planned.exchange is None and planned.plan.keepers:
             planned, _ = connect(optimizer.param_groups, runtime)
         if runtime.precision.int8:
-            widen_state(optimizer.state, planned)
+            widen_state(optimizer.state, planned, runtime.wrote)
         return records_of(planned, optimizer, runtime.precision)
 
     def checkpoint_restored(self) -> None:

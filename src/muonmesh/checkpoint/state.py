@@ -18,7 +18,7 @@ from muonmesh.layout.matrix import as_tuples
 from muonmesh.names import canonical_name
 from muonmesh.numerics.rules import is_matrix_rule, rule_of, step_count
 from muonmesh.settings import check_group, check_structure
-from muonmesh.step.blocks import SCALE
+from muonmesh.step.blocks import SCALE, Blocks
 from muonmesh.step.members import flat_layouts
 from muonmesh.step.planning import Planned
 from muonmesh.step.precision import Precision
@@ -58,7 +58,7 @@ class SavedGroup(OrderedDict[str, Any]):
         return OrderedDict, (), None, None, iter(self.items())
 
 
-def widen_state(held: Mapping[Tensor, dict[str, Any]], planned: Planned) -> None:
+def widen_state(held: Mapping[Tensor, dict[str, Any]], planned: Planned, wrote: Blocks | None) -> None:
     """Turn what is kept in int8 into fp32, in place: any layout and any ``state_dtype`` can load it.
 
     The next step turns it back, into the same codes and scales, so nothing is lost.
@@ -66,9 +66,15 @@ def widen_state(held: Mapping[Tensor, dict[str, Any]], planned: Planned) -> None
     Args:
         held: The optimizer's state, written.
         planned: Where the parameters live.
+        wrote: The blocks by which codes were written.
+
+    Raises:
+        StateError: a parameter was split otherwise since.
     """
     for member in planned.members:
         entry = held.get(member.tensor, {})
+        if any(key + SCALE in entry for key in member.state_layouts):
+            planned.blocks.check(wrote, member.name, member.tensor, entry)
         for key, layout in member.state_layouts.items():
             if key in entry and local_of(entry[key]).dtype == torch.int8:
                 wide = planned.blocks.wide(member.name, member.tensor, key, entry)

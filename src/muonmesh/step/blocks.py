@@ -118,6 +118,38 @@ class Blocks:
         """Return the segments of a piece of a matrix."""
         return line_segments_of(self.plan.assignments[number].matrix, piece)
 
+    def check(self, wrote: Blocks | None, name: str, tensor: Tensor, state: Mapping[str, Any]) -> None:
+        """Make sure that codes kept of a tensor are those of these blocks, before anything reads or writes them.
+
+        Args:
+            wrote: The blocks of the plan under which codes were last written; None if no step has written any.
+            name: Of the parameter, for messages.
+            tensor: The parameter.
+            state: What is kept of it.
+
+        Raises:
+            StateError: it was resharded or split otherwise since.
+        """
+        for key in [key for key in state if key + SCALE in state and local_of(state[key]).dtype == torch.int8]:
+            count, size = state[key + SCALE].numel(), self.size(tensor)
+            other = wrote is not None and wrote is not self and wrote._form(tensor) not in (None, self._form(tensor))
+            if other or count != size:
+                found = f"{count} scales of {key}" + (
+                    ", of the matrices that it was split into before" if other else ""
+                )
+                needed = f"{size}, one for each block that this rank stores"
+                write = "Reshard or split a parameter otherwise after optimizer.state_dict(), or load the state again, "
+                write += "since both keep the momentum in fp32 until the next step"
+                raise StateError(explain_error(name, found, needed, write))
+
+    def _form(self, tensor: Tensor) -> object:
+        """Return which scale each code of a tensor has; None for a tensor that is not in the plan."""
+        numbers = self.matrices_of.get(tensor)
+        if numbers is None:
+            return None
+        pieces = [(number, piece) for number in numbers for piece in self.holdings[number]]
+        return [(self.grid(number), self.segments(number, piece)) for number, piece in pieces if piece.numel]
+
     def wide(self, name: str, tensor: Tensor, key: str, state: Mapping[str, Any]) -> Tensor:
         """Return what is kept of a tensor under a key in fp32, in the shape of what this rank stores of it.
 

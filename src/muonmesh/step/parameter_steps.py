@@ -116,6 +116,8 @@ def collect(planned: Planned, optimizer: Optimizer, runtime: Runtime, loss_scale
         entry = entries[id(member)] = ParameterStep(member, local_of(tensor), state[tensor], gradient, matrices)
         try:
             check_state(entry, runtime.precision, muon=muon)
+            if muon and runtime.precision.int8:
+                planned.blocks.check(runtime.wrote, member.name, tensor, entry.state)
         except (LayoutError, StateError) as found:
             error = error or found
         return entry

@@ -17,6 +17,7 @@ from muonmesh.layout.owners import KnownMatrix
 from muonmesh.numerics.kernels import KernelName
 from muonmesh.numerics.kernels.memory import download
 from muonmesh.settings import ProcessGroup
+from muonmesh.step.blocks import Blocks
 from muonmesh.step.offload import Offload
 from muonmesh.step.planning import Connected, Planned
 from muonmesh.step.precision import Precision
@@ -67,6 +68,7 @@ class Runtime:
         unsuited_told: Parameters of which it was told that they do not suit their rule.
         idle: Which parameters have learned nothing for how long.
         counted: The groups in which the last step was counted (`Rule.steps_taken`).
+        wrote: The blocks by which momentum in int8 was last written; None: by none.
         waits: Whether the host waits for the flags; None: on a CPU only.
         together: Whether pieces are worked on together; None: on other devices than a CPU.
         offload: Whether state is worked on in copies of it; None: where it is kept elsewhere than the parameters.
@@ -100,6 +102,7 @@ class Runtime:
     unsuited_told: set[str] = field(default_factory=set)
     idle: IdleParameters = field(default_factory=IdleParameters)
     counted: list[dict[str, Any]] = field(default_factory=list)
+    wrote: Blocks | None = None
     waits: bool | None = None
     together: bool | None = None
     offload: bool | None = None
