@@ -1,7 +1,8 @@
 """What the site adds to the pages: those outside of docs/, and links that lead there.
 
 The pages are written to be read in the repository too, so their links are relative to the files. Here a link to a page
-outside of docs/ becomes one to its copy, and a link to any other file, which the site does not have, becomes text.
+outside of docs/ becomes one to its copy, and a link to any other file, which the site does not have, becomes text. A
+picture leads to its file, whose text a phone can enlarge.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ COPIES = {
     "benchmarks/README.md": "benchmarks.md",
 }
 LINK = re.compile(r"(!?\[[^\]]*\])\(([^)\s]+)\)")
+PICTURE = re.compile(r'<img [^>]*\bsrc="([^"]+)"[^>]*>')
 CODE = re.compile(r"(^ *```.*?^ *```$)", re.DOTALL | re.MULTILINE)
 
 
@@ -60,3 +62,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
     parts = CODE.split(markdown)
     return "".join(part if CODE.fullmatch(part) else LINK.sub(rewritten, part) for part in parts)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Make each picture a link to its file."""
+    return PICTURE.sub(r'<a href="\1">\g<0></a>', html)

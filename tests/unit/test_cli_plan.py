@@ -81,7 +81,7 @@ def test_the_tables_name_their_scope_and_fit_a_terminal(width: int) -> None:
     asked = ["plan", "--model", "deepseek-v3", "--mesh", "fsdp=32,tp=8", "--experts", "ep=32,fsdp=8", "--rank", "3"]
     shown = CliRunner().invoke(app, asked, env={"COLUMNS": str(width)}).stdout.splitlines()
     assert max(map(len, shown)) <= 80
-    assert shown[0] == "Cluster: deepseek-v3 on 256 ranks (fsdp=32,tp=8), rule muon"
+    assert shown[0] == "Cluster: deepseek-v3 on fsdp=32,tp=8 (ranks: 256), rule muon"
     titles = [line.strip() for line, below in pairwise(shown) if set(below.strip()) == {"─"}]
     assert [re.sub(" +", " ", title) for title in titles] == [
         "parameters shape matrices owners TFLOP rank 3",
@@ -115,7 +115,7 @@ WRONG = {
     "--model nano --mesh fsdp=2000000": r"found 2,000,000 ranks; needed at most 1,048,576",
     "--model nano --mesh fsdp=2 --experts ep=2": r"--experts ep=2: found no experts in nano; .* Leave it out",
     "--model deepseek-v3 --mesh fsdp=4 --experts ep=2": r"found 2 ranks; needed 4, the ranks of --mesh fsdp=4",
-    "--model nano --mesh fsdp=2 --rank 2": r"--rank 2: found 2 ranks in --mesh fsdp=2",
+    "--model nano --mesh fsdp=2 --rank 2": r"--rank 2: needed a rank of --mesh fsdp=2, below 2",
     "--model nothing --mesh fsdp=2": r"--model nothing: .*Needed a preset .*, the path of a",
     "--model nano --mesh fsdp=2 --rates rates.json": r"a key of rates.json: found 'flop'; needed one of flops, ",
 }

@@ -1045,6 +1045,15 @@ def test_a_head_registered_before_the_blocks_goes_by_its_name() -> None:
     assert {key for key, entry in found.items() if entry == H} == {"head.2.weight"}
     assert assigned(split_params(HeadFirst("heading", nn.Linear(4, 4))))["heading.weight"] != H
 
+    class Named(HeadFirst):
+        """As SelecSLS of timm: it names its output layer, and calls its last hidden layers the head."""
+
+        def get_classifier(self) -> nn.Module:
+            return self.more[0]
+
+    found = assigned(split_params(Named("head", nn.Linear(4, 8), nn.Linear(8, 12))))
+    assert {key for key, entry in found.items() if entry == H} == {"more.0.weight"}
+
 
 def test_what_may_be_a_head_before_the_blocks_warns_with_the_line_to_write() -> None:
     """As many outputs as the embedding has rows, or outputs that no layer reads."""

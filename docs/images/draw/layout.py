@@ -127,7 +127,7 @@ def draw(picture: Path) -> None:
     axes.text(
         (UPDATED + WIDTH - 250) / 2,
         height + 60,
-        "A colour stands for the rank that stores the rows. Dotted rows stay on their rank: nothing is sent for them.\n"
+        "A color stands for the rank that stores the rows. Dotted rows stay on their rank: nothing is sent for them.\n"
         f"Here {sent:.0%} of the weight is sent to an owner, and as much is sent back. "
         f"{' and '.join(idle).capitalize()} owns matrices of other weights.",
         ha="center",

@@ -32,8 +32,8 @@ class AuditRow:
 
     Attributes:
         weight: Canonical name.
-        shape: Of the whole weight.
-        layout: Where it lives; empty where every rank holds all of it.
+        shape: Shape of the whole weight.
+        layout: How the weight is sharded; empty if every rank holds all of it.
         verdict: What happens to it. See `muonmesh.audit`.
         matrices: How many matrices are orthogonalized; 0 if none.
         like: Cosine between the step and what ``verdict`` says it is: 1 is exact.

@@ -60,8 +60,8 @@ def convert(
         source: An optimizer of a known package, with its state; or what its ``state_dict`` returned; or a file in which
             ``torch.save`` wrote that; or the folder of a DeepSpeed checkpoint. A list of them where several hold the
             state: torch's Muon and AdamW, or the files of all ranks, of which each has some. All ranks call it alike.
-        optimizer: Our optimizer.
-        package: Whose state dict it is, where its groups do not tell.
+        optimizer: The optimizer of muonmesh that takes the state.
+        package: The package that wrote the state dict. Needed if its groups do not show the package.
         params: For state that has no names: for each group of the source its parameters, or their names, in the order
             in which the other optimizer was given them. They count for each source if each has as many groups.
 

@@ -35,9 +35,9 @@ def load_full(
 
     Args:
         model: As those functions take it: plain, DDP, or sharded by DTensors.
-        optimizer: Of its parameters.
+        optimizer: The optimizer of the model's parameters.
         weights: On rank 0, what ``get_model_state_dict`` gave with ``full_state_dict``; None on the others.
-        state: On rank 0, what ``get_optimizer_state_dict`` gave so, flattened or not; None on the others.
+        state: On rank 0, what ``get_optimizer_state_dict`` gave with it, flattened or not; None on the others.
 
     Raises:
         StateError: on every rank, before any weight or state has changed: an entry is missing, too much, or of another

@@ -77,8 +77,11 @@ def read_zero(folder: Path) -> dict[str, Any]:
     counts = states[0]["partition_count"]
     needed = max(counts) if isinstance(counts, list | tuple) and counts else counts
     if needed != len(states):
-        found, write = f"the optimizer files of {len(states)} ranks", "Bring the files of the other ranks there too"
-        raise FileError(explain_error(str(folder), found, f"those of {needed}", write))
+        found, write = (
+            f"the optimizer files of {len(states)} of {needed} ranks",
+            "Bring the files of the other ranks there too",
+        )
+        raise FileError(explain_error(str(folder), found, "all of them", write))
     groups: list[Mapping[str, Any]] = []
     state: dict[Any, Mapping[str, Any]] = {}
     for flat in _flats(paths[0], states, shapes):

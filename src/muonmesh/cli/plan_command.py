@@ -91,7 +91,7 @@ def planned(asked: PlanRequest) -> dict[str, Any]:
     mesh, experts, rank = asked.mesh, asked.experts, asked.rank
     cluster = parse_cluster(mesh, experts)
     if rank is not None and rank >= len(cluster.ranks):
-        raise FileError(f"--rank {rank}: found {len(cluster.ranks)} ranks in --mesh {mesh}. Write: --rank 0")
+        raise FileError(f"--rank {rank}: needed a rank of --mesh {mesh}, below {len(cluster.ranks)}. Write: --rank 0")
     rates = None if asked.rates is None else load_rates(asked.rates)
     placed = weights_of(asked.model, cluster)
     if experts is not None and not any(EXPERTS.search(weight.name) for weight in placed):
@@ -139,7 +139,7 @@ def print_plan(found: dict[str, Any], *, as_json: bool = False) -> None:
     if as_json:
         console.print(json.dumps(found, indent=1), soft_wrap=True, markup=False)
         return
-    title = f"Cluster: {found['model']} on {found['ranks']:,} ranks ({found['mesh']}), rule {found['rule']}"
+    title = f"Cluster: {found['model']} on {found['mesh']} (ranks: {found['ranks']:,}), rule {found['rule']}"
     console.print(title, style="bold")
     headings = ("parameters", "shape", "matrices", "owners", "TFLOP", f"sent by\nrank {found['rank']}")
     console.print(table_of(headings, rows_of(found)))

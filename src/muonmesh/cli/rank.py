@@ -38,7 +38,7 @@ def work(run: Path) -> None:
     device = join(settings.device, timeout=timedelta(seconds=settings.timeout) if settings.timeout else None)
     if dist.get_world_size() != settings.ranks:
         raise FileError(
-            f"{run}: found {dist.get_world_size()} ranks, started by torchrun; needed the {settings.ranks} of the run. "
+            f"{run}: found --nproc-per-node {dist.get_world_size()}; needed the {settings.ranks} of the run. "
             f"Write: --nproc-per-node {settings.ranks}, or change them: muonmesh train --resume {run} --ranks N"
         )
     lock = contextlib.ExitStack()

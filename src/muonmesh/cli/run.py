@@ -71,7 +71,7 @@ def _headline(settings: Settings, parameters: int, corpus: Corpus) -> str:
     return (
         f"{settings.model}, {parameters / 1e6:.1f}M parameters; {corpus.source}, {corpus.files} files, "
         f"{corpus.train_tokens / 1e6:.2f}M tokens to learn from, {corpus.validation_tokens / 1e6:.2f}M held out; "
-        f"{settings.steps} steps of {settings.tokens_per_step} tokens; {settings.ranks} ranks, "
+        f"{settings.steps} steps of {settings.tokens_per_step} tokens; ranks: {settings.ranks}, "
         f"{settings.parallel.upper()} on {settings.device}, {settings.dtype}; into {settings.out}"
     )
 

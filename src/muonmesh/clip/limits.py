@@ -21,16 +21,15 @@ from muonmesh.errors import explain_error
 class GradNorms:
     """Norms of the gradients before clipping, over all shards, every element counted once.
 
-    ``float(norms)`` and ``norms.item()`` are the total, as in loops written for torch's function; reading never
-    communicates, so one rank alone may log. On CUDA reading waits for the device.
+    ``float(norms)`` and ``norms.item()`` are the total, as in loops written for torch's function. Reading them
+    sends nothing, so one rank alone may log. On CUDA, reading waits for the device.
 
     Attributes:
-        total: 0-d fp64 tensor, norm of all gradients; None if it was not asked for.
-        muon: Norm of the gradients of Muon's half, the groups whose rule is scale-invariant; None likewise.
-        adamw: Norm of the others': AdamW's, and those of rules that feel the scale of gradients; None likewise.
-        skipped: 0-d bool tensor, whether the next ``step`` changes nothing.
-        apart: The norms of gradients that the others leave out, by name: `GradientSource.norms_apart`, of what was
-            measured.
+        total: Norm of all gradients, a 0-d fp64 tensor; None with ``norms=False`` if the policy does not need it.
+        muon: Norm of the gradients of Muon's groups and of other scale-invariant rules; None in the same case.
+        adamw: Norm of all other gradients: AdamW's, and those of rules that depend on the scale; None in the same case.
+        skipped: Whether the next ``step`` changes nothing, a 0-d bool tensor.
+        apart: Norms by name of the gradients that the other norms leave out (`GradientSource.norms_apart`).
     """
 
     total: Tensor | None

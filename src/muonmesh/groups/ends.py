@@ -40,7 +40,8 @@ def ends(model: nn.Module) -> dict[int, tuple[Kind, str]]:
     3. In any other model: the last linear or convolution registered, if it is inside no block, that is reached
        through containers and modules called `lm_head` only. Where no stack of blocks comes before it, that is a guess,
        and the reason says so. Also what is called an output layer (`_HEAD`), inside no block, wherever it is
-       registered. A model without any of these may have another layer that looks like one: see `_unread`.
+       registered; in timm's models a hidden layer may be called so. A model without any of these may have another
+       layer that looks like one: see `_unread`.
 
     Input layers: see `_input_layers`. A pipeline stage is to get what the whole model gets, so a block that is alone in
     it is no model.
@@ -66,9 +67,8 @@ def ends(model: nn.Module) -> dict[int, tuple[Kind, str]]:
         if hasattr(module, "base_model_prefix"):
             inner.update(map(id, module.modules()))
     body = _body(model)
-    stated = hasattr(body, "base_model_prefix")
-    outside = [] if stated else list(_outside_blocks(body))
-    if not stated and (last := _last_layer(body)) is not None:
+    outside = [] if _is_whole(model) else list(_outside_blocks(body))
+    if not hasattr(body, "base_model_prefix") and (last := _last_layer(body)) is not None:
         layer, known = last
         how = "output layer: the model's last layer, inside no block" + ("" if known else GUESS)
         found.setdefault(id(layer), ("head", how))
@@ -153,9 +153,7 @@ def _input_layers(model: nn.Module) -> Iterator[tuple[nn.Module, Kind, str]]:
     In such a model a linear map outside the blocks is an output layer if it makes 2 to 4 numbers, or as many as an
     input layer reads and no other layer does: it tells the data. In a list of heads it is the last of an entry.
     """
-    whole = any(
-        hasattr(m, "base_model_prefix") or callable(getattr(m, "get_classifier", None)) for m in model.modules()
-    )
+    whole = _is_whole(model)
     everything = list(model.modules())
     made: set[int] = set()
     in_blocks: set[int] = set()  # what blocks make is no data, unless nothing else in the model could read data
@@ -203,6 +201,11 @@ def _input_layers(model: nn.Module) -> Iterator[tuple[nn.Module, Kind, str]]:
             yield from walk(child, blocked or (isinstance(module, _CONTAINERS) and _is_block(child, module)))
 
     yield from walk(nn.ModuleList([model]) if isinstance(model, _ConvNd) else model, False)
+
+
+def _is_whole(model: nn.Module) -> bool:
+    """Whether it holds a model of transformers or timm, which names its output layers itself."""
+    return any(hasattr(m, "base_model_prefix") or callable(getattr(m, "get_classifier", None)) for m in model.modules())
 
 
 def _outputs(layer: nn.Module) -> int | None:

@@ -117,10 +117,10 @@ class ParamGroups(list[dict[str, Any]]):
         rows += [(names[0] if len(names) == 1 else row[0], str(len(names)), *row[1:]) for row, names in lines.items()]
         text = aligned(rows)
         for group in self:
-            elements = sum(prod(global_shape(p)) for p in group["params"])
+            count, elements = len(group["params"]), sum(prod(global_shape(p)) for p in group["params"])
             settings = {k: v for k, v in group.items() if k not in _RESERVED | {"algorithm", "matrices"}}
             shown = "".join(f", {k}={v!r}" for k, v in settings.items())
-            text.append(f"{group['name']}: {len(group['params'])} tensors, {elements:,} elements{shown}")
+            text.append(f"{group['name']}: {count} tensor{'' if count == 1 else 's'}, {elements:,} elements{shown}")
         frozen = Counter((starred(name), reason) for name, reason in self.frozen.items())
         text += [f"left out: {name} ({count}): {reason}" for (name, reason), count in frozen.items()]
         return "\n".join(text)

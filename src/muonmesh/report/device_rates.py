@@ -14,17 +14,17 @@ class DeviceRates:
     """How fast a device is, for the model of time. By default one H100 SXM; docs/plan.md has the source of each rate.
 
     Attributes:
-        flops: The most that bf16 products may reach, FLOP/s: 70 % of the data sheet's 989 TFLOP/s.
-        published: What a triangle of tiles by Triton is published to reach on large matrices: 38 % (flash-muon, H800).
-        bytes: Of its memory, B/s: 80 % of the data sheet's 3.35 TB/s.
-        wire: Of the network to other ranks, B/s each way: 400 Gb/s.
-        kernel: Seconds of the host for a kernel of ours, with the step's Python around it; on the host of one H200, as
-            the three rates below.
-        operation: Likewise for one of torch's.
-        view: Likewise for an operation that starts none.
-        matrix: Seconds of the host for each matrix, of the step's Python.
+        flops: Upper limit of bf16 products in FLOP/s: 70 % of the data sheet's 989 TFLOP/s.
+        published: FLOP/s of Triton's symmetric products on large matrices: 38 % (published by flash-muon, H800).
+        bytes: Memory bandwidth in B/s: 80 % of the data sheet's 3.35 TB/s.
+        wire: Network bandwidth to other ranks in B/s, each way: 400 Gb/s.
+        kernel: Seconds that the host takes to start a kernel of muonmesh, with the Python code around it. This rate and
+            the next three were measured on the host of one H200.
+        operation: Seconds that the host takes for an operation of torch that starts a kernel.
+        view: Seconds that the host takes for an operation of torch that starts no kernel.
+        matrix: Seconds that the host takes for each matrix, in the Python code of the step.
         collective: Seconds until the first byte of a collective arrives.
-        message: Seconds more for each rank that an all-to-all reaches.
+        message: Additional seconds for each rank that an all-to-all reaches.
     """
 
     flops: float = 0.70 * 989e12

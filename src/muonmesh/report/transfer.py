@@ -29,7 +29,7 @@ class Size:
     """What the settings of an optimizer mean for one parameter.
 
     Attributes:
-        shape: Of the whole parameter.
+        shape: Shape of the whole parameter.
         algorithm: "muon", "adamw", or the rule of its group.
         rms: Root mean square of one step; of AdamW at most.
         spectral: Spectral norm of one step, the largest of its matrices; of AdamW at most, where a vector or a table

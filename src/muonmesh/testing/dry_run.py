@@ -34,24 +34,24 @@ class DryRun(Timed):
     """What one step would do on one rank.
 
     Attributes:
-        launches: Kernels; a multi-tensor operation takes as many as its tensors need.
-        operations: Calls of torch that launch something.
-        kernels: Launches that are of our own operators.
-        views: Calls of torch that launch nothing.
-        matrices: Parameters that Muon steps by Python of its own; 0 for other optimizers.
-        collectives: On the device.
-        messages: Ranks that all-to-alls reach, summed up.
-        bytes_sent: To other ranks, as `Counts` has it; 0 for other optimizers than Muon.
-        elementwise_bytes: Read and written by all but matrix products.
-        flops: Of the matrix products.
-        slow_flops: Likewise, weighted by how slow small products are published to be (`DeviceRates.weight_of`).
-        elements: That this rank stores of parameters.
-        peak_bytes: Most memory at once beside parameters, gradients, state and what was kept.
-        kept_bytes: Memory that is kept between steps beside these.
-        state_bytes: State that is on the device between steps.
-        bytes_to_device: Copied from the host: state that is kept there, and a few numbers.
-        bytes_to_host: Copied to the host, likewise.
-        rates: Of the model of time.
+        launches: Number of kernel launches. A multi-tensor operation launches as many kernels as its tensors need.
+        operations: Number of torch calls that launch kernels.
+        kernels: Number of launches of muonmesh's own kernels.
+        views: Number of torch calls that launch nothing.
+        matrices: Number of parameters for which the step runs Python code; 0 for other optimizers than Muon.
+        collectives: Number of collectives on the device.
+        messages: Number of ranks that all-to-alls reach, summed over the all-to-alls.
+        bytes_sent: Bytes sent to other ranks; 0 for other optimizers than Muon.
+        elementwise_bytes: Bytes read and written by everything except matrix products.
+        flops: FLOPs of the matrix products.
+        slow_flops: FLOPs weighted by the lower speed of small products (`DeviceRates.weight_of`).
+        elements: Number of parameter elements that this rank stores.
+        peak_bytes: Peak memory of the step, without parameters, gradients, state and ``kept_bytes``.
+        kept_bytes: Memory that the optimizer keeps between steps, without its state.
+        state_bytes: State on the device between steps.
+        bytes_to_device: Bytes copied from the host to the device: state that the host keeps, and a few numbers.
+        bytes_to_host: Bytes copied from the device to the host.
+        rates: The rates of the model of time.
     """
 
     launches: int

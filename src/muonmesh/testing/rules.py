@@ -63,19 +63,19 @@ def prove_rule(
 ) -> str:
     """Prove that a rule gives bit for bit the same weights and state however its parameters are held.
 
-    Every rank of the default process group calls it, on the CPU (gloo). First the elementwise parts are given vectors
-    whole and cut in two at every kind of place. Then, in each of ``examples`` generated cases, a parameter is held in
-    one process and by all ranks in one of many ways (replicated, sharded on a mesh of one or two axes,
-    flat; momentum shared by replicas or not), and both take a few steps, some without a gradient. They do so by the
-    operations of a CPU and by those of a device, which takes the pieces of many matrices at once. These two round
-    otherwise, so in fp32 the one process compares them within 1e-5 of the largest number of each tensor. One process
-    without torch.distributed proves the elementwise parts and compares a device with a CPU.
+    Every rank of the default process group must call this function, on the CPU (gloo). It first checks that the
+    elementwise parts compute the same for a whole vector and for its two pieces. Then it generates ``examples`` cases.
+    In each case, one process holds a whole parameter, and all ranks hold the same parameter in a generated layout
+    (replicated, sharded on a mesh of one or two axes, or flat; with or without ``shard_state``). Both take a few steps,
+    some without a gradient, first with the operations of a CPU, then with those of a GPU. The two kinds of operations
+    round differently, so their results may differ by 1e-5 of the largest number of each tensor in fp32. One process
+    without torch.distributed checks the elementwise parts and compares the two kinds of operations.
 
     Args:
         rule: The rule, or the algorithm that it is registered as.
-        examples: Cases to generate.
-        seed: Of all that is generated.
-        settings: For the rule's group, such as hyperparameters of its own.
+        examples: Number of cases.
+        seed: Seed of the generated cases.
+        settings: Settings of the rule's param group, such as its own hyperparameters.
 
     Returns:
         What was tried and held, as a sentence to print: the ranks, the layouts and the shapes.

@@ -39,9 +39,9 @@ class Race(NamedTuple):
     """Two accesses of one piece of memory that no stream, event or wait of the host puts in an order.
 
     Attributes:
-        kind: Whose memory, and what the two do.
-        first: The operation, the line, and the stream of the one that was issued first.
-        second: Likewise of the other.
+        kind: The owner of the memory, and what the two accesses do.
+        first: The operation, the line and the stream of the access that was issued first.
+        second: The operation, the line and the stream of the other access.
     """
 
     kind: str
@@ -50,7 +50,7 @@ class Race(NamedTuple):
 
 
 class RaceError(RuntimeError):
-    """Something that was issued races with something else."""
+    """A simulated device found a race."""
 
 
 class _Part(NamedTuple):
@@ -108,21 +108,22 @@ class _Allocation:
 
 
 class SimulatedDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """CUDA devices of numbers on a machine without CUDA: ``with SimulatedDevice(seed=0): ...``.
+    """Simulated CUDA devices on a machine without CUDA: ``with SimulatedDevice(seed=0): ...``.
 
-    Streams run late, in an order that the seed draws. Within the context ``torch.cuda`` speaks of these devices and
-    ``tensor.to("cuda:0")`` copies to one. Products and elementwise operations are torch's own for a CPU. Kernels in
-    Triton run if its interpreter does (``TRITON_INTERPRET=1``). Nothing else may use torch meanwhile.
+    Streams run late, in a random order. Within the context, ``torch.cuda`` reports these devices, and
+    ``tensor.to("cuda:0")`` copies to one of them. torch's CPU code computes products and elementwise operations.
+    Triton kernels run if Triton's interpreter is on (``TRITON_INTERPRET=1``). Nothing else may use torch meanwhile.
 
     Args:
-        seed: Of the order.
-        eager: How likely a device goes on whenever something was issued; with 0 it does only when the host waits.
-        devices: How many there are.
-        raises: Whether the end of the context raises if there were races.
+        seed: Seed of the order.
+        eager: Probability that a device continues after each issued operation. With 0, a device continues only when
+            the host waits.
+        devices: Number of devices.
+        raises: Whether the end of the context raises an error if there were races.
 
     Attributes:
-        races: What was found, with how often.
-        waits: Lines where the host waited for a device other than by an event or a stream, with how often.
+        races: The races that were found, and how often each occurred.
+        waits: The lines where the host waited for a device without an event or a stream, and how often.
 
     Raises:
         RaceError: at the end of the context.

@@ -52,7 +52,7 @@ class ElementwiseRule(Hyperparameters):
 
         Args:
             weights: Masters where there are any.
-            gradients: Of the same shapes and dtypes.
+            gradients: Gradients of the same shapes and dtypes as the weights.
             state: What the rule keeps, for each of the weights.
             counts: Steps taken with each of them, fp32, 0-d.
             stop: 0-d bool tensor: whether nothing changes after all; None for no.

@@ -259,7 +259,7 @@ class Rule(Hyperparameters):
 
         Args:
             weights: Any shape, fp32 or wider, before the step, read only.
-            update: That shape and dtype, may be written.
+            update: Update of the same shape and dtype as the weights. The method may write into it.
             size: Learning rate times the scale of the whole matrix.
             state: What is kept as "weights", each of that shape, in ``state_dtype``, before the step, read only.
 
