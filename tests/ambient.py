@@ -20,7 +20,6 @@ import torch
 
 import muonmesh.build
 import muonmesh.checkpoint.conversion
-import muonmesh.checkpoint.full
 import muonmesh.checkpoint.save_load
 import muonmesh.integrations.qk_clip
 import muonmesh.migration
@@ -31,7 +30,6 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 FUNCTIONS = {
     muonmesh.build: ("from_model", "split_params"),
     muonmesh.checkpoint.conversion: ("convert",),
-    muonmesh.checkpoint.full: ("load_full",),
     muonmesh.checkpoint.save_load: ("load", "save"),
     muonmesh.numerics.newton_schulz: ("orthogonalize",),
 }

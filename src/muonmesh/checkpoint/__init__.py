@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from muonmesh.checkpoint.conversion import convert
-    from muonmesh.checkpoint.full import load_full
     from muonmesh.checkpoint.save_load import load, save
 
-__all__ = ["convert", "load", "load_full", "save"]
+__all__ = ["convert", "load", "save"]
 
-_LATER = {"convert": "conversion", "load": "save_load", "load_full": "full", "save": "save_load"}
+_LATER = {"convert": "conversion", "load": "save_load", "save": "save_load"}
 """Public names by the file that has them, which is imported when they are asked for: the optimizer needs none."""
 
 

@@ -116,7 +116,11 @@ def fit(
             if record.group:
                 wrong += _state(found, record, saved, states, strict=strict)
     other = ", or write load(..., strict=False), which leaves alone what only one of them has" if strict else ""
-    refuse(str(path), wrong, other)
+    if wrong:
+        more = f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+        write = f"Load it into the model and the optimizer that it was saved with{other}"
+        needed = "what this model and this optimizer hold"
+        raise StateError(explain_error(str(path), "; ".join(wrong[:_SHOWN]) + more, needed, write))
     sources = [(f"{MODEL}.{one.name}", one.storage, local_of(one.tensor).device) for one in found.weights]
     sources += [(name, part.layout.storage, part.device) for _, part, name in found.state if name is not None]
     sources += [(name, Storage(None, tuple(held[name].size)), torch.device("cpu")) for _, name in found.measured]
@@ -140,15 +144,6 @@ def fit(
     return found
 
 
-def refuse(where: str, wrong: Sequence[str], other: str = "") -> None:
-    """Raise StateError if something is wrong with what was saved; ``other`` is what else one may write."""
-    if wrong:
-        more = f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
-        write = f"Load it into the model and the optimizer that it was saved with{other}"
-        needed = "what this model and this optimizer hold"
-        raise StateError(explain_error(where, "; ".join(wrong[:_SHOWN]) + more, needed, write))
-
-
 def _names(
     here: Iterable[str], there: Mapping[str, Any], states: Mapping[str, Any], everyone: Collection[str]
 ) -> list[str]:
@@ -156,16 +151,9 @@ def _names(
     here = list(here)
     spare, lost = [name for name in there if name not in everyone], [name for name in here if name not in there]
     strays = [name for name in states if name not in there and name not in everyone]
-    said = names_apart(f"{MODEL}.", lost, spare, here, there)
+    said = [f"no {MODEL}.{name}{nearest(name, spare or there)}" for name in lost]
+    said += [f"{MODEL}.{name}, which nothing here has{nearest(name, lost or here)}" for name in spare]
     return said + [f"state of {name}, which nothing here has{nearest(name, here)}" for name in strays]
-
-
-def names_apart(
-    what: str, lost: Collection[str], spare: Collection[str], here: Iterable[str], there: Iterable[str]
-) -> list[str]:
-    """Say which names are missing and which are too much, each with the nearest of the others, or of all of them."""
-    said = [f"no {what}{name}{nearest(name, spare or there)}" for name in lost]
-    return said + [f"{what}{name}, which nothing here has{nearest(name, lost or here)}" for name in spare]
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
