@@ -348,12 +348,12 @@ def refused_chunks(what: str) -> None:
     shape = Shape()
     host.begin(shape)
     chunks, config = host.chunks_of(shape), host.optimizer_config(shape)
-    if what == "use_megatron_fsdp":
-        chunks[0].ddp_config.use_megatron_fsdp = True
+    if what in ("use_megatron_fsdp", "fp8_param_gather"):
+        setattr(chunks[0].ddp_config, what, True)
     elif what == "gtp_weight_remat_size":  # a field that versions after 0.16.1 have
         chunks[0].config.gtp_weight_remat_size = 2
-    elif what == "use_precision_aware_optimizer":
-        config.use_precision_aware_optimizer = True
+    elif what in ("use_precision_aware_optimizer", "reuse_grad_buf_for_mxfp8_param_ag"):
+        setattr(config, what, True)
     else:
         chunks = [chunks[0].module]
     get_megatron_optimizer(config, chunks)
@@ -363,8 +363,10 @@ def refused_chunks(what: str) -> None:
     "what",
     [
         "use_megatron_fsdp",
+        "fp8_param_gather",
         "gtp_weight_remat_size",
         "use_precision_aware_optimizer",
+        "reuse_grad_buf_for_mxfp8_param_ag",
         "a GPTModel",
     ],
 )
