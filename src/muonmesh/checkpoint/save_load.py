@@ -28,7 +28,6 @@ from muonmesh.comm.storage import refuse_flattened, storage_of
 from muonmesh.comm.telling import agreed, tell_all
 from muonmesh.comm.wrappers import layers_of
 from muonmesh.errors import StateError, about, explain_error
-from muonmesh.layout import FlatShards
 from muonmesh.names import canonical_name
 from muonmesh.numerics.precision import plain_modes
 from muonmesh.step.runtime import Runtime
@@ -204,8 +203,6 @@ def _check_alike(said: list[dict[str, str]], records: Iterable[Record]) -> None:
         layout = record.storage.layout
         holders = [rank for rank, digests in enumerate(said) if record.name in digests]
         needs = layout.ranks if layout is not None else ()
-        if isinstance(layout, FlatShards):  # of which a rank that holds nothing need not list a tensor
-            needs = tuple(rank for rank in layout.ranks if layout.holds(rank))
         if not set(needs) <= set(holders):
             what = f"The ranks {tuple(needs)} hold this parameter, but only the ranks {tuple(holders)} pass it to save"
             raise StateError(about(record.name, f"{what}. Call save on all ranks, each with its own optimizer"))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -15,7 +14,7 @@ from torch.distributed import distributed_c10d
 from muonmesh.comm.meeting import seconds_of_collectives
 from muonmesh.comm.telling import tell_all
 from muonmesh.errors import PlanError, about, explain_error
-from muonmesh.layout import Elementwise, FlatShards, Parameter, Plan
+from muonmesh.layout import Elementwise, Parameter, Plan
 from muonmesh.layout.parameter import describe
 
 _made: Counter[tuple[int, ...]] = Counter()
@@ -81,7 +80,7 @@ def merged(views: Sequence[View], ranks: Sequence[int]) -> View:
     """Return all parameters of a connected set, from what each of its ranks holds.
 
     Raises:
-        PlanError: a rank lacks a parameter of which another one says that it holds some, or sees it differently; the
+        PlanError: a rank lacks a parameter that another one says it shares, or sees it differently; the
             message names the first difference.
     """
     lines = [{_key(p): describe(p) for some in view for p in some} for view in views]
@@ -89,10 +88,6 @@ def merged(views: Sequence[View], ranks: Sequence[int]) -> View:
     everything = {_key(p): p for view in views for some in view for p in some}
     for key, parameter in everything.items():
         told = {rank: lines[place[rank]].get(key) for rank in parameter.target.ranks if rank in place}
-        nobody = _unlisted_by(parameter, told)
-        if nobody:
-            told = {rank: line for rank, line in told.items() if rank not in nobody}
-            everything[key] = replace(parameter, unlisted_by=nobody)
         if len(set(told.values())) > 1:
             first, *rest = told
             other = next(rank for rank in rest if told[rank] != told[first])
@@ -105,14 +100,6 @@ def merged(views: Sequence[View], ranks: Sequence[int]) -> View:
         tuple(p for key in names if isinstance(p := everything[key], Parameter)),
         tuple(p for key in names if isinstance(p := everything[key], Elementwise)),
     )
-
-
-def _unlisted_by(parameter: Parameter | Elementwise, told: Mapping[int, str | None]) -> tuple[int, ...]:
-    """Return the ranks that say nothing of a flat parameter and need not: they hold nothing of it."""
-    target = parameter.target
-    if not isinstance(target, FlatShards):
-        return ()
-    return tuple(rank for rank, line in told.items() if line is None and not target.holds(rank))
 
 
 def insist(group: dist.ProcessGroup | None, plan: Plan) -> None:

@@ -99,10 +99,6 @@ class FlatShards:
         """Return the intervals of one rank."""
         return self.intervals[self._place_of[rank]] if rank in self._place_of else ()
 
-    def holds(self, rank: int) -> bool:
-        """Return whether ``rank`` holds any of it."""
-        return bool(self.held(rank))
-
     def blocks(self, rank: int) -> tuple[Block, ...]:
         """Return what ``rank`` stores and where in its flat buffer."""
         if rank not in self._found:

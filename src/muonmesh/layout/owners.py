@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 from muonmesh.layout.flat import Layout
 from muonmesh.layout.matrix import Matrix
-from muonmesh.layout.parameter import Parameter, listed_by
+from muonmesh.layout.parameter import Parameter
 
 KnownMatrix: TypeAlias = tuple[str, tuple[int, ...], int]
 """A matrix as it is known from one plan to the next: the name and the ranks of its parameter, and its index."""
@@ -47,7 +47,7 @@ def assign_owners(
     owners = {}
     for minus_flops, minus_numel, _, index, number, matrix in jobs:
         owner = known.get((parameters[number].name, parameters[number].target.ranks, index), -1) if known else -1
-        if owner not in listed_by(parameters[number]):
+        if owner not in parameters[number].target.ranks:
             owner = loads.least(everywhere[number])
             holders = _holders_of_all(parameters[number].momentum_storage, matrix)
             if holders and len(holders) < len(listed[number]):
@@ -61,10 +61,10 @@ def assign_owners(
 
 def _candidates(parameter: Parameter) -> Sequence[int]:
     """Return the ranks that may own a matrix; where one replica keeps the momentum, those of that replica."""
-    listed, momentum = listed_by(parameter), parameter.momentum_storage
+    ranks, momentum = parameter.target.ranks, parameter.momentum_storage
     if momentum == parameter.target:
-        return listed
-    return tuple(rank for rank in listed if rank in momentum.ranks and momentum.blocks(rank)) or listed
+        return ranks
+    return tuple(rank for rank in ranks if rank in momentum.ranks and momentum.blocks(rank)) or ranks
 
 
 def _holders_of_all(layout: Layout, matrix: Matrix) -> Sequence[int]:

@@ -25,8 +25,6 @@ class Parameter:
         companions: What its rule keeps by row, column or matrix, which travels to the owners and back, or in two sizes,
             which lives there.
         sums: How many sums over each of the matrices its rule asks for, before the weights are written.
-        unlisted_by: Ranks of ``target`` that hold nothing of it and have no tensor for it in their groups. They know
-            neither its rule nor its settings, so they own none of its matrices.
         scale_invariant: Whether its rule is, so that clipping need not scale its gradients (`Rule.scale_invariant`).
     """
 
@@ -38,7 +36,6 @@ class Parameter:
     settings: str
     companions: tuple[Companion, ...] = ()
     sums: int = 0
-    unlisted_by: tuple[int, ...] = ()
     scale_invariant: bool = True
 
 
@@ -48,13 +45,6 @@ class Elementwise:
 
     name: str
     target: Layout
-    unlisted_by: tuple[int, ...] = ()
-
-
-def listed_by(parameter: Parameter | Elementwise) -> Sequence[int]:
-    """Return the ranks that have a tensor for a parameter in their groups, if an empty one."""
-    ranks, others = parameter.target.ranks, parameter.unlisted_by
-    return tuple(rank for rank in ranks if rank not in others) if others else ranks
 
 
 def describe(parameter: Parameter | Elementwise) -> str:

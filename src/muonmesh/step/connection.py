@@ -38,7 +38,6 @@ from muonmesh.step.members import (
     members_of,
     named_alike,
     replicas_of,
-    sets_without_tensor,
     unknown_matrix,
 )
 from muonmesh.step.planning import Connected, Planned, Planner, plan_members, widened
@@ -272,8 +271,6 @@ def _read(
         runtime.planned = planned
     except (LayoutError, ValueError) as found:
         return None, sets, found
-    listed = {name for group in groups for name in group["param_names"]}
-    runtime.planned.beyond = sets_without_tensor({n: entry for n, entry in runtime.layouts.items() if n not in listed})
     return runtime.planned, runtime.planned.sets, None
 
 

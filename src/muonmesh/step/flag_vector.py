@@ -12,7 +12,6 @@ from torch import Tensor
 
 from muonmesh.comm.gradients import partial_axes
 from muonmesh.layout import Elementwise, Parameter, Plan
-from muonmesh.layout.parameter import listed_by
 from muonmesh.numerics.kernels.memory import pinned, upload
 
 TAIL = ("skip", "overflow", "moves", "error", "replan", "stays")
@@ -99,7 +98,7 @@ class FlagVector:
                 mesh = getattr(target, "mesh", ())
                 axes.append((number, width, len(mesh)))
                 width += len(mesh)
-            ranks = tuple(listed_by(parameter))  # the others have set nothing for it
+            ranks = tuple(target.ranks)
             if len(ranks) > 1:
                 shared.setdefault(ranks, []).append(number)
         return FlagVector(

@@ -90,9 +90,9 @@ def members_of(
     """Return the parameters of all groups in order, with where they live, and with the copies that ranks have found.
 
     Returns:
-        The members; the sets of ranks that share one, or share a flat one of which this rank holds nothing; and the
-        first error, since even a rank that found one must meet the others: a parameter is held in a way that is unknown
-        or not as declared, or an entry of ``layouts`` fits no name.
+        The members; the sets of ranks that share one; and the first error, since even a rank that found one must meet
+        the others: a parameter is held in a way that is unknown or not as declared, or an entry of ``layouts`` fits no
+        name.
     """
     if layouts == LOST_LAYOUTS:
         what = "This optimizer was unpickled, and its layouts are lost, because meshes cannot be pickled. Write "
@@ -138,12 +138,15 @@ def members_of(
         members = _with_momentum_placed(members, groups, source)
     except LayoutError as found:
         error = error or found
-    sets += sets_without_tensor(unknown)
+    flat = (layout for entry in unknown.values() for layout in flat_layouts(entry))
+    sets += [layout.ranks for layout in flat if this_rank() in layout.ranks]  # they hear of the error below
     if not any(len(ranks) > 1 for ranks in sets):  # nobody to ask
         error = error or unknown_matrix(members)
-    unknown = {name: entry for name, entry in unknown.items() if _holds_some(entry)}
     if unknown:
-        write = "Correct the names. They have no prefixes such as module. or _orig_mod."
+        write = (
+            "Correct the names, which have no prefixes such as module. or _orig_mod. Of a flat parameter of which this "
+        )
+        write += "rank holds nothing, list an empty tensor"
         needed = "names of parameters in the groups of this rank"
         error = error or LayoutError(explain_error("layouts", f"{sorted(unknown)}", needed, write))
     return members, sets, error
@@ -184,21 +187,6 @@ def unknown_matrix(members: Sequence[Member]) -> Exception | None:
     return next((nobody_said(member.name) for member in found), None)
 
 
-def sets_without_tensor(layouts: Mapping[str, Declared]) -> list[tuple[int, ...]]:
-    """Return the ranks of each flat parameter of which this rank, one of them, holds nothing.
-
-    Such a rank need not list an empty tensor; its layout says with whom it has to meet.
-    """
-    flat = (layout for entry in layouts.values() if not _holds_some(entry) for layout in flat_layouts(entry))
-    return [layout.ranks for layout in flat if this_rank() in layout.ranks]
-
-
-def _holds_some(entry: Declared) -> bool:
-    """Whether this rank must have a tensor for an entry of ``layouts``."""
-    found = flat_layouts(entry)
-    return not found or any(layout.holds(this_rank()) for layout in found)
-
-
 def flat_layouts(entry: Declared) -> list[FlatShards]:
     """Return the layouts of an entry that says what flat tensors hold; nothing of one of another kind."""
     entries = entry if isinstance(entry, (tuple, list)) else (entry,)
@@ -225,7 +213,7 @@ def likely_sets(
     source: GradientSource,
 ) -> list[tuple[int, ...]]:
     """Return the ranks that share the parameters of groups in which something is wrong, to tell those ranks."""
-    sets = sets_without_tensor(layouts)
+    sets: list[tuple[int, ...]] = []
     for group in groups:
         names = group.get("param_names")
         for number, tensor in enumerate(group.get("params") or ()):

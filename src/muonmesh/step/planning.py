@@ -74,7 +74,6 @@ class Planned:
         exchange: Made when the ranks have compared their plans.
         recordings: What a device is given again at the next step, by what it is done with (`recording.run_again`).
         graphs: Of batches that come again; None if they are not wanted.
-        beyond: The ranks of each parameter of which this rank holds nothing, until all parameters are planned.
     """
 
     signature: object
@@ -88,7 +87,6 @@ class Planned:
     exchange: Exchange | None = None
     recordings: dict[object, dict[Hashable, Any]] = field(default_factory=dict)
     graphs: Graphs | None = None
-    beyond: Sequence[tuple[int, ...]] = ()
     _names: list[str] | None = field(default=None, init=False)
     _terms: dict[tuple[int, ...], tuple[tuple[int, ...], str]] = field(default_factory=dict, init=False)
 
@@ -110,7 +108,7 @@ class Planned:
     @property
     def sets(self) -> list[tuple[int, ...]]:
         """The ranks of each parameter that several ranks know of."""
-        return [*(tuple(layout.ranks) for layout in self.plan.targets), *self.beyond]
+        return [tuple(layout.ranks) for layout in self.plan.targets]
 
     @property
     def replicated(self) -> dict[Tensor, str]:
@@ -253,7 +251,7 @@ def widened(planned: Planned, views: Sequence[View], ranks: Sequence[int], plann
         return mine.get((parameter.name, parameter.target.ranks)) if planned.rank in parameter.target.ranks else None
 
     muon, rest = _with_owners(plan, list(map(own, parameters))), tuple(map(own, elementwise))
-    return replace(planned, muon=muon, elementwise=rest, plan=plan, beyond=())
+    return replace(planned, muon=muon, elementwise=rest, plan=plan)
 
 
 def _with_owners(plan: Plan, muon: Sequence[Member | None]) -> tuple[Member | None, ...]:
