@@ -145,7 +145,8 @@ def _parts(given: Any, where: str, package: PackageName | None = None) -> list[S
     if isinstance(given, Mapping) and "state" in given and "param_groups" in given:
         check_state_dict(where, given, "Hand over what state_dict() returned, as it is")
         return [SourceState(package, given["param_groups"], given["state"])]
-    found = f"{', '.join(map(str, list(given)[:8]))}" if isinstance(given, Mapping) else f"a {type(given).__name__}"
+    keys = ", ".join(map(str, list(given)[:8])) if isinstance(given, Mapping) else ""
+    found = keys or f"an empty {type(given).__name__}" if isinstance(given, Mapping) else f"a {type(given).__name__}"
     needed = "what an optimizer's state_dict() returned: state and param_groups"
     write = "Write convert(torch.load(path, weights_only=True)[...], optimizer) with the key under which it lies"
     raise StateError(explain_error(where, found, needed, write))

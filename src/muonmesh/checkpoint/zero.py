@@ -192,8 +192,9 @@ def _entry(folder: Path, name: str, flat: _Flat) -> dict[str, Any]:
         if not isinstance(first, Tensor) or first.ndim == 0:
             entry[key] = first
             continue
-        if not all(value is None or (isinstance(value, Tensor) and value.ndim == 1) for value in values):
-            _refuse(folder, f"{name}'s {key} as something else than flat tensors on some rank")
+        flats = [value for value in values if value is not None]
+        if not all(isinstance(value, Tensor) and (value.ndim, value.dtype) == (1, first.dtype) for value in flats):
+            _refuse(folder, f"{name}'s {key} as something else than flat tensors of one dtype on some rank")
         whole = flat.momentum_is_whole and key == "momentum_buffer"
         pieces: list[Tensor] = []
         for held, value in zip(flat.starts, values, strict=True):
