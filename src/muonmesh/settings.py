@@ -24,7 +24,18 @@ from muonmesh.numerics.kernels import KernelName, check_kernels
 from muonmesh.numerics.newton_schulz import Method, resolve_method
 from muonmesh.numerics.rules import RULES, DecayMode, Hyperparameters, check_keeps, is_known, is_matrix_rule
 from muonmesh.numerics.scale import ScaleMode
-from muonmesh.numerics.setting import NOT_NEGATIVE, Setting, choice, fraction, is_number, not_negative, number, whole
+from muonmesh.numerics.setting import (
+    NOT_NEGATIVE,
+    Setting,
+    choice,
+    fraction,
+    is_number,
+    not_negative,
+    positive,
+    switch,
+    two_fractions,
+    whole,
+)
 
 StateDtype = torch.dtype | Literal["int8"]
 """What momentum is kept in; "int8" has a scale for each block of 256 elements."""
@@ -39,14 +50,6 @@ LOST_GROUP: Any = "a ProcessGroup that was lost in pickling"
 
 LOST_LAYOUTS: Any = {"layouts that were lost in pickling": None}
 """Stands for declared layouts, whose meshes cannot be pickled, in an unpickled optimizer."""
-
-
-def _switch(default: bool) -> Setting:
-    return Setting(default, lambda value: isinstance(value, bool), "True or False")
-
-
-def _are_betas(value: object) -> bool:
-    return isinstance(value, (tuple, list)) and len(value) == 2 and all(is_number(b) and 0 <= b < 1 for b in value)
 
 
 _STATE = f'{NEEDED_HELD}, or "int8". Write state_dtype=torch.float32'
@@ -64,11 +67,11 @@ class GroupSettings(TypedDict, total=False):
     ns_steps: Annotated[
         int | None, whole(None, 1, "a whole number of at least 1, or None for what the set is made for")
     ]
-    adamw_betas: Annotated[tuple[float, float], Setting((0.9, 0.95), _are_betas, "two numbers in [0, 1)")]
+    adamw_betas: Annotated[tuple[float, float], two_fractions((0.9, 0.95))]
     adamw_eps: Annotated[float, not_negative(1e-8)]
-    nesterov: Annotated[bool, _switch(True)]
+    nesterov: Annotated[bool, switch(True)]
     decay_mode: Annotated[DecayMode, choice("full", DecayMode)]
-    extra_scale_factor: Annotated[float, number(1.0, lambda value: value > 0, "a positive number")]
+    extra_scale_factor: Annotated[float, positive(1.0)]
     ns_method: Annotated[Method, choice("auto", Method)]
     stochastic_rounding: Annotated[int | None, whole(None, 0, "a seed, a whole number, or None")]
 
@@ -95,12 +98,12 @@ class OptimizerSettings(TypedDict, total=False):
     state_device: Annotated[
         StateDevice, Setting(None, lambda value: value in (None, "cpu"), '"cpu", or None for where the parameters are')
     ]
-    shard_state: Annotated[bool, _switch(False)]
+    shard_state: Annotated[bool, switch(False)]
     memory_budget_mb: Annotated[
         float | None,
         Setting(None, lambda value: value is None or (is_number(value) and value >= 0), f"{NOT_NEGATIVE}, or None"),
     ]
-    cuda_graphs: Annotated[bool, _switch(False)]
+    cuda_graphs: Annotated[bool, switch(False)]
     gradients: Annotated[GradientSource | Literal["to_owners"] | None, Setting(None)]
 
 
@@ -313,7 +316,8 @@ def check_group(where: str, group: Mapping[str, Any], *, read: bool = True) -> A
     known_here = not isinstance(lr, Tensor) or ((lr.device.type == "cpu" or read) and not lr.is_meta)
     if known_here:
         value = float(lr.detach()) if isinstance(lr, Tensor) else lr
-        _check(is_number(value) and value >= 0, f"{where}: lr", lr, NOT_NEGATIVE)
+        if not (is_number(value) and value >= 0):
+            raise ValueError(explain_error(f"{where}: lr", f"{lr!r}", NOT_NEGATIVE))
     for key, setting in GROUP_SETTINGS.items():
         if not setting.fits(group[key]):
             raise ValueError(explain_error(f"{where}: {key}", f"{group[key]!r}", setting.needed))

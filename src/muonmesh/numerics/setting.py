@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, field
 from numbers import Real
 from typing import Any, NamedTuple, get_args
@@ -42,9 +42,28 @@ def not_negative(default: float) -> Setting:
     return number(default, lambda value: value >= 0, NOT_NEGATIVE)
 
 
+def positive(default: float) -> Setting:
+    """Return a setting that is a finite number above 0."""
+    return number(default, lambda value: value > 0, "a positive number")
+
+
 def fraction(default: float) -> Setting:
     """Return a setting that is a number of at least 0 and below 1."""
     return number(default, lambda value: 0 <= value < 1, "a number in [0, 1)")
+
+
+def two_fractions(default: tuple[float, float]) -> Setting:
+    """Return a setting that is two of them."""
+    return Setting(default, lambda value: isinstance(value, (tuple, list)) and _are_two(value), "two numbers in [0, 1)")
+
+
+def _are_two(values: Sequence[Any]) -> bool:
+    return len(values) == 2 and all(is_number(value) and 0 <= value < 1 for value in values)
+
+
+def switch(default: bool) -> Setting:
+    """Return a setting that is on or off."""
+    return Setting(default, lambda value: isinstance(value, bool), "True or False")
 
 
 def whole(default: int | None, least: int, needed: str) -> Setting:
