@@ -328,7 +328,10 @@ class Muon(torch.optim.Optimizer):
         planned, exchange, collected, flags = agreed
         if runtime.everywhere is not None and (found := runtime.everywhere(False)) is not None:
             clip, flags.skip = found, flags.skip or bool(found.skip)
-        self._count(settings)
+        for group, rule in zip(self.param_groups, settings.rules, strict=True):  # steps that raise count on no rank
+            if rule is not None and rule.counts_steps and not settings.at_rest:
+                group["steps_taken"] = rule.steps_taken + 1
+                runtime.counted.append(group)
         if (found_inf := getattr(self, "found_inf", None)) is not None:
             self._tell_scaler(scaler, flags, found_inf)
         runtime.idle.count(collected.missing, some=collected.some)
@@ -380,13 +383,6 @@ class Muon(torch.optim.Optimizer):
                 group["steps_taken"] -= 1
             raise
         return check_groups(groups)
-
-    def _count(self, settings: SettingsFound) -> None:
-        """Count a step of which no rank has said that something is wrong; those that raise count on no rank."""
-        for group, rule in zip(self.param_groups, settings.rules, strict=True):
-            if rule is not None and rule.counts_steps and not settings.at_rest:
-                group["steps_taken"] = rule.steps_taken + 1
-                self._runtime.counted.append(group)
 
     def _agree(self, settings: SettingsFound, clip: Clip) -> tuple[Planned, Exchange, Collected, Flags] | None:
         """Plan if need be, read the gradients, and agree with all ranks before anything is written.

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from muonmesh.errors import StateError, explain_error
 from muonmesh.files import is_finite
+from muonmesh.numerics.dtypes import HELD_DTYPES, NEEDED_HELD
 from muonmesh.numerics.rules import step_count
 
 
@@ -66,10 +67,13 @@ class StateKeys:
         """
         is_adamw = self.second in entry
         needed = (self.first, self.second) if is_adamw else (self.momentum,)
-        missing = [key for key in needed if not isinstance(entry.get(key), Tensor)]
+        held = {key: entry.get(key) for key in needed}
+        missing = [key for key, value in held.items() if not (isinstance(value, Tensor) and value.dtype in HELD_DTYPES)]
         if missing:
             found = f"state {sorted(map(str, entry))}"
-            wanted = f"{self.momentum!r} of a matrix, or {self.first!r} and {self.second!r} of AdamW's, as tensors"
+            wanted = (
+                f"{self.momentum!r} of a matrix, or {self.first!r} and {self.second!r} of AdamW's, in {NEEDED_HELD}"
+            )
             raise StateError(explain_error(name, found, wanted, "Save the state after a step"))
         strangers = sorted(map(str, entry.keys() - {*needed, *self.beside, *((self.count,) if is_adamw else ())}))
         if strangers:

@@ -308,7 +308,7 @@ def _signature(groups: Groups, runtime: Runtime, rules: Sequence[Any] | None = N
         tuple((name, id(entry)) for name, entry in runtime.layouts.items()),
         id(source),
         tuple(tuple(map(_identity_of, group["params"])) for group in groups),
-        tuple(
+        [
             (
                 group["algorithm"],
                 _frozen(group["param_names"]),
@@ -319,7 +319,7 @@ def _signature(groups: Groups, runtime: Runtime, rules: Sequence[Any] | None = N
                 (*rule.keeps().items(), rule.count_of_sums()) if isinstance(rule, Rule) else (),
             )
             for group, rule in zip(groups, rules, strict=True)
-        ),
+        ],
         [source.group(tensor) for group in groups for tensor in group["params"]],
     )
 

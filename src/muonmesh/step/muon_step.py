@@ -199,6 +199,7 @@ class MuonStep(Work, ABC):
 
     def orthogonalize_batch(self, batch: Tensor, out: Tensor, assignments: Sequence[int]) -> None:
         """Orthogonalize matrices of one group and shape, with what their rule does before and after that."""
+        times = self.steps_of(assignments)
         rule, orthogonalizer = self._ready.rule(assignments[0]), self._ready.orthogonalizer(assignments[0])
         if rule.balances():
             for assignment, matrix in zip(assignments, batch.unbind(), strict=True):
@@ -206,7 +207,6 @@ class MuonStep(Work, ABC):
                 with self.companions.of(assignment) as kept:
                     parts.change_whole(own.balance, matrix, kept, rows=planned.rows, cols=planned.cols)
         if rule.orthogonalizes:
-            times = self.steps_of(assignments)
             momenta = None if self._spectra is None else largest_of(batch)  # which may be overwritten
             orthogonalizer(batch, out=out, overwrite=not rule.sees_direction, times=times, graphs=self._ready.graphs)
             if self._spectra is not None and momenta is not None:

@@ -61,11 +61,11 @@ class Stack:
             other = adjacent.stored == "in pieces" or adjacent.entry.member.group != group
             if other or not found._add(adjacent, apart):
                 return None
-        if rule.stochastic_rounding is not None or rule.asks_for_sums():
-            return None
         columns = found.columns.values()
         full = {len(some) for some in columns} == {len(found.columns["weights", ""])}
-        return found if full and all(len({tensor.dtype for tensor in some}) == 1 for some in columns) else None
+        if not full or any(len({tensor.dtype for tensor in some}) > 1 for some in columns):
+            return None
+        return None if rule.stochastic_rounding is not None or rule.asks_for_sums() else found
 
     def _add(self, adjacent: _AdjacentMatrices, apart: bool) -> bool:
         """Add matrices that lie one after the other in a parameter; False if they lack something."""
