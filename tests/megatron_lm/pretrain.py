@@ -43,6 +43,7 @@ def on_cpu() -> None:
     }
     for name, answer in answers.items():
         setattr(torch.cuda, name, answer)
+    torch.Tensor.pin_memory = lambda tensor, *_: tensor  # type: ignore[assignment,method-assign]
     for module in (torch.cuda, torch.cuda.random):
         module.get_rng_state = lambda *_, **__: torch.get_rng_state()  # type: ignore[attr-defined]
         module.set_rng_state = lambda state, *_, **__: torch.set_rng_state(state)  # type: ignore[attr-defined]
@@ -84,9 +85,10 @@ def main(checkout: str, folder: str, runs: str) -> None:
     sys.path.insert(1, checkout)  # behind this repository, whose package of tests spawned processes import, too
     megatron.__path__.append(f"{checkout}/megatron")  # what the wheel lacks; megatron.core is the wheel's
     utils.compile_helpers = nothing  # the wheel has them compiled, and no Makefile
-    from megatron.legacy import fused_kernels
+    if (Path(checkout) / "megatron" / "legacy").is_dir():  # until 0.16
+        from megatron.legacy import fused_kernels
 
-    fused_kernels.load = nothing  # which asks nvcc
+        fused_kernels.load = nothing  # which asks nvcc
     script = f"{checkout}/pretrain_gpt.py"
     runpy.run_path(script, run_name="imported")
     codes = []

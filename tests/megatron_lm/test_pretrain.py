@@ -1,6 +1,7 @@
 """pretrain_gpt.py trains, saves, and resumes at another TP size, whose vocabulary is padded otherwise.
 
-Megatron-LM's scripts are in no package: ``make test-megatron-lm MEGATRON_LM=/path/to/checkout`` (tag core_v0.16.1).
+Megatron-LM's scripts are in no package: ``make test-megatron-lm MEGATRON_LM=/path/to/checkout`` (tag core_v0.16.1, or
+main with its own megatron.core in ``PYTHONPATH``).
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ FLAT = "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable --bf16"
 def pretrain(folder: Path, *runs: str) -> list[tuple[list[int], dict[int, float], str]]:
     """Exit codes, losses by iteration and what the last rank printed, of each run."""
     checkout = os.environ["MEGATRON_LM"]
-    arguments = json.dumps([f"{COMMON} {run}".split() for run in runs])
+    later = "async_strategy" in (Path(checkout) / "megatron/training/async_utils.py").read_text()  # than 0.16
+    strategy = "--async-strategy mcore" if later else ""  # the other one is in a package for CUDA
+    arguments = json.dumps([f"{COMMON} {run} {strategy}".split() for run in runs])
     command = [sys.executable, "-m", "tests.megatron_lm.pretrain", checkout, str(folder), arguments]
     environment = os.environ | {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
