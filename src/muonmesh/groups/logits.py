@@ -131,27 +131,17 @@ def _rows(site: Site, owner: nn.Module, attribute: str, form: Any) -> Iterator[L
     grouped = heads_of(owner, "k")[0] != heads_of(owner, "q")[0]
     nope, rope = said_by(owner, "qk_nope_head_dim"), said_by(owner, "qk_rope_head_dim")
     latent = nope is not None and rope is not None
-    for part, head, low, high in _blocks(site, owner, attribute, form, site.shape[dim]):
+    heads, high, named = Counter[str](), 0, named_parts(attribute)
+    for part, size in blocks_of(site, owner, form, named, site.shape[dim], whole=("v",)):
+        if not part:
+            refuse_heads(site, owner, ", ".join(named), None, None, site.shape[dim])
+        head, low, high = heads[part], high, high + size
+        heads[part] += 1
         if latent and part == "q":
             assert nope is not None
             yield LogitRows(site.name, dim, low, low + nope, head, 0.5)
             yield LogitRows(site.name, dim, low + nope, high, head, 1.0)
         elif part == "q":
             yield LogitRows(site.name, dim, low, high, head, 1.0 if grouped else 0.5)
-        elif latent or not grouped:
+        elif part == "k" and (latent or not grouped):
             yield LogitRows(site.name, dim, low, high, head, 0.5)
-
-
-def _blocks(
-    site: Site, owner: nn.Module, attribute: str, form: Any, length: int
-) -> Iterator[tuple[str, int, int, int]]:
-    """Yield (projection, head, low, high) of the queries and keys that a projection of some length holds."""
-    count_of, low = Counter[str](), 0
-    named = named_parts(attribute)
-    for part, size in blocks_of(site, owner, form, named, length, whole=("v",)):
-        if not part:
-            refuse_heads(site, owner, ", ".join(named), None, None, length)
-        if part != "v":
-            yield part, count_of[part], low, low + size
-        count_of[part] += 1
-        low += size

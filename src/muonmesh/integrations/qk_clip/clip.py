@@ -72,15 +72,14 @@ class QKClip:
         self._model, self._group = model, process_group
         muons = [] if optimizer is None else _muons(optimizer)
         self._optimizers = tuple(ref(muon) for muon in muons)  # weak: they keep this by their hooks
-        self._attentions, self._without = attentions(model), without_softmax(model)
+        found, self._without = attentions(model), without_softmax(model)
         self._sources: dict[int, str] = {}
-        *starts, total = accumulate((attention.heads for attention in self._attentions), initial=0)
-        self._starts = {id(a.module): start for a, start in zip(self._attentions, starts, strict=True)}
-        self._of = {id(attention.module): attention for attention in self._attentions}
+        *starts, total = accumulate((attention.heads for attention in found), initial=0)
+        self._known = {id(a.module): (a, start) for a, start in zip(found, starts, strict=True)}
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._largest = torch.full((total,), -torch.inf, dtype=torch.float32, device=device)
         self._last = self._largest
-        known = [a.module for a in self._attentions if file_of_transformers(a.module)]
+        known = [a.module for a in found if file_of_transformers(a.module)]
         if known:
             watch(model, known, self)
         for number, muon in enumerate(muons):
@@ -92,7 +91,7 @@ class QKClip:
 
         −inf means that nothing was recorded, and inf that a logit was not finite.
         """
-        return {a.name: self._last[self._starts[id(a.module)] :][: a.heads] for a in self._attentions}
+        return {a.name: self._last[start:][: a.heads] for a, start in self._known.values()}
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def observe(
@@ -144,10 +143,10 @@ class QKClip:
         Raises:
             ValueError: QKClip does not know the weights of this module, or the module has other heads.
         """
-        attention = self._of.get(id(module))
-        if attention is None:
-            known = ", ".join(a.name for a in self._attentions)
+        if id(module) not in self._known:
+            known = ", ".join(a.name for a, _ in self._known.values())
             raise ValueError(explain_error(type(module).__name__, "a module that is not known", f"one of {known}"))
+        attention, start = self._known[id(module)]
         if first is None:
             first = _first_head(attention, len(largest))
         if first < 0 or first + len(largest) > attention.heads:
@@ -155,8 +154,7 @@ class QKClip:
             raise ValueError(explain_error(attention.name, found, needed, "Write record(..., first=...)"))
         if self._largest.device != largest.device:
             self._largest = self._largest.to(largest.device)
-        start = self._starts[id(module)] + first
-        mine = self._largest[start : start + len(largest)]
+        mine = self._largest[start + first :][: len(largest)]
         mine.copy_(torch.maximum(mine, largest.detach().float()))
         self._sources[id(module)] = "bound, the kernel's log-sum-exp" if bound else "exact, as recorded"
 
@@ -165,8 +163,10 @@ class QKClip:
 
         The last line names the layers without a softmax, which have no logits to clip.
         """
-        rows = [(a.name, str(a.heads), self._sources.get(id(a.module), "nothing yet")) for a in self._attentions]
-        lines = aligned([("attention", "heads", "S is"), *rows], right=(1,))
+        known = [
+            (a.name, str(a.heads), self._sources.get(id(a.module), "nothing yet")) for a, _ in self._known.values()
+        ]
+        lines = aligned([("attention", "heads", "S is"), *known], right=(1,))
         if self._without:
             lines.append("left out, without a softmax: " + ", ".join(self._without))
         return "\n".join(lines)
@@ -203,10 +203,9 @@ class QKClip:
             clipped &= ~torch.as_tensor(optimizer.stopped, dtype=torch.bool, device=clipped.device)
         gamma = torch.where(clipped, self.threshold / self._last.double(), 1.0)
         factors: dict[str, list[tuple[LogitRows, Tensor]]] = {}
-        for attention in self._attentions:
-            own = gamma[self._starts[id(attention.module)] :]
+        for attention, start in self._known.values():
             for rows in attention.rows:
-                factors.setdefault(rows.name, []).append((rows, own[rows.head] ** rows.power))
+                factors.setdefault(rows.name, []).append((rows, gamma[start + rows.head] ** rows.power))
         for name, storage, local, master in self._stored(optimizer):
             if name in factors:
                 scale_rows(local if master is None else master, storage, factors[name])
