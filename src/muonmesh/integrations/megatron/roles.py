@@ -8,6 +8,7 @@ never from a shard. Read from megatron-core 0.16.1.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -35,9 +36,9 @@ def megatron_role(site: Site) -> Role | None:
     if not _WEIGHT.fullmatch(site.key) or len(site.shape) != 2:
         return None
     for classes, attribute, split, what in _FUSED:
-        if held == attribute and not classes.isdisjoint(class_names(owner, "megatron")):
-            matrices = split(owner)
-            return None if matrices is None else Role("muon", "matrices", f"{what} ({type(owner).__name__})", matrices)
+        if re.fullmatch(attribute, held) and any(re.fullmatch(classes, n) for n in class_names(owner, "megatron")):
+            matrices = "whole" if split is None else split(owner)
+            return Role("muon", "matrices", f"{what} ({type(owner).__name__})", matrices)
     return None
 
 
@@ -104,26 +105,17 @@ def _delta_net(owner: Any) -> tuple[Any, ...]:
     return ("rows", owner.qk_dim, owner.qk_dim, owner.v_dim, owner.v_dim, owner.num_value_heads, owner.num_value_heads)
 
 
-def _whole(owner: Any) -> str:
-    return "whole"
-
-
-_ATTENTION = frozenset({"SelfAttention"})
-_MLP = frozenset({"MLP", "TEGroupedMLP"})
-_LATENT = frozenset({"MLASelfAttention", "MultiLatentAttention"})
-
-_FUSED: tuple[tuple[frozenset[str], str, Any, str], ...] = (
-    (_ATTENTION, "linear_qkv", _grouped_query, "attention: q, k, v by query group"),
-    (frozenset({"CrossAttention"}), "linear_kv", _keys_values, "attention: k, v head by head"),
-    (frozenset({"Attention"}), "linear_proj", _whole, "attention: output"),
-    (_LATENT, "linear_kv_down_proj", _latent_down, "attention: latent, rotary key"),
-    (_LATENT, "linear_kv_up_proj", _latent_up, "attention: k, v head by head"),
-    (_LATENT, "linear_q_down_proj", _whole, "attention: latent of q"),
-    (_LATENT, "linear_q_up_proj", _whole, "attention: q"),
-    (_LATENT, "linear_q_proj", _whole, "attention: q"),
-    (_MLP, "linear_fc1", _gated, "MLP: gate, up, or input"),
-    (_MLP, "linear_fc2", _whole, "MLP: output"),
-    (frozenset({"MambaMixer"}), "in_proj", _mamba, "Mamba: z, x, B, C, dt"),
-    (frozenset({"GatedDeltaNet"}), "in_proj", _delta_net, "gated delta net: q, k, v, z, beta, alpha"),
+_FUSED: tuple[tuple[str, str, Callable[[Any], Any] | None, str], ...] = (
+    ("SelfAttention", "linear_qkv", _grouped_query, "attention: q, k, v by query group"),
+    ("CrossAttention", "linear_kv", _keys_values, "attention: k, v head by head"),
+    ("Attention", "linear_proj", None, "attention: output"),
+    ("MultiLatentAttention", "linear_kv_down_proj", _latent_down, "attention: latent, rotary key"),
+    ("MultiLatentAttention", "linear_kv_up_proj", _latent_up, "attention: k, v head by head"),
+    ("MultiLatentAttention", "linear_q(_down|_up)?_proj", None, "attention: q"),
+    ("MLP|TEGroupedMLP", "linear_fc1", _gated, "MLP: gate, up, or input"),
+    ("MLP|TEGroupedMLP", "linear_fc2", None, "MLP: output"),
+    ("MambaMixer", "in_proj", _mamba, "Mamba: z, x, B, C, dt"),
+    ("GatedDeltaNet", "in_proj", _delta_net, "gated delta net: q, k, v, z, beta, alpha"),
 )
-"""Classes of the module around the linear one, the attribute that holds that, its split, and what it is."""
+"""Classes of the module around the linear one, the attribute that holds that, its split if it is not whole, and what
+it is; expressions for the names of both."""

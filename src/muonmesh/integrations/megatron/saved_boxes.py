@@ -107,7 +107,7 @@ def cut_of(name: str, local: tuple[int, ...], boxes: Sequence[SavedBox], rank: i
             if _fits(placement, shape, local, placed, rank, ranks):
                 return Cut(shape, placement)
         row = math.prod(shape[1:])
-        if all(_whole_rows(box, local, shape) for box in placed):
+        if all(box.shape[1:] == local[1:] == shape[1:] and not any(box.offset[1:]) for box in placed):
             return Cut(shape, None, tuple(_intervals(placed, other - rank, row) for other in range(ranks)))
     found = f"local shape {local} and boxes {[(p.key, p.whole, p.offset, p.shape) for p in boxes]}"
     needed = f"shards along one dim over {ranks} tensor-parallel ranks"
@@ -122,11 +122,10 @@ def _together(boxes: Sequence[SavedBox]) -> tuple[tuple[int, ...], list[SavedBox
         if box.key not in first:
             first[box.key] = rows
             rows += box.whole[0] if box.whole else 0
-    whole = boxes[0].whole
     if len(first) == 1:
-        return whole, list(boxes)
+        return boxes[0].whole, list(boxes)
     moved = [p._replace(offset=(p.offset[0] + first[p.key], *p.offset[1:])) for p in boxes]
-    return (rows, *whole[1:]), moved
+    return (rows, *boxes[0].whole[1:]), moved
 
 
 def _in_place(box: SavedBox, shape: tuple[int, ...]) -> bool:
@@ -150,10 +149,6 @@ def _fits(
     layout = MeshLayout(shape, (ranks,), tuple(range(ranks)), placements_of("", (placement,)))
     said = {(block.region.offset, block.region.shape, block.start) for block in layout.blocks(rank)}
     return layout.local_shape(rank) == local and said == {(p.offset, p.shape, p.start) for p in boxes}
-
-
-def _whole_rows(box: SavedBox, local: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-    return box.shape[1:] == local[1:] == shape[1:] and not any(box.offset[1:])
 
 
 def _intervals(boxes: Sequence[SavedBox], away: int, row: int) -> tuple[Interval, ...]:
