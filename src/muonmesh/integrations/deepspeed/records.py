@@ -178,9 +178,7 @@ def _compare(flats: Sequence[Flat], parameters: dict[int, EngineParameter]) -> N
 
 def _whole(parameter: Any) -> Tensor:
     """Return all of a parameter as this rank's module computes with it."""
-    if not hasattr(parameter, "ds_id") or parameter.ds_status.name == "AVAILABLE":
-        held: Tensor = parameter.detach()
-        return held
-    with deepspeed.zero.GatheredParameters([parameter]):
+    parted = hasattr(parameter, "ds_id") and parameter.ds_status.name != "AVAILABLE"
+    with deepspeed.zero.GatheredParameters([parameter], enabled=parted):
         whole: Tensor = parameter.detach().clone()
-        return whole
+    return whole
