@@ -501,7 +501,7 @@ class Muon(torch.optim.Optimizer):
         """
         self.finish()
         runtime = self._runtime
-        # Hosts load an empty state before they replace the parameters.
+        # Frameworks load an empty state before they replace the parameters.
         filled = isinstance(state_dict, Mapping) and state_dict.get("state")
         planned = plan(self.param_groups, runtime) if filled else None
         restore_state(self, state_dict, runtime.precision, planned, super().load_state_dict)
