@@ -1,4 +1,4 @@
-"""From a model to its optimizer: `from_model`, and `split_params`, whose errors the other ranks learn of."""
+"""Build: `from_model`, and the public `split_params`; an error on one rank is raised on the other ranks too."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def from_model(
         adamw: Settings of AdamW's groups alone; see `split_params`.
         overrides: Which parameters are treated otherwise, by name; see `split_params`.
         per_head: Which attention weights are one matrix for each head; see `split_params`.
-        rule: How matrices are stepped: "muon", "normuon", "adamuon", or the name of a rule given to `register_rule`.
+        rule: The rule of the matrices: "muon", "normuon", another rule of muonmesh, or a name given to `register_rule`.
         settings: Further arguments of `Muon`, such as ``momentum``, ``weight_decay`` and ``process_group``, which its
             docstring describes. Without ``process_group`` it is the group of the DistributedDataParallel that ``model``
             is, if it is one.

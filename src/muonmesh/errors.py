@@ -1,6 +1,7 @@
 """The errors and warnings a user can meet.
 
-Each error has four parts: parameter, what was found, what is needed, what to write.
+A message says what it is about (a parameter, group, argument or file), what was found, what is needed and what to
+write. `explain_error` composes these four parts; `about` takes full sentences instead.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class StateError(MuonMeshError, RuntimeError):
 
 
 class NotCovered(LayoutError):
-    """What was found where elements are held twice or by nobody; whoever knows the parameter composes the message."""
+    """Elements are held twice or by no rank. The message is what was found; the caller adds the parameter's name."""
 
 
 class FileError(MuonMeshError, ValueError):
@@ -35,7 +36,7 @@ class FileError(MuonMeshError, ValueError):
 
 
 def explain_error(parameter: str, found: str, needed: str, write: str | None = None) -> str:
-    """Compose the four parts every message has; no part ends in a full stop.
+    """Compose a message of four parts; no part ends in a full stop.
 
     Args:
         parameter: Which parameter, group or argument.
@@ -47,7 +48,7 @@ def explain_error(parameter: str, found: str, needed: str, write: str | None = N
 
 
 def about(where: str, error: Exception | str) -> str:
-    """Say first what a message, which has its four parts already, is about."""
+    """Put in front of a whole message, or of another error, what it is about."""
     return f"{where}: {error}"
 
 

@@ -175,7 +175,7 @@ class Muon(torch.optim.Optimizer):
 
     @property
     def process_group(self) -> ProcessGroup:
-        """Who holds plain matrices; may be set before the first step."""
+        """The ranks that hold plain matrices; you may set it before the first step."""
         return self._runtime.process_group
 
     @process_group.setter
@@ -184,7 +184,7 @@ class Muon(torch.optim.Optimizer):
 
     @property
     def layouts(self) -> Mapping[str, Declared]:
-        """Where plain local shards live, by name; may be set before the first step."""
+        """Where plain local shards live, by name; you may set it before the first step."""
         return self._runtime.layouts
 
     @layouts.setter
@@ -193,7 +193,7 @@ class Muon(torch.optim.Optimizer):
 
     @property
     def gradients(self) -> GradientSource:
-        """Where gradients, names and sharing groups come from; all ranks may set another one before the same step."""
+        """The source of gradients, names and process groups; all ranks may set another one before the same step."""
         return self._runtime.source
 
     @gradients.setter
@@ -205,7 +205,7 @@ class Muon(torch.optim.Optimizer):
         """Return True, as of any object.
 
         Raises:
-            TypeError: DeepSpeed's engine asks. It does so when it is built, before anything else of its own is checked.
+            TypeError: DeepSpeed's engine calls this. The engine does so first, while it is built.
         """
         refuse_engine(sys._getframe(1).f_globals.get("__name__", ""))
         return True
@@ -255,7 +255,7 @@ class Muon(torch.optim.Optimizer):
     # ---------------------------------------------------------------- the step
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients, and what clipping decided about them."""
+        """Reset the gradients, and drop the result of clipping that the next step would read."""
         self._runtime.clip = Clip()
         super().zero_grad(set_to_none)
         if self._runtime.source is not PARAMETER_GRAD:
@@ -372,7 +372,7 @@ class Muon(torch.optim.Optimizer):
             self._runtime.brought_back.synchronize()
 
     def _begin(self) -> SettingsFound:
-        """Hear what the device has found out since the last step, and read the settings for this one."""
+        """Raise what the device has found wrong since the last step, and read the settings for this one."""
         runtime, groups = self._runtime, self.param_groups
         runtime.refuse_if_interrupted()
         counted, runtime.counted = runtime.counted, []
@@ -387,7 +387,7 @@ class Muon(torch.optim.Optimizer):
     def _agree(self, settings: SettingsFound, clip: Clip) -> tuple[Planned, Exchange, Collected, Flags] | None:
         """Plan if need be, read the gradients, and agree with all ranks before anything is written.
 
-        None if this rank could not follow, and has told the others, whose hosts do not wait for what is said.
+        Return None if this rank could not follow the plan, and hosts do not wait for the flags: see `stand_aside`.
         """
         runtime, groups = self._runtime, self.param_groups
         if (before := outdated(groups, runtime, settings)) is not None:
@@ -470,7 +470,7 @@ class Muon(torch.optim.Optimizer):
             ValueError: an argument is out of range or unknown.
             LayoutError, TypeError: a gradient lives elsewhere than its parameter, or is sparse. On CUDA it is raised
                 by ``step``.
-            PlanError: on the other ranks then.
+            PlanError: another rank raised, or ranks were given different arguments.
         """
         check_process_group(process_group, ("world", "local"))
         runtime, groups, ranks = self._runtime, self.param_groups, group_for(process_group)
@@ -498,7 +498,7 @@ class Muon(torch.optim.Optimizer):
         """
         self.finish()
         runtime = self._runtime
-        # Hosts load an empty state before they replace the parameters.
+        # Frameworks load an empty state before they replace the parameters.
         filled = isinstance(state_dict, Mapping) and state_dict.get("state")
         planned = plan(self.param_groups, runtime) if filled else None
         restore_state(self, state_dict, runtime.precision, planned, super().load_state_dict)
@@ -551,7 +551,7 @@ class Muon(torch.optim.Optimizer):
         twin.process_group, twin.layouts = self.process_group, self.layouts
         return twin
 
-    # ---------------------------------------------------------------- telling
+    # ---------------------------------------------------------------- reporting
 
     def __repr__(self) -> str:
         """Return a line for each group; its lists of names, splits and reasons are in ``param_groups``."""
@@ -578,7 +578,9 @@ class Muon(torch.optim.Optimizer):
         return Counts() if connected is None else connected.exchange.wire.counts
 
     def explain(self) -> Explanation:
-        """Return who goes where and why, with the size of a step; ``str()`` of it is a table. No communication.
+        """Return who updates each parameter and why, its owner, and the cost of a step; ``str()`` of it is a table.
+
+        No communication.
 
         Raises:
             LayoutError, ValueError, TypeError: no step could be taken with the groups as they are.

@@ -38,10 +38,10 @@ from muonmesh.numerics.setting import (
 )
 
 StateDtype = torch.dtype | Literal["int8"]
-"""What momentum is kept in; "int8" has a scale for each block of 256 elements."""
+"""The dtype of the momentum; "int8" has a scale for each block of 256 elements."""
 
 StateDevice = Literal["cpu"] | None
-"""Where what has a number for each element of a parameter is kept; None: with the parameter."""
+"""Where per-element state is kept; None: with the parameter."""
 
 ProcessGroup = Literal["world", "local", "auto"] | dist.ProcessGroup | None
 

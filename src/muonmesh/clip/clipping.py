@@ -58,7 +58,7 @@ def clip_gradients(
         limits: The arguments of the call.
         runtime: Of the optimizer.
         process_group: Other ranks to be clipped with, over which the head of the vector is added up too.
-        slots: Where the matrices are added up over these too.
+        slots: The places of this set's matrices in that sum, if their squares are added up there too.
 
     Raises:
         Exception: what this rank found wrong, after it has taken part in what the others wait for.

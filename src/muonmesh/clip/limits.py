@@ -90,7 +90,7 @@ class Limits:
 
     @property
     def protects(self) -> tuple[str, ...]:
-        """The norms by which the policy clips, of which none may be above ``skip_above``."""
+        """The names of the norms by which the policy clips; a step is skipped if one is above ``skip_above``."""
         return {"all": ("total",), "separate": ("muon", "adamw")}.get(self.policy, ("adamw",))
 
     @property

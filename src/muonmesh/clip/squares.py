@@ -31,12 +31,12 @@ of the plan.
 
 
 class Slots(NamedTuple):
-    """Where a connected set adds up the squares of its matrices, in one sum over all sets in which each has its own.
+    """The places of a connected set's matrices in one sum over several sets, such as pipeline stages.
 
     Attributes:
-        planned: The plan that the others were told of; under another one all must tell anew.
+        planned: The plan for which the places were agreed on; with another plan all sets must agree again.
         first: How many matrices the sets before it have.
-        total: How many all sets have.
+        total: How many matrices all sets have.
     """
 
     planned: Planned
@@ -57,14 +57,14 @@ def matrices_from(source: GradientSource) -> int:
 def zeros_for(planned: Planned, source: GradientSource) -> Tensor:
     """Return the vector before anything is added.
 
-    It is as long under every policy, so that ranks that were given different ones do not wait for each other.
+    Its length is the same under every policy, so that ranks with different policies still meet, and raise.
     """
     length = matrices_from(source) + len(planned.plan.assignments)
     return torch.zeros(length, dtype=torch.float64, device=planned.device)
 
 
 def number_of(name: str, parameter: Tensor, source: GradientSource) -> int:
-    """Return 0 for the usual norms, else the number of what a gradient is measured by, from 1.
+    """Return by which norms a gradient is measured: 0 for the usual ones, else 1 + its index in ``norms_apart``.
 
     Raises:
         LayoutError: the source names a norm that it does not list, so that other ranks may not know of it.

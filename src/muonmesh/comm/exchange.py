@@ -24,15 +24,16 @@ from muonmesh.numerics.kernels.threads import run_all
 
 @dataclass
 class _UnderWay:
-    """A stage in one step. What it has no more use for is given up, so that a device has the memory for others.
+    """A stage that has begun in this step. A field is cleared as soon as its memory is no longer needed.
 
     Attributes:
-        stage: What happens.
-        gather: Until the matrices are orthogonalized.
-        transfer: The gather, and then the newest round of the scatter.
-        results: Until nothing is copied from them any more.
-        staying, summed: What is still to be written straight from them, and to be summed before.
-        scatter: The newest round.
+        stage: The stage of the schedule.
+        summed: The sums over matrices that must still be taken; until then nothing of these matrices is written.
+        gather: The gather, until its matrices are orthogonalized.
+        transfer: The transfer under way: of the gather, later of the newest round of the scatter.
+        results: The orthogonalized matrices, until the last copy is made from them.
+        staying: The legs that are still to be written straight from the results, because their storage is here.
+        scatter: The newest round of the scatter.
     """
 
     stage: Stage

@@ -19,14 +19,15 @@ from muonmesh.numerics.dtypes import HELD_DTYPES, NEEDED_HELD
 
 
 class GradientSource(Protocol):
-    """Where a host keeps gradients, what it calls parameters, and who shares them; for ``Muon(..., gradients=...)``.
+    """Where a framework keeps gradients, names and process groups; for ``Muon(..., gradients=...)``.
 
-    Whatever reads a gradient reads it here: steps, clipping, metrics. A host's own class derives from this one and says
-    where the gradients are; names and groups are then those of the param groups and of ``process_group=``.
+    Steps, clipping and metrics read gradients here and nowhere else. The class of a framework derives from this one and
+    overrides `gradient` and `write`. The other methods have defaults: names are those of the param groups, and process
+    groups are those of ``process_group=``.
 
     Attributes:
-        norms_apart: Names of norms beside the usual ones, for gradients that are clipped as if an optimizer of its own
-            had them; the same on every rank.
+        norms_apart: Names of further norms, for gradients that are measured and clipped apart from all others; the same
+            on every rank.
     """
 
     norms_apart: Sequence[str] = ()
@@ -42,7 +43,7 @@ class GradientSource(Protocol):
         ...
 
     def write(self, parameter: Tensor, gradient: Tensor | None) -> None:
-        """Keep what clipping has made of a gradient; None, from ``zero_grad``, forgets it.
+        """Store the gradient that clipping has scaled; None, from ``zero_grad``, resets it.
 
         Args:
             parameter: The parameter whose gradient it is.
@@ -60,11 +61,11 @@ class GradientSource(Protocol):
         return None
 
     def counted(self, parameter: Tensor) -> bool:
-        """Return whether norms count a parameter; False for one that ranks elsewhere hold and count too."""
+        """Return whether norms count a parameter; False if ranks of another pipeline stage hold it too and count it."""
         return True
 
     def at_momentum(self, parameter: Tensor) -> bool:
-        """Return whether a gradient lies where muonmesh keeps the momentum, flat, and not where the parameter does."""
+        """Return whether a gradient has the layout of the momentum, flattened, instead of the parameter's."""
         return False
 
     def norm_apart(self, parameter: Tensor) -> str | None:
@@ -105,7 +106,7 @@ class GradientSource(Protocol):
 
         Args:
             replicated: As for `bind`.
-            copy: Which of the replicas is told of.
+            copy: The number of the replica for which to count.
             copies: How many there are.
             bucket_bytes: As for `bind`.
         """
@@ -151,8 +152,7 @@ def gradient_of(name: str, parameter: Tensor, source: GradientSource) -> Tensor 
 
     A gradient that is whole along an axis of the mesh is cut there as its parameter is, where no other axis cuts the
     same dim; under FSDP2 over tensor parallelism, where two axes may, it is refused. A partial one (pure tensor
-    parallelism with ``SequenceParallel`` leaves the weights of norms so) comes back as the DTensor that it is, for
-    `reduced`.
+    parallelism with ``SequenceParallel`` leaves the weights of norms so) is returned as a DTensor, for `reduced`.
 
     Raises:
         LayoutError: the gradient lives elsewhere than its parameter.
@@ -191,7 +191,7 @@ def gradient_of(name: str, parameter: Tensor, source: GradientSource) -> Tensor 
 
 
 def _as_its_parameter(name: str, parameter: DTensor, gradient: DTensor) -> Tensor:
-    """Return the local part of a gradient that is placed as its parameter; a partial one as the DTensor that it is."""
+    """Return the local part of a gradient that is placed as its parameter; a partial one stays a DTensor."""
     gradient = _cut_where_replicated(gradient, parameter)
     if gradient.placements == parameter.placements:
         return local_of(gradient)
@@ -249,7 +249,7 @@ def reduced(parameter: Tensor, gradient: Tensor | None, axes: Sequence[int]) -> 
 
 
 def whole_gradient(name: str, parameter: Tensor, source: GradientSource) -> Tensor | None:
-    """Return `gradient_of` with what is partial reduced, by all ranks of the mesh."""
+    """Return a gradient as `gradient_of` does, reduced if it is partial; then all ranks of the mesh must call this."""
     gradient = gradient_of(name, parameter, source)
     axes = partial_axes(gradient)
     return reduced(parameter, gradient, axes) if any(axes) else gradient

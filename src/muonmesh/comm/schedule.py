@@ -43,14 +43,14 @@ class Stage:
     """One bucket of which something moves, as this rank sees it; or what is passed on after the last bucket.
 
     Attributes:
-        number: Of the stage.
-        name: What errors call it: by the number that its bucket has in the plan.
+        number: The number of the stage.
+        name: Its name in errors, by the number of its bucket in the plan.
         moving: The assignments of which something moves.
         local: Local matrices that are computed in it, those of one shape and setting together.
         passage: What travels to the owners, if it ``gathers``.
         late: Whether nothing is gathered, on a device: then nothing is read before it is computed (`portions`).
         back: What travels back, in ``rounds``.
-        first: Of these rounds among those of all stages.
+        first: The number of the first of these rounds, counted over all stages.
         summed: Assignments over which sums are taken before they are written, see `Plan.summed`.
         batches, shapes: The assignments that this rank orthogonalizes, equal ones together.
     """

@@ -85,7 +85,7 @@ class Storage:
     placements: tuple[TorchPlacement, ...] = ()
 
     def wrap(self, local: Tensor) -> Tensor:
-        """Return a local tensor as what it is: a DTensor where there is a mesh, else itself."""
+        """Wrap a local tensor that lives here: as a DTensor if there is a mesh, else return it unchanged."""
         if self.mesh is None:
             return local
         if local.device.type != self.mesh.device_type:  # kept on the host; from_local would move it to the device
@@ -96,7 +96,7 @@ class Storage:
         return DTensor.from_local(local, self.mesh, self.placements, run_check=False, shape=shape, stride=stride)
 
     def copied(self, copies: Sequence[tuple[int, ...]]) -> Storage:
-        """Return this storage with the ranks of each copy of the parameter, which lies in each as it lies in this."""
+        """Return this storage for several copies of the parameter, each on its own ranks and laid out like this one."""
         inner = self.layout
         if not isinstance(inner, MeshLayout) or len(copies[0]) == 1:
             inner = MeshLayout(self.shape, (), copies[0], ())

@@ -19,13 +19,13 @@ def tell_all(
     group: dist.ProcessGroup | Literal["world"] | None = "world",
     kind: type[MuonMeshError] = PlanError,
 ) -> list[T]:
-    """Return what every rank of a group tells, in their order; all of them call it.
+    """Gather a Python object from every rank of a group, in their order; all ranks call it.
 
     Args:
-        mine: What this rank tells; it is pickled.
-        error: What it found wrong, if anything.
-        group: The ranks; None: this one alone, which tells itself.
-        kind: What the ranks raise that found nothing wrong themselves.
+        mine: The object of this rank; it is pickled.
+        error: The error that this rank found, if any.
+        group: The ranks; None: this rank alone.
+        kind: The class of the error that the other ranks raise.
 
     Raises:
         Exception: ``error`` on the ranks that have one.

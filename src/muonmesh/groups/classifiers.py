@@ -1,4 +1,4 @@
-"""Classifiers: what integrations know of their host's own classes, asked before what is known of anybody's."""
+"""Classifiers: functions that tell `split_params` what the parameters of a framework's own classes are."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from muonmesh.groups.sites import Algorithm, Kind, Role, Site, class_of
 from muonmesh.layout.matrix import as_tuples
 
 Classifier = Callable[[Site], Role | None]
-"""Says of a place (`Site`: module, key, shape, name, the modules around it) what is there; None: it does not know."""
+"""Returns the `Role` of the parameter at a `Site` (module, key, shape, name, modules around it); None: not known."""
 
 _registered: list[Classifier] = []
 
 
 def register(classifier: Classifier) -> Classifier:
-    """Let a function say what the parameters of a host's own classes are; `split_params` asks it from then on.
+    """Register a function that says what the parameters of a framework's own classes are, for `split_params`.
 
-    It is asked before any rule of `split_params` but a module's own ``muonmesh_matrices``; overrides still win. Of
-    several the one registered last is asked first, and the first that knows counts. It goes by classes and attributes
-    of modules, not by names, and says nothing where it is not sure: a wrong split is a silent wrong update. It also
-    works as a decorator::
+    `split_params` asks classifiers after a module's own ``muonmesh_matrices`` and before its own rules; overrides still
+    win. The classifier registered last is asked first, and the first answer counts. A classifier should go by classes
+    and attributes of modules, not by names, and return None where it is not sure: a wrong split is a silent wrong
+    update. This function also works as a decorator::
 
         @muonmesh.groups.register
         def fused_attention(site):
@@ -41,7 +41,7 @@ def register(classifier: Classifier) -> Classifier:
 
 
 def unregister(classifier: Classifier) -> None:
-    """Ask a classifier no longer.
+    """Remove a classifier.
 
     Raises:
         ValueError: it is not registered.
@@ -50,10 +50,10 @@ def unregister(classifier: Classifier) -> None:
 
 
 def classified(site: Site) -> Role | None:
-    """Return what the first registered classifier that knows a place says of it; None: none does.
+    """Return the first role that a registered classifier returns for a site; None: none does.
 
     Raises:
-        TypeError, ValueError: it says what no parameter, or not this one, can be.
+        TypeError, ValueError: what it returns is no valid `Role`.
     """
     for classifier in tuple(_registered):
         role: object = classifier(site)

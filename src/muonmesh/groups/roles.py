@@ -263,9 +263,9 @@ def _convolution(site: Site, known: Ends) -> Role | None:
 
 
 def _parts(site: Site, out: int, into: int) -> tuple[Matrices, str, bool]:
-    """Return how the `out` rows of a layer split, how that is known, and whether it is not.
+    """Return how the `out` rows of a layer split, a text that says how this is known, and whether it is a guess.
 
-    What holds nothing but the layer, such as a convolution and its norm, stands for the layer.
+    A module that holds only this layer, or this layer and its norm, is looked at as the layer itself.
     """
     for (attribute, _), (_, owner) in itertools.pairwise(site.owners):
         convolution = isinstance(site.module, _ConvNd)

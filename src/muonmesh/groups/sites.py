@@ -55,8 +55,8 @@ class Site:
 class Role:
     """Who updates a parameter and why.
 
-    `matrices` is what Muon makes of it, or would; None: no matrix known. `guess`: nothing but the shape says that it is
-    one matrix.
+    `matrices` is how it splits into matrices, also if AdamW updates it; None: not known. `guess`: only the shape says
+    that it is one matrix.
     """
 
     algorithm: Algorithm

@@ -1,4 +1,4 @@
-"""Parameters of `transformers` that belong to no layer; their modules' forwards say how they are used."""
+"""The classifier of parameters that modules of `transformers` hold outside of layers, known from their forwards."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""."""
+"""Integrations: muonmesh inside other training frameworks, one module or folder for each framework."""

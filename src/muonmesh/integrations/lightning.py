@@ -144,7 +144,7 @@ def from_model(host: Fabric | Trainer, model: nn.Module, lr: float = 3e-4, **set
 
     Args:
         host: Says by its strategy who holds plain matrices.
-        model: Given to the host already or not.
+        model: Set up by Lightning already or not.
         lr: Learning rate of both halves.
         settings: Further arguments of `muonmesh.from_model`, by name.
 

@@ -221,13 +221,13 @@ class Plan:
         return {number: count for number, count in counts if count}
 
     def told(self, assignment: int) -> tuple[str, ...]:
-        """Return the keys of what is kept of a matrix as one number, which its owner tells with the sums over it."""
+        """Return the keys of the state of kind "matrix", which the owner sends with the sums over the matrix."""
         companions = self.parameters[self.assignments[assignment].parameter].companions
         return tuple(companion.key for companion in companions if companion.side == "matrix")
 
     @property
     def keepers(self) -> dict[KnownMatrix, int]:
-        """The owners of the matrices of which they keep something."""
+        """The owners that keep state of their matrices, such as "rows×rows", by matrix."""
         found = {}
         for assignment in self.assignments:
             parameter = self.parameters[assignment.parameter]

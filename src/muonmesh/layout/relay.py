@@ -17,9 +17,9 @@ from muonmesh.layout.region import Block
 class Relay:
     """The ranks that hold the same of a parameter, one of each replica, and how many in a row share a machine.
 
-    A copy is as far from the owner's as it comes behind it in a circle. Machines come one after the other there, each
-    with the copy first that has the place in its machine that the owner's copy has in its own. So the copies of
-    different owners enter a machine at different ranks.
+    The copies stand in a circle, machine by machine. The distance of a copy is the number of places from the owner's
+    copy to it. In each machine the first copy is the one at the place that the owner's copy has in its own machine. So
+    the copies of different owners enter a machine at different ranks.
 
     Attributes:
         layout: Where the parameter lives.

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 class Rounds:
     """In how many rounds the results of a bucket travel to those that hold them, and what travels in each.
 
-    A holder is as far from an owner as its replica comes after that of the owner, counted in a circle: 0 is the owner's
-    own replica. In each round results travel over a few distances, so at any time every rank sends to a few replicas
-    and receives from a few, and what two ranks exchange is never cut.
+    The replicas stand in a circle. The distance of a holder is the number of places from the owner's replica to its
+    own; 0 is the owner's replica. In each round results travel over a few distances. So at any time every rank sends to
+    a few replicas and receives from a few, and what two ranks exchange is never cut.
 
     Attributes:
         count: How many there are; 0 if nothing travels.

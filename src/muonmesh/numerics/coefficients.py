@@ -1,4 +1,4 @@
-"""The published coefficient sets of the Newton–Schulz iteration, each with its source beside it."""
+"""Coefficients: the published sets of the Newton–Schulz iteration, each with its source, and sets of your own."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ class CoefficientSet:
         deflated: How many of the largest singular values are first brought down to the smallest of them. The matrix is
             then divided by ‖(X Xᵀ)²‖^¼ (Frobenius), a nearer bound of the largest one, instead of by its norm. It takes
             `DEFLATED_FROM_ROWS` rows; smaller matrices are given the set "polar_express".
-        finish: What a CPU applies after the polynomials where their result shows that it must, if as many steps are
-            taken as of `steps`: see `_Iteration.finish`.
-        steps: How many steps are taken where nobody says.
-        gram_steps: With how many steps the Gram form is as accurate in bf16 as the steps one by one [tested]. Others
-            amplify what is near 1 in every step, and the rounding with it.
+        finish: Polynomials that a CPU applies last, if `steps` steps are taken and the result is still far from the
+            polar factor: see `_Iteration.finish`.
+        steps: The number of steps if ``ns_steps`` is None.
+        gram_steps: The numbers of steps for which the Gram form is as accurate in bf16 as separate steps [tested]. With
+            other numbers each step amplifies values near 1, and their rounding errors.
     """
 
     polynomials: tuple[Polynomial, ...]
@@ -166,9 +166,9 @@ def choose(
 ) -> Coefficients:
     """Return the coefficients that "auto" stands for; all others are returned as they are.
 
-    That is "deflated" for matrices on a CPU that are computed in bf16, unless a number of steps is asked for. Else, and
-    where the device is not known, it is "polar_express": on a device the host would wait for a decomposition, and
-    fp32 and fp64 are chosen for exactness.
+    That is "deflated" for matrices on a CPU that are computed in bf16, unless steps are asked for; `for_rows`
+    replaces it for small matrices. Else, and where the device is not known, it is "polar_express": on a device the
+    host would wait for a decomposition, and fp32 and fp64 are chosen for exactness.
 
     Args:
         coefficients: As for `orthogonalize`.
@@ -211,10 +211,10 @@ def register_coefficients(name: str, chosen: CoefficientSet) -> None:
 
 
 def coefficient_set(coefficients: Coefficients) -> CoefficientSet:
-    """Look up a published set by name, or check and wrap a sequence of polynomials.
+    """Look up a published or registered set by name, or check and wrap a sequence of polynomials.
 
     Args:
-        coefficients: A published name, or one tuple (a, b, ...) a step; tuples may differ in length.
+        coefficients: The name of a set, or one tuple (a, b, ...) a step; tuples may differ in length.
 
     Returns:
         The set with plain float tuples.
@@ -249,10 +249,9 @@ def coefficient_schedule(coefficients: Coefficients, steps: int | None = None) -
     """Return the polynomial of every step, past the end of the set by the set's own rule.
 
     Args:
-        coefficients: A published name or a sequence of polynomials.
-        steps: Number of iterations, at least 1. None: as many as a sequence has polynomials; of a published set 5, of
-            "deepseekv4" 10, of "aol" 4, of "deflated" 3. The rational step of "qdwh" is not counted; 1 polynomial
-            follows it.
+        coefficients: The name of a set, or a sequence of polynomials.
+        steps: Number of iterations, at least 1. None: `CoefficientSet.steps` of a set by name, or as many as a sequence
+            has polynomials. The rational step of "qdwh" is not counted.
 
     Returns:
         `steps` tuples (a, b, ...), the odd polynomials a·x + b·x³ + ...

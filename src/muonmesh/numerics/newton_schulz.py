@@ -189,7 +189,7 @@ class Orthogonalizer:
 
     @property
     def squares(self) -> int:
-        """How many squares of its rows a matrix is computed in on a device."""
+        """How many rows × rows buffers a device needs for a matrix."""
         if max(self.degrees) > 3:
             return 4
         return 2 if self.method == "standard" else 4 - (self.products().join is not None)

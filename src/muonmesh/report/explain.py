@@ -1,4 +1,4 @@
-"""Explanation: who goes where and why, told from the plan."""
+"""Explanation: what updates each parameter and why, who owns each matrix, and what a step costs, by the plan."""
 
 from __future__ import annotations
 

@@ -54,10 +54,10 @@ class FlagVector:
 
     The vector holds, each as long on every rank: "nonzero", a flag for each Matrix; "present" and "missing", for each
     parameter whether a rank has its gradient or lacks it (one pair of flags for each shard where there are replicas);
-    "said" and "inverse", bytes and what each lacks of 255, so that their maxima add up to 255 only if all ranks that
-    say something say the same; and the flags of `TAIL`. What is said so is, for each axis of a mesh with replicas, how
-    the gradient lies (1: whole; more: its place in `REDUCTIONS` and 1), and then `DIGEST` bytes of settings for each
-    set of ranks that share parameters.
+    "said" and "inverse", bytes that must be equal on all ranks that set them, and 255 minus each byte, so that the two
+    maxima add up to 255 only if they are; and the flags of `TAIL`. The bytes are: for each axis of a mesh with
+    replicas, how the gradient is placed (1: whole; more: 1 + its index in `REDUCTIONS`), and then `DIGEST` bytes of
+    settings for each set of ranks that share parameters.
 
     Attributes:
         matrices: How many Matrices the plan has.
@@ -81,7 +81,7 @@ class FlagVector:
 
     @staticmethod
     def of(plan: Plan, rank: int) -> FlagVector:
-        """Count them; all but ``mine`` and ``stored`` is the same on every rank of the connected set."""
+        """Lay out the flags of a plan; only ``mine`` and ``stored`` differ between the ranks of the connected set."""
         parameters: list[Parameter | Elementwise] = [*plan.parameters, *plan.elementwise]
         mine, owners, replicated = list[tuple[int, ...]](), list[int](), list[bool]()
         shared: dict[tuple[int, ...], list[int]] = {}

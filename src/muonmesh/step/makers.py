@@ -1,4 +1,4 @@
-"""Makers: refuses what would give an optimizer other parameters than the model's."""
+"""Makers: refuses ZeroRedundancyOptimizer and DeepSpeed's engine, which replace the parameters of an optimizer."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from muonmesh.errors import explain_error
 
 
 def refuse_makers(frame: FrameType | None) -> None:
-    """Refuse to be made by what gives an optimizer other parameters than the model's: it calls a constructor.
+    """Raise if a framework constructs the optimizer with parameters other than the model's.
 
     Args:
-        frame: Of what makes the optimizer. Those that called it count too, and of no frame a local variable is read,
-            since frames would then keep it alive.
+        frame: The frame that calls the constructor. The frames that called it are searched too. No local variable of a
+            frame is read, because the frame would keep it alive.
 
     Raises:
         TypeError: it is torch's ``ZeroRedundancyOptimizer``. Norms would be those of a rank's own parameters, and each

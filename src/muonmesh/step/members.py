@@ -42,7 +42,7 @@ class Member(Stored):
     Attributes:
         tensor: What the user holds.
         group: Number of its group.
-        state_layouts: Where each thing lives that its rule keeps of it, by key.
+        state_layouts: The layout of each tensor of its state, by key.
         holders: Whether it is known which ranks hold it. "open": those of its storage do, and others may hold copies.
             "unknown": nothing says it of a plain tensor; its storage is that of this rank alone, or has no layout.
         at_momentum: Whether its gradient lives where its momentum does (`GradientSource.at_momentum`).
@@ -235,7 +235,7 @@ def _contents(name: str, declared: Any, spec: Any) -> list[tuple[str, Any, Any]]
 
 
 def with_state_layouts(groups: Sequence[Mapping[str, Any]], members: Sequence[Member]) -> list[Member]:
-    """Return the members with where all lives that their rules keep."""
+    """Return the members with their state layouts."""
     sharing: dict[int, list[int]] = {}
     found = list(members)
     for number, member in enumerate(members):

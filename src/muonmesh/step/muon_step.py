@@ -34,14 +34,12 @@ class MuonStep(Work, ABC):
     """The Muon half of one step: what the exchange reads, computes and writes (`muonmesh.comm.work.Work`).
 
     Pieces are views of the local storage, read as a contiguous array; a storage that is not contiguous is worked on in
-    a contiguous copy. What a CPU and a device do otherwise, each of them in portions that suit it, is in `HostStep` and
-    in `DeviceStep`.
+    a contiguous copy. `HostStep` and `DeviceStep` differ in how many pieces they work on at a time.
 
     Args:
         ready: The parameters of the step.
         elementwise: AdamW's half, group by group, which is stepped while the first matrices travel.
-        squares: To which the squares of the updates are added, if `Muon.metrics` has asked for them, and singular
-            values if it has asked for these.
+        squares: Adds up the squares of the updates, and singular values, as `Muon.metrics` has asked; None: it has not.
 
     Attributes:
         companions: What rules keep by row, column or matrix.

@@ -94,7 +94,7 @@ class Planned:
         return self.plan.at_once(number, self.squares(number))
 
     def squares(self, number: int) -> int:
-        """Return how many squares of its rows a matrix that is owned here is computed in on a device."""
+        """Return how many rows × rows buffers a device needs to orthogonalize a matrix that is owned here."""
         matrix, member = self.plan.assignments[number].matrix, self.muon[self.plan.assignments[number].parameter]
         assert member is not None
         return self.orthogonalizers[member.group, matrix.shape].squares

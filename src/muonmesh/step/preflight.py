@@ -34,7 +34,7 @@ _PROBE = 64
 
 
 def changed_groups() -> PlanError:
-    """Return the error of ranks whose groups changed alone; where the host waits for the flags, all plan again."""
+    """Return the error if only some ranks changed their groups; it needs hosts that do not wait for the flags."""
     what = "Some ranks changed their param groups or parameters since the last step, and other ranks did not. Call "
     what += "add_param_group, and replace parameters, on every rank that shares them, before the same step"
     return PlanError(about("the groups", what))
@@ -76,9 +76,9 @@ def preflight(
         runtime: Of the optimizer. Where its host does not read the flags now, writes are masked by them on the device,
             and errors are raised when the next step begins.
         replicas: `fingerprints` of what ranks hold alike, where they are compared.
-        error: What else it found wrong; it takes part all the same, so that nobody waits for it.
-        skip: 0-d bool tensor, whether this rank says that the step changes nothing.
-        overflow: Likewise, whether its GradScaler has found an overflow; skips too.
+        error: Another error of this rank. The rank still takes part in the reduction, so that no rank waits for it.
+        skip: 0-d bool tensor, whether this rank wants the step to change nothing.
+        overflow: 0-d bool tensor, whether its GradScaler has found an overflow; this skips the step too.
 
     Returns:
         What was agreed on; ``Flags.replan`` where some rank must plan again, and then nothing else counts.
@@ -159,7 +159,7 @@ def _of_one_rank(
     waits: bool,
     only_creates_state: bool,
 ) -> Flags:
-    """Return what there is to agree on where no other rank shares anything; arguments as in `preflight`."""
+    """Return the flags of a rank that shares no parameter with others; arguments as in `preflight`."""
     present = [entry is not None and entry.gradient is not None for entry in muon]
     stops = [flag for flag in (skip, overflow) if flag is not None]
     active = nonzero != 0
@@ -186,13 +186,12 @@ def stand_aside(connected: Connected, settings: SettingsFound, runtime: Runtime)
         runtime: Of the optimizer.
 
     Returns:
-        Whether an error is raised on all ranks when their next step begins, where the host does not wait for it: that
-        one, or that of another rank, or that not all ranks have changed. Raised now on this rank alone, it would leave
-        this rank a step behind the others.
+        Whether all ranks will raise an error when their next step begins, because hosts do not wait for the flags. If
+        this rank raised now, it would be a step behind the others. False: all ranks must plan again.
 
     Raises:
-        Exception: that error, where the host waits.
-        PlanError: another rank found an error, likewise.
+        Exception: the error of this rank, if the host waits.
+        PlanError: another rank found an error, if the host waits.
     """
     (planned, exchange), error = connected, settings.error
     # At rate 0 the hosts of all ranks wait, as `preflight` does: see `SettingsFound.at_rest`.
@@ -263,7 +262,7 @@ def _nonzero_on_host(planned: Planned, entries: Sequence[ParameterStep | None], 
 
 
 def _nonzero_on_device(planned: Planned, entries: Sequence[ParameterStep | None], device: torch.device) -> Tensor:
-    """Return the same without waiting for the device, as numbers above 0."""
+    """Return the same as `_nonzero_on_host` without waiting for the device: int32, above 0 where it is true."""
     gradients = [None if entry is None or entry.gradient is None else local_of(entry.gradient) for entry in entries]
     # Counts of int32: with uint8, 256 non-zero pieces of one matrix would be none.
     found = torch.zeros(len(planned.plan.assignments), dtype=torch.int32, device=device)

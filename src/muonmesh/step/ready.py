@@ -94,7 +94,7 @@ class ReadyParameters:
         return rule
 
     def rule_in_turn(self, number: int) -> Rule:
-        """Return the rule as it is given a whole matrix, whose turn it may be (`Rule.turn`)."""
+        """Return the rule with the phase of a matrix, by which `Rule.turn` decides whether it is its turn."""
         rule, matrix = self.rule(number), self.matrix(number)
         return replace(rule, phase=phase_of(matrix.parameter, matrix.index)) if rule.takes_turns else rule
 
@@ -108,7 +108,7 @@ class ReadyParameters:
         return self.rule(number).scale(matrix.rows, matrix.cols)
 
     def changes(self, leg: Leg) -> bool:
-        """Whether a leg's elements may change: there is state, and the host does not know that the matrix stays."""
+        """Whether a leg's elements may change: there is state, and the gradient is not known to be zero."""
         return self.nonzero[leg.assignment] is not False and self.here(leg.assignment).created
 
     def mask(self, number: int) -> Tensor | None:

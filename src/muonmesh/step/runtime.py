@@ -48,36 +48,36 @@ class Runtime:
 
     Attributes:
         precision: Dtypes.
-        process_group: Who holds plain tensors, as it was said.
-        found_group: Who holds them by what wrappers say, if it was said to be "auto"; read when a plan is made.
+        process_group: The ranks that hold plain tensors, as the user set them.
+        found_group: The ranks of the DDP wrapper that was found when the plan was made, if the user set "auto".
         layouts: Where plain local shards live.
         shard_state: Whether replicas share the momentum.
         memory_budget_mb: MiB that a step may take; None: `Budget` says how many.
         cuda_graphs: Whether batches are captured in CUDA graphs.
-        complete: Whether the constructor has finished; groups that come later must say their algorithm.
-        planned: What was read off the parameters; None until that is needed.
-        connected: The plan that all ranks know of, with its exchange; None before the first step.
-        keepers: Who keeps something of a matrix, and stays its owner when another plan is made.
+        complete: Whether the constructor has finished; groups that are added later must name their algorithm.
+        planned: The plan of this rank's parameters; None until it is needed.
+        connected: The plan that all ranks have compared, with its exchange; None before the first step.
+        keepers: The owners that keep state of a matrix, and so stay its owner in later plans.
         compared: The plan at whose first step replicas were compared.
         loaded: Whether state has been loaded since the last step.
         clip: What clipping decided for the next step.
         update_squares: Of the last step's updates, once `Muon.metrics` has asked for them.
-        late: What the device has still to tell of the last step, its flags first: a tensor on its way to the host, the
-            event after which it can be read (None: it can be read now), and what is done with it then.
+        late: Results of the last step that the host has not read yet, its flags first: a tensor on its way to the host,
+            the event after which it can be read (None: now), and the function to call with it.
         warned: Whether a warning about rounding was given.
-        unsuited_told: Parameters of which it was told that they do not suit their rule.
-        idle: Which parameters have learned nothing for how long.
+        unsuited_told: Parameters for which a warning was given that they do not suit their rule.
+        idle: Which parameters have had no gradient, and for how many steps.
         counted: The groups in which the last step was counted (`Rule.steps_taken`).
         wrote: The blocks by which momentum in int8 was last written; None: by none.
         waits: Whether the host waits for the flags; None: on a CPU only.
         together: Whether pieces are worked on together; None: on other devices than a CPU.
-        offload: Whether state is worked on in copies of it; None: where it is kept elsewhere than the parameters.
-        brought_back: After it the host may read state that was copied back; None: it may now.
+        offload: Whether a step works on copies of the state; None: only if the state is kept away from the parameters.
+        brought_back: The event after which the host may read state that was copied back; None: it may now.
         stopped: Whether the last step changed nothing; a 0-d bool tensor where the host did not wait for the flags.
         interrupted: What interrupted a step that had begun to write; None: nothing did.
-        source: Where gradients, names and sharing groups come from.
-        machine: How many ranks each machine has, as all ranks say; 0: all are in one, or it is not known.
-        asked: What was asked to multiply; `precision` says what all ranks take.
+        source: Where gradients, names and process groups come from.
+        machine: How many ranks each machine has, if all ranks agree; 0: all are in one, or it is not known.
+        asked: The ``kernels`` that the user set; those that all ranks use are in `precision`.
         everywhere: What a step calls once its ranks have agreed and before any writes, where other pipeline stages step
             too; the host waits then. It is told whether these ranks raise. If not, it clips by a norm of all stages (or
             returns None), and raises if ranks elsewhere do.
@@ -116,12 +116,12 @@ class Runtime:
     asked: KernelName = field(init=False)
 
     def __post_init__(self) -> None:
-        """Keep what was asked for."""
+        """Keep the kernels that the user set."""
         self.asked = self.precision.kernels
 
     @property
     def holders(self) -> ProcessGroup:
-        """Who holds plain tensors: what was said, or what was found for "auto"."""
+        """The ranks that hold plain tensors: as the user set them, or as found for "auto"."""
         return self.found_group if self.process_group == "auto" else self.process_group
 
     def refuse_if_interrupted(self) -> None:
@@ -145,7 +145,7 @@ class Runtime:
             self.late.insert(0 if first else len(self.late), (host, arrived, say))
 
     def hear(self) -> None:
-        """Wait for what the device has still to tell, and say it; raises what that raises."""
+        """Wait for the results in ``late``, and call their functions; raises what these raise."""
         while self.late:
             value, arrived, say = self.late.pop(0)
             if arrived is not None:
@@ -157,7 +157,7 @@ class Runtime:
         return planned.device.type != "cpu" if self.together is None else self.together
 
     def host_waits(self, planned: Planned) -> bool:
-        """Whether the host waits for what the ranks say to each other: on a CPU, where there is nothing else to do."""
+        """Whether the host waits for reduced flags and sums: on a CPU, where it has nothing else to do."""
         known = True if self.everywhere is not None else self.waits
         return planned.device.type == "cpu" if known is None else known
 

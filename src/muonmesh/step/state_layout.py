@@ -20,7 +20,7 @@ from muonmesh.step.offload import fresh_zeros
 from muonmesh.step.precision import Precision
 
 RUNNING = ("running_norm", "running_norm_steps")
-"""State of `clip`: for each matrix of a tensor the running norm of its gradients, and how many that has seen."""
+"""State of `clip`: for each matrix of a tensor the running norm of its gradients, and how many gradients it counts."""
 
 COUNT = "step"
 """State of elementwise rules: how many steps have been taken, fp32, 0-d."""
@@ -30,11 +30,11 @@ class StateLayout(NamedTuple):
     """The layout of one tensor in the state of a parameter.
 
     Attributes:
-        kept_as: What it has one number for: an element, of momentum or weights; or a row, a column or a matrix. What no
-            rule keeps is a "norm" for each matrix of a tensor, or a "count" for all of it (`beside_rule`).
+        kept_as: The kind of its shape, see `KeptAs`; for state of no rule, "norm" (one number for each matrix
+            of a tensor) or "count" (one for the tensor), see `beside_rule`.
         storage: Where it lives.
-        companion: How it travels to the owners of the matrices, or which of it each of them keeps. None for what has a
-            number for each element: that is read and written where it is stored, and does not travel.
+        companion: How it travels to the owners of the matrices, or which of them keeps which part. None for per-element
+            state, which is read and written where it is stored.
         dtype: That of the parameter, if it is kept in the dtype of the weights; None: in ``state_dtype``.
     """
 
@@ -119,7 +119,7 @@ class Stored:
 
 
 def state_layouts_of(keeps: Mapping[str, KeptAs], together: Mapping[int, Stored]) -> dict[int, dict[str, StateLayout]]:
-    """Return where all lives that a rule keeps of the parameters of one tensor: one of them, or several if it is flat.
+    """Return the state layouts of the parameters that one tensor holds: of one, or of several if the tensor is flat.
 
     What has a number for each row, column or matrix follows the momentum: it is placed on its mesh, or lies in a flat
     buffer cut between the same ranks. What the owners keep has its place by `kept_at_owners`, once there is a plan.

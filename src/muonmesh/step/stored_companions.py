@@ -51,7 +51,8 @@ class StoredCompanions(CompanionState):
     def of(self, assignment: int) -> Iterator[dict[str, Tensor]]:
         """Give what is kept of a matrix that this rank owns to a part of its rule, which writes it in place.
 
-        What travels is left as it was by `write` where the matrix is left alone; what lives here, when this ends.
+        If the gradient is zero, the state must not change. This method then restores state that lives at the owner, and
+        `write` skips state that travels.
         """
         matrix, flag = self.ready.matrix(assignment), self.ready.nonzero[assignment]
         entry = self.ready.here(assignment)

@@ -22,7 +22,7 @@ Tell = Callable[[Tensor, Callable[[Tensor], None]], None]
 """`Runtime.tell`, by which a warning waits for no device."""
 
 PATIENCE = 100
-"""Steps without a gradient after which a parameter is told of, and between two looks at the model."""
+"""After so many steps without a gradient a warning names the parameter; so often the model is searched again."""
 
 
 @dataclass
@@ -44,7 +44,7 @@ class IdleParameters:
     def error(self, missing: Mapping[str, Tensor], *, some: bool) -> LayoutError | None:
         """Return what is wrong with parameters without a gradient, if it is sure that they will have none.
 
-        In place of some of them the model trains others, or a host has frozen all of them before the first step. The
+        In place of some of them the model trains others, or a framework froze all of them before the first step. The
         model is looked at when a parameter has no gradient for the first time, and again after `PATIENCE` steps.
 
         Args:
@@ -110,7 +110,7 @@ class IdleParameters:
 
 
 def _is_frozen(tensor: Tensor) -> bool:
-    """Whether a parameter is frozen; what a host keeps beside it, such as a master, has no gradient of its own."""
+    """Whether a parameter is frozen; what a framework keeps beside it, such as a master, has no gradient of its own."""
     return isinstance(tensor, nn.Parameter) and not tensor.requires_grad
 
 

@@ -73,9 +73,9 @@ def prepare_config(config: dict[str, Any], *, has_experts: bool) -> dict[str, An
 
 
 def prepare_host_config(config: dict[str, Any]) -> None:
-    """Keep a host from replacing the optimizer by DeepSpeed's own, in the config that it reads, in place.
+    """Keep a framework from replacing the optimizer by DeepSpeed's own, in the config that it reads, in place.
 
-    With offload, hosts put DeepSpeed's Adam for the CPU in the place of any optimizer, unless the config says not to.
+    With offload they put DeepSpeed's Adam for the CPU in the place of any optimizer, unless the config says not to.
 
     Raises:
         ValueError: it says to.

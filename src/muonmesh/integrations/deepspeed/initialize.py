@@ -80,14 +80,14 @@ def initialize(
 
 
 def hosted(model: nn.Module, optimizer: Mapping[str, Any]) -> EngineMuon:
-    """Return an optimizer for a host that gives it to `deepspeed.initialize` together with its model.
+    """Return an optimizer for a framework that gives it to `deepspeed.initialize` together with its model.
 
     `hosted` replaces `deepspeed.initialize` for the rest of the process. The new function treats this optimizer as
     `muonmesh.integrations.deepspeed.initialize` does, and any other optimizer as DeepSpeed does. You may make
     schedulers of the returned optimizer at once: the engine keeps its groups.
 
     Args:
-        model: The model that the host will give to DeepSpeed.
+        model: The model that the framework will give to DeepSpeed.
         optimizer: As `muonmesh.integrations.deepspeed.initialize` takes it.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The rules by the names that groups call them."""
+"""Registry: the rules by their names in param groups, and `register_rule` for rules of your own."""
 
 from __future__ import annotations
 
@@ -133,12 +133,12 @@ def is_known(algorithm: str) -> bool:
 
 
 def rule_of(group: Mapping[str, Any]) -> Any:
-    """Return the snapshot of a group by its algorithm's rule."""
+    """Return the rule of a group, with the settings that the group has now."""
     return RULES[group["algorithm"]].of(group)
 
 
 def never_negative() -> frozenset[str]:
-    """Return the names of all that some rule keeps and no step makes negative."""
+    """Return the names of all state, of any rule, that no step makes negative."""
     return frozenset(name for rule in RULES.values() for name in rule.never_negative)
 
 

@@ -42,7 +42,7 @@ class Hyperparameters:
         weight_decay: Decoupled: ``p ← p·(1 − lr·weight_decay)``.
         decay_mode: Whether all weights decay ("full"), or only those of the update's sign ("cautious").
         stochastic_rounding: Seed by which weights in bf16 are rounded up or down; None: they are rounded to nearest.
-        takes_turns: Whether matrices take turns at something costly, so that no step is much longer than others.
+        takes_turns: Whether the rule does costly work in some steps only, and matrices take turns (`Rule.turn`).
         steps_taken: Calls of `Muon.step` before this one, also such as changed nothing, but neither those at learning
             rate 0 nor those that raised. The group counts them, and saves that with its settings, if something depends
             on it: see `counts_steps`.
@@ -264,7 +264,7 @@ class Rule(Hyperparameters):
             state: What is kept as "weights", each of that shape, in ``state_dtype``, before the step, read only.
 
         Returns:
-            One tensor of that shape for each sum, always as many, also of no elements; added up in fp64. Write
+            One tensor of the same shape for each sum, always the same number; added up in fp64. Write
             ``update.double().square()``, since squares of small fp32 numbers vanish.
         """
         return ()
@@ -277,34 +277,33 @@ class Rule(Hyperparameters):
         state: Mapping[str, Tensor],
         sums: tuple[Tensor, ...],
     ) -> None:
-        """Decay and update weights in place, as `apply`, in whose place it is called where a rule asks for sums.
+        """Decay and update weights in place; called instead of `apply` if the rule overrides `summands`.
 
         Args:
             weights: As in `apply`.
             update: As in `apply`.
             size: As in `apply`.
-            state: As in `apply`, and besides what is kept as "matrix", 0-d fp64, read only: see `keep`.
-            sums: What each of the `summands` adds up to over the whole matrix, 0-d fp64; NaN if one was not finite.
+            state: As in `apply`, and the state of kind "matrix", 0-d fp64, read only, as it was before `keep`.
+            sums: The sum of each of the `summands` over the whole matrix, 0-d fp64; NaN if an element was not finite.
         """
         self.apply(weights, update, size, state)
 
     def keep(self, state: Mapping[str, Tensor], sums: tuple[Tensor, ...]) -> None:
-        """Keep something of the sums over a matrix until the next step.
+        """Update the state of kind "matrix" from the sums over a matrix.
 
         Args:
-            state: What is kept as "matrix", 0-d each, fp32 or wider, written in place. `apply_with` is given what is
-                kept before that.
+            state: The state of kind "matrix", 0-d each, fp32 or wider, written in place.
             sums: As in `apply_with`.
         """
 
     def unsuited(self, sums: tuple[Tensor, ...]) -> Tensor | None:
-        """Return whether the rule cannot do to a matrix what it promises, of which the optimizer warns once, 0-d bool.
+        """Return whether the rule does not suit a matrix; the optimizer then warns once, by `unsuited_warning`.
 
         Args:
             sums: As in `apply_with`.
 
         Returns:
-            None where every matrix suits.
+            A 0-d bool tensor; None if every matrix suits.
         """
         return None
 
@@ -359,10 +358,10 @@ class Rule(Hyperparameters):
 
 
 def check_keeps(rule: Hyperparameters) -> None:
-    """Check that all that a rule keeps is kept as something that there is.
+    """Check that the kinds of state in `Rule.keeps` exist.
 
     Raises:
-        ValueError: `Rule.keeps` says something else.
+        ValueError: one does not.
     """
     for key, kind in rule.keeps().items() if isinstance(rule, Rule) else ():
         if not _KEPT_AS.fullmatch(str(kind)):
