@@ -192,7 +192,7 @@ def test_fused_parameters_are_taken_apart_as_their_modules_do() -> None:
 
 def test_an_override_without_a_rate_or_with_an_unknown_setting_is_refused(tmp_path: Path) -> None:
     made = titan.config(tmp_path, ["muonmesh.integrations.torchtitan.muon={}"])
-    with pytest.raises(TypeError, match="'lr'"):
+    with pytest.raises(TypeError, match="no lr"):
         titan.apply_overrides(made.override, made)
     from muonmesh.integrations.torchtitan import MuonContainer  # after titan has made torchtitan take the CPU
 

@@ -138,6 +138,8 @@ def test_a_vector_for_muon_is_refused(registered: list[Classifier]) -> None:
         found(Model())
 
 
-def test_what_was_never_registered_is_refused() -> None:
-    with pytest.raises(ValueError, match="not in list"):
+def test_what_is_no_function_or_was_never_registered_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"register: found 3; needed a function"):
+        register(3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"unregister: found .*; needed one that register\(\) was given"):
         unregister(host)

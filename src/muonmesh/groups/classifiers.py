@@ -34,7 +34,14 @@ def register(classifier: Classifier) -> Classifier:
 
     Returns:
         The same function.
+
+    Raises:
+        TypeError: it cannot be called.
     """
+    given: object = classifier
+    if not callable(given):
+        needed = "a function of a Site that returns a Role or None"
+        raise TypeError(explain_error("register", f"{given!r}", needed, "Pass the function itself"))
     if classifier not in _registered:
         _registered.insert(0, classifier)
     return classifier
@@ -46,6 +53,9 @@ def unregister(classifier: Classifier) -> None:
     Raises:
         ValueError: it is not registered.
     """
+    if classifier not in _registered:
+        needed = "one that register() was given"
+        raise ValueError(explain_error("unregister", f"{classifier!r}", needed, "Pass the same function"))
     _registered.remove(classifier)
 
 

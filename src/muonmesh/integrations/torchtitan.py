@@ -17,6 +17,7 @@ from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.config.override import derive, override
 
 from muonmesh.build import from_model
+from muonmesh.errors import explain_error
 from muonmesh.groups import ParamGroups, Role, Site, split_params
 from muonmesh.groups.classifiers import register
 from muonmesh.groups.fused_projections import class_names
@@ -74,16 +75,21 @@ def metrics(config: MetricsProcessor.Config) -> MuonMetricsProcessor.Config:
 
 
 @override(target=OptimizersContainer.Config, description="Muon for matrices, AdamW for the rest")  # type: ignore[untyped-decorator]
-def muon(config: OptimizersContainer.Config, *, lr: float, **settings: Any) -> MuonContainer.Config:
+def muon(config: OptimizersContainer.Config, **settings: Any) -> MuonContainer.Config:
     """Return what replaces a configuration's optimizers.
 
     Args:
         config: What it replaces; which parameters its optimizers would have had and their rates are not read.
-        lr: Learning rate of both halves; it is needed, since AdamW's own is dropped.
-        settings: Further arguments of `muonmesh.from_model`, by name. A dtype may be its name, such as "float32",
-            since a command line has no other way to say it.
+        settings: Arguments of `muonmesh.from_model`, by name; ``lr`` is needed, since AdamW's own is dropped. A dtype
+            may be its name, such as "float32", since a command line has no other way to say it.
+
+    Raises:
+        TypeError: ``lr`` is missing.
     """
-    return MuonContainer.Config(settings={"lr": lr, **settings})
+    if "lr" not in settings:
+        write = "Write 'muonmesh.integrations.torchtitan.muon={\"lr\": 8e-4}'"
+        raise TypeError(explain_error("muonmesh.integrations.torchtitan.muon", "no lr", "a learning rate", write))
+    return MuonContainer.Config(settings=settings)
 
 
 def _optimizer_of(part: nn.Module, settings: dict[str, Any]) -> Muon:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -113,12 +113,16 @@ class EngineMuon(torch.optim.Optimizer):
             self.state[tensor].update(dict.fromkeys(unused, zero.expand(tensor.shape)))
 
     @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         """Step the tensors that DeepSpeed shows; all ranks that share their parameters do.
 
         Raises:
+            ValueError: there is a closure, which DeepSpeed does not know either.
             LayoutError: DeepSpeed shows a tensor that its records did not name.
         """
+        if closure is not None:
+            write = "Call it before: DeepSpeed evaluates the model before the step"
+            raise ValueError(explain_error("closure", "one", "none", write))
         if not self.calls:
             return  # the engine is still being made
         shown = [(group, *self._find(tensor)) for group in self.param_groups for tensor in group["params"]]

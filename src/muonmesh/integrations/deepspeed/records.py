@@ -92,7 +92,10 @@ def _read_stage_3(zero: Any) -> Iterator[Flat]:
         group = zero._get_sub_group_process_group(number)
         held = []
         for parameter in zero.fp16_groups[number]:
-            _, start, length = zero.grad_position[zero.get_param_id(parameter)]
+            sub_group, start, length = zero.grad_position[zero.get_param_id(parameter)]
+            if sub_group != number:
+                found = f"grad_position {sub_group} of a parameter in sub-group {number}"
+                raise ValueError(explain_error("DeepSpeed", found, f"{number}", _DIFFERENT))
             first = min(dist.get_rank(group) * length, parameter.ds_numel)
             held.append((parameter, Interval(first, min(length, parameter.ds_numel - first), start)))
         yield Flat(tensor, zero.sub_group_to_group_id[number], group, tuple(held))

@@ -204,7 +204,12 @@ def install(**settings: Any) -> None:
     Raises:
         TypeError: another argument.
     """
-    inspect.signature(get_megatron_optimizer).bind(*[None] * 6, **settings)  # six are Megatron's to give
+    taken = inspect.signature(get_megatron_optimizer).parameters.values()
+    known = [each.name for each in taken if each.kind is each.KEYWORD_ONLY]  # the others are Megatron's to give
+    if unknown := [name for name in settings if name not in known]:
+        raise TypeError(
+            explain_error("install", f"the setting {unknown[0]!r}", f"one of {', '.join(known)}", "Remove it")
+        )
     theirs = getattr(megatrons.get_megatron_optimizer, "__wrapped_by_muonmesh__", megatrons.get_megatron_optimizer)
     before = megatrons.get_megatron_optimizer
     ours = functools.wraps(get_megatron_optimizer)(functools.partial(get_megatron_optimizer, **settings))
