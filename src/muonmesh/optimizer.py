@@ -329,9 +329,9 @@ class Muon(torch.optim.Optimizer):
         if runtime.everywhere is not None and (found := runtime.everywhere(False)) is not None:
             clip, flags.skip = found, flags.skip or bool(found.skip)
         for group, rule in zip(self.param_groups, settings.rules, strict=True):  # steps that raise count on no rank
-            if rule is not None and rule.counts_steps and not settings.at_rest:
-                group["steps_taken"] = rule.steps_taken + 1
-                runtime.counted.append(group)
+            if rule is not None and rule.counts_steps:  # torch's checkpoints load only keys that a group has at rest
+                group["steps_taken"] = rule.steps_taken + (not settings.at_rest)
+                runtime.counted += [] if settings.at_rest else [group]
         if (found_inf := getattr(self, "found_inf", None)) is not None:
             self._tell_scaler(scaler, flags, found_inf)
         runtime.idle.count(collected.missing, some=collected.some)

@@ -53,6 +53,9 @@ def alone():
 def nothing():
     return None
 
+def leaves():
+    raise SystemExit(0)
+
 number = 3
 """
 
@@ -89,13 +92,15 @@ def test_a_report_and_an_exit_code(script: Path) -> None:
         ("{script}:missing", "found no function 'missing' there"),
         ("{script}:number", "found no function 'number' there"),
         ("{script}:nothing", "found NoneType returned"),
+        ("{script}:leaves", "found sys.exit(0); needed a function that returns"),
+        ("no_such.module:make", "no_such.module: found no such module"),
     ],
 )
 def test_what_is_no_script_is_told(script: Path, target: str, told: str) -> None:
     result = command(target.format(script=script))
     assert result.exit_code == 2
     assert told in result.stderr
-    assert "Write muonmesh audit train.py:make" in result.stderr
+    assert "Write FILE.py:FUNCTION, such as train.py:make" in result.stderr
 
 
 def on_two_ranks(target: str) -> subprocess.CompletedProcess[str]:

@@ -401,6 +401,16 @@ def test_what_an_encoding_lacks_ends_nothing(monkeypatch: pytest.MonkeyPatch) ->
     assert printed.getvalue() == b"2 ranks ? 3 ? and ?\n"
 
 
+def test_a_closed_stdout_and_a_terminal_without_columns_end_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    printed = io.StringIO()
+    monkeypatch.setenv("COLUMNS", "0")
+    for stream in (None, printed):
+        monkeypatch.setattr(sys, "stdout", stream)
+        terminal.print_plainly()
+        terminal.make_console().print("2 ranks", soft_wrap=True)
+    assert printed.getvalue() == "2 ranks\n"
+
+
 def test_brackets_in_a_path_are_printed_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
     terminal.make_console().print("runs/[/first] of [data]/*.txt", soft_wrap=True)
     assert capsys.readouterr().out == "runs/[/first] of [data]/*.txt\n"

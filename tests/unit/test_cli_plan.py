@@ -121,6 +121,11 @@ WRONG = {
 }
 
 
+def test_a_budget_may_be_any_finite_number() -> None:
+    result = command("--model", "nano", "--mesh", "fsdp=2", "--memory-budget-mb", "1e308")
+    assert result.exit_code == 0, result.exception
+
+
 @pytest.mark.parametrize("line", WRONG)
 def test_wrong_values_are_refused_with_what_to_write(
     line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

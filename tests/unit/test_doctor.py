@@ -209,6 +209,12 @@ def test_numbers_that_no_step_leaves_behind_are_damage_in_the_state_and_a_note_e
         assert f"{name}: found infinity or NaN" in doctor(path)[1]
 
 
+def test_a_folder_may_be_given_as_a_dot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ours(tmp_path))
+    assert doctor(Path("."))[0] == 0
+    assert doctor(Path("/"))[0] == 2
+
+
 def test_what_is_no_checkpoint_is_told_as_such(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "notes.txt").write_text("hello")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 import muonmesh as mm
 from muonmesh.layout.region import Block, Piece, Region, number_in_whole, overlap
@@ -133,6 +135,22 @@ def test_a_resumed_run_has_the_same_bits() -> None:
     expected = problem.result(*trained(3, stochastic_rounding=5))
     assert problem.differing(problem.result(twin, fresh), expected) == []
     assert problem.differing(problem.result(*trained(3, stochastic_rounding=6)), expected) != []
+
+
+def test_torchs_checkpoint_brings_the_count_of_steps_into_a_fresh_optimizer(tmp_path: Path) -> None:
+    """torch loads the keys that the fresh optimizer has after its step at learning rate 0, and no others."""
+    model, optimizer = trained(2, stochastic_rounding=5)
+    dcp.save({"optimizer": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=tmp_path)
+    twin = copy.deepcopy(model)
+    fresh = mm.Muon(problem.groups(twin), process_group="local", stochastic_rounding=5, **problem.SETTINGS)
+    state = {"optimizer": get_optimizer_state_dict(twin, fresh)}
+    dcp.load(state, checkpoint_id=tmp_path)
+    set_optimizer_state_dict(twin, fresh, state["optimizer"])
+    assert [group["steps_taken"] for group in fresh.param_groups] == [2, 2]
+    for name, gradient in problem.gradients(2).items():
+        twin.get_parameter(name).grad = gradient.bfloat16()
+    fresh.step()
+    assert problem.differing(problem.result(twin, fresh), problem.result(*trained(3, stochastic_rounding=5))) == []
 
 
 def test_asking_for_state_before_the_first_step_changes_no_random_number() -> None:

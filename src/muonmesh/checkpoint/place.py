@@ -40,8 +40,10 @@ def before_at(path: Path) -> Path:
 
 def found_at(path: Path) -> Path:
     """Where a checkpoint is: at its place or, if the one that was to replace it never came, beside it."""
+    if os.path.lexists(path) or not path.name:  # "." and "/" have no name, so nothing can be beside them
+        return path
     before = before_at(path)
-    return before if not os.path.lexists(path) and before.is_dir() else path
+    return before if before.is_dir() else path
 
 
 @contextlib.contextmanager

@@ -40,7 +40,7 @@ def audit(
     from muonmesh.cli.terminal import complain, make_console
 
     try:
-        made = function_at(target)()
+        made = made_at(target)
         if not isinstance(made, tuple) or len(made) != 2 or not hasattr(made[0], "named_parameters"):
             raise FileError(f"{target}: found {type(made).__name__} returned. {NEEDED}")
         ranks = int(os.environ.get("WORLD_SIZE", "1"))
@@ -60,7 +60,19 @@ def audit(
     raise SystemExit(OK if report.ok else TO_MEND)
 
 
-NEEDED = "Write muonmesh audit train.py:make, where make() returns (model, optimizer)"
+NEEDED = "Write FILE.py:FUNCTION, such as train.py:make, where make() returns (model, optimizer)"
+
+
+def made_at(target: str) -> Any:
+    """Import a script, call its function, and return what that returns.
+
+    Raises:
+        FileError: there is no such script or function, or it ends the process: its exit code would be taken for ours.
+    """
+    try:
+        return function_at(target)()
+    except SystemExit as error:
+        raise FileError(f"{target}: found sys.exit({error.code!r}); needed a function that returns. {NEEDED}") from None
 
 
 def function_at(target: str) -> Callable[[], Any]:
@@ -76,7 +88,11 @@ def function_at(target: str) -> Callable[[], Any]:
     script = path.suffix == ".py"
     sys.path.insert(0, str(path.resolve().parent) if script else os.getcwd())  # as Python does for a script
     module = path.stem if script else place
-    if importlib.util.find_spec(module) is None or (script and not path.is_file()):
+    try:
+        missing = importlib.util.find_spec(module) is None or (script and not path.is_file())
+    except (ImportError, ValueError):  # of a name with dots, whose first parts are imported
+        missing = True
+    if missing:
         raise FileError(f"{place}: found no such {'file' if script else 'module'}. {NEEDED}")
     function = getattr(importlib.import_module(module), name, None)
     if not callable(function):

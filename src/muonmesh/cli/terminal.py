@@ -15,7 +15,14 @@ if TYPE_CHECKING:
 
 
 def print_plainly() -> None:
-    """Let stdout and stderr print a question mark for what their encoding lacks, instead of raising."""
+    """Let stdout and stderr print a question mark for what their encoding lacks, instead of raising.
+
+    A stream that was closed before this process began becomes one that goes nowhere. A terminal that says it has no
+    columns (``COLUMNS=0``) has rich's default, since rich would print nothing.
+    """
+    if os.environ.get("COLUMNS", "").isdigit() and int(os.environ["COLUMNS"]) == 0:
+        del os.environ["COLUMNS"]
+    sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")

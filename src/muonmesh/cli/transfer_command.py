@@ -42,9 +42,9 @@ def _optimizer(target: str, settings: dict[str, Any]) -> Any:
         ValueError, TypeError: there is no such model or function, or a setting is wrong.
     """
     from muonmesh.build import from_model
-    from muonmesh.cli.audit_command import function_at
+    from muonmesh.cli.audit_command import made_at
     from muonmesh.cli.model import meta_model
     from muonmesh.cli.run_settings import Settings
 
-    made = function_at(target)() if ":" in target else meta_model(target, vocab=Settings.vocab, seq=Settings.seq)
+    made = made_at(target) if ":" in target else meta_model(target, vocab=Settings.vocab, seq=Settings.seq)
     return made[-1] if isinstance(made, tuple) else from_model(made, **settings)

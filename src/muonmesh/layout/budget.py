@@ -45,7 +45,11 @@ class Budget:
         torchs = max((8 * rows * cols + 4 * rows * rows for rows, cols in shapes), default=0)
         ranks = set[int]().union(*{id(p.target.ranks): p.target.ranks for p in parameters}.values())
         stored = sum(math.prod(p.target.shape) * p.target.copies() for p in parameters) // max(1, len(ranks))
-        most = max(2 * torchs, 12 * stored // 128, _LEAST[host]) if megabytes is None else int(megabytes * 2**20)
+        most = (
+            max(2 * torchs, 12 * stored // 128, _LEAST[host])
+            if megabytes is None
+            else int(min(megabytes, 2.0**40) * 2**20)
+        )
         gathers = any(p.momentum_storage.copies() < len(p.momentum_storage.ranks) for p in parameters)
         return Budget(most, itemsize, gathers, host)
 
