@@ -331,7 +331,8 @@ class Muon(torch.optim.Optimizer):
         for group, rule in zip(self.param_groups, settings.rules, strict=True):  # steps that raise count on no rank
             if rule is not None and rule.counts_steps:  # torch's checkpoints load only keys that a group has at rest
                 group["steps_taken"] = rule.steps_taken + (not settings.at_rest)
-                runtime.counted += [] if settings.at_rest else [group]
+                if not settings.at_rest:
+                    runtime.counted.append(group)
         if (found_inf := getattr(self, "found_inf", None)) is not None:
             self._tell_scaler(scaler, flags, found_inf)
         runtime.idle.count(collected.missing, some=collected.some)

@@ -232,6 +232,7 @@ WRONG = {
     "--warmup 12 --steps 12": r"--warmup 12: leaves none of the 12 steps. Write: --warmup 1",
     "--clip -1": r"--clip -1.0: needed zero or more",
     "--ranks 0": r"--ranks 0: needed a whole number of at least 1",
+    "--ranks 100000": r"--ranks 100000: needed at most 1024, since each is a process of this machine. Write: --ranks 2",
     "--batch 3": r"--batch 3: cannot be divided over 2 ranks × 1 micro-steps; .* Write: --batch 4",
     "--batch 4 --grad-accum 3": r"Write: --batch 6",
     "--model nonsense": r"--model nonsense: .*Needed a preset \(nano",

@@ -239,7 +239,15 @@ REFUSED: dict[str, tuple[Spoil, str]] = {
         r"up\.weight: found 'second_moment' in its state, which belongs to another rule; needed momentum_buffer",
     ),
     "amsgrad": (lambda s: s["state"][2].update(max_exp_avg_sq=random(10, 12)), "'max_exp_avg_sq'"),
-    "no moments": (lambda s: s["state"][2].pop("exp_avg"), r"embedding\.weight: found state \['exp_avg_sq', 'step'\]"),
+    "no moments": (
+        lambda s: s["state"][2].pop("exp_avg"),
+        r"embedding\.weight: found state 'exp_avg_sq' \(torch\.float64\), 'step' \(int\)",
+    ),
+    "no arithmetic": (
+        lambda s: s["state"][0].update(momentum_buffer=s["state"][0]["momentum_buffer"].to(torch.float8_e4m3fn)),
+        r"up\.weight: found state 'momentum_buffer' \(torch\.float8_e4m3fn\); needed .*torch\.float32.*\.float\(\)",
+    ),
+    "nothing": (lambda s: s.clear(), r"source: found an empty dict; needed what an optimizer's state_dict"),
     "no count": (lambda s: s["state"][3].pop("step"), r"up\.bias: found no count of AdamW's steps; needed 'step'"),
     "state of nobody": (lambda s: s["state"].update({9: {"step": 1}}), r"found state of 1 parameters that are in none"),
     "no state": (lambda s: s["state"].clear(), r"up\.weight: found no state of it"),

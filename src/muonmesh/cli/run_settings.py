@@ -24,6 +24,7 @@ Dtype = Literal["bf16", "fp32"]
 ScheduleName = Literal["cosine", "linear", "wsd", "constant"]
 
 REPLICAS = 2  # of the model, under hsdp
+MOST_RANKS = 1024  # 100,000 have taken all memory of a machine before the first failed
 MOST = 2**31 - 1  # beyond it, sizes and positions stop being exact or possible
 CONFIG_FILE = "config.json"
 PLAIN: dict[type, str] = {bool: "true or false", str: "text", Path: "a path"}  # kinds by their names in messages
@@ -167,6 +168,9 @@ class Settings:
 
     def __post_init__(self) -> None:
         check_fields_of(self)
+        if self.ranks > MOST_RANKS:
+            needed = f"at most {MOST_RANKS}, since each is a process of this machine"
+            raise ValueError(f"--ranks {self.ranks}: needed {needed}. Write: --ranks 2")
         if self.parallel == "hsdp" and self.ranks % REPLICAS:
             write = f"Write: --ranks {self.ranks + 1}"
             raise ValueError(f"--ranks {self.ranks}: --parallel hsdp needed a multiple of {REPLICAS}. {write}")

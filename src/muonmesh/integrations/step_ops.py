@@ -149,6 +149,7 @@ class ScheduledMuon(Muon):
         exact = torch.promote_types(local.dtype, compute) == local.dtype
         if not (exact and local.shape == shape and local.is_contiguous()):
             needed = f"a contiguous {tuple(shape)}, which holds numbers of {compute} exactly"
-            raise ValueError(explain_error(unit.name, f"{tuple(local.shape)} in {local.dtype}", needed))
+            write = f"Let the executor pass torch.empty({tuple(shape)}, dtype={compute})"
+            raise ValueError(explain_error(unit.name, f"{tuple(local.shape)} in {local.dtype}", needed, write))
         legs = (Leg(n, ready.plan.assignments[n].parameter, piece, 0) for n in numbers for piece in ready.holdings[n])
         return tuple((leg, view_in_storage(local, leg.piece)) for leg in legs)

@@ -70,11 +70,16 @@ class StateKeys:
         held = {key: entry.get(key) for key in needed}
         missing = [key for key, value in held.items() if not (isinstance(value, Tensor) and value.dtype in HELD_DTYPES)]
         if missing:
-            found = f"state {sorted(map(str, entry))}"
+            kinds = {str(key): getattr(value, "dtype", type(value).__name__) for key, value in entry.items()}
+            found = "state " + ", ".join(f"{key!r} ({kind})" for key, kind in sorted(kinds.items()))
             wanted = (
                 f"{self.momentum!r} of a matrix, or {self.first!r} and {self.second!r} of AdamW's, in {NEEDED_HELD}"
             )
-            raise StateError(explain_error(name, found, wanted, "Save the state after a step"))
+            raise StateError(
+                explain_error(
+                    name, found, wanted, "Save the state after a step, and convert other dtypes with .float()"
+                )
+            )
         strangers = sorted(map(str, entry.keys() - {*needed, *self.beside, *((self.count,) if is_adamw else ())}))
         if strangers:
             found = f"{strangers[0]!r} in its state, which belongs to another rule"
