@@ -75,5 +75,5 @@ def partitioned(kind: type[mm.Muon]) -> None:
 def test_zero_redundancy_optimizer_is_refused_with_what_shares_the_work(workers, kind: type[mm.Muon]) -> None:
     for outcome in workers(2).run_expecting_errors(partitioned, kind):
         assert outcome.error is TypeError, outcome
-        assert "found ZeroRedundancyOptimizer as what makes it" in outcome.message
+        assert "ZeroRedundancyOptimizer: found muonmesh.Muon as its optimizer_class" in outcome.message
         assert 'process_group="world", shard_state=True' in outcome.message

@@ -250,7 +250,10 @@ def test_a_norm_of_its_own_that_megatron_does_not_know_is_refused() -> None:
     weight = nn.Parameter(torch.ones(4, 6))
     weight.main_grad, weight.grad_norm_group = torch.ones(4, 6), "heads"
     optimizer = mm.Muon([{"params": [("layer.weight", weight)]}], gradients=MainGrad())
-    with pytest.raises(mm.LayoutError, match=r"layer.weight: found a norm of its own, 'heads'; needed one of mtp"):
+    with pytest.raises(
+        mm.LayoutError,
+        match=r"layer.weight: found norm_apart\(\) = 'heads'; needed one of the names in norms_apart: mtp",
+    ):
         optimizer.clip_grad_norm_(1.0)
 
 

@@ -245,7 +245,8 @@ def records_of(planned: Planned, optimizer: torch.optim.Optimizer, precision: Pr
             parts[number] = replace(parts[number], local=norms.storage.shape, positions=positions)
         known = {*(part.key for part in parts), "master"}
         if strangers := [key for key in state.get(member.tensor, ()) if key not in known]:
-            found, needed = f"{strangers[0]!r} in its state", f"{', '.join(sorted(known))} alone: nobody would read it"
+            found = f"{strangers[0]!r} in its state"
+            needed = f"only {', '.join(sorted(known))}, which this optimizer reads"
             raise StateError(explain_error(member.name, found, needed, "Remove it from the state"))
         records.append(
             Record(member.name, member.tensor, member.storage, state, tuple(parts), group, member.spec, precision)

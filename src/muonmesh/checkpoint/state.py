@@ -245,7 +245,7 @@ def _check_entry(
         value = _tensor(key, given)
         if key not in known or not isinstance(value, Tensor):
             found = f"{key!r} = {given!r}" if not isinstance(given, Tensor) else repr(key)
-            needed = f"tensors by the names {', '.join(known)}: nobody would read it"
+            needed = f"only {', '.join(known)}, which this optimizer reads, each a tensor"
             write = "Write Muon(..., master_dtype=torch.float32), or remove it" if key == "master" else "Remove it"
             raise StateError(explain_error(name, f"{found} in its state", needed, f"{write} from the state"))
         layout, local = known[key], local_of(value.detach())

@@ -73,7 +73,8 @@ def number_of(name: str, parameter: Tensor, source: GradientSource) -> int:
     if apart is None:
         return 0
     if apart not in source.norms_apart:
-        found, needed = f"a norm of its own, {apart!r}", f"one of {', '.join(source.norms_apart) or 'none'}"
+        found = f"norm_apart() = {apart!r}"
+        needed = f"one of the names in norms_apart: {', '.join(source.norms_apart) or 'it has none'}"
         write = "Correct norm_apart() of the GradientSource, or its norms_apart"
         raise LayoutError(explain_error(name, found, needed, write))
     return 1 + list(source.norms_apart).index(apart)

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from muonmesh.comm.companions import CompanionExchange
 from muonmesh.comm.matrix_sums import MatrixSums
-from muonmesh.comm.passage import Copies
+from muonmesh.comm.passage import CopyPairs
 from muonmesh.comm.schedule import Batch, Gather, Scatter, Schedule, Stage
 from muonmesh.comm.wire import Transfer, Wire
-from muonmesh.comm.work import Ends, Work
+from muonmesh.comm.work import LegViews, Work
 from muonmesh.layout import Plan
 from muonmesh.layout.companion_plan import CompanionPlan
 from muonmesh.numerics.kernels.threads import run_all
@@ -41,7 +41,7 @@ class _UnderWay:
     gather: Gather | None = None
     transfer: Transfer | None = None
     results: Sequence[Tensor] = ()
-    staying: Ends = ()
+    staying: LegViews = ()
     scatter: Scatter | None = None
 
 
@@ -214,14 +214,14 @@ class Exchange:
             if arrived:
                 work.write(arrived)
 
-    def _sum(self, here: _UnderWay, arrived: Ends, work: Work) -> None:
+    def _sum(self, here: _UnderWay, arrived: LegViews, work: Work) -> None:
         """Take the sums over the matrices of a stage, if there are any still to be taken, and write what stayed here.
 
         Nothing of these matrices is written before. What the sums are taken over has stayed here or has arrived.
         """
         if here.summed:
-            ends = (*here.staying, *arrived)
-            self._matrix_sums.take(here.summed, ends, work.summands, what=here.stage.name)
+            legs = (*here.staying, *arrived)
+            self._matrix_sums.take(here.summed, legs, work.summands, what=here.stage.name)
             work.write(here.staying)
             here.summed, here.staying = {}, ()
 
@@ -229,7 +229,7 @@ class Exchange:
         if transfer is not None:
             self.wire.finish(transfer)
 
-    def _copy(self, copies: Copies) -> None:
+    def _copy(self, copies: CopyPairs) -> None:
         run_all([partial(_copy, to, of) for to, of in copies], device=self._device)
 
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from muonmesh.comm.wire import Wire
-from muonmesh.comm.work import Ends, Summands
+from muonmesh.comm.work import LegViews, Summands
 from muonmesh.layout import Plan
 from muonmesh.layout.routes import Leg
 from muonmesh.numerics.exact import total_of
@@ -37,17 +37,17 @@ class MatrixSums:
         self._plan, self._device, self._wire = plan, device, wire
         self._counts = cache(partial(plan.counts, rank=rank))
 
-    def take(self, asked: Mapping[int, int], ends: Ends, summands: Summands, *, what: str = "a matrix") -> None:
+    def take(self, asked: Mapping[int, int], legs: LegViews, summands: Summands, *, what: str = "a matrix") -> None:
         """Give this rank the sums over some matrices; all ranks of the wire call it with the same ones.
 
         Args:
             asked: `Plan.summed` of the matrices, at least one.
-            ends: The updates of all that this rank stores of them and that counts (`Plan.counts`); what is there
+            legs: The updates of all that this rank stores of them and that counts (`Plan.counts`); what is there
                 besides is left out.
             summands: Computes what this rank adds, and is given the sums.
             what: Names the matrices in errors.
         """
-        counted = [end for end in ends if end[0].assignment in asked and self._counts(end[0].assignment)]
+        counted = [end for end in legs if end[0].assignment in asked and self._counts(end[0].assignment)]
         # The sums over all matrices are one vector; each matrix has a slice of it.
         starts = dict(zip(asked, itertools.accumulate(asked.values(), initial=0), strict=False))
         sums_of = {number: slice(start, start + asked[number]) for number, start in starts.items()}
@@ -85,13 +85,13 @@ class MatrixSums:
 
     def _of_each(
         self,
-        ends: Sequence[tuple[Leg, Tensor]],
+        legs: Sequence[tuple[Leg, Tensor]],
         asked: Mapping[int, int],
         shape: tuple[int, ...],
         write: Callable[[Leg, Tensor, Tensor], None],
     ) -> list[tuple[Leg, Tensor]]:
         """Return what is written of each leg: int64 (sums, *shape)."""
-        found = [torch.zeros(asked[leg.assignment], *shape, dtype=torch.int64, device=self._device) for leg, _ in ends]
-        tasks = [partial(write, *end, into) for end, into in zip(ends, found, strict=True)]
+        found = [torch.zeros(asked[leg.assignment], *shape, dtype=torch.int64, device=self._device) for leg, _ in legs]
+        tasks = [partial(write, *end, into) for end, into in zip(legs, found, strict=True)]
         run_all(tasks, device=self._device)
-        return [(leg, into) for (leg, _), into in zip(ends, found, strict=True)]
+        return [(leg, into) for (leg, _), into in zip(legs, found, strict=True)]

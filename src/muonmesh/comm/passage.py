@@ -15,7 +15,7 @@ from muonmesh.layout import Piece
 from muonmesh.layout.region import row_major
 from muonmesh.layout.routes import Leg
 
-Copies = tuple[tuple[Tensor, Tensor], ...]
+CopyPairs = tuple[tuple[Tensor, Tensor], ...]
 """What is copied, (to, of), both of one shape."""
 
 
@@ -68,7 +68,7 @@ class Passage:
         """Whether this rank passes on what has arrived in the exchange before."""
         return bool(self._passed_on)
 
-    def passed_on(self, arrived: Passage, receive: Tensor, send: Tensor) -> Copies:
+    def passed_on(self, arrived: Passage, receive: Tensor, send: Tensor) -> CopyPairs:
         """Return what is passed on, each time in the send buffer and in the receive buffer of the exchange before."""
         found = {(leg.assignment, leg.piece): view for leg, view in arrived.on_wire(receive)}
         return tuple(
@@ -92,7 +92,7 @@ class Passage:
             for leg in some
         ]
 
-    def copies(self, matrices: Mapping[int, Tensor], buffer: Tensor) -> Copies:
+    def copies(self, matrices: Mapping[int, Tensor], buffer: Tensor) -> CopyPairs:
         """Return the elements of this rank's matrices that travel, each time in the matrix and in a wire buffer."""
         return tuple(
             (view_in_matrix(piece, matrices[number]), view_in_storage(buffer, piece)) for number, piece in self._copies

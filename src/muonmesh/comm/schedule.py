@@ -23,10 +23,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from muonmesh.comm.passage import Copies, Passage, in_matrices
+from muonmesh.comm.passage import CopyPairs, Passage, in_matrices
 from muonmesh.comm.views import memory_of
 from muonmesh.comm.wire import Swap
-from muonmesh.comm.work import Ends, Local
+from muonmesh.comm.work import LegViews, Local
 from muonmesh.layout import Plan
 from muonmesh.layout.rounds import Rounds
 from muonmesh.layout.routes import Leg, Routes, append
@@ -34,7 +34,7 @@ from muonmesh.layout.routes import Leg, Routes, append
 Batch = tuple[Tensor, Tensor, tuple[int, ...]]
 """See `Work.orthogonalize`."""
 
-Portion = tuple[tuple[int, ...], Ends, tuple[Batch, ...]]
+Portion = tuple[tuple[int, ...], LegViews, tuple[Batch, ...]]
 """The assignments whose gradients are folded in now, what is read of these and where it goes, and a batch at most."""
 
 
@@ -103,9 +103,9 @@ class Gather:
         matrices: What this rank orthogonalizes, equal ones together: (b, rows, cols) each.
     """
 
-    reads: Ends
+    reads: LegViews
     swap: Swap | None
-    arriving: Copies
+    arriving: CopyPairs
     matrices: tuple[Tensor, ...]
 
 
@@ -120,9 +120,9 @@ class Scatter:
         passes: Whether anything leaves that has arrived in the exchange before.
     """
 
-    leaving: Copies
+    leaving: CopyPairs
     swap: Swap
-    arrived: Ends
+    arrived: LegViews
     passes: bool
 
 
@@ -208,7 +208,7 @@ class Schedule:
 
     def _portion(
         self, batch: tuple[int, ...], shape: tuple[int, int], legs: Sequence[Leg]
-    ) -> tuple[Ends, tuple[Batch]]:
+    ) -> tuple[LegViews, tuple[Batch]]:
         numel = len(batch) * math.prod(shape)
         x, out = (memory_of(numel, self._dtype, self._device).view(-1, *shape) for _ in range(2))
         return tuple(in_matrices(legs, dict(zip(batch, x.unbind(), strict=True)))), ((x, out, batch),)
@@ -220,7 +220,7 @@ class Schedule:
         )
         return tuple(zip(matrices, results, stage.batches, strict=True))
 
-    def staying(self, stage: Stage, results: Sequence[Tensor]) -> Ends:
+    def staying(self, stage: Stage, results: Sequence[Tensor]) -> LegViews:
         """Return what is written straight from the results of a stage."""
         legs = stage.back.stored.get(self._rank, ())
         return self._once(stage, "staying", lambda: tuple(in_matrices(legs, stage.by_assignment(results))))

@@ -13,7 +13,7 @@ from muonmesh.layout import Piece
 from muonmesh.layout.region import row_major
 from muonmesh.layout.routes import Leg
 
-Ends = tuple[tuple[Leg, Tensor], ...]
+LegViews = tuple[tuple[Leg, Tensor], ...]
 """Legs whose storage is on this rank, each with the view that it is read into, or written from."""
 
 
@@ -129,13 +129,13 @@ class Work:
     def fetch(self, assignments: Sequence[int]) -> None:
         """Begin to bring the state of matrices that lies on the host: called a bucket before they are read."""
 
-    def read(self, assignments: Sequence[int], ends: Ends) -> None:
+    def read(self, assignments: Sequence[int], legs: LegViews) -> None:
         """Fold the gradients into the momenta of matrices, and write what is orthogonalized of each leg's elements.
 
         Each matrix that moves is read once a step, on every rank, also on those that store nothing of it. What is
         written has the shape of the leg's piece, any strides.
         """
-        for _, into in ends:
+        for _, into in legs:
             into.zero_()
 
     def run_local(self, alike: Sequence[Sequence[Local]]) -> None:
@@ -152,7 +152,7 @@ class Work:
         for _, out, _ in batches:
             out.zero_()
 
-    def write(self, ends: Ends) -> None:
+    def write(self, legs: LegViews) -> None:
         """Apply to each leg's elements an update of the shape of its piece, any strides."""
 
     def step_elementwise(self) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import get_args
 
 from muonmesh.errors import explain_error
-from muonmesh.groups.sites import Algorithm, Kind, Role, Site, class_of
+from muonmesh.groups.sites import Kind, MuonOrAdamW, Role, Site, class_of
 from muonmesh.layout.matrix import as_tuples
 
 Classifier = Callable[[Site], Role | None]
@@ -76,7 +76,7 @@ def _checked(site: Site, role: object, said_by: str) -> Role:
     by, write = f"from the classifier {said_by} for {class_of(site.module)}", "Correct the classifier"
     if not isinstance(role, Role):
         raise TypeError(explain_error(site.name, f"{role!r} {by}", "a muonmesh.groups.Role or None", write))
-    known = role.algorithm in get_args(Algorithm) and role.kind in get_args(Kind) and isinstance(role.reason, str)
+    known = role.algorithm in get_args(MuonOrAdamW) and role.kind in get_args(Kind) and isinstance(role.reason, str)
     if not known or (role.algorithm == "muon" and (role.kind != "matrices" or role.matrices is None)):
         needed = 'Role("muon", "matrices", reason, matrices) or Role("adamw", kind, reason, matrices or None) with a '
         needed += f"kind of {', '.join(map(repr, get_args(Kind)))}"

@@ -11,7 +11,7 @@ from torch import nn
 from muonmesh.groups.fused_projections import Matrices, class_names, global_shape
 from muonmesh.names import WRAPPERS
 
-Algorithm = Literal["muon", "adamw"]
+MuonOrAdamW = Literal["muon", "adamw"]
 Kind = Literal["matrices", "embeddings", "head", "vectors"]
 
 # Classes whose child "module" stands for them (a model may well have a child of that name), by name, since Megatron,
@@ -59,7 +59,7 @@ class Role:
     that it is one matrix.
     """
 
-    algorithm: Algorithm
+    algorithm: MuonOrAdamW
     kind: Kind
     reason: str
     matrices: Matrices | None

@@ -16,7 +16,7 @@ from torch._compile import _disable_dynamo
 
 from muonmesh.comm.to_owners import ToOwners
 from muonmesh.comm.views import view_in_matrix, view_in_storage
-from muonmesh.comm.work import Ends
+from muonmesh.comm.work import LegViews
 from muonmesh.errors import explain_error
 from muonmesh.layout import MeshLayout
 from muonmesh.layout.routes import Leg, pieces
@@ -142,7 +142,7 @@ class ScheduledMuon(Muon):
         if not self._left:
             context.__exit__(None, None, None)
 
-    def _ends(self, work: MuonStep, unit: Unit, local: Tensor) -> Ends:
+    def _ends(self, work: MuonStep, unit: Unit, local: Tensor) -> LegViews:
         """Return the legs of a parameter's matrices, with their views of a tensor that is laid out as it is stored."""
         ready, numbers = work.companions.ready, self._numbers[unit.metadata]
         compute, shape = ready.precision.compute, ready.here(numbers[0]).local.shape

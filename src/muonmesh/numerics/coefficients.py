@@ -42,8 +42,8 @@ class CoefficientSet:
         finish: Polynomials that a CPU applies last, if `steps` steps are taken and the result is still far from the
             polar factor: see `_Iteration.finish`.
         steps: The number of steps if ``ns_steps`` is None.
-        gram_steps: The numbers of steps for which the Gram form is as accurate in bf16 as separate steps [tested]. With
-            other numbers each step amplifies values near 1, and their rounding errors.
+        gram_steps: The numbers of steps for which the Gram form is as accurate in bf16 as separate
+            steps, which tests show. With other numbers each step amplifies values near 1, and their rounding errors.
     """
 
     polynomials: tuple[Polynomial, ...]
@@ -154,7 +154,7 @@ _EXAMPLE = "Write coefficients=[(3.4445, -4.7750, 2.0315)]"
 
 
 DEFLATED_FROM_ROWS = 384
-"""Rows from which on deflation saves more than it costs [measured]."""
+"""Rows from which on deflation saves more than it costs (measured)."""
 
 
 def choose(
@@ -234,7 +234,7 @@ def coefficient_set(coefficients: Coefficients) -> CoefficientSet:
     try:
         polynomials = tuple(tuple(float(value) for value in polynomial) for polynomial in coefficients)
     except (TypeError, ValueError) as error:
-        needed = "a published name or one tuple of numbers a step"
+        needed = "the name of a published set, or a sequence with one tuple of numbers a step"
         raise TypeError(explain_error("coefficients", f"{coefficients!r}", needed, _EXAMPLE)) from error
     if not polynomials:
         raise ValueError(explain_error("coefficients", "an empty sequence", "at least one polynomial", _EXAMPLE))

@@ -53,10 +53,10 @@ whichever is better."""
 _ALIGNMENT = 64
 
 # What was deflated is near enough to its polar factor if the Schatten norm is so much smaller than the norm before,
-# for then small values are raised as far as by "polar_express", or if the mean of (1 − σ²)² is at most this [measured].
+# for then small values are raised as far as by "polar_express", or if the mean of (1 − σ²)² is at most this (measured).
 _NARROWED, _DEPARTURE = 11, 0.03
 
-# Where Gram is faster [measured]: from so many rows on, if there are so many times as many columns.
+# Where Gram is faster (measured): from so many rows on, if there are so many times as many columns.
 _GRAM_FROM = ((384, 2), (256, 4))
 
 

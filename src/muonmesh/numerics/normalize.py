@@ -11,7 +11,7 @@ from muonmesh.numerics.kernels.memory import scratch
 
 CACHED = 1 << 17
 """Elements a CPU works on at a time, so that the wider copies stay in its cache; fewer would cost more in calls than
-they save in memory traffic [measured]."""
+they save in memory traffic (measured)."""
 
 _SUMMED_BY_ONE_THREAD = 1 << 14
 """Columns of a row that torch adds up on one thread, whatever comes with it; it does so below 1 << 15."""

@@ -24,7 +24,7 @@ def rational_step(x: Tensor, norm: Tensor, step: tuple[float, float, float], ker
     """Write P X over X, and return by what X is divided beside its norm, (batch, 1, 1).
 
     P is not rounded: a singular value that dominates all others stands in it as a small difference of its entries. In
-    bf16 one entry a million times the others became 25 at 384 rows, and rows that are all alike 13 [measured].
+    bf16 one entry a million times the others became 25 at 384 rows, and rows that are all alike 13 (measured).
 
     On a CPU each matrix has one thread: sums round otherwise on another number of threads, products and LAPACK's too.
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from torch import Tensor
 
 from muonmesh.comm.storage import local_of, this_rank
-from muonmesh.comm.work import Ends
+from muonmesh.comm.work import LegViews
 from muonmesh.layout import Plan
 from muonmesh.step.offload import DeviceCopy, Offload
 from muonmesh.step.parameter_steps import ParameterStep
@@ -83,9 +83,9 @@ class DeviceCopies:
                 for each in self._sharing[entry.member.tensor]:
                     each.momenta = {}
 
-    def have_written(self, ends: Ends) -> None:
+    def have_written(self, legs: LegViews) -> None:
         """Give the rest back of what nobody writes any more."""
-        for leg, _ in ends:
+        for leg, _ in legs:
             entry = self._entries[leg.parameter]
             assert entry is not None
             self._unwritten[entry.member.tensor] -= leg.piece.numel

@@ -17,7 +17,7 @@ from muonmesh.numerics.newton_schulz import room_for
 from muonmesh.numerics.rules import on_device
 from muonmesh.numerics.rules.muon import MuonRule
 from muonmesh.numerics.rules.on_device import Factors, Folded, Updated
-from muonmesh.step.muon_step import MuonStep, ends_of
+from muonmesh.step.muon_step import MuonStep, leg_views_of
 from muonmesh.step.ready import ReadyParameters
 from muonmesh.step.stack import Stack
 from muonmesh.step.update_squares import UpdateSquares
@@ -85,11 +85,11 @@ class DeviceStep(MuonStep):
         if (stack := self._stack(batch)) is not None:
             self._run_stack(stack, batch, x, out)
             return
-        self.read(numbers, ends_of(batch, x, read=True))
+        self.read(numbers, leg_views_of(batch, x, read=True))
         self.orthogonalize_batch(x, out, numbers)
-        ends = ends_of(batch, out, read=False)
-        self.take_sums(numbers, ends)
-        self.write(ends)
+        legs = leg_views_of(batch, out, read=False)
+        self.take_sums(numbers, legs)
+        self.write(legs)
 
     def _run_stack(self, stack: Stack, batch: Sequence[Local], x: Tensor, out: Tensor) -> None:
         """Take matrices through the step, by what was started when all of their tensors lay where they lie now."""

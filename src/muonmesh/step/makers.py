@@ -26,7 +26,9 @@ def refuse_makers(frame: FrameType | None) -> None:
             needed = "all parameters on every rank, since ranks share the work by themselves"
             write = 'Write muonmesh.Muon(groups, process_group="world", shard_state=True) without '
             write += "ZeroRedundancyOptimizer: each rank then orthogonalizes and stores its share"
-            raise TypeError(explain_error("Muon", "ZeroRedundancyOptimizer as what makes it", needed, write))
+            raise TypeError(
+                explain_error("ZeroRedundancyOptimizer", "muonmesh.Muon as its optimizer_class", needed, write)
+            )
         frame = frame.f_back
 
 

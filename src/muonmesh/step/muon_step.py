@@ -12,7 +12,7 @@ from torch import Tensor
 from muonmesh.comm.matrix_sums import MatrixSums
 from muonmesh.comm.storage import this_rank
 from muonmesh.comm.views import view_in_matrix, view_in_storage
-from muonmesh.comm.work import Ends, Local, Work
+from muonmesh.comm.work import LegViews, Local, Work
 from muonmesh.layout import Piece
 from muonmesh.numerics.kernels.memory import scratch
 from muonmesh.numerics.kernels.threads import run_all
@@ -27,7 +27,7 @@ from muonmesh.step.update_squares import UpdateSquares, largest_of
 
 _WORTH_A_THREAD = 1 << 18
 """Elements of equal matrices from which on threads share them out; below, waiting for each other's Python costs more
-[measured]."""
+(measured)."""
 
 
 class MuonStep(Work, ABC):
@@ -73,17 +73,17 @@ class MuonStep(Work, ABC):
 
     # ---------------------------------------------------------------- gradients
 
-    def read(self, assignments: Sequence[int], ends: Ends) -> None:
+    def read(self, assignments: Sequence[int], legs: LegViews) -> None:
         """Create missing state, fold the gradients into the momenta of matrices, and write legs' directions."""
         self._ready.arrive(assignments)
-        self.fold(self.pieces(assignments, ends))
+        self.fold(self.pieces(assignments, legs))
         self._ready.have_read(assignments)
 
     @abstractmethod
     def fold(self, pieces: Sequence[Folded]) -> None:
         """Fold gradients and write directions; what is only read comes after what is folded."""
 
-    def pieces(self, assignments: Sequence[int], ends: Ends) -> list[Folded]:
+    def pieces(self, assignments: Sequence[int], legs: LegViews) -> list[Folded]:
         """Return what is folded, and then what is only read: pieces with the directions that are written of them.
 
         Gradients are folded and directions written in one pass where what is stored is also what is read, which it
@@ -103,7 +103,7 @@ class MuonStep(Work, ABC):
             for piece in self._ready.holdings[number]:
                 found[number, piece] = _piece(entry, number, piece, folds=True)
         reads: list[Folded] = []
-        for leg, into in ends:
+        for leg, into in legs:
             entry, key = self._ready.here(leg.assignment), (leg.assignment, leg.piece)
             if entry.momenta is None:  # without state no gradient has ever been folded in, so the direction is zero
                 into.zero_()
@@ -152,10 +152,10 @@ class MuonStep(Work, ABC):
 
     # ---------------------------------------------------------------- matrices of this rank alone
 
-    def take_sums(self, numbers: Sequence[int], ends: Ends) -> None:
+    def take_sums(self, numbers: Sequence[int], legs: LegViews) -> None:
         """Take the sums that rules ask for over matrices of this rank alone."""
         if asked := self._ready.plan.summed(numbers):
-            MatrixSums(self._ready.plan, rank=this_rank(), device=self._ready.device).take(asked, ends, self.summands)
+            MatrixSums(self._ready.plan, rank=this_rank(), device=self._ready.device).take(asked, legs, self.summands)
 
     # ---------------------------------------------------------------- whole matrices
 
@@ -220,10 +220,10 @@ class MuonStep(Work, ABC):
 
     # ---------------------------------------------------------------- weights
 
-    def write(self, ends: Ends) -> None:
+    def write(self, legs: LegViews) -> None:
         """Decay and update legs' elements, unless their matrix is left alone."""
-        self.apply(self.summands.updates(ends))
-        self._ready.have_written(ends)
+        self.apply(self.summands.updates(legs))
+        self._ready.have_written(legs)
 
     @abstractmethod
     def apply(self, pieces: Sequence[Updated]) -> None:
@@ -301,12 +301,12 @@ class HostStep(MuonStep):
             self.orthogonalize_batch(x, out, numbers)
             stack.apply(matrix, updates)
             return
-        for piece in self.pieces(numbers, ends_of(batch, x, read=True)):
+        for piece in self.pieces(numbers, leg_views_of(batch, x, read=True)):
             self.fold_one(piece)
         self.orthogonalize_batch(x, out, numbers)
-        ends = ends_of(batch, out, read=False)
-        self.take_sums(numbers, ends)
-        for update in self.summands.updates(ends):
+        legs = leg_views_of(batch, out, read=False)
+        self.take_sums(numbers, legs)
+        for update in self.summands.updates(legs):
             self._apply_one(update)
 
     def _stack(self, batch: Sequence[Local]) -> Stack | None:
@@ -321,7 +321,7 @@ class HostStep(MuonStep):
         return Stack.of(self._ready, batch)
 
 
-def ends_of(batch: Sequence[Local], matrices: Tensor, *, read: bool) -> Ends:
+def leg_views_of(batch: Sequence[Local], matrices: Tensor, *, read: bool) -> LegViews:
     """Return the legs of a batch that are read, or written, with their views of its matrices."""
     return tuple(
         (leg, view_in_matrix(leg.piece, matrix))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from muonmesh.comm.storage import Storage, local_of, local_shape, this_rank
 from muonmesh.comm.views import view_in_matrix, view_in_storage
-from muonmesh.comm.work import Ends
+from muonmesh.comm.work import LegViews
 from muonmesh.layout import Layout, Matrix
 from muonmesh.layout.region import overlap
 from muonmesh.layout.routes import Leg
@@ -192,10 +192,10 @@ class ReadyParameters:
         if self.copies is not None:
             self.copies.have_read(numbers)
 
-    def have_written(self, ends: Ends) -> None:
+    def have_written(self, legs: LegViews) -> None:
         """Give the other state back of what is written, likewise."""
         if self.copies is not None:
-            self.copies.have_written(ends)
+            self.copies.have_written(legs)
 
     def finish(self) -> None:
         """Write back the storages that were worked on in a copy, and create the state of what was not worked on.

@@ -15,7 +15,7 @@ from muonmesh.step.parameter_steps import ParameterStep
 from muonmesh.step.ready import ReadyParameters
 
 SMALL = 1 << 14
-"""Elements of a matrix up to which a CPU copies it beside others, which is cheaper than a few calls more [measured]."""
+"""Elements of a matrix up to which a CPU copies it beside others, which is cheaper than a few calls more (measured)."""
 
 
 @dataclass

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from muonmesh.comm.storage import local_of
 from muonmesh.comm.views import view_in_storage
-from muonmesh.comm.work import CompanionState, Ends, Summands
+from muonmesh.comm.work import CompanionState, LegViews, Summands
 from muonmesh.layout import Piece
 from muonmesh.layout.companion import size_of
 from muonmesh.layout.routes import Leg
@@ -105,9 +105,9 @@ class RuleSums(Summands):
     # By assignment: its sums, and what its rule keeps of the matrix as one number.
     _found: dict[int, tuple[tuple[Tensor, ...], Mapping[str, Tensor]]] = field(default_factory=dict)
 
-    def updates(self, ends: Ends) -> list[Updated]:
+    def updates(self, legs: LegViews) -> list[Updated]:
         """Return the pieces of weights that legs name, with their updates and sums; none that do not change."""
-        return [self._updated(leg, update) for leg, update in ends if self.ready.changes(leg)]
+        return [self._updated(leg, update) for leg, update in legs if self.ready.changes(leg)]
 
     def _updated(self, leg: Leg, update: Tensor) -> Updated:
         entry, piece = self.ready.here(leg.assignment), leg.piece

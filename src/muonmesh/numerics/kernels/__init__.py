@@ -35,15 +35,15 @@ __all__ = [
 ]
 
 # Matrices of how many rows compiled products multiply faster than torch's, by the instructions that they have
-# [measured]. On ARM nobody has measured it. Up to 16 rows torch's are faster everywhere.
+# (measured). On ARM nobody has measured it. Up to 16 rows torch's are faster everywhere.
 _GAIN = {"avx512bf16": range(17, sys.maxsize), "avx512": range(17, sys.maxsize), "avx2": range(96, 512)}
 
-# From here on column blocks save more than they cost [measured].
+# From here on column blocks save more than they cost (measured).
 _BLOCKED_FROM_ROWS = 384
 # Up to 16³ multiplications (the whole batch counted) torch does not call oneDNN for bf16 but a slow loop of its own,
 # which adds in another order; larger bf16 products have the same bits alone and in a batch.
 _NARROW_FROM_ROWS = 17
-# X of one batch together: enough that Python does not show, little enough for a core's cache [measured].
+# X of one batch together: enough that Python does not show, little enough for a core's cache (measured).
 _CPU_BYTES_AT_ONCE = 3 << 18
 _DEVICE_BYTES_AT_ONCE = 1 << 30
 

@@ -1,7 +1,7 @@
 """CPU: symmetric results by column blocks, only the upper block triangle multiplied, the rest mirrored.
 
 A full product costs 2·rows²·n operations, with blocks of width w only (1 + w/rows)/2 of them. What makes it pay
-[measured]: 2-D operands that are contiguous or the transpose of something contiguous (oneDNN copies every other
+(measured): 2-D operands that are contiguous or the transpose of something contiguous (oneDNN copies every other
 layout), the large operand on the left (the right one is repacked on every call), and results in a contiguous
 scratch buffer: mirrored from `out` itself, whose rows are often a power of two apart, they miss the cache.
 """
@@ -107,7 +107,7 @@ def _multiply(
     """See `Matmuls.multiply`.
 
     Every call counts: after a product the interpreter and torch's dispatch are out of the thread's cache, and calls
-    take two to three times as long as in a loop [measured]. So what can be made once is kept, down to the views.
+    take two to three times as long as in a loop (measured). So what can be made once is kept, down to the views.
     """
     if b is not None and not symmetric:
         ((c, factor),) = terms
@@ -124,7 +124,7 @@ def _multiply(
         torch.addmm(plus, of_a[number].rows, of_b[number].column, beta=beta, alpha=alpha, out=block.entries)
         block.mirror.copy_(block.transposed)
         # The block on the diagonal need not be symmetric: rounded A and B commute only nearly, and fp32 sums run in
-        # another order on the other side. Left so, it costs Gram up to half of its accuracy [measured].
+        # another order on the other side. Left so, it costs Gram up to half of its accuracy (measured).
         block.diagonal.lerp_(block.mirrored_diagonal, block.below)  # by 0 or by 1, which is exact
         target.above.copy_(block.entries)
         if number:

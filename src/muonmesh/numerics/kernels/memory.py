@@ -54,7 +54,7 @@ def scratch(role: str, shape: Sequence[int], *, dtype: torch.dtype, device: torc
     """Return uninitialized memory of this thread's own, which its next call for the same role uses again.
 
     On a CPU, memory that is given back and taken again at every step costs a page fault per 4 KiB, 5 to 8 % of a step
-    [measured]. What is kept is the largest that each role has needed. Elsewhere torch's allocator does this.
+    (measured). What is kept is the largest that each role has needed. Elsewhere torch's allocator does this.
     """
     if device.type != "cpu":
         return torch.empty(shape, dtype=dtype, device=device)

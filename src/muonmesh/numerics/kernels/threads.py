@@ -19,7 +19,7 @@ import torch
 T = TypeVar("T")
 
 _SHARED = 0.8
-"""Speed of all threads on one matrix after the other, relative to each on matrices of its own [measured]."""
+"""Speed of all threads on one matrix after the other, relative to each on matrices of its own (measured)."""
 
 
 def run_all(tasks: Sequence[Callable[[], None]], *, device: torch.device, costs: Sequence[float] | None = None) -> None:

@@ -14,7 +14,7 @@ from muonmesh.numerics.rules.rule import Rule
 
 _CACHED = 1 << 19
 """Elements a CPU works on at a time, so that the operations of one rule find them in its cache. With fewer, threads
-wait for each other's turn to call the next operation: at 1 << 16 two take 2.7 times as long [measured]."""
+wait for each other's turn to call the next operation: at 1 << 16 two take 2.7 times as long (measured)."""
 
 _AT_ONCE_ON_A_DEVICE = 1 << 24
 """Elements a device works on at a time, in several copies of 64 MiB, or of 128 MiB in fp64. Of a large matrix as many
