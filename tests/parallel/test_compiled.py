@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from torch.distributed.fsdp import fully_shard
 import muonmesh as mm
 from muonmesh.comm.storage import local_of
 from tests.meshes import mesh_of
+
+OURS = str(Path(mm.__file__).parent)
 
 
 def trained(compiled: bool) -> tuple[dict[str, Tensor], dict[str, int], int]:
@@ -51,6 +54,7 @@ def test_a_whole_step_under_fsdp2_has_the_bits_of_an_uncompiled_one(workers) -> 
         assert plain.keys() == compiled.keys()
         assert [name for name, value in plain.items() if not torch.equal(value, compiled[name])] == []
         # The optimizer is called and never looked into, and nothing is compiled again in the last step.
-        assert [said for said in breaks if "muonmesh" in said and "Muon.step" not in said] == []
+        # A clone, and so its environment, may lie in a folder of the package's name.
+        assert [said for said in breaks if OURS in said and "Muon.step" not in said] == []
         assert any("Muon.step" in said for said in breaks)
         assert graphs == 0
