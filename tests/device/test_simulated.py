@@ -19,7 +19,15 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:Accessing the data pointer of FakeTensor", "ignore:.*without masters", "ignore:.*lr_scheduler"
 )
 
-QUICK = ("normuon", "masters on the host", "int8", "per matrix", "scaler, state on the host", "missing gradients")
+QUICK = (
+    "normuon",
+    "masters on the host",
+    "int8",
+    "per matrix",
+    "scaler, state on the host",
+    "missing gradients",
+    "metrics, state on the host",
+)
 SOAK = pytest.mark.soak
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from muonmesh.numerics import kernels
-from muonmesh.numerics.kernels.memory import keep, scratch
+from muonmesh.numerics.kernels.memory import keep, pinned, scratch
 from muonmesh.numerics.kernels.threads import run_on_one_thread
 from muonmesh.numerics.precision import exact_fp32
 from muonmesh.numerics.stochastic import mixed
@@ -75,7 +75,7 @@ def _multiplied(x: Tensor) -> Tensor:
 def probe(x: Tensor, vectors: int) -> Tensor:
     """Return rows of `signs` to multiply matrices x by, (vectors, rows of x), in x's dtype and on its device."""
     rows = x.shape[-2]
-    return keep(("signs", rows, vectors, x.dtype, x.device), lambda: signs(vectors, rows).to(x.device, x.dtype))
+    return keep(("signs", rows, vectors, x.dtype, x.device), lambda: pinned(signs(vectors, rows).to(x.dtype), x.device))
 
 
 def _deflate(x: Tensor, out: Tensor, vectors: int) -> None:
