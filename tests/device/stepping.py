@@ -88,7 +88,10 @@ def values(seed: int, case: Case) -> dict[str, Tensor]:
 
 def held(tensor: Tensor, case: Case) -> Tensor:
     """Return what this rank holds of a tensor."""
-    return tensor.chunk(dist.get_world_size())[dist.get_rank()].clone() if case.layout == "sharded" else tensor
+    if case.layout != "sharded":
+        return tensor
+    parts = tensor.chunk(dist.get_world_size())
+    return (*parts, *[tensor[:0]] * dist.get_world_size())[dist.get_rank()].clone()  # the last ranks may hold nothing
 
 
 def steps(case: Case, device: str, found: SimulatedDevice | None = None) -> tuple[dict[str, Tensor], set[str]]:

@@ -318,8 +318,13 @@ class SimulatedDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
         fakes = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
         if fakes or any(t.fake_mode is not self._fake for t in there):
             return func(*args, **kwargs)  # DTensor works out shapes on fake tensors of its own
-        if func.namespace == "c10d" and there:
-            return self._collective(func, name, args, kwargs)
+        if func.namespace == "c10d":
+            group = _group_of(args)
+            if there:
+                return self._collective(func, name, args, kwargs, group)
+            if (before := self._of_groups.get(group)) and before.queue:
+                # NCCL has an order of its own. Here gloo serves both, and all ranks must meet in one order.
+                self._timeline.run_until(before.queue[-1])
         device = kwargs.get("device")
         wanted = None if device is None else torch.device(device).type
         if not there and wanted != "cuda":
@@ -442,10 +447,8 @@ class SimulatedDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
         found = args[0].clone() if name == "_pin_memory" else func(*args, **kwargs)
         return self._pin(found) if pin or name == "_pin_memory" else found
 
-    def _collective(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+    def _collective(self, func: Any, name: str, args: Any, kwargs: Any, group: str) -> Any:
         """Run a collective late on a stream of the group's, as NCCL; ``wait`` lets the current stream wait for it."""
-        boxed = next(a for a in args if isinstance(a, torch.ScriptObject) and "ProcessGroup" in str(a._type()))
-        group = dist.ProcessGroup.unbox(boxed).group_name
         leaves, spec = tree_flatten((args, kwargs))
         device = next(x.device for x in leaves if isinstance(x, FakeTensor))
         stream = self._of_groups.get(group) or self._of_groups.setdefault(group, Stream(device))
@@ -476,6 +479,11 @@ class SimulatedDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         work = dist.Work.boxed(PythonCallbackWork(wait))
         return work if len(func._schema.returns) == 1 else (args[0], work)
+
+
+def _group_of(args: Sequence[Any]) -> str:
+    boxed = next(a for a in args if isinstance(a, torch.ScriptObject) and "ProcessGroup" in str(a._type()))
+    return dist.ProcessGroup.unbox(boxed).group_name
 
 
 def _like(tensor: Tensor) -> Tensor:
