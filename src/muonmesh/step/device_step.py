@@ -141,7 +141,7 @@ class DeviceStep(MuonStep):
         orthogonalizer = self._ready.orthogonalizer(number)
         # Of these kernels alone it is known that panels have the bits of the whole, which another layout may multiply.
         more = (
-            orthogonalizer.products().normalize is None
+            orthogonalizer.products.normalize is None
             or rule.balances()
             or rule.changes_matrices()
             or not orthogonalizer.prepared.begins_with_polynomials
