@@ -54,13 +54,14 @@ def _load(x: Tensor, out: Tensor) -> Tensor:
         out.copy_(x * power)
     else:
         out.copy_((x * power).to(out.dtype).mT)  # cast first: torch transposes fast only within one dtype
-    if out.device.type == "cuda":  # whose sums are trees; in few launches
-        if norms is None:
-            norms, power = torch.linalg.vector_norm(out, dim=(-2, -1), keepdim=True, dtype=exact), 1.0
+    if norms is not None:
         norm: Tensor = (norms * power).to(exact)
         return norm.clamp_(min=_LEAST).nan_to_num_(nan=torch.nan, posinf=torch.nan)
     # By rows first: one running fp32 sum over a whole matrix would stop growing after some ten million terms. Of
     # what was written, so that a transposed matrix sums in the same order.
+    if out.device.type == "cuda":  # whose sums are trees; in few launches
+        norm = torch.linalg.vector_norm(out, dim=(-2, -1), keepdim=True, dtype=exact)
+        return norm.clamp_(min=_LEAST).nan_to_num_(nan=torch.nan, posinf=torch.nan)
     # A few rows at a time: wider copies of all of them are memory that the system must clear first.
     few = torch.split(out.view(-1, out.shape[-1]), max(1, 2 * CACHED // out.shape[-1]))
     squares = (scratch("squares", part.shape, dtype=exact, device=out.device).copy_(part).square_() for part in few)

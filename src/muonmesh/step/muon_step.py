@@ -249,23 +249,12 @@ class HostStep(MuonStep):
 
     def _apply_one(self, piece: Updated) -> None:
         rule, active = self._ready.rule(piece.matrix), self._ready.mask(piece.matrix)
-        squares: list[Tensor] | None = None if self._update_squares is None else []
         wide = piece.widened()
-        parts.apply(
-            rule,
-            wide.weights,
-            piece.update,
-            piece.state,
-            scale=piece.scale,
-            active=active,
-            sums=piece.sums,
-            told=piece.told,
-            squares=squares,
-        )
+        squares = wide.apply(rule, active, measured=self._update_squares is not None)
         piece.round(wide)
         if piece.rounded is not None:
             piece.rounded.copy_(piece.weights)
-        if self._update_squares is not None and squares is not None:
+        if self._update_squares is not None:
             self._update_squares.add(self._ready.group(piece.matrix), torch.stack(squares).sum() / piece.copies)
 
     def run_local(self, alike: Sequence[Sequence[Local]]) -> None:

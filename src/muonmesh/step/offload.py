@@ -85,7 +85,8 @@ class Offload:
         with torch.cuda.stream(stream):
             for into, value in copies:
                 into.copy_(value, non_blocking=True)
-        return stream.record_event()
+        after: torch.cuda.Event = stream.record_event()
+        return after
 
     def arrive(self, copy: DeviceCopy) -> None:
         """Let what is computed from now on wait for a copy."""
