@@ -135,7 +135,6 @@ def fold(
     active,
     weight,
     momentum,
-    HAS_ACTIVE: tl.constexpr,
     DIRECTS: tl.constexpr,
     NESTEROV: tl.constexpr,
     TINY: tl.constexpr,
@@ -151,7 +150,7 @@ def fold(
     g_flat = tl.multiple_of(tl.load(row + 0).to(tl.pointer_type(G)), 16)
     m_flat = tl.multiple_of(tl.load(row + 1).to(tl.pointer_type(M)), 16)
     d_flat = tl.multiple_of(tl.load(row + 2).to(tl.pointer_type(D)), 16)
-    on = tl.load(active + tl.load(row + _ENTRY)) != 0 if HAS_ACTIVE else True
+    on = tl.load(active + tl.load(row + _ENTRY)) != 0
     if kind == _FLAT:
         length = tl.load(row + _LENGTHS + 2)
         for block in range(first, tl.minimum(first + _BLOCKS, tl.cdiv(length, _SIZE))):
@@ -205,7 +204,6 @@ def apply(
     active,
     keeps,
     sizes,
-    HAS_ACTIVE: tl.constexpr,
     HAS_MASTERS: tl.constexpr,
     W: tl.constexpr,
     P: tl.constexpr,
@@ -222,7 +220,7 @@ def apply(
     u_flat = tl.multiple_of(tl.load(row + 2).to(tl.pointer_type(U)), 16)
     keep = tl.load(keeps + entry)
     size = tl.load(sizes + entry)
-    on = tl.load(active + entry) != 0 if HAS_ACTIVE else True
+    on = tl.load(active + entry) != 0
     if on:
         if kind == _FLAT:
             length = tl.load(row + _LENGTHS + 2)
