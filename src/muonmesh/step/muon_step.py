@@ -46,9 +46,6 @@ class MuonStep(Work, ABC):
         summands: The sums that rules take over matrices.
     """
 
-    companions: StoredCompanions
-    summands: RuleSums
-
     def __init__(
         self,
         ready: ReadyParameters,
@@ -57,8 +54,8 @@ class MuonStep(Work, ABC):
     ) -> None:
         self._ready, self._elementwise, self._update_squares = ready, elementwise, squares
         self._spectra = squares if squares is not None and squares.spectrum else None
-        self.companions = StoredCompanions(ready)
-        self.summands = RuleSums(ready, self.companions)
+        self.companions: StoredCompanions = StoredCompanions(ready)
+        self.summands: RuleSums = RuleSums(ready, self.companions)
         self._agreed: Tensor | None = None  # the largest momenta of the blocks that ranks share
 
     def fetch(self, assignments: Sequence[int]) -> None:

@@ -33,20 +33,15 @@ _PROBE = 64
 """Elements looked at first when asking whether a gradient is exactly zero; nearly always enough."""
 
 
-def changed_groups() -> PlanError:
-    """Return the error if only some ranks changed their groups; it needs hosts that do not wait for the flags."""
-    what = "Some ranks changed their param groups or parameters since the last step, and other ranks did not. Call "
-    what += "add_param_group, and replace parameters, on every rank that shares them, before the same step"
-    return PlanError(about("the groups", what))
-
-
 def _tell_later(runtime: Runtime, answers: ReducedFlags, raise_errors: Callable[[ReducedFlags], None]) -> None:
     """Let every rank raise what flags say when its next step begins, where the host does not wait for them."""
 
     def say(flags: Tensor) -> None:
         found = ReducedFlags(answers.flag_vector, flags)
         if bool(found.somebody("replan")) and not bool(found.somebody("error")):
-            raise changed_groups()
+            what = "Some ranks changed their param groups or parameters since the last step, and other ranks did not. "
+            what += "Call add_param_group, and replace parameters, on every rank that shares them, before the same step"
+            raise PlanError(about("the groups", what))
         if bool(found.stops()):
             raise_errors(found)
 
