@@ -6,13 +6,13 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from muonmesh.comm.storage import Storage, local_shape
-from muonmesh.layout import FlatShards, MatrixSpec, MeshLayout, Plan
+from muonmesh.layout import FlatShards, Layout, MatrixSpec, MeshLayout, Plan
 from muonmesh.layout.companion import Companion, companion_matrices, companions_in_buffers
 from muonmesh.layout.flat import Interval
 from muonmesh.numerics.rules import KeptAs
@@ -141,23 +141,18 @@ def state_layouts_of(keeps: Mapping[str, KeptAs], together: Mapping[int, Stored]
             continue
         shapes, parts, buffers = {}, {}, dict[str, tuple[FlatShards, tuple[int, ...]]]()
         for number, held in together.items():
-            layout = held.momentum_storage.layout
             shapes[number], parts[number] = companion_matrices(held.name, held.storage.shape, held.spec, kept)
-            if "×" in kept:  # the owners keep it, who are known when there is a plan
-                anywhere = MeshLayout.replicated(shapes[number], (0,))
-                companion = Companion(key, kept, anywhere, parts[number])
-                state_layouts[number][key] = StateLayout(kept, Storage(anywhere, anywhere.shape), companion)
-            elif isinstance(layout, FlatShards):
+            if isinstance(layout := held.momentum_storage.layout, FlatShards):
                 buffers[str(number)] = layout, shapes[number]
         flat = companions_in_buffers(buffers)
-        for number, held in together.items() if "×" not in kept else ():
-            layout = held.momentum_storage.layout
-            if isinstance(layout, MeshLayout):
-                place: MeshLayout | FlatShards = replace(layout, shape=shapes[number])  # placed alike on the same mesh
-            else:
-                place = flat[str(number)]
-            companion = Companion(key, kept, place, parts[number])
-            state_layouts[number][key] = StateLayout(kept, held.momentum_storage.companion(place), companion)
+        for number, held in together.items():
+            layout, place = held.momentum_storage.layout, cast(Layout, flat.get(str(number)))
+            if "×" in kept:  # the owners keep it, who are known when there is a plan
+                place = MeshLayout.replicated(shapes[number], (0,))
+            elif isinstance(layout, MeshLayout):
+                place = replace(layout, shape=shapes[number])  # placed alike on the same mesh
+            storage = Storage(place, place.shape) if "×" in kept else held.momentum_storage.companion(place)
+            state_layouts[number][key] = StateLayout(kept, storage, Companion(key, kept, place, parts[number]))
     return state_layouts
 
 
