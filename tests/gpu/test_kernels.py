@@ -76,13 +76,13 @@ def test_the_fused_pair_computes_what_torch_does_piece_by_piece() -> None:
     directions = [torch.empty(s, dtype=torch.bfloat16, device=DEVICE) for s in shapes]
     directions[1] = torch.empty(70, 33, dtype=torch.bfloat16, device=DEVICE).mT
     old = [m.clone() for m in momenta]
-    fused.fold(gradients, momenta, directions, active, momentum=0.95, nesterov=True)
+    fused.fold(gradients, momenta, directions, active, momentum=0.95, nesterov=True, entries=range(len(shapes)))
     for g, m, d, before, on in zip(gradients, momenta, directions, old, active.tolist(), strict=True):
         expected = torch.lerp(before, g, 0.05) if on else before
         torch.testing.assert_close(m, expected, rtol=1e-6, atol=1e-6)
         torch.testing.assert_close(d, (torch.lerp(g, m, 0.95) if on else m).bfloat16(), rtol=2**-7, atol=1e-6)
     keep, size = torch.rand(len(shapes), device=DEVICE), torch.rand(len(shapes), device=DEVICE)
     old = [w.clone() for w in weights]
-    fused.apply(weights, [], updates, active, keep=keep, size=size)
+    fused.apply(weights, [], updates, active, keep=keep, size=size, entries=range(len(shapes)))
     for w, u, before, k, s, on in zip(weights, updates, old, keep, size, active.tolist(), strict=True):
         torch.testing.assert_close(w, before * k - u * s if on else before, rtol=0, atol=0)

@@ -142,7 +142,7 @@ def test_a_sequence_of_one_s_own_may_mix_lengths_and_repeats_its_last() -> None:
         ([(1.5, float("nan"))], 5, ValueError, "finite"),
         ([(1.5, "b")], 5, TypeError, "one tuple of numbers a step"),
         ((3.4445, -4.7750, 2.0315), 5, TypeError, "one tuple of numbers a step"),
-        (5, 5, TypeError, "published name"),
+        (5, 5, TypeError, "the name of a published set"),
         ("simple", 0, ValueError, "steps: found 0; needed at least 1"),
         ("simple", -3, ValueError, "steps: found -3"),
         ("simple", 2.0, TypeError, r"steps: found 2\.0 \(float\)"),

@@ -76,8 +76,9 @@ def started_again(method: newton_schulz.Method, timed: bool) -> tuple[list[str],
 def _step_by_kernels(
     gradients: list[Tensor], m: Tensor, p: list[Tensor], d: Tensor, active: Tensor, keep: Tensor, size: Tensor
 ) -> None:
-    fused.fold(gradients, list(m), list(d), active, momentum=0.9, nesterov=True)
-    fused.apply(p, [], list(d), active, keep=keep, size=size)
+    entries = range(len(p))
+    fused.fold(gradients, list(m), list(d), active, momentum=0.9, nesterov=True, entries=entries)
+    fused.apply(p, [], list(d), active, keep=keep, size=size, entries=entries)
 
 
 def stepped_again(spread: bool = False) -> tuple[list[bool], int]:
@@ -290,10 +291,10 @@ def folds(momentum: float, nesterov: bool, directs: bool, masked: bool) -> list[
         tensors.append((g, m, d))
         exact.append((new, direction.to(m.dtype).double() if m.dtype != d.dtype else direction, on))
     gradients, momenta, directions = (list(column) for column in zip(*tensors, strict=True))
-    mask = torch.tensor([active for *_, active in PIECES]) if masked else None
+    mask = torch.tensor([active or not masked for *_, active in PIECES])
     versions = [m._version for m in momenta]
-    entries = None
-    if mask is not None:  # some other order than that of the pieces, and an entry that is nobody's
+    entries = list(range(len(PIECES)))
+    if masked:  # some other order than that of the pieces, and an entry that is nobody's
         mask, entries = torch.cat([mask.flip(0), ~mask[:1]]), list(range(len(PIECES)))[::-1]
     wanted = directions if directs else []
     fused.fold(gradients, momenta, wanted, mask, momentum=momentum, nesterov=nesterov, entries=entries)
@@ -320,7 +321,8 @@ def denormals() -> list[list[float]]:
     """Momenta after a fold in which some would become denormal: three ways through the kernel."""
     values = torch.tensor([2**-126, 1.5 * 2**-126, -(2**-126), 1e-20, 2**-140, math.nan])
     momenta = [values.clone(), values.repeat(400), values.repeat(3, 1).mT.contiguous().mT]
-    fused.fold([torch.zeros_like(m) for m in momenta], momenta, [], None, momentum=0.9, nesterov=True)
+    gradients, active = [torch.zeros_like(m) for m in momenta], torch.ones(len(momenta), dtype=torch.bool)
+    fused.fold(gradients, momenta, [], active, momentum=0.9, nesterov=True, entries=range(len(momenta)))
     return [m.flatten()[: len(values)].tolist() for m in momenta]
 
 
@@ -340,9 +342,9 @@ def applies(masters: bool, masked: bool) -> None:
         after = after.to(before.dtype)
         weight = after.to(w_type) if active or not masked else weights[-1].clone()
         expected.append((weight, after if masters else wide[-1].clone()))
-    mask = torch.tensor([active for *_, active in PIECES]) if masked else None
-    entries = None
-    if mask is not None:
+    mask = torch.tensor([active or not masked for *_, active in PIECES])
+    entries = list(range(len(PIECES)))
+    if masked:
         mask, keep, size, entries = mask.flip(0), keep.flip(0), size.flip(0), list(range(len(PIECES)))[::-1]
     fused.apply(weights, wide if masters else [], updates, mask, keep=keep, size=size, entries=entries)
     for number, (weight, master) in enumerate(expected):
@@ -567,10 +569,11 @@ def fused_refused() -> list[str]:
     one, four = torch.ones(2, 3), torch.ones(3, 4, 4, 4)[:, :3, :3, :3]
     for g, m in ((one, torch.ones(3, 2)), (one.double(), one), (four, four)):
         with pytest.raises(ValueError, match="piece 0") as caught:
-            fused.fold([g], [m], [], None, momentum=0.9, nesterov=True)
+            fused.fold([g], [m], [], torch.ones(1, dtype=torch.bool), momentum=0.9, nesterov=True, entries=[0])
         said.append(str(caught.value))
+    active = torch.ones(2, dtype=torch.bool)
     with pytest.raises(ValueError, match="pieces of fold") as caught:
-        fused.fold([one], [one], [torch.ones(4, 2)], None, momentum=0.9, nesterov=True, entries=[0, 1])
+        fused.fold([one], [one], [torch.ones(4, 2)], active, momentum=0.9, nesterov=True, entries=[0, 1])
     return [*said, str(caught.value)]
 
 
@@ -765,8 +768,8 @@ def test_each_kernel_is_one_launch_to_whoever_watches() -> None:
         vector = torch.empty(5)
         active = torch.empty(5, dtype=torch.bool)
         with Launches() as launches:
-            fused.fold(tensors, tensors, tensors, active, momentum=0.9, nesterov=True)
-            fused.apply(tensors, [], tensors, active, keep=vector, size=vector)
+            fused.fold(tensors, tensors, tensors, active, momentum=0.9, nesterov=True, entries=range(5))
+            fused.apply(tensors, [], tensors, active, keep=vector, size=vector, entries=range(5))
         assert launches.names == ["muonmesh.fold.default", "muonmesh.apply.default"]
         a, x, number = torch.empty(3, 16, 16), torch.empty(3, 16, 32), torch.empty(3, 1, 1)
         with Launches() as launches:
@@ -792,8 +795,9 @@ def test_the_fused_pair_says_where_it_can_be() -> None:
 
 
 def test_no_pieces_are_nothing_to_do() -> None:
-    fused.fold([], [], [], None, momentum=0.9, nesterov=True)
-    fused.apply([], [], [], None, keep=torch.ones(0), size=torch.ones(0))
+    nothing = torch.ones(0, dtype=torch.bool)
+    fused.fold([], [], [], nothing, momentum=0.9, nesterov=True, entries=[])
+    fused.apply([], [], [], nothing, keep=torch.ones(0), size=torch.ones(0), entries=[])
 
 
 def test_select_takes_triton_for_bf16_on_devices() -> None:

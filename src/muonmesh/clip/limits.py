@@ -91,7 +91,13 @@ class Limits:
     @property
     def protects(self) -> tuple[str, ...]:
         """The names of the norms by which the policy clips; a step is skipped if one is above ``skip_above``."""
-        return {"all": ("total",), "separate": ("muon", "adamw")}.get(self.policy, ("adamw",))
+        return tuple(dict.fromkeys(self._by.values()))
+
+    @property
+    def _by(self) -> dict[int, str]:
+        """The halves that are clipped as one, as places in the sums, each with the name of the norm that limits it."""
+        by = {"all": {INVARIANT: "total", FELT: "total"}, "separate": {INVARIANT: "muon", FELT: "adamw"}}
+        return by.get(self.policy, {FELT: "adamw"})
 
     @property
     def digest(self) -> int:
@@ -111,11 +117,10 @@ class Limits:
 
         The keys are the places of the halves in the sums.
         """
-        by = {"all": {INVARIANT: "total", FELT: "total"}, "separate": {INVARIANT: "muon", FELT: "adamw"}}
         return {
             half + 2 * number: torch.where(skip, 1.0, (self.max_norm / (norms[name] + 1e-6)).clamp(max=1.0))
             for number, norms in enumerate(norms_of(sums, number) for number in range(1 + len(apart)))
-            for half, name in by.get(self.policy, {FELT: "adamw"}).items()
+            for half, name in self._by.items()
         }
 
     def told(self, sums: Tensor, skip: Tensor, apart: Sequence[str] = ()) -> GradNorms:

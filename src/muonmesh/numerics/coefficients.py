@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, cycle, islice, repeat
 from math import isfinite
@@ -40,7 +40,7 @@ class CoefficientSet:
             then divided by ‖(X Xᵀ)²‖^¼ (Frobenius), a nearer bound of the largest one, instead of by its norm. It takes
             `DEFLATED_FROM_ROWS` rows; smaller matrices are given the set "polar_express".
         finish: Polynomials that a CPU applies last, if `steps` steps are taken and the result is still far from the
-            polar factor: see `_Iteration.finish`.
+            polar factor: see `Iteration.finish`.
         steps: The number of steps if ``ns_steps`` is None.
         gram_steps: The numbers of steps for which the Gram form is as accurate in bf16 as separate
             steps, which tests show. With other numbers each step amplifies values near 1, and their rounding errors.
@@ -270,3 +270,19 @@ def coefficient_schedule(coefficients: Coefficients, steps: int | None = None) -
     polynomials = chosen.polynomials
     endless = cycle(polynomials) if chosen.past_end == "cycle" else chain(polynomials, repeat(polynomials[-1]))
     return tuple(islice(endless, steps))
+
+
+def segments_of(
+    schedule: tuple[Polynomial, ...], method: Literal["standard", "gram"]
+) -> Iterator[tuple[Polynomial, ...]]:
+    """Cut the schedule into single steps and, for Gram, pairs: two steps through A, one direct, two through A, ...
+
+    In bf16 the rounding of A grows by a² with every step that is taken on A itself, until it drowns the small
+    singular values. Two steps are harmless, and a direct step between two pairs keeps their errors from adding up:
+    5 steps as 2 + 1 + 2 are more accurate than 2 + 2 + 1 on every decaying spectrum (docs/internals/numerics.md).
+    """
+    length = 2 if method == "gram" else 1
+    while schedule:
+        yield schedule[:length]
+        schedule = schedule[length:]
+        length = 3 - length if method == "gram" else 1

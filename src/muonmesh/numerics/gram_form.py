@@ -48,7 +48,7 @@ def factor_of_all(
         square: Gives memory; Q is in it.
 
     Returns:
-        Q, whose diagonal has zero mean (see `_Iteration.gram_steps`); μ, fp32 (1, 1, 1); and n.
+        Q, whose diagonal has zero mean (see `Iteration.gram_steps`); μ, fp32 (1, 1, 1); and n.
     """
     multiply = matmuls.multiply
     r, low, zr, zr_low = square("a"), square("a low"), square("b"), square("b low")

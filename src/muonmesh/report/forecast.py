@@ -286,8 +286,6 @@ def muon_parameter(
     costs = {size: flops_of(*size, rule) for size in {(matrix.rows, matrix.cols) for matrix in matrices}}
     work = tuple(costs[matrix.rows, matrix.cols] for matrix in matrices)
     settings = f"{COEFFICIENTS}, {STEPS} steps, auto"
-    if set(rule.keeps().values()) <= {"momentum"} and not rule.asks_for_sums():
-        return Parameter(name, momentum or layout, layout, matrices, work, settings)
     held = (Storage(some, layout.shape) for some in (layout, momentum or layout))
     companions = (kept.companion for kept in state_layouts_of(rule.keeps(), {0: Stored(name, spec, *held)})[0].values())
     beside = tuple(companion for companion in companions if companion is not None)

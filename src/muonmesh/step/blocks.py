@@ -159,7 +159,8 @@ class Blocks:
         held = local_of(state[key])
         if held.dtype != torch.int8:
             return held
-        momentum = Momentum.of(self, name, tensor, key, held, dict(state))
+        self.check(None, name, tensor, state)
+        momentum = Momentum.of(self, tensor, key, held, dict(state))
         found = torch.zeros(held.shape, dtype=torch.float32, device=held.device)
         for number in self.matrices_of[tensor]:
             for piece in self.holdings[number]:
@@ -186,32 +187,23 @@ class Momentum:
     encoded: set[int] = field(default_factory=set)
 
     @staticmethod
-    def of(blocks: Blocks, name: str, tensor: Tensor, key: str, held: Tensor, state: dict[str, Any]) -> Momentum:
-        """Take a key of a parameter's state; the scales are created where they are missing.
+    def of(blocks: Blocks, tensor: Tensor, key: str, held: Tensor, state: dict[str, Any]) -> Momentum:
+        """Take a key of a parameter's state that `Blocks.check` has seen; scales are created where they are missing.
 
         Args:
             blocks: Of the plan.
-            name: Of the parameter, for messages.
             tensor: The parameter.
             key: What the rule keeps.
             held: The local part of the state under the key.
             state: All of it, written.
-
-        Raises:
-            StateError: the scales are not those of what this rank stores.
         """
-        size, loaded = blocks.size(tensor), None
+        loaded = None
         if held.dtype != torch.int8:
             held, loaded = torch.zeros(held.shape, dtype=torch.int8, device=held.device), held
             state.pop(key + SCALE, None)
         if key + SCALE not in state:
-            state[key + SCALE] = torch.zeros(size, dtype=torch.float32, device=held.device)
-        scales: Tensor = state[key + SCALE]
-        if scales.numel() != size:
-            found, needed = f"{scales.numel()} scales of {key}", f"{size}, one for each block that this rank stores"
-            write = "Load the state again, since the parameter was resharded or split otherwise after a step"
-            raise StateError(explain_error(name, found, needed, write))
-        return Momentum(blocks, held, scales, loaded)
+            state[key + SCALE] = torch.zeros(blocks.size(tensor), dtype=torch.float32, device=held.device)
+        return Momentum(blocks, held, state[key + SCALE], loaded)
 
     def read(self, number: int, piece: Piece) -> Tensor:
         """Return the momentum of a piece of a matrix, or of a part of one, fp32 in its shape, contiguous."""

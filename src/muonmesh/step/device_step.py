@@ -102,25 +102,19 @@ class DeviceStep(MuonStep):
         assert isinstance(rule, MuonRule)  # or it would not fuse
         key = rule.momentum, rule.nesterov, *places_of(x, out, *stack.columns["gradient", ""], *written)
 
-        def fold(*_: Tensor) -> None:
-            self._fold_stack(stack, batch, x)
-
-        def apply(*_: Tensor) -> None:
-            self._apply_stack(stack, batch, out)
-
         def whole(*_: Tensor) -> None:
-            fold()
+            self._fold_stack(stack, batch, x)
             orthogonalizer(x, out=out, overwrite=not rule.sees_direction, times=times)
-            apply()
+            self._apply_stack(stack, batch, out)
 
         found = self._ready.recordings.setdefault((numbers[0], len(numbers)), {})
         changes = rule.balances() or rule.changes_matrices() or not rule.orthogonalizes
         if self._ready.graphs is None and orthogonalizer.repeats and not changes:
             run_again(found, whole, given, ("whole", *key))
         else:
-            run_again(found, fold, given, ("fold", *key))
+            run_again(found, lambda *_: self._fold_stack(stack, batch, x), given, ("fold", *key))
             self.orthogonalize_batch(x, out, numbers)
-            run_again(found, apply, given, ("apply", *key))
+            run_again(found, lambda *_: self._apply_stack(stack, batch, out), given, ("apply", *key))
         torch.autograd.graph.increment_version(written)
 
     def _memory(self, numbers: Sequence[int], shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
@@ -141,7 +135,7 @@ class DeviceStep(MuonStep):
         orthogonalizer = self._ready.orthogonalizer(number)
         # Of these kernels alone it is known that panels have the bits of the whole, which another layout may multiply.
         more = (
-            orthogonalizer.products().normalize is None
+            orthogonalizer.products.normalize is None
             or rule.balances()
             or rule.changes_matrices()
             or not orthogonalizer.prepared.begins_with_polynomials

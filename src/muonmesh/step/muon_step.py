@@ -46,9 +46,6 @@ class MuonStep(Work, ABC):
         summands: The sums that rules take over matrices.
     """
 
-    companions: StoredCompanions
-    summands: RuleSums
-
     def __init__(
         self,
         ready: ReadyParameters,
@@ -57,8 +54,8 @@ class MuonStep(Work, ABC):
     ) -> None:
         self._ready, self._elementwise, self._update_squares = ready, elementwise, squares
         self._spectra = squares if squares is not None and squares.spectrum else None
-        self.companions = StoredCompanions(ready)
-        self.summands = RuleSums(ready, self.companions)
+        self.companions: StoredCompanions = StoredCompanions(ready)
+        self.summands: RuleSums = RuleSums(ready, self.companions)
         self._agreed: Tensor | None = None  # the largest momenta of the blocks that ranks share
 
     def fetch(self, assignments: Sequence[int]) -> None:
@@ -249,23 +246,12 @@ class HostStep(MuonStep):
 
     def _apply_one(self, piece: Updated) -> None:
         rule, active = self._ready.rule(piece.matrix), self._ready.mask(piece.matrix)
-        squares: list[Tensor] | None = None if self._update_squares is None else []
         wide = piece.widened()
-        parts.apply(
-            rule,
-            wide.weights,
-            piece.update,
-            piece.state,
-            scale=piece.scale,
-            active=active,
-            sums=piece.sums,
-            told=piece.told,
-            squares=squares,
-        )
+        squares = wide.apply(rule, active, measured=self._update_squares is not None)
         piece.round(wide)
         if piece.rounded is not None:
             piece.rounded.copy_(piece.weights)
-        if self._update_squares is not None and squares is not None:
+        if self._update_squares is not None:
             self._update_squares.add(self._ready.group(piece.matrix), torch.stack(squares).sum() / piece.copies)
 
     def run_local(self, alike: Sequence[Sequence[Local]]) -> None:

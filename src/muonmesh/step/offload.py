@@ -71,17 +71,22 @@ class Offload:
     def bring(self, hosts: Mapping[str, Tensor]) -> DeviceCopy:
         """Begin to copy local tensors of one parameter to the device."""
         copy = DeviceCopy(hosts, {key: torch.empty_like(host, device=self._device) for key, host in hosts.items()})
-        if self._streams is None:
-            for key, host in hosts.items():
-                copy.values[key].copy_(host)
-            return copy
-        here, _ = self._streams
-        here.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(here):
-            for key, host in hosts.items():
-                copy.values[key].copy_(host, non_blocking=True)
-        copy.arrived = here.record_event()
+        copy.arrived = self._beside(0, [(copy.values[key], host) for key, host in hosts.items()])
         return copy
+
+    def _beside(self, which: int, copies: Sequence[tuple[Tensor, Tensor]]) -> torch.cuda.Event | None:
+        """Copy (to, from) on one of the streams, after all that was computed before; return the event after it."""
+        if self._streams is None:
+            for into, value in copies:
+                into.copy_(value)
+            return None
+        stream = self._streams[which]
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            for into, value in copies:
+                into.copy_(value, non_blocking=True)
+        after: torch.cuda.Event = stream.record_event()
+        return after
 
     def arrive(self, copy: DeviceCopy) -> None:
         """Let what is computed from now on wait for a copy."""
@@ -95,17 +100,9 @@ class Offload:
         if not gone:
             return
         self.arrive(copy)
-        if self._streams is None:
-            for key, value in gone.items():
-                copy.hosts[key].copy_(value)
-            return
-        _, back = self._streams
-        back.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(back):
-            for key, value in gone.items():
-                copy.hosts[key].copy_(value, non_blocking=True)
-        self.last = back.record_event()
-        self._leaving.append((self.last, list(gone.values())))
+        self.last = self._beside(1, [(copy.hosts[key], value) for key, value in gone.items()])
+        if self.last is not None:
+            self._leaving.append((self.last, list(gone.values())))
 
     def turn(self) -> None:
         """Free the memory of what was given back before the last turn; called once for each bucket."""

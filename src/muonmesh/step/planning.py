@@ -252,8 +252,11 @@ def widened(planned: Planned, views: Sequence[View], ranks: Sequence[int], plann
 def _with_owners(plan: Plan, muon: Sequence[Member | None]) -> tuple[Member | None, ...]:
     """Return the members of a plan with the places of what the owners of their matrices keep."""
     mine = [(number, member.tensor, member.state_layouts) for number, member in enumerate(muon) if member is not None]
-    places = iter(kept_at_owners(plan, mine))
-    return tuple(None if member is None else replace(member, state_layouts=next(places)) for member in muon)
+    kept = kept_at_owners(plan, mine)
+    return tuple(
+        None if member is None else replace(member, state_layouts={**member.state_layouts, **kept.get(number, {})})
+        for number, member in enumerate(muon)
+    )
 
 
 def _parameter(

@@ -34,12 +34,9 @@ class Precision:
     @staticmethod
     def of(shared: Mapping[str, Any]) -> Precision:
         """Return what the settings that all groups share say."""
-        compute, state, master, kernels = (
-            shared[name] for name in ("compute_dtype", "state_dtype", "master_dtype", "kernels")
-        )
-        if state == "int8":
-            return Precision(compute, torch.float32, master, kernels, int8=True)
-        return Precision(compute, state, master, kernels, on_host=shared["state_device"] is not None)
+        int8, on_host = shared["state_dtype"] == "int8", shared["state_device"] is not None
+        state = torch.float32 if int8 else shared["state_dtype"]
+        return Precision(shared["compute_dtype"], state, shared["master_dtype"], shared["kernels"], int8, on_host)
 
     def leaves(self, device: torch.device) -> bool:
         """Whether what has a number for each element is kept elsewhere than its parameter on ``device``."""

@@ -16,7 +16,7 @@ from muonmesh.comm.telling import tell_all
 from muonmesh.comm.views import view_in_storage
 from muonmesh.comm.work import Work
 from muonmesh.errors import PlanError, about
-from muonmesh.layout import Elementwise, Parameter, Piece
+from muonmesh.layout import Elementwise, Parameter
 from muonmesh.numerics.kernels.memory import upload
 from muonmesh.numerics.kernels.recording import places_of, run_again
 from muonmesh.numerics.kernels.toolchain import DTYPES, is_usable
@@ -33,20 +33,15 @@ _PROBE = 64
 """Elements looked at first when asking whether a gradient is exactly zero; nearly always enough."""
 
 
-def changed_groups() -> PlanError:
-    """Return the error if only some ranks changed their groups; it needs hosts that do not wait for the flags."""
-    what = "Some ranks changed their param groups or parameters since the last step, and other ranks did not. Call "
-    what += "add_param_group, and replace parameters, on every rank that shares them, before the same step"
-    return PlanError(about("the groups", what))
-
-
 def _tell_later(runtime: Runtime, answers: ReducedFlags, raise_errors: Callable[[ReducedFlags], None]) -> None:
     """Let every rank raise what flags say when its next step begins, where the host does not wait for them."""
 
     def say(flags: Tensor) -> None:
         found = ReducedFlags(answers.flag_vector, flags)
         if bool(found.somebody("replan")) and not bool(found.somebody("error")):
-            raise changed_groups()
+            what = "Some ranks changed their param groups or parameters since the last step, and other ranks did not. "
+            what += "Call add_param_group, and replace parameters, on every rank that shares them, before the same step"
+            raise PlanError(about("the groups", what))
         if bool(found.stops()):
             raise_errors(found)
 
@@ -256,8 +251,9 @@ def _nonzero_on_host(planned: Planned, entries: Sequence[ParameterStep | None], 
             views.append(gradient.as_strided((count,), parts[0].storage_strides[-1:], first))
     for numbers, views in probes.values():
         for number, any_nonzero in zip(numbers, torch.stack(views).any(1).tolist(), strict=True):
-            gradient = gradients[plan.assignments[number].parameter]
-            found[number] = int(any_nonzero or (gradient is not None and _any_nonzero(gradient, holdings[number])))
+            if (gradient := gradients[plan.assignments[number].parameter]) is not None:
+                rest = (bool(view_in_storage(gradient, piece).any()) for piece in holdings[number])
+                found[number] = int(any_nonzero or any(rest))
     return torch.tensor(found, dtype=torch.uint8, device=device)
 
 
@@ -285,10 +281,6 @@ def _nonzero_on_device(planned: Planned, entries: Sequence[ParameterStep | None]
     else:
         look(found)
     return found
-
-
-def _any_nonzero(gradient: Tensor, parts: Sequence[Piece]) -> bool:
-    return any(bool(view_in_storage(gradient, piece).any()) for piece in parts)
 
 
 def _can_mark(gradients: Sequence[Tensor]) -> bool:

@@ -169,7 +169,7 @@ class ReadyParameters:
         place = entry.member.tensor, key
         if place not in self._coded:
             local = local_of(entry.state[key])
-            found = Momentum.of(blocks, entry.member.name, entry.member.tensor, key, local, entry.state)
+            found = Momentum.of(blocks, entry.member.tensor, key, local, entry.state)
             if found.codes is not local:
                 entry.state[key] = entry.member.state_layouts[key].storage.wrap(found.codes)
             self._coded[place] = found

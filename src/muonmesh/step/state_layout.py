@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from muonmesh.comm.storage import Storage, local_shape
-from muonmesh.layout import FlatShards, MatrixSpec, MeshLayout, Plan
+from muonmesh.layout import FlatShards, Layout, MatrixSpec, MeshLayout, Plan
 from muonmesh.layout.companion import Companion, companion_matrices, companions_in_buffers
 from muonmesh.layout.flat import Interval
 from muonmesh.numerics.rules import KeptAs
@@ -141,30 +141,25 @@ def state_layouts_of(keeps: Mapping[str, KeptAs], together: Mapping[int, Stored]
             continue
         shapes, parts, buffers = {}, {}, dict[str, tuple[FlatShards, tuple[int, ...]]]()
         for number, held in together.items():
-            layout = held.momentum_storage.layout
             shapes[number], parts[number] = companion_matrices(held.name, held.storage.shape, held.spec, kept)
-            if "×" in kept:  # the owners keep it, who are known when there is a plan
-                anywhere = MeshLayout.replicated(shapes[number], (0,))
-                companion = Companion(key, kept, anywhere, parts[number])
-                state_layouts[number][key] = StateLayout(kept, Storage(anywhere, anywhere.shape), companion)
-            elif isinstance(layout, FlatShards):
+            if isinstance(layout := held.momentum_storage.layout, FlatShards):
                 buffers[str(number)] = layout, shapes[number]
         flat = companions_in_buffers(buffers)
-        for number, held in together.items() if "×" not in kept else ():
-            layout = held.momentum_storage.layout
-            if isinstance(layout, MeshLayout):
-                place: MeshLayout | FlatShards = replace(layout, shape=shapes[number])  # placed alike on the same mesh
-            else:
-                place = flat[str(number)]
-            companion = Companion(key, kept, place, parts[number])
-            state_layouts[number][key] = StateLayout(kept, held.momentum_storage.companion(place), companion)
+        for number, held in together.items():
+            layout, place = held.momentum_storage.layout, cast(Layout, flat.get(str(number)))
+            if "×" in kept:  # the owners keep it, who are known when there is a plan
+                place = MeshLayout.replicated(shapes[number], (0,))
+            elif isinstance(layout, MeshLayout):
+                place = replace(layout, shape=shapes[number])  # placed alike on the same mesh
+            storage = Storage(place, place.shape) if "×" in kept else held.momentum_storage.companion(place)
+            state_layouts[number][key] = StateLayout(kept, storage, Companion(key, kept, place, parts[number]))
     return state_layouts
 
 
 def kept_at_owners(
     plan: Plan, members: Sequence[tuple[int, object, Mapping[str, StateLayout]]]
-) -> list[dict[str, StateLayout]]:
-    """Return the state layouts of some parameters, with the places of what the owners of their matrices keep.
+) -> dict[int, dict[str, StateLayout]]:
+    """Return the state layouts of what the owners of matrices keep, by the number of the parameter, with their places.
 
     Args:
         plan: Who owns what.
@@ -172,33 +167,29 @@ def kept_at_owners(
             flat tensor also share the flat buffers of what is kept of them.
     """
     owners = {(each.parameter, each.matrix.index): each.owner for each in plan.assignments}
-    filled: dict[tuple[int, str], Counter[int]] = {}
-    intervals: list[dict[str, list[tuple[int, Interval]]]] = []
+    buffers = defaultdict[tuple[int, str], Counter[int]](Counter)  # how much each owner has in it, of all parameters
+    held = dict[tuple[int, str], tuple[StateLayout, Counter[int], list[tuple[int, Interval]]]]()
     for number, tensor, state_layouts in members:
-        intervals.append({})
-        for key, companion in _at_owners(state_layouts):
-            held, buffer, first = intervals[-1].setdefault(key, []), filled.setdefault((id(tensor), key), Counter()), 0
-            for matrix in companion.matrices:
+        for key, kept in state_layouts.items():
+            if kept.companion is None or not kept.companion.at_owner:
+                continue
+            buffer, intervals, first = buffers[id(tensor), key], list[tuple[int, Interval]](), 0
+            held[number, key] = kept, buffer, intervals
+            for matrix in kept.companion.matrices:
                 owner = owners[number, matrix.index]
-                held.append((owner, Interval(first, matrix.numel, buffer[owner])))
+                intervals.append((owner, Interval(first, matrix.numel, buffer[owner])))
                 buffer[owner] += matrix.numel
                 first += matrix.numel
-    found = []
-    for (number, tensor, state_layouts), held_by in zip(members, intervals, strict=True):
-        found.append(dict(state_layouts))
-        for key, companion in _at_owners(state_layouts):
-            ranks, sizes, held = plan.parameters[number].target.ranks, filled[id(tensor), key], held_by[key]
-            within = MeshLayout.replicated(companion.layout.shape, ranks)
-            some: dict[int, list[Interval]] = {rank: [] for rank in ranks}
-            for owner, interval in held:
-                some[owner].append(interval)
-            place = FlatShards(within, tuple(map(tuple, some.values())), tuple(sizes[rank] for rank in ranks))
-            starts = tuple(interval.start for _, interval in held)
-            storage, companion = Storage(place, place.shape), replace(companion, layout=place, starts=starts)
-            found[-1][key] = StateLayout(state_layouts[key].kept_as, storage, companion)
+    found = defaultdict[int, dict[str, StateLayout]](dict)
+    for (number, key), (kept, buffer, intervals) in held.items():
+        assert kept.companion is not None
+        ranks = plan.parameters[number].target.ranks
+        within = MeshLayout.replicated(kept.companion.layout.shape, ranks)
+        some: dict[int, list[Interval]] = {rank: [] for rank in ranks}
+        for owner, interval in intervals:
+            some[owner].append(interval)
+        place = FlatShards(within, tuple(map(tuple, some.values())), tuple(buffer[rank] for rank in ranks))
+        starts = tuple(interval.start for _, interval in intervals)
+        companion = replace(kept.companion, layout=place, starts=starts)
+        found[number][key] = StateLayout(kept.kept_as, Storage(place, place.shape), companion)
     return found
-
-
-def _at_owners(state_layouts: Mapping[str, StateLayout]) -> list[tuple[str, Companion]]:
-    found = ((key, state_layout.companion) for key, state_layout in state_layouts.items())
-    return [(key, companion) for key, companion in found if companion is not None and companion.at_owner]

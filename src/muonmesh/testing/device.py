@@ -13,7 +13,7 @@ import os
 import random
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, cast
@@ -27,14 +27,9 @@ _GUARDS = "_ZN3c104impl26device_guard_impl_registryE"  # c10::impl::device_guard
 _KINDS = 22  # c10::COMPILE_TIME_MAX_DEVICE_TYPES
 _CUDA, _META = 1, 14  # c10::DeviceType
 
-Clocks = dict[object, int]
-"""Of each stream, how many of its operations are over for somebody: what orders accesses of memory."""
-
-
-def merge(into: Clocks, other: Clocks) -> None:
-    """Let all be over that is over for either."""
-    for key, value in other.items():
-        into[key] = max(into.get(key, 0), value)
+Clocks = Counter[object]
+"""Of each stream, how many of its operations are over for somebody, which orders accesses of memory; ``|=`` lets all be
+over that is over for either."""
 
 
 class Operation:
@@ -58,7 +53,7 @@ class Stream:
         self.timeline = timeline()
         self.device = torch.device("cuda", self.timeline.index(device))
         self.queue = deque[Operation]()
-        self.clocks: Clocks = {}
+        self.clocks = Clocks()
         self.capturing: Graph | None = None
         self.is_default = False
         self.timeline.streams.append(self)
@@ -68,7 +63,7 @@ class Stream:
         """Go on after an event; at once after one that was never recorded, as CUDA has it."""
         if event.mark is not None:
             self.timeline.push(self, Operation(needs=event.mark))
-            merge(self.clocks, event.clocks)
+            self.clocks |= event.clocks
 
     def wait_stream(self, stream: Stream) -> None:
         """Go on after all that another stream has been given."""
@@ -91,24 +86,24 @@ class Event:
     def __init__(self, *_: Any, **__: Any) -> None:
         self.mark: Operation | None = None
         self.stream: Stream | None = None
-        self.clocks: Clocks = {}
+        self.clocks = Clocks()
 
     def record(self, stream: Stream | None = None) -> None:
         """Mark what a stream has been given, by default the current one."""
         self.stream = stream or timeline().current_stream()
-        self.mark, self.clocks = Operation(), dict(self.stream.clocks)
+        self.mark, self.clocks = Operation(), self.stream.clocks.copy()
         self.stream.timeline.push(self.stream, self.mark)
 
     def synchronize(self) -> None:
         """Let the host wait."""
         if self.mark is not None and self.stream is not None:
             self.stream.timeline.run_until(self.mark)
-            merge(self.stream.timeline.host, self.clocks)
+            self.stream.timeline.host |= self.clocks
 
     def query(self) -> bool:
         """Return whether it is over, and then the host may read what it follows."""
         if self.mark is not None and self.mark.done and self.stream is not None:
-            merge(self.stream.timeline.host, self.clocks)
+            self.stream.timeline.host |= self.clocks
         return self.mark is None or self.mark.done
 
 
@@ -158,7 +153,7 @@ class Timeline:
     def __init__(self, seed: int = 0, *, eager: float = 0.3, devices: int = 1) -> None:
         self.random, self.eager, self.devices = random.Random(seed), eager, devices
         self.streams: list[Stream] = []
-        self.host: Clocks = {}
+        self.host = Clocks()
         self.lock = threading.RLock()
         self.current = 0
         self._current: dict[int, Stream] = {}

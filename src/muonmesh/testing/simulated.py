@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from muonmesh.numerics.kernels import toolchain
-from muonmesh.testing.device import Clocks, Event, Operation, Stream, Timeline, merge, pretended_cuda
+from muonmesh.testing.device import Event, Operation, Stream, Timeline, pretended_cuda
 from muonmesh.testing.launches import arguments, waits
 
 _HOST = "the host"
@@ -232,7 +232,7 @@ class SimulatedDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if all(event.query() for event in events):
                 self._leaving.remove(entry)
                 for event in events:  # the allocator has asked, so what comes next is after it
-                    block.accesses = [a for a in block.accesses if event.clocks.get(a.stream, 0) < a.clock]
+                    block.accesses = [a for a in block.accesses if event.clocks[a.stream] < a.clock]
                 self._free.append(block)
 
     def _pin(self, tensor: Tensor) -> Tensor:
@@ -247,10 +247,10 @@ class SimulatedDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _touch(self, stream: Stream | str, part: _Part, writes: bool, where: str) -> None:
         """Note an access, and what it races with."""
-        clocks: Clocks = self._timeline.host if isinstance(stream, str) else stream.clocks
+        clocks = self._timeline.host if isinstance(stream, str) else stream.clocks
         name, block, kept = stream if isinstance(stream, str) else stream.name, part.block, list[_Access]()
         for old in block.accesses:
-            ordered = clocks.get(old.stream, 0) >= old.clock
+            ordered = clocks[old.stream] >= old.clock
             if not ordered and (writes or old.writes) and part.overlaps(old.part):
                 does = [("reads", "writes")[old.writes], ("reads", "writes")[writes]]
                 life = "" if old.life == block.life else ", which was freed in between"
@@ -277,8 +277,8 @@ class SimulatedDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
             stream.capturing.issued.append(again)
             return Operation()
-        merge(stream.clocks, self._timeline.host)  # what is over for the host is over before it
-        stream.clocks[stream] = stream.clocks.get(stream, 0) + 1
+        stream.clocks |= self._timeline.host  # what is over for the host is over before it
+        stream.clocks[stream] += 1
         for part in reads:
             self._touch(stream, part, False, where)
         for part in writes:
@@ -434,7 +434,7 @@ class SimulatedDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not late:
             self.waits[where] += 1
             self._timeline.run_until(operation)
-            merge(self._timeline.host, stream.clocks)
+            self._timeline.host |= stream.clocks
 
     def _on_host(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         pin = kwargs.pop("pin_memory", None)

@@ -33,11 +33,11 @@ def fold(
     gradients: Sequence[Tensor],
     momenta: Sequence[Tensor],
     directions: Sequence[Tensor],
-    active: Tensor | None,
+    active: Tensor,
     *,
     momentum: float,
     nesterov: bool,
-    entries: Sequence[int] | None = None,
+    entries: Sequence[int],
 ) -> None:
     """Fold gradients into momenta and write the directions.
 
@@ -52,17 +52,16 @@ def fold(
         gradients: One a piece, any strides of at most 3 dims, or contiguous; bf16, fp16 or fp32; read only.
         momenta: Likewise, each of its gradient's shape; written, and computed as its dtype says.
         directions: Likewise; written, rounded once from the momentum's dtype. Empty: none are wanted.
-        active: 1-D bool on the device, one entry a piece or one that several pieces share. None: all are.
+        active: 1-D bool on the device, one entry a piece or one that several pieces share.
         momentum: μ.
         nesterov: See above.
-        entries: The entry of each piece. None: there is one for each, in their order.
+        entries: The entry of each piece.
 
     Raises:
         ValueError: The tensors of a piece differ in shape, or have more than 3 dims, or a dtype cannot be computed in.
     """
     if not gradients:
         return  # without a tensor torch would not know where
-    entries = range(len(gradients)) if entries is None else entries
     _fold(gradients, momenta, directions, entries, active, momentum, nesterov)
     torch.autograd.graph.increment_version([*momenta, *directions])
 
@@ -71,11 +70,11 @@ def apply(
     weights: Sequence[Tensor],
     masters: Sequence[Tensor],
     updates: Sequence[Tensor],
-    active: Tensor | None,
+    active: Tensor,
     *,
     keep: Tensor,
     size: Tensor,
-    entries: Sequence[int] | None = None,
+    entries: Sequence[int],
 ) -> None:
     """Decay and update weights: ``w ← w·keep − size·u`` in fp32, where a piece is active.
 
@@ -86,18 +85,17 @@ def apply(
         masters: Likewise, each of its weight's shape; what is computed on instead of the weight, written too. Empty:
             there are none.
         updates: Likewise, read only.
-        active: 1-D bool on the device, one entry a piece or one that several pieces share. None: all are.
+        active: 1-D bool on the device, one entry a piece or one that several pieces share.
         keep: What remains of a weight, 1 − lr·wd: 1-D fp32, likewise.
         size: What an update is multiplied by before it is subtracted, likewise: learning rate times scale, or −1 where
             updates arrive as finished steps.
-        entries: The entry of each piece. None: there is one for each, in their order.
+        entries: The entry of each piece.
 
     Raises:
         ValueError: The tensors of a piece differ in shape, or have more than 3 dims, or a dtype cannot be computed in.
     """
     if not weights:
         return
-    entries = range(len(weights)) if entries is None else entries
     _apply(weights, masters, updates, entries, active, keep, size)
     torch.autograd.graph.increment_version([*weights, *masters])
 
@@ -107,7 +105,7 @@ def _folding(
     momenta: Sequence[Tensor],
     directions: Sequence[Tensor],
     entries: Sequence[int],
-    active: Tensor | None,
+    active: Tensor,
     momentum: float,
     nesterov: bool,
 ) -> Iterator[Launch]:
@@ -115,7 +113,7 @@ def _folding(
 
     for dtypes, count, programs, table in _grouped("fold", entries, gradients, momenta, directions or momenta):
         numbers = (table, count, _contiguous(active), float(1 - momentum), float(momentum))
-        choices = (active is not None, len(directions) > 0, nesterov, torch.finfo(dtypes[1]).tiny)
+        choices = (len(directions) > 0, nesterov, torch.finfo(dtypes[1]).tiny)
         arguments = (*numbers, *choices, *(pieces.TYPES[dtype] for dtype in dtypes))
         code = "fold", dtypes, choices, are_aligned(table, numbers[2])
         yield Launch(pieces.fold, programs, arguments, _OPTIONS, code)
@@ -126,7 +124,7 @@ def _applying(
     masters: Sequence[Tensor],
     updates: Sequence[Tensor],
     entries: Sequence[int],
-    active: Tensor | None,
+    active: Tensor,
     keep: Tensor,
     size: Tensor,
 ) -> Iterator[Launch]:
@@ -134,27 +132,25 @@ def _applying(
 
     for dtypes, count, programs, table in _grouped("apply", entries, weights, masters or weights, updates):
         numbers = (table, count, _contiguous(active), _contiguous(keep), _contiguous(size))
-        choices = (active is not None, len(masters) > 0)
+        choices = (len(masters) > 0,)
         arguments = (*numbers, *choices, *(pieces.TYPES[dtype] for dtype in dtypes))
         code = "apply", dtypes, choices, are_aligned(table, *numbers[2:])
         yield Launch(pieces.apply, programs, arguments, _OPTIONS, code)
 
 
 _fold = operator(
-    "fold(Tensor[] gradients, Tensor(a!)[] momenta, Tensor(b!)[] directions, int[] entries, Tensor? active, "
+    "fold(Tensor[] gradients, Tensor(a!)[] momenta, Tensor(b!)[] directions, int[] entries, Tensor active, "
     "float momentum, bool nesterov)",
     _folding,
 )
 _apply = operator(
-    "apply(Tensor(a!)[] weights, Tensor(b!)[] masters, Tensor[] updates, int[] entries, Tensor? active, Tensor keep, "
+    "apply(Tensor(a!)[] weights, Tensor(b!)[] masters, Tensor[] updates, int[] entries, Tensor active, Tensor keep, "
     "Tensor size)",
     _applying,
 )
 
 
-def _contiguous(vector: Tensor | None) -> Tensor | None:
-    if vector is None:
-        return None
+def _contiguous(vector: Tensor) -> Tensor:
     vector = vector.contiguous()
     return vector.view(torch.uint8) if vector.dtype == torch.bool else vector
 

@@ -114,6 +114,20 @@ def _folded(g, m, weight, momentum, on, NESTEROV: tl.constexpr, TINY: tl.constex
     return new.to(m.dtype), direction.to(m.dtype)
 
 
+@triton.jit
+def _fold_blocks(row, first, weight, momentum, on, DIRECTS, NESTEROV, TINY, G, M, D, HIGH, TURNED):
+    """Fold the blocks of one program of a piece that is not flat; with TURNED its direction lies transposed."""
+    for block in range(first, tl.minimum(first + _BLOCKS, _blocks(row, HIGH))):
+        g_at, inside = _block(row, 0, G, block, HIGH, False)
+        m_at, _ = _block(row, 1, M, block, HIGH, False)
+        d_at, there = _block(row, 2, D, block, HIGH, TURNED)
+        g, m = tl.load(g_at, mask=inside, other=0.0), tl.load(m_at, mask=inside, other=0.0)
+        m, d = _folded(g, m, weight, momentum, on, NESTEROV=NESTEROV, TINY=TINY)
+        tl.store(m_at, m, mask=inside & on)
+        if DIRECTS:
+            tl.store(d_at, tl.trans(d.to(D)) if TURNED else d.to(D), mask=there)
+
+
 @triton.jit(do_not_specialize=["pieces"])
 def fold(
     table,
@@ -121,7 +135,6 @@ def fold(
     active,
     weight,
     momentum,
-    HAS_ACTIVE: tl.constexpr,
     DIRECTS: tl.constexpr,
     NESTEROV: tl.constexpr,
     TINY: tl.constexpr,
@@ -137,7 +150,7 @@ def fold(
     g_flat = tl.multiple_of(tl.load(row + 0).to(tl.pointer_type(G)), 16)
     m_flat = tl.multiple_of(tl.load(row + 1).to(tl.pointer_type(M)), 16)
     d_flat = tl.multiple_of(tl.load(row + 2).to(tl.pointer_type(D)), 16)
-    on = tl.load(active + tl.load(row + _ENTRY)) != 0 if HAS_ACTIVE else True
+    on = tl.load(active + tl.load(row + _ENTRY)) != 0
     if kind == _FLAT:
         length = tl.load(row + _LENGTHS + 2)
         for block in range(first, tl.minimum(first + _BLOCKS, tl.cdiv(length, _SIZE))):
@@ -158,31 +171,30 @@ def fold(
                 if DIRECTS:
                     tl.store(d_flat + here, d_tail.to(D), mask=left)
     elif kind == _TRANSPOSED:
-        for block in range(first, tl.minimum(first + _BLOCKS, _blocks(row, _ROWS))):
-            g_at, inside = _block(row, 0, G, block, _ROWS, False)
-            m_at, _ = _block(row, 1, M, block, _ROWS, False)
-            d_at, turned = _block(row, 2, D, block, _ROWS, True)
-            g, m = tl.load(g_at, mask=inside, other=0.0), tl.load(m_at, mask=inside, other=0.0)
-            m, d = _folded(g, m, weight, momentum, on, NESTEROV=NESTEROV, TINY=TINY)
-            tl.store(m_at, m, mask=inside & on)
-            if DIRECTS:
-                tl.store(d_at, tl.trans(d.to(D)), mask=turned)
+        _fold_blocks(row, first, weight, momentum, on, DIRECTS, NESTEROV, TINY, G, M, D, _ROWS, True)
     else:
-        for block in range(first, tl.minimum(first + _BLOCKS, _blocks(row, _STRIDED_ROWS))):
-            g_any, exists = _block(row, 0, G, block, _STRIDED_ROWS, False)
-            m_any, _ = _block(row, 1, M, block, _STRIDED_ROWS, False)
-            d_any, _ = _block(row, 2, D, block, _STRIDED_ROWS, False)
-            given, old = tl.load(g_any, mask=exists, other=0.0), tl.load(m_any, mask=exists, other=0.0)
-            moved, found = _folded(given, old, weight, momentum, on, NESTEROV=NESTEROV, TINY=TINY)
-            tl.store(m_any, moved, mask=exists & on)
-            if DIRECTS:
-                tl.store(d_any, found.to(D), mask=exists)
+        _fold_blocks(row, first, weight, momentum, on, DIRECTS, NESTEROV, TINY, G, M, D, _STRIDED_ROWS, False)
 
 
 @triton.jit
 def _applied(w, u, keep, size):
     """Each product and the difference rounded by itself, as torch does."""
     return w.to(tl.float32) * keep - u.to(tl.float32) * size
+
+
+@triton.jit
+def _apply_blocks(row, first, keep, size, HAS_MASTERS, W, P, U, HIGH, TURNED):
+    """Step the blocks of one program of a piece that is not flat; with TURNED its update lies transposed."""
+    for block in range(first, tl.minimum(first + _BLOCKS, _blocks(row, HIGH))):
+        w_at, inside = _block(row, 0, W, block, HIGH, False)
+        p_at, _ = _block(row, 1, P, block, HIGH, False)
+        u_at, there = _block(row, 2, U, block, HIGH, TURNED)
+        u = tl.load(u_at, mask=there, other=0.0)
+        old = tl.load(p_at if HAS_MASTERS else w_at, mask=inside, other=0.0)
+        new = _applied(old, tl.trans(u) if TURNED else u, keep, size)
+        if HAS_MASTERS:
+            tl.store(p_at, new.to(P), mask=inside)
+        tl.store(w_at, (new.to(P) if HAS_MASTERS else new).to(W), mask=inside)
 
 
 @triton.jit(do_not_specialize=["pieces"])
@@ -192,7 +204,6 @@ def apply(
     active,
     keeps,
     sizes,
-    HAS_ACTIVE: tl.constexpr,
     HAS_MASTERS: tl.constexpr,
     W: tl.constexpr,
     P: tl.constexpr,
@@ -209,7 +220,7 @@ def apply(
     u_flat = tl.multiple_of(tl.load(row + 2).to(tl.pointer_type(U)), 16)
     keep = tl.load(keeps + entry)
     size = tl.load(sizes + entry)
-    on = tl.load(active + entry) != 0 if HAS_ACTIVE else True
+    on = tl.load(active + entry) != 0
     if on:
         if kind == _FLAT:
             length = tl.load(row + _LENGTHS + 2)
@@ -230,22 +241,6 @@ def apply(
                         tl.store(p_flat + here, changed.to(P), mask=left)
                     tl.store(w_flat + here, (changed.to(P) if HAS_MASTERS else changed).to(W), mask=left)
         elif kind == _TRANSPOSED:
-            for block in range(first, tl.minimum(first + _BLOCKS, _blocks(row, _ROWS))):
-                w_at, inside = _block(row, 0, W, block, _ROWS, False)
-                p_at, _ = _block(row, 1, P, block, _ROWS, False)
-                u_at, turned = _block(row, 2, U, block, _ROWS, True)
-                u = tl.trans(tl.load(u_at, mask=turned, other=0.0))
-                new = _applied(tl.load(p_at if HAS_MASTERS else w_at, mask=inside, other=0.0), u, keep, size)
-                if HAS_MASTERS:
-                    tl.store(p_at, new.to(P), mask=inside)
-                tl.store(w_at, (new.to(P) if HAS_MASTERS else new).to(W), mask=inside)
+            _apply_blocks(row, first, keep, size, HAS_MASTERS, W, P, U, _ROWS, True)
         else:
-            for block in range(first, tl.minimum(first + _BLOCKS, _blocks(row, _STRIDED_ROWS))):
-                w_any, exists = _block(row, 0, W, block, _STRIDED_ROWS, False)
-                p_any, _ = _block(row, 1, P, block, _STRIDED_ROWS, False)
-                u_any, _ = _block(row, 2, U, block, _STRIDED_ROWS, False)
-                old = tl.load(p_any if HAS_MASTERS else w_any, mask=exists, other=0.0)
-                found = _applied(old, tl.load(u_any, mask=exists, other=0.0), keep, size)
-                if HAS_MASTERS:
-                    tl.store(p_any, found.to(P), mask=exists)
-                tl.store(w_any, (found.to(P) if HAS_MASTERS else found).to(W), mask=exists)
+            _apply_blocks(row, first, keep, size, HAS_MASTERS, W, P, U, _STRIDED_ROWS, False)

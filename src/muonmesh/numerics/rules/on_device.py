@@ -79,6 +79,13 @@ class Updated(NamedTuple):
         if self.rounding is not None:
             self.rounding.write(widened.weights, self.weights)
 
+    def apply(self, rule: Rule, active: Tensor | None, *, measured: bool) -> list[Tensor]:
+        """Step the weights by `parts.apply`; return the squares of the step if they are asked for."""
+        squares: list[Tensor] | None = [] if measured else None
+        given = self.weights, self.update, self.state
+        parts.apply(rule, *given, scale=self.scale, active=active, sums=self.sums, told=self.told, squares=squares)
+        return squares or []
+
 
 class Factors:
     """What the pieces of each matrix are multiplied by in one step, worked out for all matrices at once.
@@ -163,9 +170,9 @@ def fold(pieces: Sequence[Folded], factors: Factors) -> None:
             written all the same, from what is kept and from a gradient of zeros.
     """
     rule, active = factors.rule, factors.active
-    rest = []
+    rest = list(pieces)
     if _folds_as_muon(rule):
-        in_one, by_torch, known = [], [], dict[object, bool]()
+        in_one, by_torch, rest, known = list[Folded](), list[Folded](), list[Folded](), dict[object, bool]()
         for piece in pieces:
             if piece.folds and _can_fuse(known, piece.gradient, _momentum(piece), piece.into):
                 in_one.append(piece)
@@ -175,7 +182,7 @@ def fold(pieces: Sequence[Folded], factors: Factors) -> None:
                 rest.append(piece)
         _fold_fused(in_one, factors)
         _fold_as_muon(by_torch, factors)
-    for piece in rest if _folds_as_muon(rule) else pieces:
+    for piece in rest:
         # What is left out may be NaN, and a direction may be made of the gradient.
         g = piece.gradient if factors.only_zeros else piece.gradient.masked_fill(factors.inactive[piece.matrix], 0)
         parts.fold(rule, g, piece.state, active=active[piece.matrix], into=piece.into, folds=piece.folds)
@@ -195,12 +202,11 @@ def apply(pieces: Sequence[Updated], factors: Factors, *, measured: bool = False
     """
     if not pieces:
         return None
-    rule, active = factors.rule, factors.active
+    rule, squares = factors.rule, list[Tensor]()
     given = pieces if rule.stochastic_rounding is not None else ()
     pieces = widened = [piece.widened() for piece in given] or pieces
-    squares: list[Tensor] | None = [] if measured else None
     if factors.adds:
-        if squares is not None:
+        if measured:
             squares.append(_squares(pieces, factors))
         in_one, rest, known = list[Updated](), list[Updated](), dict[object, bool]()
         for piece in pieces:
@@ -209,13 +215,9 @@ def apply(pieces: Sequence[Updated], factors: Factors, *, measured: bool = False
         _apply_plain(rest, factors)
         pieces = rest  # the kernel has rounded the masters of the others
     else:
-        for weights, update, state, matrix, scale, _, sums, kept, copies, _ in pieces:
-            own: list[Tensor] = []
-            told = own if measured else None
-            on = active[matrix]
-            parts.apply(rule, weights, update, state, scale=scale, active=on, sums=sums, told=kept, squares=told)
-            if squares is not None:
-                squares += [square / copies for square in own]
+        for piece in pieces:
+            own = piece.apply(rule, factors.active[piece.matrix], measured=measured)
+            squares += [square / piece.copies for square in own]
     masters = [piece.weights for piece in pieces if piece.rounded is not None]
     if masters:
         torch._foreach_copy_([piece.rounded for piece in pieces if piece.rounded is not None], masters)

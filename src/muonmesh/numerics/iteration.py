@@ -1,0 +1,300 @@
+"""Iteration: a batch of matrices on its way to orthogonality: norms, steps and products, one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from muonmesh.numerics.coefficients import CoefficientSet, Polynomial, segments_of
+from muonmesh.numerics.deflation import deflate, departure
+from muonmesh.numerics.gram_form import factor_of_all, factored
+from muonmesh.numerics.kernels import Exact, KernelName, Matmuls
+from muonmesh.numerics.kernels.dense import scaled
+from muonmesh.numerics.kernels.memory import scratch
+from muonmesh.numerics.normalize import load, rescale_rows, store, sums
+from muonmesh.numerics.rational import rational_step
+from muonmesh.numerics.square_matrices import (
+    add_scaled,
+    row_products,
+    row_squares,
+    set_centred_diagonal,
+    symmetric_part,
+)
+
+ALIGNMENT = 64
+"""Bytes; memory that begins at a multiple of it gives products the same bits."""
+
+# What was deflated is near enough to its polar factor if the Schatten norm is so much smaller than the norm before,
+# for then small values are raised as far as by "polar_express", or if the mean of (1 − σ²)² is at most this (measured).
+_NARROWED, _DEPARTURE = 11, 0.03
+
+
+class Iteration:
+    """Matrices on their way to orthogonality, in buffers that the next batch uses again.
+
+    What is loaded is only multiplied by a power of two. Its norm ν is not divided out of it, but of X Xᵀ before the
+    polynomials, and of the result by the last product. To divide a bf16 matrix by its norm first would round every
+    entry once more, and the slope of the polynomials at 0 amplifies that a thousandfold: it doubles the error on
+    recorded momentum, as docs/internals/numerics.md shows.
+
+    Each buffer is contiguous and begins at a multiple of 64 bytes, so a product of some shape always meets the same
+    alignment: its last bits depend on it. The caller's memory is used as a buffer where it is suitable, because fewer
+    buffers leave more of the matrix in the cache that the threads share.
+
+    Attributes:
+        x: The iterates of matrices of norm 1, each times ν: at first what was loaded, as it is. Shape (batch, rows,
+            cols), rows ≤ cols, compute dtype.
+    """
+
+    def __init__(
+        self,
+        prepared: CoefficientSet,
+        segments: Sequence[tuple[Polynomial, ...]],
+        matmuls: Matmuls,
+        kernels: KernelName,
+        dtype: torch.dtype,
+    ) -> None:
+        """Take what an `Orthogonalizer` has resolved."""
+        self._prepared, self._segments, self._matmuls = prepared, segments, matmuls
+        self._kernels, self._dtype = kernels, dtype
+        self._row_products = row_products if matmuls.exact is None else matmuls.exact.row_products
+        self._squares: dict[str, Tensor] = {}
+        self._square_term: Tensor | None = None
+        self._panels: list[slice] = []  # of columns that are multiplied one after the other; empty: all at once
+
+    def run(self, matrices: Tensor, out: Tensor, times: Tensor | None, *, overwrite: bool) -> None:
+        """Orthogonalize `matrices`, shape (batch, m, n), into `out`; the results are multiplied by `times`."""
+        self._shape = len(matrices), *sorted(matrices.shape[1:])
+        self._device = matrices.device
+        first = matrices if overwrite and self._serves(matrices) else self._long(0)
+        second = out if self._serves(out) else self._long(1)
+        # X alternates between the two, and should end in `out`.
+        moves = len(self._segments) + (self._prepared.rational is not None)
+        self.x, self._next = (first, second) if moves % 2 else (second, first)
+        self._iterate(matrices, times)
+        if self.x is not out:
+            exact = self._exact_for(out)
+            (store if exact is None else exact.store)(self.x, out)
+
+    def run_in(self, room: Tensor, matrix: Tensor, times: Tensor | None) -> Tensor:
+        """Orthogonalize the matrix in the last columns of a room, and return in which columns the result is."""
+        cols = matrix.shape[2]
+        width = room.shape[2] - cols
+        self._shape, self._device = tuple(matrix.shape), matrix.device
+        self.x, self._next = matrix, room[..., :cols]
+        self._panels = [slice(start, min(start + width, cols)) for start in range(0, cols, width)]
+        self._iterate(matrix, times)
+        return self.x
+
+    def _iterate(self, matrices: Tensor, times: Tensor | None) -> None:
+        prepared, segments = self._prepared, self._segments
+        if self._matmuls.normalize is not None and prepared.begins_with_polynomials and matrices.dtype == self.x.dtype:
+            if self.x is not matrices:
+                self.x.copy_(matrices if matrices.shape == self.x.shape else matrices.mT)
+            self._inverse, self._inverse_square = self._matmuls.normalize(self.x)
+        else:
+            self._norm_is(self._load(matrices))
+        self._last, self._times = False, times
+        if prepared.preconditioner == "aol":
+            rescale_rows(self.x, self._gram())
+        if prepared.rational is not None:
+            self._norm_is(self._norm * rational_step(self.x, self._norm, prepared.rational, self._kernels))
+        if prepared.deflated:
+            before = self._norm
+            deflate(self.x, prepared.deflated)
+            if len(segments) == 1 and self._matmuls.exact is not None:
+                self._last = True
+                given = self.x, self._inverse_square, segments[0], self._matmuls, self._square
+                factor, mean, norm = factor_of_all(*given)  # two products of X altogether
+                self._norm_is(self._norm * norm)
+                self._apply(factor, mean)
+            else:
+                self.begin(segments[0][0])
+                self._take(segments)
+            if prepared.finish and not before > _NARROWED * self._norm:
+                self.finish("gram" if len(segments) < prepared.steps else "standard")
+        else:
+            self._take(segments)
+
+    def _take(self, segments: Sequence[tuple[Polynomial, ...]]) -> None:
+        for number, segment in enumerate(segments, 1):
+            self._last = number == len(segments)
+            if len(segment) == 2:
+                self.gram_steps(*segment, last=self._last)
+            else:
+                self.step(*segment)
+
+    def finish(self, method: Literal["standard", "gram"]) -> None:
+        """Apply what a set has for it to a result that is not yet near its polar factor, one matrix on a CPU.
+
+        Only the result shows how many values the polynomials left low. To decide, the host reads a number, for which
+        it would wait on a device.
+        """
+        times = 1.0 if self._times is None else self._times.item()
+        if not departure(self.x[0], times, self._prepared.deflated) > _DEPARTURE:  # NaN too, as where `times` is 0
+            return
+        scaled(self.x, 1 / times)
+        self._norm_is(torch.ones_like(self._norm))
+        self._take(tuple(segments_of(self._prepared.finish, method)))
+
+    def _square(self, name: str) -> Tensor:
+        """Return a buffer (batch, rows, rows), the same for each name; taken where it is needed."""
+        if name not in self._squares:
+            count, rows, _ = self._shape
+            shape = count, rows, rows
+            self._squares[name] = scratch(f"square {name}", shape, dtype=self._dtype, device=self._device)
+        return self._squares[name]
+
+    def _serves(self, memory: Tensor) -> bool:
+        """Whether the caller's memory can hold X."""
+        _, rows, cols = self._shape
+        fits = memory.shape[1:] == (rows, cols) and memory.dtype == self._dtype and memory.is_contiguous()
+        return fits and memory.data_ptr() % ALIGNMENT == 0
+
+    def _load(self, matrices: Tensor) -> Tensor:
+        """Write matrices to X times a power of two, and return their norms; see `load`."""
+        exact = self._matmuls.exact
+        if exact is None:
+            return load(matrices, self.x, together=self._matmuls.together)
+        if self._exact_for(matrices) is None:  # not in one pass; the norms are summed in one way all the same
+            load(matrices, self.x, together=self._matmuls.together)
+            matrices = self.x
+        return exact.load(matrices, self.x)
+
+    def _exact_for(self, memory: Tensor) -> Exact | None:
+        """Return the operations of the table that read or write the caller's memory in one pass, if they can."""
+        return self._matmuls.exact if memory.dtype == self._dtype and memory.is_contiguous() else None
+
+    def _long(self, number: int) -> Tensor:
+        return scratch(f"long {number}", self._shape, dtype=self._dtype, device=self._device)
+
+    def _norm_is(self, norm: Tensor) -> None:
+        self._norm, self._inverse = norm, norm.reciprocal()
+        self._inverse_square = self._inverse.square() if self._matmuls.together else norm.square().reciprocal()
+
+    def begin(self, p: Polynomial) -> None:
+        """Divide X by ‖A²‖^½ (Frobenius) of its Gram matrix A: (Σσ⁸)^⅛, which bounds its largest singular value.
+
+        A and A² are what the first quintic needs too, so they are kept for it.
+        """
+        a = self._gram()
+        square = self._matmuls.multiply(a, a, [(a, 0.0)], self._square("c"))
+        squares = row_squares(square) if self._matmuls.exact is None else self._row_products(square, square)
+        fourth = sums(squares)[:, None, None].sqrt_()
+        fourth = torch.where(fourth == 0, 1.0, fourth)
+        scaled(square, p[2] / (1 - p[1]) / fourth)  # for the lerp that adds p₁·A
+        scaled(a, fourth.rsqrt())
+        self._square_term = square
+        self._norm_is(self._norm * fourth.sqrt().sqrt())
+
+    def step(self, p: Polynomial) -> None:
+        """X ← p(X), two products of X and those of the polynomial."""
+        if len(p) == 5 and p[4]:
+            self._apply(*self._degree_9(p, self._gram()))
+        else:
+            z = self._without_constant(p, self._gram(), "b", "c")
+            self._apply(z, p[0])
+
+    def _degree_9(self, p: Polynomial, a: Tensor) -> tuple[Tensor, Tensor]:
+        """Return Z less the mean of its diagonal, and that mean plus p₀, of p₀ + Z = p₀ + p₁·A + … + p₄·A⁴.
+
+        With H = A² + u·A and u = p₃/2p₄, Z = p₄·(H² + w·H + t·A): two products instead of three, and numbers of the
+        size of the result. The powers of A themselves have factors many times as large, by which their rounding to bf16
+        would be multiplied. The diagonal is computed in fp32 as in `gram_steps`.
+        """
+        lead, u, w, t = factored(p)
+        h = self._matmuls.multiply(a, a, [(a, u)], self._square("b"))
+        products = row_squares(h) if self._matmuls.exact is None else self._row_products(h, h)
+        h_diagonal, a_diagonal = (square.diagonal(dim1=-2, dim2=-1).to(products.dtype) for square in (h, a))
+        diagonal = lead * (products + w * h_diagonal + t * a_diagonal)
+        rest = 1 - lead * t
+        if rest > 0.5:  # one operation, where that divides by nothing small
+            z = self._matmuls.multiply(h, h, [(h, lead * w / rest)], self._square("c"), lead / rest)
+            z = torch.lerp(z, a, lead * t, out=self._square("d"))
+        else:
+            z = self._matmuls.multiply(h, h, [(h, lead * w)], self._square("c"), lead)
+            z = add_scaled(z, a, lead * t, a, 0.0, self._square("d"))
+        return z, p[0] + set_centred_diagonal(z, diagonal)
+
+    def gram_steps(self, p: Polynomial, q: Polynomial, *, last: bool) -> None:
+        """X ← q(p(X)) with two products of X instead of four.
+
+        With p(X) = P X and P = p₀ + Z, the next Gram matrix is P A P and q(p(X)) = (q₀ + W)(p₀ + Z) X. The factor is
+        held as μ + Q with zero mean on Q's diagonal: in bf16 a diagonal of nearly equal entries rounds the same way
+        in every entry, which shifts all singular values together and can push them past where q diverges.
+
+        Rounded matrices commute only nearly, so mirroring one triangle of their product is an error too. Later steps
+        repair it. Nothing comes after the last two steps, so these multiply in full.
+        """
+        matmuls, p0, q0 = self._matmuls, p[0], q[0]
+        a = self._gram()
+        z = self._without_constant(p, a, "b", "c")
+        spare = "c" if z is self._square("b") else "b"
+        pa = matmuls.multiply(z, a, [(a, p0)], self._square(spare))
+        # As few squares at once as there can be, for a square of a wide model is large: `held` has pap, `free` nothing.
+        if last:
+            full = matmuls.multiply(z, pa, [(pa, p0)], self._square("a"), symmetric=False)
+            held, free = spare, "a"
+            transposed = self._square("d") if self._device.type == "cpu" else None
+            pap = symmetric_part(full, transposed, self._square(held))
+        else:
+            held, free = "a", spare
+            pap = matmuls.multiply(z, pa, [(pa, p0)], self._square(held))
+        w = self._without_constant(q, pap, free, "d")
+        if matmuls.join is not None:
+            self._apply(*matmuls.join(z, w, p0, q0, self._square(held), symmetric=not last))
+            return
+        other = self._square(free if w is self._squares.get("d") else "d")
+        if last and not matmuls.sparing:
+            factor = matmuls.multiply(w, z, [(z, 0.0)], self._square(held), symmetric=False)
+            factor = add_scaled(factor, z, q0, w, p0, other)
+        else:
+            both = torch.lerp(z, w, p0 / (p0 + q0), out=self._square(held))
+            factor = matmuls.multiply(w, z, [(both, p0 + q0)], other)
+
+        # The diagonal of the factor again, in fp32 and rounded once.
+        products = self._row_products(z, w)
+        z_diagonal, w_diagonal = (t.diagonal(dim1=-2, dim2=-1).to(products.dtype) for t in (z, w))
+        diagonal = products + q0 * z_diagonal + p0 * w_diagonal
+        self._apply(factor, p0 * q0 + set_centred_diagonal(factor, diagonal))
+
+    def _gram(self) -> Tensor:
+        """A = X Xᵀ of the matrices with norm 1, in buffer "a"."""
+        if self._square_term is not None:
+            return self._square("a")
+        return self._matmuls.multiply(self.x, None, [], self._square("a"), scale=self._inverse_square)
+
+    def _apply(self, b: Tensor, a: float | Tensor) -> None:
+        """X ← a·X + B X, in the last segment divided by ν and multiplied by what the caller asks for.
+
+        Where a is from the data and the products can only add what the host multiplies, it is X + B/a X, and ν takes a:
+        the sum is rounded once, and B, which is smaller than X, instead of X an element more.
+        """
+        if isinstance(a, Tensor) and self._matmuls.sparing:  # a is left to the products that divide by ν
+            self._norm_is(self._norm / a)
+            b, a = b.div_(a), 1.0
+        factor: float | Tensor = self._inverse if self._last else 1.0
+        if self._last and self._times is not None:
+            factor = self._inverse * self._times
+        for some in self._panels or [slice(None)]:
+            x = self.x[..., some]
+            self._matmuls.multiply(b, x, [(x, a)], self._next[..., some], scale=factor, symmetric=False)
+        self._panels.reverse()  # X goes back the way it came, its last panel first
+        self.x, self._next = self._next, self.x
+
+    def _without_constant(self, p: Polynomial, a: Tensor, out: str, spare: str) -> Tensor:
+        """p₁·A + p₂·A² + ..., in the buffer `out` or `spare`; Horner's scheme from the highest power down."""
+        if self._square_term is not None:
+            term, self._square_term = self._square_term, None
+            # Not by `add`, with which a CPU rounds the end of what a thread has otherwise than the rest.
+            return torch.lerp(term, a, p[1], out=self._square(out))
+        if len(p) == 2:
+            return torch.mul(a, p[1], out=self._square(out))
+        result = self._matmuls.multiply(a, a, [(a, p[-2])], self._square(out), p[-1])
+        for coefficient in reversed(p[1:-2]):
+            out, spare = spare, out
+            result = self._matmuls.multiply(result, a, [(a, coefficient)], self._square(out))
+        return result
