@@ -202,12 +202,17 @@ def register_coefficients(name: str, chosen: CoefficientSet) -> None:
         chosen: The set.
 
     Raises:
-        ValueError: the name is that of a published set, or a polynomial is no polynomial.
+        ValueError: the name is that of a published set, a polynomial is no polynomial, or the first one of a set that
+            deflates is no quintic.
     """
     if name in ("auto", *get_args(CoefficientName)):
         write = f'Write register_coefficients("my-{name}", ...)'
         raise ValueError(explain_error("name", f"{name!r}, a published set", "a name of its own", write))
-    COEFFICIENT_SETS[name] = replace(chosen, polynomials=coefficient_set(chosen.polynomials).polynomials)
+    polynomials = coefficient_set(chosen.polynomials).polynomials
+    if chosen.deflated and len(polynomials[0]) != 3:  # it is applied to what was computed to find the norm
+        needed = "three numbers, (a, b, c), in the first polynomial of a set that deflates"
+        raise ValueError(explain_error("polynomials", f"{polynomials[0]}", needed, "Write deflated=0, or a quintic first"))
+    COEFFICIENT_SETS[name] = replace(chosen, polynomials=polynomials)
 
 
 def coefficient_set(coefficients: Coefficients) -> CoefficientSet:
