@@ -17,6 +17,7 @@ from torch.distributed.tensor import Replicate
 
 from muonmesh.checkpoint.group_settings import OWN_KEYS
 from muonmesh.clip.limits import Limits
+from muonmesh.comm.agreement import host_group
 from muonmesh.errors import LayoutError, explain_error
 from muonmesh.groups import split_params
 from muonmesh.groups.fused_projections import global_shape
@@ -282,7 +283,8 @@ class Assembly:
         inner = [{**_settings(group), "params": [flat.tensor], "param_names": [title]}]
         contents = [FlatParameter(known.name, layouts[known.name], known.matrices) for known in parameters]
         if is_matrix_rule(group["algorithm"]):
-            process_group = _able(flat.process_group, flat.tensor.device)
+            offloaded = flat.tensor.device.type == "cpu"
+            process_group = host_group(flat.process_group) if offloaded else flat.process_group
             muon = told = Muon(inner, layouts={title: contents}, process_group=process_group, **self._shared)
         else:  # elementwise, so every rank steps what it holds on its own
             muon = Muon(inner, process_group="local", **self._shared)
@@ -293,15 +295,3 @@ class Assembly:
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "parameters", "matrices", "moe")}
-
-
-def _able(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
-    """Return a process group of the same ranks that can send tensors of a device: offloaded ones need gloo."""
-    try:
-        group._get_backend(device)
-    except RuntimeError:
-        able: dist.ProcessGroup = dist.new_group(
-            dist.get_process_group_ranks(group), backend="gloo", use_local_synchronization=True
-        )
-        return able
-    return group
