@@ -22,6 +22,7 @@ from muonmesh.errors import LayoutError, explain_error
 from muonmesh.groups import split_params
 from muonmesh.groups.fused_projections import global_shape
 from muonmesh.integrations.deepspeed.calls import Call
+from muonmesh.integrations.deepspeed.checkpoint import expert_names
 from muonmesh.integrations.deepspeed.clipping import limits_of
 from muonmesh.integrations.deepspeed.config import prepare_config, read_config, take_scheduler
 from muonmesh.integrations.deepspeed.engine_parameters import EngineParameter, engine_parameter
@@ -205,6 +206,7 @@ class Assembly:
         groups: list[dict[str, Any]] = []
         parsed = getattr(self._model, "ds_autotp_parsed", False)
         tensor_parallel = deepspeed_groups.get_tensor_model_parallel_world_size() if parsed else 1
+        renamed: Mapping[str, str] = {}
         for group in self._template.param_groups:
             names = group["param_names"]
             missing = [name for name in names if name not in parameters]
@@ -218,12 +220,13 @@ class Assembly:
             for name, meta, spec, reason in zip(names, group["params"], specs, reasons, strict=True):
                 parameter = parameters[name]
                 experts = parameter.group_name if is_moe_param(parameter) else None
+                if experts is not None:
+                    renamed = renamed or expert_names(self._model)
                 if experts not in made:
                     made[experts] = self._group(group, experts)
                 shape = tuple(meta.shape)
-                known = engine_parameter(
-                    parameter, name, shape, spec, reason, experts=experts, tensor_parallel=tensor_parallel
-                )
+                called = renamed.get(name, name)
+                known = engine_parameter(parameter, called, shape, spec, reason, tensor_parallel=tensor_parallel)
                 self._parameters[id(parameter)] = known
                 for key, value in (("params", parameter), ("parameters", known.name), ("matrices", spec)):
                     made[experts][key].append(value)
