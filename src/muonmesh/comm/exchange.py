@@ -230,8 +230,4 @@ class Exchange:
             self.wire.finish(transfer)
 
     def _copy(self, copies: CopyPairs) -> None:
-        run_all([partial(_copy, to, of) for to, of in copies], device=self._device)
-
-
-def _copy(to: Tensor, of: Tensor) -> None:
-    to.copy_(of)
+        run_all([partial(to.copy_, of) for to, of in copies], device=self._device)
