@@ -72,10 +72,9 @@ def _of_handle(wrapper: FullyShardedDataParallel, handle: Any, names: dict[int, 
     layouts: dict[str, Declared] = {}
     for parameter, shape, (first, last) in zip(flat._params, flat._shapes, offsets, strict=True):
         whole = Interval(0, last + 1 - first, first)
-        held = [whole.part(*border)._replace(start=0) for border in borders] * len(replicas)
-        cuts, sizes = tuple((interval,) for interval in held), tuple(interval.length for interval in held)
+        held = [(whole.part(*border)._replace(start=0),) for border in borders] * len(replicas)
         within = MeshLayout.replicated(tuple(shape), ranks)
-        layouts[names[id(parameter)]] = FlatShards(within, cuts, sizes, replicas)
+        layouts[names[id(parameter)]] = FlatShards(within, tuple(held), replicas=replicas)
     return layouts
 
 

@@ -39,7 +39,7 @@ class FlatShards:
         within: The layout whose local tensors are flattened and cut: a replicated one for ZeRO over plain parameters, a
             mesh with a shard axis for ZeRO over tensor parallelism. Ranks that hold the same under it share that.
         intervals: For each rank of ``within.ranks``, in that order, what it holds.
-        sizes: For each rank the elements of its flat buffer.
+        sizes: For each rank the elements of its flat buffer; by default those that it holds, end to end.
         replicas: Sets of ranks that each hold all of the parameter; one set of all ranks by default.
 
     Raises:
@@ -48,14 +48,15 @@ class FlatShards:
 
     within: MeshLayout
     intervals: tuple[tuple[Interval, ...], ...]
-    sizes: tuple[int, ...]
+    sizes: tuple[int, ...] = ()
     replicas: tuple[tuple[int, ...], ...] = ()
     _found: dict[int, tuple[Block, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         intervals = tuple(tuple(Interval(*each) for each in some if each[1]) for some in self.intervals)
         object.__setattr__(self, "intervals", intervals)
-        object.__setattr__(self, "sizes", tuple(self.sizes))
+        sizes = tuple(self.sizes) or tuple(sum(interval.length for interval in some) for some in intervals)
+        object.__setattr__(self, "sizes", sizes)
         object.__setattr__(self, "replicas", tuple(map(tuple, self.replicas)) or (tuple(self.within.ranks),))
         count = len(self.within.ranks)
         if len(self.intervals) != count or len(self.sizes) != count:
@@ -76,10 +77,8 @@ class FlatShards:
     @staticmethod
     def cut(shape: tuple[int, ...], ranks: Sequence[int], borders: Sequence[int]) -> FlatShards:
         """Return the layout of a parameter that is alone in its buffers: rank i holds [borders[i], borders[i + 1])."""
-        pairs = list(itertools.pairwise(borders))
-        intervals = tuple((Interval(low, high - low, 0),) for low, high in pairs)
-        within = MeshLayout.replicated(tuple(shape), tuple(ranks))
-        return FlatShards(within, intervals, tuple(high - low for low, high in pairs))
+        intervals = tuple((Interval(low, high - low, 0),) for low, high in itertools.pairwise(borders))
+        return FlatShards(MeshLayout.replicated(tuple(shape), tuple(ranks)), intervals)
 
     @property
     def shape(self) -> tuple[int, ...]:
