@@ -79,8 +79,6 @@ class Exchange:
         blocks: int = 0,
         at_once: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
-        if group is None and len(plan.ranks) > 1:
-            raise ValueError(f"group: found None for ranks {plan.ranks}; needed their process group")
         self.plan, self.group, self.wire = plan, group, Wire(plan.ranks, group)
         self._dtype, self._device, self._blocks, self._at_once = dtype, device, blocks, at_once
         self._matrix_sums = MatrixSums(plan, rank=self.wire.rank, device=device, wire=self.wire)
