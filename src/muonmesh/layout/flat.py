@@ -6,7 +6,6 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, NamedTuple, TypeAlias
 
 from muonmesh.errors import LayoutError, NotCovered, explain_error
@@ -90,13 +89,9 @@ class FlatShards:
         """The ranks that may hold some of it."""
         return self.within.ranks
 
-    @cached_property
-    def _place_of(self) -> dict[int, int]:
-        return {rank: place for place, rank in enumerate(self.ranks)}
-
     def held(self, rank: int) -> tuple[Interval, ...]:
         """Return the intervals of one rank."""
-        return self.intervals[self._place_of[rank]] if rank in self._place_of else ()
+        return self.intervals[self.within.place_of[rank]] if rank in self.within.place_of else ()
 
     def blocks(self, rank: int) -> tuple[Block, ...]:
         """Return what ``rank`` stores and where in its flat buffer."""
@@ -105,7 +100,7 @@ class FlatShards:
         return self._found[rank]
 
     def _blocks(self, rank: int) -> Iterator[Block]:
-        local = self.within.local_shape(rank) if rank in self._place_of else ()
+        local = self.within.local_shape(rank) if rank in self.within.place_of else ()
         for first, count, start in self.held(rank):
             for offset, shape in _boxes(local, first, first + count):
                 for block in self.within.blocks(rank):
@@ -113,7 +108,7 @@ class FlatShards:
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
         """Return the shape of the flat buffer on ``rank``."""
-        return (self.sizes[self._place_of[rank]],)
+        return (self.sizes[self.within.place_of[rank]],)
 
     def replica(self, rank: int) -> tuple[int, ...]:
         """Return the ranks that hold one whole copy together with ``rank``."""
