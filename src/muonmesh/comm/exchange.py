@@ -147,7 +147,7 @@ class Exchange:
         Matrices that are all here are read and orthogonalized some at a time: there is no memory for all, their squares
         and more. The last results have arrived when the first of these have been computed, and give their memory.
         """
-        self._finish(here.transfer)
+        self.wire.finish(here.transfer)
         if here.gather is not None:
             self._copy(here.gather.arriving)
             matrices, here.gather, here.transfer = here.gather.matrices, None, None  # and no wire buffers
@@ -173,7 +173,7 @@ class Exchange:
         if index < here.stage.rounds.count:
             one = self.schedule.scatter(here.stage, index, here.results, here.scatter or self._latest)
             if one.passes:
-                self._finish(here.transfer)
+                self.wire.finish(here.transfer)
             self._copy(one.leaving)
             here.scatter, here.transfer = replace(one, leaving=()), self.wire.swap(one.swap)
             self._latest = here.scatter if self.schedule.relays else None
@@ -192,7 +192,7 @@ class Exchange:
             arrived, transfer = here.scatter.arrived if here.scatter is not None else (), here.transfer
             self._scatter(here, index)
             self._write_what_stays(here, work)
-            self._finish(transfer)
+            self.wire.finish(transfer)
             self._sum(here, arrived, work)
             work.write(arrived)
 
@@ -206,7 +206,7 @@ class Exchange:
         """Apply what arrived of a stage, if that has not been done."""
         if here is not None:
             arrived = () if here.scatter is None else here.scatter.arrived
-            self._finish(here.transfer)
+            self.wire.finish(here.transfer)
             here.scatter = here.transfer = None
             self._sum(here, arrived, work)
             if arrived:
@@ -222,10 +222,6 @@ class Exchange:
             self._matrix_sums.take(here.summed, legs, work.summands, what=here.stage.name)
             work.write(here.staying)
             here.summed, here.staying = {}, ()
-
-    def _finish(self, transfer: Transfer | None) -> None:
-        if transfer is not None:
-            self.wire.finish(transfer)
 
     def _copy(self, copies: CopyPairs) -> None:
         run_all([partial(to.copy_, of) for to, of in copies], device=self._device)
