@@ -124,8 +124,7 @@ class Exchange:
             before, here = here, after
         work.run_local(self.schedule.left)
         self.wire.counts.orthogonalized += self.schedule.local_count
-        if stages:
-            self._receive(before, work)
+        self._receive(before, work)
         self._latest = None
         if self._carried is not None:
             self._carried.scatter(work.companions)
