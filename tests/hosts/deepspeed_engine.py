@@ -635,7 +635,7 @@ def work_done(config: dict[str, Any]) -> dict[str, Any]:
     engine = engine_for(config)
     optimizer = engine.basic_optimizer
     train(engine, range(1))
-    muon = [call for call in optimizer.calls if call.algorithm == "muon"]
+    muon = [call for call in optimizer.calls if call.muon.param_groups[0]["algorithm"] == "muon"]
     done = torch.tensor([call.muon.counts.orthogonalized for call in muon])
     dist.all_reduce(done)
     cut = {
