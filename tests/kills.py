@@ -23,11 +23,15 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from transformers.models.llama import modeling_llama
 
+from muonmesh.cli import launch as launching
 from muonmesh.cli import training, worker
 from muonmesh.cli.checkpoints import checkpoints_of, latest_step
 from muonmesh.cli.corpus import standard_library
@@ -154,6 +158,12 @@ def rank(run: str) -> None:
     worker.main()
 
 
+def copies(config: LaunchConfig, _: str) -> Callable[..., Any]:
+    """Torch's launcher of copies of this process, in place of that of programs."""
+    launcher = elastic_launch(replace(config, start_method="fork"), rank)
+    return lambda *arguments: launcher(arguments[-1])
+
+
 def start_copy(run: Path, *, ranks: int) -> int:
     """Start a launcher that is a copy of this process; its process id."""
     pid = os.fork()
@@ -165,7 +175,8 @@ def start_copy(run: Path, *, ranks: int) -> int:
         os.dup2(quiet, 1)
         with locked(run, option="--resume"):
             load_settings(run, ranks=ranks).save(load_config(run)["environment"])
-            launch(run, ranks=ranks, worker=rank)
+            launching.elastic_launch = copies  # here alone, in a copy of the process
+            launch(run, ranks=ranks)
         code = 0
     except Interrupted:
         code = 130

@@ -14,7 +14,6 @@ import importlib
 import logging
 import math
 import os
-import re
 import unittest.mock
 import warnings
 from collections.abc import Iterator
@@ -38,6 +37,7 @@ from muonmesh import checkpoint
 from muonmesh.comm.agreement import group_of
 from muonmesh.integrations.deepspeed import initialize
 from muonmesh.integrations.deepspeed.calls import Call
+from muonmesh.integrations.deepspeed.checkpoint import expert_names
 from muonmesh.integrations.deepspeed.optimizer import EngineMuon
 from muonmesh.integrations.deepspeed.records import read_flats
 from muonmesh.numerics.coefficients import coefficient_schedule
@@ -635,7 +635,7 @@ def work_done(config: dict[str, Any]) -> dict[str, Any]:
     engine = engine_for(config)
     optimizer = engine.basic_optimizer
     train(engine, range(1))
-    muon = [call for call in optimizer.calls if call.algorithm == "muon"]
+    muon = [call for call in optimizer.calls if call.muon.param_groups[0]["algorithm"] == "muon"]
     done = torch.tensor([call.muon.counts.orthogonalized for call in muon])
     dist.all_reduce(done)
     cut = {
@@ -798,7 +798,8 @@ def parallel(config: dict[str, Any], kind: str, folder: str | None = None) -> li
         return {name: gather(call, name, of(tensor)) for name, (call, tensor) in entries.items()}
 
     values = whole(lambda tensor: tensor.detach())
-    wrong = [f"made: {line}" for line in differences(values, {n: made[n.partition(" ")[0]] for n in values})]
+    local = {called: name for name, called in expert_names(engine.module).items()}
+    wrong = [f"made: {line}" for line in differences(values, {n: made[local.get(n, n)] for n in values})]
     held = {name: nn.Parameter(value.clone()) for name, value in values.items()}
     groups = []
     for number, group in enumerate(optimizer.param_groups):
@@ -873,22 +874,15 @@ def gather(call: Call, name: str, local: Tensor) -> Tensor:
     return whole
 
 
-LOCAL = re.compile(r"(.*deepspeed_experts\.)(\d+)(\..*) \(experts of rank (\d+) of (\d+)\)")
-
-
 def held_experts(engine: Any) -> dict[str, Tensor]:
     """Weights and momenta of all ranks, whole, by names in which experts have their number among those of all ranks."""
     found = {}
     for call, name, tensor, algorithm in entries_of(engine.basic_optimizer):
-        called = name
-        if local := LOCAL.fullmatch(name):
-            start, number, rest, rank, size = local.groups()
-            name = f"{start}{int(number) + int(rank) * (EXPERTS // int(size))}{rest}"
         state = engine.basic_optimizer.state[tensor]
         keys = ("exp_avg",) if algorithm == "muon" else ("exp_avg", "exp_avg_sq")
         kept = {"": tensor.detach(), **{f".{key}": state[key] for key in keys}}
         for key, value in kept.items():
-            found[name + key] = gather(call, called, value)
+            found[name + key] = gather(call, name, value)
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, found)
     merged: dict[str, Tensor] = {}

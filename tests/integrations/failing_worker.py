@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from muonmesh.cli import worker
+from muonmesh.cli import rank, worker
 
 
 def work(run: Path) -> None:
@@ -21,4 +21,5 @@ def work(run: Path) -> None:
 
 
 if __name__ == "__main__":
-    worker.main(work)
+    rank.work = work
+    worker.main()

@@ -24,6 +24,7 @@ from benchmarks.orthogonalize import momenta
 from typer.testing import CliRunner
 
 from muonmesh.checkpoint import folder as checkpoint_folder
+from muonmesh.cli import launch as launching
 from muonmesh.cli.app import app
 from muonmesh.cli.checkpoints import checkpoints_of, latest_step
 from muonmesh.cli.configuration import PRESETS, model_config
@@ -306,14 +307,17 @@ def test_without_the_extra_the_command_says_what_to_install() -> None:
         pytest.param("kill", "rank 1: ended by SIGKILL", marks=pytest.mark.soak),
     ],
 )
-def test_an_error_on_one_rank_ends_the_run_with_its_message(how: str, message: str, tmp_path: Path) -> None:
+def test_an_error_on_one_rank_ends_the_run_with_its_message(
+    how: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launching, "WORKER", "tests.integrations.failing_worker")
     (tmp_path / "how").write_text(how)
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     environment = dict(os.environ)
     start = time.monotonic()
     try:
         with pytest.raises(RankFailed, match=re.escape(message)):
-            launch(tmp_path, ranks=2, worker="tests.integrations.failing_worker")
+            launch(tmp_path, ranks=2)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -91,7 +91,7 @@ def _state(found: Diagnosis) -> str:
 
 def _settings(settings: dict[str, Any]) -> list[str]:
     """What the settings say, a line each: a run's, or the groups of an optimizer."""
-    names = ("model", "optimizer", "steps", "parallel", "ranks", "engine", "checkpoint_every", "keep")
+    names = ("model", "optimizer", "steps", "parallel", "ranks", "checkpoint_every", "keep")
     run = ", ".join(f"{name} {settings[name]}" for name in names if name in settings)
     lines = [run] if run else []
     for group in settings.get("groups", ()):

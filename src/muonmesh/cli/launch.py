@@ -8,7 +8,6 @@ import shutil
 import signal
 import sys
 import uuid
-from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
@@ -31,8 +30,8 @@ class Interrupted(Exception):
     """The ranks were asked to stop and did."""
 
 
-def launch(run: Path, *, ranks: int, worker: str | Callable[[str], None] = WORKER) -> None:
-    """Run ``python -m worker run`` as ``ranks`` processes on this machine and wait for all of them.
+def launch(run: Path, *, ranks: int) -> None:
+    """Run ``python -m muonmesh.cli.worker run`` as ``ranks`` processes on this machine and wait for all of them.
 
     SIGINT, SIGTERM and SIGHUP reach the ranks as SIGINT, once: they finish their step and leave a checkpoint. Should
     this process be killed, they end by themselves.
@@ -40,7 +39,6 @@ def launch(run: Path, *, ranks: int, worker: str | Callable[[str], None] = WORKE
     Args:
         run: The run's directory.
         ranks: How many.
-        worker: The module; or a function of ``str(run)`` that ends its process, which copies of this process call.
 
     Raises:
         RankFailed: a rank failed; the others were ended.
@@ -70,15 +68,11 @@ def launch(run: Path, *, ranks: int, worker: str | Callable[[str], None] = WORKE
             rdzv_endpoint="localhost:0",
             local_addr="localhost",
             max_restarts=0,
-            start_method="fork",  # of a function; a module is a program of its own
             signals_to_handle="",  # `_Signals` does
             # torch makes a folder there for logs that nobody asked for, and leaves it behind.
             logs_specs=DefaultLogsSpecs(log_dir=str(run / FOLDER)),
         )
-        if isinstance(worker, str):
-            elastic_launch(config, sys.executable)("-m", worker, str(run))
-        else:
-            elastic_launch(config, worker)(str(run))
+        elastic_launch(config, sys.executable)("-m", WORKER, str(run))
     except ChildFailedError as error:
         raise RankFailed(_explain(run, error)) from error
     except SignalException as error:

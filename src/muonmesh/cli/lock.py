@@ -34,14 +34,13 @@ def locked(run: Path, *, option: str) -> Iterator[None]:
     with writing(run):
         run.mkdir(parents=True, exist_ok=True)
         try:
-            lock.acquire()
+            held = lock.acquire()
         except Timeout as error:
             raise FileError(
                 f"{option} {run}: another process is training there; needed a directory of its own for each run. Wait "
                 "for its end, or write another --out"
             ) from error
-    with contextlib.ExitStack() as stack:
-        stack.callback(lock.release)
+    with held:
         if option == "--out":
             check_new(run)
         yield

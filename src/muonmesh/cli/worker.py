@@ -13,7 +13,6 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 from muonmesh.cli.failure import LAUNCHER, record_failure
@@ -22,15 +21,8 @@ from muonmesh.cli.terminal import print_plainly
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
-def work_on(run: Path) -> None:
-    """Do what one rank does of a run."""
-    from muonmesh.cli.rank import work  # which takes seconds, in which a launcher may end, or a user
-
-    work(run)
-
-
-def main(work: Callable[[Path], None] = work_on) -> None:
-    """Run ``work`` as one rank, and end the process at once. An error is written where the launcher finds it.
+def main() -> None:
+    """Do what one rank does of a run, and end the process at once. An error is written where the launcher finds it.
 
     At once, because a rank that unwinds slowly keeps its sockets open and leaves the others waiting.
     """
@@ -39,6 +31,8 @@ def main(work: Callable[[Path], None] = work_on) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until there is a step to finish, Ctrl-C ends a rank at once
     run = Path(sys.argv[1])
     try:
+        from muonmesh.cli.rank import work  # which takes seconds, in which a launcher may end, or a user
+
         work(run)
     except BaseException as error:
         record_failure(run, int(os.environ["RANK"]), error)

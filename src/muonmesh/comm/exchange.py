@@ -79,8 +79,6 @@ class Exchange:
         blocks: int = 0,
         at_once: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
-        if group is None and len(plan.ranks) > 1:
-            raise ValueError(f"group: found None for ranks {plan.ranks}; needed their process group")
         self.plan, self.group, self.wire = plan, group, Wire(plan.ranks, group)
         self._dtype, self._device, self._blocks, self._at_once = dtype, device, blocks, at_once
         self._matrix_sums = MatrixSums(plan, rank=self.wire.rank, device=device, wire=self.wire)
@@ -126,8 +124,7 @@ class Exchange:
             before, here = here, after
         work.run_local(self.schedule.left)
         self.wire.counts.orthogonalized += self.schedule.local_count
-        if stages:
-            self._receive(before, work)
+        self._receive(before, work)
         self._latest = None
         if self._carried is not None:
             self._carried.scatter(work.companions)
@@ -149,7 +146,7 @@ class Exchange:
         Matrices that are all here are read and orthogonalized some at a time: there is no memory for all, their squares
         and more. The last results have arrived when the first of these have been computed, and give their memory.
         """
-        self._finish(here.transfer)
+        self.wire.finish(here.transfer)
         if here.gather is not None:
             self._copy(here.gather.arriving)
             matrices, here.gather, here.transfer = here.gather.matrices, None, None  # and no wire buffers
@@ -175,7 +172,7 @@ class Exchange:
         if index < here.stage.rounds.count:
             one = self.schedule.scatter(here.stage, index, here.results, here.scatter or self._latest)
             if one.passes:
-                self._finish(here.transfer)
+                self.wire.finish(here.transfer)
             self._copy(one.leaving)
             here.scatter, here.transfer = replace(one, leaving=()), self.wire.swap(one.swap)
             self._latest = here.scatter if self.schedule.relays else None
@@ -194,7 +191,7 @@ class Exchange:
             arrived, transfer = here.scatter.arrived if here.scatter is not None else (), here.transfer
             self._scatter(here, index)
             self._write_what_stays(here, work)
-            self._finish(transfer)
+            self.wire.finish(transfer)
             self._sum(here, arrived, work)
             work.write(arrived)
 
@@ -208,7 +205,7 @@ class Exchange:
         """Apply what arrived of a stage, if that has not been done."""
         if here is not None:
             arrived = () if here.scatter is None else here.scatter.arrived
-            self._finish(here.transfer)
+            self.wire.finish(here.transfer)
             here.scatter = here.transfer = None
             self._sum(here, arrived, work)
             if arrived:
@@ -225,13 +222,5 @@ class Exchange:
             work.write(here.staying)
             here.summed, here.staying = {}, ()
 
-    def _finish(self, transfer: Transfer | None) -> None:
-        if transfer is not None:
-            self.wire.finish(transfer)
-
     def _copy(self, copies: CopyPairs) -> None:
-        run_all([partial(_copy, to, of) for to, of in copies], device=self._device)
-
-
-def _copy(to: Tensor, of: Tensor) -> None:
-    to.copy_(of)
+        run_all([partial(to.copy_, of) for to, of in copies], device=self._device)

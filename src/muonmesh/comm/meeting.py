@@ -20,6 +20,7 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from muonmesh.comm.storage import this_rank, world_size
 from muonmesh.errors import PlanError, about
+from muonmesh.files import reason
 
 PATIENCE = 5.0
 """Seconds in which the others of a failed collective may say where they are."""
@@ -210,7 +211,7 @@ def meeting(ranks: Sequence[int], key: str, when: str, what: str) -> Iterator[No
             raise
         told = f"The ranks {told_ranks(ranks)} did not meet in {what}. {_who_is_missing(ranks, key, when, what)}. "
         told += "Every rank must call the optimizer as often as the others. If a rank has died, its launcher names it. "
-        told += f"The cause as torch tells it: {_first_line(error)}"
+        told += f"The cause as torch tells it: {reason(error)}"
         raise PlanError(about(when, told)) from error
 
 
@@ -223,7 +224,7 @@ def _who_is_missing(ranks: Sequence[int], key: str, when: str, what: str) -> str
         try:
             answers.append(_told_by_store(ranks, key, when, what))
         except (RuntimeError, ValueError) as error:
-            problems.append(_first_line(error))
+            problems.append(reason(error))
 
     asking = threading.Thread(target=ask, name="who is missing", daemon=True)
     asking.start()
@@ -260,8 +261,3 @@ def told_ranks(ranks: Sequence[int]) -> str:
 
 def _has(store: PrefixStore, key: str) -> bool:
     return bool(store.check([key]))
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[0][:300]

@@ -73,8 +73,7 @@ def published(name: str, tensor: Tensor) -> Layout | None:
             held.append(buffer.part([(sizes[axis], at[axis]) for axis in reversed(cut)]))
         else:
             held.append(_of_units(name, placements[cut[0]], within.local_shape(rank), sizes[cut[0]], at[cut[0]]))
-    lengths = tuple(interval.length for interval in held)
-    return FlatShards(within, tuple((each,) for each in held), lengths, tuple(map(tuple, sets.values())))
+    return FlatShards(within, tuple((each,) for each in held), replicas=tuple(map(tuple, sets.values())))
 
 
 def _other(name: str, placement: Any, placements: Sequence[Any]) -> Placement | None:

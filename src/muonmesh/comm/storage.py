@@ -88,12 +88,10 @@ class Storage:
         """Wrap a local tensor that lives here: as a DTensor if there is a mesh, else return it unchanged."""
         if self.mesh is None:
             return local
-        if local.device.type != self.mesh.device_type:  # kept on the host; from_local would move it to the device
-            meta = TensorMeta(torch.Size(self.shape), row_major(self.shape), local.dtype)
-            spec = DTensorSpec(self.mesh, self.placements, tensor_meta=meta)
-            return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
-        shape, stride = torch.Size(self.shape), row_major(self.shape)
-        return DTensor.from_local(local, self.mesh, self.placements, run_check=False, shape=shape, stride=stride)
+        # Not by from_local, which would move to the device what is kept on the host.
+        meta = TensorMeta(torch.Size(self.shape), row_major(self.shape), local.dtype)
+        spec = DTensorSpec(self.mesh, self.placements, tensor_meta=meta)
+        return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
     def copied(self, copies: Sequence[tuple[int, ...]]) -> Storage:
         """Return this storage for several copies of the parameter, each on its own ranks and laid out like this one."""

@@ -386,8 +386,7 @@ def _on_replica(layout: MeshLayout, number: int) -> FlatShards:
     """Return that layout; the matrices of all layers share it."""
     stores = [layout.replica_number(rank) == number for rank in layout.ranks]
     sizes = [math.prod(layout.local_shape(rank)) * some for rank, some in zip(layout.ranks, stores, strict=True)]
-    held = tuple((Interval(0, size, 0),) if size else () for size in sizes)
-    return FlatShards(layout, held, tuple(sizes))
+    return FlatShards(layout, tuple((Interval(0, size, 0),) for size in sizes))
 
 
 def _cost(storage: Storage) -> int:

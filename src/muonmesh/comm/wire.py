@@ -162,13 +162,13 @@ class Wire:
             *(dist.isend(p, group=self.group, group_dst=r, tag=tag) for r, p in enumerate(leaving) if p.numel()),
         ]
 
-    def finish(self, transfer: Transfer) -> None:
-        """Wait for a transfer."""
-        if transfer.works:
+    def finish(self, transfer: Transfer | None) -> None:
+        """Wait for a transfer, if there is one."""
+        if transfer is not None:
             with self._meeting(transfer.what):
                 for work in transfer.works:
                     work.wait()
-        transfer.works, transfer.memory = [], ()
+            transfer.works, transfer.memory = [], ()
 
     def _meeting(self, what: str) -> AbstractContextManager[None]:
         return meeting(self.ranks, self._key, f"step {self.steps}", what)

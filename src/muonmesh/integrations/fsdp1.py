@@ -63,7 +63,10 @@ def _of_handle(wrapper: FullyShardedDataParallel, handle: Any, names: dict[int, 
     if not handle.uses_sharded_strategy:
         mesh = DeviceMesh.from_group(group, handle.device.type)
         return {names[id(p)]: (mesh, [Replicate()]) for p in flat._params}
-    replicas = _replicas(sharing, getattr(wrapper, "_inter_node_pg", None))
+    # Where each node has all of it, other sets of ranks are as far from this one as this rank's copies are from it.
+    copies, me = getattr(wrapper, "_inter_node_pg", None), this_rank()
+    peers = [me] if copies is None else dist.get_process_group_ranks(copies)
+    replicas = tuple(tuple(rank + peer - me for rank in sharing) for peer in peers)
     ranks = tuple(rank for replica in replicas for rank in replica)
     size = flat._sharded_size.numel()
     borders = [(size * place, size * (place + 1)) for place in range(len(sharing))]
@@ -72,19 +75,7 @@ def _of_handle(wrapper: FullyShardedDataParallel, handle: Any, names: dict[int, 
     layouts: dict[str, Declared] = {}
     for parameter, shape, (first, last) in zip(flat._params, flat._shapes, offsets, strict=True):
         whole = Interval(0, last + 1 - first, first)
-        held = [whole.part(*border)._replace(start=0) for border in borders] * len(replicas)
-        cuts, sizes = tuple((interval,) for interval in held), tuple(interval.length for interval in held)
+        held = [(whole.part(*border)._replace(start=0),) for border in borders] * len(replicas)
         within = MeshLayout.replicated(tuple(shape), ranks)
-        layouts[names[id(parameter)]] = FlatShards(within, cuts, sizes, replicas)
+        layouts[names[id(parameter)]] = FlatShards(within, tuple(held), replicas=replicas)
     return layouts
-
-
-def _replicas(sharing: tuple[int, ...], copies: dist.ProcessGroup | None) -> tuple[tuple[int, ...], ...]:
-    """Return the sets of ranks that each hold everything: this rank's, and where it is sharded within nodes the others.
-
-    Those of the other ranks are as far from them as this rank's are from it, as in every grid of ranks.
-    """
-    if copies is None:
-        return (sharing,)
-    me = this_rank()
-    return tuple(tuple(rank + peer - me for rank in sharing) for peer in dist.get_process_group_ranks(copies))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -136,8 +137,7 @@ class MuonCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         """Clip; a Trainer has unscaled the gradients by now. DeepSpeed has clipped and stepped already."""
         held = _optimizer_in(kwargs["optimizer"])
         if self.clips and isinstance(held, Muon):
-            given = self._limits
-            held.clip_grad_norm_(given.max_norm, policy=given.policy, skip_above=given.skip_above)
+            held.clip_grad_norm_(**asdict(self._limits))
 
     def on_optimizer_step(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         """Tell the Trainer of a skipped step before it moves the schedule; measure while there are gradients."""

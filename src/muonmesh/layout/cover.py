@@ -5,41 +5,36 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from muonmesh.errors import LayoutError, NotCovered, explain_error
+from muonmesh.layout.flat import Layout
 from muonmesh.layout.parameter import Elementwise, Parameter
 from muonmesh.layout.region import Block, Region
-
-_ONCE = "each element held once in each copy"
-_CORRECT = "Correct its placements or its entry in layouts="
 
 
 def prove(parameters: Sequence[Parameter], elementwise: Sequence[Elementwise]) -> None:
     """Prove that storage covers each parameter exactly once per replica, and that the matrices tile it."""
-    for other in elementwise:
+    stored: list[tuple[str, Layout]] = [(other.name, other.target) for other in elementwise]
+    for parameter in parameters:
+        places = [parameter.momentum_storage, parameter.target, *(each.layout for each in parameter.companions)]
+        stored += [(parameter.name, place) for place in {id(place): place for place in places}.values()]
+    for name, layout in stored:
         try:
-            other.target.prove_cover()
+            layout.prove_cover()
         except LayoutError as error:
-            raise LayoutError(explain_error(other.name, str(error), _ONCE, _CORRECT)) from None
+            needed, write = "each element held once in each copy", "Correct its placements or its entry in layouts="
+            raise LayoutError(explain_error(name, str(error), needed, write)) from None
     proved: dict[tuple[int, ...], list[tuple[Block, ...]]] = {}
     for parameter in parameters:
-        shape = parameter.target.shape
-        blocks = [matrix.blocks for matrix in parameter.matrices]
-        try:
-            parameter.momentum_storage.prove_cover()
-            if parameter.target is not parameter.momentum_storage:
-                parameter.target.prove_cover()
-            for companion in parameter.companions:
-                companion.layout.prove_cover()
-                regions = [block.region for matrix in companion.matrices for block in matrix.blocks]
-                _prove_tiling(regions, companion.layout.shape)
-        except LayoutError as error:
-            raise LayoutError(explain_error(parameter.name, str(error), _ONCE, _CORRECT)) from None
-        if proved.get(shape) != blocks:  # layers are alike
-            try:
-                _prove_tiling([block.region for some in blocks for block in some], shape)
-            except LayoutError as error:
-                needed, write = "matrices that cover it exactly once", "Correct its matrices"
-                raise LayoutError(explain_error(parameter.name, str(error), needed, write)) from None
-            proved[shape] = blocks
+        tiled = [(parameter.target, parameter.matrices)]
+        tiled += [(each.layout, each.matrices) for each in parameter.companions]
+        for layout, matrices in tiled:
+            blocks = [matrix.blocks for matrix in matrices]
+            if proved.get(layout.shape) != blocks:  # layers are alike
+                try:
+                    _prove_tiling([block.region for some in blocks for block in some], layout.shape)
+                except LayoutError as error:
+                    needed, write = "matrices that cover it exactly once", "Correct its matrices"
+                    raise LayoutError(explain_error(parameter.name, str(error), needed, write)) from None
+                proved[layout.shape] = blocks
 
 
 def _prove_tiling(regions: Sequence[Region], shape: Sequence[int], dim: int = 0) -> None:

@@ -6,7 +6,6 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, NamedTuple, TypeAlias
 
 from muonmesh.errors import LayoutError, NotCovered, explain_error
@@ -39,7 +38,7 @@ class FlatShards:
         within: The layout whose local tensors are flattened and cut: a replicated one for ZeRO over plain parameters, a
             mesh with a shard axis for ZeRO over tensor parallelism. Ranks that hold the same under it share that.
         intervals: For each rank of ``within.ranks``, in that order, what it holds.
-        sizes: For each rank the elements of its flat buffer.
+        sizes: For each rank the elements of its flat buffer; by default those that it holds, end to end.
         replicas: Sets of ranks that each hold all of the parameter; one set of all ranks by default.
 
     Raises:
@@ -48,14 +47,15 @@ class FlatShards:
 
     within: MeshLayout
     intervals: tuple[tuple[Interval, ...], ...]
-    sizes: tuple[int, ...]
+    sizes: tuple[int, ...] = ()
     replicas: tuple[tuple[int, ...], ...] = ()
     _found: dict[int, tuple[Block, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         intervals = tuple(tuple(Interval(*each) for each in some if each[1]) for some in self.intervals)
         object.__setattr__(self, "intervals", intervals)
-        object.__setattr__(self, "sizes", tuple(self.sizes))
+        sizes = tuple(self.sizes) or tuple(sum(interval.length for interval in some) for some in intervals)
+        object.__setattr__(self, "sizes", sizes)
         object.__setattr__(self, "replicas", tuple(map(tuple, self.replicas)) or (tuple(self.within.ranks),))
         count = len(self.within.ranks)
         if len(self.intervals) != count or len(self.sizes) != count:
@@ -76,10 +76,8 @@ class FlatShards:
     @staticmethod
     def cut(shape: tuple[int, ...], ranks: Sequence[int], borders: Sequence[int]) -> FlatShards:
         """Return the layout of a parameter that is alone in its buffers: rank i holds [borders[i], borders[i + 1])."""
-        pairs = list(itertools.pairwise(borders))
-        intervals = tuple((Interval(low, high - low, 0),) for low, high in pairs)
-        within = MeshLayout.replicated(tuple(shape), tuple(ranks))
-        return FlatShards(within, intervals, tuple(high - low for low, high in pairs))
+        intervals = tuple((Interval(low, high - low, 0),) for low, high in itertools.pairwise(borders))
+        return FlatShards(MeshLayout.replicated(tuple(shape), tuple(ranks)), intervals)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -91,13 +89,9 @@ class FlatShards:
         """The ranks that may hold some of it."""
         return self.within.ranks
 
-    @cached_property
-    def _place_of(self) -> dict[int, int]:
-        return {rank: place for place, rank in enumerate(self.ranks)}
-
     def held(self, rank: int) -> tuple[Interval, ...]:
         """Return the intervals of one rank."""
-        return self.intervals[self._place_of[rank]] if rank in self._place_of else ()
+        return self.intervals[self.within.place_of[rank]] if rank in self.within.place_of else ()
 
     def blocks(self, rank: int) -> tuple[Block, ...]:
         """Return what ``rank`` stores and where in its flat buffer."""
@@ -106,7 +100,7 @@ class FlatShards:
         return self._found[rank]
 
     def _blocks(self, rank: int) -> Iterator[Block]:
-        local = self.within.local_shape(rank) if rank in self._place_of else ()
+        local = self.within.local_shape(rank) if rank in self.within.place_of else ()
         for first, count, start in self.held(rank):
             for offset, shape in _boxes(local, first, first + count):
                 for block in self.within.blocks(rank):
@@ -114,7 +108,7 @@ class FlatShards:
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
         """Return the shape of the flat buffer on ``rank``."""
-        return (self.sizes[self._place_of[rank]],)
+        return (self.sizes[self.within.place_of[rank]],)
 
     def replica(self, rank: int) -> tuple[int, ...]:
         """Return the ranks that hold one whole copy together with ``rank``."""

@@ -99,6 +99,9 @@ class MeshLayout:
         ranks: Global ranks of the mesh, row-major.
         placements: One per mesh axis, applied left to right.
 
+    Attributes:
+        place_of: The place of each rank among them.
+
     Raises:
         LayoutError: placements and mesh do not fit, or a dim is out of range.
     """
@@ -108,7 +111,7 @@ class MeshLayout:
     ranks: tuple[int, ...]
     placements: tuple[Placement, ...]
 
-    _index: dict[int, int] = field(init=False, repr=False, compare=False)
+    place_of: dict[int, int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if len(self.placements) != len(self.mesh) or math.prod(self.mesh) != len(self.ranks):
@@ -118,9 +121,9 @@ class MeshLayout:
             if not isinstance(placement, Replicate) and not 0 <= placement.dim < len(self.shape):
                 found, needed = f"{placement} on a parameter of shape {self.shape}", "a dim that it has"
                 raise LayoutError(explain_error("MeshLayout", found, needed, "Correct the placement's dim"))
-        ranks, index = _places(self.ranks)  # thousands of numbers, kept once for all parameters
+        ranks, places = _places(self.ranks)  # thousands of numbers, kept once for all parameters
         object.__setattr__(self, "ranks", ranks)
-        object.__setattr__(self, "_index", index)
+        object.__setattr__(self, "place_of", places)
 
     def __hash__(self) -> int:
         return self._hash
@@ -148,7 +151,7 @@ class MeshLayout:
 
     def _at(self, rank: int) -> tuple[int, ...]:
         """Return the place of a rank on each mesh axis."""
-        index = self._index[rank]
+        index = self.place_of[rank]
         return tuple(index // stride % size for size, stride in zip(self.mesh, row_major(self.mesh), strict=True))
 
     def _spans(self, rank: int) -> tuple[Spans, ...]:
@@ -158,7 +161,7 @@ class MeshLayout:
 
     def blocks(self, rank: int) -> tuple[Block, ...]:
         """Return what ``rank`` stores; one block unless a strided shard interleaves."""
-        return _blocks(self, rank) if rank in self._index else ()
+        return _blocks(self, rank) if rank in self.place_of else ()
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
         """Return the shape of the local tensor on ``rank``."""

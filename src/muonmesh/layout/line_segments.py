@@ -101,11 +101,10 @@ def shares_blocks(layout: Layout, matrix: Matrix) -> bool:
     """
     if isinstance(layout, FlatShards):
         return len(layout.ranks) > 1 or _cuts(matrix, pieces(layout, layout.ranks[0], matrix))
-    if isinstance(layout, MeshLayout):
-        # Of a convolution all dims but the first lie along a line, of a stack only the last.
-        lowest = 1 if matrix.blocks[0].strides[0] else len(layout.shape) - 1
-        if all(isinstance(placement, Replicate) or placement.dim < lowest for placement in layout.placements):
-            return _cuts(matrix, pieces(MeshLayout.replicated(layout.shape, (0,)), 0, matrix))
+    # Of a convolution all dims but the first lie along a line, of a stack only the last.
+    lowest = 1 if matrix.blocks[0].strides[0] else len(layout.shape) - 1
+    if all(isinstance(placement, Replicate) or placement.dim < lowest for placement in layout.placements):
+        return _cuts(matrix, pieces(MeshLayout.replicated(layout.shape, (0,)), 0, matrix))
     return any(_cuts(matrix, pieces(layout, rank, matrix)) for rank in layout.ranks)
 
 

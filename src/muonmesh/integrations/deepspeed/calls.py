@@ -45,11 +45,6 @@ class Call:
         tensor: Tensor = self.muon.param_groups[0]["params"][0]
         return tensor
 
-    @property
-    def algorithm(self) -> str:
-        """The name of the rule that steps the flat tensor."""
-        return str(self.muon.param_groups[0]["algorithm"])
-
     @cached_property
     def storages(self) -> dict[Tensor, list[Storage]]:
         """For each tensor that the call steps, where the parameters live that lie in it."""
@@ -62,16 +57,16 @@ class Call:
         told = self.muon.explain()
         if not self.layouts:
             return told
+        (group,) = self.muon.param_groups
         reasons = {known.name: known.reason for known in self.parameters}
-        if is_matrix_rule(self.algorithm):
+        if is_matrix_rule(group["algorithm"]):
             return replace(told, rows=tuple(replace(row, reason=reasons[row.parameter]) for row in told.rows))
-        rate = float(self.muon.param_groups[0]["lr"])
-        return replace(told, rows=tuple(_row(known, self.algorithm, rate) for known in self.parameters))
+        return replace(told, rows=tuple(_row(known, group) for known in self.parameters))
 
 
-def _row(known: EngineParameter, algorithm: str, rate: float) -> Row:
-    shape: Any = "×".join(map(str, known.shape))
-    return Row(known.name, algorithm, known.reason, shape, "", {}, 0, 0, rate, math.nan)
+def _row(known: EngineParameter, group: Mapping[str, Any]) -> Row:
+    shape = "×".join(map(str, known.shape))
+    return Row(known.name, group["algorithm"], known.reason, shape, "", {}, 0, 0, float(group["lr"]), math.nan)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -14,39 +14,29 @@ from torch import nn
 from muonmesh.checkpoint.of_muon import OfMuon
 from muonmesh.checkpoint.record import Record
 from muonmesh.integrations.deepspeed.calls import Call
-from muonmesh.integrations.deepspeed.engine_parameters import name_in_model
 from muonmesh.names import canonical_name
 
 
-def engine_records(
-    calls: Iterable[Call], groups: Iterable[dict[str, Any]], renamed: Mapping[str, str]
-) -> Iterator[Record]:
+def engine_records(calls: Iterable[Call], groups: Iterable[dict[str, Any]]) -> Iterator[Record]:
     """Yield the parameters of all calls, with their state.
 
     Args:
         calls: What the engine steps, with the state that it has now.
         groups: Of the engine's optimizer, whose settings count.
-        renamed: See `expert_names`.
     """
-
-    def saved_as(name: str) -> str:
-        in_model = name_in_model(name)
-        return renamed.get(in_model, in_model)
-
     group_of = {name: group for group in groups for name in group["parameters"]}
     for call in calls:
         for record in OfMuon(call.told).checkpoint_records():
             held = {key: value.dtype for key, value in call.muon.state[record.tensor].items()}
             parts = tuple(replace(part, dtype=held.get(part.key, part.dtype)) for part in record.parts)
-            name, group = saved_as(record.name), group_of[record.name]
-            yield replace(record, name=name, parts=parts, group=group)
+            yield replace(record, parts=parts, group=group_of[record.name])
 
 
 def expert_names(model: nn.Module) -> dict[str, str]:
-    """Return what a checkpoint calls the parameters and buffers of experts, by the names that the model has for them.
+    """Return the names of the parameters and buffers of experts among all ranks, by those that the model has for them.
 
-    In the model the experts of each rank are numbered from 0 on; in a checkpoint each has its number among those of
-    all ranks, so that it loads at any size of expert parallelism.
+    In the model the experts of each rank are numbered from 0 on; here each has its number among those of all ranks, so
+    that a checkpoint loads at any size of expert parallelism.
     """
     found = {}
     for path, module in model.named_modules():

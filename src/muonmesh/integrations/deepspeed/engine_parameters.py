@@ -7,7 +7,6 @@ from typing import Any
 
 import torch.distributed as dist
 from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META
-from deepspeed.utils import groups as deepspeed_groups
 from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -15,20 +14,13 @@ from muonmesh.comm.storage import placements_of
 from muonmesh.errors import LayoutError, explain_error
 from muonmesh.layout import MeshLayout
 
-_EXPERTS = " (experts of rank"
-
-
-def name_in_model(name: str) -> str:
-    """Return the canonical name that the module of this rank has for what is called so among all ranks."""
-    return name.partition(_EXPERTS)[0]
-
 
 @dataclass(frozen=True)
 class EngineParameter:
     """One parameter as the optimizer knows it.
 
     Attributes:
-        name: Canonical name, unique among the ranks: experts of one expert-parallel rank carry its number.
+        name: Canonical name, unique among the ranks: experts have their number among those of all ranks.
         shape: Global shape.
         matrices: How it splits, see `split_matrices`; None for AdamW's.
         reason: Why it is in its group.
@@ -71,33 +63,21 @@ class EngineParameter:
 
 
 def engine_parameter(
-    parameter: Any,
-    name: str,
-    shape: tuple[int, ...],
-    matrices: Any,
-    reason: str,
-    *,
-    experts: str | None,
-    tensor_parallel: int,
+    parameter: Any, name: str, shape: tuple[int, ...], matrices: Any, reason: str, *, tensor_parallel: int
 ) -> EngineParameter:
     """Return a parameter as it is once the engine has configured its modules.
 
     Args:
         parameter: What DeepSpeed will train.
-        name: Canonical name.
+        name: See `EngineParameter`.
         shape: Global shape, as it was before.
         matrices: See `EngineParameter`.
         reason: See `EngineParameter`.
-        experts: Name of the ranks that share the experts it belongs to, or None.
         tensor_parallel: Number of ranks of tensor parallelism.
 
     Raises:
         LayoutError: DeepSpeed has cut it in a way that is not known.
     """
-    if experts is not None:
-        size = deepspeed_groups._get_expert_parallel_world_size(experts)
-        rank = deepspeed_groups._get_expert_parallel_rank(experts)
-        name = f"{name}{_EXPERTS} {rank} of {size})" if size > 1 else name
     placement = _placement(name, getattr(parameter, DS_AUTOTP_UC_META, None) or {}, shape, tensor_parallel)
     known = EngineParameter(name, shape, matrices, reason, tensor_parallel, placement)
     peers = MeshLayout(shape, (tensor_parallel,), tuple(range(tensor_parallel)), placements_of(name, (placement,)))

@@ -17,10 +17,12 @@ from torch.distributed.tensor import Replicate
 
 from muonmesh.checkpoint.group_settings import OWN_KEYS
 from muonmesh.clip.limits import Limits
+from muonmesh.comm.agreement import host_group
 from muonmesh.errors import LayoutError, explain_error
 from muonmesh.groups import split_params
 from muonmesh.groups.fused_projections import global_shape
 from muonmesh.integrations.deepspeed.calls import Call
+from muonmesh.integrations.deepspeed.checkpoint import expert_names
 from muonmesh.integrations.deepspeed.clipping import limits_of
 from muonmesh.integrations.deepspeed.config import prepare_config, read_config, take_scheduler
 from muonmesh.integrations.deepspeed.engine_parameters import EngineParameter, engine_parameter
@@ -204,6 +206,7 @@ class Assembly:
         groups: list[dict[str, Any]] = []
         parsed = getattr(self._model, "ds_autotp_parsed", False)
         tensor_parallel = deepspeed_groups.get_tensor_model_parallel_world_size() if parsed else 1
+        renamed: Mapping[str, str] = {}
         for group in self._template.param_groups:
             names = group["param_names"]
             missing = [name for name in names if name not in parameters]
@@ -217,12 +220,13 @@ class Assembly:
             for name, meta, spec, reason in zip(names, group["params"], specs, reasons, strict=True):
                 parameter = parameters[name]
                 experts = parameter.group_name if is_moe_param(parameter) else None
+                if experts is not None:
+                    renamed = renamed or expert_names(self._model)
                 if experts not in made:
                     made[experts] = self._group(group, experts)
                 shape = tuple(meta.shape)
-                known = engine_parameter(
-                    parameter, name, shape, spec, reason, experts=experts, tensor_parallel=tensor_parallel
-                )
+                called = renamed.get(name, name)
+                known = engine_parameter(parameter, called, shape, spec, reason, tensor_parallel=tensor_parallel)
                 self._parameters[id(parameter)] = known
                 for key, value in (("params", parameter), ("parameters", known.name), ("matrices", spec)):
                     made[experts][key].append(value)
@@ -282,7 +286,8 @@ class Assembly:
         inner = [{**_settings(group), "params": [flat.tensor], "param_names": [title]}]
         contents = [FlatParameter(known.name, layouts[known.name], known.matrices) for known in parameters]
         if is_matrix_rule(group["algorithm"]):
-            process_group = _able(flat.process_group, flat.tensor.device)
+            offloaded = flat.tensor.device.type == "cpu"
+            process_group = host_group(flat.process_group) if offloaded else flat.process_group
             muon = told = Muon(inner, layouts={title: contents}, process_group=process_group, **self._shared)
         else:  # elementwise, so every rank steps what it holds on its own
             muon = Muon(inner, process_group="local", **self._shared)
@@ -293,15 +298,3 @@ class Assembly:
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "parameters", "matrices", "moe")}
-
-
-def _able(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
-    """Return a process group of the same ranks that can send tensors of a device: offloaded ones need gloo."""
-    try:
-        group._get_backend(device)
-    except RuntimeError:
-        able: dist.ProcessGroup = dist.new_group(
-            dist.get_process_group_ranks(group), backend="gloo", use_local_synchronization=True
-        )
-        return able
-    return group

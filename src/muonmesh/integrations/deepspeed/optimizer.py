@@ -221,7 +221,7 @@ class EngineMuon(torch.optim.Optimizer):
         """Return every parameter with its state, for `muonmesh.checkpoint`; no communication."""
         for call in self.calls:
             self._take(call)
-        return list(engine_records(self.calls, self.param_groups, expert_names(self._engine.module)))
+        return list(engine_records(self.calls, self.param_groups))
 
     def renamed(self, model: nn.Module) -> dict[str, str]:
         """Return what a checkpoint calls the experts of this rank, by the names that the model has for them."""

@@ -24,7 +24,7 @@ from muonmesh.groups.heads import HeadPart
 from muonmesh.groups.sites import unwrapped
 from muonmesh.integrations.megatron.declared import mesh_finder, stamped_placement
 from muonmesh.integrations.megatron.layouts import declared, ranges_of, within
-from muonmesh.integrations.megatron.main_grad import MainGrad, ParameterInterval
+from muonmesh.integrations.megatron.main_grad import MainGrad
 from muonmesh.integrations.megatron.optimizer import Holding, MegatronOptimizer
 from muonmesh.integrations.megatron.param_groups import find_groups
 from muonmesh.integrations.megatron.refusals import refuse, refuse_formats, refuse_state
@@ -102,7 +102,8 @@ def get_megatron_optimizer(
             per_head=per_head,
         )
         ranges = ranges_of(model_chunks) if config.use_distributed_optimizer else None
-        holdings, layouts, intervals = _held(groups, experts, axes, boxes, ranges)
+        holdings, layouts = _held(groups, experts, axes, boxes, ranges)
+        intervals = {held.tensor: (held.parameter, held.low) for held in holdings if held.tensor is not held.parameter}
         skip_above = getattr(config, "grad_norm_skip_threshold", None) or math.inf  # megatron-core 0.16.1 has none
         limits = Limits(config.clip_grad if config.clip_grad > 0 else math.inf, policy, float(skip_above))
         limits.check()
@@ -135,11 +136,10 @@ def _held(
     axes: Any,
     boxes: Mapping[int, list[SavedBox]],
     ranges: Mapping[Any, list[tuple[int, int]]] | None,
-) -> tuple[list[Holding], dict[str, Declared], dict[Tensor, ParameterInterval]]:
+) -> tuple[list[Holding], dict[str, Declared]]:
     """Put what is stepped in place of the parameters in the groups, and say where it lives."""
     holdings: list[Holding] = []
     layouts: dict[str, Declared] = {}
-    intervals: dict[Tensor, ParameterInterval] = {}
     dense = getattr(axes, "dp_cp", None) or axes.dp, axes.tp
     mesh_for = mesh_finder(dense, (getattr(axes, "expt_dp", None), getattr(axes, "expt_tp", None)))
     for group in groups:
@@ -161,13 +161,12 @@ def _held(
                 tensor = parameter.data.view(-1)[low:high]
                 if kept is None and cut.placement is not None:
                     tensor = tensor.view(shape)
-                intervals[tensor] = ParameterInterval(parameter, low, high)
             group["params"][i] = tensor
             copy = int(getattr(parameter, "shared", False))
             saved = boxes[id(parameter)][0].key if copy else name
             resizes = any(box.resizes for box in boxes.get(id(parameter), ()))
             holdings.append(Holding(name, saved, copy, parameter, tensor, low, name not in experts, resizes))
-    return holdings, layouts, intervals
+    return holdings, layouts
 
 
 def _cut(name: str, parameter: Tensor, local: tuple[int, ...], boxes: Sequence[SavedBox] | None, mesh: Any) -> Cut:

@@ -175,7 +175,7 @@ def _mesh_of(data: Group, tensor: Group, device_type: str) -> DeviceMesh | None:
         if isinstance(group, DeviceMesh) and group.ndim != 1:
             write = f'Write {name}_parallel=mesh["..."], its dim of that name'
             raise LayoutError(explain_error(name, f"{group}", "a mesh of one dim", write))
-    if isinstance(data, DeviceMesh) and isinstance(tensor, DeviceMesh) and _of_onemesh_of(data, tensor):
+    if isinstance(data, DeviceMesh) and isinstance(tensor, DeviceMesh) and _of_one_mesh(data, tensor):
         return DeviceMesh._concatenate([data, tensor])
     groups = [group.get_group() if isinstance(group, DeviceMesh) else group for group in given.values()]
     ranks = {name: _ranks(name, group) for name, group in zip(given, groups, strict=True)}
@@ -185,7 +185,7 @@ def _mesh_of(data: Group, tensor: Group, device_type: str) -> DeviceMesh | None:
     return DeviceMesh.from_group(groups, device_type, mesh=grid, mesh_dim_names=tuple(given))
 
 
-def _of_onemesh_of(data: DeviceMesh, tensor: DeviceMesh) -> bool:
+def _of_one_mesh(data: DeviceMesh, tensor: DeviceMesh) -> bool:
     """Whether two named dims were taken out of one mesh, which then knows the whole grid."""
     named = data.mesh_dim_names and tensor.mesh_dim_names
     return bool(named) and data != tensor and data._get_root_mesh() == tensor._get_root_mesh()

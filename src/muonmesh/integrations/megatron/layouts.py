@@ -40,14 +40,13 @@ def declared(cut: Cut, mesh: DeviceMesh, ranges: Ranges | None) -> Declared:
     size = sum(interval.length for interval in intervals[0])
     kept = [(0, size)] * len(grid) if ranges is None else ranges
     cuts = [tuple(interval.part(*some) for interval in each) for some in kept for each in intervals]
-    sizes = tuple(sum(interval.length for interval in some) for some in cuts)
     if ranges is None:
         replicas = tuple(tuple(row) for row in grid)
     elif isinstance(cut.placement, Replicate):
         replicas = tuple(zip(*grid, strict=True))
     else:
         replicas = (ranks,)
-    return FlatShards(within, tuple(cuts), sizes, replicas)
+    return FlatShards(within, tuple(cuts), replicas=replicas)
 
 
 def within(ranges: Ranges, low: int, high: int) -> list[tuple[int, int]]:

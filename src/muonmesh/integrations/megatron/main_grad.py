@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
 
 from muonmesh.comm.gradients import GradientSource
 from muonmesh.errors import LayoutError, explain_error
-
-
-class ParameterInterval(NamedTuple):
-    """What this rank keeps of a parameter of Megatron's: its elements from low to high, flattened."""
-
-    parameter: Tensor
-    low: int
-    high: int
 
 
 class MainGrad(GradientSource):
@@ -30,8 +21,9 @@ class MainGrad(GradientSource):
             ``param_names`` such as Megatron's own; None: the groups have names.
         data_parallel: Ranks that hold the same, where ``layouts=`` does not say so.
         expert_data_parallel: The same for experts, which carry ``allreduce=False``. None: as the others.
-        intervals: For each tensor that is an interval of a flattened parameter which interval: its gradient is that of
-            ``main_grad``, and Megatron's ``zero_grad_buffer`` alone zeroes gradients. None: there are only parameters.
+        intervals: For each tensor that is an interval of a flattened parameter that one, and where it begins in it: its
+            gradient is that of ``main_grad``, and Megatron's ``zero_grad_buffer`` alone zeroes gradients. None: there
+            are only parameters.
     """
 
     # Values of ``grad_norm_group`` on parameters: by it layers that predict further tokens are clipped apart
@@ -44,7 +36,7 @@ class MainGrad(GradientSource):
         *,
         data_parallel: dist.ProcessGroup | None = None,
         expert_data_parallel: dist.ProcessGroup | None = None,
-        intervals: Mapping[Tensor, ParameterInterval] | None = None,
+        intervals: Mapping[Tensor, tuple[Tensor, int]] | None = None,
     ) -> None:
         self._names = {parameter: name for name, parameter in named_parameters or ()}
         self._data, self._experts = data_parallel, expert_data_parallel
@@ -56,15 +48,15 @@ class MainGrad(GradientSource):
         Raises:
             LayoutError: there is a ``grad`` instead, which nothing has added to a ``main_grad``.
         """
-        held, interval = self._held(parameter), self._intervals.get(parameter)
+        held, low = self._intervals.get(parameter, (parameter, None))
         gradient: Tensor | None = getattr(held, "main_grad", None)
         if gradient is None and held.grad is not None:
             name = self.name(parameter) or f"a parameter of shape {tuple(held.shape)}"
             write = "Wrap the model in Megatron's DistributedDataParallel, or leave out gradients=MainGrad(...)"
             raise LayoutError(explain_error(name, "a gradient in grad and no main_grad", "one in main_grad", write))
-        if gradient is None or interval is None:
+        if gradient is None or low is None:
             return gradient
-        return gradient.view(-1)[interval.low : interval.high].view(parameter.shape)
+        return gradient.view(-1)[low : low + parameter.numel()].view(parameter.shape)
 
     def write(self, parameter: Tensor, gradient: Tensor | None) -> None:
         """Copy a gradient into ``main_grad``; None makes it zero, as Megatron's ``zero_grad_buffer`` does."""
@@ -93,5 +85,4 @@ class MainGrad(GradientSource):
 
     def _held(self, tensor: Tensor) -> Tensor:
         """Return the parameter that a tensor is, or is an interval of."""
-        interval = self._intervals.get(tensor)
-        return tensor if interval is None else interval.parameter
+        return self._intervals.get(tensor, (tensor,))[0]

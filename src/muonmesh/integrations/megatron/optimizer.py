@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import torch
@@ -196,12 +197,7 @@ class MegatronOptimizer(Base, OfMuon):  # type: ignore[misc]
         if self._groups.pp.size() > 1:
             self.runtime.everywhere = lambda raises: self._meet_stages(norms, clips=clips, raises=raises)
         elif clips:
-            limits = self.limits
-            norms.append(
-                self.optimizer.clip_grad_norm_(
-                    limits.max_norm, policy=limits.policy, skip_above=limits.skip_above, process_group="world"
-                )
-            )
+            norms.append(self.optimizer.clip_grad_norm_(**asdict(self.limits), process_group="world"))
         try:
             self.optimizer.step()
         finally:

@@ -82,8 +82,10 @@ class QKClip:
         known = [a.module for a in found if file_of_transformers(a.module)]
         if known:
             watch(model, known, self)
-        for number, muon in enumerate(muons):
-            muon.register_step_post_hook(lambda muon, *_, first=number == 0: self._after(muon, agree=first))
+        for muon in muons[:1]:  # a DeepSpeed engine has several, which step one after the other
+            muon.register_step_post_hook(lambda *_: self._agree())
+        for muon in muons:
+            muon.register_step_post_hook(lambda muon, *_: self._clip(muon))
 
     @property
     def largest(self) -> Mapping[str, Tensor]:
@@ -171,7 +173,6 @@ class QKClip:
             lines.append("left out, without a softmax: " + ", ".join(self._without))
         return "\n".join(lines)
 
-    @torch.no_grad()
     def step(self) -> None:
         """Scale the weights by what was recorded since the last call. Call it on all ranks after the optimizer's step.
 
@@ -181,13 +182,6 @@ class QKClip:
         for optimizer in [each() for each in self._optimizers] or [None]:
             self._clip(optimizer)
 
-    @torch.no_grad()
-    def _after(self, optimizer: Muon, *, agree: bool) -> None:
-        """Clip what one optimizer has stepped; a DeepSpeed engine has several, which step one after the other."""
-        if agree:
-            self._agree()
-        self._clip(optimizer)
-
     def _agree(self) -> None:
         """Take the largest S of each head over all ranks, and begin anew."""
         largest = self._largest.nan_to_num(torch.inf, torch.inf, -torch.inf)  # gloo's MAX would lose NaN
@@ -196,7 +190,9 @@ class QKClip:
             dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._group)
         self._last = largest
 
+    @torch.no_grad()
     def _clip(self, optimizer: Muon | None) -> None:
+        """Scale the weights that an optimizer steps; None: those of the model, of whose optimizer nothing is known."""
         # What is not finite says nothing of how much too large it is; the optimizer's skipping is for that.
         clipped = (self._last > self.threshold) & self._last.isfinite()
         if optimizer is not None:

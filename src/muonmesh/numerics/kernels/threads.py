@@ -22,7 +22,9 @@ _SHARED = 0.8
 """Speed of all threads on one matrix after the other, relative to each on matrices of its own (measured)."""
 
 
-def run_all(tasks: Sequence[Callable[[], None]], *, device: torch.device, costs: Sequence[float] | None = None) -> None:
+def run_all(
+    tasks: Sequence[Callable[[], object]], *, device: torch.device, costs: Sequence[float] | None = None
+) -> None:
     """Run independent tasks on as many threads as torch has, one thread each.
 
     The bits of a task must not depend on the number of threads: elementwise operations and bf16 products. On other
