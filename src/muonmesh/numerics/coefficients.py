@@ -210,8 +210,8 @@ def register_coefficients(name: str, chosen: CoefficientSet) -> None:
         raise ValueError(explain_error("name", f"{name!r}, a published set", "a name of its own", write))
     polynomials = coefficient_set(chosen.polynomials).polynomials
     if chosen.deflated and len(polynomials[0]) != 3:  # it is applied to what was computed to find the norm
-        needed = "three numbers, (a, b, c), in the first polynomial of a set that deflates"
-        raise ValueError(explain_error("polynomials", f"{polynomials[0]}", needed, "Write deflated=0, or a quintic first"))
+        found, needed = f"{polynomials[0]} first, of a set that deflates", "three numbers, (a, b, c)"
+        raise ValueError(explain_error("polynomials", found, needed, "Write deflated=0, or a quintic first"))
     COEFFICIENT_SETS[name] = replace(chosen, polynomials=polynomials)
 
 

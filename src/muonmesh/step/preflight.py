@@ -16,7 +16,7 @@ from muonmesh.comm.telling import tell_all
 from muonmesh.comm.views import view_in_storage
 from muonmesh.comm.work import Work
 from muonmesh.errors import PlanError, about
-from muonmesh.layout import Elementwise, Parameter
+from muonmesh.layout import Elementwise, Parameter, Piece
 from muonmesh.numerics.kernels.memory import upload
 from muonmesh.numerics.kernels.recording import places_of, run_again
 from muonmesh.numerics.kernels.toolchain import DTYPES, is_usable
@@ -251,9 +251,8 @@ def _nonzero_on_host(planned: Planned, entries: Sequence[ParameterStep | None], 
             views.append(gradient.as_strided((count,), parts[0].storage_strides[-1:], first))
     for numbers, views in probes.values():
         for number, any_nonzero in zip(numbers, torch.stack(views).any(1).tolist(), strict=True):
-            if (gradient := gradients[plan.assignments[number].parameter]) is not None:
-                rest = (bool(view_in_storage(gradient, piece).any()) for piece in holdings[number])
-                found[number] = int(any_nonzero or any(rest))
+            gradient = gradients[plan.assignments[number].parameter]
+            found[number] = int(any_nonzero or (gradient is not None and _any_nonzero(gradient, holdings[number])))
     return torch.tensor(found, dtype=torch.uint8, device=device)
 
 
@@ -281,6 +280,10 @@ def _nonzero_on_device(planned: Planned, entries: Sequence[ParameterStep | None]
     else:
         look(found)
     return found
+
+
+def _any_nonzero(gradient: Tensor, parts: Sequence[Piece]) -> bool:
+    return any(bool(view_in_storage(gradient, piece).any()) for piece in parts)
 
 
 def _can_mark(gradients: Sequence[Tensor]) -> bool:
