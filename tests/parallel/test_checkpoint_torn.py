@@ -1,4 +1,4 @@
-"""A load that one rank cannot finish: every rank raises, and none steps or saves what is half old and half new."""
+"""A load or a save that one rank cannot finish: every rank raises, and none steps or saves what is half loaded."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import muonmesh as mm
+from muonmesh.checkpoint import record
 from tests.workers import Pool
 
 
@@ -73,6 +74,30 @@ def test_a_load_that_one_rank_cannot_finish_is_told_on_all_and_marks_all(workers
     for said in (first, second):
         for each in said[1:]:
             assert "a load of a checkpoint that was interrupted while it wrote" in each
+
+
+def without_memory(path: str) -> str:
+    """What this rank is told by a save for which rank 1 has no memory."""
+
+    def refuse(*_: Any) -> None:
+        raise MemoryError("no room for a copy")
+
+    model, optimizer = stepped()
+    written = record._written
+    record._written = refuse if dist.get_rank() == 1 else written  # type: ignore[assignment]
+    try:
+        mm.checkpoint.save(path, model, optimizer)
+    except Exception as error:
+        return str(error)
+    finally:
+        record._written = written
+    return ""
+
+
+def test_a_save_for_which_one_rank_has_no_memory_is_told_on_all(workers: Any, tmp_path: Path) -> None:
+    said = workers(2).run(without_memory, str(tmp_path / "saved"))
+    assert said == ["rank 1: MemoryError: no room for a copy", "no room for a copy"]
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.filterwarnings("error")

@@ -66,7 +66,7 @@ def save(path: str | os.PathLike[str], model: nn.Module, optimizer: Any) -> None
         trained = [record for record in records if record.group]
         said = agreed(lambda: ({each.name: _digest(each) for each in records}, settings_of(trained)), kind=StateError)
         settled(lambda: _check_alike([digests for digests, _ in said], trained))
-        tensors = {name: share for record in records for name, share in record.shares()}
+        tensors = settled(lambda: {name: share for record in records for name, share in record.shares()})
         write(path, tensors, merged([settings for _, settings in said]))
 
 
