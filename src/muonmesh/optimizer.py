@@ -351,7 +351,7 @@ class Muon(torch.optim.Optimizer):
             rule = settings.rules[some[0].member.group]
             elementwise.append(partial(step_elementwise, rule, some, precision, flags, squares, offload))
         work = kind(ready, elementwise, squares)
-        runtime.interrupted = f"step {exchange.wire.steps} of this plan"
+        runtime.interrupted = f"a step (number {exchange.wire.steps} of this plan)"
         yield planned, exchange, work
         ready.finish()
         runtime.wrote = ready.blocks

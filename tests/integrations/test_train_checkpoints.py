@@ -10,7 +10,7 @@ import pickle
 import resource
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -241,6 +241,21 @@ def test_a_damaged_checkpoint_is_one_sentence_on_every_rank_before_anything_chan
         assert expected in message
         assert str(tmp_path) in message
         assert "\n" not in message
+        assert same
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_a_step_beyond_the_last_is_refused(
+    saved: Callable[[Parallel], Path], pool: Pool, tmp_path: Path
+) -> None:
+    shutil.copytree(saved("fsdp"), tmp_path / "run")
+    shutil.copy(tmp_path / "run" / "config.json", tmp_path / "config.json")
+    settings = replace(load_settings(tmp_path), out=str(tmp_path / "run"))
+    place = checkpoints_of(tmp_path / "run", "muon")
+    (place / f"step-{settings.steps:08d}").rename(place / f"step-{settings.steps + 5:08d}")
+    settings.save({})
+    for message, same in pool.run(restore, tmp_path / "run"):
+        assert f"found a checkpoint of step {settings.steps + 5}; needed none above step {settings.steps}" in message
         assert same
 
 

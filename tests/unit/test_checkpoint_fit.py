@@ -296,7 +296,7 @@ def test_a_step_that_was_interrupted_is_not_saved_until_state_is_loaded(
         patch.setattr(ReadyParameters, "finish", interrupt)
         with pytest.raises(KeyboardInterrupt):
             advance(model, optimizer, 1)
-    with pytest.raises(mm.StateError, match=r"a step that was interrupted while it wrote"):
+    with pytest.raises(mm.StateError, match=r"a step \(number 2 of this plan\) that was interrupted while it wrote"):
         mm.checkpoint.save(tmp_path / "torn", model, optimizer)
     assert not (tmp_path / "torn").exists()
     mm.checkpoint.load(tmp_path / "whole", model, optimizer)
@@ -331,7 +331,7 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     ),
     "too much": (
         lambda state: state["state"]["norm.bias"].update(stuff=torch.ones(5)),
-        "norm.bias: found 'stuff' in its state; needed tensors by the names step, exp_avg, exp_avg_sq",
+        "norm.bias: found 'stuff' in its state; needed only step, exp_avg, exp_avg_sq, which this optimizer reads",
     ),
 }
 

@@ -23,6 +23,7 @@ from muonmesh.cli.failure import first_failure, make_room, record_failure
 from muonmesh.cli.lock import LOCK_FILE, locked
 from muonmesh.cli.metrics_log import cut_metrics, read_metrics
 from muonmesh.cli.model import check_model
+from muonmesh.cli.run import _environment
 from muonmesh.cli.run_settings import Settings, load_settings
 from muonmesh.cli.summary import summarise
 from muonmesh.errors import FileError
@@ -108,7 +109,19 @@ def test_a_misspelt_setting_is_told(tmp_path: Path) -> None:
         load_settings(tmp_path)
 
 
+def test_settings_that_were_changed_after_the_run_had_begun_are_refused(tmp_path: Path) -> None:
+    Settings(out=str(tmp_path)).save(_environment(Settings(out=str(tmp_path))))
+    content = json.loads((tmp_path / "config.json").read_text())
+    for changed in ({"seed": 7}, {"steps": 900}, {"model": "nano"}, {"data": ["elsewhere"]}):
+        (tmp_path / "config.json").write_text(json.dumps({**content, **changed}))
+        with pytest.raises(FileError, match=r"config\.json: found settings that were changed after the run had begun"):
+            load_settings(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({**content, "ranks": 4, "parallel": "ddp", "timeout": 9}))
+    assert load_settings(tmp_path, out="moved") == Settings(out="moved", ranks=4, parallel="ddp", timeout=9)
+
+
 WRONG: dict[str, Any] = {
+    "clip": 1e300,
     "steps": "many",
     "ranks": True,
     "lr": float("nan"),

@@ -38,6 +38,23 @@ def test_the_short_option_shows_help_that_fits_a_terminal_and_ends_in_examples(c
     assert f"muonmesh {command}".strip() in text.partition("Examples:")[2], f"{command}: give app.command an epilog"
 
 
+@pytest.mark.parametrize(
+    "line",
+    ["--help", *(pytest.param(x, marks=pytest.mark.soak) for x in ("--version", "plan --model nano --mesh fsdp=2"))],
+)
+def test_output_that_a_full_disk_loses_is_told_and_output_that_nobody_reads_is_not(line: str) -> None:
+    command = [sys.executable, "-m", "muonmesh", *line.split()]
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    told = "muonmesh: stdout could not be written: the disk is full. Free some space\n"
+    assert (ended.returncode, ended.stderr) == (1, told)
+    reading, writing = os.pipe()
+    os.close(reading)
+    ended = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writing)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
 @pytest.mark.parametrize("command", ["", *COMMANDS])
 def test_each_example_names_options_that_there_are(command: str) -> None:
     examples = shown(*command.split(), "-h", width=200).partition("Examples:")[2].splitlines()

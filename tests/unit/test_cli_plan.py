@@ -108,8 +108,9 @@ def test_a_rule_has_its_own_flops_and_memory() -> None:
 
 WRONG = {
     "--model nano --mesh fsdp=2 --rule nothing": r"rule: found 'nothing'; needed one of muon, normuon",
-    "--model nano --mesh fsdp": r"--mesh fsdp: found 'fsdp'; needed a whole number of at least 1. Write: --mesh",
-    "--model nano --mesh hsdp=8": r"found 'hsdp=8'; needed replicas x shards, two whole numbers",
+    "--model nano --mesh fsdp": r"--mesh fsdp: found 'fsdp'; needed a whole number from 1 to 1,048,576. Write: --mesh",
+    "--model nano --mesh fsdp=99999999999999999999": r"needed a whole number from 1 to 1,048,576. Write: --mesh",
+    "--model nano --mesh hsdp=8": r"found 'hsdp=8'; needed replicas x shards, two whole numbers from 1 to 1,048,576",
     "--model nano --mesh pp=2,fsdp=2": r"found 'pp=2'; .*give the ranks of one stage",
     "--model nano --mesh fsdp=2,hsdp=2x2": r"found two axes of fsdp; needed one of each",
     "--model nano --mesh fsdp=2000000": r"found 2,000,000 ranks; needed at most 1,048,576",

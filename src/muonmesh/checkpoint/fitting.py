@@ -44,8 +44,8 @@ class Fit:
     measured: list[tuple[Record, str]] = field(default_factory=list)
     told: str = ""
 
-    def check_counts(self) -> None:
-        """Look at what was read for whether it fits.
+    def check(self) -> None:
+        """Look at what was read for whether it fits, and warn where the run goes on with other bits.
 
         Raises:
             StateError: parameters of one flat tensor have taken different numbers of steps, or running norms of other
@@ -66,6 +66,8 @@ class Fit:
                 found = f"{part.key} {count:g}, and {expected:g} of {first}, which is in the same flat tensor"
                 needed = "one count for all of a flat tensor"
                 raise StateError(explain_error(record.name, found, needed, "Load it into a layout that is not flat"))
+        if self.told and this_rank() == 0:
+            warn(self.told)
 
     def write(self) -> None:
         """Write everything that was read."""
@@ -75,8 +77,6 @@ class Fit:
             record.take_state(part, None if key is None else self.shares.pop(key))
         for group, settings in self.settings:
             set_group(group, settings)
-        if self.told and this_rank() == 0:
-            warn(self.told)
 
 
 def fit(

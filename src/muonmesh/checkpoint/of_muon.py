@@ -23,7 +23,7 @@ class OfMuon:
         self.runtime: Runtime = optimizer._runtime
 
     def refuse_if_interrupted(self) -> None:
-        """Raise StateError if a step was interrupted while it wrote, and no state has been loaded since."""
+        """Raise StateError if a step or a load was interrupted while it wrote, and no state has been loaded since."""
         self.runtime.refuse_if_interrupted()
 
     @plain_modes()
@@ -44,6 +44,10 @@ class OfMuon:
         if runtime.precision.int8:
             widen_state(optimizer.state, planned, runtime.wrote)
         return records_of(planned, optimizer, runtime.precision)
+
+    def checkpoint_changing(self) -> None:
+        """Take note that `muonmesh.checkpoint.load` begins to write."""
+        self.runtime.interrupted = "a load of a checkpoint"
 
     def checkpoint_restored(self) -> None:
         """Take note that `muonmesh.checkpoint.load` has written weights, state and settings."""

@@ -194,7 +194,7 @@ class Recorded(Protocol):
     """An optimizer that can be saved, or an object that holds one. No method communicates, except `whole`."""
 
     def refuse_if_interrupted(self) -> None:
-        """Raise StateError if a step was interrupted while it wrote, and no state has been loaded since."""
+        """Raise StateError if a step or a load was interrupted while it wrote, and no state has been loaded since."""
 
     def checkpoint_records(self) -> list[Record]:
         """Return all parameters that this rank steps, with what the optimizer keeps of them.
@@ -202,6 +202,9 @@ class Recorded(Protocol):
         Raises:
             StateError: it keeps something that nobody reads.
         """
+
+    def checkpoint_changing(self) -> None:
+        """Take note that weights, state and settings are written; until `checkpoint_restored`, they are torn."""
 
     def checkpoint_restored(self) -> None:
         """Take note that weights, state and settings were replaced."""

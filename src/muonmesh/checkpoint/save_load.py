@@ -66,7 +66,7 @@ def save(path: str | os.PathLike[str], model: nn.Module, optimizer: Any) -> None
         trained = [record for record in records if record.group]
         said = agreed(lambda: ({each.name: _digest(each) for each in records}, settings_of(trained)), kind=StateError)
         settled(lambda: _check_alike([digests for digests, _ in said], trained))
-        tensors = {name: share for record in records for name, share in record.shares()}
+        tensors = settled(lambda: {name: share for record in records for name, share in record.shares()})
         write(path, tensors, merged([settings for _, settings in said]))
 
 
@@ -75,7 +75,8 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Any, *, stri
     """Read what `save` wrote, under whatever layout, into this one; training then goes on as if it had never stopped.
 
     All ranks call it, as many as there are now. Everything is read into fresh memory and looked at first, so where
-    anything is wrong every rank raises, and nothing has changed. The settings of the groups are the saved ones
+    anything is wrong every rank raises, and nothing has changed. Should a rank fail while it writes, every rank raises,
+    and none of them steps or saves before it has loaded a checkpoint. The settings of the groups are the saved ones
     afterwards, the learning rate among them, as with torch's ``load_state_dict``; set others after loading. Weights are
     never rounded to a lower precision than they were saved in; momentum takes this optimizer's ``state_dtype``.
 
@@ -104,9 +105,14 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Any, *, stri
         names = {name for some in tell_all([record.name for record in records]) for name in some}
         found = settled(lambda: fit(path, contents.held, contents.settings, records, names, strict=strict))
         contents.read(dict(found.shares), wrong=_wrong)
-        settled(found.check_counts)
-        found.write()
-        give_back(extra, {record.name for record in found.weights})
+        settled(found.check)
+
+        def change() -> None:
+            found.write()
+            give_back(extra, {record.name for record in found.weights})
+
+        host.checkpoint_changing()
+        settled(change)
     host.checkpoint_restored()
 
 

@@ -21,7 +21,20 @@ def versions() -> str:
 
 
 def main() -> None:
-    """Entry point of the ``muonmesh`` script; exits with 2 and a remedy where the extra is missing."""
+    """Entry point of the ``muonmesh`` script; exits with 1 where its output was lost, but for a training's."""
+    from muonmesh.cli.terminal import complain, print_plainly
+
+    print_plainly()
+    try:
+        run_command()
+    finally:
+        sys.stdout.flush()
+        if getattr(sys.stdout, "full", False) and sys.argv[1:2] != ["train"]:  # whose directory has all of it
+            raise SystemExit(complain("", "stdout could not be written: the disk is full. Free some space", code=1))
+
+
+def run_command() -> None:
+    """Run what the arguments say; exits with 2 and a remedy where the extra is missing."""
     if sys.argv[1:] == ["--version"]:  # without the extra, and without torch
         print(versions())
         return
@@ -34,7 +47,5 @@ def main() -> None:
         raise SystemExit(2)
     gc.disable()  # this process starts others and waits: looking for cycles in what it imports is a tenth of its work
     from muonmesh.cli.app import app
-    from muonmesh.cli.terminal import print_plainly
 
-    print_plainly()
     app(prog_name="muonmesh")

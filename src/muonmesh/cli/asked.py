@@ -9,9 +9,7 @@ from typing import Any
 
 import torch
 
-from muonmesh.cli.run_settings import CONFIG_FILE, Settings, load_settings, option
-
-MAY_CHANGE_ON_RESUME = {"ranks", "parallel", "timeout"}  # a checkpoint has no world size
+from muonmesh.cli.run_settings import CONFIG_FILE, MAY_CHANGE_ON_RESUME, Settings, load_settings, option
 
 
 def settings_of(values: dict[str, Any], resume: str | None, given: set[str]) -> tuple[Settings, bool]:

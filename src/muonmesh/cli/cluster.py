@@ -105,8 +105,8 @@ def _axes(option: str, text: str, *, known: tuple[str, ...], example: str) -> Ax
         kinds = HYBRID if name == "hsdp" else (name,)
         numbers = sizes.split("x")
         if len(numbers) != len(kinds) or not all(re.fullmatch(r"[1-9]\d{0,6}", number) for number in numbers):
-            needed = "replicas x shards, two whole numbers" if len(kinds) == 2 else "a whole number of at least 1"
-            raise fault(repr(part), needed)
+            needed = "replicas x shards, two whole numbers" if len(kinds) == 2 else "a whole number"
+            raise fault(repr(part), f"{needed} from 1 to {MOST_RANKS:,}")
         axes += zip(kinds, map(int, numbers), strict=True)
     doubles = [kind for number, (kind, _) in enumerate(axes) if kind in (other for other, _ in axes[:number])]
     if doubles:

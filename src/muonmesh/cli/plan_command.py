@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import MISSING, asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -56,7 +57,10 @@ class PlanRequest:
         "matrix, collective, message (seconds). Default: one H100.",
     )
     memory_budget_mb: float | None = setting(
-        None, WHAT, "MiB that a step may take beside weights, gradients and state. Default: the optimizer's.", least=0
+        None,
+        WHAT,
+        "MiB that a step may take beside weights, gradients and state. Default: the optimizer's.",
+        most=math.inf,
     )
     json: bool = setting(False, None, "Print every figure, and every owner, as JSON.")
 

@@ -39,7 +39,7 @@ def train_run(settings: Settings, *, resuming: bool) -> int:
     parameters = sum(p.numel() for p in check_model(settings).parameters())
     corpus = _read(settings, load_corpus_of(run) if resuming else None)
     with locked(run, option="--resume" if resuming else "--out"):
-        settings.save(load_config(run)["environment"] if resuming else _environment())
+        settings.save(load_config(run)["environment"] if resuming else _environment(settings))
         save_corpus_of(run, corpus)
         make_console().print(_headline(settings, parameters, corpus), soft_wrap=True)
         return _launch(run, settings)
@@ -99,8 +99,9 @@ def _launch(run: Path, settings: Settings) -> int:
     return 130 if stopped else 0
 
 
-def _environment() -> dict[str, Any]:
+def _environment(settings: Settings) -> dict[str, Any]:
     return {
+        "digest": settings.digest,
         "command": shlex.join(["muonmesh", *sys.argv[1:]]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "python": platform.python_version(),

@@ -6,6 +6,7 @@ Commands take their options from the fields. `config.json` holds the settings of
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import math
 import types
@@ -27,6 +28,7 @@ REPLICAS = 2  # of the model, under hsdp
 MOST_RANKS = 1024  # 100,000 have taken all memory of a machine before the first failed
 MOST = 2**31 - 1  # beyond it, sizes and positions stop being exact or possible
 CONFIG_FILE = "config.json"
+MAY_CHANGE_ON_RESUME = {"ranks", "parallel", "timeout"}  # a checkpoint has no world size
 PLAIN: dict[type, str] = {bool: "true or false", str: "text", Path: "a path"}  # kinds by their names in messages
 WHAT, HOW, WHERE, OUTPUT = "What to learn", "How to learn", "Where to run", "What to keep"
 
@@ -39,7 +41,7 @@ class Option:
         help: The help text.
         panel: The heading under which the help text stands; None for the common one.
         asked: The type on the command line, where the machine or other options decide about an option that is left out.
-        least, most: The smallest and the largest whole number.
+        least, most: The smallest whole number, and the largest number of any kind.
         positive: Whether a number of any kind must be above zero.
     """
 
@@ -47,7 +49,7 @@ class Option:
     panel: str | None
     asked: Any = None
     least: int = 1
-    most: int = MOST
+    most: float = MOST
     positive: bool = False
 
     def needed(self, kind: Any, value: object) -> str:
@@ -65,10 +67,11 @@ class Option:
             return "" if isinstance(value, kind) and "\0" not in str(value) else PLAIN[kind]
         if kind is float:
             good = is_finite(value) and (value > 0 if self.positive else value >= 0)  # type: ignore[operator]
-            return "" if good else "a positive, finite number" if self.positive else "zero or more, and finite"
-        if not is_whole(value) or value < self.least:  # type: ignore[operator]
+            if not good:
+                return "a positive, finite number" if self.positive else "zero or more, and finite"
+        elif not is_whole(value) or value < self.least:  # type: ignore[operator]
             return f"a whole number of at least {self.least}"
-        return "" if value <= self.most else f"a whole number of at most {self.most}"  # type: ignore[operator]
+        return "" if value <= self.most else f"a{'' if kind is float else ' whole'} number of at most {self.most}"  # type: ignore[operator]
 
 
 def setting(default: Any, panel: str | None, help: str, **of_values: Any) -> Any:
@@ -205,6 +208,12 @@ class Settings:
         return self.lr if optimizer == "muon" else self.adamw_lr
 
     @property
+    def digest(self) -> str:
+        """A digest of what stays as it is from the first step of a run to its last."""
+        kept = {name: value for name, value in asdict(self).items() if name not in {*MAY_CHANGE_ON_RESUME, "out"}}
+        return hashlib.sha256(json.dumps(kept).encode()).hexdigest()
+
+    @property
     def directory(self) -> Path:
         """Where the run writes."""
         return Path(self.out)
@@ -228,7 +237,7 @@ def load_settings(directory: Path, **changes: Any) -> Settings:
     """
     path = directory / CONFIG_FILE
     content = load_config(directory)
-    del content["environment"]
+    began = content.pop("environment").get("digest")
     known = {field.name for field in fields(Settings)}
     for name in sorted(known ^ content.keys()):
         found = f"no {name!r}" if name in known else f"{name!r}, which means nothing"
@@ -238,6 +247,9 @@ def load_settings(directory: Path, **changes: Any) -> Settings:
         settings = Settings(**values)
     except ValueError as error:
         raise FileError(f"{path}: {error}") from error
+    if began not in (None, settings.digest):
+        needed = "those it began with. Undo the change, or start a new run"
+        raise FileError(f"{path}: found settings that were changed after the run had begun; needed {needed}")
     return replace(settings, **changes)
 
 

@@ -7,7 +7,9 @@ import io
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import IO, TYPE_CHECKING, Any, cast
+from typing import IO, TYPE_CHECKING, Any, TextIO, cast
+
+from muonmesh.files import FULL
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -22,10 +24,11 @@ def print_plainly() -> None:
     """
     if os.environ.get("COLUMNS", "").isdigit() and int(os.environ["COLUMNS"]) == 0:
         del os.environ["COLUMNS"]
-    sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))  # noqa: SIM115
-    for stream in (sys.stdout, sys.stderr):
+    streams = [stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr)]  # noqa: SIM115
+    for stream in streams:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
+    sys.stdout, sys.stderr = (cast(TextIO, Lasting(stream)) for stream in streams)
 
 
 def make_console(*, record: bool = False) -> Console:
@@ -64,10 +67,13 @@ class Lasting:
     """A stream that goes on when nobody reads it any more: a terminal was closed, or ``head`` has seen enough.
 
     That is no reason to end a training. From then on what is written goes nowhere.
+
+    Attributes:
+        full: Whether something was lost that somebody will miss, since it went into a file and the disk is full.
     """
 
     def __init__(self, stream: IO[str]) -> None:
-        self._stream = stream
+        self._stream, self.full = stream, False
 
     def write(self, text: str) -> int:
         """Write, or forget."""
@@ -85,7 +91,8 @@ class Lasting:
         """Call, or send what the stream has not written yet and all that follows nowhere: Python flushes it at last."""
         try:
             call(*given)
-        except OSError:
+        except OSError as error:
+            self.full = error.errno in FULL
             with contextlib.suppress(OSError, ValueError):
                 nowhere = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(nowhere, self._stream.fileno())

@@ -24,7 +24,7 @@ from muonmesh.cli.metrics_log import TIMES, append_metrics
 from muonmesh.cli.model import build_model
 from muonmesh.cli.progress import ProgressLine
 from muonmesh.cli.run_settings import Optimizer, ScheduleName, Settings, option
-from muonmesh.errors import FileError
+from muonmesh.errors import FileError, explain_error
 
 WSD_DECAY_SHARE = 0.2  # warmup-stable-decay (arXiv 2404.06395): the last fifth goes down to zero
 
@@ -101,6 +101,10 @@ class Training:
         """
         step = self.checkpoints.latest()
         if step is not None:
+            if step > self.settings.steps:
+                found, needed = f"a checkpoint of step {step}", f"none above step {self.settings.steps}, the last one"
+                write = "Move the checkpoint away"
+                raise FileError(explain_error(str(self.checkpoints.directory), found, needed, write))
             self.checkpoints.load(step, self.engine)
             self.start = step
 

@@ -74,7 +74,7 @@ class Runtime:
         offload: Whether a step works on copies of the state; None: only if the state is kept away from the parameters.
         brought_back: The event after which the host may read state that was copied back; None: it may now.
         stopped: Whether the last step changed nothing; a 0-d bool tensor where the host did not wait for the flags.
-        interrupted: What interrupted a step that had begun to write; None: nothing did.
+        interrupted: The step or the load that has begun to write and not ended; None: there is none.
         source: Where gradients, names and process groups come from.
         machine: How many ranks each machine has, if all ranks agree; 0: all are in one, or it is not known.
         asked: The ``kernels`` that the user set; those that all ranks use are in `precision`.
@@ -125,10 +125,10 @@ class Runtime:
         return self.found_group if self.process_group == "auto" else self.process_group
 
     def refuse_if_interrupted(self) -> None:
-        """Raise StateError if a step was interrupted while it wrote, and no state has been loaded since."""
+        """Raise StateError if a step or a load was interrupted while it wrote, and no state has been loaded since."""
         if self.interrupted is not None:
-            found = f"a step that was interrupted while it wrote ({self.interrupted}), so some weights and their "
-            found += "state are a step ahead of others"
+            found = f"{self.interrupted} that was interrupted while it wrote, so some weights and their state are of "
+            found += "another step than others"
             write = "Load model and optimizer from a checkpoint (load_state_dict; a new optimizer for "
             write += "torch.distributed.checkpoint)"
             raise StateError(explain_error("the optimizer", found, "those of one step", write))

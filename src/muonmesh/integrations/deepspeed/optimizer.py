@@ -200,7 +200,7 @@ class EngineMuon(torch.optim.Optimizer):
         return super().state_dict()
 
     def refuse_if_interrupted(self) -> None:
-        """Raise StateError if a step was interrupted while it wrote, and no state has been loaded since."""
+        """Raise StateError if a step or a load was interrupted while it wrote, and no state has been loaded since."""
         for call in self.calls:
             OfMuon(call.muon).refuse_if_interrupted()
 
@@ -226,6 +226,11 @@ class EngineMuon(torch.optim.Optimizer):
     def renamed(self, model: nn.Module) -> dict[str, str]:
         """Return what a checkpoint calls the experts of this rank, by the names that the model has for them."""
         return expert_names(model)
+
+    def checkpoint_changing(self) -> None:
+        """Take note that `muonmesh.checkpoint.load` begins to write."""
+        for call in self.calls:
+            OfMuon(call.muon).checkpoint_changing()
 
     def checkpoint_restored(self) -> None:
         """Let the engine compute with the weights that `muonmesh.checkpoint.load` has written."""
