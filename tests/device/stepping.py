@@ -171,7 +171,8 @@ def simulated(case: Case, seed: int) -> Found:
 
 def differing(case: Case, found: Found) -> list[str]:
     """Return which tensors differ by more than the last bits, in which torch's own operations differ."""
-    rounding = 0.02 if case.dtype == torch.bfloat16 else 1e-5
+    # A rank may hold one number, and torch's fused AdamW of a device rounds each step of bf16 by an ulp more or less.
+    rounding = 0.04 if case.dtype == torch.bfloat16 else 1e-5
     numbers = expected(case)
     if numbers.keys() != found.tensors.keys():
         return sorted(numbers.keys() ^ found.tensors.keys())
