@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import muonmesh as mm
 from muonmesh.checkpoint import record
+from muonmesh.checkpoint.manifest import REMEDY, unreadable
 from tests.workers import Pool
 
 
@@ -116,3 +117,29 @@ def test_a_warning_that_is_made_an_error_comes_before_anything_is_written(
         mm.checkpoint.load(tmp_path / "saved", model, optimizer)
     assert all(map(torch.equal, before, model.parameters()))
     step(model, optimizer)
+
+
+def with_another_optimizer(path: str) -> list[str]:
+    """What this rank is told where rank 1 gives an optimizer that cannot be saved, and loaded."""
+    model, optimizer = stepped()
+    mm.checkpoint.save(path, model, optimizer)
+    given: Any = torch.optim.SGD(model.parameters()) if dist.get_rank() == 1 else optimizer
+    said = []
+    for call in (mm.checkpoint.save, mm.checkpoint.load):
+        with pytest.raises((mm.StateError, TypeError)) as told:
+            call(path, model, given)
+        said.append(str(told.value))
+    mm.checkpoint.load(path, model, optimizer)
+    return said
+
+
+def test_an_optimizer_that_is_wrong_on_one_rank_is_told_on_all(workers: Any, tmp_path: Path) -> None:
+    first, second = workers(2).run(with_another_optimizer, str(tmp_path / "saved"))
+    assert all("SGD" in said for said in second)
+    assert first == [f"rank 1: {said}" for said in second]
+
+
+def test_what_another_user_may_read_is_not_called_damaged() -> None:
+    denied = str(unreadable("weights.distcp:", PermissionError(13, "Permission denied")))
+    assert denied == "weights.distcp: could not be read: Permission denied. Let the user of this process read it"
+    assert str(unreadable("weights.distcp:", OSError(5, "Input/output error"))).endswith(REMEDY)

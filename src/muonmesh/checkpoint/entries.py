@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as torch_load
 from torch.distributed.checkpoint.utils import _ReaderView
 
 from muonmesh.checkpoint.archive import read_undamaged
-from muonmesh.checkpoint.manifest import MANIFEST_FILE, REMEDY
+from muonmesh.checkpoint.manifest import MANIFEST_FILE, REMEDY, unreadable
 from muonmesh.checkpoint.ranks import together
 from muonmesh.comm.storage import this_rank, world_size
 from muonmesh.errors import FileError
@@ -105,7 +105,7 @@ class CheckpointReader(FileSystemReader):
                 with path.open("rb") as file:
                     tensor = read_undamaged(_Piece(file, place.offset, place.length))
             except Exception as error:  # what damaged bytes make of the reader
-                raise FileError(f"{path}: {name} could not be read: {reason(error)}. {REMEDY}") from error
+                raise unreadable(f"{path}: {name}", error) from error
             expected = _told(chunk.sizes, entry.properties.dtype)
             is_tensor = type(tensor) is Tensor and tensor.layout is torch.strided
             told = _told(tensor.shape, tensor.dtype) if is_tensor else f"a {type(tensor).__name__}"

@@ -36,6 +36,12 @@ def entry_of(path: Path) -> Entry:
         return file.tell(), digest
 
 
+def unreadable(what: str, error: Exception) -> FileError:
+    """Return the error for what could not be read. What another user may read is not damaged, so it stays."""
+    remedy = "Let the user of this process read it" if isinstance(error, PermissionError) else REMEDY
+    return FileError(f"{what} could not be read: {reason(error)}. {remedy}")
+
+
 def write_manifest(folder: Path, entries: dict[str, Entry]) -> None:
     """Write down what the files of a checkpoint are; an OSError where it cannot be written."""
     files = {name: {"bytes": size, "sha256": digest} for name, (size, digest) in sorted(entries.items())}
@@ -84,7 +90,7 @@ def check_entries(folder: Path, entries: dict[str, Entry], names: Iterable[str])
         try:
             size, digest = entry_of(path)
         except OSError as error:
-            raise FileError(f"{path}: could not be read: {reason(error)}. {REMEDY}") from error
+            raise unreadable(f"{path}:", error) from error
         expected_size, expected_digest = entries[name]
         if size != expected_size:
             raise FileError(f"{path}: found {size} bytes; needed {expected_size}, as {MANIFEST_FILE} says. {REMEDY}")

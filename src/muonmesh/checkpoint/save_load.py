@@ -54,7 +54,7 @@ def save(path: str | os.PathLike[str], model: nn.Module, optimizer: Any) -> None
         FileError: the folder could not be written.
         TypeError: the optimizer is none of these.
     """
-    host = recorded(optimizer)
+    host = settled(lambda: recorded(optimizer))
     reshard(model)
 
     def collect() -> tuple[list[Record], Extra]:
@@ -96,7 +96,7 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Any, *, stri
         FileError: on every rank: there is no whole checkpoint.
         TypeError: the optimizer is none that `save` takes.
     """
-    host = recorded(optimizer)
+    host = settled(lambda: recorded(optimizer))
     reshard(model)
     contents = look(path)
     check_saved(contents.folder / SETTINGS_FILE, contents.settings)
