@@ -175,7 +175,9 @@ def kind_of(path: Path) -> str:
     try:
         mode = path.stat().st_mode
     except OSError as error:
-        return "a link to nothing" if path.is_symlink() else reason(error)
+        if isinstance(error, FileNotFoundError):
+            return "a link to nothing" if path.is_symlink() else "nothing there"
+        return reason(error)
     for test, name in (
         (stat.S_ISREG, "a file"),
         (stat.S_ISDIR, "a folder"),

@@ -457,7 +457,8 @@ def _check_keys(where: str, group: Mapping[str, Any]) -> None:
         meant = _OTHER_NAMES.get(key) or next(iter(difflib.get_close_matches(str(key), _GROUP_KEYS, 1, 0.8)), None)
         if meant is not None:
             raise ValueError(explain_error(where, f"the key {key!r}", f"{meant!r}", "Rename it"))
-        nearest = next(iter(difflib.get_close_matches(str(key), _GROUP_KEYS, 1, 0.0)))
+        ours = [name for name in rule.settings() if str(key) in name]  # beta2: normuon_beta2
+        nearest = next(iter(ours or difflib.get_close_matches(str(key), _GROUP_KEYS, 1, 0.0)))
         found, needed = f"the key {key!r}, which nobody reads", f"a setting (the nearest is {nearest!r})"
         write = f"Remove it or, if a framework of yours reads it, write muonmesh.settings.FOREIGN_KEYS.add({key!r})"
         raise ValueError(explain_error(where, found, needed, write))

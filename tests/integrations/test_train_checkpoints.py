@@ -189,10 +189,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "cut": (cut, "__0_0.distcp: found"),
     "cut with a forged manifest": (lambda place: (cut(place), forge_manifest(place)), "__0_0.distcp: found"),
     "no manifest": (lambda place: (place / MANIFEST_FILE).unlink(), f"{MANIFEST_FILE}: could not be read: No such"),
-    "missing": (lambda place: (place / "__1_0.distcp").unlink(), "__1_0.distcp: found No such file or directory"),
+    "missing": (lambda place: (place / "__1_0.distcp").unlink(), "__1_0.distcp: found nothing there"),
     "metadata": (lambda place: (place / ".metadata").write_bytes(b"garbage"), ".metadata: found 7 bytes"),
     "manifest": (lambda place: (place / MANIFEST_FILE).write_text("{"), f"{MANIFEST_FILE}: not JSON"),
-    "no settings": (lambda place: (place / "settings.json").unlink(), "settings.json: found No such file or directory"),
+    "no settings": (lambda place: (place / "settings.json").unlink(), "settings.json: found nothing there"),
     "settings of text": (settings("groups"), "settings.json: not JSON"),
     "settings without groups": (settings("{}"), "settings.json['groups']: found nothing; needed a list"),
 }

@@ -39,7 +39,7 @@ def save(path: Path, generation: int) -> None:
 def generation_at(path: Path) -> int:
     """Which one is there, all of it; 0 where there is none."""
     if not os.path.lexists(found_at(path)):
-        with pytest.raises(FileError, match="found No such file or directory; needed the folder of a checkpoint"):
+        with pytest.raises(FileError, match="found nothing there; needed the folder of a checkpoint"):
             look(path)
         return 0
     held = tensors(0)

@@ -161,7 +161,7 @@ CHANGES: dict[str, tuple[Callable[[Any], None], str]] = {
     "above": (lambda m: leave(m, "../other.distcp"), r"it names the file '\.\./other\.distcp'"),
     "absolute": (lambda m: leave(m, "/etc/passwd"), r"it names the file '/etc/passwd'"),
     "hidden": (lambda m: leave(m, ".metadata"), r"it names the file '\.metadata'"),
-    "absent": (lambda m: leave(m, "__7_0.distcp"), r"__7_0\.distcp: found No such file"),
+    "absent": (lambda m: leave(m, "__7_0.distcp"), r"__7_0\.distcp: found nothing there"),
     "half": (halve, r"a piece of model\.weight is missing"),
     "twice": (twice, r"two pieces of model\.weight overlap"),
     "outside": (outside, r"a piece of model\.weight lies outside"),

@@ -82,7 +82,6 @@ def test_every_test_that_the_documents_name_exists() -> None:
 
 def test_the_page_about_gpu_results_names_what_runs() -> None:
     page = (ROOT / "docs" / "gpu-results.md").read_text()
-    assert set(re.findall(r"`(test_\w+\.py)`", page)) == {path.name for path in (ROOT / "tests/gpu").glob("test_*.py")}
     template = (ROOT / ".github" / "ISSUE_TEMPLATE" / "gpu-result.md").read_text()
     for text in (page, template):
         assert "make test-gpu" in text

@@ -176,14 +176,14 @@ def test_what_is_whole_is_told_and_every_tensor_named(name: str, tmp_path: Path)
     [
         ("ours", flip, "__0_0.distcp: its content has changed"),
         ("ours", cut, "__0_0.distcp: found"),
-        ("ours", lose, "__0_0.distcp: found No such file"),
+        ("ours", lose, "__0_0.distcp: found nothing there"),
         ("ours", link, "__0_0.distcp: found a link"),
         ("ours", act, ".metadata: not what a training writes: it names posix.mkdir"),
         ("ours", lambda path: (path / MANIFEST_FILE).write_text("{"), "manifest.json: not JSON"),
         ("ours", lambda path: (path / "settings.json").write_text("{"), "settings.json: not JSON"),
         ("ours", lambda path: (path / "settings.json").write_text("{}"), "settings.json['groups']: found nothing"),
         ("plain", cut, "__0_0.distcp: found"),
-        ("plain", lose, "__0_0.distcp: found No such file"),
+        ("plain", lose, "__0_0.distcp: found nothing there"),
         ("plain", act, ".metadata: not what a training writes: it names posix.mkdir"),
         ("archive", flip, "found another checksum of s/data/0"),
         ("archive", cut, "found"),
@@ -220,7 +220,7 @@ def test_what_is_no_checkpoint_is_told_as_such(tmp_path: Path) -> None:
     (tmp_path / "folder" / "notes.txt").write_text("hello")
     (tmp_path / "pickle").write_bytes(pickle.dumps(Acts(tmp_path / "mark")))
     for name, told in (
-        ("nothing", "No such file or directory; needed a folder or a file"),
+        ("nothing", "nothing there; needed a folder or a file"),
         ("folder", "found 'notes.txt' in it; needed a checkpoint or a run"),
         ("folder/notes.txt", "found what torch.save does not write"),
         ("pickle", "it is a program, and is not opened"),

@@ -387,6 +387,23 @@ def test_steps_on_an_h100() -> None:
     assert missing(rows, (ROOT / "docs/internals/kernels.md").read_text()) == []
 
 
+def test_the_page_about_gpu_results_has_both() -> None:
+    rows, torchs = [], "torch.optim.Muon"
+    for name, title in ON_A_GPU.items():
+        runs = (
+            ("h200", "muonmesh"),
+            ("h200", torchs),
+            ("h200_dion", "dion Muon"),
+            ("h100", "muonmesh"),
+            ("h100", torchs),
+        )
+        tables = [recorded(gpu)["tables"].get(name) for gpu, _ in runs]
+        found = [None if t is None else t["contenders"][who] for t, (_, who) in zip(tables, runs, strict=True)]
+        figures = ["–" if one is None else f"{one['median_ms']:.1f}" for one in found]
+        rows.append(f"| {title} | {' | '.join(figures)} |")
+    assert missing(rows, (ROOT / "docs/gpu-results.md").read_text()) == []
+
+
 def test_the_model_of_time_beside_steps_on_a_gpu() -> None:
     """The page's table is what the model says today, and no further from the measured steps than the page says."""
     page = (ROOT / "docs/internals/planning.md").read_text()

@@ -537,6 +537,14 @@ def test_a_rule_says_its_name_once() -> None:
     told = r"^register_rule\('no-step'\): found NoStep without an update of its own; needed one, .* Write def update"
     with pytest.raises(TypeError, match=told):
         register_rule("no-step")(NoStep)
+
+    @dataclass(frozen=True)
+    class Misspelt(mm.MuonRule):
+        def wole(self, update: Tensor, state: Any) -> Tensor:
+            return update
+
+    with pytest.raises(TypeError, match=r"found Misspelt.wole; needed a part that a step calls, such as 'whole'"):
+        register_rule("misspelt")(Misspelt)
     with pytest.raises(ValueError, match=r"algorithm='unheard of'; needed \"muon\" or .*\"normuon\""):
         mm.Muon([{"params": [nn.Parameter(torch.zeros(2, 2))], "algorithm": "unheard of"}])
 
@@ -758,6 +766,20 @@ def test_every_part_that_changes_numbers_is_overridden_by_a_rule_here() -> None:
         "turn",
     }  # what they say is read, or only told
     assert public - others == OWN_PARTS.keys()
+
+
+def test_a_rule_that_divides_by_the_norm_of_a_row_of_zeros_is_not_proved() -> None:
+    @register_rule("test-divides")
+    @dataclass(frozen=True)
+    class Divides(mm.MuonRule):
+        def whole(self, update: Tensor, state: Any) -> Tensor:
+            return update / update.norm(dim=-1, keepdim=True)
+
+    try:
+        with pytest.raises(AssertionError, match="weights are not finite in one process, as after a division"):
+            prove_rule(Divides, examples=10)
+    finally:
+        del RULES["test-divides"]
 
 
 @pytest.mark.parametrize("part", OWN_PARTS)

@@ -233,7 +233,7 @@ def _state_dict(
         for number, name in zip(numbers, group["param_names"], strict=True):
             recipient, remembered = recipients[name], found.get(name)
             if remembered is None:
-                needed = "what a step with a gradient left, on the rank that has it"
+                needed = "what its optimizer keeps after a step with a gradient"
                 write = "Hand over all optimizers of the model, and the files of all ranks"
                 raise StateError(explain_error(name, "no state of it in the source", needed, write))
             if remembered.algorithm != algorithm:

@@ -65,7 +65,8 @@ def configuration(model: str, *, vocab: int, seq: int) -> Any:
         raise
     except Exception as error:  # each of some four hundred classes looks at its fields in its own way
         raise FileError(
-            f"--model {model}: {sentence(error)}. Needed a preset ({', '.join(PRESETS)}), the path of a "
+            f"--model {model}: {sentence(error)}. Needed a preset ({', '.join(PRESETS)}), a known "
+            f"model ({', '.join(KNOWN)}), the path of a "
             "transformers config.json, or a model type such as gpt2."
         ) from error
     layers = getattr(config.get_text_config(), "num_hidden_layers", 1)

@@ -81,7 +81,7 @@ def prove_rule(
         What was tried and held, as a sentence to print: the ranks, the layouts and the shapes.
 
     Raises:
-        AssertionError: on every rank, naming the part of the rule or the case, and what differs.
+        AssertionError: on every rank, naming the part of the rule or the case, and what differs or is not finite.
         ValueError: the rule is not registered.
     """
     if isinstance(rule, str):
@@ -163,10 +163,12 @@ def _differences(
     (cpu, differing), (device, differing_there) = (
         _stepped(case, group, layout, storage, together=together) for together in (False, True)
     )
+    infinite = [key for key in cpu if not bool((cpu[key].isfinite() & device[key].isfinite()).all())]
     far = []
     if case.options["compute_dtype"] == torch.float32:  # in bf16 a device rounds the product of update and step
         far = [key for key, value in cpu.items() if (device[key] - value).abs().max() > _FAR * value.abs().max()]
     for wrong, told in (
+        (infinite, "are not finite in one process, as after a division by the norm of a row of zeros,"),
         (differing, "differ from one process"),
         (differing_there, "differ from one process by the operations of a device"),
         (far, "differ between the operations of a device and those of a CPU"),

@@ -6,6 +6,7 @@ import importlib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import MISSING, fields
+from difflib import get_close_matches
 from importlib.metadata import entry_points
 from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
@@ -61,7 +62,8 @@ def register_rule(algorithm: str) -> Callable[[type[AnyRule]], type[AnyRule]]:
     Raises:
         ValueError: the name is taken by a rule of muonmesh, or `Rule.keeps` names a kind that does not exist.
         TypeError: what is decorated is no dataclass derived from `Rule` or `ElementwiseRule`, has only one of
-            `Rule.summands` and `Rule.apply_with`, or is an `ElementwiseRule` without `ElementwiseRule.update`.
+            `Rule.summands` and `Rule.apply_with`, has a method whose name is nearly that of a part, or is an
+            `ElementwiseRule` without `ElementwiseRule.update`.
     """
 
     def register(rule: type[AnyRule]) -> type[AnyRule]:
@@ -87,6 +89,12 @@ def register_rule(algorithm: str) -> Callable[[type[AnyRule]], type[AnyRule]]:
             where, found = f"register_rule({algorithm!r})", f"{rule.__name__} without an update of its own"
             write = "Write def update(self, gradient, state, count), which returns the step of each element"
             raise TypeError(explain_error(where, found, "one, which says what a step is", write))
+        parts = [name for name in dir(Rule if issubclass(rule, Rule) else ElementwiseRule) if not name.startswith("_")]
+        for name in vars(rule).keys() - parts - {field.name for field in fields(rule)}:
+            if not name.startswith("_") and (meant := get_close_matches(name, parts, 1, 0.8)):
+                where, needed = f"register_rule({algorithm!r})", f"a part that a step calls, such as {meant[0]!r}"
+                write = f"Rename it to {meant[0]}, or to a name that begins with an underscore"
+                raise TypeError(explain_error(where, f"{rule.__name__}.{name}", needed, write))
         with suppress(AttributeError):  # of a setting without a default: a group says it, and is checked too
             check_keeps(by_defaults(rule))
         RULES[algorithm] = rule

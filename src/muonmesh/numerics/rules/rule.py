@@ -210,27 +210,27 @@ class Rule(Hyperparameters):
         removes it.
 
         Args:
-            direction: Shape (batch, rows, cols), always out × in; fp32 or wider. You may write to it.
+            direction: Shape (1, rows, cols), always out × in; fp32 or wider. You may write to it.
             state: As in `whole`, which is called afterwards with the same state.
 
         Returns:
-            A tensor of shape (batch, rows, cols). It is rounded to the compute dtype.
+            A tensor of shape (1, rows, cols). It is rounded to the compute dtype.
         """
         return direction
 
     def whole(self, update: Tensor, state: Mapping[str, Tensor]) -> Tensor:
         """Change whole orthogonalized matrices before they are scattered and scaled, and return them.
 
-        You may use any operation: every layout passes the same matrix in the same memory order. On a CPU it passes one
-        matrix at a time, on one thread.
+        You may use any operation: every layout passes one matrix at a time, in the same memory order, and on a CPU on
+        one thread. Rows of zeros stay zero, so do not divide by their norm.
 
         Args:
-            update: Shape (batch, rows, cols), always out × in; fp32 or wider. You may write to it.
-            state: State in the dtype of ``update``, written in place. Its shape is (batch, rows, 1) for kind "rows",
-                (batch, 1, cols) for "cols", (batch, 1, 1) for "matrix", and (batch, rows, rows) for "rows×rows".
+            update: Shape (1, rows, cols), always out × in; fp32 or wider. You may write to it.
+            state: State in the dtype of ``update``, written in place. Its shape is (1, rows, 1) for kind "rows",
+                (1, 1, cols) for "cols", (1, 1, 1) for "matrix", and (1, rows, rows) for "rows×rows".
 
         Returns:
-            Shape (batch, rows, cols).
+            Shape (1, rows, cols).
         """
         return update
 
