@@ -1,0 +1,39 @@
+"""Profiled: the work of a step whose parts have names in torch's profiler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.profiler import record_function
+
+NAMES = {
+    "read": "gradients into matrices",
+    "orthogonalize": "orthogonalization",
+    "write": "updates into weights",
+    "run_local": "matrices that stay on this rank",
+    "step_elementwise": "AdamW",
+}
+"""The parts, and what a row of the profile calls them behind "muonmesh: "."""
+
+
+class Profiled:
+    """Stands for a step's work while somebody profiles, and names its parts.
+
+    Args:
+        work: What does the work.
+    """
+
+    def __init__(self, work: Any) -> None:
+        self._work = work
+
+    def __getattr__(self, name: str) -> Any:
+        part: Callable[..., Any] = getattr(self._work, name)
+        if name not in NAMES:
+            return part
+
+        def named(*given: Any) -> Any:
+            with record_function(f"muonmesh: {NAMES[name]}"):
+                return part(*given)
+
+        return named
