@@ -38,7 +38,7 @@ def from_model(
     Args:
         model: Any module, sharded or not.
         lr: Learning rate of both halves.
-        muon: Settings of Muon's groups alone, such as ``{"lr": 0.02}``; see `split_params`.
+        muon: Settings of Muon's groups alone, such as ``{"lr": 6e-4}``; see `split_params`.
         adamw: Settings of AdamW's groups alone; see `split_params`.
         overrides: Which parameters are treated otherwise, by name; see `split_params`.
         per_head: Which attention weights are one matrix for each head; see `split_params`.

@@ -173,6 +173,8 @@ _OTHER_NAMES = {
     "method": "ns_method",
     "mode": "scale_mode",
     "adjust_lr_fn": "scale_mode",
+    "cautious": "decay_mode",
+    "cautious_wd": "decay_mode",
     "bucket_cap_mb": "memory_budget_mb",
 }
 
@@ -370,6 +372,8 @@ def read_settings(lr: float | Tensor, given: MuonSettings) -> tuple[dict[str, An
     for name in rest.keys() - {*_TORCH_SWITCHES}:
         meant = _OTHER_NAMES.get(name) or next(iter(difflib.get_close_matches(name, ["lr", *SETTINGS], 1)), None)
         write = f"Leave {name}= out" if meant is None else f"Write {meant}="
+        if name in ("muon_lr", "adamw_lr"):
+            write = f'Write {name.removesuffix("_lr")}={{"lr": ...}} in from_model, or put it into a group'
         if readers := [rule for rule, known in RULES.items() if name in known.settings()]:
             write = f'Write rule="{readers[0]}", muon={{"{name}": ...}} in from_model, or put it into a group'
         raise TypeError(explain_error("Muon", f"the argument {name!r}", "an argument of muonmesh.Muon", write))

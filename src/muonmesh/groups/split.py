@@ -172,7 +172,7 @@ def split_params(
     Args:
         model: any module, whether or not it is on the meta device, sharded by `fully_shard`, or wrapped in
             DistributedDataParallel, torch.compile or activation checkpointing.
-        muon: settings for all groups of Muon, such as `{"lr": 0.02}`.
+        muon: settings for all groups of Muon, such as `{"lr": 6e-4}`.
         adamw: settings for all groups of AdamW. Norms, biases and other vectors keep weight decay 0 whatever is said
             here; only an override that names them changes it.
         overrides: canonical name or regular expression → "muon", "adamw", a rule, or a dict of settings that may hold

@@ -65,7 +65,7 @@ def get_megatron_optimizer(
         use_gloo_process_groups: Accepted for Megatron's callers. Nothing here needs such groups.
         pg_collection: Megatron's groups; None: those of `parallel_state`.
         dump_param_to_param_group_map: Must be None; ``optimizer.explain()`` tells more.
-        muon: Settings of Muon's groups, such as ``{"lr": 0.02, "momentum": 0.95}``, ``"rule"`` (see `Muon`), and of
+        muon: Settings of Muon's groups, such as ``{"lr": 6e-4, "momentum": 0.95}``, ``"rule"`` (see `Muon`), and of
             the optimizer as a whole: ``compute_dtype``, ``kernels``, ``state_dtype``,
             ``state_device``, ``memory_budget_mb``, ``shard_state``, ``cuda_graphs``.
         adamw: Settings of AdamW's groups.
@@ -194,7 +194,7 @@ def install(**settings: Any) -> None:
     ``--use-distributed-optimizer``::
 
         from muonmesh.integrations.megatron import install
-        install(muon={"lr": 0.02})
+        install(muon={"lr": 6e-4})
 
     Args:
         settings: The arguments that Megatron's function does not have: ``muon``, ``adamw``, ``overrides``,
