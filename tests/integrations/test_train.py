@@ -498,6 +498,17 @@ def test_a_checkpoint_has_no_world_size_and_what_follows_it_is_written_again(
 
 
 @pytest.mark.slow
+@pytest.mark.soak
+def test_a_run_without_checkpoints_says_that_it_begins_again(finished: Path, stopped: Path, runs: Path) -> None:
+    run = shutil.copytree(stopped, runs / "without-checkpoints")
+    shutil.rmtree(run / "checkpoints")
+    result = train("--resume", run)
+    assert result.returncode == 0, result.stderr
+    assert f"{run}: found no checkpoint of muon, which begins again at step 0" in result.stderr
+    assert losses(run) == losses(finished)
+
+
+@pytest.mark.slow
 def test_resume_keeps_the_settings_of_the_run(finished: Path) -> None:
     result = CliRunner().invoke(app, ["train", "--resume", str(finished), "--lr", "1"])
     assert result.exit_code == 2

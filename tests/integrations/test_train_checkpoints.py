@@ -321,6 +321,17 @@ def test_the_doctor_tells_of_a_run_and_its_checkpoints(saved: Callable[[Parallel
     assert f"{run}: a run of muonmesh train, whole" in text
     assert f"goes on with: muonmesh train --resume {run}" in text
     assert f"step-{STEP:08d}: a checkpoint of muonmesh.checkpoint.save, whole" in text
+    metrics = run / "metrics.jsonl"
+    before = metrics.read_text() if metrics.exists() else ""
+    metrics.write_text(before + "{oops\n")
+    code, text = doctor()
+    assert code == 1, text
+    assert "metrics.jsonl: line" in text
+    assert "goes on with" not in text
+    metrics.write_text(before)
+    moved = checkpoints_of(run, "muon").rename(tmp_path / "moved")
+    assert "has no checkpoint, so begins again with: muonmesh train --resume" in doctor()[1]
+    moved.rename(checkpoints_of(run, "muon"))
     place = checkpoints_of(run, "muon") / f"step-{STEP:08d}"
     (place.parent / ".step-00000009.writing").mkdir()
     cut(place)

@@ -19,7 +19,7 @@ from muonmesh.checkpoint.manifest import MANIFEST_FILE, SETTINGS_FILE, Entry, ch
 from muonmesh.checkpoint.metadata import METADATA_FILE, survey
 from muonmesh.checkpoint.place import found_at, numbered
 from muonmesh.cli.checkpoints import STEP, checkpoints_of
-from muonmesh.cli.metrics_log import METRICS_FILE
+from muonmesh.cli.metrics_log import METRICS_FILE, read_metrics
 from muonmesh.cli.run_settings import load_config, load_settings
 from muonmesh.errors import FileError
 from muonmesh.files import kind_of, leaves, read_json, reason
@@ -97,6 +97,7 @@ def _run(run: Path) -> Diagnosis:
     with found.noting():
         load_settings(run)
         found.settings = load_config(run)
+        read_metrics(run)
     for name in ("muon", "adamw"):
         directory = checkpoints_of(run, name)
         found.parts += [_folder(path) for _, path in numbered(directory, STEP)]
@@ -104,8 +105,9 @@ def _run(run: Path) -> Diagnosis:
         found.notes += [
             f"{directory / each}: left by a save that was cut off; the next one removes it" for each in left
         ]
-    if any(part.whole for part in found.parts):
-        found.notes.append(f"goes on with: muonmesh train --resume {run}")
+    if not found.faults and (not found.parts or any(part.whole for part in found.parts)):
+        begins = "goes on" if found.parts else "has no checkpoint, so begins again"
+        found.notes.append(f"{begins} with: muonmesh train --resume {run}")
     return found
 
 

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 import transformers
 
-from muonmesh.cli.checkpoints import checkpoints_of, latest_step
+from muonmesh.checkpoint.place import numbered
+from muonmesh.cli.checkpoints import STEP, checkpoints_of, latest_step
 from muonmesh.cli.corpus import Corpus, load_corpus_of, prepare_corpus, save_corpus_of
 from muonmesh.cli.launch import Interrupted, RankFailed, launch, usable_cores
 from muonmesh.cli.lock import check_new, locked
@@ -33,7 +34,9 @@ def train_run(settings: Settings, *, resuming: bool) -> int:
     """
     run = settings.directory
     if resuming:
-        read_metrics(run)
+        for name in sorted({record["run"] for record in read_metrics(run)}):
+            if not any(numbered(checkpoints_of(run, name), STEP)):
+                print(f"{run}: found no checkpoint of {name}, which begins again at step 0", file=sys.stderr)
     else:
         check_new(run)
     parameters = sum(p.numel() for p in check_model(settings).parameters())
