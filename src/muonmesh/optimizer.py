@@ -287,9 +287,9 @@ class Muon(torch.optim.Optimizer):
             The closure's loss, or None.
 
         Raises:
-            LayoutError, PlanError: on every rank, before anything is written. On CUDA with other ranks an error in
-                gradients, state or settings stops the writes of this step, and is raised when the next one begins, at
-                learning rate 0 at once. What prevents a plan is raised at once.
+            LayoutError, PlanError: on every rank, before anything is written. On CUDA with other ranks, a step that
+                finds an error in gradients, state or settings writes nothing, and the next step raises it. At learning
+                rate 0 it is raised immediately, and so is an error that prevents a plan.
         """
         loss = None
         if closure is not None:
@@ -617,8 +617,8 @@ class Muon(torch.optim.Optimizer):
         estimated with random signs if a matrix has more than 64 rows and columns.
 
         On a CPU the figures are floats. On a device they are 0-d fp64 tensors and the host waits for nothing; reading
-        one (``float(x)``, ``format``) waits, so loop first and log later. There a rank tells the figures of which it
-        stores something itself; they are NaN if another rank could not follow, and the next step ends in an error.
+        one (``float(x)``, ``format``) waits, so loop first and log later. On a device a rank returns the figures of
+        groups that it stores something of. They are NaN if another rank had an error, which the next step raises.
         """
         runtime, groups = self._runtime, self.param_groups
         while True:

@@ -180,7 +180,7 @@ def split_params(
             searched for in the names (`re.search`). Exact names win over expressions, later expressions over earlier
             ones, setting by setting.
         per_head: Whether attention weights are one matrix for each head, as the attention module counts them: True for
-            those of queries and keys, or some of "q", "k", "v", "o". A matrix and its scale are one head's then.
+            those of queries and keys, or some of "q", "k", "v", "o". Each head is then one matrix with its own scale.
 
     Returns:
         The groups, Muon's first, each parameter in exactly one; `print(groups)` shows all of it.

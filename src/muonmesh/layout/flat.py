@@ -199,7 +199,7 @@ class FlatParameter:
     Attributes:
         name: Its canonical name.
         layout: Which of its elements each rank holds, and where in the buffer.
-        matrices: How it splits, see `split_matrices`; AdamW does not ask.
+        matrices: How it splits, see `split_matrices`; not used by AdamW.
     """
 
     name: str

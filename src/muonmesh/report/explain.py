@@ -63,7 +63,7 @@ class Explanation:
 
     Attributes:
         rows: One per parameter, in the order of the groups.
-        rank: The rank this is told for.
+        rank: The rank that it describes.
         orthogonalizations: Matrices that this rank orthogonalizes in a step.
         collectives: Collectives that this rank takes part in in a step.
         bytes_sent: Bytes this rank sends in a step; flags are not counted.
@@ -73,8 +73,8 @@ class Explanation:
         host_bytes: Those of them that ``state_device="cpu"`` keeps away from the device.
         gradients: What the source of gradients moves itself for a step, as under ``gradients="to_owners"``.
         relayed: Parameters whose results rank after rank passes on, because their replicas are in several machines.
-        step_bytes: Bytes that a step takes at once on this rank beside weights, gradients and state; modelled, for
-            Muon's own rule. On a CPU they are kept.
+        step_bytes: The peak of a step on this rank in bytes, without weights, gradients and state; modelled, for
+            Muon's own rule. A CPU keeps this memory from step to step.
         budget_bytes: Those that it should keep to, by ``memory_budget_mb``.
         graphs: Batches that have a CUDA graph so far; None without ``cuda_graphs``.
         graph_bytes: What these keep on the device from step to step, which the budget does not count: the matrices,

@@ -57,7 +57,7 @@ class DynMuonRule(MuonRule):
         return shaped * torch.where(size == 0, 1.0, size).pow(self.power)
 
     def flops(self, rows: int, cols: int) -> int:
-        """Return those of two products with the matrix and the square of a Gram matrix."""
+        """Return the operations of two products with the matrix and of the square of a Gram matrix."""
         m, n = min(rows, cols), max(rows, cols)
         return 4 * m * m * n + 2 * m**3
 

@@ -46,7 +46,7 @@ class NorMuonRule(MuonRule):
         return kept
 
     def whole(self, update: Tensor, state: Mapping[str, Tensor]) -> Tensor:
-        """Return the matrices with their rows (or columns) brought to one pace."""
+        """Return the matrices with rows (or columns) of equal running norm."""
         by_cols = self.side == "longer" and update.shape[-1] > update.shape[-2]
         second = state["col_second_moment" if by_cols else "row_second_moment"]
         second.lerp_(update.square().mean(-2 if by_cols else -1, keepdim=True), 1 - self.beta2)
