@@ -37,7 +37,7 @@ from muonmesh.step.runtime import Runtime
 def save(path: str | os.PathLike[str], model: nn.Module, optimizer: Any) -> None:
     """Write a model and its optimizer, whatever holds them, so that `load` reads them into any other layout.
 
-    All ranks call it. Each writes its shards, and of replicas one rank does: parameters, buffers, frozen weights and the
+    All ranks call it. Each writes its shards, and of replicas one rank does: parameters, buffers, frozen weights, the
     modules' extra state, momentum and AdamW's moments, what a rule keeps by row, column or matrix, running norms, and
     the settings of the groups. Masters are saved as the weights. A parameter is known by its canonical name, so DDP,
     torch.compile and activation checkpointing leave no trace.
