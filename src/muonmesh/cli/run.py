@@ -34,9 +34,7 @@ def train_run(settings: Settings, *, resuming: bool) -> int:
     """
     run = settings.directory
     if resuming:
-        for name in sorted({record["run"] for record in read_metrics(run)}):
-            if not any(numbered(checkpoints_of(run, name), STEP)):
-                print(f"{run}: found no checkpoint of {name}, which begins again at step 0", file=sys.stderr)
+        read_metrics(run)
     else:
         check_new(run)
     parameters = sum(p.numel() for p in check_model(settings).parameters())
@@ -44,6 +42,9 @@ def train_run(settings: Settings, *, resuming: bool) -> int:
     with locked(run, option="--resume" if resuming else "--out"):
         settings.save(load_config(run)["environment"] if resuming else _environment(settings))
         save_corpus_of(run, corpus)
+        for name in sorted({record["run"] for record in read_metrics(run)}):
+            if not any(numbered(checkpoints_of(run, name), STEP)):
+                print(f"{run}: found no checkpoint of {name}, which begins again at step 0", file=sys.stderr)
         make_console().print(_headline(settings, parameters, corpus), soft_wrap=True)
         return _launch(run, settings)
 
