@@ -30,7 +30,7 @@ def page(path: str) -> None:
     }
     snippets = run("docs/megatron.md", {}, names, {"path": path})
     next(snippets)
-    assert megatrons.get_megatron_optimizer.keywords == {"muon": {"lr": 0.02, "momentum": 0.95}}
+    assert megatrons.get_megatron_optimizer.keywords == {"muon": {"lr": 6e-4, "momentum": 0.95}}
     found = next(snippets)
     optimizer = found["optimizer"]
     assert found["ok"]
