@@ -36,8 +36,8 @@ def page(path: str) -> None:
     assert found["ok"]
     assert found["norm"] > 0
     rates = {group["name"]: (group["lr"], group["weight_decay"]) for group in optimizer.param_groups}
-    assert rates["muon"] == (0.02, 0.1)
-    assert rates["muon[weight_decay=0.0]"] == (0.02, 0.0)
+    assert rates["muon"] == (6e-4, 0.1)
+    assert rates["muon[weight_decay=0.0]"] == (6e-4, 0.0)
     before = gathered.gather(gathered.held(gathered.named(chunks)))
     next(snippets)
     after = gathered.gather(gathered.held(gathered.named(chunks)))
