@@ -212,7 +212,11 @@ def test_settings_of_a_muon_alone_are_warned_of() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         mm.convert_settings(muon, torch.optim.AdamW([nn.Parameter(torch.randn(4))], lr=3e-4))
-        mm.convert_settings("torch", lr=0.02)  # a half by its name, as groups of one half are made
+        by_name = mm.convert_settings("torch", lr=0.02)  # a half by its name, as groups of one half are made
+    model = nn.Sequential(*[nn.Linear(4, 4)] * 2)
+    for adamw, rate in (({}, 0.02), ({"adamw": {"lr": 3e-4}}, 3e-4)):  # docs/learning-rates.md
+        groups = mm.from_model(model, **by_name, **adamw).param_groups
+        assert {group["algorithm"]: group["lr"] for group in groups} == {"muon": 0.02, "adamw": rate}
 
 
 def test_from_adamw_its_half_is_the_same_and_matrices_step_as_far() -> None:

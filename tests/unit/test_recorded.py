@@ -385,6 +385,12 @@ def test_steps_on_an_h100() -> None:
         graphs = f"{of['muonmesh graphs']['median_ms']:.1f}" if "muonmesh graphs" in of else "–"
         rows.append(f"| {title} | {ours} {graphs} | {theirs}")
     assert missing(rows, (ROOT / "docs/internals/kernels.md").read_text()) == []
+    ratios = []
+    for name in ON_A_GPU:
+        of = recorded("h100")["tables"][name]["contenders"]
+        ratios.append(of["muonmesh graphs"]["median_ms"] / of["muonmesh"]["median_ms"])
+    told = f"{min(ratios):.2f} to {max(ratios):.2f} times as long with them"
+    assert told in " ".join(str(mm.Muon.__doc__).split())
 
 
 def test_the_page_about_gpu_results_has_both() -> None:
@@ -401,7 +407,10 @@ def test_the_page_about_gpu_results_has_both() -> None:
         found = [None if t is None else t["contenders"][who] for t, (_, who) in zip(tables, runs, strict=True)]
         figures = ["–" if one is None else f"{one['median_ms']:.1f}" for one in found]
         rows.append(f"| {title} | {' | '.join(figures)} |")
-    assert missing(rows, (ROOT / "docs/gpu-results.md").read_text()) == []
+    page = (ROOT / "docs/gpu-results.md").read_text()
+    assert missing(rows, page) == []
+    dions = [one["contenders"]["dion Muon"]["ratio"] for one in recorded("h200_dion")["tables"].values()]
+    assert f"dion took {' and '.join(f'{ratio:.2f}' for ratio in dions)} times muonmesh's" in " ".join(page.split())
 
 
 def test_the_model_of_time_beside_steps_on_a_gpu() -> None:

@@ -23,7 +23,6 @@ from muonmesh.checkpoint.manifest import MANIFEST_FILE, REMEDY, unreadable
 from muonmesh.checkpoint.ranks import together
 from muonmesh.comm.storage import this_rank, world_size
 from muonmesh.errors import FileError
-from muonmesh.files import reason
 from muonmesh.numerics.rules import never_negative
 from muonmesh.step.state_layout import COUNT, RUNNING
 
@@ -72,7 +71,7 @@ class CheckpointReader(FileSystemReader):
                 torch_load(tensors, storage_reader=self)
         except CheckpointException as error:
             first = next(iter(error.failures.values()))[0]
-            raise FileError(f"{self.folder}: could not be loaded: {reason(first)}. {REMEDY}") from error
+            raise unreadable(f"{self.folder}:", first) from error
 
     def check_known(self, names: Collection[str]) -> None:
         """Make sure that every file with tensors is one of ``names``, those of the manifest.

@@ -36,7 +36,7 @@ def entry_of(path: Path) -> Entry:
         return file.tell(), digest
 
 
-def unreadable(what: str, error: Exception) -> FileError:
+def unreadable(what: str, error: BaseException) -> FileError:
     """Return the error for what could not be read. What another user may read is not damaged, so it stays."""
     remedy = "Let the user of this process read it" if isinstance(error, PermissionError) else REMEDY
     return FileError(f"{what} could not be read: {reason(error)}. {remedy}")

@@ -192,10 +192,8 @@ def storage_of(
 def nobody_said(name: str) -> LayoutError:
     """Return the error of a plain tensor of which nobody has said which ranks hold it."""
     what = f"This parameter is a plain tensor while {world_size()} ranks run, and nothing says which ranks hold the "
-    what += (
-        "same parameter. If the model was sharded after this optimizer was made, make the optimizer after it. Under "
-    )
-    what += 'DDP, write Muon(..., process_group="world"). If every rank trains its own copy, '
+    what += "same parameter. If the model was sharded after this optimizer was made, make the optimizer after it. "
+    what += 'Under DDP, write Muon(..., process_group="world"). If every rank trains its own copy, '
     what += 'write process_group="local". If some ranks share it, pass their ProcessGroup. If it is a shard, make it a '
     what += f"DTensor (fully_shard), or declare it: layouts={{{name!r}: (mesh, placements)}}"
     return LayoutError(about(name, what))

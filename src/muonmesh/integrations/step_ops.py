@@ -110,7 +110,7 @@ class ScheduledMuon(Muon):
     def prepare(self, unit: Unit, *, out: Mapping[str, Tensor]) -> None:
         """Fold the gradient into the momentum, and write the direction: of what this rank stores, in its shape."""
         if self._work is not None:
-            self._work.read(self._numbers[unit.metadata], self._ends(self._work, unit, out[VALUE]))
+            self._work.read(self._numbers[unit.metadata], self._legs(self._work, unit, out[VALUE]))
 
     @plain_modes()
     def compute(self, unit_metadata: Tensor, inputs: Mapping[str, Tensor], *, out: Mapping[str, Tensor]) -> None:
@@ -132,7 +132,7 @@ class ScheduledMuon(Muon):
     def apply_updates(self, unit: Unit, updates: Mapping[str, Tensor]) -> None:
         """Decay and update what this rank stores of a parameter."""
         if self._work is not None:
-            self._work.write(self._ends(self._work, unit, updates[VALUE]))
+            self._work.write(self._legs(self._work, unit, updates[VALUE]))
             self._left.discard(unit.metadata)
 
     @plain_modes()
@@ -142,7 +142,7 @@ class ScheduledMuon(Muon):
         if not self._left:
             context.__exit__(None, None, None)
 
-    def _ends(self, work: MuonStep, unit: Unit, local: Tensor) -> LegViews:
+    def _legs(self, work: MuonStep, unit: Unit, local: Tensor) -> LegViews:
         """Return the legs of a parameter's matrices, with their views of a tensor that is laid out as it is stored."""
         ready, numbers = work.companions.ready, self._numbers[unit.metadata]
         compute, shape = ready.precision.compute, ready.here(numbers[0]).local.shape

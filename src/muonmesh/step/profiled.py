@@ -12,7 +12,7 @@ NAMES = {
     "orthogonalize": "orthogonalization",
     "write": "updates into weights",
     "run_local": "matrices that stay on this rank",
-    "step_elementwise": "AdamW",
+    "step_elementwise": "AdamW and other elementwise rules",
 }
 """The parts, and what a row of the profile calls them behind "muonmesh: "."""
 

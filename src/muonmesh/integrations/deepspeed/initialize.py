@@ -206,7 +206,7 @@ class Assembly:
         groups: list[dict[str, Any]] = []
         parsed = getattr(self._model, "ds_autotp_parsed", False)
         tensor_parallel = deepspeed_groups.get_tensor_model_parallel_world_size() if parsed else 1
-        renamed: Mapping[str, str] = {}
+        renamed = expert_names(self._model)
         for group in self._template.param_groups:
             names = group["param_names"]
             missing = [name for name in names if name not in parameters]
@@ -220,8 +220,6 @@ class Assembly:
             for name, meta, spec, reason in zip(names, group["params"], specs, reasons, strict=True):
                 parameter = parameters[name]
                 experts = parameter.group_name if is_moe_param(parameter) else None
-                if experts is not None:
-                    renamed = renamed or expert_names(self._model)
                 if experts not in made:
                     made[experts] = self._group(group, experts)
                 shape = tuple(meta.shape)
