@@ -36,6 +36,9 @@ $(VENV)/.ready: $(BUILT) constraints.txt
 train: setup
 	$(BIN)/muonmesh train $(ARGS)
 
+# Elsewhere than in tests/gpu, torch and the frameworks would choose a GPU that they see, for ranks that outnumber it too.
+test check soak fuzz test-megatron test-hosts test-hosts-all test-timm: export CUDA_VISIBLE_DEVICES :=
+
 # Two processes, one of them for all tests that use ranks (tests/conftest.py). ARGS="-n 0" makes it one, as --pdb needs.
 test: setup
 	$(BIN)/python -m pytest -n 2 --no-loadscope-reorder $(ARGS)

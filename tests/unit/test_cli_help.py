@@ -87,7 +87,7 @@ def test_a_wrong_line_is_told_on_stderr(line: tuple[str, ...], message: str) -> 
 def test_the_version_is_that_of_the_package_and_of_torch() -> None:
     assert run("--version").stdout == versions() + "\n"
     assert "muonmesh --version" in shown("-h")
-    assert f"torch {torch.__version__}" in versions()
+    assert f"torch {torch.__version__.partition('+')[0]}" in versions()  # the installed package may not name its build
 
 
 def test_a_shell_completes_commands_and_options() -> None:

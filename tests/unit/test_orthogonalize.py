@@ -375,7 +375,7 @@ def test_deflated_raises_what_lies_far_below_a_plateau(kernels: Any) -> None:
         assert float(torch.linalg.matrix_norm(result.double(), 2)) < 1.3
 
 
-@pytest.mark.parametrize("kernels", ["auto", "compiled"])
+@pytest.mark.parametrize("kernels", ["auto", "compiled", "torch"])
 def test_what_deflation_needs_more_of_is_decided_for_each_matrix(kernels: Any) -> None:
     """The bits of a batch of which some need more polynomials, whatever the results are multiplied by."""
     x = torch.stack([plateau(384, 800, count, rest) for count, rest in ((64, 0.01), (384, 1.0), (100, 0.01))])

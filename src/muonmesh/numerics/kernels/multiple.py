@@ -49,6 +49,9 @@ def add_multiple(
     if not math.isfinite(wanted):  # with such a multiple one product takes oneDNN seconds
         out.fill_(math.nan)
         return
+    if scale == 0:
+        out.zero_()
+        return
     multiple = _nearest(wanted)
     diagonal.copy_(exact + (factor - multiple / scale))
     multiply(b, a, b, beta=multiple, alpha=scale, out=out)
