@@ -203,7 +203,7 @@ def test_numbers_of_other_matrices_are_refused(saved: Callable[..., Path]) -> No
 
 
 def test_another_rule_is_refused(saved: Callable[..., Path]) -> None:
-    assert "found state of muon; needed normuon" in refused(saved(), algorithm="normuon")
+    assert "found state of rule 'muon'; needed that of rule 'normuon'" in refused(saved(), algorithm="normuon")
 
 
 def test_weights_are_never_rounded_but_masters_take_them(saved: Callable[..., Path]) -> None:

@@ -123,6 +123,15 @@ def test_what_torch_would_take_is_what_a_dry_run_of_it_takes() -> None:
         assert (found.seconds < found.seconds_of_torch()) == (len(shapes) > 3)
 
 
+def test_what_adamw_would_take_is_what_a_dry_run_of_it_takes() -> None:
+    """That counts gradients as written too, eight numbers an element instead of seven."""
+    model = nn.Module()
+    model.register_parameter("weight", nn.Parameter(torch.empty(8192, 8192, device="meta")))
+    run = dry_run(model, lambda model: torch.optim.AdamW(list(model.parameters()), fused=True), steps=1)
+    found = forecast([Weight("weight", layout.MeshLayout.replicated((8192, 8192), (0,)), "whole")])
+    assert found.seconds_of_adamw() == pytest.approx(run.seconds * 7 / 8, rel=0.05)
+
+
 def test_small_products_are_as_slow_as_published_ones() -> None:
     """Milliseconds of X Xᵀ on an H800 by flash-muon's kernel and by cuBLAS, from the README of nil0x9/flash-muon."""
     published = {1024: (0.0124, 0.0112), 2048: (0.0322, 0.0384), 4096: (0.1838, 0.2955), 8192: (1.4528, 2.2643)}

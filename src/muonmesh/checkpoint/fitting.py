@@ -182,9 +182,9 @@ def _state(
         return [f"no state of {record.name}, which nobody trained"] if entry is None and strict else []
     algorithm = saved["groups"][entry["group"]]["algorithm"]
     if algorithm != record.algorithm:
-        needed = f"{record.algorithm}, which steps it here and keeps other state, or means another thing by it"
-        write = "Build the groups as when it was saved"
-        raise StateError(explain_error(record.name, f"state of {algorithm}", needed, write))
+        needed = f"that of rule {record.algorithm!r}, by which this optimizer updates it"
+        write = "Build the groups as when it was saved, or load the weights alone, by torch.distributed.checkpoint"
+        raise StateError(explain_error(record.name, f"state of rule {algorithm!r}", needed, write))
     other = _splits_otherwise(record, entry["matrices"])
     wrong = []
     for part in record.parts:

@@ -49,6 +49,7 @@ def figures_of(weights: Sequence[Weight], found: Forecast) -> dict[str, Any]:
             "bytes of gradients received": found.gradients.bytes_received,
             "collectives of gradients": found.gradients.collectives,
             **{f"bytes of {what}": size for what, size in found.stored.items()},
+            "bytes of moments with AdamW for all": 2 * found.stored["weights"],
         },
         "modelled": {
             **_seconds(found),
@@ -85,6 +86,7 @@ def _seconds(found: Forecast) -> dict[str, dict[str, float]]:
     ends |= {f"seconds of the {part}": (published[part], best[part]) for part in best}
     torchs = found.seconds_of_torch(), found.seconds_of_torch(published=False)
     ends["seconds of torch.optim.Muon, sending not counted"] = torchs
+    ends["seconds of torch.optim.AdamW for all parameters"] = 2 * (found.seconds_of_adamw(),)
     return {name: {"products as published": slow, "products at best": fast} for name, (slow, fast) in ends.items()}
 
 
