@@ -557,7 +557,7 @@ class Muon(torch.optim.Optimizer):
     # ---------------------------------------------------------------- reporting
 
     def __repr__(self) -> str:
-        """Return a line for each group; its lists of names, splits and reasons are in ``param_groups``."""
+        """Return a line for each group, with settings unlike the defaults; ``param_groups`` has the names too."""
         lines = [f"    {line}\n" for line in summary(self.param_groups).splitlines()]
         return f"{type(self).__name__} (\n{''.join(lines)})"
 

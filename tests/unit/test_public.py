@@ -181,7 +181,7 @@ def test_an_optimizer_prints_a_line_for_each_group() -> None:
         "    muon:              muon   60 parameters  15,360 elements  lr 0.02\n"
         "    adamw.embeddings:  adamw    1 parameter     800 elements  lr 0.0003\n"
         "    adamw.head:        adamw    1 parameter     800 elements  lr 0.0003\n"
-        "    adamw.vectors:     adamw  61 parameters   1,010 elements  lr 0.0003\n"
+        "    adamw.vectors:     adamw  61 parameters   1,010 elements  lr 0.0003, weight_decay 0.0\n"
         ")"
     )
 

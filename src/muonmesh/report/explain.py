@@ -17,6 +17,7 @@ from muonmesh.numerics.rules import is_matrix_rule, rule_of
 from muonmesh.report.state_bytes import state_bytes_of
 from muonmesh.report.step_memory import step_memory
 from muonmesh.report.traffic import carried, traffic
+from muonmesh.settings import GROUP_SETTINGS
 from muonmesh.step.planning import Planned
 from muonmesh.step.precision import Precision
 from muonmesh.table import aligned
@@ -160,12 +161,17 @@ class Explanation:
 
 
 def summary(groups: Sequence[Mapping[str, Any]]) -> str:
-    """Return a line for each group: name, algorithm, parameters, elements, learning rate."""
+    """Return a line for each group: name, algorithm, parameters, elements, learning rate, settings unlike the defaults."""
     rows = []
     for group in groups:
         count, elements = len(group["params"]), sum(p.numel() for p in group["params"])
         sizes = f"{count:,} parameter{'' if count == 1 else 's'}", f"{elements:,} element{'' if elements == 1 else 's'}"
-        rows.append((f"{group.get('name')}:", str(group.get("algorithm")), *sizes, f"lr {_rate(group.get('lr'))}"))
+        told = [f"lr {_rate(group.get('lr'))}"]
+        for key, setting in GROUP_SETTINGS.items():
+            value = group.get(key, setting.default)
+            if str(value) != str(setting.default):  # one that no step would take may not know equality
+                told.append(f"{key} {value}")
+        rows.append((f"{group.get('name')}:", str(group.get("algorithm")), *sizes, ", ".join(told)))
     return "\n".join(aligned(rows, right=(2, 3)))
 
 
