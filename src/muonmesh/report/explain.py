@@ -161,7 +161,7 @@ class Explanation:
 
 
 def summary(groups: Sequence[Mapping[str, Any]]) -> str:
-    """Return a line for each group: name, algorithm, parameters, elements, learning rate, settings unlike the defaults."""
+    """Return a line for each group: name, algorithm, parameters, elements, learning rate, unusual settings."""
     rows = []
     for group in groups:
         count, elements = len(group["params"]), sum(p.numel() for p in group["params"])
