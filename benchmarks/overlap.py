@@ -294,7 +294,9 @@ def named_parts(moving: list[Moving]) -> Iterator[None]:
         under_way[id(transfer)] = Moving(transfer)
         return transfer
 
-    def named_finish(wire: Wire, transfer: Transfer) -> None:
+    def named_finish(wire: Wire, transfer: Transfer | None) -> None:
+        if transfer is None:
+            return
         with record_function(f"muonmesh|waits|{transfer.what}"):
             moving.append(under_way.pop(id(transfer)))
             moving[-1].join()
