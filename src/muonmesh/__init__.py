@@ -1,4 +1,4 @@
-"""Muon for PyTorch that computes the same update whatever holds the matrix."""
+"""Muon for PyTorch that computes the same update in every layout of the matrices."""
 
 from __future__ import annotations
 

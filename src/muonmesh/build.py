@@ -33,23 +33,23 @@ def from_model(
 ) -> Muon:
     """Return a `Muon` for a model: Muon for its matrices, AdamW for embeddings, heads and vectors.
 
-    It is ``Muon(split_params(model), lr=lr, ...)``, and replaces the line ``AdamW(model.parameters(), lr=lr)``.
+    The result is ``Muon(split_params(model), lr=lr, ...)``. It replaces ``AdamW(model.parameters(), lr=lr)``.
 
     Args:
         model: Any module, sharded or not.
-        lr: Learning rate of both halves.
+        lr: Learning rate of Muon and AdamW.
         muon: Settings of Muon's groups alone, such as ``{"lr": 6e-4}``; see `split_params`.
         adamw: Settings of AdamW's groups alone; see `split_params`.
-        overrides: Which parameters are treated otherwise, by name; see `split_params`.
+        overrides: Other rules or settings for single parameters, by name; see `split_params`.
         per_head: Which attention weights are one matrix for each head; see `split_params`.
         rule: The rule of the matrices: "muon", "normuon", another rule of muonmesh, or a name given to `register_rule`.
         settings: Further arguments of `Muon`, such as ``momentum``, ``weight_decay`` and ``process_group``, which its
-            docstring describes. Without ``process_group`` it is the group of the DistributedDataParallel that ``model``
-            is, if it is one.
+            docstring describes. If ``model`` is a DistributedDataParallel, its process group is the default of
+            ``process_group``.
 
     Raises:
-        ValueError, TypeError: as `split_params` and `Muon`. Where several ranks run, the others learn of it at their
-            first step.
+        ValueError, TypeError: as `split_params` and `Muon`. With several ranks, the other ranks learn of the error at
+            their first step.
     """
     missing: object = model
     if missing is None:  # a Trainer calls what it takes for a factory without arguments first

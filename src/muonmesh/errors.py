@@ -12,7 +12,7 @@ from collections.abc import Collection
 
 
 class MuonMeshError(Exception):
-    """Base of the errors that muonmesh defines itself; wrong arguments are plain ValueError or TypeError."""
+    """Base class of the errors that muonmesh defines. Wrong arguments raise a plain ValueError or TypeError."""
 
 
 class LayoutError(MuonMeshError, ValueError):
@@ -20,7 +20,7 @@ class LayoutError(MuonMeshError, ValueError):
 
 
 class PlanError(MuonMeshError, RuntimeError):
-    """The ranks disagree about what to orthogonalize where, or another rank found an error."""
+    """The ranks disagree about which rank orthogonalizes which matrix, or another rank found an error."""
 
 
 class StateError(MuonMeshError, RuntimeError):

@@ -67,7 +67,7 @@ class Muon(torch.optim.Optimizer):
     """The Muon optimizer for matrices, with AdamW for all other parameters: the same update in every layout.
 
     Muon replaces the momentum M = UΣVᵀ of a matrix by about UVᵀ (K. Jordan et al. 2024,
-    https://kellerjordan.github.io/posts/muon), which takes the whole matrix. Where ranks hold shards of it, they send
+    https://kellerjordan.github.io/posts/muon). This needs the whole matrix. If ranks hold shards of a matrix, they send
     their pieces to one rank, the *owner*. The owner orthogonalizes the matrix and sends the result to every rank that
     stores a part. So sharding never changes the algorithm: on a CPU parameters and state are bit for bit those of one
     process. A parameter may hold several matrices, as a fused q, k, v weight does. Each has its own owner.
@@ -84,21 +84,21 @@ class Muon(torch.optim.Optimizer):
         params: Param groups, best from `split_params`; or parameters, or (name, parameter) pairs, all of them
             matrices. Keys of a group besides torch's: ``algorithm`` ("muon", the default, another rule, or "adamw";
             ``use_muon`` is accepted for it), ``matrices`` (how each parameter splits), ``name``, and settings.
-        lr: Learning rate of both halves. For a Muon matrix, lr × scale is the spectral norm of one step.
+        lr: Learning rate of Muon and AdamW. For a Muon matrix, lr × scale is the spectral norm of one step.
         momentum: μ of ``m ← lerp(m, g, 1 − μ)``.
-        weight_decay: Decoupled weight decay, for both halves: ``p ← p·(1 − lr·weight_decay)``.
+        weight_decay: Decoupled weight decay of Muon and AdamW: ``p ← p·(1 − lr·weight_decay)``.
         scale_mode: How the update of a matrix is scaled, see `update_scale`. With "match_rms_adamw" (Moonlight) one
-            learning rate serves both halves.
+            learning rate serves Muon and AdamW.
         ns_coefficients: The Newton–Schulz coefficients: the name of a set, or polynomials of your own. See
             `orthogonalize`. "auto" takes "deflated" for matrices on a CPU with at least 384 rows and columns if
             ``compute_dtype`` is bf16, and "polar_express" for all others.
         ns_steps: Newton–Schulz steps. None takes what the set is made for: 10 for "deepseekv4", 4 for "aol", 3 for
-            "deflated", 1 for "qdwh", 5 for the others, and of your own polynomials all.
+            "deflated", 1 for "qdwh" and 5 for the others. Of your own polynomials it takes all.
         adamw_betas: AdamW's decay rates of the moments. ``betas`` is accepted too, as in torch.optim.AdamW.
         adamw_eps: AdamW's ε. ``eps`` is accepted too.
         compute_dtype: The dtype in which matrices are orthogonalized and sent.
         state_dtype: The dtype of the momentum, kept through ``load_state_dict``. "int8" stores blocks of 256 elements
-            with one fp32 scale each, 1.02 bytes an element. Checkpoints hold fp32, so any of them loads into any other.
+            with one fp32 scale each, 1.02 bytes an element. Checkpoints hold fp32, so each dtype loads into each other.
         master_dtype: ``torch.float32`` keeps fp32 copies of lower-precision parameters in the state.
         process_group: The ranks that hold plain matrices (not DTensors): "world" or a ProcessGroup under DDP, "local"
             if every rank trains a copy of its own, "auto" for the ranks of the DistributedDataParallel that holds them
@@ -112,29 +112,29 @@ class Muon(torch.optim.Optimizer):
         nesterov: Whether to orthogonalize ``lerp(g, m, μ)`` instead of m.
         decay_mode: "full", or "cautious": only those weights decay that the update moves towards zero too
             (arXiv 2510.12402).
-        extra_scale_factor: A factor on the scale.
+        extra_scale_factor: A factor that multiplies the scale.
         ns_method: "auto", "standard" or "gram", see `orthogonalize`.
-        stochastic_rounding: A seed, a whole number. bf16 weights without masters, and the moments that AdamW keeps of
-            them, are then rounded up or down at random, so that steps too small for bf16 count on average. The random
-            number of an element depends on the seed, the step, the parameter's name and the place of the element in
-            the whole parameter, so every layout gives the same bits. None rounds to nearest.
+        stochastic_rounding: A seed, a whole number. bf16 weights without fp32 master weights, and AdamW's moments of
+            such weights, are then rounded up or down at random, so that steps too small for bf16 count on average. The
+            random number of an element depends on the seed, the step, the parameter's name and the place of the element
+            in the whole parameter, so every layout gives the same bits. None rounds to nearest.
         kernels: The code that multiplies matrices, the same on all ranks; see `orthogonalize`. "auto" takes torch's
-            products, with a warning, if the ranks cannot all run what should be the fastest.
-        state_device: "cpu" keeps per-element state (momentum, what rules and AdamW keep, masters) in pinned memory of
-            the host and copies it to the device one bucket at a time. Before you read such state yourself, call
+            products, with a warning, if some rank cannot run the code that should be the fastest.
+        state_device: "cpu" keeps per-element state (momentum, state of rules and AdamW, fp32 master weights) in pinned
+            CPU memory and copies it to the device one bucket at a time. Before you read such state yourself, call
             `finish`. None keeps it where the parameters are.
         shard_state: Whether replicas (DDP, the replicate axis of HSDP) store the momentum in shards, as DTensors. This
             takes less memory and gives the same bits.
-        memory_budget_mb: MiB that a step may take on each rank beside weights, gradients and state; the result has the
-            same bits. A step that has too little takes one matrix at a time. None takes twice what torch.optim.Muon
-            takes for the largest matrix, at least 160 MiB, and 256 MiB on a CPU.
+        memory_budget_mb: MiB that a step may use on each rank in addition to weights, gradients and state. The result
+            has the same bits with any budget. With a budget that is too small, a step takes one matrix at a time. None
+            takes twice what torch.optim.Muon takes for the largest matrix, at least 160 MiB, and 256 MiB on a CPU.
         cuda_graphs: Whether to capture the orthogonalization of up to four batches of matrices as CUDA graphs, at their
-            third step, and to start each by one launch from then on. The same bits. Memory for the largest of these
-            batches is kept between steps, beside the budget; see `explain`. On an H100, steps took
+            third step, and to start each by one launch from then on. The bits are the same. Memory for the largest of
+            these batches is kept between steps and not counted in the budget; see `explain`. On an H100, steps took
             0.88 to 1.01 times as long with them.
         gradients: Where gradients are kept if not in ``parameter.grad``, see `GradientSource`; for Megatron-Core's
             ``main_grad`` a `muonmesh.integrations.megatron.MainGrad`. With "to_owners" the optimizer averages gradients
-            over replicas itself, those of matrices at their owners alone, see `ToOwners`.
+            over replicas itself, and the gradient of a matrix only on its owner; see `ToOwners`.
 
     Raises:
         ValueError, TypeError: a setting or a group is wrong; the message says what to write.
@@ -280,8 +280,8 @@ class Muon(torch.optim.Optimizer):
 
         Args:
             closure: Evaluates the model and returns the loss, with gradients enabled.
-            scaler: The scaler that calls this, ``scaler.step(optimizer, scaler=scaler)``: it is told what the other
-                ranks found, so that scales stay equal. DDP and FSDP2 see to that themselves.
+            scaler: The GradScaler, passed by ``scaler.step(optimizer, scaler=scaler)``. It then learns what the other
+                ranks found, so that scales stay equal. DDP and FSDP2 do not need this argument.
 
         Returns:
             The closure's loss, or None.
@@ -445,22 +445,22 @@ class Muon(torch.optim.Optimizer):
     ) -> GradNorms:
         """Clip the gradients by their norm over all ranks; all ranks call it, before ``step``.
 
-        Muon's direction has no magnitude, so a factor on its gradients only changes the weight of this step inside
-        the momentum; by default they are measured and left alone (Megatron-LM pull request 5395).
+        Muon's direction has no magnitude, so a factor on its gradients only changes the weight of this step inside the
+        momentum; by default Muon's gradients are measured and not clipped (Megatron-LM pull request 5395).
 
         Args:
             max_norm: Largest norm; inf only measures.
-            policy: "adamw_only": AdamW's half by its own norm: the AdamW groups, and groups whose rule is not
-                `scale_invariant`. "all": everything by the total norm, as ``torch.nn.utils.clip_grad_norm_``.
-                "separate": each half by its own norm. "per_matrix": AdamW's half as in "adamw_only", and the gradient
-                of each of Muon's matrices is limited to ``max_norm`` times its own running norm, a mean over about
-                twenty gradients that is kept in the state; the first ten gradients of a matrix are only measured (see
-                `muonmesh.clip.running`).
+            policy: "adamw_only": AdamW's gradients by their own norm. Groups whose rule is not `scale_invariant` count
+                as AdamW's. "all": all gradients by the total norm, as ``torch.nn.utils.clip_grad_norm_``. "separate":
+                Muon's gradients and AdamW's, each by their own norm. "per_matrix": AdamW's gradients as in
+                "adamw_only", and the gradient of each of Muon's matrices is limited to ``max_norm`` times its own
+                running norm. This is a mean over about twenty gradients, kept in the state. The first ten gradients of
+                a matrix are only measured (see `muonmesh.clip.running`).
             skip_above: The next step changes nothing, on any rank, if a norm by which the policy clips is above this,
-                or if anything measured is not finite. The host need not wait for that: weights, momentum and step
-                counters stay as they are bit for bit.
-            norms: False leaves out the norms that the policy does not need; a non-finite gradient of Muon's half is
-                then seen only by policies that measure it, or with ``skip_above``.
+                or if anything measured is not finite. The CPU does not wait for this decision. Weights, momentum and
+                step counters stay as they are, bit for bit.
+            norms: False leaves out the norms that the policy does not need. A non-finite gradient of Muon is then seen
+                only by policies that measure it, or with ``skip_above``.
             norm_type: Must be 2: only Euclidean norms are computed. It is here because torch's function has it.
             process_group: Ranks of optimizers that share no parameter, such as pipeline stages, to be clipped by a
                 common norm: "world", or a group that holds this rank and at least one of each other stage. "local" and
@@ -508,11 +508,11 @@ class Muon(torch.optim.Optimizer):
         runtime.interrupted, runtime.loaded = None, planned is not None and bool(planned.members)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return state and groups as torch does; of the lists by parameter in a group only the names are saved.
+        """Return state and groups as torch does. Of the per-parameter lists of a group, only the names are saved.
 
         Raises:
-            StateError: a step was interrupted while it wrote, or torch's checkpoints ask for flat shards, or
-                for what the owners of matrices keep.
+            StateError: a step was interrupted while it wrote; or torch's checkpoint functions ask for flat shards, or
+                for state that only the owners of matrices hold.
         """
         # Its caller is looked at, so it is not decorated.
         refuse_torn(sys._getframe(1).f_globals.get("__name__", ""), self.param_groups, self._runtime.layouts)
@@ -565,28 +565,28 @@ class Muon(torch.optim.Optimizer):
     def skipped(self) -> bool:
         """Whether the last step changed nothing on any rank, because of an overflow or of clipping; waits for a device.
 
-        The same on all ranks that share parameters, so schedules that wait for it stay alike.
+        The value is the same on all ranks that share parameters, so schedules that depend on it stay equal.
         """
         return bool(self._runtime.stopped)
 
     @property
     def stopped(self) -> bool | Tensor:
-        """As `skipped`, without waiting: a 0-d bool tensor where only the device knows."""
+        """The value of `skipped` without waiting: a 0-d bool tensor if only the device knows the value."""
         return self._runtime.stopped
 
     @property
     def counts(self) -> Counts:
-        """What the last step did on this rank; `explain` says what it should be."""
+        """What the last step did on this rank. `explain` predicts these numbers."""
         connected = self._runtime.connected
         return Counts() if connected is None else connected.exchange.wire.counts
 
     def explain(self) -> Explanation:
-        """Return who updates each parameter and why, its owner, and the cost of a step; ``str()`` of it is a table.
+        """Return what updates each parameter and why, its owner, and the cost of a step; ``str()`` gives a table.
 
         No communication.
 
         Raises:
-            LayoutError, ValueError, TypeError: no step could be taken with the groups as they are.
+            LayoutError, ValueError, TypeError: a step with the current groups is not possible.
         """
         self.finish()
         if (error := check_groups(self.param_groups).error) is not None:
@@ -610,15 +610,15 @@ class Muon(torch.optim.Optimizer):
         update is recorded from the first call on, so the last two appear after the following step.
 
         After a call with ``spectrum``, steps also measure the singular values of each matrix, until a call without it.
-        The figures are means over the matrices of a group, of what is orthogonalized (the momentum, with Nesterov's
-        part of the gradient) and of what becomes of it, without its scale: ``<group>/momentum_spectral`` (the largest
-        singular value, by power iteration), ``momentum_stable_rank`` (the sum of their squares over the largest
-        square), ``update_effective_rank`` (Σσ² squared over Σσ⁴) and ``polar_error`` (RMS of σ² - 1). The last two are
-        estimated with random signs if a matrix has more than 64 rows and columns.
+        The figures are means over the matrices of a group. Two describe the input of the orthogonalization (the
+        momentum, with Nesterov's part of the gradient): ``<group>/momentum_spectral`` (the largest singular value σ, by
+        power iteration) and ``momentum_stable_rank`` (Σσ² over the largest σ²). Two describe its result before scaling:
+        ``update_effective_rank`` (Σσ² squared over Σσ⁴) and ``polar_error`` (RMS of σ² - 1). The last two are estimated
+        with random signs if a matrix has more than 64 rows and columns.
 
-        On a CPU the figures are floats. On a device they are 0-d fp64 tensors and the host waits for nothing; reading
-        one (``float(x)``, ``format``) waits, so loop first and log later. On a device a rank returns the figures of
-        groups that it stores something of. They are NaN if another rank had an error, which the next step raises.
+        On a CPU the figures are floats. On a device they are 0-d fp64 tensors, and the CPU does not wait for them.
+        Reading a tensor (``float(x)``, ``format``) does wait, so log it late. On a device a rank returns the figures of
+        groups of which it stores a part. They are NaN if another rank had an error, which the next step raises.
         """
         runtime, groups = self._runtime, self.param_groups
         while True:

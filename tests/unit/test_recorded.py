@@ -334,7 +334,7 @@ def test_singular_values_over_a_training() -> None:
         f"error between {' and '.join(errors)}",
         f"effective rank stays at {update[300]:.0f} of 64",
         f"effective rank is above {int(min(update.values()))} of 64",
-        f"took {run['seconds']['True']:.2f} s where it was measured, and {run['seconds']['False']:.2f} s elsewhere",
+        f"took {run['seconds']['True']:.2f} s with the measurement and {run['seconds']['False']:.2f} s without",
     ]
     assert missing(told, " ".join(text.split())) == []
 

@@ -36,12 +36,14 @@ class AuditRow:
         layout: How the weight is sharded; empty if every rank holds all of it.
         verdict: What happens to it. See `muonmesh.audit`.
         matrices: How many matrices are orthogonalized; 0 if none.
-        like: Cosine between the step and what ``verdict`` says it is: 1 is exact.
-        size: The step over what the optimizer's scale says; nan where nothing is orthogonalized.
+        like: Cosine similarity between the step and what ``verdict`` says about it; 1 is exact.
+        size: The size of the step divided by the size that the optimizer's scale mode asks for; NaN if nothing is
+            orthogonalized.
         rms: Root mean square of the step at a learning rate of 1.
-        gradient: Norm of the gradient that was there; 0 if none arrived, nan if no weight had one.
-        strength: The step that a gradient of this norm makes, over the one that a gradient of norm 1 makes.
-        mend: What is wrong and the line that mends it; empty if nothing is.
+        gradient: Norm of the gradient that the weight had before the audit; 0 if it had none, NaN if no weight had a
+            gradient.
+        strength: The size of the step for a gradient of this norm, divided by the size for a gradient of norm 1.
+        mend: What is wrong, and the line to write; empty if nothing is wrong.
     """
 
     weight: str
@@ -59,15 +61,16 @@ class AuditRow:
 
 @dataclass(frozen=True)
 class Audit:
-    """What `muonmesh.audit` found; ``print`` shows a table.
+    """The report of `muonmesh.audit`; ``print`` shows a table.
 
     Attributes:
-        optimizer: Its class, for the title.
-        ranks: How many took part.
-        scale: The scale mode that fits the sizes best, and how well: the median of steps over what it says.
-        raised: What the step raised; empty if nothing.
-        rows: One per trainable weight.
-        guesses: Weights that the audit takes for one matrix each by a guess, as `muonmesh.split_params` warns.
+        optimizer: The class of the audited optimizer.
+        ranks: The number of ranks that took part.
+        scale: The scale mode that fits the sizes of the steps best.
+        fit: The median of the steps' sizes, divided by the sizes that ``scale`` asks for.
+        raised: The error that the step raised; empty if it raised none.
+        rows: One `AuditRow` per trainable weight.
+        guesses: Names of weights that the audit treats as one matrix by a guess, as `muonmesh.split_params` warns.
     """
 
     optimizer: str
@@ -80,11 +83,11 @@ class Audit:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing needs mending, if the guesses are right."""
+        """Whether the step raised no error and no weight needs a change, provided that the guesses are right."""
         return not self.raised and not any(row.mend for row in self.rows)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data for `json.dumps`, with None for what is not a number."""
+        """Return the report as plain data for `json.dumps`; NaN and infinity become None."""
         plain = json.loads(json.dumps(asdict(self)), parse_constant=lambda _: None)
         return {**plain, "ok": self.ok}
 
@@ -139,34 +142,36 @@ def audit(
 ) -> Audit:
     """Watch one step of any optimizer on a model, and say for each weight what really happens to it.
 
-    The optimizer steps on gradients of known structure, without state and at a learning rate of 1; the whole update is
-    gathered and compared with what it can be. Nothing is told by names of classes. Afterwards everything is as it was,
-    bit for bit: weights, gradients, optimizer state, groups, random numbers. Every rank calls it.
+    The optimizer takes one step on gradients of known structure, without state and at a learning rate of 1. The whole
+    update is gathered and compared with the update of each verdict below. Class names do not matter. Afterwards
+    weights, gradients, optimizer state, groups and random numbers are as before, bit for bit. Call this function on
+    every rank.
 
-    If `backward` was called before, and gradients were clipped, a second step with gradients of these norms shows
-    whether they arrive and whether clipping crushes them.
+    If the weights have gradients, a second step uses gradients of the same norms. It shows whether the optimizer reads
+    the gradients, and whether they are too small for a full step, for example after clipping.
 
     The verdicts:
-        "orthogonalized": every matrix by itself and whole, as it should be.
-        "as one matrix": fused matrices (q, k and v) as one, or a stack of experts.
-        "in blocks": pieces of a matrix, each by itself.
-        "each shard alone": what each rank stores, by itself.
-        "elementwise": the sign of the gradient, as the first step of AdamW is.
-        "follows the gradient": plain descent, not orthogonalized.
+        "orthogonalized": each whole matrix is orthogonalized alone, as it should be.
+        "as one matrix": fused matrices (q, k and v), or a stack of experts, are orthogonalized as one matrix.
+        "in blocks": each piece of a matrix is orthogonalized alone.
+        "each shard alone": each rank orthogonalizes only the shard that it stores.
+        "elementwise": the step is the sign of the gradient, as in the first step of AdamW.
+        "follows the gradient": the step is proportional to the gradient and not orthogonalized.
         "twice": orthogonalized and elementwise, or held by two optimizers.
         "only decays", "does not move", "not in the optimizer", "replicas differ", "not finite", "raises": as it says.
-        "unreadable": ranks hold other shapes under one name, or part of it is held by none; ``layouts`` may help.
+        "unreadable": ranks hold different shapes under one name, or no rank holds a part of the weight; ``layouts`` may
+            help.
         "unknown": none of these.
 
     Args:
-        optimizer: Any `torch.optim.Optimizer`, or a sequence of those that train the model together.
+        optimizer: Any `torch.optim.Optimizer`, or a sequence of the optimizers that train the model together.
         model: The model, wrapped and sharded as it is trained.
         groups: How the weights should be treated, as param groups of muonmesh. Default: ``split_params(model)``.
         layouts: Where plain local shards live, as for `Muon`.
 
     Raises:
         ValueError: weights lie on the meta device, or no weight is trained.
-        LayoutError: another rank found such an error.
+        LayoutError: another rank found one of these errors.
     """
     optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
     watch = _Watch(optimizers)

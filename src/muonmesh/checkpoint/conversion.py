@@ -48,31 +48,33 @@ def convert(
     package: PackageName | None = None,
     params: Sequence[Sequence[str | Tensor]] | None = None,
 ) -> dict[str, Any]:
-    """Return the state of another optimizer as a state dict that `muonmesh.Muon` loads; nothing is executed.
+    """Return the state of another optimizer as a state dict that `muonmesh.Muon` loads, without executing code from it.
 
-    With the settings of `muonmesh.convert_settings` our next step is then the one that the other optimizer would have
-    taken, up to rounding. The settings are not part of it, so those of the optimizer that loads it stay::
+    With the settings of `muonmesh.convert_settings`, the next step of muonmesh is then the next step of the other
+    optimizer, up to rounding. The state dict has no settings, so the optimizer that loads it keeps its own::
 
         optimizer = mm.from_model(model, **mm.convert_settings(muon, adamw))
         optimizer.load_state_dict(muonmesh.checkpoint.convert([muon, adamw], optimizer))
 
     Args:
-        source: An optimizer of a known package, with its state; or what its ``state_dict`` returned; or a file in which
-            ``torch.save`` wrote that; or the folder of a DeepSpeed checkpoint. A list of them where several hold the
-            state: torch's Muon and AdamW, or the files of all ranks, of which each has some. All ranks call it alike.
+        source: An optimizer of a known package, with its state; or the result of its ``state_dict``; or a file of
+            ``torch.save`` with this result; or the folder of a DeepSpeed checkpoint. Pass a list if several sources
+            hold the state, such as torch's Muon and AdamW, or one file for each rank. All ranks make the same call.
         optimizer: The optimizer of muonmesh that takes the state.
         package: The package that wrote the state dict. Needed if its groups do not show the package.
-        params: For state that has no names: for each group of the source its parameters, or their names, in the order
-            in which the other optimizer was given them. They count for each source if each has as many groups.
+        params: Needed if the state has no names: for each group of the source its parameters, or their names, in the
+            order in which the other optimizer got them. They apply to each source if each has as many groups.
 
     Returns:
         ``{"state": ..., "param_groups": ...}`` by number, with names. Momentum is an average, in fp32 where it was a
-        sum. Each tensor lives where ours does: a DTensor stays one, and what is whole is cut.
+        sum. Each tensor has the layout of muonmesh's state: a DTensor stays a DTensor, and a whole tensor is cut into
+        shards.
 
     Raises:
-        StateError: the state is of another model, lacks something, or holds what no step of Muon or AdamW leaves.
+        StateError: the state belongs to another model, is incomplete, or holds values that no step of Muon or AdamW
+            leaves.
         FileError: a file cannot be read, holds more than data, or has changed since it was written.
-        TypeError, ValueError: the source is of no known package, or an argument is not what is needed.
+        TypeError, ValueError: the source belongs to no known package, or an argument is wrong.
     """
     if package is not None and package not in PACKAGES:
         needed = "one of " + ", ".join(map(repr, PACKAGES))

@@ -35,23 +35,24 @@ from muonmesh.step.runtime import Runtime
 
 @plain_modes()
 def save(path: str | os.PathLike[str], model: nn.Module, optimizer: Any) -> None:
-    """Write a model and its optimizer, whatever holds them, so that `load` reads them into any other layout.
+    """Save a model and its optimizer, in any layout, so that `load` can read them into any other layout.
 
-    All ranks call it. Each writes its shards, and of replicas one rank does: parameters, buffers, frozen weights, the
-    modules' extra state, momentum and AdamW's moments, what a rule keeps by row, column or matrix, running norms, and
-    the settings of the groups. Masters are saved as the weights. A parameter is known by its canonical name, so DDP,
-    torch.compile and activation checkpointing leave no trace.
+    All ranks call it. Each rank writes its shards; of several replicas only one rank writes. The checkpoint has
+    parameters, buffers, frozen weights, the modules' extra state, momentum, AdamW's moments, state of rules by row,
+    column or matrix, running norms, and the settings of the groups. Where a weight has an fp32 master weight, the
+    master weight is saved. Parameters have their canonical names, so DDP, torch.compile and activation checkpointing
+    leave no trace.
 
     Args:
         path: The folder, on a file system that all ranks share.
         model: Whatever its layout: DDP, FSDP, DTensors, declared shards, or an engine of DeepSpeed.
-        optimizer: A `Muon`, what a wrapper has made of one, or an engine of DeepSpeed.
+        optimizer: A `Muon`, a wrapper of one, or an engine of DeepSpeed.
 
     Raises:
-        StateError: on every rank: a step was interrupted while it wrote, ranks hold different things by one name, or a
-            setting or a module's extra state is not plain data.
+        StateError: on every rank: a step was interrupted while it wrote, ranks hold different tensors under one name,
+            or a setting or a module's extra state is not plain data.
         FileError: the folder could not be written.
-        TypeError: the optimizer is none of these.
+        TypeError: the optimizer is of another kind.
     """
     host = settled(lambda: recorded(optimizer))
     reshard(model)
@@ -71,29 +72,30 @@ def save(path: str | os.PathLike[str], model: nn.Module, optimizer: Any) -> None
 
 @plain_modes()
 def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Any, *, strict: bool = True) -> None:
-    """Read what `save` wrote, under whatever layout, into this one; training then goes on as if it had never stopped.
+    """Load a checkpoint of `save` into any layout; training then continues as if it had never stopped.
 
-    All ranks call it, as many as there are now. Everything is read into fresh memory and looked at first, so where
-    anything is wrong every rank raises, and nothing has changed. Should a rank fail while it writes, every rank raises,
-    and none of them steps or saves before it has loaded a checkpoint. The settings of the groups are the saved ones
-    afterwards, the learning rate among them, as with torch's ``load_state_dict``; set others after loading. Weights are
-    never rounded to a lower precision than they were saved in; momentum takes this optimizer's ``state_dtype``.
+    All ranks call it; their number may have changed. Everything is first read into new memory and checked. If anything
+    is wrong, every rank raises, and nothing has changed. If a rank fails while it writes, every rank raises, and no
+    rank can step or save before it has loaded a checkpoint. Afterwards the groups have the saved settings, the learning
+    rate included, as with torch's ``load_state_dict``; set other values after loading. Weights are never rounded to a
+    lower precision than they were saved in; momentum takes this optimizer's ``state_dtype``.
 
-    Parameters may be in other groups than they were, if those that now share a group had equal settings. A parameter
-    may be split into other matrices than it was, since momentum has a number for each element. It may not if its rule
-    keeps something by row, column or matrix, or if its running norms have been measured.
+    Parameters may be in other groups than at the save, if all parameters of a group had equal settings. A parameter may
+    be split into other matrices than at the save, unless its rule keeps state by row, column or matrix, or its running
+    norms have been measured.
 
     Args:
         path: The folder.
-        model: As `save` takes it, under any layout.
-        optimizer: Likewise.
-        strict: Whether it is an error that something is missing, or that nothing here has what is saved. Otherwise what
-            is missing stays as it is, without state, and what is too much is left alone.
+        model: The model as for `save`, in any layout.
+        optimizer: The optimizer as for `save`.
+        strict: Whether entries that the checkpoint lacks, or has in excess, are an error. If False, parameters that the
+            checkpoint lacks stay as they are, without state, and entries in excess are ignored.
 
     Raises:
-        StateError: on every rank: what was saved does not fit; the message names it and the nearest name.
-        FileError: on every rank: there is no whole checkpoint.
-        TypeError: the optimizer is none that `save` takes.
+        StateError: on every rank: an entry of the checkpoint does not fit; the message names the entry and the nearest
+            name.
+        FileError: on every rank: there is no complete checkpoint.
+        TypeError: `save` does not take such an optimizer.
     """
     host = settled(lambda: recorded(optimizer))
     reshard(model)

@@ -28,7 +28,7 @@ app = typer.Typer(
 def commands() -> None:
     """Plan, train and inspect runs of Muon, an optimizer for PyTorch that gives the same update in every layout.
 
-    muonmesh --version tells the version.
+    muonmesh --version prints the versions of muonmesh and torch.
 
     Exit code 0: done. 1: failed or damaged. 2: wrong usage. 130: stopped by Ctrl-C.
     """
@@ -53,7 +53,7 @@ def train(
 
     Two ranks (or every GPU) under FSDP2 train it with Muon, then again with AdamW.
 
-    The run's directory gets report.html, and the same figures in report.json.
+    The directory of the run gets report.html, and report.json with the same figures.
 
     Ctrl-C stops after the current step and leaves a checkpoint.
     """

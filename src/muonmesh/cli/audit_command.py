@@ -22,17 +22,17 @@ def audit(
         str,
         typer.Argument(
             help="FILE.py:FUNCTION or MODULE:FUNCTION. The function returns (model, optimizer), wrapped and sharded as "
-            "they train; for several optimizers a list of them. What it calls backward on is looked at too.",
+            "in training. optimizer may be a list. If the function calls backward, the gradients are checked too.",
             show_default=False,
         ),
     ],
-    as_json: Annotated[bool, typer.Option("--json", help="Print all of it as JSON, each weight by its name.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON, each weight by its name.")] = False,
 ) -> None:
     """Watch one step of any optimizer on your model, and say for each weight what really happens to it.
 
-    For several ranks: torchrun --nproc-per-node 2 --no-python muonmesh audit train.py:make
+    On several ranks, start the command with torchrun. The function must then call init_process_group().
 
-    Exit code 0: nothing to mend. 1: something. 2: it could not be looked at.
+    Exit code 0: nothing to mend. 1: something to mend. 2: the audit could not run.
     """
     import torch.distributed as dist
 

@@ -32,23 +32,23 @@ class PlanRequest:
         "A transformers config.json or a folder with one, a known model (deepseek-v3, llama-3.1-8b, -70b, -405b), a "
         "preset of muonmesh train, or a model type (gpt2).",
     )
-    mesh: str = setting(
-        MISSING, WHERE, "Axes of the ranks, the outermost first: ddp=N, fsdp=N, hsdp=REPLICASxSHARDS, tp=N."
-    )
+    mesh: str = setting(MISSING, WHERE, "Mesh axes, the outermost first: ddp=N, fsdp=N, hsdp=REPLICASxSHARDS, tp=N.")
     experts: str | None = setting(
         None,
         WHERE,
-        "Axes of the same ranks for expert stacks, such as ddp=8,ep=32,fsdp=8. Default: the axes of --mesh, and tensor "
-        "parallelism cuts each expert.",
+        "Mesh axes of the same ranks for expert weights, such as ddp=8,ep=32,fsdp=8. Default: the axes of --mesh; "
+        "tensor parallelism then splits each expert.",
     )
     weights: Literal["fp32", "bf16"] = setting("fp32", WHAT, "Dtype of weights and gradients.")
     to_owners: bool = setting(
-        False, WHAT, 'Plan for gradients="to_owners": replicas add gradients up at the owner of each matrix.'
+        False,
+        WHAT,
+        'Plan for gradients="to_owners": replicas add gradients up at the owner, which orthogonalizes the matrix.',
     )
-    rule: str = setting("muon", WHAT, "How matrices are stepped, with the defaults of the rule.")
+    rule: str = setting("muon", WHAT, "The rule that updates matrices, with its default settings.")
     rank: int | None = setting(None, WHERE, "The rank to report. Default: the rank with the most work.", least=0)
     machine: int = setting(
-        8, WHERE, "Ranks of one machine. Where replicas are in several machines, ranks pass results on."
+        8, WHERE, "Ranks per machine. If replicas are on several machines, ranks pass results on inside each."
     )
     rates: Path | None = setting(
         None,
@@ -59,10 +59,10 @@ class PlanRequest:
     memory_budget_mb: float | None = setting(
         None,
         WHAT,
-        "MiB that a step may take beside weights, gradients and state. Default: the optimizer's.",
+        "MiB that a step may use in addition to weights, gradients and state. Default: as in the optimizer.",
         most=math.inf,
     )
-    json: bool = setting(False, None, "Print every figure, and every owner, as JSON.")
+    json: bool = setting(False, None, "Print every figure, and the owner of every matrix, as JSON.")
 
     def __post_init__(self) -> None:
         check_fields_of(self)
@@ -71,7 +71,7 @@ class PlanRequest:
 def plan(**values: Any) -> None:
     """Show what one optimizer step would cost on a cluster, without the cluster.
 
-    The plan is the one that every rank would make. It gives FLOPs, bytes and stored memory exactly.
+    The command computes the plan that every rank would compute. FLOPs, bytes sent and stored memory are exact.
 
     Kernel launches, the memory of a step and its time come from a model. Nothing is downloaded or run.
     """

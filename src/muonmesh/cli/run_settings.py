@@ -135,7 +135,7 @@ class Settings:
     )
     grad_accum: int = setting(1, HOW, "Forward and backward passes per step (gradient accumulation).")
     lr: float = setting(
-        6e-3, HOW, "Peak learning rate when training with Muon, for matrices and for the rest.", positive=True
+        6e-3, HOW, "Peak learning rate when training with Muon, for matrices and all other weights.", positive=True
     )
     adamw_lr: float = setting(3e-3, HOW, "Peak learning rate when training with AdamW.", positive=True)
     schedule: ScheduleName = setting(
@@ -143,13 +143,13 @@ class Settings:
     )
     warmup: int = setting(60, HOW, "Steps of linear warmup. Default: a tenth of --steps.", asked=int | None, least=0)
     weight_decay: float = setting(0.1, HOW, "Decoupled weight decay of matrices. Vectors are not decayed.")
-    clip: float = setting(1.0, HOW, "Clip gradients of weights that AdamW updates to this norm. 0 turns clipping off.")
+    clip: float = setting(1.0, HOW, "Clip the gradients of AdamW's weights to this norm. 0 turns clipping off.")
     seed: int = setting(0, HOW, "The seed of weights, data order and dropout.", least=0, most=2**63 - 1)
     ranks: int = setting(2, WHERE, "The number of processes. Default: one per GPU, or 2 on a CPU.", asked=int | None)
     parallel: Parallel = setting(
         "fsdp",
         WHERE,
-        "How to distribute the model: fsdp shards layers (FSDP2), ddp replicates, hsdp shards two replicas.",
+        "How to distribute the model: fsdp shards it (FSDP2), ddp replicates it, hsdp shards each of two replicas.",
     )
     device: Device = setting("cpu", WHERE, "auto uses GPUs if there are any.", asked=Literal["auto", "cpu", "cuda"])
     dtype: Dtype = setting(

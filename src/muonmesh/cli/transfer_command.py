@@ -8,20 +8,21 @@ from typing import Annotated, Any
 
 import typer
 
-_MODEL = "as for muonmesh plan, or FILE.py:FUNCTION, which returns a model, or (model, optimizer) with a muonmesh.Muon."
+_MODEL = "a model as for muonmesh plan, or FILE.py:FUNCTION that returns a model or (model, muonmesh.Muon)."
 
 
 def transfer(
-    small: Annotated[str, typer.Argument(help=f"The model whose settings are good: {_MODEL}", show_default=False)],
-    large: Annotated[str, typer.Argument(help="The wider model, likewise.", show_default=False)],
-    lr: Annotated[float, typer.Option(help="Learning rate of the models that come without an optimizer.")] = 3e-4,
-    weight_decay: Annotated[float, typer.Option(help="Their weight decay.")] = 0.1,
-    scale_mode: Annotated[str, typer.Option(help="How their updates of matrices are scaled.")] = "match_rms_adamw",
-    as_json: Annotated[bool, typer.Option("--json", help="Print all of it as JSON, with every name.")] = False,
+    small: Annotated[str, typer.Argument(help=f"The model with good settings: {_MODEL}", show_default=False)],
+    large: Annotated[str, typer.Argument(help="The wider model, named in the same way.", show_default=False)],
+    lr: Annotated[float, typer.Option(help="Learning rate of a model without an optimizer.")] = 3e-4,
+    weight_decay: Annotated[float, typer.Option(help="Weight decay of a model without an optimizer.")] = 0.1,
+    scale_mode: Annotated[str, typer.Option(help="Scale mode of a model without an optimizer.")] = "match_rms_adamw",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON, with every name.")] = False,
 ) -> None:
     """Say which settings carry over from a small model to a wider one, and what to set for the others.
 
-    For each kind of parameters: step RMS, spectral norm, decay a step and initial RMS, small → large.
+    The table shows for each kind of parameter, small → large: RMS and spectral norm of a step, decay per step and
+    initial RMS.
     """
     from muonmesh.cli.terminal import complain, make_console
     from muonmesh.report.transfer import transfer as compare

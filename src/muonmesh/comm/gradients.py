@@ -21,9 +21,9 @@ from muonmesh.numerics.dtypes import HELD_DTYPES, NEEDED_HELD
 class GradientSource(Protocol):
     """Where a framework keeps gradients, names and process groups; for ``Muon(..., gradients=...)``.
 
-    Steps, clipping and metrics read gradients here and nowhere else. The class of a framework derives from this one and
-    overrides `gradient` and `write`. The other methods have defaults: names are those of the param groups, and process
-    groups are those of ``process_group=``.
+    Steps, clipping and metrics read gradients here and nowhere else. To support a framework, derive a class and
+    override `gradient` and `write`. The other methods have defaults: names come from the param groups, and process
+    groups from ``process_group=``.
 
     Attributes:
         norms_apart: Names of further norms, for gradients that are measured and clipped apart from all others; the same
@@ -35,10 +35,10 @@ class GradientSource(Protocol):
     def gradient(self, parameter: Tensor) -> Tensor | None:
         """Return a parameter's gradient, or None; a step never writes to it.
 
-        Shape and placements are the parameter's; the dtype may be another.
+        The gradient has the shape and placements of the parameter. Its dtype may differ.
 
         Raises:
-            LayoutError, TypeError: there is none where one should be. Every rank raises then.
+            LayoutError, TypeError: a required gradient is missing. Every rank raises this error.
         """
         ...
 
@@ -47,17 +47,17 @@ class GradientSource(Protocol):
 
         Args:
             parameter: The parameter whose gradient it is.
-            gradient: Mostly the tensor that `gradient` has returned, scaled in place. A copy where that had other
-                strides or placements than the parameter.
+            gradient: The tensor that `gradient` returned, scaled in place; or a copy, if that tensor had other strides
+                or placements than the parameter.
         """
         ...
 
     def name(self, parameter: Tensor) -> str | None:
-        """Return the name by which ranks and checkpoints know a parameter; None: that of its group."""
+        """Return the name by which ranks and checkpoints know a parameter; None means its name in the param group."""
         return None
 
     def group(self, parameter: Tensor) -> dist.ProcessGroup | None:
-        """Return the ranks that hold the same plain tensor, or shard; None: those of ``process_group=``."""
+        """Return the ranks that hold the same plain tensor or shard; None means the ranks of ``process_group=``."""
         return None
 
     def counted(self, parameter: Tensor) -> bool:
@@ -65,18 +65,22 @@ class GradientSource(Protocol):
         return True
 
     def at_momentum(self, parameter: Tensor) -> bool:
-        """Return whether a gradient has the layout of the momentum, flattened, instead of the parameter's."""
+        """Return whether a parameter's gradient has the layout of its momentum, flattened, instead of its own
+        layout.
+        """
         return False
 
     def norm_apart(self, parameter: Tensor) -> str | None:
-        """Return by which of ``norms_apart`` a gradient is measured and clipped; None: by the usual norms."""
+        """Return the name in ``norms_apart`` by which a gradient is measured and clipped; None means the usual
+        norms.
+        """
         return None
 
     def place(self, matrices: Sequence[tuple[str, Tensor, Storage]]) -> Sequence[Storage]:
-        """Return where the momentum of each matrix lives; it is asked when a plan is made, and sends nothing.
+        """Return where the momentum of each matrix lives. It is called when a plan is made, and sends nothing.
 
         Args:
-            matrices: Name, parameter, and where its momentum would live otherwise.
+            matrices: For each matrix: its name, its parameter, and the default place of its momentum.
 
         Raises:
             LayoutError: the source cannot add up the gradient of a matrix. Every rank raises then.
@@ -84,30 +88,30 @@ class GradientSource(Protocol):
         return [storage for *_, storage in matrices]
 
     def bind(self, replicated: Mapping[Tensor, str], group: dist.ProcessGroup | None, bucket_bytes: int) -> None:
-        """Take note of the parameters that several ranks hold alike; all of these call it when they have planned.
+        """Receive the parameters that several ranks hold as equal copies. All these ranks call it after planning.
 
         Args:
-            replicated: Their names.
-            group: The ranks of ``process_group=``; None if there is one alone.
-            bucket_bytes: What may travel at a time.
+            replicated: The names of these parameters.
+            group: The ranks of ``process_group=``; None if there is only one rank.
+            bucket_bytes: The largest number of bytes to send at a time.
         """
         return
 
     def complete(self, step: int) -> None:
-        """Bring gradients to where they are read; all ranks call it where a step, clipping or metrics begin.
+        """Bring gradients to where they are read. All ranks call it when a step, clipping or metrics begin.
 
         Args:
-            step: How many steps have begun.
+            step: The number of steps that have begun.
         """
         return
 
     def traffic(self, replicated: Mapping[Tensor, str], *, copy: int, copies: int, bucket_bytes: int) -> Counts:
-        """Return what the source itself moves for a step whose gradients one backward pass has made; sends nothing.
+        """Return the traffic that the source itself causes for a step after one backward pass. It sends nothing.
 
         Args:
             replicated: As for `bind`.
             copy: The number of the replica for which to count.
-            copies: How many there are.
+            copies: The number of replicas.
             bucket_bytes: As for `bind`.
         """
         return Counts()

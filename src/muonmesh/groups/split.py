@@ -41,14 +41,14 @@ class ParamGroups(list[dict[str, Any]]):
         "name": unique; "muon", "adamw.embeddings", "adamw.head", "adamw.matrices", "adamw.vectors", and the same
             with the settings behind it for groups that an override made, such as "muon[lr=0.01]".
         "algorithm": "muon" or "adamw", or the rule that an override names.
-        "matrices": in Muon's groups only, what each parameter consists of; plain nested tuples.
-        "reasons": why each parameter is here.
+        "matrices": in Muon's groups only, how each parameter splits into matrices; plain nested tuples.
+        "reasons": why each parameter is in this group.
         and the settings, such as "lr" or "weight_decay".
 
     Attributes:
         frozen: the parameters left out, by canonical name, with the reason.
         shared: the further names of shared parameters, with the one that is in "param_names".
-        guesses: the parameters that are Muon's by a guess, of which `split_params` has warned.
+        guesses: the parameters that Muon gets by a guess. `split_params` warned about them.
         model: a weak reference to the model without wrappers, so that `Muon` sees when it holds other parameters, or
             trains those that were frozen; None after pickling.
     """
@@ -73,14 +73,14 @@ class ParamGroups(list[dict[str, Any]]):
         return {**self.__dict__, "model": None}
 
     def held_by(self, stage: nn.Module) -> ParamGroups:
-        """Return these groups with what a part of the model holds: a pipeline stage, traced or not.
+        """Return these groups with only the parameters of one part of the model: a pipeline stage, traced or not.
 
         Args:
-            stage: Holds parameters under the names that they have in the whole model (and wrappers' prefixes).
+            stage: The part. Its parameters have their names in the whole model, with or without prefixes of wrappers.
 
         Raises:
             TypeError: `stage` is no module.
-            ValueError: it holds a parameter of another name or shape, or none that is trained.
+            ValueError: `stage` holds a parameter of another name or shape, or no trainable parameter.
         """
         _check_module(stage)
         known = {name: group["params"][i] for group in self for i, name in enumerate(group["param_names"])}
@@ -180,19 +180,19 @@ def split_params(
             searched for in the names (`re.search`). Exact names win over expressions, later expressions over earlier
             ones, setting by setting.
         per_head: Whether attention weights are one matrix for each head, as the attention module counts them: True for
-            those of queries and keys, or some of "q", "k", "v", "o". Each head is then one matrix with its own scale.
+            queries and keys, or some of "q", "k", "v", "o". Each head is then one matrix with its own scale.
 
     Returns:
-        The groups, Muon's first, each parameter in exactly one; `print(groups)` shows all of it.
+        The groups, Muon's first. Each parameter is in exactly one group; `print(groups)` shows all groups.
 
     Raises:
         TypeError: `model` is no module, or settings or overrides are not of the types above.
-        ValueError: an override matches nothing, or asks for what a parameter cannot be; nothing is trainable; a
-            weight was flattened by a wrapper, so its shape says nothing; a projection does not consist of whole heads.
+        ValueError: an override matches nothing, or does not fit its parameter; no parameter is trainable; a wrapper
+            flattened a weight, so its shape is lost; a projection does not consist of whole heads.
 
     Warns:
-        UserWarning: where a weight is Muon's by a guess (on rank 0), with the override that decides it; among several
-            ranks, where a head is a guess that a pipeline stage would get wrong.
+        UserWarning: on rank 0, if Muon gets a weight by a guess; the message has the override that decides. With
+            several ranks, if the output layer is a guess that would be wrong for a pipeline stage.
 
     The rules are in docs/groups.md; "Muon for hidden matrices, AdamW for the rest" is K. Jordan's
     (https://kellerjordan.github.io/posts/muon/).

@@ -51,7 +51,7 @@ class TorchRule(MuonRule):
 
 
 class ExecutedMuon(torch.optim.Muon):
-    """A torch.optim.Muon of which `execute` was called."""
+    """A torch.optim.Muon after a call of `execute`: muonmesh takes its steps."""
 
     _step_supports_amp_scaling = True  # as of `Muon`: all ranks skip together
     _executor: Muon | None = None
@@ -59,7 +59,7 @@ class ExecutedMuon(torch.optim.Muon):
 
     @property
     def executor(self) -> Muon:
-        """The `Muon` that takes the steps, with the settings and state of this optimizer; made when it is needed."""
+        """The `Muon` that takes the steps, with the settings and state of this optimizer; made at its first use."""
         held = [[id(parameter) for parameter in group["params"]] for group in self.param_groups]
         made = self._executor
         if made is None or held != [[id(p) for p in group["params"]] for group in made.param_groups]:
@@ -110,22 +110,22 @@ class ExecutedMuon(torch.optim.Muon):
 
 
 def execute(optimizer: torch.optim.Optimizer, *, process_group: ProcessGroup = "auto") -> ExecutedMuon:
-    """Let muonmesh take the steps of a torch.optim.Muon, whole matrix by whole matrix in every layout.
+    """Let muonmesh take the steps of a torch.optim.Muon, so that it orthogonalizes whole matrices in every layout.
 
-    The optimizer stays the object that it is, with its settings, its momentum and its ``state_dict()``; schedulers and
-    whoever else holds it notice nothing. Each matrix is gathered by one rank, which orthogonalizes it by torch's own
-    function. A parameter is one matrix, or a batch of them, as to torch: fused matrices are not split.
+    The optimizer stays the same object, with its settings, momentum and ``state_dict()``, so schedulers need no change.
+    One rank gathers each matrix and orthogonalizes it with torch's own function. As in torch, a parameter is one matrix
+    or a batch of matrices: fused matrices are not split.
 
     Args:
-        optimizer: The one to be executed. Parameters in "param_names" are known by these names to all ranks.
-        process_group: Who holds plain matrices, as for `Muon`.
+        optimizer: The torch.optim.Muon. If its groups have "param_names", all ranks know the parameters by these names.
+        process_group: The ranks that hold plain matrices, as for `Muon`.
 
     Returns:
         The same optimizer.
 
     Raises:
-        TypeError: it is another optimizer than torch.optim.Muon, or was patched. Schedulers patch ``step``: make them
-            later.
+        TypeError: the optimizer is no torch.optim.Muon, or was patched. Schedulers patch ``step``, so create them after
+            this call.
     """
     if type(optimizer) not in (torch.optim.Muon, ExecutedMuon):
         write = "Write muonmesh.from_model(model, **muonmesh.convert_settings(optimizer))"

@@ -28,21 +28,23 @@ class Interval(NamedTuple):
 
 @dataclass(frozen=True)
 class FlatShards:
-    """Each rank holds intervals of what it would hold under another layout, flattened row by row.
+    """A layout of flat buffers: each rank holds intervals of its local tensor under another layout, flattened by rows.
 
-    Borders may lie anywhere, inside rows too; a rank may hold nothing. Its storage is a flat buffer that may hold
-    other parameters and padding besides. An interval of a matrix is at most three boxes: the end of a row, whole
-    rows, the beginning of a row.
+    Intervals may begin and end anywhere, also inside rows. A rank may hold nothing. The storage of a rank is a flat
+    buffer, which may also hold other parameters and padding. An interval of a matrix is at most three boxes: the end of
+    a row, whole rows, and the beginning of a row.
 
     Args:
-        within: The layout whose local tensors are flattened and cut: a replicated one for ZeRO over plain parameters, a
-            mesh with a shard axis for ZeRO over tensor parallelism. Ranks that hold the same under it share that.
-        intervals: For each rank of ``within.ranks``, in that order, what it holds.
-        sizes: For each rank the elements of its flat buffer; by default those that it holds, end to end.
+        within: The layout whose local tensors are flattened and cut: a replicated layout for ZeRO over plain
+            parameters, a mesh with a shard axis for ZeRO over tensor parallelism. Ranks with the same local tensor
+            divide it among themselves.
+        intervals: The intervals that each rank holds, in the order of ``within.ranks``.
+        sizes: The number of elements in the flat buffer of each rank. Default: the elements of its intervals, without
+            gaps.
         replicas: Sets of ranks that each hold all of the parameter; one set of all ranks by default.
 
     Raises:
-        LayoutError: the numbers do not fit each other.
+        LayoutError: the arguments contradict each other.
     """
 
     within: MeshLayout
@@ -86,7 +88,7 @@ class FlatShards:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks that may hold some of it."""
+        """The ranks that may hold a part of the parameter."""
         return self.within.ranks
 
     def held(self, rank: int) -> tuple[Interval, ...]:
@@ -123,7 +125,7 @@ class FlatShards:
         return next(number for number, replica in enumerate(self.replicas) if rank in replica)
 
     def parts(self, rank: int) -> tuple[int, ...]:
-        """Return the numbers of the runs that ``rank`` holds; runs end at the borders of all ranks of all replicas."""
+        """Return the numbers of the parts (see `part_count`) that ``rank`` holds."""
         runs = self._runs()
         where = self.within.blocks(rank)
         return tuple(
@@ -133,7 +135,7 @@ class FlatShards:
         )
 
     def part_count(self) -> int:
-        """Return the number of runs between borders."""
+        """Return the number of parts into which the intervals of all ranks and replicas divide the parameter."""
         return len(self._runs())
 
     def _runs(self) -> list[tuple[tuple[Block, ...], int, int]]:
@@ -197,9 +199,9 @@ class FlatParameter:
     """One parameter in a flat buffer.
 
     Attributes:
-        name: Its canonical name.
-        layout: Which of its elements each rank holds, and where in the buffer.
-        matrices: How it splits, see `split_matrices`; not used by AdamW.
+        name: The canonical name of the parameter.
+        layout: Which elements of the parameter each rank holds, and where in the buffer.
+        matrices: How the parameter splits into matrices, see `split_matrices`; AdamW does not use it.
     """
 
     name: str

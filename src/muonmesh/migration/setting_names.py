@@ -13,28 +13,29 @@ from muonmesh.migration.packages import PACKAGES, PackageName, groups_of
 
 
 def convert_settings(source: PackageName | Optimizer | object, *rest: Any, **settings: Any) -> Settings:
-    """Return our settings for a step like that of another optimizer.
+    """Return settings of muonmesh for the step of another optimizer.
 
-    ``from_model(model, **convert_settings(...))`` takes them: those of Muon's half, and under ``"adamw"`` those of
-    AdamW's half where the source says anything about it. Settings of one half alone are also keys of a group and
-    arguments of `Muon`. What differs between the packages beyond names, and which step is exactly the same, is told in
-    docs/migrating.md.
+    Pass them to ``from_model(model, **convert_settings(...))``. They are Muon's settings, and under ``"adamw"`` AdamW's
+    settings, if the source has any. Settings of Muon alone or AdamW alone are also keys of a param group and arguments
+    of `Muon`. docs/migrating.md says which steps are exactly the same, and what differs between the packages.
 
     Args:
         source: An optimizer of torch's AdamW, Adam or Muon, KellerJordan's, dion's, DeepSpeed's or muonium's; or
-            Megatron-Core's ``OptimizerConfig``; or the name of a package. A learning rate that a scheduler has changed
-            counts as it was before.
-        rest: After an optimizer, the one that steps the rest of the model, such as AdamW beside torch's Muon. After a
-            name, param groups as that package takes them.
-        settings: After a name, what that package's constructor takes (DeepSpeed: the "params" of the configuration's
-            optimizer; Megatron: fields of ``OptimizerConfig``). What is left out is that package's default.
+            Megatron-Core's ``OptimizerConfig``; or the name of a package. If a scheduler has changed a learning rate,
+            the initial value counts.
+        rest: If ``source`` is an optimizer, the optimizer of all other parameters, such as AdamW next to torch's Muon.
+            If ``source`` is a name, param groups as that package takes them.
+        settings: If ``source`` is a name, the arguments of that package's constructor (DeepSpeed: the "params" of the
+            configuration's optimizer; Megatron: fields of ``OptimizerConfig``). A missing argument takes that package's
+            default.
 
     Returns:
         A plain dict. Betas and ε are ``adamw_betas`` and ``adamw_eps``. Vectors never decay with `from_model`.
 
     Raises:
-        TypeError: ``source`` is of no known package, or an optimizer that does not keep its settings.
-        ValueError: a setting is unknown, has no counterpart, or differs between groups of one half.
+        TypeError: ``source`` belongs to no known package, or is an optimizer that does not store its settings.
+        ValueError: a setting is unknown, has no counterpart, or differs between groups of Muon or between groups of
+            AdamW.
     """
     if isinstance(source, str):
         if source not in PACKAGES:

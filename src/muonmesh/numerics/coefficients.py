@@ -27,23 +27,23 @@ one odd polynomial a step; the last polynomial of such a sequence is repeated.""
 
 @dataclass(frozen=True)
 class CoefficientSet:
-    """A set by name: its polynomials, what follows the last one, and what the input needs before the first.
+    """A set of Newton–Schulz coefficients: the polynomials, and what precedes and follows them.
 
     Attributes:
-        polynomials: One odd polynomial a step.
-        past_end: "cycle" starts again with the first polynomial, "repeat_last" goes on with the last one.
-        preconditioner: "aol" rescales the rows before the first step (Turbo-Muon); the polar factor is then
-            that of the rescaled matrix.
-        rational: (a, b, c) of a step x (a + b·x²) / (1 + c·x²) that comes before the polynomials. It is made for
-            singular values up to 1, so the matrix is first divided by a bound of its largest one, ‖X Xᵀ‖^½ (Frobenius).
-        deflated: How many of the largest singular values are first brought down to the smallest of them. The matrix is
-            then divided by ‖(X Xᵀ)²‖^¼ (Frobenius), a nearer bound of the largest one, instead of by its norm. It takes
-            `DEFLATED_FROM_ROWS` rows; smaller matrices are given the set "polar_express".
+        polynomials: One odd polynomial for each step.
+        past_end: What follows the last polynomial: "cycle" starts again with the first, "repeat_last" repeats the last.
+        preconditioner: "aol" rescales the rows before the first step (Turbo-Muon); the result is then the polar factor
+            of the rescaled matrix.
+        rational: (a, b, c) of a step x (a + b·x²) / (1 + c·x²) before the polynomials. The step needs singular values
+            up to 1, so the matrix is first divided by ‖X Xᵀ‖^½ (Frobenius), a bound of its largest singular value.
+        deflated: How many of the largest singular values are first reduced to the smallest among them. The matrix is
+            then divided by ‖(X Xᵀ)²‖^¼ (Frobenius), a closer bound of its largest singular value than its norm.
+            Matrices with fewer than `DEFLATED_FROM_ROWS` rows use the set "polar_express" instead.
         finish: Polynomials that a CPU applies last, if `steps` steps are taken and the result is still far from the
             polar factor: see `Iteration.finish`.
         steps: The number of steps if ``ns_steps`` is None.
-        gram_steps: The numbers of steps for which the Gram form is as accurate in bf16 as separate
-            steps, which tests show. With other numbers each step amplifies values near 1, and their rounding errors.
+        gram_steps: The numbers of steps for which the method "gram" is as accurate in bf16 as "standard", as tests
+            show. With other numbers each step amplifies singular values near 1 and their rounding errors.
     """
 
     polynomials: tuple[Polynomial, ...]
@@ -57,7 +57,7 @@ class CoefficientSet:
 
     @property
     def begins_with_polynomials(self) -> bool:
-        """Whether nothing that needs the norm of X comes before the first polynomial."""
+        """Whether no step that needs the norm of X comes before the first polynomial."""
         return self.rational is None and not self.deflated
 
 
@@ -193,17 +193,18 @@ def for_rows(coefficients: Coefficients, steps: int | None, rows: int) -> tuple[
 
 
 def register_coefficients(name: str, chosen: CoefficientSet) -> None:
-    """Make a set known by a name, which ``ns_coefficients`` and `orthogonalize` then take.
+    """Register a coefficient set under a name for ``ns_coefficients`` and `orthogonalize`.
 
-    Every process that steps such groups, or loads their state, registers it first; ranks compare the polynomials.
+    Register the set in every process before it steps groups with the set or loads their state. Ranks compare the
+    polynomials.
 
     Args:
-        name: The name. One of your own may be registered again.
+        name: The name. You may register a name of your own again.
         chosen: The set.
 
     Raises:
-        ValueError: the name is that of a published set, a polynomial is no polynomial, or the first one of a set that
-            deflates is no quintic.
+        ValueError: a published set has this name, a polynomial is invalid, or the set deflates and its first polynomial
+            is no quintic.
     """
     if name in ("auto", *get_args(CoefficientName)):
         write = f'Write register_coefficients("my-{name}", ...)'

@@ -36,8 +36,8 @@ from muonmesh.numerics.kernels.toolchain import DTYPES
 from muonmesh.numerics.precision import exact_fp32, plain_modes
 
 Method: TypeAlias = Literal["auto", "standard", "gram"]
-"""How the polynomials are applied to a matrix: "standard" step by step, "gram" through its Gram matrix, "auto" by
-whichever is better."""
+"""How the polynomials are applied to a matrix: "standard" step by step, "gram" through its Gram matrix, "auto" by the
+better of the two."""
 
 # Where Gram is faster (measured): from so many rows on, if there are so many times as many columns.
 _GRAM_FROM = ((384, 2), (256, 4))
@@ -58,33 +58,33 @@ def orthogonalize(
 ) -> Tensor:
     """Return the orthogonal factor of each matrix: same singular vectors, all singular values near 1.
 
-    Only the direction counts: multiplying x by a power of two changes no bit, a matrix of zeros stays exactly
-    zero, and there is no epsilon. A matrix with a non-finite entry becomes non-finite as a whole, its neighbors
-    in the batch do not. On the CPU the bits of a result do not depend on the batch the matrix is in, and those of a
-    transposed matrix (not square) are those of the transposed result.
+    Only the direction counts: multiplying x by a power of two changes no bit, a matrix of zeros stays exactly zero, and
+    there is no epsilon. A matrix with a non-finite entry becomes non-finite as a whole, its neighbors in the batch do
+    not. On the CPU the bits of a result do not depend on the other matrices of the batch. A transposed matrix that is
+    not square gives the transposed result, bit for bit.
 
     Args:
         x: Shape (..., rows, cols), any strides; bf16, fp16, fp32 or fp64. Not written unless `overwrite` allows it.
         coefficients: A published set by name, or a sequence of odd polynomials, one tuple (a, b, ...) a step. "auto",
-            an optimizer's default, is "deflated" on a CPU in bf16 without `steps`, and else "polar_express".
-        steps: Number of steps, at least 1. None: as many as a sequence has polynomials; of a published set 5, of
-            "deepseekv4" 10, of "aol" 4, of "deflated" 3, of "qdwh" 1 after its rational step.
+            the default of `Muon`, is "deflated" on a CPU in bf16 without `steps`, and "polar_express" otherwise.
+        steps: Number of steps, at least 1. None: the length of a sequence; for a published set 5, but 10 for
+            "deepseekv4", 4 for "aol", 3 for "deflated", and 1 after the rational step for "qdwh".
         method: "standard", "gram" or "auto", see `resolve_method`.
         dtype: Compute dtype: bf16, fp32 or fp64.
-        kernels: What multiplies. "auto": what is expected to be the fastest of what this process has. "torch": torch's
-            products. "triton" and "compiled": those, or an error where they cannot be.
+        kernels: The code that multiplies matrices. "auto": the code of this process that should be the fastest.
+            "torch": torch's products. "triton" and "compiled": this code, or an error if it cannot run.
         out: Contiguous tensor of x's shape, dtype and device to write, not overlapping x.
         overwrite: Whether x may be used as working memory; its contents are lost then.
-        times: What the results are multiplied by, 1-D fp32 or wider, one number for each matrix. It is multiplied
-            into 1/ν, so it takes no operation of its own, and no rounding.
+        times: Factors of the results: 1-D, fp32 or wider, one number for each matrix. They are part of another factor,
+            so they take no operation of their own and no further rounding.
 
     Returns:
         `out`, or a new contiguous tensor of x's shape, dtype and device. It carries no gradient.
 
     Raises:
-        ValueError: x has fewer than 2 dims or an empty matrix dim, an option is unknown, steps is smaller than 1,
-            or the method cannot be met.
-        TypeError: x is not a plain dense floating-point tensor, dtype cannot be computed in, or steps is no int.
+        ValueError: x has fewer than 2 dims or an empty matrix dim, an option is unknown, steps is smaller than 1, or
+            the method is not possible here.
+        TypeError: x is not a plain dense floating-point tensor, dtype is no compute dtype, or steps is no int.
     """
     _check_input(x)
     resolved = Orthogonalizer.of(

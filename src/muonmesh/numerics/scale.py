@@ -8,14 +8,14 @@ from typing import Literal, NamedTuple, TypeAlias, get_args
 from muonmesh.errors import explain_error
 
 ScaleMode: TypeAlias = Literal["original", "shape_scaling", "match_rms_adamw", "spectral", "unit_rms_norm", "none"]
-"""By what the update of a matrix is multiplied, see `update_scale`. "shape_scaling" is an alias of "original"."""
+"""The factor of the update of a matrix, see `update_scale`. "shape_scaling" is an alias of "original"."""
 
 
 def update_scale(rows: int, cols: int, mode: ScaleMode) -> float:
     """Return the factor that an orthogonalized update is multiplied by.
 
-    An orthogonal rows × cols matrix has spectral norm 1 and RMS 1/√max(rows, cols); the learning rate is the
-    spectral norm of one step divided by this factor.
+    An orthogonal rows × cols matrix has spectral norm 1 and RMS 1/√max(rows, cols). So the spectral norm of one step is
+    the learning rate times this factor.
 
     Args:
         rows: Output features of the whole matrix, never of a shard.
@@ -23,7 +23,7 @@ def update_scale(rows: int, cols: int, mode: ScaleMode) -> float:
         mode: One of
             "original", alias "shape_scaling": √max(1, rows/cols) (K. Jordan, torch.optim.Muon);
             "match_rms_adamw": 0.2·√max(rows, cols), an RMS of 0.2 as AdamW's updates have (Moonlight,
-            arXiv 2502.16982), so one learning rate serves both;
+            arXiv 2502.16982), so one learning rate serves Muon and AdamW;
             "spectral": √max(rows, cols), an RMS of 1 (Transformer Engine);
             "unit_rms_norm": √(rows/cols), RMS-to-RMS operator norm 1 (Scion, arXiv 2502.07529; dion);
             "none": 1.

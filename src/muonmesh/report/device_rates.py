@@ -40,7 +40,8 @@ class DeviceRates:
 
     @staticmethod
     def weight_of(elements: float, *, by_triton: bool) -> float:
-        """Return how much longer a FLOP takes than at the rate ``published``, in a product with so many elements.
+        """Return how much longer a FLOP takes than at the rate ``published``, in a product with ``elements`` in its
+        result.
 
         Fitted to flash-muon's times of X Xᵀ on an H800, 1024 to 8192 rows, by its kernel and by cuBLAS: both speeds
         grow with the side of the result to the power of 1.2, up to 3000 and 2200 rows. A batch counts as one square.
@@ -54,10 +55,11 @@ class Timed:
     """A step whose time is modelled: a `muonmesh.testing.DryRun`, or a `Forecast`, with figures of the same names."""
 
     def parts(self: Any, *, published: bool = True) -> dict[str, float]:
-        """Return the modelled seconds of the host, the device and the network, which work side by side.
+        """Return the modelled seconds of the CPU ("host"), the device and the network, which work in parallel.
 
         Args:
-            published: Whether products are as fast as published ones, not as fast as they may be at most.
+            published: Whether matrix products run at the rate ``published``. If False, they run at the upper limit
+                ``flops``.
         """
         rates: DeviceRates = self.rates
         products = self.slow_flops / rates.published if published else self.flops / rates.flops
@@ -71,10 +73,10 @@ class Timed:
 
     @property
     def seconds(self) -> float:
-        """Modelled time of the step: the slowest of `parts`. What one waits for the other is left out."""
+        """Modelled seconds of the step: the slowest of `parts`. Waits of one part for another are left out."""
         return max(self.parts().values())
 
     @property
     def best_seconds(self) -> float:
-        """Likewise, with products as fast as they may be at most: a bound from below."""
+        """Lower bound of the modelled seconds of the step: matrix products run at the upper limit of `Rates.flops`."""
         return max(self.parts(published=False).values())

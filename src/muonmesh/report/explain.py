@@ -60,28 +60,28 @@ class Row:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What one step does, told from the plan; ``str()`` is a table.
+    """What one step does, according to its plan; ``str()`` is a table.
 
     Attributes:
         rows: One per parameter, in the order of the groups.
-        rank: The rank that it describes.
+        rank: The rank that this object describes.
         orthogonalizations: Matrices that this rank orthogonalizes in a step.
-        collectives: Collectives that this rank takes part in in a step.
+        collectives: Collectives of a step in which this rank takes part.
         bytes_sent: Bytes this rank sends in a step; flags are not counted.
-        bytes_received: Bytes it receives, likewise.
-        flops: FLOPs of one step, by rank.
-        state_bytes: Bytes of state that this rank keeps from step to step.
-        host_bytes: Those of them that ``state_device="cpu"`` keeps away from the device.
-        gradients: What the source of gradients moves itself for a step, as under ``gradients="to_owners"``.
-        relayed: Parameters whose results rank after rank passes on, because their replicas are in several machines.
+        bytes_received: Bytes this rank receives in a step; flags are not counted.
+        flops: FLOPs of one step, for each rank.
+        state_bytes: Bytes of optimizer state that this rank keeps from step to step.
+        host_bytes: The part of ``state_bytes`` that ``state_device="cpu"`` keeps in CPU memory.
+        gradients: The traffic of a step that the source of gradients causes itself, as with ``gradients="to_owners"``.
+        relayed: Number of parameters whose results ranks pass on, because their replicas are on several machines.
         step_bytes: The peak of a step on this rank in bytes, without weights, gradients and state; modelled, for
             Muon's own rule. A CPU keeps this memory from step to step.
-        budget_bytes: Those that it should keep to, by ``memory_budget_mb``.
-        graphs: Batches that have a CUDA graph so far; None without ``cuda_graphs``.
-        graph_bytes: What these keep on the device from step to step, which the budget does not count: the matrices,
-            results and squares of the largest batch.
-        open: Names of parameters of which other ranks may hold copies, which the first step looks for. Until then they
-            are told as if there were none.
+        budget_bytes: The limit for ``step_bytes`` that ``memory_budget_mb`` sets.
+        graphs: Number of batches that have a CUDA graph so far; None without ``cuda_graphs``.
+        graph_bytes: Bytes that these graphs keep on the device from step to step: the matrices, results and squares of
+            the largest batch. The budget does not count them.
+        open: Names of parameters that other ranks may hold too. The first step looks for these copies. Until then, this
+            object assumes that there are none.
     """
 
     rows: tuple[Row, ...]
@@ -103,7 +103,7 @@ class Explanation:
 
     @property
     def imbalance(self) -> float:
-        """FLOPs of the busiest rank over the mean; 1 is perfect."""
+        """FLOPs of the busiest rank divided by the mean of all ranks; 1 is perfect."""
         return imbalance(self.flops)
 
     def __str__(self) -> str:

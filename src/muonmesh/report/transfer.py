@@ -26,21 +26,22 @@ Not carried over: depth, batch size, number of steps, and the size of an attenti
 
 @dataclass(frozen=True)
 class Size:
-    """What the settings of an optimizer mean for one parameter.
+    """The size of one step on one parameter, and the settings that give it.
 
     Attributes:
         shape: Shape of the whole parameter.
         algorithm: "muon", "adamw", or the rule of its group.
-        rms: Root mean square of one step; of AdamW at most.
-        spectral: Spectral norm of one step, the largest of its matrices; of AdamW at most, where a vector or a table
-            counts as its elements; nan where a rule does not know.
-        lr: Learning rate, as it was before a scheduler changed it.
+        rms: Root mean square of one step; for AdamW an upper bound.
+        spectral: Spectral norm of one step, the largest over its matrices; for AdamW an upper bound, where a vector or
+            an embedding counts by its elements; NaN if the rule does not know it.
+        lr: Learning rate before a scheduler changed it.
         weight_decay: Weight decay.
-        decay: By which fraction one step shrinks the weights: lr × weight_decay.
-        initial: Root mean square of the weights as they are; nan on the meta device, and of flat shards.
-        relative: The step at rate 1 over the size that the spectral condition asks for, up to a constant.
-        condition: The standard deviation of initial weights that it asks for, up to a constant.
-        shared: Whether several layers hold it, as tied embeddings are held.
+        decay: The fraction by which one step shrinks the weights: lr × weight_decay.
+        initial: Root mean square of the current weights; NaN on the meta device and for flat shards.
+        relative: The step at learning rate 1, divided by the size that the spectral condition asks for, up to a
+            constant.
+        condition: The standard deviation of initial weights that the spectral condition asks for, up to a constant.
+        shared: Whether several layers share the parameter, as with tied embeddings.
     """
 
     shape: tuple[int, ...]
@@ -58,17 +59,17 @@ class Size:
 
 @dataclass(frozen=True)
 class TransferRow:
-    """Parameters of the large model that are alike.
+    """One kind of parameter of the large model, with the settings that carry over from the small model.
 
     Attributes:
-        parameter: Their canonical name, with "*" for the numbers of layers.
-        names: Their names.
-        small: What the settings mean for their counterpart in the small model.
-        large: What the settings mean for the first of them, as they are.
+        parameter: The canonical name of these parameters, with "*" for the numbers of layers.
+        names: The names of all these parameters.
+        small: The `Size` of a step on their counterpart in the small model, with the settings there.
+        large: The `Size` of a step on the first of these parameters, with the current settings.
         lr: The learning rate that carries over.
         weight_decay: The weight decay with which a step shrinks the weights as in the small model.
-        init: The standard deviation of initial weights over that in the small model.
-        note: What else to know.
+        init: The standard deviation of initial weights, divided by the standard deviation in the small model.
+        note: A remark; empty if there is none.
     """
 
     parameter: str
@@ -82,7 +83,7 @@ class TransferRow:
 
     @property
     def settings(self) -> dict[str, float]:
-        """What has to be set anew for them; empty if the settings carry over."""
+        """The settings to change for these parameters; empty if the current settings carry over."""
         found = {"lr": self.lr, "weight_decay": self.weight_decay}
         return {key: new for key, new in found.items() if not math.isclose(new, getattr(self.large, key), rel_tol=1e-6)}
 
@@ -92,8 +93,8 @@ class Transfer:
     """What carries over from a small model to a large one; ``str()`` is a table.
 
     Attributes:
-        rows: One for all parameters of the large model that are alike.
-        new: Names of its parameters that have no counterpart in the small model.
+        rows: One `TransferRow` for each kind of parameter of the large model.
+        new: Names of the large model's parameters that have no counterpart in the small model.
     """
 
     rows: tuple[TransferRow, ...]
@@ -101,7 +102,7 @@ class Transfer:
 
     @property
     def overrides(self) -> dict[str, dict[str, float]]:
-        """What to set for the large model: ``overrides`` of `from_model`, by name."""
+        """The settings for the large model by parameter name, for ``overrides`` of `from_model`."""
         return {name: row.settings for row in self.rows for name in row.names if row.settings}
 
     def __str__(self) -> str:
@@ -113,11 +114,11 @@ class Transfer:
 def transfer(small: torch.optim.Optimizer, large: torch.optim.Optimizer) -> Transfer:
     """Compare one step on a small model with one on a wider model, and return what to set for the wider one.
 
-    By the spectral condition (arXiv 2310.17813) a step changes what a layer computes as much at every width if its
-    spectral norm grows as √(rows/cols). So learning rates are multiplied by what the step lacks of that. AdamW's step
-    of a matrix has a spectral norm of up to lr·√(rows·cols), hence its rate falls as 1/cols; a table of embeddings or a
-    vector keeps its rate, as in μP (arXiv 2203.03466). ``lr × weight_decay`` stays. Initial weights should have a
-    standard deviation ∝ min(1, √(rows/cols))/√cols.
+    By the spectral condition (arXiv 2310.17813), a step changes the output of a layer by the same amount at every width
+    if its spectral norm grows as √(rows/cols). So each learning rate is multiplied by the factor that its step lacks.
+    AdamW's step of a matrix has a spectral norm of up to lr·√(rows·cols), so its rate falls as 1/cols. An embedding or
+    a vector keeps its rate, as in μP (arXiv 2203.03466). The product ``lr × weight_decay`` stays the same. Initial
+    weights should have a standard deviation ∝ min(1, √(rows/cols))/√cols.
 
     Args:
         small: The `Muon` of the small model, whose settings are known to be good.
@@ -125,8 +126,8 @@ def transfer(small: torch.optim.Optimizer, large: torch.optim.Optimizer) -> Tran
             matched by name; layers beyond those of the small model by their kind.
 
     Raises:
-        TypeError: something else is given than two `Muon`.
-        LayoutError, ValueError: no step could be taken with the groups as they are.
+        TypeError: an argument is no `Muon`.
+        LayoutError, ValueError: a step with the current groups is not possible.
     """
     known = _sizes("small", small)
     known |= {starred(name): size for name, size in known.items()}

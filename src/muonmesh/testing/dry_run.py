@@ -44,7 +44,7 @@ class DryRun(Timed):
         bytes_sent: Bytes sent to other ranks; 0 for other optimizers than Muon.
         elementwise_bytes: Bytes read and written by everything except matrix products.
         flops: FLOPs of the matrix products.
-        slow_flops: FLOPs weighted by the lower speed of small products (`DeviceRates.weight_of`).
+        slow_flops: FLOPs weighted by the lower speed of small products (`Rates.weight_of`).
         elements: Number of parameter elements that this rank stores.
         peak_bytes: Peak memory of the step, without parameters, gradients, state and ``kept_bytes``.
         kept_bytes: Memory that the optimizer keeps between steps, without its state.
@@ -91,28 +91,28 @@ def dry_run(
     steps: int = 2,
     rates: DeviceRates | None = None,
 ) -> DryRun:
-    """Say what a step would launch, move and hold on a CUDA device, without one, and without the other ranks.
+    """Count what a step would launch, send and store on a CUDA device, without such a device and without other ranks.
 
     The real step runs, on fake tensors (no elements, so a model of any size takes no memory) and torch's ``fake``
-    process group. It raises where the host would wait for the device.
+    process group. It raises an error if the CPU would wait for the device.
 
     Args:
-        model: Where its parameters lie does not matter; the meta device costs nothing. It is not changed.
-        optimizer: Makes the optimizer from a copy of the model on the device.
+        model: The model, on any device; on the meta device it takes no memory. It is not changed.
+        optimizer: A function that makes the optimizer from a copy of the model on the device.
         world: Number of ranks.
         mesh: Sizes of a device mesh by the names of its dims; their product is ``world``. None: no mesh, so parameters
             are plain tensors.
-        placements: How parameters lie on the mesh, with ``mesh``.
-        rank: Whose step it is.
+        placements: A function that returns the placements of a parameter on ``mesh`` from its name and the parameter.
+        rank: The rank whose step is counted.
         step: Called with the optimizer instead of its ``step``, for example to clip first.
-        steps: Steps before the one that is counted; they create state, and the host must not wait in them either.
-        rates: Of the device, for the model of time.
+        steps: Number of steps before the counted step. They create state, and the CPU must not wait in them either.
+        rates: The rates of the device, for the model of time.
 
     Returns:
         The figures of one step.
 
     Raises:
-        HostSync: the host would wait for the device; the traceback says where.
+        HostSync: the CPU would wait for the device; the traceback says where.
         RuntimeError: torch.distributed is initialized already.
         ValueError: ``mesh`` has another number of ranks than ``world``.
     """

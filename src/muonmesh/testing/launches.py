@@ -36,7 +36,7 @@ _CONCATENATED = 128  # tensors that one launch of torch.cat takes
 
 
 class HostSync(RuntimeError):
-    """An operation would make the host wait for the device."""
+    """An operation would make the CPU wait for the device."""
 
 
 class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]

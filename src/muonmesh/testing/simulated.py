@@ -36,7 +36,7 @@ _ROOM = 512  # bytes: what torch's allocator rounds sizes up to
 
 
 class Race(NamedTuple):
-    """Two accesses of one piece of memory that no stream, event or wait of the host puts in an order.
+    """Two accesses to the same memory whose order no stream, event or wait of the CPU determines.
 
     Attributes:
         kind: The owner of the memory, and what the two accesses do.
@@ -50,7 +50,7 @@ class Race(NamedTuple):
 
 
 class RaceError(RuntimeError):
-    """A simulated device found a race."""
+    """A simulated device found a race: two accesses to the same memory without an order."""
 
 
 class _Part(NamedTuple):

@@ -42,20 +42,20 @@ class QKClip:
     and W_k, and of their biases, by √γ each. Where heads share a key, and for the rotary part of latent attention, it
     multiplies only the queries, by γ. Momentum does not change. Layers without a softmax are left out.
 
-    All ranks that share the model call `step`: one all-reduce takes the largest S of all heads over them. The host
-    waits for nothing.
+    All ranks that share the model call `step`. One all-reduce takes the largest S of each head over these ranks. The
+    CPU does not wait for the device.
 
     Args:
         model: Any module, sharded or not, as it is trained.
-        threshold: Logits above it are brought back to it.
-        optimizer: After whose steps the weights are clipped; it knows shards that are no DTensors, flat buffers and
-            masters, which are clipped too. A `Muon`, or a wrapper of one, such as a DeepSpeed engine's. None: write
-            ``clip.step()`` after each step, for plain weights and DTensors.
-        process_group: The ranks that train this model, or this stage of it; None: all.
+        threshold: The largest logit that is allowed.
+        optimizer: The optimizer after whose steps the weights are clipped: a `Muon`, or a wrapper of one, such as a
+            DeepSpeed engine's. QKClip then also clips shards that are no DTensors, flat buffers and fp32 master
+            weights. None: write ``clip.step()`` after each step; only plain weights and DTensors are clipped.
+        process_group: The ranks that train this model, or this pipeline stage; None means all.
 
     Raises:
-        ValueError: no attention is known, its logits are bounded by norms of queries and keys, the threshold is not
-            above 0, or another QKClip already clips this model.
+        ValueError: QKClip knows no attention module of this model, or a module bounds its logits by norms of queries
+            and keys, the threshold is not above 0, or another QKClip already clips this model.
     """
 
     def __init__(
@@ -105,9 +105,9 @@ class QKClip:
             module: The attention module.
             query: Shape (batch, heads, queries, size), after rotary embedding; the heads that this rank computes.
             key: Shape (batch, groups, keys, size).
-            scale: What the products are multiplied by.
+            scale: The factor of the products of queries and keys.
             mask: None, bool, numbers to be added, or a BlockMask, see `largest_logits`.
-            causal: Whether a query looks at no later key.
+            causal: Whether a query ignores later keys.
         """
         self.record(module, largest_logits(query, key, scale=scale, mask=mask, causal=causal))
         self._sources[id(module)] = "exact, computed once more"

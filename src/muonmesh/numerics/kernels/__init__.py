@@ -18,9 +18,9 @@ from muonmesh.numerics.kernels.toolchain import DTYPES, is_installed, is_interpr
 from muonmesh.numerics.kernels.triton import triton_products
 
 KernelName: TypeAlias = Literal["auto", "torch", "triton", "compiled"]
-"""The code that multiplies matrices. "auto" takes what should be the fastest on the device, among what is installed and
-all ranks can do. "torch" needs nothing else. "triton" needs triton. "compiled" needs bf16 on a CPU, and a package that
-was built where there is a C compiler."""
+"""The code that multiplies matrices. "auto" takes the code that should be the fastest on the device, if all ranks can
+run it. "torch" needs nothing else. "triton" needs triton. "compiled" needs bf16 on a CPU, and a package that was built
+with a C compiler."""
 
 __all__ = [
     "Exact",

@@ -13,25 +13,24 @@ from muonmesh.numerics.rules.rule import Hyperparameters
 
 @dataclass(frozen=True, slots=True)
 class ElementwiseRule(Hyperparameters):
-    """A rule that steps each element by itself: nothing travels, and a gradient of zeros is one like any other.
+    """A rule that updates each element alone, without communication. A gradient of zeros counts like any other.
 
-    A rule of your own overrides `update`, says with `keeps` what it keeps from step to step, and is made known with
-    `register_rule`. It may only use operations whose result for an element depends on nothing but that element's
-    inputs, for tensors of every length: ``lerp_``, ``mul_``, ``sign``, ``sqrt``, ``where``, casts. Then every sharding
-    gives the same bits.
+    To write a rule of your own, override `update`, declare its state with `keeps`, and call `register_rule`. `update`
+    may only use operations whose result for an element depends on the inputs of this element alone, for tensors of
+    every length: ``lerp_``, ``mul_``, ``sign``, ``sqrt``, ``where``, casts. Then every sharding gives the same bits.
     """
 
     def keeps(self) -> tuple[str, ...]:
-        """Return the names of what is kept for each element, in the dtype of the weights; it begins as zeros."""
+        """Return the names of state with one number per element, in the dtype of the weights. State starts at 0."""
         return ()
 
     def update(self, gradient: Tensor, state: Mapping[str, Tensor], count: Tensor) -> Tensor:
-        """Return u of the step ``p ← p − lr·u``; weights decay besides, as the group says.
+        """Return u of the step ``p ← p − lr·u``, without weight decay, which is applied separately.
 
         Args:
             gradient: Any shape, fp32 or wider, read only.
-            state: What the rule keeps, each of that shape, fp32 or wider; written in place.
-            count: How many steps have been taken with this one, fp32, 0-d.
+            state: The state by name, each of the shape of the gradient, fp32 or wider, written in place.
+            count: The number of steps of this parameter, this step included, fp32, 0-d.
 
         Returns:
             The same shape.
@@ -51,15 +50,16 @@ class ElementwiseRule(Hyperparameters):
         """Step the parameters of a group, in place, computed in fp32 or wider and rounded once.
 
         Args:
-            weights: Masters where there are any.
+            weights: The parameters, or their fp32 master weights if there are any.
             gradients: Gradients of the same shapes and dtypes as the weights.
-            state: What the rule keeps, for each of the weights.
-            counts: Steps taken with each of them, fp32, 0-d.
-            stop: 0-d bool tensor: whether nothing changes after all; None for no.
-            measured: Whether the squares of the steps are asked for.
+            state: The state by name, with one tensor for each of the weights.
+            counts: The number of steps already taken with each of the weights, fp32, 0-d.
+            stop: 0-d bool tensor: True means that the step changes nothing. None means False.
+            measured: Whether to return the squares of the steps.
 
         Returns:
-            If so, for each of the weights the sum of the squares of its step without decay, 0-d fp64.
+            With ``measured``, for each of the weights the sum of the squares of its step without decay, 0-d fp64; else
+            an empty list.
         """
         squares = []
         for number, (weight, gradient) in enumerate(zip(weights, gradients, strict=True)):

@@ -15,7 +15,7 @@ from muonmesh.numerics.rules.rule import KeptAs, Rule
 
 @dataclass(frozen=True, slots=True)
 class MuonRule(Rule):
-    """Momentum, orthogonalized.
+    """The rule "muon", which orthogonalizes the momentum.
 
     Attributes:
         lr: Learning rate; times the update scale it is the spectral norm of one step.
@@ -29,7 +29,7 @@ class MuonRule(Rule):
     nesterov: bool
 
     def keeps(self) -> Mapping[str, KeptAs]:
-        """Return the momentum."""
+        """Return the state of the rule: the momentum."""
         return {"momentum_buffer": "momentum"}
 
     def fold(self, gradient: Tensor, state: Mapping[str, Tensor]) -> None:

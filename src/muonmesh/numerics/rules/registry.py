@@ -53,16 +53,16 @@ AnyRule = TypeVar("AnyRule", bound=Rule | ElementwiseRule)
 def register_rule(algorithm: str) -> Callable[[type[AnyRule]], type[AnyRule]]:
     """Return a class decorator that makes a rule known as the ``algorithm`` of groups.
 
-    Every process that steps such groups, or loads their state, registers the rule first. A name of one's own may be
-    registered again, as happens when a notebook's cell is run twice.
+    Register the rule in every process before it steps groups with the rule or loads their state. You may register a
+    name of your own again, as when you run a notebook cell twice.
 
     Args:
         algorithm: The name.
 
     Raises:
         ValueError: the name is taken by a rule of muonmesh, or `Rule.keeps` names a kind that does not exist.
-        TypeError: what is decorated is no dataclass derived from `Rule` or `ElementwiseRule`, has only one of
-            `Rule.summands` and `Rule.apply_with`, has a method whose name is nearly that of a part, or is an
+        TypeError: the class is no dataclass derived from `Rule` or `ElementwiseRule`, has only one of `Rule.summands`
+            and `Rule.apply_with`, has a method whose name is nearly that of a method of `Rule`, or is an
             `ElementwiseRule` without `ElementwiseRule.update`.
     """
 

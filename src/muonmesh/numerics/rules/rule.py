@@ -20,7 +20,7 @@ from muonmesh.numerics.scale import ScaleMode, StepSize, update_scale
 _scale_of = lru_cache(update_scale)  # pieces are many, shapes few
 
 DecayMode: TypeAlias = Literal["full", "cautious"]
-"""Which weights decay: all; or those that the update moves towards zero, as the decay does (arXiv 2510.12402)."""
+"""Which weights decay: all; or only those that the update also moves towards zero (arXiv 2510.12402)."""
 
 KeptAs: TypeAlias = str
 """What a rule keeps has one number for each element ("momentum": where the gradient is folded in; "weights": where the
@@ -60,12 +60,12 @@ class Hyperparameters:
 
     @property
     def counts_steps(self) -> bool:
-        """Whether steps are counted, for turns or for random numbers."""
+        """Whether the optimizer counts steps for this rule, for turns or for random numbers."""
         return self.takes_turns or self.stochastic_rounding is not None
 
     @classmethod
     def of(cls, group: Mapping[str, Any]) -> Any:
-        """Snapshot a group: each field from its key, or by its default.
+        """Return a rule with the settings of a param group; a missing key takes the default.
 
         Raises:
             KeyError: the group lacks the key of a field without a default.
@@ -81,11 +81,11 @@ class Hyperparameters:
 
     @classmethod
     def settings(cls) -> tuple[str, ...]:
-        """Return the keys of a group that this reads."""
+        """Return the keys of a param group that this rule reads."""
         return tuple(_key_of(each) for each in fields(cls) if each.name != "phase")
 
     def check(self) -> None:
-        """Check the values of the fields that declare what fits them (`numerics.setting`).
+        """Check that the settings have allowed values.
 
         Raises:
             ValueError: one is out of range.
@@ -99,8 +99,8 @@ class Hyperparameters:
         """Decay weights in place.
 
         The cautious mode of Chen et al. (arXiv 2510.12402, algorithm 1) leaves a weight alone if the step would move it
-        away from zero: with ``p ← p − lr·u`` that is where u and p have different signs. Signs are compared, not the
-        product with zero, which underflows.
+        away from zero: with ``p ← p − lr·u`` that is where u and p have different signs. The signs are compared,
+        because the product of u and p may underflow.
 
         Args:
             weights: Any shape, written.
@@ -169,7 +169,7 @@ class Rule(Hyperparameters):
     phase: int = field(default=0, kw_only=True)
 
     def turn(self, every: int) -> bool:
-        """Return True in one of ``every`` steps, for work in `balance` or `whole` that need not be done each step.
+        """Return True in one of ``every`` steps, for work in `balance` or `whole` that is not needed in each step.
 
         The name of the parameter decides in which step. Layers of one kind take turns one after the other. The answer
         is the same in every layout, on every rank, and after a resume.
@@ -261,7 +261,7 @@ class Rule(Hyperparameters):
             weights: Any shape, fp32 or wider, before the step, read only.
             update: Update of the same shape and dtype as the weights. The method may write into it.
             size: Learning rate times the scale of the whole matrix.
-            state: What is kept as "weights", each of that shape, in ``state_dtype``, before the step, read only.
+            state: The state of kind "weights" before the step, of the same shape, in ``state_dtype``, read only.
 
         Returns:
             One tensor of the same shape for each sum, always the same number; added up in fp64. Write
@@ -327,32 +327,32 @@ class Rule(Hyperparameters):
 
     @classmethod
     def asks_for_sums(cls) -> bool:
-        """Return whether there are sums over whole matrices to take before the weights are written."""
+        """Return whether the rule needs sums over whole matrices (`summands`) before the weights are written."""
         return cls.summands is not Rule.summands
 
     @classmethod
     def changes_matrices(cls) -> bool:
-        """Return whether there is a part on whole matrices beyond orthogonalizing them, or in its place."""
+        """Return whether the rule does more with whole matrices than orthogonalize them, or does not orthogonalize."""
         return cls.whole is not Rule.whole or cls.balances() or not cls.orthogonalizes
 
     @classmethod
     def balances(cls) -> bool:
-        """Return whether there is a part on whole matrices before they are orthogonalized."""
+        """Return whether the rule changes whole matrices before they are orthogonalized (`balance`)."""
         return cls.balance is not Rule.balance
 
     def flops(self, rows: int, cols: int) -> int:
         """Return the floating-point operations of `balance` and `whole` for a matrix of rows × cols, 0 if they are few.
 
-        With those of orthogonalizing they say what an owner has to do, so that all owners have about as much.
+        The plan adds the operations of orthogonalization, and gives all owners about the same work.
         """
         return 0
 
     def scale(self, rows: int, cols: int) -> float:
-        """Return what the learning rate is multiplied by for a whole matrix of rows × cols."""
+        """Return the factor of the learning rate for a whole matrix of rows × cols."""
         return self.extra_scale_factor * _scale_of(rows, cols, self.scale_mode)
 
     def step_size(self, rows: int, cols: int) -> StepSize:
-        """Return how large one step of a whole matrix of rows × cols is, NaN where that depends on the weights."""
+        """Return RMS and spectral norm of a step of a whole matrix, rows × cols; NaN if they depend on the weights."""
         spectral = float(self.lr) * self.extra_scale_factor * update_scale(rows, cols, self.scale_mode)
         return StepSize(spectral / math.sqrt(max(rows, cols)), spectral)
 
