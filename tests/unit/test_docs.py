@@ -758,7 +758,7 @@ def what_the_new_framework_trains(path: str) -> dict[str, Tensor]:
     written = run("docs/new-framework.md", *[{"path": path} for _ in range(7)])
     next(written)
     names = next(written)
-    host, groups = names["host"], names["groups"]
+    host, groups = names["framework"], names["groups"]
     unregister(names["framework_modules"])
     alone = copy.deepcopy(host.model)
     backward = host.backward
