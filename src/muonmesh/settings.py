@@ -455,7 +455,10 @@ def _check_keys(where: str, group: Mapping[str, Any]) -> None:
         readers = [name for name, other in RULES.items() if key in other.settings()]
         if readers:
             algorithm = f"algorithm={group.get('algorithm')!r}"
-            found, needed = f"the key {key!r}, which nobody reads", f"a setting of {algorithm}, or a rule that reads it"
+            found, needed = (
+                f"the key {key!r}, which this group does not read",
+                f"a setting of {algorithm}, or a rule that reads it",
+            )
             write = f'Leave it out, or write "algorithm": "{readers[0]}" (in from_model, rule="{readers[0]}")'
             raise ValueError(explain_error(where, found, needed, write))
         meant = _OTHER_NAMES.get(key) or next(iter(difflib.get_close_matches(str(key), _GROUP_KEYS, 1, 0.8)), None)
@@ -463,6 +466,6 @@ def _check_keys(where: str, group: Mapping[str, Any]) -> None:
             raise ValueError(explain_error(where, f"the key {key!r}", f"{meant!r}", "Rename it"))
         ours = [name for name in rule.settings() if str(key) in name]  # beta2: normuon_beta2
         nearest = next(iter(ours or difflib.get_close_matches(str(key), _GROUP_KEYS, 1, 0.0)))
-        found, needed = f"the key {key!r}, which nobody reads", f"a setting (the nearest is {nearest!r})"
+        found, needed = f"the key {key!r}, which muonmesh does not know", f"a setting (the nearest is {nearest!r})"
         write = f"Remove it or, if a framework of yours reads it, write muonmesh.settings.FOREIGN_KEYS.add({key!r})"
         raise ValueError(explain_error(where, found, needed, write))

@@ -244,7 +244,7 @@ WRONG = {
     "--vocab 12": r"--vocab 12: needed a whole number of at least 257",
     "--optimizer sgd": r"(?s)--optimizer.*sgd.*muon.*adamw.*both",
     "--parallel zero": r"(?s)--parallel.*zero.*ddp.*fsdp.*hsdp",
-    "--parallel hsdp --ranks 3": r"--ranks 3: --parallel hsdp needed a multiple of 2. Write: --ranks 4",
+    "--parallel hsdp --ranks 3": r"--ranks 3: --parallel hsdp needs a number of ranks that 2 divides. Write: --ranks 4",
     "--schedule never": r"(?s)--schedule.*never.*cosine",
     "--resume nowhere": r"nowhere: found no config.json; needed the directory of a run",
 }

@@ -275,7 +275,9 @@ def test_what_does_not_fit_is_refused(how: str) -> None:
 def test_the_way_it_was_asked_for_is_refused(tmp_path: Path) -> None:
     model = Net()
     ours, saved = mm.from_model(model), fine(model)
-    with pytest.raises(mm.StateError, match=r"known by number alone; needed their names.*Write params=\[\.\.\.\]"):
+    with pytest.raises(
+        mm.StateError, match=r"that have numbers instead of names; needed their names.*Write params=\[\.\.\.\]"
+    ):
         convert(saved, ours)
     with pytest.raises(mm.StateError, match=r"needed parameters of this model, not mid\.wait"):
         convert(saved, ours, params=[("up.weight", "mid.wait"), REST])

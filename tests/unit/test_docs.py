@@ -352,7 +352,7 @@ def test_the_page_about_memory(capsys: pytest.CaptureFixture[str]) -> None:
     text, model = (ROOT / "docs/memory.md").read_text(), names["model"]
     assert capsys.readouterr().out.splitlines()[-1] in text
     assert names["optimizer"].param_groups[0]["stochastic_rounding"] == 0
-    assert f"says {str(mm.from_model(model).explain()).split()[-4]} MB" in text
+    assert f"says {str(mm.from_model(model).explain()).split()[-5]} MB" in text
     adamw = torch.optim.AdamW(model.parameters())
     backward(model)
     adamw.step()

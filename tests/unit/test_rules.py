@@ -458,7 +458,7 @@ def test_settings_of_a_rule_are_checked(key: str, value: Any, needed: str) -> No
     algorithm = next(name for name in RULES if key in RULES[name].settings())
     with pytest.raises(ValueError, match=f"{key}: found .*; needed .*{needed}"):
         mm.Muon([{"params": [weight], "algorithm": algorithm, key: value}])
-    with pytest.raises(ValueError, match="nobody reads"):  # and are refused where nobody reads them
+    with pytest.raises(ValueError, match="which this group does not read"):  # and are refused where nobody reads them
         mm.Muon([{"params": [weight], "algorithm": "muon", key: value}])
     with pytest.raises(ValueError, match="'full', 'cautious'"):
         mm.Muon([{"params": [weight], "decay_mode": "half"}])

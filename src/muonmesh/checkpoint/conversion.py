@@ -184,7 +184,7 @@ def _names(
         elif group.get("param_names"):
             given = list(map(canonical_name, group["param_names"]))
         else:
-            found = f"{len(keys)} parameters in group {number} that are known by number alone"
+            found = f"{len(keys)} parameters in group {number} that have numbers instead of names"
             needed = "their names, or the optimizer itself over the parameters of this model"
             write = (
                 "Write params=[...], for each group its parameters in the order in which that optimizer was given them"

@@ -206,7 +206,7 @@ def _state(
         else:
             found.state.append((record, part, name))
     strangers = sorted(held.keys() - {part.key for part in record.parts})
-    return wrong + [f"{STATE}.{record.name}.{key}, which nobody would read" for key in strangers if strict]
+    return wrong + [f"{STATE}.{record.name}.{key}, which this optimizer does not read" for key in strangers if strict]
 
 
 def _splits_otherwise(record: Record, saved: Any) -> bool:

@@ -57,7 +57,9 @@ def _going_on(resume: str | None, out: Path | None) -> Path | None:
     if resume != "auto":
         return None if resume is None else Path(resume)
     if out is None:
-        raise ValueError("--resume auto: found no --out beside it, where the run is or will be. Write: --out runs/NAME")
+        raise ValueError(
+            "--resume auto: found no --out; needed the directory where the run is or will be. Write: --out runs/NAME"
+        )
     return out if (out / CONFIG_FILE).is_file() else None
 
 

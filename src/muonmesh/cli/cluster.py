@@ -100,7 +100,7 @@ def _axes(option: str, text: str, *, known: tuple[str, ...], example: str) -> Ax
     for part in text.split(","):
         name, _, sizes = part.strip().partition("=")
         if name not in known:
-            beside = ". A pipeline stage is planned by itself: give the ranks of one stage" if name == "pp" else ""
+            beside = ". Plan each pipeline stage by itself, with the ranks of that stage" if name == "pp" else ""
             raise fault(repr(part), f"axes of {', '.join(known)}{beside}")
         kinds = HYBRID if name == "hsdp" else (name,)
         numbers = sizes.split("x")

@@ -134,7 +134,7 @@ def prepare_corpus(patterns: Sequence[str], *, vocab: int, cache: Path, field: s
     sources = sources_of(files, field=field)
     known = [_is_held_out(name) for name, _ in documents_of(sources)]
     if not known:
-        raise ValueError(f"--data {source}: found {len(files)} files, none of them UTF-8 text with anything in it.")
+        raise ValueError(f"--data {source}: found {len(files)} files, none of which is UTF-8 text with content.")
     parts = [FORMAT, HELD_OUT_SHARE, vocab, [each.digest for each in sources]]
     parts += [field] if any(each.file.suffix == RECORDS for each in sources) else []
     directory = cache / hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]

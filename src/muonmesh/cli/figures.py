@@ -34,8 +34,8 @@ def figures_of(weights: Sequence[Weight], found: Forecast) -> dict[str, Any]:
         "buckets": len(plan.buckets),
         "balance": {
             "busiest rank over mean": found.imbalance,
-            "best that any plan could have": least_imbalance(plan),
-            "share of matrices whole on their owner": at_home(plan),
+            "lowest that any plan could reach": least_imbalance(plan),
+            "share of matrices stored whole by their owner": at_home(plan),
         },
         "rank": found.rank,
         "counted": {
@@ -55,7 +55,7 @@ def figures_of(weights: Sequence[Weight], found: Forecast) -> dict[str, Any]:
             **_seconds(found),
             "bytes of buffers in the step": found.exchange,
             "bytes of NCCL's buffers": found.nccl,
-            "bytes in all": sum(found.stored.values()) + found.exchange + found.nccl,
+            "bytes in total": sum(found.stored.values()) + found.exchange + found.nccl,
             "kernel launches": found.launches,
             "bytes that elementwise kernels move": found.elementwise_bytes,
         },
@@ -85,7 +85,7 @@ def _seconds(found: Forecast) -> dict[str, dict[str, float]]:
     ends = {"seconds": (found.seconds, found.best_seconds)}
     ends |= {f"seconds of the {part}": (published[part], best[part]) for part in best}
     torchs = found.seconds_of_torch(), found.seconds_of_torch(published=False)
-    ends["seconds of torch.optim.Muon, sending not counted"] = torchs
+    ends["seconds of torch.optim.Muon, without communication"] = torchs
     ends["seconds of torch.optim.AdamW for all parameters"] = 2 * (found.seconds_of_adamw(),)
     return {name: {"products as published": slow, "products at best": fast} for name, (slow, fast) in ends.items()}
 

@@ -176,7 +176,7 @@ def measured_links(device: torch.device) -> Finding:
     dist.all_gather_object(clocks, time.time())
     apart = max(clocks) - min(clocks)  # type: ignore[type-var, operator]
     found = f"{len(clocks)} ranks: {seconds[0] * 1e3:.2f} ms, {16.8 / seconds[1]:.0f} MB/s an all-reduce"
-    wrong = "Set the hosts' clocks: logs and timeouts compare them" if apart > 1.0 + seconds[0] else ""
+    wrong = "Set the machines' clocks: logs and timeouts compare them" if apart > 1.0 + seconds[0] else ""
     return Finding("links", f"{found}, clocks {apart * 1e3:.0f} ms apart", wrong)
 
 

@@ -176,7 +176,9 @@ class Settings:
             raise ValueError(f"--ranks {self.ranks}: needed {needed}. Write: --ranks 2")
         if self.parallel == "hsdp" and self.ranks % REPLICAS:
             write = f"Write: --ranks {self.ranks + 1}"
-            raise ValueError(f"--ranks {self.ranks}: --parallel hsdp needed a multiple of {REPLICAS}. {write}")
+            raise ValueError(
+                f"--ranks {self.ranks}: --parallel hsdp needs a number of ranks that {REPLICAS} divides. {write}"
+            )
         parts = self.ranks * self.grad_accum
         if self.batch % parts:
             raise ValueError(

@@ -67,7 +67,7 @@ class Package:
                 key not in _DECAYS or group["weight_decay"]
             ):
                 needed = " or ".join(map(repr, fine))
-                raise ValueError(explain_error(key, f"{value!r}, for which we have no counterpart", needed, write))
+                raise ValueError(explain_error(key, f"{value!r}, which muonmesh has no counterpart for", needed, write))
         if "beta1" in group:
             group["betas"] = (group["beta1"], group["beta2"])
         chosen = group.get("algorithm", group.get("use_muon"))
@@ -152,5 +152,5 @@ WITHOUT: Mapping[str, tuple[tuple[Any, ...], str]] = {
         'Convert the settings of its Muon, and write rule="normuon" for from_model if that is meant',
     ),
 }
-"""Settings of any package that change a step in a way that we have no counterpart for, with the values that do not, and
-what to write instead of others. How decay is coupled matters where there is some."""
+"""Settings of any package that change a step and have no counterpart in muonmesh, with the values that change nothing,
+and what to write instead of others. How decay is coupled matters only with a decay."""

@@ -130,7 +130,7 @@ class Explanation:
             f"{self.flops.get(self.rank, 0) / 1e9:.3g} of {sum(self.flops.values()) / 1e9:.3g} GFLOP "
             f"(imbalance {self.imbalance:.2f}), "
             f"{self.collectives} collectives, {self.bytes_sent / 1e6:.3g} MB sent, "
-            f"{self.bytes_received / 1e6:.3g} MB received a step"
+            f"{self.bytes_received / 1e6:.3g} MB received in each step"
         )
         sets = sum((Counter(row.sets) for row in self.rows), Counter[str]())
         if set(sets) - {"polar_express"}:
@@ -140,7 +140,7 @@ class Explanation:
             moved = self.gradients
             table.append(
                 f"rank {self.rank} averages gradients in {moved.collectives} more collectives, "
-                f"{moved.bytes_sent / 1e6:.3g} MB sent, {moved.bytes_received / 1e6:.3g} MB received a step"
+                f"{moved.bytes_sent / 1e6:.3g} MB sent, {moved.bytes_received / 1e6:.3g} MB received in each step"
             )
         if self.relayed:
             table.append(f"results of {self.relayed} parameters enter each machine once and are passed on there")
@@ -149,7 +149,7 @@ class Explanation:
             table.append(f"the first step looks for copies on other ranks of {', '.join(self.open[:3])}{more}")
         if self.state_bytes:
             host = f", {self.host_bytes / 1e6:.3g} MB of it on the host" if self.host_bytes else ""
-            table.append(f"rank {self.rank} keeps {self.state_bytes / 1e6:.3g} MB of state{host}")
+            table.append(f"rank {self.rank} stores {self.state_bytes / 1e6:.3g} MB of optimizer state{host}")
         if self.step_bytes:
             over = ", as it takes one matrix at a time" if self.step_bytes > self.budget_bytes else ""
             told = f"{self.step_bytes / 1e6:.3g} MB more, of memory_budget_mb={self.budget_bytes / 2**20:.4g}{over}"
