@@ -256,7 +256,7 @@ def test_bf16_reaches_the_projections(
 def test_the_momentum_of_two_sharded_replicas_is_saved_whole(pool: Pool, prepare: Callable[..., Path]) -> None:
     run = prepare("momentum", parallel="hsdp", optimizer="muon")
     explanation = pool.run(explained, run)[0]
-    assert "Replicate()×2, Shard(0)×2" in explanation
+    assert "Replicate×2, Shard(0)×2" in explanation
     step = latest_step(checkpoints_of(run, "muon"))
     place = checkpoints_of(run, "muon") / f"step-{step:08d}"
     found = momenta(place)

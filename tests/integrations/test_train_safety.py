@@ -158,7 +158,7 @@ def test_a_run_is_locked_and_its_ranks_end_with_a_launcher_that_is_killed(long_r
 @pytest.mark.soak
 def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_the_last_checkpoint(folder: Path) -> None:
     run = folder / "diverging"
-    options = ("--steps", 40, "--warmup", 0, "--checkpoint-every", 1, "--lr", "1e30", "--clip", 0)
+    options = ("--steps", 40, "--warmup", 0, "--checkpoint-every", 1, "--lr", "2e9", "--clip", 0)
     result = command(run, folder / "text", *options, "--schedule", "constant")
     assert result.returncode == 1
     assert "Traceback" not in result.stderr
