@@ -345,6 +345,11 @@ def test_the_page_about_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     state = optimizer.state[model.linear1.weight]
     assert {key: torch.equal(value, state[key]) for key, value in kept.items()} == dict.fromkeys(kept, True)
     assert (tmp_path / "checkpoints/dcp/.metadata").exists()
+    weights = [parameter.detach().clone() for parameter in model.parameters()]
+    with torch.no_grad():
+        model.linear1.weight.zero_()
+    next(written)  # the weights alone
+    assert all(torch.equal(parameter, was) for parameter, was in zip(model.parameters(), weights, strict=True))
 
 
 def test_the_page_about_memory(capsys: pytest.CaptureFixture[str]) -> None:
@@ -362,8 +367,8 @@ def test_the_page_about_memory(capsys: pytest.CaptureFixture[str]) -> None:
     rows = {
         "fp32 weights": (torch.float32, {}),
         "bf16 weights": (torch.bfloat16, {}),
-        "bf16 weights, fp32 masters": (torch.bfloat16, {"master_dtype": torch.float32}),
-        "bf16 weights, fp32 masters, bf16 momentum": (
+        "bf16 weights, fp32 copies": (torch.bfloat16, {"master_dtype": torch.float32}),
+        "bf16 weights, fp32 copies, bf16 momentum": (
             torch.bfloat16,
             {"master_dtype": torch.float32, "state_dtype": torch.bfloat16},
         ),

@@ -367,9 +367,6 @@ def test_steps_on_a_gpu() -> None:
     assert f"in which muonmesh took {' and '.join(ours)}" in page
     gpt2, wide, wider = (f"{tables[name]['contenders']['torch.optim.Muon']['ratio']:.2f}" for name in ON_A_GPU)
     small, large = (f"{dions[name]['contenders']['dion Muon']['ratio']:.2f}" for name in dions)
-    performance = " ".join((ROOT / "docs/performance.md").read_text().split())
-    assert f"torch.optim.Muon takes {gpt2} times muonmesh's time for the three layers above and {wider}" in performance
-    assert f"dion takes {small} times for the former" in performance
     evidence = (ROOT / "docs/how-we-know.md").read_text()
     assert f"{gpt2}, {wide} and {wider} times muonmesh's time, dion {small} and {large}" in evidence
     host = tables["gpt2-small"]["contenders"]["muonmesh"]
@@ -389,6 +386,10 @@ def test_steps_on_an_h100() -> None:
     for name in ON_A_GPU:
         of = recorded("h100")["tables"][name]["contenders"]
         ratios.append(of["muonmesh graphs"]["median_ms"] / of["muonmesh"]["median_ms"])
+    muons = [recorded("h100")["tables"][name]["contenders"]["torch.optim.Muon"]["ratio"] for name in ON_A_GPU]
+    performance = " ".join((ROOT / "docs/performance.md").read_text().split())
+    told = f"torch.optim.Muon takes {muons[0]:.2f} times muonmesh's time for the three layers above and {muons[2]:.2f}"
+    assert told in performance
     told = f"{min(ratios):.2f} to {max(ratios):.2f} times as long with them"
     assert told in " ".join(str(mm.Muon.__doc__).split())
 
