@@ -332,7 +332,7 @@ def test_rates_from_other_packages() -> None:
 
 def test_the_page_about_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    written = run("docs/checkpoints.md", {}, {}, {})
+    written = run("docs/checkpoints.md", {}, {}, {}, {})
     names = next(written)
     model, optimizer = names["model"], names["optimizer"]
     assert (tmp_path / "checkpoints/1000/manifest.json").exists()
