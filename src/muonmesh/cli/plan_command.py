@@ -194,10 +194,8 @@ def tables_of(found: dict[str, Any]) -> dict[str, dict[str, str]]:
 def _shown(name: str, value: Any) -> str:
     """Return a figure in the unit that its name tells; a count in short: 671B, 1.28M."""
     if isinstance(value, dict):  # of seconds, with products at best and as published
-        return (
-            " to ".join(dict.fromkeys(f"{end * 1e3:{',.0f' if end >= 1 else '.3g'}}" for end in sorted(value.values())))
-            + " ms"
-        )
+        ends = [f"{end * 1e3:{',.0f' if end >= 1 else '.3g'}}" for end in sorted(value.values())]
+        return " to ".join(dict.fromkeys(ends)) + " ms"
     if "bytes" in name:
         return decimal(value)
     if isinstance(value, float):
