@@ -18,10 +18,19 @@ from muonmesh.numerics.scale import StepSize
 from muonmesh.step.connection import placed_members
 from muonmesh.table import aligned
 
-_HEAD = ("parameter", "by", "shape", "step RMS", "spectral", "decay a step", "initial RMS", "set for the large model")
+_HEAD = (
+    "parameter",
+    "rule",
+    "shape",
+    "step RMS",
+    "spectral",
+    "decay per step",
+    "initial RMS",
+    "set for the large model",
+)
 _END = """\
 With the settings of the last column, one step changes what a layer computes as much as in the small model.
-Not carried over: depth, batch size, number of steps, and the size of an attention head, which should stay."""
+This does not cover depth, batch size and number of steps. Keep the size of an attention head."""
 
 
 @dataclass(frozen=True)
@@ -188,7 +197,7 @@ def _rms(tensor: Tensor, shape: tuple[int, ...]) -> float:
 def _cells(row: TransferRow) -> tuple[str, ...]:
     count = f" ({len(row.names)})" if len(row.names) > 1 else ""
     init = "" if math.isclose(row.init, 1) else f"× {row.init:.3g}"
-    told = [f"{key}={value:.4g}" for key, value in row.settings.items()] or ["carries over"]
+    told = [f"{key}={value:.4g}" for key, value in row.settings.items()] or ["no change"]
     return (
         row.parameter + count,
         row.large.algorithm,
