@@ -154,7 +154,7 @@ class Runtime:
             say(value)
 
     def works_together(self, planned: Planned) -> bool:
-        """Whether a step works on the pieces of many matrices together, and not one after the other in the CPU's cache."""
+        """Whether a step works on the pieces of many matrices together, and not one after the other in a cache."""
         return planned.device.type != "cpu" if self.together is None else self.together
 
     def host_waits(self, planned: Planned) -> bool:
@@ -163,7 +163,7 @@ class Runtime:
         return planned.device.type == "cpu" if known is None else known
 
     def offload_of(self, planned: Planned) -> Offload | None:
-        """Return the `Offload` that copies the state of this step to the device and back; None if the state is there."""
+        """Return the `Offload` that copies the state of this step to the device and back; None if it is there."""
         leaves = self.precision.on_host and planned.device.type != "cpu"
         needed = leaves if self.offload is None else self.offload
         return Offload(planned.device, elements=planned.plan.budget.elements_on_device) if needed else None

@@ -135,7 +135,7 @@ class _AdjacentMatrices:
     count: int
 
     def of(self, storage: Tensor, *, apart: bool) -> Sequence[Tensor]:
-        """Return views of the matrices in a contiguous storage: one view for all or, if ``apart``, one view for each."""
+        """Return views of the matrices in a contiguous storage: one view for all or, if ``apart``, one for each."""
         rows, cols = self.shape
         some = storage.view(-1)[self.start : self.start + self.count * rows * cols].view(self.count, rows, cols)
         return some.unbind() if apart else (some,)

@@ -60,7 +60,7 @@ class StateLayout(NamedTuple):
 
     @property
     def side(self) -> str:
-        """The unit with one number each, as named in checkpoints: "element", "rows", "cols", "matrix" or "parameter"."""
+        """The unit with one number each, as checkpoints name it: "element", "rows", "cols", "matrix" or "parameter"."""
         return _BESIDE.get(self.kept_as) or ("element" if self.companion is None else self.companion.side)
 
     def shape_here(self, storage: Storage, local: Tensor) -> tuple[int, ...]:

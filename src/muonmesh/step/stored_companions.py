@@ -106,7 +106,7 @@ class RuleSums(Summands):
     _found: dict[int, tuple[tuple[Tensor, ...], Mapping[str, Tensor]]] = field(default_factory=dict)
 
     def updates(self, legs: LegViews) -> list[Updated]:
-        """Return the pieces of weights of these legs, with their updates and sums; without pieces that do not change."""
+        """Return the changing pieces of weights of these legs, with their updates and sums."""
         return [self._updated(leg, update) for leg, update in legs if self.ready.changes(leg)]
 
     def _updated(self, leg: Leg, update: Tensor) -> Updated:
@@ -144,7 +144,7 @@ class RuleSums(Summands):
                 number.copy_(kept[key].view(()))
 
     def take(self, assignment: int, sums: Tensor, told: Tensor) -> None:
-        """Store the sums of a matrix and its one-number state for `updates`; let the rule update its state from them."""
+        """Store the sums and the one-number state of a matrix for `updates`, and let the rule update its state."""
         keys, found = self.ready.plan.told(assignment), sums.unbind()
         self._found[assignment] = found, dict(zip(keys, told.unbind(), strict=True))
         if self.ready.entry(assignment) is None:
