@@ -48,8 +48,8 @@ if TYPE_CHECKING:
     from muonmesh.report.transfer import TransferRow as TransferRow
     from muonmesh.report.transfer import transfer as transfer
 
-# Where each name is, which is imported when somebody asks for it: half the time of importing all is torch's DTensor and
-# its compiler, and `muonmesh plan` needs neither.
+# The module of each public name. A name is imported at its first use: half the time of importing everything is torch's
+# DTensor and its compiler, and `muonmesh plan` needs neither.
 _HOMES = {
     "auditing.audit": "Audit AuditRow audit",
     "build": "from_model split_params",

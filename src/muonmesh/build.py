@@ -16,7 +16,7 @@ from muonmesh.optimizer import Muon
 from muonmesh.settings import MuonSettings, shows_settings
 
 split_params = telling_failure()(split_locally)
-"""`muonmesh.groups.split_params`; where several ranks run, the others learn of an error at their first step."""
+"""`muonmesh.groups.split_params`. With several ranks, the other ranks learn of an error at their first step."""
 
 
 @shows_settings
@@ -52,7 +52,7 @@ def from_model(
             their first step.
     """
     missing: object = model
-    if missing is None:  # a Trainer calls what it takes for a factory without arguments first
+    if missing is None:  # a Trainer first calls this function, as a factory, without arguments
         write = "Write muonmesh.from_model(model, lr=...), or for a Trainer optimizer_cls_and_kwargs="
         write += '(muonmesh.integrations.transformers.MuonFactory, {"args": args})'
         raise TypeError(explain_error("from_model", "no model", "the model", write))

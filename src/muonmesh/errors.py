@@ -39,34 +39,34 @@ def explain_error(parameter: str, found: str, needed: str, write: str | None = N
     """Compose a message of four parts; no part ends in a full stop.
 
     Args:
-        parameter: Which parameter, group or argument.
-        found: What was found.
-        needed: What is needed.
-        write: What to write, a sentence; None where ``needed`` says it.
+        parameter: The parameter, group or argument that the message is about.
+        found: The value or state that was found.
+        needed: The value or state that is needed.
+        write: The line to write, a sentence; None if ``needed`` already says it.
     """
     return f"{parameter}: found {found}; needed {needed}" + ("" if write is None else f". {write}")
 
 
 def about(where: str, error: Exception | str) -> str:
-    """Put in front of a whole message, or of another error, what it is about."""
+    """Return a message or another error with its subject (parameter, group, argument or file) in front."""
     return f"{where}: {error}"
 
 
 def warn(message: str) -> None:
     """Warn at the line of the user's program from which this package was called.
 
-    Torch wraps `step`, and schedulers wrap it once more. So nobody knows how many calls lie between, and all calls of
-    torch, of this package and of decorators are passed over.
+    Torch wraps `step`, and schedulers wrap it once more, so the number of calls in between is unknown. All calls of
+    torch, of this package and of decorators are skipped.
     """
     level, _ = caller(("muonmesh", "torch", "contextlib"))
     warnings.warn(message, stacklevel=level)
 
 
 def caller(passed: Collection[str]) -> tuple[int, str]:
-    """Return the ``stacklevel`` and the module of the nearest caller that is not in one of some packages.
+    """Return the ``stacklevel`` and the module of the nearest caller outside some packages.
 
     Args:
-        passed: Names of packages, or of modules.
+        passed: Names of the packages, or modules, to skip.
     """
     level, frame = 1, sys._getframe(1)
     while True:

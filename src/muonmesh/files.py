@@ -1,4 +1,4 @@
-"""Files: reading and writing what a run leaves, so that what goes wrong ends in one sentence with the file's name."""
+"""Files: reads and writes the files of a run; each error is one sentence with the file's name."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from typing import Any
 from muonmesh.errors import FileError
 
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-# What torch's writer and numpy say when the system took less than they gave it.
+# Messages of torch's writer and of numpy if the system wrote fewer bytes than requested.
 TOOK_LESS = re.compile(r"unexpected pos|PytorchStreamWriter failed|requested and \d+ written")
-AGAIN = "start again or go on with --resume"  # what writes here unless it says otherwise is `muonmesh train`
-NEARLY_NOTHING = 64 * 1024  # bytes; libraries that write for us do not always say why they could not
+AGAIN = "start again or go on with --resume"  # the default is for `muonmesh train`
+NEARLY_NOTHING = 64 * 1024  # bytes; libraries do not always say why they could not write
 
 
 @contextlib.contextmanager
 def writing(path: Path, *, raised: type[Exception] = OSError, again: str = AGAIN) -> Iterator[None]:
-    """Turn what a library raises when it cannot write ``path`` into one sentence.
+    """Turn the error of a library that cannot write ``path`` into a FileError of one sentence.
 
     Args:
-        path: What is written.
-        raised: What to turn; tokenizers has errors of its own.
-        again: What to do once it can be written.
+        path: The file or folder that is written.
+        raised: The class of errors to turn; the tokenizers library raises errors of its own class.
+        again: The advice for the time when ``path`` can be written again.
 
     Raises:
-        FileError: it could not be written.
+        FileError: ``path`` could not be written.
     """
     try:
         yield
@@ -44,10 +44,10 @@ def writing(path: Path, *, raised: type[Exception] = OSError, again: str = AGAIN
 
 
 def cannot_write(path: Path, error: BaseException, *, again: str = AGAIN) -> str:
-    """Return the sentence about a file that could not be written: which, why, what to do."""
+    """Return the sentence about a file that could not be written: its path, the cause, and what to do."""
     number = error.errno if isinstance(error, OSError) else None
     if number is None and (_room_at(path) < NEARLY_NOTHING or TOOK_LESS.search(str(error))):
-        # Room may have come back since: another rank's unfinished file is gone. A limit on file sizes stays.
+        # Space may be free again because another rank removed its unfinished file. A limit on file sizes stays.
         number = errno.EFBIG if _sizes_are_limited() and _room_at(path) >= NEARLY_NOTHING else errno.ENOSPC
     full = number in FULL
     why = reason(error) if number is None or not full else os.strerror(number)
@@ -65,7 +65,7 @@ def _sizes_are_limited() -> bool:
 
 
 def reason(error: BaseException) -> str:
-    """Why the system refused, without number and path; the first line of what a library said."""
+    """Return the cause of an error: the system's message without number and path, or the first line of the message."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     lines = str(error).strip().splitlines()
@@ -73,17 +73,19 @@ def reason(error: BaseException) -> str:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a whole file or leave the old one: beside it, onto the disk, then renamed.
+    """Write a whole file, or leave the old file unchanged.
+
+    The text is written to a second file and flushed to disk; this file then replaces the old one.
 
     Raises:
-        FileError: it could not be written; what was there is there.
+        FileError: the file could not be written. The old file is unchanged.
     """
     with writing(path):
         replace_text(path, text)
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Do what `write_text` does; an OSError where it could not be written."""
+    """Write a whole file as `write_text` does, but raise the OSError itself if this fails."""
     scratch = path.with_name(f".{path.name}.writing")
     try:
         with scratch.open("w", encoding="utf-8", errors="replace") as file:
@@ -98,7 +100,7 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def onto_disk(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk."""
+    """Wait until a file, or the list of names in a folder, is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -110,10 +112,10 @@ def read_text(path: Path, *, needed: str) -> str:
     """Read a regular file of UTF-8 text.
 
     Raises:
-        FileError: there is none, or it cannot be read; ``needed`` says what should be there.
+        FileError: there is no such file, or it cannot be read. The message says what is ``needed``.
     """
     try:
-        if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would wait for somebody to write
+        if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would wait for a writer
             raise FileError(f"{path}: found {kind_of(path)}; needed {needed}")
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -128,7 +130,7 @@ def read_json(path: Path, *, needed: str) -> dict[str, Any]:
     """Read a JSON object.
 
     Raises:
-        FileError: it is none, or one of its names is there twice.
+        FileError: the file is no JSON object, or a name occurs twice in an object.
     """
     text = read_text(path, needed=needed)
     try:
@@ -152,7 +154,7 @@ def is_finite(value: object) -> bool:
 
 
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield what is in nested objects and lists, by the keys and places on the way to it: "layers.0.name"."""
+    """Yield the values in nested objects and lists, each with its path of keys and places, such as "layers.0.name"."""
     if isinstance(value, Mapping):
         inside = value.items()
     elif isinstance(value, list | tuple):
@@ -165,13 +167,13 @@ def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def named(value: object) -> str:
-    """What JSON calls a value's kind."""
+    """Return the JSON name of a value's type, with an article."""
     names = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
     return names.get(type(value), "a number")
 
 
 def kind_of(path: Path) -> str:
-    """What is there, in words, without opening it: links are followed."""
+    """Return the kind of a path in words, such as "a folder", without opening it; links are followed."""
     try:
         mode = path.stat().st_mode
     except OSError as error:

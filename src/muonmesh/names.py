@@ -12,15 +12,15 @@ from muonmesh.errors import explain_error
 T = TypeVar("T")
 
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_forward_module", "_original_module")
-"""Children by which a wrapper holds what it stands for: of torch.compile, activation checkpointing, FSDP1, and twice of
-Lightning Fabric, which also holds the model as it was given."""
+"""Names of the child that holds the wrapped module: of torch.compile, activation checkpointing, FSDP1, and two of
+Lightning Fabric, which also holds the original model."""
 
 
 def canonical_name(name: str) -> str:
     """Return a parameter's name without the parts that wrappers add.
 
-    `WRAPPERS` go wherever they stand; ``module`` only in front (DDP and others), since models have modules of that
-    name. PEFT's ``base_model.model`` stays: its checkpoints have it too.
+    The names in `WRAPPERS` are removed everywhere. ``module`` (DDP and others) is removed only in front, because models
+    may have modules of this name. PEFT's ``base_model.model`` stays, because PEFT's checkpoints have it too.
     """
     *modules, key = name.split(".")
     parts = [part for part in modules if part not in WRAPPERS]
@@ -30,24 +30,25 @@ def canonical_name(name: str) -> str:
 
 
 def starred(name: str) -> str:
-    """Return a name with "*" for numbers: that of all layers which differ in their number only."""
+    """Return a name with "*" in place of numbers; it is the same for parameters of different layers."""
     return ".".join("*" if part.isdecimal() else part for part in name.split("."))
 
 
 def phase_of(name: str, index: int) -> int:
-    """Return a number of a parameter's matrix that depends on nothing else; those of one kind differ by their layers.
+    """Return a number of a matrix that depends only on its parameter's name and its index in the parameter.
 
-    So if matrices of equal phases modulo k take turns, the layers of each kind are spread evenly over k turns.
+    Phases of equal parameters in successive layers are successive numbers. So if matrices with equal phases modulo k
+    take turns, the layers are spread evenly over k turns.
     """
     kind, layers = re.sub("[0-9]+", "", name), re.findall("[0-9]+", name)
     return zlib.crc32(kind.encode()) + sum(map(int, layers)) + index
 
 
 def names_matching(key: str, names: Collection[str]) -> list[str]:
-    """Return the one of the names that a key of ``overrides=`` is, or else those in which `re.search` finds it.
+    """Return the names that a key of ``overrides=`` means: the equal name, or else all names that `re.search` finds.
 
     Raises:
-        ValueError: it is neither a name nor a regular expression.
+        ValueError: the key is neither a name nor a regular expression.
     """
     if key in names:
         return [key]
@@ -59,9 +60,9 @@ def names_matching(key: str, names: Collection[str]) -> list[str]:
 
 
 def in_order(overrides: Mapping[str, T], names: Collection[str]) -> Iterator[tuple[str, T, list[str]]]:
-    """Yield the keys of ``overrides=``, what each says and the names that it means, those that win last.
+    """Yield each key of ``overrides=`` with its value and the names that it means; later ones take precedence.
 
-    Exact names win over expressions, and later expressions over earlier ones.
+    Exact names take precedence over expressions, and later expressions over earlier expressions.
 
     Raises:
         ValueError: a key is neither a name nor a regular expression.

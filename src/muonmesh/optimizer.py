@@ -140,7 +140,7 @@ class Muon(torch.optim.Optimizer):
         ValueError, TypeError: a setting or a group is wrong; the message says what to write.
     """
 
-    # GradScaler then calls `step` whether or not this rank overflowed, so that all ranks skip together.
+    # GradScaler then always calls `step`, even if this rank overflowed, so that all ranks skip together.
     _step_supports_amp_scaling = True
 
     _runtime: Runtime
@@ -164,7 +164,7 @@ class Muon(torch.optim.Optimizer):
                 raise TypeError(explain_error("params", "a set", needed, "Write a list"))
             refuse_makers(sys._getframe(1))
             precision, group = Precision.of(shared), shared["process_group"]
-            # A copy of the layouts, so that what the caller does with the mapping later changes nothing here.
+            # A copy of the layouts, so that later changes of the caller's mapping have no effect here.
             layouts, budget = dict(shared["layouts"] or {}), shared["memory_budget_mb"]
             self._runtime = Runtime(precision, group, layouts, shared["shard_state"], budget, shared["cuda_graphs"])
             source = ToOwners() if shared["gradients"] == "to_owners" else shared["gradients"]
@@ -204,7 +204,7 @@ class Muon(torch.optim.Optimizer):
         self._runtime.source = source
 
     def __bool__(self) -> bool:
-        """Return True, as of any object.
+        """Return True, as for any object.
 
         Raises:
             TypeError: DeepSpeed's engine calls this. The engine does so first, while it is built.
@@ -265,7 +265,7 @@ class Muon(torch.optim.Optimizer):
                 for parameter in group["params"]:
                     self._runtime.source.write(parameter, None)
 
-    # Whole matrices, flags and collectives are no graph; compiled elementwise operations would round otherwise.
+    # Whole matrices, flags and collectives form no graph; compiled elementwise operations would round differently.
     @_disable_dynamo
     def step(
         self,
@@ -275,13 +275,13 @@ class Muon(torch.optim.Optimizer):
     ) -> Any:
         """Take one step; all ranks that share parameters call it.
 
-        Under a GradScaler all ranks skip if one of them overflowed, and its scale is taken out of the gradients before
-        momentum sees them, in fp32, unless ``scaler.unscale_(optimizer)`` has done that.
+        With a GradScaler, all ranks skip the step if one of them overflowed. Gradients are divided by the loss scale in
+        fp32 before they enter the momentum, unless ``scaler.unscale_(optimizer)`` has done so.
 
         Args:
             closure: Evaluates the model and returns the loss, with gradients enabled.
-            scaler: The GradScaler, passed by ``scaler.step(optimizer, scaler=scaler)``. It then learns what the other
-                ranks found, so that scales stay equal. DDP and FSDP2 do not need this argument.
+            scaler: The GradScaler, passed by ``scaler.step(optimizer, scaler=scaler)``. It then learns of overflows on
+                other ranks, so that loss scales stay equal. DDP and FSDP2 do not need this argument.
 
         Returns:
             The closure's loss, or None.
@@ -309,7 +309,7 @@ class Muon(torch.optim.Optimizer):
     def _agreed_step(
         self, scaler: torch.amp.grad_scaler.GradScaler | None = None
     ) -> Iterator[tuple[Planned, Exchange, MuonStep] | None]:
-        """Agree with all ranks on a step, give its work, or None if nothing is to be done; end the step after it."""
+        """Agree with all ranks on a step, yield its work (None if there is nothing to do), and then end the step."""
         runtime = self._runtime
         on_device = runtime.planned is not None and runtime.planned.device.type == "cuda"
         if on_device and torch.cuda.is_current_stream_capturing():
@@ -366,16 +366,16 @@ class Muon(torch.optim.Optimizer):
             warn_of_unsuited(planned, settings.rules, unsuited, told, runtime.tell)
 
     def finish(self) -> None:
-        """Wait until state that is kept on the host (``state_device="cpu"``) has been copied back after a step.
+        """Wait until state in CPU memory (``state_device="cpu"``) has been copied back after a step.
 
-        ``state_dict()`` and all other methods that read state do that by themselves. Call this before you read
+        ``state_dict()`` and all other methods that read state wait by themselves. Call this method before you read
         ``optimizer.state`` yourself. It starts no collective, so a single rank may call it.
         """
         if self._runtime.brought_back is not None:
             self._runtime.brought_back.synchronize()
 
     def _begin(self) -> SettingsFound:
-        """Raise what the device has found wrong since the last step, and read the settings for this one."""
+        """Raise errors that the device has found since the last step, and read the settings of this step."""
         runtime, groups = self._runtime, self.param_groups
         runtime.refuse_if_interrupted()
         counted, runtime.counted = runtime.counted, []
@@ -388,9 +388,9 @@ class Muon(torch.optim.Optimizer):
         return check_groups(groups)
 
     def _agree(self, settings: SettingsFound, clip: Clip) -> tuple[Planned, Exchange, Collected, Flags] | None:
-        """Plan if need be, read the gradients, and agree with all ranks before anything is written.
+        """Make a plan if needed, read the gradients, and agree with all ranks before anything is written.
 
-        Return None if this rank could not follow the plan, and hosts do not wait for the flags: see `stand_aside`.
+        Return None if this rank could not follow the plan and the CPU does not wait for the flags: see `stand_aside`.
         """
         runtime, groups = self._runtime, self.param_groups
         if (before := outdated(groups, runtime, settings)) is not None:
@@ -403,7 +403,7 @@ class Muon(torch.optim.Optimizer):
             connected = planned, exchange = runtime.connected or connect(groups, runtime)
             collected = collect(planned, self, runtime, scale)
             idle = runtime.idle.error(collected.missing, some=collected.some) if collected.missing else None
-            # Replicas stay alike once they are: only a new plan, or state that was loaded, may have made them differ.
+            # Equal replicas stay equal. Only a new plan, or loaded state, may have made them differ.
             look = runtime.loaded or runtime.compared is not planned
             replicas = fingerprints(planned, self.state) if look else {}
             overflow = None if found_inf is None else found_inf != 0
@@ -421,7 +421,7 @@ class Muon(torch.optim.Optimizer):
         assert flags.overflow is not None
         if scaler is not None:
             per_device: dict[Any, Any] = scaler._found_inf_per_device(self)
-            if not per_device:  # no gradient is where it looks, and ``scaler.update()`` asks for one
+            if not per_device:  # the scaler saw no gradient, and ``scaler.update()`` needs an entry
                 per_device[flags.overflow.device] = torch.zeros((), dtype=torch.float32, device=flags.overflow.device)
             for found in per_device.values():
                 found.copy_(flags.overflow)
@@ -496,8 +496,8 @@ class Muon(torch.optim.Optimizer):
         """Load state and settings; the momentum keeps ``state_dtype``, whatever the parameter's dtype.
 
         Raises:
-            StateError: the state is of another layout, algorithm or splitting than this optimizer's parameters;
-                nothing has been loaded.
+            StateError: layout, algorithm or splitting of the state differ from this optimizer's parameters. Nothing has
+                been loaded.
         """
         self.finish()
         runtime = self._runtime
@@ -514,7 +514,7 @@ class Muon(torch.optim.Optimizer):
             StateError: a step was interrupted while it wrote; or torch's checkpoint functions ask for flat shards, or
                 for state that only the owners of matrices hold.
         """
-        # Its caller is looked at, so it is not decorated.
+        # This method looks at its caller, so it has no decorator.
         refuse_torn(sys._getframe(1).f_globals.get("__name__", ""), self.param_groups, self._runtime.layouts)
         with plain_modes():
             self.finish()
@@ -526,7 +526,7 @@ class Muon(torch.optim.Optimizer):
             return found
 
     def __getstate__(self) -> dict[str, Any]:
-        """Everything but what is read off the parameters again; a ProcessGroup cannot be pickled."""
+        """Return the optimizer's attributes without plan and ProcessGroup. The latter cannot be pickled."""
         self.finish()
         runtime = self._runtime
         lost = isinstance(runtime.process_group, dist.ProcessGroup)
@@ -545,11 +545,11 @@ class Muon(torch.optim.Optimizer):
         return {**super().__getstate__(), "_runtime": fresh}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Muon:
-        """A copy with parameters and state of its own, and the same ProcessGroup."""
+        """Return a copy with parameters and state of its own, and with the same ProcessGroup."""
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
         if not isinstance(self.gradients, ToOwners):
-            memo[id(self.gradients)] = self.gradients  # it may know the parameters, or groups, which cannot be copied
+            memo[id(self.gradients)] = self.gradients  # it may hold parameters or groups, which cannot be copied
         twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         twin.process_group, twin.layouts = self.process_group, self.layouts
         return twin
@@ -557,7 +557,7 @@ class Muon(torch.optim.Optimizer):
     # ---------------------------------------------------------------- reporting
 
     def __repr__(self) -> str:
-        """Return a line for each group, with settings unlike the defaults; ``param_groups`` has the names too."""
+        """Return a line for each group, with its settings other than defaults; ``param_groups`` has the names too."""
         lines = [f"    {line}\n" for line in summary(self.param_groups).splitlines()]
         return f"{type(self).__name__} (\n{''.join(lines)})"
 
@@ -576,7 +576,10 @@ class Muon(torch.optim.Optimizer):
 
     @property
     def counts(self) -> Counts:
-        """What the last step did on this rank. `explain` predicts these numbers."""
+        """Counts of the last step on this rank: orthogonalized matrices, collectives, and bytes.
+
+        `explain` predicts these numbers.
+        """
         connected = self._runtime.connected
         return Counts() if connected is None else connected.exchange.wire.counts
 

@@ -1,4 +1,4 @@
-"""Settings: what the arguments and the groups may say, checked once, before anything is built."""
+"""Settings: the arguments of `Muon` and the keys of its param groups, with their defaults and checks."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ StateDtype = torch.dtype | Literal["int8"]
 """The dtype of the momentum; "int8" has a scale for each block of 256 elements."""
 
 StateDevice = Literal["cpu"] | None
-"""Where per-element state is kept; None: with the parameter."""
+"""The device that keeps per-element state; None: the device of the parameter."""
 
 ProcessGroup = Literal["world", "local", "auto"] | dist.ProcessGroup | None
 
@@ -58,7 +58,7 @@ _LAYOUTS = "a mapping of names to (mesh, placements), FlatShards or a list of Fl
 
 
 class GroupSettings(TypedDict, total=False):
-    """Settings beside ``lr`` that each group may have of its own; `Muon` describes them."""
+    """Settings besides ``lr`` that may differ between param groups; `Muon` describes them."""
 
     momentum: Annotated[float, fraction(0.95)]
     weight_decay: Annotated[float, not_negative(0.1)]
@@ -108,7 +108,7 @@ class OptimizerSettings(TypedDict, total=False):
 
 
 class MuonSettings(GroupSettings, OptimizerSettings, total=False):
-    """Keyword arguments of `Muon`: two also by the names that torch.optim.AdamW has for them, and its switches."""
+    """Keyword arguments of `Muon`. ``betas``, ``eps``, ``foreach`` and ``fused`` have torch.optim.AdamW's names."""
 
     betas: tuple[float, float]
     eps: float
@@ -124,14 +124,14 @@ def _settings_of(declared: type) -> dict[str, Setting]:
 GROUP_SETTINGS = _settings_of(GroupSettings)
 OPTIMIZER_SETTINGS = _settings_of(OptimizerSettings)
 SETTINGS = {**GROUP_SETTINGS, **OPTIMIZER_SETTINGS}
-"""The declared settings by name: of a group, of the optimizer as a whole, and both. ``lr`` stands in signatures."""
+"""All declared settings by name, of groups and of the optimizer as a whole, without ``lr``."""
 
 TORCHS_NAMES = {"betas": "adamw_betas", "eps": "adamw_eps"}
-"""What torch.optim.AdamW calls our settings."""
+"""The names of torch.optim.AdamW for settings of muonmesh."""
 
 FIRST = 7, 5
-"""How many of the settings of groups, and of the optimizer, come first above. People set them first, so signatures and
-the reference show them before the others."""
+"""How many settings of groups, and of the optimizer, signatures and the reference show first. They are set most often,
+and they come first in the classes above."""
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -139,7 +139,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 def shows_settings(function: _Function) -> _Function:
     """Give a function that takes `MuonSettings` as ``**settings`` a signature with their types and defaults.
 
-    Those of `FIRST` come first.
+    The settings that are set most often come first (`FIRST`).
     """
     *own, _ = inspect.signature(function).parameters.values()
     types = get_type_hints(MuonSettings)
@@ -179,7 +179,7 @@ _OTHER_NAMES = {
 }
 
 _ARGUMENT = re.compile(r"(?<!\w)(?=(coefficients|steps|method)[:=])")
-"""Where a message of `orthogonalize` names one of its arguments, which have a prefix in a group."""
+"""Finds the arguments of `orthogonalize` in its error messages; in a group these settings have the prefix "ns_"."""
 
 FOREIGN_KEYS = {
     # torch's learning-rate schedulers
@@ -190,21 +190,21 @@ FOREIGN_KEYS = {
     # timm's; DeepSpeed's and ours under it
     *("lr_scale", "moe", "parameters"),
 }
-"""Keys of a group that frameworks write and read there; any other that is not ours is refused. Add to it what a
-framework of yours reads."""
+"""Keys that frameworks write into param groups. Other keys that muonmesh does not know raise an error. Add the keys of
+your own framework to this set."""
 
 _TORCH_SWITCHES = ("maximize", "amsgrad", "foreach", "fused", "capturable", "differentiable")
-"""Keys of torch's own optimizers that mean nothing while they are off, as in the groups of their state dicts."""
+"""Keys of torch's optimizers that muonmesh accepts only if they are off, as in the groups of torch's state dicts."""
 
 
 class SettingsFound(NamedTuple):
-    """What a step finds in the groups.
+    """The settings that a step reads from the param groups.
 
     Attributes:
-        error: What is wrong, as far as the host can see.
+        error: The first error that the CPU can see; None if there is none.
         at_rest: Whether every learning rate is exactly 0.
-        on_device: The learning rates that only the device knows, each with the words that begin a message.
-        rules: The snapshot of each group's rule, with which this step is taken; None where something is wrong.
+        on_device: The learning rates that are tensors on a device, each with the group's name for messages.
+        rules: For each group the snapshot of its rule for this step; None from the first group with an error on.
     """
 
     error: Exception | None
@@ -213,11 +213,11 @@ class SettingsFound(NamedTuple):
     rules: list[Any]
 
     def wrong_on_device(self) -> Tensor:
-        """Return whether a learning rate that only the device knows is wrong, 0-d bool."""
+        """Return whether a learning rate on the device is negative or not finite, 0-d bool tensor."""
         return torch.stack([~((lr >= 0) & lr.isfinite()).reshape(()) for _, lr in self.on_device]).any()
 
     def late(self) -> Exception | None:
-        """Return the error of `wrong_on_device`; waits for the device."""
+        """Return the error that `wrong_on_device` found, or None. The CPU waits for the device."""
         for where, lr in self.on_device:
             value = float(lr)
             if not (math.isfinite(value) and value >= 0):
@@ -229,7 +229,7 @@ def _check_optimizer(given: Mapping[str, Any]) -> None:
     """Check the settings that all groups share.
 
     Raises:
-        ValueError, TypeError: one is out of range, or this version does not have it.
+        ValueError, TypeError: a setting is out of range, or this version of muonmesh does not support it.
     """
     for name, setting in OPTIMIZER_SETTINGS.items():
         _check(setting.fits(given[name]), name, given[name], setting.needed)
@@ -248,14 +248,14 @@ def _check_optimizer(given: Mapping[str, Any]) -> None:
 
 
 def check_process_group(process_group: object, words: Sequence[str] = ("world", "local", "auto")) -> None:
-    """Check what stands for a process group; sends nothing.
+    """Check a ``process_group`` argument. No communication.
 
     Args:
-        process_group: What was written.
-        words: The strings that stand for one: all in `Muon`, fewer in `Muon.clip_grad_norm_`.
+        process_group: The value of the argument.
+        words: The strings that are allowed: all in `Muon`, fewer in `Muon.clip_grad_norm_`.
 
     Raises:
-        ValueError: it is nothing that stands for one, or a group that this rank is not in.
+        ValueError: the value is no ProcessGroup, allowed string or None, or it is a group without this rank.
     """
     needed = ", ".join(f'"{word}"' for word in words) + ", a ProcessGroup or None"
     if process_group is dist.GroupMember.NON_GROUP_MEMBER:  # what `new_group` gives the other ranks
@@ -269,7 +269,7 @@ def algorithm_of(group: Mapping[str, Any]) -> str:
     """Return a group's algorithm: its key, or the alias ``use_muon``, or "muon".
 
     Raises:
-        ValueError: it is unknown, or the two contradict each other.
+        ValueError: the algorithm is unknown, or ``algorithm`` and ``use_muon`` contradict each other.
     """
     algorithm: Any = group.get("algorithm")
     if "use_muon" in group:
@@ -286,7 +286,7 @@ def algorithm_of(group: Mapping[str, Any]) -> str:
 
 
 def needed_algorithm() -> str:
-    """Return the known algorithms, for messages."""
+    """Return the known algorithms as text for error messages."""
     others = ", ".join(f'"{name}"' for name in RULES if name not in ("muon", "adamw"))
     return f'"muon" or "adamw", or another rule: {others}. Register one of your own with muonmesh.register_rule first'
 
@@ -302,12 +302,13 @@ def check_group(where: str, group: Mapping[str, Any], *, read: bool = True) -> A
     The constructor, new groups, loaded groups and every step's snapshot go through this.
 
     Args:
-        where: Such as "group 'muon'".
-        group: With all hyperparameters.
-        read: Whether to read a learning rate that is a tensor on a device; a step does not wait for it.
+        where: The group's name in messages, such as "group 'muon'".
+        group: The group with all hyperparameters.
+        read: Whether to read a learning rate that is a tensor on a device. A step does not, so that it need not wait.
 
     Raises:
-        ValueError: one is out of range, or nobody reads a key; the message says what was found and what is needed.
+        ValueError: a setting is out of range, or a key is unknown. The message says what was found and what is needed.
+        TypeError: the coefficients have the wrong type.
     """
     for key in ("lr", *GROUP_SETTINGS):
         if key not in group:
@@ -336,7 +337,7 @@ def check_group(where: str, group: Mapping[str, Any], *, read: bool = True) -> A
     rule = RULES[group["algorithm"]].of(group)
     try:
         rule.check()
-        if read:  # a step asks what has changed, and then for this
+        if read:  # a step checks this only if the plan's signature has changed
             check_keeps(rule)
     except ValueError as error:
         raise ValueError(about(where, str(error))) from None
@@ -344,7 +345,7 @@ def check_group(where: str, group: Mapping[str, Any], *, read: bool = True) -> A
 
 
 _check_named = lru_cache(resolve_method)
-"""Says once that a set, which has a name, fits: groups are checked at every step."""
+"""`resolve_method` for coefficient sets with a name; results are cached, because every step checks the groups."""
 
 
 def read_settings(lr: float | Tensor, given: MuonSettings) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -352,14 +353,14 @@ def read_settings(lr: float | Tensor, given: MuonSettings) -> tuple[dict[str, An
 
     Args:
         lr: Learning rate.
-        given: The other arguments, by our names or by those of torch.optim.AdamW.
+        given: The other arguments, by the names of muonmesh or of torch.optim.AdamW.
 
     Returns:
-        What groups have where they say nothing, and what all groups share.
+        The defaults of param groups, and the settings that all groups share.
 
     Raises:
         ValueError: a setting is out of range, or was given by both names.
-        TypeError: nobody reads an argument.
+        TypeError: an argument is unknown.
     """
     rest = dict[str, Any](given)
     for theirs, ours in TORCHS_NAMES.items():
@@ -383,7 +384,7 @@ def read_settings(lr: float | Tensor, given: MuonSettings) -> tuple[dict[str, An
 
 
 def check_groups(groups: Sequence[Mapping[str, Any]]) -> SettingsFound:
-    """Check what the groups say now, at every step; an error is returned, so that the rank can tell the others."""
+    """Check the current settings of all groups, in every step. An error is returned, so that all ranks learn of it."""
     error: Exception | None = None
     at_rest = True
     on_device: list[tuple[str, Tensor]] = []
@@ -402,10 +403,11 @@ def check_groups(groups: Sequence[Mapping[str, Any]]) -> SettingsFound:
 
 
 def check_structure(where: str, group: Mapping[str, Any]) -> None:
-    """Check what a group says of itself and of its parameters.
+    """Check the entries of a group other than settings: its algorithm, name, parameters, and lists for its parameters.
 
     Raises:
-        ValueError, TypeError: an entry is missing, of another type, or of another length than there are parameters.
+        ValueError, TypeError: an entry is missing or has the wrong type, or a list has another length than the group
+            has parameters.
     """
     for key in ("algorithm", "name", "params", "param_names"):
         if key not in group:
@@ -440,7 +442,7 @@ def check_structure(where: str, group: Mapping[str, Any]) -> None:
 
 
 def _check_keys(where: str, group: Mapping[str, Any]) -> None:
-    """Refuse keys that nobody reads: what they ask for would silently not happen."""
+    """Raise a ValueError for keys that are not read, because they would silently have no effect."""
     rule = RULES[group["algorithm"]] if "algorithm" in group else Hyperparameters
     for key, value in group.items():
         if key in _GROUP_KEYS or key in FOREIGN_KEYS or key in rule.settings():

@@ -1,4 +1,4 @@
-"""Table: rows of text whose cells stand below each other."""
+"""Table: aligns the cells of rows of text in columns."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Collection, Sequence
 
 
 def aligned(rows: Sequence[Sequence[str]], *, right: Collection[int] = (), ruled: bool = False) -> list[str]:
-    """Return a line for each row.
+    """Return the lines of a table, one for each row, with aligned columns.
 
     Args:
-        rows: Equally long ones.
-        right: The columns that end at the right; all others begin at the left.
-        ruled: Whether a rule follows the first row.
+        rows: The cells of each row; all rows have the same number of cells.
+        right: The numbers of the right-aligned columns; all others are left-aligned.
+        ruled: Whether a horizontal line follows the first row.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []

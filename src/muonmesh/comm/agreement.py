@@ -1,4 +1,4 @@
-"""Agreement: whether all ranks that belong together made the same plan, and the process groups in which they step."""
+"""Agreement: checks that all ranks of a connected set made the same plan, and makes their process groups."""
 
 from __future__ import annotations
 
@@ -18,21 +18,25 @@ from muonmesh.layout import Elementwise, Parameter, Plan
 from muonmesh.layout.parameter import describe
 
 _made: Counter[tuple[int, ...]] = Counter()
-"""How many groups this process has made of each set of ranks; equal on all ranks of the set."""
+"""Number of process groups that this process has made for each set of ranks; equal on all ranks of the set."""
 
 _kept: dict[tuple[int, ...], dist.ProcessGroup] = {}
-"""The groups in which optimizers step."""
+"""The process groups that optimizers use, by their ranks."""
 
 
 class View(NamedTuple):
-    """The parameters that one rank holds, as it tells them to the ranks of its connected set."""
+    """The parameters of one rank, which it sends to the other ranks of its connected set."""
 
     parameters: tuple[Parameter, ...]
     elementwise: tuple[Elementwise, ...]
 
 
 def insist_on_equal(group: dist.ProcessGroup | None, lines: Mapping[str, str]) -> None:
-    """Raise on every rank of a group what the ranks have set differently; called when digests have shown a difference.
+    """Raise an error on every rank of a group that names the first different setting; called when digests differ.
+
+    Args:
+        group: The ranks; None for one rank.
+        lines: The settings of each parameter on this rank as text, by the parameter's name.
 
     Raises:
         PlanError: always.
@@ -54,15 +58,19 @@ def insist_on_equal(group: dist.ProcessGroup | None, lines: Mapping[str, str]) -
 
 
 def union(group: dist.ProcessGroup | None, names: Sequence[str]) -> list[str]:
-    """Return the names that the ranks of a group have, each once and in the same order everywhere."""
+    """Return the names of all ranks of a group, each name once and in the same order on every rank."""
     return list(dict.fromkeys(name for some in tell_all(list(names), group=group) for name in some))
 
 
 def merged(views: Sequence[View], ranks: Sequence[int]) -> View:
-    """Return all parameters of a connected set, from what each of its ranks holds.
+    """Return all parameters of a connected set.
+
+    Args:
+        views: The parameters of each rank.
+        ranks: The ranks of the connected set, in the order of ``views``.
 
     Raises:
-        PlanError: a rank lacks a parameter that another one says it shares, or sees it differently; the
+        PlanError: a rank lacks a parameter that it shares according to another rank, or describes it differently. The
             message names the first difference.
     """
     lines = [{_key(p): describe(p) for some in view for p in some} for view in views]
@@ -85,10 +93,10 @@ def merged(views: Sequence[View], ranks: Sequence[int]) -> View:
 
 
 def insist(group: dist.ProcessGroup | None, plan: Plan) -> None:
-    """Make sure that all ranks of a group made the same plan.
+    """Check that all ranks of a group made the same plan.
 
     Raises:
-        PlanError: on every rank, naming the first difference.
+        PlanError: the plans differ. Every rank raises this error, which names the first difference.
     """
     if len(set(tell_all(plan.digest, group=group))) > 1:
         descriptions, ranks = tell_all(plan.description(), group=group), dist.get_process_group_ranks(group)
@@ -97,7 +105,7 @@ def insist(group: dist.ProcessGroup | None, plan: Plan) -> None:
 
 
 def _difference(a: str, b: str) -> tuple[str, str]:
-    """Return the first entries in which two lines differ."""
+    """Return the first pair of entries that differ between two lines; the entries are separated by ", "."""
     pairs = zip(a.split(", "), b.split(", "), strict=False)
     return next(((one, two) for one, two in pairs if one != two), (a, b))
 
@@ -115,10 +123,10 @@ def _first_difference(a: int, lines_a: list[str], b: int, lines_b: list[str]) ->
 
 
 def group_of(ranks: Sequence[int], candidates: Sequence[dist.ProcessGroup]) -> dist.ProcessGroup | None:
-    """Return a process group of exactly these ranks: one of the candidates, the world, or a new one.
+    """Return a process group of exactly these ranks: a candidate, the default group, or a new group.
 
-    A new group is made by its members alone (``use_local_synchronization``), ranks outside do not take part, and kept
-    for the next optimizer, since each costs threads or a communicator.
+    Only the members make a new group (``use_local_synchronization``); other ranks do not take part. The group is kept
+    for the next optimizer, because each group costs threads or a communicator. None for a single rank.
     """
     if len(ranks) == 1:
         return None
@@ -126,17 +134,17 @@ def group_of(ranks: Sequence[int], candidates: Sequence[dist.ProcessGroup]) -> d
         if candidate is not None and sorted(dist.get_process_group_ranks(candidate)) == sorted(ranks):
             return candidate
     key = tuple(sorted(ranks))
-    if _kept.get(key) not in distributed_c10d._world.pg_map:  # there is none, or it has been destroyed
+    if _kept.get(key) not in distributed_c10d._world.pg_map:  # there is no group, or it has been destroyed
         _kept[key] = new_group(ranks)
     return _kept[key]
 
 
 def new_group(ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
-    """Return a new process group that waits as long as the default one, made by its members alone; all call this.
+    """Return a new process group with the timeout of the default group. All members, and no other ranks, call this.
 
-    With local synchronization torch makes its name of the ranks and the number of groups that this process is in. Where
-    one member is in more groups than another, they would wait for each other under different names for ever. So all
-    ranks are made to give it the same name.
+    With local synchronization, torch derives the group's name from its ranks and from the number of groups of this
+    process. If one member is in more groups than another, the two would wait for each other under different names
+    forever. So this function gives the group the same name on all members.
     """
     key, timeout = tuple(sorted(ranks)), timedelta(seconds=seconds_of_collectives())
     honest: Any = getattr(distributed_c10d, "_hash_ranks_to_str", None)
@@ -151,6 +159,6 @@ def new_group(ranks: Sequence[int], backend: str | None = None) -> dist.ProcessG
 
 
 def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Return a group of the same ranks that reduces tensors of hosts: this one, or a new one, made by all of them."""
+    """Return a group of the same ranks that can reduce CPU tensors: ``group``, or a new group of all its ranks."""
     takes = "cpu:" in dist.get_backend_config(group)
     return group if takes else new_group(dist.get_process_group_ranks(group), "gloo")

@@ -1,6 +1,6 @@
-"""CompanionExchange: brings the numbers that rules keep by row, column or matrix to the owners, and back after a step.
+"""CompanionExchange: sends state by row, column or matrix to the owners of the matrices, and back after a step.
 
-These numbers are few beside the elements of the matrices, so all of them travel at once.
+This state is small compared with the matrices, so all of it travels at once.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ from muonmesh.layout.companion_plan import CompanionPlan
 
 @dataclass
 class CompanionExchange:
-    """Gathers the numbers of each matrix to its owner, and scatters them to all ranks that store them.
+    """Gathers the companions of each matrix to its owner, and scatters them to all ranks that store them.
 
-    One `Wire.swap` each way with unequal splits, unless nothing leaves its rank.
+    A companion is state of a rule by row, column or matrix. It travels by one `Wire.swap` with unequal splits in each
+    direction, unless nothing has to leave its rank.
 
     Attributes:
-        carried: The plan by which these numbers travel.
-        wire: To the other ranks.
-        dtype: Dtype of all that travels.
-        device: Where it is.
+        carried: The plan for the companions.
+        wire: Sends to the other ranks.
+        dtype: Dtype of the companions on the wire.
+        device: The device of the companions.
     """
 
     carried: CompanionPlan
@@ -40,7 +41,7 @@ class CompanionExchange:
 
     @cached_property
     def _ways(self) -> dict[str, tuple[Passage, bool]]:
-        """What travels to the owners, and back, each with whether any rank sends some of it."""
+        """The passages "gather" (to the owners) and "scatter" (back), each with whether any rank sends anything."""
         plan, found = self.carried.plan, {}
         for name, moves in (("gather", plan.gathers(0)), ("scatter", plan.scatters(0))):
             routes = plan.routes(0, self.wire.rank, gather=name == "gather")
@@ -49,7 +50,7 @@ class CompanionExchange:
 
     @cached_property
     def _owned(self) -> dict[int, Tensor]:
-        """The numbers of each matrix that this rank owns, by their assignment; zeros until something arrives."""
+        """The companions of matrices that this rank owns, by assignment in the companion plan; zeros at first."""
         assignments = self.carried.plan.assignments
         return {
             number: torch.zeros(assignment.matrix.numel, dtype=self.dtype, device=self.device)
@@ -58,7 +59,7 @@ class CompanionExchange:
         }
 
     def gather(self, state: CompanionState) -> None:
-        """Bring what is kept to the owners, and give it to their state; all ranks call it."""
+        """Send all companions to their owners, and pass them to ``state`` there. All ranks call this."""
         self._move("gather", state.read)
         kept: dict[int, dict[str, Tensor]] = {}
         for number, numbers in self._owned.items():
@@ -67,11 +68,11 @@ class CompanionExchange:
         state.take(kept)
 
     def scatter(self, state: CompanionState) -> None:
-        """Bring what the owners have made of it to all ranks that store it; all ranks call it."""
+        """Send the companions that the owners have changed to all ranks that store them. All ranks call this."""
         self._move("scatter", state.write)
 
     def _move(self, name: str, stored: Callable[[int, str, Piece, Tensor], None]) -> None:
-        """Move what is kept; ``stored`` reads what this rank stores of it, or writes that."""
+        """Move the companions in one direction; ``stored`` reads or writes the pieces that this rank stores."""
         (passage, moves), gathers = self._ways[name], name == "gather"
         ends = in_matrices(passage.stored.get(self.wire.rank, ()), self._owned)
         send, receive = (memory_of(n, self.dtype, self.device) for n in (passage.sends, passage.receives))

@@ -1,8 +1,8 @@
-"""Copies: parameters that several ranks hold alike although no placement says so.
+"""Copies: finds parameters of which several ranks hold copies although no placement says so.
 
-Tensor parallelism leaves norms, embeddings or a head plain, or sharded by FSDP2 alone. Each rank of the tensor-parallel
-axis then has a copy, and a gradient norm that counts every copy is wrong. So ranks that share parameters tell each
-other once, when they compare plans, what they hold: the name, the bits and the gradient of each such parameter.
+With tensor parallelism, norms, embeddings or a head may be plain tensors, or sharded by FSDP2 only. Each rank of the
+tensor-parallel axis then has a copy, and a gradient norm that counts every copy is wrong. So ranks that share
+parameters exchange, once when they compare plans, the name, the bits and the gradient of each such parameter.
 """
 
 from __future__ import annotations
@@ -16,20 +16,21 @@ Copies = Mapping[tuple[str, tuple[int, ...]], Sequence[tuple[int, ...]]]
 """For a parameter, by its name and the ranks of one copy, the ranks of each of its copies."""
 
 ALIKE = 1e-3
-"""By how much of its norm the gradient of a copy may differ from that of another. Copies that compute the same have
-equal bits, or nearly where a device adds up in no fixed order; those that saw other tokens differ by much more."""
+"""The largest relative difference between gradients of two copies. Copies with the same inputs have equal gradients, up
+to rounding if a device adds in no fixed order. Copies with other tokens as inputs differ by much more."""
 
 
 class Claim(NamedTuple):
-    """What one rank has of a parameter that other ranks may hold too.
+    """The facts about one rank's part of a parameter of which other ranks may hold copies.
 
     Attributes:
         name: Canonical name.
-        kind: Text that is the same for all that may be copies: shape, dtype, placements.
-        ranks: Those that hold one copy together, this one among them.
-        bits: A number made of all bits that this rank has of it.
-        gradient: Norm and sum of what it has of the gradient; None if there is none.
-        unknown: Whether nothing says which ranks hold it, so that it cannot be taken for another parameter.
+        kind: A text that is equal for possible copies: shape, dtype and placements.
+        ranks: The ranks that hold one copy together, including this rank.
+        bits: A checksum of all bits of this rank's part.
+        gradient: Norm and sum of this rank's part of the gradient; None if there is no gradient.
+        unknown: Whether it is unknown which ranks hold the parameter. Then parameters of the same name and kind must be
+            copies; different bits are an error.
     """
 
     name: str
@@ -41,15 +42,15 @@ class Claim(NamedTuple):
 
 
 def find_copies(claims: Mapping[int, Sequence[Claim]]) -> Copies:
-    """Return which claims of ranks are copies of each other, the same on every rank.
+    """Return the copies among the parameters that ranks claim. The result is the same on every rank.
 
-    Copies have the same bits. Where bits differ there are two parameters of one name, as experts are.
+    Copies have the same bits. If bits differ, there are two parameters of the same name, as with experts.
 
     Args:
-        claims: Of each rank of those that work together.
+        claims: The claims of each rank of the connected set.
 
     Raises:
-        LayoutError: parameters may be copies or not, on every rank.
+        LayoutError: it is not clear whether parameters are copies. Every rank raises this error.
     """
     held: dict[tuple[str, str], dict[tuple[int, ...], dict[int, Claim]]] = {}
     for rank, told in claims.items():
@@ -76,7 +77,7 @@ def find_copies(claims: Mapping[int, Sequence[Claim]]) -> Copies:
 
 
 def _differ(a: tuple[float, float] | None, b: tuple[float, float] | None) -> bool:
-    if a is None or b is None:  # the step says where some have a gradient and others lack it
+    if a is None or b is None:  # the step raises an error if only some copies have a gradient
         return False
     norm = max(a[0], b[0])
     return any(abs(one - other) > ALIKE * norm for one, other in zip(a, b, strict=True))

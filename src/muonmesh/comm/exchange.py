@@ -28,11 +28,11 @@ class _UnderWay:
 
     Attributes:
         stage: The stage of the schedule.
-        summed: The sums over matrices that must still be taken; until then nothing of these matrices is written.
+        summed: The sums over matrices that are still to be computed; before that, these matrices are not written.
         gather: The gather, until its matrices are orthogonalized.
-        transfer: The transfer under way: of the gather, later of the newest round of the scatter.
-        results: The orthogonalized matrices, until the last copy is made from them.
-        staying: The legs that are still to be written straight from the results, because their storage is here.
+        transfer: The transfer under way: first of the gather, later of the newest round of the scatter.
+        results: The orthogonalized matrices, until they have been copied for the last time.
+        staying: The legs that are still to be written straight from the results, because this rank stores them.
         scatter: The newest round of the scatter.
     """
 
@@ -48,24 +48,25 @@ class _UnderWay:
 class Exchange:
     """Replays a `Schedule`: gather the pieces of each matrix to its owner, orthogonalize, scatter the results.
 
-    One bucket travels while another computes. A bucket moves by one `Wire.swap` each way with unequal splits, back by
-    several where there are many replicas (`Plan.rounds`); what stays on a rank never enters it. One rank alone runs the
-    same code with nothing to move. What rules keep by row, column or matrix travels before the matrices and after them,
-    by the `CompanionExchange`.
+    One bucket travels while another is computed. A bucket moves by one `Wire.swap` with unequal splits in each
+    direction, or by several on the way back if there are many replicas (`Plan.rounds`). Pieces that stay on their rank
+    are not part of a swap. A single rank runs the same code with nothing to move. State by row, column or matrix
+    travels before and after the matrices, by the `CompanionExchange`.
 
     Args:
-        plan: The same on every rank of the group.
-        group: Process group of exactly ``plan.ranks``; None when that is one rank.
-        dtype: Dtype of the wire and of the orthogonalization.
-        companion_dtype: Dtype of what rules keep by row, column or matrix, which travels too.
-        device: Where the matrices are assembled.
-        blocks: How many blocks of momentum in int8 the ranks agree on.
-        at_once: For each matrix owned here how many of its equals are orthogonalized together; if unsaid, all.
+        plan: The plan, the same on every rank of the group.
+        group: Process group of exactly ``plan.ranks``; None for one rank.
+        dtype: Dtype of the matrices on the wire and in the orthogonalization.
+        companion_dtype: Dtype of state by row, column or matrix on the wire.
+        device: The device on which matrices are assembled.
+        blocks: The number of blocks of int8 momentum whose scales the ranks agree on.
+        at_once: For each matrix that this rank owns, how many equal matrices are orthogonalized together. A missing
+            entry means all of them.
 
     Attributes:
-        plan: The plan that it runs.
-        group: Its process group.
-        wire: To the other ranks; counts the steps and what the last one did.
+        plan: The plan that this exchange runs.
+        group: The process group of the plan's ranks.
+        wire: Sends to the other ranks; counts the steps, and the work and traffic of the last step.
     """
 
     def __init__(
@@ -84,16 +85,16 @@ class Exchange:
         self._matrix_sums = MatrixSums(plan, rank=self.wire.rank, device=device, wire=self.wire)
         beside = CompanionPlan.beside(plan)
         self._carried = None if beside is None else CompanionExchange(beside, self.wire, companion_dtype, device)
-        self._latest: Scatter | None = None  # kept where what arrives in it may be passed on
+        self._latest: Scatter | None = None  # kept if this rank may pass on results that arrive in it
 
     @cached_property
     def schedule(self) -> Schedule:
-        """What this rank does; takes the memory for it, so it is worked out when the first step begins."""
+        """The schedule of this rank. It allocates memory, so it is made when the first step begins."""
         return Schedule(self.plan, self.wire.rank, self.wire.peers, self._dtype, self._device, self._at_once)
 
     @property
     def memory(self) -> list[Tensor]:
-        """What is kept from step to step."""
+        """The buffers that are kept between steps."""
         return list(self.schedule.memory.values()) if "schedule" in self.__dict__ else []
 
     def reduce_sums(self, sums: Tensor, *, what: str = "the sum of the norms") -> Tensor:
@@ -101,7 +102,7 @@ class Exchange:
         return self.wire.reduce(sums, dist.ReduceOp.SUM, what, counted=False)
 
     def run(self, work: Work) -> None:
-        """Take every matrix of the plan through one step; all ranks of the group call it."""
+        """Run one step for every matrix of the plan. All ranks of the group call this."""
         if self._blocks:
             largest = torch.zeros(self._blocks, dtype=torch.int32, device=self._device)
             work.measure_blocks(largest)
@@ -130,7 +131,7 @@ class Exchange:
             self._carried.scatter(work.companions)
 
     def _gather(self, stage: Stage, work: Work) -> _UnderWay:
-        """Read this rank's pieces into the send buffer and start to move them; own pieces go straight home."""
+        """Read this rank's pieces into the send buffer, or into its own matrices, and start to move them."""
         if ahead := self.schedule.stages[stage.number + 1 :]:
             work.fetch(ahead[0].moving)
         if stage.late:
@@ -141,22 +142,23 @@ class Exchange:
         return _UnderWay(stage, stage.summed, gather, transfer)
 
     def _compute(self, here: _UnderWay, before: _UnderWay | None, work: Work) -> None:
-        """Assemble this rank's matrices from what arrived and orthogonalize them; meanwhile the last results arrive.
+        """Assemble this rank's matrices from the received pieces and orthogonalize them; then receive earlier results.
 
-        Matrices that are all here are read and orthogonalized some at a time: there is no memory for all, their squares
-        and more. The last results have arrived when the first of these have been computed, and give their memory.
+        If nothing was gathered, matrices are read and orthogonalized some at a time, because there is no memory for all
+        of them with their squares. The results of the stage before are received after the first of these batches, which
+        frees their memory.
         """
         self.wire.finish(here.transfer)
         if here.gather is not None:
             self._copy(here.gather.arriving)
-            matrices, here.gather, here.transfer = here.gather.matrices, None, None  # and no wire buffers
+            matrices, here.gather, here.transfer = here.gather.matrices, None, None  # frees the wire buffers
             here.results = self._orthogonalize(self.schedule.batches(here.stage, matrices), work)
             del matrices
         else:
             for moving, reads, batches in self.schedule.portions(here.stage):
                 work.read(moving, reads)
                 here.results = (*here.results, *self._orthogonalize(batches, work))
-                del reads, batches  # and the matrices
+                del reads, batches  # frees the matrices
                 self._receive(before, work)
         self._receive(before, work)
         here.staying = self.schedule.staying(here.stage, here.results)
@@ -168,7 +170,7 @@ class Exchange:
         return tuple(out for _, out, _ in batches)
 
     def _scatter(self, here: _UnderWay, index: int) -> None:
-        """Start to move the results to every holder, or a part of them; give them up when all have left."""
+        """Start one round that moves results to the ranks that store them; free the results after the last copy."""
         if index < here.stage.rounds.count:
             one = self.schedule.scatter(here.stage, index, here.results, here.scatter or self._latest)
             if one.passes:
@@ -180,12 +182,12 @@ class Exchange:
             here.results = ()
 
     def _scatter_the_rest(self, here: _UnderWay, work: Work) -> None:
-        """Move the results' other parts; the last one is still on its way then.
+        """Run the remaining rounds that move results; the last round is still on its way when this returns.
 
-        One part travels while the one before it is written, so there is memory for two of them.
+        One round travels while the previous round is written, so there is memory for two rounds.
         """
         rounds = here.stage.rounds
-        if rounds.count and not rounds.near:  # what sums are taken over is here
+        if rounds.count and not rounds.near:  # this rank has all that its part of the sums needs
             self._sum(here, (), work)
         for index in range(1, rounds.count):
             arrived, transfer = here.scatter.arrived if here.scatter is not None else (), here.transfer
@@ -196,13 +198,13 @@ class Exchange:
             work.write(arrived)
 
     def _write_what_stays(self, here: _UnderWay, work: Work) -> None:
-        """Apply what stayed here while the rest travels, unless sums are to be taken first."""
+        """Write results that stayed on this rank while others travel, unless sums must be computed first."""
         if not here.summed and here.staying:
             work.write(here.staying)
             here.staying = ()
 
     def _receive(self, here: _UnderWay | None, work: Work) -> None:
-        """Apply what arrived of a stage, if that has not been done."""
+        """Receive and write the results of a stage, if this has not been done."""
         if here is not None:
             arrived = () if here.scatter is None else here.scatter.arrived
             self.wire.finish(here.transfer)
@@ -212,9 +214,9 @@ class Exchange:
                 work.write(arrived)
 
     def _sum(self, here: _UnderWay, arrived: LegViews, work: Work) -> None:
-        """Take the sums over the matrices of a stage, if there are any still to be taken, and write what stayed here.
+        """Compute the missing sums over the matrices of a stage, if any, and then write the results that stayed here.
 
-        Nothing of these matrices is written before. What the sums are taken over has stayed here or has arrived.
+        These matrices are not written before. All summands of this rank have stayed here or have arrived.
         """
         if here.summed:
             legs = (*here.staying, *arrived)

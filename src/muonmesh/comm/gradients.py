@@ -1,4 +1,4 @@
-"""Gradients: finds the gradient of each parameter on this rank, laid out as the parameter is."""
+"""Gradients: finds the gradient of each parameter on this rank, in the layout of the parameter."""
 
 from __future__ import annotations
 
@@ -65,15 +65,11 @@ class GradientSource(Protocol):
         return True
 
     def at_momentum(self, parameter: Tensor) -> bool:
-        """Return whether a parameter's gradient has the layout of its momentum, flattened, instead of its own
-        layout.
-        """
+        """Return whether a gradient has the flattened layout of the momentum; False means the parameter's layout."""
         return False
 
     def norm_apart(self, parameter: Tensor) -> str | None:
-        """Return the name in ``norms_apart`` by which a gradient is measured and clipped; None means the usual
-        norms.
-        """
+        """Return the name in ``norms_apart`` whose norm measures and clips a gradient; None means the usual norms."""
         return None
 
     def place(self, matrices: Sequence[tuple[str, Tensor, Storage]]) -> Sequence[Storage]:
@@ -135,14 +131,15 @@ class ParameterGrad(GradientSource):
 
 
 PARAMETER_GRAD = ParameterGrad()
-"""The source of an optimizer that was given no other."""
+"""The default source of gradients of an optimizer."""
 
 REDUCTIONS = ("", "sum", "avg", "max", "min")
-"""How torch may reduce a gradient that is partial over an axis of a mesh; each commutes with positive factors."""
+"""Reductions of gradients that are partial over an axis of a mesh; "": not partial. All commute with positive
+factors."""
 
 
 def check_source(source: object) -> None:
-    """Raise TypeError unless it is None or can be asked as a `GradientSource`."""
+    """Raise a TypeError unless ``source`` is None or an object with the methods of `GradientSource`."""
     asked = (name for name, method in vars(GradientSource).items() if callable(method) and not name.startswith("_"))
     missing = [name for name in asked if not callable(getattr(source, name, None))]
     if source is not None and (missing or isinstance(source, type)):
@@ -152,14 +149,15 @@ def check_source(source: object) -> None:
 
 
 def gradient_of(name: str, parameter: Tensor, source: GradientSource) -> Tensor | None:
-    """Return the local part of a parameter's gradient, laid out as the parameter, or None.
+    """Return the local part of a parameter's gradient in the layout of the parameter, or None.
 
-    A gradient that is whole along an axis of the mesh is cut there as its parameter is, where no other axis cuts the
-    same dim; under FSDP2 over tensor parallelism, where two axes may, it is refused. A partial one (pure tensor
-    parallelism with ``SequenceParallel`` leaves the weights of norms so) is returned as a DTensor, for `reduced`.
+    If a gradient is replicated along a mesh axis that shards the parameter, this function cuts it, provided that no
+    other axis cuts the same dim. If two axes do, as may happen with FSDP2 over tensor parallelism, it raises an error.
+    A partial gradient is returned as a DTensor, for `reduced`. Norm weights have partial gradients under pure tensor
+    parallelism with ``SequenceParallel``.
 
     Raises:
-        LayoutError: the gradient lives elsewhere than its parameter.
+        LayoutError: the gradient has another layout than its parameter.
         TypeError: the gradient is sparse, complex or of a dtype without arithmetic, or on another device.
     """
     gradient = source.gradient(parameter)
@@ -175,7 +173,7 @@ def gradient_of(name: str, parameter: Tensor, source: GradientSource) -> Tensor 
         found, needed = f"a gradient on {gradient.device}", "one with data, on the device of its parameter"
         raise TypeError(explain_error(name, found, needed, "Materialize the model before the backward pass"))
     if type(gradient) is Tensor and type(parameter) in PLAIN and gradient.shape == parameter.shape:
-        return gradient  # as nearly all are
+        return gradient  # the most common case
     if isinstance(parameter, DTensor) != isinstance(gradient, DTensor):
         kinds = ("a plain tensor", "a DTensor")
         found = f"{kinds[isinstance(gradient, DTensor)]} as gradient of {kinds[isinstance(parameter, DTensor)]}"
@@ -195,11 +193,11 @@ def gradient_of(name: str, parameter: Tensor, source: GradientSource) -> Tensor 
 
 
 def _as_its_parameter(name: str, parameter: DTensor, gradient: DTensor) -> Tensor:
-    """Return the local part of a gradient that is placed as its parameter; a partial one stays a DTensor."""
+    """Return the local part of a gradient with the parameter's placements; a partial gradient stays a DTensor."""
     gradient = _cut_where_replicated(gradient, parameter)
     if gradient.placements == parameter.placements:
         return local_of(gradient)
-    # Partial only where the parameter is replicated: elsewhere its local part has another shape.
+    # Partial only along axes that replicate the parameter: along others the local part has another shape.
     partial = all(
         mine == theirs
         or (type(mine) is Partial and mine.reduce_op in REDUCTIONS and isinstance(theirs, TorchReplicate))
@@ -214,12 +212,11 @@ def _as_its_parameter(name: str, parameter: DTensor, gradient: DTensor) -> Tenso
 
 
 def _cut_where_replicated(gradient: DTensor, parameter: DTensor) -> DTensor:
-    """Cut a gradient that every rank has whole where its parameter is sharded; sends nothing.
+    """Shard a replicated gradient along the mesh axes that shard its parameter. No communication.
 
-    Along plain shards only, of a dim that one axis alone cuts. Where its parameter is cut otherwise it is returned as
-    it is.
+    Only plain shards of a dim that a single axis cuts are supported. Otherwise the gradient is returned unchanged.
 
-    Tensor parallelism leaves the gradient of an embedding that is sharded by vocabulary so.
+    Tensor parallelism leaves such a replicated gradient for an embedding that is sharded by vocabulary.
     """
     if gradient.device_mesh != parameter.device_mesh or gradient.ndim != parameter.ndim:
         return gradient
@@ -232,16 +229,16 @@ def _cut_where_replicated(gradient: DTensor, parameter: DTensor) -> DTensor:
 
 
 def partial_axes(tensor: Tensor | None) -> tuple[int, ...]:
-    """Return for each axis of a DTensor's mesh its place in `REDUCTIONS`, 0 if it is not partial; empty for others."""
+    """Return for each mesh axis of a DTensor its index in `REDUCTIONS`, 0 if not partial; empty for other tensors."""
     if tensor is None or type(tensor) is Tensor or not isinstance(tensor, DTensor):
         return ()
     return tuple(REDUCTIONS.index(p.reduce_op) if isinstance(p, Partial) else 0 for p in tensor.placements)
 
 
 def reduced(parameter: Tensor, gradient: Tensor | None, axes: Sequence[int]) -> Tensor:
-    """Return the local part of a partial gradient as torch reduces it over these mesh axes; None counts as zero.
+    """Return the local part of a partial gradient after torch's reduction over mesh axes; None counts as zero.
 
-    All ranks of the mesh call it with the same axes.
+    All ranks of the mesh call this with the same ``axes``, each an index in `REDUCTIONS` as `partial_axes` returns.
     """
     assert isinstance(parameter, DTensor)
     if gradient is None:
@@ -253,21 +250,21 @@ def reduced(parameter: Tensor, gradient: Tensor | None, axes: Sequence[int]) -> 
 
 
 def whole_gradient(name: str, parameter: Tensor, source: GradientSource) -> Tensor | None:
-    """Return a gradient as `gradient_of` does, reduced if it is partial; then all ranks of the mesh must call this."""
+    """Return a gradient as `gradient_of` does, but reduced if it is partial. All ranks of its mesh call this."""
     gradient = gradient_of(name, parameter, source)
     axes = partial_axes(gradient)
     return reduced(parameter, gradient, axes) if any(axes) else gradient
 
 
 def multiply(local: Tensor, coefficient: Tensor) -> None:
-    """Multiply a tensor in place by a 0-d fp64 tensor, which is rounded once."""
+    """Multiply a tensor in place by a 0-d fp64 tensor, which is rounded to fp32 or the wider dtype of the tensor."""
     local.mul_(coefficient.to(torch.promote_types(local.dtype, torch.float32)))
 
 
 def own_gradient(name: str, parameter: Tensor, source: GradientSource) -> tuple[Tensor, Tensor] | None:
-    """Return a parameter's gradient to write to, or None: its local part, and what the source is to keep.
+    """Return a gradient to write to: its local part, and the tensor to pass to `GradientSource.write`; or None.
 
-    The local part is contiguous and laid out as the parameter. Where the gradient is not so, both are copies.
+    The local part is contiguous and in the layout of the parameter. If the gradient is not, both results are copies.
     """
     held, gradient = source.gradient(parameter), gradient_of(name, parameter, source)
     if gradient is None or held is None:
@@ -280,14 +277,14 @@ def own_gradient(name: str, parameter: Tensor, source: GradientSource) -> tuple[
 
 
 def unscaled(gradient: Tensor, scale: Tensor) -> Tensor:
-    """Return a gradient without the factor of a GradScaler, a new tensor in fp32 or wider."""
+    """Return a gradient divided by the loss scale of a GradScaler: a new tensor in fp32 or wider."""
     local = local_of(gradient)
     inverse = scale.double().reciprocal().to(local.device)
     return _wrapped(local.to(torch.promote_types(local.dtype, torch.float32), copy=True).mul_(inverse), gradient)
 
 
 def _wrapped(local: Tensor, like: Tensor, placements: Sequence[Placement] | None = None) -> Tensor:
-    """Return a local tensor as what another one is, or as a DTensor with other placements."""
+    """Return a local tensor unchanged, or as a DTensor with the mesh and shape of ``like`` if that is a DTensor."""
     if not isinstance(like, DTensor):
         return local
     placements, mesh, stride = placements or like.placements, like.device_mesh, like.stride()

@@ -24,13 +24,13 @@ from muonmesh.numerics.kernels.threads import run_all
 
 
 class MatrixSums:
-    """Takes the sums that rules ask for over the matrices of a plan.
+    """Computes the sums over matrices of a plan that rules need.
 
     Args:
         plan: The plan of these matrices.
-        rank: This one.
-        device: Where the matrices are.
-        wire: To the other ranks; None where nobody else has anything of the matrices.
+        rank: The rank of this process.
+        device: The device of the matrices.
+        wire: Sends to the other ranks; None if only this rank holds the matrices.
     """
 
     def __init__(self, plan: Plan, *, rank: int, device: torch.device, wire: Wire | None = None) -> None:
@@ -38,14 +38,14 @@ class MatrixSums:
         self._counts = cache(partial(plan.counts, rank=rank))
 
     def take(self, asked: Mapping[int, int], legs: LegViews, summands: Summands, *, what: str = "a matrix") -> None:
-        """Give this rank the sums over some matrices; all ranks of the wire call it with the same ones.
+        """Compute sums over some matrices, and pass them to ``summands``. All ranks call this for the same matrices.
 
         Args:
             asked: `Plan.summed` of the matrices, at least one.
-            legs: The updates of all that this rank stores of them and that counts (`Plan.counts`); what is there
-                besides is left out.
-            summands: Computes what this rank adds, and is given the sums.
-            what: Names the matrices in errors.
+            legs: The updates of the pieces that this rank stores. Pieces that do not count (`Plan.counts`), and pieces
+                of other matrices, are ignored.
+            summands: Computes this rank's contributions, and receives the sums.
+            what: The name of the matrices in errors.
         """
         counted = [end for end in legs if end[0].assignment in asked and self._counts(end[0].assignment)]
         # The sums over all matrices are one vector; each matrix has a slice of it.
@@ -60,13 +60,13 @@ class MatrixSums:
         if self._wire is not None:
             self._wire.reduce(exponents, dist.ReduceOp.MAX, f"the largest numbers in the sums over {what}")
 
-        # One vector again: two limbs for each sum, and behind them what the owners keep of their matrices.
+        # One vector again: two limbs for each sum, and then the one-number state that owners keep for their matrices.
         keys = {number: self._plan.told(number) for number in asked}
         ends_of = itertools.accumulate((len(some) for some in keys.values()), initial=2 * total)
         told_of = {number: slice(end, end + len(keys[number])) for number, end in zip(asked, ends_of, strict=False)}
         numbers = torch.zeros(2 * total + sum(map(len, keys.values())), dtype=torch.int64, device=self._device)
         limbs = numbers[: 2 * total].view(total, 2)
-        # What an owner keeps goes along as the bits of fp64 numbers, to which the other ranks add zeros.
+        # The state of owners travels as the bits of fp64 numbers, to which the other ranks add zeros.
         for number, told in told_of.items():
             summands.tell(number, numbers[told].view(torch.float64))
 
@@ -90,7 +90,7 @@ class MatrixSums:
         shape: tuple[int, ...],
         write: Callable[[Leg, Tensor, Tensor], None],
     ) -> list[tuple[Leg, Tensor]]:
-        """Return what is written of each leg: int64 (sums, *shape)."""
+        """Return each leg with the int64 tensor (sums, *shape) that ``write`` fills for it."""
         found = [torch.zeros(asked[leg.assignment], *shape, dtype=torch.int64, device=self._device) for leg, _ in legs]
         tasks = [partial(write, *end, into) for end, into in zip(legs, found, strict=True)]
         run_all(tasks, device=self._device)

@@ -1,7 +1,8 @@
-"""Meeting: ranks wait for each other, and a rank that waited in vain says which rank is missing.
+"""Meeting: ranks wait for each other; a rank that waited in vain raises an error that names the missing ranks.
 
-The ranks found each other by a store, which still works when collectives do not. There a rank can write that it will
-not come, and the others can read which ranks have come.
+The ranks use the store of torch.distributed, which still works when collectives fail. A rank writes to the store that
+it
+will not come, and the other ranks read from it which ranks have come.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from muonmesh.errors import PlanError, about
 from muonmesh.files import reason
 
 PATIENCE = 5.0
-"""Seconds in which the others of a failed collective may say where they are."""
+"""Seconds for the other ranks of a failed collective to write to the store where they are."""
 
 SILENCE = 5.0
-"""Seconds beyond that after which a store that does not answer is one that will not: it has no limit of its own where
-its host is stopped or cut off."""
+"""Further seconds to wait for an answer of the store. The store has no timeout of its own if its machine is stopped or
+cut off."""
 
 GRACE = 2.0
 """Seconds in which a rank that has failed to make its optimizer may catch the error and make another one."""
@@ -36,15 +37,15 @@ _failures = 0
 """How often this process has failed to make an optimizer."""
 
 _known: dict[int, int] = {}
-"""How often other ranks had failed when this one last met any."""
+"""How often each other rank had failed to make an optimizer, when this rank last met other ranks."""
 
 _announced: Counter[tuple[int, ...]] = Counter()
-"""How often this process has announced each set of ranks. All ranks of a set announce it the same number of times, so
-the number tells one announcement from the next."""
+"""How often this process has announced each set of ranks. All ranks of a set announce it equally often, so this number
+distinguishes an announcement from the next one."""
 
 
 def shared_store() -> PrefixStore:
-    """Return the store by which the ranks found each other, under our name."""
+    """Return the store of torch.distributed's default group, with the key prefix "muonmesh"."""
     return PrefixStore("muonmesh", _get_default_store())
 
 
@@ -53,14 +54,14 @@ def shared_store() -> PrefixStore:
 
 @contextmanager
 def telling_failure(*, alone: bool = False) -> Iterator[None]:
-    """Tell the other ranks of an error in making an optimizer, which they would wait for unless it trains ``alone``."""
+    """Write an error in making an optimizer to the store, so that the other ranks do not wait; not if ``alone``."""
     global _failures
     try:
         yield
     except Exception as error:
         if world_size() > 1 and not alone:
             _failures += 1
-            with suppress(RuntimeError):  # the store cannot be reached, and what is said there is for others
+            with suppress(RuntimeError):  # the store cannot be reached; the note is only for other ranks
                 store = shared_store()
                 store.set(f"failed/{this_rank()}", json.dumps([_failures, str(error)]))
                 store.set("failed", "1")
@@ -68,16 +69,17 @@ def telling_failure(*, alone: bool = False) -> Iterator[None]:
 
 
 def withdraw_failure() -> None:
-    """Take back what `telling_failure` said: this rank has made an optimizer after all."""
+    """Delete the note that `telling_failure` wrote to the store, because this rank has made an optimizer after all."""
     if world_size() > 1 and _failures:
         with suppress(RuntimeError):
             shared_store().delete_key(f"failed/{this_rank()}")
 
 
 def failure_of_others() -> str | None:
-    """Return which rank has failed to make an optimizer since this one last met others, and why; None if none has.
+    """Return the error of another rank that has recently failed to make an optimizer, with its number; else None.
 
-    A rank that has caught its error and made another optimizer meanwhile does not count.
+    Only failures since this rank last met other ranks count. A rank does not count if it has caught its error and made
+    another optimizer meanwhile.
     """
     if world_size() == 1:
         return None
@@ -91,7 +93,7 @@ def failure_of_others() -> str | None:
 
 
 def _notes() -> dict[int, tuple[int, str]]:
-    """Return the notes of other ranks that this one did not know of when it last met any."""
+    """Return new notes of other ranks about failures: those written since this rank last met other ranks."""
     store = shared_store()
     if not _has(store, "failed"):
         return {}
@@ -108,24 +110,25 @@ def _notes() -> dict[int, tuple[int, str]]:
 
 
 def connected(sets: Sequence[tuple[int, ...]], *, alone: bool = False) -> tuple[int, ...]:
-    """Return all ranks linked to this one by sharing parameters, directly or through others, when all have come here.
+    """Return all ranks that share parameters with this rank, directly or through other ranks, when all have come here.
 
-    Each rank knows only whom it shares with. It reads what the others know from the store in which the process group
-    met, and waits only for ranks that turn out to be linked; those of another pipeline stage need not be there.
+    Each rank knows only the ranks that share its own parameters. It reads the sets of the other ranks from the store,
+    and waits only for ranks that are linked to it. Ranks of another pipeline stage need not call this.
 
     Args:
         sets: The ranks of each parameter that this rank holds; all ranks of a set call this.
-        alone: Whether a rank that shares nothing cares for no other; else it raises if one made no optimizer.
+        alone: Whether a rank that shares nothing ignores failures of other ranks. If False, it raises an error if
+            another rank could not make its optimizer.
 
     Raises:
-        PlanError: a rank could not make its optimizer, one of another pipeline stage too; or one does not come within
-            the time that collectives have.
+        PlanError: a rank could not make its optimizer, even a rank of another pipeline stage; or a rank does not come
+            within the timeout of collectives.
     """
     me, world = this_rank(), tuple(range(world_size()))
     mine = sorted({ranks for ranks in sets if len(ranks) > 1})
     if any(len(ranks) == len(world) for ranks in mine):
         mine = [world]
-    if len(world) > 1 and dist.get_backend() == "fake":  # torch's backend of ranks that are not there: nobody can come
+    if len(world) > 1 and dist.get_backend() == "fake":  # torch's backend of simulated ranks: they never come
         return tuple(sorted({me, *itertools.chain(*mine)}))
     if not mine:
         if not alone and (failed := failure_of_others()) is not None:
@@ -155,10 +158,10 @@ def connected(sets: Sequence[tuple[int, ...]], *, alone: bool = False) -> tuple[
 
 
 def _wait_for(store: PrefixStore, note: str, ranks: Sequence[int]) -> None:
-    """Return when all ranks of a set have announced it, unless a rank says meanwhile that it cannot come.
+    """Wait until all ranks of a set have announced it, or a rank reports that it cannot come.
 
     Raises:
-        PlanError: a rank could not make its optimizer, or is missing when the time that collectives have is over.
+        PlanError: a rank could not make its optimizer, or is missing after the timeout of collectives.
     """
     until, pause = time.monotonic() + seconds_of_collectives(), 0.001
     while store.add(note, 0) < len(ranks):
@@ -174,7 +177,7 @@ def _wait_for(store: PrefixStore, note: str, ranks: Sequence[int]) -> None:
 
 
 def seconds_of_collectives() -> float:
-    """Return how long the default process group waits for a collective."""
+    """Return the timeout of collectives of the default process group, in seconds."""
     group = dist.group.WORLD
     assert group is not None
     for device in ("cpu", "cuda"):
@@ -190,19 +193,20 @@ def seconds_of_collectives() -> float:
 
 @contextmanager
 def meeting(ranks: Sequence[int], key: str, when: str, what: str) -> Iterator[None]:
-    """Say what is wrong where a collective fails: which one of which step, and which ranks did not come.
+    """Turn the error of a failed collective into a PlanError that names the collective, its step and missing ranks.
 
-    gloo raises when its time is over or a connection breaks, on every rank that waits. Each then leaves a note in the
-    store; the ranks without one did not come. On CUDA torch's own watchdog reports a failure instead.
+    gloo raises an error on every waiting rank when its timeout is over or a connection breaks. Each of these ranks then
+    leaves a note in the store; ranks without a note did not come. On CUDA, torch's own watchdog reports a failure
+    instead.
 
     Args:
-        ranks: Those that must meet.
-        key: Names them in the store, the same on each.
-        when: Such as "step 12".
+        ranks: The ranks of the collective.
+        key: The key of these ranks in the store, the same on each rank.
+        when: The step, such as "step 12".
         what: The collective, such as "the gather of bucket 0".
 
     Raises:
-        PlanError: from what torch raised.
+        PlanError: the collective failed; its cause is torch's RuntimeError.
     """
     try:
         yield
@@ -216,7 +220,7 @@ def meeting(ranks: Sequence[int], key: str, when: str, what: str) -> Iterator[No
 
 
 def _who_is_missing(ranks: Sequence[int], key: str, when: str, what: str) -> str:
-    """Return which ranks have not come, as far as the store can tell; in a thread, for it may never answer."""
+    """Return a text about the ranks that have not come. A thread asks the store, because it may never answer."""
     answers: list[str] = []
     problems: list[str] = ["no answer"]
 
@@ -255,7 +259,7 @@ def _told_by_store(ranks: Sequence[int], key: str, when: str, what: str) -> str:
 
 
 def told_ranks(ranks: Sequence[int]) -> str:
-    """Return ranks as text, many of them by their number."""
+    """Return ranks as text; more than 16 ranks as the first, the last and their number."""
     return ", ".join(map(str, ranks)) if len(ranks) <= 16 else f"{ranks[0]} to {ranks[-1]} ({len(ranks)} of them)"
 
 

@@ -16,22 +16,22 @@ from muonmesh.layout.region import row_major
 from muonmesh.layout.routes import Leg
 
 CopyPairs = tuple[tuple[Tensor, Tensor], ...]
-"""What is copied, (to, of), both of one shape."""
+"""Pairs of tensors to copy, (to, from), both of the same shape."""
 
 
 class Passage:
     """The pieces that one collective moves between this rank and its peers, in one direction.
 
     Args:
-        name: "gather" or "scatter": which end is the sender.
+        name: "gather" (from storages to matrices) or "scatter" (from matrices to storages).
         stored: Legs whose storage is on this rank, by the peer that has their matrix.
-        assembled: Legs whose matrix is, by the peer that stores them.
-        rank: This one.
+        assembled: Legs whose matrix is on this rank, by the peer that stores them.
+        rank: The rank of this process.
         peers: All ranks, in the order of their process group.
         owned: The assignments whose matrices are on this rank; None: all of ``assembled``.
 
     Attributes:
-        sends, receives: How many elements.
+        sends, receives: The numbers of elements that this rank sends and receives.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Passage:
         self._starts_assembled = dict(zip(peers, itertools.accumulate(in_matrices, initial=0), strict=False))
 
     def _sizes(self, legs: Mapping[int, Sequence[Leg]]) -> list[int]:
-        """Return the elements of each rank's segment of a wire buffer."""
+        """Return the number of elements of each rank's segment in a wire buffer."""
         return [
             0 if peer == self._rank or not legs.get(peer) else legs[peer][-1].start + legs[peer][-1].piece.numel
             for peer in self._peers
@@ -60,27 +60,27 @@ class Passage:
 
     @cached_property
     def _passed_on(self) -> list[tuple[Leg, int]]:
-        """What leaves of matrices of other owners, with its place in the send buffer."""
+        """The legs of other owners' matrices that this rank sends, each with its place in the send buffer."""
         return [(leg, start) for leg, start in self._leaving if leg.assignment not in self._owned]
 
     @property
     def passes(self) -> bool:
-        """Whether this rank passes on what has arrived in the exchange before."""
+        """Whether this rank passes on results that arrived in the previous exchange."""
         return bool(self._passed_on)
 
     def passed_on(self, arrived: Passage, receive: Tensor, send: Tensor) -> CopyPairs:
-        """Return what is passed on, each time in the send buffer and in the receive buffer of the exchange before."""
+        """Return the copies for results that are passed on: from the previous receive buffer to the send buffer."""
         found = {(leg.assignment, leg.piece): view for leg, view in arrived.on_wire(receive)}
         return tuple(
             (_contiguous(send, leg.piece, start), found[leg.assignment, leg.piece]) for leg, start in self._passed_on
         )
 
     def sends_as(self, other: Passage) -> bool:
-        """Whether the same elements of this rank's matrices leave in the same order."""
+        """Whether this passage and another one send the same elements of this rank's matrices in the same order."""
         return self._copies == other._copies and not self.passes and not other.passes
 
     def swap(self, what: str, send: Tensor, receive: Tensor) -> Swap:
-        """Return what moves, with its views of memory that is large enough."""
+        """Return the collective of this passage; ``send`` and ``receive`` must be large enough."""
         return Swap(what, send[: self.sends], receive[: self.receives], self._sent, self._received)
 
     def on_wire(self, buffer: Tensor) -> list[tuple[Leg, Tensor]]:
@@ -93,7 +93,7 @@ class Passage:
         ]
 
     def copies(self, matrices: Mapping[int, Tensor], buffer: Tensor) -> CopyPairs:
-        """Return the elements of this rank's matrices that travel, each time in the matrix and in a wire buffer."""
+        """Return pairs of views of this rank's travelling elements: in their matrix, and in a wire buffer."""
         return tuple(
             (view_in_matrix(piece, matrices[number]), view_in_storage(buffer, piece)) for number, piece in self._copies
         )
@@ -117,7 +117,7 @@ class Passage:
 
 
 def in_matrices(legs: Iterable[Leg], matrices: Mapping[int, Tensor]) -> list[tuple[Leg, Tensor]]:
-    """Return legs with their elements in the matrices, which are given by assignment."""
+    """Return legs with views of their elements in ``matrices``, a mapping from assignment to matrix."""
     return [(leg, view_in_matrix(leg.piece, matrices[leg.assignment])) for leg in legs]
 
 
@@ -126,10 +126,10 @@ def _contiguous(buffer: Tensor, piece: Piece, start: int) -> Tensor:
 
 
 def _joined(copies: Sequence[Piece]) -> Sequence[Piece]:
-    """Return the same copies as fewer: equal ones at even distances in both memories are one with another dim.
+    """Return the same copies as fewer pieces: equal pieces at even distances are joined into one with another dim.
 
-    So the rows that all ranks of FSDP hold of a matrix arrive in one copy and not in one for each rank; and what the
-    ranks of each replica are sent leaves in one copy and not in one for each replica.
+    So the rows that all ranks of FSDP hold of a matrix arrive in a single copy, not in one copy for each rank. Results
+    for the ranks of each replica leave in a single copy, not in one copy for each replica.
     """
     fewer: list[Piece] = []
     first = 0
@@ -137,10 +137,10 @@ def _joined(copies: Sequence[Piece]) -> Sequence[Piece]:
         one, end, steps = copies[first], first + 1, (0, 0)
         while end < len(copies) and _alike(one, copies[end]):
             apart = _distance(copies[end - 1], copies[end])
-            if apart[0] < 0 or (end > first + 1 and apart != steps):  # as_strided knows no steps back
+            if apart[0] < 0 or (end > first + 1 and apart != steps):  # as_strided takes no negative strides
                 break
             steps, end = apart, end + 1
-        if end > first + 1:  # a step of 0 where each replica is sent the same
+        if end > first + 1:  # a step of 0 if each replica gets the same elements
             shape, on_wire = (end - first, *one.shape), (steps[1], *one.storage_strides)
             one = Piece(shape, one.storage_start, on_wire, one.matrix_start, (steps[0], *one.matrix_strides))
         fewer.append(one)

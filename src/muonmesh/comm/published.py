@@ -1,13 +1,14 @@
-"""Published: layouts that other packages' placements say by attributes of their own; none of them is imported.
+"""Published: reads layouts that other packages describe by attributes of their own. None of the packages is imported.
 
-| package | a parameter is | what it publishes |
+| package | a parameter is | attributes that describe the layout |
 |---|---|---|
 | veScale's RaggedShard | a DTensor | ``dims`` and ``local_units`` of the placement |
-| FlexShard (torchtitan) | a plain tensor with ``_mesh`` and ``_placements`` | these, ``owner_rank`` or ``dim`` |
-| Megatron-FSDP v1 | a DTensor with ``orig_param`` | ``_gbuf`` of that: where the parameter begins in a flat buffer |
-| Megatron-FSDP v2 | a DTensor with ``_mfsdp_parameter_group`` | ``main_weight.layout`` of that: the same |
+| FlexShard (torchtitan) | a plain tensor with ``_mesh`` and ``_placements`` | RaggedShard's, ``owner_rank`` or ``dim``
+|
+| Megatron-FSDP v1 | a DTensor with ``orig_param`` | ``orig_param._gbuf``: the start in a flat buffer |
+| Megatron-FSDP v2 | a DTensor with ``_mfsdp_parameter_group`` | the group's ``main_weight.layout``: the same start |
 
-Megatron-FSDP cuts whole buffers, so ranks seldom hold the rows of a parameter that its ``Shard(0)`` says.
+Megatron-FSDP cuts whole buffers, so a rank seldom holds the rows of a parameter that its ``Shard(0)`` describes.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ DECLARE = "Write Muon(..., layouts={name: muonmesh.FlatShards(...)}), which can 
 
 
 def global_shape(tensor: Tensor) -> tuple[int, ...]:
-    """Return the shape of the whole parameter, as far as the tensor says it."""
+    """Return the shape of the whole parameter if the tensor knows it, else the tensor's own shape."""
     return tuple(getattr(tensor, "_global_shape", tensor.shape))
 
 
@@ -42,11 +43,11 @@ def published_mesh(tensor: Tensor) -> DeviceMesh | None:
 
 
 def published(name: str, tensor: Tensor) -> Layout | None:
-    """Return the layout that a placement says which torch does not have, None where there is none; sends nothing.
+    """Return the layout of a tensor with placements that are not torch's; None for other tensors. No communication.
 
     Raises:
-        LayoutError: the placement is unknown, is beside others with which it cannot be, or says another size than this
-            rank stores.
+        LayoutError: a placement is unknown, cannot be combined with the tensor's other placements, or does not fit the
+            mesh and the shape.
     """
     mesh = published_mesh(tensor)
     if mesh is None:
@@ -77,10 +78,10 @@ def published(name: str, tensor: Tensor) -> Layout | None:
 
 
 def _other(name: str, placement: Any, placements: Sequence[Any]) -> Placement | None:
-    """Return one of torch's placements, None for one that cuts the flattened tensor.
+    """Translate a placement of a plain kind; return None for a placement that cuts the flattened tensor.
 
     Raises:
-        LayoutError: it is unknown, or cuts a dim that a ragged one cuts.
+        LayoutError: the placement is unknown, or cuts a dim that a ragged placement cuts too.
     """
     dims = {dim for each in placements for dim in getattr(each, "dims", ())}
     split, dim = hasattr(placement, "split_factor"), getattr(placement, "dim", None)
@@ -88,7 +89,7 @@ def _other(name: str, placement: Any, placements: Sequence[Any]) -> Placement | 
         return None
     if not split and isinstance(dim, int) and dim not in dims:
         return Shard(dim)
-    if isinstance(placement, TorchReplicate):  # not is_replicate(), which ends the process in some classes of others
+    if isinstance(placement, TorchReplicate):  # not is_replicate(), which ends the process in some other classes
         return Replicate()
     kind = type(placement)
     found = f"placement {placement!r} of {kind.__module__}.{kind.__qualname__} in {placements}"
@@ -96,7 +97,10 @@ def _other(name: str, placement: Any, placements: Sequence[Any]) -> Placement | 
 
 
 def _of_units(name: str, placement: Any, local: tuple[int, ...], size: int, at: int) -> Interval:
-    """Return what a coordinate of an axis holds of a flattened local tensor, by the units that it says for each."""
+    """Return the interval of a flattened local tensor that coordinate ``at`` of a mesh axis holds.
+
+    The placement gives each coordinate a number of units (``local_units``), or gives everything to ``owner_rank``.
+    """
     owner = getattr(placement, "owner_rank", None)
     units = tuple(placement.local_units) if owner is None else tuple(int(place == owner) for place in range(size))
     inner = math.prod(local[len(placement.dims) :]) if owner is None else 1
@@ -109,14 +113,14 @@ def _of_units(name: str, placement: Any, local: tuple[int, ...], size: int, at: 
 
 @dataclass(frozen=True)
 class _Buffer:
-    """Where a parameter lies in a flat buffer that axes of a mesh cut evenly, the last one first."""
+    """The place of a parameter in a flat buffer that mesh axes cut evenly, the last axis first."""
 
     axes: tuple[int, ...]
     size: int
     whole: Interval
 
     def part(self, cuts: Sequence[tuple[int, int]]) -> Interval:
-        """Return what a rank holds of the parameter whose place on each axis that cuts is (size, place)."""
+        """Return the interval of the parameter that a rank holds; ``cuts`` has (size, place) for each cutting axis."""
         low, size = 0, self.size
         for parts, place in cuts:
             size //= parts

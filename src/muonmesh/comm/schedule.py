@@ -1,14 +1,14 @@
-"""Schedule: what one rank does in each step, worked out once from the plan and the rank.
+"""Schedule: the actions of one rank in a step, computed once from the plan and the rank.
 
 Every step reads the same pieces into the same memory, makes the same copies, orthogonalizes the same matrices and
-writes the same pieces. So the first step works these lists out, and later steps walk over them. The user's tensors may
-move from step to step, so the schedule keeps no views of them. Its legs say where in a tensor a piece lies
+writes the same pieces. So the first step computes these lists, and later steps reuse them. The user's tensors may
+move from step to step, so the schedule keeps no views of them. Its legs give the places of pieces in a tensor
 (`muonmesh.layout.Piece`).
 
-On a CPU the memory is kept too: by role, such as "the send buffer of a gather", twice, for buckets that take turns,
-each time as large as the largest of these buckets needs. With it the views are kept. On a device torch's allocator
-keeps what it has given before, and other parts of a training run need the memory between two steps. So there each
-bucket takes its memory when it begins to travel and gives it back as soon as it is done with it.
+On a CPU the memory is kept too. There are two buffers for each role, such as "the send buffer of a gather", because
+buckets take turns. Each is as large as its largest bucket needs, and its views are kept as well. On a device, torch's
+allocator keeps freed memory for reuse, and other parts of a training run need the memory between two steps. So on a
+device each bucket allocates its memory when it begins to travel, and frees it as early as possible.
 """
 
 from __future__ import annotations
@@ -35,24 +35,25 @@ Batch = tuple[Tensor, Tensor, tuple[int, ...]]
 """See `Work.orthogonalize`."""
 
 Portion = tuple[tuple[int, ...], LegViews, tuple[Batch, ...]]
-"""The assignments whose gradients are folded in now, what is read of these and where it goes, and a batch at most."""
+"""Assignments whose gradients are folded now, the legs to read with their views, and at most one batch."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One bucket of which something moves, as this rank sees it; or what is passed on after the last bucket.
+    """One bucket with transfers, from this rank's point of view; or the results passed on after the last bucket.
 
     Attributes:
         number: The number of the stage.
-        name: Its name in errors, by the number of its bucket in the plan.
-        moving: The assignments of which something moves.
-        local: Local matrices that are computed in it, those of one shape and setting together.
-        passage: What travels to the owners, if it ``gathers``.
-        late: Whether nothing is gathered, on a device: then nothing is read before it is computed (`portions`).
-        back: What travels back, in ``rounds``.
+        name: Its name in errors, with the number of its bucket in the plan.
+        moving: The assignments whose matrices need a transfer.
+        local: Local matrices that are computed in this stage, grouped by shape and settings.
+        passage: The transfer to the owners.
+        gathers: Whether anything travels to the owners.
+        late: Whether nothing is gathered, on a device. Then gradients are read only when they are needed (`portions`).
+        back: The routes of the results back, in ``rounds``.
         first: The number of the first of these rounds, counted over all stages.
-        summed: Assignments over which sums are taken before they are written, see `Plan.summed`.
-        batches, shapes: The assignments that this rank orthogonalizes, equal ones together.
+        summed: Assignments whose matrices need sums before they are written, see `Plan.summed`.
+        batches, shapes: The assignments that this rank orthogonalizes, equal matrices together, and their shapes.
     """
 
     number: int
@@ -75,16 +76,16 @@ class Stage:
 
     @property
     def numel(self) -> int:
-        """Elements of the matrices that this rank orthogonalizes."""
+        """The number of elements of the matrices that this rank orthogonalizes."""
         return sum(self._sizes)
 
     def assembled(self, memory: Tensor) -> tuple[Tensor, ...]:
-        """Return the batches, each (b, rows, cols), one after the other in memory."""
+        """Return the batches as adjacent views of ``memory``, each (b, rows, cols)."""
         parts = torch.split(memory[: self.numel], self._sizes)
         return tuple(part.view(-1, *shape) for part, shape in zip(parts, self.shapes, strict=True))
 
     def by_assignment(self, buffers: Sequence[Tensor]) -> dict[int, Tensor]:
-        """Return each matrix in the memory of its batch."""
+        """Return each matrix, a view of its batch, by assignment."""
         return {
             number: matrix
             for batch, buffer in zip(self.batches, buffers, strict=True)
@@ -94,13 +95,13 @@ class Stage:
 
 @dataclass(frozen=True)
 class Gather:
-    """The pieces of one bucket on their way to the owners, in the order in which it happens.
+    """The transfer of one bucket to the owners; the attributes are in the order of their use.
 
     Attributes:
-        reads: What this rank stores of them, and where it goes: into the send buffer, or straight into its matrices.
-        swap: What travels; None if nothing does.
-        arriving: From the receive buffer into the matrices.
-        matrices: What this rank orthogonalizes, equal ones together: (b, rows, cols) each.
+        reads: The legs that this rank stores, with views of their target: the send buffer, or this rank's matrices.
+        swap: The collective; None if nothing travels.
+        arriving: The copies from the receive buffer into the matrices.
+        matrices: The matrices that this rank orthogonalizes, equal matrices together: (b, rows, cols) each.
     """
 
     reads: LegViews
@@ -111,13 +112,13 @@ class Gather:
 
 @dataclass(frozen=True)
 class Scatter:
-    """Results of one bucket on their way from the owners to those that hold it, or a part of them.
+    """One round that moves results of a bucket from their owners to the ranks that store them.
 
     Attributes:
-        leaving: From the results into the send buffer; and from the receive buffer of the exchange before, if any.
-        swap: What travels.
-        arrived: What is written from the receive buffer.
-        passes: Whether anything leaves that has arrived in the exchange before.
+        leaving: The copies into the send buffer: from the results, and from the previous receive buffer, if any.
+        swap: The collective.
+        arrived: The legs that are written from the receive buffer.
+        passes: Whether this rank passes on results that arrived in the previous round.
     """
 
     leaving: CopyPairs
@@ -130,26 +131,26 @@ T = TypeVar("T")
 
 
 class Schedule:
-    """What one rank does each step for the matrices that have owners.
+    """The actions of one rank in each step, for the matrices of a plan.
 
-    There is one stage for each bucket of which something moves. Local matrices, of which nothing moves, are computed in
-    the next such stage, whatever bucket they are in; what is left after the last one is computed while its results
-    travel.
+    There is one stage for each bucket with transfers. Local matrices need no transfer. They are computed in the next
+    stage, whatever their bucket is; the local matrices after the last stage are computed while its results travel.
 
     Args:
-        plan: Whose.
-        rank: This one.
+        plan: The plan.
+        rank: The rank of this process.
         peers: All ranks of the plan, in the order of their process group.
-        dtype: Of wire and matrices.
-        device: Where the memory is.
-        at_once: For each matrix owned here how many of its equals are orthogonalized together; if unsaid, all.
+        dtype: The dtype of wire buffers and matrices.
+        device: The device of wire buffers and matrices.
+        at_once: For each matrix that this rank owns, how many equal matrices are orthogonalized together. A missing
+            entry means all of them.
 
     Attributes:
         stages: The stages, in their order.
-        left: Local matrices that no stage computes, those of one shape and setting together.
-        local_count: How many matrices are this rank's alone.
-        relays: Whether this rank passes results of others on.
-        memory: What they work in, by role, if it is kept from step to step; empty on a device.
+        left: Local matrices after the last stage, grouped by shape and settings.
+        local_count: The number of local matrices.
+        relays: Whether this rank passes on results of other owners.
+        memory: The buffers that are kept between steps, by role; empty on a device.
     """
 
     def __init__(
@@ -161,7 +162,7 @@ class Schedule:
         device: torch.device,
         at_once: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
-        """Work it out."""
+        """Compute the schedule, and allocate the buffers on a CPU."""
         self.stages, self.left = _stages(plan, rank, peers, at_once, on_device=device.type != "cpu")
         self.local_count = sum(map(len, itertools.chain(self.left, *(stage.local for stage in self.stages))))
         self._passages = _passages(plan, rank, peers, self.stages)
@@ -175,7 +176,7 @@ class Schedule:
         self.memory = {name: memory_of(numel, dtype, device) for name, numel in numels.items()}
 
     def gather(self, stage: Stage) -> Gather:
-        """Return how a stage comes to its owners, with memory for it."""
+        """Return the transfer of a stage's pieces to their owners, with its buffers."""
 
         def make() -> Gather:
             matrices = stage.assembled(self._memory("matrices", stage.number, stage.numel))
@@ -192,9 +193,9 @@ class Schedule:
         return self._once(stage, "gather", make)
 
     def portions(self, stage: Stage) -> Iterator[Portion]:
-        """Yield what is computed of a late stage, each time in memory of its own.
+        """Yield the batches of a late stage with the legs that are read into them, each in memory of its own.
 
-        These are batches with the legs that are read into them; with the first what else is folded in the bucket.
+        The first portion also has the bucket's assignments that other ranks own.
         """
         owned = {number for batch in stage.batches for number in batch}
         others = tuple(number for number in stage.moving if number not in owned)
@@ -214,31 +215,31 @@ class Schedule:
         return tuple(in_matrices(legs, dict(zip(batch, x.unbind(), strict=True)))), ((x, out, batch),)
 
     def batches(self, stage: Stage, matrices: Sequence[Tensor]) -> tuple[Batch, ...]:
-        """Return what is orthogonalized of a stage once it has been gathered, with memory for the results."""
+        """Return the batches of a gathered stage, with buffers for their results."""
         results = self._once(
             stage, "results", lambda: stage.assembled(self._memory("results", stage.number, stage.numel))
         )
         return tuple(zip(matrices, results, stage.batches, strict=True))
 
     def staying(self, stage: Stage, results: Sequence[Tensor]) -> LegViews:
-        """Return what is written straight from the results of a stage."""
+        """Return the legs of this rank that are written straight from the results of a stage, with their views."""
         legs = stage.back.stored.get(self._rank, ())
         return self._once(stage, "staying", lambda: tuple(in_matrices(legs, stage.by_assignment(results))))
 
     def last_filling(self, stage: Stage) -> int:
-        """Return the last round of a stage in which anything is copied from its results; -1 if there is none."""
+        """Return the last round of a stage that copies from its results; -1 if there is no such round."""
         after = stage.first + stage.rounds.count
         return self._filling.index(self._filling[after - 1]) - stage.first if stage.rounds.count else -1
 
     def scatter(self, stage: Stage, index: int, results: Sequence[Tensor], before: Scatter | None = None) -> Scatter:
-        """Return one round of a stage, with memory for it.
+        """Return one round that moves results of a stage, with its buffers.
 
         Args:
-            stage: Whose.
-            index: Of the round in it.
-            results: Of what `batches` or `portions` say.
-            before: The round before, in this stage or in an earlier one. If both send the same, its send buffer serves
-                again; and what has arrived in it may be passed on. Needed for nothing else.
+            stage: The stage.
+            index: The number of the round in this stage.
+            results: The results of the batches of `batches` or `portions`.
+            before: The previous round, in this stage or in an earlier stage. Its send buffer is reused if both rounds
+                send the same elements, and its received results may be passed on.
         """
         turn = stage.first + index
         passage, filling = self._passages[turn], self._filling[turn]
@@ -259,7 +260,7 @@ class Schedule:
         return self._once(stage, index, make)
 
     def _turns(self) -> Iterator[tuple[str, int, int]]:
-        """Yield how much memory each role needs in each of its turns; every other turn takes the same memory."""
+        """Yield (role, turn, number of elements) for each buffer; even turns share one buffer, odd turns another."""
         for stage in self.stages:
             yield "matrices", stage.number, stage.numel
             yield "results", stage.number, stage.numel
@@ -274,7 +275,7 @@ class Schedule:
         return self.memory[f"{role}.{turn % 2}"] if self.memory else memory_of(numel, self._dtype, self._device)
 
     def _once(self, stage: Stage, what: int | str, make: Callable[[], T]) -> T:
-        """Return what is made for a stage, and keep it where its memory is kept."""
+        """Return the result of ``make`` for a stage; keep it for later steps if buffers are kept."""
         key = stage.number, what
         found: T = self._views[key] if key in self._views else make()
         if self.memory:
@@ -286,7 +287,7 @@ class Schedule:
 
 
 def _passages(plan: Plan, rank: int, peers: Sequence[int], stages: Sequence[Stage]) -> list[Passage]:
-    """Return what travels back in each round of all stages, one after the other; late results in rounds that follow."""
+    """Return the passage of each round of all stages, in order; late results travel in the last rounds."""
     total = sum(stage.rounds.count for stage in stages)
     stored: list[dict[int, list[Leg]]] = [{} for _ in range(total)]
     assembled: list[dict[int, list[Leg]]] = [{} for _ in range(total)]
@@ -301,7 +302,7 @@ def _passages(plan: Plan, rank: int, peers: Sequence[int], stages: Sequence[Stag
 
 
 def _fillings(passages: Sequence[Passage], first_of_stages: Sequence[int]) -> list[int]:
-    """Return for each round how often the send buffer has been filled anew before: replicas are sent the same."""
+    """Return for each round how often the send buffer was refilled before; rounds with equal contents share a fill."""
     found = [0] * bool(passages)
     for turn, (one, other) in enumerate(itertools.pairwise(passages), start=1):
         found.append(found[-1] + (turn in first_of_stages or not one.sends_as(other)))
@@ -311,9 +312,10 @@ def _fillings(passages: Sequence[Passage], first_of_stages: Sequence[int]) -> li
 def _stages(
     plan: Plan, rank: int, peers: Sequence[int], at_once: Mapping[int, int], *, on_device: bool
 ) -> tuple[list[Stage], tuple[tuple[Local, ...], ...]]:
-    """Return a stage for each bucket that moves, with the local matrices that came before; and those after the last.
+    """Return a stage for each bucket with transfers, and the local matrices after the last bucket.
 
-    One more is for results that are passed on after the last bucket.
+    Each stage has the local matrices before it. If results are passed on after the last bucket, there is one more
+    stage.
     """
     stages, waiting, first = list[Stage](), list[Local](), 0
 

@@ -1,4 +1,4 @@
-"""Storage: reads off a tensor which rank stores which part of it. Only here torch's placements become a `Layout`."""
+"""Storage: finds which rank stores which part of a tensor. Only this module translates torch's placements."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from muonmesh.layout.region import row_major
 
 OF_TORCH = (TorchReplicate, TorchShard, _StridedShard)
 PLAIN = (Tensor, nn.Parameter)
-"""Types of tensors that are no DTensors; to ask for these is quicker than `isinstance`."""
+"""Types of tensors that are no DTensors; comparing types is quicker than `isinstance`."""
 
 
 def local_of(tensor: Tensor) -> Tensor:
@@ -56,7 +56,7 @@ def placements_of(name: str, placements: Sequence[TorchPlacement]) -> tuple[Plac
     for placement in placements:
         if isinstance(placement, TorchReplicate):
             translated.append(Replicate())
-        elif isinstance(placement, TorchShard | _StridedShard):  # of which the second need not be the first
+        elif isinstance(placement, TorchShard | _StridedShard):  # _StridedShard need not be a subclass of Shard
             translated.append(Shard(placement.dim, getattr(placement, "split_factor", 1)))
         else:
             found, needed = f"placement {placement!r} in {tuple(placements)}", "Replicate, Shard or _StridedShard"
@@ -70,13 +70,13 @@ def placements_of(name: str, placements: Sequence[TorchPlacement]) -> tuple[Plac
 
 @dataclass(frozen=True)
 class Storage:
-    """Where a parameter lives, and how a tensor that lives there is wrapped.
+    """The layout, global shape, mesh and placements of a parameter or of a tensor of its state.
 
     Attributes:
-        layout: Which rank stores what; None for a plain tensor of AdamW's of which nobody said who holds it.
+        layout: The part that each rank stores; None for a plain tensor of AdamW whose ranks are unknown.
         shape: Global shape.
         mesh: Mesh of a DTensor or of a declared shard; None for a plain or a flat tensor.
-        placements: Torch's placements on that mesh.
+        placements: Torch's placements on this mesh.
     """
 
     layout: Layout | None
@@ -85,28 +85,28 @@ class Storage:
     placements: tuple[TorchPlacement, ...] = ()
 
     def wrap(self, local: Tensor) -> Tensor:
-        """Wrap a local tensor that lives here: as a DTensor if there is a mesh, else return it unchanged."""
+        """Return a local tensor as a DTensor with this layout if there is a mesh, else unchanged."""
         if self.mesh is None:
             return local
-        # Not by from_local, which would move to the device what is kept on the host.
+        # Not by from_local, which would move state in CPU memory to the device.
         meta = TensorMeta(torch.Size(self.shape), row_major(self.shape), local.dtype)
         spec = DTensorSpec(self.mesh, self.placements, tensor_meta=meta)
         return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
     def copied(self, copies: Sequence[tuple[int, ...]]) -> Storage:
-        """Return this storage for several copies of the parameter, each on its own ranks and laid out like this one."""
+        """Return this storage with several copies of the parameter, each on its own ranks and with this layout."""
         inner = self.layout
         if not isinstance(inner, MeshLayout) or len(copies[0]) == 1:
             inner = MeshLayout(self.shape, (), copies[0], ())
         return replace(self, layout=_copied(inner, copies))
 
     def companion(self, layout: Layout) -> Storage:
-        """Return the Storage of a companion (`muonmesh.layout.companion`) of the parameter that lives here."""
+        """Return the Storage of a companion (`muonmesh.layout.companion`) of the parameter with this storage."""
         return Storage(layout, layout.shape, self.mesh, self.placements)
 
     @property
     def copies(self) -> int:
-        """How many ranks hold each element, as far as known."""
+        """The number of ranks that hold each element, as far as muonmesh knows."""
         return 1 if self.layout is None else self.layout.copies()
 
     def parts(self, local: Tensor) -> Sequence[Tensor]:
@@ -118,13 +118,13 @@ class Storage:
 
 
 def local_shape(storage: Storage) -> tuple[int, ...]:
-    """Return the shape of what this rank stores, as its layout says."""
+    """Return the shape of this rank's local tensor, by the layout of its storage."""
     assert storage.layout is not None
     return storage.layout.local_shape(this_rank())
 
 
 def local_part(whole: Tensor, layout: Layout) -> Tensor:
-    """Return what this rank stores of a whole tensor, in memory of its own; zeros where nothing of it lies."""
+    """Return this rank's part of a whole tensor in memory of its own, with zeros outside the layout's blocks."""
     local = whole.new_zeros(layout.local_shape(this_rank()))
     for block in layout.blocks(this_rank()):
         region = block.region
@@ -134,26 +134,25 @@ def local_part(whole: Tensor, layout: Layout) -> Tensor:
 
 
 Declared = tuple[Any, ...] | Layout | Sequence[FlatParameter]
-"""An entry of ``layouts=``: (mesh, placements) or (mesh, placements, shape) of a plain local shard, its Layout, such as
-the FlatShards of a flat one, or the FlatParameters that share a flat buffer."""
+"""An entry of ``layouts=``: (mesh, placements) or (mesh, placements, shape) of a plain local shard; its Layout, such as
+FlatShards for a flat shard; or the FlatParameters that share a flat buffer."""
 
 
 def storage_of(
     name: str, tensor: Tensor, replicas: Sequence[int] | None, declared: Declared | None = None, *, needed: bool = True
 ) -> Storage:
-    """Return where a parameter lives; no communication.
+    """Return the storage of a parameter. No communication.
 
     Args:
         name: The parameter's name, for messages.
-        tensor: The parameter. A DTensor says itself where it lives.
-        replicas: Global ranks that each hold a plain tensor whole, or the same shard of a DTensor; None if nobody
-            said.
-        declared: What ``layouts=`` says of it.
-        needed: Whether it is an error if nobody said who holds a plain tensor.
+        tensor: The parameter. A DTensor has its own layout.
+        replicas: Global ranks that each hold a plain tensor whole, or the same shard of a DTensor; None if unknown.
+        declared: The parameter's entry in ``layouts=``; None if there is none.
+        needed: Whether a plain tensor with unknown ranks is an error.
 
     Raises:
-        LayoutError: the tensor is partial, plain while several ranks run and nobody said who holds it, or not as
-            declared.
+        LayoutError: the tensor is partial, does not fit its declared layout, or is a plain tensor with unknown ranks
+            while several ranks run.
     """
     shape = tuple(tensor.shape)
     said = published(name, tensor) if declared is None else declared
@@ -190,7 +189,7 @@ def storage_of(
 
 
 def nobody_said(name: str) -> LayoutError:
-    """Return the error of a plain tensor of which nobody has said which ranks hold it."""
+    """Return the error for a plain tensor whose ranks are unknown."""
     what = f"This parameter is a plain tensor while {world_size()} ranks run, and nothing says which ranks hold the "
     what += "same parameter. If the model was sharded after this optimizer was made, make the optimizer after it. "
     what += 'Under DDP, write Muon(..., process_group="world"). If every rank trains its own copy, '
@@ -200,10 +199,10 @@ def nobody_said(name: str) -> LayoutError:
 
 
 def refuse_flattened(name: str, tensor: Tensor) -> None:
-    """Refuse a parameter that nobody has declared and that FSDP1's wrapper has laid into a flat one.
+    """Refuse a parameter without a declared layout that FSDP1's wrapper has moved into a flat parameter.
 
     Raises:
-        LayoutError: such a parameter, while several ranks run.
+        LayoutError: FSDP1 has flattened the parameter, and several ranks run.
     """
     if world_size() > 1 and getattr(tensor, "_fsdp_flattened", False):  # as torch.distributed.fsdp marks them
         what = "FSDP1 (FullyShardedDataParallel) has flattened this parameter, and nothing says which elements each "
@@ -214,7 +213,7 @@ def refuse_flattened(name: str, tensor: Tensor) -> None:
 
 
 def ranks_of(tensor: Tensor, replicas: Sequence[int] | None, declared: Any = None) -> tuple[int, ...]:
-    """Return the ranks that share a parameter, as far as they can be told of one that is held wrongly."""
+    """Return the ranks that share a parameter whose layout has an error, as far as they are known."""
     if isinstance(declared, FlatShards):
         return declared.ranks
     if isinstance(declared, (tuple, list)) and declared and isinstance(declared[0], DeviceMesh):
@@ -228,7 +227,7 @@ def _ranks(mesh: DeviceMesh) -> tuple[int, ...]:
 
 
 def _declared(name: str, tensor: Tensor, declared: Any) -> Storage:
-    """Return where a plain local shard lives that was declared as (mesh, placements) or (mesh, placements, shape)."""
+    """Return the storage of a plain local shard declared as (mesh, placements) or (mesh, placements, shape)."""
     fits = isinstance(declared, (tuple, list)) and len(declared) in (2, 3) and isinstance(declared[0], DeviceMesh)
     placements = declared[1] if fits and isinstance(declared[1], (tuple, list)) else None
     if placements is None or not all(isinstance(placement, TorchPlacement) for placement in placements):
@@ -260,7 +259,7 @@ def _check_local(name: str, tensor: Tensor, layout: Layout) -> None:
         return
     write = "Correct the entry; where shards are uneven write (mesh, placements, global shape)"
     if published_mesh(tensor) is not None:
-        # The local tensors of ragged placements keep their inner dims, and one without elements may have any.
+        # Local tensors of ragged placements keep their inner dims; a tensor without elements may have any shape.
         if isinstance(layout, FlatShards) and expected == (local.numel(),):
             return
         write = DECLARE
@@ -270,10 +269,10 @@ def _check_local(name: str, tensor: Tensor, layout: Layout) -> None:
 
 
 def _replicated_outside(name: str, layout: MeshLayout, mesh: DeviceMesh, replicas: Sequence[int]) -> MeshLayout:
-    """Return the layout with a replicate axis in front: process_group= names replicas outside a DTensor's mesh.
+    """Return a DTensor's layout with a replicate axis in front, for replicas outside its mesh (``process_group=``).
 
-    With "world" the other copies are those of the mesh that this one was sliced from. A ProcessGroup holds the peers
-    of this very rank; those of the others are as far from them, as in every grid of ranks.
+    With "world", the other copies are on the other slices of the mesh from which this mesh was sliced. A ProcessGroup
+    has the peers of this rank; the peers of each other rank have the same distances from it, as in every grid of ranks.
     """
     me, ranks = this_rank(), layout.ranks
     copies: list[tuple[int, ...]] = []
@@ -303,7 +302,7 @@ def _copied(layout: MeshLayout, copies: Sequence[tuple[int, ...]]) -> MeshLayout
 
 
 def _root_of(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the mesh from which a mesh was sliced, itself if from none."""
+    """Return the mesh from which a mesh was sliced, or the mesh itself if it is no slice."""
     root: DeviceMesh = getattr(mesh, "_get_root_mesh", lambda: mesh)()  # newer than torch 2.11
     return root
 
@@ -319,9 +318,9 @@ def this_rank() -> int:
 
 
 def ranks_of_a_machine() -> int:
-    """Return how many ranks each machine has by what the launcher says, if it numbers them machine by machine; else 0.
+    """Return the number of ranks of each machine according to the launcher; 0 if it is unknown.
 
-    torchrun sets ``LOCAL_WORLD_SIZE`` and ``LOCAL_RANK``.
+    torchrun sets ``LOCAL_WORLD_SIZE`` and ``LOCAL_RANK``. The result is 0 unless ranks are numbered machine by machine.
     """
     size, rank = os.environ.get("LOCAL_WORLD_SIZE", "0"), this_rank()
     count = int(size) if size.isdecimal() else 0
@@ -329,9 +328,9 @@ def ranks_of_a_machine() -> int:
 
 
 def device_without_parameters() -> torch.device:
-    """Return where a rank that has no parameters takes part in collectives.
+    """Return the device that a rank without parameters uses in collectives.
 
-    That is its accelerator, if the ranks have a backend for it besides gloo; else the CPU, where gloo's ranks train.
+    The result is its accelerator if the ranks have a backend for it other than gloo, else the CPU.
     """
     accelerator = torch.accelerator.current_accelerator(check_available=True) if world_size() > 1 else None
     if accelerator is not None:
@@ -342,16 +341,16 @@ def device_without_parameters() -> torch.device:
 
 
 def sharded_over_replicas(storage: Storage, group: dist.ProcessGroup | None, device: str) -> Storage:
-    """Return a storage in which replicas share the parameter instead of each holding all of it.
+    """Return a storage in which each replica holds a part of the tensor instead of all of it.
 
-    A rank holds part of what it held before, never anything else. Each replicate axis is made to cut a dim: the
-    largest of those that no axis to its right cuts. If axes to its right cut every dim, it cuts one of these dims too,
-    provided that all its cuts are even. If that is not possible either, the axis stays replicated; so does one outside
-    the tensor's mesh of which no process group is known.
+    A rank holds a part of its elements in ``storage``, and no other elements. Each replicate axis now cuts a dim: the
+    largest of the dims that no axis to its right cuts. If axes to its right cut every dim, it cuts one of these dims
+    too, provided that all cuts are even. If this is not possible either, the axis stays replicated. An axis outside the
+    tensor's mesh also stays replicated if its process group is unknown.
 
     Args:
-        storage: Where the parameter lives.
-        group: Of the ranks that hold a plain tensor whole.
+        storage: The storage of the parameter.
+        group: The process group of the ranks that hold a plain tensor whole.
         device: Device type for the mesh made of ``group``.
     """
     layout = storage.layout
@@ -362,7 +361,7 @@ def sharded_over_replicas(storage: Storage, group: dist.ProcessGroup | None, dev
         if group is None:
             return storage
         mesh, placements = DeviceMesh.from_group(group, device), [TorchReplicate()]
-    outside = len(layout.mesh) - mesh.ndim  # axes of copies that the tensor's own mesh does not know
+    outside = len(layout.mesh) - mesh.ndim  # axes of copies that the tensor's own mesh does not have
     if outside:
         peers = sorted(layout.ranks[layout.ranks.index(this_rank()) % mesh.size() :: mesh.size()])
         known = [g for g in (group, *_root_of(mesh).get_all_groups()) if g is not None]
@@ -382,11 +381,11 @@ def sharded_over_replicas(storage: Storage, group: dist.ProcessGroup | None, dev
 def _shard_for(
     shape: tuple[int, ...], sizes: tuple[int, ...], placements: Sequence[TorchPlacement], axis: int
 ) -> TorchPlacement:
-    """Return how a replicate axis cuts momentum that its replicas share, by the rule of `sharded_over_replicas`.
+    """Return the placement by which a replicate axis cuts shared momentum, by the rule of `sharded_over_replicas`.
 
     Placements apply from left to right. If the axis cut a dim that an axis to its right cuts too, it would cut first,
-    and the other axis would cut other pieces than it does in the parameter. So it cuts such a dim by a strided shard,
-    which is as if it came last, and only where all cuts are even.
+    and the pieces of the other axis would differ from its pieces of the parameter. So this function cuts such a dim by
+    a strided shard, as if the axis came last, and only if all cuts are even.
     """
 
     def cuts(dim: int, axes: range) -> list[int]:
@@ -405,7 +404,7 @@ def _shard_for(
 
 
 def connected_ranks(storages: Sequence[Storage]) -> tuple[int, ...]:
-    """Return the ranks that hold any of these parameters, and this one."""
+    """Return the ranks that hold any of these parameters, and this rank, in order."""
     ranks = {this_rank()}
     for layout in {id(storage.layout): storage.layout for storage in storages}.values():
         ranks.update(layout.ranks if layout is not None else ())

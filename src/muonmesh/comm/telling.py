@@ -29,7 +29,8 @@ def tell_all(
 
     Raises:
         Exception: ``error`` on the ranks that have one.
-        MuonMeshError: of that kind on the others, with the number and the message of the first rank that has one.
+        MuonMeshError: an error of class ``kind`` on the other ranks, with the number and message of the first rank that
+            has an error.
     """
     group = dist.group.WORLD if group == "world" else group
     if group is None or dist.get_world_size(group) == 1:
@@ -50,11 +51,13 @@ def tell_all(
 
 
 def agreed(work: Callable[[], T], *, kind: type[MuonMeshError] = PlanError) -> list[T]:
-    """Return what the work gives on each rank, in their order. Called on all ranks; what is returned is pickled.
+    """Call ``work`` on each rank, and return the results of all ranks in order. All ranks call this.
+
+    The results are pickled.
 
     Raises:
-        Exception: on a rank whose work failed, what it raised.
-        MuonMeshError: of that kind on the other ranks then, with the message of the first that failed.
+        Exception: the error of ``work``, on each rank where it failed.
+        MuonMeshError: an error of class ``kind`` on the other ranks, with the message of the first rank that failed.
     """
     mine: Any = None
     failure: Exception | None = None

@@ -1,4 +1,4 @@
-"""ToOwners: adds up the gradients of replicas at the rank that owns the momentum, while the backward pass runs."""
+"""ToOwners: adds up gradients of replicas on the rank that keeps the momentum, while the backward pass runs."""
 
 from __future__ import annotations
 
@@ -26,24 +26,25 @@ from muonmesh.layout.flat import Interval
 
 
 class _Sent(NamedTuple):
-    """Flat gradients on their way between all ranks: what arrives from each of them, this rank's own in its place."""
+    """Flat gradients on their way between all ranks; ``parts`` has the part from each rank, this rank included."""
 
     transfer: Transfer
     parts: Sequence[Tensor]
 
 
 _living: weakref.WeakSet[ToOwners] = weakref.WeakSet()
-"""All sources that hear of gradients."""
+"""All sources whose hooks receive gradients."""
 
 
 class ToOwners(GradientSource):
-    """Averages gradients over replicas itself: those of Muon's matrices at the owner alone, AdamW's on all ranks.
+    """A source that averages gradients over replicas: of Muon's matrices only at their owner, of AdamW on all ranks.
 
-    ``muonmesh.from_model(model, gradients="to_owners")`` makes one. A matrix's momentum then lies on one replica, and
-    its gradient is added up there: while the backward pass runs, buckets of matrices travel as soon as they are
-    complete, and ``.grad`` is None from then on. What no bucket has taken travels when a step, clipping or metrics
-    begin. Summands are added in the order of the ranks, in fp32 or wider, and divided by the number of replicas. What
-    a step has read is dropped when the next gradients arrive.
+    ``muonmesh.from_model(model, gradients="to_owners")`` uses it. The momentum of a matrix is then kept on a single
+    replica, and its gradient is added up there. During the backward pass, a bucket of matrices travels as soon as all
+    its gradients are complete, and ``.grad`` is None afterwards. The remaining gradients travel when a step, clipping
+    or
+    metrics begin. Gradients are added in the order of the ranks, in fp32 or wider, and divided by the number of
+    replicas. Gradients that a step has read are dropped when the next gradients arrive.
     """
 
     def __init__(self) -> None:
@@ -51,12 +52,12 @@ class ToOwners(GradientSource):
         self._held: dict[Tensor, Tensor] = {}
         self._wrong: dict[Tensor, Exception] = {}
         self._reduced: dict[Tensor, tuple[Tensor, int]] = {}
-        # Small reductions at the same point of every rank's program: hosts wait for hosts there, for no device.
+        # Small reductions at the same point of every rank's program. CPUs wait only for CPUs there, not for devices.
         self._talk: Wire | None = None
         # The gradients. A rank may send some earlier than others do, so every source has a group of its own.
         self._wire: Wire | None = None
         self._names: Mapping[Tensor, str] = {}
-        self._buckets: Sequence[Sequence[Sequence[Tensor]]] = ()  # of matrices, and in each those of each rank
+        self._buckets: Sequence[Sequence[Sequence[Tensor]]] = ()  # buckets; in each, the matrices of each rank
         self._ready: set[Tensor] = set()
         self._sent: list[_Sent] = []
         self._dropped: list[list[_Sent]] = []
@@ -66,19 +67,19 @@ class ToOwners(GradientSource):
         self._unhook: weakref.finalize[[Sequence[RemovableHandle]], ToOwners] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Where momentum lives. A copy has parameters of its own, of whose gradients nobody has heard."""
+        """Return only the owners of momentum: a copy has parameters of its own, without gradients so far."""
         return {**vars(ToOwners()), "_owners": self._owners}
 
     # ---------------------------------------------------------------- as a source
 
     def gradient(self, parameter: Tensor) -> Tensor | None:
-        """Return the sum of a matrix at its owner, flat, elsewhere one of no elements; of others ``.grad``."""
+        """Return the gradient: for a matrix its flat average at the owner (elsewhere empty), else ``.grad``."""
         if parameter in self._wrong:
             raise self._wrong[parameter]
         return self._held.get(parameter) if parameter in self._owners else parameter.grad
 
     def write(self, parameter: Tensor, gradient: Tensor | None) -> None:
-        """Keep a gradient; None drops it, and what is on its way."""
+        """Store a gradient; None drops the gradient, and gradients that are on their way."""
         if parameter not in self._owners:
             PARAMETER_GRAD.write(parameter, gradient)
             if gradient is not None and parameter in self._reduced:
@@ -89,26 +90,26 @@ class ToOwners(GradientSource):
             self._held.pop(parameter, None)
             self._wrong.pop(parameter, None)
             parameter.grad = None
-            if self._seen:  # all ranks drop as many, whatever each of them has sent
+            if self._seen:  # all ranks drop equally many buckets, however many each rank has sent
                 self._dropped.append(self._all_sent(empty=True))
 
     def at_momentum(self, parameter: Tensor) -> bool:
-        """Whether a gradient lies where the momentum does."""
+        """Whether the gradient of a parameter has the flattened layout of the momentum: true for matrices."""
         return parameter in self._owners
 
     @property
     def counts(self) -> Counts:
-        """What all gradients up to now have sent and received on this rank."""
+        """The traffic of all gradients so far on this rank."""
         return Counts() if self._wire is None else self._wire.counts
 
     def scaler_error(self) -> Exception | None:
-        """Return why a GradScaler cannot work: it reads ``.grad`` alone."""
+        """Return the error for a GradScaler: it reads only ``.grad``, so it does not see gradients at their owners."""
         what = "A GradScaler does not see gradients that are at their owners. Train in bf16 without a GradScaler, or "
         return LayoutError(about("gradients='to_owners'", what + "leave out gradients='to_owners'"))
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Add gradients up in ``.grad`` and send nothing, for the micro-batches before the last one."""
+        """Add up gradients in ``.grad`` without sending, for all micro-batches except the last one."""
         self._sends, before = False, self._sends
         try:
             yield
@@ -118,11 +119,11 @@ class ToOwners(GradientSource):
     # ---------------------------------------------------------------- owners
 
     def place(self, matrices: Sequence[tuple[str, Tensor, Storage]]) -> list[Storage]:
-        """Return where the momentum of each matrix lives: on one replica, chosen once by what each has to compute.
+        """Return the place of each matrix's momentum: one replica, chosen once so that replicas compute equally much.
 
         Raises:
-            LayoutError: a matrix is replicated along an axis of its own mesh, over which FSDP2 averages itself; or its
-                gradients go to another optimizer.
+            LayoutError: a matrix is replicated along an axis of its own mesh, over which FSDP2 averages gradients
+                itself; or its gradients go to another optimizer.
         """
         for name, tensor, storage in matrices:
             if any(tensor in other._names for other in _living if other is not self):
@@ -137,10 +138,10 @@ class ToOwners(GradientSource):
                 needed = "a mesh without replicas, because FSDP2 averages gradients over the replicas of its mesh"
                 write = 'Write fully_shard(module, mesh=mesh["shard"]) and process_group=mesh["replicate"].get_group()'
                 raise LayoutError(explain_error(name, found, needed, write))
-        # A matrix that tensor parallelism leaves whole has several copies on each of the replicas that average.
+        # A matrix that tensor parallelism does not shard has several copies on each data-parallel replica.
         copies = min((storage.copies for *_, storage in matrices if storage.copies > 1), default=1)
         loads = dict.fromkeys(range(copies), 0)
-        # Those that have owners come first; then the largest.
+        # First the matrices that have owners already, then the most expensive matrices.
         order = sorted(matrices, key=lambda each: (each[1] not in self._owners, -_cost(each[2]), each[0]))
         for _, tensor, storage in order:
             if tensor in self._owners or storage.copies > 1:
@@ -152,11 +153,11 @@ class ToOwners(GradientSource):
         ]
 
     def bind(self, replicated: Mapping[Tensor, str], group: dist.ProcessGroup | None, bucket_bytes: int) -> None:
-        """Hear of these parameters' gradients from now on; all replicas bind the same ones together."""
+        """Register hooks for the gradients of these parameters; all replicas call this together for the same ones."""
         ranks = () if group is None else tuple(dist.get_process_group_ranks(group))
         if self._wire is not None and self._wire.ranks == ranks:
-            self.complete(self._asked)  # what was sent since, in the buckets of the plan before
-            # Steps are counted from 0 again, and what none of them has read stays for the next one.
+            self.complete(self._asked)  # receives gradients sent in the buckets of the last plan
+            # Steps are counted from 0 again. Gradients that no step has read stay for the next step.
             self._step = 0 if self._step == self._asked else -1
         elif group is not None:
             self._talk, self._wire = Wire(ranks, host_group(group)), Wire(ranks, new_group(ranks))
@@ -166,7 +167,7 @@ class ToOwners(GradientSource):
             self._talk, self._wire, self._names, self._buckets = None, None, {}, ()
             return
         self._names, self._buckets = replicated, self._cut(replicated, len(ranks), bucket_bytes)
-        # Hooks live as long as the parameters; they neither hold the source, nor take gradients when it is gone.
+        # Hooks live as long as the parameters. They do not keep the source alive, and do nothing once it is gone.
         heard = partial(_heard, weakref.ref(self))
         handles = [tensor.register_post_accumulate_grad_hook(heard) for tensor in self._matrices]  # type: ignore[no-untyped-call]
         self._unhook = weakref.finalize(self, _remove, handles)
@@ -174,11 +175,11 @@ class ToOwners(GradientSource):
 
     @property
     def _matrices(self) -> list[Tensor]:
-        """What has owners, in the order of the buckets."""
+        """The matrices with owners, in the order of the buckets."""
         return [tensor for bucket in self._buckets for some in bucket for tensor in some]
 
     def _cut(self, replicated: Mapping[Tensor, str], copies: int, bucket_bytes: int) -> list[list[list[Tensor]]]:
-        """Return buckets of the matrices, and in each those of each replica."""
+        """Return the buckets of matrices; each bucket has a list of matrices for each replica that owns them."""
         buckets = list[list[list[Tensor]]]()
         room, kind = 0, None
         # Backward passes make the last gradients first.
@@ -192,7 +193,7 @@ class ToOwners(GradientSource):
         return buckets
 
     def traffic(self, replicated: Mapping[Tensor, str], *, copy: int, copies: int, bucket_bytes: int) -> Counts:
-        """Return what gradients move: those of matrices to their owners, AdamW's to all replicas."""
+        """Return the traffic of gradients for a step: of matrices to their owners, of AdamW's parameters to all."""
         if copies == 1:
             return Counts()
         shared = [local_of(tensor) for tensor in replicated if tensor not in self._owners]
@@ -211,8 +212,8 @@ class ToOwners(GradientSource):
     # ---------------------------------------------------------------- sending
 
     def _heard(self, parameter: Tensor) -> None:
-        """Take note of a gradient, and send what is complete; called by autograd, and by FSDP2 for a shard."""
-        if not self._sends or parameter in self._seen:  # a second one waits in .grad
+        """Note that a gradient is complete, and send complete buckets; called by autograd, and by FSDP2 for a shard."""
+        if not self._sends or parameter in self._seen:  # a second gradient waits in .grad
             return
         self._ready.add(parameter)
         while len(self._sent) < len(self._buckets):
@@ -221,7 +222,7 @@ class ToOwners(GradientSource):
             self._send()
 
     def _all_sent(self, *, empty: bool = False) -> list[_Sent]:
-        """Send the buckets that are left, and return all of them; the next gradients begin anew."""
+        """Send the remaining buckets, and return all buckets; the next gradients begin with the first bucket again."""
         while len(self._sent) < len(self._buckets):
             self._send(empty=empty)
         sent, self._sent = self._sent, []
@@ -229,7 +230,7 @@ class ToOwners(GradientSource):
         return sent
 
     def _send(self, *, empty: bool = False) -> None:
-        """Send the next bucket; what has no gradient counts as zero."""
+        """Send the next bucket. Missing gradients count as zero; with ``empty`` all do."""
         bucket = self._buckets[len(self._sent)]
         none = local_of(next(tensor for some in bucket for tensor in some)).new_empty(0)
         parts = [torch.cat([none, *(self._taken(tensor, empty=empty) for tensor in some)]) for some in bucket]
@@ -237,7 +238,7 @@ class ToOwners(GradientSource):
         self._sent.append(self._swap("gradients on their way to owners", parts, arriving))
 
     def _taken(self, parameter: Tensor, *, empty: bool) -> Tensor:
-        """Return a parameter's gradient, flat, and forget it; zeros if there is none."""
+        """Return a parameter's flat gradient and set ``.grad`` to None; zeros if there is no gradient or ``empty``."""
         local = local_of(parameter)
         if not empty and parameter.grad is not None:
             self._seen.add(parameter)
@@ -261,7 +262,7 @@ class ToOwners(GradientSource):
         return self._wire.ranks.index(self._wire.rank)
 
     def _swap(self, what: str, parts: Sequence[Tensor], arriving: Sequence[int]) -> _Sent:
-        """Send each other rank a part, flat; ``arriving`` says how many elements each of them sends."""
+        """Send each other rank its flat part; ``arriving`` has the number of elements that each rank sends here."""
         assert self._wire is not None
         sent = [0 if rank == self._me else len(part) for rank, part in enumerate(parts)]
         received = [0 if rank == self._me else count for rank, count in enumerate(arriving)]
@@ -272,7 +273,7 @@ class ToOwners(GradientSource):
         return _Sent(self._wire.swap(Swap(what, send, receive, sent, received)), found)
 
     def _arrived(self, sent: _Sent) -> Sequence[Tensor]:
-        """Wait for what arrives, and return the parts of all ranks."""
+        """Wait for a transfer, and return the parts of all ranks."""
         assert self._wire is not None
         self._wire.finish(sent.transfer)
         return sent.parts
@@ -280,10 +281,10 @@ class ToOwners(GradientSource):
     # ---------------------------------------------------------------- adding up
 
     def complete(self, step: int) -> None:
-        """Send what no bucket has taken, and add up; all replicas call it where a step, clipping or metrics begin.
+        """Send the remaining gradients and add all up. All replicas call this when a step, clipping or metrics begin.
 
         Args:
-            step: How many steps have begun. Gradients of a step before are dropped when new ones arrive.
+            step: The number of steps that have begun. Gradients of earlier steps are dropped when new ones arrive.
 
         Raises:
             PlanError: only some of the replicas have dropped gradients that were on their way. All of them raise.
@@ -300,7 +301,7 @@ class ToOwners(GradientSource):
         told = torch.tensor(counted, dtype=torch.int32, device="cpu")
         told = self._talk.reduce(told, dist.ReduceOp.MAX, "the agreement on gradients")
         rounds, every, most, least, *flags = told.tolist()
-        if most != -least:  # all ranks send as often, so that the next gradients meet their own kind
+        if most != -least:  # all ranks send equally often, so that the next gradients match between ranks
             while len(self._dropped) < every:
                 self._dropped.append(self._all_sent())
         for sent in itertools.chain(*self._dropped):
@@ -320,7 +321,7 @@ class ToOwners(GradientSource):
         self._average([tensor for tensor, flag in zip(shared, flags[len(matrices) :], strict=True) if flag])
 
     def _add(self, bucket: Sequence[Sequence[Tensor]], parts: Sequence[Tensor], present: set[Tensor]) -> None:
-        """Add up what has arrived for this rank's matrices; of others there is a sum of no elements."""
+        """Average the received gradients of this rank's matrices; matrices of other owners get an empty tensor."""
         total = mean(parts)
         for owner, some in enumerate(bucket):
             sizes = [local_of(tensor).numel() * (owner == self._me) for tensor in some]
@@ -330,12 +331,12 @@ class ToOwners(GradientSource):
                     self._held[tensor] = part if held is None else held + part
 
     def _is_reduced(self, parameter: Tensor) -> bool:
-        """Whether ``.grad`` is the average that `_average` has left there."""
+        """Whether ``.grad`` is still the average that `_average` has written."""
         before, gradient = self._reduced.get(parameter), parameter.grad
         return before is not None and gradient is before[0] and local_of(gradient)._version == before[1]
 
     def _average(self, parameters: Sequence[Tensor]) -> None:
-        """Average the gradients of parameters that every replica steps, into ``.grad``."""
+        """Average the gradients of parameters that every replica updates, in ``.grad``."""
         assert self._wire is not None
         kinds: dict[tuple[torch.dtype, torch.device], list[tuple[Tensor, Tensor]]] = {}
         for tensor in parameters:
@@ -357,7 +358,7 @@ class ToOwners(GradientSource):
 
 
 def _heard(source: weakref.ref[ToOwners], parameter: Tensor) -> None:
-    """Tell a source of a gradient, if it is still there."""
+    """Pass a complete gradient to its source, if the source still exists."""
     if (here := source()) is not None:
         here._heard(parameter)
 
@@ -376,14 +377,14 @@ def mean(summands: Sequence[Tensor]) -> Tensor:
 
 
 def on_replica(storage: Storage, number: int) -> Storage:
-    """Return where momentum lives that one replica alone keeps, flat, each of its ranks of what it stores."""
+    """Return the storage of momentum that only replica ``number`` keeps, flat; each of its ranks keeps its shard."""
     assert isinstance(storage.layout, MeshLayout)
     return Storage(_on_replica(storage.layout, number), storage.shape)
 
 
 @lru_cache(maxsize=1024)
 def _on_replica(layout: MeshLayout, number: int) -> FlatShards:
-    """Return that layout; the matrices of all layers share it."""
+    """Return the layout of `on_replica`; the result is cached, so that matrices of all layers share it."""
     stores = [layout.replica_number(rank) == number for rank in layout.ranks]
     sizes = [math.prod(layout.local_shape(rank)) * some for rank, some in zip(layout.ranks, stores, strict=True)]
     return FlatShards(layout, tuple((Interval(0, size, 0),) for size in sizes))

@@ -1,8 +1,9 @@
-"""Wire: runs the collectives of a step among the ranks that share parameters, counts them, and names one that fails.
+"""Wire: runs the collectives of a step among ranks that share parameters, counts them, and names failed collectives.
 
-Three things are sent past the wire: the sum of a partial gradient, which DTensor sends over its own mesh (`gradients`);
-the norms of other pipeline stages (`muonmesh.clip.squares`); and what ranks tell each other once for each plan, or
-after an error (`agreement`, `meeting`).
+Three kinds of communication do not use the wire: the sum of a partial gradient, which DTensor sends over its own mesh
+(`gradients`); the norms of other pipeline stages (`muonmesh.clip.squares`); and the messages between ranks once for
+each
+plan, or after an error (`agreement`, `meeting`).
 """
 
 from __future__ import annotations
@@ -22,33 +23,33 @@ from torch import Tensor
 from muonmesh.comm.meeting import meeting
 
 _made: Counter[tuple[int, ...]] = Counter()
-"""How many wires of these ranks this process has made; they make them together."""
+"""Number of wires that this process has made for each set of ranks. The ranks of a set make them together."""
 
 _TAGS = 2**16
-"""How many tags of messages each wire has."""
+"""Number of message tags of each wire."""
 
 
 @functools.cache
 def _let_threads_go() -> None:
-    """Make the end of this process wait a moment, in which threads of gloo let go of the tensors of past collectives.
+    """Make this process wait a moment at its end, so that gloo's threads can free the tensors of past collectives.
 
-    A thread of gloo needs the interpreter's lock for that, after the collective is over. If it gets the lock when the
-    interpreter is already shutting down, CPython before 3.14 ends the thread, and C++ answers by `std::terminate`:
-    the process aborts after its last line. `destroy_process_group` waits for the threads, but not for those of a group
-    that something else holds, as FSDP2 and an optimizer's plan do.
+    A thread of gloo needs the interpreter's lock to free them, after the collective is over. If it gets the lock when
+    the interpreter is already shutting down, CPython before 3.14 ends the thread, and C++ calls `std::terminate`: the
+    process aborts after its last line. `destroy_process_group` waits for these threads, except for threads of a group
+    that another object holds, such as FSDP2 or an optimizer's plan.
     """
     atexit.register(time.sleep, 0.05)
 
 
 @dataclass
 class Counts:
-    """What the last step did on this rank; `Plan` and routes say what it should have been.
+    """Work and traffic of the last step on this rank.
 
     Attributes:
-        orthogonalized: Matrices that this rank has orthogonalized.
-        collectives: Collectives that this rank took part in.
-        bytes_sent: Bytes to other ranks; flags and sums of `reduce` are not counted.
-        bytes_received: Bytes from other ranks, likewise.
+        orthogonalized: Number of matrices that this rank orthogonalized.
+        collectives: Number of collectives in which this rank took part.
+        bytes_sent: Bytes sent to other ranks; small reductions of flags and sums are not counted.
+        bytes_received: Bytes received from other ranks; small reductions are not counted.
     """
 
     orthogonalized: int = 0
@@ -59,14 +60,14 @@ class Counts:
 
 @dataclass(frozen=True)
 class Swap:
-    """One collective: what moves between all ranks for one bucket in one direction.
+    """One collective that moves elements between all ranks, for one bucket in one direction.
 
     Attributes:
-        what: Names it in errors.
-        send: What is sent, a segment for each rank in the order of the group; this rank's own is empty.
-        receive: What is received, likewise.
-        sent: Elements of the segments of ``send``.
-        received: Of those of ``receive``.
+        what: The name of the collective in errors.
+        send: The send buffer, with a segment for each rank in the order of the group; this rank's segment is empty.
+        receive: The receive buffer, with a segment from each rank; this rank's segment is empty.
+        sent: Number of elements of each segment of ``send``.
+        received: Number of elements of each segment of ``receive``.
     """
 
     what: str
@@ -78,7 +79,7 @@ class Swap:
 
 @dataclass
 class Transfer:
-    """An exchange under way, which holds the memory that it reads and writes; ``works`` is empty when it is over."""
+    """A collective under way. It keeps the buffers that it reads and writes; ``works`` is empty when it is over."""
 
     what: str
     memory: tuple[Tensor, ...]
@@ -91,9 +92,9 @@ class Wire:
     Attributes:
         ranks: The connected set.
         group: Its process group; None for one rank.
-        rank, peers: This rank, and all of them in the order of the process group.
-        counts: What the step under way, or the last one, has done.
-        steps: How many steps have begun, for messages.
+        rank, peers: This rank, and all ranks in the order of the process group.
+        counts: Work and traffic of the current or the last step.
+        steps: Number of steps that have begun, for messages.
     """
 
     def __init__(self, ranks: tuple[int, ...], group: dist.ProcessGroup | None) -> None:
@@ -111,13 +112,13 @@ class Wire:
         self._tags = itertools.cycle(range(first, first + _TAGS))
 
     def reduce(self, values: Tensor, op: dist.ReduceOp.RedOpType, what: str, *, counted: bool = True) -> Tensor:
-        """Return the elementwise reduction of a small vector over all ranks, in place.
+        """Reduce a small vector over all ranks elementwise and in place, and return it.
 
         Args:
             values: The vector.
-            op: Such as the maximum.
-            what: Names it in errors.
-            counted: Whether it is part of a step.
+            op: The operation, such as the maximum.
+            what: The name of the reduction in errors.
+            counted: Whether ``counts`` counts it as a collective of a step.
         """
         if self.group is not None:
             with self._meeting(what):
@@ -126,7 +127,7 @@ class Wire:
         return values
 
     def begin_step(self) -> None:
-        """Begin to count anew."""
+        """Count a new step, and reset ``counts``."""
         self.steps += 1
         self.counts = Counts()
 
@@ -136,10 +137,10 @@ class Wire:
         return self.reduce(flags, dist.ReduceOp.MAX, "the agreement before the step")
 
     def swap(self, swap: Swap) -> Transfer:
-        """Start to move elements between all ranks of the connected set; all of them call it.
+        """Start to move elements between all ranks of the connected set. All these ranks call this.
 
-        One ``all_to_all_single``, but on gloo, whose own lets one direction of a link wait for the other: there a
-        message from each rank and to each rank that any elements come from and go to, all of them at once.
+        This is one ``all_to_all_single``. With gloo on a CPU, single messages to and from each rank are started at once
+        instead, because in gloo's own collective one direction of a link waits for the other.
         """
         send, receive = swap.send, swap.receive
         with self._meeting(swap.what):

@@ -1,4 +1,4 @@
-"""Work: the calls by which an exchange asks the optimizer to read, compute and write."""
+"""Work: the interface by which an exchange lets the optimizer read, compute and write."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from muonmesh.layout.region import row_major
 from muonmesh.layout.routes import Leg
 
 LegViews = tuple[tuple[Leg, Tensor], ...]
-"""Legs whose storage is on this rank, each with the view that it is read into, or written from."""
+"""Legs whose storage is on this rank, each with the view that its elements are read into or written from."""
 
 
 @dataclass(frozen=True)
 class Local:
-    """A Matrix that one rank holds whole, owns and shares with no other rank, so nothing of this matrix moves."""
+    """A Matrix that only one rank holds and owns, so that this matrix needs no transfer."""
 
     assignment: int
     read: tuple[Leg, ...]
@@ -27,7 +27,7 @@ class Local:
 
     @cached_property
     def stored(self) -> Literal["as it is", "transposed", "in pieces"]:
-        """How it lies in the storage, from `start` on, as against where it is assembled."""
+        """How the matrix is stored from `start` on, compared with the assembled matrix."""
         first, *rest = {leg.piece for leg in (*self.read, *self.write)}
         dims = [dim for dim, size in enumerate(first.shape) if size != 1]
         shape = tuple(first.shape[dim] for dim in dims)
@@ -40,80 +40,82 @@ class Local:
 
     @cached_property
     def start(self) -> int:
-        """The place of its first element in the storage, if it is not stored in pieces."""
+        """The place of the matrix's first element in the storage, if it is not stored in pieces."""
         return self.read[0].piece.storage_start
 
 
 class CompanionState:
-    """The numbers that rules keep by row, column or matrix: reads and writes those that this rank stores.
+    """State of rules by row, column or matrix: reads and writes the part that this rank stores.
 
-    As it stands it is that of a rank which stores none.
+    This base class is for a rank that stores none of it.
     """
 
     def read(self, assignment: int, key: str, piece: Piece, into: Tensor) -> None:
-        """Write what is kept of a matrix ``into`` a tensor of the shape of the piece, any strides.
+        """Write a piece of the state of a matrix ``into`` a tensor of the piece's shape, with any strides.
 
-        ``key`` names it among what is kept of the parameter of the assignment.
+        ``key`` is the key of this state in the state of the assignment's parameter.
         """
         into.zero_()
 
     def take(self, kept: Mapping[int, Mapping[str, Tensor]]) -> None:
-        """Take what is kept of the matrices that this rank owns, by assignment and key.
+        """Receive the state of the matrices that this rank owns, by assignment and key.
 
-        It is written in place, and read from there when it travels back.
+        Rules write these tensors in place, and they are sent back afterwards.
         """
 
     def write(self, assignment: int, key: str, piece: Piece, numbers: Tensor) -> None:
-        """Keep numbers that `read` has read and the owner has changed, unless their matrix is left alone."""
+        """Store a piece of state that the owner has changed, unless its matrix stays unchanged."""
 
 
 class Summands:
-    """The sums that rules take over whole matrices: gives what this rank adds to them, and takes the results.
+    """The sums of rules over whole matrices: computes this rank's contributions, and receives the results.
 
-    As it stands it is that of a rank which adds nothing.
+    This base class is for a rank that contributes nothing.
     """
 
     def exponents(self, leg: Leg, update: Tensor, into: Tensor) -> None:
-        """Write the largest exponent of a leg's elements in each sum that is taken over their matrix.
+        """Write the largest exponent of a leg's summands, for each sum over its matrix.
 
         Args:
-            leg: Whose matrix has sums (`Plan.summed`).
-            update: Of the shape of its piece; contiguous on a CPU.
+            leg: A leg of a matrix with sums (`Plan.summed`).
+            update: The update of its elements, in the shape of its piece; contiguous on a CPU.
             into: int64 (sums,); zeros before.
         """
 
     def limbs(self, leg: Leg, update: Tensor, exponents: Tensor, into: Tensor) -> None:
-        """Write what a leg's elements add to these sums, as integers; see `muonmesh.numerics.exact`.
+        """Write the contribution of a leg's elements to each sum, as integers; see `muonmesh.numerics.exact`.
 
         Args:
-            leg: As in `exponents`.
-            update: As in `exponents`.
-            exponents: The largest of all elements of the matrix, int64 (sums,).
+            leg: A leg of a matrix with sums (`Plan.summed`).
+            update: The update of its elements, in the shape of its piece; contiguous on a CPU.
+            exponents: The largest exponents over the whole matrix, int64 (sums,).
             into: int64 (sums, 2); zeros before.
         """
 
     def tell(self, assignment: int, into: Tensor) -> None:
-        """Write what is kept of a matrix as one number, if this rank owns it: fp64 (numbers,), zeros before.
+        """Write the state that a rule keeps as one number for a matrix, if this rank owns the matrix.
 
-        In the order of `Plan.told`.
+        Args:
+            assignment: The matrix.
+            into: fp64 (numbers,), in the order of `Plan.told`; zeros before.
         """
 
     def take(self, assignment: int, sums: Tensor, told: Tensor) -> None:
-        """Take the sums over a matrix, fp64 (sums,), and what its owner has told, before any of it is written."""
+        """Receive the sums over a matrix, fp64 (sums,), and its owner's numbers of `tell`, before it is written."""
 
 
 class Work:
-    """The calls by which the exchange asks the optimizer to read, compute and write. It knows nothing else of it.
+    """The methods that an exchange calls to let the optimizer read, compute and write.
 
-    As it stands it is the work of a rank that takes part in what others wait for, and has nothing to read, compute or
-    write itself: it sends zeros.
+    This base class is the work of a rank that only takes part in the collectives of the other ranks: it sends zeros,
+    and writes nothing.
 
-    A `Leg` names elements of one matrix: where they lie in the local storage of parameter number ``leg.parameter`` of
-    the plan, read as a contiguous array, and where they lie in the assembled matrix.
+    A `Leg` names elements of one matrix: their places in the local storage of parameter number ``leg.parameter`` of the
+    plan, read as a contiguous array, and their places in the assembled matrix.
 
     Attributes:
-        companions: What rules keep by row, column or matrix.
-        summands: What this rank adds to sums over matrices.
+        companions: State of rules by row, column or matrix.
+        summands: This rank's contributions to sums over matrices.
     """
 
     companions: CompanionState = CompanionState()
@@ -122,38 +124,38 @@ class Work:
     def measure_blocks(self, into: Tensor) -> None:
         """Write the largest momentum of each block that several pieces share: int32 (blocks,), zeros before.
 
-        Called before anything else where momentum is kept in int8 and there are such blocks. Keep ``into``: when the
-        momentum is written, it has the maxima over all ranks.
+        This method is called first, if momentum is kept in int8 and there are such blocks. Keep ``into``: when the
+        momentum is written, ``into`` has the maxima over all ranks.
         """
 
     def fetch(self, assignments: Sequence[int]) -> None:
-        """Begin to bring the state of matrices that lies on the host: called a bucket before they are read."""
+        """Begin to copy state of matrices from CPU memory to the device; called one bucket before they are read."""
 
     def read(self, assignments: Sequence[int], legs: LegViews) -> None:
-        """Fold the gradients into the momenta of matrices, and write what is orthogonalized of each leg's elements.
+        """Fold the gradients of matrices into their momenta, and write the input of the orthogonalization for each leg.
 
-        Each matrix that moves is read once a step, on every rank, also on those that store nothing of it. What is
-        written has the shape of the leg's piece, any strides.
+        Each matrix that needs a transfer is read once in a step, on every rank, even if the rank stores nothing of it.
+        The view of a leg has the shape of its piece, with any strides.
         """
         for _, into in legs:
             into.zero_()
 
     def run_local(self, alike: Sequence[Sequence[Local]]) -> None:
-        """Read, orthogonalize and write matrices that are this rank's alone; `read` has not been called for them.
+        """Read, orthogonalize and write matrices that only this rank holds; `read` has not been called for them.
 
-        Those of one sequence have one shape and one setting.
+        The matrices of each inner sequence have the same shape and the same settings.
         """
 
     def orthogonalize(self, batches: Sequence[tuple[Tensor, Tensor, Sequence[int]]]) -> None:
-        """Orthogonalize batches: matrices (b, rows, cols), where to write the results, and their assignments.
+        """Orthogonalize batches: matrices (b, rows, cols), the tensor for their results, and their assignments.
 
-        Those of one batch share their settings.
+        The matrices of a batch have the same settings.
         """
         for _, out, _ in batches:
             out.zero_()
 
     def write(self, legs: LegViews) -> None:
-        """Apply to each leg's elements an update of the shape of its piece, any strides."""
+        """Apply an update to each leg's elements; its view has the shape of the leg's piece, with any strides."""
 
     def step_elementwise(self) -> None:
-        """Step AdamW's half, which needs no exchange, while the first transfer is under way."""
+        """Step AdamW's parameters, which need no exchange, while the first transfer is under way."""

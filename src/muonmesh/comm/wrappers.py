@@ -1,4 +1,4 @@
-"""Wrappers: finds the DistributedDataParallel that holds a parameter, which says which ranks are its replicas."""
+"""Wrappers: finds the DistributedDataParallel that holds a parameter, and so the ranks of its replicas."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from muonmesh.errors import LayoutError, about, explain_error
 Living = TypeVar("Living")
 
 _left: weakref.WeakKeyDictionary[DistributedDataParallel, int] = weakref.WeakKeyDictionary()
-"""How many sources average in place of a wrapper."""
+"""For each wrapper, the number of gradient sources that average in its place."""
 
 
 def group_of_wrapper(model: nn.Module) -> Literal["world"] | dist.ProcessGroup | None:
-    """Return the ranks among which a model is replicated, if it is a DistributedDataParallel, compiled or not."""
+    """Return the process group of a model that is a DistributedDataParallel, compiled or not; None for others."""
     inner = getattr(model, "_orig_mod", model)
     if not isinstance(inner, DistributedDataParallel):
         return None
@@ -30,12 +30,12 @@ def group_of_wrapper(model: nn.Module) -> Literal["world"] | dist.ProcessGroup |
 
 
 def average_instead(source: object, model: nn.Module) -> None:
-    """Let a DistributedDataParallel, if a model is one, average nothing while this source lives, as in ``no_sync()``.
+    """Switch off the averaging of a DistributedDataParallel while ``source`` lives, as in ``no_sync()``.
 
-    It averages again once this source, and others that average in its place, are gone.
+    It averages again once this source, and all others that average in its place, are gone. Other models stay unchanged.
 
     Raises:
-        ValueError: it was made with ``static_graph=True``, and torch fails in its first backward pass then.
+        ValueError: the wrapper has ``static_graph=True``. Torch would fail in its first backward pass.
     """
     inner = getattr(model, "_orig_mod", model)
     if isinstance(inner, DistributedDataParallel):
@@ -54,17 +54,17 @@ def _resume(wrapper: weakref.ref[DistributedDataParallel]) -> None:
 
 
 def living(kind: type[Living]) -> list[Living]:
-    """Return the objects of a class that this process has now.
+    """Return the existing objects of a class in this process.
 
-    They are found among all objects that Python can collect, which takes about a tenth of a second for a million of
-    them. After ``gc.freeze()`` those made before are not found.
+    The search goes through all objects that Python can collect; a million objects take about 0.1 s. Objects from before
+    a ``gc.freeze()`` are not found.
     """
-    # Not isinstance: that asks some objects for their __class__, and deprecated ones warn then.
+    # Not isinstance: it reads the __class__ of some objects, and deprecated objects then give a warning.
     return [each for each in gc.get_objects() if issubclass(type(each), kind)]
 
 
 def layers_of(optimizer: Any) -> Iterator[Any]:
-    """Yield an optimizer, and what engines and wrappers hold in it as the optimizer that they were given."""
+    """Yield an optimizer and, if it is a wrapper or an engine, each inner optimizer in turn."""
     seen: list[Any] = []
     while optimizer is not None and not any(optimizer is other for other in seen):
         yield optimizer
@@ -74,20 +74,20 @@ def layers_of(optimizer: Any) -> Iterator[Any]:
 
 
 def group_that_averages(tensors: Mapping[str, Tensor]) -> dist.ProcessGroup | None:
-    """Return the ranks among which the wrappers that now exist in this process average the gradients of parameters.
+    """Return the process group in which existing DistributedDataParallel wrappers average gradients of parameters.
 
-    A host wraps the model itself, wherever it keeps the wrapper, and often after the optimizer was made. So the living
-    wrappers are asked which parameters they hold, once a plan.
+    A framework wraps the model itself, often after the optimizer was made, and may keep the wrapper anywhere. So this
+    function searches all existing wrappers for the parameters, once for each plan.
 
     Args:
         tensors: Parameters by name.
 
     Returns:
-        The group; None if no wrapper holds any of them.
+        The group; None if no wrapper holds any of the parameters.
 
     Raises:
-        LayoutError: some wrapper holds others of the parameters but not all that are plain tensors, or the wrappers
-            of two of them have groups of different ranks.
+        LayoutError: wrappers hold some of the parameters but not all plain tensors among them, or the wrappers of two
+            parameters have groups of different ranks.
     """
     found: dict[int, dist.ProcessGroup] = {}
     for wrapper in living(DistributedDataParallel):

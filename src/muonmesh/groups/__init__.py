@@ -1,4 +1,4 @@
-"""Parameter groups: who goes to Muon, who to AdamW, and why."""
+"""Parameter groups: which parameters Muon updates, which AdamW updates, and why."""
 
 from muonmesh.groups import transformers
 from muonmesh.groups.classifiers import Classifier, register, unregister

@@ -1,4 +1,4 @@
-"""Classifiers: functions that tell `split_params` what the parameters of a framework's own classes are."""
+"""Classifiers: functions that give `split_params` the roles of parameters in a framework's own classes."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from muonmesh.groups.sites import Kind, MuonOrAdamW, Role, Site, class_of
 from muonmesh.layout.matrix import as_tuples
 
 Classifier = Callable[[Site], Role | None]
-"""Returns the `Role` of the parameter at a `Site` (module, key, shape, name, modules around it); None: not known."""
+"""A function from a `Site` (module, key, shape, name, modules around it) to the parameter's `Role`; None: unknown."""
 
 _registered: list[Classifier] = []
 
 
 def register(classifier: Classifier) -> Classifier:
-    """Register a function that says what the parameters of a framework's own classes are, for `split_params`.
+    """Register a function that gives `split_params` the roles of parameters in a framework's own classes.
 
-    `split_params` asks classifiers after a module's own ``muonmesh_matrices`` and before its own rules; overrides still
-    win. The classifier registered last is asked first, and the first answer counts. A classifier should go by classes
-    and attributes of modules, not by names, and return None where it is not sure: a wrong split is a silent wrong
-    update. This function also works as a decorator::
+    `split_params` calls classifiers after it has looked for ``muonmesh_matrices`` of a module, and before its own
+    rules;
+    overrides take precedence. The classifier registered last is called first, and the first role counts. A classifier
+    should use classes and attributes of modules, not names, and return None if it is not sure, because a wrong split is
+    a wrong update without an error. This function also works as a decorator::
 
         @muonmesh.groups.register
         def fused_attention(site):
@@ -30,13 +31,13 @@ def register(classifier: Classifier) -> Classifier:
                 return Role("muon", "matrices", "attention: q, k, v", ("rows", size, size, size))
 
     Args:
-        classifier: Gets a `Site`, returns a `Role` or None.
+        classifier: A function that takes a `Site` and returns a `Role` or None.
 
     Returns:
         The same function.
 
     Raises:
-        TypeError: it cannot be called.
+        TypeError: ``classifier`` is not callable.
     """
     given: object = classifier
     if not callable(given):
@@ -51,7 +52,7 @@ def unregister(classifier: Classifier) -> None:
     """Remove a classifier.
 
     Raises:
-        ValueError: it is not registered.
+        ValueError: the classifier is not registered.
     """
     if classifier not in _registered:
         needed = "one that register() was given"
@@ -60,10 +61,10 @@ def unregister(classifier: Classifier) -> None:
 
 
 def classified(site: Site) -> Role | None:
-    """Return the first role that a registered classifier returns for a site; None: none does.
+    """Return the first role that a registered classifier returns for a site; None if all return None.
 
     Raises:
-        TypeError, ValueError: what it returns is no valid `Role`.
+        TypeError, ValueError: a classifier returns something other than a valid `Role` or None.
     """
     for classifier in tuple(_registered):
         role: object = classifier(site)

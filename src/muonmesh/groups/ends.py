@@ -1,4 +1,4 @@
-"""Ends: the layers where a model meets its data, found by what modules say of themselves and by their order."""
+"""Ends: finds the input and output layers of a model, by attributes of modules and by their order."""
 
 from __future__ import annotations
 
@@ -18,33 +18,35 @@ Ends = Mapping[int, tuple[Kind, str]]
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 GUESS = "; a guess, for no stack of blocks comes before it"
-"""Ends the reason for a head that may as well be the last layer of a pipeline stage."""
+"""Suffix of the reason for a head that may also be the last layer of a pipeline stage."""
 
 UNREAD = "; perhaps an output layer: inside no block, and no other layer reads what it makes"
-"""Ends the reason for a weight that is Muon's and may as well be the head, registered before the blocks."""
+"""Suffix of the reason for a weight of Muon that may also be the head, registered before the blocks."""
 
 _HEAD = re.compile(r"((lm|out|output)_)?head|classifier|unembed(ding)?|output(_projection)?|(to_)?logits")
-"""What models call their output layer. `conv_head` and the like are hidden layers."""
+"""Names of output layers in models. Names such as `conv_head` are hidden layers."""
 
 
 def ends(model: nn.Module) -> dict[int, tuple[Kind, str]]:
-    """The modules where the model meets its data, by id: as what they are trained, and how that is known.
+    """Return the input and output layers of a model by id, each with the kind of its group and the reason.
 
     Output layers:
 
-    1. What a module names as such: `get_output_embeddings()` (transformers), `get_classifier()` (timm), and layers
-       beside it that are as wide. Of a module of several layers it is the last. If it is an embedding, whose weight a
-       linear map may share, it is a map of that size.
-    2. In a transformers model, outside its base model: a layer onto the labels or the vocabulary, and one whose
-       output no later layer out there can read. Directly in the model, if it has no base model: onto the labels.
-    3. In any other model: the last linear or convolution registered, if it is inside no block, that is reached
-       through containers and modules called `lm_head` only. Where no stack of blocks comes before it, that is a guess,
-       and the reason says so. Also what is called an output layer (`_HEAD`), inside no block, wherever it is
-       registered; in timm's models a hidden layer may be called so. A model without any of these may have another
-       layer that looks like one: see `_unread`.
+    1. A layer that a module names: `get_output_embeddings()` (transformers), `get_classifier()` (timm), and layers in
+       the same module with as many outputs. Of a module with several layers, it is the last layer. If the named layer
+       is an embedding, whose weight a linear layer may share, also linear layers of the same size.
+    2. In a transformers model, outside its base model: a layer with as many outputs as labels or vocabulary entries,
+       and a layer whose output no later layer outside the base model can read. If there is no base model, a layer
+       directly in the model with as many outputs as labels.
+    3. In any other model: the linear layer or convolution that is registered last, if it is outside all blocks, that
+       is, only in containers and modules called `lm_head`. If no stack of blocks comes before it, this is a guess, and
+       the reason says so. Also a layer outside all blocks with the name of an output layer (`_HEAD`), in any order,
+       except in timm's models, where a hidden layer may have such a name. A model without any of these may have another
+       layer that looks like an output layer: see `_unread`.
 
-    Input layers: see `_input_layers`. A pipeline stage is to get what the whole model gets, so a block that is alone in
-    it is no model.
+    Input layers: see `_input_layers`. A pipeline stage must get the same groups as the whole model, so a single block
+    in
+    a stage is not treated as a model.
     """
     found: dict[int, tuple[Kind, str]] = {}
     inner: set[int] = set()  # the models inside a transformers model, whose outputs it reads
@@ -84,7 +86,7 @@ def ends(model: nn.Module) -> dict[int, tuple[Kind, str]]:
 
 
 def _outside_blocks(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The linear layers and convolutions inside no block, each with its name; of an output in sequence the last."""
+    """Yield the linear layers and convolutions outside all blocks, with their names; of a sequential head the last."""
     for key, child in module.named_children():
         child = unwrapped(child)
         if isinstance(child, nn.Linear | _ConvNd) or (isinstance(child, nn.Sequential) and _HEAD.fullmatch(key)):
@@ -94,9 +96,10 @@ def _outside_blocks(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _unread(body: nn.Module, outside: list[nn.Module]) -> Iterator[nn.Module]:
-    """The linear maps outside the blocks that read what blocks make, and whose outputs no layer of the model reads.
+    """Yield linear layers outside the blocks that read outputs of blocks and whose outputs no other layer reads.
 
-    That is also a map from the width to the rows of an embedding. A multiple of the width may be read in pieces.
+    This includes a layer from the model's width to the number of rows of an embedding. An output that is a multiple of
+    the input is left out, because another layer may read it in pieces.
     """
     apart = set(map(id, outside))
     blocks = {_outputs(m) for m in body.modules() if id(m) not in apart}
@@ -110,7 +113,7 @@ def _unread(body: nn.Module, outside: list[nn.Module]) -> Iterator[nn.Module]:
 
 
 def _modules_of(value: Any) -> Iterator[nn.Module]:
-    """The modules in what a model returns as its output layers: one, or several in containers."""
+    """Yield the modules that a model returns as its output layers: one module, or several in containers."""
     if isinstance(value, nn.ModuleDict | Mapping):
         value = list(value.values())
     if isinstance(value, list | tuple | nn.ModuleList):
@@ -121,7 +124,7 @@ def _modules_of(value: Any) -> Iterator[nn.Module]:
 
 
 def _final(module: nn.Module) -> nn.Module:
-    """The last layer of a module that computes an output; an adapter's wrapper stands for the layer in it."""
+    """Return the last layer of a module; an adapter's wrapper is returned itself, in place of the layer in it."""
     layers = [m for m in module.modules() if isinstance(m, nn.Linear | _ConvNd)]
     return module if not layers or hasattr(module, "base_layer") else layers[-1]
 
@@ -145,29 +148,33 @@ def _label_layers(module: nn.Module, outermost: bool) -> Iterator[tuple[nn.Modul
 
 
 def _input_layers(model: nn.Module) -> Iterator[tuple[nn.Module, Kind, str]]:
-    """The layers that read data: no layer registered before them makes numbers of which theirs may consist.
+    """Yield layers that read data, and output layers found by their sizes, each with its kind and reason.
 
-    That is a convolution of at most 4 channels anywhere. In models of transformers and timm, which are whole, it is any
-    layer inside no block, or of at most 4 inputs (coordinates). What a pipeline stage lacks could have made anything.
+    A layer reads data if its inputs cannot be outputs of layers registered before it, by their sizes. This is checked
+    for convolutions of at most 4 channels. In models of transformers and timm, which are complete, it is also checked
+    for layers outside all blocks, and for layers with at most 4 inputs (coordinates). It is not checked for these
+    layers
+    in other models, because a pipeline stage lacks layers that may have made the inputs.
 
-    In such a model a linear map outside the blocks is an output layer if it makes 2 to 4 numbers, or as many as an
-    input layer reads and no other layer does: it tells the data. In a list of heads it is the last of an entry.
+    In complete models, a linear layer outside the blocks is an output layer if it has 2 to 4 outputs, or as many
+    outputs
+    as only input layers have inputs, because it then predicts the data. In a list of heads, it is the last of an entry.
     """
     whole = _is_whole(model)
     everything = list(model.modules())
     made: set[int] = set()
-    in_blocks: set[int] = set()  # what blocks make is no data, unless nothing else in the model could read data
+    in_blocks: set[int] = set()  # outputs of blocks are no data, unless no other layer could read data
     if any(isinstance(m, nn.Embedding) or (isinstance(m, _ConvNd) and m.in_channels <= 4) for m in everything):
         blocks = [
             c for m in everything if isinstance(m, _CONTAINERS) for c in m.children() if _is_block(unwrapped(c), m)
         ]
         in_blocks = {out for block in blocks for m in block.modules() if (out := _outputs(m)) is not None}
 
-    # An entry of a list that is linear maps alone is no block if it ends in a few numbers: heads, as for boxes.
+    # An entry of a list with only linear layers and few outputs is a head, as for boxes, and no block.
     entries = [entry for m in everything if isinstance(m, nn.ModuleList) for entry in m]
     chains = [[c for c in entry.modules() if next(c.parameters(recurse=False), None) is not None] for entry in entries]
     boxes = {id(chain[-1]) for chain in chains if chain and all(isinstance(c, nn.Linear) for c in chain)}
-    entire, data = whole, Counter[int]()  # how many input layers read so many inputs
+    entire, data = whole, Counter[int]()  # number of input layers by their number of inputs
 
     def walk(module: nn.Module, blocked: bool) -> Iterator[tuple[nn.Module, Kind, str]]:
         nonlocal whole
@@ -181,7 +188,7 @@ def _input_layers(model: nn.Module) -> Iterator[tuple[nn.Module, Kind, str]]:
             if out is not None and into is not None:
                 plain = not convolution or (child.groups == 1 and not isinstance(child, _ConvTransposeNd))
                 coordinates = into <= 4 and whole and not convolution
-                makers = set(map(_outputs, module.children())) if coordinates else made  # boxes are read anew
+                makers = set(map(_outputs, module.children())) if coordinates else made  # boxes may be read again
                 foreign = plain and not any(into == w or (w and w >= 16 and into % w == 0) for w in makers)
                 narrow = coordinates or (into <= 4 and convolution)
                 if foreign and (narrow or (whole and not blocked and into not in in_blocks)):
@@ -204,7 +211,7 @@ def _input_layers(model: nn.Module) -> Iterator[tuple[nn.Module, Kind, str]]:
 
 
 def _is_whole(model: nn.Module) -> bool:
-    """Whether it holds a model of transformers or timm, which names its output layers itself."""
+    """Whether a model is complete: it contains a model of transformers or timm, which names its output layers."""
     return any(hasattr(m, "base_model_prefix") or callable(getattr(m, "get_classifier", None)) for m in model.modules())
 
 
@@ -217,7 +224,7 @@ def _inputs(layer: nn.Module) -> int | None:
 
 
 def _body(model: nn.Module) -> nn.Module:
-    """The model inside wrappers of any kind: as long as one child holds all the parameters, the innermost model."""
+    """Return the innermost model inside wrappers; a wrapper is a module in which one child has all parameters."""
     body = model = unwrapped(model)
     while not hasattr(model, "base_model_prefix"):  # a transformers model is no wrapper
         children = [c for c in model.children() if next(c.parameters(), None) is not None]
@@ -231,7 +238,7 @@ def _body(model: nn.Module) -> nn.Module:
 
 
 def _is_model(module: nn.Module) -> bool:
-    """Whether it shows that it is more than one block of a model: it holds an embedding or a stack of blocks."""
+    """Whether a module is more than one block of a model: it has an embedding or a stack of blocks."""
     if hasattr(module, "base_model_prefix"):
         return True
     children = [unwrapped(child) for child in module.children()]
@@ -239,7 +246,7 @@ def _is_model(module: nn.Module) -> bool:
 
 
 def _is_stack(module: nn.Module) -> bool:
-    """Whether it is a container of blocks, or an empty one, of which a pipeline stage has none."""
+    """Whether a module is a container of blocks, or an empty container, as in a pipeline stage without its blocks."""
     if not isinstance(module, _CONTAINERS):
         return False
     children = [unwrapped(child) for child in module.children()]
@@ -247,7 +254,7 @@ def _is_stack(module: nn.Module) -> bool:
 
 
 def _is_block(module: nn.Module, container: nn.Module) -> bool:
-    """Whether it is a module of several layers, rather than a layer or a container of such."""
+    """Whether a module is a block: a module of several layers, not a layer or a container of layers."""
     if isinstance(module, nn.Sequential):  # an entry of a list is one block
         return isinstance(container, nn.ModuleList) or (
             isinstance(container, nn.ModuleDict) and all(key.isdecimal() for key in container)
@@ -258,7 +265,7 @@ def _is_block(module: nn.Module, container: nn.Module) -> bool:
 
 
 def _last_layer(body: nn.Module) -> tuple[nn.Module, bool] | None:
-    """The last linear or convolution, if it is inside no block, and whether a stack of blocks comes before it."""
+    """Return the last linear layer or convolution, if it is in no block, and whether a stack of blocks precedes it."""
     layers = [m for m in body.modules() if isinstance(m, nn.Linear | _ConvNd)]
     last: nn.Module | None = None
     stacked = stacked_before = more = False
@@ -282,9 +289,9 @@ def _last_layer(body: nn.Module) -> tuple[nn.Module, bool] | None:
                 walk(child)
 
     walk(body)
-    if last is None or last is not layers[-1] or more:  # more: what a pipeline stage leaves of what comes later
+    if last is None or last is not layers[-1] or more:  # more: later layers that a pipeline stage lacks
         return None
-    # What comes out as wide as it went in may be followed by itself: one block of a model, as far as can be known.
+    # A module with as many outputs as inputs may be followed by another one like it, so it may be a block of a model.
     pixels = isinstance(layers[0], _ConvNd) and not isinstance(last, _ConvNd)
     if not stacked_before and not pixels and _outputs(last) == _inputs(layers[0]):
         return None
@@ -292,7 +299,7 @@ def _last_layer(body: nn.Module) -> tuple[nn.Module, bool] | None:
 
 
 def features_of(module: nn.Module) -> tuple[int, int] | None:
-    """(out, in) of a linear layer of any library, by the attributes that state them."""
+    """Return (out, in) of a linear layer of any library, read from its attributes; None for other modules."""
     if "Conv1D" in class_names(module) and isinstance(out := getattr(module, "nf", None), int):
         weight = module._parameters.get("weight")
         shape = global_shape(weight) if weight is not None else ()

@@ -1,8 +1,8 @@
-"""How known modules store fused projections: which rows of one parameter are which matrix.
+"""Storage orders of fused projections in known modules: which rows of a parameter belong to which matrix.
 
-A wrong split is a silent wrong update, so an order is listed only when it was read in the module's forward;
-`tests/unit/test_groups.py` runs those forwards. The module is recognized by its class, not by the parameter's
-name, and the sizes it states must add up to the parameter's, or the parameter is left whole.
+A wrong split is a wrong update without an error. So an order is listed only if it was read in the module's forward;
+`tests/unit/test_groups.py` runs these forwards. A module is recognized by its class, not by the parameter's name. The
+sizes that the module states must add up to the parameter's size; otherwise the parameter stays whole.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ Matrices = str | tuple[Any, ...]
 
 
 class Fused(NamedTuple):
-    """One storage order.
+    """The storage order of one kind of fused projection.
 
-    `classes` is matched (fully) against the names of the owner's classes within `transformers`, `attribute` against
-    the name under which the owner holds the linear module. `order(owner, out)` gives the split of the `out` rows.
+    `classes` is a regular expression for the full names of the owner's classes in `transformers`. `attribute` is one
+    for the name of the linear module in its owner. `order(owner, out)` returns the split of the `out` rows. `parts`
+    names the parts, for the reason.
     """
 
     classes: str
@@ -81,11 +82,11 @@ def _mamba2(owner: Any, out: int) -> tuple[Any, ...]:
 
 
 def _heads(*sizes: int) -> tuple[Any, ...]:
-    """The order in which the rows of each head follow each other, part by part."""
+    """Return the split of rows that are stored head by head, where each head has parts of these sizes."""
     return ("interleaved", len(sizes), 0, sizes[0]) if len(set(sizes)) == 1 else ("interleaved", sizes, 0)
 
 
-# The first match counts, so exceptions stand before the convention they break. transformers 5.23.
+# The first match counts, so exceptions come before the rule that they break. transformers 5.23.
 FUSED = (
     Fused("GPTNeoX(Japanese)?Attention", "query_key_value", _per_head(3, "head_size"), "q, k, v head by head"),
     Fused("(Bloom|Persimmon)Attention", "query_key_value", _per_head(3, "head_dim"), "q, k, v head by head"),
@@ -114,35 +115,36 @@ FUSED = (
     Fused("Qwen3_5.*GatedDeltaNet", "in_proj_qkv", _delta, "q, k, v"),
 )
 
-# What a fused projection is often called; where no class is known, only the reason mentions it.
+# Frequent names of fused projections. If the class is unknown, only the reason mentions that a name looks fused.
 LOOKS_FUSED = re.compile(r"qkv|query_key_value|kv_proj$|^(kv|qk)$|gate_up|c_attn|w13|in_proj", re.IGNORECASE)
 
 
 WHOLE = "muonmesh_shape"
-"""Attribute of a parameter that is a plain shard: the shape of the whole."""
+"""Attribute of a parameter that is a plain shard, with the shape of the whole parameter."""
 
 
 def global_shape(parameter: nn.Parameter) -> tuple[int, ...]:
-    """The shape before sharding: a DTensor states it itself, DeepSpeed's ZeRO-3 keeps it in `ds_shape`.
+    """Return the shape of a parameter before sharding.
 
-    Of a plain shard an integration says it by `WHOLE`.
+    A DTensor knows it, DeepSpeed's ZeRO-3 keeps it in `ds_shape`, and integrations set the attribute `WHOLE` of a plain
+    shard.
     """
     return tuple(getattr(parameter, WHOLE, getattr(parameter, "ds_shape", parameter.shape)))
 
 
 def class_names(module: nn.Module, library: str = "") -> list[str]:
-    """Names of the module's classes, most derived first (`fully_shard` puts one of its own in front).
+    """Return the names of the module's classes, most derived first (`fully_shard` adds a class of its own in front).
 
-    Mixins that are no modules are left out, and so is what is not defined in the package `library`, if one is given.
+    Mixins that are no modules are left out. If `library` is given, classes outside this package are left out too.
     """
     modules = (c for c in type(module).__mro__ if issubclass(c, nn.Module))
     return [c.__name__ for c in modules if not library or c.__module__.split(".")[0] == library]
 
 
 def fused_order(owner: nn.Module, attribute: str, out: int) -> tuple[tuple[Any, ...], str] | None:
-    """The split of the `out` output rows of the linear module `owner.attribute`, and what its parts are.
+    """Return the split of the `out` output rows of the linear module `owner.attribute`, and the names of its parts.
 
-    None where the owner's class is not known, or the sizes it states are not those of the parameter.
+    None if the owner's class is unknown, or if the sizes that it states do not fit the parameter.
     """
     names = class_names(owner, "transformers")
     for fused in FUSED:
@@ -162,11 +164,12 @@ def _fits(order: tuple[Any, ...], out: int) -> bool:
 
 
 def expert_order(module: nn.Module, name: str, shape: tuple[int, ...]) -> tuple[Matrices, str]:
-    """The split of one stack of experts, `module.name` of `shape` (experts, ., .), and the reason.
+    """Return the split of a stack of experts, `module.name` of `shape` (experts, ., .), and the reason.
 
-    `transformers` says on the module whether experts are stored in × out (`is_transposed`) and whether gate and up
-    follow each other or alternate (`is_concatenated`). Where it does not, the shapes of `gate_up_proj` and
-    `down_proj` tell the first (one's output is twice the other's input), and the class the second.
+    A module of `transformers` may have attributes for both facts: whether experts are stored in × out
+    (`is_transposed`), and whether gate and up follow each other or alternate (`is_concatenated`). Without them, the
+    first fact follows from the shapes (the output of `gate_up_proj` is twice the input of `down_proj`), and the second
+    from the class.
     """
     transposed = getattr(module, "is_transposed", None)
     if transposed is None:

@@ -1,4 +1,4 @@
-"""Heads: attention weights cut into one matrix for each head, by what the attention module says of itself."""
+"""Heads: cuts attention weights into one matrix for each head, by attributes of the attention module."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ HeadPart: TypeAlias = Literal["q", "k", "v", "o"]
 DEFAULT: tuple[HeadPart, ...] = ("q", "k")
 
 TAG = "muon_num_heads"
-"""Attribute of a parameter by which DeepSpeed's own Muon is told how many heads its rows have."""
+"""Attribute of a parameter that gives DeepSpeed's own Muon the number of heads in its rows."""
 
-# What attention modules call their projections; the key of a parameter that they hold themselves, without its ending.
+# Names of projections in attention modules, and of parameters that the modules hold themselves.
 _PARTS: dict[str, tuple[str, ...]] = {
     r"q|query|q_b|wq|q_lin|to_q|query_proj|q_proj|q_b_proj|linear_q|linear_q_proj|linear_q_up_proj|q_proj_weight": (
         "q",
@@ -35,10 +35,10 @@ _PARTS: dict[str, tuple[str, ...]] = {
 
 
 def parts_of(per_head: object) -> tuple[HeadPart, ...]:
-    """Return which projections are cut into heads, by what `split_params` was told.
+    """Return the projections to cut into heads for a value of `per_head` in `split_params`.
 
     Raises:
-        ValueError: it is neither a bool nor some of the projections.
+        ValueError: `per_head` is neither a bool nor a collection of "q", "k", "v" and "o".
     """
     if isinstance(per_head, bool):
         return DEFAULT if per_head else ()
@@ -51,20 +51,22 @@ def parts_of(per_head: object) -> tuple[HeadPart, ...]:
 
 
 def by_heads(site: Site, role: Role, parts: Collection[HeadPart]) -> tuple[Role, tuple[HeadPart, ...]]:
-    """Return the role of a parameter with its projections cut into heads, and which these are.
+    """Return the role of a parameter with its projections cut into heads, and the projections that were cut.
 
-    DeepSpeed's tag, ``parameter.muon_num_heads``, says it of any matrix by itself.
+    DeepSpeed's tag, ``parameter.muon_num_heads``, cuts any matrix, whatever `parts` says.
 
-    Where q, k and v of one head follow each other in storage (NeoX, Megatron), each of them becomes a matrix for each
-    head, also v: what lies between others cannot stay one matrix.
+    If q, k and v of one head follow each other in storage (NeoX, Megatron), each becomes a matrix for each head, even
+    v:
+    its rows are between other rows, so they cannot stay one matrix.
 
     Args:
-        site: Where the parameter is.
-        role: What it is; AdamW's are left alone.
-        parts: Which projections to cut.
+        site: The place of the parameter in the model.
+        role: The role of the parameter. AdamW's parameters stay unchanged.
+        parts: The projections to cut.
 
     Raises:
-        ValueError: it is such a projection, and the module does not say of how many heads, or they do not add up to it.
+        ValueError: the parameter is one of these projections, and its module does not state the number of heads, or the
+            heads do not add up to the parameter.
     """
     if role.algorithm != "muon" or len(site.shape) != 2:
         return role, ()
@@ -84,13 +86,13 @@ def by_heads(site: Site, role: Role, parts: Collection[HeadPart]) -> tuple[Role,
     sizes = [size for _, size in blocks_of(site, owner, form, named, length, whole={*named} - {*wanted})]
     equal = form[0] != "rows" and len(set(sizes)) == 1
     cut = ("heads", len(sizes), int(named == ("o",))) if equal else ("rows", *sizes)
-    told = ", ".join(named if equal else wanted)  # all of what lies head by head
+    told = ", ".join(named if equal else wanted)  # all projections that are stored head by head
     matrices: Any = ("transposed", cut) if transposed else cut
     return replace(role, matrices=matrices, reason=f"{role.reason}; one matrix for each head of {told}"), wanted
 
 
 def _refuse_shard(site: Site, owner: nn.Module) -> None:
-    """Raise if a weight is a plain shard of an unknown whole: its heads would be counted as all heads."""
+    """Raise a ValueError if a weight is a plain shard and its whole shape is unknown, so heads would be miscounted."""
     parameter, ranks = site.parameter, said_by(owner, "tensor_model_parallel_size") or 1
     if ranks > 1 and getattr(parameter, "tensor_model_parallel", False) and getattr(parameter, WHOLE, None) is None:
         found = f"a tensor-parallel shard of {site.shape}, one of {ranks}"
@@ -100,7 +102,7 @@ def _refuse_shard(site: Site, owner: nn.Module) -> None:
 
 
 def _tagged(site: Site, role: Role, tag: object) -> Role:
-    """Return the role of a parameter that is tagged with its number of heads, which are blocks of its rows."""
+    """Return the role of a parameter with DeepSpeed's tag for the number of heads; heads are blocks of its rows."""
     counts = isinstance(tag, int) and not isinstance(tag, bool) and tag > 0
     if counts and role.matrices == "whole" and site.shape[0] % tag == 0:  # type: ignore[operator]
         return replace(role, matrices=("heads", tag, 0), reason=f"{role.reason}; one matrix for each head: {TAG}={tag}")
@@ -111,10 +113,10 @@ def _tagged(site: Site, role: Role, tag: object) -> Role:
 
 
 def refuse_none(model: nn.Module, missing: Collection[str]) -> None:
-    """Raise if some projections that were asked for are nowhere.
+    """Raise an error if the model has no attention module with some of the projections in `per_head`.
 
     Raises:
-        ValueError: there are some.
+        ValueError: `missing` is not empty.
     """
     if missing:
         what = f"per_head asks for {', '.join(missing)}, but split_params knows no attention module with these "
@@ -123,12 +125,12 @@ def refuse_none(model: nn.Module, missing: Collection[str]) -> None:
 
 
 def named_parts(attribute: str) -> tuple[str, ...]:
-    """Return the projections that a parameter of this name holds, in their order; none if the name is not known."""
+    """Return the projections that a parameter of this name holds, in their order; empty if the name is unknown."""
     return next((names for pattern, names in _PARTS.items() if re.fullmatch(pattern, attribute)), ())
 
 
 def place_of(site: Site) -> tuple[str, nn.Module]:
-    """Return what an attention module would call the projection, and that module."""
+    """Return the name of a projection in its attention module, and this module."""
     if site.key not in ("weight", "bias") or len(site.owners) < 2:
         return site.key.replace("bias", "weight"), site.module
     return site.owners[0][0], site.owners[1][1]
@@ -137,12 +139,12 @@ def place_of(site: Site) -> tuple[str, nn.Module]:
 def blocks_of(
     site: Site, owner: nn.Module, form: Any, named: tuple[str, ...], length: int, *, whole: Collection[str]
 ) -> list[tuple[str, int]]:
-    """Return the blocks of a projection in their order: which projection each belongs to, and its size.
+    """Return the blocks of a parameter in their order, each with its projection and its size.
 
-    A block is one head. Its name is empty where the parts that alternate are not those that the parameter's name says.
+    A block is one head. Its projection is "" if the number of alternating parts does not fit the parameter's name.
 
     Args:
-        site: Of the parameter.
+        site: The place of the parameter in the model.
         owner: The attention module.
         form: How the parameter splits without heads.
         named: The projections in it, in their order.
@@ -150,7 +152,7 @@ def blocks_of(
         whole: The projections that stay one block each, unless their heads lie between those of others.
 
     Raises:
-        ValueError: the heads that the module says do not add up to it.
+        ValueError: the heads that the module states do not add up to the parameter.
     """
     kind = form[0] if isinstance(form, tuple) else form
     if kind == "interleaved":
@@ -176,9 +178,9 @@ def blocks_of(
 
 
 def heads_of(owner: nn.Module, part: str) -> tuple[int | None, int | None]:
-    """Return how many heads a projection has and how large each is; None for what the module does not say."""
+    """Return the number of heads of a projection and their size; None for a value that the module does not state."""
     queries = said_by(owner, "num_attention_heads", "num_heads", "n_heads", "n_head")
-    queries = queries or said_by(owner, "num_attention_heads_per_partition")  # of a shard, unless there is none
+    queries = queries or said_by(owner, "num_attention_heads_per_partition")  # heads of a shard, or all heads
     grouped = said_by(owner, "num_key_value_heads", "num_kv_heads", "num_query_groups")
     count = queries if part in ("q", "o") else grouped or queries
     value = said_by(owner, "v_head_dim")
@@ -191,7 +193,7 @@ def heads_of(owner: nn.Module, part: str) -> tuple[int | None, int | None]:
 
 
 def said_by(owner: nn.Module, *names: str) -> int | None:
-    """Return what a module or its config says under the first of these names that it has."""
+    """Return the first positive integer under these attribute names, of a module and then of its config; else None."""
     for holder in (owner, getattr(owner, "config", None)):
         for name in names:
             found = getattr(holder, name, None)
@@ -201,7 +203,7 @@ def said_by(owner: nn.Module, *names: str) -> int | None:
 
 
 def refuse_heads(site: Site, owner: nn.Module, part: str, count: int | None, size: int | None, length: int) -> NoReturn:
-    """Raise because a projection does not consist of whole heads, for all that its module says."""
+    """Raise the ValueError that a projection does not consist of whole heads, by the attributes of its module."""
     of = "an unknown number" if count is None else f"{count}"
     each = "of unknown size" if size is None else f"of {size}"
     found = f"{part} of {length} in {type(owner).__name__}, which says {of} heads {each}"

@@ -1,4 +1,4 @@
-"""Logits: which rows of which weights make the attention logits of one head."""
+"""Logits: finds the rows of weights that make the attention logits of each head."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _NORM = re.compile(r"(q|k|query|key)_?(norm|layernorm|ln)")
 
 @dataclass(frozen=True)
 class LogitRows:
-    """Indices low … high of one dim of a parameter, by which the logits of a head are a product.
+    """Indices ``low`` to ``high`` of one dim of a parameter, which are a factor of the logits of a head.
 
     Attributes:
         name: Canonical name of the parameter.
         dim: The dim.
-        low, high: The first index, and the one behind the last.
+        low, high: The first index, and the index after the last.
         head: Number of the head.
-        power: Of the factor by which the head's logits are to change, what these elements are multiplied by.
+        power: To multiply the head's logits by γ, multiply these elements by γ to this power.
     """
 
     name: str
@@ -43,13 +43,13 @@ class LogitRows:
 
 @dataclass(frozen=True)
 class Attention:
-    """One attention module.
+    """One attention module with the rows that make its logits.
 
     Attributes:
         name: Canonical name.
-        module: It.
-        heads: How many heads its queries have.
-        rows: What makes their logits.
+        module: The module.
+        heads: The number of heads of its queries.
+        rows: The rows of queries and keys that make the logits.
         queries: The module and key of the weight that makes the queries.
     """
 
@@ -61,14 +61,16 @@ class Attention:
 
 
 def attentions(model: nn.Module) -> list[Attention]:
-    """Return the attention modules of a model, in its order, without those of linear attention.
+    """Return the attention modules of a model in its order, without linear attention.
 
-    The factor γ of a head's logits goes to the queries and keys of this head by √γ each. Where several heads of queries
-    share one of keys, the keys stay and the queries take all of γ, so that no other head changes. In latent attention
-    (MLA) q_C and k_C take √γ, the rotary q_R takes γ, and k_R, which all heads share, stays (arXiv 2507.20534).
+    To multiply the logits of a head by γ, its queries and keys are multiplied by √γ each. If several heads of queries
+    share a head of keys, the queries are multiplied by γ and the keys stay, so that no other head changes. In latent
+    attention (MLA), q_C and k_C are multiplied by √γ and the rotary q_R by γ; k_R stays, because all heads share it
+    (arXiv 2507.20534).
 
     Raises:
-        ValueError: there is none that is known; or the logits of one do not depend on the size of its weights.
+        ValueError: the model has no known attention module; or the logits of a module do not depend on the size of its
+            weights.
     """
     found: dict[int, list[tuple[Site, str, nn.Module, Any]]] = {}
     forms: dict[int, Any] = {}
@@ -104,12 +106,12 @@ def attentions(model: nn.Module) -> list[Attention]:
 
 
 def without_softmax(model: nn.Module) -> list[str]:
-    """Return the names of the layers of linear attention and state spaces, whose logits no softmax sees."""
+    """Return the names of linear attention and state space layers, which have no softmax over logits."""
     return [canonical_name(name) for name, module in model.named_modules() if _is_linear(module)]
 
 
 def _is_linear(module: nn.Module) -> bool:
-    """Return whether a module is linear attention or a state space, as `transformers` says on it or its class does."""
+    """Return whether a module is linear attention or a state space, by `layer_type` of `transformers` or its class."""
     said = getattr(module, "layer_type", None) == "linear_attention"
     return said or any(_NO_SOFTMAX.fullmatch(name) for name in class_names(module))
 

@@ -1,8 +1,7 @@
-"""Reading a module's own code: how it cuts what one of its linear layers computes.
+"""Reading: reads from the code of a module how it cuts the output of one of its linear layers.
 
-Only forms that leave no doubt are read, such as `self.qkv(x).reshape(B, N, 3, heads, dim)`,
-`self.c_attn(x).split(n, 2)` or `gate, up = self.up(x).chunk(2, -1)`. Where two methods cut differently, or do anything
-that is not known here, nothing is said.
+Only unambiguous forms are read, such as `self.qkv(x).reshape(B, N, 3, heads, dim)`, `self.c_attn(x).split(n, 2)` or
+`gate, up = self.up(x).chunk(2, -1)`. If two methods cut differently, or do anything unknown, there is no result.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ from torch import nn
 
 _SHAPES = ("view", "reshape", "unflatten")
 _CUTS = ("chunk", "split", "tensor_split", "unbind")
-_ORDERED = ("transpose", "contiguous", "movedim", "clamp", "to", "type_as")  # leave the rows what they are
+_ORDERED = ("transpose", "contiguous", "movedim", "clamp", "to", "type_as")  # do not change the rows
 _Step = tuple[str, list[ast.expr]]
 
 
 def cut_by_code(owner: nn.Module, attribute: str, out: int, convolution: bool) -> tuple[Any, ...] | None:
     """Return the split of the `out` rows of the layer `owner.attribute`, as the owner's code cuts its output.
 
-    None where the code is not there, does not cut it, or cuts it in a way that is not known.
+    None if there is no source code, or if the code does not cut the output or cuts it in an unknown way.
     """
     found: set[tuple[Any, ...] | None] = set()
     kind: Any = type(owner)
@@ -36,9 +35,9 @@ def cut_by_code(owner: nn.Module, attribute: str, out: int, convolution: bool) -
 
 @lru_cache(maxsize=1024)
 def _methods(kind: Any) -> tuple[ast.FunctionDef, ...]:
-    """The methods of a module's class as they are written, each from the class nearest to it.
+    """Return the syntax trees of the methods of a module's class, each from the nearest base class.
 
-    The first argument is named self, whatever the class calls it.
+    The first argument is renamed to self.
     """
     methods: dict[str, ast.FunctionDef] = {}
     for base in kind.__mro__:
@@ -59,7 +58,7 @@ def _methods(kind: Any) -> tuple[ast.FunctionDef, ...]:
 
 
 def _chains(method: ast.FunctionDef, attribute: str) -> Iterator[list[_Step]]:
-    """Yield what is done one after the other with the output of `self.attribute`, up to where it is cut."""
+    """Yield the chain of calls on the output of `self.attribute`, up to the call that cuts it."""
     held: dict[str, list[_Step]] = {}
     assigned = [node for node in ast.walk(method) if isinstance(node, ast.Assign)]
     for node in sorted(assigned, key=lambda node: node.lineno):
@@ -76,7 +75,7 @@ def _chains(method: ast.FunctionDef, attribute: str) -> Iterator[list[_Step]]:
 
 
 def _steps(value: ast.expr, attribute: str, held: dict[str, list[_Step]]) -> list[_Step] | None:
-    """The calls that make a value of the output of `self.attribute`, or of a variable that holds it; None: none do."""
+    """Return the calls that compute a value from the output of `self.attribute`; None for any other value."""
     if isinstance(value, ast.Name):
         return held.get(value.id)
     if not isinstance(value, ast.Call) or not isinstance(value.func, ast.Attribute):
@@ -95,7 +94,7 @@ def _steps(value: ast.expr, attribute: str, held: dict[str, list[_Step]]) -> lis
 
 def _order(owner: nn.Module, steps: list[_Step], out: int, convolution: bool) -> tuple[Any, ...] | None:
     turn: int | None = out
-    place, rank = (1, 4) if convolution else (-1, 3)  # the dim in which the rows are, of how many
+    place, rank = (1, 4) if convolution else (-1, 3)  # the dim of the rows, and the number of dims
     for name, arguments in steps:
         if name in _SHAPES:
             last = arguments[-1:] if name == "unflatten" else arguments
@@ -122,7 +121,7 @@ def _order(owner: nn.Module, steps: list[_Step], out: int, convolution: bool) ->
 
 
 def _counted(owner: nn.Module, shape: list[ast.expr], out: int) -> tuple[Any, ...] | None:
-    """The order that a shape with a written 2 or 3 in it says: (…, 3, heads, dim) or (…, heads, 3, dim)."""
+    """Return the split for a shape with a literal 2 or 3: (…, 3, heads, dim) or (…, heads, 3, dim); else None."""
     for place in (len(shape) - 3, len(shape) - 2):
         count = _number(owner, shape[place]) if place > 0 and isinstance(shape[place], ast.Constant) else None
         if count in (2, 3) and out % count == 0:
@@ -147,7 +146,7 @@ def _runs(owner: nn.Module, name: str, sizes: ast.expr | None, turn: int) -> tup
 
 
 def _number(owner: nn.Module, value: ast.expr) -> int | None:
-    """What an expression of numbers and attributes of the module is; None: not known before it runs."""
+    """Return the value of an expression of numbers and module attributes; None if it is unknown without running."""
     match value:
         case ast.Constant(value=int(number)):
             return number

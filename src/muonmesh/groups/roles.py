@@ -1,7 +1,7 @@
-"""What each parameter is to the module that holds it: a matrix for Muon, or something for AdamW.
+"""Roles: decides for each parameter whether it is a matrix for Muon, or which kind of parameter of AdamW.
 
-Decided by the type and the attributes of the modules and by shapes. A parameter's name decides only where nothing
-else tells, and the reason says so.
+The types and attributes of modules and the shapes decide. A parameter's name decides only if nothing else does, and the
+reason says so.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from muonmesh.layout.matrix import as_tuples
 
 _NORM = re.compile(r"Norm(Gated|\dd)?$")
 _ROUTER = re.compile(r"Router|Gating|TopKGate|MoEGate")
-# What the Trainer of transformers exempts from decay by name, and A of state spaces, whose mark wrappers may drop.
+# Names that the Trainer of transformers exempts from decay, and A of state spaces, whose mark wrappers may drop.
 _NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(^|\.)norm(\.|$)|_norm(\.|$)|(^|\.)a_log$")
 _EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts", "n_experts")
 _NOT_A_MATRIX = re.compile(
@@ -48,11 +48,10 @@ _NOT_A_MATRIX = re.compile(
 
 
 def role(site: Site, known: Ends) -> Role:
-    """What the parameter at `site` is; `known` comes from `ends`.
+    """Return the role of the parameter at `site`; `known` comes from `ends`.
 
     Raises:
-        ValueError: the parameter is no longer the module's own (flattened, uninitialized, traced), so that nothing says
-            what it is.
+        ValueError: the parameter is flattened, uninitialized or from a traced module, so its role cannot be found.
     """
     _refuse_unknowable(site)
     found = _declared(site) or classified(site)
@@ -69,7 +68,7 @@ def _refuse_unknowable(site: Site) -> None:
         found = f"a parameter of the lazy module {class_of(module)}, which has no shape yet"
         write = "Run one forward pass before split_params(model)"
         raise ValueError(explain_error(site.name, found, "its shape", write))
-    if "InterpreterModule" in class_names(module):  # torch.export's, also of torch.distributed.pipelining.pipeline
+    if "InterpreterModule" in class_names(module):  # of torch.export, also in torch.distributed.pipelining.pipeline
         what = (
             "The module of this parameter was traced and has lost its class, so nothing says whether the parameter is "
         )
@@ -93,12 +92,12 @@ def _muon(reason: str, matrices: Matrices) -> Role:
 
 
 def by_shape(shape: tuple[int, ...]) -> Matrices | None:
-    """The matrices of a parameter of which nothing but its shape is known; None: the shape does not tell."""
+    """Return the split of a parameter of which only the shape is known; None if the shape does not decide it."""
     return {2: "whole", 3: "stack"}.get(len(shape))
 
 
 def declared_by(module: nn.Module) -> Mapping[str, Any]:
-    """What `module` says of its parameters in `muonmesh_matrices` (its own or its class's, not a wrapped module's)."""
+    """Return `muonmesh_matrices` of a module or of its class (not of a wrapped module), or an empty mapping."""
     declared = inspect.getattr_static(module, "muonmesh_matrices", {})
     if not isinstance(declared, Mapping):
         found = f"muonmesh_matrices = {declared!r}"
@@ -108,15 +107,15 @@ def declared_by(module: nn.Module) -> Mapping[str, Any]:
 
 
 def declarations(site: Site) -> Iterator[tuple[nn.Module, str]]:
-    """The modules around `site` whose `muonmesh_matrices` has an entry for it, and its key there, nearest first."""
+    """Yield the modules around `site` whose `muonmesh_matrices` has an entry for it, with its key, nearest first."""
     return ((module, key) for module, key in site.keys if key in declared_by(module))
 
 
 def without_decay(site: Site) -> str | None:
-    """Say who exempts a parameter from weight decay; None: nobody.
+    """Return the reason why a parameter has no weight decay, as text; None if it has weight decay.
 
-    That is its own `_no_weight_decay` (Mamba), `no_weight_decay()` of a module around it (timm), or the names that the
-    Trainer of transformers exempts.
+    The reasons: its attribute `_no_weight_decay` (Mamba), `no_weight_decay()` of a module around it (timm), or a name
+    that the Trainer of transformers exempts.
     """
     if getattr(site.parameter, "_no_weight_decay", False):
         return "_no_weight_decay"
@@ -140,11 +139,11 @@ def _declared(site: Site) -> Role | None:
 
 
 def _adapter(site: Site, known: Ends) -> Role | None:
-    # peft holds a pair as two ModuleDicts (ParameterDicts for embeddings) of one layer, which names what it adds.
+    # peft holds a pair as two ModuleDicts (ParameterDicts for embeddings) of one layer.
     names = {name for name, _ in site.owners[:2]} | {site.key}
     for pair in (("lora_A", "lora_B"), ("lora_embedding_A", "lora_embedding_B")):
         if names & set(pair) and any(all(hasattr(m, part) for part in pair) for _, m in site.owners[:3]):
-            # Orthogonal factors do not make an orthogonal product, which is what Muon is about.
+            # The product of orthogonalized factors is not orthogonal, but Muon's update should be.
             kind: Kind = "matrices" if len(site.shape) > 1 else "vectors"
             return _adamw(kind, "factor of a LoRA pair: Muon's update is meant for their product", by_shape(site.shape))
     inner = site.key
@@ -265,7 +264,7 @@ def _convolution(site: Site, known: Ends) -> Role | None:
 def _parts(site: Site, out: int, into: int) -> tuple[Matrices, str, bool]:
     """Return how the `out` rows of a layer split, a text that says how this is known, and whether it is a guess.
 
-    A module that holds only this layer, or this layer and its norm, is looked at as the layer itself.
+    A module that holds only this layer, or this layer and its norm, is treated like the layer itself.
     """
     for (attribute, _), (_, owner) in itertools.pairwise(site.owners):
         convolution = isinstance(site.module, _ConvNd)

@@ -1,4 +1,4 @@
-"""Sites: where a model holds its parameters, and the role that each is given there."""
+"""Sites: the places where a model holds its parameters, and the role of a parameter at such a place."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from muonmesh.names import WRAPPERS
 MuonOrAdamW = Literal["muon", "adamw"]
 Kind = Literal["matrices", "embeddings", "head", "vectors"]
 
-# Classes whose child "module" stands for them (a model may well have a child of that name), by name, since Megatron,
-# DeepSpeed and apex have such classes too.
+# Wrapper classes with the wrapped model in the child "module" (other modules may have a child of this name too). They
+# are listed by name, because Megatron, DeepSpeed and apex have such classes too.
 _HOLDS_MODULE = {"DistributedDataParallel", "DataParallel", "DeepSpeedEngine", "AveragedModel", "Float16Module"}
 
 
@@ -23,8 +23,8 @@ _HOLDS_MODULE = {"DistributedDataParallel", "DataParallel", "DeepSpeedEngine", "
 class Site:
     """One place where a parameter is registered.
 
-    `name` is canonical, `key` its last part. `owners` are the modules it is in, the innermost first, each with its
-    name in the next; wrappers are left out.
+    `name` is the canonical name, and `key` its last part. `owners` are the modules around the parameter, the innermost
+    first, each with its name in the next module; wrappers are left out.
     """
 
     name: str
@@ -34,17 +34,17 @@ class Site:
 
     @property
     def module(self) -> nn.Module:
-        """The module that holds it."""
+        """The module in which the parameter is registered."""
         return self.owners[0][1]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its shape before sharding."""
+        """The shape of the parameter before sharding."""
         return global_shape(self.parameter)
 
     @property
     def keys(self) -> Iterator[tuple[nn.Module, str]]:
-        """The modules that it is in, the innermost first, each with the parameter's name there."""
+        """The modules around the parameter, the innermost first, each with the parameter's name in this module."""
         key = self.key
         for name, module in self.owners:
             yield module, key
@@ -53,10 +53,10 @@ class Site:
 
 @dataclass(frozen=True)
 class Role:
-    """Who updates a parameter and why.
+    """The algorithm that updates a parameter, the kind of its group, and the reason.
 
-    `matrices` is how it splits into matrices, also if AdamW updates it; None: not known. `guess`: only the shape says
-    that it is one matrix.
+    `matrices` is the parameter's split into matrices, even if AdamW updates it; None if unknown. `guess` is true if
+    only the shape indicates that it is one matrix.
     """
 
     algorithm: MuonOrAdamW
@@ -69,12 +69,12 @@ class Role:
 def sites(
     module: nn.Module, path: tuple[str, ...] = (), owners: tuple[tuple[str, nn.Module], ...] = ()
 ) -> Iterator[Site]:
-    """Every place where a model holds a parameter, in registration order; a shared parameter comes several times.
+    """Yield every place where a model holds a parameter, in registration order; shared parameters occur several times.
 
     Args:
         module: The model, or a module in it.
-        path: The names that lead to it.
-        owners: The modules that it is in, see `Site`.
+        path: The names that lead from the model to this module.
+        owners: The modules around this module, see `Site`.
     """
     if (inner := _wrapped(module)) is not None:
         yield from sites(inner, path, owners)
@@ -89,7 +89,7 @@ def sites(
 
 
 def _wrapped(module: nn.Module) -> nn.Module | None:
-    """What `module` wraps, if it is a wrapper that leaves no trace in canonical names."""
+    """Return the module inside `module`, if this is a wrapper that canonical names leave out; else None."""
     for name in WRAPPERS:
         if module._modules.get(name) is not None:
             return module._modules[name]
@@ -99,13 +99,13 @@ def _wrapped(module: nn.Module) -> nn.Module | None:
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """What `module` is without wrappers."""
+    """Return a module without its wrappers."""
     while (inner := _wrapped(module)) is not None:
         module = inner
     return module
 
 
 def class_of(module: nn.Module) -> str:
-    """The class as its author named it: `fully_shard` puts one of its own in front."""
+    """Return the name of a module's class; the class that `fully_shard` adds in front is skipped."""
     names = class_names(module)
     return names[1] if type(module).__mro__[1].__name__ == "FSDPModule" else names[0]

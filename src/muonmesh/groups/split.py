@@ -1,4 +1,4 @@
-"""split_params: every trainable parameter of a model in exactly one param group, each with a reason."""
+"""split_params: puts every trainable parameter of a model into exactly one param group, with a reason."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from muonmesh.table import aligned
 _RESERVED = {"params", "param_names", "name", "reasons"}
 _NAMES = ("muon", "adamw.embeddings", "adamw.head", "adamw.matrices", "adamw.vectors")
 _FROZEN = "frozen: requires_grad is False"
-# Of the roles of a parameter shared under several names, the first of these counts.
+# If a parameter is shared under several names with different roles, the first of these kinds counts.
 _PRECEDENCE = ("embeddings", "head", "vectors", "matrices")
 
 
@@ -69,7 +69,7 @@ class ParamGroups(list[dict[str, Any]]):
         self.model: weakref.ReferenceType[nn.Module] | None = weakref.ref(unwrapped(model))
 
     def __getstate__(self) -> dict[str, Any]:
-        """Everything but the reference to the model, which cannot be pickled."""
+        """Return all attributes except the reference to the model, which cannot be pickled."""
         return {**self.__dict__, "model": None}
 
     def held_by(self, stage: nn.Module) -> ParamGroups:
@@ -127,7 +127,7 @@ class ParamGroups(list[dict[str, Any]]):
 
 
 def restricted(group: Mapping[str, Any], held: Mapping[str, tuple[str, nn.Parameter]]) -> dict[str, Any]:
-    """`group` with those of its parameters that are held, under the names and as the objects that they are there."""
+    """Return a group with only the parameters in `held`, which maps names to the new names and parameters."""
     kept = [i for i, name in enumerate(group["param_names"]) if name in held]
     pairs = [held[group["param_names"][i]] for i in kept]
     each = {key: [group[key][i] for i in kept] for key in ("matrices", "reasons") if key in group}
@@ -136,9 +136,9 @@ def restricted(group: Mapping[str, Any], held: Mapping[str, tuple[str, nn.Parame
 
 @dataclass
 class _Entry:
-    """One trainable parameter: all its names, its role, and what overrides said.
+    """One trainable parameter: all its names, its role, and its settings from overrides.
 
-    `differing` are other splits that its other names would give it.
+    `differing` are the different splits that it would get under its other names.
     """
 
     parameter: nn.Parameter
@@ -150,12 +150,12 @@ class _Entry:
 
     @property
     def name(self) -> str:
-        """The canonical name: the first under which the model holds it."""
+        """The canonical name: the first name of the parameter in the model."""
         return self.names[0]
 
     @property
     def guessed(self) -> bool:
-        """Whether it is Muon's by a guess."""
+        """Whether Muon updates the parameter only because of a guess."""
         return self.role.guess and not self.overridden_by and self.settings.get("algorithm", "muon") == "muon"
 
 
@@ -238,7 +238,7 @@ def split_params(
 
 
 def _warn_of_guesses(model: nn.Module, entries: Sequence[_Entry], guesses: Sequence[_Entry]) -> None:
-    """Warn of guesses, on rank 0, and where a pipeline stage would get other groups."""
+    """Warn of guesses on rank 0, and of guesses that would be wrong for a pipeline stage."""
     ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     guessed = {starred(entry.name): entry for entry in reversed(guesses)}
     if guessed and (ranks == 1 or dist.get_rank() == 0):
@@ -264,7 +264,7 @@ def _warn_of_guesses(model: nn.Module, entries: Sequence[_Entry], guesses: Seque
             what += f'nothing. If it is the output layer, write overrides={{"{entry.name}": "adamw"}}. To keep Muon '
             what += 'without this warning, write "muon" there'
             warn(about(entry.name, what))
-    for entry in entries if ranks > 1 else ():  # one process holds no stage
+    for entry in entries if ranks > 1 else ():  # a single process has no pipeline stage
         if entry.role.reason.endswith(GUESS) and not entry.overridden_by:
             what = f"This last layer of a {type(model).__name__} is taken for the output layer by a guess, because no "
             what += "stack of blocks comes before it. If this is a pipeline stage and more layers follow, write "
@@ -307,7 +307,7 @@ def _settings(algorithm: str, given: Any) -> dict[str, Any]:
 
 
 def _entries(model: nn.Module, heads: Collection[HeadPart], overrides: Any) -> tuple[list[_Entry], dict[str, str]]:
-    """All trainable parameters once each, in the order of their first names, and the frozen ones."""
+    """Return all trainable parameters, once each in the order of their first names, and the frozen parameters."""
     known = ends(model)
     shared: dict[int, list[Site]] = {}
     frozen: dict[str, str] = {}
@@ -339,13 +339,13 @@ def _entries(model: nn.Module, heads: Collection[HeadPart], overrides: Any) -> t
             entry.settings["weight_decay"] = 0.0
             entry.role = replace(roles[0], reason=f"{roles[0].reason}; no weight decay, by {exempt}")
         entries.append(entry)
-    if not said:  # what is said may be the heads of a module that is not known
+    if not said:  # the given matrices may be the heads of an unknown module
         refuse_none(model, [part for part in heads if part not in cut])
     return entries, frozen
 
 
 def _says_matrices(overrides: Any, site: Site) -> bool:
-    """Whether an override by its exact name, or its module, says how a parameter splits."""
+    """Whether an override by the exact name, or a module, gives the split of a parameter."""
     said = overrides.get(site.name) if isinstance(overrides, Mapping) else None
     return (isinstance(said, Mapping) and "matrices" in said) or next(declarations(site), None) is not None
 
@@ -366,7 +366,7 @@ def _check_declarations(all_sites: list[Site]) -> None:
 
 
 def _override(entries: list[_Entry], frozen: dict[str, str], overrides: Any) -> None:
-    """Put what `overrides` says into the entries, expressions first, exact names last."""
+    """Apply `overrides` to the entries, expressions first, exact names last."""
     if overrides is None:
         return
     if not isinstance(overrides, Mapping):
@@ -383,7 +383,7 @@ def _override(entries: list[_Entry], frozen: dict[str, str], overrides: Any) -> 
 
 
 def _said(key: Any, value: Any) -> dict[str, Any]:
-    """One override as settings."""
+    """Return the value of an override as a dict of settings."""
     where = f"overrides[{key!r}]"
     if not isinstance(key, str):
         write = "Write the name of a parameter or a regular expression"
@@ -407,7 +407,7 @@ def _said(key: Any, value: Any) -> dict[str, Any]:
 
 
 def _refuse_unmatched(key: str, names: Collection[str], frozen: Collection[str]) -> NoReturn:
-    """Raise because the key of an override means no parameter that is trained."""
+    """Raise a ValueError because the key of an override matches no trainable parameter."""
     where = f"overrides[{key!r}]"
     if names_matching(key, frozen):
         write = "Remove the override, or call requires_grad_() before"
@@ -421,7 +421,10 @@ def _refuse_unmatched(key: str, names: Collection[str], frozen: Collection[str])
 
 
 def _check_possible(entry: _Entry) -> None:
-    """Muon needs two dims and a way to see matrices in them; AdamW takes no matrices."""
+    """Raise a ValueError if the algorithm does not fit a parameter.
+
+    Muon needs at least two dims and a split into matrices. AdamW takes no matrices.
+    """
     algorithm = entry.settings.get("algorithm", entry.role.algorithm)
     keys = ", ".join(map(repr, entry.overridden_by))
     shape = global_shape(entry.parameter)

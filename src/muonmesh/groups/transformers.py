@@ -1,4 +1,4 @@
-"""The classifier of parameters that modules of `transformers` hold outside of layers, known from their forwards."""
+"""The classifier for parameters that modules of `transformers` hold outside layers, by their forward methods."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from muonmesh.groups.sites import Role, Site
 
 
 def classify(site: Site) -> Role | None:
-    """Say what the bare parameters of `transformers`' own classes are."""
+    """Return the role of a parameter that a module of `transformers` holds outside layers; None if it is unknown."""
     names = class_names(site.module, "transformers")
     if any(name.endswith("MultiModalProjector") for name in names) and site.key == "mm_input_projection_weight":
         return Role("muon", "matrices", "projection, stored in × out", ("transposed", "whole"))

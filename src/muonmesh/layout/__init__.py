@@ -1,4 +1,4 @@
-"""Where matrices live and who orthogonalizes them: plain Python data, never torch.
+"""The layouts of matrices, and the plan with the owner of each matrix: plain Python data without torch.
 
 Region → Layout → Matrix → Plan; nothing flows back. See ``docs/internals/architecture.md``.
 """

@@ -1,4 +1,4 @@
-"""Balance: how evenly a plan spreads the work, and how evenly any plan could."""
+"""Balance: how evenly a plan spreads the work over ranks, compared with the best possible plan."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from muonmesh.layout.plan import Plan
 
 
 def imbalance(loads: Mapping[int, int]) -> float:
-    """Return the load of the busiest rank over the mean; 1 is perfect, and what ranks without work have.
+    """Return the load of the busiest rank divided by the mean load; 1 is perfect. Without any work the result is 1.
 
     Args:
         loads: FLOPs of each rank of a plan (`Plan.loads`).
@@ -19,10 +19,10 @@ def imbalance(loads: Mapping[int, int]) -> float:
 
 
 def least_imbalance(plan: Plan) -> float:
-    """Return a bound on the imbalance that any assignment could reach, as if every rank might own every matrix.
+    """Return a lower bound on the imbalance of any plan, as if every rank could own every matrix.
 
-    No rank can stay below the mean, nor all below the largest matrix; between that and what the plan reached, the
-    smallest capacity that is not proved too small.
+    The busiest rank has at least the mean load, and at least the load of the largest matrix. The bound is the smallest
+    load between these values and the plan's own that is not proved to be too small.
     """
     jobs, ranks = Counter(assignment.flops for assignment in plan.assignments), len(plan.ranks)
     total = sum(plan.loads.values())
@@ -36,10 +36,11 @@ def least_imbalance(plan: Plan) -> float:
 
 
 def too_small(capacity: int, jobs: Counter[int], ranks: int) -> bool:
-    """Whether these jobs (how many of each size) provably do not fit ranks of this capacity.
+    """Whether these jobs (the number of jobs of each size) provably do not fit on ranks of this capacity.
 
-    By the dual-feasible functions of Fekete and Schepers (2001): sizes that stay addable to one capacity when they are
-    rounded up, for lack of a partner or because equal shares do not divide it; all of them must still fit. In integers.
+    The proof uses the dual-feasible functions of Fekete and Schepers (2001), in integers. They round sizes up such that
+    jobs that fit on a rank still fit: a size without a possible partner, or a size whose multiples do not divide the
+    capacity. If the rounded sizes exceed the total capacity, the jobs do not fit.
     """
     partnerless = (
         sum(n * (capacity if p > capacity - least else p if p >= least else 0) for p, n in jobs.items())

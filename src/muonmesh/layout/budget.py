@@ -1,4 +1,4 @@
-"""Budget: the memory that a step may take, and how much travels and is computed at a time so that it keeps to that."""
+"""Budget: the memory that a step may take, and the bucket sizes that keep the step within this memory."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ _LEAST = {False: 160 << 20, True: 256 << 20}
 
 @dataclass(frozen=True)
 class Budget:
-    """The memory that a step takes on a rank beside weights, gradients and state, where its largest matrix lets it.
+    """The memory that a step may take on a rank in addition to weights, gradients and state.
 
-    A bucket holds E bytes of an owner's matrices. Where anything is gathered, a step on a device holds at most 8 E: of
-    the bucket that arrives what is sent, received and assembled, of the one that is computed matrices, results and
-    squares (`Plan.at_once`), and of the one that leaves what is sent and received. Where replicas hold whole matrices,
-    it is 3 E: what is sent, and what is received in two rounds, or a third of it to compute in. A CPU keeps all buffers
-    twice, and its threads take some memory each.
+    A very large matrix may need more. A bucket holds E bytes of an owner's matrices. If anything is gathered, a step on
+    a device holds at most 8 E: buffers to send, receive and assemble the arriving bucket; matrices, results and squares
+    of the computed bucket (`Plan.at_once`); and buffers to send and receive the leaving bucket. If replicas hold whole
+    matrices, it is 3 E: a buffer to send, and buffers to receive in two rounds, or memory to compute in. A CPU keeps
+    all buffers twice, and each of its threads takes some memory.
 
     Attributes:
-        bytes: All of it.
-        itemsize: Bytes of an element that travels and is computed.
+        bytes: The whole budget in bytes.
+        itemsize: Bytes of an element on the wire and in the computation.
         gathers: Whether any matrix is gathered.
-        host: Whether the step is a CPU's.
+        host: Whether the step runs on a CPU.
     """
 
     bytes: int = 1 << 40
@@ -36,10 +36,11 @@ class Budget:
 
     @staticmethod
     def of(parameters: Sequence[Parameter], megabytes: float | None, *, itemsize: int, host: bool) -> Budget:
-        """Return what was asked for, or the default: twice what torch.optim.Muon takes for the largest matrix.
+        """Return a budget of ``megabytes`` MiB, or by default of twice the memory of torch.optim.Muon.
 
-        That is fp32 and bf16 of the direction, the result, and two squares. Many small matrices get more: 1/128 of what
-        a rank keeps in fp32 of matrices, their gradients and their momentum, and a few of them some MiB.
+        torch.optim.Muon needs for the largest matrix the direction in fp32 and bf16, the result, and two squares. The
+        default is larger for many small matrices: 1/128 of a rank's memory for matrices, gradients and momentum in
+        fp32. It is at least 160 MiB, on a CPU 256 MiB.
         """
         shapes = {matrix.shape for parameter in parameters for matrix in parameter.matrices}
         torchs = max((8 * rows * cols + 4 * rows * rows for rows, cols in shapes), default=0)
@@ -55,17 +56,17 @@ class Budget:
 
     @property
     def bucket_elements(self) -> int:
-        """Elements of an owner's matrices in a bucket."""
+        """The number of elements of an owner's matrices in a bucket."""
         return max(1, self.bytes // (_PARTS[self.gathers, self.host] * self.itemsize))
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of gradients that a source sends at a time, during a backward pass, which needs memory itself."""
+        """Bytes of gradients that a source sends at a time; at most 16 MiB, because the backward pass needs memory."""
         return min(self.bucket_elements * self.itemsize, 1 << 24)
 
     @property
     def elements_on_device(self) -> int:
-        """Elements whose state is on the device at a time, where it is kept on the host."""
+        """The number of elements whose state is on the device at a time, if state is kept in CPU memory."""
         return max(1, self.bytes // 32)
 
 

@@ -1,12 +1,12 @@
-"""Companion: what a rule keeps of the matrices of a parameter, with other sizes than theirs, and where it lives.
+"""Companion: state of a rule that is not per element (by row, column or matrix), and its layout.
 
-It is laid out like a parameter of its own, whose matrices have one column (or row, or element) each: a fused weight of
-40 × 24 that is three matrices of 24, 8 and 8 rows has a companion of 40 × 1 for rows, 3 × 24 for columns and 3 × 1 for
-matrices. It is placed as the parameter's momentum is, so what is true of any parameter is true of it: routes,
-checkpoints and resharding need nothing new.
+A companion has the form of a parameter whose matrices have one column (or row, or element) each. Example: a fused
+weight of 40 × 24 with three matrices of 24, 8 and 8 rows has a companion of 40 × 1 for rows, 3 × 24 for columns and
+3 × 1 for matrices. A companion has the placements of the parameter's momentum. So routes, checkpoints and resharding
+treat it like any parameter.
 
-What has two sizes, such as "rows×rows", is as large as the matrices are. It lives where they are orthogonalized, at
-their owners, and does not travel. It is laid out as one tensor of all of it, one matrix's below the other's.
+A companion with two sizes, such as "rows×rows", is as large as the matrices. It is kept at the owners, which
+orthogonalize the matrices, and does not travel. It is one tensor in which the parts of the matrices follow each other.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from muonmesh.layout.layout import MeshLayout
 from muonmesh.layout.matrix import Matrix, MatrixSpec, assemble, parts_of, split_matrices
 
 Side = str
-"""What a companion has one number for: each of the "rows" or "cols", or each "matrix"; or two sizes: "rows×rows"."""
+"""The unit of a companion: one number for each of the "rows" or "cols" or for each "matrix"; or two sizes:
+"rows×rows"."""
 
 
 def size_of(side: Side, rows: int, cols: int) -> tuple[int, int]:
-    """Return how many numbers are kept of a matrix of rows × cols, as rows × columns of their own."""
+    """Return the size of the companion of a rows × cols matrix, as (rows, columns)."""
     sizes = {"rows": rows, "cols": cols}
     height, width = {"rows": "rows×1", "cols": "1×cols", "matrix": "1×1"}.get(side, side).split("×")
     return sizes.get(height) or int(height), sizes.get(width) or int(width)
@@ -33,14 +34,14 @@ def size_of(side: Side, rows: int, cols: int) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class Companion:
-    """What a rule keeps of the matrices of a parameter under one key.
+    """State of a rule for the matrices of a parameter under one key, by row, column or matrix.
 
     Attributes:
         key: Its name in the state of the parameter.
-        side: What it has one number for.
-        layout: Where it lives; what owners keep lives anywhere until they are known.
-        matrices: The numbers of each of the parameter's matrices, in their order: rows × 1, 1 × cols, or 1 × 1.
-        starts: Where those that their owner keeps begin in its memory, in one piece.
+        side: The unit that has one number.
+        layout: Its layout. The layout of state at the owners is provisional until the owners are known.
+        matrices: The part that belongs to each of the parameter's matrices, in order: rows × 1, 1 × cols, or 1 × 1.
+        starts: For state at the owners: the place of each matrix's part in the memory of its owner.
     """
 
     key: str
@@ -51,7 +52,7 @@ class Companion:
 
     @property
     def at_owner(self) -> bool:
-        """Whether it lives at the owners of the matrices."""
+        """Whether this state is kept at the owners of the matrices."""
         return "×" in self.side
 
     def describe(self) -> str:
@@ -67,8 +68,8 @@ def companion_matrices(
     Args:
         name: The parameter's name.
         shape: Its global shape.
-        spec: How it splits, see `split_matrices`.
-        side: What the companion has one number for.
+        spec: How the parameter splits, see `split_matrices`.
+        side: The unit of the companion that has one number.
 
     Raises:
         ValueError: the spec is unknown or does not fit the shape.
@@ -80,7 +81,7 @@ def companion_matrices(
             sizes = [(height * width, 1) for height, width in sizes]
         stacked = sum(height for height, _ in sizes), sizes[0][1]
         return stacked, split_matrices(name, stacked, ("rows", *(height for height, _ in sizes)))
-    # Along a side that is not kept there is one index for each set of spans that any of the matrices has there.
+    # Along the other side there is one index for each distinct set of spans of the matrices.
     shrunk, sides = list(shape), []
     for kept, dims in (("rows", parts[0][0].row_dims), ("cols", parts[0][0].col_dims)):
         spans = [tuple(dict.fromkeys(pair[kept == "cols"] for pair in pairs)) for _, pairs in parts]
@@ -98,14 +99,14 @@ def companion_matrices(
 
 
 def companions_in_buffers(pairs: Mapping[str, tuple[FlatShards, tuple[int, ...]]]) -> dict[str, FlatShards]:
-    """Return where the companions of all parameters of one flat buffer live, end to end in a flat buffer of their own.
+    """Return the layouts of companions whose parameters share a flat buffer; the companions share one of their own.
 
-    In each replica every rank takes the share of the numbers that it has of the elements, in the order of the ranks.
-    So where ranks hold one interval each, as in ZeRO, the first element of a row has its number beside it.
+    In each replica, a rank holds the same fraction of the companion as of the parameter, in the order of the ranks. So
+    if each rank holds one interval, as in ZeRO, the number of a row is on the rank of the row's first element.
 
     Args:
-        pairs: For each name the layout of a parameter and the shape of its companion, in one order on all ranks. All
-            of them are held by the same ranks.
+        pairs: For each name the layout of a parameter and the shape of its companion, in the same order on all ranks.
+            All these parameters are on the same ranks.
     """
     filled: dict[int, int] = {}
     intervals: dict[str, dict[int, Interval]] = {}

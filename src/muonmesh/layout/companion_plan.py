@@ -1,8 +1,9 @@
-"""CompanionPlan: how companions travel to the owners of their matrices before the step, and back after it.
+"""CompanionPlan: the plan by which companions travel to the owners of their matrices before a step, and back after it.
 
-A companion holds what a rule keeps by row, column or matrix. One that lives at the owners does not travel. The others
-are small beside the matrices, so they travel at once, in one bucket: to the owners before the first matrix is computed,
-and back after the last.
+A companion is state of a rule by row, column or matrix. Companions that are kept at the owners do not travel. The
+others
+are small compared with the matrices, so they travel in one bucket: to the owners before the first matrix is computed,
+and back after the last matrix.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from muonmesh.layout.plan import Assignment, Plan
 
 @dataclass(frozen=True)
 class CompanionPlan:
-    """What travels beside the matrices of a plan, the main plan.
+    """The plan of the companions that travel in addition to the matrices of a plan, the main plan.
 
     Attributes:
-        plan: A plan of its own, with one bucket. Its parameters are the companions. Each of its assignments is the part
-            of a companion that belongs to one matrix of the main plan, and has the owner of that matrix.
-        of: For each assignment of ``plan`` the number of that matrix's assignment in the main plan, and the companion.
+        plan: A separate plan with one bucket. Its parameters are the companions. Each assignment is the part of a
+            companion that belongs to one matrix of the main plan, and has the owner of this matrix.
+        of: For each assignment of ``plan`` the number of the matrix's assignment in the main plan, and the companion.
     """
 
     plan: Plan
@@ -29,7 +30,7 @@ class CompanionPlan:
 
     @staticmethod
     def beside(plan: Plan) -> CompanionPlan | None:
-        """Return what travels beside the matrices of the main plan; None if no rule keeps anything that has to."""
+        """Return the companion plan of a main plan; None if no companion has to travel."""
         numbers: dict[tuple[int, str], int] = {}
         parameters: list[Parameter] = []
         assignments: list[Assignment] = []

@@ -1,4 +1,4 @@
-"""The one model of what an orthogonalization costs."""
+"""The cost model of an orthogonalization, in FLOPs."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ def cost(rows: int, cols: int, *, degrees: Sequence[int], gram: bool, at_once: b
     Args:
         rows, cols: Size of the whole matrix, either orientation.
         degrees: Number of coefficients of each step's odd polynomial (2 cubic, 3 quintic, 5 degree 9).
-        gram: Whether Newton–Schulz runs on the Gram matrix, two steps, one, two, ... at a time.
-        at_once: Whether all steps are taken on one Gram matrix (`numerics.gram_form`).
-        deflated: How many singular values are brought down first, by five products so thin (`numerics.deflation`).
+        gram: Whether Newton–Schulz runs on the Gram matrix, for two steps, one, two, ... at a time.
+        at_once: Whether all steps run on a single Gram matrix (`numerics.gram_form`).
+        deflated: How many singular values are reduced first, by five thin products (`numerics.deflation`).
 
-    Products with a symmetric result count half: only one block triangle is computed. A polynomial of degree 9 takes two
-    such products of squares, as one of degree 7 does.
+    Products with a symmetric result count half, because only one block triangle is computed. A polynomial of degree 9
+    takes two such products of squares, as many as a polynomial of degree 7.
     """
     m, n = min(rows, cols), max(rows, cols)
     half_square, wide = m * m * m, 2 * m * m * n

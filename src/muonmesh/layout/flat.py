@@ -1,4 +1,4 @@
-"""FlatShards: intervals of flattened parameters, as ZeRO, FSDP1 and Megatron's distributed optimizer hold them."""
+"""FlatShards: layouts by intervals of flattened parameters, as in ZeRO, FSDP1 and Megatron's distributed optimizer."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ from muonmesh.layout.region import Block, Region, overlap, row_major
 
 
 class Interval(NamedTuple):
-    """Elements ``first`` to ``first + length`` of a flattened tensor, stored from place ``start`` on."""
+    """Elements ``first`` to ``first + length`` (exclusive) of a flattened tensor, stored from place ``start`` on."""
 
     first: int
     length: int
     start: int
 
     def part(self, low: int, high: int) -> Interval:
-        """Return what a rank holds of it that stores the places ``low`` to ``high``; of length 0 if nothing."""
+        """Return the part of this interval in the places ``low`` to ``high``, with starts relative to ``low``.
+
+        Its length is 0 if there is no such part.
+        """
         begin, end = max(low, self.start), min(high, self.start + self.length)
         return Interval(self.first + begin - self.start, end - begin, begin - low) if begin < end else Interval(0, 0, 0)
 
@@ -96,7 +99,7 @@ class FlatShards:
         return self.intervals[self.within.place_of[rank]] if rank in self.within.place_of else ()
 
     def blocks(self, rank: int) -> tuple[Block, ...]:
-        """Return what ``rank`` stores and where in its flat buffer."""
+        """Return the blocks that ``rank`` stores, with their places in its flat buffer."""
         if rank not in self._found:
             self._found[rank] = tuple(self._blocks(rank))
         return self._found[rank]
@@ -139,7 +142,7 @@ class FlatShards:
         return len(self._runs())
 
     def _runs(self) -> list[tuple[tuple[Block, ...], int, int]]:
-        """Return the runs between the borders of all ranks, for each local tensor that is cut."""
+        """Return the runs (blocks, low, high) between the borders of all ranks, for each local tensor that is cut."""
         borders: dict[tuple[Block, ...], set[int]] = {}
         for rank in self.ranks:
             ends = {end for i in self.held(rank) for end in (i.first, i.first + i.length)}
@@ -186,11 +189,11 @@ class FlatShards:
 
 
 Layout: TypeAlias = MeshLayout | FlatShards
-"""Where one parameter of global ``shape`` lives.
+"""The layout of one parameter of global ``shape`` on its ranks.
 
-For each rank of ``ranks`` the blocks say which Regions it stores and at which place of its local storage (read as a
+For each rank of ``ranks``, the blocks give the Regions that it stores, and their places in its local storage (read as a
 contiguous row-major array). A replica is the same Region on several ranks. Blocks are computed on demand, so a layout
-stays small at thousands of ranks.
+stays small even with thousands of ranks.
 """
 
 
@@ -210,13 +213,13 @@ class FlatParameter:
 
 
 def _boxes(shape: tuple[int, ...], low: int, high: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Yield the boxes (offset, shape) that elements ``low`` to ``high`` of a row-major array consist of, in order."""
+    """Yield boxes (offset, shape) that together are elements ``low`` to ``high`` of a row-major array, in order."""
     if len(shape) == 1:
         yield (low,), (high - low,)
         return
     size = math.prod(shape[1:])
     row, rest = divmod(low, size)
-    if rest:  # from within a row on
+    if rest:  # begins inside a row
         for offset, box in _boxes(shape[1:], rest, min(size, high - row * size)):
             yield (row, *offset), (1, *box)
         row += 1

@@ -1,4 +1,4 @@
-"""Layout: where one parameter lives, rank by rank."""
+"""MeshLayout: the part of a parameter that each rank of a mesh stores, by placements as in DTensor."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _Cut = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Replicate:
-    """Every coordinate of the mesh axis holds the same."""
+    """A placement: every coordinate of the mesh axis holds the same elements."""
 
     def __str__(self) -> str:
         return "Replicate"
@@ -32,11 +32,11 @@ class Replicate:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The mesh axis cuts ``dim`` as ``torch.chunk`` does: equal chunks of ⌈n/k⌉, the last ones short or empty.
+    """A placement: the mesh axis cuts ``dim`` as ``torch.chunk`` does: chunks of ⌈n/k⌉, the last ones short or empty.
 
-    With a split factor it is DTensor's ``_StridedShard``: ``dim`` is cut into so many chunks and each of those over the
-    axis. FSDP2 over tensor parallelism gives it where both cut the same dim: then the axis to its right cuts the dim
-    first.
+    With a split factor above 1 it is DTensor's ``_StridedShard``: ``dim`` is cut into ``split_factor`` chunks, and each
+    chunk is cut over the axis. FSDP2 over tensor parallelism uses it if both cut the same dim: then the axis to its
+    right cuts the dim first.
     """
 
     dim: int
@@ -51,7 +51,7 @@ Placement = Replicate | Shard
 
 @lru_cache(maxsize=65536)
 def _chunk(spans: Spans, chunks: int, index: int) -> Spans:
-    """Return chunk ``index`` of an ordered index set, by the rule of ``torch.chunk``."""
+    """Return chunk ``index`` of ``chunks`` of an ordered index set, by the rule of ``torch.chunk``."""
     total = sum(count for _, count in spans)
     size = -(-total // chunks)
     begin, end = min(total, size * index), min(total, size * (index + 1))
@@ -68,8 +68,8 @@ def _chunk(spans: Spans, chunks: int, index: int) -> Spans:
 def _split(size: int, cuts: tuple[_Cut, ...], coordinates: tuple[int, ...]) -> Spans:
     """Return the indices of a dim of ``size`` left after ``cuts``, left to right, at a coordinate of each axis.
 
-    Derived by splitting index sets, as torch splits tensors: torch's own offset helpers return only the
-    first offset of an interleaved shard.
+    This function splits index sets as torch splits tensors, because torch's own offset helpers return only the first
+    offset of an interleaved shard.
     """
     spans: Spans = ((0, size),) if size else ()
     for (_, axis_size, split_factor), coordinate in zip(cuts, coordinates, strict=True):
@@ -100,7 +100,7 @@ class MeshLayout:
         placements: One per mesh axis, applied left to right.
 
     Attributes:
-        place_of: The place of each rank among them.
+        place_of: The index of each rank in ``ranks``.
 
     Raises:
         LayoutError: placements and mesh do not fit, or a dim is out of range.
@@ -121,7 +121,7 @@ class MeshLayout:
             if not isinstance(placement, Replicate) and not 0 <= placement.dim < len(self.shape):
                 found, needed = f"{placement} on a parameter of shape {self.shape}", "a dim that it has"
                 raise LayoutError(explain_error("MeshLayout", found, needed, "Correct the placement's dim"))
-        ranks, places = _places(self.ranks)  # thousands of numbers, kept once for all parameters
+        ranks, places = _places(self.ranks)  # thousands of numbers, shared by all parameters
         object.__setattr__(self, "ranks", ranks)
         object.__setattr__(self, "place_of", places)
 
@@ -160,7 +160,7 @@ class MeshLayout:
         return tuple(_split(size, cut, tuple(at[axis] for axis, _, _ in cut)) for size, cut in pairs)
 
     def blocks(self, rank: int) -> tuple[Block, ...]:
-        """Return what ``rank`` stores; one block unless a strided shard interleaves."""
+        """Return the blocks that ``rank`` stores: one block, unless a strided shard interleaves."""
         return _blocks(self, rank) if rank in self.place_of else ()
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
@@ -179,13 +179,13 @@ class MeshLayout:
         return math.prod(size for size, placement in pairs if isinstance(placement, Replicate))
 
     def replica_number(self, rank: int) -> int:
-        """Return this rank's place on the replicated axes, counted over all of them."""
+        """Return the number of the replica that ``rank`` belongs to, counted over all replicated axes."""
         return self._number(rank, replicated=True)
 
     def parts(self, rank: int) -> tuple[int, ...]:
-        """Return the number of this rank's shard, counted over the axes that cut; nothing if it holds nothing.
+        """Return the number of the shard that ``rank`` holds, counted over the sharded axes; empty if it holds nothing.
 
-        Ranks that share a number share elements.
+        Ranks with the same number hold the same elements.
         """
         return (self._number(rank, replicated=False),) if math.prod(self.local_shape(rank)) else ()
 
@@ -207,7 +207,7 @@ class MeshLayout:
     def prove_cover(self) -> None:
         """Raise LayoutError unless each replica covers each element exactly once.
 
-        A mesh cuts every dim on its own, so the product covers exactly if the spans of each dim do.
+        A mesh cuts each dim independently. So the product covers each element once if the spans of each dim do.
         """
         for size, cuts in zip(self.shape, self._cuts, strict=True):
             _prove_dim(size, cuts)
@@ -219,12 +219,12 @@ class MeshLayout:
         return ", ".join(f"{placement}×{size}" for size, placement in zip(self.mesh, self.placements, strict=True))
 
 
-# What follows is the same for all parameters of one shape and placement, hundreds in a large model.
+# The results below are the same for all parameters of one shape and placement, hundreds in a large model.
 
 
 @lru_cache(maxsize=1024)
 def _places(ranks: tuple[int, ...]) -> tuple[tuple[int, ...], dict[int, int]]:
-    """Return the ranks of a mesh, one object for equal ones, and the place of each."""
+    """Return the ranks of a mesh (one shared tuple for equal ranks), and the index of each rank."""
     return ranks, {rank: place for place, rank in enumerate(ranks)}
 
 
@@ -252,7 +252,7 @@ def _holders(layout: MeshLayout, region: Region) -> tuple[int, ...]:
         found = _holding(size, cut, region.offset[dim], region.shape[dim], region.step[dim])
         if not found:
             return ()
-        # Where several axes cut one dim, at most one combination holds these indices.
+        # If several axes cut one dim, at most one combination of coordinates holds these indices.
         for (axis, _, _), coordinates in zip(cut, zip(*found, strict=True), strict=True):
             choices[axis] = coordinates
     return _ranks_at(layout, tuple(choices))

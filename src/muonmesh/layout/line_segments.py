@@ -1,7 +1,7 @@
-"""LineSegment: elements of a matrix that follow each other in the memory order of their parameter, in blocks of 256.
+"""LineSegment: consecutive elements of a matrix in the memory order of its parameter, in blocks of 256.
 
 Momentum in int8 has one scale for each block (`muonmesh.step.blocks`). Blocks are counted along the matrix, in the
-direction in which the parameter is stored, so no way of holding the parameter changes them.
+direction in which the parameter is stored, so they are the same in every layout of the parameter.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ class LineSegment:
 
     Attributes:
         line: The first line.
-        lines: How many.
-        first: The first element in each of them.
-        width: How many.
-        start: Where the first element of the first line lies in the storage.
-        strides: From line to line and from element to element there.
-        place: Where it lies in the piece that the segment is a part of, read as a contiguous array.
-        places: From line to line and from element to element there.
+        lines: The number of lines.
+        first: The first element in each line.
+        width: The number of elements in each line.
+        start: The place in the storage of the first element of the first line.
+        strides: The strides in the storage, from line to line and from element to element.
+        place: The place of the same element in the segment's piece, read as a contiguous array.
+        places: The strides in the piece, from line to line and from element to element.
     """
 
     line: int
@@ -47,18 +47,18 @@ class LineSegment:
 
     @property
     def blocks(self) -> range:
-        """The numbers of the blocks of a line that it has elements of."""
+        """The numbers of the blocks of a line in which this segment has elements."""
         return range(self.first // BLOCK, -(-(self.first + self.width) // BLOCK))
 
 
 def grid_of(matrix: Matrix) -> tuple[int, int]:
-    """Return how many lines a matrix has, and how many elements each of them."""
+    """Return the number of lines of a matrix, and the number of elements of each line."""
     short, long = matrix.shape
     return (short, long) if _along_rows(matrix) else (long, short)
 
 
 def line_segments_of(matrix: Matrix, piece: Piece) -> tuple[LineSegment, ...]:
-    """Return the segments of a piece of a matrix: one, unless a convolution's kernel or channels are cut."""
+    """Return the segments of a piece of a matrix: one segment, unless a convolution's kernel or channels are cut."""
     long = matrix.shape[1]
     rows, cols = divmod(piece.matrix_start, long)
     along_rows = _along_rows(matrix)
@@ -95,13 +95,14 @@ def line_segments_of(matrix: Matrix, piece: Piece) -> tuple[LineSegment, ...]:
 
 
 def shares_blocks(layout: Layout, matrix: Matrix) -> bool:
-    """Whether some block of a matrix may have elements in several pieces, of one rank or of several.
+    """Whether a block of a matrix may have elements in several pieces, of one rank or of several ranks.
 
-    The same on every rank. Said of all flat shards, whose borders may lie anywhere.
+    The result is the same on every rank. It is always true for flat shards on several ranks, because their borders may
+    be anywhere.
     """
     if isinstance(layout, FlatShards):
         return len(layout.ranks) > 1 or _cuts(matrix, pieces(layout, layout.ranks[0], matrix))
-    # Of a convolution all dims but the first lie along a line, of a stack only the last.
+    # In a convolution, all dims except the first are along a line; in a stack, only the last dim is.
     lowest = 1 if matrix.blocks[0].strides[0] else len(layout.shape) - 1
     if all(isinstance(placement, Replicate) or placement.dim < lowest for placement in layout.placements):
         return _cuts(matrix, pieces(MeshLayout.replicated(layout.shape, (0,)), 0, matrix))
@@ -119,5 +120,5 @@ def _cuts(matrix: Matrix, some: Iterable[Piece]) -> bool:
 
 
 def _along_rows(matrix: Matrix) -> bool:
-    """Whether the last dim of the parameter lies along the rows of the assembled matrix."""
+    """Whether the last dim of the parameter is along the rows of the assembled matrix."""
     return matrix.blocks[0].strides[-1] < matrix.shape[1] or math.prod(matrix.shape) == 1

@@ -1,4 +1,4 @@
-"""Matrix: one orthogonalization problem, and the ways in which a parameter consists of several."""
+"""Matrix: one matrix to orthogonalize, and the ways in which a parameter splits into matrices."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MatrixSpec = Any
 
 
 def as_tuples(spec: Any) -> Any:
-    """Return plain nested tuples for nested lists, as JSON has them."""
+    """Return nested lists, as in JSON, as nested tuples."""
     return tuple(map(as_tuples, spec)) if isinstance(spec, list | tuple) else spec
 
 
@@ -34,8 +34,8 @@ _FORMS = (
 class Matrix:
     """One matrix to orthogonalize: number ``index`` of its parameter, ``rows`` × ``cols`` (out × in).
 
-    ``blocks`` say where its elements are in the parameter's global index space and where in the assembled
-    matrix, which is row-major in the canonical orientation ``shape``: wide, so never taller than long.
+    ``blocks`` give the places of its elements in the parameter's global index space and in the assembled matrix. The
+    assembled matrix is row-major in the canonical orientation ``shape``, which never has more rows than columns.
     """
 
     parameter: str
@@ -47,19 +47,19 @@ class Matrix:
     numel: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Work out the shape, which steps ask for often."""
+        """Compute the shape once, because steps read it often."""
         object.__setattr__(self, "shape", (min(self.rows, self.cols), max(self.rows, self.cols)))
         object.__setattr__(self, "numel", self.rows * self.cols)
 
     @property
     def name(self) -> str:
-        """The parameter's name, with the number of the matrix where there may be several."""
+        """The parameter's name with the number of the matrix, such as "w[0]"."""
         return f"{self.parameter}[{self.index}]"
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A parameter, or one slice of a stack, read as rows × cols: the tensor dims that form each side."""
+    """The dims that form rows and columns when a parameter, or a slice of a stack, is read as a matrix."""
 
     shape: tuple[int, ...]
     fixed: tuple[tuple[int, int], ...]  # (dim, index) pairs of the stack
@@ -76,23 +76,22 @@ Part = tuple[View, list[tuple[Span, Span]]]
 
 
 class _Misfit(Exception):
-    """Why a form does not fit; `split_matrices` composes the message."""
+    """The reason why a spec does not fit; `split_matrices` composes the message."""
 
 
 def split_matrices(name: str, shape: Sequence[int], spec: MatrixSpec = None) -> tuple[Matrix, ...]:
-    """Return the matrices a parameter of global ``shape`` consists of, in order, covering it exactly.
+    """Return the matrices of a parameter of global ``shape``, in order. They cover each element exactly once.
 
     Args:
         name: The parameter's name, for messages and for the result.
         shape: Global shape.
-        spec: How the parameter splits. ``"whole"`` (default for 2-D); ``"stack"``, leading dims are a batch
-            (default for 3-D); ``"flatten"``, (out, …) as out × rest, for convolutions, which splits by a spec if
-            there is one, ``("flatten", spec)``; ``("rows", a, b)`` and
-            ``("cols", a, b)``, consecutive blocks of those sizes; ``("heads", n, dim)``, n equal blocks along
-            dim 0 or 1; ``("interleaved", k, dim, block)``, k matrices that alternate along dim in runs of
-            ``block`` (1 if left out); ``("interleaved", (q, k, v), dim)``, matrices that alternate along dim in
-            runs of these lengths, repeated until dim is full; ``("transposed", spec)``, stored in × out;
-            ``("stack", spec)``, each slice of the leading dims splits by ``spec``.
+        spec: How the parameter splits. ``"whole"``: it is one matrix (default for 2-D). ``"stack"``: leading dims are a
+            batch (default for 3-D). ``"flatten"``: (out, …) is read as out × rest, for convolutions; ``("flatten",
+            spec)`` then splits this matrix by ``spec``. ``("rows", a, b)`` and ``("cols", a, b)``: consecutive blocks
+            of these sizes. ``("heads", n, dim)``: n equal blocks along dim 0 or 1. ``("interleaved", k, dim, block)``:
+            k matrices alternate along dim in runs of ``block`` (default 1). ``("interleaved", (q, k, v), dim)``:
+            matrices alternate along dim in runs of these lengths, repeated until dim is full. ``("transposed",
+            spec)``: stored as in × out. ``("stack", spec)``: each slice of the leading dims splits by ``spec``.
 
     Raises:
         ValueError: the spec is unknown or does not fit the shape.
@@ -101,12 +100,12 @@ def split_matrices(name: str, shape: Sequence[int], spec: MatrixSpec = None) -> 
 
 
 def assemble(name: str, parts: Sequence[Part]) -> tuple[Matrix, ...]:
-    """Return the matrices of a parameter, each a part of it."""
+    """Return the matrices of a parameter from its parts (`parts_of`)."""
     return tuple(Matrix(name, index, *_assembled(view, tuple(spans))) for index, (view, spans) in enumerate(parts))
 
 
 def parts_of(name: str, shape: Sequence[int], spec: MatrixSpec) -> list[Part]:
-    """Return the parts of a parameter that `split_matrices` makes its matrices of; it raises what that raises."""
+    """Return the parts of a parameter, one for each matrix. Errors are those of `split_matrices`."""
     shape = tuple(int(size) for size in shape)
     if spec is None:
         if len(shape) not in (2, 3):
@@ -228,8 +227,8 @@ def _along(dim: int, span: Span, whole: tuple[Span, Span]) -> tuple[Span, Span]:
 
 @lru_cache(maxsize=65536)
 def _assembled(view: View, spans: tuple[tuple[Span, Span], ...]) -> tuple[int, int, tuple[Block, ...]]:
-    """Return rows, cols and blocks of a matrix; equal parameters, as those of all layers, share them."""
-    # More than one span along a side means runs that follow each other in the matrix.
+    """Return rows, cols and blocks of a matrix. The result is cached, so that equal parameters share it."""
+    # More than one span along a side means consecutive runs in the matrix.
     along_cols = len({s[1] for s in spans}) > 1
     rows = spans[0][0][2] if along_cols else sum(s[0][2] for s in spans)
     cols = sum(s[1][2] for s in spans) if along_cols else spans[0][1][2]

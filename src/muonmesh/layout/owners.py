@@ -1,4 +1,4 @@
-"""Owners: which rank orthogonalizes a matrix, chosen by what each of them carries already."""
+"""Owners: chooses the rank that orthogonalizes each matrix, by the load that each rank already has."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from muonmesh.layout.matrix import Matrix
 from muonmesh.layout.parameter import Parameter
 
 KnownMatrix: TypeAlias = tuple[str, tuple[int, ...], int]
-"""A matrix as it is known from one plan to the next: the name and the ranks of its parameter, and its index."""
+"""The identity of a matrix in successive plans: the name and the ranks of its parameter, and its index."""
 
 
 def assign_owners(
@@ -20,15 +20,16 @@ def assign_owners(
 ) -> dict[tuple[int, int], int]:
     """Return the owner of each (parameter, matrix index).
 
-    Longest processing time first on FLOPs over all ranks that list the parameter, replicas included (Graham 1969; at
-    most 4/3 of the best makespan, in practice within a few per cent). A rank that holds the whole matrix keeps it,
-    since that moves nothing, unless its load would exceed both what the busiest rank must carry anyhow and what the
-    least busy one would carry. Among ranks with equal loads the owners are spread over replicas and machines.
+    The method is longest processing time first, on FLOPs, over all ranks of the parameter including replicas (Graham
+    1969; at most 4/3 of the best makespan, in practice within a few per cent). A rank that holds the whole matrix
+    becomes its owner, because then nothing moves, unless its load would exceed both the lowest possible load of the
+    busiest rank and the load of the least busy candidate. Among ranks with equal loads, owners are spread over replicas
+    and machines.
 
     Args:
-        parameters: What to assign.
+        parameters: The parameters whose matrices are assigned.
         ranks: The connected set.
-        known: The owners of some matrices, which they stay.
+        known: Matrices with a fixed owner, and this owner.
     """
     jobs = sorted(
         (
@@ -41,7 +42,7 @@ def assign_owners(
     loads = _Loads(ranks)
     listed = [_candidates(parameter) for parameter in parameters]
     everywhere = [loads.heap(some) for some in listed]
-    # No plan's busiest rank carries less than the mean, or than the largest matrix.
+    # In every plan, the busiest rank carries at least the mean, and at least the largest matrix.
     mean = -sum(job[0] for job in jobs) / max(1, len(ranks))
     unavoidable = max(mean, -jobs[0][0] if jobs else 0)
     owners = {}
@@ -60,7 +61,7 @@ def assign_owners(
 
 
 def _candidates(parameter: Parameter) -> Sequence[int]:
-    """Return the ranks that may own a matrix; where one replica keeps the momentum, those of that replica."""
+    """Return the ranks that may own a matrix: all its ranks, or the replica that alone keeps the momentum."""
     ranks, momentum = parameter.target.ranks, parameter.momentum_storage
     if momentum == parameter.target:
         return ranks
@@ -80,11 +81,11 @@ def _holders_of_all(layout: Layout, matrix: Matrix) -> Sequence[int]:
 
 
 _Load = tuple[int, int, int, int]
-"""(FLOPs, elements, turn, rank): the least is the next to be given something."""
+"""(FLOPs, elements, turn, rank); the rank with the least load gets the next matrix."""
 
 
 class _Loads:
-    """What the ranks carry so far, and who carries least."""
+    """The loads of the ranks so far; finds the rank with the least load."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self._of: dict[int, _Load] = {rank: (0, 0, turn, rank) for turn, rank in enumerate(_spread(ranks))}
@@ -104,19 +105,19 @@ class _Loads:
         return self._heaps[ranks]
 
     def least(self, heap: list[_Load]) -> int:
-        """Return the rank that carries least. Loads only grow, so an entry that is out of date is too small."""
+        """Return the rank with the least load. Loads only grow, so an outdated entry of the heap is too small."""
         while heap[0] != self._of[heap[0][3]]:
             heapq.heapreplace(heap, self._of[heap[0][3]])
         return heap[0][3]
 
 
 def _spread(ranks: Sequence[int]) -> list[int]:
-    """Return the ranks in golden-ratio steps, so that the first few of any number lie evenly among all.
+    """Return the ranks in golden-ratio steps, so that the first n ranks are evenly spread for every n.
 
-    Where there are fewer large matrices than ranks, their owners then are of all replicas and machines. (Halving
+    If there are fewer large matrices than ranks, their owners are then spread over all replicas and machines. (Halving
     intervals again and again would spread them too, but over few coordinates of the other axes of the mesh.)
     """
     golden = (math.sqrt(5) - 1) / 2
-    # No gap between 2n such points is as wide as 1/n, so every rank is met.
+    # No gap between 2n such points is as wide as 1/n, so every rank is reached.
     steps = (int(golden * i % 1 * len(ranks)) for i in range(2 * len(ranks)))
     return [ranks[index] for index in dict.fromkeys(steps)]

@@ -1,4 +1,4 @@
-"""Parameter: what a plan has to know of a parameter, and the line in which the ranks compare it."""
+"""Parameter: the facts about a parameter that a plan needs, and the text by which ranks compare them."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from muonmesh.layout.matrix import Matrix
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A parameter as the planner sees it.
+    """The facts about a parameter that the planner needs.
 
     Attributes:
         name: Canonical name, unique.
-        momentum_storage: Where the momentum lives, which is gathered.
-        target: Where the parameter lives, to which results are scattered.
-        matrices: What it consists of; they cover it exactly.
-        flops: Cost of each of the matrices, in their order.
-        settings: Text of everything that decides what an orthogonalization computes. Matrices are batched
-            only with equals, and the ranks compare it.
-        companions: What its rule keeps by row, column or matrix, which travels to the owners and back, or in two sizes,
-            which lives there.
-        sums: How many sums over each of the matrices its rule asks for, before the weights are written.
-        scale_invariant: Whether its rule is, so that clipping need not scale its gradients (`Rule.scale_invariant`).
+        momentum_storage: Layout of the momentum, which is gathered.
+        target: Layout of the parameter, to which results are scattered.
+        matrices: The matrices of the parameter; they cover it exactly.
+        flops: Cost of each of the matrices in FLOPs, in order.
+        settings: Text of all settings that determine the result of an orthogonalization. Only matrices with equal texts
+            are batched, and ranks compare the texts.
+        companions: State of the rule by row, column or matrix, which travels to the owners and back, or with two sizes,
+            which is kept at the owners.
+        sums: The number of sums over each matrix that the rule needs before the weights are written.
+        scale_invariant: Whether the rule ignores the scale of gradients, so that clipping need not scale them
+            (`Rule.scale_invariant`).
     """
 
     name: str
@@ -41,14 +42,14 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Elementwise:
-    """A parameter that needs no orthogonalization (AdamW's): nothing of it moves, but the ranks agree on it."""
+    """A parameter of an elementwise rule, such as AdamW's. It needs no transfer, but ranks compare its settings."""
 
     name: str
     target: Layout
 
 
 def describe(parameter: Parameter | Elementwise) -> str:
-    """Return a line that says all that the ranks must agree on about a parameter."""
+    """Return a line of text with all facts about a parameter that must be equal on its ranks."""
     target = parameter.target
     line = f"{parameter.name}: shape {target.shape}, {target.describe()} {text_of_ranks(target.ranks)}"
     if isinstance(parameter, Elementwise):
@@ -64,5 +65,5 @@ def describe(parameter: Parameter | Elementwise) -> str:
 
 
 def text_of_ranks(ranks: Sequence[int]) -> str:
-    """Return ranks as text, many of them as a number that is the same for the same ranks."""
+    """Return ranks as text; more than 8 ranks as their number and a hash."""
     return f"on {ranks}" if len(ranks) <= 8 else f"on {len(ranks)} ranks ({hash(tuple(ranks)) & 0xFFFFFFFF:08x})"

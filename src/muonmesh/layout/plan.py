@@ -20,7 +20,7 @@ from muonmesh.layout.rounds import Rounds
 from muonmesh.layout.routes import Leg, Routes, append, pieces
 
 _AT_ONCE = 1 << 28
-"""Elements of equal matrices that a device orthogonalizes together at most."""
+"""Largest number of elements of equal matrices that a device orthogonalizes together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Assignment:
 
     Attributes:
         parameter: Number of the parameter.
-        matrix: What is orthogonalized.
+        matrix: The matrix to orthogonalize.
         owner: The rank that gets the whole matrix, and returns the result.
         flops: Cost of the matrix.
     """
@@ -42,18 +42,18 @@ class Assignment:
 
 @dataclass(frozen=True)
 class Plan:
-    """Who orthogonalizes what. Plain data, the same on every rank; `routes` derives what one rank moves.
+    """The owner and the bucket of every matrix: plain data, the same on every rank. `routes` gives a rank's transfers.
 
     Attributes:
         ranks: The connected set: all ranks that share any of the parameters.
         parameters: The parameters whose matrices are assigned.
         assignments: Every Matrix once, with its owner.
-        buckets: Numbers of the assignments, by bucket, in order. What moves in a bucket moves and
-            computes together; what does not is computed by its owner beside some bucket (`comm.schedule`).
+        buckets: Numbers of the assignments, by bucket, in order. Matrices that need a transfer move and are computed
+            together with their bucket; the owner computes all others beside some bucket (`comm.schedule`).
         elementwise: Parameters that are not orthogonalized.
-        bucket_elements: About how many elements a rank works on at a time.
-        machine: How many ranks each machine has, numbered one after the other; 0: all ranks are in one machine.
-        budget: What a step keeps to.
+        bucket_elements: The approximate number of elements that a rank works on at a time.
+        machine: The number of ranks of each machine, numbered consecutively; 0: all ranks are on one machine.
+        budget: The memory budget of a step.
     """
 
     ranks: tuple[int, ...]
@@ -66,10 +66,10 @@ class Plan:
     budget: Budget = UNLIMITED
 
     def routes(self, bucket: int, rank: int, *, gather: bool, numbers: Sequence[int] | None = None) -> Routes:
-        """Return what ``rank`` exchanges for a bucket, or some of its assignments, on the way to the owners or back.
+        """Return the legs that ``rank`` exchanges for a bucket, or for some of its assignments, in one direction.
 
-        On the way there an owner is sent what the ranks of its own replica hold; on the way back it sends the result
-        to the ranks of every replica, or ranks pass it on (`Relay`).
+        On the way to the owners (``gather``), ranks of the owner's own replica send their pieces. On the way back, the
+        owner sends the result to the ranks of every replica, or ranks pass it on (`Relay`).
         """
         stored: dict[int, list[Leg]] = {}
         assembled: dict[int, list[Leg]] = {}
@@ -96,19 +96,19 @@ class Plan:
         )
 
     def gathers(self, bucket: int) -> bool:
-        """Whether any owner of the bucket needs what another rank holds."""
+        """Whether any owner in the bucket needs pieces from another rank."""
         return any(self.travels(number, gather=True) for number in self.buckets[bucket])
 
     def scatters(self, bucket: int) -> bool:
-        """Whether any rank of the bucket needs what another rank owns."""
+        """Whether any rank needs results of the bucket from another rank."""
         return any(self.travels(number, gather=False) for number in self.buckets[bucket])
 
     def rounds(self, bucket: int) -> Rounds:
-        """Return in which rounds the results of a bucket travel, the same on every rank.
+        """Return the rounds in which the results of a bucket travel; they are the same on every rank.
 
         An owner sends one copy of its result to each replica, and a rank receives its shards of all results. With many
-        replicas both are many times what an owner computes. So in no round a rank sends or receives more than the owner
-        with the most in the bucket computes, or ``bucket_elements``.
+        replicas, both are many times larger than the owner's matrices. So in each round, a rank sends and receives at
+        most as many elements as the largest part of an owner in the bucket has, or ``bucket_elements``.
         """
         numbers = self.buckets[bucket]
         if not self.scatters(bucket):
@@ -116,12 +116,12 @@ class Plan:
         owned = Counter[int]()
         for number in numbers:
             owned[self.assignments[number].owner] += self.assignments[number].matrix.numel
-        # Looked at once a parameter: a bucket has thousands of matrices of the same one.
+        # Once for each parameter, because a bucket may have thousands of matrices of one parameter.
         parameters = {self.assignments[number].parameter for number in numbers}
         targets = [self.parameters[parameter].target for parameter in parameters]
         copies, at_once = max(target.copies() for target in targets), self.bucket_elements // max(owned.values())
         if not self.budget.gathers and 0 < at_once < copies - 1 and (copies - 1) % at_once:
-            at_once = (3 * at_once - 1) // 4  # the last round, of fewer, is filled anew beside the one before it
+            at_once = (3 * at_once - 1) // 4  # the last round has fewer, and needs a second send buffer
         near = any(len(target.ranks) > target.copies() for target in targets)
         found = Rounds(1, max(1, at_once), near, bool(self.summed(numbers)))
         found = replace(found, count=1 + found.of(copies - 1))
@@ -132,7 +132,7 @@ class Plan:
 
     @cached_property
     def late(self) -> int:
-        """How many exchanges follow those of all buckets, until the last results have been passed on."""
+        """The number of exchanges after those of all buckets, until the last results have been passed on."""
         left = 0
         for rounds in map(self.rounds, range(len(self.buckets))):
             left = max(left - rounds.count, rounds.late)
@@ -140,17 +140,17 @@ class Plan:
 
     @cached_property
     def relays(self) -> list[Relay | None]:
-        """How results are passed on, by parameter; None where owners send them to all."""
+        """The relay of each parameter, by which ranks pass results on; None if owners send results to all ranks."""
         several = self.machine and len({rank // self.machine for rank in self.ranks}) > 1
         return [Relay.of(p.target, self.machine) if several else None for p in self.parameters]
 
     def exchange_of(self, number: int, holder: int, rounds: Rounds) -> int:
-        """Return when a result of a bucket comes to a rank: in which of the bucket's exchanges, or those that follow.
+        """Return the number of the exchange, counted from the bucket's first, in which a rank receives a result.
 
         Args:
-            number: Of the assignment.
-            holder: Another rank than the owner, which holds some of it.
-            rounds: Those of the bucket.
+            number: The assignment.
+            holder: A rank other than the owner that stores a part of the matrix.
+            rounds: The rounds of the bucket.
         """
         assignment = self.assignments[number]
         relay = self.relays[assignment.parameter]
@@ -159,29 +159,30 @@ class Plan:
         return relay.incoming(assignment.owner, holder, chain=rounds.count > 1)[1]
 
     def distance(self, assignment: int, holder: int) -> int:
-        """Return how many replicas a rank that holds some of a matrix comes after the owner's, in a circle."""
+        """Return the distance in the circle of replicas from the owner's replica to the replica of ``holder``."""
         some = self.assignments[assignment]
         target = self._layout(some, gather=False)
         return (target.replica_number(holder) - target.replica_number(some.owner)) % target.copies()
 
     def counts(self, assignment: int, rank: int) -> bool:
-        """Return whether what a rank holds of a matrix counts in sums over it: what the owner's own replica holds."""
+        """Return whether a rank's pieces of a matrix count in sums over it: only those of the owner's replica do."""
         target = self._layout(self.assignments[assignment], gather=False)
         return rank in target.ranks and self.distance(assignment, rank) == 0
 
     @cached_property
     def alone(self) -> bool:
-        """Whether nothing of any matrix travels."""
+        """Whether no matrix needs a transfer."""
         return not any(map(self.moves, range(len(self.assignments))))
 
     def at_once(self, number: int, squares: int) -> int:
         """Return how many matrices equal to this one a device orthogonalizes together, at least one.
 
-        Those that are gathered take what a bucket takes, and the squares.
+        For gathered matrices, the buffers of the bucket already have room for matrices and results, so only the squares
+        count.
 
         Args:
-            number: Of the assignment.
-            squares: How many squares of its rows it is computed in.
+            number: The assignment.
+            squares: The number of rows × rows buffers that the orthogonalization of one matrix needs.
         """
         (rows, cols), budget = self.assignments[number].matrix.shape, self.budget
         gathered = budget.gathers and self.moves(number)
@@ -190,7 +191,7 @@ class Plan:
         return max(1, min(room // (each * budget.itemsize), _AT_ONCE // (rows * cols)))
 
     def alike(self, numbers: Iterable[int]) -> list[tuple[int, ...]]:
-        """Return assignments sorted into those of one shape and setting, which may be orthogonalized together."""
+        """Return assignments in groups of equal shape and settings, which may be orthogonalized together."""
         groups: dict[tuple[str, tuple[int, int]], list[int]] = {}
         for number in numbers:
             assignment = self.assignments[number]
@@ -199,11 +200,11 @@ class Plan:
         return [tuple(some) for some in groups.values()]
 
     def moves(self, number: int) -> bool:
-        """Whether anything of an assignment travels; if not, its owner is the only rank that holds any of it."""
+        """Whether a matrix needs a transfer; if not, its owner is the only rank that holds any part of it."""
         return self.travels(number, gather=True) or self.travels(number, gather=False)
 
     def travels(self, number: int, *, gather: bool) -> bool:
-        """Whether anything of an assignment travels to its owner, or on the way back from it."""
+        """Whether pieces of a matrix travel to its owner (``gather``), or results travel back from it."""
         assignment = self.assignments[number]
         place = self._layout(assignment, gather=gather)
         if not gather and place.copies() > 1:
@@ -211,12 +212,12 @@ class Plan:
         return not all(assignment.owner in place.holders(block.region) for block in assignment.matrix.blocks)
 
     def _layout(self, assignment: Assignment, *, gather: bool) -> Layout:
-        """Return the layout that an assignment's routes lead from, of the momentum, or back to, of the parameter."""
+        """Return the layout of the momentum, from which a matrix is gathered, or of the parameter, for the way back."""
         parameter = self.parameters[assignment.parameter]
         return parameter.momentum_storage if gather else parameter.target
 
     def summed(self, assignments: Iterable[int]) -> dict[int, int]:
-        """Return those of some assignments whose rule asks for sums over the matrix, each with how many."""
+        """Return the number of sums over the matrix that the rule needs, for each of these assignments with sums."""
         counts = ((number, self.parameters[self.assignments[number].parameter].sums) for number in assignments)
         return {number: count for number, count in counts if count}
 
@@ -237,7 +238,7 @@ class Plan:
 
     @property
     def targets(self) -> list[Layout]:
-        """Where each parameter lives."""
+        """The layouts of all parameters, elementwise parameters last."""
         return [p.target for p in self.parameters] + [other.target for other in self.elementwise]
 
     @cached_property
@@ -276,23 +277,23 @@ def make_plan(
     machine: int = 0,
     budget: Budget = UNLIMITED,
 ) -> Plan:
-    """Prove that everything is covered, and assign every matrix its owner and a bucket.
+    """Check that layouts and matrices cover each parameter exactly once, and assign each matrix an owner and a bucket.
 
     Owners: see `assign_owners`.
 
-    Buckets: each owner's matrices are cut, in one order, into pieces of at most ``bucket_elements``; bucket i
-    holds the i-th piece of every owner, so owners compute side by side. In some buckets an owner has nothing: in those
-    that a matrix larger than a bucket takes as well, and in the last ones if it has less to do than others.
+    Buckets: the list of each owner's matrices is cut, in a fixed order, into parts of at most ``bucket_elements``.
+    Bucket i has the i-th part of every owner, so owners compute side by side. An owner may have no matrix in a bucket:
+    after a matrix that is larger than a bucket, and in the last buckets if it has less to do than others.
 
     Args:
         parameters: What to plan, in the same order on every rank.
         ranks: The connected set; by default the ranks that hold any of the parameters.
-        bucket_elements: Matrix elements of one owner in one bucket; a larger matrix is alone in one. Default: what the
-            budget says.
+        bucket_elements: Matrix elements of one owner in one bucket; a larger matrix has a bucket of its own. Default:
+            `Budget.bucket_elements`.
         elementwise: Parameters that are not orthogonalized.
-        known: The owners of some matrices, which they stay: they keep something of them.
-        machine: How many ranks each machine has; 0: all ranks are in one machine.
-        budget: What the step keeps to.
+        known: Owners that keep state of a matrix, and so stay its owner.
+        machine: The number of ranks of each machine; 0: all ranks are on one machine.
+        budget: The memory budget of a step.
 
     Raises:
         LayoutError: a layout, or the matrices of a parameter, do not cover it exactly once.

@@ -1,4 +1,4 @@
-"""Region: a box in one parameter's global index space, and where such a box lies in memory."""
+"""Region: a box in one parameter's global index space. Block and Piece: the places of its elements in memory."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from muonmesh.errors import explain_error
 class Region:
     """A box of global indices: along dim d the indices ``offset[d] + k * step[d]`` for ``0 <= k < shape[d]``.
 
-    A step other than 1 describes interleaved matrices (GPT-OSS stores gate and up row by row) without
-    a region per row; what a rank stores always has steps of 1.
+    A step other than 1 describes interleaved matrices (GPT-OSS stores gate and up row by row) without a region for each
+    row. The regions that a rank stores always have steps of 1.
     """
 
     offset: tuple[int, ...]
@@ -36,8 +36,8 @@ class Region:
 class Block:
     """A Region and the place of its elements in a linear memory.
 
-    The element at region index ``k`` lies at ``start + sum(k[d] * strides[d])``. The same description
-    serves a rank's local storage and an assembled matrix, so that moving data is one kind of copy.
+    The element at region index ``k`` is at ``start + sum(k[d] * strides[d])``. The same class describes a rank's local
+    storage and an assembled matrix, so that every move of data is the same kind of copy.
     """
 
     region: Region
@@ -47,7 +47,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The overlap of a storage Block with a matrix Block: ``shape`` elements and where they lie in each."""
+    """The overlap of a storage Block with a matrix Block: its shape, and its places in storage and matrix."""
 
     shape: tuple[int, ...]
     storage_start: int
@@ -72,12 +72,15 @@ def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def number_in_whole(piece: Piece, blocks: Sequence[Block], shape: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
-    """Return the number of a piece's first element in the whole parameter, row-major, and the strides of the others.
+    """Return the row-major number of a piece's first element in the whole parameter, and the piece's strides there.
 
     Args:
         piece: Elements of one of the blocks.
-        blocks: What a rank stores (steps of 1).
-        shape: Of the whole parameter.
+        blocks: The blocks that a rank stores (steps of 1).
+        shape: The shape of the whole parameter.
+
+    Raises:
+        ValueError: the piece is in none of the blocks.
     """
     whole = row_major(shape)
     for block in blocks:

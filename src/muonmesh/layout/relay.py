@@ -1,6 +1,6 @@
-"""Relay: how a result is passed on from replica to replica, where the ranks that hold it are in several machines.
+"""Relay: ranks pass a result on from replica to replica, if its replicas are on several machines.
 
-The owner sends one copy to the first holder of each part. From then on every rank passes on what has just arrived, so
+The owner sends one copy to the first rank of each part. Then every rank passes on each part that has just arrived. So
 each rank sends each of its parts about once, and one copy of a part enters each machine.
 """
 
@@ -15,16 +15,16 @@ from muonmesh.layout.region import Block
 
 @dataclass(frozen=True, eq=False)
 class Relay:
-    """The ranks that hold the same of a parameter, one of each replica, and how many in a row share a machine.
+    """The order in which ranks with the same part of a parameter, one of each replica, pass on a result.
 
-    The copies stand in a circle, machine by machine. The distance of a copy is the number of places from the owner's
-    copy to it. In each machine the first copy is the one at the place that the owner's copy has in its own machine. So
-    the copies of different owners enter a machine at different ranks.
+    The copies form a circle, machine by machine. The distance of a copy is the number of places from the owner's copy
+    to it. In each machine, the first copy is at the same place as the owner's copy in the owner's machine. So the
+    results of different owners enter a machine at different ranks.
 
     Attributes:
-        layout: Where the parameter lives.
-        parts: Of each part of it the ranks that hold it, by the number of the replica.
-        together: How many replicas in a row share a machine; 1 where that differs from place to place.
+        layout: The layout of the parameter.
+        parts: For each part of the parameter the ranks that hold it, by the number of the replica.
+        together: The number of consecutive replicas on one machine; 1 if this number is not constant.
     """
 
     layout: Layout
@@ -34,7 +34,7 @@ class Relay:
     @staticmethod
     @lru_cache(maxsize=1024)
     def of(layout: Layout, machine: int) -> Relay | None:
-        """Return the relay of a parameter in machines of so many ranks; None if its replicas are not cut alike."""
+        """Return the relay of a parameter on machines of ``machine`` ranks; None if its replicas differ in cuts."""
         copies = layout.copies()
         found: dict[tuple[Block, ...], dict[int, int]] = {}
         for rank in layout.ranks if copies > 1 else ():
@@ -53,19 +53,19 @@ class Relay:
         return {rank: part for part in self.parts for rank in part}
 
     def exchanges(self, *, chain: bool) -> int:
-        """Return after how many exchanges all ranks have all parts."""
+        """Return the number of exchanges after which every rank has its part."""
         copies = self.layout.copies()
         near = len(self.layout.ranks) > copies  # of the parts of a copy the owner sends some to its own replica
         return near + (copies - 1 if chain else 1 + (1 < self.together < copies))
 
     def incoming(self, owner: int, rank: int, *, chain: bool) -> tuple[int, int]:
-        """Return who sends a rank its part of a result, and in which exchange, counted from the first of its bucket.
+        """Return the rank that sends a rank its part of a result, and the exchange, counted from the bucket's first.
 
         Args:
-            owner: Of the matrix; it has its own part from itself.
+            owner: The owner of the matrix. It keeps its own part.
             rank: The receiver.
-            chain: Whether each copy is made from the one before it. If not, they are made from the owner's copy, and
-                in each other machine from the first there.
+            chain: Whether each copy is made from the previous copy. If not, copies are made from the owner's copy and,
+                on every other machine, from the first copy on this machine.
         """
         part, circle = self._part_of[rank], self._circle(self.layout.replica_number(owner))
         distance = circle.index(part.index(rank))
@@ -75,7 +75,7 @@ class Relay:
         return part[circle[before]], depth - (part[circle[0]] == owner)
 
     def outgoing(self, owner: int, rank: int, *, chain: bool) -> list[int]:
-        """Return whom a rank sends some of a result; nobody if it is given nothing to pass on."""
+        """Return the ranks to which a rank sends parts of a result; empty if it passes nothing on."""
         circle = self._circle(self.layout.replica_number(owner))
         found = [part[circle[0]] for part in self.parts if part[circle[0]] != rank] if rank == owner else []
         part = self._part_of.get(rank)
@@ -86,14 +86,14 @@ class Relay:
         return found
 
     def _before(self, distance: int, chain: bool) -> tuple[int, int]:
-        """Return the distance of the copy from which one is made, and how many times it has been passed on then."""
+        """Return the distance of the copy from which a copy is made, and the number of transfers up to the new copy."""
         machine, place = divmod(distance, self.together)
         if chain:
             return distance - 1, distance
         return (distance - place, 2) if machine and place else (0, 1)
 
     def _circle(self, first: int) -> list[int]:
-        """Return the numbers of all copies in the order of their distance from one."""
+        """Return the numbers of all copies in the order of their distance from copy ``first``."""
         (machine, place), machines = divmod(first, self.together), self.layout.copies() // self.together
         return [
             (machine + further) % machines * self.together + (place + beside) % self.together

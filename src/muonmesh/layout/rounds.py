@@ -1,4 +1,4 @@
-"""Rounds: when the copies of a result travel, where a matrix has replicas."""
+"""Rounds: the order in which copies of a result travel to the replicas of a matrix."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Rounds:
-    """In how many rounds the results of a bucket travel to those that hold them, and what travels in each.
+    """The rounds in which the results of a bucket travel to the ranks that store them.
 
-    The replicas stand in a circle. The distance of a holder is the number of places from the owner's replica to its
-    own; 0 is the owner's replica. In each round results travel over a few distances. So at any time every rank sends to
-    a few replicas and receives from a few, and what two ranks exchange is never cut.
+    The replicas form a circle. The distance of a rank is the number of places from the owner's replica to its own
+    replica; 0 is the owner's replica. In each round, results travel over a few distances. So at any time, every rank
+    sends to a few replicas and receives from a few, and the elements that two ranks exchange are never split.
 
     Attributes:
-        count: How many there are; 0 if nothing travels.
-        at_once: Over how many distances results travel in a round.
-        near: Whether any travels over distance 0.
-        sums: Whether distance 0 has the first round to itself, if there are several: the sums that rules ask for are
-            taken over what travels there, before anything is written.
-        late: In how many more exchanges, of later buckets, results are passed on (`Relay`).
+        count: The number of rounds; 0 if nothing travels.
+        at_once: The number of distances over which results travel in a round.
+        near: Whether any result travels over distance 0.
+        sums: Whether only distance 0 is in the first round, if there are several rounds. Rules need sums over the
+            elements of this round before anything is written.
+        late: The number of further exchanges, of later buckets, in which results are passed on (`Relay`).
     """
 
     count: int = 0

@@ -1,4 +1,4 @@
-"""Routes: the pieces of matrices that travel between those who hold them and those who own them."""
+"""Routes: the pieces of matrices that travel between the ranks that store them and their owners."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from muonmesh.layout.region import Piece, overlap
 
 @dataclass(frozen=True, slots=True)
 class Leg:
-    """A Piece of one assignment that travels between a holder's storage and the assembled matrix at its owner.
+    """A Piece of one matrix that travels between the storage of a rank and the assembled matrix at the owner.
 
     Attributes:
-        assignment: Number of the assignment in its plan.
-        parameter: Number of its parameter there.
-        piece: Where the same elements lie in that storage and in that matrix.
-        start: Where they begin among the elements that these two ranks exchange.
+        assignment: Number of the matrix's assignment in its plan.
+        parameter: Number of its parameter in the plan.
+        piece: The places of the elements in the storage and in the assembled matrix.
+        start: The place of the first element among all elements that these two ranks exchange.
     """
 
     assignment: int
@@ -28,17 +28,17 @@ class Leg:
 
 @dataclass(frozen=True)
 class Routes:
-    """What one rank exchanges for one bucket, one way, by peer.
+    """The legs that one rank exchanges for one bucket in one direction, by peer.
 
-    The way back has Routes of its own, for other ranks take part in it where there are replicas, or momentum that
-    is sharded over replicas. Where there are none, it is the way there read backwards.
+    The way back has Routes of its own, because other ranks take part in it if there are replicas, or if momentum is
+    sharded over replicas. Otherwise it is the reverse of the way to the owners.
 
-    Both ends list the legs between two ranks in the same order.
+    Both ranks list the legs between them in the same order.
 
     Attributes:
         stored: The legs whose storage is on this rank, by the rank that has their matrix.
-        assembled: The legs whose matrix is on this rank, by the rank that stores them. On the way back they may also be
-            of a matrix of which this rank has been sent a part, and passes it on.
+        assembled: The legs whose matrix is on this rank, by the rank that stores them. On the way back, there may also
+            be legs of another owner's matrix that this rank has received and passes on.
     """
 
     stored: dict[int, tuple[Leg, ...]]
@@ -46,12 +46,12 @@ class Routes:
 
 
 def append(legs: list[Leg], leg: Leg) -> None:
-    """Add a leg to those that two ranks exchange, after those before it."""
+    """Append a leg to the legs that two ranks exchange, with the place of its first element after all others."""
     start = legs[-1].start + legs[-1].piece.numel if legs else 0
     legs.append(leg if leg.start == start else replace(leg, start=start))
 
 
 def pieces(layout: Layout, rank: int, matrix: Matrix) -> tuple[Piece, ...]:
-    """Return what ``rank`` stores of a matrix, with its place in the storage and in the matrix."""
+    """Return the pieces of a matrix that ``rank`` stores, with their places in the storage and in the matrix."""
     found = (overlap(ours, block) for ours in layout.blocks(rank) for block in matrix.blocks)
     return tuple(piece for piece in found if piece is not None)

@@ -1,1 +1,1 @@
-"""Tensor maths on whole matrices; nothing here knows of ranks or shards."""
+"""Tensor math on whole matrices, without ranks and shards."""

@@ -1,8 +1,9 @@
-"""Blockwise int8: numbers kept as 255 codes for multiples of the largest of their block.
+"""Blockwise int8: numbers stored as one of 255 codes, which stand for multiples of the largest number of their block.
 
-The codes are the dynamic tree of 8-bit optimizers (Dettmers et al., arXiv 2110.02861): seven decades, the largest in
-64 parts, each smaller one in half as many. docs/decisions/0017 has the figures for them. What is decoded and encoded
-again with the largest number of its block gives the same codes.
+The codes are the dynamic tree of 8-bit optimizers (Dettmers et al., arXiv 2110.02861): seven decades, the largest with
+64 codes, each smaller decade with half as many. docs/decisions/0017 has figures on them. Decoded values that are
+encoded
+again with the same scale give the same codes.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ _DECADES = 7
 
 
 class Codes(NamedTuple):
-    """What codes stand for, on a device.
+    """The tables of values that codes stand for, on a device.
 
     Attributes:
-        multiples: What the codes -127 to 127 are multiples of the scale by, fp32 (255,).
-        borders: The borders between those that are not negative, fp32 (127,).
+        multiples: The factor of the scale for each of the codes -127 to 127, fp32 (255,).
+        borders: The borders between the factors that are not negative, fp32 (127,).
     """
 
     multiples: Tensor
@@ -31,7 +32,7 @@ class Codes(NamedTuple):
 
     @staticmethod
     def on(device: torch.device) -> Codes:
-        """Return them; worked out in fp64 on the host, so they are the same everywhere."""
+        """Return the tables on a device. They are computed in fp64 on the CPU, so they are the same everywhere."""
         half = [
             10.0 ** (decade + 1 - _DECADES) * (0.1 + 0.9 * (part + 0.5) / 2**decade)
             for decade in range(_DECADES)
@@ -44,30 +45,30 @@ class Codes(NamedTuple):
 
 
 def largest(values: Tensor, *, first: int, size: int) -> Tensor:
-    """Return the largest magnitude in each block that values have elements of, fp32 (lines, blocks); NaN if one is.
+    """Return the largest magnitude in each block, fp32 (lines, blocks); NaN for a block that contains NaN.
 
     Args:
         values: Consecutive elements of each line, (lines, width), fp32.
-        first: Number of the first of them in its line.
+        first: Number of the first element in its line.
         size: Elements of a block; the last block of a line may be shorter.
     """
     before = first % size
     after = -(before + values.shape[1]) % size
     values = values.abs()
-    if before or after:  # zeros where a block has elements elsewhere
+    if before or after:  # zeros in place of a block's elements outside these values
         values = torch.nn.functional.pad(values, (before, after))
     return values.reshape(len(values), -1, size).amax(-1)
 
 
 def encode(values: Tensor, scales: Tensor, codes: Codes, *, first: int, size: int) -> Tensor:
-    """Return values as int8 (lines, width), each the code that is nearest to its share of the scale.
+    """Return values as int8 codes (lines, width), each the code whose value is nearest.
 
     Args:
-        values: As in `largest`.
+        values: Consecutive elements of each line, (lines, width), fp32.
         scales: The largest magnitude in each whole block, fp32 (lines, blocks).
-        codes: Those that there are, on the same device.
-        first: As in `largest`.
-        size: As in `largest`.
+        codes: The tables of codes on the same device.
+        first: Number of the first element in its line.
+        size: Elements of a block.
     """
     spread = _spread(scales, first, values.shape[1], size)
     shares = values / torch.where(spread == 0, 1.0, spread)
@@ -76,14 +77,14 @@ def encode(values: Tensor, scales: Tensor, codes: Codes, *, first: int, size: in
 
 
 def decode(numbers: Tensor, scales: Tensor, codes: Codes, *, first: int, size: int) -> Tensor:
-    """Return the values that codes stand for, fp32 (lines, width); NaN where a scale is not finite.
+    """Return the values that codes stand for, fp32 (lines, width); NaN for blocks whose scale is not finite.
 
     Args:
-        numbers: What `encode` returns.
-        scales: As in `encode`.
-        codes: As in `encode`.
-        first: As in `largest`.
-        size: As in `largest`.
+        numbers: The codes that `encode` returned, int8 (lines, width).
+        scales: The scale of each block, fp32 (lines, blocks).
+        codes: The tables of codes on the same device.
+        first: Number of the first element in its line.
+        size: Elements of a block.
     """
     index = numbers.to(torch.int32).add_(len(codes.multiples) // 2).reshape(-1)
     values = codes.multiples.index_select(0, index).view(numbers.shape)

@@ -164,16 +164,16 @@ def choose(
     device: torch.device | None = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Coefficients:
-    """Return the coefficients that "auto" stands for; all others are returned as they are.
+    """Return the coefficients that "auto" stands for; all others are returned unchanged.
 
-    That is "deflated" for matrices on a CPU that are computed in bf16, unless steps are asked for; `for_rows`
-    replaces it for small matrices. Else, and where the device is not known, it is "polar_express": on a device the
-    host would wait for a decomposition, and fp32 and fp64 are chosen for exactness.
+    "auto" is "deflated" for matrices on a CPU that are computed in bf16, if ``steps`` is None; `for_rows` replaces it
+    for small matrices. Otherwise, and if the device is unknown, "auto" is "polar_express": on a device the CPU would
+    wait for a decomposition, and fp32 and fp64 are chosen for exactness.
 
     Args:
-        coefficients: As for `orthogonalize`.
-        steps: As for `orthogonalize`.
-        device: Where the matrices are.
+        coefficients: The coefficients, as for `orthogonalize`.
+        steps: The number of steps or None, as for `orthogonalize`.
+        device: The device of the matrices; None if unknown.
         dtype: The compute dtype.
     """
     if not isinstance(coefficients, str) or coefficients != "auto":
@@ -183,9 +183,10 @@ def choose(
 
 
 def for_rows(coefficients: Coefficients, steps: int | None, rows: int) -> tuple[Coefficients, int | None]:
-    """Return the coefficients and steps for a matrix of so many rows.
+    """Return the coefficients and steps for a matrix with this number of rows.
 
-    They are what was asked for, but a matrix of few rows is not deflated: it takes two steps of "polar_express" more.
+    They are the given ones, except for a set with deflation and a matrix of few rows. Such a matrix takes two steps
+    more with "polar_express" instead.
     """
     if rows >= DEFLATED_FROM_ROWS or not (isinstance(coefficients, str) and coefficient_set(coefficients).deflated):
         return coefficients, steps
@@ -210,7 +211,7 @@ def register_coefficients(name: str, chosen: CoefficientSet) -> None:
         write = f'Write register_coefficients("my-{name}", ...)'
         raise ValueError(explain_error("name", f"{name!r}, a published set", "a name of its own", write))
     polynomials = coefficient_set(chosen.polynomials).polynomials
-    if chosen.deflated and len(polynomials[0]) != 3:  # it is applied to what was computed to find the norm
+    if chosen.deflated and len(polynomials[0]) != 3:  # it reuses the products that the norm needs
         found, needed = f"{polynomials[0]} first, of a set that deflates", "three numbers, (a, b, c)"
         raise ValueError(explain_error("polynomials", found, needed, "Write deflated=0, or a quintic first"))
     COEFFICIENT_SETS[name] = replace(chosen, polynomials=polynomials)
@@ -283,9 +284,9 @@ def segments_of(
 ) -> Iterator[tuple[Polynomial, ...]]:
     """Cut the schedule into single steps and, for Gram, pairs: two steps through A, one direct, two through A, ...
 
-    In bf16 the rounding of A grows by a² with every step that is taken on A itself, until it drowns the small
-    singular values. Two steps are harmless, and a direct step between two pairs keeps their errors from adding up:
-    5 steps as 2 + 1 + 2 are more accurate than 2 + 2 + 1 on every decaying spectrum (docs/internals/numerics.md).
+    In bf16 the rounding error of A grows by a² with every step on A itself, until it exceeds the small singular values.
+    Two steps are harmless, and a direct step between two pairs keeps their errors from adding up: 5 steps as 2 + 1 + 2
+    are more accurate than as 2 + 2 + 1 on every decaying spectrum (docs/internals/numerics.md).
     """
     length = 2 if method == "gram" else 1
     while schedule:

@@ -1,9 +1,10 @@
-"""Deflation: the largest singular values of a matrix brought down, so that the others need not be raised as far.
+"""Deflation: reduces the largest singular values of a matrix, so that the iteration need not raise the others as far.
 
 The polynomials of an iteration are made for singular values in [l, 1], so a matrix is divided by a bound of its largest
-one. Where a few are far above all others, as in momentum, the others begin that much lower. Here those few are found by
-one power iteration, and brought down to the smallest of them. Their vectors stay as they are, and so does the polar
-factor, as far as they have been found (Halko, Martinsson and Tropp 2011, arXiv 0909.4061, algorithm 4.3).
+singular value. If a few are far above all others, as in momentum, the others become small by this division. This module
+finds these few by one power iteration, and reduces them to the smallest among them. Their vectors, and so the polar
+factor, do not change, up to the accuracy of the power iteration (Halko, Martinsson and Tropp 2011, arXiv 0909.4061,
+algorithm 4.3).
 """
 
 from __future__ import annotations
@@ -18,30 +19,31 @@ from muonmesh.numerics.precision import exact_fp32
 from muonmesh.numerics.stochastic import mixed
 
 _FLOOR = 1 / 32
-"""No further down than this times the largest: what rounding leaves of it in bf16 is some thousandths."""
+"""Values are not reduced below this fraction of the largest: in bf16, rounding leaves some thousandths of it."""
 
 
 def deflate(x: Tensor, vectors: int) -> None:
-    """Bring the largest singular values of each matrix down to the smallest of them, in place.
+    """Reduce the largest singular values of each matrix to the smallest among them, in place.
 
-    What is found are Ritz values: with Y = X Xᵀ Ω, where Ω has random signs, an orthonormal basis Q of Y's columns, and
-    Q Qᵀ X = U S Vᵀ, X becomes X − X V (1 − τ/S) Vᵀ, where τ is the smallest of S, or 1/32 of the largest if that is
-    more. V is nearer to vectors of X than U is, by as much as their values are above the others. Zeros stay zeros, and
-    a matrix that is not finite becomes NaN.
+    The values are Ritz values: with Y = X Xᵀ Ω, where Ω has random signs, an orthonormal basis Q of Y's columns, and
+    Q Qᵀ X = U S Vᵀ, X becomes X − X V (1 − τ/S) Vᵀ, where τ is the smallest of S, or 1/32 of the largest if this is
+    more. V is nearer to singular vectors of X than U is, and the more so the further their values are above the others.
+    Zeros stay zeros, and a matrix that is not finite becomes NaN.
 
-    On a CPU each matrix has one thread: sums round otherwise on another number of threads, LAPACK's too. On other
-    devices the host waits for the decomposition of a small matrix.
+    On a CPU each matrix has one thread, because the rounding of sums depends on the number of threads, in LAPACK too.
+    On
+    other devices the CPU waits for the decomposition of a small matrix.
 
     Args:
         x: Shape (batch, rows, cols), rows ≤ cols, compute dtype, contiguous.
-        vectors: How many, at most as many as rows.
+        vectors: The number of values to reduce, at most the number of rows.
     """
     if x.device.type != "cpu":
         _deflate(x, x, vectors)
         return
 
     def each() -> None:
-        for one in x.unbind():  # in fp32 a batch has other bits than a matrix alone
+        for one in x.unbind():  # in fp32 the bits of a batch differ from those of a single matrix
             _deflate(_multiplied(one), one, vectors)
 
     run_on_one_thread(each, device=x.device)
@@ -50,8 +52,8 @@ def deflate(x: Tensor, vectors: int) -> None:
 def departure(x: Tensor, times: float, vectors: int) -> float:
     """Estimate the mean of (1 − σ²)² over the singular values σ of one matrix, (rows, cols), divided by `times`.
 
-    It is ‖(1 − X Xᵀ) Ω‖² / (rows · vectors), where Ω has random signs (Hutchinson's estimate), with thin products. On a
-    CPU, on one thread.
+    The estimate is ‖(1 − X Xᵀ) Ω‖² / (rows · vectors), where Ω has random signs (Hutchinson), with thin products. On a
+    CPU it uses one thread.
     """
 
     def measure() -> float:
@@ -66,7 +68,7 @@ def departure(x: Tensor, times: float, vectors: int) -> float:
 
 
 def _multiplied(x: Tensor) -> Tensor:
-    """Return a matrix, or a copy in fp32 where a processor multiplies no bf16."""
+    """Return a matrix, or a copy in fp32 if the processor cannot multiply bf16."""
     if x.dtype != torch.bfloat16 or kernels.multiplies_bf16():
         return x
     return scratch("deflated", x.shape, dtype=torch.float32, device=x.device).copy_(x)
@@ -86,14 +88,14 @@ def _deflate(x: Tensor, out: Tensor, vectors: int) -> None:
         inside = basis.to(x.dtype).mT @ x
         rest = inside.to(exact)
         gram = rest @ rest.mT
-        # A decomposition of what is not finite raises; X is not finite then, and stays so.
+        # A decomposition of a matrix that is not finite raises an error; X is not finite then, and stays so.
         finite = gram.isfinite().flatten(-2).all(-1)[..., None, None]
         squares, turn = torch.linalg.eigh(torch.where(finite, gram, torch.eye(vectors, dtype=exact, device=x.device)))
         squares = squares.clamp_min(torch.finfo(exact).tiny)
         values = squares.sqrt()
         target = torch.maximum(values[..., :1], values[..., -1:] * _FLOOR)
         less = (1 - target / values).clamp_min(0)
-        # X V S = X Xᵀ Q of the right vectors, which are one product nearer than the left ones, Q times the turn.
+        # X V S = X Xᵀ Q for the right vectors, which are one product nearer than the left vectors, Q times the turn.
         inside = (turn.mT @ rest).to(x.dtype)
         left = (x @ inside.mT).to(exact) * (less / squares)[..., None, :]
         subtract = x.addmm_ if x.ndim == 2 else x.baddbmm_

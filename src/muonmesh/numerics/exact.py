@@ -1,9 +1,10 @@
-"""Exact sums: fp64 numbers are added as integers, so that no order and no grouping changes a bit of the sum.
+"""Exact sums: adds fp64 numbers as integers, so that the bits of a sum do not depend on order and grouping.
 
-Floating-point sums round at every addition, so the sums of two halves of a matrix are not the sum of the matrix. Here
-every number is written in units of one power of two, the same for the whole matrix, as an integer of two parts of
-64 bits, and integers add up without rounding. It takes two rounds over all numbers: first the largest exponent among
-them, from which the unit follows, then the integers.
+Floating-point sums round at every addition, so the sums of two halves of a matrix do not add up to the sum of the
+matrix. This module writes every number as an integer multiple of a power of two, the same for the whole matrix. The
+integer has two parts of 64 bits, and integers add up without rounding. This takes two passes over all numbers: the
+first
+finds the largest exponent, which gives the power of two; the second adds the integers.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ _NOT_FINITE = 2047
 """The exponent field of infinities and NaNs in fp64 (IEEE 754)."""
 
 _LEAST = 62
-"""The least exponent that is used, 2**-960, so that the power of two that numbers are multiplied by is finite."""
+"""The smallest exponent field in use, for 2**-960, so that the power of two that multiplies the numbers is finite."""
 
 
 def largest_exponent(values: Tensor) -> Tensor:
-    """Return the largest exponent field of fp64 numbers, 0-d int64; that of numbers that are not finite is above all.
+    """Return the largest exponent field of fp64 numbers, 0-d int64; infinities and NaNs have the largest field of all.
 
     Args:
         values: Any shape, fp64; no elements count as zeros.
@@ -31,31 +32,31 @@ def largest_exponent(values: Tensor) -> Tensor:
 
 
 def limbs_of(values: Tensor, exponent: Tensor, *, count: int) -> Tensor:
-    """Return some of the numbers of a sum, added up as two integers, int64 (2,); whoever has all of them adds these up.
+    """Return the sum of some of the numbers as two integers, int64 (2,); add the results of all parts for `total_of`.
 
-    What a number has below the last bit of the second integer is rounded away, number by number; with 2**24 numbers
-    that bit is 2**-76 of the largest one.
+    Each number is rounded at the last bit of the second integer. With 2**24 numbers, this bit is 2**-76 of the largest
+    number.
 
     Args:
         values: Any shape, fp64.
-        exponent: `largest_exponent` of all numbers, 0-d.
-        count: How many numbers there are in all.
+        exponent: `largest_exponent` of all numbers of the sum, 0-d.
+        count: The number of all numbers of the sum.
     """
     bits = _bits(count)
     power = _power_of_two(bits - _unbiased(exponent))
-    scaled = values * power  # exact, but for what would be below the last bit
+    scaled = values * power  # exact, except for bits below the last one
     first = scaled.trunc()
     second = (scaled - first).mul_(2.0**bits).round_()
     return torch.stack([first.to(torch.int64).sum(), second.to(torch.int64).sum()])
 
 
 def total_of(limbs: Tensor, exponent: Tensor, *, count: int) -> Tensor:
-    """Return what the integers of all numbers add up to, fp64; NaN where a number was not finite.
+    """Return the sum of all numbers from their integers, fp64; NaN if a number was not finite.
 
     Args:
-        limbs: What `limbs_of` returns, added up over all numbers, int64 (..., 2).
+        limbs: The sum of the results of `limbs_of` over all numbers, int64 (..., 2).
         exponent: `largest_exponent` of all numbers, (...).
-        count: How many numbers there are.
+        count: The number of all numbers.
     """
     bits, unbiased = _bits(count), _unbiased(exponent)
     first, second = limbs.double().unbind(-1)
@@ -66,7 +67,7 @@ def total_of(limbs: Tensor, exponent: Tensor, *, count: int) -> Tensor:
 
 
 def _bits(count: int) -> int:
-    """Return how many bits an integer may have so that ``count`` of them add up to less than 2**63."""
+    """Return the number of bits of an integer such that ``count`` integers add up to less than 2**63."""
     return 62 - (max(1, count) - 1).bit_length()
 
 

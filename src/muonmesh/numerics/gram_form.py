@@ -1,10 +1,11 @@
-"""The Gram form of all steps at once: whatever their number, two products with X, one of which is X Xᵀ.
+"""The Gram form of all steps at once: two products with X for any number of steps, one of which is X Xᵀ.
 
-With F the product of the factors so far, the Gram matrix of F X is F X Xᵀ Fᵀ, so no step needs X. In bf16 alone that is
-too coarse from the third step on: a Gram matrix holds the squares of the singular values, and each step amplifies its
-rounding where they are small. So each Gram matrix is held as two, the bf16 matrix and what rounding to it left, in bf16
-too. Where singular values are small a factor is nearly its constant; so the second matrix is needed in sums, and not as
-an operand of products.
+If F is the product of the factors so far, the Gram matrix of F X is F X Xᵀ Fᵀ, so no step needs X. With a bf16 matrix
+alone this is too inaccurate from the third step on: a Gram matrix holds the squares of the singular values, and each
+step amplifies its rounding error where they are small. So each Gram matrix is held as two bf16 matrices: the rounded
+matrix, and the rounding error. Where singular values are small, a factor is nearly its constant. So the second matrix
+is
+needed only in sums, not in products.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ Squares = Callable[[str], Tensor]
 def factored(p: Polynomial) -> tuple[float, float, float, float]:
     """Return l, u, w and t so that p₁·A + … + p₄·A⁴ = l·(H² + w·H + t·A) with H = A² + u·A.
 
-    Two products instead of three, and numbers of the size of the result. The powers of A themselves have factors many
-    times as large, by which their rounding would be multiplied.
+    This takes two products instead of three, and its numbers have the size of the result. The powers of A have much
+    larger factors, which would multiply their rounding errors.
     """
     lead, u = p[4], p[3] / (2 * p[4])
     w = p[2] / lead - u * u
@@ -57,8 +58,9 @@ def factor_of_all(
     norm, constant = scale**-0.5, _number(polynomials[0][0], x)
     factor, mean = z, constant
     for number, p in enumerate(polynomials[1:]):
-        # R ← (c + Z) R (c + Z), where c + Z is the step before. Rounded, Z and R commute only nearly, and half of Z R
-        # mirrored is off where large entries cancel; of the first step, in which most do, it is multiplied in full.
+        # R ← (c + Z) R (c + Z), where c + Z is the previous step. Rounded Z and R commute only nearly, so a mirrored
+        # half of Z R has errors where large entries cancel. In the first step, where most cancel, it is computed in
+        # full.
         with_r = ((r, scale * constant), (low, scale * constant))
         multiply(z, r, with_r, zr, scale, symmetric=number > 0, low=zr_low)
         multiply(zr, z, ((zr, constant), (zr_low, constant)), r, low=low)
@@ -71,11 +73,11 @@ def factor_of_all(
 def _first(p: Polynomial, r: Tensor, matmuls: Matmuls, square: Squares) -> tuple[Tensor, float]:
     """Return p₁·S + p₂·S² and s, where S = s·R, so that the Schatten-4 norm of S is 1."""
     squared = matmuls.multiply(r, r, (), square("c"))
-    # On a CPU reading a number waits for nothing.
+    # On a CPU reading a number needs no wait.
     scale = (_row_products(matmuls, squared, squared).sum().sqrt().item() or 1.0) ** -0.5
     weight = p[1] * scale
     squared.mul_(p[2] * scale**2 / (1 - weight))
-    # Not by `add`, with which a CPU rounds the end of what a thread has otherwise than the rest.
+    # Not by `add`: on a CPU it rounds the last elements of a thread differently from the others.
     return torch.lerp(squared, r, weight, out=square("step first")), scale
 
 
@@ -93,7 +95,7 @@ def _powers(p: Polynomial, r: Tensor, matmuls: Matmuls, out: Tensor, square: Squ
 def _joined(w: Tensor, q: Tensor, z: Tensor, p: Tensor, matmuls: Matmuls, out: Tensor) -> tuple[Tensor, Tensor]:
     """Return (q + W)(p + Z) as a matrix without a mean on its diagonal, in `out`, and the rest.
 
-    Both triangles are multiplied: rounded matrices commute only nearly, and no later product of X repairs that.
+    Both triangles are computed: rounded matrices commute only nearly, and no later product of X corrects the error.
     """
     matmuls.multiply(w, z, ((z, q), (w, p)), out, symmetric=False)
     diagonal = _row_products(matmuls, w, z) + q[..., 0] * _diagonal(z) + p[..., 0] * _diagonal(w)

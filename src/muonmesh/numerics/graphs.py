@@ -1,8 +1,8 @@
-"""Graphs: the orthogonalization of a batch, captured as a CUDA graph and started by one launch.
+"""Graphs: captures the orthogonalization of a batch as a CUDA graph, which one launch starts.
 
 A graph reads and writes the addresses with which it was captured. So memory is kept between steps: for the matrices and
-the results of a batch, and in a private pool for all that lies between. Batches of one stream come one after the other,
-so they take turns in it, and it is as large as the largest of them needs.
+the results of a batch, and in a private pool for all intermediate tensors. Batches of one stream run one after the
+other, so they share this memory, which is as large as the largest batch needs.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from torch import Tensor
 from muonmesh.errors import explain_error
 
 MOST = 4
-"""Batches that have a graph."""
+"""Largest number of batches that have a graph."""
 
 _ALIGNMENT = 512
-"""Bytes, as torch's allocator aligns memory."""
+"""The alignment of memory in bytes, as in torch's allocator."""
 
 
 class Graphs:
-    """The CUDA graphs of one optimizer's batches: of the first `MOST` that come a second time.
+    """The CUDA graphs of one optimizer's batches: of the first `MOST` batches that recur.
 
-    Batches with one shape, dtype and method share a graph. It belongs to one stream, on which each batch is copied in,
-    computed and copied out before the next one is copied in.
+    Batches with the same shape, dtype and method share a graph. A graph belongs to one stream. On this stream, each
+    batch is copied in, computed and copied out before the next batch is copied in.
 
     Args:
-        device: Where the matrices are.
+        device: The device of the matrices.
 
     Raises:
         ValueError: the device has no CUDA graphs.
@@ -44,18 +44,18 @@ class Graphs:
         self._batches: dict[tuple[Hashable, ...], _Batch] = {}
 
     def __len__(self) -> int:
-        """Return how many batches have a graph, or will at their next run."""
+        """Return how many batches have a graph, or get one at their next run."""
         return len(self._batches)
 
     @property
     def bytes(self) -> int:
-        """The memory that is kept between steps."""
+        """The bytes of memory that are kept between steps."""
         return sum(memory.bytes for memory in self._memory.values())
 
     def memory(self, *key: Hashable) -> tuple[Tensor, Tensor] | None:
-        """Return where a batch with this key may be written, and where `run` leaves its results, without any copy.
+        """Return the graph's own memory for a batch with this key and for its results, so that `run` needs no copies.
 
-        What is read there is valid until the next batch is written. None: it has no graph.
+        The results are valid until the next batch is written. None if there is no graph with this key.
         """
         found = self._batches.get((*key, torch.cuda.current_stream(self._device)))
         return None if found is None else (found.given[0], found.given[1])
@@ -64,14 +64,16 @@ class Graphs:
         """Run ``call(*given)``: the second time in memory that is kept, from the third time on as a graph.
 
         Args:
-            call: Starts the same whatever values the tensors have. It may overwrite the first, and leaves nothing but
-                what it writes into the second. No host waits in it, and nothing is sent.
-            given: The matrices, their results, and what else is read, a number for each.
-            key: Equal for calls that start the same; it says shapes and dtypes of the tensors.
+            call: A function that starts the same kernels whatever the values of the tensors are. It may overwrite the
+                first tensor, and its only result is written into the second. The CPU must not wait in it, and it must
+                not communicate.
+            given: The matrices, their results, and further inputs with one number for each matrix.
+            key: Equal for calls that start the same kernels; it includes shapes and dtypes of the tensors.
 
         Returns:
-            False where nothing was run: at the first time, if other batches have the graphs, and if it is larger than
-            all that came before these had any.
+            False if nothing was run: at the first time; if other batches have all graphs; or if the batch is larger
+            than
+            all batches that came before the first graph.
         """
         stream = torch.cuda.current_stream(self._device)
         key = (*key, stream)
@@ -91,11 +93,11 @@ class Graphs:
 
 
 class _Memory:
-    """What the batches of one stream take turns in.
+    """The memory that the batches of one stream share.
 
     Attributes:
-        long: Their matrices and results.
-        bytes: Those, and what the pool of the graphs has taken from the device.
+        long: The memory of their matrices and results.
+        bytes: The bytes of ``long`` and of the graphs' pool.
     """
 
     def __init__(self, size: int, device: torch.device) -> None:
@@ -105,29 +107,29 @@ class _Memory:
         self._aside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def capture(self, call: Callable[..., object], given: Sequence[Tensor]) -> torch.cuda.CUDAGraph:
-        """Return the graph of a call, which is not run. The host waits for the device, once for each graph."""
+        """Return the graph of a call without running it. The CPU waits for the device, once for each graph."""
         device, graph = self.long.device, torch.cuda.CUDAGraph()
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
-        torch._C._cuda_clearCublasWorkspaces()  # those of this stream may be another's, and be freed
+        torch._C._cuda_clearCublasWorkspaces()  # this stream's may be another stream's, and be freed
         before = torch.cuda.memory_reserved(device)
         with torch.cuda.stream(self._aside):
-            # Other threads, such as NCCL's, may ask for their events meanwhile.
+            # Other threads, such as NCCL's, may query their events meanwhile.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 call(*given)
             finally:
                 graph.capture_end()
         self.bytes += torch.cuda.memory_reserved(device) - before
-        torch._C._cuda_clearCublasWorkspaces()  # that of the graph stays in its pool, and nobody else takes it
+        torch._C._cuda_clearCublasWorkspaces()  # the graph's workspace stays in its pool
         return graph
 
 
 class _Batch:
-    """A batch that has come a second time, and its graph.
+    """A batch that recurs, with its graph.
 
     Attributes:
-        given: Matrices, results, and what else is read, at addresses that stay.
+        given: Matrices, results and further inputs, at fixed addresses.
     """
 
     def __init__(self, memory: _Memory, given: Sequence[Tensor]) -> None:
@@ -139,7 +141,7 @@ class _Batch:
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def run(self, call: Callable[..., object], given: Sequence[Tensor]) -> None:
-        """See `Graphs.run`. The first run makes all that is made once: kernels are compiled and loaded then."""
+        """Run the batch, see `Graphs.run`. The first run compiles and loads kernels."""
         matrices, results, *numbers = zip(self.given, given, strict=True)
         for own, theirs in (matrices, *numbers):
             if not _is_one(own, theirs):
@@ -156,7 +158,7 @@ class _Batch:
 
 
 def _is_one(own: Tensor, theirs: Tensor) -> bool:
-    """Whether a caller works in the memory that was handed to it, which is then all of it."""
+    """Whether a caller's tensor is the graph's own memory, so that no copy is needed."""
     return bool(torch._C._is_alias_of(own, theirs))  # type: ignore[attr-defined]
 
 
@@ -165,7 +167,7 @@ def _aligned(size: int) -> int:
 
 
 def capture_error() -> Exception:
-    """Return what is wrong if a caller captures the step itself: its tables are in memory that others have by then."""
+    """Return the error for a caller that captures the step itself: a replay would read memory that is in other use."""
     needed = "it outside of one, since a replay would repeat its learning rate"
     write = "Capture forward and backward only, and write cuda_graphs=True"
     return RuntimeError(explain_error("step()", "in a CUDA graph capture", needed, write))

@@ -1,4 +1,4 @@
-"""Iteration: a batch of matrices on its way to orthogonality: norms, steps and products, one after the other."""
+"""Iteration: runs the Newton–Schulz iteration on a batch of matrices: norms, steps and products."""
 
 from __future__ import annotations
 
@@ -25,28 +25,30 @@ from muonmesh.numerics.square_matrices import (
 )
 
 ALIGNMENT = 64
-"""Bytes; memory that begins at a multiple of it gives products the same bits."""
+"""Alignment of buffers in bytes. Products have the same bits if their memory begins at a multiple of it."""
 
-# What was deflated is near enough to its polar factor if the Schatten norm is so much smaller than the norm before,
-# for then small values are raised as far as by "polar_express", or if the mean of (1 − σ²)² is at most this (measured).
+# A deflated matrix is near enough to its polar factor if its Schatten norm is so many times smaller than its first
+# norm,
+# because small values are then raised as far as by "polar_express"; or if the mean of (1 − σ²)² is at most this
+# (measured).
 _NARROWED, _DEPARTURE = 11, 0.03
 
 
 class Iteration:
-    """Matrices on their way to orthogonality, in buffers that the next batch uses again.
+    """The iteration of a batch of matrices, in buffers that the next batch reuses.
 
-    What is loaded is only multiplied by a power of two. Its norm ν is not divided out of it, but of X Xᵀ before the
-    polynomials, and of the result by the last product. To divide a bf16 matrix by its norm first would round every
-    entry once more, and the slope of the polynomials at 0 amplifies that a thousandfold: it doubles the error on
-    recorded momentum, as docs/internals/numerics.md shows.
+    A loaded matrix is only multiplied by a power of two. The division by its norm ν is applied to X Xᵀ before the
+    polynomials, and to the result by the last product. Dividing a bf16 matrix by its norm first would round every entry
+    once more, and the slope of the polynomials at 0 amplifies this error a thousandfold. It would double the error on
+    recorded momentum (docs/internals/numerics.md).
 
-    Each buffer is contiguous and begins at a multiple of 64 bytes, so a product of some shape always meets the same
-    alignment: its last bits depend on it. The caller's memory is used as a buffer where it is suitable, because fewer
-    buffers leave more of the matrix in the cache that the threads share.
+    Each buffer is contiguous and begins at a multiple of 64 bytes, so that products of equal shape always have the same
+    alignment, because their last bits depend on it. The caller's memory is used as a buffer if it is suitable, because
+    fewer buffers leave more of the matrix in the cache that the threads share.
 
     Attributes:
-        x: The iterates of matrices of norm 1, each times ν: at first what was loaded, as it is. Shape (batch, rows,
-            cols), rows ≤ cols, compute dtype.
+        x: The iterates of the matrices divided by ν, times ν; at first the loaded matrices. Shape (batch, rows, cols),
+            rows ≤ cols, compute dtype.
     """
 
     def __init__(
@@ -57,7 +59,7 @@ class Iteration:
         kernels: KernelName,
         dtype: torch.dtype,
     ) -> None:
-        """Take what an `Orthogonalizer` has resolved."""
+        """Set the coefficients, products and dtype that an `Orthogonalizer` has resolved."""
         self._prepared, self._segments, self._matmuls = prepared, segments, matmuls
         self._kernels, self._dtype = kernels, dtype
         self._row_products = row_products if matmuls.exact is None else matmuls.exact.row_products
@@ -80,7 +82,7 @@ class Iteration:
             (store if exact is None else exact.store)(self.x, out)
 
     def run_in(self, room: Tensor, matrix: Tensor, times: Tensor | None) -> Tensor:
-        """Orthogonalize the matrix in the last columns of a room, and return in which columns the result is."""
+        """Orthogonalize the matrix in the last columns of ``room`` (`room_for`); return a view of the result in it."""
         cols = matrix.shape[2]
         width = room.shape[2] - cols
         self._shape, self._device = tuple(matrix.shape), matrix.device
@@ -108,7 +110,7 @@ class Iteration:
             if len(segments) == 1 and self._matmuls.exact is not None:
                 self._last = True
                 given = self.x, self._inverse_square, segments[0], self._matmuls, self._square
-                factor, mean, norm = factor_of_all(*given)  # two products of X altogether
+                factor, mean, norm = factor_of_all(*given)  # two products of X in total
                 self._norm_is(self._norm * norm)
                 self._apply(factor, mean)
             else:
@@ -128,10 +130,10 @@ class Iteration:
                 self.step(*segment)
 
     def finish(self, method: Literal["standard", "gram"]) -> None:
-        """Apply what a set has for it to a result that is not yet near its polar factor, one matrix on a CPU.
+        """Apply the set's `finish` polynomials if the result is not yet near its polar factor; for one matrix on a CPU.
 
-        Only the result shows how many values the polynomials left low. To decide, the host reads a number, for which
-        it would wait on a device.
+        Only the result shows how many values the polynomials left low. The CPU reads a number to decide, which would
+        be a wait on a device.
         """
         times = 1.0 if self._times is None else self._times.item()
         if not departure(self.x[0], times, self._prepared.deflated) > _DEPARTURE:  # NaN too, as where `times` is 0
@@ -141,7 +143,7 @@ class Iteration:
         self._take(tuple(segments_of(self._prepared.finish, method)))
 
     def _square(self, name: str) -> Tensor:
-        """Return a buffer (batch, rows, rows), the same for each name; taken where it is needed."""
+        """Return the buffer (batch, rows, rows) with this name; it is allocated at its first use."""
         if name not in self._squares:
             count, rows, _ = self._shape
             shape = count, rows, rows
@@ -165,7 +167,7 @@ class Iteration:
         return exact.load(matrices, self.x)
 
     def _exact_for(self, memory: Tensor) -> Exact | None:
-        """Return the operations of the table that read or write the caller's memory in one pass, if they can."""
+        """Return the operations that read or write the caller's memory in one pass; None if there are none for it."""
         return self._matmuls.exact if memory.dtype == self._dtype and memory.is_contiguous() else None
 
     def _long(self, number: int) -> Tensor:
@@ -178,7 +180,7 @@ class Iteration:
     def begin(self, p: Polynomial) -> None:
         """Divide X by ‖A²‖^½ (Frobenius) of its Gram matrix A: (Σσ⁸)^⅛, which bounds its largest singular value.
 
-        A and A² are what the first quintic needs too, so they are kept for it.
+        The first quintic also needs A and A², so they are kept.
         """
         a = self._gram()
         square = self._matmuls.multiply(a, a, [(a, 0.0)], self._square("c"))
@@ -201,9 +203,9 @@ class Iteration:
     def _degree_9(self, p: Polynomial, a: Tensor) -> tuple[Tensor, Tensor]:
         """Return Z less the mean of its diagonal, and that mean plus p₀, of p₀ + Z = p₀ + p₁·A + … + p₄·A⁴.
 
-        With H = A² + u·A and u = p₃/2p₄, Z = p₄·(H² + w·H + t·A): two products instead of three, and numbers of the
-        size of the result. The powers of A themselves have factors many times as large, by which their rounding to bf16
-        would be multiplied. The diagonal is computed in fp32 as in `gram_steps`.
+        With H = A² + u·A and u = p₃/2p₄, Z = p₄·(H² + w·H + t·A). This takes two products instead of three, and its
+        numbers have the size of the result. The powers of A have much larger factors, which would multiply their
+        rounding errors. The diagonal is computed in fp32 as in `gram_steps`.
         """
         lead, u, w, t = factored(p)
         h = self._matmuls.multiply(a, a, [(a, u)], self._square("b"))
@@ -227,7 +229,7 @@ class Iteration:
         in every entry, which shifts all singular values together and can push them past where q diverges.
 
         Rounded matrices commute only nearly, so mirroring one triangle of their product is an error too. Later steps
-        repair it. Nothing comes after the last two steps, so these multiply in full.
+        correct it. No step follows the last two steps, so these compute both triangles.
         """
         matmuls, p0, q0 = self._matmuls, p[0], q[0]
         a = self._gram()
@@ -262,16 +264,16 @@ class Iteration:
         self._apply(factor, p0 * q0 + set_centred_diagonal(factor, diagonal))
 
     def _gram(self) -> Tensor:
-        """A = X Xᵀ of the matrices with norm 1, in buffer "a"."""
+        """Return A = X Xᵀ of the matrices divided by their norm, in buffer "a"."""
         if self._square_term is not None:
             return self._square("a")
         return self._matmuls.multiply(self.x, None, [], self._square("a"), scale=self._inverse_square)
 
     def _apply(self, b: Tensor, a: float | Tensor) -> None:
-        """X ← a·X + B X, in the last segment divided by ν and multiplied by what the caller asks for.
+        """X ← a·X + B X; in the last segment also divided by ν and multiplied by the caller's ``times``.
 
-        Where a is from the data and the products can only add what the host multiplies, it is X + B/a X, and ν takes a:
-        the sum is rounded once, and B, which is smaller than X, instead of X an element more.
+        If a depends on the data and the products only take factors that the CPU knows, X ← X + B/a X, and ν is changed
+        by a. The sum is then rounded once, and B is rounded once more, which is smaller than X.
         """
         if isinstance(a, Tensor) and self._matmuls.sparing:  # a is left to the products that divide by ν
             self._norm_is(self._norm / a)
@@ -289,7 +291,7 @@ class Iteration:
         """p₁·A + p₂·A² + ..., in the buffer `out` or `spare`; Horner's scheme from the highest power down."""
         if self._square_term is not None:
             term, self._square_term = self._square_term, None
-            # Not by `add`, with which a CPU rounds the end of what a thread has otherwise than the rest.
+            # Not by `add`: on a CPU it rounds the last elements of a thread differently from the others.
             return torch.lerp(term, a, p[1], out=self._square(out))
         if len(p) == 2:
             return torch.mul(a, p[1], out=self._square(out))

@@ -101,18 +101,18 @@ def orthogonalize(
 
 @dataclass(frozen=True)
 class Orthogonalizer:
-    """How matrices of one shape are orthogonalized: what `orthogonalize` was asked for, resolved once.
+    """The orthogonalization of matrices of one shape, with the options of `orthogonalize` resolved once.
 
     Attributes:
-        rows, cols: Of each matrix as it is iterated on, rows ≤ cols.
-        coefficients: What such matrices get: a set by name, or polynomials.
-        prepared: That set: what they need before and after the polynomials.
+        rows, cols: The size of each matrix in the iteration, rows ≤ cols.
+        coefficients: The coefficients of these matrices: the name of a set, or polynomials.
+        prepared: The coefficient set, with the operations before and after the polynomials.
         method: How the polynomials are applied.
-        segments: The polynomials, those together that one product with X applies.
-        whole: Whether all steps are taken on one Gram matrix: those after deflation, by kernels that keep its rounding.
-        kernels: What was asked to multiply.
+        segments: The polynomials, grouped by the product with X that applies them.
+        whole: Whether all steps use a single Gram matrix: after deflation, with kernels that keep its rounding error.
+        kernels: The ``kernels`` option.
         dtype: Compute dtype.
-        device: Where the matrices are.
+        device: The device of the matrices.
     """
 
     rows: int
@@ -138,7 +138,7 @@ class Orthogonalizer:
         kernels: KernelName,
         device: torch.device,
     ) -> Orthogonalizer:
-        """Resolve what was asked for; see `orthogonalize`."""
+        """Resolve the options of `orthogonalize` for matrices of one shape."""
         rows, cols = sorted((rows, cols))
         coefficients = choose(coefficients, steps, device=device, dtype=dtype)
         coefficients, steps = for_rows(coefficients, steps, rows)
@@ -147,50 +147,50 @@ class Orthogonalizer:
         deflates = chosen == "gram" and prepared.deflated > 0
         whole = deflates and resolve(kernels, device=device, dtype=dtype, rows=rows, whole=True) == "compiled"
         segments = (schedule,) if whole else tuple(segments_of(schedule, chosen))
-        finishes = device.type == "cpu" and steps in (None, prepared.steps)  # else somebody asks for another number
+        finishes = device.type == "cpu" and steps in (None, prepared.steps)  # only with the set's own number
         prepared = replace(prepared, finish=prepared.finish if finishes else ())
         return Orthogonalizer(rows, cols, coefficients, prepared, chosen, segments, whole, kernels, dtype, device)
 
     @property
     def degrees(self) -> list[int]:
-        """What the steps cost as `layout.cost` counts it: the number of coefficients of each step's polynomial.
+        """The number of coefficients of each step's polynomial, from which `layout.cost` computes the cost.
 
-        A rational step costs what a quintic costs: X Xᵀ, rows³ operations, and a product with X. Its rows³ operations
-        are a Cholesky factorisation and what makes the inverse of it.
+        A rational step costs as much as a quintic: X Xᵀ, rows³ operations, and a product with X. Its rows³ operations
+        are a Cholesky factorization and the inverse from it.
         """
         rational = [] if self.prepared.rational is None else [3]
         return rational + [len(polynomial) for segment in self.segments for polynomial in segment]
 
     @cached_property
     def quintics(self) -> tuple[float, ...]:
-        """Three coefficients a step, if that is all there is to do and a kernel may hold them; else nothing."""
+        """Three coefficients for each step, if the set has only such steps and one kernel can take them; else empty."""
         steps = [polynomial for segment in self.segments for polynomial in segment]
         alone = self.prepared.begins_with_polynomials and self.prepared.preconditioner == "none"
         fits = alone and self.method == "standard" and self.dtype == torch.bfloat16 and max(self.degrees) <= 3
-        # More would make much code: they are part of it.
+        # At most 16 steps, because the coefficients are part of the kernel's code.
         return tuple(c for step in steps for c in (*step, 0.0)[:3]) if fits and len(steps) <= 16 else ()
 
     @property
     def squares(self) -> int:
-        """How many rows × rows buffers a device needs for a matrix."""
+        """The number of rows × rows buffers that a device needs for a matrix."""
         if max(self.degrees) > 3:
             return 4
         return 2 if self.method == "standard" else 4 - (self.products.join is not None)
 
     @cached_property
     def products(self) -> Matmuls:
-        """The table of products. Reading it raises ValueError where the kernels cannot be."""
+        """The table of products. Raises a ValueError if the kernels are not available."""
         rows, cols = self.rows, self.cols
         return select(self.kernels, device=self.device, dtype=self.dtype, rows=rows, cols=cols, whole=self.whole)
 
     @cached_property
     def at_once(self) -> int:
-        """How many matrices are best orthogonalized together."""
+        """The best number of matrices to orthogonalize together."""
         return self.products.at_once
 
     @cached_property
     def repeats(self) -> bool:
-        """Whether kernels are started that do not depend on values, so that they can be started again (`run_again`)."""
+        """Whether the started kernels do not depend on values, so that `run_again` can repeat recorded launches."""
         return self.products.normalize is not None and self.prepared.begins_with_polynomials
 
     @cached_property
@@ -209,9 +209,9 @@ class Orthogonalizer:
     ) -> Tensor:
         """Return the orthogonal factor of each matrix of this shape, in `plain_modes`; see `orthogonalize`.
 
-        With `graphs` a batch that comes again may be captured and replayed. With `room`, that of `room_for`, which
-        holds x, the result is columns of it, so x is lost: for one matrix, of a set that begins with polynomials, on a
-        device, without `out`.
+        With `graphs`, a recurring batch may be captured and replayed. `room` is the memory of `room_for` that holds x.
+        The result is then a view of `room`, and x is overwritten. This needs a single matrix on a device, a set that
+        begins with polynomials, and no `out`.
         """
         like_x = out is None or (out.shape, out.dtype, out.device) == (x.shape, x.dtype, x.device)
         if out is not None and not (like_x and out.is_contiguous()):
@@ -248,7 +248,7 @@ class Orthogonalizer:
     def graph_key(
         self, shape: Sequence[int], dtype: torch.dtype, *, overwrite: bool, timed: bool
     ) -> tuple[Hashable, ...]:
-        """Return what a batch is known by in `Graphs`; it says which method this is."""
+        """Return the key of a batch in `Graphs`; it includes this method."""
         return id(self), tuple(shape), dtype, overwrite, timed
 
     def _run(self, matrices: Tensor, out: Tensor, times: Tensor | None = None, *, overwrite: bool) -> None:
@@ -262,17 +262,17 @@ class Orthogonalizer:
 
 
 def room_for(rows: int, cols: int, *, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return memory for one large matrix and its result, which takes a sixteenth more than the matrix.
+    """Return memory for one large matrix and its result; it is only a sixteenth larger than the matrix.
 
-    A product X ← a·X + B X makes each column of what was there in that column. So it may take the columns by panels,
-    each written beside the memory it was read from, where nothing is needed any more: X moves by a panel to the left,
-    and with the next product back to the right.
+    In a product X ← a·X + B X, each column of the result depends only on the same column of X. So the product works on
+    panels of columns, and writes each panel next to the memory it was read from, which is no longer needed. X moves to
+    the left by one panel, and back to the right with the next product.
 
     Returns:
-        The memory, (1, rows, cols + a panel), and where to write the matrix in it, (1, rows, cols).
+        The memory, (1, rows, cols + a panel), and the view in it for the matrix, (1, rows, cols).
     """
     least = -(-cols // (16 * ALIGNMENT)) * ALIGNMENT
-    # No last panel that is so narrow that a kernel would take other tiles for it.
+    # The last panel must not be so narrow that a kernel would use other tiles for it.
     width = next(width for width in range(least, cols + least, ALIGNMENT) if not 0 < cols % width < min(least, 512))
     room = torch.empty(1, rows, cols + width, dtype=dtype, device=device)
     return room, room[..., width:]
@@ -287,19 +287,20 @@ def resolve_method(
     method: Method = "auto",
     dtype: torch.dtype = torch.bfloat16,
 ) -> Literal["standard", "gram"]:
-    """Say which method `orthogonalize` uses for a rows × cols matrix.
+    """Return the method that `orthogonalize` uses for a rows × cols matrix.
 
-    "auto" takes Gram where it is faster, from 384 rows and twice as many columns on or 256 rows and four times as
-    many, and where its error is known to be at most 1.1 times that of the standard method on spectra of four
-    decades and on recorded momentum: in bf16, with "polar_express" at 3 to 10 steps, "quintic" and "aol" at 3 to 5,
-    "deepseekv4" at 10, "deflated" at 3. fp32 and fp64 are chosen for exactness, so there "auto" is "standard".
+    "auto" takes "gram" if it is faster and accurate enough. It is faster from 384 rows and twice as many columns on, or
+    from 256 rows and four times as many. Accurate enough means an error of at most 1.1 times that of "standard" on
+    spectra of four decades and on recorded momentum. This holds in bf16 for "polar_express" at 3 to 10 steps, "quintic"
+    and "aol" at 3 to 5, "deepseekv4" at 10, and "deflated" at 3. For fp32 and fp64, which are chosen for exactness,
+    "auto" is "standard".
 
     Args:
         rows: Rows of the whole matrix.
         cols: Columns of the whole matrix.
-        coefficients: As for `orthogonalize`.
-        steps: As for `orthogonalize`.
-        method: What was asked for.
+        coefficients: The coefficients, as for `orthogonalize`.
+        steps: The number of steps, as for `orthogonalize`.
+        method: "auto", "standard" or "gram".
         dtype: Compute dtype.
 
     Returns:
@@ -339,7 +340,7 @@ def resolve_method(
 
 
 def _check_input(x: Tensor) -> None:
-    """Raise for what is not a batch of dense floating-point matrices held whole by this process."""
+    """Raise an error unless x is a batch of dense floating-point matrices that this process holds whole."""
     if not isinstance(x, Tensor):
         raise TypeError(explain_error("x", type(x).__name__, "a torch.Tensor", "Write torch.as_tensor(x)"))
     if hasattr(x, "device_mesh"):

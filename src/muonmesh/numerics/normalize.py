@@ -1,4 +1,4 @@
-"""Matrices of any magnitude in the compute dtype, and their norms, without an epsilon."""
+"""Normalize: brings matrices of any magnitude into the compute dtype, and computes norms, without an epsilon."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from torch import Tensor
 from muonmesh.numerics.kernels.memory import scratch
 
 CACHED = 1 << 17
-"""Elements a CPU works on at a time, so that the wider copies stay in its cache; fewer would cost more in calls than
-they save in memory traffic (measured)."""
+"""Number of elements that a CPU works on at a time, so that wider copies stay in its cache. With fewer elements, calls
+would cost more than the saved memory traffic (measured)."""
 
 _SUMMED_BY_ONE_THREAD = 1 << 14
-"""Columns of a row that torch adds up on one thread, whatever comes with it; it does so below 1 << 15."""
+"""Number of columns of a row that torch always adds up on one thread; torch does so below 1 << 15."""
 
 _LEAST = 1e-12
-"""Below the norm of every matrix that is not zero, times its power of two; the square of its inverse is finite."""
+"""A number below the scaled norm of every non-zero matrix; the square of its inverse is finite."""
 
 
 def load(matrices: Tensor, out: Tensor, *, together: bool) -> Tensor:
-    """Write matrices to `out`, wide and times a power of two, and return the Frobenius norms of what was written.
+    """Write matrices to `out`, in wide orientation and times a power of two; return the Frobenius norms of the result.
 
-    The power of two is near 1 / max|x|. Multiplying by it is exact, afterwards squares neither overflow nor vanish.
+    The power of two is near 1 / max|x|. The multiplication is exact, and squares then neither overflow nor vanish.
 
     Args:
         matrices: Shape (batch, m, n), any strides, any floating-point dtype.
@@ -31,7 +31,7 @@ def load(matrices: Tensor, out: Tensor, *, together: bool) -> Tensor:
         together: Whether one operation may take all matrices.
 
     Returns:
-        Shape (batch, 1, 1), at least fp32; above 0 for a matrix of zeros too, NaN where an entry is not finite.
+        The norms, (batch, 1, 1), at least fp32; above 0 even for a matrix of zeros, NaN if an entry is not finite.
     """
     if together:
         return _load(matrices, out)
@@ -39,7 +39,7 @@ def load(matrices: Tensor, out: Tensor, *, together: bool) -> Tensor:
 
 
 def _load(x: Tensor, out: Tensor) -> Tensor:
-    """`load` for one matrix (m, n), the norm a scalar, or for all of (batch, m, n)."""
+    """Do `load` for one matrix (m, n), with a scalar norm, or for all matrices (batch, m, n)."""
     if x.dtype == torch.float16:
         x = x.float()
     exact = torch.promote_types(out.dtype, torch.float32)
@@ -62,7 +62,7 @@ def _load(x: Tensor, out: Tensor) -> Tensor:
     if out.device.type == "cuda":  # whose sums are trees; in few launches
         norm = torch.linalg.vector_norm(out, dim=(-2, -1), keepdim=True, dtype=exact)
         return norm.clamp_(min=_LEAST).nan_to_num_(nan=torch.nan, posinf=torch.nan)
-    # A few rows at a time: wider copies of all of them are memory that the system must clear first.
+    # A few rows at a time: for wider copies of all rows, the system would have to clear new memory.
     few = torch.split(out.view(-1, out.shape[-1]), max(1, 2 * CACHED // out.shape[-1]))
     squares = (scratch("squares", part.shape, dtype=exact, device=out.device).copy_(part).square_() for part in few)
     rows = torch.cat([sums(part) for part in squares])
@@ -71,23 +71,23 @@ def _load(x: Tensor, out: Tensor) -> Tensor:
     else:
         norm = torch.linalg.vector_norm(rows.sqrt_())
     norm = torch.where(norm == 0, 1.0, norm)
-    # Not infinity: dividing by that gives zeros, as if there had been no gradient.
+    # Not infinity: dividing by infinity gives zeros, as if there were no gradient.
     return torch.where(norm.isfinite(), norm, torch.nan)
 
 
 def sums(rows: Tensor) -> Tensor:
-    """Return the sum of each row, (rows, cols), in an order that depends on nothing but the columns.
+    """Return the sum of each row of a (rows, cols) tensor, in an order that depends only on the number of columns.
 
-    A single row that is longer is added up by all threads together, one row among others is not.
+    Torch would add up a single long row on all threads, but one row among others on one thread.
     """
     parts = [part.sum(-1) for part in torch.split(rows, _SUMMED_BY_ONE_THREAD, dim=1)]
     return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
 
 
 def norms_and_powers(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the norm of each matrix and the power of two that brings it near 1, in one pass, as a device should.
+    """Return the norm of each matrix, and the power of two that brings the matrix near 1, in one pass for devices.
 
-    In fp64 no square of an fp32 number overflows or vanishes, so no power of two has to come first.
+    In fp64 no square of an fp32 number overflows or vanishes, so the matrix need not be scaled first.
 
     Args:
         x: Shape (batch, m, n) or (m, n); bf16 or fp32.
@@ -101,7 +101,7 @@ def norms_and_powers(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _inverse_power_of_two(x: Tensor) -> Tensor:
-    """The power of two that brings max|x| near 1; a scalar, or shape (batch, 1, 1)."""
+    """Return the power of two that brings max|x| near 1; a scalar, or shape (batch, 1, 1)."""
     if x.ndim == 2:
         low, high = x.aminmax()
         largest = torch.maximum(-low, high)
@@ -113,8 +113,8 @@ def _inverse_power_of_two(x: Tensor) -> Tensor:
 
 
 def _inverse_power_of_two_of(largest: Tensor) -> Tensor:
-    """The power of two that brings positive numbers near 1, fp32 or fp64, in their shape."""
-    # Within these limits the power is a normal number; what remains of the magnitude is left to the norm.
+    """Return the powers of two that bring positive numbers near 1, fp32 or fp64, in their shape."""
+    # Within these limits the power is a normal number; the norm takes the rest of the magnitude.
     smallest_normal = torch.finfo(largest.dtype).tiny
     largest = largest.clamp(smallest_normal, 0.25 / smallest_normal)
     mantissa, _ = torch.frexp(largest)
@@ -122,7 +122,7 @@ def _inverse_power_of_two_of(largest: Tensor) -> Tensor:
 
 
 def store(matrices: Tensor, out: Tensor) -> None:
-    """Write matrices to `out`, in its orientation and dtype.
+    """Write wide matrices to `out`, in the orientation and dtype of `out`.
 
     Args:
         matrices: Shape (batch, rows, cols), wide.

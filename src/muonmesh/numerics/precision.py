@@ -1,7 +1,7 @@
-"""Precision: what is computed does not depend on modes that the user has set for the model.
+"""Precision: makes computations independent of modes that the user has set for the model.
 
-`torch.set_float32_matmul_precision("high")` lets tensor cores multiply fp32 as TF32, which has the mantissa of fp16.
-Models bear that; whoever computes an optimizer's step in fp32 wants it exact.
+With `torch.set_float32_matmul_precision("high")`, tensor cores multiply fp32 as TF32, which has the mantissa of fp16.
+This is good enough for models, but an optimizer step in fp32 should be exact.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-_EXACT = ("ieee", "none")  # none: nobody has set anything, and torch multiplies exactly
+_EXACT = ("ieee", "none")  # none: nothing is set, and torch multiplies exactly
 _lock = threading.Lock()
 _inside = 0
 _before: list[str] = []
@@ -21,10 +21,11 @@ _before: list[str] = []
 
 @contextmanager
 def plain_modes() -> Iterator[None]:
-    """Compute inside without the caller's autocast, inference mode and gradients; also a decorator.
+    """Switch off the caller's autocast, inference mode and gradients inside a block; also a decorator.
 
-    Autocast would multiply in another dtype than the code names, and only on the thread that has entered it. Tensors
-    that are made in inference mode could not be written outside of it.
+    Autocast would multiply in a dtype other than the code's, and only on the thread that has entered it. Tensors made
+    in
+    inference mode could not be written outside of it.
     """
     kinds = {"cpu", "cuda", current.type if (current := torch.accelerator.current_accelerator()) else "cpu"}
     with ExitStack() as modes:
@@ -38,13 +39,13 @@ def plain_modes() -> Iterator[None]:
 
 @contextmanager
 def exact_fp32(dtype: torch.dtype) -> Iterator[None]:
-    """Multiply exactly inside, and set what was set before when the last thread has left.
+    """Multiply fp32 exactly inside a block, and restore torch's settings when the last thread has left.
 
-    Settings of torch are those of the process. So the first thread that enters changes them and the last one that
-    leaves restores them; what other threads multiply meanwhile is exact too.
+    These settings are global in the process. So the first thread that enters changes them, and the last thread that
+    leaves restores them. Products of other threads are exact too meanwhile.
 
     Args:
-        dtype: What is computed in; nothing is done unless it is fp32.
+        dtype: The compute dtype; nothing is done unless it is fp32.
     """
     global _inside
     if dtype != torch.float32:
@@ -64,7 +65,7 @@ def exact_fp32(dtype: torch.dtype) -> Iterator[None]:
             _inside -= 1
             for backend, level in zip(_backends(), _before, strict=True):
                 if _inside == 0 and level not in _EXACT:
-                    backend.fp32_precision = "none"  # what is set for all backends, torch.backends.fp32_precision
+                    backend.fp32_precision = "none"  # the setting for all backends, torch.backends.fp32_precision
                     if backend.fp32_precision != level:
                         backend.fp32_precision = level
 

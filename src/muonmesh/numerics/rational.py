@@ -1,8 +1,10 @@
 """The rational step of QDWH: x (a + b·x²) / (1 + c·x²) on the singular values, by one inverse.
 
-On X that is P X with P = b/c + (a − b/c) (1 + c·X Xᵀ)⁻¹. The matrix to be inverted is symmetric and positive definite,
-and the ratio of its largest to its smallest eigenvalue is at most 1 + c, so fp32 and Cholesky's factorisation are exact
-enough (Nakatsukasa, Bai and Gygi 2010, doi 10.1137/090774999). X Xᵀ in bf16 would not be: c is 16 000.
+Applied to X, the step is P X with P = b/c + (a − b/c) (1 + c·X Xᵀ)⁻¹. The matrix to invert is symmetric and positive
+definite, and the ratio of its largest to its smallest eigenvalue is at most 1 + c. So fp32 and a Cholesky factorization
+are exact enough (Nakatsukasa, Bai and Gygi 2010, doi 10.1137/090774999). X Xᵀ in bf16 would not be exact enough,
+because
+c is 16 000.
 """
 
 from __future__ import annotations
@@ -17,16 +19,18 @@ from muonmesh.numerics.normalize import sums
 from muonmesh.numerics.precision import exact_fp32
 
 _ABOVE = 1.005
-"""By how much the bound of the largest singular value is widened, since X is rounded."""
+"""Factor on the bound of the largest singular value, because X is rounded."""
 
 
 def rational_step(x: Tensor, norm: Tensor, step: tuple[float, float, float], kernels: KernelName) -> Tensor:
-    """Write P X over X, and return by what X is divided beside its norm, (batch, 1, 1).
+    """Write P X over X, and return the divisor of X in addition to its norm, (batch, 1, 1).
 
-    P is not rounded: a singular value that dominates all others stands in it as a small difference of its entries. In
-    bf16 one entry a million times the others became 25 at 384 rows, and rows that are all alike 13 (measured).
+    P is not rounded, because a dominating singular value appears in P only as a small difference of its entries. With P
+    in bf16, one entry a million times larger than the others became 25 in place of about 1 at 384 rows; for a matrix of
+    equal rows it was 13 (measured).
 
-    On a CPU each matrix has one thread: sums round otherwise on another number of threads, products and LAPACK's too.
+    On a CPU each matrix has one thread, because the rounding of sums depends on the number of threads, also in products
+    and in LAPACK.
 
     Args:
         x: The matrices times their norms, shape (batch, rows, cols), rows ≤ cols, compute dtype.
@@ -54,7 +58,7 @@ def _step(x: Tensor, norm: Tensor, step: tuple[float, float, float], kernels: Ke
         if x.dtype != exact or x.device.type == "cpu":
             wide = scratch("rational x", x.shape, dtype=exact, device=x.device).copy_(x)
         square = scratch("rational square", (count, rows, rows), dtype=exact, device=x.device)
-        taken = kernels if kernels != "compiled" else "auto"  # those are for bf16
+        taken = kernels if kernels != "compiled" else "auto"  # compiled kernels are for bf16
         matmuls = select(taken, device=x.device, dtype=exact, rows=rows, cols=cols)
         gram = matmuls.multiply(wide, None, [], square, scale=norm.square().reciprocal())
         # ‖X Xᵀ‖² is the sum of the fourth powers of the singular values, so its fourth root bounds the largest.

@@ -1,4 +1,4 @@
-"""How large one update is: the factor between an orthogonal direction and the change of the weights."""
+"""Scale: the factor between an orthogonalized direction and the change of the weights."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def update_scale(rows: int, cols: int, mode: ScaleMode) -> float:
 
 
 class StepSize(NamedTuple):
-    """What a learning rate means for one matrix: root mean square and spectral norm of one step."""
+    """The size of one step on a matrix: its root mean square and its spectral norm."""
 
     rms: float
     spectral: float

@@ -1,4 +1,4 @@
-"""Setting: what is declared of a setting of a group, an optimizer or a rule, so that one check serves all of them."""
+"""Setting: the declaration of a setting of a group, an optimizer or a rule, so that one check serves all of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NOT_NEGATIVE = "a number of at least 0"
 
 
 class Setting(NamedTuple):
-    """The default of a setting, what values fit, and what an error says is needed."""
+    """The declaration of a setting: its default, a check of values, and the text for errors about what is needed."""
 
     default: Any = MISSING
     fits: Callable[[Any], bool] = lambda _: True
@@ -21,7 +21,7 @@ class Setting(NamedTuple):
 
 
 def choice(default: object, words: object, why: str = "") -> Setting:
-    """Return a setting that is one of the words of a Literal; ``why`` ends the message."""
+    """Return a setting that is one of the strings of a Literal; ``why`` is the end of the error message."""
     known = get_args(words)
     needed = "one of " + ", ".join(map(repr, known)) + why
     return Setting(default, lambda value: isinstance(value, str) and value in known, needed)
@@ -53,7 +53,7 @@ def fraction(default: float) -> Setting:
 
 
 def two_fractions(default: tuple[float, float]) -> Setting:
-    """Return a setting that is two of them."""
+    """Return a setting that is two numbers of at least 0 and below 1."""
     return Setting(default, lambda value: isinstance(value, (tuple, list)) and _are_two(value), "two numbers in [0, 1)")
 
 
@@ -74,5 +74,5 @@ def whole(default: int | None, least: int, needed: str) -> Setting:
 
 
 def rule_field(key: str, setting: Setting) -> Any:
-    """Return a field of a rule, by the key that it has in a group; it is checked as declared."""
+    """Return a dataclass field of a rule with its key in a param group; values are checked as ``setting`` declares."""
     return field(default=setting.default, metadata={"key": key, "setting": setting})

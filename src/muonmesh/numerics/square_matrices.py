@@ -14,8 +14,8 @@ def symmetric_part(x: Tensor, spare: Tensor | None, out: Tensor) -> Tensor:
 
     Args:
         x: Shape (batch, rows, rows).
-        spare: Memory of that shape, needed on a CPU.
-        out: Another one.
+        spare: A buffer of the same shape, needed on a CPU.
+        out: Another buffer of this shape, for the result.
     """
     if x.device.type != "cpu":
         return torch.lerp(x, x.mT, 0.5, out=out)
@@ -26,7 +26,7 @@ def symmetric_part(x: Tensor, spare: Tensor | None, out: Tensor) -> Tensor:
 
 
 def add_scaled(x: Tensor, y: Tensor, a: float, z: Tensor, b: float, out: Tensor) -> Tensor:
-    """Return X + a·Y + b·Z in `out`; all of one shape, contiguous; X may be written."""
+    """Return X + a·Y + b·Z in `out`. All tensors are contiguous and of the same shape; X may be overwritten."""
     exact = torch.promote_types(x.dtype, torch.float32)
     flat = [t.view(-1) for t in (x, y, z, out)]
     parts = zip(*(torch.split(t, CACHED) for t in flat), strict=True) if x.device.type == "cpu" else [tuple(flat)]
@@ -34,7 +34,7 @@ def add_scaled(x: Tensor, y: Tensor, a: float, z: Tensor, b: float, out: Tensor)
         wide = scratch("wide", x_part.shape, dtype=exact, device=x.device).copy_(x_part).add_(y_part, alpha=a)
         if x.device.type == "cpu":
             target.copy_(wide.add_(z_part, alpha=b))
-        else:  # which rounds what it writes without a copy
+        else:  # rounds the result without a copy
             torch.add(wide, z_part, alpha=b, out=target)
     return out
 
@@ -42,12 +42,12 @@ def add_scaled(x: Tensor, y: Tensor, a: float, z: Tensor, b: float, out: Tensor)
 def row_products(x: Tensor, y: Tensor) -> Tensor:
     """Return the sum of X * Y over each row, the diagonal of X Yᵀ.
 
-    A few rows at a time on a CPU: memory for all of them, wider, would be taken from the system and given back on every
+    A CPU works on a few rows at a time. Wider copies of all rows would be allocated from the system and freed on every
     call, which costs more than the sums.
 
     Args:
         x: Shape (batch, rows, rows).
-        y: The same.
+        y: Shape (batch, rows, rows).
 
     Returns:
         Shape (batch, rows), fp32 or wider.
@@ -73,7 +73,7 @@ def row_products(x: Tensor, y: Tensor) -> Tensor:
 def row_squares(x: Tensor) -> Tensor:
     """Return the sum of squares of each row, the diagonal of X Xᵀ, as `row_products` does.
 
-    `torch.linalg.vector_norm` alone would write a wider copy of all of X, into memory fresh from the system.
+    `torch.linalg.vector_norm` alone would write a wider copy of all of X into new memory from the system.
     """
     if x.device.type != "cpu":
         return row_products(x, x)
@@ -88,7 +88,7 @@ def row_squares(x: Tensor) -> Tensor:
 
 
 def set_centred_diagonal(square: Tensor, diagonal: Tensor) -> Tensor:
-    """Write a diagonal less its mean, fp32 or wider (batch, rows), rounded once, and return the mean, (batch, 1, 1)."""
+    """Write a diagonal minus its mean, fp32 or wider (batch, rows), rounded once; return the mean, (batch, 1, 1)."""
     mean = diagonal.mean(-1, keepdim=True)
     square.diagonal(dim1=-2, dim2=-1).copy_(diagonal - mean)
     return mean[..., None]

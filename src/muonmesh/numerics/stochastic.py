@@ -1,4 +1,4 @@
-"""Stochastic rounding: fp32 to bf16, up or down by chance, so that small steps are not lost but taken now and then."""
+"""Stochastic rounding: rounds fp32 to bf16 up or down at random, so that small steps count on average."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from torch import Tensor
 
 
 class Rounding(NamedTuple):
-    """Random numbers for the elements of a tensor, by their numbers in the whole parameter, row-major.
+    """The stochastic rounding of a tensor's elements, by their row-major numbers in the whole parameter.
 
-    Element k is number ``start + Σ k[d]·strides[d]``. Its random number depends on that and on the keys alone: on no
-    sharding, no thread and no call before. Of parameters with more than 2³² elements some share a random number.
+    Element k has the number ``start + Σ k[d]·strides[d]``. Its random number depends only on this number and on the
+    keys, not on sharding, threads or earlier calls. In parameters with more than 2³² elements, some elements share a
+    random number.
 
     Attributes:
         keys: Two numbers of 32 bits (`keys_of`).
         start: Number of the first element.
-        strides: For each dim, from one element to the next.
+        strides: For each dim, the difference between the numbers of successive elements.
     """
 
     keys: tuple[int, int]
@@ -28,7 +29,8 @@ class Rounding(NamedTuple):
     def write(self, exact: Tensor, into: Tensor) -> None:
         """Round each element to one of its two neighbors in bf16, with probabilities that keep its expectation.
 
-        What bf16 can represent stays as it is. Integer operations alone, so all devices give the same bits.
+        Values that bf16 can represent stay unchanged. Only integer operations are used, so all devices give the same
+        bits.
 
         Args:
             exact: fp32, any shape and strides.
@@ -54,7 +56,7 @@ def keys_of(seed: int, step: int, name: str) -> tuple[int, int]:
 
 
 def mixed(x: Tensor) -> Tensor:
-    """Mix int32 in place by the finalizer of MurmurHash3 (A. Appleby): each bit of it depends on all."""
+    """Mix int32 in place by the finalizer of MurmurHash3 (A. Appleby): each bit of the result depends on all bits."""
     x ^= x.bitwise_right_shift(16).bitwise_and_(0xFFFF)
     x *= _signed(0x85EBCA6B)
     x ^= x.bitwise_right_shift(13).bitwise_and_(0x7FFFF)
@@ -64,5 +66,5 @@ def mixed(x: Tensor) -> Tensor:
 
 
 def _signed(number: int) -> int:
-    """Return what the low 32 bits of a number are as int32."""
+    """Return the low 32 bits of a number, read as int32."""
     return (number + 2**31) % 2**32 - 2**31

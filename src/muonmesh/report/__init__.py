@@ -1,1 +1,1 @@
-"""Report: what an optimizer tells of its plan (`explain`) and of its last step (`metrics`)."""
+"""Report: describes an optimizer's plan (`explain`) and its last step (`metrics`)."""

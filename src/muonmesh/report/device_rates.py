@@ -1,4 +1,4 @@
-"""DeviceRates: how fast a device is, and the one model of the time that a step takes on it.
+"""DeviceRates: the speed of a device, and the model of the time that a step takes on it.
 
 `muonmesh.testing` offers this class under the name ``Rates``.
 """
@@ -11,18 +11,18 @@ from typing import Any
 
 @dataclass(frozen=True)
 class DeviceRates:
-    """How fast a device is, for the model of time. By default one H100 SXM; docs/plan.md has the source of each rate.
+    """The speed of a device, for the model of time. Default: one H100 SXM; docs/plan.md has the source of each rate.
 
     Attributes:
         flops: Upper limit of bf16 products in FLOP/s: 70 % of the data sheet's 989 TFLOP/s.
         published: FLOP/s of Triton's symmetric products on large matrices: 38 % (published by flash-muon, H800).
         bytes: Memory bandwidth in B/s: 80 % of the data sheet's 3.35 TB/s.
         wire: Network bandwidth to other ranks in B/s, each way: 400 Gb/s.
-        kernel: Seconds that the host takes to start a kernel of muonmesh, with the Python code around it. This rate and
-            the next three were measured on the host of one H200.
-        operation: Seconds that the host takes for an operation of torch that starts a kernel.
-        view: Seconds that the host takes for an operation of torch that starts no kernel.
-        matrix: Seconds that the host takes for each matrix, in the Python code of the step.
+        kernel: Seconds that the CPU takes to start a kernel of muonmesh, with the Python code around it. This rate and
+            the next three were measured on a machine with one H200.
+        operation: Seconds that the CPU takes for an operation of torch that starts a kernel.
+        view: Seconds that the CPU takes for an operation of torch that starts no kernel.
+        matrix: Seconds that the CPU takes for each matrix, in the Python code of the step.
         collective: Seconds until the first byte of a collective arrives.
         message: Additional seconds for each rank that an all-to-all reaches.
     """
@@ -40,8 +40,7 @@ class DeviceRates:
 
     @staticmethod
     def weight_of(elements: float, *, by_triton: bool) -> float:
-        """Return how much longer a FLOP takes than at the rate ``published``, in a product with ``elements`` in its
-        result.
+        """Return the time of a FLOP in a product with ``elements`` in its result, relative to the rate ``published``.
 
         Fitted to flash-muon's times of X Xᵀ on an H800, 1024 to 8192 rows, by its kernel and by cuBLAS: both speeds
         grow with the side of the result to the power of 1.2, up to 3000 and 2200 rows. A batch counts as one square.

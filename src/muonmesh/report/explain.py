@@ -1,4 +1,4 @@
-"""Explanation: what updates each parameter and why, who owns each matrix, and what a step costs, by the plan."""
+"""Explanation: the algorithm of each parameter and the reason, the owner of each matrix, and the cost of a step."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ class Row:
     Attributes:
         parameter: Canonical name.
         algorithm: "muon", "adamw", or the rule of its group.
-        reason: Why.
-        matrices: What is orthogonalized, e.g. ``3 of 768×768``.
-        layout: Where the parameter lives.
-        owners: How many matrices each rank orthogonalizes.
-        flops: FLOPs a step over all ranks.
-        bytes: Bytes a step that this rank sends for it.
+        reason: Why the parameter has this algorithm.
+        matrices: Number and sizes of the matrices that are orthogonalized, e.g. ``3 of 768×768``.
+        layout: The layout of the parameter, as text.
+        owners: The number of matrices that each rank orthogonalizes, as text.
+        flops: FLOPs in a step over all ranks.
+        bytes: Bytes that this rank sends for the parameter in a step.
         rms: Root mean square of one step.
-        spectral: Spectral norm of one step; nan for AdamW.
-        state: Bytes that this rank keeps of it from step to step, in the dtypes in which they are kept.
-        sets: How many matrices each coefficient set orthogonalizes, by its name.
+        spectral: Spectral norm of one step; NaN for AdamW.
+        state: Bytes of the parameter's state that this rank keeps from step to step, in the stored dtypes.
+        sets: The number of matrices that each coefficient set orthogonalizes, by the name of the set.
     """
 
     parameter: str
@@ -169,14 +169,14 @@ def summary(groups: Sequence[Mapping[str, Any]]) -> str:
         told = [f"lr {_rate(group.get('lr'))}"]
         for key, setting in GROUP_SETTINGS.items():
             value = group.get(key, setting.default)
-            if str(value) != str(setting.default):  # one that no step would take may not know equality
+            if str(value) != str(setting.default):  # an invalid value may not support ==
                 told.append(f"{key} {value}")
         rows.append((f"{group.get('name')}:", str(group.get("algorithm")), *sizes, ", ".join(told)))
     return "\n".join(aligned(rows, right=(2, 3)))
 
 
 def _rate(lr: object) -> str:
-    """Return a learning rate as text, also one that no step would take."""
+    """Return a learning rate as text, even an invalid one."""
     known = isinstance(lr, (int, float)) or (isinstance(lr, Tensor) and lr.numel() == 1 and not lr.is_meta)
     return f"{float(lr):.4g}" if known else repr(lr)  # type: ignore[arg-type]
 
@@ -184,7 +184,7 @@ def _rate(lr: object) -> str:
 def explain(
     groups: Sequence[Mapping[str, Any]], planned: Planned, precision: Precision, gradients: Counts
 ) -> Explanation:
-    """Tell a plan, with the bytes that travel in these dtypes, and with what gradients move by themselves."""
+    """Return the explanation of a plan, with bytes in the dtypes of ``precision`` and the traffic of ``gradients``."""
     itemsize = precision.compute.itemsize
     plan, rank = planned.plan, planned.rank
     numbers: dict[int, list[int]] = {}
@@ -198,7 +198,7 @@ def explain(
     if precision.int8:
         collectives += planned.blocks.count > 0 and len(plan.ranks) > 1
     kept = state_bytes_of(planned, precision)
-    kept_of = Counter[int]()  # by tensor: a flat buffer of AdamW's half is one row for all its parameters
+    kept_of = Counter[int]()  # by tensor: a flat buffer of AdamW is one row for all its parameters
     for member in planned.members:
         kept_of[id(member.tensor)] += kept[member.name][0]
     rows = []
@@ -235,7 +235,7 @@ def explain(
 
 
 def _muon_row(group: Mapping[str, Any], of: int, planned: Planned, number: int, reason: str) -> Row:
-    """Return what the plan says of a parameter by its number; ``of`` is the number of its group."""
+    """Return the row of parameter ``number`` of the plan; ``of`` is the number of its group."""
     parameter, rule = planned.plan.parameters[number], rule_of(group)
     sizes = Counter(f"{matrix.rows}×{matrix.cols}" for matrix in parameter.matrices)
     steps = [rule.step_size(matrix.rows, matrix.cols) for matrix in parameter.matrices]
@@ -257,7 +257,7 @@ def _muon_row(group: Mapping[str, Any], of: int, planned: Planned, number: int, 
 
 
 def _owners(owners: Mapping[int, int]) -> str:
-    """Return how many matrices each owner has: "rank 0: 2, rank 1: 1"."""
+    """Return the number of matrices of each owner as text: "rank 0: 2, rank 1: 1"."""
     if len(owners) > 4:
         return f"{len(owners)} ranks"
     if len(owners) == 1:

@@ -1,9 +1,9 @@
-"""Forecast: what a step of Muon would cost on a cluster, from names, shapes and layouts alone.
+"""Forecast: the cost of a step of Muon on a cluster, computed from names, shapes and layouts only.
 
-The plan is the real one, made by `make_plan` as every rank makes it before its first step, and what follows from it is
-counted: owners, FLOPs, bytes on the wire, collectives, memory of what is stored. Launches, elementwise bytes and the
-memory that a step takes beside what is stored are modelled from the counts, by the constants below, which were fitted
-to dry runs of the real step (`muonmesh.testing.dry_run`). `tests/unit/test_forecast.py` compares the two.
+The plan is the real plan, made by `make_plan` as on every rank before its first step. Figures that follow from the plan
+are counted: owners, FLOPs, bytes on the wire, collectives, and memory of weights, gradients and state. Launches,
+elementwise bytes and further memory of a step are modelled from the counts, by the constants below. The constants were
+fitted to dry runs of the real step (`muonmesh.testing.dry_run`); `tests/unit/test_forecast.py` compares the two.
 """
 
 from __future__ import annotations
@@ -50,13 +50,14 @@ DEGREES = tuple(len(step) for step in coefficient_schedule(COEFFICIENTS, STEPS))
 WIRE = 2  # bytes: directions travel and are orthogonalized in bf16
 STATE = 4  # bytes: Muon's momentum is fp32 whatever the weights are
 
-# Launches of torch's operators, counted by dry runs: of a step, where there are replicas, and of a batch of matrices;
-# and of our own: of a step, of a bucket that travels beside its collectives, and of orthogonalizing a batch.
+# Launches of torch's operators, counted by dry runs: for a step, extra with replicas, and for a batch of matrices; and
+# of muonmesh's own: for a step, for a bucket that travels, and for orthogonalizing a batch.
 LAUNCHES_OF_A_STEP, LAUNCHES_OF_REPLICAS, LAUNCHES_OF_A_BATCH = 40, 7, 2
 KERNELS_OF_A_STEP, KERNELS_OF_A_BUCKET, KERNELS_OF_A_BATCH = 5, 3, {"gram": 22, "standard": 14}
 VIEWS_OF_A_STEP, VIEWS_OF_A_BATCH, VIEWS_OF_A_MATRIX = 90, 95, (1, 15)  # that stays, that travels
 STEPPED_AT_ONCE = 320 * 2**16  # elements that one launch of AdamW's multi-tensor operation steps
-# Bytes read and written by all but products, for each element that a rank orthogonalizes, counted likewise.
+# Bytes read and written by everything except products, for each element that a rank orthogonalizes, counted by dry
+# runs.
 BYTES_OF_AN_OWNED_ELEMENT = 1
 BYTES_OF_AN_ASSEMBLED_ELEMENT = 8  # on top of it, where it arrives from other ranks and leaves for them
 NCCL_OF_A_PEER = 3_280_000_000 // 7  # bytes; seven peers of a machine with eight H100 (NVIDIA/nccl#1685)
@@ -72,8 +73,8 @@ class Weight:
 
     Attributes:
         name: Canonical name.
-        layout: Where it lives.
-        matrices: How it splits into matrices; None if AdamW updates it.
+        layout: The layout of the parameter.
+        matrices: How the parameter splits into matrices; None if AdamW updates it.
     """
 
     name: str
@@ -83,25 +84,26 @@ class Weight:
 
 @dataclass(frozen=True)
 class Forecast(Timed):
-    """What one step would cost on one rank, and how the work is spread.
+    """The cost of one step on one rank, and the balance of the work over ranks.
 
     Attributes:
-        plan: Who orthogonalizes what; the same on every rank.
-        rank: The rank that is told of.
-        owned: Numbers of the assignments that it orthogonalizes.
-        traffic: What it sends and receives; counted.
-        beside: What it sends and receives of what a rule keeps by row, column or matrix, in fp32; counted.
-        stored: Bytes that it stores from step to step, by what they are; "momentum" is what the rule keeps. Counted.
-        exchange: The most bytes that a step takes beside these; modelled.
-        nccl: Bytes that NCCL takes for the first all-to-all; modelled.
-        launches: Kernels that it starts; modelled.
-        kernels: Those of them that are of our own operators; modelled.
-        views: Operations that start nothing; modelled.
-        matrices: Parameters of Muon.
+        plan: The plan with the owner of each matrix; the same on every rank.
+        rank: The rank that this forecast describes.
+        owned: Numbers of the assignments that this rank orthogonalizes.
+        traffic: The matrices that this rank sends and receives; counted.
+        beside: The traffic of state by row, column or matrix, in fp32; counted.
+        stored: Bytes that this rank stores from step to step, by their kind; "momentum" is the state of the rule.
+            Counted.
+        exchange: Peak memory of a step in addition to ``stored``, in bytes; modelled.
+        nccl: Bytes that NCCL allocates for the first all-to-all; modelled.
+        launches: Number of kernel launches; modelled.
+        kernels: Number of launches of muonmesh's own kernels among them; modelled.
+        views: Number of operations that start no kernel; modelled.
+        matrices: Number of Muon's parameters.
         slow_flops: See `muonmesh.testing.DryRun`.
-        elementwise_bytes: What it reads and writes for all but matrix products; modelled.
-        rates: Of the model of time.
-        gradients: What moves gradients to owners, if anything; counted.
+        elementwise_bytes: Bytes read and written by everything except matrix products; modelled.
+        rates: The rates of the model of time.
+        gradients: The traffic that moves gradients to owners, if they do so; counted.
     """
 
     plan: Plan
@@ -123,36 +125,36 @@ class Forecast(Timed):
 
     @property
     def flops(self) -> int:
-        """Of the orthogonalizations of this rank."""
+        """FLOPs of the orthogonalizations of this rank."""
         return self.plan.loads[self.rank]
 
     @property
     def imbalance(self) -> float:
-        """FLOPs of the busiest rank over the mean."""
+        """FLOPs of the busiest rank divided by the mean of all ranks; 1 is perfect."""
         return imbalance(self.plan.loads)
 
     @property
     def collectives(self) -> int:
-        """In which this rank takes part, the flags before a step too."""
+        """Number of collectives in which this rank takes part, including the flags before a step."""
         return self.traffic.collectives + self.beside.collectives + (len(self.plan.ranks) > 1)
 
     @property
     def bytes_sent(self) -> int:
-        """By this rank in a step, flags not counted."""
+        """Bytes that this rank sends in a step; flags are not counted."""
         return self.traffic.sent.total() * WIRE + self.beside.sent * STATE
 
     @property
     def bytes_received(self) -> int:
-        """Likewise."""
+        """Bytes that this rank receives in a step; flags are not counted."""
         return self.traffic.received * WIRE + self.beside.received * STATE
 
     @property
     def messages(self) -> int:
-        """Ranks that its all-to-alls reach, summed up."""
+        """Number of ranks that this rank's all-to-alls reach, summed over the all-to-alls."""
         return self.traffic.messages
 
     def seconds_of_torch(self, *, published: bool = True) -> float:
-        """Modelled time of torch.optim.Muon, whose every rank computes every matrix, without its communication."""
+        """Modelled seconds of torch.optim.Muon without communication; every rank computes every matrix."""
         shapes = [assignment.matrix.shape for assignment in self.plan.assignments]
         flops = [STEPS * 2 * rows * rows * (2 * cols + rows) for rows, cols in shapes]
         weights = [self.rates.weight_of(rows * rows, by_triton=False) for rows, _ in shapes]
@@ -161,7 +163,7 @@ class Forecast(Timed):
         return max(products if published else sum(flops) / self.rates.flops, len(shapes) * each)
 
     def seconds_of_adamw(self) -> float:
-        """Modelled time of torch.optim.AdamW, fused, for all parameters: it reads four numbers and writes three."""
+        """Modelled seconds of fused torch.optim.AdamW for all parameters; it reads four numbers and writes three."""
         return 7 * self.stored["weights"] / self.rates.bytes
 
 
@@ -176,21 +178,21 @@ def forecast(
     rule: str = "muon",
     machine: int = 0,
 ) -> Forecast:
-    """Plan a model and say what a step costs, with the defaults of Muon and of the rule for its matrices.
+    """Plan a model and return the cost of a step, with the default settings of Muon and of the rule for its matrices.
 
     Args:
-        weights: All parameters, in the order in which every rank has them.
-        rank: Who is told of; by default the rank with the most FLOPs, which the others wait for.
-        rates: Of the device; by default one H100.
-        itemsize: Bytes of one number of weights and gradients, and of AdamW's moments.
-        memory_budget_mb: What a step may take; see `Muon`.
-        to_owners: Whether replicas add gradients up at owners, as ``gradients="to_owners"`` does.
-        rule: How matrices are stepped. Its FLOPs, state and traffic are counted; launches and bytes are Muon's.
-        machine: How many ranks each machine has; 0: all are in one.
+        weights: All parameters, in an order that is the same on every rank.
+        rank: The rank to report. Default: the rank with the most FLOPs.
+        rates: The rates of the device. Default: one H100.
+        itemsize: Bytes of one number of weights, gradients, and AdamW's moments.
+        memory_budget_mb: The memory in MiB that a step may take; see `Muon`.
+        to_owners: Whether replicas add up gradients at owners, as with ``gradients="to_owners"``.
+        rule: The rule of matrices. Its FLOPs, state and traffic are counted; launches and bytes are those of Muon.
+        machine: Number of ranks of each machine; 0: all ranks are on one machine.
 
     Raises:
-        LayoutError: a layout, or the matrices of a weight, do not cover it exactly once.
-        ValueError: ``matrices`` of a weight is no split, or does not fit its shape.
+        LayoutError: a layout, or the matrices of a weight, do not cover the weight exactly once.
+        ValueError: ``matrices`` of a weight is no valid split, or does not fit its shape.
     """
     tensors = {
         w.name: torch.empty(0, dtype=torch.float32 if itemsize == 4 else torch.bfloat16, device="meta") for w in weights
@@ -251,14 +253,14 @@ def forecast(
 
 
 def _products(plan: Plan, buckets: Sequence[Sequence[int]]) -> tuple[int, int, float]:
-    """Return how many batches these matrices are orthogonalized in, their launches, and their weighted FLOPs."""
+    """Return the number of batches of these matrices, of their launches, and their weighted FLOPs."""
     rounds, kernels, slow_flops = 0, 0, 0.0
     for some in (batch for numbers in buckets for batch in plan.alike(numbers)):
         shape = plan.assignments[some[0]].matrix.shape
         method = resolve_method(*shape)
         count = -(-len(some) // plan.at_once(some[0], SQUARES[method]))
         rounds += count
-        small = min(shape) <= SMALL_ROWS and max(shape) <= SMALL_COLS  # all steps of which are one launch
+        small = min(shape) <= SMALL_ROWS and max(shape) <= SMALL_COLS  # then one launch does all steps
         kernels += count * (1 if small else KERNELS_OF_A_BATCH[method])
         weight = DeviceRates.weight_of(len(some) / count * shape[0] ** 2, by_triton=True)
         slow_flops += sum(plan.assignments[number].flops for number in some) * weight
@@ -268,7 +270,7 @@ def _products(plan: Plan, buckets: Sequence[Sequence[int]]) -> tuple[int, int, f
 def _gradients(
     source: GradientSource, weights: Sequence[Weight], tensors: Mapping[str, Tensor], rank: int, bucket_bytes: int
 ) -> Counts:
-    """Return what the source moves by itself on one rank."""
+    """Return the traffic that the source of gradients causes itself on one rank."""
     several = [weight for weight in weights if weight.layout.copies() > 1]
     replicated = {tensors[weight.name].resize_(weight.layout.local_shape(rank)): weight.name for weight in several}
     least = min((weight.layout for weight in several), key=lambda layout: layout.copies(), default=None)
@@ -279,12 +281,12 @@ def _gradients(
 def muon_parameter(
     name: str, layout: Layout, spec: MatrixSpec, momentum: Layout | None = None, rule: Rule = MUON
 ) -> Parameter:
-    """Return a parameter as the planner sees it with the defaults of a rule, its momentum beside it if nothing is said.
+    """Return a parameter for the planner, with the default settings of a rule.
 
     Args:
-        name, layout, spec: The parameter's.
-        momentum: Where its momentum lives.
-        rule: By its defaults.
+        name, layout, spec: The name, layout and split of the parameter.
+        momentum: The layout of its momentum. Default: ``layout``.
+        rule: The rule, with its default settings.
     """
     matrices = split_matrices(name, layout.shape, spec)
     costs = {size: flops_of(*size, rule) for size in {(matrix.rows, matrix.cols) for matrix in matrices}}
@@ -304,10 +306,10 @@ def flops_of(rows: int, cols: int, rule: Rule = MUON) -> int:
 
 
 def _rule(name: str) -> Rule:
-    """Return a rule by its defaults.
+    """Return a rule with its default settings.
 
     Raises:
-        ValueError: there is none of this name, or it steps no matrices.
+        ValueError: there is no rule of this name, or it is no rule of matrices.
     """
     if not (is_known(name) and is_matrix_rule(name)):
         needed = f"one of {', '.join(known for known in RULES if is_matrix_rule(known))}"
@@ -316,7 +318,7 @@ def _rule(name: str) -> Rule:
 
 
 def _kept(rule: Rule, plan: Plan, rank: int) -> int:
-    """Return how many numbers a rank keeps under a rule."""
+    """Return how many numbers of a rule's state a rank keeps."""
     kinds = list(rule.keeps().values())
     found = 0
     for parameter in plan.parameters:

@@ -24,30 +24,29 @@ _FIGURES = (*_SQUARED, *SPECTRUM)
 def measure(
     connected: Connected, here: Optimizer | None, error: Exception | None, runtime: Runtime
 ) -> dict[str, float] | None:
-    """Return `Muon.metrics`: one all-reduce of an fp64 vector over the exchange's ranks, which may have other groups.
+    """Return the figures of `Muon.metrics`, by one all-reduce of an fp64 vector over the ranks of the exchange.
 
-    If the host does not wait for what ranks say to each other, figures are 0-d fp64 tensors on the device, NaN where
-    another rank could not follow; the next step ends in an error on all of them then.
+    The ranks may have different groups. If the CPU does not wait for other ranks, figures are 0-d fp64 tensors on the
+    device. They are NaN if another rank could not follow the plan; the next step then raises an error on all ranks.
 
     Args:
-        connected: The plan that all ranks know of, with its exchange.
-        here: The optimizer that is measured; None if this rank has other parameters than planned, and only tells the
-            others.
-        error: What is wrong with its groups.
-        runtime: Of the optimizer.
+        connected: The plan that all ranks have compared, with its exchange.
+        here: The optimizer to measure; None if the parameters of this rank have changed, so that it only takes part.
+        error: The error of the groups of this rank, if any.
+        runtime: The runtime state of the optimizer.
 
     Returns:
-        None if some rank has changed, so that all must plan again first.
+        The figures by name; None if the parameters of some rank have changed, so that all ranks must plan again first.
 
     Raises:
-        Exception: ``error``, on the rank that found it, unless others do not wait and the step has to say it.
-        PlanError: on the others.
+        Exception: ``error``, on the rank that found it, if the CPU waits; otherwise the next step raises it.
+        PlanError: on the other ranks.
     """
     (planned, exchange), waits = connected, runtime.host_waits(connected.planned)
     groups = here.param_groups if here is not None else ()
     names = planned.group_names([group["name"] for group in groups], exchange.group)
-    # Squares and elements, or sums over matrices and their number; the last row says whether a rank has changed, and
-    # whether one has found an error.
+    # Squares and elements, or sums over matrices and their number. The last row: whether any rank has changed, and
+    # whether any rank has found an error.
     totals = torch.zeros(len(names) + 1, len(_FIGURES), 2, dtype=torch.float64, device=planned.device)
     for place, told_of in enumerate((here is None, error is not None)):
         totals[-1, place, 0].fill_(told_of)
@@ -68,10 +67,10 @@ def measure(
         return None
     rms = summed[:-1, :, 0] / summed[:-1, :, 1]
     rms[:, : len(_SQUARED)].sqrt_()
-    if waits:  # also what other ranks alone have
+    if waits:  # includes groups that only other ranks have
         known = {(place, _FIGURES[figure]) for place, figure in summed[:-1, :, 1].nonzero().tolist()}
         rms = rms.cpu()
-    else:  # the host reads nothing, so these are the figures of which this rank has something itself
+    else:  # the CPU reads nothing, so only figures to which this rank contributes
         rms = torch.where((changed != 0) | (failed != 0), torch.nan, rms)
     figures: dict[str, Any] = {}
     for place, (group_name, row) in enumerate(zip(names, rms.tolist() if waits else rms.unbind(), strict=True)):
@@ -93,13 +92,13 @@ def _add(
     here: Optimizer,
     runtime: Runtime,
 ) -> set[tuple[int, str]]:
-    """Add the squares and the number of elements of what this rank stores; return what it has added to."""
+    """Add squares and numbers of elements of this rank's shards to ``totals``; return the entries that it changed."""
     places, sums = [names.index(group["name"]) for group in here.param_groups], runtime.update_squares
     cells, parts, copies = list[int](), list[Tensor](), list[int]()
     known = set[tuple[int, str]]()
     for member in planned.members:
         held = here.state.get(member.tensor, {})
-        key = next(iter(member.state_layouts), "")  # what a rule names first is its momentum
+        key = next(iter(member.state_layouts), "")  # the first state of a rule is its momentum
         momentum = held.get(key)
         if momentum is not None and local_of(momentum).dtype == torch.int8:
             momentum = planned.blocks.wide(member.name, member.tensor, key, held)
@@ -107,9 +106,7 @@ def _add(
             if value is None:
                 continue
             known.add((places[member.group], _FIGURES[figure]))
-            if (
-                figure == 1 and local_of(value).device != totals.device
-            ):  # kept on the host: in turn with its copies back
+            if figure == 1 and local_of(value).device != totals.device:  # in CPU memory: in order with its copies back
                 value = local_of(value).to(totals.device, non_blocking=True)
             home = member.gradient_storage if figure == 0 else member.storage
             storage = member.state_layouts[key].storage if figure == 1 else home

@@ -1,4 +1,4 @@
-"""State bytes: how many bytes of state a rank keeps of each parameter, told from the plan before there is any."""
+"""State bytes: the bytes of state that a rank keeps for each parameter, computed from the plan."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _FP32 = 4
 
 
 def state_bytes_of(planned: Planned, precision: Precision) -> dict[str, tuple[int, int]]:
-    """Return the bytes that this rank keeps of each parameter once a step has been taken, by name.
+    """Return the bytes of state that this rank keeps for each parameter after the first step, by name.
 
-    They are all of them, and those that ``state_device`` keeps away from a device.
+    The two numbers are all bytes, and the bytes that ``state_device`` keeps in CPU memory.
 
-    The padding and the neighbors of a flat buffer are left out. Scales of int8 blocks that several parameters of a
-    flat buffer share are counted with the first of them.
+    Padding and other parameters of a flat buffer are left out. Scales of int8 blocks that several parameters of a flat
+    buffer share are counted for the first of them.
     """
     found = dict[str, tuple[int, int]]()
     coded = set[Tensor]()
@@ -28,7 +28,7 @@ def state_bytes_of(planned: Planned, precision: Precision) -> dict[str, tuple[in
         local = local_of(member.tensor)
         master = precision.master if precision.master not in (None, local.dtype) else None
         each = _elements(member, member.storage)
-        # `shaped`: bytes of what has a number for each element; `few`: of what has one for a row, a matrix or less
+        # `shaped`: bytes of per-element state; `few`: bytes of state by row, column, matrix or parameter
         shaped, few = each * master.itemsize if master is not None else 0, 0
         # The count of steps, or the running norms.
         few += _FP32 * 2 * len(planned.matrices_of[member.tensor]) if member.tensor in planned.matrices_of else _FP32
@@ -43,7 +43,7 @@ def state_bytes_of(planned: Planned, precision: Precision) -> dict[str, tuple[in
 
 
 def _elements(member: Member, storage: Storage) -> int:
-    """Return how many elements this rank stores of what lives there."""
+    """Return the number of elements of a storage that this rank holds."""
     if storage.layout is None:
         return local_of(member.tensor).numel()
     return sum(math.prod(block.region.shape) for block in storage.layout.blocks(this_rank()))

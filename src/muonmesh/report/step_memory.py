@@ -1,4 +1,4 @@
-"""Memory of a step: the most that a rank takes at once beside weights, gradients and state, modelled from its plan."""
+"""Memory of a step: the peak of a rank without weights, gradients and state, modelled from its plan."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from muonmesh.report.traffic import Traffic
 
 
 def step_memory(plan: Plan, rank: int, moved: Traffic, squares: Callable[[int], int]) -> int:
-    """Return bytes: of the exchange that `Budget` describes, bucket by bucket, and of what is computed beside it.
+    """Return the modelled peak memory of a step in bytes: buffers of the exchange, as in `Budget`, and computation.
 
     Args:
-        plan: With its budget.
-        rank: The rank that is told of.
-        moved: Its traffic.
-        squares: How many squares of its rows a matrix is computed in, by the number of the assignment.
+        plan: The plan with its budget.
+        rank: The rank.
+        moved: The traffic of this rank.
+        squares: A function from an assignment to the number of rows × rows buffers that its orthogonalization needs.
     """
     owned = [[n for n in bucket if plan.assignments[n].owner == rank] for bucket in plan.buckets]
     moving = [number for number, bucket in enumerate(plan.buckets) if any(map(plan.moves, bucket))]
@@ -35,13 +35,13 @@ def step_memory(plan: Plan, rank: int, moved: Traffic, squares: Callable[[int], 
         if plan.gathers(bucket):
             arrived = max(_arriving(plan, moved, bucket, mine), 2 * elements + in_squares)
             peak = max(peak, arrived + coming + sent + received)
-        else:  # the results of the bucket before have arrived when the first portion has been computed
+        else:  # results of the previous bucket have arrived after the first portion
             peak = max(peak, max(with_results + sent + received, with_matrices + elements) + coming)
-        near = plan.rounds(bucket).near  # where the replica of the owner is sent shards of it in the first round
+        near = plan.rounds(bucket).near  # whether the first round sends shards to the owner's own replica
         pairs = list(zip(moved.buckets[bucket].rounds_sent, moved.buckets[bucket].rounds_received, strict=False))
         sent, received = pairs[0]
         peak = max(peak, max(elements, computing) + sent + received + coming)
-        for turn, (leaving, returning) in enumerate(pairs[1:], 1):  # while the round before is written
+        for turn, (leaving, returning) in enumerate(pairs[1:], 1):  # while the previous round is written
             anew = near or leaving != sent
             kept = elements if anew or any(later != leaving for later, _ in pairs[turn + 1 :]) else 0
             peak = max(peak, kept + sent * anew + leaving + received + returning + coming)
@@ -54,14 +54,14 @@ def _elements(plan: Plan, numbers: Sequence[int]) -> int:
 
 
 def _arriving(plan: Plan, moved: Traffic, bucket: int, mine: Sequence[Sequence[int]]) -> int:
-    """Return what is sent, received and assembled of a bucket, if any of it is gathered."""
+    """Return the elements of the buffers to send, receive and assemble a bucket; 0 if nothing is gathered."""
     if not plan.gathers(bucket):
         return 0
     return moved.buckets[bucket].gather_sent + moved.buckets[bucket].gather_received + _elements(plan, mine[bucket])
 
 
 def _computing(plan: Plan, numbers: Sequence[int], squares: Callable[[int], int], *, beside: int) -> int:
-    """Return the most elements of equal matrices at once: of their squares, and so many times of themselves."""
+    """Return the most elements in use at once by equal matrices: their squares, and ``beside`` times the matrices."""
     most = 0
     for some in plan.alike(numbers):
         rows, cols = plan.assignments[some[0]].matrix.shape
@@ -72,7 +72,7 @@ def _computing(plan: Plan, numbers: Sequence[int], squares: Callable[[int], int]
 
 
 def _kept(plan: Plan, moved: Traffic, moving: Sequence[int], mine: Sequence[Sequence[int]]) -> int:
-    """Return the elements that a CPU keeps: of each buffer two, for buckets, or rounds, that take turns."""
+    """Return the elements that a CPU keeps: two buffers of each kind, because buckets and rounds take turns."""
     found = 0
     for turn in (moving[::2], moving[1::2]):
         assembled = [_arriving(plan, moved, bucket, mine) for bucket in turn]

@@ -1,4 +1,4 @@
-"""Traffic: what one rank sends and receives in a step for matrices that have an owner, told from the plan."""
+"""Traffic: the elements that one rank sends and receives for matrices in a step, computed from the plan."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class BucketTraffic:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one rank moves in a step.
+    """The traffic of one rank in a step.
 
     Attributes:
-        buckets: One entry for each bucket of the plan, those in which the rank moves nothing too.
-        sent: Elements that it sends, both ways, by number of the parameter.
-        collectives: In which it takes part; the sums that rules ask for are among them.
-        messages: Ranks that it sends to or receives from, summed up over these.
+        buckets: One entry for each bucket of the plan, even if the rank moves nothing in it.
+        sent: Elements that the rank sends, in both directions, by number of the parameter.
+        collectives: Number of collectives in which the rank takes part, including the sums that rules need.
+        messages: Number of ranks that it sends to or receives from, summed over the collectives.
     """
 
     buckets: tuple[BucketTraffic, ...]
@@ -40,12 +40,12 @@ class Traffic:
 
     @property
     def received(self) -> int:
-        """Elements that it receives, both ways."""
+        """The number of elements that the rank receives, in both directions."""
         return sum(bucket.gather_received + sum(bucket.rounds_received) for bucket in self.buckets)
 
 
 def traffic(plan: Plan, rank: int) -> Traffic:
-    """Return what ``rank`` moves in a step, what rules keep beside their matrices left out."""
+    """Return the traffic of ``rank`` for matrices in a step, without state by row, column or matrix (`carried`)."""
     sent: Counter[int] = Counter()
     buckets, collectives, messages = [], 0, 0
     for bucket, numbers in enumerate(plan.buckets):
@@ -66,7 +66,7 @@ def traffic(plan: Plan, rank: int) -> Traffic:
 
 
 def _rounds(plan: Plan, rank: int, bucket: int, legs: Mapping[int, Sequence[Leg]], *, stored: bool) -> tuple[int, ...]:
-    """Return the elements of results that travel in each of a bucket's exchanges, and in those that follow them."""
+    """Return the elements of results that travel in each exchange of a bucket, and in the exchanges that follow."""
     rounds = plan.rounds(bucket)
     found = Counter[int]()
     for peer, travelling in legs.items():
@@ -77,7 +77,7 @@ def _rounds(plan: Plan, rank: int, bucket: int, legs: Mapping[int, Sequence[Leg]
 
 
 class Carried(NamedTuple):
-    """What one rank moves of what rules keep by row, column or matrix: collectives, and elements both ways."""
+    """The traffic of one rank for state by row, column or matrix: collectives, and elements in both directions."""
 
     collectives: int = 0
     sent: int = 0
@@ -85,7 +85,7 @@ class Carried(NamedTuple):
 
 
 def carried(plan: Plan, rank: int) -> Carried:
-    """Return what travels beside the matrices of a plan; see `CompanionPlan`."""
+    """Return the traffic of state that travels in addition to the matrices of a plan; see `CompanionPlan`."""
     beside = CompanionPlan.beside(plan)
     if beside is None:
         return Carried()
@@ -96,7 +96,7 @@ def carried(plan: Plan, rank: int) -> Carried:
 
 
 def moved(legs: Mapping[int, Sequence[Leg]], rank: int) -> Counter[int]:
-    """Return the elements that travel, by number of the parameter."""
+    """Return the number of elements that travel between ranks, by number of the parameter."""
     found: Counter[int] = Counter()
     for peer, travelling in legs.items():
         if peer != rank:

@@ -115,7 +115,7 @@ class Transfer:
         return {name: row.settings for row in self.rows for name in row.names if row.settings}
 
     def __str__(self) -> str:
-        """Return a table, and what it does not say."""
+        """Return a table, and notes on what it leaves out."""
         new = [f"not in the small model, so nothing is known: {', '.join(self.new)}"] if self.new else []
         return "\n".join([*aligned([_HEAD, *map(_cells, self.rows)], ruled=True), *new, _END])
 
@@ -209,5 +209,5 @@ def _cells(row: TransferRow) -> tuple[str, ...]:
 
 
 def _both(small: float, large: float) -> str:
-    """Return two figures, or one where they are equal, and nothing of what is not known."""
+    """Return two figures as text: one if they are equal, and nothing for NaN."""
     return " → ".join(dict.fromkeys(f"{value:.2g}" for value in (small, large) if not math.isnan(value)))

@@ -1,8 +1,8 @@
 """Blocks: momentum in int8, with one fp32 scale for every 256 elements that follow each other in a line of a matrix.
 
 The scale is the largest magnitude of the *whole* block. Where ranks hold parts of a block, they agree on it in one
-reduction by maximum, which no order changes, before they write; so codes and scales are the same however a matrix is
-held (docs/decisions/0017).
+reduction by maximum before they write. The maximum does not depend on the order of the ranks, so codes and scales are
+the same in every layout of a matrix (docs/decisions/0017).
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from muonmesh.layout.line_segments import BLOCK, LineSegment, grid_of, line_segm
 from muonmesh.numerics import blockwise
 
 SCALE = "_scale"
-"""What is added to a key of the state for the scales beside it."""
+"""Suffix of a state key: the scales of the codes under ``key`` are stored under ``key + SCALE``."""
 
 
 class _MatrixBlocks(NamedTuple):
     """The blocks of one matrix whose scales this rank stores: ``blocks`` blocks in each of ``lines`` lines.
 
     Attributes:
-        line, block: The first line, and the first block in it.
-        start: Where their scales begin in the scales of the tensor.
+        line, block: The first line, and the first block in this line.
+        start: The place of the first scale of these blocks among the scales of the tensor.
     """
 
     line: int
@@ -49,13 +49,13 @@ class _MatrixBlocks(NamedTuple):
 
 @dataclass(frozen=True)
 class Blocks:
-    """The blocks of int8 momentum in a plan, and where their scales lie on this rank.
+    """The blocks of int8 momentum in a plan, and the places of their scales on this rank.
 
     Attributes:
-        plan: Whose matrices.
-        holdings: For each matrix the pieces whose momentum is stored here.
+        plan: The plan that has the matrices.
+        holdings: For each matrix the pieces whose momentum this rank stores.
         matrices_of: For each tensor the numbers of its matrices, in order.
-        device: Where they are.
+        device: The device of the momentum.
     """
 
     plan: Plan
@@ -65,14 +65,14 @@ class Blocks:
 
     @cached_property
     def codes(self) -> blockwise.Codes:
-        """What codes stand for, on the device."""
+        """The table of the values that int8 codes stand for, on the device."""
         return blockwise.Codes.on(self.device)
 
     @cached_property
     def shared(self) -> dict[int, _MatrixBlocks]:
-        """The matrices that have blocks in several pieces, and the place of *all* their blocks in one vector.
+        """The matrices with blocks that span several pieces, and the place of *all* their blocks in one vector.
 
-        The same on every rank. Layouts in which every rank stores whole blocks have none.
+        The result is the same on every rank. It is empty if every rank stores whole blocks only.
         """
         found, start = dict[int, _MatrixBlocks](), 0
         for number, assignment in enumerate(self.plan.assignments):
@@ -85,12 +85,12 @@ class Blocks:
 
     @cached_property
     def count(self) -> int:
-        """How many blocks the ranks agree on in a step."""
+        """The number of blocks whose scales the ranks agree on in a step."""
         return sum(grid.lines * grid.blocks for grid in self.shared.values())
 
     @cached_property
     def _here(self) -> tuple[dict[int, _MatrixBlocks], dict[Tensor, int]]:
-        """The grid of each matrix that this rank stores some of, and how many scales each tensor has here."""
+        """The grid of each matrix of which this rank stores a part, and the number of scales of each tensor here."""
         grids, sizes = dict[int, _MatrixBlocks](), dict[Tensor, int]()
         for tensor, numbers in self.matrices_of.items():
             start = 0
@@ -107,7 +107,7 @@ class Blocks:
         return grids, sizes
 
     def grid(self, number: int) -> _MatrixBlocks:
-        """Return the grid of a matrix that this rank stores some of."""
+        """Return the grid of blocks of a matrix of which this rank stores a part."""
         return self._here[0][number]
 
     def size(self, tensor: Tensor) -> int:
@@ -119,16 +119,16 @@ class Blocks:
         return line_segments_of(self.plan.assignments[number].matrix, piece)
 
     def check(self, wrote: Blocks | None, name: str, tensor: Tensor, state: Mapping[str, Any]) -> None:
-        """Make sure that codes kept of a tensor are those of these blocks, before anything reads or writes them.
+        """Check that the stored codes of a tensor fit these blocks, before the codes are read or written.
 
         Args:
             wrote: The blocks of the plan under which codes were last written; None if no step has written any.
-            name: Of the parameter, for messages.
+            name: The name of the parameter, for messages.
             tensor: The parameter.
-            state: What is kept of it.
+            state: The state of the parameter.
 
         Raises:
-            StateError: it was resharded or split otherwise since.
+            StateError: the parameter was resharded, or split differently, after the codes were written.
         """
         for key in [key for key in state if key + SCALE in state and local_of(state[key]).dtype == torch.int8]:
             count, size = state[key + SCALE].numel(), self.size(tensor)
@@ -143,7 +143,7 @@ class Blocks:
                 raise StateError(explain_error(name, found, needed, write))
 
     def _form(self, tensor: Tensor) -> object:
-        """Return which scale each code of a tensor has; None for a tensor that is not in the plan."""
+        """Return the grids and segments that map codes of a tensor to scales; None for a tensor outside the plan."""
         numbers = self.matrices_of.get(tensor)
         if numbers is None:
             return None
@@ -151,10 +151,10 @@ class Blocks:
         return [(self.grid(number), self.segments(number, piece)) for number, piece in pieces if piece.numel]
 
     def wide(self, name: str, tensor: Tensor, key: str, state: Mapping[str, Any]) -> Tensor:
-        """Return what is kept of a tensor under a key in fp32, in the shape of what this rank stores of it.
+        """Return the state of a tensor under a key, decoded to fp32 if it is int8, in the shape of the local state.
 
         Raises:
-            StateError: the scales are not those of what this rank stores.
+            StateError: the number of scales does not fit the blocks that this rank stores.
         """
         held = local_of(state[key])
         if held.dtype != torch.int8:
@@ -173,11 +173,11 @@ class Momentum:
     """One int8 momentum tensor of one parameter on this rank: its codes and its scales.
 
     Attributes:
-        blocks: Of the plan.
-        codes: int8, contiguous, in the shape of what is stored.
+        blocks: The blocks of the plan.
+        codes: int8, contiguous, in the shape of the local state.
         scales: fp32 (`Blocks.size`,).
-        loaded: In the same shape, fp32 or another dtype: momentum that has been loaded and is encoded in this step.
-        encoded: The matrices of it that have been.
+        loaded: Loaded momentum that this step encodes, in the same shape, fp32 or another dtype; None if there is none.
+        encoded: The numbers of the matrices whose loaded momentum has been encoded.
     """
 
     blocks: Blocks
@@ -188,14 +188,16 @@ class Momentum:
 
     @staticmethod
     def of(blocks: Blocks, tensor: Tensor, key: str, held: Tensor, state: dict[str, Any]) -> Momentum:
-        """Take a key of a parameter's state that `Blocks.check` has seen; scales are created where they are missing.
+        """Return the momentum under a key of a parameter's state; create its scales if they are missing.
+
+        `Blocks.check` must have checked the state.
 
         Args:
-            blocks: Of the plan.
+            blocks: The blocks of the plan.
             tensor: The parameter.
-            key: What the rule keeps.
+            key: The key of the momentum in the state.
             held: The local part of the state under the key.
-            state: All of it, written.
+            state: The whole state of the parameter, written.
         """
         loaded = None
         if held.dtype != torch.int8:
@@ -206,7 +208,7 @@ class Momentum:
         return Momentum(blocks, held, state[key + SCALE], loaded)
 
     def read(self, number: int, piece: Piece) -> Tensor:
-        """Return the momentum of a piece of a matrix, or of a part of one, fp32 in its shape, contiguous."""
+        """Return the momentum of a piece of a matrix, or of a part of a piece: fp32, contiguous, of its shape."""
         if self.loaded is not None and number not in self.encoded:
             view = view_in_storage(self.loaded, piece)
             return view.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
@@ -219,9 +221,10 @@ class Momentum:
         return found
 
     def measure(self, number: int, piece: Piece, values: Tensor, into: Tensor) -> None:
-        """Write the largest magnitude in each block of values into the vector of those that ranks agree on.
+        """Write the largest magnitude of each block into ``into``, the vector that the ranks reduce by maximum.
 
-        As int32: the bits of a number that is not negative are in the order of the numbers, with NaN above all.
+        The bits of each magnitude are written as int32. For numbers that are not negative, the bits have the same order
+        as the numbers, and NaN is the largest.
         """
         for segment, place in self._segments(number, piece, values):
             told = blockwise.largest(place, first=segment.first, size=BLOCK).view(torch.int32)
@@ -229,13 +232,13 @@ class Momentum:
             torch.maximum(mine, told, out=mine)
 
     def write(self, number: int, piece: Piece, values: Tensor, agreed: Tensor | None) -> None:
-        """Keep the momentum of a whole piece of a matrix.
+        """Encode the momentum of a whole piece of a matrix, and store codes and scales.
 
         Args:
-            number: The matrix.
+            number: The number of the matrix.
             piece: One of the holdings.
-            values: Its momentum, as `read` returns it.
-            agreed: What the ranks have agreed on, if blocks of the matrix are shared.
+            values: The momentum of the piece, as `read` returns it.
+            agreed: The reduced vector of `measure`, needed if ranks share blocks of the matrix.
         """
         shared = self.blocks.shared.get(number)
         self.encoded.add(number)
@@ -256,7 +259,7 @@ class Momentum:
         )
 
     def _segments(self, number: int, piece: Piece, values: Tensor) -> Iterator[tuple[LineSegment, Tensor]]:
-        """Yield the segments of a piece with their elements of a contiguous tensor of its shape, (lines, width)."""
+        """Yield each segment of a piece with a (lines, width) view of its elements in contiguous ``values``."""
         for segment in self.blocks.segments(number, piece):
             start = values.storage_offset() + segment.place
             yield segment, values.as_strided((segment.lines, segment.width), segment.places, start)

@@ -1,4 +1,4 @@
-"""Connection: makes the plan for the groups as they are now, and the exchange that all its ranks share.
+"""Connection: makes the plan for the current param groups, and the exchange that all ranks of the plan share.
 
 `plan` reads the groups and plans, without communication. `connect` also lets the ranks that share parameters compare
 their plans, once for these parameters. `outdated` says whether the ranks must do so again.
@@ -50,7 +50,7 @@ Groups = Sequence[dict[str, Any]]
 
 
 def plan(groups: Groups, runtime: Runtime) -> Planned:
-    """Return the plan, made anew if the groups are others than it was made for. No communication.
+    """Return the plan of this rank; make a new plan if the groups have changed. No communication.
 
     Raises:
         LayoutError, ValueError, TypeError: no plan can be made.
@@ -58,14 +58,14 @@ def plan(groups: Groups, runtime: Runtime) -> Planned:
     for group in groups:
         check_structure(f"group {group.get('name')!r}", group)
     planned, _, error = _read(groups, runtime)
-    if error is not None:  # what lacks a setting says so by its key alone
+    if error is not None:  # the error of a missing setting names only its key; that of `check_groups` says more
         raise check_groups(groups).error or error
     assert planned is not None
     return planned
 
 
 def placed_members(optimizer: Any) -> list[Member]:
-    """Return all parameters of this rank that a `Muon` steps, with where they live. No communication.
+    """Return all parameters that a `Muon` steps on this rank, with their layouts. No communication.
 
     Raises:
         LayoutError, ValueError, TypeError: no plan can be made.
@@ -74,13 +74,13 @@ def placed_members(optimizer: Any) -> list[Member]:
 
 
 def connect(groups: Groups, runtime: Runtime) -> Connected:
-    """Return the plan with its exchange; where there is none yet, meet the ranks that share parameters.
+    """Return the plan with its exchange; if there is none yet, compare plans with the ranks that share parameters.
 
-    A rank that cannot make a plan still takes part in the comparison, so that every rank raises.
+    A rank that cannot make a plan still takes part in the comparison, so that every rank raises an error.
 
     Raises:
         LayoutError, ValueError, TypeError: no plan can be made.
-        PlanError: another rank cannot make one, has made another, or does not come.
+        PlanError: another rank cannot make a plan, has made a different plan, or does not take part.
     """
     planned, sets, error = _read(groups, runtime)
     if planned is not None and planned.exchange is not None:
@@ -105,7 +105,7 @@ def connect(groups: Groups, runtime: Runtime) -> Connected:
     error = error or unknown_matrix([] if planned is None else planned.members)
     plans = tell_all(None if planned is None else planned.plan.digest, error, group=group)
     assert planned is not None
-    if len(set(plans)) > 1 or ranks != planned.plan.ranks:  # ranks of the set hold other parameters: plan all of them
+    if len(set(plans)) > 1 or ranks != planned.plan.ranks:  # other ranks hold other parameters: plan all
         views = tell_all(View(planned.plan.parameters, planned.plan.elementwise), group=group)
         planned = runtime.planned = widened(planned, views, ranks, _planner(runtime))
         insist(group, planned.plan)
@@ -132,14 +132,16 @@ def connect(groups: Groups, runtime: Runtime) -> Connected:
 def _take_what_all_have(
     runtime: Runtime, products: Mapping[int, tuple[KernelName, object]], machines: Mapping[int, int]
 ) -> bool:
-    """Let all ranks take what all can multiply with, if they leave that to us; whether this rank changes.
+    """Make all ranks use the same kernels and the same number of ranks of a machine; return whether this rank changes.
 
-    Where launchers say different numbers of ranks of a machine, the ranks take none.
+    If ``kernels="auto"`` on all ranks stands for different compiled products, all ranks use torch's products. If the
+    launchers report different numbers of ranks of a machine, the number becomes 0 (unknown).
 
     Args:
-        runtime: Written.
-        products: Of each rank what it was asked to multiply with, and what "auto" stands for there.
-        machines: Of each rank how many ranks it says that a machine has.
+        runtime: The runtime state of the optimizer; its ``precision`` and ``machine`` are written.
+        products: For each rank the ``kernels`` that its user set, and the compiled products that "auto" stands for on
+            this rank.
+        machines: For each rank the number of ranks of a machine that its launcher reports.
     """
     machine, first = runtime.machine, next(iter(products))
     runtime.machine = machine if len(set(machines.values())) == 1 else 0
@@ -157,12 +159,14 @@ def _take_what_all_have(
 
 
 def outdated(groups: Groups, runtime: Runtime, settings: SettingsFound) -> Connected | None:
-    """Return the plan of the step before if this rank cannot follow it now, which the others may not know.
+    """Return the plan of the last step if this rank can no longer follow it; None if it can, or if there is no plan.
+
+    The other ranks may not know yet that this rank has changed.
 
     Args:
-        groups: As they are now.
-        runtime: Of the optimizer.
-        settings: What they say; if something is wrong with them, they cannot be compared with what they were.
+        groups: The current param groups.
+        runtime: The runtime state of the optimizer.
+        settings: The settings read from the groups. If they have an error, this rank cannot follow the plan.
     """
     before = runtime.connected
     if before is None:
@@ -173,12 +177,12 @@ def outdated(groups: Groups, runtime: Runtime, settings: SettingsFound) -> Conne
 
 
 def forget(runtime: Runtime) -> None:
-    """Forget the plan, as all ranks do together that share it."""
+    """Forget the plan. All ranks that share the plan call this together."""
     runtime.planned = runtime.connected = None
 
 
 def check_members(group: dict[str, Any], groups: Groups, runtime: Runtime) -> None:
-    """Check a group and its parameters as far as one rank can; make their names canonical.
+    """Check a group and its parameters as far as one rank can, and make the parameters' names canonical.
 
     Raises:
         ValueError, TypeError: the message says what was found and what to write.
@@ -195,7 +199,7 @@ def check_members(group: dict[str, Any], groups: Groups, runtime: Runtime) -> No
         group["param_names"] = names
     taken = {name for other in groups if other is not group for name in other["param_names"]}
     for name, tensor in zip(names, tensors, strict=True):
-        if name in taken and world_size() == 1:  # among several ranks, those that share it tell them apart
+        if name in taken and world_size() == 1:  # with several ranks, the ranks of a parameter are part of its identity
             raise named_alike(ValueError, name, "two parameters of this name")
         taken.add(name)
         shared: object = runtime.source.group(tensor)
@@ -213,7 +217,7 @@ def check_members(group: dict[str, Any], groups: Groups, runtime: Runtime) -> No
         specs = group["matrices"] = [None] * len(tensors)
     for name, tensor, spec in zip(names, tensors, specs, strict=True):
         if name in runtime.layouts:
-            continue  # shards: the shape that counts is known with the ranks, at the first step
+            continue  # shards: the whole shape is known at the first step, together with the ranks
         split_matrices(name, global_shape(tensor), spec)
 
 
@@ -221,8 +225,9 @@ def _check_dtype(name: str, dtype: torch.dtype, master: torch.dtype | None, grou
     """Check the dtype of a parameter.
 
     Raises:
-        TypeError: nothing can be computed in it.
-        ValueError: a master could not hold all of its values, or AdamW's ε would be 0 in the dtype of the moments.
+        TypeError: muonmesh cannot compute with parameters of this dtype.
+        ValueError: a master weight could not hold all values of this dtype; stochastic rounding is set together with
+            master weights or fp16; or AdamW's ε would be 0 in the dtype of the moments.
     """
     if dtype not in HELD_DTYPES:
         needed, write = f"a real floating-point parameter, {NEEDED_HELD}", "Leave it out, or keep it in torch.bfloat16"
@@ -245,11 +250,11 @@ def _check_dtype(name: str, dtype: torch.dtype, master: torch.dtype | None, grou
 def _read(
     groups: Groups, runtime: Runtime, copies: Copies | None = None
 ) -> tuple[Planned | None, list[tuple[int, ...]], Exception | None]:
-    """Return the plan, the sets of ranks that share a parameter, and what is wrong with them, if anything.
+    """Return the plan, the sets of ranks that share a parameter, and the first error; no plan if there is an error.
 
-    The plan is made anew if the groups have changed, or if ranks have just found copies.
+    A new plan is made if the groups have changed, or if the ranks have just found copies of parameters.
     """
-    replicas_of(runtime.process_group)  # raises if it was lost
+    replicas_of(runtime.process_group)  # raises if the process group was lost in pickling
     try:
         for known in (runtime.planned, runtime.connected and runtime.connected.planned):
             if copies is None and known is not None and known.signature == _signature(groups, runtime):
@@ -259,7 +264,7 @@ def _read(
             check_members(group, groups, runtime)
         runtime.found_group = _group_found(groups, runtime)
         signature = _signature(groups, runtime)  # with the names as they are now
-    except (KeyError, TypeError, ValueError) as wrong:  # this rank still meets the others, which wait for it
+    except (KeyError, TypeError, ValueError) as wrong:  # this rank still meets the other ranks, which wait for it
         if runtime.connected is not None:
             return None, runtime.connected.planned.sets, wrong
         return None, likely_sets(groups, runtime.holders, runtime.layouts, runtime.source), wrong
@@ -287,7 +292,10 @@ def _planner(runtime: Runtime) -> Planner:
 
 
 def _group_found(groups: Groups, runtime: Runtime) -> dist.ProcessGroup | None:
-    """Return who holds plain tensors by what wrappers say, if that was left to them; declared ones need no wrapper."""
+    """Return the process group of the DDP wrapper around the plain tensors, if ``process_group`` is "auto", else None.
+
+    Tensors that ``layouts`` declares, or whose group the gradient source knows, need no wrapper.
+    """
     if runtime.process_group != "auto" or world_size() == 1:
         return None
     named = {
@@ -300,7 +308,7 @@ def _group_found(groups: Groups, runtime: Runtime) -> dist.ProcessGroup | None:
 
 
 def _signature(groups: Groups, runtime: Runtime, rules: Sequence[Any] | None = None) -> object:
-    """Return what must stay the same for a plan to stay valid; read every step, so it is cheap."""
+    """Return everything that must stay the same for a plan to stay valid. It is read in every step, so it is cheap."""
     rules = [rule_of(group) for group in groups] if rules is None else rules
     source = runtime.source
     return (
@@ -332,7 +340,7 @@ def _identity_of(tensor: Tensor) -> tuple[object, ...]:
 
 
 def _frozen(value: Any) -> Any:
-    """Return tuples for lists, so that what is changed in place differs from what was."""
+    """Return lists as tuples, so that a list that is changed in place later differs from this copy."""
     if isinstance(value, list) and set(map(type, value)) <= {str, type(None)}:
         return tuple(value)
     if not isinstance(value, (list, tuple)):

@@ -1,4 +1,4 @@
-"""DeviceCopies: copies of host state on the device, each kept while Muon's half of a step needs it."""
+"""DeviceCopies: device copies of state in CPU memory, kept as long as the step of Muon's parameters needs them."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from muonmesh.step.planning import Holdings
 
 
 class DeviceCopies:
-    """Brings the state of parameters to the device for one step, and gives it back as early as possible.
+    """Copies the state of parameters to the device for one step, and back to the CPU as early as possible.
 
-    Momentum is needed until all matrices of its tensor have been read. Other state is needed until all have been
-    written. The state of a whole tensor comes and goes at once, even of a stack of experts or a flat buffer.
+    Momentum is needed until all matrices of its tensor have been read. Other state is needed until all of these
+    matrices have been written. The state of a whole tensor is copied at once, even of a stack of experts or a flat
+    buffer.
 
     Args:
-        offload: Moves it.
-        plan: Who orthogonalizes what.
-        holdings: For each Matrix the pieces whose momentum is stored here.
-        entries: The parameters of the plan, as it numbers them.
+        offload: Makes the copies.
+        plan: The plan with the owner of each matrix.
+        holdings: For each Matrix the pieces whose momentum this rank stores.
+        entries: The parameters in the order of the plan; None for a parameter that only other ranks hold.
     """
 
     def __init__(
@@ -48,11 +49,11 @@ class DeviceCopies:
                 self._unread.setdefault(held.member.tensor, set()).add(number)
 
     def at_once(self, numel: int) -> int:
-        """Return how many matrices of so many elements have their state on the device at once."""
+        """Return how many matrices of ``numel`` elements have their state on the device at once."""
         return max(1, self._offload.elements // numel)
 
     def take(self, entries: Iterable[ParameterStep]) -> None:
-        """Begin to bring the state of parameters that have not been brought in this step, which has been created."""
+        """Begin to copy the state of parameters to the device, unless this step has copied it. The state must exist."""
         wanted = {entry.member.tensor: entry for entry in entries if entry.member.tensor not in self._copies}
         if wanted:
             self._offload.turn()
@@ -62,16 +63,16 @@ class DeviceCopies:
             self._copies[tensor] = self._offload.bring({key: local_of(entry.state[key]) for key in keys})
 
     def values(self, entry: ParameterStep) -> Mapping[str, Tensor]:
-        """Return what was brought of a parameter's state, by key; it may not have arrived."""
+        """Return the device copies of a parameter's state, by key. They may not have arrived yet; see `arrive`."""
         return self._copies[entry.member.tensor].values
 
     def arrive(self, entries: Iterable[ParameterStep]) -> None:
-        """Let what is computed from now on wait for the state of parameters that has been taken."""
+        """Make later computations wait until the copied state of these parameters has arrived."""
         for entry in entries:
             self._offload.arrive(self._copies[entry.member.tensor])
 
     def have_read(self, assignments: Iterable[int]) -> None:
-        """Give the momentum back of what nobody reads any more: the gradients of these matrices have been folded in."""
+        """Note that the gradients of these matrices are folded in; copy momentum back to the CPU where all are."""
         for number in assignments:
             entry = self._entries[self._plan.assignments[number].parameter]
             if entry is None or entry.member.tensor not in self._unread:
@@ -84,7 +85,7 @@ class DeviceCopies:
                     each.momenta = {}
 
     def have_written(self, legs: LegViews) -> None:
-        """Give the rest back of what nobody writes any more."""
+        """Note that these legs are written; copy other state of completely written tensors back to the CPU."""
         for leg, _ in legs:
             entry = self._entries[leg.parameter]
             assert entry is not None
@@ -96,7 +97,7 @@ class DeviceCopies:
                     each.beside, each.master = {}, None
 
     def finish(self) -> None:
-        """Give back what is left."""
+        """Copy all remaining state back to the CPU."""
         for copy in self._copies.values():
             self._offload.give_back(copy, tuple(copy.values))
         self._offload.end()

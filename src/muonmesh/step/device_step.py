@@ -1,4 +1,4 @@
-"""DeviceStep: Muon's half of a step on a device, with few kernel launches and no wait of the host."""
+"""DeviceStep: the step of Muon's parameters on a device, with few kernel launches and without waits of the CPU."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from muonmesh.step.update_squares import UpdateSquares
 _Piece = TypeVar("_Piece", Folded, Updated)
 
 _FUSED = {("gradient", ""), ("momenta", "momentum_buffer"), ("weights", ""), ("rounded", "")}
-"""Columns of a `Stack` that kernels read and write."""
+"""Columns of a `Stack` that the fused kernels can read and write."""
 
 _LARGE = 1 << 26
-"""Elements of a matrix from which on its memory counts for more than the launches of a product by panels."""
+"""From this number of elements on, a matrix is multiplied in panels: this saves memory and takes more launches."""
 
 
 class DeviceStep(MuonStep):
@@ -39,7 +39,7 @@ class DeviceStep(MuonStep):
     ) -> None:
         super().__init__(ready, elementwise, squares)
         nonzero = ready.nonzero
-        if not isinstance(nonzero, Tensor):  # the host has waited
+        if not isinstance(nonzero, Tensor):  # the CPU has waited for the flags
             nonzero = upload(nonzero, dtype=torch.bool, device=ready.device)
         self._active = nonzero
         self._factors: dict[int, Factors] = {}
@@ -63,7 +63,7 @@ class DeviceStep(MuonStep):
         return found
 
     def run_local(self, alike: Sequence[Sequence[Local]]) -> None:
-        """Take matrices that nobody else has through the whole step, a batch of equal ones at a time."""
+        """Do the whole step of matrices that only this rank holds, one batch of equal matrices at a time."""
         batches: list[Sequence[Local]] = []
         for some in alike:
             shape = self._ready.plan.assignments[some[0].assignment].matrix.shape
@@ -92,14 +92,14 @@ class DeviceStep(MuonStep):
         self.write(legs)
 
     def _run_stack(self, stack: Stack, batch: Sequence[Local], x: Tensor, out: Tensor) -> None:
-        """Take matrices through the step, by what was started when all of their tensors lay where they lie now."""
+        """Step a stack of matrices; repeat the recorded launches if all its tensors are at the recorded addresses."""
         numbers, rule, factors = stack.matrices, stack.rule, self._factors_of(self._ready.group(stack.matrices[0]))
         orthogonalizer, times = self._ready.orthogonalizer(numbers[0]), self.steps_of(numbers)
         vectors = factors.active, factors.applied(torch.float32)[0], factors.size, times
         given = [x, out, *(vector for vector in vectors if vector is not None)]
         columns = stack.columns.items()
         written = [tensor for (name, _), some in columns if name != "gradient" for tensor in some]
-        assert isinstance(rule, MuonRule)  # or it would not fuse
+        assert isinstance(rule, MuonRule)  # other rules do not fuse
         key = rule.momentum, rule.nesterov, *places_of(x, out, *stack.columns["gradient", ""], *written)
 
         def whole(*_: Tensor) -> None:
@@ -118,7 +118,7 @@ class DeviceStep(MuonStep):
         torch.autograd.graph.increment_version(written)
 
     def _memory(self, numbers: Sequence[int], shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        """Return memory for matrices and their results: where their CUDA graph reads and writes, if they have one."""
+        """Return memory for matrices and their results: the memory of their CUDA graph, if they have a graph."""
         dtype = self._ready.precision.compute
         if self._ready.graphs is not None:
             overwrite, timed = not self._ready.rule(numbers[0]).sees_direction, self._every_step is not None
@@ -129,11 +129,12 @@ class DeviceStep(MuonStep):
         return x, torch.empty_like(x)
 
     def _local_in_room(self, batch: Sequence[Local]) -> bool:
-        """`_local` of one large matrix in little more memory than it takes; False if it must take the general way."""
+        """Do `_local` for one large matrix with little extra memory; return False if the general way is needed."""
         (number,) = numbers = [local.assignment for local in batch]
         rule, (rows, cols) = self._ready.rule(number), self._ready.plan.assignments[number].matrix.shape
         orthogonalizer = self._ready.orthogonalizer(number)
-        # Of these kernels alone it is known that panels have the bits of the whole, which another layout may multiply.
+        # Only these kernels are known to give the same bits in panels as in a whole product, which another layout may
+        # use.
         more = (
             orthogonalizer.products.normalize is None
             or rule.balances()
@@ -151,10 +152,10 @@ class DeviceStep(MuonStep):
         return True
 
     def _stack(self, batch: Sequence[Local]) -> Stack | None:
-        """Return matrices that are stored in order here, which one kernel folds and one applies; None if it cannot.
+        """Return a batch as a stack, which one kernel folds and one kernel applies; None if this is not possible.
 
-        Small matrices mostly are, and take the host longer than the device. The general way takes the others, and all
-        if more is asked for than weights and momentum.
+        It is possible if this rank stores each matrix in order, as most small matrices are; their launches take the CPU
+        longer than the device. It is not possible with int8 momentum, state in CPU memory or metrics.
         """
         numbers = [local.assignment for local in batch]
         asked = (self._ready.blocks, self._ready.copies, self._update_squares) != (None, None, None)
@@ -181,7 +182,7 @@ class DeviceStep(MuonStep):
         on_device.apply_in_one(weights, masters, stored, stack.matrices, factors)
 
     def steps_of(self, assignments: Sequence[int]) -> Tensor | None:
-        """Return what the results of matrices are multiplied by, (n,), where they arrive as steps."""
+        """Return the factors by which owners multiply results of matrices before sending, (n,); None: no factor."""
         if self._every_step is None:
             return None
         return on_device.of_each(assignments, self._every_step)[0][:, 0]
@@ -190,13 +191,13 @@ class DeviceStep(MuonStep):
         if group not in self._factors:
             rule = self._ready.rules[group]
             assert rule is not None
-            only_zeros = self._ready.flags.stop is None  # nothing but a gradient of zeros leaves a matrix alone
+            only_zeros = self._ready.flags.stop is None  # only a gradient of zeros leaves a matrix unchanged
             self._factors[group] = Factors(rule, self._active, self._every_scale, only_zeros=only_zeros)
         return self._factors[group]
 
     @cached_property
     def _every_scale(self) -> Tensor:
-        """The update scale of each matrix, fp64 (n,), in one copy; 0 for what this rank does not store."""
+        """The update scale of each matrix, fp64 (n,), in one copy; 0 for matrices that this rank does not store."""
         known: dict[object, float] = {}  # most matrices are of few shapes
         found = []
         for number, assignment in enumerate(self._ready.plan.assignments):
@@ -210,9 +211,9 @@ class DeviceStep(MuonStep):
 
     @cached_property
     def _every_step(self) -> Tensor | None:
-        """What the result of each matrix is multiplied by before it travels, (n,), fp32 or wider; None: by nothing.
+        """The factor by which the owner multiplies each result before sending, (n,), fp32 or wider; None: no factor.
 
-        By its step where that is all that its weights need of it (`on_device.Factors.arrives`), else by 1.
+        The factor is the step of the matrix if the weights need nothing else (`on_device.Factors.arrives`), else 1.
         """
         entries = [self._ready.entries[assignment.parameter] for assignment in self._ready.plan.assignments]
         groups = sorted({entry.member.group for entry in entries if entry is not None})
@@ -226,12 +227,12 @@ class DeviceStep(MuonStep):
 
 
 def _are_apart(batch: Sequence[Local]) -> bool:
-    """Whether kernels are given a tensor for each matrix: one is transposed, or alone."""
+    """Whether kernels get one tensor for each matrix: true if a matrix is stored transposed, or is the only one."""
     return len(batch) == 1 or {local.stored for local in batch} != {"as it is"}
 
 
 def _as_stored(batch: Sequence[Local], matrices: Tensor) -> Sequence[Tensor]:
-    """Return a batch as its matrices are stored: as one tensor or, if they are apart, as one each."""
+    """Return a batch as its matrices are stored: one tensor for all or, if they are apart, one tensor for each."""
     if not _are_apart(batch):
         return (matrices,)
     return [

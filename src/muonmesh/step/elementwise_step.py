@@ -1,4 +1,4 @@
-"""The half of a step that needs no whole matrices, such as AdamW's: each rank updates the elements that it stores."""
+"""The step of elementwise rules, such as AdamW: each rank updates the elements that it stores."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ def step_elementwise(
     update_squares: UpdateSquares | None,
     offload: Offload | None = None,
 ) -> None:
-    """Step the parameters of one group.
+    """Step the parameters of one group whose rule is elementwise.
 
     Args:
         rule: The snapshot of the group's rule.
-        entries: What this rank stores of the parameters.
-        precision: Whether there are masters, and where state is kept.
-        flags: What all ranks agreed on.
-        update_squares: To which the squares of the updates, without decay, are added, if anybody asked for them.
-        offload: Brings the state, where it lies on the host.
+        entries: The local parts of the parameters.
+        precision: Says whether there are master weights, and where state is kept.
+        flags: The flags that all ranks agreed on.
+        update_squares: Collects the squares of the updates, without weight decay; None if no metrics are wanted.
+        offload: Copies the state to the device and back, if it is in CPU memory; else None.
     """
     for entry in entries:
         create_state(entry, precision)
@@ -50,7 +50,7 @@ def step_elementwise(
 def _step(
     entries: Sequence[ParameterStep], rule: ElementwiseRule, flags: Flags, update_squares: UpdateSquares | None
 ) -> None:
-    """Step parameters of one group whose state is where they are."""
+    """Step parameters of one group whose state is on their device."""
     entries = [entry for entry in entries if entry.gradient is not None]
     if flags.only_creates_state or not entries:
         return
@@ -74,7 +74,7 @@ def _step(
 
 
 def _stored(entry: ParameterStep, rule: ElementwiseRule) -> dict[str, Tensor]:
-    """Return what is stepped of a parameter, its master if there is one, as "", and what its rule keeps, by key."""
+    """Return the tensor to step under the key "" (the master weights if there are any), and the rule's state by key."""
     kept = {key: local_of(entry.state[key]) for key in rule.keeps()}
     return {"": local_of(entry.state.get("master", entry.member.tensor)), **kept}
 
@@ -87,7 +87,7 @@ def _widened(stored: Tensor) -> Tensor:
 def _write(
     entry: ParameterStep, rule: ElementwiseRule, stored: Mapping[str, Tensor], after: Mapping[str, Tensor]
 ) -> None:
-    """Write what was stepped in copies back, in bf16 rounded up or down; and the parameter that has a master."""
+    """Write stepped copies back, with stochastic rounding to bf16; and round master weights to the parameter."""
     for key, tensor in stored.items():
         if tensor is not after[key] and tensor.dtype == torch.bfloat16:
             round_stored(f"{entry.member.name} {key}".rstrip(), entry.member.storage, rule, after[key], tensor)

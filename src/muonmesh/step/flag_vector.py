@@ -1,4 +1,4 @@
-"""FlagVector: the vector of flags by which the ranks of a connected set agree before any of them writes; and Flags."""
+"""FlagVector: the flags by which the ranks of a connected set agree before any rank writes. Flags: the result."""
 
 from __future__ import annotations
 
@@ -18,16 +18,19 @@ TAIL = ("skip", "overflow", "moves", "error", "replan", "stays")
 """Flags of a rank rather than of a parameter.
 
 "skip": this step shall change nothing. "overflow": the rank's GradScaler has found an overflow. "moves": every learning
-rate is 0, and a gradient of AdamW's half is not zero, so this is not the step that only creates state. "error": the
-rank found an error. "replan": its parameters are others than those that were planned. "stays": they are the same. Where
-only some ranks have changed, both flags arrive."""
+rate is 0, and a gradient of AdamW's parameters is not zero, so this is not the step that only creates state. "error":
+the
+rank found an error. "replan": the rank's parameters have changed since they were planned. "stays": they have not
+changed.
+If only some ranks have changed, both flags are set after the reduction."""
 
 DIGEST = 16
-"""Bytes by which ranks compare what they have set: 8 of what the host knows, 8 of what only the device does."""
+"""Bytes by which ranks compare their settings: 8 of values that the CPU knows, 8 of values that only the device
+knows."""
 
 
 class HasGradient(Protocol):
-    """Anything that has the gradient of one parameter, or None; a `ParameterStep` does."""
+    """Any object with the gradient of one parameter, or None, as a `ParameterStep` has."""
 
     gradient: Tensor | None
 
@@ -38,8 +41,8 @@ class Constants(NamedTuple):
     Attributes:
         replicated: `FlagVector.replicated`, uint8.
         owners: `FlagVector.owners`, int64.
-        axes: For each byte "placed" the number of its parameter, int64.
-        stored: For each byte of the digests whether this rank belongs to its set, uint8.
+        axes: For each byte that says how a gradient is placed, the number of its parameter, int64.
+        stored: For each byte of the digests, whether this rank belongs to the digest's set of ranks, uint8.
     """
 
     replicated: Tensor
@@ -50,24 +53,25 @@ class Constants(NamedTuple):
 
 @dataclass(frozen=True)
 class FlagVector:
-    """Where each flag stands in the vector that the ranks which share parameters reduce by maximum.
+    """The place of each flag in the vector that ranks with shared parameters reduce by maximum.
 
-    The vector holds, each as long on every rank: "nonzero", a flag for each Matrix; "present" and "missing", for each
-    parameter whether a rank has its gradient or lacks it (one pair of flags for each shard where there are replicas);
-    "said" and "inverse", bytes that must be equal on all ranks that set them, and 255 minus each byte, so that the two
-    maxima add up to 255 only if they are; and the flags of `TAIL`. The bytes are: for each axis of a mesh with
-    replicas, how the gradient is placed (1: whole; more: 1 + its index in `REDUCTIONS`), and then `DIGEST` bytes of
-    settings for each set of ranks that share parameters.
+    The parts of the vector have the same length on every rank. "nonzero" is a flag for each Matrix. "present" and
+    "missing" say for each parameter whether a rank has its gradient or lacks it; with replicas, there is one pair of
+    flags for each shard. "said" has bytes that must be equal on all ranks that set them, and "inverse" has 255 minus
+    each byte, so that the two maxima add up to 255 only if all these ranks agree. The flags of `TAIL` come last. The
+    bytes of "said" are: for each axis of a mesh with replicas, how the gradient is placed (1: whole; more: 1 + its
+    index
+    in `REDUCTIONS`), and then `DIGEST` bytes of settings for each set of ranks that share parameters.
 
     Attributes:
-        matrices: How many Matrices the plan has.
-        mine: For each parameter, Muon's first and then AdamW's, which of its flags in "present" this rank sets.
-        replicated: For each flag in "present" whether all replicas must have the same.
+        matrices: Number of Matrices of the plan.
+        mine: For each parameter, Muon's first and then AdamW's, the flags in "present" that this rank sets.
+        replicated: For each flag in "present" whether all replicas must have the same value.
         owners: For each flag in "present" the number of its parameter.
         axes: Parameters whose gradient may be partial: each with its number, its first byte in "said", and how many
             bytes it has there, one for each axis of its mesh.
         shared: For each set of ranks that share parameters the numbers of those parameters.
-        stored: Which of these sets this rank belongs to.
+        stored: For each of these sets whether this rank belongs to it.
     """
 
     matrices: int
@@ -128,7 +132,7 @@ class FlagVector:
 
     @property
     def width(self) -> int:
-        """How many bytes say how gradients are placed."""
+        """The number of bytes that say how gradients are placed."""
         return sum(count for _, _, count in self.axes)
 
     def counted(self, entries: Sequence[HasGradient | None]) -> tuple[list[int], list[int]]:
@@ -160,8 +164,8 @@ class FlagVector:
         Args:
             nonzero: uint8, for each Matrix whether this rank has a non-zero gradient in it.
             entries: The parameters with their gradients, as the plan numbers them.
-            settings: uint8, `DIGEST` bytes for each shared set; those of sets that this rank is not in do not count.
-            tail: Those flags of `TAIL` that may be set; tensors on the device are not waited for.
+            settings: uint8, `DIGEST` bytes for each shared set. The bytes of sets without this rank do not count.
+            tail: The flags of `TAIL` that may be set. The CPU does not wait for tensors on the device.
         """
         device, on_host = nonzero.device, settings.device.type == "cpu"
         counted, placed = self.counted(entries)
@@ -185,13 +189,13 @@ class FlagVector:
         return flags
 
     def only(self, flag: str, device: torch.device) -> Tensor:
-        """Return the flags of a rank that says nothing else than one of `TAIL`."""
+        """Return the flags of a rank that sets a single flag of `TAIL` and nothing else."""
         flags = torch.zeros(self.slices[TAIL[-1]].stop, dtype=torch.uint8, device=device)
         flags[self.slices[flag]] = 1
         return flags
 
     def constants(self, device: torch.device) -> Constants:
-        """Return what the answers are compared with, on a device, where it stays."""
+        """Return the constants of this vector on a device; they are uploaded once for each device."""
         if device not in self._constants:
             numbers = [number for number, _, count in self.axes for _ in range(count)]
             self._constants[device] = Constants(
@@ -205,7 +209,7 @@ class FlagVector:
 
 @dataclass(frozen=True)
 class ReducedFlags:
-    """A `FlagVector` after its reduction: a flag is set if any rank has set it. Nothing here waits for the device."""
+    """A `FlagVector` after its reduction: a flag is set if any rank has set it. Only `told` waits for the device."""
 
     flag_vector: FlagVector
     flags: Tensor
@@ -216,18 +220,18 @@ class ReducedFlags:
         return part[0] if name in TAIL else part
 
     def told(self) -> dict[str, list[int]]:
-        """Return all parts of the vector by name, for a host that waits."""
+        """Return all parts of the vector by name, as numbers. The CPU waits for the device."""
         numbers = self.flags.tolist()
         return {name: numbers[part] for name, part in self.flag_vector.slices.items()}
 
     def somebody(self, name: str) -> Tensor:
-        """Return whether some rank set a flag of `TAIL`, 0-d bool."""
+        """Return whether any rank set a flag of `TAIL`, 0-d bool tensor."""
         return self.of(name) != 0
 
     def half_missing(self) -> Tensor:
         """Return for each flag "present" whether some replicas have the gradient and others lack it.
 
-        A gradient that is reduced over ranks is left out: where it is missing it counts as zero.
+        Gradients that are partial on a rank do not count: a missing summand is zero.
         """
         replicated, owners, axes, _ = self.flag_vector.constants(self.flags.device)
         both = self.of("present") * self.of("missing") * replicated
@@ -238,36 +242,36 @@ class ReducedFlags:
         return both != 0
 
     def mixed(self) -> Tensor:
-        """Return for each byte of placements whether ranks have the gradient in different ways."""
+        """Return for each byte of placements whether the gradient is placed differently on different ranks."""
         return self._differing()[: self.flag_vector.width]
 
     def _differing(self) -> Tensor:
-        """Return for each byte of placements, and then of the digests, whether ranks have different ones."""
+        """Return for each byte of placements, and then of the digests, whether its value differs between ranks."""
         total = self.of("said").short() + self.of("inverse")
         return (total != 255) & (total != 0)
 
     def stops(self) -> Tensor:
-        """Return whether the step ends in an error on every rank, 0-d bool; `preflight` says which."""
+        """Return whether the step ends in an error on every rank, 0-d bool tensor; `preflight` finds the error."""
         return self.somebody("error") | self.half_missing().any() | self._differing().any()
 
 
 @dataclass
 class Flags:
-    """What all ranks agreed on before anything was written.
+    """The flags that all ranks agreed on before any rank wrote.
 
     Attributes:
-        nonzero: For each Matrix whether any rank has a non-zero gradient in it: booleans. Where the host does not wait
-            for them (CUDA), a bool tensor (n,), whose entries are false too if ``stop`` is true.
-        present: For each Muon parameter whether any rank has a gradient. Where the host does not wait it knows of this
-            rank alone, so there it is whether this rank has one.
-        skip: Whether some rank says that this step changes nothing.
-        overflow: Whether some rank's GradScaler has found an overflow: a 0-d bool tensor. None: this rank has no
-            GradScaler, and it is alone.
+        nonzero: For each Matrix whether any rank has a non-zero gradient in it: booleans. If the CPU does not wait for
+            the flags (CUDA), a bool tensor (n,), whose entries are false too if ``stop`` is true.
+        present: For each of Muon's parameters whether any rank has a gradient. If the CPU does not wait for the flags,
+            whether this rank has a gradient.
+        skip: Whether any rank wants this step to change nothing.
+        overflow: Whether any rank's GradScaler has found an overflow: a 0-d bool tensor. None: this rank shares no
+            parameter with other ranks and has no GradScaler.
         only_creates_state: Whether this is the step by which torch's checkpoint code creates state: learning
             rate 0 and every gradient exactly zero.
-        stop: 0-d bool tensor, true if some rank found an error or skips, which the host does not know yet. None where
-            it knows: on a CPU, anywhere at learning rate 0, and where a rank is alone that has nothing to stop it.
-        replan: Whether some rank has other parameters than planned; nothing else counts then.
+        stop: 0-d bool tensor, true if any rank found an error or skips the step; the CPU does not know it yet. None if
+            the CPU knows: for parameters on a CPU, at learning rate 0, and if a rank is alone and nothing can stop it.
+        replan: Whether the parameters of any rank have changed since the plan was made. Then no other flag counts.
     """
 
     nonzero: list[bool] | Tensor

@@ -15,8 +15,8 @@ def refuse_makers(frame: FrameType | None) -> None:
             frame is read, because the frame would keep it alive.
 
     Raises:
-        TypeError: it is torch's ``ZeroRedundancyOptimizer``. Norms would be those of a rank's own parameters, and each
-            rank would have to wait for the owner of the others' matrices. Or it is DeepSpeed's engine.
+        TypeError: the framework is DeepSpeed's engine, or torch's ``ZeroRedundancyOptimizer``. The latter gives each
+            rank an optimizer of a part of the parameters, so norms would cover only this part.
     """
     while frame is not None:
         maker = frame.f_globals.get("__name__"), frame.f_code.co_name
@@ -33,13 +33,13 @@ def refuse_makers(frame: FrameType | None) -> None:
 
 
 def refuse_engine(user: str) -> None:
-    """Refuse to serve DeepSpeed's engine itself, which may have put flat tensors in the place of parameters.
+    """Refuse to be the optimizer of DeepSpeed's engine, which may have replaced parameters by flat tensors.
 
     Args:
-        user: The module that makes the optimizer, calls ``step``, or asks whether it was given an optimizer.
+        user: The name of the module that makes the optimizer, calls ``step``, or checks the type of the optimizer.
 
     Raises:
-        TypeError: it is DeepSpeed's.
+        TypeError: the module belongs to DeepSpeed.
     """
     if user.partition(".")[0] == "deepspeed":
         needed = "its settings, given to muonmesh's own function, which finds the parameters in the engine's tensors"

@@ -40,12 +40,13 @@ class Member(Stored):
     """One parameter with the settings of its group; several parameters may share one flat tensor.
 
     Attributes:
-        tensor: What the user holds.
-        group: Number of its group.
+        tensor: The tensor in the param groups.
+        group: Number of its param group.
         state_layouts: The layout of each tensor of its state, by key.
-        holders: Whether it is known which ranks hold it. "open": those of its storage do, and others may hold copies.
-            "unknown": nothing says it of a plain tensor; its storage is that of this rank alone, or has no layout.
-        at_momentum: Whether its gradient lives where its momentum does (`GradientSource.at_momentum`).
+        holders: Whether muonmesh knows which ranks hold the parameter. "open": the ranks of its storage hold it, and
+            other ranks may hold copies. "unknown": the parameter is a plain tensor without information about ranks; its
+            storage is that of this rank alone, or has no layout.
+        at_momentum: Whether its gradient has the layout of its momentum (`GradientSource.at_momentum`).
     """
 
     tensor: Tensor
@@ -56,20 +57,20 @@ class Member(Stored):
 
     @cached_property
     def gradient_storage(self) -> Storage:
-        """Where its gradient lives."""
+        """The storage (layout and shapes) of the parameter's gradient."""
         return self.momentum_storage if self.at_momentum else self.storage
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks that hold it, as far as known."""
+        """The ranks that hold the parameter, as far as muonmesh knows."""
         return (this_rank(),) if self.storage.layout is None else self.storage.layout.ranks
 
     def may_have_copies(self, ranks: Sequence[int]) -> bool:
-        """Whether others of these ranks, which work together, may hold this parameter too, which nobody has said."""
+        """Whether other ranks of a connected set may hold copies of this parameter that muonmesh does not know of."""
         return self.holders != "known" and not set(self.ranks) >= set(ranks)
 
     def copied(self, copies: Copies) -> Member:
-        """Return this member with those copies of it that ranks have found; they do not share its momentum."""
+        """Return this member with the copies that ranks have found. The copies do not share its momentum."""
         found = copies.get((self.name, self.ranks))
         if found is None:
             return self
@@ -87,12 +88,12 @@ def members_of(
     *,
     shard_state: bool,
 ) -> tuple[list[Member], list[tuple[int, ...]], Exception | None]:
-    """Return the parameters of all groups in order, with where they live, and with the copies that ranks have found.
+    """Return the parameters of all groups in order, with their layouts and with the copies that ranks have found.
 
     Returns:
-        The members; the sets of ranks that share one; and the first error, since even a rank that found one must meet
-        the others: a parameter is held in a way that is unknown or not as declared, or an entry of ``layouts`` fits no
-        name.
+        The members; the sets of ranks that share a member; and the first error. The error is returned and not raised,
+        because a rank with an error must still meet the other ranks. The errors: the layout of a parameter is unknown
+        or not as declared, or an entry of ``layouts`` fits no name.
     """
     if layouts == LOST_LAYOUTS:
         what = "This optimizer was unpickled, and its layouts are lost, because meshes cannot be pickled. Write "
@@ -139,8 +140,8 @@ def members_of(
     except LayoutError as found:
         error = error or found
     flat = (layout for entry in unknown.values() for layout in flat_layouts(entry))
-    sets += [layout.ranks for layout in flat if this_rank() in layout.ranks]  # they hear of the error below
-    if not any(len(ranks) > 1 for ranks in sets):  # nobody to ask
+    sets += [layout.ranks for layout in flat if this_rank() in layout.ranks]  # these ranks get the error below
+    if not any(len(ranks) > 1 for ranks in sets):  # no other rank can know more
         error = error or unknown_matrix(members)
     if unknown:
         write = (
@@ -153,7 +154,7 @@ def members_of(
 
 
 def _named_alike(names: Mapping[tuple[str, tuple[int, ...]], int]) -> LayoutError | None:
-    """Return the error of the first name that several parameters of the same ranks have."""
+    """Return the error for the first name that several parameters on the same ranks have; None if names are unique."""
     for (name, _), count in names.items():
         if count > 1:
             return named_alike(LayoutError, name, f"{count} parameters of this name")
@@ -161,7 +162,7 @@ def _named_alike(names: Mapping[tuple[str, tuple[int, ...]], int]) -> LayoutErro
 
 
 def named_alike(kind: type[E], name: str, found: str) -> E:
-    """Return the error of several parameters of one name."""
+    """Return the error that says that several parameters have the same name."""
     needed = "a unique name for each, because ranks and checkpoints know parameters by name"
     write = 'Give "param_names" with a prefix that tells them apart, such as "encoder." and "decoder."'
     return kind(explain_error(name, found, needed, write))
@@ -170,7 +171,7 @@ def named_alike(kind: type[E], name: str, found: str) -> E:
 def _with_momentum_placed(
     members: Sequence[Member], groups: Sequence[Mapping[str, Any]], source: GradientSource
 ) -> list[Member]:
-    """Return the members with the momentum of matrices where the source wants it."""
+    """Return the members with the momentum of matrices placed as the gradient source wants."""
     matrices = [n for n, m in enumerate(members) if is_matrix_rule(groups[m.group]["algorithm"])]
     places = source.place([(members[n].name, members[n].tensor, members[n].momentum_storage) for n in matrices])
     found = list(members)
@@ -182,22 +183,22 @@ def _with_momentum_placed(
 
 
 def unknown_matrix(members: Sequence[Member]) -> Exception | None:
-    """Return the error of the first matrix of which nothing says which ranks hold it; None if there is none."""
+    """Return the error for the first matrix whose ranks are unknown; None if there is no such matrix."""
     found = (member for member in members if member.holders == "unknown" and member.storage.layout is not None)
     return next((nobody_said(member.name) for member in found), None)
 
 
 def flat_layouts(entry: Declared) -> list[FlatShards]:
-    """Return the layouts of an entry that says what flat tensors hold; nothing of one of another kind."""
+    """Return the flat layouts of an entry of ``layouts``; an empty list if the entry is of another kind."""
     entries = entry if isinstance(entry, (tuple, list)) else (entry,)
     found = [each.layout if isinstance(each, FlatParameter) else each for each in entries]
     return found if all(isinstance(layout, FlatShards) for layout in found) else []
 
 
 def keep_gradients_of_views(named: Sequence[tuple[object, object]], layouts: Mapping[str, Declared]) -> None:
-    """Let torch take flat shards that are views of parameters, as Megatron lists fp32 weights.
+    """Make torch accept flat shards that are views of parameters, as Megatron lists fp32 weights.
 
-    Of tensors that are no leaves of autograd it takes those alone of which autograd keeps the gradient.
+    An optimizer of torch accepts a tensor that is not a leaf only if autograd retains its gradient.
     """
     for name, tensor in named:
         if isinstance(tensor, Tensor) and isinstance(name, str) and isinstance(layouts.get(name), FlatShards):
@@ -212,7 +213,7 @@ def likely_sets(
     layouts: Mapping[str, Declared],
     source: GradientSource,
 ) -> list[tuple[int, ...]]:
-    """Return the ranks that share the parameters of groups in which something is wrong, to tell those ranks."""
+    """Return the sets of ranks that probably share parameters, for groups with an error; all of them learn of it."""
     sets: list[tuple[int, ...]] = []
     for group in groups:
         names = group.get("param_names")
@@ -253,17 +254,17 @@ def with_state_layouts(groups: Sequence[Mapping[str, Any]], members: Sequence[Me
 
 
 def group_for(process_group: ProcessGroup) -> dist.ProcessGroup | None:
-    """Return the group of the ranks that hold plain tensors whole; None for one rank or if nobody said."""
+    """Return the process group of the ranks that hold plain tensors whole; None for one rank or if it is unknown."""
     if isinstance(process_group, dist.ProcessGroup):
         return process_group
     return dist.group.WORLD if process_group == "world" and world_size() > 1 else None
 
 
 def replicas_of(process_group: ProcessGroup) -> tuple[int, ...] | None:
-    """Return the ranks that hold plain tensors whole, or None if nobody said.
+    """Return the ranks that hold plain tensors whole, or None if they are unknown.
 
     Raises:
-        ValueError: the group was lost in pickling.
+        ValueError: the process group was lost in pickling.
     """
     if process_group == LOST_GROUP:
         what = "This optimizer was unpickled, and its ProcessGroup is lost, because process groups cannot be pickled. "

@@ -1,4 +1,4 @@
-"""MuonStep: Muon's half of one step: what happens to the matrices before, between and after the transfers."""
+"""MuonStep: the step of Muon's parameters: the work on matrices before, between and after the transfers."""
 
 from __future__ import annotations
 
@@ -26,23 +26,25 @@ from muonmesh.step.stored_companions import RuleSums, StoredCompanions
 from muonmesh.step.update_squares import UpdateSquares, largest_of
 
 _WORTH_A_THREAD = 1 << 18
-"""Elements of equal matrices from which on threads share them out; below, waiting for each other's Python costs more
-(measured)."""
+"""From this number of elements on, threads share a set of equal matrices. For fewer elements, waiting for the Python
+code of other threads costs more time than it saves (measured)."""
 
 
 class MuonStep(Work, ABC):
-    """The Muon half of one step: what the exchange reads, computes and writes (`muonmesh.comm.work.Work`).
+    """The step of Muon's parameters: reads, computes and writes for the exchange (`muonmesh.comm.work.Work`).
 
-    Pieces are views of the local storage, read as a contiguous array; a storage that is not contiguous is worked on in
+    Pieces are views of the local storage, read as a contiguous array. If a storage is not contiguous, the step works on
     a contiguous copy. `HostStep` and `DeviceStep` differ in how many pieces they work on at a time.
 
     Args:
         ready: The parameters of the step.
-        elementwise: AdamW's half, group by group, which is stepped while the first matrices travel.
-        squares: Adds up the squares of the updates, and singular values, as `Muon.metrics` has asked; None: it has not.
+        elementwise: One function for each group of an elementwise rule, such as AdamW's; called while the first
+            matrices travel.
+        squares: Adds up the squares of the updates, and singular values, for `Muon.metrics`; None if no metrics are
+            wanted.
 
     Attributes:
-        companions: What rules keep by row, column or matrix.
+        companions: State of rules by row, column or matrix.
         summands: The sums that rules take over matrices.
     """
 
@@ -59,12 +61,12 @@ class MuonStep(Work, ABC):
         self._agreed: Tensor | None = None  # the largest momenta of the blocks that ranks share
 
     def fetch(self, assignments: Sequence[int]) -> None:
-        """Begin to bring the state of these matrices' parameters, where it lies on the host."""
+        """Begin to copy the state of these matrices' parameters to the device, if it is in CPU memory."""
         if self._ready.copies is not None:
             self._ready.collect(assignments)
 
     def step_elementwise(self) -> None:
-        """Step AdamW's half."""
+        """Step the parameters of elementwise rules, such as AdamW's parameters."""
         for step_group in self._elementwise:
             step_group()
 
@@ -78,13 +80,13 @@ class MuonStep(Work, ABC):
 
     @abstractmethod
     def fold(self, pieces: Sequence[Folded]) -> None:
-        """Fold gradients and write directions; what is only read comes after what is folded."""
+        """Fold gradients into momenta and write directions. Pieces that are only read come after the folded pieces."""
 
     def pieces(self, assignments: Sequence[int], legs: LegViews) -> list[Folded]:
-        """Return what is folded, and then what is only read: pieces with the directions that are written of them.
+        """Return the pieces to fold, and then the pieces that are only read, with views for their directions.
 
-        Gradients are folded and directions written in one pass where what is stored is also what is read, which it
-        nearly always is. Momentum in int8 is folded here, since directions are made of what its codes stand for.
+        If a stored piece is also a read piece, which is nearly always so, one pass folds its gradient and writes its
+        direction. Momentum in int8 is folded here, because directions are computed from its decoded codes.
         """
         found: dict[object, Folded] = {}
         for number in assignments:
@@ -112,7 +114,7 @@ class MuonStep(Work, ABC):
 
     def _fold_coded(self, number: int, entry: ParameterStep, momenta: Momenta) -> None:
         """Fold the gradient of a matrix into momentum that is kept in int8."""
-        # All pieces before any is written: some may share a block, whose old scale is gone then.
+        # Read all pieces before any is written: pieces may share a block, whose old scale a write replaces.
         folded = [(piece, self._with_gradient(number, entry, piece)) for piece in self._ready.holdings[number]]
         for piece, values in folded:
             for key, kept in momenta.items():
@@ -120,19 +122,19 @@ class MuonStep(Work, ABC):
                 kept.write(number, piece, values[key], self._agreed)
 
     def _with_gradient(self, number: int, entry: ParameterStep, piece: Piece) -> dict[str, Tensor]:
-        """Return the momentum that codes stand for, by key, with the gradient folded in."""
+        """Return the decoded int8 momentum of a piece, by key, with the gradient folded in."""
         some = _piece(entry, number, piece, folds=True)
         if self._ready.nonzero[number] is not False:
             self.fold_one(some)
         return dict(some.state)
 
     def fold_one(self, piece: Folded) -> None:
-        """Fold a piece of a gradient and write its direction, or write the direction alone."""
+        """Fold the gradient of a piece and write its direction; write only the direction if ``folds`` is false."""
         rule, active = self._ready.rule(piece.matrix), self._ready.mask(piece.matrix)
         parts.fold(rule, piece.gradient, piece.state, active=active, into=piece.into, folds=piece.folds)
 
     def measure_blocks(self, into: Tensor) -> None:
-        """Write the largest momenta of the blocks that ranks share, as they will be after this step."""
+        """Write the largest momentum of each block that ranks share, as it will be after this step."""
         blocks = self._ready.blocks
         assert blocks is not None
         self._ready.collect(blocks.shared)
@@ -150,14 +152,14 @@ class MuonStep(Work, ABC):
     # ---------------------------------------------------------------- matrices of this rank alone
 
     def take_sums(self, numbers: Sequence[int], legs: LegViews) -> None:
-        """Take the sums that rules ask for over matrices of this rank alone."""
+        """Compute the sums that rules need over matrices that only this rank holds."""
         if asked := self._ready.plan.summed(numbers):
             MatrixSums(self._ready.plan, rank=this_rank(), device=self._ready.device).take(asked, legs, self.summands)
 
     # ---------------------------------------------------------------- whole matrices
 
     def orthogonalize(self, batches: Sequence[tuple[Tensor, Tensor, Sequence[int]]]) -> None:
-        """Orthogonalize batches (matrices, results, their assignments)."""
+        """Orthogonalize batches; each is a tuple (matrices, results, their assignments)."""
         tasks: list[tuple[int, Callable[[], None]]] = []
         for batch, out, assignments in batches:
             size = self.at_once(len(batch), assignments[0])
@@ -175,14 +177,14 @@ class MuonStep(Work, ABC):
         numel = self._ready.plan.assignments[number].matrix.numel
         threads = 1 if count * numel < _WORTH_A_THREAD else torch.get_num_threads()
         at_once = self._ready.orthogonalizer(number).at_once
-        turns = -(-count // (threads * at_once))  # of each thread, so that all have equally many
+        turns = -(-count // (threads * at_once))  # tasks of each thread, so that all threads have equally many matrices
         return max(1, -(-count // (threads * turns)))
 
     def run(self, tasks: Sequence[tuple[int, Callable[[], None]]]) -> None:
-        """Run (cost, task) pairs, the costliest first: in bf16 each on a thread of its own (`run_all` says when not).
+        """Run (cost, task) pairs, the costliest first: in bf16 each on a thread of its own (exceptions: see `run_all`).
 
-        In fp32 and fp64 the bits of a product depend on how many threads share it. There the tasks are run one after
-        the other, each on all threads, so that they do not depend on how many tasks there are.
+        In fp32 and fp64 the bits of a product depend on the number of threads that share it. So in these dtypes the
+        tasks run one after the other, each on all threads, and the bits do not depend on the number of tasks.
         """
         tasks = sorted(tasks, key=lambda task: -task[0])
         ordered = [task for _, task in tasks]
@@ -193,7 +195,7 @@ class MuonStep(Work, ABC):
                 task()
 
     def orthogonalize_batch(self, batch: Tensor, out: Tensor, assignments: Sequence[int]) -> None:
-        """Orthogonalize matrices of one group and shape, with what their rule does before and after that."""
+        """Orthogonalize matrices of one group and shape, including what their rule does before and afterwards."""
         times = self.steps_of(assignments)
         rule, orthogonalizer = self._ready.rule(assignments[0]), self._ready.orthogonalizer(assignments[0])
         if rule.balances():
@@ -218,21 +220,21 @@ class MuonStep(Work, ABC):
     # ---------------------------------------------------------------- weights
 
     def write(self, legs: LegViews) -> None:
-        """Decay and update legs' elements, unless their matrix is left alone."""
+        """Decay and update the elements of legs, unless their matrix stays unchanged."""
         self.apply(self.summands.updates(legs))
         self._ready.have_written(legs)
 
     @abstractmethod
     def apply(self, pieces: Sequence[Updated]) -> None:
-        """Decay and update weights."""
+        """Decay and update the weights of these pieces."""
 
     def steps_of(self, assignments: Sequence[int]) -> Tensor | None:
-        """Return what results are multiplied by before they travel; None: each rank multiplies what it writes."""
+        """Return the factors of results before sending, (n,); None: each rank multiplies the elements it writes."""
         return None
 
 
 class HostStep(MuonStep):
-    """A step on a CPU: pieces are worked on one after the other in a thread, so that each stays in its cache."""
+    """A step on a CPU: each thread works on one piece after the other, so that a piece stays in the cache."""
 
     def fold(self, pieces: Sequence[Folded]) -> None:
         """See `MuonStep`."""
@@ -255,10 +257,10 @@ class HostStep(MuonStep):
             self._update_squares.add(self._ready.group(piece.matrix), torch.stack(squares).sum() / piece.copies)
 
     def run_local(self, alike: Sequence[Sequence[Local]]) -> None:
-        """Take matrices that nobody else has through the whole step, a batch of equal ones in each task.
+        """Do the whole step of matrices that only this rank holds, with a batch of equal matrices in each task.
 
-        What one operation leaves in the cache the next one finds there. In bf16 each task has a thread of its own, so
-        no thread waits for another; see `MuonStep.run`.
+        Each operation finds the result of the previous operation in the cache. In bf16 each task has a thread of its
+        own, so no thread waits for another; see `MuonStep.run`.
         """
         tasks: list[tuple[int, Callable[[], None]]] = []
         numbers = [[matrix.assignment for matrix in some] for some in alike]
@@ -296,7 +298,7 @@ class HostStep(MuonStep):
             self._apply_one(update)
 
     def _stack(self, batch: Sequence[Local]) -> Stack | None:
-        """Return small matrices, to be worked on side by side; None where they are large, alone, or not alike."""
+        """Return small equal matrices as one stack; None if a matrix is large, alone, or different from the others."""
         numbers = [local.assignment for local in batch]
         asked = (self._ready.blocks, self._ready.copies, self._update_squares) != (None, None, None)
         matrices = [self._ready.plan.assignments[number].matrix for number in numbers]
@@ -317,7 +319,7 @@ def leg_views_of(batch: Sequence[Local], matrices: Tensor, *, read: bool) -> Leg
 
 
 def _piece(entry: ParameterStep, number: int, piece: Piece, *, folds: bool) -> Folded:
-    """Return a piece of a gradient, with views of its momentum or what its codes stand for."""
+    """Return a piece of a gradient with its momentum: views of the momentum, or its decoded int8 codes."""
     assert entry.gradient is not None
     assert entry.momenta is not None
     state = {

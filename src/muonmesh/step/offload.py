@@ -1,4 +1,4 @@
-"""Offload: keeps state on the host, and brings it to the device only while a bucket of the step needs it."""
+"""Offload: keeps state in CPU memory, and copies it to the device only while a bucket of the step needs it."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from muonmesh.step.precision import Precision
 
 
 def fresh_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device, precision: Precision) -> Tensor:
-    """Return zeros for a number of each element of a parameter that is on ``device``: there, or pinned on the host."""
+    """Return zeros for per-element state of a parameter on ``device``: on this device, or in pinned CPU memory."""
     if not precision.leaves(device):
         return torch.zeros(shape, dtype=dtype, device=device)
     return torch.zeros(shape, dtype=dtype, device="cpu", pin_memory=torch.cuda.is_available())
 
 
 def fresh_copy(local: Tensor, dtype: torch.dtype, precision: Precision, *, wait: bool = False) -> Tensor:
-    """Return a contiguous copy in another dtype, where `fresh_zeros` would lie; with ``wait`` the host may read it."""
+    """Return a contiguous copy in another dtype, placed as by `fresh_zeros`; ``wait``: the CPU may read it at once."""
     if not precision.leaves(local.device):
         return local.detach().to(dtype).contiguous()
     return fresh_zeros(local.shape, dtype, local.device, precision).copy_(local.detach(), non_blocking=not wait)
@@ -30,12 +30,12 @@ def fresh_copy(local: Tensor, dtype: torch.dtype, precision: Precision, *, wait:
 
 @dataclass
 class DeviceCopy:
-    """The copies on the device of the state of one parameter.
+    """Device copies of the state of one parameter.
 
     Attributes:
-        hosts: Local tensors on the host, by key.
-        values: What they are on the device, in the same shapes; a key is gone once it has been given back.
-        arrived: After it the values can be read; None: they can be now.
+        hosts: Local tensors in CPU memory, by key.
+        values: Their copies on the device, in the same shapes; a key is removed once its copy is written back.
+        arrived: The event after which the values can be read; None: they can be read now.
     """
 
     hosts: Mapping[str, Tensor]
@@ -44,18 +44,19 @@ class DeviceCopy:
 
 
 class Offload:
-    """Brings state to a device and back, on two streams beside the one that computes; the host waits for nothing.
+    """Copies state to a device and back, on two streams beside the computing stream. The CPU never waits.
 
-    Memory on the device is taken and given back in the order of the computing stream: what is brought waits for all
-    that was computed before, and memory is free again when that stream has waited for the copy back. So what is there
-    at once is what the step asks for at once, however far the host runs ahead.
+    Device memory is allocated and freed in the order of the computing stream. A copy to the device waits for all
+    computations before it. The memory is free again when the computing stream has waited for the copy back. So the
+    device holds only the state that the step needs at one time, however far the CPU runs ahead.
 
     Args:
-        device: Where the parameters are. A CPU serves in tests: all is done, in one stream.
-        elements: Of each tensor that AdamW's half has on the device at a time, as of the matrices of one bucket.
+        device: The device of the parameters. With a CPU, as in tests, all copies are made in order.
+        elements: The number of elements whose state is on the device at a time, both for AdamW's parameters and for
+            the matrices of one bucket.
 
     Attributes:
-        last: After it the host may read what has been given back; None: it may now.
+        last: The event after which the CPU may read the state that was copied back; None: it may read it now.
     """
 
     def __init__(self, device: torch.device, *, elements: int) -> None:
@@ -69,13 +70,13 @@ class Offload:
             self._streams = keep(("offload", device), lambda: (_stream(device), _stream(device)))
 
     def bring(self, hosts: Mapping[str, Tensor]) -> DeviceCopy:
-        """Begin to copy local tensors of one parameter to the device."""
+        """Begin to copy local tensors of one parameter to the device; `arrive` waits for them."""
         copy = DeviceCopy(hosts, {key: torch.empty_like(host, device=self._device) for key, host in hosts.items()})
         copy.arrived = self._beside(0, [(copy.values[key], host) for key, host in hosts.items()])
         return copy
 
     def _beside(self, which: int, copies: Sequence[tuple[Tensor, Tensor]]) -> torch.cuda.Event | None:
-        """Copy (to, from) on one of the streams, after all that was computed before; return the event after it."""
+        """Copy pairs (to, from) on one of the streams, after all earlier computations; return the event after it."""
         if self._streams is None:
             for into, value in copies:
                 into.copy_(value)
@@ -89,13 +90,13 @@ class Offload:
         return after
 
     def arrive(self, copy: DeviceCopy) -> None:
-        """Let what is computed from now on wait for a copy."""
+        """Make later computations wait until a copy to the device has arrived."""
         if copy.arrived is not None:
             torch.cuda.current_stream(self._device).wait_event(copy.arrived)
             copy.arrived = None
 
     def give_back(self, copy: DeviceCopy, keys: Collection[str]) -> None:
-        """Copy to the host what has been computed, which nobody on the device reads any more."""
+        """Copy the values of these keys back to CPU memory. Nothing on the device reads these values afterwards."""
         gone = {key: copy.values.pop(key) for key in keys if key in copy.values}
         if not gone:
             return
@@ -105,25 +106,28 @@ class Offload:
             self._leaving.append((self.last, list(gone.values())))
 
     def turn(self) -> None:
-        """Free the memory of what was given back before the last turn; called once for each bucket."""
+        """Free the device memory of state that was copied back before the last call; called once for each bucket."""
         for left, _ in self._left_before:
             torch.cuda.current_stream(self._device).wait_event(left)
         self._left_before, self._leaving = self._leaving, []
 
     def end(self) -> None:
-        """Free all memory of what was given back, in the order of the computing stream."""
+        """Free the device memory of all state that was copied back, in the order of the computing stream."""
         self.turn()
         self.turn()
 
     def portions(self, states: Sequence[Mapping[str, Any]], keys: Collection[str]) -> Iterator[tuple[slice, list[Any]]]:
-        """Take the state of many parameters through the device, some at a time, the next ones on their way meanwhile.
+        """Copy the state of many parameters to the device and back, some parameters at a time.
+
+        The state of the next parameters is copied while the caller works on the current parameters.
 
         Args:
-            states: Of each parameter.
-            keys: Which of it lies on the host.
+            states: The state of each parameter.
+            keys: The keys whose tensors are in CPU memory.
 
         Yields:
-            Which parameters, and their states with local tensors on the device under these keys, which may be written.
+            A slice of the parameters, and their states with local tensors on the device under these keys, which the
+            caller may write.
         """
         hosts = [{key: local_of(state[key]) for key in keys if key in state} for state in states]
         cuts = _cuts([max((host.numel() for host in some.values()), default=0) for some in hosts], self.elements)
@@ -140,7 +144,7 @@ class Offload:
 
 
 def _cuts(numels: Sequence[int], most: int) -> list[slice]:
-    """Return slices of a list of sizes, each of one entry or of as many as have at most ``most`` together."""
+    """Cut a list of sizes into slices; the sizes of a slice add up to at most ``most``, unless it has one entry."""
     found, start, total = list[slice](), 0, 0
     for number, numel in enumerate(numels):
         if number > start and total + numel > most:

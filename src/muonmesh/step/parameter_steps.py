@@ -1,4 +1,4 @@
-"""ParameterStep: what a rank stores of each parameter in one step, with its gradient and its state."""
+"""ParameterStep: the local part of each parameter in one step, with its gradient and its state."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from muonmesh.step.runtime import Runtime
 from muonmesh.step.state_layout import beside_rule
 
 Momenta = Mapping[str, Tensor | Momentum]
-"""What a rule keeps as "momentum", by key, in floating point or as codes."""
+"""The state that a rule keeps as "momentum", by key, in floating point or as int8 codes."""
 
 
 @dataclass(slots=True)
@@ -29,21 +29,21 @@ class ParameterStep:
     """One parameter in one step.
 
     Attributes:
-        member: The parameter as the plan has it.
-        local: What this rank stores of it.
-        state: Its entry in the optimizer's state.
-        gradient: Local part of its gradient, contiguous, or None; a partial one as the DTensor that it is.
-        matrices: How many matrices its tensor holds; None: it is stepped element by element. A flat tensor may hold
-            several parameters; all of theirs count.
-        ready: Whether `ReadyParameters` has made it ready for what is done with its matrices. The gradient is then that
-            of the elements whose momentum is stored here, zeros where only this rank has none, and there are the
-            following, all of them local and contiguous, as pieces index them.
-        weights: The parameter, or a copy of one that is not contiguous, which `ReadyParameters.finish` writes back.
-        momenta: What the rule keeps as "momentum", by key; gradients are folded into it in place, or into what its
-            codes stand for. None if there is no state: no rank has ever had a gradient. Where the host does not
-            wait for the flags, this rank has not, and the parameter is no shard of which another rank may have one.
-        beside: What the rule keeps as "weights", by key, written in place together with them.
-        master: The master copy of the weights, written in place and then rounded to them; None if there is none.
+        member: The parameter in the plan.
+        local: The part of the parameter that this rank stores.
+        state: The parameter's entry in the optimizer's state.
+        gradient: Local part of the gradient, contiguous, or None. A partial gradient stays a DTensor.
+        matrices: How many matrices the tensor holds; None if the rule is elementwise. A flat tensor may hold several
+            parameters; the matrices of all of them count.
+        ready: Whether `ReadyParameters` has prepared the parameter. ``gradient`` then has the elements whose momentum
+            this rank stores; it is zero if only this rank has no gradient. The attributes below are then set; all
+            their tensors are local and contiguous, so that pieces can index them.
+        weights: The parameter, or a contiguous copy that `ReadyParameters.finish` writes back.
+        momenta: The state that the rule keeps as "momentum", by key. Gradients are folded into it in place, or into the
+            decoded int8 codes. None if there is no state, because no rank has ever had a gradient. If the CPU does
+            not wait for the flags, None if this rank has had no gradient and no other shard can have one.
+        beside: The state that the rule keeps as "weights", by key, written in place together with the weights.
+        master: The master weights, written in place and then rounded to the weights; None if there are none.
     """
 
     member: Member
@@ -59,18 +59,19 @@ class ParameterStep:
 
     @property
     def created(self) -> bool:
-        """Whether all that its rule keeps has been created, which is true of a rule that keeps nothing."""
+        """Whether all state of the parameter's rule exists; true for a rule without state."""
         return self.member.state_layouts.keys() <= self.state.keys()
 
 
 class Collected(NamedTuple):
-    """What one step works on: all parameters, each as a `ParameterStep`.
+    """All parameters of one step, each as a `ParameterStep`.
 
     Attributes:
-        muon: Of the Muon half, as the plan's parameters are numbered; None for one that only other ranks hold.
-        elementwise: Of the AdamW parameters that other ranks know of, as the plan numbers them; None likewise.
-        adamw: Of each AdamW group that has any here, a flat tensor once.
-        error: The first thing that is wrong; the rank keeps it and takes part in what others wait for.
+        muon: Muon's parameters in the order of the plan; None for a parameter that only other ranks hold.
+        elementwise: AdamW's parameters with known ranks in the order of the plan; None for a parameter that only other
+            ranks hold.
+        adamw: For each AdamW group with parameters on this rank, its parameters; a flat tensor occurs once.
+        error: The first error. The rank does not raise it at once, but first takes part in the communication.
         missing: The parameters without a gradient, by name.
         some: Whether any parameter of this rank has a gradient.
     """
@@ -84,13 +85,13 @@ class Collected(NamedTuple):
 
 
 def collect(planned: Planned, optimizer: Optimizer, runtime: Runtime, loss_scale: Tensor | None) -> Collected:
-    """Read every gradient and check the state beside it.
+    """Read the gradient of every parameter, and check its state.
 
     Args:
         planned: The plan whose parameters are read.
-        optimizer: Has the param groups and the state.
-        runtime: Of the optimizer.
-        loss_scale: The factor of a GradScaler, taken out of the gradients in fp32.
+        optimizer: The optimizer with the param groups and the state.
+        runtime: The runtime state of the optimizer.
+        loss_scale: The factor of a GradScaler; gradients are divided by it in fp32. None: no factor.
     """
     error: Exception | None = None
     entries: dict[int, ParameterStep] = {}
@@ -136,7 +137,7 @@ def collect(planned: Planned, optimizer: Optimizer, runtime: Runtime, loss_scale
 
 
 def create_state(entry: ParameterStep, precision: Precision) -> None:
-    """Create what is missing in the state of a parameter: zeros, and the master where one is asked for.
+    """Create the missing state of a parameter: zeros, and the master weights if ``master_dtype`` asks for them.
 
     The running norms of `clip` are always created, so that a checkpoint has something to be loaded into.
     """
@@ -151,14 +152,14 @@ def create_state(entry: ParameterStep, precision: Precision) -> None:
 
 
 def check_state(entry: ParameterStep, precision: Precision, *, muon: bool) -> None:
-    """Make sure that the state of a parameter is what a step may read as contiguous memory.
+    """Check that a step can use the state of a parameter; make the state of matrices contiguous.
 
-    Whoever wrote it, a checkpoint or the user: momentum and masters with other strides are made contiguous.
+    A checkpoint or the user may have written the state, with other strides.
 
     Raises:
         LayoutError: the parameter's memory has been freed.
-        StateError: a tensor is no tensor, of another shape than this rank stores, or elsewhere; or the state is of the
-            other algorithm.
+        StateError: an entry is no tensor, its shape is not the shape on this rank, or it is on the wrong device; or the
+            state belongs to the other algorithm (Muon or AdamW).
     """
     held, state = entry.local, entry.state
     name, storage, state_layouts = entry.member.name, entry.member.storage, entry.member.state_layouts

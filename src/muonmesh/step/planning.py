@@ -47,33 +47,33 @@ Holdings = tuple[tuple[Piece, ...], ...]
 """For each Matrix of a plan, the pieces of it that this rank stores."""
 
 Planner = Callable[..., Plan]
-"""`make_plan` with what an optimizer has set: what a step may take, who keeps something, how large machines are."""
+"""`make_plan` with the settings of an optimizer: its memory budget, owners that keep state, and ranks of a machine."""
 
 Orthogonalizers = dict[tuple[int, tuple[int, int]], Orthogonalizer]
-"""How matrices are orthogonalized, by the number of their group and their shape as they are assembled."""
+"""The orthogonalizer of matrices, by the number of their group and their shape as assembled."""
 
 
 @dataclass
 class Planned:
-    """The plan of an optimizer with all that was read off its parameters; valid while their signature stays the same.
+    """The plan of an optimizer, with the facts about its parameters; valid while their signature stays the same.
 
     This object keeps the parameters alive, so that a new one cannot take an old one's identity.
 
     Attributes:
-        signature: What it was made for (`muonmesh.step.connection`).
-        muon: Members of the Muon groups, as the plan's parameters are numbered; None for one that only other ranks
-            of the connected set hold.
-        elementwise: Those members of the AdamW groups of which it is known which ranks hold them, as the plan numbers
-            them; ranks agree on their gradients and settings. None likewise.
-        adamw: All members of each group that is AdamW's, which are stepped; empty for the others.
-        plan: Who orthogonalizes what.
-        rank: This process.
-        device: Of the Muon parameters, or of the first parameter if there are none; without any see
+        signature: The facts that the plan was made for (`muonmesh.step.connection`).
+        muon: Members of the Muon groups in the order of the plan; None for a parameter that only other ranks of the
+            connected set hold.
+        elementwise: Members of the AdamW groups whose ranks are known, in the order of the plan. Ranks agree on their
+            gradients and settings. None for a parameter that only other ranks of the connected set hold.
+        adamw: For each param group all its members if its rule is elementwise, else an empty tuple. All are stepped.
+        plan: The plan with the owner of each matrix.
+        rank: The rank of this process.
+        device: The device of Muon's parameters, or of the first parameter if there are none. Without parameters see
             `device_without_parameters`.
-        orthogonalizers: How the matrices of each Muon group of this rank are orthogonalized, by group and shape.
-        exchange: Made when the ranks have compared their plans.
-        recordings: What a device is given again at the next step, by what it is done with (`recording.run_again`).
-        graphs: Of batches that come again; None if they are not wanted.
+        orthogonalizers: The orthogonalizers of each Muon group of this rank, by group and shape.
+        exchange: The exchange that runs the plan; None until the ranks have compared their plans.
+        recordings: Recorded kernel launches that later steps repeat, by their use (`recording.run_again`).
+        graphs: CUDA graphs of batches that recur; None if they are not wanted.
     """
 
     signature: object
@@ -90,43 +90,43 @@ class Planned:
     _names: list[str] | None = field(default=None, init=False)
 
     def at_once(self, number: int) -> int:
-        """Return how many matrices equal to this one, which is owned here, a device orthogonalizes at a time."""
+        """Return how many matrices of the shape of this one the device orthogonalizes at a time. This rank owns it."""
         return self.plan.at_once(number, self.squares(number))
 
     def squares(self, number: int) -> int:
-        """Return how many rows × rows buffers a device needs to orthogonalize a matrix that is owned here."""
+        """Return how many rows × rows buffers a device needs to orthogonalize a matrix that this rank owns."""
         matrix, member = self.plan.assignments[number].matrix, self.muon[self.plan.assignments[number].parameter]
         assert member is not None
         return self.orthogonalizers[member.group, matrix.shape].squares
 
     @cached_property
     def flag_vector(self) -> FlagVector:
-        """Where the flags of each parameter stand."""
+        """The vector of flags that ranks agree by, with the place of each parameter's flags."""
         return FlagVector.of(self.plan, self.rank)
 
     @property
     def sets(self) -> list[tuple[int, ...]]:
-        """The ranks of each parameter that several ranks know of."""
+        """The ranks of each parameter of the plan."""
         return [tuple(layout.ranks) for layout in self.plan.targets]
 
     @property
     def replicated(self) -> dict[Tensor, str]:
-        """The names of the parameters that several ranks hold alike."""
+        """The names of the parameters that have replicas on several ranks, by tensor."""
         return {member.tensor: member.name for member in self.members if member.storage.copies > 1}
 
     def group_names(self, names: Sequence[str], group: dist.ProcessGroup | None) -> list[str]:
-        """Return the names of the groups of all ranks, in one order; the first call asks the others for theirs."""
+        """Return the group names of all ranks, in the same order on every rank; the first call communicates."""
         if self._names is None:
             self._names = union(group, names)
         return self._names
 
     @cached_property
     def terms(self) -> list[tuple[tuple[int, ...], str]]:
-        """What ranks that share parameters compare of them, as far as no step changes it: for each set of those ranks.
+        """The fixed part of the settings that ranks with shared parameters compare, for each set of these ranks.
 
-        Ranks may number their groups differently. So a parameter's group is told by its place among the groups of the
-        set's parameters, which must be the same on all ranks. For each set (`FlagVector.shared`) there are the numbers
-        of these groups on this rank, each once, and a digest of group and dtype of each parameter.
+        Ranks may number their groups differently. So a parameter's group is identified by its place among the groups of
+        the set's parameters; this place must be the same on all ranks. For each set (`FlagVector.shared`) there are
+        the numbers of these groups on this rank, each once, and a digest of group and dtype of each parameter.
         """
         everyone, found = (*self.muon, *self.elementwise), []
         for numbers in self.flag_vector.shared:
@@ -138,7 +138,7 @@ class Planned:
 
     @cached_property
     def matrices_of(self) -> dict[Tensor, tuple[int, ...]]:
-        """For each tensor of the Muon half on this rank the numbers of its matrices' assignments, in order."""
+        """For each tensor of Muon's parameters on this rank the numbers of its matrices' assignments, in order."""
         numbers = {(a.parameter, a.matrix.index): number for number, a in enumerate(self.plan.assignments)}
         found: dict[Tensor, tuple[int, ...]] = {}
         for parameter, member in enumerate(self.muon):
@@ -156,12 +156,12 @@ class Planned:
 
     @cached_property
     def holdings(self) -> Holdings:
-        """The pieces of each Matrix that are stored here."""
+        """The pieces of each Matrix that this rank stores."""
         return self._holdings([parameter.target for parameter in self.plan.parameters])
 
     @cached_property
     def momentum_holdings(self) -> Holdings:
-        """The pieces of each Matrix whose momentum is stored here: the same, unless replicas share it."""
+        """The pieces of each Matrix whose momentum this rank stores: `holdings`, unless replicas share the momentum."""
         shared = any(parameter.momentum_storage is not parameter.target for parameter in self.plan.parameters)
         return self._holdings([each.momentum_storage for each in self.plan.parameters]) if shared else self.holdings
 
@@ -170,18 +170,18 @@ class Planned:
 
     @cached_property
     def gradient_holdings(self) -> Holdings:
-        """The pieces of each Matrix whose gradient is here: those stored here, or those whose momentum is."""
+        """The pieces of each Matrix whose gradient this rank has: `holdings` or `momentum_holdings`."""
         there = any(member is not None and member.at_momentum for member in self.muon)
         return self.momentum_holdings if there else self.holdings
 
     @property
     def members(self) -> list[Member]:
-        """All parameters of this rank, the Muon half first."""
+        """All parameters of this rank, Muon's parameters first."""
         return [member for member in self.muon if member is not None] + [m for some in self.adamw for m in some]
 
 
 class Connected(NamedTuple):
-    """A plan that all its ranks know of, with the exchange that runs it."""
+    """A plan that all its ranks have compared, with the exchange that runs it."""
 
     planned: Planned
     exchange: Exchange
@@ -197,7 +197,7 @@ def plan_members(
     """Make the plan of this rank's parameters.
 
     Raises:
-        LayoutError: a parameter is held in a way that cannot be mapped to whole matrices.
+        LayoutError: Muon's parameters are on several devices, or a layout cannot be mapped to whole matrices.
     """
     members = with_state_layouts(groups, members)
     muon = tuple(member for member in members if is_matrix_rule(groups[member.group]["algorithm"]))
@@ -229,10 +229,16 @@ def plan_members(
 
 
 def widened(planned: Planned, views: Sequence[View], ranks: Sequence[int], planner: Planner) -> Planned:
-    """Return the plan of a connected set whose ranks hold different parameters, from what each of them holds.
+    """Return the plan of a connected set whose ranks hold different parameters.
+
+    Args:
+        planned: The plan of this rank's own parameters.
+        views: The parameters of each rank.
+        ranks: The ranks of the connected set.
+        planner: Makes the plan.
 
     Raises:
-        PlanError: a rank lacks a parameter that another one says it holds, or sees it differently.
+        PlanError: a rank lacks a parameter that it holds according to another rank, or describes it differently.
     """
     parameters, elementwise = merged(views, ranks)
     mine = {
@@ -250,7 +256,7 @@ def widened(planned: Planned, views: Sequence[View], ranks: Sequence[int], plann
 
 
 def _with_owners(plan: Plan, muon: Sequence[Member | None]) -> tuple[Member | None, ...]:
-    """Return the members of a plan with the places of what the owners of their matrices keep."""
+    """Return the members of a plan, with the layouts of the state that the owners of their matrices keep."""
     mine = [(number, member.tensor, member.state_layouts) for number, member in enumerate(muon) if member is not None]
     kept = kept_at_owners(plan, mine)
     return tuple(
@@ -284,12 +290,12 @@ def _parameter(
             )
         gram, at_once = resolved.method == "gram", resolved.whole
         own = cost(*shape, degrees=resolved.degrees, gram=gram, at_once=at_once, deflated=resolved.prepared.deflated)
-        # Without it a rule makes a pass or two over the elements.
+        # Without orthogonalization a rule makes one or two passes over the elements.
         flops[shape] = rule.flops(*shape) + (own if rule.orthogonalizes else 2 * math.prod(shape))
     if isinstance(named, str) and named not in get_args(CoefficientName):  # a user's set, which may differ on ranks
         named = f"{named} {coefficient_set(named)}"
     settings = f"{named}, {steps} steps, {group['ns_method']}, {precision.compute}"
-    if precision.kernels != "auto":  # they round otherwise
+    if precision.kernels != "auto":  # other kernels round differently
         settings = f"{settings}, kernels {precision.kernels}"
     each = tuple(flops[matrix.shape] for matrix in matrices)
     if rule.changes_matrices():

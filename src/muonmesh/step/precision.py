@@ -13,15 +13,15 @@ from muonmesh.numerics.kernels import KernelName
 
 @dataclass(frozen=True)
 class Precision:
-    """The dtypes of one optimizer.
+    """The dtypes of one optimizer, its kernels, and the place of its state.
 
     Attributes:
-        compute: Of orthogonalization and wire.
-        state: Of what rules keep for each element: fp32 where momentum is kept in int8.
-        master: Of masters; None for none.
-        kernels: What multiplies.
+        compute: The dtype of orthogonalization and of the matrices that ranks send.
+        state: The dtype of per-element state; fp32 if momentum is kept in int8.
+        master: The dtype of master weights; None: there are none.
+        kernels: The kernels that multiply matrices.
         int8: Whether momentum is kept in int8, with a scale for each block (`muonmesh.step.blocks`).
-        on_host: Whether what has a number for each element is kept on the host (`muonmesh.step.offload`).
+        on_host: Whether per-element state is kept in CPU memory (`muonmesh.step.offload`).
     """
 
     compute: torch.dtype
@@ -33,20 +33,20 @@ class Precision:
 
     @staticmethod
     def of(shared: Mapping[str, Any]) -> Precision:
-        """Return what the settings that all groups share say."""
+        """Return the `Precision` that the settings of all groups describe."""
         int8, on_host = shared["state_dtype"] == "int8", shared["state_device"] is not None
         state = torch.float32 if int8 else shared["state_dtype"]
         return Precision(shared["compute_dtype"], state, shared["master_dtype"], shared["kernels"], int8, on_host)
 
     def leaves(self, device: torch.device) -> bool:
-        """Whether what has a number for each element is kept elsewhere than its parameter on ``device``."""
+        """Whether the per-element state of a parameter on ``device`` is kept on another device."""
         return self.on_host and device.type != "cpu"
 
     def kept_on(self, device: torch.device) -> torch.device:
-        """Return where what has a number for each element of a parameter on ``device`` is kept."""
+        """Return the device that keeps the per-element state of a parameter on ``device``."""
         return torch.device("cpu") if self.leaves(device) else device
 
     @property
     def carried(self) -> torch.dtype:
-        """Of what a rule keeps by row, column or matrix: fp32, or fp64 where any of the others is."""
+        """The dtype of state by row, column or matrix: fp32, or fp64 if ``compute`` or ``state`` is fp64."""
         return torch.promote_types(torch.promote_types(self.compute, self.state), torch.float32)

@@ -30,11 +30,11 @@ from muonmesh.step.runtime import Runtime
 from muonmesh.step.settings_digest import digests, lines
 
 _PROBE = 64
-"""Elements looked at first when asking whether a gradient is exactly zero; nearly always enough."""
+"""Number of elements of a gradient that are checked first for being exactly zero; nearly always enough."""
 
 
 def _tell_later(runtime: Runtime, answers: ReducedFlags, raise_errors: Callable[[ReducedFlags], None]) -> None:
-    """Let every rank raise what flags say when its next step begins, where the host does not wait for them."""
+    """Make every rank raise the errors of the flags when its next step begins, because the CPU does not wait now."""
 
     def say(flags: Tensor) -> None:
         found = ReducedFlags(answers.flag_vector, flags)
@@ -59,36 +59,37 @@ def preflight(
     skip: Tensor | None,
     overflow: Tensor | None,
 ) -> Flags:
-    """Reduce one vector of small flags over all ranks, see `FlagVector`; raise on every rank if any found an error.
+    """Reduce one vector of small flags over all ranks (`FlagVector`); raise on every rank if any rank found an error.
 
-    Partial gradients of replicated parameters are reduced: on a host that waits after the ranks have agreed on who
-    takes part, else before, by the ranks that have one.
+    Partial gradients of replicated parameters are reduced too. If the CPU waits for the flags, this happens after the
+    ranks have agreed which gradients are partial; else before, on the ranks that have a partial gradient.
 
     Args:
         connected: The plan that this rank follows, with its exchange.
         collected: The parameters with their gradients.
-        settings: What this rank found in its groups.
-        runtime: Of the optimizer. Where its host does not read the flags now, writes are masked by them on the device,
-            and errors are raised when the next step begins.
-        replicas: `fingerprints` of what ranks hold alike, where they are compared.
+        settings: The settings that this rank read from its groups.
+        runtime: The runtime state of the optimizer. If its CPU does not wait for the flags, the device masks writes by
+            the flags, and errors are raised when the next step begins.
+        replicas: `fingerprints` of replicated parameters, if this step compares them; else empty.
         error: Another error of this rank. The rank still takes part in the reduction, so that no rank waits for it.
         skip: 0-d bool tensor, whether this rank wants the step to change nothing.
         overflow: 0-d bool tensor, whether its GradScaler has found an overflow; this skips the step too.
 
     Returns:
-        What was agreed on; ``Flags.replan`` where some rank must plan again, and then nothing else counts.
+        The flags that the ranks agreed on. If ``Flags.replan`` is set, some rank must plan again, and no other flag
+        counts.
 
     Raises:
         Exception: ``error``, on the rank that found it.
-        PlanError: on the other ranks; and on every rank if some replicas lack a gradient that others have, or if ranks
-            that share a parameter have different settings for it.
+        PlanError: on the other ranks; and on every rank if some replicas lack a gradient that other replicas have, or
+            if ranks that share a parameter have different settings for it.
     """
     planned, exchange = connected
     plan, device, muon = planned.plan, planned.device, collected.muon
     entries, flag_vector = [*muon, *collected.elementwise], planned.flag_vector
     at_rest, error = settings.at_rest, settings.error or collected.error or error
     waits = at_rest or runtime.host_waits(planned)
-    alone = len(plan.ranks) == 1 and not settings.on_device  # then the host knows all but what the tensors say
+    alone = len(plan.ranks) == 1 and not settings.on_device  # then the CPU knows everything except the tensors' values
     if alone and error is not None:
         raise error
     if alone or not waits:
@@ -97,7 +98,7 @@ def preflight(
                 continue
             if any(axes := partial_axes(entry.gradient)):
                 entry.gradient = reduced(entry.member.tensor, entry.gradient, axes).contiguous()
-    # A partial gradient is not summed yet: its matrix counts as not zero if any rank has a summand that is not.
+    # A partial gradient is not summed yet: its matrix counts as non-zero if any rank has a non-zero summand.
     look = _nonzero_on_host if device.type == "cpu" and waits else _nonzero_on_device
     nonzero = look(planned, muon, device)
     gradients = (entry.gradient for entry in collected.elementwise if entry is not None)
@@ -115,7 +116,7 @@ def preflight(
         "error": failed,
         "stays": True,
     }
-    # As they are now, and without the runtime, which may keep them till the next step and would then hold itself.
+    # The current values, without the runtime: it may keep these terms until the next step, and would then hold itself.
     terms = planned, settings, replicas, runtime.precision, runtime.loaded
     flags = exchange.wire.agree(flag_vector.vector(nonzero.clamp(max=1), entries, digests(*terms), tail))
     answers = ReducedFlags(flag_vector, flags)
@@ -124,7 +125,7 @@ def preflight(
     if not waits:
         stop = stops | answers.somebody("replan") | answers.somebody("skip") | overflowed
         active = (answers.of("nonzero") != 0) & ~stop
-        # All that the host can know now; what other shards have is in ``active``, on the device.
+        # The CPU knows only this rank's gradients now; ``active`` on the device also covers other shards.
         present = [entry is not None and entry.gradient is not None for entry in muon]
         _tell_later(runtime, answers, raise_errors)
         return Flags(active, present, overflowed, stop=stop)
@@ -134,7 +135,7 @@ def preflight(
     nonzeros = [flag != 0 for flag in told["nonzero"]]
     if any(told["replan"]):
         return Flags(nonzeros, [False] * len(muon), overflowed, replan=True)
-    for number, first, count in flag_vector.axes:  # of which some rank may have a partial gradient
+    for number, first, count in flag_vector.axes:  # parameters of which some rank may have a partial gradient
         entry, axes = entries[number], tuple(max(0, op - 1) for op in told["said"][first : first + count])
         if entry is not None and any(axes):
             entry.gradient = reduced(entry.member.tensor, entry.gradient, axes).contiguous()
@@ -170,26 +171,27 @@ def _of_one_rank(
 
 
 def stand_aside(connected: Connected, settings: SettingsFound, runtime: Runtime) -> bool:
-    """Take part in the preflight of the others, who wait in it, and tell them that this rank cannot follow the plan.
+    """Take part in the preflight of the other ranks, and report that this rank cannot follow the plan.
 
-    If the others' hosts do not read the flags now, those that follow the plan go through the step with masked writes,
-    and this rank sends them what they wait for.
+    If the CPUs of the other ranks do not read the flags now, ranks that follow the plan run the step with masked
+    writes. This rank then takes part in their exchange, so that they do not wait for it.
 
     Args:
-        connected: What this rank had planned before, as the others still may have, with its exchange.
-        settings: What it found in its groups. Without an error: they have changed, so that all must plan again.
-        runtime: Of the optimizer.
+        connected: The last plan of this rank, which the other ranks may still follow, with its exchange.
+        settings: The settings that this rank read from its groups. If they have no error, the groups have changed, so
+            that all ranks must plan again.
+        runtime: The runtime state of the optimizer.
 
     Returns:
-        Whether all ranks will raise an error when their next step begins, because hosts do not wait for the flags. If
+        Whether all ranks will raise an error when their next step begins, because CPUs do not wait for the flags. If
         this rank raised now, it would be a step behind the others. False: all ranks must plan again.
 
     Raises:
-        Exception: the error of this rank, if the host waits.
-        PlanError: another rank found an error, if the host waits.
+        Exception: the error of this rank, if the CPU waits.
+        PlanError: another rank found an error, if the CPU waits.
     """
     (planned, exchange), error = connected, settings.error
-    # At rate 0 the hosts of all ranks wait, as `preflight` does: see `SettingsFound.at_rest`.
+    # At learning rate 0 the CPUs of all ranks wait, as in `preflight`: see `SettingsFound.at_rest`.
     waits, flag_vector = settings.at_rest or runtime.host_waits(planned), planned.flag_vector
     vector = flag_vector.only("replan" if error is None else "error", planned.device)
     answers = ReducedFlags(flag_vector, exchange.wire.agree(vector))
@@ -213,7 +215,7 @@ def _raise_errors(
     settings: SettingsFound,
     answers: ReducedFlags,
 ) -> None:
-    """Raise what the flags say, on every rank; all ranks of the exchange call it where they stop a step."""
+    """Raise the error that the flags report. All ranks of the exchange call this function if the flags stop a step."""
     flag_vector, plan = answers.flag_vector, exchange.plan
     if bool(answers.somebody("error")):
         tell_all(None, error or settings.late(), group=exchange.group)
@@ -243,7 +245,7 @@ def _nonzero_on_host(planned: Planned, entries: Sequence[ParameterStep | None], 
     for number, (assignment, parts) in enumerate(zip(plan.assignments, holdings, strict=True)):
         gradient = gradients[assignment.parameter]
         if gradient is not None and parts:
-            # Some of its first piece's first row: in each matrix as many, to look at all together.
+            # Take the first elements of the first row; equal counts of several matrices are checked together.
             row, first = parts[0].shape[-1], gradient.storage_offset() + parts[0].storage_start
             count = min(row, _PROBE)
             numbers, views = probes.setdefault((count, gradient.dtype), ([], []))
@@ -257,7 +259,7 @@ def _nonzero_on_host(planned: Planned, entries: Sequence[ParameterStep | None], 
 
 
 def _nonzero_on_device(planned: Planned, entries: Sequence[ParameterStep | None], device: torch.device) -> Tensor:
-    """Return the same as `_nonzero_on_host` without waiting for the device: int32, above 0 where it is true."""
+    """Return for each Matrix whether this rank's gradient is not zero: int32 above 0; the CPU does not wait."""
     gradients = [None if entry is None or entry.gradient is None else local_of(entry.gradient) for entry in entries]
     # Counts of int32: with uint8, 256 non-zero pieces of one matrix would be none.
     found = torch.zeros(len(planned.plan.assignments), dtype=torch.int32, device=device)
@@ -287,6 +289,6 @@ def _any_nonzero(gradient: Tensor, parts: Sequence[Piece]) -> bool:
 
 
 def _can_mark(gradients: Sequence[Tensor]) -> bool:
-    """Whether `mark_nonzero` takes these: contiguous, and of dtypes that Triton reads."""
+    """Whether `mark_nonzero` accepts these tensors: they are contiguous, and Triton can read their dtypes."""
     known = {gradient.dtype for gradient in gradients} <= set(DTYPES)
     return known and is_usable(gradients[0].device) and all(map(Tensor.is_contiguous, gradients))

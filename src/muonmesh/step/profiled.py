@@ -14,14 +14,14 @@ NAMES = {
     "run_local": "matrices that stay on this rank",
     "step_elementwise": "AdamW and other elementwise rules",
 }
-"""The parts, and what a row of the profile calls them behind "muonmesh: "."""
+"""The parts of a step, and their names in the profile after the prefix "muonmesh: "."""
 
 
 class Profiled:
-    """Stands for a step's work while somebody profiles, and names its parts.
+    """A wrapper of a step's work that gives its parts names while torch's profiler runs.
 
     Args:
-        work: What does the work.
+        work: The object that does the work, such as a `MuonStep`.
     """
 
     def __init__(self, work: Any) -> None:

@@ -27,26 +27,27 @@ from muonmesh.step.precision import Precision
 
 
 class ReadyParameters:
-    """The parameters of one step on this rank, each made ready when the first of its matrices is worked on.
+    """The parameters of one step on this rank, each prepared when the step first works on one of its matrices.
 
-    State that is missing is created then. State that lies on the host is brought, and given back when nothing needs it.
+    Missing state is created at this time. State in CPU memory is copied to the device, and copied back as soon as
+    nothing on the device needs it.
 
     Args:
         planned: The plan of the step.
-        entries: The parameters of the plan, as it numbers them; None for one that only other ranks hold.
+        entries: The parameters in the order of the plan; None for a parameter that only other ranks hold.
         rules: For each param group the snapshot of its rule.
-        flags: What all ranks agreed on.
+        flags: The flags that all ranks agreed on.
         precision: The optimizer's dtypes.
-        offload: Brings state that lies on the host; None where it is with the parameters.
+        offload: Copies state from CPU memory and back; None if state is on the device of the parameters.
 
     Attributes:
-        plan: Who orthogonalizes what.
-        holdings: For each Matrix the pieces whose momentum is stored here (`Planned.momentum_holdings`).
-        device: Where the parameters are.
-        blocks: Those of momentum in int8; None where it is kept in a floating-point dtype.
+        plan: The plan with the owner of each matrix.
+        holdings: For each Matrix the pieces whose momentum this rank stores (`Planned.momentum_holdings`).
+        device: The device of the parameters.
+        blocks: The blocks of momentum in int8; None if momentum is kept in a floating-point dtype.
         nonzero: `Flags.nonzero`: for each matrix whether its gradient is not zero.
-        recordings, graphs, at_once: Those of `Planned`.
-        copies: The copies of state that lies on the host; None where it is with the parameters.
+        recordings, graphs, at_once: See `Planned`.
+        copies: Device copies of state in CPU memory; None if state is on the device of the parameters.
     """
 
     def __init__(
@@ -94,12 +95,12 @@ class ReadyParameters:
         return rule
 
     def rule_in_turn(self, number: int) -> Rule:
-        """Return the rule with the phase of a matrix, by which `Rule.turn` decides whether it is its turn."""
+        """Return the rule with the phase of a matrix, by which `Rule.turn` decides whether this step is its turn."""
         rule, matrix = self.rule(number), self.matrix(number)
         return replace(rule, phase=phase_of(matrix.parameter, matrix.index)) if rule.takes_turns else rule
 
     def orthogonalizer(self, number: int) -> Orthogonalizer:
-        """Return how a matrix of which this rank stores something is orthogonalized."""
+        """Return the orthogonalizer of a matrix of which this rank stores something."""
         return self._orthogonalizers[self.group(number), self.matrix(number).shape]
 
     def scale(self, number: int) -> float:
@@ -112,17 +113,17 @@ class ReadyParameters:
         return self.nonzero[leg.assignment] is not False and self.here(leg.assignment).created
 
     def mask(self, number: int) -> Tensor | None:
-        """Return whether a matrix is written, a 0-d bool tensor; None where the host knows that it is."""
+        """Return whether a matrix is written, a 0-d bool tensor; None if the CPU knows that it is written."""
         flag = self.nonzero[number]
         return flag if isinstance(flag, Tensor) else None
 
     # ---------------------------------------------------------------- making them ready
 
     def collect(self, numbers: Iterable[int]) -> None:
-        """Make the parameters of some matrices ready; each parameter once a step.
+        """Prepare the parameters of some matrices; each parameter is prepared once in a step.
 
-        A rank that stores nothing of a matrix may be asked all the same. State that lies on the host may be on its way
-        when this returns; `arrive` waits for it.
+        Matrices of which this rank stores nothing are ignored. State from CPU memory may still be on its way when this
+        method returns; `arrive` waits for it.
         """
         wanted = dict.fromkeys([self.plan.assignments[number].parameter for number in numbers])
         fresh = {n: entry for n in wanted if (entry := self.entries[n]) is not None and not entry.ready}
@@ -134,13 +135,13 @@ class ReadyParameters:
             self._make_ready(entry)
 
     def arrive(self, numbers: Sequence[int]) -> None:
-        """`collect`, and let what is computed from now on wait for state that is on its way."""
+        """Call `collect`, and make later computations wait for the state that is on its way to the device."""
         self.collect(numbers)
         if self.copies is not None:
             self.copies.arrive(entry for entry in map(self.entry, numbers) if entry is not None)
 
     def create(self, parameter: int, entry: ParameterStep) -> None:
-        """Create the state of a parameter that is missing, if it may have a gradient."""
+        """Create the missing state of a parameter, if the parameter may have a gradient."""
         if self.flags.present[parameter] or self._another_may_have(entry):
             create_state(entry, self.precision)
 
@@ -165,7 +166,7 @@ class ReadyParameters:
         entry.ready = True
 
     def _momentum(self, entry: ParameterStep, key: str, blocks: Blocks) -> Momentum:
-        """Return what is kept in int8 under a key; what was loaded in another dtype is encoded in this step."""
+        """Return the int8 momentum under a key. Momentum that was loaded in another dtype is encoded in this step."""
         place = entry.member.tensor, key
         if place not in self._coded:
             local = local_of(entry.state[key])
@@ -176,11 +177,11 @@ class ReadyParameters:
         return self._coded[place]
 
     def _another_may_have(self, entry: ParameterStep) -> bool:
-        """Whether the gradient of another shard may make the whole matrix move, for all that this rank knows.
+        """Whether another shard of the parameter may have a gradient that this rank does not know of.
 
-        Where the host waits, ``flags.present`` says whether any rank has a gradient. Where it does not wait, that says
-        only whether this rank has one. So a shard has its state from the first step on, and its writes are masked on
-        the device. Replicas all have a gradient, or none of them has.
+        If the CPU waits for the flags, ``flags.present`` says whether any rank has a gradient. If the CPU does not
+        wait, ``flags.present`` says only whether this rank has a gradient. So a shard has its state from the first step
+        on, and the device masks its writes. Either all replicas have a gradient, or none of them has.
         """
         layout = entry.member.storage.layout
         return self.flags.stop is not None and layout is not None and entry.member.storage.copies < len(layout.ranks)
@@ -188,20 +189,20 @@ class ReadyParameters:
     # ---------------------------------------------------------------- when they are not needed any more
 
     def have_read(self, numbers: Iterable[int]) -> None:
-        """Give the momentum of matrices back that has been read, where it lies on the host."""
+        """Note that the momentum of these matrices has been read, so that it can be copied back to CPU memory."""
         if self.copies is not None:
             self.copies.have_read(numbers)
 
     def have_written(self, legs: LegViews) -> None:
-        """Give the other state back of what is written, likewise."""
+        """Note that these legs have been written, so that the other state can be copied back to CPU memory."""
         if self.copies is not None:
             self.copies.have_written(legs)
 
     def finish(self) -> None:
-        """Write back the storages that were worked on in a copy, and create the state of what was not worked on.
+        """Write back contiguous copies of weights, and create the state of parameters that the step did not work on.
 
-        A rank may hold an empty shard, of which it has nothing to fold or to write. Its state is empty too, but
-        checkpoints look for it on every rank.
+        A rank may hold an empty shard, so that it has nothing to fold or to write. The state of this shard is empty
+        too, but checkpoints look for it on every rank.
         """
         for parameter, entry in enumerate(self.entries):
             if entry is None:
@@ -215,20 +216,20 @@ class ReadyParameters:
 
 
 def _layout(storage: Storage) -> Layout:
-    assert storage.layout is not None  # only AdamW steps parameters of which nobody said where they live
+    assert storage.layout is not None  # only AdamW steps parameters without a known layout
     return storage.layout
 
 
 def _restricted(local: Tensor, storage: Storage, place: Storage) -> Tensor:
     """Return the elements of a local tensor whose momentum this rank stores, in the order of the momentum.
 
-    Where replicas share the momentum (``shard_state``), each of them has the whole gradient of its shard and keeps the
-    momentum of a part of it.
+    If replicas share the momentum (``shard_state``), each replica has the whole gradient of its shard and keeps the
+    momentum of a part of this shard.
 
     Args:
-        local: Laid out as ``storage`` says, contiguous.
-        storage: Where the parameter lives.
-        place: Where its momentum lives; this rank stores nothing there that it does not store in ``storage``.
+        local: The gradient in the layout of ``storage``, contiguous.
+        storage: The storage of the parameter.
+        place: The storage of its momentum. On this rank its elements are a part of the elements of ``storage``.
     """
     rank = this_rank()
     own = torch.zeros(local_shape(place), dtype=local.dtype, device=local.device)

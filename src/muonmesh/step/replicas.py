@@ -1,7 +1,7 @@
-"""Replicas: checks that ranks which hold the same parameter hold the same numbers.
+"""Replicas: checks that all ranks with copies of a parameter have the same numbers in it.
 
-DDP lets all replicas begin with the same numbers. A loop without DDP does not, nor does a checkpoint that one rank
-alone loaded. Replicas that differ would stay different without an error. So the check runs when they may have changed.
+With DDP all replicas begin with the same numbers. This is not sure in a loop without DDP, or if only one rank loaded a
+checkpoint. Replicas that differ would stay different without an error. So the check runs when they may have changed.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from muonmesh.step.members import Member
 from muonmesh.step.planning import Planned
 
 _AT_ONCE = 2**22
-"""Elements that are widened at a time, so that a large embedding takes little memory beside its own."""
+"""Number of elements that are converted to int64 at a time, so that a large embedding needs little extra memory."""
 
 
 Fingerprint = Mapping[str, Tensor]
-"""A number made of all bits of a parameter, and of each tensor of its state, by name: 0-d int64, where they are."""
+"""Checksums of a parameter ("weights") and of each tensor of its state, by name: 0-d int64 on the parameter's
+device."""
 
 
 def fingerprints(planned: Planned, state: Mapping[Tensor, Mapping[str, Any]]) -> dict[int, Fingerprint]:
-    """Return the fingerprints of the parameters that each of their ranks holds whole, by number of the parameter.
+    """Return the fingerprints of all parameters of which several ranks hold whole copies, by number of the parameter.
 
-    Only these are compared, since every rank that is asked must have the same to say: where shards are replicated, as
-    under HSDP, the ranks of a parameter hold different parts of it. Called at the first step of a plan and after state
-    was loaded; the host waits for nothing.
+    Replicated shards, as with HSDP, are not compared, because the ranks of such a parameter hold different parts of it.
+    This function is called at the first step of a plan and after state was loaded. The CPU does not wait.
     """
     found = dict[int, Fingerprint]()
     for number, member in enumerate((*planned.muon, *planned.elementwise)):
@@ -47,7 +47,7 @@ def fingerprints(planned: Planned, state: Mapping[Tensor, Mapping[str, Any]]) ->
 
 
 def _state(member: Member, state: Mapping[Tensor, Mapping[str, Any]]) -> Iterable[tuple[str, Tensor, Storage]]:
-    """Yield the state that is stored as the parameter is; that of a flat tensor may be of other parameters too."""
+    """Yield the state with as many copies as the parameter has; without state that other parameters share."""
     flat = isinstance(member.storage.layout, FlatShards)
     for key, value in sorted(state.get(member.tensor, {}).items()):
         storage = member.state_layouts[key].storage if key in member.state_layouts else member.storage
@@ -57,7 +57,7 @@ def _state(member: Member, state: Mapping[Tensor, Mapping[str, Any]]) -> Iterabl
 
 
 def claims_of(planned: Planned, ranks: Sequence[int], source: GradientSource) -> list[Claim]:
-    """Return what this rank holds that others of its connected set may hold too, which nobody has said."""
+    """Return a claim for each parameter of this rank that other ranks may hold too, unknown to muonmesh."""
     found = list[Claim]()
     for member in planned.members:
         tensor, storage = member.tensor, member.storage
@@ -65,7 +65,7 @@ def claims_of(planned: Planned, ranks: Sequence[int], source: GradientSource) ->
             continue
         try:
             gradient = gradient_of(member.name, tensor, source)
-        except (LayoutError, TypeError):  # the step will say so
+        except (LayoutError, TypeError):  # the step raises this error later
             gradient = None
         slopes = None if gradient is None else _norm_and_sum(local_of(gradient.detach()))
         held = "plain" if storage.mesh is None else str(storage.placements)
@@ -80,21 +80,21 @@ def _norm_and_sum(local: Tensor) -> tuple[float, float]:
 
 
 def text_of(fingerprint: Fingerprint) -> str:
-    """Return it as text. Waits for the device that it is on."""
+    """Return a fingerprint as text. The CPU waits for the device."""
     return ", ".join(f"{key} {int(number) % 2**64:x}" for key, number in fingerprint.items())
 
 
 def sum_of_bits(storage: Storage, tensor: Tensor, device: torch.device) -> Tensor:
-    """Return the sum of all bits of a tensor, read as whole numbers: the same in whatever order ranks store it.
+    """Return a checksum of all bits of a tensor, read as integers: 0-d int64, the same in any order of storage.
 
-    On the device of the parameter, where state may have to be brought from the host for it.
+    Each element counts times its place. The sum is computed on ``device``; state in CPU memory is copied there.
     """
     local = local_of(tensor.detach()).to(device, non_blocking=True)
     whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[local.element_size()]
     total = torch.zeros((), dtype=torch.int64, device=local.device)
     for first, part in _placed(storage, local.reshape(-1)):
         for flat in torch.split(part.view(whole), _AT_ONCE):
-            # Times the place in the parameter, so that two elements that have changed places are seen.
+            # Each element is multiplied by its place in the parameter, so that swapped elements change the sum.
             places = torch.arange(first + 1, first + len(flat) + 1, dtype=torch.int64, device=flat.device)
             total += (flat.long() * places).sum()
             first += len(flat)
@@ -102,7 +102,7 @@ def sum_of_bits(storage: Storage, tensor: Tensor, device: torch.device) -> Tenso
 
 
 def _placed(storage: Storage, flat: Tensor) -> Iterable[tuple[int, Tensor]]:
-    """Yield what is stored of a parameter, with the place of its first element in the flattened parameter."""
+    """Yield the stored parts of a parameter, each with the place of its first element in the flattened parameter."""
     if not isinstance(storage.layout, FlatShards) or flat.numel() == 1:
         yield 0, flat
         return

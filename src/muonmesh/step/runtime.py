@@ -1,4 +1,4 @@
-"""Runtime: all that an optimizer keeps between two steps besides torch's state and groups."""
+"""Runtime: everything that an optimizer keeps between two steps besides torch's state and groups."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Clip(NamedTuple):
     """The result of a clipping call, which the next step reads.
 
     Attributes:
-        skip: 0-d bool tensor, whether that step changes nothing; None for no.
-        running: For each tensor its running norms after that step, fp32 (2, matrices): see `muonmesh.clip.running`.
-        error: What this rank found wrong, where the host has not waited for the others to say so.
+        skip: 0-d bool tensor, whether the next step changes nothing; None: it is not skipped.
+        running: For each tensor its running norms after the next step, fp32 (2, matrices): see `muonmesh.clip.running`.
+        error: An error of this rank that the next step raises, because the CPU has not waited for the other ranks.
     """
 
     skip: Tensor | None = None
@@ -44,43 +44,44 @@ class Runtime:
     """The runtime state of one optimizer. It is created once and never replaced, so wrappers may hold it.
 
     Wrappers (Lightning's, Fabric's) copy the attributes of an optimizer and call its methods on the copy. An attribute
-    that a method assigns would be set on the copy alone. A field of this object, which both have, is set on both.
+    that a method assigns would be set on the copy only. Optimizer and copy share this object, so a field set here is
+    set for both.
 
     Attributes:
-        precision: Dtypes.
+        precision: Dtypes, kernels, and the place of the state.
         process_group: The ranks that hold plain tensors, as the user set them.
-        found_group: The ranks of the DDP wrapper that was found when the plan was made, if the user set "auto".
-        layouts: Where plain local shards live.
+        found_group: The process group of the DDP wrapper that was found for the plan, if the user set "auto".
+        layouts: The declared layouts of plain local shards, by name.
         shard_state: Whether replicas share the momentum.
-        memory_budget_mb: MiB that a step may take; None: `Budget` says how many.
+        memory_budget_mb: MiB that a step may take; None: `Budget` chooses a number.
         cuda_graphs: Whether batches are captured in CUDA graphs.
-        complete: Whether the constructor has finished; groups that are added later must name their algorithm.
+        complete: Whether the constructor has finished. Groups that are added afterwards must name their algorithm.
         planned: The plan of this rank's parameters; None until it is needed.
         connected: The plan that all ranks have compared, with its exchange; None before the first step.
-        keepers: The owners that keep state of a matrix, and so stay its owner in later plans.
+        keepers: For each matrix with state at its owner, this owner, which stays the owner in later plans.
         compared: The plan at whose first step replicas were compared.
         loaded: Whether state has been loaded since the last step.
-        clip: What clipping decided for the next step.
-        update_squares: Of the last step's updates, once `Muon.metrics` has asked for them.
-        late: Results of the last step that the host has not read yet, its flags first: a tensor on its way to the host,
-            the event after which it can be read (None: now), and the function to call with it.
+        clip: The result of clipping for the next step.
+        update_squares: Squares of the last step's updates; None unless `Muon.metrics` has requested them.
+        late: Results of the last step that the CPU has not read yet, the flags first: a tensor on its way to the CPU,
+            the event after which it can be read (None: now), and the function to call with the tensor.
         warned: Whether a warning about rounding was given.
-        unsuited_told: Parameters for which a warning was given that they do not suit their rule.
-        idle: Which parameters have had no gradient, and for how many steps.
+        unsuited_told: Names of parameters with a past warning that they do not suit their rule.
+        idle: Counts the steps in which parameters have had no gradient.
         counted: The groups in which the last step was counted (`Rule.steps_taken`).
-        wrote: The blocks by which momentum in int8 was last written; None: by none.
-        waits: Whether the host waits for the flags; None: on a CPU only.
-        together: Whether pieces are worked on together; None: on other devices than a CPU.
-        offload: Whether a step works on copies of the state; None: only if the state is kept away from the parameters.
-        brought_back: The event after which the host may read state that was copied back; None: it may now.
-        stopped: Whether the last step changed nothing; a 0-d bool tensor where the host did not wait for the flags.
+        wrote: The blocks by which momentum in int8 was last written; None: none was written.
+        waits: Whether the CPU waits for the flags; None: only if the parameters are on a CPU.
+        together: Whether a step works on many pieces together; None: only if the parameters are not on a CPU.
+        offload: Whether a step works on copies of the state; None: only if the state is not on the parameters' device.
+        brought_back: The event after which the CPU may read state that was copied back; None: it may read it now.
+        stopped: Whether the last step changed nothing; a 0-d bool tensor if the CPU did not wait for the flags.
         interrupted: The step or the load that has begun to write and not ended; None: there is none.
-        source: Where gradients, names and process groups come from.
-        machine: How many ranks each machine has, if all ranks agree; 0: all are in one, or it is not known.
-        asked: The ``kernels`` that the user set; those that all ranks use are in `precision`.
-        everywhere: What a step calls once its ranks have agreed and before any writes, where other pipeline stages step
-            too; the host waits then. It is told whether these ranks raise. If not, it clips by a norm of all stages (or
-            returns None), and raises if ranks elsewhere do.
+        source: The source of gradients, names and process groups.
+        machine: Number of ranks of each machine, if all ranks agree; 0: all are on one machine, or it is unknown.
+        asked: The ``kernels`` that the user set; the kernels that all ranks use are in `precision`.
+        everywhere: A function that a step calls if other pipeline stages step too, after the ranks have agreed and
+            before any rank writes; the CPU waits then. Its argument says whether these ranks raise an error. If they do
+            not, it returns a clip by a norm of all stages (or None), and raises an error if ranks elsewhere do.
     """
 
     precision: Precision
@@ -125,7 +126,7 @@ class Runtime:
         return self.found_group if self.process_group == "auto" else self.process_group
 
     def refuse_if_interrupted(self) -> None:
-        """Raise StateError if a step or a load was interrupted while it wrote, and no state has been loaded since."""
+        """Raise a StateError if a step or a load was interrupted while it wrote, and no state was loaded afterwards."""
         if self.interrupted is not None:
             found = f"{self.interrupted} that was interrupted while it wrote, so some weights and their state are of "
             found += "another step than others"
@@ -134,9 +135,9 @@ class Runtime:
             raise StateError(explain_error("the optimizer", found, "those of one step", write))
 
     def tell(self, value: Tensor, say: Callable[[Tensor], None], *, first: bool = False) -> None:
-        """Call ``say`` with a tensor on the host: now if it is there, else when the next step begins; no waiting.
+        """Call ``say`` with ``value`` in CPU memory: now if it is there, else when the next step begins. No waiting.
 
-        With ``first`` it is called in that step in any case, before all others, and may raise there.
+        With ``first``, ``say`` is always called when the next step begins, before other such functions; it may raise.
         """
         host, arrived = download(value)
         if arrived is None and not first:
@@ -145,7 +146,7 @@ class Runtime:
             self.late.insert(0 if first else len(self.late), (host, arrived, say))
 
     def hear(self) -> None:
-        """Wait for the results in ``late``, and call their functions; raises what these raise."""
+        """Wait for the results in ``late`` and call their functions. Errors of these functions are raised."""
         while self.late:
             value, arrived, say = self.late.pop(0)
             if arrived is not None:
@@ -153,16 +154,16 @@ class Runtime:
             say(value)
 
     def works_together(self, planned: Planned) -> bool:
-        """Whether the pieces of many matrices are worked on together, and not one after the other in a cache."""
+        """Whether a step works on the pieces of many matrices together, and not one after the other in a cache."""
         return planned.device.type != "cpu" if self.together is None else self.together
 
     def host_waits(self, planned: Planned) -> bool:
-        """Whether the host waits for reduced flags and sums: on a CPU, where it has nothing else to do."""
+        """Whether the CPU waits for reduced flags and sums: by default only if the parameters are on a CPU."""
         known = True if self.everywhere is not None else self.waits
         return planned.device.type == "cpu" if known is None else known
 
     def offload_of(self, planned: Planned) -> Offload | None:
-        """Return what brings the state of this step to the device and back; None where it is there."""
+        """Return the `Offload` that copies the state of this step to the device and back; None if it is there."""
         leaves = self.precision.on_host and planned.device.type != "cpu"
         needed = leaves if self.offload is None else self.offload
         return Offload(planned.device, elements=planned.plan.budget.elements_on_device) if needed else None

@@ -1,4 +1,4 @@
-"""Settings digest: at every step, ranks that share a parameter compare a hash of its settings."""
+"""Settings digest: in every step, ranks that share a parameter compare a hash of its settings."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ _MIX = 6364136223846793005
 def digests(
     planned: Planned, settings: SettingsFound, replicas: Mapping[int, Fingerprint], precision: Precision, loaded: bool
 ) -> Tensor:
-    """Return `DIGEST` bytes of what this rank has set for each set of ranks that share parameters, uint8.
+    """Return a digest of this rank's settings for each set of ranks that share parameters: `DIGEST` bytes each, uint8.
 
     If learning rate, momentum, scale or dtype differed between the ranks that hold a parameter, replicas would drift
-    apart without an error, and several rules would update one matrix. What only the device knows, learning rates there
-    and fingerprints, has half of the bytes; nothing waits for it.
+    apart without an error, and several rules would update one matrix. Half of the bytes are for values that only the
+    device knows: learning rates on the device, and fingerprints. The CPU does not wait for these values.
 
     Args:
         planned: The plan with the parameters that are compared (`FlagVector.shared`).
-        settings: What the groups say.
-        replicas: `fingerprints`, at the first step of a plan and after state was loaded; none at others.
+        settings: The settings of the groups.
+        replicas: `fingerprints` at the first step of a plan and after state was loaded; empty in other steps.
         precision: The optimizer's dtypes.
         loaded: Whether state has been loaded since the last step.
     """
@@ -51,7 +51,7 @@ def digests(
         for group in groups:
             if (rule := settings.rules[group]) is not None and _on_device(rule.lr):
                 mixed = mixed * _MIX + rule.lr.detach().double().reshape(1).view(torch.int64)
-        # A set without fingerprints adds nothing, so ranks that have some of another set say the same of this one.
+        # A set without fingerprints adds nothing, so its digest does not depend on fingerprints of other sets.
         for value in (value for number in numbers for value in replicas.get(number, {}).values()):
             mixed = mixed * _MIX + value
         rest.append(mixed.view(torch.uint8))
@@ -62,7 +62,7 @@ def digests(
 def lines(
     planned: Planned, settings: SettingsFound, replicas: Mapping[int, Fingerprint], precision: Precision, loaded: bool
 ) -> dict[str, str]:
-    """Return for each parameter what is compared, as text. Waits for what only the device knows."""
+    """Return the compared settings of each parameter as text, by name. The CPU waits for values on the device."""
     found = {}
     for number, member in enumerate((*planned.muon, *planned.elementwise)):
         if member is not None:
@@ -74,7 +74,7 @@ def lines(
 
 
 def _said(rule: Any) -> str:
-    """Return what a rule has read, as text that is the same on every rank that has set the same."""
+    """Return the settings of a rule as text, which is the same on every rank with the same settings."""
     if rule is None:
         return "an error"
     found = {field.name: getattr(rule, field.name) for field in fields(rule)}
@@ -89,7 +89,7 @@ def _on_device(lr: object) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """Return tuples for lists and floats for numbers, so that one setting has one text."""
+    """Return lists as tuples and numbers as floats, so that equal settings have equal texts."""
     if isinstance(value, (list, tuple)):
         return tuple(map(_plain, value))
     return value if isinstance(value, (str, bool)) or value is None else float(value)

@@ -15,23 +15,24 @@ from muonmesh.step.parameter_steps import ParameterStep
 from muonmesh.step.ready import ReadyParameters
 
 SMALL = 1 << 14
-"""Elements of a matrix up to which a CPU copies it beside others, which is cheaper than a few calls more (measured)."""
+"""Up to this number of elements, a CPU copies a matrix beside others; this is cheaper than a few more calls
+(measured)."""
 
 
 @dataclass
 class Stack:
     """Matrices of one shape and group with their state; each is stored as it is assembled, or transposed.
 
-    A CPU copies small ones side by side, unless they lie so, and what is done element by element takes as many calls as
-    for one. A device hands them to one kernel as they lie.
+    On a CPU, small matrices are copied side by side unless they are adjacent already. Per-element operations on all of
+    them then take as many calls as on a single matrix. On a device, one kernel reads all of them where they are stored.
 
     Attributes:
         matrices: Their numbers in the plan.
-        rule: That of their group.
-        columns: Contiguous tensors by name and key: one for each matrix, as it is stored, or for several that lie one
-            after the other. "gradient" is read. These are written: "momenta" and "beside", the state that the rule
-            keeps as "momentum" and as "weights"; "weights", the masters if there are any; and "rounded", the weights to
-            which masters are rounded.
+        rule: The rule of their group.
+        columns: Contiguous tensors by name and key: one tensor for each matrix as it is stored, or one for several
+            adjacent matrices. "gradient" is read. The others are written: "momenta" and "beside" are the state that
+            the rule keeps as "momentum" and as "weights". "weights" has the master weights if there are any. "rounded"
+            has the weights to which master weights are rounded.
     """
 
     matrices: Sequence[int]
@@ -45,11 +46,11 @@ class Stack:
         Args:
             ready: The parameters of the step.
             batch: The matrices.
-            apart: Whether each matrix has tensors of its own; None: unless all lie one after the other.
+            apart: Whether each matrix has tensors of its own; None: only if the matrices are not all adjacent.
 
         Returns:
-            None where a matrix is stored in pieces, has no gradient or state, or is not stored as the others are; or
-            where the rule rounds stochastically or asks for sums, which takes the matrices one by one.
+            The stack. None if a matrix is stored in pieces, has no gradient or state, or is stored differently from the
+            others. Also None if the rule rounds stochastically or needs sums, since these rules take single matrices.
         """
         adjacents = _adjacent(ready, batch)
         apart = len(adjacents) > 1 if apart is None else apart
@@ -68,7 +69,7 @@ class Stack:
         return None if rule.stochastic_rounding is not None or rule.asks_for_sums() else found
 
     def _add(self, adjacent: _AdjacentMatrices, apart: bool) -> bool:
-        """Add matrices that lie one after the other in a parameter; False if they lack something."""
+        """Add adjacent matrices of a parameter; return False if they have no gradient, no state, or int8 momentum."""
         entry = adjacent.entry
         gradient, momenta, weights, master = entry.gradient, entry.momenta, entry.weights, entry.master
         if gradient is None or momenta is None:
@@ -83,19 +84,19 @@ class Stack:
         for key, beside in entry.beside.items():
             held["beside", key] = beside
         for name, storage in held.items():
-            # The common case, of a parameter that is one matrix, needs no other view of it.
+            # The common case: a parameter that is one matrix needs no other view.
             whole = storage.shape == adjacent.shape
             self.columns.setdefault(name, []).extend((storage,) if whole else adjacent.of(storage, apart=apart))
         return True
 
     def fold(self, into: Tensor) -> None:
-        """Fold the gradients into the momenta, and write the directions into a batch of the shape of what is stored."""
+        """Fold the gradients into the momenta, and write the directions into a batch of matrices as they are stored."""
         found = self._together("gradient", "momenta")
         parts.fold(self.rule, found["gradient"][""], found["momenta"], into=into)
         self._give_back({"momenta": found["momenta"]})
 
     def apply(self, matrix: Matrix, updates: Tensor) -> None:
-        """Decay and update the weights by a batch of results, in the shape of what is stored, of matrices like one."""
+        """Decay and update the weights by a batch of results as they are stored; all matrices are like ``matrix``."""
         found, scale = self._together("weights", "beside"), self.rule.scale(matrix.rows, matrix.cols)
         parts.apply(self.rule, found["weights"][""], updates, found["beside"], scale=scale)
         self._give_back({**found, "rounded": found["weights"]})
@@ -111,20 +112,20 @@ class Stack:
         for (name, key), some in self.columns.items():
             if name in together and len(some) > 1:
                 parts.give_back(together[name][key], some)
-            elif name in together and together[name][key] is not some[0]:  # masters, which lie side by side
+            elif name in together and together[name][key] is not some[0]:  # masters, which are adjacent
                 some[0].copy_(together[name][key])
 
 
 @dataclass(slots=True)
 class _AdjacentMatrices:
-    """Matrices of a batch that lie one after the other in the storage of a parameter.
+    """Matrices of a batch that are adjacent in the storage of a parameter.
 
     Attributes:
         entry: The parameter.
-        stored: As `Local.stored` says.
-        shape: Of each matrix, as it is stored.
+        stored: How they are stored; see `Local.stored`.
+        shape: The shape of each matrix, as it is stored.
         start: The place of their first element.
-        count: How many there are.
+        count: The number of these matrices.
     """
 
     entry: ParameterStep
@@ -134,7 +135,7 @@ class _AdjacentMatrices:
     count: int
 
     def of(self, storage: Tensor, *, apart: bool) -> Sequence[Tensor]:
-        """Return their elements in a contiguous storage: in one tensor or, ``apart``, one each, as they are stored."""
+        """Return views of the matrices in a contiguous storage: one view for all or, if ``apart``, one for each."""
         rows, cols = self.shape
         some = storage.view(-1)[self.start : self.start + self.count * rows * cols].view(self.count, rows, cols)
         return some.unbind() if apart else (some,)

@@ -30,12 +30,12 @@ class StateLayout(NamedTuple):
     """The layout of one tensor in the state of a parameter.
 
     Attributes:
-        kept_as: The kind of its shape, see `KeptAs`; for state of no rule, "norm" (one number for each matrix
-            of a tensor) or "count" (one for the tensor), see `beside_rule`.
-        storage: Where it lives.
-        companion: How it travels to the owners of the matrices, or which of them keeps which part. None for per-element
-            state, which is read and written where it is stored.
-        dtype: That of the parameter, if it is kept in the dtype of the weights; None: in ``state_dtype``.
+        kept_as: The kind of its shape, see `KeptAs`. For state that belongs to no rule: "norm" (one number for each
+            matrix of a tensor) or "count" (one number for the tensor), see `beside_rule`.
+        storage: The storage (layout and shapes) of this tensor.
+        companion: How this tensor travels to the owners of the matrices, or which owner keeps which part. None for
+            per-element state, which is read and written where it is stored.
+        dtype: The dtype of the parameter, if the state is kept in the dtype of the weights; None: in ``state_dtype``.
     """
 
     kept_as: KeptAs
@@ -44,9 +44,9 @@ class StateLayout(NamedTuple):
     dtype: torch.dtype | None = None
 
     def saved_dtype(self, precision: Precision) -> torch.dtype:
-        """Return what it is saved in: ``state_dtype``, but fp32 or wider where there are few numbers of it.
+        """Return the dtype in a checkpoint: ``state_dtype``, but fp32 or wider for state that is not per element.
 
-        AdamW's moments have the dtype of the weights that they move, which is the master's where there is one.
+        AdamW's moments have the dtype of the master weights or, without master weights, of the parameter.
         """
         if self.kept_as in _BESIDE:
             return torch.float32
@@ -55,28 +55,31 @@ class StateLayout(NamedTuple):
         return precision.state if self.companion is None else precision.carried
 
     def kept_dtype(self, precision: Precision) -> torch.dtype:
-        """Return what it is kept in: momentum in int8 if that is asked for, which is saved in fp32."""
+        """Return the dtype in the optimizer's state: int8 for int8 momentum (saved in fp32), else `saved_dtype`."""
         return torch.int8 if precision.int8 and self.kept_as == "momentum" else self.saved_dtype(precision)
 
     @property
     def side(self) -> str:
-        """What it has one number for, as checkpoints say it: "element", "rows", "cols", "matrix" or "parameter"."""
+        """The unit with one number each, as checkpoints name it: "element", "rows", "cols", "matrix" or "parameter"."""
         return _BESIDE.get(self.kept_as) or ("element" if self.companion is None else self.companion.side)
 
     def shape_here(self, storage: Storage, local: Tensor) -> tuple[int, ...]:
-        """Return the shape in which this rank stores it beside a parameter that lives in ``storage`` as ``local``."""
+        """Return the shape of this state on this rank, for a parameter in ``storage`` whose local part is ``local``."""
         if self.storage is storage:
             return tuple(local.shape)
         return self.storage.shape if self.kept_as in _BESIDE else local_shape(self.storage)
 
     def device_beside(self, device: torch.device, precision: Precision) -> torch.device:
-        """Return where it is kept of a parameter on ``device``. Torch's fused kernels want the count there, too."""
+        """Return the device of this state, for a parameter on ``device``.
+
+        The count is on the same CUDA device, because torch's fused kernels need it there.
+        """
         if self.kept_as == "count":
             return device if device.type == "cuda" else torch.device("cpu")
         return precision.kept_on(device) if self.side == "element" else device
 
     def fresh(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, precision: Precision) -> Tensor:
-        """Return zeros where it is kept of a parameter on ``device``, wrapped as it is."""
+        """Return new state of zeros for a parameter on ``device``, as a DTensor if the storage is a DTensor's."""
         if self.side == "element":
             return self.storage.wrap(fresh_zeros(shape, dtype, device, precision))
         return self.storage.wrap(torch.zeros(shape, dtype=dtype, device=self.device_beside(device, precision)))
@@ -87,13 +90,13 @@ _BESIDE = {"norm": "matrix", "count": "parameter"}
 
 @lru_cache(maxsize=1024)
 def beside_rule(matrices: int | None) -> Mapping[str, StateLayout]:
-    """Return what there is in the state of a tensor besides what its rule keeps and the master.
+    """Return the layouts of a tensor's state other than the state of its rule and the master weights, by key.
 
     Args:
-        matrices: How many matrices the tensor holds; None for one of an elementwise rule.
+        matrices: How many matrices the tensor holds; None if its rule is elementwise.
 
     Returns:
-        By key, the running norms of its matrices, 0-d for a single one, or the count of its steps.
+        The layouts of the running norms of its matrices (0-d for a single matrix), or of the count of its steps.
     """
     if matrices is None:
         return {COUNT: StateLayout("count", Storage(None, ()))}
@@ -103,13 +106,13 @@ def beside_rule(matrices: int | None) -> Mapping[str, StateLayout]:
 
 @dataclass(frozen=True)
 class Stored:
-    """A parameter as `state_layouts_of` sees it: how it splits, and where it is stored.
+    """The facts about a parameter that `state_layouts_of` needs: how it splits, and where it is stored.
 
     Attributes:
         name: Canonical name.
-        spec: How it splits into matrices.
-        storage: Where it lives.
-        momentum_storage: Where its momentum lives: there too, or shared among the replicas.
+        spec: How the parameter splits into matrices.
+        storage: The storage (layout and shapes) of the parameter.
+        momentum_storage: The storage of its momentum: the same, or shared among the replicas.
     """
 
     name: str
@@ -119,14 +122,14 @@ class Stored:
 
 
 def state_layouts_of(keeps: Mapping[str, KeptAs], together: Mapping[int, Stored]) -> dict[int, dict[str, StateLayout]]:
-    """Return the state layouts of the parameters that one tensor holds: of one, or of several if the tensor is flat.
+    """Return the state layouts of the parameters that one tensor holds: one parameter, or several if it is flat.
 
-    What has a number for each row, column or matrix follows the momentum: it is placed on its mesh, or lies in a flat
-    buffer cut between the same ranks. What the owners keep has its place by `kept_at_owners`, once there is a plan.
+    State by row, column or matrix follows the momentum: it is placed on the mesh of the momentum, or it is in a flat
+    buffer that is cut between the same ranks. State at the owners is placed by `kept_at_owners`, once there is a plan.
 
     Args:
         keeps: See `Rule.keeps`.
-        together: The parameters of the tensor, in its order.
+        together: The parameters of the tensor by number, in the order of the tensor.
 
     Raises:
         ValueError: a parameter does not split as its group says.
@@ -147,7 +150,7 @@ def state_layouts_of(keeps: Mapping[str, KeptAs], together: Mapping[int, Stored]
         flat = companions_in_buffers(buffers)
         for number, held in together.items():
             layout, place = held.momentum_storage.layout, cast(Layout, flat.get(str(number)))
-            if "×" in kept:  # the owners keep it, who are known when there is a plan
+            if "×" in kept:  # the owners keep this state; they are known when there is a plan
                 place = MeshLayout.replicated(shapes[number], (0,))
             elif isinstance(layout, MeshLayout):
                 place = replace(layout, shape=shapes[number])  # placed alike on the same mesh
@@ -159,15 +162,15 @@ def state_layouts_of(keeps: Mapping[str, KeptAs], together: Mapping[int, Stored]
 def kept_at_owners(
     plan: Plan, members: Sequence[tuple[int, object, Mapping[str, StateLayout]]]
 ) -> dict[int, dict[str, StateLayout]]:
-    """Return the state layouts of what the owners of matrices keep, by the number of the parameter, with their places.
+    """Return the layouts of state that the owners of matrices keep, by the number of the parameter and by key.
 
     Args:
-        plan: Who owns what.
-        members: Of each parameter its number in the plan, its tensor, and its state layouts. Parameters that share a
-            flat tensor also share the flat buffers of what is kept of them.
+        plan: The plan with the owner of each matrix.
+        members: For each parameter its number in the plan, its tensor, and its state layouts. Parameters that share a
+            flat tensor also share the flat buffers of this state.
     """
     owners = {(each.parameter, each.matrix.index): each.owner for each in plan.assignments}
-    buffers = defaultdict[tuple[int, str], Counter[int]](Counter)  # how much each owner has in it, of all parameters
+    buffers = defaultdict[tuple[int, str], Counter[int]](Counter)  # elements of each owner, over all parameters
     held = dict[tuple[int, str], tuple[StateLayout, Counter[int], list[tuple[int, Interval]]]]()
     for number, tensor, state_layouts in members:
         for key, kept in state_layouts.items():

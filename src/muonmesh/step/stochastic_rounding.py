@@ -1,4 +1,4 @@
-"""Stochastic rounding of what a rank stores: finds the number of each element in the whole parameter."""
+"""Stochastic rounding of local shards: finds the number of each element in the whole parameter."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from muonmesh.numerics.stochastic import Rounding, keys_of
 
 
 def rounding_of(name: str, storage: Storage, rule: Hyperparameters, piece: Piece) -> Rounding | None:
-    """Return how a piece of what this rank stores is rounded in this step; None: to nearest.
+    """Return the stochastic rounding of a piece of a local shard in this step; None: round to nearest.
 
     Args:
-        name: Of the parameter, or of what is kept of it.
-        storage: Where it lives.
-        rule: Of its group.
+        name: The name of the parameter, or of a tensor of its state.
+        storage: The storage of this tensor.
+        rule: The rule of the parameter's group.
         piece: Elements of the local storage.
     """
     if rule.stochastic_rounding is None:
@@ -28,14 +28,14 @@ def rounding_of(name: str, storage: Storage, rule: Hyperparameters, piece: Piece
 
 
 def round_stored(name: str, storage: Storage, rule: Hyperparameters, exact: Tensor, into: Tensor) -> None:
-    """Round all that this rank stores of a parameter.
+    """Round this rank's part of a parameter, or of a tensor of its state, stochastically to bf16.
 
     Args:
-        name: As in `rounding_of`.
-        storage: As there.
-        rule: As there, with a seed.
-        exact: fp32, contiguous, in the order of the local storage.
-        into: bf16, that shape, written.
+        name: The name of the parameter, or of the tensor of its state.
+        storage: The storage of this tensor.
+        rule: The rule of the parameter's group; its ``stochastic_rounding`` must be a seed.
+        exact: The values: fp32, contiguous, in the order of the local storage.
+        into: The rounded values: bf16, of the same shape, written.
     """
     rounded = into.contiguous()
     for block in _blocks(storage):

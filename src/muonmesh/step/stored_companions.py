@@ -1,4 +1,4 @@
-"""StoredCompanions: what rules keep by row, column or matrix; and RuleSums: what they add up over whole matrices."""
+"""StoredCompanions: state of rules by row, column or matrix. RuleSums: sums of rules over whole matrices."""
 
 from __future__ import annotations
 
@@ -28,28 +28,28 @@ class StoredCompanions(CompanionState):
 
     Attributes:
         ready: The parameters of the step.
-        owned: What is kept of the matrices that this rank owns, by assignment and key.
+        owned: The companions of the matrices that this rank owns, by assignment and key.
     """
 
     ready: ReadyParameters
     owned: Mapping[int, Mapping[str, Tensor]] = field(default_factory=dict)
 
     def read(self, assignment: int, key: str, piece: Piece, into: Tensor) -> None:
-        """Write what is kept of a matrix; zeros if there is no state here."""
+        """Write a matrix's companion (this rank's piece) into ``into``; zeros if there is no state here."""
         entry = self.ready.here(assignment)
-        self.ready.create(self.ready.plan.assignments[assignment].parameter, entry)  # and take no more than these
+        self.ready.create(self.ready.plan.assignments[assignment].parameter, entry)  # prepare only this state
         if entry.created:
             into.copy_(view_in_storage(local_of(entry.state[key]), piece))
         else:
             into.zero_()
 
     def take(self, kept: Mapping[int, Mapping[str, Tensor]]) -> None:
-        """Take what is kept of the matrices that this rank owns."""
+        """Keep the received companions of the matrices that this rank owns, by assignment and key."""
         self.owned = kept
 
     @contextmanager
     def of(self, assignment: int) -> Iterator[dict[str, Tensor]]:
-        """Give what is kept of a matrix that this rank owns to a part of its rule, which writes it in place.
+        """Yield the companions of a matrix that this rank owns, by key; a part of its rule writes them in place.
 
         If the gradient is zero, the state must not change. This method then restores state that lives at the owner, and
         `write` skips state that travels.
@@ -66,7 +66,7 @@ class StoredCompanions(CompanionState):
             elif entry.created:
                 start = state_layout.companion.starts[matrix.index]
                 view = entry.state[key][start : start + math.prod(size)].view(size)
-                # The bits of products depend on the address modulo 64 bytes, and that on what else this rank owns.
+                # The bits of products depend on the address modulo 64 bytes, which depends on other owned matrices.
                 if flag is True and view.data_ptr() % 64 == 0:
                     given[key] = view
                 else:
@@ -81,7 +81,7 @@ class StoredCompanions(CompanionState):
                 kept.copy_(given[key])
 
     def write(self, assignment: int, key: str, piece: Piece, numbers: Tensor) -> None:
-        """Keep the numbers that `Rule.whole` has changed, unless the matrix is left alone."""
+        """Write back a piece of the companion that `Rule.whole` has changed, unless the matrix stays unchanged."""
         flag, entry = self.ready.nonzero[assignment], self.ready.here(assignment)
         if flag is False or not entry.created:
             return
@@ -91,22 +91,22 @@ class StoredCompanions(CompanionState):
 
 @dataclass
 class RuleSums(Summands):
-    """The sums over whole matrices in one step, for the rules that ask for them.
+    """The sums over whole matrices in one step, for the rules that need them.
 
     Attributes:
         ready: The parameters of the step.
-        companions: What rules keep by row, column or matrix of the matrices that this rank owns.
-        unsuited: By assignment, whether a matrix does not suit its rule, 0-d bool.
+        companions: State of rules by row, column or matrix.
+        unsuited: By assignment, whether a matrix does not suit its rule, 0-d bool tensor.
     """
 
     ready: ReadyParameters
     companions: StoredCompanions
     unsuited: dict[int, Tensor] = field(default_factory=dict)
-    # By assignment: its sums, and what its rule keeps of the matrix as one number.
+    # By assignment: its sums, and the state that its rule keeps as one number for the matrix.
     _found: dict[int, tuple[tuple[Tensor, ...], Mapping[str, Tensor]]] = field(default_factory=dict)
 
     def updates(self, legs: LegViews) -> list[Updated]:
-        """Return the pieces of weights that legs name, with their updates and sums; none that do not change."""
+        """Return the changing pieces of weights of these legs, with their updates and sums."""
         return [self._updated(leg, update) for leg, update in legs if self.ready.changes(leg)]
 
     def _updated(self, leg: Leg, update: Tensor) -> Updated:
@@ -123,28 +123,28 @@ class RuleSums(Summands):
         )
 
     def exponents(self, leg: Leg, update: Tensor, into: Tensor) -> None:
-        """Write the largest exponent of a leg's elements in each sum that its rule asks for."""
+        """Write the largest exponent of a leg's summands, for each sum of its rule."""
         if self.ready.changes(leg):
             some = self._updated(leg, update)
             rule = self.ready.rule(leg.assignment)
             into.copy_(parts.exponents(rule, some.weights, update, some.state, scale=some.scale))
 
     def limbs(self, leg: Leg, update: Tensor, exponents: Tensor, into: Tensor) -> None:
-        """Write what a leg's elements add to these sums."""
+        """Write the contribution of a leg's elements to each sum of its rule."""
         if self.ready.changes(leg):
             some, count = self._updated(leg, update), self.ready.matrix(leg.assignment).numel
             rule = self.ready.rule(leg.assignment)
             into.copy_(parts.limbs(rule, some.weights, update, some.state, exponents, scale=some.scale, count=count))
 
     def tell(self, assignment: int, into: Tensor) -> None:
-        """Write what is kept of a matrix as one number, if this rank owns it."""
+        """Write the state that a rule keeps as one number for a matrix, if this rank owns the matrix."""
         kept = self.companions.owned.get(assignment, {})
         for key, number in zip(self.ready.plan.told(assignment), into.unbind(), strict=True):
             if key in kept:
                 number.copy_(kept[key].view(()))
 
     def take(self, assignment: int, sums: Tensor, told: Tensor) -> None:
-        """Take the sums over a matrix and what is kept of it, for what writes it; keep what the rule makes of them."""
+        """Store the sums and the one-number state of a matrix for `updates`, and let the rule update its state."""
         keys, found = self.ready.plan.told(assignment), sums.unbind()
         self._found[assignment] = found, dict(zip(keys, told.unbind(), strict=True))
         if self.ready.entry(assignment) is None:
@@ -153,5 +153,5 @@ class RuleSums(Summands):
         if all(key in kept for key in keys):
             rule.keep({key: kept[key].view(()) for key in keys}, found)
         unsuited, flag = rule.unsuited(found), self.ready.nonzero[assignment]
-        if unsuited is not None and flag is not False:  # of a matrix that is left alone nothing is added up
+        if unsuited is not None and flag is not False:  # an unchanged matrix has no sums
             self.unsuited[assignment] = unsuited if flag is True else unsuited & flag

@@ -1,4 +1,4 @@
-"""What a step warns of once, by name: parameters that are idle, lost to rounding, or unsuited for their rule."""
+"""Warnings that a step gives once, by name: parameters that are idle, lost to rounding, or unsuited for their rule."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from muonmesh.step.planning import Planned
 from muonmesh.step.precision import Precision
 
 Tell = Callable[[Tensor, Callable[[Tensor], None]], None]
-"""`Runtime.tell`, by which a warning waits for no device."""
+"""The type of `Runtime.tell`, which gives a warning without waiting for the device."""
 
 PATIENCE = 100
-"""After so many steps without a gradient a warning names the parameter; so often the model is searched again."""
+"""Number of steps without a gradient before a warning names the parameter; also the steps between model searches."""
 
 
 @dataclass
@@ -30,8 +30,8 @@ class IdleParameters:
     """Counts for how many steps each parameter has had no gradient.
 
     Attributes:
-        model: Whose parameters the groups were made of, if that is known.
-        frozen: The names of parameters that were frozen then.
+        model: The model whose parameters are in the groups; None if it is unknown.
+        frozen: The names of parameters that were frozen when the groups were made.
     """
 
     model: ReferenceType[nn.Module] | None = None
@@ -42,14 +42,14 @@ class IdleParameters:
     _looked_at: set[str] = field(default_factory=set)
 
     def error(self, missing: Mapping[str, Tensor], *, some: bool) -> LayoutError | None:
-        """Return what is wrong with parameters without a gradient, if it is sure that they will have none.
+        """Return the error for parameters that will certainly never have a gradient; None if there are none.
 
-        In place of some of them the model trains others, or a framework froze all of them before the first step. The
-        model is looked at when a parameter has no gradient for the first time, and again after `PATIENCE` steps.
+        Such parameters were replaced in the model by others, or a framework froze all of them before the first step.
+        The model is searched when a parameter has no gradient for the first time, and again after `PATIENCE` steps.
 
         Args:
             missing: The parameters without a gradient, by name.
-            some: Whether others have one.
+            some: Whether other parameters have a gradient.
         """
         if self._steps == 0 and not some and missing and all(map(_is_frozen, missing.values())):
             what = "All parameters of this optimizer are frozen. Make the optimizer after the model has its adapters: "
@@ -73,11 +73,11 @@ class IdleParameters:
         return LayoutError(about(_listed(names), what))
 
     def count(self, missing: Mapping[str, Tensor], *, some: bool) -> None:
-        """Count one step, and warn of what has learned nothing for long.
+        """Count one step, and warn of parameters without a gradient for `PATIENCE` steps.
 
         Args:
             missing: The parameters without a gradient, by name.
-            some: Whether others had one.
+            some: Whether other parameters had a gradient.
         """
         self._idle = {name: self._idle.get(name, 0) + 1 for name in missing}
         late = [name for name, steps in self._idle.items() if steps == PATIENCE and name not in self._told]
@@ -110,7 +110,7 @@ class IdleParameters:
 
 
 def _is_frozen(tensor: Tensor) -> bool:
-    """Whether a parameter is frozen; what a framework keeps beside it, such as a master, has no gradient of its own."""
+    """Whether a tensor is a frozen parameter. A framework's other tensors, such as master weights, do not count."""
     return isinstance(tensor, nn.Parameter) and not tensor.requires_grad
 
 
@@ -119,7 +119,7 @@ def _listed(names: list[str]) -> str:
 
 
 def warn_of_rounding(planned: Planned, groups: Sequence[Mapping[str, Any]], precision: Precision, tell: Tell) -> None:
-    """Warn of what rounding does to the first Muon parameter of low precision, if there is one without a master."""
+    """Warn if rounding loses steps of Muon's first low-precision parameter, unless it has master weights."""
     if precision.master is not None:
         return
     for member, parameter in zip(planned.muon, planned.plan.parameters, strict=True):
@@ -151,9 +151,9 @@ def warn_of_unsuited(
 
     Args:
         planned: The plan of the step.
-        rules: Of each param group.
-        flags: Whether a matrix does not suit, 0-d bool, by its assignment.
-        told: Names of the parameters of which a warning was given; the others are added when they are told.
+        rules: The rule of each param group.
+        flags: Whether a matrix does not suit its rule, 0-d bool tensor, by its assignment.
+        told: Names of the parameters that a warning has named; each new name is added.
         tell: `Runtime.tell`.
     """
     texts, found = list[tuple[str, str]](), []

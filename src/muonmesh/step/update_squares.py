@@ -10,7 +10,8 @@ from torch.nn.functional import normalize
 from muonmesh.numerics.deflation import probe
 
 _PROBES, _PRODUCTS = 32, 12
-"""Rows of random signs by which results are multiplied, and products with M Mᵀ that find a largest singular value."""
+"""Number of rows of random signs that results are multiplied by; products with M Mᵀ to find a largest singular
+value."""
 
 SPECTRUM = ("momentum_spectral", "momentum_stable_rank", "update_effective_rank", "polar_error")
 
@@ -19,7 +20,7 @@ class UpdateSquares:
     """Sums of squares of one step's updates by group, for `Muon.metrics`.
 
     Args:
-        spectrum: Whether the step takes singular values too, of the matrices that this rank orthogonalizes.
+        spectrum: Whether the step also collects singular values of the matrices that this rank orthogonalizes.
     """
 
     def __init__(self, *, spectrum: bool = False) -> None:
@@ -28,7 +29,7 @@ class UpdateSquares:
         self.spectrum = spectrum
 
     def add(self, group: int, squares: Tensor) -> None:
-        """Add to a group's sum, from any thread."""
+        """Add squares to the sum of a group. Any thread may call this."""
         self._squares.setdefault(group, []).append(squares)
 
     def of(self, group: int) -> Tensor | None:
@@ -37,16 +38,16 @@ class UpdateSquares:
         return torch.stack(squares).sort().values.sum() if squares else None  # threads add in any order
 
     def add_spectra(self, group: int, momenta: Tensor, results: Tensor, times: Tensor | None) -> None:
-        """Add matrices to a group's figures, from any thread.
+        """Add matrices to the figures of a group. Any thread may call this.
 
         Let Y = V X Xᵀ for a result X and rows V of random signs. Then ‖V − Y‖² / ‖V‖² estimates the mean of (σ² − 1)²,
         and ‖X‖² ‖V X‖² / ‖Y‖² estimates (Σσ²)² / Σσ⁴. If X has few rows, V is the identity and both are exact.
 
         Args:
             group: Number of the group.
-            momenta: `largest_of` what was orthogonalized.
-            results: What became of it, (n, rows, cols).
-            times: By what results are multiplied too, (n,); 0 for those that do not count.
+            momenta: `largest_of` the matrices before orthogonalization.
+            results: The orthogonalized matrices, (n, rows, cols).
+            times: The factors that the results contain, (n,); 0 for matrices that do not count. None: no factors.
         """
         x = results.to(momenta.dtype)
         if times is not None:
@@ -60,9 +61,9 @@ class UpdateSquares:
         self._spectra.setdefault(group, []).extend(torch.stack(figures, dim=1).unbind())
 
     def spectra_of(self, group: int) -> Tensor | None:
-        """Return the sum of each figure of `SPECTRUM` over a group's matrices that are not zero, and how many, (4, 2).
+        """Return the sum of each figure of `SPECTRUM` over a group's non-zero matrices, and their number, (4, 2).
 
-        None if this rank orthogonalized none.
+        None if this rank orthogonalized no matrix of the group.
         """
         if not (found := self._spectra.get(group)):
             return None

@@ -1,4 +1,4 @@
-"""For tests of your own: whether a rule depends on sharding, and what a step would do on devices that are not here."""
+"""For your own tests: checks that a rule does not depend on sharding, and runs steps on simulated devices."""
 
 from muonmesh.report.device_rates import DeviceRates as Rates
 from muonmesh.testing.dry_run import DryRun, dry_run

@@ -1,9 +1,9 @@
-"""A CUDA device that is not there: torch lets fake tensors say that they are on it, and refuses nothing.
+"""A pretended CUDA device for fake tensors, on machines without CUDA.
 
-Fake tensors (`torch._subclasses.FakeTensorMode`) have a device, a shape and strides, but no elements. Even so a torch
-without CUDA stops at them in two places: its C++ guards ask for the device, and `torch.cuda.Event` and `Stream` cannot
-be made. Here the guard of the meta device, which does nothing, serves for CUDA too, and streams and events are those
-below: queues of operations that run when they may. A dry run queues nothing but events.
+Fake tensors (`torch._subclasses.FakeTensorMode`) have a device, a shape and strides, but no elements. A torch without
+CUDA still fails on CUDA fake tensors in two places: its C++ guards need the device, and `torch.cuda.Event` and `Stream`
+cannot be made. So this module uses the guard of the meta device, which does nothing, for CUDA too. It replaces streams
+and events by the classes below: queues of operations that run when their order allows. A dry run queues only events.
 """
 
 from __future__ import annotations
@@ -28,17 +28,18 @@ _KINDS = 22  # c10::COMPILE_TIME_MAX_DEVICE_TYPES
 _CUDA, _META = 1, 14  # c10::DeviceType
 
 Clocks = Counter[object]
-"""Of each stream, how many of its operations are over for somebody, which orders accesses of memory; ``|=`` lets all be
-over that is over for either."""
+"""A vector clock: for each stream, how many of its operations are known to be over. Clocks order accesses to memory;
+``|=`` takes the maximum of two clocks."""
 
 
 class Operation:
     """An entry of a stream's queue: something to run, a wait for an operation of another stream, or only a mark.
 
     Attributes:
-        run: Runs it. What this returns is asked again and again whether a collective is over; None: it is.
-        needs: What must be over before the stream goes on.
-        done: Whether it is over.
+        run: Runs the operation. If it returns a function, this is polled until the collective is over; None: it is
+            over.
+        needs: The operation that must be over before the stream continues.
+        done: Whether the operation is over.
     """
 
     def __init__(self, run: Callable[[], Any] | None = None, needs: Operation | None = None) -> None:
@@ -60,23 +61,23 @@ class Stream:
         self.name = f"stream {len(self.timeline.streams) - 1} of {self.device}"
 
     def wait_event(self, event: Event) -> None:
-        """Go on after an event; at once after one that was never recorded, as CUDA has it."""
+        """Continue after an event; at once if the event was never recorded, as in CUDA."""
         if event.mark is not None:
             self.timeline.push(self, Operation(needs=event.mark))
             self.clocks |= event.clocks
 
     def wait_stream(self, stream: Stream) -> None:
-        """Go on after all that another stream has been given."""
+        """Continue after all operations that another stream has so far."""
         self.wait_event(stream.record_event())
 
     def record_event(self, event: Event | None = None) -> Event:
-        """Return an event that is over when all is that this stream has been given."""
+        """Return an event that is over when all operations that this stream has so far are over."""
         event = event or Event()
         event.record(self)
         return event
 
     def synchronize(self) -> None:
-        """Let the host wait."""
+        """Make the CPU wait for all operations of this stream."""
         self.record_event().synchronize()
 
 
@@ -89,19 +90,19 @@ class Event:
         self.clocks = Clocks()
 
     def record(self, stream: Stream | None = None) -> None:
-        """Mark what a stream has been given, by default the current one."""
+        """Mark the operations that a stream has so far; default: the current stream."""
         self.stream = stream or timeline().current_stream()
         self.mark, self.clocks = Operation(), self.stream.clocks.copy()
         self.stream.timeline.push(self.stream, self.mark)
 
     def synchronize(self) -> None:
-        """Let the host wait."""
+        """Make the CPU wait for this event."""
         if self.mark is not None and self.stream is not None:
             self.stream.timeline.run_until(self.mark)
             self.stream.timeline.host |= self.clocks
 
     def query(self) -> bool:
-        """Return whether it is over, and then the host may read what it follows."""
+        """Return whether the event is over, so that the CPU may read results of the operations before it."""
         if self.mark is not None and self.mark.done and self.stream is not None:
             self.stream.timeline.host |= self.clocks
         return self.mark is None or self.mark.done
@@ -111,8 +112,8 @@ class Graph:
     """Stands for `torch.cuda.CUDAGraph`.
 
     Attributes:
-        issued: What its stream was given while it was captured: each gives it to a stream again.
-        pool: Whose memory is handed out meanwhile, and to no one else.
+        issued: The operations issued during the capture, as functions that issue them again on a stream.
+        pool: The memory pool of the capture; its memory is used for nothing else.
     """
 
     def __init__(self) -> None:
@@ -120,7 +121,7 @@ class Graph:
         self.pool: object = self
 
     def capture_begin(self, pool: object = None, **_: Any) -> None:
-        """Write down what the current stream is given, instead of running it."""
+        """Record the operations of the current stream instead of running them."""
         self.pool = pool or self
         self._stream = timeline().current_stream()
         if self._stream.is_default:
@@ -128,26 +129,27 @@ class Graph:
         self._stream.capturing = self
 
     def capture_end(self) -> None:
-        """Run again what it is given."""
+        """End the recording, so that the current stream runs its operations again."""
         self._stream.capturing = None
 
     def replay(self) -> None:
-        """Give all of it to the current stream, in the same order."""
+        """Issue all recorded operations on the current stream, in the same order."""
         for issue in self.issued:
             issue(timeline().current_stream(self._stream.device))
 
 
 class Timeline:
-    """What the streams of all pretended devices have still to do, and in which order they do it.
+    """The queues of the streams of all pretended devices, and the order in which their operations run.
 
     Args:
-        seed: Of the order among all that streams and events allow.
-        eager: How likely a device goes on whenever something was queued; otherwise it does when the host waits.
-        devices: How many there are.
+        seed: Seed of the order; it is one of the orders that streams and events allow.
+        eager: Probability that a device continues whenever an operation is queued. Otherwise it continues when the CPU
+            waits.
+        devices: Number of devices.
 
     Attributes:
-        streams: All of them, in the order in which they were made.
-        host: What is over for the host.
+        streams: All streams, in the order in which they were made.
+        host: The vector clock of the CPU.
     """
 
     def __init__(self, seed: int = 0, *, eager: float = 0.3, devices: int = 1) -> None:
@@ -159,7 +161,7 @@ class Timeline:
         self._current: dict[int, Stream] = {}
 
     def index(self, device: Any = None) -> int:
-        """Return the number of a device; without one, of the current one."""
+        """Return the number of a device; default: the current device."""
         if device is None or isinstance(device, int):
             return self.current if device is None else device
         found = torch.device(device).index
@@ -190,7 +192,7 @@ class Timeline:
         self.current = self.index(device)
 
     def is_capturing(self, *which: str) -> bool:
-        """Stand for `torch.cuda.is_current_stream_capturing`; with what it does, refuse it meanwhile, as CUDA does."""
+        """Stand for `torch.cuda.is_current_stream_capturing`; with ``which``, refuse an operation during a capture."""
         if (capturing := self.current_stream().capturing is not None) and which:
             raise RuntimeError(f"operation not permitted when stream is capturing: {which[0]}")
         return capturing
@@ -204,7 +206,7 @@ class Timeline:
             pass
 
     def go_on(self) -> bool:
-        """Run the next operation of one of the streams that need not wait; return whether there is one."""
+        """Run the next operation of a stream that need not wait; return whether there was one."""
         with self.lock:
             ready = [s for s in self.streams if s.queue and (s.queue[0].needs is None or s.queue[0].needs.done)]
             if not ready:
@@ -223,20 +225,20 @@ class Timeline:
             return True
 
     def run_until(self, operation: Operation) -> None:
-        """Go on until an operation is over."""
+        """Run operations until this operation is over."""
         self.is_capturing("the host waits")
         while not operation.done:
             if not self.go_on() and not operation.done:
                 raise RuntimeError("no stream can go on: each waits for another")
 
     def synchronize(self, device: Any = None) -> None:
-        """Let the host wait for all devices."""
+        """Make the CPU wait for all devices."""
         for stream in list(self.streams):
             stream.synchronize()
 
 
 class Current:
-    """Stands for `torch.cuda.device`: a class, since torch asks whether a device is one."""
+    """Stands for `torch.cuda.device`. It is a class, because torch uses it in `isinstance`."""
 
     def __init__(self, device: Any) -> None:
         self._index = timeline().index(device)
@@ -252,19 +254,19 @@ _active: list[Timeline] = []
 
 
 def timeline() -> Timeline:
-    """Return that of the pretended devices."""
+    """Return the timeline of the pretended devices."""
     return _active[-1]
 
 
 @contextmanager
 def pretended_cuda(own: Timeline | None = None, *replaced: tuple[Any, str, Any]) -> Iterator[Timeline]:
-    """Let fake tensors be on CUDA devices, whether or not this torch knows of CUDA.
+    """Allow fake tensors on CUDA devices, even if this torch was built without CUDA.
 
-    What is changed belongs to the process, so nothing else may use torch meanwhile; all is as before afterwards.
+    This changes global state of the process, so nothing else may use torch meanwhile. The state is restored afterwards.
 
     Args:
-        own: When the streams go on.
-        replaced: What else is replaced meanwhile: an object, the name of its attribute, and what stands for it.
+        own: The timeline, which decides when streams continue.
+        replaced: Further replacements meanwhile: an object, the name of its attribute, and the replacement.
     """
     own = own or Timeline()
     library = ctypes.CDLL(os.path.join(os.path.dirname(torch.__file__), "lib", "libc10.so"))

@@ -1,4 +1,4 @@
-"""Dry run: one step of any optimizer on devices, and on any number of ranks, that are not here."""
+"""Dry run: one step of any optimizer on pretended devices and any number of pretended ranks."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from muonmesh.testing.device import pretended_cuda
 from muonmesh.testing.launches import Launches
 
 Placer = Callable[[str, nn.Parameter], Sequence[Placement]]
-"""Says how a parameter lies on the mesh, from its name and itself."""
+"""A function from a parameter's name and the parameter to its placements on the mesh."""
 
 
 @dataclass(frozen=True)
 class DryRun(Timed):
-    """What one step would do on one rank.
+    """Launches, traffic and memory of one step on one rank.
 
     Attributes:
         launches: Number of kernel launches. A multi-tensor operation launches as many kernels as its tensors need.
@@ -49,8 +49,8 @@ class DryRun(Timed):
         peak_bytes: Peak memory of the step, without parameters, gradients, state and ``kept_bytes``.
         kept_bytes: Memory that the optimizer keeps between steps, without its state.
         state_bytes: State on the device between steps.
-        bytes_to_device: Bytes copied from the host to the device: state that the host keeps, and a few numbers.
-        bytes_to_host: Bytes copied from the device to the host.
+        bytes_to_device: Bytes copied from CPU memory to the device: state that is kept there, and a few numbers.
+        bytes_to_host: Bytes copied from the device to CPU memory.
         rates: The rates of the model of time.
     """
 
@@ -124,7 +124,7 @@ def dry_run(
             explain_error("mesh", found, f"world={world} ranks", f"Write world={math.prod(dims.values())}")
         )
     with pretended_cuda(), _ranks(world, rank), warnings.catch_warnings():
-        # The step asks whether memory is aligned. Where there is none, any answer will do.
+        # The step checks whether memory is aligned. Fake tensors have no memory, so the result does not matter.
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
         device_mesh = init_device_mesh("cuda", tuple(dims.values()), mesh_dim_names=tuple(dims)) if dims else None
         fake = FakeTensorMode()
@@ -132,7 +132,7 @@ def dry_run(
         with fake:
             made = optimizer(copied)
         if isinstance(made, Muon):
-            planned, exchange = connect(made.param_groups, made._runtime)  # compares plans: real numbers, on the host
+            planned, exchange = connect(made.param_groups, made._runtime)  # compares plans: real tensors on the CPU
             planned.group_names([group["name"] for group in made.param_groups], exchange.group)  # likewise, once
         parameters = [p for group in made.param_groups for p in group["params"]]
         with fake:
@@ -160,7 +160,7 @@ def dry_run(
 
 
 def _kept_bytes(optimizer: torch.optim.Optimizer, count: Launches) -> int:
-    """Return what an exchange keeps from step to step, which `count` then leaves out."""
+    """Return the bytes that an exchange keeps between steps; `count` then leaves them out."""
     planned = optimizer._runtime.planned if isinstance(optimizer, Muon) else None
     if planned is None or planned.exchange is None:
         return 0
@@ -176,7 +176,7 @@ def _tensors(state: Mapping[Tensor, Mapping[str, Any]]) -> Iterator[Tensor]:
 
 @contextmanager
 def _ranks(world: int, rank: int) -> Iterator[None]:
-    """Be one of many ranks, of which there are no others."""
+    """Initialize torch.distributed as one rank of many, with torch's fake backend for the others."""
     if dist.is_available() and dist.is_initialized():
         raise RuntimeError("dry_run: found torch.distributed initialized; needed a process without it. Call it before")
     if world == 1:
@@ -197,7 +197,7 @@ def _on_device(model: nn.Module, fake: FakeTensorMode, mesh: DeviceMesh | None, 
     made = {
         id(parameter): _fake(name, parameter, fake, mesh, placements) for name, parameter in model.named_parameters()
     }
-    return copy.deepcopy(model, made)  # which takes them for copies that it has made
+    return copy.deepcopy(model, made)  # it uses these parameters as if it had copied them
 
 
 def _fake(

@@ -1,4 +1,4 @@
-"""Launches: what would run on a device, counted as torch calls it, with the bytes that it reads and writes."""
+"""Launches: counts the kernels that torch's operations would launch on a device, and the bytes that they move."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NOTHING = re.compile(
     "(new_)?empty(_like|_strided)?|resize_|set_"  # memory
     "|_unsafe_view|device|is_pinned|is_same_size|record_stream"
 )
-"""Operations that run nothing on the device and are no views: memory, questions."""
+"""Operations that run nothing on the device and are no views: allocations and queries."""
 
 _WAITS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 """Torch's marks of operations whose result needs a number from the device."""
@@ -28,8 +28,8 @@ _WAITS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _PRODUCTS = ("addmm", "baddbmm", "bmm", "mm")
 _COLLECTIVES = ("c10d", "_c10d_functional")
 
-# What one launch of torch's multi-tensor kernels takes (ATen/native/cuda/MultiTensorApply.cuh): so many elements to a
-# block, so many blocks, and so many tensors, by the number of lists.
+# Limits of one launch of torch's multi-tensor kernels (ATen/native/cuda/MultiTensorApply.cuh): elements of a block,
+# blocks, and tensors, by the number of lists.
 _CHUNK, _BLOCKS = 65536, 320
 _TENSORS = (110, 64, 48, 36, 30)
 _CONCATENATED = 128  # tensors that one launch of torch.cat takes
@@ -40,14 +40,14 @@ class HostSync(RuntimeError):
 
 
 class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts what runs on a device while it is active, in attributes that `DryRun` describes.
+    """A mode that counts the work of a device while it is active, in attributes that `DryRun` describes.
 
     A multi-tensor operation (``torch._foreach_*``) counts as many launches as its kernel takes for these tensors;
     ``operations`` counts it once. Matrix products count their FLOPs, everything else the bytes that it reads and
     writes: each tensor as many bytes as it has elements of its own, so that an expanded dim counts once.
 
     Raises:
-        HostSync: from within the operation that would wait.
+        HostSync: the CPU would wait for the device; the operation that would wait raises this error.
     """
 
     def __init__(self) -> None:
@@ -109,7 +109,7 @@ class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.slow_flops += flops * DeviceRates.weight_of(out.numel(), by_triton=by_triton)
 
     def _number(self, tensor: Tensor) -> Any:
-        """Return what a fake tensor on the host says, for which there is nobody to ask: a step count of 1, for one."""
+        """Return a number in place of the value of a fake tensor on the CPU, such as 1 for a step count."""
         if tensor.is_cuda:
             raise HostSync("a number is read from the device")
         if tensor.dtype == torch.bool:
@@ -119,7 +119,7 @@ class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _look_at_copy(
         self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], given: list[Tensor], made: list[Tensor]
     ) -> None:
-        """Raise for a copy between host and device that the host waits for."""
+        """Raise a HostSync for a copy between CPU and device for which the CPU would wait."""
         if name not in ("_to_copy", "copy_"):
             return
         source, target = (args[1], args[0]) if name == "copy_" else (given[0], made[0])
@@ -134,7 +134,7 @@ class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.bytes_to_host += _size(target)
 
     def _account(self, tensor: Tensor) -> None:
-        """Count memory that was not there before, until it is given back."""
+        """Count the memory of a new tensor until it is freed."""
         if not tensor.is_cuda:
             return
         storage = tensor.untyped_storage()
@@ -150,16 +150,16 @@ class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._live -= self._storages.pop(key, 0)
 
     def knows(self, tensors: Sequence[Tensor]) -> None:
-        """Leave memory out that was there before."""
+        """Leave out the memory of tensors that existed before."""
         for tensor in tensors:
             self._storages.setdefault(tensor.untyped_storage()._cdata, 0)
 
 
 def _usually(name: str, args: Sequence[Any]) -> int | None:
-    """Return what our operators move that look at the elements first; None for the others.
+    """Return the typical bytes of muonmesh's operators whose work depends on the elements; None for other operators.
 
-    `rescale` leaves matrices alone that are neither tiny nor huge, and `mark_nonzero` stops at the first elements of a
-    part of a gradient that are not all zero. So that is counted: what a training run has in nearly every step.
+    `rescale` does not change matrices that are neither tiny nor huge. `mark_nonzero` stops at the first elements of a
+    gradient's part that are not all zero. The count assumes these cases, which occur in nearly every training step.
     """
     if name == "rescale":
         return 0
@@ -170,14 +170,14 @@ def _usually(name: str, args: Sequence[Any]) -> int | None:
 
 
 def waits(func: Any, args: Sequence[Any]) -> bool:
-    """Return whether the host waits for an operation; one that picks by indices does only where these are masks."""
+    """Return whether the CPU waits for an operation. Indexing makes the CPU wait only if the indices are masks."""
     if func._schema.name == "aten::index":
         return any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in tree_leaves(args[1]))
     return not _WAITS.isdisjoint(func.tags)
 
 
 def _launches(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    """Return how many kernels one call runs."""
+    """Return the number of kernels that one call launches."""
     if name.startswith(("_foreach", "_fused")):
         lists = [value for value in (*args, *kwargs.values()) if _is_list(value)]
         return _multi_tensor(lists) if lists else 1
@@ -191,7 +191,7 @@ def _is_list(value: Any) -> bool:
 
 
 def _multi_tensor(lists: Sequence[Sequence[Tensor]]) -> int:
-    """Return the launches of a multi-tensor kernel, or one for each tensor where it takes its slow path."""
+    """Return the launches of a multi-tensor kernel, or one for each tensor if torch takes its slow path."""
     first = lists[0]
     for others in lists[1:]:
         if any(a.shape != b.shape or a.stride() != b.stride() for a, b in zip(first, others, strict=False)):
@@ -225,7 +225,7 @@ def arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iter
 
 
 def _bytes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: Sequence[Tensor]) -> Iterator[int]:
-    """Yield what is read and what is written of each tensor on the device."""
+    """Yield the bytes that an operation reads and writes of each tensor on the device."""
     name, written = func._schema.name.split("::")[1], set()
     for argument, value, writes in arguments(func, args, kwargs):
         tensors = [t for t in tree_leaves(value) if isinstance(t, Tensor) and t.is_cuda]
@@ -241,7 +241,7 @@ def _bytes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: Sequ
 
 
 _OURS = ("diagonal", "directions", "exponents", "found", "inverse", "inverse_square", "mean", "out", "power", "squares")
-"""Arguments of our own operators that are written without being read."""
+"""Arguments of muonmesh's own operators that are written without being read."""
 
 _OVERWRITES = re.compile(r"(_foreach_)?(copy|zero)_|(fill|random|normal|uniform)_")
-"""Operations that write without reading what was there."""
+"""Operations that write a tensor without reading its old values."""

@@ -1,4 +1,4 @@
-"""For tests of rules of your own: whether a rule gives the same bits however its parameters are held."""
+"""For tests of your own rules: checks that a rule gives the same bits in every layout of its parameters."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ _SPECS: tuple[tuple[tuple[int, ...], Any], ...] = (
     ((9, 4, 3, 3), "flatten"),
     ((8, 3, 2, 2), ("flatten", ("rows", 6, 2))),
 )
-"""Shapes and splittings: smaller than the ranks, divided by none of their numbers, tall, wide and square."""
+"""Shapes and splits: smaller than the number of ranks, not divisible by it, tall, wide and square."""
 
 _STEPS = 3
 
 _FAR = 1e-5
-"""Times the largest number of a tensor: no further apart are a device and a CPU in fp32, which round otherwise."""
+"""Largest difference between a device and a CPU in fp32, relative to the largest number of a tensor."""
 
 
 def prove_rule(
@@ -61,7 +61,7 @@ def prove_rule(
     seed: int = 0,
     settings: Mapping[str, Any] | None = None,
 ) -> str:
-    """Prove that a rule gives bit for bit the same weights and state however its parameters are held.
+    """Check that a rule gives bit for bit the same weights and state in every layout of its parameters.
 
     Every rank of the default process group must call this function, on the CPU (gloo). It first checks that the
     elementwise parts compute the same for a whole vector and for its two pieces. Then it generates ``examples`` cases.
@@ -78,14 +78,14 @@ def prove_rule(
         settings: Settings of the rule's param group, such as its own hyperparameters.
 
     Returns:
-        What was tried and held, as a sentence to print: the ranks, the layouts and the shapes.
+        A sentence to print about the checked ranks, layouts and shapes.
 
     Raises:
         AssertionError: on every rank, naming the part of the rule or the case, and what differs or is not finite.
         ValueError: the rule is not registered.
     """
     if isinstance(rule, str):
-        is_known(rule)  # which imports it from a package that names it
+        is_known(rule)  # imports the rule if an installed package declares it
     names = [name for name, known in RULES.items() if rule in (name, known)]
     if not names:
         write = 'Write @muonmesh.register_rule("a name") in front of it'
@@ -101,7 +101,7 @@ def prove_rule(
 
 
 def _told(rule: str, cases: Sequence[SimpleNamespace]) -> str:
-    """Return what cases without a difference have shown."""
+    """Return the sentence about the checked cases."""
     ranks, held = world_size(), Counter(case.how for case in cases)
     kinds = {"mesh": "on a mesh", "plain": "replicated", "flat": "in a flat buffer"}
     layouts = ", ".join(f"{held[how]} {words}" for how, words in kinds.items() if held[how])
@@ -115,7 +115,7 @@ def _told(rule: str, cases: Sequence[SimpleNamespace]) -> str:
 
 
 def _case(generator: random.Random) -> SimpleNamespace:
-    """Return a parameter and how it is held; ``repr()`` tells of it."""
+    """Return a generated parameter with its layout; ``repr()`` describes it."""
     world = world_size()
     shape, spec = generator.choice(_SPECS)
     several = dist.is_available() and dist.is_initialized()
@@ -159,7 +159,7 @@ def _differences(
         flat = case.how == "flat"
         layout = FlatShards.cut(case.shape, ranks, case.borders) if flat else MeshLayout.replicated(case.shape, ranks)
         storage = Storage(layout, case.shape)
-    # All ranks take both before one of them finds an error, or the others would wait for it.
+    # All ranks run both before any rank raises an error; otherwise the other ranks would wait for it.
     (cpu, differing), (device, differing_there) = (
         _stepped(case, group, layout, storage, together=together) for together in (False, True)
     )
@@ -205,7 +205,7 @@ def _stepped(
     expected = {"weights": alone.detach(), **optimizers[0].state[alone]}
     found = {"weights": shared.detach(), **optimizers[1].state[shared]}
     state_layouts = placed_members(optimizers[1])[0].state_layouts
-    # A device's host cannot tell that no rank has had a gradient, so a shard has its state from the first step on.
+    # With a device, the CPU does not know whether any rank has had a gradient, so a shard has its state from step 1 on.
     wrong = sorted(expected.keys() - found.keys() if together else expected.keys() ^ found.keys())
     for key in expected.keys() & found.keys():
         place = layout if key == "weights" else state_layouts[key].storage.layout if key in state_layouts else None
@@ -216,7 +216,7 @@ def _stepped(
 
 
 def _parts_that_see_neighbours(group: Mapping[str, Any], generator: random.Random) -> str:
-    """Return which elementwise part of a rule gives an element other bits if its neighbors are elsewhere."""
+    """Return the first elementwise part of a rule whose bits for an element depend on its neighbors, as text."""
     weight = nn.Parameter(torch.zeros(1, 1, dtype=torch.float32, device="cpu"))
     settings = Muon([{**group, "params": [weight]}]).param_groups[0]
     rule: Rule | ElementwiseRule = RULES[group["algorithm"]].of(settings)
@@ -255,7 +255,7 @@ def _parts_that_see_neighbours(group: Mapping[str, Any], generator: random.Rando
 
 
 def _written_by_summands(rule: Rule, inputs: Mapping[str, Tensor]) -> str:
-    """Return the name of what a rule's summands write though they may not."""
+    """Return the name of a tensor that a rule's summands write although they must not; empty if there is none."""
     given = {key: value.clone() for key, value in inputs.items()}
     state = {key: given[key] for key, kept in rule.keeps().items() if kept == "weights"}
     rule.summands(given["weights"], given["update"], 0.01, state)
@@ -263,7 +263,7 @@ def _written_by_summands(rule: Rule, inputs: Mapping[str, Tensor]) -> str:
 
 
 def _run_parts(rule: Rule | ElementwiseRule, inputs: Mapping[str, Tensor]) -> dict[str, Sequence[Tensor]]:
-    """Return what each elementwise part of a rule makes of vectors."""
+    """Return the results of each elementwise part of a rule for vectors."""
     if isinstance(rule, ElementwiseRule):
         weights, counts = inputs["weights"], [torch.zeros((), dtype=torch.float32, device="cpu")]
         state = {key: [inputs[key]] for key in rule.keeps()}

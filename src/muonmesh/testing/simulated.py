@@ -1,11 +1,11 @@
-"""A simulated device: CUDA tensors with numbers on a machine without CUDA, whose streams run late and in any order.
+"""A simulated device: CUDA tensors with values on a machine without CUDA; its streams run late and in random order.
 
 A tensor of the device is a fake tensor. Fake tensors keep shapes, strides, offsets and shared storages right, and a
-table gives each of their storages a block of real memory. So every operation runs twice: at once on the fake tensors,
-which gives the host what it needs, and later on the blocks, in an order that a seed draws among all that streams and
-events allow. Memory that is freed is handed out again at once, as by torch's allocator.
+table maps each of their storages to a block of real memory. So every operation runs twice: at once on the fake tensors,
+for shapes on the CPU, and later on the blocks, in a random order that streams and events allow. Freed memory is reused
+at once, as by torch's allocator.
 
-Races are found when an operation is issued, by vector clocks, so whatever the seed; the numbers show what they do.
+Races are found by vector clocks when an operation is issued, whatever the seed. The values show their effect.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class RaceError(RuntimeError):
 
 
 class _Part(NamedTuple):
-    """A view of a block: what a fake tensor is really."""
+    """A view of a block: the real memory of a fake tensor."""
 
     block: _Allocation
     dtype: torch.dtype
@@ -94,9 +94,9 @@ class _Access(NamedTuple):
 
 
 class _Allocation:
-    """Memory that outlives the tensors in it, and who has touched it; ``life`` counts how often it was handed out.
+    """Memory that outlives the tensors in it, with its accesses; ``life`` counts how often it was allocated.
 
-    Of a graph's pool nobody else is given any.
+    Memory of a graph's pool is used for nothing else.
     """
 
     def __init__(self, kind: str, storage: Any, stream: Stream | None = None) -> None:
@@ -117,13 +117,13 @@ class SimulatedDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         seed: Seed of the order.
         eager: Probability that a device continues after each issued operation. With 0, a device continues only when
-            the host waits.
+            the CPU waits.
         devices: Number of devices.
         raises: Whether the end of the context raises an error if there were races.
 
     Attributes:
         races: The races that were found, and how often each occurred.
-        waits: The lines where the host waited for a device without an event or a stream, and how often.
+        waits: The lines where the CPU waited for a device without an event or a stream, and how often.
 
     Raises:
         RaceError: at the end of the context.
@@ -144,7 +144,7 @@ class SimulatedDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._inside = ExitStack()
 
     def __enter__(self) -> SimulatedDevice:
-        """Let torch have these devices."""
+        """Make torch use these devices."""
         installed = toolchain.is_installed()
         replaced = (
             (torch.cuda, "is_available", lambda: True),
@@ -169,7 +169,7 @@ class SimulatedDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        """Let the devices finish, and give torch back its own."""
+        """Let the devices finish, and restore torch's own devices."""
         with self._inside:
             super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
             if kind is None:
@@ -204,7 +204,7 @@ class SimulatedDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return _Part(block, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()))
 
     def _taken(self, tensor: Tensor) -> _Allocation:
-        """Give memory to a new fake tensor: what its stream has freed, or else new, where nobody has written."""
+        """Give memory to a new fake tensor: memory that its stream has freed, or else new memory."""
         storage = tensor.untyped_storage()
         stream, size = self._timeline.current_stream(tensor.device), storage.nbytes()
         pool = None if stream.capturing is None else stream.capturing.pool
@@ -246,7 +246,7 @@ class SimulatedDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # ------------------------------------------------------------------ races
 
     def _touch(self, stream: Stream | str, part: _Part, writes: bool, where: str) -> None:
-        """Note an access, and what it races with."""
+        """Record an access, and the accesses with which it races."""
         clocks = self._timeline.host if isinstance(stream, str) else stream.clocks
         name, block, kept = stream if isinstance(stream, str) else stream.name, part.block, list[_Access]()
         for old in block.accesses:
@@ -265,7 +265,7 @@ class SimulatedDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
         block.accesses = kept
 
     def _queue(self, stream: Stream, run: Callable[[], Any], where: str, reads: Any, writes: Any) -> Operation:
-        """Issue an operation on a stream: note what it touches now, run it later."""
+        """Issue an operation on a stream: record its accesses now, and run it later."""
         if stream.capturing is not None:
             lives = [(part, part.block.life) for part in (*reads, *writes) if part.block.pool is None]
 
@@ -298,7 +298,7 @@ class SimulatedDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return read
 
     def _read(self, tensor: Tensor) -> Tensor:
-        """Let the host wait for a tensor of a device."""
+        """Make the CPU wait for a tensor of a device, and return its values."""
         host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
         self._cross(tensor, host, late=False, name="a read by the host")
         return host
@@ -308,9 +308,9 @@ class SimulatedDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run an operation on the host, or on fake tensors now and on numbers later."""
+        """Run an operation on the CPU, or on fake tensors now and on real memory later."""
         if any(kind not in (Tensor, torch.nn.Parameter, FakeTensor) for kind in types):
-            return NotImplemented  # a DTensor calls again with what it holds
+            return NotImplemented  # a DTensor calls again with its local tensors
         kwargs = dict(kwargs or {})
         name = func._schema.name.split("::")[1]
         given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
@@ -348,7 +348,7 @@ class SimulatedDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def _again(self) -> Iterator[None]:
-        """Be on in a handler, where a mode is off."""
+        """Activate this mode inside its own handler, where torch switches it off."""
         TorchDispatchMode.__enter__(self)  # type: ignore[no-untyped-call]
         try:
             yield
@@ -387,7 +387,7 @@ class SimulatedDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return found
 
     def _late(self, value: Any) -> Any:
-        """Return what an operation has to keep of an argument until it runs."""
+        """Return the form of an argument that an operation keeps until it runs."""
         if isinstance(value, FakeTensor):
             return self._part(value)
         if isinstance(value, Tensor):
@@ -402,7 +402,7 @@ class SimulatedDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return reads, writes
 
     def _copied(self, name: str, args: Any, kwargs: Any, wanted: str | None) -> Tensor | None:
-        """Copy between the host and a device; None where both are on one side."""
+        """Copy between CPU and device; None if both tensors are on the same side."""
         source, target = (args[1], args[0]) if name == "copy_" else (args[0], None)
         down = isinstance(source, FakeTensor)
         goes_down = wanted == "cpu" if target is None else not isinstance(target, FakeTensor)
@@ -448,7 +448,7 @@ class SimulatedDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._pin(found) if pin or name == "_pin_memory" else found
 
     def _collective(self, func: Any, name: str, args: Any, kwargs: Any, group: str) -> Any:
-        """Run a collective late on a stream of the group's, as NCCL; ``wait`` lets the current stream wait for it."""
+        """Run a collective late on a stream of the group, as NCCL does; ``wait`` makes the current stream wait."""
         leaves, spec = tree_flatten((args, kwargs))
         device = next(x.device for x in leaves if isinstance(x, FakeTensor))
         stream = self._of_groups.get(group) or self._of_groups.setdefault(group, Stream(device))
@@ -497,7 +497,7 @@ def _as_fake(value: Any) -> Any:
 
 
 def _where(name: str) -> str:
-    """Return an operation with the two innermost lines that are neither torch's nor these."""
+    """Return an operation with the two innermost source lines outside torch and outside this module."""
     frame: FrameType | None = sys._getframe(1)
     lines = list[str]()
     while frame is not None and len(lines) < 2:
