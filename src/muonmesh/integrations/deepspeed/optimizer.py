@@ -49,8 +49,8 @@ class EngineMuon(torch.optim.Optimizer):
        stage 0, DeepSpeed calls `step` once with zero gradients, which does nothing.
     2. `initialize` reads the engine's records, and passes the calls of a step to `bind`.
     3. Each ``engine.step()`` calls `step` once for all groups (stage 0, `BF16_Optimizer`), once for each group (stages
-       1 and 2), or once for each sub-group (stage 3). DeepSpeed then hides the other groups. All ranks run the same calls in
-       the same order.
+       1 and 2), or once for each sub-group (stage 3). DeepSpeed then hides the other groups. All ranks run the same
+       calls in the same order.
 
     The state has the keys that DeepSpeed's tools expect: ``step``, ``exp_avg`` and ``exp_avg_sq``. For matrices,
     ``exp_avg`` is the momentum, if each rank keeps the momentum of its own elements. A key that a rule for matrices
