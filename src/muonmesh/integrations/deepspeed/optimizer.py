@@ -221,7 +221,7 @@ class EngineMuon(torch.optim.Optimizer):
                     raise StateError(explain_error(where, found, f"{needed!r}", _AS_SAVED))
 
     def checkpoint_records(self) -> list[Record]:
-        """Return a `Record` of every parameter with its state, for `muonmesh.checkpoint`; no communication."""
+        """Return a `Record` of every parameter with its state, for `muonmesh.checkpoint`; see `Recorded`."""
         for call in self.calls:
             self._take(call)
         return list(engine_records(self.calls, self.param_groups))

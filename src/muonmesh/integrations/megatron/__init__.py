@@ -1,4 +1,4 @@
-"""Megatron-Core: one optimizer of both halves for its models, and what its parameters say of themselves."""
+"""Megatron-Core: one optimizer with Muon and AdamW for its models, and layouts from its parameters' attributes."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,10 @@ register(megatron_role)
 
 
 def __getattr__(name: str) -> Any:
-    """Import what needs megatron-core when it is asked for; the rest serves Transformer Engine without it too."""
+    """Import the functions that need megatron-core at their first use.
+
+    The other names work without megatron-core, for example for Transformer Engine.
+    """
     if name not in ("get_megatron_optimizer", "install"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:

@@ -1,4 +1,4 @@
-"""get_megatron_optimizer: the function whose import a Megatron user changes; install: changes it in their scripts."""
+"""get_megatron_optimizer: replaces Megatron's function of this name; install: puts it into Megatron's modules."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ from muonmesh.integrations.megatron.saved_boxes import Cut, SavedBox, cut_of, ex
 from muonmesh.optimizer import Muon
 
 _SHARED = ("compute_dtype", "kernels", "state_dtype", "state_device", "memory_budget_mb", "shard_state", "cuda_graphs")
-"""Settings of the optimizer as a whole, which may stand in ``muon=``."""
+"""Settings of the whole optimizer that ``muon=`` may have."""
 
 _READ = ["dp_cp", "tp", "expt_dp", "expt_tp", "ep", "pp"]
-"""The groups of a ProcessGroupCollection that are read."""
+"""The groups of a ProcessGroupCollection that muonmesh reads."""
 
 
 def get_megatron_optimizer(
@@ -52,32 +52,34 @@ def get_megatron_optimizer(
     policy: ClipPolicy = "adamw_only",
     per_head: bool | Collection[HeadPart] = False,
 ) -> MegatronOptimizer:
-    """Return one optimizer with Muon's and AdamW's half, experts too; all ranks of the world call it.
+    """Return one optimizer for Muon's and AdamW's parameters, experts included. All ranks of the world call it.
 
-    It replaces `megatron.core.optimizer.get_megatron_optimizer`, with DistributedDataParallel and with the distributed
-    optimizer; ``config.optimizer`` stays "adam". Given the gradients that Megatron has reduced, the update is that of
-    one process, bit for bit on a CPU, however the model is cut up.
+    It replaces `megatron.core.optimizer.get_megatron_optimizer`, with DistributedDataParallel alone and with the
+    distributed optimizer; ``config.optimizer`` stays "adam". With the same reduced gradients, the update is the update
+    of one process for every parallel layout of the model, on a CPU bit for bit.
 
     Args:
-        config: Megatron's OptimizerConfig: rate, decay, moments of AdamW's half, clipping (``clip_grad``), precision.
-        model_chunks: This stage's chunks in Megatron's DistributedDataParallel.
-        config_overrides: Megatron's, honoured for both halves. None: its standard ones.
-        use_gloo_process_groups: Accepted for Megatron's callers. Nothing here needs such groups.
-        pg_collection: Megatron's groups; None: those of `parallel_state`.
-        dump_param_to_param_group_map: Must be None; ``optimizer.explain()`` tells more.
-        muon: Settings of Muon's groups, such as ``{"lr": 6e-4, "momentum": 0.95}``, ``"rule"`` (see `Muon`), and of
-            the optimizer as a whole: ``compute_dtype``, ``kernels``, ``state_dtype``,
-            ``state_device``, ``memory_budget_mb``, ``shard_state``, ``cuda_graphs``.
+        config: Megatron's OptimizerConfig: learning rate, weight decay, AdamW's betas and ε, clipping (``clip_grad``)
+            and precision.
+        model_chunks: This pipeline stage's chunks, each in Megatron's DistributedDataParallel.
+        config_overrides: Megatron's overrides, applied to Muon's and AdamW's parameters. None: Megatron's standard
+            overrides.
+        use_gloo_process_groups: Ignored; accepted for Megatron's callers.
+        pg_collection: Megatron's process groups; None: the groups of `parallel_state`.
+        dump_param_to_param_group_map: Must be None; call ``optimizer.explain()`` instead.
+        muon: Settings of Muon's groups, such as ``{"lr": 6e-4, "momentum": 0.95}``; ``"rule"`` (see `Muon`); and
+            settings of the whole optimizer: ``compute_dtype``, ``kernels``, ``state_dtype``, ``state_device``,
+            ``memory_budget_mb``, ``shard_state``, ``cuda_graphs``.
         adamw: Settings of AdamW's groups.
-        overrides: Name or regular expression → "muon", "adamw" or settings, as `split_params` takes them. Names are
-            those of the whole model: layers and experts have the numbers that they have there.
-        policy: What ``config.clip_grad`` clips, see `Muon.clip_grad_norm_`.
-        per_head: Which attention weights are one matrix for each head, as `split_params` takes it. ``linear_qkv`` is
-            then one for each head of queries, keys and values.
+        overrides: Name or regular expression → "muon", "adamw" or settings, as for `split_params`. Layers and experts
+            in the names have their numbers in the whole model.
+        policy: Which gradients ``config.clip_grad`` clips, see `Muon.clip_grad_norm_`.
+        per_head: Which attention weights are one matrix for each head, as for `split_params`. ``linear_qkv`` is then
+            one matrix for each head of queries, keys and values.
 
     Raises:
-        ValueError, TypeError, LayoutError: on the ranks that find something wrong.
-        PlanError: on all others then.
+        ValueError, TypeError, LayoutError: on each rank that finds an error.
+        PlanError: on all other ranks, if any rank finds an error.
     """
 
     def build() -> tuple[MegatronOptimizer, set[str]]:
@@ -137,7 +139,19 @@ def _held(
     boxes: Mapping[int, list[SavedBox]],
     ranges: Mapping[Any, list[tuple[int, int]]] | None,
 ) -> tuple[list[Holding], dict[str, Declared]]:
-    """Put what is stepped in place of the parameters in the groups, and say where it lives."""
+    """Replace the parameters in the groups by the tensors that the optimizer steps, and return their layouts by name.
+
+    Args:
+        groups: The param groups; ``"params"`` is changed in place.
+        experts: For each expert of a GroupedMLP by name, its place among the experts of this rank.
+        axes: Megatron's process groups.
+        boxes: The boxes of each parameter in Megatron's checkpoints, by its ``id``.
+        ranges: For each parameter the elements that each data-parallel rank keeps; None without the distributed
+            optimizer.
+
+    Returns:
+        A `Holding` for each tensor, and the layout of each tensor by name.
+    """
     holdings: list[Holding] = []
     layouts: dict[str, Declared] = {}
     dense = getattr(axes, "dp_cp", None) or axes.dp, axes.tp
@@ -170,7 +184,11 @@ def _held(
 
 
 def _cut(name: str, parameter: Tensor, local: tuple[int, ...], boxes: Sequence[SavedBox] | None, mesh: Any) -> Cut:
-    """Return how a parameter is cut, as checkpoints have it; of one that none holds, as its attributes say."""
+    """Return how a parameter is cut, from its boxes in Megatron's checkpoints; a parameter without boxes is whole.
+
+    Raises:
+        LayoutError: the parameter has no boxes, but its attributes mark a tensor-parallel shard.
+    """
     rank, ranks = mesh.get_local_rank(1), mesh.size(1)
     if boxes is not None:
         return cut_of(name, local, boxes, rank, ranks)
@@ -188,23 +206,23 @@ def _cut(name: str, parameter: Tensor, local: tuple[int, ...], boxes: Sequence[S
 
 
 def install(**settings: Any) -> None:
-    """Put `get_megatron_optimizer` in the place of Megatron's, in every module that has imported that, for good.
+    """Replace Megatron's `get_megatron_optimizer` by muonmesh's, in every module that has imported it, permanently.
 
-    Two lines at the top of pretrain_gpt.py, whose arguments stay ``--optimizer adam``, with or without
+    Write two lines at the top of pretrain_gpt.py. Keep its argument ``--optimizer adam``, with or without
     ``--use-distributed-optimizer``::
 
         from muonmesh.integrations.megatron import install
         install(muon={"lr": 6e-4})
 
     Args:
-        settings: The arguments that Megatron's function does not have: ``muon``, ``adamw``, ``overrides``,
-            ``policy``, ``per_head``.
+        settings: The arguments of `get_megatron_optimizer` that Megatron's function does not have: ``muon``,
+            ``adamw``, ``overrides``, ``policy``, ``per_head``.
 
     Raises:
-        TypeError: another argument.
+        TypeError: an argument has another name.
     """
     taken = inspect.signature(get_megatron_optimizer).parameters.values()
-    known = [each.name for each in taken if each.kind is each.KEYWORD_ONLY]  # the others are Megatron's to give
+    known = [each.name for each in taken if each.kind is each.KEYWORD_ONLY]  # Megatron gives the others
     if unknown := [name for name in settings if name not in known]:
         raise TypeError(
             explain_error("install", f"the setting {unknown[0]!r}", f"one of {', '.join(known)}", "Remove it")
@@ -214,6 +232,6 @@ def install(**settings: Any) -> None:
     ours = functools.wraps(get_megatron_optimizer)(functools.partial(get_megatron_optimizer, **settings))
     ours.__wrapped_by_muonmesh__ = theirs  # type: ignore[attr-defined]
     for module in list(sys.modules.values()):
-        # Not getattr, which makes modules that import on demand import.
+        # getattr would start the imports of modules that import on demand.
         if getattr(module, "__dict__", {}).get("get_megatron_optimizer") in (theirs, before):
             module.get_megatron_optimizer = ours  # type: ignore[attr-defined]

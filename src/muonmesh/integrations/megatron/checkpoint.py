@@ -1,4 +1,4 @@
-"""Checkpoint: optimizer state as boxes of whole parameters, for Megatron's dist_checkpointing."""
+"""Checkpoint: describes optimizer state as boxes of whole tensors, for Megatron's dist_checkpointing."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from muonmesh.step.state_layout import COUNT, RUNNING
 def sharded(
     optimizer: Muon, saved: Mapping[str, tuple[str, int, bool]], holders: Mapping[str, int], *, is_loading: bool
 ) -> dict[str, Any]:
-    """Return state and groups in Megatron's vocabulary; state that no step has created yet is.
+    """Return state and groups as Megatron's ShardedTensors and ShardedObjects; missing state is created first.
 
     Args:
-        optimizer: Whose.
-        saved: For each parameter the name by which checkpoints know it, the number of this copy of it, and whether
-            they may hold it with other many rows.
-        holders: For each group the first rank that has it.
-        is_loading: Whether it is to be loaded into.
+        optimizer: The optimizer to save or to load into.
+        saved: For each parameter by name: its name in checkpoints, the number of this copy, and whether a checkpoint
+            may have another number of rows.
+        holders: For each group by name, the first rank that has it.
+        is_loading: Whether a checkpoint will be loaded into the result.
     """
     _create(optimizer)
     optimizer.finish()
@@ -38,18 +38,19 @@ def sharded(
     for member, key, layout, boxes in _stored(optimizer):
         name, copy, resizes = saved[member.name]
         replica = copy, layout.replica_number(this_rank())
-        # A dict, since dist_checkpointing takes an empty list for a list of another length.
+        # A dict and not a list: dist_checkpointing refuses an empty list as a list of another length.
         entry = state.setdefault(member.name, {}).setdefault(key, {})
         for number, (at, box) in enumerate(boxes.items()):
             if box.device.type == "cpu" and not is_loading:
-                # dist_checkpointing copies what is on a device. An asynchronous save would write this as it is later.
+                # dist_checkpointing copies tensors on a GPU, but not on the CPU. Without a copy, an asynchronous save
+                # would write values of a later step.
                 box = box.clone()
             whole = f"optimizer.state.{key}.{name}"
             entry[number] = ShardedTensor(
                 whole, box, box.dtype, tuple(box.shape), layout.shape, at, None, replica, allow_shape_mismatch=resizes
             )
     groups = {}
-    # The only group of a stage with nothing to train has no parameters, and no other run knows it.
+    # A stage with nothing to train has one group without parameters, which a checkpoint does not need.
     for group in (group for group in optimizer.param_groups if group["params"]):
         settings = {key: value for key, value in group.items() if key not in EACH}
         first = holders.get(group["name"], 0)
@@ -63,18 +64,18 @@ def sharded(
 
 
 def _other(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a group as those of the experts' group beside it, or of the one beside the experts'.
+    """Return the settings of a dense group for its experts' group, or of an experts' group for its dense group.
 
-    With another size of expert parallelism there may be both, or one: what is loaded there is saved here too.
+    A run with another size of expert parallelism may have both groups or only one, so each checkpoint has both.
     """
     name, experts = settings["name"].removesuffix(EXPERTS), not settings["is_expert_parallel"]
     return {**settings, "name": name + (EXPERTS if experts else ""), "is_expert_parallel": experts}
 
 
 def _stored(optimizer: Muon) -> Iterator[tuple[Member, str, Layout, Boxes]]:
-    """Yield all state of this rank: the parameter, the key, where it lives, and the boxes of it that are here.
+    """Yield all state of this rank: the parameter, the key, the layout, and the boxes that this rank stores.
 
-    Masters live where the parameter does; counts and norms are the same on all ranks that have it.
+    Master weights have the parameter's layout. Step counts and norms are the same on all ranks that have the parameter.
     """
     for member in placed_members(optimizer):
         for key, value in optimizer.state[member.tensor].items():
@@ -88,7 +89,7 @@ def _stored(optimizer: Muon) -> Iterator[tuple[Member, str, Layout, Boxes]]:
 
 @torch.no_grad()
 def _create(optimizer: Muon) -> None:
-    """Create the state that no step has created yet; no communication."""
+    """Create the state that a first step would create; no communication."""
     runtime = optimizer._runtime
     planned = plan(optimizer.param_groups, runtime)
     for member in planned.members:
@@ -100,10 +101,10 @@ def _create(optimizer: Muon) -> None:
 
 @torch.no_grad()
 def restore(optimizer: Muon, loaded: Mapping[str, Any]) -> None:
-    """Write what dist_checkpointing has loaded for `sharded` into the state and the groups.
+    """Copy state and settings that dist_checkpointing has loaded for `sharded` into the optimizer.
 
     Raises:
-        StateError: something is missing; nothing has been written then.
+        StateError: a group is missing; nothing has been written then.
     """
     groups = {group["name"]: group for group in optimizer.param_groups if group["params"]}
     missing = sorted(groups.keys() - loaded["param_groups"].keys())
@@ -114,7 +115,7 @@ def restore(optimizer: Muon, loaded: Mapping[str, Any]) -> None:
         group.update({key: value for key, value in loaded["param_groups"][name].items() if key not in EACH})
     optimizer.finish()
     for member, key, _, boxes in _stored(optimizer):
-        parts = loaded["state"].get(member.name, {}).get(key, {})  # none where a rank holds nothing
+        parts = loaded["state"].get(member.name, {}).get(key, {})  # empty if this rank stores nothing
         for box, part in zip(boxes.values(), parts.values(), strict=True):
             box.copy_(part)
         if key == "master":

@@ -1,7 +1,7 @@
-"""Declared layouts: what Megatron-Core and Transformer Engine write on parameters, in DTensor's vocabulary.
+"""Declared layouts: turns the parameter attributes of Megatron-Core and Transformer Engine into DTensor placements.
 
-Their parameters are plain local shards. `declared_layouts` says where they live, as ``Muon(..., layouts=...)``
-takes it; neither library is imported.
+The parameters of these libraries are plain local shards. `declared_layouts` returns their layouts for
+``Muon(..., layouts=...)``. It imports neither library.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from muonmesh.errors import LayoutError, explain_error
 from muonmesh.names import canonical_name, in_order
 
 Group = dist.ProcessGroup | DeviceMesh | None
-"""The ranks of one axis; a mesh has one dim, None is this rank alone."""
+"""The ranks of one axis of parallelism: a process group, a mesh of one dim, or None for this rank alone."""
 
 
 def declared_layouts(
@@ -32,32 +32,34 @@ def declared_layouts(
     expert_data_parallel: Group = None,
     overrides: Mapping[str, Placement] | None = None,
 ) -> dict[str, tuple[DeviceMesh, tuple[Placement, ...]]]:
-    """Return where parameters live that carry the attributes of Megatron-Core and Transformer Engine.
+    """Return the layouts of Megatron-Core's and Transformer Engine's parameters, for ``Muon(..., layouts=...)``.
 
-    Read are ``tensor_model_parallel`` (is it sharded?), ``partition_dim`` (which dim; -1 is none),
-    ``partition_stride`` (how many pieces, such as gate and up, each shard holds) or ``partition_sizes`` (their
-    sizes), and ``allreduce`` (False on experts, which have groups of their own). Sends nothing.
+    The function reads these attributes of a parameter: ``tensor_model_parallel`` (whether it is a shard),
+    ``partition_dim`` (the sharded dim; -1 is none), ``partition_stride`` (the number of pieces, such as gate and up, in
+    each shard) or ``partition_sizes`` (the sizes of the pieces), and ``allreduce`` (False on experts, which have other
+    groups). No communication.
 
     Args:
-        named_parameters: Names, canonical or not, and local tensors, such as ``model.named_parameters()`` gives.
-            A DTensor says itself where it lives and is left out.
-        tensor_parallel: Ranks that share a weight; where the attributes say so, each holds a shard.
-        data_parallel: Ranks that hold the same: the group over which gradients are averaged, so with context
-            parallelism that of both.
-        expert_tensor_parallel: The same for experts. Needed if there are any, be it a group of one rank.
-        expert_data_parallel: Likewise.
-        overrides: Canonical name or regular expression (`re.search`; exact names win, then later ones) → the
-            placement over the tensor-parallel ranks, where the attributes are wrong: Transformer Engine calls every
-            linear weight sharded, and fused gate and up one piece.
+        named_parameters: Names, canonical or not, and local tensors, as from ``model.named_parameters()``. DTensors
+            are left out, since they have their own placements.
+        tensor_parallel: The ranks that share a weight. If the attributes mark a shard, each of them holds a shard.
+        data_parallel: The ranks that hold copies: the group over which gradients are averaged. With context
+            parallelism, pass the group of data and context parallelism together.
+        expert_tensor_parallel: As ``tensor_parallel``, for experts. Required if the model has experts; if only one
+            rank has them, pass a group of one rank.
+        expert_data_parallel: As ``data_parallel``, for experts. Required likewise.
+        overrides: Canonical name or regular expression (`re.search`; exact names win, then later entries) → the
+            placement over the tensor-parallel ranks. Use it where the attributes are wrong: Transformer Engine marks
+            every linear weight as a shard, and fused gate and up as one piece.
 
     Returns:
-        For each canonical name the mesh, (data, tensor) or the one of them that was given, and a placement for each
-        of its dims. Empty in one process without torch.distributed, and where both groups are None.
+        For each canonical name: the mesh, with the dims (data, tensor) or only one of them if one group was given, and
+        a placement for each of its dims. Empty without torch.distributed, or if both groups are None.
 
     Raises:
-        LayoutError: the attributes fit neither the shape nor the groups; two parameters have one name; this rank is
-            not in a group; two groups do not tell the mesh they span.
-        ValueError: an override matches nothing.
+        LayoutError: the attributes do not fit the shape or the groups; two parameters have the same name; this rank is
+            not in a group; or the two groups do not determine the mesh.
+        ValueError: an override matches no parameter.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return {}
@@ -90,7 +92,11 @@ def _by_canonical_name(named_parameters: Iterable[tuple[str, Tensor]]) -> dict[s
 
 
 def _overridden(names: Collection[str], overrides: Mapping[str, Placement]) -> dict[str, Placement]:
-    """Return the placements by name."""
+    """Return the placements of ``overrides`` by parameter name.
+
+    Raises:
+        ValueError: an override matches no parameter.
+    """
     placements: dict[str, Placement] = {}
     for key, placement, meant in in_order(overrides, names):
         if not meant:
@@ -101,9 +107,13 @@ def _overridden(names: Collection[str], overrides: Mapping[str, Placement]) -> d
 
 
 def stamped_placement(name: str, parameter: Tensor) -> Placement:
-    """Return the placement over the tensor-parallel ranks that the attributes say."""
+    """Return the placement over the tensor-parallel ranks, from the attributes of a parameter.
+
+    Raises:
+        LayoutError: the pieces of a shard have different sizes, for which DTensor has no placement.
+    """
     dim = int(getattr(parameter, "partition_dim", -1))
-    # Replicated weights may carry a dim too (Megatron-LM #7395): the flag decides.
+    # Replicated weights may have a partition_dim too (Megatron-LM #7395), so tensor_model_parallel decides.
     if not getattr(parameter, "tensor_model_parallel", False) or dim == -1:
         return Replicate()
     sizes: Any = getattr(parameter, "partition_sizes", None)
@@ -125,7 +135,7 @@ def stamped_placement(name: str, parameter: Tensor) -> Placement:
 
 
 def _check(name: str, parameter: Tensor, placement: Placement) -> None:
-    """Raise unless a local shard can be placed so: in pieces that divide one of its dims."""
+    """Raise LayoutError unless a placement fits a local shard: its number of pieces must divide the sharded dim."""
     if isinstance(placement, Replicate):
         return
     dim, pieces = getattr(placement, "dim", -1), int(getattr(placement, "split_factor", 1))
@@ -140,14 +150,16 @@ def _check(name: str, parameter: Tensor, placement: Placement) -> None:
 
 
 def mesh_finder(dense: tuple[Group, Group], experts: tuple[Group, Group]) -> Callable[[str, Tensor], DeviceMesh | None]:
-    """Return what finds the mesh of the ranks that hold some of a parameter, by its name; one for all that share it.
+    """Return a function of name and parameter that returns the mesh of the ranks that hold the parameter's elements.
+
+    The function returns None if both groups are None. Parameters with the same ranks get the same mesh.
 
     Args:
-        dense: Ranks that hold the same, and those that hold shards of it, see `declared_layouts`.
-        experts: The same of experts; None where nobody has said them.
+        dense: The data-parallel and the tensor-parallel ranks of dense weights, see `declared_layouts`.
+        experts: The same two groups for experts; an entry is None if the group is not known.
 
     Raises:
-        LayoutError: there are experts, and no groups of theirs.
+        LayoutError: there are experts, and one of their groups is None.
     """
     known: dict[tuple[bool, str], DeviceMesh | None] = {}
 
@@ -167,7 +179,13 @@ def mesh_finder(dense: tuple[Group, Group], experts: tuple[Group, Group]) -> Cal
 
 
 def _mesh_of(data: Group, tensor: Group, device_type: str) -> DeviceMesh | None:
-    """Return the mesh of (data, tensor), or of the one that was given; makes no group and sends nothing."""
+    """Return the mesh (data, tensor), or a mesh of one dim if only one group was given; None if none was given.
+
+    It makes no process group, and there is no communication.
+
+    Raises:
+        LayoutError: a given mesh has several dims, this rank is in no given group, or the groups form no regular grid.
+    """
     given = {name: group for name, group in (("data", data), ("tensor", tensor)) if group is not None}
     if not given:
         return None
@@ -186,14 +204,18 @@ def _mesh_of(data: Group, tensor: Group, device_type: str) -> DeviceMesh | None:
 
 
 def _of_one_mesh(data: DeviceMesh, tensor: DeviceMesh) -> bool:
-    """Whether two named dims were taken out of one mesh, which then knows the whole grid."""
+    """Return whether two meshes are named dims of one mesh, which then has the whole grid of ranks."""
     named = data.mesh_dim_names and tensor.mesh_dim_names
     return bool(named) and data != tensor and data._get_root_mesh() == tensor._get_root_mesh()
 
 
 def _ranks(name: str, group: dist.ProcessGroup) -> list[int]:
-    """Return the global ranks of a group, in its order."""
-    # torch gives those who are not in a new group a placeholder instead of it.
+    """Return the global ranks of a group, in its order.
+
+    Raises:
+        LayoutError: this rank is not in the group.
+    """
+    # torch gives a rank that is not in a new group a placeholder instead of the group.
     ranks = dist.get_process_group_ranks(group) if isinstance(group, dist.ProcessGroup) else []
     if dist.get_rank() not in ranks:
         found = f"a group of ranks {ranks} on rank {dist.get_rank()}"
@@ -203,13 +225,13 @@ def _ranks(name: str, group: dist.ProcessGroup) -> list[int]:
 
 
 def _grid(data: list[int], tensor: list[int]) -> list[list[int]]:
-    """Return the ranks of the mesh, data × tensor, from this rank's row and column of it.
+    """Return the ranks of the mesh, data × tensor, from this rank's column (``data``) and row (``tensor``).
 
-    Both libraries number ranks by mixed radix, so each row is a shift of any other. Asking the others instead would
-    be a collective.
+    Megatron-Core and Transformer Engine number ranks regularly, so every row of the grid is another row plus a
+    constant. To ask the other ranks instead would need a collective.
 
     Raises:
-        LayoutError: such a grid holds a rank twice, or one that does not exist.
+        LayoutError: the grid has a rank twice, or a rank that does not exist.
     """
     this = dist.get_rank()
     grid = [[row + column - this for column in tensor] for row in data]

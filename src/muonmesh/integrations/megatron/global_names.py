@@ -1,7 +1,7 @@
-"""Global names: what parameters are called in the whole model, from the numbers that Megatron gives layers and experts.
+"""Global names: the names of parameters in the whole model, from Megatron's numbers of layers and experts.
 
-A pipeline stage counts its layers from 0, and so does each chunk of a virtual pipeline; an expert-parallel rank counts
-its experts so. Under the names of the whole model a parameter is the same one however the model is cut up.
+Each pipeline stage, and each chunk of a virtual pipeline, counts its layers from 0. Each expert-parallel rank counts
+its experts from 0. The name in the whole model is the same for every parallel layout.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from muonmesh.names import canonical_name
 
 
 def whole_name(site: Site, expert_rank: int) -> str:
-    """Return the name that the parameter at a site has in a model on one rank.
+    """Return the name of a chunk's parameter in the whole model.
 
     Args:
-        site: Where a chunk holds it.
-        expert_rank: Of this rank among those of expert parallelism.
+        site: The place of the parameter in its chunk.
+        expert_rank: The index of this rank among the expert-parallel ranks.
     """
     parts = [name for name, _ in reversed(site.owners)][1:]
     modules = [module for _, module in reversed(site.owners)]
@@ -37,7 +37,7 @@ def whole_name(site: Site, expert_rank: int) -> str:
 
 
 def _expert_key(site: Site, expert_rank: int) -> str:
-    """Return a key with its expert's number in the whole model, of a layer that holds one weight an expert."""
+    """Return the parameter's key. In a layer with one weight per expert, it has the expert's number in the whole model."""
     found = re.fullmatch(r"(weight|bias)(\d+)", site.key)
     count = getattr(site.module, "num_gemms", None)
     if found is None or not isinstance(count, int):
@@ -46,12 +46,12 @@ def _expert_key(site: Site, expert_rank: int) -> str:
 
 
 def expert_names(site: Site, name: str, expert_rank: int) -> list[str]:
-    """Return the names of the tensors that a parameter is stepped as: its own, or one for each expert.
+    """Return the names of the tensors that the optimizer steps for a parameter: its own name, or one for each expert.
 
     Args:
-        site: Where the model holds it.
-        name: Its name in the whole model.
-        expert_rank: Of this rank among those of expert parallelism.
+        site: The place of the parameter in its chunk.
+        name: The parameter's name in the whole model.
+        expert_rank: The index of this rank among the expert-parallel ranks.
     """
     if not is_grouped(site.module):
         return [name]

@@ -1,6 +1,4 @@
-"""Layouts: where a parameter of Megatron's lives, whole in DistributedDataParallel or in the flat buffers of its
-distributed optimizer.
-"""
+"""Layouts: where a parameter of Megatron lives, in DistributedDataParallel alone or with the distributed optimizer."""
 
 from __future__ import annotations
 
@@ -16,16 +14,16 @@ from muonmesh.integrations.megatron.saved_boxes import Cut
 from muonmesh.layout import FlatShards, Interval, MeshLayout
 
 Ranges = Sequence[tuple[int, int]]
-"""For each data-parallel rank the elements from .. to .. of the flattened shard that it keeps."""
+"""For each data-parallel rank: begin and end of the elements of the flattened shard that the rank keeps."""
 
 
 def declared(cut: Cut, mesh: DeviceMesh, ranges: Ranges | None) -> Declared:
-    """Return an entry of ``Muon(..., layouts=...)``.
+    """Return a parameter's layout for ``Muon(..., layouts=...)``.
 
     Args:
         cut: How tensor parallelism cuts the parameter.
-        mesh: (data, tensor), all ranks that hold some of it.
-        ranges: What each data-parallel rank keeps of a shard; None: all of it.
+        mesh: The mesh (data, tensor) of all ranks that hold elements of the parameter.
+        ranges: The elements of a shard that each data-parallel rank keeps; None: all of them.
     """
     if cut.placement is not None and ranges is None:
         return mesh, (Replicate(), cut.placement), cut.shape
@@ -50,15 +48,15 @@ def declared(cut: Cut, mesh: DeviceMesh, ranges: Ranges | None) -> Declared:
 
 
 def within(ranges: Ranges, low: int, high: int) -> list[tuple[int, int]]:
-    """Return which of the elements low to high each range holds, counted from low."""
+    """Return the part of each range that lies between the elements low and high, counted from low."""
     return [(min(max(a, low), high) - low, max(min(b, high), low) - low) for a, b in ranges]
 
 
 def ranges_of(chunks: Sequence[Any]) -> Mapping[Any, list[tuple[int, int]]]:
-    """Return for each parameter of a stage's chunks which of its elements each data-parallel rank keeps, from .. to ..
+    """Return for each parameter of a stage's chunks begin and end of the elements that each data-parallel rank keeps.
 
-    Every bucket of a flat buffer is cut into equal parts, one for each rank of the group over which it is reduced
-    (distributed/param_and_grad_buffer.py of megatron-core 0.16.1); parameters lie in it as ``param_index_map`` says.
+    Megatron cuts every bucket of a flat buffer into equal parts, one for each rank of the group that reduces it
+    (distributed/param_and_grad_buffer.py of megatron-core 0.16.1). ``param_index_map`` has the parameters' places.
     """
     found: dict[Any, list[tuple[int, int]]] = {}
     for buffer in (each for chunk in chunks for each in (*chunk.buffers, *chunk.expert_parallel_buffers)):

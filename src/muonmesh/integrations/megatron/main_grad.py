@@ -1,4 +1,4 @@
-"""MainGrad: where Megatron-Core keeps gradients; the library is not imported."""
+"""MainGrad: reads the gradients of Megatron-Core, without importing Megatron-Core."""
 
 from __future__ import annotations
 
@@ -14,20 +14,23 @@ from muonmesh.errors import LayoutError, explain_error
 class MainGrad(GradientSource):
     """Gradients of Megatron-Core's DistributedDataParallel: ``parameter.main_grad``, in fp32 for bf16 parameters too.
 
-    It is a view of the buffer that Megatron reduces, so clipping and ``zero_grad`` write into it and never replace it.
+    ``main_grad`` is a view of the buffer that Megatron reduces. So clipping and ``zero_grad`` write into ``main_grad``
+    and never replace it.
 
     Args:
-        named_parameters: Names and parameters as ``model.named_parameters()`` gives them, for groups without
-            ``param_names`` such as Megatron's own; None: the groups have names.
-        data_parallel: Ranks that hold the same, where ``layouts=`` does not say so.
-        expert_data_parallel: The same for experts, which carry ``allreduce=False``. None: as the others.
-        intervals: For each tensor that is an interval of a flattened parameter that one, and where it begins in it: its
-            gradient is that of ``main_grad``, and Megatron's ``zero_grad_buffer`` alone zeroes gradients. None: there
-            are only parameters.
+        named_parameters: Names and parameters, as from ``model.named_parameters()``, for groups without
+            ``param_names``, such as Megatron's own groups. None: the groups have names.
+        data_parallel: The ranks that hold copies of a parameter; needed if ``layouts=`` does not give them.
+        expert_data_parallel: The ranks that hold copies of an expert (a parameter with ``allreduce=False``). None: the
+            ranks of ``data_parallel``.
+        intervals: For each tensor that is an interval of a flattened parameter: the parameter, and the interval's first
+            element. The tensor's gradient is this interval of ``main_grad``, and only Megatron's ``zero_grad_buffer``
+            zeroes gradients. None: the optimizer steps only whole parameters.
     """
 
-    # Values of ``grad_norm_group`` on parameters: by it layers that predict further tokens are clipped apart
-    # (SEPARATE_GRAD_NORM_GROUPS in megatron/core/optimizer/optimizer.py of Megatron-LM's main; 0.16.1 has none).
+    # Values of the parameters' attribute ``grad_norm_group``. Megatron clips layers of multi-token prediction ("mtp") by
+    # a norm of their own (SEPARATE_GRAD_NORM_GROUPS in megatron/core/optimizer/optimizer.py of Megatron-LM's main;
+    # 0.16.1 has no such attribute).
     norms_apart = ("mtp",)
 
     def __init__(
@@ -43,10 +46,10 @@ class MainGrad(GradientSource):
         self._intervals, self._zeroes = intervals or {}, intervals is None
 
     def gradient(self, parameter: Tensor) -> Tensor | None:
-        """Return ``main_grad``, or the interval of it in the shape of what is stepped.
+        """Return ``main_grad``, or for an interval of a parameter, the same interval of ``main_grad`` in its shape.
 
         Raises:
-            LayoutError: there is a ``grad`` instead, which nothing has added to a ``main_grad``.
+            LayoutError: the parameter has a ``grad`` and no ``main_grad``.
         """
         held, low = self._intervals.get(parameter, (parameter, None))
         gradient: Tensor | None = getattr(held, "main_grad", None)
@@ -59,7 +62,7 @@ class MainGrad(GradientSource):
         return gradient.view(-1)[low : low + parameter.numel()].view(parameter.shape)
 
     def write(self, parameter: Tensor, gradient: Tensor | None) -> None:
-        """Copy a gradient into ``main_grad``; None makes it zero, as Megatron's ``zero_grad_buffer`` does."""
+        """Copy a gradient into ``main_grad``; None sets ``main_grad`` to zero, as Megatron's ``zero_grad_buffer``."""
         if gradient is None:
             if self._zeroes and (whole := getattr(parameter, "main_grad", None)) is not None:
                 whole.zero_()
@@ -67,22 +70,25 @@ class MainGrad(GradientSource):
             held.copy_(gradient)
 
     def name(self, parameter: Tensor) -> str | None:
-        """Return the name it was given with."""
+        """Return the parameter's name in ``named_parameters``; None if it is not there."""
         return self._names.get(parameter)
 
     def group(self, parameter: Tensor) -> dist.ProcessGroup | None:
-        """Return the data-parallel group, of experts theirs."""
+        """Return the parameter's data-parallel group, which is another group for experts."""
         experts = not getattr(parameter, "allreduce", True)
         return self._experts if experts and self._experts is not None else self._data
 
     def counted(self, parameter: Tensor) -> bool:
-        """Return False for the copy of a tied embedding that the first pipeline stage holds too (``shared``)."""
+        """Return whether norms count this parameter.
+
+        False for the last pipeline stage's copy of a tied embedding (``shared``), which the first stage has too.
+        """
         return not getattr(self._held(parameter), "shared", False)
 
     def norm_apart(self, parameter: Tensor) -> str | None:
-        """Return ``grad_norm_group``, which layers that predict further tokens carry."""
+        """Return the parameter's ``grad_norm_group``, such as "mtp" for multi-token prediction; None if it has none."""
         return getattr(self._held(parameter), "grad_norm_group", None)
 
     def _held(self, tensor: Tensor) -> Tensor:
-        """Return the parameter that a tensor is, or is an interval of."""
+        """Return the parameter of which a tensor is an interval, or the tensor itself."""
         return self._intervals.get(tensor, (tensor,))[0]

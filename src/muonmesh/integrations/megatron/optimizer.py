@@ -1,4 +1,4 @@
-"""MegatronOptimizer: what Megatron's training loop steps, logs, schedules and saves."""
+"""MegatronOptimizer: the optimizer that Megatron's training loop steps, logs, schedules and saves."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ from muonmesh.step.runtime import Clip
 
 
 class Holding(NamedTuple):
-    """One parameter of this rank.
+    """One tensor of this rank that the optimizer steps: a parameter, or a part of one.
 
     Attributes:
-        name: In the whole model.
-        saved: By which checkpoints know it: of the last stage's copy of a tied embedding the embedding's.
-        copy: Number of this copy of it, of those on several stages.
-        parameter: Megatron's.
-        tensor: What is stepped: the parameter, or what this rank keeps of it as a view of its memory.
-        low: The first of the flattened parameter's elements that it is.
-        only: Whether this is all that is stepped of the parameter here; False for an expert of a GroupedMLP.
-        resizes: Whether a checkpoint may hold it with other many rows, as `SavedBox` has it.
+        name: Its name in the whole model.
+        saved: Its name in checkpoints. The last stage's copy of a tied embedding has the name of the embedding.
+        copy: The number of this copy; only the last stage's copy of a tied embedding has 1, all others 0.
+        parameter: Megatron's parameter.
+        tensor: The tensor to step: the parameter, or a view of the elements that this rank keeps.
+        low: The index of the tensor's first element in the flattened parameter.
+        only: Whether this rank steps no other part of the parameter; False for an expert of a GroupedMLP.
+        resizes: Whether a checkpoint may have another number of rows, see `SavedBox`.
     """
 
     name: str
@@ -57,18 +57,18 @@ class Holding(NamedTuple):
 
 
 class MegatronOptimizer(Base, OfMuon):  # type: ignore[misc]
-    """Muon and AdamW in one, of dense parameters and of experts.
+    """One Megatron optimizer for Muon's and AdamW's parameters, dense weights and experts.
 
-    Megatron calls `step` once an iteration, after it has reduced the gradients into ``main_grad``: they are unscaled,
-    measured over the world (a tied embedding once), clipped as ``policy`` says, and stepped; with the distributed
-    optimizer the parameters are gathered then. Gradients are read where they are and never copied.
+    Megatron calls `step` once in each iteration, after it has reduced the gradients into ``main_grad``. `step` unscales
+    the gradients, measures their norm over all ranks (a tied embedding counts once), clips them by ``policy``, and
+    updates the parameters. With the distributed optimizer, it then gathers the parameters. It reads gradients in place.
 
     Attributes:
-        optimizer: The `muonmesh.Muon` behind it.
-        chained_optimizers: This one alone: nothing is chained.
+        optimizer: The `muonmesh.Muon` that takes the steps.
+        chained_optimizers: A list of this object alone, for Megatron's loops over chained optimizers.
         is_stub_optimizer: False.
-        grad_norms_by_group: The norms of the last step's gradients that have one of their own (``grad_norm_group`` of
-            parameters, "mtp"), which the others leave out.
+        grad_norms_by_group: The last step's norms of gradients that Megatron measures apart, by the parameters'
+            ``grad_norm_group`` ("mtp"). The total norm does not include these gradients.
     """
 
     optimizer: Muon
@@ -93,9 +93,9 @@ class MegatronOptimizer(Base, OfMuon):  # type: ignore[misc]
         tensors = (*(h.parameter for h in holdings), *(p for chunk in chunks for p in chunk.parameters()))
         self._device = next((tensor.device for tensor in tensors), None) or device_without_parameters()
         self._one = torch.ones(1, dtype=torch.float32, device=self._device)
-        self._measures = True  # whether a step asks for a norm; `meet` hears whether anything is clipped by one
+        self._measures = True  # whether a step measures norms; `meet` sets it to whether a norm is needed to clip
         self._first_holder: dict[str, int] = {}
-        self._slots: Slots | None = None  # where one sum over the world has the matrices of this stage
+        self._slots: Slots | None = None  # the places of this stage's matrices in a sum over all ranks
         self.grad_scaler: Any = None
         if config.loss_scale:
             self.grad_scaler = ConstantGradScaler(config.loss_scale)
@@ -110,14 +110,14 @@ class MegatronOptimizer(Base, OfMuon):  # type: ignore[misc]
             )
 
     def meet(self, everyone: Sequence[tuple[Limits, Sequence[tuple[str, str]]]]) -> None:
-        """Compare plans; all ranks call it once.
+        """Compare limits and plans of all ranks. All ranks call it once.
 
         Args:
-            everyone: Of each rank the limits, and of its groups with parameters the names and algorithms.
+            everyone: For each rank: its limits, and name and algorithm of each of its groups that has parameters.
 
         Raises:
-            LayoutError, PlanError: on every rank, where the ranks that share parameters do not see them alike.
-            ValueError: on every rank, if some are to clip otherwise than others.
+            LayoutError, PlanError: on every rank, if ranks that share parameters have different plans for them.
+            ValueError: on every rank, if ``clip_grad`` or ``policy`` differs between ranks.
         """
         limits = everyone[0][0]
         for rank, (other, groups) in enumerate(everyone):
@@ -130,12 +130,15 @@ class MegatronOptimizer(Base, OfMuon):  # type: ignore[misc]
         clipped = limits.policy != "adamw_only" or any(kind == "adamw" for _, some in everyone for _, kind in some)
         self._measures = clipped and min(limits.max_norm, limits.skip_above) < math.inf
 
-        settled(lambda: connect(self.optimizer.param_groups, self.runtime), kind=PlanError)  # each set of ranks
+        settled(lambda: connect(self.optimizer.param_groups, self.runtime), kind=PlanError)  # for each set of ranks
         if self._measures and limits.policy == "per_matrix" and self._groups.pp.size() > 1:
             self._place_matrices()
 
     def _place_matrices(self) -> None:
-        """Hear how many matrices each set of ranks has, which its first rank names; all ranks of the world call it."""
+        """Exchange the number of matrices of each set of ranks, to place this set's matrices in one sum over all sets.
+
+        All ranks of the world call it.
+        """
         assert self.runtime.connected is not None
         planned, exchange = self.runtime.connected
         me = exchange.plan.ranks[0]
@@ -146,7 +149,7 @@ class MegatronOptimizer(Base, OfMuon):  # type: ignore[misc]
 
     @torch.no_grad()
     def prepare_grads(self) -> bool:
-        """Take the loss scale out of the gradients, in place; return whether any rank has overflowed."""
+        """Divide the gradients by the loss scale, in place; return whether any rank has a non-finite gradient."""
         if self.grad_scaler is None:
             return False
         gradients: list[Tensor] = []
@@ -163,14 +166,14 @@ class MegatronOptimizer(Base, OfMuon):  # type: ignore[misc]
 
     @torch.no_grad()
     def step(self) -> tuple[bool, float | None, int | None]:
-        """Take one step; all ranks of the world call it.
+        """Take one step. All ranks of the world call it.
 
         Returns:
-            Whether anything was changed, the norm of all gradients before clipping (None if nothing is clipped by one,
-            and so none is measured), and how many elements of them are zero (None unless ``log_num_zeros_in_grad``).
+            Whether the step changed the parameters; the norm of all gradients before clipping (None if clipping needs
+            no norm); and the number of gradient elements that are zero (None unless ``log_num_zeros_in_grad``).
 
         Raises:
-            LayoutError, PlanError, ValueError: on every rank, before anything is written.
+            LayoutError, PlanError, ValueError: on every rank, before the step writes anything.
         """
         if self.prepare_grads():
             return False, None, None
@@ -181,17 +184,17 @@ class MegatronOptimizer(Base, OfMuon):  # type: ignore[misc]
 
     @torch.no_grad()
     def step_with_ready_grads(self) -> bool:
-        """Step without clipping, for loops that have done that themselves."""
+        """Step without unscaling and clipping, for training loops that have done both."""
         self._step(clips=False)
         self._publish()
         return True
 
     def _step(self, *, clips: bool) -> float | None:
-        """Clip if asked for, and step; return the norm.
+        """Clip if ``clips``, and step; return the norm, or None.
 
-        Where there are several stages, one sum over the world measures and says whether a rank has found an error. A
-        stage would wait for the activations of one that raises alone. So each stage reads and compares all that a step
-        needs first, and writes after it.
+        With several pipeline stages, one sum over all ranks measures the gradients and tells every rank of an error on
+        any rank. If one stage raised alone, the others would wait for its activations without end. So every stage
+        first reads and checks all inputs of a step, takes part in the sum, and only then writes.
         """
         norms = list[GradNorms]()
         if self._groups.pp.size() > 1:
@@ -208,11 +211,21 @@ class MegatronOptimizer(Base, OfMuon):  # type: ignore[misc]
         return float(norms[0])
 
     def _meet_stages(self, norms: list[GradNorms], *, clips: bool, raises: bool) -> Clip | None:
-        """Be `Runtime.everywhere`, in one all-reduce over the world.
+        """Measure the gradients and exchange errors over all pipeline stages, in one all-reduce over the world.
+
+        `Muon.step` calls it as `Runtime.everywhere`.
+
+        Args:
+            norms: Receives the norms.
+            clips: Whether to measure and clip.
+            raises: Whether this rank has found an error and will raise it.
+
+        Returns:
+            The result of clipping; None without clipping, or if this rank raises.
 
         Raises:
             LayoutError, TypeError: a gradient of this rank cannot be measured.
-            PlanError: another rank found an error, and this one does not raise already.
+            PlanError: another rank found an error, and this rank did not.
         """
         muon, runtime = self.optimizer, self.runtime
         if clips and not raises:
@@ -220,12 +233,12 @@ class MegatronOptimizer(Base, OfMuon):  # type: ignore[misc]
             try:
                 world, slots = dist.group.WORLD, self._slots
                 found, clip = clip_gradients(runtime.connected, muon, None, self.limits, runtime, world, slots)
-            except PlanAgain:  # some stage has other matrices than it has told
+            except PlanAgain:  # the matrices of a stage have changed since the last exchange
                 self._place_matrices()
                 return self._meet_stages(norms, clips=clips, raises=raises)
             norms.append(found)
             return clip
-        # As long as what `clip_gradients` adds up on other stages.
+        # The same length as the vector that `clip_gradients` adds up on other stages.
         length = matrices_from(muon.gradients) + (0 if self._slots is None else self._slots.total)
         told = torch.zeros(length, dtype=torch.float64, device=self._device)
         told[ERRORS] = raises
@@ -236,26 +249,26 @@ class MegatronOptimizer(Base, OfMuon):  # type: ignore[misc]
         return None
 
     def _publish(self) -> None:
-        """Let the modules compute with the parameters as they are now."""
+        """Make the modules compute with the updated parameters."""
         flat = self.config.use_distributed_optimizer
         clips = flat and any(chunk.config.qk_clip for chunk in self.model_chunks)
         for holding in self._holdings:
             master = self.optimizer.state[holding.tensor].get("master")
-            # Megatron's log of the parameters' norm reads it there; of several experts in one parameter, and of masters
-            # on the host, it reads the parameter.
+            # Megatron's log of the parameters' norm reads main_param. For several experts in one parameter, and for
+            # master weights on the CPU, it reads the parameter instead.
             if master is not None and holding.only and (kept := local_of(master)).device == holding.tensor.device:
                 kept = ShardedMaster.of(kept, holding.parameter, holding.low) if clips else kept
                 holding.parameter.main_param = kept  # type: ignore[attr-defined]
                 holding.parameter.main_param_sharded = flat  # type: ignore[attr-defined]
         if flat:
             for chunk in self.model_chunks:
-                if not chunk.ddp_config.overlap_param_gather:  # else the next forward pass gathers them
+                if not chunk.ddp_config.overlap_param_gather:  # with overlap, the next forward pass gathers them
                     chunk.start_param_sync()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget what autograd left in ``grad``, and what clipping decided.
+        """Set ``grad`` to None, and discard the last decision of clipping.
 
-        ``main_grad`` is left alone, as by Megatron's own optimizers: ``zero_grad_buffer`` of each chunk zeroes it.
+        ``main_grad`` does not change, as with Megatron's own optimizers: ``zero_grad_buffer`` of each chunk zeroes it.
         """
         for holding in self._holdings:
             holding.parameter.grad = None
@@ -265,17 +278,17 @@ class MegatronOptimizer(Base, OfMuon):  # type: ignore[misc]
 
     @torch.no_grad()
     def get_grad_norm(self) -> float:
-        """Return the norm of all gradients over the world, a tied embedding once; all ranks call it."""
+        """Return the norm of all gradients over all ranks; a tied embedding counts once. All ranks call it."""
         return float(self.optimizer.clip_grad_norm_(float("inf"), process_group="world"))
 
     @torch.no_grad()
     def clip_grad_norm(self, clip_grad: float) -> float:
-        """Clip by another norm than ``config.clip_grad``, as the policy says; return the norm of all gradients."""
+        """Clip by ``policy`` to the largest norm ``clip_grad``; return the norm of all gradients. All ranks call it."""
         return float(self.optimizer.clip_grad_norm_(clip_grad, policy=self.limits.policy, process_group="world"))
 
     @torch.no_grad()
     def count_zeros(self) -> int:
-        """Return how many elements of the gradients are zero over the world, each counted once; all ranks call it."""
+        """Return the number of gradient elements that are zero over all ranks, each counted once. All ranks call it."""
         source = self.optimizer.gradients
         zeros = torch.zeros((), dtype=torch.float64, device=self._device)
         for member in placed_members(self.optimizer):
@@ -286,20 +299,20 @@ class MegatronOptimizer(Base, OfMuon):  # type: ignore[misc]
         return round(float(zeros))
 
     def get_loss_scale(self) -> Tensor:
-        """Return the loss scale, (1,)."""
+        """Return the loss scale, a tensor of shape (1,)."""
         scale: Tensor = self._one if self.grad_scaler is None else self.grad_scaler.scale
         return scale
 
     def get_parameters(self) -> list[Tensor]:
-        """Return the parameters, those of Megatron's modules."""
+        """Return the parameters of Megatron's modules, each once."""
         return list(dict.fromkeys(holding.parameter for holding in self._holdings))
 
     @torch.no_grad()
     def reload_model_params(self, state_dict: Any = None) -> None:
-        """Set the fp32 masters to the model's parameters, which something else than this optimizer has written.
+        """Copy the model's parameters to the fp32 master weights, after other code has changed the parameters.
 
         Raises:
-            StateError: ``state_dict`` is given.
+            StateError: ``state_dict`` is not None.
         """
         if state_dict is not None:
             found, write = "a state dict to take masters from", "Load the optimizer's state, which has them"
@@ -311,13 +324,16 @@ class MegatronOptimizer(Base, OfMuon):  # type: ignore[misc]
                 local_of(master).copy_(holding.tensor)
 
     def explain(self) -> Explanation:
-        """Return who goes where and why; ``str()`` of it is a table. No communication."""
+        """Return an explanation of the plan: each parameter's rule, owner and reason. No communication.
+
+        ``str()`` of the result is a table. The owner of a matrix is the rank that orthogonalizes it.
+        """
         return self.optimizer.explain()
 
     # ---------------------------------------------------------------- state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what this rank holds, for the same run on the same ranks."""
+        """Return this rank's state and groups, to load on the same rank of a run with the same layout."""
         found: dict[str, Any] = {"optimizer": self.optimizer.state_dict()}
         if self.grad_scaler is not None:
             found["grad_scaler"] = self.grad_scaler.state_dict()
@@ -328,14 +344,13 @@ class MegatronOptimizer(Base, OfMuon):  # type: ignore[misc]
     ) -> dict[str, Any]:
         """Return the state for Megatron's dist_checkpointing, by the parameters' names in the whole model.
 
-        It is the same with DistributedDataParallel and with the distributed optimizer, whatever the sizes of tensor,
-        pipeline, data and expert parallelism, so that a checkpoint loads under any others.
+        A checkpoint loads with other sizes of tensor, pipeline, data and expert parallelism, with and without the
+        distributed optimizer. State that no step has created yet is created here.
 
         Args:
-            model_sharded_state_dict: The model's; not read.
-            is_loading: Whether it is to be loaded into: then it holds the groups of this run alone. State that no
-                step has created yet is made here either way.
-            metadata: Megatron's; not read, since there is one format.
+            model_sharded_state_dict: Ignored.
+            is_loading: Whether a checkpoint will be loaded into the result, which then has only the groups of this run.
+            metadata: Ignored, since there is only one format.
         """
         self.refuse_if_interrupted()
         found: dict[str, Any] = checkpoint.sharded(
@@ -351,11 +366,14 @@ class MegatronOptimizer(Base, OfMuon):  # type: ignore[misc]
     # ---------------------------------------------------------------- muonmesh.checkpoint
 
     def checkpoint_records(self) -> list[Record]:
-        """Return every parameter of this rank with its state, for `muonmesh.checkpoint`; no communication.
+        """Return a `Record` of every parameter of this rank with its state, for `muonmesh.checkpoint`.
+
+        The ranks communicate only if owners keep state of their matrices and no plan is agreed on. (An owner is the
+        rank that orthogonalizes a matrix.)
 
         Raises:
-            StateError: modules here number layers or experts otherwise than the whole model, as those of several
-                pipeline stages, chunks, or expert-parallel ranks do.
+            StateError: there are several pipeline stages, chunks or expert-parallel ranks, whose modules number layers
+                or experts differently than the whole model.
         """
         named = [item for chunk in self.model_chunks for item in chunk.named_parameters()]
         here = {canonical_name(name) for name, parameter in named if parameter.requires_grad}
@@ -371,7 +389,7 @@ class MegatronOptimizer(Base, OfMuon):  # type: ignore[misc]
         return super().checkpoint_records()
 
     def checkpoint_restored(self) -> None:
-        """Take note that weights, state and settings were replaced, and let the modules compute with them."""
+        """Mark weights, state and settings as loaded, and make the modules compute with the loaded weights."""
         super().checkpoint_restored()
         self._publish()
         if self.config.use_distributed_optimizer and self.model_chunks[0].ddp_config.overlap_param_gather:
@@ -379,10 +397,10 @@ class MegatronOptimizer(Base, OfMuon):  # type: ignore[misc]
 
     @contextmanager
     def whole(self, model: nn.Module, *, write: bool) -> Iterator[None]:
-        """Return a context in which parameters that nobody trains are whole, as far as tensor parallelism leaves them.
+        """Return a context in which frozen parameters are whole. They must be whole already.
 
         Raises:
-            StateError: a frozen parameter is a shard, of which only one rank's would be saved.
+            StateError: a frozen parameter is a tensor-parallel shard; a checkpoint would have only one rank's shard.
         """
         tensor = self._groups.tp.size()
         for name, parameter in model.named_parameters():
@@ -394,10 +412,10 @@ class MegatronOptimizer(Base, OfMuon):  # type: ignore[misc]
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what `state_dict` has returned, or what dist_checkpointing has loaded for `sharded_state_dict`.
+        """Load a result of `state_dict`, or the state that dist_checkpointing has loaded for `sharded_state_dict`.
 
         Raises:
-            StateError: it is neither, or does not fit.
+            StateError: the state is neither of both, or does not fit this optimizer.
         """
         if "optimizer" in state_dict:
             self.optimizer.load_state_dict(state_dict["optimizer"])

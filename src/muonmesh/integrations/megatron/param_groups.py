@@ -1,4 +1,4 @@
-"""Param groups: the parameters of a stage by role, with what Megatron's schedulers and checkpoints read in a group."""
+"""Param groups: groups a stage's parameters by role, with the keys that Megatron's schedulers and checkpoints read."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from muonmesh.integrations.megatron.saved_boxes import SavedBox
 from muonmesh.names import in_order
 
 EACH = ("params", "param_names", "matrices", "reasons")
-"""Keys of a group that list its parameters."""
+"""Keys of a group with one entry for each of its parameters."""
 
 EXPERTS = "[experts]"
-"""End of the name of a group of experts that are averaged over other ranks than the dense weights (`allreduce`)."""
+"""The suffix of the name of a group of experts whose gradients other ranks average (``allreduce=False``)."""
 
 
 def find_groups(
@@ -36,23 +36,25 @@ def find_groups(
     rule: str,
     **split: Any,
 ) -> tuple[list[dict[str, Any]], set[str], dict[str, int]]:
-    """Return the groups of a stage's chunks.
+    """Return the param groups of a stage's chunks.
 
     Args:
         config: Megatron's OptimizerConfig.
         models: The chunks without wrappers.
-        boxes: Of their parameters, by identity.
-        expert_rank: Of this rank among those of expert parallelism.
-        config_overrides: Megatron's: keys that match parameters → schedule settings. None: its standard ones.
-        overrides: As `split_params` has them, by names of the whole model. Those that match nothing here may match
-            on another stage.
-        rule: What matrices are stepped by.
+        boxes: The boxes of their parameters in Megatron's checkpoints, by the parameter's ``id``.
+        expert_rank: The index of this rank among the expert-parallel ranks.
+        config_overrides: Megatron's overrides: keys that match parameters → schedule settings. None: Megatron's
+            standard overrides.
+        overrides: Overrides as for `split_params`, by names of the whole model. An override that matches no parameter
+            here may match on another stage.
+        rule: The name of the rule that steps matrices.
         split: The other arguments of `split_params`: ``muon``, ``adamw`` and ``per_head``.
 
     Returns:
-        Param groups as `Muon` takes them, with Megatron's keys; the parameters are the model's. An empty one where
-        there are none. Then the overrides that have matched something here. Then, by the name of each expert of a
-        GroupedMLP, which is in the groups in place of that, its place among those of its parameter on this rank.
+        Three values. First, param groups for `Muon` with Megatron's keys, or one empty group if there are no
+        parameters. Second, the overrides that have matched a parameter here. Third, for each expert of a GroupedMLP by
+        name, its place among the experts of its parameter on this rank; the groups have the experts instead of the
+        parameter.
     """
     keys = get_standard_config_overrides(config) if config_overrides is None else config_overrides
     groups: dict[Any, dict[str, Any]] = {}
@@ -79,17 +81,17 @@ def find_groups(
                     for each in EACH:
                         if each in group:
                             groups[key][each].append(name if each == "param_names" else group[each][i])
-    if not groups:  # a stage with nothing to train: schedulers and logs read one group at least
+    if not groups:  # a stage with nothing to train: schedulers and logs need at least one group
         nothing = {"params": [], "param_names": [], "name": "nothing", "algorithm": "adamw"}
         groups[()] = _group(config, nothing, {}, expert=False, rule=rule)
     return list(groups.values()), used, experts
 
 
 def _split(model: nn.Module, boxes: Mapping[int, Sequence[SavedBox]], **settings: Any) -> Any:
-    """Call `split_params`, to which the experts of a GroupedMLP are what they are here: tensors of their own.
+    """Call `split_params` with the roles of a GroupedMLP's experts, each of which is a tensor of its own.
 
-    Heads are counted in whole weights, of which a shard does not know the shape: checkpoints that hold one as one
-    tensor do.
+    `split_params` needs the shape of the whole weight to count heads. A shard does not have this shape; the weight's
+    box in Megatron's checkpoints does, if the weight is one tensor there.
     """
     parameters = [*model.parameters()] if settings["per_head"] else []
     marked = [p for p in parameters if len(own := boxes.get(id(p), ())) == 1 and len(own[0].whole) == p.ndim]
@@ -107,7 +109,7 @@ def _split(model: nn.Module, boxes: Mapping[int, Sequence[SavedBox]], **settings
 def _for_names(
     overrides: Mapping[str, Any], held: Sequence[Site], names: Mapping[str, str]
 ) -> tuple[dict[str, Any], set[str]]:
-    """Return overrides by the exact names of a chunk, and which of those given mean names in the whole model."""
+    """Return the overrides by the exact names in a chunk, and the keys of the overrides that match a parameter here."""
     by_name = {names[site.name]: site.name for site in held}
     here: dict[str, dict[str, Any]] = {}
     used = set()
@@ -119,24 +121,29 @@ def _for_names(
 
 
 def _schedule(keys: Mapping[Any, Any], parameter: nn.Parameter, name: str, group: Mapping[str, Any]) -> Any:
-    """Return what Megatron's overrides say of a parameter's schedule, combined as Megatron combines them."""
+    """Return the schedule settings of a parameter from Megatron's overrides, combined as Megatron combines them.
+
+    Raises:
+        ValueError: the overrides and ``muon=``, ``adamw=`` or ``overrides=`` both set a learning rate.
+    """
     said = [override for key, override in keys.items() if key.matches(parameter, name)]
     schedule = dict(combine_param_group_overrides(said)) if said else {}
     if "lr" in schedule or ("max_lr" in schedule and "lr" in group):
         found = f"a rate of its own from config_overrides and lr={group.get('lr')!r} from muon=, adamw= or overrides="
         raise ValueError(explain_error(name, found, "only one of them", "Remove one of the two"))
     if group.get("weight_decay") == 0:
-        schedule.pop("wd_mult", None)  # vectors have none as it is
+        schedule.pop("wd_mult", None)  # vectors have no decay anyway
     return schedule
 
 
 def _group(
     config: Any, group: Mapping[str, Any], schedule: Mapping[str, Any], *, expert: bool, rule: str
 ) -> dict[str, Any]:
-    """Return an empty group with all that Megatron's scheduler, checkpoints and log read in one.
+    """Return an empty group with all keys that Megatron's scheduler, checkpoints and logs read.
 
-    A rate of its own keeps its ratio to the others while the scheduler runs, a decay of its own stays, and vectors have
-    none: the scheduler sets ``weight_decay`` to its own times ``wd_mult`` at each step.
+    A learning rate of a single group keeps its ratio to the other rates while the scheduler runs. A weight decay of a
+    single group stays constant, and vectors have no decay. (At each step, the scheduler sets ``weight_decay`` to the
+    scheduled decay times ``wd_mult``.)
     """
     settings = {key: value for key, value in group.items() if key not in EACH}
     muon = group["algorithm"] == "muon"

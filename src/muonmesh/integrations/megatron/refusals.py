@@ -1,4 +1,4 @@
-"""Refusals: settings of Megatron's that this optimizer would have to ignore."""
+"""Refusals: refuses settings of Megatron that this optimizer cannot follow."""
 
 from __future__ import annotations
 
@@ -9,33 +9,33 @@ from typing import Any
 from muonmesh.errors import explain_error
 
 _OPTIMIZER = {
-    # It says where Megatron keeps the rates and moments of AdamW's half.
+    # With "adam", Megatron's config has the learning rate and betas of AdamW's parameters.
     "optimizer": ("adam", "Set optimizer='adam' (--optimizer adam); Muon's settings go into muon={...}"),
     "decoupled_weight_decay": (True, "Set decoupled_weight_decay=True"),
-    # First: Megatron-LM's scripts take it with use_precision_aware_optimizer only.
+    # Before use_precision_aware_optimizer, since Megatron-LM's scripts accept this field only together with it.
     "optimizer_cpu_offload": (False, "Remove it and use_precision_aware_optimizer; write muon={'state_device': 'cpu'}"),
     "use_precision_aware_optimizer": (False, "Remove it; write muon={'state_dtype': torch.bfloat16} for less memory"),
     "overlap_param_gather_with_optimizer_step": (False, "Remove it; overlap_param_gather alone may stay"),
     "reuse_grad_buf_for_mxfp8_param_ag": (False, "Remove it: parameters must be bf16, fp16 or fp32"),
 }
-"""Fields of OptimizerConfig: what each must be, and what to write where it is something else."""
+"""Fields of OptimizerConfig: the value that each must have, and what to write if it has another."""
 
 _DDP = {
     "use_megatron_fsdp": (False, "Remove it; torch's fully_shard with muonmesh.Muon shards parameters too"),
     "fp8_param_gather": (False, "Remove it: parameters must be bf16, fp16 or fp32"),
     "num_distributed_optimizer_instances": (1, "Set it to 1"),
 }
-"""Fields of DistributedDataParallelConfig."""
+"""Fields of DistributedDataParallelConfig, as in ``_OPTIMIZER``."""
 
 _MODEL = {"gtp_weight_remat_size": (1, "Set gtp_weight_remat_size=1")}
-"""Fields of TransformerConfig."""
+"""Fields of TransformerConfig, as in ``_OPTIMIZER``."""
 
 
 def refuse_state(settings: Mapping[str, Any], *, qk_clip: bool) -> None:
-    """Raise ValueError if state is to be kept as Megatron's checkpoints or its QK-clip do not know it.
+    """Raise ValueError if Megatron's checkpoints or Megatron's QK-clip do not support the storage of the state.
 
-    In int8 they would hold the codes without their scales, which are as many as the blocks of a shard and no part of a
-    global tensor, as a sharded state dict of Megatron's describes all that it saves.
+    Megatron's sharded state dict describes all state as parts of global tensors. The scales of int8 momentum belong to
+    the blocks of a shard and are no part of a global tensor, so a checkpoint would lack them.
     """
     if settings.get("state_device") is not None and qk_clip:
         found, needed = f"{settings['state_device']!r} with qk_clip=True", "None: it scales masters beside the weights"
@@ -47,7 +47,13 @@ def refuse_state(settings: Mapping[str, Any], *, qk_clip: bool) -> None:
 
 
 def refuse(config: Any, chunks: Sequence[Any], dump: Any) -> None:
-    """Raise ValueError if Megatron is configured for what would be ignored or wrong here."""
+    """Raise ValueError if a setting of Megatron would have no effect, or a wrong effect, with this optimizer.
+
+    Args:
+        config: Megatron's OptimizerConfig.
+        chunks: The model chunks of this stage.
+        dump: The argument ``dump_param_to_param_group_map``.
+    """
     from megatron.core.distributed import DistributedDataParallel
 
     _refuse_fields("OptimizerConfig", config, _OPTIMIZER)
@@ -66,17 +72,18 @@ def refuse(config: Any, chunks: Sequence[Any], dump: Any) -> None:
 
 
 def _refuse_fields(kind: str, config: Any, fields: Mapping[str, tuple[Any, str]]) -> None:
-    """Refuse a configuration whose fields are not what they must be; not every version has all of them."""
+    """Raise ValueError if a field of a configuration has another value than it must; a missing field is accepted."""
     for field, (needed, write) in fields.items():
         if (found := getattr(config, field, None)) not in (None, needed):
             raise ValueError(explain_error(kind, f"{field}={found!r}", f"{needed!r}", write))
 
 
 def refuse_formats(*, flat: bool) -> None:
-    """Raise ValueError if Megatron-LM's scripts were told to save in a format that cannot hold this optimizer.
+    """Raise ValueError if the arguments of Megatron-LM's scripts choose a checkpoint format without support.
 
     Args:
-        flat: Whether state is cut over the data-parallel ranks, of which the format "torch" saves the first one's.
+        flat: Whether the data-parallel ranks have different parts of the state. The format "torch" saves only the part
+            of the first rank.
     """
     arguments = getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
     for field in ("ckpt_format", "ckpt_convert_format"):
@@ -89,12 +96,12 @@ def refuse_formats(*, flat: bool) -> None:
 
 
 def _refuse_unreduced_experts(model: Any, chunk: Any) -> None:
-    """Refuse experts whose gradients differ on ranks that hold the same experts.
+    """Raise ValueError for experts whose gradients differ on ranks that hold the same experts.
 
-    Without expert parallelism 0.16.1 stamps experts ``allreduce=True``, so they are averaged over the data-parallel
-    ranks of the dense weights. With another size of expert tensor parallelism the tensor-parallel ranks hold copies
-    that have seen other tokens, and nothing averages these: they drift apart, whatever the optimizer. Later versions
-    stamp them ``allreduce=False`` there.
+    Without expert parallelism, megatron-core 0.16.1 marks experts with ``allreduce=True``, so their gradients are
+    averaged over the data-parallel ranks of the dense weights. If the size of expert tensor parallelism differs, the
+    tensor-parallel ranks hold copies that have seen different tokens. Nothing averages the gradients of these copies,
+    so the copies drift apart with every optimizer. Later versions mark such experts with ``allreduce=False``.
     """
     if not getattr(model, "num_moe_experts", None) or model.expert_model_parallel_size > 1:
         return

@@ -1,8 +1,8 @@
-"""Roles: what the parameters of Megatron-Core's own classes are, the same for every way of cutting the model up.
+"""Roles: the roles of parameters in Megatron-Core's own classes, the same for every parallel layout of the model.
 
-Megatron's modules say what they are: embeddings and output layers by a flag on the parameter, the others by their
-class and by the attribute that holds them. Sizes are those of the whole parameter, from the modules' configuration,
-never from a shard. Read from megatron-core 0.16.1.
+A flag on the parameter marks embeddings and output layers. For other parameters, the module's class and the attribute
+that holds the module decide. Sizes are sizes of the whole parameter, from the modules' configuration, never from a
+shard. The classes are read from megatron-core 0.16.1.
 """
 
 from __future__ import annotations
@@ -25,7 +25,11 @@ HALVES = ("heads", 2, 0)
 
 
 def megatron_role(site: Site) -> Role | None:
-    """Say what a parameter of Megatron's is; None: nothing here knows it, and the general rules decide."""
+    """Return the role of a parameter in a class of Megatron; None means that the general rules decide.
+
+    Raises:
+        ValueError: a GroupedMLP holds the parameter, and the optimizer is not made by `get_megatron_optimizer`.
+    """
     if getattr(site.parameter, "is_embedding_or_output_parameter", False) and len(site.shape) == 2:
         return _table(site)
     if is_grouped(site.module):
@@ -43,18 +47,18 @@ def megatron_role(site: Site) -> Role | None:
 
 
 def is_grouped(module: nn.Module) -> bool:
-    """Whether a module is a GroupedMLP of Megatron's, whose weights are one matrix an expert in memory.
+    """Return whether a module is Megatron's GroupedMLP, whose memory has one matrix for each expert.
 
-    It reads ``weight1`` as (experts, hidden, ffn) and ``weight2`` as (experts, ffn, hidden), stored in × out; as
-    parameters they are hidden × (experts · ffn) and (experts · ffn) × hidden. So each expert is stepped as a tensor of
-    its own, a view of that memory, under the number that it has in the whole model. Of megatron-core 0.16.1, the last
-    that has it.
+    GroupedMLP reads the memory of ``weight1`` as (experts, hidden, ffn) and of ``weight2`` as (experts, ffn, hidden),
+    stored in × out. The parameters' shapes are hidden × (experts · ffn) and (experts · ffn) × hidden. So muonmesh steps
+    each expert as a tensor of its own, a view of this memory, with the expert's number in the whole model.
+    megatron-core 0.16.1 is the last version with this class.
     """
     return "GroupedMLP" in class_names(module, "megatron")
 
 
 def expert_role(site: Site) -> Role | None:
-    """Say what one expert of a GroupedMLP's weight is; None of other parameters."""
+    """Return the role of an expert in a weight of a GroupedMLP; None for other parameters."""
     if not is_grouped(site.module):
         return None
     config: Any = site.module.config
@@ -63,7 +67,7 @@ def expert_role(site: Site) -> Role | None:
 
 
 def _table(site: Site) -> Role:
-    # The copy of a tied embedding on the last pipeline stage must be stepped as the first stage's is.
+    # The last pipeline stage's copy of a tied embedding must get the same update as the first stage's.
     tied = getattr(site.parameter, "shared_embedding", False)
     kind: Kind = "embeddings" if tied or any("Embedding" in n for n in class_names(site.module)) else "head"
     what = {"embeddings": "embedding", "head": "output layer"}[kind]
@@ -71,7 +75,7 @@ def _table(site: Site) -> Role:
 
 
 def _grouped_query(owner: Any) -> tuple[Any, ...]:
-    """For each query group its queries, their gates if there are any, one key, one value."""
+    """Return the split of a fused weight: for each query group its queries, their gates if any, a key, a value."""
     config = owner.config
     groups = config.num_query_groups or config.num_attention_heads
     queries = config.num_attention_heads // groups * config.kv_channels
@@ -80,7 +84,7 @@ def _grouped_query(owner: Any) -> tuple[Any, ...]:
 
 
 def _keys_values(owner: Any) -> tuple[Any, ...]:
-    """For each head a key and a value."""
+    """Return the split of a fused weight: for each head a key and a value."""
     return ("interleaved", (owner.config.kv_channels, owner.config.kv_channels), 0)
 
 
@@ -117,5 +121,6 @@ _FUSED: tuple[tuple[str, str, Callable[[Any], Any] | None, str], ...] = (
     ("MambaMixer", "in_proj", _mamba, "Mamba: z, x, B, C, dt"),
     ("GatedDeltaNet", "in_proj", _delta_net, "gated delta net: q, k, v, z, beta, alpha"),
 )
-"""Classes of the module around the linear one, the attribute that holds that, its split if it is not whole, and what
-it is; expressions for the names of both."""
+"""Known linear layers, as four entries: a regular expression for the class of the surrounding module; one for the
+attribute that holds the linear layer; a function that returns the split of its weight, or None if the weight is one
+matrix; and the description."""

@@ -1,7 +1,8 @@
-"""Saved boxes: which boxes of the whole parameter a local shard consists of, as Megatron's own checkpoints have it.
+"""Saved boxes: the boxes of the whole parameter that a local shard consists of, read from Megatron's own checkpoints.
 
-Attributes of parameters lie: experts are stamped sharded though whole, convolutions sharded without a dim, unequal
-parts as if they were one. ``model.sharded_state_dict()`` is what checkpoints are resharded by, so it is right.
+The parameters' attributes can be wrong: whole experts are marked as shards, sharded convolutions have no dim, and
+unequal parts are marked as one part. ``model.sharded_state_dict()`` must be right, since Megatron reshards checkpoints
+by it.
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ from muonmesh.layout.region import row_major
 
 
 class SavedBox(NamedTuple):
-    """A box of the whole parameter and where it lies in the local memory.
+    """A box of the whole parameter, and its place in the local memory.
 
     Attributes:
-        key: Of the tensor in a checkpoint that it is a part of; a parameter may be several tensors there.
-        whole: Shape of that tensor, (dims of the parameter).
-        offset: Of the box in it.
-        shape: Of the box.
-        start: Place of its first element in the parameter's memory.
-        strides: There.
-        resizes: Whether a checkpoint may hold other many rows, those to which a vocabulary is padded.
+        key: The key of the box's tensor in a checkpoint; one parameter may be several tensors there.
+        whole: The shape of this tensor, in the dims of the parameter.
+        offset: The offset of the box in this tensor.
+        shape: The shape of the box.
+        start: The place of the box's first element in the parameter's memory.
+        strides: The strides of the box in the parameter's memory.
+        resizes: Whether a checkpoint may have another number of rows, as with a padded vocabulary.
     """
 
     key: str
@@ -50,9 +51,10 @@ class Cut(NamedTuple):
     """How tensor parallelism cuts a parameter.
 
     Attributes:
-        shape: Of the whole parameter.
-        placement: Torch's, over the tensor-parallel ranks, or None where placements cannot say it.
-        intervals: Then for each of these ranks intervals of the whole parameter, flattened, in its flattened memory.
+        shape: The shape of the whole parameter.
+        placement: The torch placement over the tensor-parallel ranks; None if no placement describes the cut.
+        intervals: If ``placement`` is None: for each tensor-parallel rank, the intervals of the flattened whole
+            parameter that lie in the rank's flattened memory.
     """
 
     shape: tuple[int, ...]
@@ -61,13 +63,13 @@ class Cut(NamedTuple):
 
 
 def saved_boxes_of(model: nn.Module) -> dict[int, list[SavedBox]]:
-    """Return the boxes of each parameter, by its identity; a parameter that no checkpoint holds is left out.
+    """Return the boxes of each parameter, by its ``id``; parameters that checkpoints do not have are left out.
 
-    Axes that checkpoints put in front, of layers and experts, are no dims of the parameter.
+    Checkpoints may add axes of layers and experts in front; these axes are removed.
     """
     model_state: Any = model
     found: dict[int, list[SavedBox]] = {}
-    # With the group that Megatron's own save adds: a stage with layers of multi-token prediction reads it.
+    # Megatron's own save adds this group too. A stage with layers of multi-token prediction reads it.
     metadata = ensure_metadata_has_dp_cp_group(None)
     for entry in nested_values(model_state.sharded_state_dict(metadata=metadata)):
         if isinstance(entry, (ShardedTensor, ShardedTensorFactory)) and isinstance(entry.data, nn.Parameter):
@@ -85,17 +87,17 @@ def _saved_box(part: Any, parameter: Tensor) -> SavedBox:
 
 
 def cut_of(name: str, local: tuple[int, ...], boxes: Sequence[SavedBox], rank: int, ranks: int) -> Cut:
-    """Return how a parameter is cut, proved on this rank against all of its boxes.
+    """Return how a parameter is cut; the result is checked against all boxes of this rank.
 
     Args:
-        name: For messages.
-        local: Shape of the shard.
-        boxes: Of this rank.
-        rank: Of this rank among those of tensor parallelism.
-        ranks: How many they are.
+        name: The parameter's name, for messages.
+        local: The shape of the local shard.
+        boxes: The boxes of this rank.
+        rank: The index of this rank among the tensor-parallel ranks.
+        ranks: The number of tensor-parallel ranks.
 
     Raises:
-        LayoutError: no placement fits, and the boxes are no intervals of whole rows.
+        LayoutError: no placement fits the boxes, and the boxes are not intervals of whole rows.
     """
     shape, placed = _together(boxes)
     if ranks == 1 or shape == local:
@@ -115,7 +117,7 @@ def cut_of(name: str, local: tuple[int, ...], boxes: Sequence[SavedBox], rank: i
 
 
 def _together(boxes: Sequence[SavedBox]) -> tuple[tuple[int, ...], list[SavedBox]]:
-    """Return the shape of the parameter and its boxes in it; tensors of several keys follow each other by rows."""
+    """Return the shape of the whole parameter and the boxes in it; tensors of several keys are stacked by rows."""
     first: dict[str, int] = {}
     rows = 0
     for box in sorted(boxes, key=lambda box: box.start):
@@ -129,7 +131,7 @@ def _together(boxes: Sequence[SavedBox]) -> tuple[tuple[int, ...], list[SavedBox
 
 
 def _in_place(box: SavedBox, shape: tuple[int, ...]) -> bool:
-    """Whether a box lies in memory where it does in the whole."""
+    """Return whether a box has the same place in memory as in a row-major tensor of the whole shape."""
     strides = row_major(shape)
     same = all(a == b for a, b, size in zip(box.strides, strides, box.shape, strict=True) if size > 1)
     return same and box.start == sum(o * s for o, s in zip(box.offset, strides, strict=True))
@@ -152,16 +154,19 @@ def _fits(
 
 
 def _intervals(boxes: Sequence[SavedBox], away: int, row: int) -> tuple[Interval, ...]:
-    """Return the boxes of the rank that is so many places away, which are as long and follow or precede these."""
+    """Return the boxes, as intervals, of the rank that is ``away`` places after this rank.
+
+    Its boxes have the same lengths; in the whole tensor, they follow (or precede) the boxes of this rank.
+    """
     return tuple(Interval((p.offset[0] + away * p.shape[0]) * row, p.shape[0] * row, p.start) for p in boxes)
 
 
 def expert_of(place: int, boxes: Sequence[SavedBox]) -> tuple[int, int, tuple[int, int], list[SavedBox]]:
-    """Return the elements low to high of a weight that are one expert, its shape (in, out), and its boxes.
+    """Return the first and the end element of one expert in a weight, the expert's shape (in, out), and its boxes.
 
     Args:
-        place: Of the expert among those of this rank.
-        boxes: Of the weight, as Megatron's checkpoints have it: boxes of (experts, out, in), which follow each other
+        place: The index of the expert among the experts of this rank.
+        boxes: The boxes of the weight in Megatron's checkpoints: boxes of (experts, out, in), which follow each other
             along the last dim of the memory.
     """
     rows, cols = boxes[0].shape[2], sum(box.shape[1] for box in boxes)

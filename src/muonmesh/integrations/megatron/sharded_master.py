@@ -1,4 +1,4 @@
-"""ShardedMaster: a shard of an fp32 master that Megatron's QK-clip reads and writes as if it were the whole weight."""
+"""ShardedMaster: a shard of an fp32 master weight that Megatron's QK-clip can use like the whole master weight."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from torch import Tensor
 
 
 class ShardedMaster(Tensor):
-    """What this rank keeps of a master, as ``main_param`` of the parameter of whose elements it is an interval.
+    """A rank's shard of an fp32 master weight, for the ``main_param`` attribute of its parameter.
 
-    `clip_qk` of Megatron-Core 0.16 scales rows of ``main_param.data``, and needs the whole weight to find them. Every
-    rank scales its own elements by the same factors, so the bits are those of a whole master.
+    `clip_qk` of Megatron-Core 0.16 scales rows of ``main_param.data``, for which it needs the shape of the whole
+    weight. Every rank scales its own elements by the same factors, so the result is bitwise equal to a whole master
+    weight's.
     """
 
     _parameter: Tensor
@@ -18,14 +19,14 @@ class ShardedMaster(Tensor):
 
     @staticmethod
     def of(master: Tensor, parameter: Tensor, low: int) -> ShardedMaster:
-        """Return a shard, whose memory it shares, of the parameter's elements from low on."""
+        """Return ``master`` as a ShardedMaster, sharing its memory: the parameter's elements from ``low`` on."""
         found = master.as_subclass(ShardedMaster)
         found._parameter, found._low = parameter, low
         return found
 
     @property
     def data(self) -> Tensor:  # type: ignore[override]
-        """A new tensor of the parameter's shape: the shard, and zeros; `copy_` into it writes the shard alone."""
+        """A new tensor of the parameter's shape: the shard, and zeros elsewhere. Its `copy_` writes only the shard."""
         shard, whole = self.as_subclass(Tensor), torch.zeros_like(self._parameter, dtype=self.dtype)
         mine = slice(self._low, self._low + shard.numel())
         whole.view(-1)[mine] = shard.view(-1)
