@@ -37,7 +37,7 @@ def whole_name(site: Site, expert_rank: int) -> str:
 
 
 def _expert_key(site: Site, expert_rank: int) -> str:
-    """Return the parameter's key. In a layer with one weight per expert, it has the expert's number in the whole model."""
+    """Return the parameter's key. With one weight per expert, it has the expert's number in the whole model."""
     found = re.fullmatch(r"(weight|bias)(\d+)", site.key)
     count = getattr(site.module, "num_gemms", None)
     if found is None or not isinstance(count, int):

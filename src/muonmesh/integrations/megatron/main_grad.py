@@ -28,8 +28,8 @@ class MainGrad(GradientSource):
             zeroes gradients. None: the optimizer steps only whole parameters.
     """
 
-    # Values of the parameters' attribute ``grad_norm_group``. Megatron clips layers of multi-token prediction ("mtp") by
-    # a norm of their own (SEPARATE_GRAD_NORM_GROUPS in megatron/core/optimizer/optimizer.py of Megatron-LM's main;
+    # Values of the parameters' attribute ``grad_norm_group``. Layers of multi-token prediction ("mtp") are clipped by a
+    # norm of their own (SEPARATE_GRAD_NORM_GROUPS in megatron/core/optimizer/optimizer.py of Megatron-LM's main;
     # 0.16.1 has no such attribute).
     norms_apart = ("mtp",)
 
