@@ -1,4 +1,4 @@
-"""Checkpoint: a model's and its optimizer's state, written so that any layout can read it and nothing can execute."""
+"""Checkpoint: saves and loads a model and its optimizer, between any two layouts and without executing code from files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 __all__ = ["convert", "load", "save"]
 
 _LATER = {"convert": "conversion", "load": "save_load", "save": "save_load"}
-"""Public names by the file that has them, which is imported when they are asked for: the optimizer needs none."""
+"""Public names, each with its module, which is imported at the first use of the name; the optimizer needs none."""
 
 
 def __getattr__(name: str) -> Any:

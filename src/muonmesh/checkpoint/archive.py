@@ -18,19 +18,19 @@ REMEDY = "Bring an undamaged copy"
 
 
 def read_archive(path: str | os.PathLike[str], *, needed: str = NEEDED, remedy: str = REMEDY) -> Any:
-    """Load it on the CPU, with ``weights_only=True``.
+    """Load a file of `torch.save` on the CPU, with ``weights_only=True``.
 
-    Torch writes a checksum beside each record and never looks at it again; here they are looked at, so bytes that have
-    changed are noticed. Against somebody who changes them on purpose there are no checksums; what he wrote still does
-    not run.
+    `torch.save` writes a checksum for each record, which `torch.load` ignores. This function checks them, so it detects
+    damaged bytes. Checksums do not protect against intended changes, but code in such a file does not run either.
 
     Args:
         path: The file.
-        needed: What should be there, to be said where something else is.
-        remedy: What to do then.
+        needed: For the error message: what the file should contain.
+        remedy: For the error message: what the user can do.
 
     Raises:
-        FileError: it is none, holds other things than plain values and tensors, or has changed.
+        FileError: the file is missing, contains other objects than plain values and tensors, or has changed since it
+            was written.
     """
     file = Path(path)
     if not file.is_file():
@@ -40,19 +40,19 @@ def read_archive(path: str | os.PathLike[str], *, needed: str = NEEDED, remedy: 
             return read_undamaged(stream)
     except FileError as error:
         raise FileError(explain_error(str(file), str(error), NEEDED, REMEDY)) from None
-    except Exception as error:  # what damaged bytes make of the reader
+    except Exception as error:  # damaged bytes can raise any error in the reader
         what = "more than data" if isinstance(error, pickle.UnpicklingError) else "something else"
         raise FileError(explain_error(str(file), f"{what}: {reason(error)}", needed, remedy)) from error
 
 
 def read_undamaged(stream: Any) -> Any:
-    """Load an archive, once it is known that torch has written all of it so.
+    """Load an archive after checking that its records have the form in which torch writes them.
 
-    Torch would unpack compressed records, whatever their size.
+    Without this check, torch would unpack compressed records of any size.
 
     Raises:
-        FileError: torch did not; the message is what was found.
-        Exception: what damaged bytes make of the reader.
+        FileError: torch did not write the archive in this form; the message names only what was found.
+        Exception: damaged bytes can raise any error in the reader.
     """
     size = stream.seek(0, os.SEEK_END)
     with zipfile.ZipFile(stream) as archive:

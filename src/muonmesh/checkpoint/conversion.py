@@ -33,7 +33,7 @@ Sources: TypeAlias = Source | Sequence[Source]
 
 
 class SourceState(NamedTuple):
-    """The state of one other optimizer: its package, if that is known, its groups and its state by parameter."""
+    """The state of another optimizer: its package (None if unknown), its groups and its state by parameter."""
 
     package: PackageName | None
     groups: Sequence[Mapping[str, Any]]
@@ -88,7 +88,7 @@ def convert(
         keys = PACKAGES[package or saved.package or package_of(saved.groups)].state_keys
         for group, names in zip(saved.groups, _names(saved, orders, recipients), strict=True):
             for key, name in zip(group["params"], names, strict=True):
-                if (entry := saved.state.get(key)) and name not in found:  # what is lacking may be in another source
+                if (entry := saved.state.get(key)) and name not in found:  # another source may have the missing state
                     found[name] = keys.read(name, group, entry)
     return _state_dict(optimizer.param_groups, recipients, found)
 
@@ -97,7 +97,12 @@ def convert(
 
 
 def _recipients(optimizer: Optimizer) -> dict[str, Member]:
-    """Return each parameter of ours by its name."""
+    """Return each parameter of the muonmesh optimizer that takes the state, by name.
+
+    Raises:
+        TypeError: the optimizer is not muonmesh's.
+        StateError: a parameter is a flat or declared shard, or its rule keeps more than momentum.
+    """
     if not isinstance(getattr(optimizer, "_runtime", None), Runtime):
         found, write = f"a {type(optimizer).__name__}", "Write convert(source, muonmesh.from_model(model))"
         raise TypeError(explain_error("optimizer", found, "a muonmesh.Muon over the model", write))
@@ -136,9 +141,12 @@ def _opened(source: Source) -> list[SourceState]:
 
 
 def _parts(given: Any, where: str, package: PackageName | None = None) -> list[SourceState]:
-    """Return what is in that which an optimizer's ``state_dict`` returned; Megatron's chain and wrap each other.
+    """Return the states in the result of an optimizer's ``state_dict``, after checking its form.
 
-    Here it is looked at, and of what it holds nothing was used so far.
+    The result may be nested: Megatron chains and wraps optimizers.
+
+    Raises:
+        StateError: it has another form.
     """
     if isinstance(given, list | tuple):
         return [part for each in given for part in _parts(each, where)]
@@ -157,7 +165,11 @@ def _parts(given: Any, where: str, package: PackageName | None = None) -> list[S
 def _orders(
     params: Sequence[Sequence[str | Tensor]] | None, groups: Sequence[int]
 ) -> Sequence[Sequence[str | Tensor] | None]:
-    """Return for each group of all sources its parameters as the caller gave them."""
+    """Return for each group of all sources its parameters from the argument ``params``, or None without ``params``.
+
+    Raises:
+        ValueError: ``params`` has another form or another number of groups.
+    """
     if params is None:
         return [None] * sum(groups)
     fault = misfit("params", params, [[PARAMETER]])
@@ -172,7 +184,11 @@ def _orders(
 def _names(
     saved: SourceState, orders: Iterator[Sequence[str | Tensor] | None], recipients: Mapping[str, Member]
 ) -> list[Sequence[str]]:
-    """Return the names of the parameters of each group."""
+    """Return the names of the parameters of each group, in the order of the saved state.
+
+    Raises:
+        StateError: the state has no names, or names of other parameters than the recipients'.
+    """
     ours = {id(recipient.tensor): recipient.name for recipient in recipients.values()}
     names = []
     for number, group in enumerate(saved.groups):
@@ -203,9 +219,10 @@ def _names(
 def _as_sorted(
     names: Sequence[str], entries: Sequence[Mapping[str, Any]], recipients: Mapping[str, Member]
 ) -> Sequence[str]:
-    """Return the names in the order of the state: KellerJordan's distributed Muon sorts its matrices by shape.
+    """Return the names in the order of the state.
 
-    The sort is stable. So where the shapes fit in the order given, that is the one, sorted or not.
+    KellerJordan's distributed Muon sorts its matrices by shape, with a stable sort. If the shapes fit in the given
+    order, the given order is right.
     """
     shapes = [recipients[name].tensor.shape for name in names]
     saved = [[value.shape for value in entry.values() if isinstance(value, Tensor) and value.ndim] for entry in entries]
@@ -252,7 +269,11 @@ def _state_dict(
 
 
 def _placed(recipient: Member, key: str, value: Tensor) -> Tensor:
-    """Return a tensor where ours lives: as it is if it does, else gathered where it is cut, and cut where ours is."""
+    """Return a saved tensor in the layout of muonmesh's state: unchanged if it has this layout, else gathered and cut.
+
+    Raises:
+        StateError: the tensor has another shape than the parameter.
+    """
     storage = recipient.state_layouts[key].storage
     shape = torch.Size(storage.shape)
     if value.shape != shape and len(shape) > 2 and value.shape == (shape[0], prod(shape[1:])):

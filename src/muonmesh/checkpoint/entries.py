@@ -1,4 +1,4 @@
-"""Entries: checks each tensor in a checkpoint's files before any of them is loaded."""
+"""Entries: checks all tensors in a checkpoint's files before loading any of them."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from muonmesh.step.state_layout import COUNT, RUNNING
 
 
 class CheckpointReader(FileSystemReader):
-    """Reads what `muonmesh.checkpoint.metadata.read_metadata` has accepted.
+    """Reads a checkpoint whose metadata `muonmesh.checkpoint.metadata.read_metadata` has accepted.
 
-    Torch's own reader would unpickle the metadata. It reads tensors with ``torch.load(weights_only=True)``, and entries
-    of other kinds without that; but metadata with such entries are not accepted.
+    torch's FileSystemReader would unpickle the metadata. It reads tensors with ``torch.load(weights_only=True)``, but
+    other entries without ``weights_only``; `read_metadata` refuses metadata with such entries.
 
     Attributes:
-        folder: Where the checkpoint is.
-        metadata: Which tensors it holds, and where.
-        settings: What was saved beside the tensors, with the types of JSON.
+        folder: The folder of the checkpoint.
+        metadata: The names, shapes and places of its tensors.
+        settings: The settings that were saved beside the tensors, as JSON types.
     """
 
     def __init__(self, folder: Path, metadata: Metadata, settings: dict[str, Any] | None = None) -> None:
@@ -45,25 +45,25 @@ class CheckpointReader(FileSystemReader):
 
     @property
     def held(self) -> dict[str, Any]:
-        """What is held, by name: torch's records, with a ``size`` and ``properties.dtype`` each."""
+        """The tensors of the checkpoint, by name: torch's records, each with ``size`` and ``properties.dtype``."""
         return dict(self.metadata.state_dict_metadata)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the metadata that this reader was made with: torch asks for it, and must not unpickle the file."""
+        """Return the metadata of this reader. torch calls this method, which here does not unpickle the file."""
         return self.metadata
 
     def read(self, tensors: dict[str, Any], *, wrong: Callable[[str, Tensor], str]) -> None:
-        """Load into tensors, in place. Called on all ranks. The checkpoint may hold others besides.
+        """Load tensors from the checkpoint, in place. Called on all ranks.
 
-        The pieces in the files are read twice. First each is read by one rank, which looks at it. Only when all of them
-        are right does every rank read what it needs into its tensors.
+        Each piece in the files is read twice. First, one rank reads and checks the piece. If all pieces are right,
+        every rank reads the pieces that it needs.
 
         Args:
-            tensors: By name, as `folder.write` takes them; not mappings.
-            wrong: Returns what is wrong with a piece of a tensor, in words; empty if nothing is.
+            tensors: The tensors to fill, by name, as for `folder.write`; no mappings. The checkpoint may have others.
+            wrong: A function of name and piece that returns the fault of a piece in words; empty if it has none.
 
         Raises:
-            FileError: on every rank: one is missing, has another shape, or could not be read.
+            FileError: on every rank: a tensor is missing, has another shape, or could not be read.
         """
         together(lambda: self.check_tensors(share=this_rank(), of=world_size(), wrong=wrong))
         try:
@@ -74,26 +74,22 @@ class CheckpointReader(FileSystemReader):
             raise unreadable(f"{self.folder}:", first) from error
 
     def check_known(self, names: Collection[str]) -> None:
-        """Make sure that every file with tensors is one of ``names``, those of the manifest.
-
-        Raises:
-            FileError: naming the first that is not.
-        """
+        """Raise FileError unless every file with tensors is one of ``names``, the files of the manifest."""
         for place in self.metadata.storage_data.values():
             if place.relative_path not in names:
                 path = self.folder / place.relative_path
                 raise FileError(f"{path}: {MANIFEST_FILE} does not tell of it. {REMEDY}")
 
     def check_tensors(self, *, share: int, of: int, wrong: Callable[[str, Tensor], str]) -> None:
-        """Read every ``of``-th piece of a tensor, beginning with number ``share``, and look at it.
+        """Read and check this rank's share of all pieces: every ``of``-th piece, from piece ``share`` on.
 
         Args:
-            share: Of the pieces in their order, the first to read.
-            of: How many share them.
-            wrong: Says what is wrong with the numbers in a piece, or nothing.
+            share: The index of the first piece to read.
+            of: The number of ranks that share the pieces.
+            wrong: A function of name and piece that returns the fault of a piece in words; empty if it has none.
 
         Raises:
-            FileError: naming the file and the tensor: not one, of another shape or dtype, or wrong.
+            FileError: a piece is no tensor, has another shape or dtype, or is faulty; the message names the tensor.
         """
         pieces = [(name, entry, chunk) for name, entry in self.held.items() for chunk in entry.chunks]
         pieces = [piece for piece in pieces if math.prod(piece[2].sizes)]
@@ -103,7 +99,7 @@ class CheckpointReader(FileSystemReader):
             try:
                 with path.open("rb") as file:
                     tensor = read_undamaged(_Piece(file, place.offset, place.length))
-            except Exception as error:  # what damaged bytes make of the reader
+            except Exception as error:  # damaged bytes can raise any error in the reader
                 raise unreadable(f"{path}: {name}", error) from error
             expected = _told(chunk.sizes, entry.properties.dtype)
             is_tensor = type(tensor) is Tensor and tensor.layout is torch.strided
@@ -115,7 +111,10 @@ class CheckpointReader(FileSystemReader):
 
 
 class _Piece(_ReaderView):
-    """A part of a file that can be read as a file. Unlike torch's own class, it seeks from its end, and not beyond."""
+    """A part of a file that can be read like a file.
+
+    Unlike torch's own class, it can seek from its end, and never seeks beyond its end.
+    """
 
     def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
         base = {os.SEEK_SET: 0, os.SEEK_CUR: self.tell(), os.SEEK_END: self.len}[whence]
@@ -123,7 +122,7 @@ class _Piece(_ReaderView):
 
 
 def wrong_numbers(name: str, tensor: Tensor) -> str:
-    """What no training makes of a tensor of that name, in words: not finite, or negative where a square is meant."""
+    """Return, in words, which wrong numbers a state tensor has: infinity, NaN, or negative squares; empty if none."""
     if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
         return "infinity or NaN"
     key = name.rpartition(".")[2]
@@ -137,7 +136,7 @@ def _told(shape: torch.Size, dtype: torch.dtype) -> str:
 
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
-    """Without torch's warning that there is one process, which whoever has one knows."""
+    """Return a context without torch's warning that torch.distributed is disabled in a single process."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield

@@ -1,4 +1,4 @@
-"""Extra: saves and loads the extra state of modules, which torch asks for by `get_extra_state`."""
+"""Extra: saves and loads the extra state of modules, which their method `get_extra_state` returns."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from muonmesh.errors import StateError, explain_error
 from muonmesh.names import canonical_name
 
 KEY = "_extra_state"
-"""What torch calls it in a state dict."""
+"""The key of extra state in torch's state dicts."""
 
 
 Extra: TypeAlias = dict[str, tuple[nn.Module, Tensor]]
@@ -22,10 +22,11 @@ Extra: TypeAlias = dict[str, tuple[nn.Module, Tensor]]
 def extra_of(model: nn.Module) -> Extra:
     """Return a copy of the extra state of each module that has some, by name, with the module.
 
-    None and an empty tensor are none: so a module of Transformer Engine says that it does not compute in FP8.
+    None and an empty tensor count as no extra state; modules of Transformer Engine return them if they do not compute
+    in FP8.
 
     Raises:
-        StateError: it is no tensor of numbers. Bytes are refused too, since modules unpickle them when they are loaded.
+        StateError: extra state is no tensor of numbers. Bytes are refused too, since modules unpickle them on loading.
     """
     found = {}
     for path, module in model.named_modules():
@@ -45,7 +46,7 @@ def extra_of(model: nn.Module) -> Extra:
 
 
 def give_back(extra: Extra, loaded: Collection[str]) -> None:
-    """Hand the modules the copies into which was loaded."""
+    """Set the extra state of each module whose name is in ``loaded`` to its loaded copy."""
     for name, (module, tensor) in extra.items():
         if name in loaded:
             module.set_extra_state(tensor)

@@ -1,4 +1,4 @@
-"""Fit: works out where each tensor of a checkpoint goes in a model and an optimizer, before any of them is read."""
+"""Fit: determines where each tensor of a checkpoint goes in a model and an optimizer, before any tensor is read."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from muonmesh.layout import split_matrices
 from muonmesh.layout.matrix import as_tuples
 from muonmesh.step.state_layout import RUNNING
 
-_SHOWN = 8  # of what is wrong, in one message
+_SHOWN = 8  # the number of faults in one message
 
 
 @dataclass
@@ -28,13 +28,14 @@ class Fit:
     """The tensors that `load` reads from a checkpoint, and where it then writes each of them.
 
     Attributes:
-        shares: Fresh memory by the name of what is read into it.
-        weights: Parameters and other tensors that are written.
-        state: Parts of the state that are written, with the name of what was read; None: as before the first step.
-        settings: Groups with their new settings.
-        measured: Parameters that split into other matrices than when they were saved. Each with the name of the saved
-            tensor that says how many gradients the running norms of these matrices had seen.
-        told: A warning for whoever loads, empty for none.
+        shares: New memory to read into, by the name of the saved tensor.
+        weights: The parameters and other tensors to write.
+        state: The parts of the state to write, each with the name of its saved tensor. None instead of a name: the part
+            is reset to its value before the first step.
+        settings: The groups, each with its new settings.
+        measured: The parameters that split into other matrices than at the save. Each has the name of the saved tensor
+            with the number of gradients in the running norms of its matrices.
+        told: A warning for the user; empty if there is none.
     """
 
     shares: dict[str, Share] = field(default_factory=dict)
@@ -45,11 +46,11 @@ class Fit:
     told: str = ""
 
     def check(self) -> None:
-        """Look at what was read for whether it fits, and warn where the run goes on with other bits.
+        """Check the tensors that were read, and warn if the run will continue with different bits.
 
         Raises:
-            StateError: parameters of one flat tensor have taken different numbers of steps, or running norms of other
-                matrices have been measured.
+            StateError: parameters of one flat tensor have different step counts, or a parameter that now splits into
+                other matrices has measured running norms.
         """
         for record, name in self.measured:
             if bool(self.shares[name].boxes[(0,) * self.shares[name].ndim].any()):
@@ -88,18 +89,18 @@ def fit(
     *,
     strict: bool,
 ) -> Fit:
-    """Work out what goes where.
+    """Return where each tensor of a checkpoint goes.
 
     Args:
-        path: Of the checkpoint, for messages.
-        held: Torch's record of each tensor in it.
-        saved: Its settings, see `settings_of`.
-        records: The parameters of this rank, and what no optimizer steps.
-        everyone: The names of those on all ranks.
+        path: The path of the checkpoint, for messages.
+        held: torch's record of each tensor in the checkpoint, by name.
+        saved: The checkpoint's settings, see `settings_of`.
+        records: The parameters of this rank, and the tensors that no optimizer steps.
+        everyone: The names of the records of all ranks.
         strict: Whether missing and additional names are an error.
 
     Raises:
-        StateError: it does not fit.
+        StateError: the checkpoint does not fit the model and the optimizer.
     """
     found = Fit()
     there = {name.removeprefix(f"{MODEL}."): entry for name, entry in held.items() if name.startswith(f"{MODEL}.")}
@@ -147,7 +148,7 @@ def fit(
 def _names(
     here: Iterable[str], there: Mapping[str, Any], states: Mapping[str, Any], everyone: Collection[str]
 ) -> list[str]:
-    """Say what is missing and what is too much, each with the nearest name of the other kind."""
+    """Return messages about names that only the checkpoint or only this run has, each with the most similar name."""
     here = list(here)
     spare, lost = [name for name in there if name not in everyone], [name for name in here if name not in there]
     strays = [name for name in states if name not in there and name not in everyone]
@@ -157,13 +158,13 @@ def _names(
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """The name that is most like one, in brackets for a message; empty where none is."""
+    """Return the most similar name, in brackets for a message; empty if no name is similar."""
     close = difflib.get_close_matches(name, list(names), 1, 0.5)
     return f" (the nearest is {close[0]})" if close else ""
 
 
 def _entry(name: str, entry: Any, shape: Sequence[int], dtype: torch.dtype) -> list[str]:
-    """Say what is wrong with the shape of saved weights, or with their precision: they are never rounded."""
+    """Return messages about saved weights of another shape, or of a precision that loading would round."""
     held = entry.properties.dtype
     if tuple(entry.size) != tuple(shape):
         return [f"{name} of shape {tuple(entry.size)}, where {tuple(shape)} is needed"]
@@ -175,7 +176,11 @@ def _entry(name: str, entry: Any, shape: Sequence[int], dtype: torch.dtype) -> l
 def _state(
     found: Fit, record: Record, saved: Mapping[str, Any], states: Mapping[str, Mapping[str, Any]], *, strict: bool
 ) -> list[str]:
-    """Note what is read into the state of a parameter, and say what is wrong with it."""
+    """Add the state of one parameter to ``found``, and return messages about entries that do not fit.
+
+    Raises:
+        StateError: the saved state belongs to another rule, or to other matrices.
+    """
     held, entry = states.get(record.name, {}), saved["parameters"].get(record.name)
     if entry is None or entry["fresh"]:
         found.state += [(record, part, None) for part in record.parts]
@@ -210,13 +215,13 @@ def _state(
 
 
 def _splits_otherwise(record: Record, saved: Any) -> bool:
-    """Whether a parameter was saved as other matrices than it is here; it may be said in several ways."""
+    """Return whether a parameter was saved as other matrices than here; several specs can mean the same matrices."""
     if not record.is_matrix:
         return False
     shape, then = record.storage.shape, as_tuples(saved)
     try:
         return split_matrices(record.name, shape, then) != split_matrices(record.name, shape, record.spec)
-    except ValueError:  # of another shape, which is told
+    except ValueError:  # another shape; another message reports it
         return True
 
 

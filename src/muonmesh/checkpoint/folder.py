@@ -1,14 +1,14 @@
 """Folder: writes named tensors and settings into a folder, whole or not at all, and reads them without running code.
 
-The folder holds::
+The folder contains::
 
-    __0_0.distcp ...   the tensors, in the files of `torch.distributed.checkpoint`, one a rank
-    .metadata          where each piece of each tensor is; torch pickles it, and it is read without running it
-    settings.json      whatever else was saved, as JSON
-    manifest.json      the size and the SHA-256 of all of these, written last
+    __0_0.distcp ...   the tensors, in the files of `torch.distributed.checkpoint`, one for each rank
+    .metadata          the place of each piece of each tensor; a pickle of torch, read without running it
+    settings.json      all other saved data, as JSON
+    manifest.json      the size and the SHA-256 of all other files, written last
 
-Hashes find damage, not intent: who can write into the folder can write the manifest anew. Then still nothing runs, and
-names, shapes, dtypes and files are checked as before.
+The hashes detect damage, not intended changes: a program that can write into the folder can also write a new manifest.
+Even then no code runs, and names, shapes, dtypes and files are checked.
 """
 
 from __future__ import annotations
@@ -50,19 +50,20 @@ def write(
     tensors: Mapping[str, Any],
     settings: Mapping[str, Any],
 ) -> None:
-    """Write a checkpoint beside its place, onto the disk, and rename it. Called on all ranks.
+    """Write a checkpoint to disk under a temporary name next to ``path``, and then rename it. Called on all ranks.
 
-    Whenever the process, the machine or the disk gives up, `read` finds either what was at ``path`` before or all of
-    what is written now. Nothing else is left there when this function returns, or raises.
+    If the process, the machine or the disk fails at any time, `look` finds either the old checkpoint or the complete
+    new one. When this function returns or raises, it leaves no temporary files.
 
     Args:
-        path: The folder, on a file system that all ranks share. A checkpoint that is there is replaced.
-        tensors: By name, as `torch.distributed.checkpoint` takes them: plain ones (the first rank's are written),
-            DTensors, or objects with its protocol; mappings of them too.
-        settings: What JSON can say; the first rank's are written.
+        path: The folder, on a file system that all ranks share. An existing checkpoint is replaced.
+        tensors: The tensors by name, as for `torch.distributed.checkpoint`: plain tensors (the first rank's are
+            written), DTensors, objects with torch's protocol, or mappings of these.
+        settings: Data that JSON can represent; the first rank's are written.
 
     Raises:
-        FileError: on every rank: it could not be written, something else is there, or another process writes there.
+        FileError: on every rank: the checkpoint could not be written, ``path`` has something else than a checkpoint, or
+            another process is writing there.
         TypeError: the settings are not JSON.
     """
     place = Path(path)
@@ -94,14 +95,14 @@ def write(
 
 
 def look(path: str | os.PathLike[str]) -> CheckpointReader:
-    """Look at a checkpoint without loading it. Called on all ranks, which share the work.
+    """Check a checkpoint without loading it, and return its reader. Called on all ranks, which share the work.
 
     Args:
-        path: What was given to `write`, by other ranks and another number of them perhaps.
+        path: The folder that `write` has written, possibly on another number of ranks.
 
     Raises:
-        FileError: on every rank, naming the file and what is wrong with it: there is none, it has changed since it was
-            written, or it holds something else than tensors.
+        FileError: on every rank: a file is missing, has changed since it was written, or contains other data than
+            tensors. The message names the file and the fault.
     """
     place = Path(path)
 
@@ -124,7 +125,11 @@ def look(path: str | os.PathLike[str]) -> CheckpointReader:
 
 
 def _write_tensors(place: Path, tensors: dict[str, Any]) -> dict[str, Entry]:
-    """Write them into the claimed folder and return what all ranks' files are."""
+    """Write the tensors into the locked folder, and return size and hash of all ranks' files by name.
+
+    Raises:
+        FileError: on every rank: a file could not be written.
+    """
     scratch = writing_at(place)
     failed: str | None = None
     try:

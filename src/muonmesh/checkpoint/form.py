@@ -1,4 +1,4 @@
-"""Form: checks the whole structure of a value that another program has made, before any part of it is used."""
+"""Form: checks the whole structure of data from another program, before any part of it is used."""
 
 from __future__ import annotations
 
@@ -15,24 +15,25 @@ from muonmesh.files import is_finite, is_whole
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of value: its name in messages, and the test of whether a value is of it."""
+    """A kind of values: its name in messages, and a function that tests whether a value is of this kind."""
 
     name: str
     holds: Callable[[Any], bool]
 
 
 Form: TypeAlias = "Kind | list[Any] | tuple[Any, ...] | dict[Any, Any] | None"
-"""What a value must look like: of a `Kind`; nothing, for ``None``; a list of ``[form]``; one of ``(form, ...)``; or
-a dict, in which a string is a key that must be there with such a value, and a Kind is that of all keys."""
+"""The structure that a value must have. A `Kind`: a value of this kind. ``None``: the value None. ``[form]``: a list
+whose entries have this form. ``(form, ...)``: one of these forms. A dict: a dict in which each string key must exist
+with a value of its form; a Kind as key applies to all keys."""
 
 
 class Fields(dict[Any, Any]):
-    """Stands for a pickled object of another program's class: the fields that it had. Nothing of that class runs."""
+    """The fields of a pickled object of another program's class. No code of that class runs."""
 
     __hash__ = object.__hash__  # type: ignore[assignment]
 
     def __init__(self, *_: Any) -> None:
-        """Leave out the arguments of a constructor."""
+        """Ignore the arguments of the constructor."""
         super().__init__()
 
     def __setstate__(self, state: Any) -> None:
@@ -61,7 +62,7 @@ STATE_DICT: Form = {
     "param_groups": [{"params": [KEY], "param_names": ([TEXT], None), TEXT: VALUE}],
     "state": {KEY: {TEXT: VALUE}},
 }
-"""What an optimizer has or saved."""
+"""The form of an optimizer's state dict."""
 
 
 def only(form: Mapping[str, Form]) -> Form:
@@ -70,13 +71,13 @@ def only(form: Mapping[str, Form]) -> Form:
 
 
 def one_of(values: Collection[Any], why: str = "") -> Kind:
-    """Return the kind of some values; True is not 1."""
+    """Return the kind that contains exactly these values; True does not count as 1."""
     name = " or ".join(map(repr, values)) + why
     return Kind(name, lambda value: any(type(value) is type(one) and value == one for one in values))
 
 
 def misfit(where: str, value: Any, form: Form) -> tuple[str, str, str] | None:
-    """Return the first place where a value is not of a form, what is there and what is needed; None where it fits."""
+    """Return the first place where a value does not have a form, with the found and the needed; None if it fits."""
     return next(_misfits(where, value, form), None)
 
 
@@ -111,10 +112,17 @@ def _misfits(where: str, value: Any, form: Form) -> Iterator[tuple[str, str, str
 
 
 def check_form(where: str, value: Any, form: Form, write: str, *, kind: type[MuonMeshError] = StateError) -> Any:
-    """Return a value if it is of a form.
+    """Return a value if it has the form.
+
+    Args:
+        where: The name of the value in messages.
+        value: The value.
+        form: The form that the value must have.
+        write: What the user can do if the value has another form.
+        kind: The class of the error.
 
     Raises:
-        MuonMeshError: it is not; ``kind`` says which, and ``write`` what to do then.
+        MuonMeshError: of the class ``kind``: the value has another form.
     """
     fault = misfit(where, value, form)
     if fault is not None:
@@ -123,10 +131,15 @@ def check_form(where: str, value: Any, form: Form, write: str, *, kind: type[Muo
 
 
 def check_state_dict(where: str, value: Any, write: str) -> Any:
-    """Return what an optimizer has or saved, if it has the form of that.
+    """Return the state dict of an optimizer if it has the right form.
+
+    Args:
+        where: The name of the value in messages.
+        value: The state dict.
+        write: What the user can do if it has another form.
 
     Raises:
-        StateError: it does not; ``write`` says what to do then. Or it holds state of parameters in none of its groups.
+        StateError: it has another form, or has state of parameters that are in none of its groups.
     """
     check_form(where, value, STATE_DICT, write)
     strangers = value["state"].keys() - {key for group in value["param_groups"] for key in group["params"]}

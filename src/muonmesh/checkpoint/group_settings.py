@@ -1,4 +1,4 @@
-"""Group settings: saves the settings of param groups as JSON, and finds them again by the names of the parameters."""
+"""Group settings: saves the settings of param groups as JSON, and finds them again by parameter name."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from muonmesh.layout.matrix import as_tuples
 from muonmesh.settings import check_group
 
 OWN_KEYS = ("params", "param_names", "parameters", "matrices", "reasons", "name", "algorithm", "use_muon", "moe")
-"""Keys of a group that are no settings: they say what it is, and follow from the model."""
+"""Keys of a group that are no settings: they identify the group, and follow from the model."""
 
 
 def settings_of(records: Iterable[Record]) -> dict[str, Any]:
-    """Return what a checkpoint says of the parameters on this rank, as JSON can say it.
+    """Return the settings of the parameters on this rank, as data for JSON.
 
     Returns:
-        ``{"parameters": {name: {"group", "matrices", "fresh"}}, "products": [...]}``, where ``group`` is the JSON of
-        the group's name, algorithm and settings, ``fresh`` says that no step has made state for the parameter, and
-        ``products`` says what has multiplied matrices.
+        ``{"parameters": {name: {"group", "matrices", "fresh"}}, "products": [...]}``. ``group`` is the JSON text of the
+        group's name, algorithm and settings. ``fresh`` is True if no step has created state for the parameter.
+        ``products`` names the implementations of matrix products that have orthogonalized matrices.
 
     Raises:
         StateError: a setting is not plain data.
@@ -50,13 +50,16 @@ def settings_of(records: Iterable[Record]) -> dict[str, Any]:
 
 
 def merged(some: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return what all ranks say, each group, each parameter and each kind of products once.
+    """Return the settings of all ranks, with each group, parameter and kind of products once.
+
+    Args:
+        some: The result of `settings_of` on each rank.
 
     Returns:
-        As `settings_of`, with ``"groups": [{"name", "algorithm", "settings"}]``; ``group`` is a number among these.
+        As `settings_of`, with ``"groups": [{"name", "algorithm", "settings"}]``; ``group`` is an index in this list.
 
     Raises:
-        StateError: they say different things of a parameter.
+        StateError: ranks have different settings for a parameter.
     """
     parameters: dict[str, dict[str, Any]] = {}
     for rank, said in enumerate(some):
@@ -73,10 +76,10 @@ def merged(some: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def check_saved(path: Path, saved: dict[str, Any]) -> None:
-    """Make sure that settings which were read are what `merged` returned.
+    """Check that settings from a file have the form of the result of `merged`.
 
     Raises:
-        FileError: they are not.
+        FileError: they have another form.
     """
     number = Kind("the number of a group", lambda value: is_whole(value) and 0 <= value < len(saved["groups"]))
     form = only(
@@ -90,10 +93,10 @@ def check_saved(path: Path, saved: dict[str, Any]) -> None:
 
 
 def fitting_settings(group: Mapping[str, Any], records: Iterable[Record], saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the saved settings of a group: those of its parameters' groups, which must be equal.
+    """Return the saved settings for a group: the settings of its parameters' saved groups, which must be equal.
 
     Raises:
-        StateError: they differ, or no optimizer can have them.
+        StateError: these settings differ, or are out of range.
     """
     where = f"group {group['name']!r}"
     entries = {record.name: saved["parameters"].get(record.name) for record in records}
@@ -116,7 +119,7 @@ def fitting_settings(group: Mapping[str, Any], records: Iterable[Record], saved:
 
 
 def set_group(group: dict[str, Any], settings: Mapping[str, Any]) -> None:
-    """Write settings into a group; one that is a tensor stays the same tensor, which a compiled step may hold."""
+    """Write settings into a group. A tensor is filled in place, since a compiled step may hold it."""
     for key, value in settings.items():
         if isinstance(group.get(key), Tensor):
             group[key].fill_(value)

@@ -30,29 +30,37 @@ Entry = tuple[int, str]  # bytes, SHA-256
 
 
 def entry_of(path: Path) -> Entry:
-    """Return the size and the SHA-256 of a file; an OSError where it cannot be read."""
+    """Return the size and the SHA-256 of a file.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         return file.tell(), digest
 
 
 def unreadable(what: str, error: BaseException) -> FileError:
-    """Return the error for what could not be read. What another user may read is not damaged, so it stays."""
+    """Return the error for a file that could not be read; it advises to remove the folder only if files are damaged."""
     remedy = "Let the user of this process read it" if isinstance(error, PermissionError) else REMEDY
     return FileError(f"{what} could not be read: {reason(error)}. {remedy}")
 
 
 def write_manifest(folder: Path, entries: dict[str, Entry]) -> None:
-    """Write down what the files of a checkpoint are; an OSError where it cannot be written."""
+    """Write the manifest of a checkpoint: the size and the SHA-256 of each file.
+
+    Raises:
+        OSError: the manifest cannot be written.
+    """
     files = {name: {"bytes": size, "sha256": digest} for name, (size, digest) in sorted(entries.items())}
     replace_text(folder / MANIFEST_FILE, json.dumps({"format": _FORMAT, "files": files}, indent=2) + "\n")
 
 
 def read_manifest(folder: Path) -> dict[str, Entry]:
-    """Read what the files of a checkpoint were.
+    """Return the size and the SHA-256 of each file of a checkpoint, from its manifest.
 
     Raises:
-        FileError: it is not what `write_manifest` wrote.
+        FileError: the manifest is missing, or has another form than `write_manifest` writes.
     """
     path = folder / MANIFEST_FILE
     content = check_form(
@@ -62,7 +70,7 @@ def read_manifest(folder: Path) -> dict[str, Entry]:
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether every file that the manifest tells of is there in its full size; contents are not read."""
+    """Return whether every file of the manifest exists with its full size; contents are not read."""
     try:
         entries = read_manifest(folder)
         found = {name: os.stat(folder / name, follow_symlinks=False) for name in entries}
@@ -72,17 +80,22 @@ def is_whole(folder: Path) -> bool:
 
 
 def check_file(path: Path, needed: str) -> None:
-    """Make sure that a file is there which can be read, and no link to one elsewhere; a FileError where it is not."""
+    """Raise FileError unless a path is a file, and not a link."""
     if path.is_symlink() or not path.is_file():
         found = "a link" if path.is_symlink() else kind_of(path)
         raise FileError(explain_error(str(path), found, needed, REMEDY))
 
 
 def check_entries(folder: Path, entries: dict[str, Entry], names: Iterable[str]) -> None:
-    """Make sure that files are what the manifest says.
+    """Check the sizes and hashes of some files of a checkpoint.
+
+    Args:
+        folder: The folder of the checkpoint.
+        entries: The size and the SHA-256 of each file, from the manifest.
+        names: The files to check.
 
     Raises:
-        FileError: naming the first that is missing or has changed.
+        FileError: a file is missing or has changed; the message names the first.
     """
     for name in names:
         path = folder / name

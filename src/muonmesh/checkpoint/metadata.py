@@ -1,7 +1,7 @@
 """Metadata: reads which tensors a checkpoint holds, without running code from the checkpoint.
 
-`torch.distributed.checkpoint` pickles its metadata, and a pickle is a program. Here the pickled classes become objects
-without behavior, and all other names are refused. torch's own objects are then built from these, field by field.
+`torch.distributed.checkpoint` pickles its metadata, and a pickle is a program. This module turns the pickled classes
+into objects without behavior, and refuses all other names. From these objects it builds torch's own, field by field.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from muonmesh.files import reason
 
 METADATA_FILE = ".metadata"
 DATA_FILE = re.compile(r"__\d+_\d+\.distcp")  # in the folder itself: no path leads out of it
-_Box: TypeAlias = tuple[tuple[int, int], ...]  # for each dim where it begins and how long it is
-# Whose classes torch names in the metadata of one rank, DDP, FSDP2 and ZeRO. All become `Fields`, whatever their names.
+_Box: TypeAlias = tuple[tuple[int, int], ...]  # begin and length in each dim
+# Modules whose classes torch's metadata name, for one rank, DDP, FSDP2 and ZeRO. All classes become `Fields`.
 _MODULES = {
     "torch.distributed.checkpoint.metadata",
     "torch.distributed.checkpoint.filesystem",
@@ -44,7 +44,7 @@ _MODULES = {
 }
 
 
-# The operations that torch's metadata consist of. Others take memory, call or import, and no checkpoint needs them.
+# The pickle operations in torch's metadata. Other operations can take memory, call or import; checkpoints need none.
 _OPERATIONS = (
     *(pickle.PROTO, pickle.FRAME, pickle.MARK, pickle.STOP, pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE),
     *(pickle.BININT, pickle.BININT1, pickle.BININT2, pickle.LONG1, pickle.BINUNICODE, pickle.SHORT_BINUNICODE),
@@ -74,7 +74,8 @@ _FORM: Form = {
     "state_dict_metadata": {TEXT: (_TENSOR, Kind("no tensor", lambda entry: entry == {}))},
     "storage_data": {Kind("a MetadataIndex", lambda key: misfit("it", key, _INDEX) is None): _PLACE},
 }
-"""What the fields are of what torch writes, and of what these are; an entry without any is one that torch pickles."""
+"""The fields of torch's metadata, with the forms of their values. An entry without fields is an object that torch
+pickles."""
 
 
 class _Operations(dict[int, Any]):
@@ -82,7 +83,7 @@ class _Operations(dict[int, Any]):
         raise pickle.UnpicklingError(f"found the operation {code:#04x}, which no checkpoint of a training needs")
 
 
-# Python's own unpickler, not C's: seven bytes make that one take 64 GB, for an index where something is to be kept.
+# The unpickler in Python, not in C: seven bytes can make the C unpickler allocate 64 GB, for a large memo index.
 class _Unpickler(pickle._Unpickler):
     """Unpickles into `Fields`."""
 
@@ -97,10 +98,11 @@ class _Unpickler(pickle._Unpickler):
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """Read what the checkpoint in ``folder`` says it holds; nothing but plain tensors in files of that folder.
+    """Return the metadata of a checkpoint, which must have only plain tensors in files of ``folder``.
 
     Raises:
-        FileError: there is none, or it holds something else, or it does not fit together or its files.
+        FileError: there are no metadata, they have other entries than tensors, or they are inconsistent or do not fit
+            the files.
     """
     metadata, others = survey(folder)
     if others:
@@ -109,10 +111,10 @@ def read_metadata(folder: Path) -> Metadata:
 
 
 def survey(folder: Path) -> tuple[Metadata, tuple[str, ...]]:
-    """Read what anybody's checkpoint says it holds: its tensors, and the names of entries that torch would unpickle.
+    """Return the metadata of tensors in any program's checkpoint, and the names of entries that torch would unpickle.
 
     Raises:
-        FileError: there is none, or it does not fit together or its files.
+        FileError: there are no metadata, or they are inconsistent or do not fit the files.
     """
     path = folder / METADATA_FILE
     try:
@@ -134,7 +136,11 @@ def _not_ours(path: Path, why: str) -> FileError:
 
 
 def _metadata(top: Any) -> tuple[Metadata, tuple[str, ...]]:
-    """Build torch's own objects of what has the form of them."""
+    """Return torch's own metadata, built from checked fields, and the names of entries that are no tensors.
+
+    Raises:
+        ValueError: the entries are inconsistent.
+    """
     entries = top["state_dict_metadata"]
     others = {name: None for name, entry in entries.items() if not entry}
     tensors: dict[str, Any] = {}
@@ -159,7 +165,10 @@ def _metadata(top: Any) -> tuple[Metadata, tuple[str, ...]]:
 
 
 def _check_cover(name: str, tensor: TensorStorageMetadata) -> None:
-    """Make sure that the pieces of a tensor are within it, apart, and all of it: what lacks would be left as it is."""
+    """Raise ValueError unless the pieces of a tensor lie inside it, do not overlap, and cover it completely.
+
+    Without this check, loading would leave elements of a missing piece unchanged.
+    """
     for chunk in tensor.chunks:
         box = zip(chunk.offsets, chunk.sizes, tensor.size, strict=True)
         if any(offset < 0 or size < 0 or offset + size > whole for offset, size, whole in box):
@@ -176,11 +185,11 @@ def _check_cover(name: str, tensor: TensorStorageMetadata) -> None:
 
 
 def _add_up_to_nothing(boxes: Mapping[_Box, int]) -> bool:
-    """Whether at every point the weights of the boxes around it add up to 0.
+    """Return whether, at every point, the weights of the boxes that contain it add up to 0.
 
-    Along the first dim a sum changes only where a box begins or ends, so it is 0 everywhere if each of these changes
-    is, and a change is a sum of boxes of one dim less. Neighbors that end and begin with the same face take each
-    other away at once, so what the ranks of a mesh hold is looked at in time that grows with the number of pieces.
+    Along the first dim, the sum changes only where a box begins or ends. So the sum is 0 everywhere if every change is
+    0, and a change is again a sum of boxes, with one dim less. If one box ends with the face with which its neighbor
+    begins, both cancel at once. So for the shards of a mesh, the time grows only linearly with the number of pieces.
     """
     changes: dict[int, Counter[_Box]] = {}
     for box, weight in boxes.items():
@@ -191,7 +200,7 @@ def _add_up_to_nothing(boxes: Mapping[_Box, int]) -> bool:
         (start, size), face = box[0], box[1:]
         changes.setdefault(start, Counter())[face] += weight
         changes.setdefault(start + size, Counter())[face] -= weight
-    # All changes together are 0, so the last one is if the others are.
+    # All changes add up to 0, so the last change is 0 if the others are.
     return all(_add_up_to_nothing(changes[at]) for at in sorted(changes)[:-1])
 
 

@@ -1,4 +1,4 @@
-"""OfMuon: what `muonmesh.checkpoint` asks of a `Muon`, read off its groups and its runtime."""
+"""OfMuon: gives `muonmesh.checkpoint` the records of a `Muon`, from its groups and its runtime."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from muonmesh.step.runtime import Clip, Runtime
 
 
 class OfMuon:
-    """A `Muon` as what can be saved (`Recorded`)."""
+    """Adapts a `Muon` to the protocol `Recorded`, so that `muonmesh.checkpoint` can save and load it."""
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
@@ -28,12 +28,13 @@ class OfMuon:
 
     @plain_modes()
     def checkpoint_records(self) -> list[Record]:
-        """Return every parameter of this rank with its state.
+        """Return a `Record` of every parameter of this rank, with its state.
 
-        No communication, unless owners are to keep something of their matrices and no step has told who they are.
+        The ranks communicate only if a rule keeps state at the owner of a matrix (the rank that orthogonalizes it), and
+        no step has assigned the owners yet.
 
         Raises:
-            StateError: there is state that nobody reads.
+            StateError: a parameter has state that the optimizer does not read.
             LayoutError, ValueError, TypeError: no plan can be made.
         """
         optimizer, runtime = self.optimizer, self.runtime
@@ -46,23 +47,23 @@ class OfMuon:
         return records_of(planned, optimizer, runtime.precision)
 
     def checkpoint_changing(self) -> None:
-        """Take note that `muonmesh.checkpoint.load` begins to write."""
+        """Mark the state as incomplete, because `muonmesh.checkpoint.load` begins to write."""
         self.runtime.interrupted = "a load of a checkpoint"
 
     def checkpoint_restored(self) -> None:
-        """Take note that `muonmesh.checkpoint.load` has written weights, state and settings."""
+        """Mark the state as complete, because `muonmesh.checkpoint.load` has written weights, state and settings."""
         self.runtime.interrupted, self.runtime.loaded, self.runtime.clip = None, True, Clip()
 
     def renamed(self, model: nn.Module) -> dict[str, str]:
-        """Return what a checkpoint calls otherwise than the model does: nothing, its names hold on all ranks."""
+        """Return an empty dict: checkpoints use the names of the model."""
         return {}
 
     @contextmanager
     def whole(self, model: nn.Module, *, write: bool) -> Iterator[None]:
-        """Return a context in which parameters that nobody trains are whole, which here they always are.
+        """Return a context in which frozen parameters are whole; here, they always are.
 
-        Before the first step, what is saved is saved with the copies that ranks find of it, by its weights alone. The
-        first step looks for them anew, since then there are gradients too.
+        For a save before the first step, the ranks find in this context which of their plain parameters are copies, by
+        comparing weights. The first step repeats this, since gradients are then known too.
 
         Raises:
             LayoutError, PlanError: on every rank: no plan can be made, or plain parameters of one name differ.

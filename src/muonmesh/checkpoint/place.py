@@ -1,10 +1,10 @@
-"""Place: the path of a checkpoint, the path where it is written first, and the order of several checkpoints.
+"""Place: the path of a checkpoint, the temporary path where it is written, and the order of several checkpoints.
 
-A checkpoint is written beside its place and then renamed. Names and the numbers in them decide; clocks never do.
-For a checkpoint ``NAME`` there may be, beside it, as hidden folders::
+A checkpoint is written under a temporary name next to its path, and then renamed. The order of checkpoints follows from
+the numbers in their names, never from clocks. Next to a checkpoint ``NAME``, two hidden folders may exist::
 
-    .NAME.writing   what is being written, or what a save that was cut off left behind
-    .NAME.before    what NAME was, for the moment between two renames while another takes its place
+    .NAME.writing   a checkpoint that is being written, or the rest of an interrupted save
+    .NAME.before    the old checkpoint NAME, between the two renames that replace it
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from muonmesh.errors import FileError, explain_error
 from muonmesh.files import kind_of, onto_disk
 
 NUMBERED = re.compile(r"(?P<family>.*?)(?P<number>\d+)", re.DOTALL)
-# What a file system says that has no locks, NFS among them for folders: there a second writer is not noticed.
+# Errors of file systems that cannot lock a folder, such as NFS. There, a second writer is not detected.
 CANNOT_LOCK = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF, errno.EINVAL}
 
 
 def writing_at(path: Path) -> Path:
-    """Where it is written."""
+    """Return the temporary path where a checkpoint is written."""
     return path.with_name(f".{path.name}.writing")
 
 
 def before_at(path: Path) -> Path:
-    """Where the one is that it takes the place of."""
+    """Return the temporary path of the old checkpoint while it is being replaced."""
     return path.with_name(f".{path.name}.before")
 
 
 def found_at(path: Path) -> Path:
-    """Where a checkpoint is: at its place or, if the one that was to replace it never came, beside it."""
+    """Return the path where a checkpoint is: ``path``, or the temporary path if a replacement was interrupted."""
     if os.path.lexists(path) or not path.name:  # "." and "/" have no name, so nothing can be beside them
         return path
     before = before_at(path)
@@ -48,14 +48,14 @@ def found_at(path: Path) -> Path:
 
 @contextlib.contextmanager
 def writing_alone(path: Path) -> Iterator[Path]:
-    """Lock the empty folder into which this process writes a checkpoint; remove what is written if that fails.
+    """Return a context with an empty, locked folder for writing a checkpoint; if an error is raised, remove the folder.
 
-    The operating system frees the lock when the process ends, so nobody has to remove a file by hand. What cannot be
-    removed stays for the next save.
+    The operating system frees the lock when the process ends, so no lock file remains. Files that cannot be removed
+    stay until the next save.
 
     Raises:
-        FileError: another process holds it, or something is at the place that is no checkpoint.
-        OSError: it could not be made.
+        FileError: another process holds the lock, or ``path`` exists and is no checkpoint.
+        OSError: the folder could not be made.
     """
     check_replaceable(path)
     missing = [folder for folder in path.parents if not folder.is_dir()]
@@ -78,10 +78,10 @@ def writing_alone(path: Path) -> Iterator[Path]:
 
 
 def check_replaceable(path: Path) -> None:
-    """Make sure that nothing would be lost at a place but an older checkpoint.
+    """Check that a path is free, or has only a checkpoint, which may be replaced.
 
     Raises:
-        FileError: naming what is there.
+        FileError: the path has something else, which the message names.
     """
     if not os.path.lexists(path):
         return
@@ -94,10 +94,10 @@ def check_replaceable(path: Path) -> None:
 
 
 def put(scratch: Path, path: Path) -> None:
-    """Rename what has been written to its place; what was there goes once the new one is there.
+    """Rename a written checkpoint to its path, and then remove the old checkpoint.
 
     Raises:
-        OSError: it could not; what was there is there.
+        OSError: the rename failed; the old checkpoint is still at its path.
     """
     before = before_at(path)
     replacing = os.path.lexists(path)
@@ -113,12 +113,15 @@ def put(scratch: Path, path: Path) -> None:
         if replacing:
             before.rename(path)
         raise
-    with contextlib.suppress(OSError):  # nobody reads it while there is something at the place
+    with contextlib.suppress(OSError):  # the old checkpoint is not read while the new one exists
         _remove(before)
 
 
 def numbered(directory: Path, family: str) -> list[tuple[int, Path]]:
-    """The numbers of all that is called ``family`` and a number, cut off replacements included, the highest first."""
+    """Return number and path of all entries named ``family`` plus a number, the highest number first.
+
+    Checkpoints whose replacement was interrupted are included.
+    """
     found: dict[int, Path] = {}
     for name in os.listdir(directory) if directory.is_dir() else ():
         inner = name.removeprefix(".").removesuffix(".before") if name.endswith(".before") else name
@@ -129,14 +132,14 @@ def numbered(directory: Path, family: str) -> list[tuple[int, Path]]:
 
 
 def forget_older(path: Path, keep: int) -> None:
-    """Of the checkpoints called as ``path`` is but for the number at the end, keep this one and the newest before it.
+    """Remove old checkpoints whose names differ from ``path`` only in the final number; keep the newest ones.
 
-    Only whole ones count among those that are kept. Ones with a higher number are of a future that was given up. What
-    cannot be removed, and what holds anything else, stays.
+    Only complete checkpoints count for ``keep``. Checkpoints with a higher number are removed: they belong to an
+    abandoned continuation of the run. Folders with other files in them stay, and folders that cannot be removed.
 
     Args:
-        path: A checkpoint that has just been written; it stays whatever its number.
-        keep: How many stay, this one included.
+        path: The checkpoint that has just been written; it always stays.
+        keep: The number of checkpoints to keep, ``path`` included.
     """
     own = NUMBERED.fullmatch(path.name)
     if own is None:
@@ -162,7 +165,7 @@ def forget_older(path: Path, keep: int) -> None:
 
 
 def _own(path: Path) -> set[str]:
-    """The files in a folder that are a checkpoint's own."""
+    """Return the names of the files in a folder that are part of a checkpoint."""
     known = {MANIFEST_FILE, METADATA_FILE, SETTINGS_FILE}
     with contextlib.suppress(FileError):
         known |= {*read_manifest(path)}
@@ -170,13 +173,16 @@ def _own(path: Path) -> set[str]:
 
 
 def _remove(path: Path) -> None:
-    """Remove a folder; half of one is never taken for a checkpoint, since its manifest tells of more or is gone."""
+    """Remove a folder, if it exists.
+
+    An interrupted removal leaves no valid checkpoint, since the manifest then names missing files or is missing itself.
+    """
     if os.path.lexists(path):
         shutil.rmtree(path)
 
 
 def _locked(folder: Path, *, make: bool) -> int | None:
-    """Open a folder and lock it; None where another process has."""
+    """Open and lock a folder, and return its file descriptor; None if another process holds the lock."""
     import fcntl  # there is none on Windows, where the rest of the package can be imported
 
     while True:
@@ -196,7 +202,7 @@ def _locked(folder: Path, *, make: bool) -> int | None:
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(held), folder.lstat()):
                 return held
-        os.close(held)  # its last holder has renamed it between our opening and our locking
+        os.close(held)  # another process renamed the folder after we opened it
 
 
 def _empty(folder: Path) -> None:

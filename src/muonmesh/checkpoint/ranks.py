@@ -1,7 +1,7 @@
-"""Ranks: runs work on every rank, and raises on all ranks if the work fails on one.
+"""Ranks: runs work on every rank, and raises on all ranks if the work fails on one rank.
 
-Every rank raises the same FileError. `muonmesh.comm.telling.agreed` is for what a rank works out from its own model and
-optimizer: every rank gets the results of all ranks.
+`together` raises the same FileError on every rank. `muonmesh.comm.telling.agreed` also gives every rank the results of
+all ranks.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ T = TypeVar("T")
 
 
 def settled(work: Callable[[], T], *, kind: type[MuonMeshError] = StateError) -> T:
-    """Return what the work gives on this rank, once it has succeeded on all. Called on all ranks.
+    """Run work on all ranks, and return this rank's result when the work has succeeded on all. Called on all ranks.
 
     Raises:
-        Exception: on a rank whose work failed, what it raised.
-        MuonMeshError: of that kind on the others, which tells of it.
+        Exception: on a rank whose work failed: the error of the work.
+        MuonMeshError: on the other ranks: an error of the class ``kind`` that reports the failure.
     """
     found: list[T] = []
     agreed(lambda: found.append(work()), kind=kind)
@@ -30,11 +30,12 @@ def settled(work: Callable[[], T], *, kind: type[MuonMeshError] = StateError) ->
 
 
 def together(work: Callable[[], T]) -> T:
-    """Return what the work gives on this rank, once it has succeeded on all. Called on all ranks.
+    """Run work on all ranks, and return this rank's result when the work has succeeded on all. Called on all ranks.
 
     Raises:
-        FileError: on every rank, with the message of the first rank that failed.
-        Exception: on a rank that met something else, what it met; the others raise a FileError that tells of it.
+        FileError: on every rank, if the work raised a FileError: the message of the first rank that failed.
+        Exception: on a rank whose work raised another error: this error. The other ranks raise a FileError that reports
+            it.
     """
     found: list[T] = []
 
@@ -52,15 +53,15 @@ def together(work: Callable[[], T]) -> T:
 
 
 def on_first_rank(work: Callable[[], None]) -> None:
-    """Do something on rank 0 only, and return or fail together."""
+    """Run work on rank 0 only; if it fails, raise on all ranks. Called on all ranks."""
     together(work if this_rank() == 0 else lambda: None)
 
 
 def insist_on_the_same(run: Path, given: Mapping[str, Any]) -> None:
-    """Make sure that all ranks were given the same values.
+    """Check that all ranks have the same values. Called on all ranks.
 
     Raises:
-        FileError: on every rank, with the first that differs.
+        FileError: on every rank: values differ; the message names the first.
     """
     everyone = tell_all(given)
     for name in sorted({name for other in everyone for name in other}):

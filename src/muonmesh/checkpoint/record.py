@@ -1,4 +1,4 @@
-"""Record: one parameter and its state as whole tensors, of each of which this rank stores some boxes."""
+"""Record: one parameter and its state, as whole tensors; this rank stores some boxes of each."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from muonmesh.step.state_layout import StateLayout, beside_rule
 
 MODEL = "model"
 STATE = "optimizer.state"
-"""What the names of weights and of state begin with: the names under which torch saves a model and an optimizer."""
+"""The prefixes of the names of weights and of state in a checkpoint, as in torch's checkpoints."""
 
 IN_PLACE = Precision(torch.float32, torch.float32, None)
-"""The precision of a Record whose state lies beside its parameter: an engine makes that state itself."""
+"""The default precision of a Record: fp32, no master weights, and state on the parameter's device."""
 
 
 @dataclass(frozen=True)
@@ -36,13 +36,13 @@ class Part:
     """One tensor in the state of a parameter.
 
     Attributes:
-        key: Its name.
-        layout: Where the numbers of this parameter live, and what they are.
-        local: Shape of the local tensor, which may have the numbers of others too.
-        dtype: In which it is saved.
-        device: Where it is kept.
-        positions: Where its numbers are in what the state keeps, which has those of all parameters of a flat tensor one
-            after the other; None: the state keeps these alone.
+        key: Its key in the state.
+        layout: What its numbers mean, and where the numbers of this parameter live.
+        local: The shape of the local tensor, which may also contain the numbers of other parameters.
+        dtype: The dtype in which it is saved.
+        device: The device that stores it.
+        positions: The slice of this parameter's numbers, if the local tensor contains the numbers of all parameters of
+            a flat tensor. None: the local tensor has only this parameter's numbers.
     """
 
     key: str
@@ -54,12 +54,20 @@ class Part:
 
     @staticmethod
     def of(key: str, layout: StateLayout, storage: Storage, local: Tensor, precision: Precision) -> Part:
-        """Return the tensor under a key in the state of a parameter that lives in ``storage`` as ``local``."""
+        """Return the Part with a key of a parameter's state.
+
+        Args:
+            key: The key in the state.
+            layout: The layout of this state tensor.
+            storage: Where the parameter lives.
+            local: The parameter's local tensor.
+            precision: The dtypes and the device of the state.
+        """
         shape, device = layout.shape_here(storage, local), layout.device_beside(local.device, precision)
         return Part(key, layout, shape, layout.saved_dtype(precision), device)
 
     def view(self, stored: Tensor) -> Tensor:
-        """Return what belongs to this parameter of a contiguous local tensor."""
+        """Return the numbers of this parameter in a contiguous local tensor, as a view."""
         return stored if self.positions is None else stored.view(-1)[self.positions]
 
 
@@ -69,13 +77,13 @@ class Record:
 
     Attributes:
         name: Canonical name.
-        tensor: What the optimizer steps: the parameter, or a flat tensor that holds it among others.
-        storage: Where it lives.
-        states: The optimizer's state by tensor; an entry is made when a checkpoint is loaded.
-        parts: The tensors that the state of this parameter may have, besides the master.
-        group: The param group, whose settings are written too; empty for what no optimizer steps.
-        spec: How it splits into matrices.
-        precision: Says in what masters are kept, where what has a number for each element is, and what multiplies.
+        tensor: The tensor that the optimizer steps: the parameter, or a flat tensor that contains the parameter.
+        storage: Where the parameter lives.
+        states: The optimizer's state by tensor. Loading a checkpoint adds missing entries.
+        parts: The tensors that the state of this parameter may have, besides the master weight.
+        group: The param group, whose settings are saved too; empty for a tensor that no optimizer steps.
+        spec: How the parameter splits into matrices.
+        precision: The dtype of master weights, the device of per-element state, and the kernels of matrix products.
     """
 
     name: str
@@ -89,22 +97,22 @@ class Record:
 
     @property
     def state(self) -> dict[str, Any]:
-        """The state of its tensor; empty before the first step."""
+        """The state of ``tensor``; empty before the first step."""
         return self.states.get(self.tensor, {})
 
     @property
     def algorithm(self) -> str:
-        """What steps it."""
+        """The name of the rule that steps the parameter, or "adamw"."""
         return str(self.group["algorithm"])
 
     @property
     def is_matrix(self) -> bool:
-        """Whether it is stepped as matrices, and not by AdamW."""
+        """Whether a rule for matrices steps the parameter, and not AdamW."""
         return is_matrix_rule(self.algorithm)
 
     @property
     def products(self) -> str:
-        """Which products multiply its matrices, and which coefficient set "auto" is."""
+        """The implementation of the products of its matrices; with ns_coefficients "auto", also the chosen set."""
         told, device = self.precision, local_of(self.tensor).device
         asked, steps = self.group["ns_coefficients"], self.group["ns_steps"]
         named = choose(asked, steps, device=device, dtype=told.compute)
@@ -113,25 +121,25 @@ class Record:
 
     @property
     def weights(self) -> Tensor:
-        """The weights that this rank stores, in the precision in which they are trained: the master's if there is one.
+        """The weights that this rank stores, in the precision in which they are trained: the master weight, if any.
 
-        So a checkpoint has no masters. Loaded where there are some, they take the weights as they were saved, and the
-        parameter takes them rounded, as after every step.
+        So a checkpoint has no separate master weights. On loading, a master weight takes the saved weights, and the
+        parameter takes the same weights rounded, as after every step.
         """
         return local_of(self.state.get("master", self.tensor)).detach()
 
     @property
     def dtype(self) -> torch.dtype:
-        """The precision in which its weights are trained."""
+        """The dtype in which its weights are trained."""
         return self.precision.master or self.tensor.dtype
 
     @property
     def created(self) -> bool:
-        """Whether it has state: a step has been taken."""
+        """Whether the parameter has state, because a step was taken."""
         return any(part.key in self.state for part in self.parts)
 
     def shares(self) -> Iterator[tuple[str, Share]]:
-        """Yield what this rank writes of weights and state, by name."""
+        """Yield the shares of weights and state that this rank writes, by name."""
         yield f"{MODEL}.{self.name}", _written(self.weights, self.storage)
         for part in self.parts:
             if part.key in self.state:
@@ -139,17 +147,17 @@ class Record:
                 yield f"{STATE}.{self.name}.{part.key}", _written(local, part.layout.storage)
 
     def take_weights(self, share: Share) -> None:
-        """Write weights that were read for it."""
+        """Copy weights that were read from a checkpoint into the parameter and its master weight."""
         fill(local_of(self.tensor).detach(), self.storage, share)
         if self.dtype != self.tensor.dtype:
             state = self.states[self.tensor]
             if "master" not in state:
-                copy = fresh_copy(local_of(self.tensor), self.dtype, self.precision, wait=True)  # the host writes it
+                copy = fresh_copy(local_of(self.tensor), self.dtype, self.precision, wait=True)  # the CPU writes it
                 state["master"] = self.storage.wrap(copy)
             fill(local_of(state["master"]), self.storage, share)
 
     def take_state(self, part: Part, share: Share | None) -> None:
-        """Write a part of the state that was read for it; None: as before the first step."""
+        """Copy a part of the state that was read from a checkpoint; None resets it to its value before the first step."""
         held = self.state.get(part.key)
         if share is None and held is None:
             return
@@ -166,14 +174,14 @@ class Record:
 
 def _written(local: Tensor, storage: Storage) -> Share:
     layout = storage.layout
-    # On a mesh all copies are cut alike, and torch writes each box once, on the rank that has least to write. Others
-    # may be cut at other places, and then would overlap: the first of them is written.
+    # On a mesh, all replicas have the same boxes, and torch writes each box once, on the rank with the least to write.
+    # Replicas of FlatShards may be cut at different places, and their boxes overlap: only the first replica is written.
     own = not isinstance(layout, FlatShards) or layout.replica(this_rank()) == layout.replicas[0]
     return Share(storage.shape, local.dtype, boxes_of(local.contiguous(), layout, storage.shape) if own else {})
 
 
 def wanted(storage: Storage, dtype: torch.dtype, device: torch.device) -> Share:
-    """Return fresh memory for what this rank stores of a whole tensor: nothing is loaded into what is in use."""
+    """Return new memory for this rank's boxes of a whole tensor, so that loading does not change memory in use."""
     span = storage.shape if storage.layout is None else (math.prod(local_shape(storage)),)
     where = boxes_of(torch.empty(span, dtype=dtype, device="meta"), storage.layout, storage.shape)
     boxes = {at: torch.empty(box.shape, dtype=dtype, device=device) for at, box in where.items()}
@@ -181,7 +189,7 @@ def wanted(storage: Storage, dtype: torch.dtype, device: torch.device) -> Share:
 
 
 def fill(local: Tensor, storage: Storage, share: Share) -> None:
-    """Copy what was read into what this rank stores, rounding to its dtype."""
+    """Copy a share that was read into this rank's local tensor, rounding to its dtype."""
     memory = local.contiguous()
     for at, box in boxes_of(memory, storage.layout, storage.shape).items():
         box.copy_(share.boxes[at])
@@ -191,45 +199,55 @@ def fill(local: Tensor, storage: Storage, share: Share) -> None:
 
 @runtime_checkable
 class Recorded(Protocol):
-    """An optimizer that can be saved, or an object that holds one. No method communicates, except `whole`."""
+    """The protocol of an optimizer that `muonmesh.checkpoint` can save, or of an object that holds one.
+
+    Only `whole` communicates, and `checkpoint_records` if owners of matrices keep state and no step has assigned them.
+    """
 
     def refuse_if_interrupted(self) -> None:
         """Raise StateError if a step or a load was interrupted while it wrote, and no state has been loaded since."""
 
     def checkpoint_records(self) -> list[Record]:
-        """Return all parameters that this rank steps, with what the optimizer keeps of them.
+        """Return a `Record` of each parameter that this rank steps, with its state.
 
         Raises:
-            StateError: it keeps something that nobody reads.
+            StateError: a parameter has state that the optimizer does not read.
         """
 
     def checkpoint_changing(self) -> None:
-        """Take note that weights, state and settings are written; until `checkpoint_restored`, they are torn."""
+        """Mark weights, state and settings as incomplete until `checkpoint_restored`: a load begins to write."""
 
     def checkpoint_restored(self) -> None:
-        """Take note that weights, state and settings were replaced."""
+        """Mark weights, state and settings as complete, because a load has written them."""
 
     def renamed(self, model: nn.Module) -> dict[str, str]:
-        """Return what a checkpoint calls otherwise than the model does, by the model's canonical names.
+        """Return the checkpoint's names of tensors that the model names differently, by the model's canonical names.
 
-        So it is where ranks call different tensors by one name, as DeepSpeed does with experts.
+        Names differ if ranks use one name for different tensors, as DeepSpeed does with experts.
         """
 
     def whole(self, model: nn.Module, *, write: bool) -> AbstractContextManager[Any]:
-        """Return a context in which parameters of the model that nobody trains are whole; all ranks enter it.
+        """Return a context in which frozen parameters of the model are whole. All ranks enter it.
 
-        With ``write`` what is written into them meanwhile stays.
+        Args:
+            model: The model.
+            write: Whether values that are written into them in the context are kept.
         """
 
 
 def records_of(planned: Planned, optimizer: torch.optim.Optimizer, precision: Precision) -> list[Record]:
-    """Return the parameters of a plan, with what the optimizer that it was made for keeps of them.
+    """Return a `Record` of each parameter of a plan, with the optimizer's state.
+
+    Args:
+        planned: The plan of the optimizer.
+        optimizer: The optimizer.
+        precision: The precision of the optimizer's state.
 
     Raises:
-        StateError: something is in their state that nobody reads.
+        StateError: a parameter has state that the optimizer does not read.
     """
     state = optimizer.state
-    first: dict[int, int] = {}  # for each tensor how many matrices its parameters before this one have
+    first: dict[int, int] = {}  # by tensor, the number of matrices of its earlier parameters
     records = []
     for member in planned.members:
         group = optimizer.param_groups[member.group]

@@ -1,8 +1,8 @@
 """Saves a model and its optimizer as a checkpoint that any layout can read, and loads it.
 
-`save` asks the optimizer for its Records, makes a Share of each tensor in them, and has `folder.write` write these.
-`load` has `folder.look` check the folder, works out by `fitting.fit` what goes where, reads into fresh memory, and only
-then writes to the model and the optimizer.
+`save` gets a Record of each parameter from the optimizer, makes a Share of each tensor in the Records, and writes the
+Shares with `folder.write`. `load` checks the folder with `folder.look`, finds with `fitting.fit` where each tensor
+goes, reads into new memory, and only then writes to the model and the optimizer.
 """
 
 from __future__ import annotations
@@ -118,15 +118,15 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Any, *, stri
 
 
 def _wrong(name: str, tensor: Tensor) -> str:
-    """Say what is wrong with a piece of the state: what no step leaves behind. Weights and buffers may be anything."""
+    """Return the fault of a piece of state with numbers that no step leaves, else ""; weights and buffers may have any."""
     return wrong_numbers(name, tensor) if name.startswith(f"{STATE}.") else ""
 
 
 def recorded(optimizer: Any) -> Recorded:
-    """Return the optimizer that wrappers hold: Accelerate's, Lightning's, DeepSpeed's.
+    """Return the optimizer of muonmesh inside wrappers, such as Accelerate's, Lightning's and DeepSpeed's.
 
     Raises:
-        TypeError: there is none of ours in it.
+        TypeError: there is no optimizer of muonmesh in the wrappers.
     """
     for inner in layers_of(optimizer):
         if isinstance(inner, Recorded):
@@ -139,12 +139,12 @@ def recorded(optimizer: Any) -> Recorded:
 
 
 def _records(host: Recorded, model: nn.Module) -> tuple[list[Record], Extra]:
-    """Return what the optimizer steps, and then what no optimizer does; and the extra state that is among it.
+    """Return records of the tensors that the optimizer steps, then of all other saved tensors; and the extra state.
 
-    No optimizer steps frozen parameters, the buffers that a state dict keeps, and the extra state of modules.
+    The other tensors are frozen parameters, the persistent buffers, and the extra state of modules.
 
     Raises:
-        LayoutError: FSDP1 has flattened one.
+        LayoutError: FSDP1 has flattened one of the other tensors.
     """
     records, renamed, extra = host.checkpoint_records(), host.renamed(model), extra_of(model)
 
@@ -173,14 +173,14 @@ def _records(host: Recorded, model: nn.Module) -> tuple[list[Record], Extra]:
 
 
 def reshard(model: nn.Module) -> None:
-    """Free what FSDP2 has gathered for a forward: what is written now would not be in it."""
+    """Free the parameters that FSDP2 has gathered for a forward pass, since they would keep the old weights."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def _digest(record: Record) -> str:
-    """Return in short what all ranks that have a tensor must say alike."""
+    """Return a hash of shape, dtype and layout, which must be equal on all ranks that have a tensor."""
     layout = record.storage.layout
     told = f"{tuple(record.storage.shape)} {record.tensor.dtype}"
     if layout is not None:
@@ -189,10 +189,11 @@ def _digest(record: Record) -> str:
 
 
 def _check_alike(said: list[dict[str, str]], records: Iterable[Record]) -> None:
-    """Make sure that what ranks call by one name is one tensor: of two, only one would be saved.
+    """Check that a name means the same tensor on all ranks; of two tensors, only one would be saved.
 
     Raises:
-        StateError: it is not, or a rank that holds some of it does not say so.
+        StateError: ranks hold different tensors under one name, or a rank that holds a part of a tensor does not pass
+            the tensor to `save`.
     """
     first: dict[str, tuple[int, str]] = {}
     for rank, digests in enumerate(said):

@@ -1,4 +1,4 @@
-"""Share: the boxes of a whole tensor that one rank stores, in the form that `torch.distributed.checkpoint` takes."""
+"""Share: the boxes of a whole tensor that one rank stores, in a form for `torch.distributed.checkpoint`."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from muonmesh.comm.storage import this_rank
 from muonmesh.layout import Layout
 
 Boxes = dict[tuple[int, ...], Tensor]
-"""Boxes of a whole tensor by where they begin in it."""
+"""Boxes of a whole tensor, by their offsets in the tensor."""
 
 
 def boxes_of(local: Tensor, layout: Layout | None, shape: tuple[int, ...]) -> Boxes:
     """Return the boxes of a whole tensor that this rank stores, as views.
 
     Args:
-        local: What this rank stores, contiguous; a flat buffer may hold others besides.
-        layout: Which ranks store what; None: each stores all of it.
-        shape: Of the whole tensor.
+        local: This rank's local tensor, contiguous; a flat buffer may also contain other tensors.
+        layout: The layout of the whole tensor; None means that each rank stores all of it.
+        shape: The shape of the whole tensor.
     """
     if layout is None or not math.prod(shape):
         return {(0,) * len(shape): local.view(shape) if layout is None else local.new_empty(shape)}
@@ -37,18 +37,18 @@ def boxes_of(local: Tensor, layout: Layout | None, shape: tuple[int, ...]) -> Bo
 
 
 class Share(Tensor):
-    """The boxes of one whole tensor that this rank stores, or wants to read.
+    """The boxes of one whole tensor that this rank stores, or will read.
 
-    A Share has the shape and dtype of the whole tensor, but no memory of its own, and nothing can be computed with it.
-    `torch.distributed.checkpoint` asks a Share for its boxes as it asks a DTensor for its shard, and writes them or
-    reads into them. So a tensor may be cut in another way when it is loaded than when it was saved.
+    A Share has the shape and dtype of the whole tensor, but no memory of its own, and does not support computation.
+    `torch.distributed.checkpoint` writes the boxes of a Share, or reads into them, as it does with the shard of a
+    DTensor. So a tensor may be cut differently at the save and at the load.
     """
 
     boxes: Boxes
 
     @staticmethod
     def __new__(cls, shape: tuple[int, ...], dtype: torch.dtype, boxes: Mapping[tuple[int, ...], Tensor]) -> Share:
-        """Make one of the whole's shape and dtype, with what this rank has of it."""
+        """Create a Share from the shape and dtype of the whole tensor, and this rank's boxes by their offsets."""
         share: Share = Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype)
         share.boxes = dict(boxes)
         return share
@@ -59,7 +59,7 @@ class Share(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Refuse to compute."""
+        """Raise NotImplementedError: a Share does not support computation."""
         raise NotImplementedError(f"{func} of a Share, which is a description of memory and no operand")
 
     def __create_write_items__(self, name: str, _: Any) -> list[WriteItem]:

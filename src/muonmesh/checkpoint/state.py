@@ -1,4 +1,4 @@
-"""State: makes what `Muon.state_dict` returns, loads it without torch's casts, and refuses what does not fit."""
+"""State: prepares the result of `Muon.state_dict`, and checks and loads a state dict without torch's casts."""
 
 from __future__ import annotations
 
@@ -28,48 +28,49 @@ _RESHARD = "Load it with torch.distributed.checkpoint.state_dict.set_optimizer_s
 
 
 _WORKED_OUT = ("matrices", "reasons")
-"""Lists by parameter in the groups of an optimizer. They follow from the model, so a saved group has None for them."""
+"""Keys of groups with lists by parameter. They follow from the model, so a saved group has None for them."""
 
 _LEFT_OUT = (*_WORKED_OUT, "param_names")
-"""What may be None in a saved group."""
+"""Keys that may be None in a saved group."""
 
 
 class SavedGroup(OrderedDict[str, Any]):
-    """A param group in a state dict: with the names of its parameters, and without what can be worked out again.
+    """A param group in a state dict: with the names of its parameters, and without lists that follow from the model.
 
-    torch's flattened form (``flatten_optimizer_state_dict``) repeats every entry of a group for each of its parameters
-    once it has taken "params" out. The names go with them, or that form would grow with the square of their number.
+    torch's flattened form (``flatten_optimizer_state_dict``) takes "params" out of a group, and then repeats every
+    other entry for each parameter. So "param_names" becomes None when "params" is taken out; otherwise the flattened
+    form would grow with the square of the number of parameters.
     """
 
     @staticmethod
     def of(group: Mapping[str, Any]) -> SavedGroup:
-        """Return a group to save. Its keys stay, since torch looks for all of them when it loads."""
+        """Return a group to save. It keeps all keys, since torch needs all of them when it loads."""
         return SavedGroup((key, None if key in _WORKED_OUT else value) for key, value in group.items())
 
     def pop(self, key: str, *default: Any) -> Any:
-        """Take an entry out, and the names of the parameters together with the parameters."""
+        """Remove and return an entry; with "params", set "param_names" to None."""
         found = super().pop(key, *default)
         if key == "params" and "param_names" in self:
             self["param_names"] = None
         return found
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle as the OrderedDict that it is, which ``torch.load(weights_only=True)`` knows."""
+        """Pickle as a plain OrderedDict, which ``torch.load(weights_only=True)`` accepts."""
         return OrderedDict, (), None, None, iter(self.items())
 
 
 def widen_state(held: Mapping[Tensor, dict[str, Any]], planned: Planned, wrote: Blocks | None) -> None:
-    """Turn what is kept in int8 into fp32, in place: any layout and any ``state_dtype`` can load it.
+    """Convert int8 state to fp32, in place, so that any layout and any ``state_dtype`` can load it.
 
-    The next step turns it back, into the same codes and scales, so nothing is lost.
+    The next step converts the state back to the same int8 codes and scales, so no precision is lost.
 
     Args:
-        held: The optimizer's state, written.
-        planned: Where the parameters live.
-        wrote: The blocks by which codes were written.
+        held: The optimizer's state; changed in place.
+        planned: The plan with the parameters' layouts.
+        wrote: The blocks that were in use when the codes were written.
 
     Raises:
-        StateError: a parameter was split otherwise since.
+        StateError: a parameter has been split into other matrices since then.
     """
     for member in planned.members:
         entry = held.get(member.tensor, {})
@@ -88,18 +89,19 @@ _TORN += "optimizer.state_dict()"
 
 
 def refuse_torn(caller: str, groups: Sequence[Mapping[str, Any]], layouts: Mapping[str, Declared]) -> None:
-    """Refuse to give torch's checkpoints plain tensors of which ranks have parts: flat shards, and what owners keep.
+    """Raise StateError if torch's checkpoint functions would lose state of this optimizer.
 
-    Each rank has other elements by the same name; of plain tensors torch saves those of one rank and drops the others.
-    FSDP1's flat shards it puts together itself.
+    For plain tensors, torch saves only one rank's. But ranks have different elements under one name in flat shards, and
+    in state that the owner of a matrix (the rank that orthogonalizes it) keeps. torch itself puts the flat shards of
+    FSDP1 together, so these are accepted.
 
     Args:
-        caller: The module that asks for the state.
+        caller: The module that calls ``state_dict()``. Only torch's checkpoint module is refused.
         groups: The param groups.
-        layouts: Where plain tensors live.
+        layouts: The declared layouts of plain tensors, by name.
 
     Raises:
-        StateError: torch asks, and there are such tensors.
+        StateError: the caller is torch's checkpoint module, and there are such tensors.
     """
     if caller != "torch.distributed.checkpoint.state_dict":
         return
@@ -122,20 +124,20 @@ def restore_state(
     planned: Planned | None,
     load: Callable[[dict[str, Any]], None],
 ) -> None:
-    """Load a state dict through torch's ``load``, but the state itself without torch's casts.
+    """Load a state dict with torch's ``load_state_dict``, but the state tensors without torch's casts.
 
-    torch casts every state tensor to its parameter's dtype, which would round the fp32 momentum and masters of a
-    bf16 model. Settings that the saved groups lack keep their values.
+    torch would cast every state tensor to its parameter's dtype, and so round the fp32 momentum and master weights of a
+    bf16 model. Settings that the saved groups do not have keep their values.
 
     Args:
-        optimizer: Its groups and state are written.
-        state_dict: As from ``state_dict()``.
-        precision: The dtypes to keep.
-        planned: Where the parameters live; None for an empty state.
-        load: Torch's ``load_state_dict``.
+        optimizer: The optimizer, whose groups and state are written.
+        state_dict: The result of ``state_dict()``.
+        precision: The dtypes of the state.
+        planned: The plan with the parameters' layouts; None for an empty state.
+        load: torch's ``load_state_dict``.
 
     Raises:
-        StateError: before anything is loaded, if the state does not fit.
+        StateError: the state does not fit; nothing has been loaded then.
     """
     given: dict[str, Any] = {}
     before = [dict(group) for group in optimizer.param_groups]
@@ -152,11 +154,11 @@ def restore_state(
         _check_groups(before, seen)
         for group, name, parameter, entry in _entries(before, seen):
             _check_entry(name, parameter, members[parameter].storage, layouts[parameter], group["algorithm"], entry)
-        return {**seen, "state": {key: {} for key in seen["state"]}}  # which torch would cast, on the device
+        return {**seen, "state": {key: {} for key in seen["state"]}}  # torch would cast state tensors on the device
 
     def mend(_: torch.optim.Optimizer) -> None:
         for number, old in enumerate(before):
-            # What belongs to the parameters stays, and a checkpoint may have turned tuples into lists.
+            # Lists by parameter keep their values, since a checkpoint may have turned tuples into lists.
             own = {key: old[key] for key in _LEFT_OUT if key in old}
             optimizer.param_groups[number] = {**old, **optimizer.param_groups[number], **own}
         for _group, _name, parameter, saved in _entries(before, given):
@@ -166,7 +168,8 @@ def restore_state(
                 local_of(fresh).copy_(local)
                 optimizer.state[parameter][key] = fresh
 
-    # Ours is the last hook before torch loads and the first after it, so users' hooks see what they expect.
+    # `inspect` runs as the last hook before torch loads, `mend` as the first hook after it, so that users' hooks see
+    # the usual state.
     handles = [
         optimizer.register_load_state_dict_pre_hook(inspect),
         optimizer.register_load_state_dict_post_hook(mend, prepend=True),
@@ -181,7 +184,7 @@ def restore_state(
 def _entries(
     groups: list[dict[str, Any]], state_dict: Mapping[str, Any]
 ) -> Iterator[tuple[dict[str, Any], str, Tensor, Mapping[str, Any]]]:
-    """Yield the group, the name and the tensor of each parameter that has saved state, with that."""
+    """Yield for each parameter with saved state: its group, its name, its tensor and the saved state."""
     for group, saved in zip(groups, state_dict["param_groups"], strict=True):
         for name, parameter, key in zip(group["param_names"], group["params"], saved["params"], strict=True):
             if entry := state_dict["state"].get(key):
@@ -189,7 +192,7 @@ def _entries(
 
 
 def _tensor(key: str, value: Any) -> Any:
-    """Return a count or a norm as the tensor that it is here; others save numbers."""
+    """Return a value of the state; if other code has saved a step count or a norm as a number, as a tensor."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return step_count(value) if is_number and key in (COUNT, *RUNNING) else value
 
@@ -235,7 +238,7 @@ def _check_entry(
     algorithm: str,
     entry: Mapping[str, Any],
 ) -> None:
-    """Make sure that saved state is that of a parameter."""
+    """Raise StateError unless saved state has the keys, shapes, layouts and values that a parameter's state needs."""
     missing = [key for key in known if key not in entry and key not in (*RUNNING, "master")]
     if missing:
         found, needed = f"state {sorted(map(str, entry))}", f"{missing[0]!r}: the parameter belongs to {algorithm}"
@@ -252,7 +255,7 @@ def _check_entry(
         found = _told(local.shape, value if isinstance(value, DTensor) else None)
         here = layout.shape_here(weights, local_of(tensor))
         needed = _told(here, layout.storage if layout.storage.mesh is not None else None)
-        # Who owns what is known with the ranks, so what owners keep is looked at in the first step.
+        # The ranks agree on the owners of matrices in the first step, which then checks the state that owners keep.
         if found != needed and not (layout.companion is not None and layout.companion.at_owner):
             write = "Split it as when it was saved" if key in RUNNING else _RESHARD
             raise StateError(explain_error(name, f"{key} {found}", f"{needed}, as this optimizer stores it", write))
@@ -260,7 +263,7 @@ def _check_entry(
 
 
 def check_values(name: str, key: str, local: Tensor) -> None:
-    """Refuse numbers that no step leaves behind; one nan in a momentum makes a whole matrix nan."""
+    """Raise StateError for numbers that no step leaves in the state; a NaN in a momentum makes a whole matrix NaN."""
     if key not in (COUNT, *RUNNING) and not (local.is_floating_point() and local.itemsize > 1):
         found, needed = f"{key} of dtype {local.dtype}", "real floating-point numbers of 16 bits or more"
         raise StateError(explain_error(name, found, needed, "Save state_dict() as it is"))
@@ -271,7 +274,7 @@ def check_values(name: str, key: str, local: Tensor) -> None:
 
 
 def _told(local: Sequence[int], whole: DTensor | Storage | None) -> str:
-    """Say where a tensor lives, of which this rank stores so much; None: all of it is a plain tensor."""
+    """Return a description of a tensor: a plain tensor if ``whole`` is None, else a DTensor with its local shape."""
     if whole is None:
         return f"a plain tensor of shape {tuple(local)}"
     return f"a DTensor of shape {tuple(whole.shape)} placed {tuple(whole.placements)}, {tuple(local)} here"

@@ -1,8 +1,8 @@
-"""Zero: puts the optimizer state of a DeepSpeed checkpoint together from the files of all ranks.
+"""Zero: assembles the optimizer state of a DeepSpeed checkpoint from the files of all ranks.
 
-ZeRO keeps state in flat tensors. At stages 1 and 2 a rank has an interval of AdamW's moments. Of Muon's momentum it has
-every parameter whole of which it holds some elements, one after the other. At stage 3 a rank has an equal slice of
-every parameter, and the last slices are padded. The checkpoint says which parameter lies where.
+ZeRO keeps state in flat tensors. At stages 1 and 2, a rank has an interval of AdamW's moments. Of Muon's momentum, the
+rank has the whole momentum of every parameter of which it holds elements, one after the other. At stage 3, a rank has
+an equal slice of every parameter; the last slices are padded. The checkpoint records where each parameter lies.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SHAPES = re.compile(r"(?:zero_pp_rank_0_)?mp_rank_00_model_states\.pt")
 _READ = "0.19.8"
 _WRITE = f"Save it by DeepSpeed {_READ}, without elastic_checkpoint"
 
-# What DeepSpeed writes besides tensors and plain values, as found in checkpoints of 0.19.8 at stages 1 to 3.
+# The classes that DeepSpeed pickles besides tensors and plain values, in checkpoints of 0.19.8 at stages 1 to 3.
 _CLASSES = (
     "deepspeed.runtime.fp16.loss_scaler.LossScaler",
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
@@ -44,10 +44,10 @@ class _Flat(NamedTuple):
 
     Attributes:
         group: The settings of its group.
-        shapes: Of its parameters, by name.
-        kept: What each rank keeps of it.
-        starts: For each rank where its interval of a parameter begins in its flat tensor, and how long it is.
-        momentum_is_whole: Whether momentum is no interval: at stages 1 and 2.
+        shapes: The shapes of its parameters, by name.
+        kept: The state of the flat tensor on each rank.
+        starts: For each rank, by parameter name: begin and length of the parameter's interval in the flat tensor.
+        momentum_is_whole: Whether ranks keep the momentum of whole parameters, as at stages 1 and 2.
     """
 
     group: Mapping[str, Any]
@@ -58,17 +58,18 @@ class _Flat(NamedTuple):
 
 
 def read_zero(folder: Path) -> dict[str, Any]:
-    """Return the state dict that a DeepSpeed checkpoint of ZeRO-1, 2 or 3 amounts to, on the CPU, by parameter name.
+    """Return the optimizer's state dict from a DeepSpeed checkpoint of ZeRO-1, 2 or 3, on the CPU, by parameter name.
 
-    Files are read with ``weights_only=True``; what stands in them of DeepSpeed's classes becomes a record without
-    behavior, so nothing is executed and DeepSpeed need not be installed.
+    Files are read with ``weights_only=True``. Objects of DeepSpeed's classes become records without behavior, so no
+    code from the files runs, and DeepSpeed need not be installed.
 
     Args:
-        folder: What ``save_checkpoint`` was given, whose newest checkpoint is read, or the folder of one in it.
+        folder: The folder that ``save_checkpoint`` got, whose newest checkpoint is read; or the folder of one
+            checkpoint in it.
 
     Raises:
-        FileError: the files of a rank are missing, cannot be read, or hold more than data.
-        StateError: they do not fit together.
+        FileError: the files of a rank are missing, cannot be read, or contain more than data.
+        StateError: the files do not fit together.
     """
     folder = _newest(folder)
     paths = _files(folder)
@@ -107,7 +108,11 @@ def _newest(folder: Path) -> Path:
 
 
 def _files(folder: Path) -> list[Path]:
-    """Return the file of each rank, in order."""
+    """Return the optimizer file of each rank, in the order of the ranks.
+
+    Raises:
+        FileError: a file is missing, or the checkpoint has tensor parallelism.
+    """
     found: dict[int, Path] = {}
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         match = _STATES.fullmatch(path.name)
@@ -129,10 +134,10 @@ def _files(folder: Path) -> list[Path]:
 
 
 def load_inert(path: Path) -> Mapping[str, Any]:
-    """Read a file of DeepSpeed's with ``weights_only=True``; of objects of its classes nothing runs.
+    """Return the content of a DeepSpeed file, read with ``weights_only=True``; no code of DeepSpeed's classes runs.
 
     Raises:
-        FileError: it holds something else, or has changed since it was written.
+        FileError: the file has objects of other classes, or has changed since it was written.
     """
     needed = f"tensors, plain values and what DeepSpeed {_READ} writes beside them"
     with torch.serialization.safe_globals([(Fields, name) for name in _CLASSES]):
@@ -142,7 +147,11 @@ def load_inert(path: Path) -> Mapping[str, Any]:
 
 
 def _rank_state(path: Path) -> Any:
-    """Return what the optimizer of one rank has saved."""
+    """Return the saved state of one rank's optimizer.
+
+    Raises:
+        FileError, StateError: the file cannot be read, or has another form.
+    """
     state = check_form(str(path), load_inert(path), {"optimizer_state_dict": {}}, _WRITE)["optimizer_state_dict"]
     form: dict[str, Form] = {"base_optimizer_state": STATE_DICT, "param_slice_mappings": [{TEXT: _PIECE}]}
     if "fp32_flat_groups" in state:
@@ -163,7 +172,7 @@ def _shapes(folder: Path) -> Sequence[Mapping[str, tuple[int, ...]]]:
 def _flats(
     path: Path, states: Sequence[Mapping[str, Any]], shapes: Sequence[Mapping[str, tuple[int, ...]]]
 ) -> Iterator[_Flat]:
-    """Yield the flat tensors of the checkpoint with what each rank keeps of them."""
+    """Yield the flat tensors of the checkpoint, with the state that each rank keeps of them."""
     third = "fp32_flat_groups" in states[0]
     kept = [state["optimizer_state_dict" if third else "base_optimizer_state"] for state in states]
     owners = [(group, key) for group in kept[0]["param_groups"] for key in group["params"]]
@@ -184,7 +193,11 @@ def _flats(
 
 
 def _entry(folder: Path, name: str, flat: _Flat) -> dict[str, Any]:
-    """Return what is kept of one parameter: its tensors whole, counts as they are."""
+    """Return the state of one parameter: whole tensors, and counts unchanged.
+
+    Raises:
+        StateError: the files of all ranks have too few elements, or other values than flat tensors.
+    """
     entry: dict[str, Any] = {}
     for key in dict.fromkeys(key for kept in flat.kept for key in kept):
         values = [kept.get(key) for kept in flat.kept]
@@ -212,7 +225,7 @@ def _entry(folder: Path, name: str, flat: _Flat) -> dict[str, Any]:
 def _end_to_end(
     folder: Path, held: Mapping[str, tuple[int, int]], value: Tensor, shapes: Mapping[str, tuple[int, ...]]
 ) -> Mapping[str, tuple[int, int]]:
-    """Return where the parameters lie in the momentum of a rank, which has all of each that the rank holds some of."""
+    """Return begin and length of each parameter in a rank's momentum, which contains whole parameters end to end."""
     names = sorted(held, key=lambda name: held[name][0])
     sizes = [prod(shapes[name]) for name in names]
     if value.numel() != sum(sizes):

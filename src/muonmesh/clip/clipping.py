@@ -1,4 +1,4 @@
-"""Clipping: one call of `Muon.clip_grad_norm_`, also on a rank that cannot follow the plan."""
+"""Clipping: one call of `Muon.clip_grad_norm_`, also on a rank whose parameters no longer fit the plan."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from muonmesh.step.runtime import Clip, Runtime
 
 
 class PlanAgain(Exception):
-    """Some rank must plan again, and all of them know."""
+    """Raised on all ranks if one of them must make a new plan."""
 
 
 def clip_gradients(
@@ -47,23 +47,26 @@ def clip_gradients(
 ) -> tuple[GradNorms, Clip]:
     """Implement `Muon.clip_grad_norm_`: measure the gradients, add up one fp64 vector over the ranks, and scale.
 
-    Squares and sums are fp64 and a coefficient is rounded once: with fp32 sums it differs between shardings.
+    Squares and sums are fp64, and a coefficient is rounded once. With fp32 sums, it would differ between shardings.
 
     Args:
-        connected: The plan that all ranks know of, with its exchange.
-        here: The optimizer, whose gradients are measured and scaled. None if this rank has other parameters than
-            planned: it takes part in the sum that the others wait for, and tells them. If their hosts do not wait and
-            some of them have not changed, `Muon.step` ends in an error on all ranks.
-        error: What is wrong with the groups.
+        connected: The plan on which all ranks have agreed, with its exchange.
+        here: The optimizer whose gradients are measured and scaled. None if this rank's parameters no longer fit the
+            plan: it then takes part in the sum for which the others wait, and reports this in the sum. If the CPUs of
+            the other ranks do not wait for the result, and their parameters have not changed, `Muon.step` raises an
+            error on all ranks.
+        error: An error in the groups of this rank; None if there is none.
         limits: The arguments of the call.
-        runtime: Of the optimizer.
-        process_group: Other ranks to be clipped with, over which the head of the vector is added up too.
-        slots: The places of this set's matrices in that sum, if their squares are added up there too.
+        runtime: The runtime of the optimizer.
+        process_group: Other ranks to clip with by a common norm, over which the head of the vector is added up too;
+            None if there are none.
+        slots: The places of this set's matrices in the sum over ``process_group``, if their squares are added up there
+            too.
 
     Raises:
-        Exception: what this rank found wrong, after it has taken part in what the others wait for.
-        PlanError: another rank found something wrong. Nothing has been scaled then.
-        PlanAgain: a rank must plan again, or ``slots`` are those of another plan than it has now.
+        Exception: the error of this rank, after it has taken part in the sum for which the others wait.
+        PlanError: another rank found an error. No gradient has been scaled then.
+        PlanAgain: a rank must make a new plan, or ``slots`` belong to another plan than the current one.
     """
     (planned, exchange), source, waits = connected, runtime.source, runtime.host_waits(connected.planned)
     apart, matrices, sums = source.norms_apart, matrices_from(source), zeros_for(planned, source)
@@ -73,7 +76,7 @@ def clip_gradients(
         limits.check()
         return limits.told(sums, torch.zeros_like(sums[0], dtype=torch.bool), apart), Clip()
     by_matrix, said = limits.policy == "per_matrix", dict.fromkeys(range(matrices), 0)
-    wrong: Exception | None = None  # an argument, which is the same everywhere
+    wrong: Exception | None = None  # a wrong argument, which all ranks have
     if here is not None:
         error = add_squares(planned, here.param_groups, source, limits.measured, sums, matrices=by_matrix)
         try:
@@ -82,7 +85,7 @@ def clip_gradients(
         except (TypeError, ValueError) as found:
             error = wrong = found
     if error is not None and sums.is_meta:
-        raise error  # nothing here has data, so nothing can be asked of the others
+        raise error  # parameters on the meta device: no communication is possible
     unplaced = here is None or (slots is not None and slots.planned is not planned)
     said[ERRORS], said[REPLAN] = int(error is not None), int(unplaced and error is None)
     sums[:matrices] += upload(list(said.values()), dtype=sums.dtype, device=sums.device)
@@ -110,8 +113,8 @@ def clip_gradients(
 
 
 def _reduces(planned: Planned, limits: Limits, process_group: dist.ProcessGroup | None) -> bool:
-    """Whether there is anything to measure, or others that may have something."""
-    # Others of the set, or in the process group, may have an AdamW half where this rank has none.
+    """Return whether this rank or another rank may have gradients to measure."""
+    # Other ranks of the set, or of the process group, may have AdamW's parameters even if this rank has none.
     if planned.plan.elementwise or process_group is not None:
         return True
     halves = {INVARIANT if parameter.scale_invariant else FELT for parameter in planned.plan.parameters}

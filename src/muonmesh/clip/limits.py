@@ -1,4 +1,4 @@
-"""Limits: what a call of `Muon.clip_grad_norm_` asks for, what follows from the norms, and what it returns."""
+"""Limits: the arguments of `Muon.clip_grad_norm_`, the coefficients that follow from the norms, and the result."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ from muonmesh.errors import explain_error
 class GradNorms:
     """Norms of the gradients before clipping, over all shards, every element counted once.
 
-    ``float(norms)`` and ``norms.item()`` are the total, as in loops written for torch's function. Reading them
-    sends nothing, so one rank alone may log. On CUDA, reading waits for the device.
+    ``float(norms)`` and ``norms.item()`` are the total norm, as in loops written for torch's function. Reading them
+    needs no communication, so a single rank may log them. On CUDA, reading waits for the device.
 
     Attributes:
         total: Norm of all gradients, a 0-d fp64 tensor; None with ``norms=False`` if the policy does not need it.
-        muon: Norm of the gradients of Muon's groups and of other scale-invariant rules; None in the same case.
+        muon: Norm of the gradients of Muon's groups and of groups with other scale-invariant rules; None in the same
+            case.
         adamw: Norm of all other gradients: AdamW's, and those of rules that depend on the scale; None in the same case.
         skipped: Whether the next ``step`` changes nothing, a 0-d bool tensor.
-        apart: Norms by name of the gradients that the other norms leave out (`GradientSource.norms_apart`).
+        apart: By name, the norms of gradients that the other norms do not include (`GradientSource.norms_apart`).
     """
 
     total: Tensor | None
@@ -43,7 +44,7 @@ class GradNorms:
         return float(self)
 
     def __float__(self) -> float:
-        """Return the total norm; nan if it was not asked for."""
+        """Return the total norm; NaN if it was not computed."""
         return math.nan if self.total is None else float(self.total)
 
     def __format__(self, spec: str) -> str:
@@ -66,7 +67,7 @@ class Limits:
     norm_type: float = 2.0
 
     def check(self) -> None:
-        """Raise ValueError unless the arguments can be met."""
+        """Raise ValueError if an argument is unknown or out of range."""
         if self.policy not in get_args(ClipPolicy):
             known = ", ".join(f'"{policy}"' for policy in get_args(ClipPolicy))
             raise ValueError(explain_error("policy", f"{self.policy!r}", f"one of {known}"))
@@ -84,7 +85,10 @@ class Limits:
 
     @property
     def measured(self) -> set[int]:
-        """The halves that are measured: both where asked for, or needed to clip, or to see a non-finite gradient."""
+        """The kinds of gradients to measure, as places in the sums: FELT (AdamW's), and INVARIANT (Muon's) if needed.
+
+        Muon's gradients are measured if ``norms`` is True, if the policy needs them, or with ``skip_above``.
+        """
         both = self.norms or self.policy != "adamw_only" or self.skip_above < math.inf
         return {INVARIANT, FELT} if both else {FELT}
 
@@ -95,27 +99,30 @@ class Limits:
 
     @property
     def _by(self) -> dict[int, str]:
-        """The halves that are clipped as one, as places in the sums, each with the name of the norm that limits it."""
+        """The kinds of gradients to clip, as places in the sums, each with the name of the norm that limits it."""
         by = {"all": {INVARIANT: "total", FELT: "total"}, "separate": {INVARIANT: "muon", FELT: "adamw"}}
         return by.get(self.policy, {FELT: "adamw"})
 
     @property
     def digest(self) -> int:
-        """A hash of the arguments below 2**20: ranks add it up to find out whether their arguments are equal."""
+        """A hash of the arguments, below 2**20. The ranks add it up to compare their arguments."""
         text = f"{self.policy} {float(self.max_norm)} {float(self.skip_above)}"
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest()) % 2**20
 
     def skips(self, sums: Tensor, apart: Sequence[str] = ()) -> Tensor:
-        """Return whether the step is skipped, 0-d bool: too large, or not finite, also of what is measured apart."""
+        """Return whether the step is skipped, 0-d bool: a norm is above ``skip_above`` or not finite.
+
+        Norms that are measured apart skip the step only if they are not finite.
+        """
         norms = norms_of(sums)
         above = [norms[name] > self.skip_above for name in self.protects]
         infinite = [~norms_of(sums, number)["total"].isfinite() for number in range(1 + len(apart))]
         return torch.stack([*above, *infinite]).any()
 
     def coefficients(self, sums: Tensor, skip: Tensor, apart: Sequence[str] = ()) -> dict[int, Tensor]:
-        """Return min(1, max_norm / norm), as torch's function computes it, for each half that is clipped as one.
+        """Return min(1, max_norm / norm), as torch's function computes it, for each kind of gradients to clip.
 
-        The keys are the places of the halves in the sums.
+        The keys are places in the sums.
         """
         return {
             half + 2 * number: torch.where(skip, 1.0, (self.max_norm / (norms[name] + 1e-6)).clamp(max=1.0))
@@ -124,7 +131,7 @@ class Limits:
         }
 
     def told(self, sums: Tensor, skip: Tensor, apart: Sequence[str] = ()) -> GradNorms:
-        """Return the norms, or with ``norms=False`` those that the policy needs."""
+        """Return the norms; with ``norms=False``, only the norms that the policy needs."""
         known = {name: norm if self.norms or name in self.protects else None for name, norm in norms_of(sums).items()}
         others = {name: norms_of(sums, number)["total"] for number, name in enumerate(apart, 1)}
         return GradNorms(**known, skipped=skip, apart=others)
@@ -133,7 +140,13 @@ class Limits:
 def scale_groups(
     groups: Sequence[Mapping[str, Any]], source: GradientSource, coefficients: Mapping[int, Tensor]
 ) -> None:
-    """Multiply the gradients of each half by its coefficient, a 0-d fp64 tensor, by its place in the sums."""
+    """Multiply the gradients of each group by their coefficient.
+
+    Args:
+        groups: The param groups.
+        source: The source of the gradients.
+        coefficients: 0-d fp64 tensors, by place in the sums.
+    """
     coefficients = {place: coefficient for place, coefficient in coefficients.items() if not is_one(coefficient)}
     for group in groups if coefficients else ():
         for parameter in group["params"]:
@@ -144,5 +157,5 @@ def scale_groups(
 
 
 def is_one(coefficient: Tensor) -> bool:
-    """Whether there is nothing to multiply, where asking does not make the host wait."""
+    """Return whether a coefficient is known to be 1. On a GPU the result is False, since reading would wait."""
     return coefficient.device.type == "cpu" and float(coefficient) == 1

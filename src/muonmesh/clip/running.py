@@ -1,4 +1,4 @@
-"""Running norms: what the gradient of each matrix is limited by under the policy "per_matrix"."""
+"""Running norms: limit the gradient of each matrix under the policy "per_matrix"."""
 
 from __future__ import annotations
 
@@ -20,10 +20,14 @@ DECAY = 0.95
 """Decay of a matrix's running norm, so that it remembers about twenty gradients."""
 
 WARM_UP = 10
-"""Gradients of a matrix that ``per_matrix`` only measures. Up to 1 / (1 − DECAY) of them count equally."""
+"""The number of first gradients of a matrix that ``per_matrix`` only measures. The first 1 / (1 − DECAY) gradients of
+a matrix count equally in the running norm."""
 
 SPIKE = 2.0
-"""A gradient counts in the running norm as at most so many times it, or one spike would disarm the guard."""
+"""A gradient counts in the running norm as at most SPIKE times the running norm.
+
+Otherwise one spike would raise the running norm so far that it no longer limits later spikes.
+"""
 
 
 def limit_matrices(
@@ -34,7 +38,19 @@ def limit_matrices(
     skip: Tensor,
     max_norm: float,
 ) -> tuple[tuple[Tensor, Tensor], ...]:
-    """Limit the gradient of each matrix that is stored here by its running norm; return the fresh running norms."""
+    """Limit the gradient of each matrix on this rank by its running norm, and return the new running norms.
+
+    Args:
+        planned: The plan of the optimizer.
+        state: The optimizer's state.
+        source: The source of the gradients.
+        squares: fp64, the squared gradient norm of each matrix of the plan, over all ranks.
+        skip: 0-d bool, whether the step is skipped; then no gradient is scaled.
+        max_norm: The largest norm of a gradient, in units of its matrix's running norm.
+
+    Returns:
+        For each tensor, fp32 (2, matrices): the new running norms, and the numbers of gradients in them.
+    """
     sizes = [len(numbers) for numbers in planned.matrices_of.values()]
     if not sizes:
         return ()
@@ -51,7 +67,7 @@ def limit_matrices(
     factors, fresh = _limited(squares[numbers].sqrt(), torch.stack([torch.cat(some) for some in held]), max_norm)
     every = torch.ones_like(squares).index_copy_(0, numbers, torch.where(skip, 1.0, factors))
     members = {number: member for number, member in enumerate(planned.muon) if member is not None}
-    # By tensor: a flat one holds several parameters, and its gradient is handed back once.
+    # By tensor: a flat tensor holds several parameters, and its gradient is written back once.
     names = {member.tensor: member.name for member in members.values()}
     gradients = {tensor: own_gradient(name, tensor, source) for tensor, name in names.items()}
     scaled = dict[Tensor, Tensor]()
@@ -71,16 +87,16 @@ def limit_matrices(
 
 
 def _limited(norms: Tensor, running: Tensor, max_norm: float) -> tuple[Tensor, Tensor]:
-    """Return the factors that limit gradients by their running norms, and the running norms after them.
+    """Return the factors that limit gradients by their running norms, and the new running norms.
 
     Args:
-        norms: fp64 (n,), of the gradients; one of exactly zero changes nothing.
-        running: fp32 (2, n): the running norm, and how many gradients it has seen.
-        max_norm: What a gradient may be in units of its running norm, from the first after the warm-up on.
+        norms: fp64 (n,), the gradient norms; a norm of exactly zero does not change its running norm.
+        running: fp32 (2, n): the running norm, and the number of gradients in it.
+        max_norm: The largest norm of a gradient, in units of its running norm, after the warm-up.
 
     Returns:
-        fp64 (n,) and fp32 (2, n). The mean of gradients of which one counts as at most twice (`SPIKE`) the mean
-        before it; AdaGC (arXiv 2502.11034) limits what it averages too.
+        fp64 (n,) and fp32 (2, n). A running norm is a mean of gradient norms, in which each counts as at most twice
+        (`SPIKE`) the mean before it. AdaGC (arXiv 2502.11034) limits the averaged norms too.
     """
     mean, seen = running.double()
     warm = seen >= WARM_UP
@@ -93,10 +109,10 @@ def _limited(norms: Tensor, running: Tensor, max_norm: float) -> tuple[Tensor, T
 
 
 def keep_running_norms(clip: Clip, state: Mapping[Tensor, Mapping[str, Any]], stop: Tensor | None) -> None:
-    """Write the running norms after a step to the state, unless ``stop``, a 0-d bool on the device, says otherwise."""
+    """Write the running norms to the state after a step, unless ``stop``, a 0-d bool on the device, is True."""
     for tensor, fresh in clip.running:
         for key, value in zip(RUNNING, fresh, strict=True):
             kept = state[tensor].get(key)
-            if kept is not None:  # else no state has been created here, since there was no gradient
+            if kept is not None:  # without a gradient, no state has been created
                 value = value.view_as(kept)
                 kept.copy_(value if stop is None else torch.where(stop, kept, value))

@@ -1,4 +1,4 @@
-"""Squares: the vector that all ranks add up when gradients are clipped, and what a rank adds to it."""
+"""Squares: the vector of squared gradient norms and flags that all ranks add up when gradients are clipped."""
 
 from __future__ import annotations
 
@@ -21,12 +21,15 @@ from muonmesh.step.planning import Planned
 ERRORS, REPLAN, RANKS, ALIKE, SQUARED, INVARIANT, FELT, MATRICES = range(8)
 """Places in the vector, which is fp64.
 
-ERRORS: how many ranks found an error. REPLAN: how many must plan again. RANKS: how many have valid arguments. ALIKE and
-SQUARED: a number made of the arguments, and its square; by their sums these ranks see whether all were given the same
-arguments. INVARIANT: the squares of the gradients of groups whose rule is `scale_invariant`, told as "muon". FELT:
-those of all other groups, told as "adamw": AdamW's, and those of rules on matrices that feel the scale. From MATRICES
-on: both again for each of the source's `norms_apart`, and then, from `matrices_from` on, the squares of each matrix
-of the plan.
+- ERRORS: the number of ranks that found an error.
+- REPLAN: the number of ranks that must make a new plan.
+- RANKS: the number of ranks with valid arguments.
+- ALIKE and SQUARED: a hash of the arguments, and its square. Their sums show whether all ranks have equal arguments.
+- INVARIANT: the squared gradient norm of groups whose rule is `scale_invariant`, reported as "muon".
+- FELT: the squared gradient norm of all other groups, reported as "adamw": AdamW's groups, and rules for matrices that
+  depend on the scale of gradients.
+- From MATRICES on: INVARIANT and FELT again for each of the source's `norms_apart`. Then, from `matrices_from` on, the
+  squared gradient norm of each matrix of the plan.
 """
 
 
@@ -35,8 +38,8 @@ class Slots(NamedTuple):
 
     Attributes:
         planned: The plan for which the places were agreed on; with another plan all sets must agree again.
-        first: How many matrices the sets before it have.
-        total: How many matrices all sets have.
+        first: The number of matrices in all earlier sets.
+        total: The number of matrices in all sets.
     """
 
     planned: Planned
@@ -45,29 +48,29 @@ class Slots(NamedTuple):
 
 
 def half_of(group: Mapping[str, Any]) -> int:
-    """Return the place of a group's half in the vector: whether its rule feels the scale of gradients."""
+    """Return a group's place in the vector: INVARIANT if the rule's step ignores the scale of gradients, else FELT."""
     return INVARIANT if RULES[group["algorithm"]].scale_invariant else FELT
 
 
 def matrices_from(source: GradientSource) -> int:
-    """Return the place in the vector from which on there are the squares of the matrices."""
+    """Return the place in the vector at which the squared norms of the matrices begin."""
     return MATRICES + 2 * len(source.norms_apart)
 
 
 def zeros_for(planned: Planned, source: GradientSource) -> Tensor:
-    """Return the vector before anything is added.
+    """Return a vector of zeros, fp64, in the length that the plan needs.
 
-    Its length is the same under every policy, so that ranks with different policies still meet, and raise.
+    The length is the same for every policy. So ranks with different policies can still add their vectors up, and raise.
     """
     length = matrices_from(source) + len(planned.plan.assignments)
     return torch.zeros(length, dtype=torch.float64, device=planned.device)
 
 
 def number_of(name: str, parameter: Tensor, source: GradientSource) -> int:
-    """Return by which norms a gradient is measured: 0 for the usual ones, else 1 + its index in ``norms_apart``.
+    """Return the number of the norms that measure a gradient: 0 for the usual norms, else 1 + index in ``norms_apart``.
 
     Raises:
-        LayoutError: the source names a norm that it does not list, so that other ranks may not know of it.
+        LayoutError: the source names a norm that its ``norms_apart`` does not have.
     """
     apart = source.norm_apart(parameter)
     if apart is None:
@@ -81,7 +84,10 @@ def number_of(name: str, parameter: Tensor, source: GradientSource) -> int:
 
 
 def norms_of(sums: Tensor, number: int = 0) -> dict[str, Tensor]:
-    """Return the norms "total", "muon" and "adamw" of the vector, 0-d fp64 each; or of what is measured apart."""
+    """Return the norms "total", "muon" and "adamw" of the vector, 0-d fp64 each.
+
+    ``number`` selects the usual norms (0), or norms that are measured apart (1 + index in ``norms_apart``).
+    """
     muon, adamw = sums[INVARIANT + 2 * number], sums[FELT + 2 * number]
     return {"total": (muon + adamw).sqrt(), "muon": muon.sqrt(), "adamw": adamw.sqrt()}
 
@@ -95,23 +101,24 @@ def add_squares(
     *,
     matrices: bool,
 ) -> Exception | None:
-    """Add the squares of the gradients stored here to the sums.
+    """Add the squared norms of this rank's gradients to the sums.
 
-    Where n ranks store the same elements, each adds 1/n of their squares, so that every element counts once.
+    If n ranks store the same elements, each rank adds 1/n of their squares, so that every element counts once.
 
     Args:
         planned: The plan whose gradients are measured.
         groups: The param groups.
-        source: Where they are.
-        measured: The halves to measure, as places in the sums.
-        sums: fp64 vector, written: see `ERRORS` and what follows it.
-        matrices: Whether to tell the matrices apart.
+        source: The source of the gradients.
+        measured: The kinds of gradients to measure, as places in the sums.
+        sums: The fp64 vector to add to; see `ERRORS` for its places.
+        matrices: Whether to add the squared norm of each matrix too.
 
     Returns:
-        The first thing that is wrong with a gradient. The others are still read: ranks may sum a partial one together.
+        The first error in a gradient, or None. All other gradients are still read, since ranks may have to reduce a
+        partial gradient together.
     """
     error: Exception | None = None
-    found = list[tuple[int, Tensor, int]]()  # a place in the sums, elements of a gradient, how many ranks store them
+    found = list[tuple[int, Tensor, int]]()  # place in the sums, elements, ranks that store them
     gradients, norm_of = dict[int, Tensor](), dict[int, int]()
     first = matrices_from(source)
     for number, member in [*enumerate(planned.muon), *((-1, member) for some in planned.adamw for member in some)]:
@@ -145,7 +152,7 @@ def add_squares(
         index = upload(places, dtype=torch.int64, device=sums.device)
         stored_by = upload(copies, dtype=torch.float64, device=sums.device)
         sums.index_add_(0, index, sums_of_squares(parts) / stored_by)
-    # Of a matrix that is not held here nothing has been added, so it may count anywhere.
+    # For a matrix that this rank does not hold, nothing has been added, so any place is right.
     halves = [norm_of.get(assignment.parameter, INVARIANT) for assignment in planned.plan.assignments]
     for half in dict.fromkeys(halves) if matrices else ():
         which = [first + matrix for matrix, its in enumerate(halves) if its == half]
@@ -162,18 +169,18 @@ def reduce_squares(
     matrices: bool,
     slots: Slots | None = None,
 ) -> None:
-    """Add the sums up over the ranks, in place: over the connected set, and over the sets that meet in a group.
+    """Add the vector up over the ranks, in place: over the connected set of ranks, and over other sets in a group.
 
-    Where all of the set is in the group, one reduction over the group does both for the head of the vector. Else the
-    ranks of the set that are in the group share out what all of the set have added up.
+    If the group has all ranks of the set, one reduction over the group does both for the head of the vector. Else the
+    set adds up first, and each of its ranks in the group contributes an equal part of the result.
 
     Args:
         sums: The vector.
-        exchange: Of the connected set.
-        source: Where gradients are.
-        group: Of other sets to be clipped with; None: there are none.
-        matrices: Whether to add up the squares of the matrices too, which each set has for itself.
-        slots: Where the sum over the group has room for those of this set; None: they take a sum of their own.
+        exchange: The exchange of the connected set.
+        source: The source of the gradients.
+        group: The process group with other sets to clip with; None if there are none.
+        matrices: Whether to add up the squared norms of the matrices too, which each set has for itself.
+        slots: The places of this set's matrices in the sum over the group; None: the set adds them up separately.
     """
     first = matrices_from(source)
     if slots is not None:
@@ -186,7 +193,7 @@ def reduce_squares(
         return
     ranks = [] if group is None else dist.get_process_group_ranks(group)
     here = sum(rank in exchange.plan.ranks for rank in ranks)
-    if here == len(ranks):  # the same length under every policy, so that unequal ones do not wait for each other
+    if here == len(ranks):  # the same length for every policy, so that unequal policies cannot block each other
         exchange.reduce_sums(sums)
         return
     head, whole = sums[:first], here == len(exchange.plan.ranks)
@@ -199,11 +206,14 @@ def reduce_squares(
 
 
 def unequal(sums: Tensor) -> Tensor:
-    """Return whether ranks were given different arguments, 0-d bool."""
+    """Return whether ranks have different arguments, 0-d bool."""
     ranks, alike, squared = (sums[place].round().long() for place in (RANKS, ALIKE, SQUARED))
     return ranks * squared != alike**2  # for whole numbers, n Σd² = (Σd)² says that all are equal
 
 
 def stops(sums: Tensor) -> Tensor:
-    """Return whether nothing is to be scaled, 0-d bool, the same on all ranks that have added up."""
+    """Return whether gradients must not be scaled, 0-d bool: an error, a new plan, or unequal arguments on any rank.
+
+    The result is the same on all ranks that have added up.
+    """
     return (sums[ERRORS] != 0) | (sums[REPLAN] != 0) | unequal(sums)

@@ -1,4 +1,4 @@
-"""Moving here: what the settings of other optimizers mean, and what they keep of a parameter."""
+"""Migration: translates the settings and the state of other optimizers to muonmesh."""
 
 from muonmesh.migration.packages import PackageName
 from muonmesh.migration.setting_names import convert_settings

@@ -1,4 +1,4 @@
-"""Known packages: the other Muon packages, each with its settings and their defaults."""
+"""Known packages: other Muon packages, each with its settings and their defaults."""
 
 from __future__ import annotations
 
@@ -37,10 +37,11 @@ def _named(polynomial: Polynomial) -> str | list[Polynomial]:
 
 
 def _polar_express_102(steps: int) -> list[Polynomial]:
-    """Return Polar Express for five steps with a safety factor of 1.02, as nanochat, dion and muonium run it.
+    """Return the first ``steps`` of five polynomials of Polar Express with a safety factor of 1.02.
 
-    arXiv 2505.16932, algorithm 1, with another cushion and safety factor than in its listing. These packages divide
-    the matrix by the factor once more, which is written into the first polynomial here.
+    nanochat, dion and muonium use these polynomials: arXiv 2505.16932, algorithm 1, with another cushion and safety
+    factor than in its listing. These packages divide the matrix by the factor once more; the first polynomial here
+    includes this division.
     """
     polynomials: list[Polynomial] = [
         (8.156554524902461, -22.48329292557795, 15.878769915207462),
@@ -54,21 +55,25 @@ def _polar_express_102(steps: int) -> list[Polynomial]:
 
 
 def _adjust_adamw(group: Settings, halves: Halves) -> None:
-    """Let Muon step as far as AdamW, so that one rate serves both halves.
+    """Set the scale mode with which Muon's step has the RMS of AdamW's step (Moonlight, arXiv 2502.16982).
 
-    It does when Muon's step has the RMS of AdamW's (Moonlight, arXiv 2502.16982).
+    Then one learning rate fits Muon's and AdamW's parameters.
     """
     halves["adamw"]["scale_mode"] = "match_rms_adamw"
 
 
 def _adjust_dion(group: Settings, halves: Halves) -> None:
-    """Let AdamW's half decay as Muon's does."""
+    """Set AdamW's decay mode to Muon's decay mode, as in dion."""
     if "adamw" in halves:
         halves["adamw"]["decay_mode"] = "cautious" if group["cautious"] else "full"
 
 
 def _adjust_muonium(group: Settings, halves: Halves) -> None:
-    """Multiply Muon's decay by √max(1, rows/cols), as muonium does; leading dims are a batch there."""
+    """Multiply Muon's decay by √max(1, rows/cols), as muonium does; in muonium, leading dims are a batch.
+
+    Raises:
+        ValueError: the matrices of the group need different decays.
+    """
     shapes = [tuple(parameter.shape) for parameter in group.get("params", ())]
     if group["flatten"]:
         shapes = [(shape[0], prod(shape[1:])) for shape in shapes]
@@ -90,7 +95,7 @@ PACKAGES: dict[str, Package] = {
         adjust=_adjust_adamw,
         beside=frozenset({"bias_correction"}),  # DeepSpeed's
     ),
-    "torch": Package(  # its ε changes nothing: with us no gradient is too small
+    "torch": Package(  # torch's ε needs no counterpart: muonmesh normalizes every nonzero gradient
         _defaults_of(torch.optim.Muon),
         halves=("muon",),
         scales=_TORCHS,
@@ -105,7 +110,7 @@ PACKAGES: dict[str, Package] = {
             "eps": 1e-10,
             "use_muon": True,
         },
-        halves=("adamw",),  # use_muon says otherwise
+        halves=("adamw",),  # unless use_muon is set
         rates=_JORDANS,
     ),
     "dion": Package(  # microsoft/dion 0.1.0
@@ -127,7 +132,7 @@ PACKAGES: dict[str, Package] = {
         beside=frozenset({"distributed_mesh", "flatten", "use_triton", "step", "beta1", "beta2"}),
         state_keys=StateKeys("momentum", sums=True, factor="mu", first="momentum", second="variance", count="step_dev"),
     ),
-    "deepspeed": Package(  # DeepSpeed 0.19: a group of the optimizer, or the configuration, which speaks of both halves
+    "deepspeed": Package(  # DeepSpeed 0.19: a group of the optimizer, or the configuration for Muon and AdamW together
         {
             "lr": None,
             "muon_lr": None,
@@ -173,7 +178,7 @@ PACKAGES: dict[str, Package] = {
         },
         scales=_NVIDIAS,
         coefficients=lambda group: "quintic",
-        # q, k and v are matrices of their own with us, and a matrix is whole under tensor parallelism.
+        # In muonmesh, q, k and v are always separate matrices, and matrices are whole under tensor parallelism.
         beside=frozenset({"optimizer", "muon_split_qkv", "muon_fp32_matmul_prec", "muon_tp_mode"}),
     ),
     "muonium": Package(  # muonium 0.2.0

@@ -1,4 +1,4 @@
-"""Package: what one other package calls its settings, and what it keeps."""
+"""Package: the names of another package's settings and of its state, and their meaning in muonmesh."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from muonmesh.settings import FOREIGN_KEYS
 
 Settings: TypeAlias = dict[str, Any]
 Halves: TypeAlias = dict[str, Settings]
-"""Our settings of the halves that a group speaks of: "muon", "adamw" or both."""
+"""Settings of muonmesh that a group of another package gives, by algorithm: "muon", "adamw" or both."""
 
 _HALVES = {"muon": ("muon",), True: ("muon",), "adamw": ("adamw",), False: ("adamw",)}
-"""Which halves a group speaks of, by its key "algorithm" or "use_muon"."""
+"""The algorithms of a group, by the value of its key "algorithm" or "use_muon"."""
 
 
 @dataclass(frozen=True)
 class Package:
-    """What one package calls its settings, and what it keeps of a parameter.
+    """The settings and the state of one other package, and their meaning in muonmesh.
 
     Attributes:
         defaults: The settings that change a step, with the package's defaults.
-        halves: The halves that a group speaks of which does not say so.
-        rates: The learning rate of each half where the group has none.
-        scales: Our scale mode for each value of its own setting.
-        coefficients: Returns the Newton–Schulz coefficients of a group.
-        adjust: Changes what has been read of a group where the shape of a setting is another than ours.
-        beside: Settings that change no step: how it is run, or where.
-        state_keys: Under which keys it keeps state.
+        halves: The algorithms ("muon", "adamw") of a group that has neither "algorithm" nor "use_muon".
+        rates: For each algorithm, the learning rate of a group that has none.
+        scales: muonmesh's scale mode for each value of the package's own setting.
+        coefficients: A function that returns the Newton–Schulz coefficients of a group.
+        adjust: A function that changes the translated settings where one by one translation is not enough.
+        beside: Settings that change no step, such as the device or the implementation.
+        state_keys: The keys of the package's state.
     """
 
     defaults: Mapping[str, Any]
@@ -46,10 +46,10 @@ class Package:
     state_keys: StateKeys = field(default_factory=StateKeys)
 
     def read_group(self, given: Mapping[str, Any]) -> Halves:
-        """Translate a group, or settings alone.
+        """Return the settings of muonmesh for a group of the package, or for its settings without parameters.
 
         Raises:
-            ValueError: a key is unknown, or its value has no counterpart.
+            ValueError: a key is unknown, or its value has no counterpart in muonmesh.
         """
         rate = given.get("initial_lr", given.get("lr", self.defaults["lr"]))
         group = {**self.defaults, **given, "lr": float(rate) if isinstance(rate, Tensor) else rate}
@@ -109,7 +109,7 @@ class Package:
 
 
 def _plain(key: str) -> str:
-    """Return what this file calls a setting. A setting of one half may say so by its first word."""
+    """Return the name that this file uses for a setting of any package, without a prefix ``muon_`` or ``adam_``."""
     plain = key.removeprefix("muon_").removeprefix("adam_")
     return _NAMES.get(plain, plain)
 
@@ -125,7 +125,8 @@ _NAMES = {
     "num_ns_steps": "ns_steps",
     "epsilon": "eps",
 }
-"""Other names of settings. A group that has the latter key, too, means that."""
+"""Other packages' names of settings → the names in this file. If a group has both keys, the name in this file counts.
+"""
 
 _COMMON = frozenset({"params", "param_names", "name"})
 _OFF = (None, False)
@@ -152,5 +153,5 @@ WITHOUT: Mapping[str, tuple[tuple[Any, ...], str]] = {
         'Convert the settings of its Muon, and write rule="normuon" for from_model if that is meant',
     ),
 }
-"""Settings of any package that change a step and have no counterpart in muonmesh, with the values that change nothing,
-and what to write instead of others. How decay is coupled matters only with a decay."""
+"""Settings of other packages that change a step and have no counterpart in muonmesh. Each has the values that change
+nothing, and what to write instead of other values. The settings in ``_DECAYS`` matter only with a weight decay."""

@@ -1,4 +1,4 @@
-"""Packages: those that are known, and whose an optimizer or a group is."""
+"""Packages: the known packages, and the package of an optimizer or of param groups."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _CLASSES: dict[str, dict[str, PackageName]] = {
     "dion": {"Muon": "dion"},
     "megatron": {"OptimizerConfig": "megatron"},
 }
-"""Whose settings a class keeps, by the package that it is imported from and its name."""
+"""The package name of each known optimizer class, by its top-level module and its class name."""
 
 _DIONS_ITERATIONS = {
     "polar_express": True,
@@ -36,14 +36,14 @@ _DIONS_ITERATIONS = {
     "zeropower_via_newtonschulz5": False,
     "newton_schulz_triton": False,
 }
-"""Whether dion's functions run Polar Express."""
+"""dion's orthogonalization functions by name, and whether each runs Polar Express."""
 
 
 def groups_of(source: object) -> tuple[PackageName, list[Settings]]:
-    """Return whose optimizer it is, and its groups with what it keeps outside of them.
+    """Return the package of an optimizer, and its groups, with settings added that it keeps outside of its groups.
 
     Raises:
-        TypeError: it is nobody's that is known, or keeps its settings where they cannot be read.
+        TypeError: the optimizer belongs to no known package, or its settings cannot be read.
     """
     for kind in type(source).__mro__:
         package = kind.__module__.split(".")[0]
@@ -80,14 +80,14 @@ _MARKS: dict[str, PackageName] = {
     "use_nesterov": "emerging_optimizers",
     "weight_decay_method": "emerging_optimizers",
 }
-"""Keys that the groups of one package have and those of the packages below it do not."""
+"""Keys by which the package of a group is found. The first match counts: packages further down lack the keys above."""
 
 
 def package_of(groups: Sequence[Mapping[str, Any]]) -> PackageName:
-    """Return whose saved groups these are.
+    """Return the package that saved these groups.
 
     Raises:
-        ValueError: they have no key that only one package has.
+        ValueError: the groups have no key that identifies a package.
     """
     keys = {key for group in groups for key in group}
     if "scale_mode" not in keys:

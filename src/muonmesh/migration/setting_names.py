@@ -1,4 +1,4 @@
-"""Setting names: what the settings of another optimizer are called in muonmesh, and their values there."""
+"""Setting names: translates names and values of another optimizer's settings to muonmesh."""
 
 from __future__ import annotations
 
@@ -58,16 +58,20 @@ def convert_settings(source: PackageName | Optimizer | object, *rest: Any, **set
 
 
 def _merged(where: str, groups: Sequence[Halves], name: str) -> Settings:
-    """Return the settings of both halves as arguments of `from_model`."""
+    """Return the settings for Muon and AdamW as arguments of `from_model`."""
     muon = _agreed(f"{where}'s Muon groups", [halves["muon"] for halves in groups if "muon" in halves], name)
     adamw = _agreed(f"{where}'s AdamW groups", [halves["adamw"] for halves in groups if "adamw" in halves], name)
     return {**muon, "adamw": adamw} if muon and adamw else muon or adamw
 
 
 def _agreed(where: str, groups: list[Settings], name: str) -> Settings:
-    """Return the one set of settings that all groups of a half have."""
+    """Return the settings that all groups of one algorithm have in common.
+
+    Raises:
+        ValueError: the groups have different settings.
+    """
     decaying = [group for group in groups if not group.pop("exempt", False)]
-    groups = decaying or groups  # vectors that do not decay: so they are with us, whatever the other groups say
+    groups = decaying or groups  # groups of vectors without decay need no setting: vectors never decay in muonmesh
     for key in groups[0] if groups else ():
         values = {str(group.get(key)): None for group in groups}
         if len(values) > 1:

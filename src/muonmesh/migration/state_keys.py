@@ -1,4 +1,4 @@
-"""StateKeys: under which keys another optimizer keeps its state of a parameter, and what that is in muonmesh."""
+"""StateKeys: the keys of another optimizer's state, and the translation of this state to muonmesh."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from muonmesh.numerics.rules import step_count
 
 
 class ParameterState(NamedTuple):
-    """What is kept of one parameter, by our keys.
+    """The state of one parameter, with muonmesh's keys.
 
     Attributes:
-        algorithm: "muon" or "adamw": whose state it is.
+        algorithm: "muon" or "adamw", the algorithm to which the state belongs.
         state: "momentum_buffer", an average, for Muon; "exp_avg", "exp_avg_sq" and "step", 0-d fp32, for AdamW. Tensors
             have the shape in which the other optimizer keeps them.
     """
@@ -32,18 +32,18 @@ class ParameterState(NamedTuple):
 class StateKeys:
     """The keys under which one package keeps the state of a parameter.
 
-    A sum of gradients ``M ← μM + g`` is 1/(1 − μ) times the average ``m ← μm + (1 − μ)g`` of the same gradients, and
-    so are the directions that are made of them with Nesterov, ``g + μM`` and ``(1 − μ)g + μm``. So a sum times 1 − μ is
-    the average after which all further steps are the same.
+    A sum of gradients ``M ← μM + g`` is 1/(1 − μ) times the average ``m ← μm + (1 − μ)g`` of the same gradients. The
+    same factor lies between the Nesterov directions ``g + μM`` and ``(1 − μ)g + μm``. So if muonmesh starts with the
+    average (1 − μ)M, all further steps have the same directions.
 
     Attributes:
-        momentum: Its key of a matrix's momentum.
-        sums: Whether that is a sum of gradients and not an average.
-        factor: The key of its groups for μ.
-        first: Its key of AdamW's first moment.
-        second: Its key of AdamW's second moment.
-        count: Its key of AdamW's count of steps; where that is missing, "step" of the group is read.
-        beside: Keys that change no step of Muon: counts, and what follows from the shape.
+        momentum: The key of a matrix's momentum.
+        sums: Whether the momentum is a sum of gradients, and not an average.
+        factor: The key of μ in a group.
+        first: The key of AdamW's first moment.
+        second: The key of AdamW's second moment.
+        count: The key of AdamW's step count. If it is missing, "step" of the group is read.
+        beside: Keys that change no step of Muon, such as counts.
     """
 
     momentum: str = "momentum_buffer"
@@ -55,15 +55,15 @@ class StateKeys:
     beside: frozenset[str] = frozenset({"step"})
 
     def read(self, name: str, group: Mapping[str, Any], entry: Mapping[str, Any]) -> ParameterState:
-        """Return what is kept of one parameter.
+        """Return the state of one parameter, with muonmesh's keys.
 
         Args:
-            name: Of the parameter, for messages.
-            group: The saved group that it is in.
-            entry: Its saved state, not empty.
+            name: The name of the parameter, for messages.
+            group: The saved group of the parameter.
+            entry: The saved state of the parameter, not empty.
 
         Raises:
-            StateError: something is missing, or is there that no step of Muon or AdamW leaves.
+            StateError: the saved state is incomplete, or has values that no step of Muon or AdamW leaves.
         """
         is_adamw = self.second in entry
         needed = (self.first, self.second) if is_adamw else (self.momentum,)
