@@ -1,4 +1,4 @@
-"""Checkpoint: saves and loads a model and its optimizer, between any two layouts and without executing code from files."""
+"""Checkpoint: saves and loads a model and its optimizer, between any layouts, without executing code from files."""
 
 from __future__ import annotations
 

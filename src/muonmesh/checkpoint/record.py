@@ -157,7 +157,7 @@ class Record:
             fill(local_of(state["master"]), self.storage, share)
 
     def take_state(self, part: Part, share: Share | None) -> None:
-        """Copy a part of the state that was read from a checkpoint; None resets it to its value before the first step."""
+        """Copy a part of the state that was read from a checkpoint; None resets it as before the first step."""
         held = self.state.get(part.key)
         if share is None and held is None:
             return

@@ -118,7 +118,7 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Any, *, stri
 
 
 def _wrong(name: str, tensor: Tensor) -> str:
-    """Return the fault of a piece of state with numbers that no step leaves, else ""; weights and buffers may have any."""
+    """Return the fault of a piece of state with numbers that no step leaves, else "". Weights may have any numbers."""
     return wrong_numbers(name, tensor) if name.startswith(f"{STATE}.") else ""
 
 

@@ -125,8 +125,7 @@ _NAMES = {
     "num_ns_steps": "ns_steps",
     "epsilon": "eps",
 }
-"""Other packages' names of settings → the names in this file. If a group has both keys, the name in this file counts.
-"""
+"""Other packages' names of settings → the names in this file. If a group has both, the name in this file counts."""
 
 _COMMON = frozenset({"params", "param_names", "name"})
 _OFF = (None, False)
