@@ -1,1 +1,1 @@
-"""Auditing: what a step of anybody's optimizer does to each weight, found by watching one."""
+"""Auditing: finds what a step of any optimizer does to each weight, by watching one step."""

@@ -1,4 +1,4 @@
-"""Audit: watches one step of an optimizer on a model, and says for each weight what really happens to it."""
+"""Audit: watches one step of an optimizer on a model, and reports for each weight what the step does to it."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class Audit:
         return {**plain, "ok": self.ok}
 
     def __str__(self) -> str:
-        """Return a table of at most 80 columns, and a line for what is to be mended. Layers that are alike are one."""
+        """Return a table of at most 80 columns, and a line for each fault. Equal layers share one row."""
         mends = Counter(row.mend for row in self.rows if row.mend)
         alike: dict[tuple[Any, ...], list[AuditRow]] = {}
         for row in self.rows:
@@ -140,7 +140,7 @@ def audit(
     groups: Sequence[Mapping[str, Any]] | None = None,
     layouts: Mapping[str, Any] | None = None,
 ) -> Audit:
-    """Watch one step of any optimizer on a model, and say for each weight what really happens to it.
+    """Watch one step of any optimizer on a model, and report for each weight what the step does to it.
 
     The optimizer takes one step on gradients of known structure, without state and at a learning rate of 1. The whole
     update is gathered and compared with the update of each verdict below. Class names do not matter. Afterwards
@@ -157,8 +157,8 @@ def audit(
         "each shard alone": each rank orthogonalizes only the shard that it stores.
         "elementwise": the step is the sign of the gradient, as in the first step of AdamW.
         "follows the gradient": the step is proportional to the gradient and not orthogonalized.
-        "twice": orthogonalized and elementwise, or held by two optimizers.
-        "only decays", "does not move", "not in the optimizer", "replicas differ", "not finite", "raises": as it says.
+        "twice": the step is a sum of an orthogonalized and an elementwise step, or two optimizers hold the weight.
+        "only decays", "does not move", "not in the optimizer", "replicas differ", "not finite", "raises": literally.
         "unreadable": ranks hold different shapes under one name, or no rank holds a part of the weight; ``layouts`` may
             help.
         "unknown": none of these.
@@ -183,7 +183,9 @@ def audit(
 
 @dataclass(frozen=True)
 class _Known:
-    """What ranks tell each other of a weight: its shape (None if they do not agree), its matrices, who holds it."""
+    """What the ranks exchange about a weight: shape (None if ranks have different shapes), layout, the number of
+    optimizers that hold it (``holders``), whether Muon should step it, and its matrices (``spec``).
+    """
 
     shape: tuple[int, ...] | None
     layout: Layout | None
@@ -193,7 +195,7 @@ class _Known:
 
 
 class _Watch:
-    """The weights that this rank has, what should happen to them, and what did."""
+    """The weights of this rank, how each should be treated, and a method that steps and reports."""
 
     def __init__(self, optimizers: list[Any]) -> None:
         self.optimizers = optimizers
@@ -203,7 +205,11 @@ class _Watch:
         self.guesses: tuple[str, ...] = ()
 
     def find(self, model: nn.Module, groups: Sequence[Mapping[str, Any]], layouts: Mapping[str, Any]) -> None:
-        """Find the weights, and what the optimizers and the groups say of each; no communication."""
+        """Find the weights, and what the optimizers and the groups say about each; no communication.
+
+        Raises:
+            ValueError: weights lie on the meta device, or no weight is trained.
+        """
         for given, parameter in model.named_parameters():
             name = canonical_name(given)
             if parameter.is_meta:
@@ -226,7 +232,7 @@ class _Watch:
             self.known[name] = _Known(storage.shape, storage.layout, holders, *right.get(name, (False, None)))
 
     def report(self) -> Audit:
-        """Step and tell; collective."""
+        """Step, and return the report. All ranks call it."""
         known: dict[str, _Known] = {}
         for theirs in tell_all(self.known):
             for name, one in theirs.items():
@@ -257,7 +263,7 @@ class _Watch:
         return Audit(names, world_size(), scale, fit, raised, tuple(rows), self.guesses)
 
     def _norms(self) -> dict[str, float]:
-        """Return the norms of the gradients that are there, of whole weights; empty if none is there on any rank."""
+        """Return the norms of the existing gradients, over whole weights; empty if no rank has a gradient."""
         squares = {}
         for name, parameter in self.weights.items():
             if (gradient := parameter.grad) is not None:
@@ -268,7 +274,7 @@ class _Watch:
         return {name: math.sqrt(square) for name, square in _summed(squares).items()}
 
     def _step(self, norms: Mapping[str, float]) -> tuple[str, dict[str, Tensor]]:
-        """Step on probing gradients of these norms, and return what was raised, and by how much local weights moved."""
+        """Step on probing gradients of these norms; return the raised error ("" if none), and the local updates."""
         with restored(self.optimizers, self.weights) as before:
             for name, parameter in self.weights.items():
                 if name in norms:
@@ -282,7 +288,7 @@ class _Watch:
             return raised, {name: each - before[name].float() for name, each in after.items()}
 
     def _seen(self, name: str, known: _Known, step: Tensor | None) -> Seen:
-        """Say what happened to one weight; collective, also for a rank that does not have it."""
+        """Return what the step did to one weight. All ranks call it, also ranks without this weight."""
         if known.shape is None:
             return Seen("unreadable")
         parameter, storage, shape = self.weights.get(name), self.storages.get(name), known.shape
@@ -300,19 +306,22 @@ class _Watch:
 
 
 def _summed(mine: Mapping[str, float]) -> dict[str, float]:
-    """Add up, over ranks, numbers by name; collective."""
+    """Return the sums of numbers over all ranks, by name. All ranks call it."""
     everyone = tell_all(mine)
     return {name: sum(theirs.get(name, 0.0) for theirs in everyone) for theirs in everyone for name in theirs}
 
 
 def best_scale(seen: Sequence[Seen]) -> tuple[str, float]:
-    """Return the scale mode that fits the steps best, and the median of steps over what it says; "" if none fits."""
+    """Return the scale mode that fits the steps best, and the median of the steps' sizes divided by its sizes.
+
+    Return "" and 1.0 if no mode fits.
+    """
     sizes = [each.sizes for each in seen if each.sizes]
     if not sizes:
         return "", 1.0
 
     def misfit(mode: str) -> float:
-        """How unequal the ratios are, which counts most, and how far from 1."""
+        """Return how unequal the ratios are, plus, with less weight, how far they are from 1."""
         logs = [math.log(max(each[mode], 1e-30)) for each in sizes]
         middle = statistics.median(logs)
         return statistics.fmean(abs(each - middle) for each in logs) + 0.3 * abs(middle)
@@ -326,7 +335,7 @@ FROM_MODEL = "Write optimizer = muonmesh.from_model(model, **muonmesh.convert_se
 
 
 def mend_of(verdict: Verdict, muon: bool, gradient: float, strength: float, size: float) -> str:
-    """Return what is wrong with a weight and the line that mends it; "" if nothing is."""
+    """Return what is wrong with a weight, and the line to write; "" if nothing is wrong."""
     if gradient == 0.0:
         return "no gradient arrives. Use the weight in the loss, or write weight.requires_grad_(False)"
     wrong = {

@@ -1,4 +1,4 @@
-"""Judge: which computation on a known gradient gave the step that was seen."""
+"""Judge: finds which computation on a known gradient gives the step that was seen."""
 
 from __future__ import annotations
 
@@ -25,16 +25,18 @@ Verdict = Literal[
 """What happens to a weight: see `muonmesh.audit`."""
 
 SURE = 0.97
-"""Cosine from which nothing else is tried."""
+"""The cosine similarity at which the search for a computation ends."""
 
 AS_STORED = ", rows and columns as stored"
-"""Behind a scale mode that was given the last two dims, which of in × out weights and convolutions are others."""
+"""The suffix of a scale mode that uses the last two dims of the stored weight as rows and columns. They differ from
+the matrix's rows and columns for weights stored in × out, and for convolutions."""
 
 FEW_ROWS = 1024
-"""Up to which an SVD of the smaller side is a matter of a second."""
+"""The largest smaller side of a matrix for which an SVD takes about a second at most."""
 
 ALIKE = 0.85
-"""Cosine from which a step counts as a computation's. Five Newton-Schulz steps in bf16 stay above 0.9 of U Vᵀ."""
+"""The cosine similarity above which a step counts as the result of a computation. Five Newton–Schulz steps in bf16 have
+more than 0.9 with U Vᵀ."""
 
 
 @dataclass(frozen=True)
@@ -42,10 +44,10 @@ class Seen:
     """What a step did to one weight.
 
     Attributes:
-        verdict: What the step is like.
-        matrices: How many matrices were orthogonalized, 0 if none.
-        like: Cosine between the step and what the verdict says it is.
-        sizes: The step over what each scale mode would make it; empty where nothing was orthogonalized.
+        verdict: What happened to the weight.
+        matrices: The number of matrices that were orthogonalized; 0 if none.
+        like: Cosine similarity between the step and the step that the verdict describes.
+        sizes: By scale mode, the size of the step divided by the mode's size; empty if nothing was orthogonalized.
         rms: Root mean square of the step at a learning rate of 1.
     """
 
@@ -57,7 +59,7 @@ class Seen:
 
 
 def polar(matrix: Tensor) -> Tensor:
-    """Return U Vᵀ of a matrix U S Vᵀ, where its rank is at most `RANK` by an SVD of what spans its columns."""
+    """Return U Vᵀ of a matrix U S Vᵀ; if its rank is at most `RANK`, with a small SVD in a basis of its columns."""
     rank = min(RANK + 8, *matrix.shape)
     tall = matrix.double() if matrix.numel() < 1 << 22 else matrix
     seeded = torch.Generator().manual_seed(0)
@@ -72,7 +74,7 @@ def polar(matrix: Tensor) -> Tensor:
 
 
 def of_matrices(whole: Tensor, matrices: Sequence[Matrix]) -> Tensor:
-    """Return a parameter in which each of its matrices is the polar factor of what it was."""
+    """Return a parameter in which each of its matrices is replaced by its polar factor."""
     result = torch.empty_like(whole)
     for matrix in matrices:
         assembled = whole.new_empty(matrix.shape)
@@ -82,7 +84,7 @@ def of_matrices(whole: Tensor, matrices: Sequence[Matrix]) -> Tensor:
 
 
 def of_shards(whole: Tensor, layout: Layout) -> Tensor:
-    """Return a parameter in which what each rank stores of it is orthogonalized by itself."""
+    """Return a parameter in which each rank's shard is orthogonalized alone."""
     result = torch.zeros_like(whole)
     for rank in layout.replica(layout.ranks[0]):
         shape = layout.local_shape(rank)
@@ -107,7 +109,7 @@ def _copy(whole: Tensor, memory: Tensor, blocks: Sequence[Block], *, back: bool)
 def candidates(
     gradient: Tensor, layout: Layout | None, spec: MatrixSpec
 ) -> Iterator[tuple[Verdict, Sequence[Matrix], Tensor]]:
-    """Yield what an orthogonalization can have been, the right one first: verdict, matrices, polar factors."""
+    """Yield possible orthogonalizations, the right one first: verdict, matrices, polar factors."""
     shape = tuple(gradient.shape)
     if len(shape) < 2 or 1 in gradient.flatten(1).shape:
         return
@@ -133,14 +135,14 @@ def candidates(
 
 
 def judge(step: Tensor, gradient: Tensor, weight: Tensor, layout: Layout | None, spec: MatrixSpec) -> Seen:
-    """Say what a step on fresh state and a learning rate of 1 was.
+    """Return what a step did to a weight, with new state and a learning rate of 1.
 
     Args:
-        step: New weight minus old one, whole, fp32.
+        step: The new weight minus the old weight, whole, fp32.
         gradient: The probing gradient, whole, fp32.
-        weight: The old weight, whole, fp32: decay is a multiple of it, and is taken out.
+        weight: The old weight, whole, fp32. Weight decay is a multiple of it, and is subtracted from the step.
         layout: Where the weight lives; None if every rank holds all of it.
-        spec: The matrices that it consists of, as `muonmesh.split_params` says; None where it says none.
+        spec: How the weight splits into matrices, from `muonmesh.split_params`; None if it gives no split.
     """
     if not bool(step.isfinite().all()):
         return Seen("not finite")
@@ -171,7 +173,8 @@ def judge(step: Tensor, gradient: Tensor, weight: Tensor, layout: Layout | None,
     while max(like for like, _ in found) < SURE and (one := next(tried, None)) is not None:
         verdict, matrices, factors = one
         right = factors if right is None else right
-        # NorMuon and others normalize the rows or elements of the result: what comes last explains least.
+        # NorMuon and other rules normalize the rows or the elements of the result. These candidates get 0.01 less, so
+        # that the plain factors win a tie.
         for number, normalized in enumerate(
             (factors, normalize(factors, dim=-1), normalize(factors, dim=-2), factors.sign())
         ):
@@ -192,9 +195,9 @@ def judge(step: Tensor, gradient: Tensor, weight: Tensor, layout: Layout | None,
 
 
 def flatness(step: Tensor) -> float:
-    """Return 1 for a step whose singular values, besides those that are noise, are all equal; less for others.
+    """Return a measure of how equal a step's singular values are, without small ones (noise): 1 if all are equal.
 
-    0 where an SVD would take long.
+    Return 0 for matrices so large that an SVD would take long.
     """
     matrix = step.flatten(1)
     if min(matrix.shape) > FEW_ROWS:
@@ -205,7 +208,7 @@ def flatness(step: Tensor) -> float:
 
 
 def _sizes(down: Tensor, factors: Tensor, matrices: Sequence[Matrix]) -> dict[str, float]:
-    """Return the step over what each scale mode would make it, as if all matrices had the scale of the first one."""
+    """Return by scale mode the size of the step, divided by the mode's size for the first matrix."""
     measured = float((down * factors).sum() / factors.square().sum())
     first = matrices[0]
     modes: list[ScaleMode] = [mode for mode in get_args(ScaleMode) if mode != "shape_scaling"]

@@ -1,4 +1,4 @@
-"""Probe: a gradient of known structure, one step on it, and everything put back as it was."""
+"""Probe: gives weights gradients of known structure, takes one step, and restores weights, state and settings."""
 
 from __future__ import annotations
 
@@ -20,18 +20,20 @@ from muonmesh.comm.storage import Storage, local_of, local_part, world_size
 from muonmesh.comm.telling import tell_all
 
 RANK = 64
-"""Of a probing gradient, or half of its smaller side: what is known of its polar factor then costs no large SVD."""
+"""The largest rank of a probing gradient. With a low rank, its polar factor needs only a small SVD."""
 
 
 def probing_gradient(name: str, shape: Sequence[int], device: torch.device) -> Tensor:
     """Return a gradient that is the same on every rank: fp32, Frobenius norm 1, for matrices of low rank.
 
-    The rows and columns of its factors have sizes that differ by orders of magnitude. So its polar factor, those of its
-    blocks, its signs and the gradient itself point in directions that no rounding confuses.
+    The sizes of its rows and columns differ by orders of magnitude. So its polar factor, the polar factors of its
+    blocks, its signs and the gradient itself have clearly different directions, in spite of rounding.
 
     Args:
-        name: Of the parameter; seeds the random numbers.
-        shape: Of the whole parameter. Three dims are a stack of matrices, more are a convolution, flattened.
+        name: The name of the parameter, which seeds the random numbers.
+        shape: The shape of the whole parameter. Three dims are a stack of matrices; more dims are a convolution, which
+            is flattened to a matrix.
+        device: The device of the result.
     """
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     drawn = partial(torch.randn, generator=generator, dtype=torch.float32, device="cpu")
@@ -47,7 +49,7 @@ def probing_gradient(name: str, shape: Sequence[int], device: torch.device) -> T
 
 
 def give_gradient(parameter: Tensor, storage: Storage, whole: Tensor) -> None:
-    """Make a whole gradient, or what this rank stores of it, the gradient of a parameter, sparse where it was."""
+    """Set a parameter's gradient to a whole gradient, or to this rank's shard of it; a sparse gradient stays sparse."""
     sparse = parameter.grad is not None and parameter.grad.is_sparse
     local = (whole if storage.layout is None else local_part(whole, storage.layout)).to(parameter.dtype)
     wrapped = storage.wrap(local) if type(parameter.data) is not Tensor else local
@@ -57,8 +59,8 @@ def give_gradient(parameter: Tensor, storage: Storage, whole: Tensor) -> None:
 def gathered(local: Tensor | None, storage: Storage | None, shape: Sequence[int], device: torch.device) -> Tensor:
     """Return the largest and the smallest value that any rank has of each element of a whole tensor, (2, *shape).
 
-    Collective. A rank that has nothing of it passes None. Replicas that agree make the two equal; -inf is what nobody
-    holds.
+    All ranks call it. A rank without a part of the tensor passes None. If replicas agree, both values are equal.
+    Elements that no rank holds are -inf in the first, inf in the second.
     """
     signs = torch.tensor([1.0, -1.0], dtype=torch.float32, device=device).view(2, *(1 for _ in shape))
     found = torch.full((2, *shape), -torch.inf, dtype=torch.float32, device=device)
@@ -72,7 +74,7 @@ def gathered(local: Tensor | None, storage: Storage | None, shape: Sequence[int]
 
 
 def nested(optimizers: Iterable[Any]) -> list[Optimizer]:
-    """Return optimizers with those that they hold, as wrappers and chains do, each once."""
+    """Return optimizers, and the optimizers inside them (wrappers and chains), each once."""
     found: list[Optimizer] = []
     waiting = list(optimizers)
     while waiting:
@@ -87,12 +89,10 @@ def nested(optimizers: Iterable[Any]) -> list[Optimizer]:
 
 @contextlib.contextmanager
 def restored(optimizers: Sequence[Any], parameters: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-    """Give optimizers no state and a learning rate of 1, and put everything back afterwards, bit for bit.
+    """Return a context in which optimizers have no state and a learning rate of 1; at its end, restore everything.
 
-    It yields what this rank has of the weights.
-
-    Weights, gradients, state, groups, what else the optimizers have as attributes, and random numbers. What was kept is
-    put aside, not copied; weights are copied.
+    It restores, bit for bit: weights, gradients, state, groups, other attributes of the optimizers, and random numbers.
+    Only weights are copied. The context yields copies of this rank's local weights, by name.
     """
     weights = {name: local_of(one).detach().clone() for name, one in parameters.items()}
     gradients = {name: one.grad for name, one in parameters.items()}
@@ -128,7 +128,10 @@ def restored(optimizers: Sequence[Any], parameters: Mapping[str, Tensor]) -> Ite
 
 
 def step_all(optimizers: Iterable[Any]) -> str:
-    """Step; return what was raised on any rank, "" if nothing. A closure is given to those that do not go without."""
+    """Step all optimizers; return the first error that any rank raised, as text, or "". All ranks call it.
+
+    An optimizer that requires a closure gets one.
+    """
     raised = ""
     try:
         for one in optimizers:
@@ -137,6 +140,6 @@ def step_all(optimizers: Iterable[Any]) -> str:
                 one.step(lambda: torch.zeros((), dtype=torch.float32, device="cpu"))
             else:
                 one.step()
-    except Exception as error:  # whatever it is, it is what would happen in training
+    except Exception as error:  # training would raise the same error
         raised = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
     return next((each for each in tell_all(raised) if each), "")
