@@ -1,6 +1,6 @@
-"""The command line, ``muonmesh`` or ``python -m muonmesh``. Needs the extra ``train``.
+"""The command line, ``muonmesh`` or ``python -m muonmesh``. It needs the extra ``train``.
 
-The optimizer itself never imports it.
+The optimizer never imports this package.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ import sys
 from importlib.metadata import version
 from importlib.util import find_spec
 
-# What the extra brings beside torch. `pip install muonmesh` alone has none of it.
+# The packages of the extra besides torch. A plain `pip install muonmesh` installs none of them.
 REQUIRED = ("typer", "rich", "numpy", "tokenizers", "transformers", "matplotlib", "filelock")
 
 
 def versions() -> str:
-    """Return the versions of the package and of what decides its bits, without importing torch."""
+    """Return the versions of muonmesh, torch and Python, without importing torch."""
     return f"muonmesh {version('muonmesh')} (torch {version('torch')}, Python {platform.python_version()})"
 
 
 def main() -> None:
-    """Entry point of the ``muonmesh`` script; exits with 1 where its output was lost, but for a training's."""
+    """Run the ``muonmesh`` script; exit with 1 if a full disk has lost its output, except for ``train``."""
     from muonmesh.cli.terminal import complain, print_plainly
 
     print_plainly()
@@ -29,12 +29,12 @@ def main() -> None:
         run_command()
     finally:
         sys.stdout.flush()
-        if getattr(sys.stdout, "full", False) and sys.argv[1:2] != ["train"]:  # whose directory has all of it
+        if getattr(sys.stdout, "full", False) and sys.argv[1:2] != ["train"]:  # its run directory has all figures
             raise SystemExit(complain("", "stdout could not be written: the disk is full. Free some space", code=1))
 
 
 def run_command() -> None:
-    """Run what the arguments say; exits with 2 and a remedy where the extra is missing."""
+    """Run the command of the arguments; if packages of the extra are missing, exit with 2 and the line to write."""
     if sys.argv[1:] == ["--version"]:  # without the extra, and without torch
         print(versions())
         return
@@ -45,7 +45,7 @@ def run_command() -> None:
             file=sys.stderr,
         )
         raise SystemExit(2)
-    gc.disable()  # this process starts others and waits: looking for cycles in what it imports is a tenth of its work
+    gc.disable()  # garbage collection would take a tenth of this process's time, and gains nothing
     from muonmesh.cli.app import app
 
     app(prog_name="muonmesh")

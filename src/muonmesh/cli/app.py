@@ -1,4 +1,4 @@
-"""App: the commands of ``muonmesh``, and what ``muonmesh train`` takes from the declarations of its settings."""
+"""App: the commands of ``muonmesh``; the fields of `Settings` and `PlanRequest` become options."""
 
 from __future__ import annotations
 
@@ -72,19 +72,19 @@ def train(
 
 
 def parameters_of(kind: type) -> Iterator[inspect.Parameter]:
-    """Yield a parameter for each field that a class declares, as typer reads parameters off a function."""
+    """Yield a function parameter for each field of a class, in the form that typer reads."""
     for name, (plain, said) in declared(kind).items():
         asked = plain if said.asked is None else said.asked
         left_out = getattr(kind, name, inspect.Parameter.empty)
         default = left_out if said.asked is None else "auto" if "auto" in get_args(asked) else None
-        names = (option(name),) if plain is bool else ()  # which has no --no-... beside it
+        names = (option(name),) if plain is bool else ()  # without a second option --no-...
         about = typer.Option(*names, help=said.help, rich_help_panel=said.panel, show_default=default is not None)
         annotation = Annotated[asked, about]  # type: ignore[valid-type]
         yield inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
 def taking(kind: type, function: Callable[..., None]) -> Callable[..., None]:
-    """Let a function take an option for each field of a class, instead of its ``**values``."""
+    """Replace the ``**values`` of a function by an option for each field of a class, and return the function."""
     *own, _ = inspect.signature(function, eval_str=True).parameters.values()
     function.__signature__ = inspect.Signature([*own, *parameters_of(kind)])  # type: ignore[attr-defined]
     return function

@@ -1,4 +1,4 @@
-"""Asked: the settings of a run, from the options that were given and from what the machine says of the others."""
+"""Asked: the settings of a run, from the options on the command line and from defaults that depend on the machine."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from muonmesh.cli.run_settings import CONFIG_FILE, MAY_CHANGE_ON_RESUME, Setting
 
 
 def settings_of(values: dict[str, Any], resume: str | None, given: set[str]) -> tuple[Settings, bool]:
-    """Return the settings of a run, and whether it is there already.
+    """Return the settings of a run, and whether the run exists and continues.
 
     Args:
-        values: Those of the options that are settings; None or "auto" where the machine decides.
-        resume: What ``--resume`` says.
-        given: The names of all options that stood on the command line.
+        values: The values of all options that are settings. For None and "auto", the machine decides.
+        resume: The value of ``--resume``.
+        given: The names of the options that the user gave.
 
     Raises:
-        ValueError: an option has a wrong value, or does not go with another.
+        ValueError: an option has a wrong value, or contradicts another option.
     """
     run = _going_on(resume, values["out"])
     return (_new(values), False) if run is None else (_resumed(run, values, given), True)
 
 
 def _new(values: dict[str, Any]) -> Settings:
-    """Return the settings of a new run, with everything resolved that was left to the machine."""
+    """Return the settings of a new run, with values for all options that the machine decides."""
     found = {**values, "data": tuple(values["data"] or ())}
 
     def resolve(name: str, value: Any) -> None:
@@ -53,7 +53,7 @@ def _new(values: dict[str, Any]) -> Settings:
 
 
 def _going_on(resume: str | None, out: Path | None) -> Path | None:
-    """Return the directory of the run to go on with, if there is one."""
+    """Return the directory of the run to continue; None if a new run starts."""
     if resume != "auto":
         return None if resume is None else Path(resume)
     if out is None:
@@ -64,7 +64,11 @@ def _going_on(resume: str | None, out: Path | None) -> Path | None:
 
 
 def _resumed(run: Path, values: dict[str, Any], given: set[str]) -> Settings:
-    """Return the settings of a run that goes on, changed in what may change; others may be given as they are."""
+    """Return the settings of a run that continues, with the changes that are allowed.
+
+    Raises:
+        ValueError: an option that may not change has another value than in the run.
+    """
     before = load_settings(run, out=str(run))
     for name in sorted(given & {field.name for field in fields(Settings)} - MAY_CHANGE_ON_RESUME - {"out"}):
         value = tuple(values[name]) if isinstance(values[name], list) else values[name]
@@ -77,7 +81,7 @@ def _resumed(run: Path, values: dict[str, Any], given: set[str]) -> Settings:
 
 
 def _has_bf16(device: str) -> bool:
-    """Whether products in bf16 are faster than in fp32; elsewhere they are emulated and slower."""
+    """Return whether the device has native bf16 products, which are faster than fp32. Emulated products are slower."""
     if device == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     capabilities = torch.cpu.get_capabilities()

@@ -1,4 +1,4 @@
-"""The command ``muonmesh audit``: what a step of a script's own optimizer does to its own model."""
+"""The command ``muonmesh audit``: reports what a step of a script's optimizer does to the script's model."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def audit(
                 "torch.distributed.init_process_group() in it"
             )
         report = watch(made[1], made[0])
-    except (FileError, LayoutError) as error:  # another comes from the script, and keeps its traceback
+    except (FileError, LayoutError) as error:  # other errors come from the script, and keep their traceback
         raise SystemExit(complain("audit", str(error), code=NO_AUDIT)) from error
     if not dist.is_initialized() or dist.get_rank() == 0:
         told = json.dumps(report.to_dict(), indent=1) if as_json else str(report)
@@ -64,10 +64,11 @@ NEEDED = "Write FILE.py:FUNCTION, such as train.py:make, where make() returns (m
 
 
 def made_at(target: str) -> Any:
-    """Import a script, call its function, and return what that returns.
+    """Import a script, call its function, and return the function's result.
 
     Raises:
-        FileError: there is no such script or function, or it ends the process: its exit code would be taken for ours.
+        FileError: there is no such script or function, or the function calls ``sys.exit``, whose exit code would look
+            like a result of the audit.
     """
     try:
         return function_at(target)()
@@ -76,7 +77,7 @@ def made_at(target: str) -> Any:
 
 
 def function_at(target: str) -> Callable[[], Any]:
-    """Return the function of a script, which is imported.
+    """Import a script, and return one of its functions.
 
     Raises:
         FileError: there is no such script or function.
@@ -90,7 +91,7 @@ def function_at(target: str) -> Callable[[], Any]:
     module = path.stem if script else place
     try:
         missing = importlib.util.find_spec(module) is None or (script and not path.is_file())
-    except (ImportError, ValueError):  # of a name with dots, whose first parts are imported
+    except (ImportError, ValueError):  # a name with dots: Python imports its first parts
         missing = True
     if missing:
         raise FileError(f"{place}: found no such {'file' if script else 'module'}. {NEEDED}")

@@ -1,4 +1,4 @@
-"""Checkpoints: a run's state as `muonmesh.checkpoint` writes it, in numbered folders, to go on from the newest."""
+"""Checkpoints: saves a run's state with `muonmesh.checkpoint` in numbered folders, and loads the newest."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ STEP = "step-"  # and eight digits
 
 
 class Checkpoints:
-    """The checkpoints of one training, in folders ``step-00000120``, of which the latest ``keep`` stay.
+    """The checkpoints of one training, in folders such as ``step-00000120``; the newest ``keep`` are kept.
 
-    Every method is called on all ranks. The schedule, the order of the data and the random numbers are functions of
-    the seed and the step, so model and optimizer are all there is to save. Layouts do not show: what was saved by four
-    ranks under FSDP2 loads into two under DDP.
+    Every method is called on all ranks. A checkpoint has only the model and the optimizer, since the schedule, the
+    order of the data and the random numbers are functions of the seed and the step. A checkpoint of four ranks under
+    FSDP2 loads into two ranks under DDP.
     """
 
     def __init__(self, directory: Path, *, keep: int = 1) -> None:
         self.directory, self.keep = directory, keep
-        self.kept: int | None = None  # step of the one that is there, as far as this object knows
+        self.kept: int | None = None  # the step of the last checkpoint that this object knows
 
     def latest(self) -> int | None:
-        """Step of the newest whole checkpoint, as rank 0 sees it, or None.
+        """Return the step of the newest complete checkpoint, as rank 0 sees it, or None.
 
         Raises:
-            FileError: on all ranks: there are checkpoints, and none is whole.
+            FileError: on all ranks: there are checkpoints, and none is complete.
         """
 
         def look() -> int | None:
@@ -59,12 +59,13 @@ class Checkpoints:
         return self.kept
 
     def save(self, step: int, engine: Engine) -> None:
-        """Write a model and its optimizer; older checkpoints go once the new one is there.
+        """Write a model and its optimizer, and then remove older checkpoints.
 
-        A state that is not finite is not saved: the one before it would be thrown away for it.
+        A state that is not finite is not saved, since it would replace a good checkpoint.
 
         Raises:
-            FileError: on every rank; the last checkpoint is as it was.
+            FileError: on every rank: the state is not finite, or the checkpoint could not be written. The last
+                checkpoint is unchanged.
         """
         kept = "No checkpoint was there yet" if self.kept is None else f"The checkpoint of step {self.kept} is kept"
         together(lambda: check_finite(engine, kept))
@@ -76,10 +77,10 @@ class Checkpoints:
         self.kept = step
 
     def load(self, step: int, engine: Engine) -> None:
-        """Read a model and its optimizer.
+        """Load a model and its optimizer.
 
         Raises:
-            FileError, StateError: on every rank, naming the file and what is wrong with it; nothing has changed.
+            FileError, StateError: on every rank: the checkpoint is damaged or does not fit; nothing has changed.
         """
         load(self._folder(step), engine.model, engine.saved)
 
@@ -88,10 +89,14 @@ class Checkpoints:
 
 
 def check_finite(engine: Engine, kept: str) -> None:
-    """Make sure that all that this rank would save is finite.
+    """Check that all tensors that this rank would save are finite.
+
+    Args:
+        engine: The engine whose state would be saved.
+        kept: A sentence for the message: which checkpoint is kept.
 
     Raises:
-        FileError: naming the first tensor that is not; ``kept`` is said too.
+        FileError: a tensor is not finite; the message names the first.
     """
     for record in recorded(engine.saved).checkpoint_records():
         for name, share in record.shares():
@@ -102,10 +107,10 @@ def check_finite(engine: Engine, kept: str) -> None:
 
 
 def checkpoints_of(run: Path, optimizer: Optimizer) -> Path:
-    """Where a run keeps the checkpoints of one of its trainings."""
+    """Return the folder with the checkpoints of one of a run's trainings."""
     return run / "checkpoints" / optimizer
 
 
 def latest_step(directory: Path) -> int | None:
-    """Step of the newest whole checkpoint below ``directory``, or None."""
+    """Return the step of the newest complete checkpoint in ``directory``, or None."""
     return next((step for step, path in numbered(directory, STEP) if is_whole(found_at(path))), None)

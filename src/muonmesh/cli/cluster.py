@@ -1,4 +1,4 @@
-"""Cluster: ranks that nobody has to have, as ``--mesh`` and ``--experts`` tell of them, and where parameters live."""
+"""Cluster: a planned set of ranks, from ``--mesh`` and ``--experts``, and the layouts of parameters on it."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from muonmesh.layout import MatrixSpec, MeshLayout, Placement, Replicate, Shard
 HYBRID = ("ddp", "fsdp")  # the two axes of hsdp=REPLICASxSHARDS
 MOST_RANKS = 2**20
 ROWWISE = re.compile(r"(^|\.)(o_proj|out_proj|down_proj|c_proj|wo|w2|dense_4h_to_h)(\.weight)?$")
-# Small factors of latent attention: what follows them needs them whole, so tensor parallelism leaves them alone.
+# Small factors of latent attention, which tensor parallelism does not cut: the next layer needs their whole output.
 NOT_CUT = re.compile(r"(^|\.)(q_a_proj|kv_a_proj_with_mqa)\.weight$")
 EXPERTS = re.compile(r"(^|\.)experts\.")
 
-Axes = tuple[tuple[str, int], ...]  # "ddp", "fsdp", "tp" or "ep", and how many ranks
+Axes = tuple[tuple[str, int], ...]  # "ddp", "fsdp", "tp" or "ep", and the number of ranks
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Axes of a mesh, the outermost first; ranks are numbered row by row.
+    """The axes of a mesh, the outermost first; ranks are numbered row by row.
 
-    FSDP2 cuts dim 0. Tensor parallelism cuts before it: projections into attention and MLP by rows, those out of them
-    by columns, vocabularies by rows. Expert stacks lie on axes of their own where there are such: whole experts go to
-    the ranks of an expert axis, and FSDP2 cuts within each. Vectors are cut by FSDP2 alone.
+    Tensor parallelism cuts first: input projections of attention and MLP by rows, output projections by columns,
+    vocabularies by rows. FSDP2 then cuts dim 0. With axes for experts, the ranks of an expert axis ("ep") get whole
+    experts, and FSDP2 cuts each expert. Only FSDP2 cuts vectors.
 
     Attributes:
-        mesh: Of all parameters but the experts; of these too if there is no other mesh.
-        experts: The same ranks, for expert stacks; empty if they lie on ``mesh``.
+        mesh: The axes for all parameters except experts; for experts too if ``experts`` is empty.
+        experts: The axes for stacks of experts, over the same ranks; empty means the axes of ``mesh``.
     """
 
     mesh: Axes
@@ -42,7 +42,7 @@ class Cluster:
         return tuple(range(math.prod(size for _, size in self.mesh)))
 
     def layout(self, name: str, shape: tuple[int, ...], matrices: MatrixSpec | None) -> MeshLayout:
-        """Return where a parameter lives, from its name, its shape, and how it splits into matrices."""
+        """Return the layout of a parameter, from its name, its shape, and its split into matrices."""
         stack = EXPERTS.search(name) is not None and len(shape) > 1
         axes = self.experts if stack and self.experts else self.mesh
         cut = self._tensor_dim(name, shape, matrices, stack=stack)
@@ -63,7 +63,7 @@ class Cluster:
 
     @staticmethod
     def _tensor_dim(name: str, shape: tuple[int, ...], matrices: MatrixSpec | None, *, stack: bool) -> int | None:
-        """Return the dim that tensor parallelism cuts; None for what each of its ranks holds whole."""
+        """Return the dim that tensor parallelism cuts; None if every tensor-parallel rank holds the whole parameter."""
         first = 1 if stack else 0
         if len(shape) < first + 2 or NOT_CUT.search(name) or re.search(r"(^|\.)(gate|router)\.weight$", name):
             return None
@@ -73,10 +73,11 @@ class Cluster:
 
 
 def parse_cluster(mesh: str, experts: str | None = None) -> Cluster:
-    """Read ``--mesh`` and ``--experts``, such as ``hsdp=8x32,tp=8`` and ``ddp=8,ep=32,fsdp=8``.
+    """Return the cluster of ``--mesh`` and ``--experts``, such as ``hsdp=8x32,tp=8`` and ``ddp=8,ep=32,fsdp=8``.
 
     Raises:
-        FileError: an axis is unknown or is there twice, a size is none, or the two have different numbers of ranks.
+        FileError: an axis is unknown or given twice, a size is no valid number, or the two options have different
+            numbers of ranks.
     """
     axes = _axes("--mesh", mesh, known=("ddp", "fsdp", "hsdp", "tp"), example="--mesh hsdp=8x32,tp=8")
     if experts is None:

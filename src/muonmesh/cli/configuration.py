@@ -1,4 +1,4 @@
-"""Configuration: the `transformers` configuration that ``--model`` names, with every size in it possible."""
+"""Configuration: the `transformers` configuration that ``--model`` names, with checked sizes."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def _llama(width: int, layers: int, heads: int, key_value_heads: int, middle: in
     return {"model_type": "llama", **sizes, "num_attention_heads": heads, "num_key_value_heads": key_value_heads}
 
 
-# Widths and layers of Llama architectures: gated MLPs of 8/3 the width; heads of 64, or smaller ones where there would
-# be fewer than four.
+# Widths and layers of Llama architectures. The gated MLP has 8/3 of the width. Heads have size 64, or less if there
+# would be fewer than four heads.
 PRESETS = {"nano": (64, 2), "small": (128, 4), "medium": (512, 8), "large": (768, 12), "xl": (2048, 16)}
 HEAD_SIZE = 64
 LEAST_HEADS = 4
@@ -25,18 +25,21 @@ KNOWN: dict[str, dict[str, Any]] = {
     "llama-3.1-8b": {"vocab_size": 128256, **_llama(4096, 32, 32, 8, 14336)},
     "llama-3.1-70b": {"vocab_size": 128256, **_llama(8192, 80, 64, 8, 28672)},
     "llama-3.1-405b": {"vocab_size": 128256, **_llama(16384, 126, 128, 8, 53248)},
-    "deepseek-v3": {"model_type": "deepseek_v3"},  # whose sizes are what transformers takes where nothing is said
+    "deepseek-v3": {"model_type": "deepseek_v3"},  # its sizes are the defaults of transformers
 }
-MOST_LAYERS = 10_000  # as many objects would be made before anything could be checked
+MOST_LAYERS = 10_000  # transformers creates an object for each layer before sizes can be checked
 
 
 def model_config(model: str, *, vocab: int, seq: int) -> Any:
-    """The `transformers` configuration that ``--model`` names, for a vocabulary and a length of its own.
+    """Return the `transformers` configuration that ``--model`` names, with the run's vocabulary and sequence length.
 
-    The vocabulary is the tokenizer's, whatever the configuration says.
+    Args:
+        model: The value of ``--model``.
+        vocab: The vocabulary size of the tokenizer, which replaces the configuration's.
+        seq: Tokens per sequence.
 
     Raises:
-        ValueError: as `configuration` does, or the model cannot read ``seq`` tokens.
+        ValueError: as `configuration`, or the model cannot read ``seq`` tokens.
     """
     config = configuration(model, vocab=vocab, seq=seq)
     text = config.get_text_config()
@@ -44,16 +47,22 @@ def model_config(model: str, *, vocab: int, seq: int) -> Any:
     if longest is not None and longest < seq:
         raise FileError(f"--model {model}: reads at most {longest} tokens; --seq is {seq}. Write: --seq {longest}")
     text.vocab_size = vocab
-    text.bos_token_id = text.eos_token_id = END_OF_TEXT_ID  # those of another vocabulary may lie outside this one
+    text.bos_token_id = text.eos_token_id = END_OF_TEXT_ID  # the configuration's may be outside this vocabulary
     text.pad_token_id = None  # nothing is padded, and a padding row of the embedding would never learn
     return config
 
 
 def configuration(model: str, *, vocab: int, seq: int) -> Any:
-    """The `transformers` configuration that ``--model`` names, as it is; ``vocab`` and ``seq`` are of presets.
+    """Return the `transformers` configuration that ``--model`` names, unchanged.
+
+    Args:
+        model: The value of ``--model``.
+        vocab: The vocabulary size of a preset.
+        seq: The number of positions of a preset.
 
     Raises:
-        ValueError: there is no such file, it is no configuration, the type is none, or a field is impossible.
+        ValueError: the file is missing or no configuration, the model type is unknown, or a field has an impossible
+            value.
     """
     from transformers import AutoConfig
 
@@ -61,9 +70,9 @@ def configuration(model: str, *, vocab: int, seq: int) -> Any:
     kind = fields.pop("model_type")
     try:
         config: Any = AutoConfig.for_model(kind, **fields)
-    except OSError:  # of importing it
+    except OSError:  # from an import
         raise
-    except Exception as error:  # each of some four hundred classes looks at its fields in its own way
+    except Exception as error:  # about four hundred classes, each with its own errors
         raise FileError(
             f"--model {model}: {sentence(error)}. Needed a preset ({', '.join(PRESETS)}), a known "
             f"model ({', '.join(KNOWN)}), the path of a "
@@ -76,7 +85,11 @@ def configuration(model: str, *, vocab: int, seq: int) -> Any:
 
 
 def _fields(model: str, *, vocab: int, seq: int) -> dict[str, Any]:
-    """Return fields of a configuration: of a known model, a preset, a JSON file, a folder with one, or a type."""
+    """Return the fields of a configuration: of a known model, a preset, a JSON file, a folder with one, or a type.
+
+    Raises:
+        FileError: the file is missing, or has no "model_type".
+    """
     if model in KNOWN:
         return dict(KNOWN[model])
     if model in PRESETS:
@@ -98,9 +111,9 @@ def _fields(model: str, *, vocab: int, seq: int) -> dict[str, Any]:
 
 
 def sentence(error: Exception) -> str:
-    """The first sentence of an error; transformers goes on to list every model it knows."""
+    """Return the first sentence of an error; after it, transformers lists every known model."""
     lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
-    if len(lines) > 1 and lines[0].endswith(":"):  # "Validation error for field ...:", and then what it was
+    if len(lines) > 1 and lines[0].endswith(":"):  # "Validation error for field ...:", then the error itself
         lines = [re.sub(r"^\w+(Error|Exception): ", "", lines[1])]
     first = lines[0].split(". ")[0].rstrip(".") if lines else ""
     return first if isinstance(error, ValueError | TypeError) and first else f"{type(error).__name__}: {first}"

@@ -1,8 +1,8 @@
-"""Corpus: files become two token arrays, one to learn from and one held out, the same on every machine.
+"""Corpus: turns files into two token arrays, one to train on and one held out, the same on every machine.
 
-Nothing depends on where files lie or in which order a file system lists them: a file is known by the hash of its
-content. Hosts that were given the same text therefore agree on the split, the tokenizer and the order of tokens,
-and :attr:`Corpus.digest` lets the ranks prove it before they train.
+The result does not depend on the place of files, or on the order in which a file system lists them: a file is
+identified by the hash of its content. So machines with the same text get the same split, tokenizer and order of tokens.
+The ranks compare :attr:`Corpus.digest` before they train.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from muonmesh.cli.tokenizer import END_OF_TEXT_ID, train_tokenizer
 from muonmesh.errors import FileError
 from muonmesh.files import kind_of, onto_disk, read_json, write_text, writing
 
-CHARACTERS_AT_ONCE = 1 << 24  # tokenised together, so that all cores have something to do
+CHARACTERS_AT_ONCE = 1 << 24  # tokenized together, so that all cores have work
 HELD_OUT_SHARE = 0.05
 FILES_FOR_A_SPLIT = 40  # with fewer files than this, the end of each file is held out instead of whole files
-FORMAT = 3  # part of the name of a folder: raise it when the same text would give other files
+FORMAT = 3  # part of a folder's name: raise it if the same text gives other files
 NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
 DESCRIPTION_FILE = "corpus.json"
 REMADE = "it is made again from the text"
@@ -35,7 +35,7 @@ REMADE = "it is made again from the text"
 
 @dataclass(frozen=True)
 class Corpus:
-    """A prepared text: where its tokens are, and how much there is of it."""
+    """A prepared text: the folder of its tokens, and the numbers of files and tokens."""
 
     directory: str
     digest: str
@@ -46,15 +46,23 @@ class Corpus:
     validation_tokens: int
 
     def train(self) -> np.ndarray:
-        """Tokens to learn from, one-dimensional, mapped from disk; a FileError where they are not there."""
+        """Return the training tokens, one-dimensional, mapped from disk.
+
+        Raises:
+            FileError: the file is missing or has another size.
+        """
         return self._mapped("train.bin", self.train_tokens)
 
     def validation(self) -> np.ndarray:
-        """Held-out tokens, one-dimensional, mapped from disk; a FileError where they are not there."""
+        """Return the held-out tokens, one-dimensional, mapped from disk.
+
+        Raises:
+            FileError: the file is missing or has another size.
+        """
         return self._mapped("validation.bin", self.validation_tokens)
 
     def measured_digest(self) -> str:
-        """The digest of the tokens as they are now."""
+        """Return the digest of the tokens that are on disk now."""
         digest = hashlib.sha256()
         for tokens in (self.train(), self.validation()):
             digest.update(tokens.data)
@@ -72,15 +80,15 @@ class Corpus:
 
 
 def dtype_of(vocab: int) -> np.dtype:
-    """Return the type of tokens of a vocabulary."""
+    """Return the dtype of the tokens of a vocabulary: uint16, or uint32 if it has more than 65,536 entries."""
     return np.dtype(np.uint16 if vocab <= 2**16 else np.uint32)
 
 
 class Windows:
-    """Sequences of ``length + 1`` tokens cut from a token array; input and target are the same window, one apart.
+    """Windows of ``length + 1`` tokens, cut from a token array; input and target are the same window, shifted by one.
 
-    The order is a function of the seed alone. Position 0, 1, 2, ... runs through one random permutation of the
-    windows after another, so a run that stops and resumes reads exactly what it would have read.
+    The order depends only on the seed. Positions 0, 1, 2, ... go through one random permutation of the windows after
+    another. So a run that stops and resumes reads the same sequences as an uninterrupted run.
     """
 
     def __init__(self, tokens: np.ndarray, *, length: int, seed: int) -> None:
@@ -89,11 +97,11 @@ class Windows:
         self._epoch, self._order = -1, np.empty(0, dtype=np.int64)
 
     def shuffled(self, positions: Iterable[int]) -> np.ndarray:
-        """Windows at these positions of the endless shuffled order, (len(positions), length + 1) int64."""
+        """Return the windows at some positions of the endless shuffled order, int64 (len(positions), length + 1)."""
         return self._cut([self._window_at(position) for position in positions])
 
     def spread(self, count: int) -> np.ndarray:
-        """``count`` windows at equal distances over the whole text, the same ones each time."""
+        """Return ``count`` windows at equal distances over the whole text, the same in every call."""
         return self._cut([i * self.count // count for i in range(count)])
 
     def _window_at(self, position: int) -> int:
@@ -108,26 +116,26 @@ class Windows:
 
 
 def standard_library() -> list[Path]:
-    """The running Python's standard library in source, tests left out: real text that every machine has."""
+    """Return the source files of the running Python's standard library, without tests: text that every machine has."""
     root = Path(sysconfig.get_paths()["stdlib"])
     return [path for path in walk(root, skip=NOT_LIBRARY) if path.suffix == ".py"]
 
 
 def prepare_corpus(patterns: Sequence[str], *, vocab: int, cache: Path, field: str = "text") -> Corpus:
-    """Read, split, tokenise, and keep the result under ``cache`` by digest; a second call finds it there.
+    """Read, split and tokenize text, and store the result in ``cache`` by digest, where a second call finds it.
 
-    Without patterns the text is :func:`standard_library`. Files that are not UTF-8 text are passed over. The text is
-    read twice, a document at a time, and tokens are written as they come, so it may be larger than the memory.
+    Without patterns, the text is :func:`standard_library`. Files that are no UTF-8 text are ignored. The text is read
+    twice, one document at a time, and tokens are written at once. So the text may be larger than the memory.
 
     Args:
-        patterns: As of ``--data``.
-        vocab: Size of the tokenizer that is trained.
-        cache: Folder of prepared texts.
-        field: Of records that holds their text.
+        patterns: The values of ``--data``.
+        vocab: The vocabulary size of the tokenizer that is trained.
+        cache: The folder of prepared texts.
+        field: The field of JSONL records that contains the text.
 
     Raises:
-        ValueError: a pattern finds nothing, or nothing that was found is text; a file cannot be read, or ``cache`` not
-            be written; or what lies there has changed since it was written.
+        ValueError: a pattern finds no file, or no file is text; a file cannot be read, or ``cache`` cannot be written;
+            or the stored tokens have changed since they were written.
     """
     files = find_files(patterns) if patterns else standard_library()
     source = " ".join(patterns) if patterns else "the Python standard library"
@@ -139,26 +147,30 @@ def prepare_corpus(patterns: Sequence[str], *, vocab: int, cache: Path, field: s
     parts += [field] if any(each.file.suffix == RECORDS for each in sources) else []
     directory = cache / hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
     if not (directory / DESCRIPTION_FILE).is_file():
-        # Whole documents are held out, chosen by their hash. Where there are too few for that, the end of each is.
+        # Whole documents are held out, chosen by their hash. With too few documents, the end of each is held out.
         whole = len(known) >= FILES_FOR_A_SPLIT and 0 < sum(known) < len(known)
         learnt = (each for name, text in documents_of(sources) for each in divide(name, text, whole=whole)[0])
         _write(directory, train_tokenizer(learnt, vocab=vocab), sources, whole=whole, source=source)
-    corpus = replace(load_corpus_of(directory), directory=str(directory))  # wherever it lies now
+    corpus = replace(load_corpus_of(directory), directory=str(directory))  # the folder may have moved
     if corpus.measured_digest() != corpus.digest:
         raise FileError(f"{directory}: its tokens have changed since they were written. Remove the folder: {REMADE}")
     return corpus
 
 
 def save_corpus_of(folder: Path, corpus: Corpus) -> None:
-    """Note in a folder, a run's say, which corpus it reads; a FileError where that cannot be written."""
+    """Write the description of a corpus into a folder, such as a run's.
+
+    Raises:
+        FileError: the file cannot be written.
+    """
     write_text(folder / DESCRIPTION_FILE, json.dumps(asdict(corpus), indent=2) + "\n")
 
 
 def load_corpus_of(folder: Path) -> Corpus:
-    """The corpus that a run reads, or that :func:`prepare_corpus` wrote into a folder, by what is said there.
+    """Return the corpus that a folder describes: a run's folder, or a folder that :func:`prepare_corpus` wrote.
 
     Raises:
-        FileError: the description is missing, or damaged.
+        FileError: the description is missing or damaged.
     """
     path = folder / DESCRIPTION_FILE
     content = read_json(path, needed="the description of a prepared text")
@@ -168,7 +180,13 @@ def load_corpus_of(folder: Path) -> Corpus:
 
 
 def divide(name: str, text: str, *, whole: bool) -> tuple[list[str], list[str]]:
-    """Return (texts to learn from, texts held out) of a document of the hash ``name``: itself or its end."""
+    """Return (training texts, held-out texts) of a document: the whole document is one of them, or its end is held out.
+
+    Args:
+        name: The hash of the document.
+        text: The text of the document.
+        whole: Whether whole documents are held out; else the end of each document is held out.
+    """
     if whole:
         return ([], [text]) if _is_held_out(name) else ([text], [])
     cut = max(1, round(len(text) * (1 - HELD_OUT_SHARE)))
@@ -180,7 +198,7 @@ def _is_held_out(name: str) -> bool:
 
 
 def _batches(sources: Sequence[Source], *, whole: bool) -> Iterator[list[tuple[int, str]]]:
-    """Yield texts with their part, 0 to learn from or 1 held out; so many at once that all cores have work."""
+    """Yield batches of (part, text); part is 0 for training and 1 for held out. A batch gives work to all cores."""
     batch, characters = list[tuple[int, str]](), 0
     for name, document in documents_of(sources):
         for part, texts in enumerate(divide(name, document, whole=whole)):
@@ -193,10 +211,10 @@ def _batches(sources: Sequence[Source], *, whole: bool) -> Iterator[list[tuple[i
 
 
 def _write(directory: Path, tokenizer: Tokenizer, sources: Sequence[Source], *, whole: bool, source: str) -> None:
-    """Write next to ``directory`` and move into place, so that a half-written corpus is never found.
+    """Write a corpus to a temporary folder, and rename it, so that ``directory`` never has a half-written corpus.
 
     Raises:
-        FileError: it could not be written.
+        FileError: the corpus could not be written.
     """
     counts, size = [0, 0], tokenizer.get_vocab_size()
     with writing(directory):
@@ -221,6 +239,6 @@ def _write(directory: Path, tokenizer: Tokenizer, sources: Sequence[Source], *, 
             onto_disk(file)
         try:
             scratch.rename(directory)
-        except OSError:  # another run prepared the same text meanwhile
+        except OSError:  # another run has prepared the same text
             if not (directory / DESCRIPTION_FILE).is_file():
                 raise

@@ -1,4 +1,4 @@
-"""Diagnosis: what lies at a path and whether it is whole, as plain data. Nothing there is executed or changed."""
+"""Diagnosis: finds what is at a path and whether it is complete. Nothing at the path is executed or changed."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ SAVED = "a file of torch.save"
 
 @dataclass
 class Diagnosis:
-    """What was found.
+    """The result of `diagnose`: kind, faults and content of a checkpoint, a run or a file.
 
     Attributes:
-        path: Where.
-        kind: What it is, in words; empty for what is no checkpoint.
-        faults: What is damaged, a sentence each.
-        notes: What else there is to know, a sentence each.
-        tensors: By name, on the meta device.
-        settings: What was saved beside the tensors.
-        parts: Of a run, its checkpoints, the newest first.
+        path: The path.
+        kind: The kind of the content, in words; empty if it is no checkpoint.
+        faults: The damages, one sentence each.
+        notes: Other information, one sentence each.
+        tensors: The tensors by name, on the meta device.
+        settings: The settings that were saved beside the tensors.
+        parts: For a run: the diagnoses of its checkpoints, the newest first.
     """
 
     path: str
@@ -55,11 +55,11 @@ class Diagnosis:
 
     @property
     def whole(self) -> bool:
-        """Whether nothing is damaged, of the parts neither."""
+        """Whether nothing is damaged, parts included."""
         return not self.faults and all(part.whole for part in self.parts)
 
     def as_json(self) -> dict[str, Any]:
-        """All of it, with ``whole``, for `json.dumps`."""
+        """Return all attributes and ``whole``, as plain data for `json.dumps`."""
         tensors = {
             name: {"shape": list(one.shape), "dtype": dtype_of(one), "size": one.nbytes}
             for name, one in self.tensors.items()
@@ -69,7 +69,7 @@ class Diagnosis:
 
     @contextlib.contextmanager
     def noting(self) -> Iterator[None]:
-        """Take a FileError for a fault."""
+        """Return a context that adds a FileError to the faults instead of raising it."""
         try:
             yield
         except FileError as error:
@@ -82,7 +82,7 @@ def dtype_of(tensor: Tensor) -> str:
 
 
 def diagnose(path: Path) -> Diagnosis:
-    """Look at a run, a checkpoint or a file of `torch.save`."""
+    """Return the diagnosis of a run, a checkpoint or a file of `torch.save`."""
     if any((path / name).exists() for name in ("checkpoints", METRICS_FILE)):
         return _run(path)
     if found_at(path).is_dir():
@@ -112,7 +112,7 @@ def _run(run: Path) -> Diagnosis:
 
 
 def _folder(path: Path) -> Diagnosis:
-    """A checkpoint, or none."""
+    """Return the diagnosis of a folder, which may be a checkpoint."""
     folder = found_at(path)
     found = Diagnosis(str(path))
     names = set(os.listdir(folder))
@@ -120,7 +120,7 @@ def _folder(path: Path) -> Diagnosis:
         found.faults = [f"{path}: found {repr(min(names)) if names else 'nothing'} in it; needed a checkpoint or a run"]
         return found
     entries: dict[str, Entry] | None = None
-    if names & {MANIFEST_FILE, SETTINGS_FILE}:  # torch's own have neither
+    if names & {MANIFEST_FILE, SETTINGS_FILE}:  # torch's own checkpoints have neither file
         with found.noting():
             entries = read_manifest(folder)
     found.kind = OURS if SETTINGS_FILE in names.union(entries or ()) else TORCHS

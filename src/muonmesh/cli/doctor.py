@@ -1,4 +1,4 @@
-"""Doctor: ``muonmesh doctor``: what a checkpoint or a run holds and whether it is whole; or what is right here."""
+"""Doctor: the command ``muonmesh doctor``, which checks a checkpoint, a run, or this machine and installation."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def doctor(
 
 
 def print_diagnosis(console: Console, found: Diagnosis) -> None:
-    """Print what was found in plain words, the tensors as a table."""
+    """Print a diagnosis as text, and its tensors as a table."""
 
     def say(text: str, style: str = "") -> None:
         console.print(text, style=style, soft_wrap=True, markup=False)
@@ -90,7 +90,7 @@ def _state(found: Diagnosis) -> str:
 
 
 def _settings(settings: dict[str, Any]) -> list[str]:
-    """What the settings say, a line each: a run's, or the groups of an optimizer."""
+    """Return lines that describe settings: one for a run, and one for each group of an optimizer."""
     names = ("model", "optimizer", "steps", "parallel", "ranks", "checkpoint_every", "keep")
     run = ", ".join(f"{name} {settings[name]}" for name in names if name in settings)
     lines = [run] if run else []
@@ -102,7 +102,7 @@ def _settings(settings: dict[str, Any]) -> list[str]:
 
 
 def _role(name: str) -> str:
-    """What a tensor is, by its name: a model's weights, or one kind of state that an optimizer keeps."""
+    """Return the role of a tensor, by its name: weights, or a kind of optimizer state."""
     before, state, after = name.partition("state.")
     if state and (not before or before.endswith(".")):
         return f"state: {after.rsplit('.', 1)[-1]}"

@@ -1,7 +1,7 @@
-"""Documents: what ``--data`` names, one text after the other, without holding more than one file of text in memory.
+"""Documents: reads the texts that ``--data`` names, one after the other, with at most one text file in memory.
 
-A text file is one document. In JSON lines (``.jsonl``) each record is one, and the field ``--text-field`` holds its
-text.
+A text file is one document. In a file of JSON lines (``.jsonl``), each record is one document, and its field
+``--text-field`` contains the text.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ RECORDS = ".jsonl"
 
 @dataclass(frozen=True)
 class Source:
-    """One file, known by the hash of its content: a copy of it elsewhere is the same source.
+    """One file, identified by the hash of its content, so a copy of the file is the same source.
 
     Attributes:
-        file: Where it lies.
+        file: The path.
         digest: SHA-256 of its bytes.
-        field: Of its records that holds the text; unused for a text file.
+        field: The field of its records that contains the text; unused for a text file.
     """
 
     file: Path
@@ -37,10 +37,10 @@ class Source:
     field: str
 
     def documents(self) -> Iterator[tuple[str, str]]:
-        """Yield (SHA-256 of the document, its text); nothing for a file that is no text.
+        """Yield (SHA-256 of the document, its text) for each document; yield nothing if the file is no text.
 
         Raises:
-            FileError: the file cannot be read, or a line is no record with text in the field.
+            FileError: the file cannot be read, or a line of a JSONL file is no record with text in ``field``.
         """
         with _reading(self.file):
             if self.file.suffix == RECORDS:
@@ -73,7 +73,7 @@ class Source:
 
 
 def sources_of(files: Sequence[Path], *, field: str) -> list[Source]:
-    """Return the sources of files, each content once, in an order that does not depend on where they lie.
+    """Return the sources of files, each content once, in the order of their hashes.
 
     Raises:
         FileError: a file cannot be read.
@@ -87,18 +87,17 @@ def sources_of(files: Sequence[Path], *, field: str) -> list[Source]:
 
 
 def documents_of(sources: Sequence[Source]) -> Iterator[tuple[str, str]]:
-    """Yield the documents of all sources, as `Source.documents` does."""
+    """Return an iterator over the documents of all sources: (SHA-256 of the document, its text)."""
     return itertools.chain.from_iterable(source.documents() for source in sources)
 
 
 def find_files(patterns: Sequence[str]) -> list[Path]:
-    """Files named by ``--data``: files, folders (everything below, hidden ones left out) and globs.
+    """Return the files that the values of ``--data`` name: files, folders (without hidden files) and globs.
 
-    What is no file is passed over in folders and globs: named pipes, which would be waited for, sockets, devices, and
-    links to nothing.
+    In folders and globs, entries that are no files are ignored: named pipes, sockets, devices, and broken links.
 
     Raises:
-        ValueError: a pattern that finds nothing, or that names something that is no file.
+        ValueError: a pattern finds no file, or names something else than a file or a folder.
     """
     found: list[Path] = []
     for pattern in patterns:
@@ -116,7 +115,7 @@ def find_files(patterns: Sequence[str]) -> list[Path]:
 
 
 def walk(root: Path, *, skip: frozenset[str] = frozenset()) -> Iterator[Path]:
-    """Yield the files below a folder, without hidden ones, and without those in folders of the names ``skip``."""
+    """Yield the files below a folder, without hidden files, and without files in folders named in ``skip``."""
     for folder, folders, files in os.walk(root):
         folders[:] = sorted(name for name in folders if name not in skip and not name.startswith("."))
         yield from (Path(folder, name) for name in sorted(files) if not name.startswith("."))

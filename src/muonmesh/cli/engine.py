@@ -1,4 +1,4 @@
-"""Engine: a model under torch's own parallelism with its optimizer, which take a training's steps."""
+"""Engine: a model under torch's own parallelism, with the optimizer that trains it."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from muonmesh.cli.run_settings import Optimizer, Settings
 
 
 class Engine:
-    """A model that learns under torch's own parallelism. Every method is called on all ranks.
+    """A model that trains under torch's own parallelism, and its optimizer. Every method is called on all ranks.
 
-    The two opponents are built alike: with the groups of :func:`muonmesh.split_params`, so vectors are decayed by
-    neither, the same decay and the same schedule.
+    The trainings with Muon and with AdamW use the same groups (:func:`muonmesh.split_params`), the same weight decay
+    and the same schedule. Neither decays vectors.
 
     Attributes:
-        model: The model as the ranks hold it.
-        optimizer: What steps: `muonmesh.Muon`, or `torch.optim.AdamW`.
-        saved: What `muonmesh.checkpoint` takes as the optimizer. In the AdamW training, a `muonmesh.Muon` whose groups
-            are all AdamW's, and which has the same state.
+        model: The wrapped or sharded model.
+        optimizer: The optimizer that steps: `muonmesh.Muon`, or `torch.optim.AdamW`.
+        saved: The optimizer for `muonmesh.checkpoint`. In the AdamW training, this is a `muonmesh.Muon` that has only
+            AdamW groups and shares the state of ``optimizer``.
     """
 
     model: Any
@@ -60,7 +60,7 @@ class Engine:
         return nullcontext()
 
     def update(self) -> None:
-        """Clip and step. Muon clips what its AdamW groups hold: its own update has no magnitude."""
+        """Clip and step. `muonmesh.Muon` clips only AdamW's gradients, since the size of Muon's update is fixed."""
         if self._clip and isinstance(self.optimizer, mm.Muon):
             self.optimizer.clip_grad_norm_(self._clip, norms=False)
         elif self._clip:
@@ -68,11 +68,11 @@ class Engine:
         self.optimizer.step()
 
     def explain(self) -> str:
-        """Return who goes where and why, as text."""
+        """Return the explanation of the optimizer's plan, as text."""
         kind = "" if self.optimizer is self.saved else "torch.optim.AdamW, by these groups\n\n"
         return f"{kind}{self.saved.explain()}"
 
     def metrics(self) -> dict[str, float | None]:
-        """Return what the optimizer says of its last step, None for what is not finite; nothing for AdamW."""
+        """Return the optimizer's metrics of its last step, with None for non-finite values; empty for AdamW."""
         figures = self.optimizer.metrics() if isinstance(self.optimizer, mm.Muon) else {}
         return {key: float(value) if math.isfinite(value) else None for key, value in figures.items()}

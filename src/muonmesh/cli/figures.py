@@ -1,4 +1,4 @@
-"""Figures: a forecast as plain data, from which ``muonmesh plan`` makes its table, its JSON and its picture."""
+"""Figures: a forecast as plain data, from which ``muonmesh plan`` makes its tables and its JSON."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from muonmesh.report.forecast import WIRE, Forecast, Weight
 
 
 def figures_of(weights: Sequence[Weight], found: Forecast) -> dict[str, Any]:
-    """Return all figures of a forecast. What is counted and what is modelled stand under these two names.
+    """Return all figures of a forecast, with exact figures under "counted" and estimates under "modelled".
 
-    Seconds, bytes, FLOPs and elements are plain numbers; ``flops_by_rank`` follows the order of the ranks, and
-    ``owners`` names the owner of each matrix of each parameter.
+    Seconds, bytes, FLOPs and elements are plain numbers. ``flops_by_rank`` is in the order of the ranks. ``owners`` has
+    for each parameter the owner of each of its matrices, the rank that orthogonalizes the matrix.
     """
     plan = found.plan
     owners: dict[str, list[int]] = {}
@@ -67,10 +67,10 @@ def figures_of(weights: Sequence[Weight], found: Forecast) -> dict[str, Any]:
 
 
 def load_rates(path: Path) -> DeviceRates:
-    """Read rates of a device from a JSON object; what it leaves out is one H100's.
+    """Return the rates of a device from a JSON file; missing rates are an H100's.
 
     Raises:
-        FileError: it is no such object, or a name or a number in it is none.
+        FileError: the file is no JSON object, a name is unknown, or a rate is no positive number.
     """
     known = asdict(DeviceRates())
     content = {**known, **read_json(path, needed="rates such as those of the documentation")}
@@ -80,7 +80,7 @@ def load_rates(path: Path) -> DeviceRates:
 
 
 def _seconds(found: Forecast) -> dict[str, dict[str, float]]:
-    """Return the time of a step, of its parts, and of torch's optimizer, each with slow and with fast products."""
+    """Return the times of a step, of its parts, and of torch's optimizers, each with slow and with fast products."""
     published, best = found.parts(), found.parts(published=False)
     ends = {"seconds": (found.seconds, found.best_seconds)}
     ends |= {f"seconds of the {part}": (published[part], best[part]) for part in best}
@@ -91,7 +91,7 @@ def _seconds(found: Forecast) -> dict[str, dict[str, float]]:
 
 
 def _kinds(weights: Sequence[Weight], found: Forecast, owners: dict[str, list[int]]) -> list[dict[str, Any]]:
-    """Return one entry for the parameters of all layers that are alike."""
+    """Return one entry for each kind of parameters: equal names, apart from the layer's number, and equal shapes."""
     numbers = {parameter.name: number for number, parameter in enumerate(found.plan.parameters)}
     alike: dict[tuple[str, tuple[int, ...]], list[Weight]] = {}
     for weight in weights:

@@ -1,4 +1,4 @@
-"""Installation: whether this machine and this installation are right, looked at in a minute, a line each."""
+"""Installation: checks this machine and this installation in about a minute, with one line for each check."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from muonmesh.cli.launch import usable_cores
 from muonmesh.numerics.kernels import auto_takes
 from muonmesh.numerics.kernels.compiled import NoLibrary, library
 
-SECONDS = 120  # that two processes may take to meet
-LEAST_SHARED = 64 << 20  # what Docker gives a container by itself, which NCCL and data loaders exceed
+SECONDS = 120  # the longest time that two processes may take to connect
+LEAST_SHARED = 64 << 20  # Docker's default, which is too small for NCCL and data loaders
 LEAST_FREE = 1 << 30
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at: what was found, and what to do about it; empty if it is right."""
+    """The result of one check: the subject, the finding, and what to do (empty if nothing is wrong)."""
 
     looked_at: str
     found: str
@@ -36,7 +36,11 @@ class Finding:
 
 
 def look_around(folder: Path) -> list[Finding]:
-    """Look at everything, ``folder`` for checkpoints included; what cannot be looked at is a finding too."""
+    """Run all checks and return their findings; a check that fails is a finding too.
+
+    Args:
+        folder: The folder for checkpoints, whose disk is checked.
+    """
     looks: dict[str, Callable[[], Finding]] = {
         "torch": lambda: Finding("torch", f"{torch.__version__}, Python {platform.python_version()}"),
         "processor": _processor,
@@ -47,7 +51,7 @@ def look_around(folder: Path) -> list[Finding]:
         "shared memory": _shared_memory,
         "checkpoint folder": lambda: _disk(folder),
     }
-    if os.environ.get("LOCAL_RANK", "0") != "0":  # the first process of each host looks at it
+    if os.environ.get("LOCAL_RANK", "0") != "0":  # only the first process of each machine checks the machine
         looks = {}
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         looks["links"] = _links
@@ -67,7 +71,7 @@ def _processor() -> Finding:
 
 
 def products_here() -> Finding:
-    """Which variant of the compiled products this processor runs."""
+    """Return which variant of the compiled products this processor runs."""
     try:
         variant = library().variant
     except NoLibrary as error:
@@ -82,7 +86,7 @@ def products_here() -> Finding:
 
 
 def _orthogonalize() -> Finding:
-    """The default iteration with this machine's products in bf16, against torch's in fp64."""
+    """Compare the default iteration with this machine's bf16 products to the same iteration in fp64."""
     import muonmesh as mm
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -94,7 +98,12 @@ def _orthogonalize() -> Finding:
 
 
 def meet(rank: int, place: str) -> None:
-    """Add up over two processes, of which this is one."""
+    """Run an all-reduce in one of two processes.
+
+    Args:
+        rank: The rank of this process, 0 or 1.
+        place: The file through which both processes connect.
+    """
     wait = timedelta(seconds=SECONDS)
     dist.init_process_group("gloo", init_method=f"file://{place}", rank=rank, world_size=2, timeout=wait)
     total = torch.full((1000,), rank + 1.0, dtype=torch.float32, device="cpu")
@@ -104,7 +113,7 @@ def meet(rank: int, place: str) -> None:
 
 
 def _gloo() -> Finding:
-    """A real all-reduce of two processes."""
+    """Check gloo with a real all-reduce of two processes."""
     begin = time.monotonic()
     with tempfile.TemporaryDirectory() as place:
         try:
@@ -132,7 +141,7 @@ def _shared_memory(place: str = "/dev/shm") -> Finding:
 
 
 def _disk(folder: Path) -> Finding:
-    """Write, flush and read 64 MB where checkpoints will be."""
+    """Check the disk: write, flush and read 64 MB in the folder for checkpoints."""
     content = os.urandom(1 << 20)
     with tempfile.TemporaryFile(dir=folder) as file:
         begin = time.monotonic()
@@ -149,7 +158,7 @@ def _disk(folder: Path) -> Finding:
 
 
 def _links() -> Finding:
-    """What torchrun's ranks measure."""
+    """Check the links between the ranks that torchrun has started."""
     from muonmesh.cli.rank import join
 
     device = join("cuda" if torch.cuda.is_available() else "cpu")
@@ -160,7 +169,7 @@ def _links() -> Finding:
 
 
 def measured_links(device: torch.device) -> Finding:
-    """Latency and bandwidth of an all-reduce of all ranks, and how far their clocks are apart; collective."""
+    """Return latency and bandwidth of an all-reduce, and the largest difference of clocks. All ranks call it."""
     seconds = []
     for numbers in (1, 4 << 20):
         tensor = torch.ones(numbers, dtype=torch.float32, device=device)

@@ -1,4 +1,4 @@
-"""Launch: start the ranks with torchrun's own machinery, and say clearly how they ended."""
+"""Launch: starts the ranks with torchrun's machinery, and reports how they ended."""
 
 from __future__ import annotations
 
@@ -19,43 +19,43 @@ from muonmesh.cli.failure import FOLDER, LAUNCHER, first_failure, make_room
 from muonmesh.files import writing
 
 WORKER = "muonmesh.cli.worker"
-SECONDS_TO_STOP = 600  # after Ctrl-C, for the step under way and its checkpoint; a second Ctrl-C does not wait
+SECONDS_TO_STOP = 600  # after Ctrl-C, for the current step and its checkpoint; a second Ctrl-C stops at once
 
 
 class RankFailed(Exception):
-    """A rank ended with an error; the message is that rank's."""
+    """A rank ended with an error, whose message this error has."""
 
 
 class Interrupted(Exception):
-    """The ranks were asked to stop and did."""
+    """The ranks have stopped after a signal."""
 
 
 def launch(run: Path, *, ranks: int) -> None:
     """Run ``python -m muonmesh.cli.worker run`` as ``ranks`` processes on this machine and wait for all of them.
 
-    SIGINT, SIGTERM and SIGHUP reach the ranks as SIGINT, once: they finish their step and leave a checkpoint. Should
-    this process be killed, they end by themselves.
+    On SIGINT, SIGTERM or SIGHUP, this process sends SIGINT to the ranks once. They finish their step and write a
+    checkpoint. If this process is killed, the ranks end by themselves.
 
     Args:
         run: The run's directory.
-        ranks: How many.
+        ranks: The number of ranks.
 
     Raises:
-        RankFailed: a rank failed; the others were ended.
-        Interrupted: a signal came.
+        RankFailed: a rank failed; the other ranks were ended.
+        Interrupted: a signal stopped the ranks.
         FileError: the run's directory cannot be written.
     """
-    shutil.rmtree(run / FOLDER, ignore_errors=True)  # of a launcher that was killed
+    shutil.rmtree(run / FOLDER, ignore_errors=True)  # left by a launcher that was killed
     with writing(run):
         (run / FOLDER).mkdir(parents=True)
         make_room(run, ranks)
     environment = dict(os.environ)
     os.environ[LAUNCHER] = str(os.getpid())
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // ranks)))
-    # The shared store keeps the addresses of dead processes, which hangs or fails gloo after a restart.
+    # The shared store keeps the addresses of dead processes; with them, gloo hangs or fails after a restart.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(SECONDS_TO_STOP)
-    for name in ("agent.server.api", "multiprocessing.api"):  # what they have to say is said below
+    for name in ("agent.server.api", "multiprocessing.api"):  # the code below reports the same errors
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
     signals = _Signals()
     try:
@@ -68,8 +68,8 @@ def launch(run: Path, *, ranks: int) -> None:
             rdzv_endpoint="localhost:0",
             local_addr="localhost",
             max_restarts=0,
-            signals_to_handle="",  # `_Signals` does
-            # torch makes a folder there for logs that nobody asked for, and leaves it behind.
+            signals_to_handle="",  # `_Signals` handles them
+            # torch always creates a folder for logs there, and does not remove it.
             logs_specs=DefaultLogsSpecs(log_dir=str(run / FOLDER)),
         )
         elastic_launch(config, sys.executable)("-m", WORKER, str(run))
@@ -79,32 +79,33 @@ def launch(run: Path, *, ranks: int) -> None:
         failure = first_failure(run)
         raise (Interrupted() if failure is None else RankFailed(failure)) from error
     finally:
-        os.environ.clear()  # what starts next, a torchrun say, has another launcher
+        os.environ.clear()  # a process started later, such as torchrun, has another launcher
         os.environ.update(environment)
         signals.give_back()
         shutil.rmtree(run / FOLDER, ignore_errors=True)
 
 
 def usable_cores() -> int:
-    """Cores this process may run on."""
+    """Return the number of cores on which this process may run."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class _Signals:
-    """What ends a run: Ctrl-C, SIGTERM, or a terminal that is closed. The second of them does not wait.
+    """Handlers of the signals that end a run: SIGINT (Ctrl-C), SIGTERM, and SIGHUP (a closed terminal).
 
-    A terminal that is closed does not count as the second, and the system may say it twice.
+    A second signal ends the run without waiting. SIGHUP never counts as a second signal, since the system may send it
+    twice.
     """
 
     def __init__(self) -> None:
         self._asked = False
         self._before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
         for number, handler in self._before.items():
-            if number != signal.SIGHUP or handler is not signal.SIG_IGN:  # ignored, as under nohup, it stays so
+            if number != signal.SIGHUP or handler is not signal.SIG_IGN:  # under nohup it stays ignored
                 signal.signal(number, self._stop)
 
     def give_back(self) -> None:
-        """Let them do again what they did."""
+        """Restore the earlier handlers."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
@@ -117,7 +118,7 @@ class _Signals:
 
 def _explain(run: Path, error: ChildFailedError) -> str:
     for rank, failure in sorted(error.failures.items()):
-        if failure.exitcode < 0 and -failure.exitcode != signal.SIGTERM:  # SIGTERM is how the launcher ends the others
+        if failure.exitcode < 0 and -failure.exitcode != signal.SIGTERM:  # the launcher ends the others with SIGTERM
             name = signal.Signals(-failure.exitcode).name
             hint = " (out of memory?)" if name == "SIGKILL" else ""
             return f"rank {rank}: ended by {name}{hint}"

@@ -1,4 +1,4 @@
-"""Lock: one run in a directory at a time."""
+"""Lock: allows only one run in a directory at a time."""
 
 from __future__ import annotations
 
@@ -16,19 +16,23 @@ LOCK_FILE = ".lock"
 
 
 def check_new(run: Path) -> None:
-    """Make sure that a new run would write over nothing; a FileError otherwise."""
+    """Raise FileError if the directory of a new run exists and has any files."""
     if os.path.lexists(run) and (not run.is_dir() or set(os.listdir(run)) - {LOCK_FILE}):
         raise FileError(f"--out {run}: already there. Write: --resume {run}, or another --out")
 
 
 @contextlib.contextmanager
 def locked(run: Path, *, option: str) -> Iterator[None]:
-    """Hold a run's directory, which is made for ``--out``, until the ``with`` block ends or the process does.
+    """Return a context that holds the lock of a run's directory, which is created if it does not exist.
 
-    The system takes the lock back when the process is gone, so a lock left behind never has to be removed by hand.
+    The operating system frees the lock when the process ends, so a lock never has to be removed by hand.
+
+    Args:
+        run: The run's directory.
+        option: The option that gave the directory. With "--out", the directory must have no files of a run yet.
 
     Raises:
-        FileError: another process holds it, a new run would write over something, or the directory cannot be made.
+        FileError: another process holds the lock, the directory of a new run has files, or it cannot be created.
     """
     lock = FileLock(run / LOCK_FILE, timeout=0)
     with writing(run):

@@ -1,7 +1,7 @@
-"""Metrics: ``metrics.jsonl``, one JSON object a line, the only source of the report.
+"""Metrics: ``metrics.jsonl``, with one JSON object in each line; the report reads no other source.
 
-A line has ``run`` ("muon" or "adamw"), ``step``, ``tokens`` and ``seconds`` (training time: evaluation and
-checkpoints are left out), and then either a step's ``loss``, ``lr`` and times, or a ``validation_loss``.
+A line has ``run`` ("muon" or "adamw"), ``step``, ``tokens`` and ``seconds`` (training time without evaluation and
+checkpoints), and then either a step's ``loss``, ``lr`` and times, or a ``validation_loss``.
 """
 
 from __future__ import annotations
@@ -23,17 +23,26 @@ OF_A_VALIDATION = {**OF_BOTH, "validation_loss": FINITE}
 
 
 def append_metrics(directory: Path, **record: Any) -> None:
-    """Write one line; a FileError where it cannot be written. A killed run leaves all but the last one."""
+    """Append one line. If a run is killed, at most the last line is incomplete.
+
+    Raises:
+        FileError: the line cannot be written.
+    """
     path = directory / METRICS_FILE
     with writing(path), path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(record) + "\n")
 
 
 def cut_metrics(directory: Path, run: str, step: int) -> float:
-    """Forget what ``run`` wrote after ``step``, which a resumed run writes again; return its seconds until then.
+    """Remove the lines of a training after a step, which a resumed run writes again; return its seconds until then.
+
+    Args:
+        directory: The run's directory.
+        run: The training, "muon" or "adamw".
+        step: The last step to keep.
 
     Raises:
-        FileError: the file is damaged, or cannot be written; it is as it was.
+        FileError: the file is damaged, or cannot be written; the file is unchanged.
     """
     kept = [r for r in read_metrics(directory) if r["run"] != run or r["step"] <= step]
     write_text(directory / METRICS_FILE, "".join(json.dumps(record) + "\n" for record in kept))
@@ -41,10 +50,10 @@ def cut_metrics(directory: Path, run: str, step: int) -> float:
 
 
 def read_metrics(directory: Path) -> list[dict[str, Any]]:
-    """Every whole line of a run's metrics, in the order written; empty where there are none.
+    """Return every complete line of a run's metrics, in the order of writing; empty if there is no file.
 
     Raises:
-        FileError: a line is not what a training writes; the message has its number.
+        FileError: a line has another form than a training writes; the message has its number.
     """
     path = directory / METRICS_FILE
     if not path.exists():
@@ -52,7 +61,7 @@ def read_metrics(directory: Path) -> list[dict[str, Any]]:
     lines = read_text(path, needed="the metrics that a training wrote there").split("\n")
     return [
         _read(path, number, line) for number, line in enumerate(lines[:-1], start=1)
-    ]  # a kill cuts the last one off
+    ]  # after a kill, the last line is incomplete
 
 
 def _read(path: Path, number: int, line: str) -> dict[str, Any]:

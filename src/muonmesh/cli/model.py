@@ -19,10 +19,10 @@ DDP = "Write: --parallel ddp"
 
 
 def build_model(config: Any) -> nn.Module:
-    """A freshly initialized model on the current default device and random state.
+    """Return a newly initialized model, on the current default device, from the current random state.
 
     Raises:
-        ValueError: the configuration is not of a causal language model, or not of a possible one.
+        ValueError: the configuration belongs to no causal language model, or has impossible values.
     """
     from transformers import AutoModelForCausalLM
 
@@ -30,7 +30,7 @@ def build_model(config: Any) -> nn.Module:
         model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     except (torch.OutOfMemoryError, OSError):
         raise
-    except Exception as error:  # each of some two hundred models in its own way
+    except Exception as error:  # about two hundred models, each with its own errors
         if str(error).startswith("Unrecognized configuration class"):
             raise FileError(
                 f"--model: {config.model_type} does not predict the next token ({sentence(error)}); needed a causal "
@@ -44,21 +44,21 @@ def build_model(config: Any) -> nn.Module:
 
 
 def meta_model(model: str, *, vocab: int, seq: int) -> nn.Module:
-    """Return the model that is named by a preset, a folder or file, or a model type, on the meta device.
+    """Return the model of a preset, a folder or file, or a model type, on the meta device.
 
     Args:
-        model: As for ``muonmesh train``.
-        vocab, seq: Of the presets of ``muonmesh train``, which leave them open.
+        model: The value of ``--model``, as for ``muonmesh train``.
+        vocab, seq: The vocabulary size and the sequence length, for presets of ``muonmesh train``.
 
     Raises:
-        ValueError: there is no such model, or none of a causal language model.
+        ValueError: there is no such model, or it is no causal language model.
     """
     with torch.device("meta"):
         return build_model(configuration(model, vocab=vocab, seq=seq))
 
 
 def check_model(settings: Settings) -> nn.Module:
-    """Build the model of a run on the meta device, without memory, and return it; raises what a rank would raise.
+    """Build the model of a run on the meta device, without memory, and return it. It raises the errors of a rank.
 
     Raises:
         ValueError: there is no such model, or its parameters cannot be sharded.
@@ -70,10 +70,10 @@ def check_model(settings: Settings) -> nn.Module:
 
 
 def check_parameters(model: nn.Module, *, name: str, parallel: Parallel) -> None:
-    """Make sure that each parameter holds something, and that it can be sharded where that is asked for.
+    """Check that no parameter is empty, and that FSDP2 can shard each, if the run shards parameters.
 
     Raises:
-        FileError: naming the first that does not or cannot.
+        FileError: a parameter is empty or cannot be sharded; the message names the first.
     """
     for path, parameter in model.named_parameters():
         if parameter.numel() == 0:
@@ -83,10 +83,10 @@ def check_parameters(model: nn.Module, *, name: str, parallel: Parallel) -> None
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """The layers that are sharded one by one, in the order they are defined.
+    """Return the layers that FSDP2 shards one by one, in the order of their definition.
 
-    Without those that share a parameter with something outside, as bert's embeddings do with its head: that belongs to
-    the whole model.
+    A layer that shares a parameter with a module outside is left out, such as bert's embeddings, which share a
+    parameter with its head. Such a parameter is sharded with the whole model.
     """
     names = set(getattr(model, "_no_split_modules", None) or ())
     named = [module for module in model.modules() if type(module).__name__ in names]
@@ -98,7 +98,7 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 
 
 def _shares(model: nn.Module, block: nn.Module) -> bool:
-    """Whether a parameter of ``block`` has a name outside of it too."""
+    """Return whether a parameter of ``block`` also has a name outside of ``block``."""
     own = {id(parameter) for parameter in block.parameters()}
     inside = sum(1 for _, p in block.named_parameters(remove_duplicate=False))
     everywhere = sum(id(p) in own for _, p in model.named_parameters(remove_duplicate=False))
@@ -106,10 +106,10 @@ def _shares(model: nn.Module, block: nn.Module) -> bool:
 
 
 def parallelise(model: nn.Module, *, parallel: Parallel, dtype: Dtype, device: torch.device) -> nn.Module:
-    """Spread the model over all ranks; weights stay fp32.
+    """Return the model distributed over all ranks. Weights stay fp32.
 
-    ``ddp`` replicates. ``fsdp`` shards each layer, then the root, with FSDP2; ``hsdp`` shards within each of two
-    replicas. With bf16, FSDP2 casts the weights it gathers and reduces gradients in fp32; ``ddp`` runs under autocast.
+    ``ddp`` replicates the model. ``fsdp`` shards each layer, then the root, with FSDP2. ``hsdp`` shards within each of
+    two replicas. With bf16, FSDP2 casts gathered weights to bf16 and reduces gradients in fp32; ``ddp`` uses autocast.
 
     Raises:
         FileError: FSDP2 cannot shard this model.
@@ -124,7 +124,7 @@ def parallelise(model: nn.Module, *, parallel: Parallel, dtype: Dtype, device: t
         mesh = init_device_mesh(device.type, (ranks,))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if dtype == "bf16" else None, reduce_dtype=torch.float32)
     try:
-        for block in reversed(blocks_of(model)):  # inner before outer, should one hold another
+        for block in reversed(blocks_of(model)):  # inner blocks before the blocks that contain them
             fully_shard(block, mesh=mesh, mp_policy=policy)
         fully_shard(model, mesh=mesh, mp_policy=policy)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""The command ``muonmesh plan``: what a step would cost on a cluster that is not here, as a table and JSON."""
+"""The command ``muonmesh plan``: the cost of an optimizer step on a cluster, without the cluster, as tables or JSON."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WHERE = "Where it would run"
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
-    """What is to be planned, and where it would run: the options of ``muonmesh plan``."""
+    """The options of ``muonmesh plan``: the model, and the cluster to plan for."""
 
     model: str = setting(
         MISSING,
@@ -118,12 +118,12 @@ def planned(asked: PlanRequest) -> dict[str, Any]:
 
 
 def weights_of(model: str, cluster: Cluster) -> list[Weight]:
-    """Return where the parameters of a model would lie, with the splits of `muonmesh.split_params`.
+    """Return the parameters of a model with their layouts on a cluster, and the splits of `muonmesh.split_params`.
 
     `transformers` builds the model on the meta device, without memory.
 
     Raises:
-        ValueError: there is no such model, or none of a causal language model.
+        ValueError: there is no such model, or it is no causal language model.
     """
     from muonmesh.build import split_params
     from muonmesh.cli.model import meta_model
@@ -138,7 +138,7 @@ def weights_of(model: str, cluster: Cluster) -> list[Weight]:
 
 
 def print_plan(found: dict[str, Any], *, as_json: bool = False) -> None:
-    """Print the kinds of parameters and the figures of the cluster and of one rank; or all of it as JSON."""
+    """Print the kinds of parameters, and the figures of the cluster and of one rank; or all figures as JSON."""
     console = make_console()
     if as_json:
         console.print(json.dumps(found, indent=1), soft_wrap=True, markup=False)
@@ -152,7 +152,7 @@ def print_plan(found: dict[str, Any], *, as_json: bool = False) -> None:
 
 
 def rows_of(found: dict[str, Any]) -> list[list[str]]:
-    """Return a row for the matrices of all layers that are alike: of the cluster, but for what the rank sends."""
+    """Return a row for each kind of matrices, for the whole cluster, except the last cell: what one rank sends."""
     return [
         [
             _folded(kind["name"].removeprefix("model.").removesuffix(".weight")),
@@ -168,13 +168,13 @@ def rows_of(found: dict[str, Any]) -> list[list[str]]:
 
 
 def _folded(name: str, width: int = 27) -> str:
-    """Return a name on two lines where it is long, broken behind a dot, so that the table fits 80 columns."""
+    """Return a name; a long name is broken after a dot into two lines, so that the table fits 80 columns."""
     place = name.rfind(".", 0, width) + 1
     return name if len(name) <= width else f"{name[:place]}\n  {name[place:]}"
 
 
 def tables_of(found: dict[str, Any]) -> dict[str, dict[str, str]]:
-    """Return what stands below the table of parameters: the figures by name, by the title that says whose they are."""
+    """Return the tables below the table of parameters, by title; each has figures by name."""
     from muonmesh.report.device_rates import DeviceRates
 
     adamw = sum(kind["count"] for kind in found["kinds"] if kind["algorithm"] == "adamw")
@@ -192,8 +192,8 @@ def tables_of(found: dict[str, Any]) -> dict[str, dict[str, str]]:
 
 
 def _shown(name: str, value: Any) -> str:
-    """Return a figure in the unit that its name tells; a count in short: 671B, 1.28M."""
-    if isinstance(value, dict):  # of seconds, with products at best and as published
+    """Return a figure in the unit that follows from its name; counts are abbreviated: 671B, 1.28M."""
+    if isinstance(value, dict):  # seconds, with products at best and as published
         ends = [f"{end * 1e3:{',.0f' if end >= 1 else '.3g'}}" for end in sorted(value.values())]
         return " to ".join(dict.fromkeys(ends)) + " ms"
     if "bytes" in name:

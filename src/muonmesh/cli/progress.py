@@ -1,4 +1,4 @@
-"""Progress: what rank 0 shows while it trains: one live line on a terminal, a line now and then elsewhere."""
+"""Progress: shows the progress of a training on rank 0: a live line on a terminal, else a line every 15 seconds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PLAIN_SECONDS = 15.0  # without a terminal: the longest silence between two line
 
 
 class ProgressLine(Progress):
-    """Shows one training within a ``with`` block. Does nothing when not ``visible`` (every rank but the first)."""
+    """Shows the progress of one training within a ``with`` block; shows nothing unless ``visible`` (rank 0 only)."""
 
     def __init__(self, name: str, *, steps: int, start: int, tokens_per_step: int, visible: bool) -> None:
         self.name, self.steps, self.tokens_per_step = name, steps, tokens_per_step
@@ -26,7 +26,7 @@ class ProgressLine(Progress):
         self._last_print = time.monotonic()
 
     def step(self, step: int, loss: float, seconds: float) -> None:
-        """Show a finished step and how long it took."""
+        """Show a finished step, its loss and its speed."""
         said = f"loss {loss:.3f}{self._validation}, {self.tokens_per_step / seconds:,.0f} tok/s"
         self.update(self._task, completed=step, said=said)
         now = time.monotonic()
@@ -35,5 +35,5 @@ class ProgressLine(Progress):
             self.console.print(f"{self.name:>5} {step}/{self.steps} {said}", soft_wrap=True)
 
     def validation(self, loss: float) -> None:
-        """Show a validation loss, from now on."""
+        """Set the validation loss to show from the next step on."""
         self._validation = f", validation {loss:.3f}"

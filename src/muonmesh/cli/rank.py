@@ -1,4 +1,4 @@
-"""Rank: what one rank does of a run, from joining the others to its last training."""
+"""Rank: the work of one rank in a run, from joining the process group to its last training."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from muonmesh.files import write_text
 
 
 def work(run: Path) -> None:
-    """Train what the run's settings ask for, going on from its checkpoints where there are any.
+    """Run all trainings of a run's settings, from their checkpoints if there are any.
 
     Raises:
-        FileError: the ranks were given different texts or settings, they are not as many as the run has, another
-            process trains there, or what the run left is damaged.
+        FileError: ranks have different texts or settings, the number of ranks differs from the run's, another process
+            trains in this directory, or files of the run are damaged.
     """
     settings = load_settings(run)
     corpus = load_corpus_of(run)
@@ -42,15 +42,15 @@ def work(run: Path) -> None:
             f"Write: --nproc-per-node {settings.ranks}, or change them: muonmesh train --resume {run} --ranks N"
         )
     lock = contextlib.ExitStack()
-    if LAUNCHER not in os.environ:  # which holds it already
+    if LAUNCHER not in os.environ:  # the launcher holds the lock already
         on_first_rank(lambda: lock.enter_context(locked(run, option="torchrun")))
     insist_on_the_same(run, {**asdict(settings), "text": corpus.digest, "vocabulary": corpus.vocab})
-    settings = replace(settings, out=str(run))  # wherever it lies now
+    settings = replace(settings, out=str(run))  # the directory may have moved
     stop = StopRequest()
     for name in settings.optimizers:
         if not train(name, settings, corpus, device, stop):
             break
-        gc.collect()  # sharded models are full of cycles, and the next one needs the room
+        gc.collect()  # sharded models have many reference cycles, and the next model needs the memory
     dist.destroy_process_group()
     lock.close()
 
@@ -58,13 +58,13 @@ def work(run: Path) -> None:
 def join(kind: str, *, timeout: timedelta | None = None) -> torch.device:
     """Make the default process group of ranks that torchrun or `muonmesh.cli.launch` has started; return the device.
 
-    Torchrun gives all attempts one store. What an attempt finds there of the one before it are addresses of processes
-    that are gone, and gloo would wait for them. So on one host each attempt has a name of its own in the store. The
-    agents of several hosts count attempts differently: there torchrun must not share its store, see docs/training.md.
+    torchrun gives all attempts of a run the same store. There, a restarted attempt would find the addresses of ended
+    processes, and gloo would wait for them. So on one machine, each attempt has its own prefix in the store. On several
+    machines, torchrun's agents count attempts differently, so torchrun must not share its store: see docs/training.md.
 
     Args:
         kind: ``"cpu"``, over gloo, or ``"cuda"``, over NCCL.
-        timeout: How long a collective waits; None for torch's own limit.
+        timeout: The longest time that a collective waits; None means torch's default.
     """
     settings: dict[str, Any] = {"backend": "gloo", "timeout": timeout}
     device = torch.device("cpu")
@@ -81,7 +81,7 @@ def join(kind: str, *, timeout: timedelta | None = None) -> torch.device:
 
 
 def train(name: Optimizer, settings: Settings, corpus: Corpus, device: torch.device, stop: StopRequest) -> bool:
-    """One of a run's trainings, from its checkpoint if it has one; False when it was stopped."""
+    """Run one training, from its checkpoint if it has one; return False if it was stopped."""
     run = settings.directory
     training = Training(name, settings, corpus, device)
     training.restore()
@@ -91,6 +91,7 @@ def train(name: Optimizer, settings: Settings, corpus: Corpus, device: torch.dev
         training.seconds = cut_metrics(run, name, training.start if training.start else -1)
         write_text(run / f"explain-{name}.txt", f"{explanation}\n")
 
-    on_first_rank(write)  # and no rank may die of the Ctrl-C that another one takes as a wish
+    # All ranks meet here. Ctrl-C must not kill one rank while another already takes it as a request to stop.
+    on_first_rank(write)
     stop.install()
     return training.run(stop)

@@ -1,4 +1,4 @@
-"""Report: the end of a run: a table on the terminal, a picture, both as ``report.html``, and the figures as JSON."""
+"""Report: the report of a run: a table on the terminal, a picture, both in ``report.html``, and the figures as JSON."""
 
 from __future__ import annotations
 
@@ -16,17 +16,20 @@ from muonmesh.cli.terminal import make_console, table_of
 from muonmesh.files import write_text, writing
 
 REPORT_FILE, FIGURES_FILE, PICTURE = "report.html", "report.json", "loss.png"
-COLOURS = {"muon": "#d1495b", "adamw": "#30638e"}  # apart in brightness too, for print and for the colour-blind
+COLOURS = {"muon": "#d1495b", "adamw": "#30638e"}  # of different brightness, for print and for color-blind readers
 ALONG = {"step": "step", "seconds": "training time [s], evaluation left out"}
 
 
 def write_report(run: Path, settings: Settings) -> Path | None:
-    """Summarise a run: a picture, ``report.html`` and ``report.json`` into its directory, a table onto the terminal.
+    """Write the report of a run: a picture, ``report.html`` and ``report.json`` in its directory; print a table.
 
-    A run that was stopped is reported as far as it got; one without a finished step is not (None).
+    The report of a stopped run has the finished steps.
+
+    Returns:
+        The path of ``report.html``; None if no step was finished.
 
     Raises:
-        FileError: what the run left is damaged, or the report cannot be written.
+        FileError: the run's metrics are damaged, or the report cannot be written.
     """
     summaries = summarise(run)
     if not summaries:
@@ -67,14 +70,14 @@ def _rows(settings: Settings, summaries: Sequence[TrainingSummary]) -> list[list
 
 
 def _plot(picture: Path, summaries: Sequence[TrainingSummary]) -> None:
-    """Write the loss curves against steps and against time, as a PNG."""
+    """Write a PNG with the loss curves over steps and over time."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 4.4), dpi=150, layout="constrained")
     for axes, (along, label) in zip(figure.subplots(1, 2, sharey=True), ALONG.items(), strict=True):
         for summary in summaries:
             colour, width = COLOURS[summary.name], max(1, len(summary.train) // 40)
-            # Single batches are noisy: the mean of each and those just before it.
+            # Losses of single batches are noisy, so each point is a mean with the losses just before it.
             losses = np.convolve([point.loss for point in summary.train], np.full(width, 1 / width), mode="valid")
             places = [getattr(point, along) for point in summary.train[width - 1 :]]
             axes.plot(places, losses, color=colour, alpha=0.4, linewidth=0.8)
@@ -82,7 +85,7 @@ def _plot(picture: Path, summaries: Sequence[TrainingSummary]) -> None:
             told = f"{LABELS[summary.name]}: validation {summary.final_validation_loss:.3f} (thin: training)"
             validated = [point.loss for point in summary.validation]
             axes.plot(places, validated, color=colour, marker="o", markersize=3, label=told)
-        # What lies above the second validation is the fall from random weights, in which nothing can be told apart.
+        # Losses above the second validation show only the fall from random weights, where the curves look equal.
         axes.set_ylim(top=max(point.loss for some in summaries for point in some.validation[1:] or some.validation))
         axes.set(xlabel=label, ylabel="loss [nats per token]")
         axes.legend()

@@ -1,4 +1,4 @@
-"""Run: one run from its settings to its report: checked, prepared, trained by its ranks, and reported."""
+"""Run: one run, from its settings to its report: checks settings, prepares text, starts the ranks, and reports."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from muonmesh.errors import FileError
 
 
 def train_run(settings: Settings, *, resuming: bool) -> int:
-    """Train what the settings ask for, report, and return the exit code.
+    """Run the trainings of the settings, write the report, and return the exit code.
 
     Raises:
-        ValueError: something is wrong that can be found without ranks.
+        ValueError: an error that can be found without starting ranks.
     """
     run = settings.directory
     if resuming:
@@ -50,7 +50,7 @@ def train_run(settings: Settings, *, resuming: bool) -> int:
 
 
 def _read(settings: Settings, before: Corpus | None) -> Corpus:
-    """Return the text of a run, which is that of ``before`` if the run goes on.
+    """Return the corpus of a run; if the run continues, it must equal the corpus ``before``.
 
     Raises:
         ValueError: the text has changed, or is too short.
@@ -81,7 +81,7 @@ def _headline(settings: Settings, parameters: int, corpus: Corpus) -> str:
 
 
 def _launch(run: Path, settings: Settings) -> int:
-    """Launch the ranks, report, and return the exit code."""
+    """Launch the ranks, write the report, and return the exit code."""
     stopped = False
     try:
         launch(run, ranks=settings.ranks)
@@ -89,7 +89,7 @@ def _launch(run: Path, settings: Settings) -> int:
         return complain("train", str(error), code=1)
     except (Interrupted, KeyboardInterrupt):
         stopped = True
-    # A rank may also have been asked to stop on its own; then all of them did.
+    # A signal may also have reached a rank directly; then all ranks have stopped.
     stopped = stopped or any(latest_step(checkpoints_of(run, name)) != settings.steps for name in settings.optimizers)
     try:
         report = write_report(run, settings)

@@ -1,6 +1,6 @@
-"""Settings: everything that decides what a run computes, each declared once: its name, type, default, check and help.
+"""Settings: the settings of a run, each declared once with its name, type, default, check and help text.
 
-Commands take their options from the fields. `config.json` holds the settings of a run of `muonmesh train`.
+The commands make their options from the fields. `config.json` contains the settings of a run of `muonmesh train`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Dtype = Literal["bf16", "fp32"]
 ScheduleName = Literal["cosine", "linear", "wsd", "constant"]
 
 REPLICAS = 2  # of the model, under hsdp
-MOST_RANKS = 1024  # 100,000 have taken all memory of a machine before the first failed
+MOST_RANKS = 1024  # 100,000 ranks used up all memory of a machine before one failed
 MOST = 2**31 - 1  # beyond it, sizes and positions stop being exact or possible
 CONFIG_FILE = "config.json"
 MAY_CHANGE_ON_RESUME = {"ranks", "parallel", "timeout"}  # a checkpoint has no world size
@@ -35,14 +35,14 @@ WHAT, HOW, WHERE, OUTPUT = "What to learn", "How to learn", "Where to run", "Wha
 
 @dataclass(frozen=True)
 class Option:
-    """What a field says of its option on the command line and of its values, beside its name, type and default.
+    """The help text and the allowed values of a field's command-line option.
 
     Attributes:
         help: The help text.
-        panel: The heading under which the help text stands; None for the common one.
-        asked: The type on the command line, where the machine or other options decide about an option that is left out.
-        least, most: The smallest whole number, and the largest number of any kind.
-        positive: Whether a number of any kind must be above zero.
+        panel: The heading above the help text; None for the common heading.
+        asked: The type on the command line, if the machine or other options decide the value of a missing option.
+        least, most: The smallest value of a whole number, and the largest value of any number.
+        positive: Whether a number must be above zero.
     """
 
     help: str
@@ -53,7 +53,7 @@ class Option:
     positive: bool = False
 
     def needed(self, kind: Any, value: object) -> str:
-        """Return in words what is needed instead of a value; empty if the value is of the kind."""
+        """Return, in words, which values are needed instead of a value; empty if the value is allowed."""
         origin, inner = get_origin(kind), get_args(kind)
         if origin is Literal:
             return "" if value in inner else f"one of {', '.join(inner)}"
@@ -75,7 +75,14 @@ class Option:
 
 
 def setting(default: Any, panel: str | None, help: str, **of_values: Any) -> Any:
-    """Declare a field with its option: its default (MISSING: there is none), then what `Option` has."""
+    """Declare a field and its option.
+
+    Args:
+        default: The default value; MISSING: the field is required.
+        panel: See `Option`.
+        help: See `Option`.
+        of_values: The other attributes of `Option`.
+    """
     return field(default=default, metadata={"option": Option(help, panel, **of_values)})
 
 
@@ -87,10 +94,10 @@ def declared(kind: Any) -> dict[str, tuple[Any, Option]]:
 
 
 def check_fields_of(values: Any) -> None:
-    """Make sure that each field has a value of its kind.
+    """Check that each field has an allowed value.
 
     Raises:
-        ValueError: naming the option, what was found and what is needed.
+        ValueError: a value is not allowed; the message names the option, the value and the allowed values.
     """
     for name, (kind, rule) in declared(values.__class__).items():
         value = getattr(values, name)
@@ -100,14 +107,14 @@ def check_fields_of(values: Any) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """One run. Plain values only: it is written to ``config.json`` and read back by every rank.
+    """The settings of one run. They have only plain values, so that ``config.json`` can store them for every rank.
 
-    Learning rates are peaks, in the units of AdamW (Muon's ``match_rms_adamw`` scale makes one number serve both
-    halves). ``batch`` counts sequences per optimizer step over **all** ranks, so that a run computes the same
-    thing however many ranks share it.
+    Learning rates are peak values, in the units of AdamW: with Muon's scale mode ``match_rms_adamw``, one rate fits
+    Muon's and AdamW's parameters. ``batch`` counts sequences per optimizer step over **all** ranks, so a run computes
+    the same update with any number of ranks.
 
     Raises:
-        ValueError: a value is out of range; the message names the option, what was found and what is needed.
+        ValueError: a value is out of range; the message names the option, the value and the allowed values.
     """
 
     data: tuple[str, ...] = setting(
@@ -202,40 +209,44 @@ class Settings:
 
     @property
     def optimizers(self) -> tuple[Optimizer, ...]:
-        """What is trained, in order."""
+        """The optimizers to train with, in order."""
         return ("muon", "adamw") if self.optimizer == "both" else (self.optimizer,)
 
     def lr_of(self, optimizer: Optimizer) -> float:
-        """The peak learning rate of one of the trainings."""
+        """Return the peak learning rate of the training with an optimizer."""
         return self.lr if optimizer == "muon" else self.adamw_lr
 
     @property
     def digest(self) -> str:
-        """A digest of what stays as it is from the first step of a run to its last."""
+        """A digest of the settings that may not change during a run."""
         kept = {name: value for name, value in asdict(self).items() if name not in {*MAY_CHANGE_ON_RESUME, "out"}}
         return hashlib.sha256(json.dumps(kept).encode()).hexdigest()
 
     @property
     def directory(self) -> Path:
-        """Where the run writes."""
+        """The directory of the run."""
         return Path(self.out)
 
     def save(self, environment: dict[str, Any]) -> None:
-        """Write ``config.json``: the settings, and under ``environment`` what else a reader may want to know.
+        """Write ``config.json``: the settings, and under ``environment`` versions, command, date and machine.
 
         Raises:
-            FileError: it could not be written; an older one is as it was.
+            FileError: the file could not be written; an older file is unchanged.
         """
         content = {**asdict(self), "environment": environment}
         write_text(self.directory / CONFIG_FILE, json.dumps(content, indent=2) + "\n")
 
 
 def load_settings(directory: Path, **changes: Any) -> Settings:
-    """Read a run's settings back, with ``changes`` made to them.
+    """Return the settings of a run from its directory, with some changes.
+
+    Args:
+        directory: The run's directory.
+        changes: New values of settings, by name.
 
     Raises:
-        FileError: ``directory`` holds no run, or one that another version or an editor wrote.
-        ValueError: ``changes`` do not go with it.
+        FileError: ``directory`` has no run, or another version or an editor has changed its ``config.json``.
+        ValueError: ``changes`` have values that are not allowed with the other settings.
     """
     path = directory / CONFIG_FILE
     content = load_config(directory)
@@ -256,7 +267,11 @@ def load_settings(directory: Path, **changes: Any) -> Settings:
 
 
 def load_config(directory: Path) -> dict[str, Any]:
-    """The whole ``config.json``, environment included; a FileError where there is none, or not an object."""
+    """Return the whole ``config.json`` of a run, with ``environment``.
+
+    Raises:
+        FileError: the file is missing, or has no object ``environment``.
+    """
     path = directory / CONFIG_FILE
     if not path.is_file():
         raise FileError(f"{directory}: found no {CONFIG_FILE}; needed the directory of a run, such as runs/NAME.")
@@ -267,5 +282,5 @@ def load_config(directory: Path) -> dict[str, Any]:
 
 
 def option(name: str) -> str:
-    """The command-line option of a setting: ``grad_accum`` is ``--grad-accum``."""
+    """Return the command-line option of a setting: ``grad_accum`` is ``--grad-accum``."""
     return "--" + name.replace("_", "-")

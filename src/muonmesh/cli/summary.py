@@ -1,4 +1,4 @@
-"""Summary: what a run's metrics say: curves, speeds, and how many of AdamW's steps Muon needed."""
+"""Summary: summarizes a run's metrics: curves, speeds, and how many steps one optimizer needed for the other's loss."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any
 from muonmesh.cli.metrics_log import read_metrics
 from muonmesh.cli.run_settings import Optimizer
 
-WARM_UP_STEPS = 3  # left out of speeds and shares: allocations and first plans
+WARM_UP_STEPS = 3  # speeds and shares leave these out, since they allocate memory and make plans
 
 
 @dataclass(frozen=True)
 class Point:
-    """A loss in nats per token, where and when it was measured."""
+    """A loss in nats per token, with the step and the training time at which it was measured."""
 
     step: int
     seconds: float
@@ -26,7 +26,11 @@ class Point:
 
 @dataclass(frozen=True)
 class TrainingSummary:
-    """One optimizer's training. Shares are of the time of a step on rank 0; seconds leave evaluation out."""
+    """The summary of one optimizer's training.
+
+    ``forward_backward`` and ``optimizer`` are shares of the time of a step on rank 0. ``seconds`` do not include
+    evaluation.
+    """
 
     name: Optimizer
     train: tuple[Point, ...]
@@ -44,23 +48,26 @@ class TrainingSummary:
 
     @property
     def seconds(self) -> float:
-        """Training time."""
+        """The training time in seconds, without evaluation and checkpoints."""
         return self.train[-1].seconds
 
     @property
     def final_train_loss(self) -> float:
-        """Mean over the last tenth of the steps: single batches are noisy."""
+        """The mean training loss over the last tenth of the steps, since single batches are noisy."""
         return fmean(point.loss for point in self.train[-max(1, len(self.train) // 10) :])
 
     @property
     def final_validation_loss(self) -> float:
-        """The last one measured."""
+        """The last measured validation loss."""
         return self.validation[-1].loss
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """How many steps, and how much time, ``faster`` needed for the final validation loss of ``slower``."""
+    """The steps and the seconds that ``faster`` needed to reach the final validation loss of ``slower``.
+
+    ``of_steps`` and ``of_seconds`` are the steps and the seconds of ``slower``.
+    """
 
     faster: Optimizer
     slower: Optimizer
@@ -82,7 +89,7 @@ LABELS: dict[Optimizer, str] = {"muon": "Muon", "adamw": "AdamW"}
 
 
 def summarise(run: Path) -> list[TrainingSummary]:
-    """Every training of a run that has finished a step and been evaluated, in the order they ran.
+    """Return the summary of each training of a run that has a finished step and an evaluation, in the order they ran.
 
     Raises:
         FileError: the metrics are damaged.
@@ -94,11 +101,14 @@ def summarise(run: Path) -> list[TrainingSummary]:
 
 
 def compare(summaries: Sequence[TrainingSummary]) -> Comparison | None:
-    """Read off the better training's curve where it passed the other's final validation loss.
+    """Return when the better training passed the other training's final validation loss.
 
-    The two points around it are joined by a straight line. Where the learning rate falls to zero at the end, this
-    understates the better optimizer: it is read before its learning rate has come down, while the other's final loss
-    is read after. None unless there are two finished trainings of equal length.
+    The curve is interpolated linearly between two validations. If the learning rate falls to zero at the end, the
+    comparison understates the better optimizer: its loss is read before its learning rate has fallen, the other's final
+    loss after.
+
+    Returns:
+        The comparison; None unless there are two trainings of equal length.
     """
     if len(summaries) != 2 or summaries[0].last_step != summaries[1].last_step:
         return None
@@ -119,7 +129,7 @@ def compare(summaries: Sequence[TrainingSummary]) -> Comparison | None:
 
 
 def crossing_of(curve: Sequence[Point], loss: float) -> tuple[float, float] | None:
-    """First (step, seconds) at which a curve is at or below ``loss``, between two points by a straight line."""
+    """Return the first (step, seconds) at which a curve is at or below ``loss``, by linear interpolation, or None."""
     for before, point in itertools.pairwise([curve[0], *curve]):
         if point.loss <= loss:
             share = (before.loss - loss) / (before.loss - point.loss) if before.loss > loss else 1.0

@@ -1,4 +1,4 @@
-"""Terminal: printing where not every character can be printed, and where nobody reads any more."""
+"""Terminal: prints without raising, also if the terminal lacks characters or has been closed."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 def print_plainly() -> None:
-    """Let stdout and stderr print a question mark for what their encoding lacks, instead of raising.
+    """Make stdout and stderr print a question mark for characters that their encoding lacks, instead of raising.
 
-    A stream that was closed before this process began becomes one that goes nowhere. A terminal that says it has no
-    columns (``COLUMNS=0``) has rich's default, since rich would print nothing.
+    A stream that was closed before this process began is replaced by os.devnull. With ``COLUMNS=0``, rich would print
+    nothing, so the variable is removed and rich uses its default width.
     """
     if os.environ.get("COLUMNS", "").isdigit() and int(os.environ["COLUMNS"]) == 0:
         del os.environ["COLUMNS"]
@@ -32,14 +32,14 @@ def print_plainly() -> None:
 
 
 def make_console(*, record: bool = False) -> Console:
-    """Return what prints: nothing of it raises, whatever the terminal can print, and whether or not it is there."""
+    """Return a console for stdout that never raises, also if the terminal lacks characters or has been closed."""
     from rich.console import Console
 
     return Console(file=cast(IO[str], Lasting(sys.stdout)), highlight=False, markup=False, record=record)
 
 
 def table_of(headings: Sequence[str], rows: Iterable[Sequence[str]], *, left: Sequence[int] = (0,)) -> Table:
-    """Return a table of plain text, whose columns end at the right but for those at ``left``."""
+    """Return a table of plain text. Columns are right-aligned, except the columns with the indices ``left``."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
     from rich.text import Text
@@ -53,42 +53,45 @@ def table_of(headings: Sequence[str], rows: Iterable[Sequence[str]], *, left: Se
 
 
 def complain(command: str, message: str, *, code: int) -> int:
-    """Say on stderr why a command ends, and return its exit code."""
+    """Print on stderr why a command ends, and return its exit code."""
     Lasting(sys.stderr).write(f"{f'muonmesh {command}'.rstrip()}: {message}\n")
     return code
 
 
 def examples(*lines: str) -> str:
-    """Return lines to write, as the end of a help text."""
+    """Return command lines as a section of examples, for the end of a help text."""
     return "\n".join(("Examples:", *(f"  {line}" for line in lines)))
 
 
 class Lasting:
-    """A stream that goes on when nobody reads it any more: a terminal was closed, or ``head`` has seen enough.
+    """A stream that never raises if its reader is gone, for example a closed terminal or an ended ``head``.
 
-    That is no reason to end a training. From then on what is written goes nowhere.
+    A training must not end for this reason. After such an error, further output is discarded.
 
     Attributes:
-        full: Whether something was lost that somebody will miss, since it went into a file and the disk is full.
+        full: Whether output was lost because the stream is a file and the disk is full.
     """
 
     def __init__(self, stream: IO[str]) -> None:
         self._stream, self.full = stream, False
 
     def write(self, text: str) -> int:
-        """Write, or forget."""
+        """Write the text, or discard it."""
         self._last(self._stream.write, text)
         return len(text)
 
     def flush(self) -> None:
-        """Flush, or forget."""
+        """Flush the stream, or discard its buffer."""
         self._last(self._stream.flush)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
     def _last(self, call: Callable[..., object], *given: str) -> None:
-        """Call, or send what the stream has not written yet and all that follows nowhere: Python flushes it at last."""
+        """Call a method of the stream; on an OSError, redirect the stream's file descriptor to os.devnull.
+
+        The redirection also discards the buffer that Python flushes at its end.
+        """
         try:
             call(*given)
         except OSError as error:

@@ -1,4 +1,4 @@
-"""Tokenizer: a byte-level BPE trained on the text of the run itself; never a download."""
+"""Tokenizer: a byte-level BPE that is trained on the text of the run; nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 END_OF_TEXT = "<|endoftext|>"
 END_OF_TEXT_ID = 0  # the trainer numbers special tokens first
-TRAINING_CHARACTERS = 50_000_000  # merges settle long before; more only takes longer
+TRAINING_CHARACTERS = 50_000_000  # more text hardly changes the merges, and takes longer
 
 
 def train_tokenizer(texts: Iterable[str], *, vocab: int) -> Tokenizer:
-    """A byte-level BPE with at most ``vocab`` entries; the same texts in the same order give the same tokenizer."""
+    """Return a byte-level BPE with at most ``vocab`` entries; equal texts in equal order give an equal tokenizer."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -1,4 +1,4 @@
-"""Training: one optimizer, one model, from its first step or its last checkpoint to its end. Runs on every rank."""
+"""Training: trains one model with one optimizer, from the first step or the last checkpoint to the end."""
 
 from __future__ import annotations
 
@@ -30,10 +30,11 @@ WSD_DECAY_SHARE = 0.2  # warmup-stable-decay (arXiv 2404.06395): the last fifth 
 
 
 def learning_rate_factor(step: int, *, name: ScheduleName, steps: int, warmup: int) -> float:
-    """Share of the peak learning rate at ``step`` (1-based) of ``steps``, after ``warmup`` linear steps.
+    """Return the learning rate at ``step`` (1-based) of ``steps``, as a share of its peak.
 
-    ``cosine`` and ``linear`` fall to zero at the end, ``wsd`` is constant until its last fifth, ``constant`` stays.
-    The last step still moves: zero is what the step after it would get.
+    The rate rises linearly in the first ``warmup`` steps. Then ``cosine`` and ``linear`` fall to zero, ``wsd`` is
+    constant and falls to zero in the last fifth, and ``constant`` stays. The last step has a rate above zero; the step
+    after it would have zero.
     """
     if step <= warmup:
         return step / warmup
@@ -50,15 +51,15 @@ def learning_rate_factor(step: int, *, name: ScheduleName, steps: int, warmup: i
 
 
 class StopRequest:
-    """Set by SIGINT or SIGHUP on any rank; the training ends when all ranks have heard of it."""
+    """A request to stop, set by SIGINT or SIGHUP on any rank; the training ends after the step that exchanges it."""
 
     def __init__(self) -> None:
         self.requested = False
 
     def install(self) -> None:
-        """Take SIGINT and SIGHUP over, the latter unless it is ignored, as under nohup.
+        """Install the handlers of SIGINT and SIGHUP; an ignored SIGHUP, as under nohup, stays ignored.
 
-        SIGTERM keeps ending the process: so a rank left waiting for a dead one goes at once.
+        SIGTERM still ends the process, so that a rank that waits for a dead rank ends at once.
         """
         signal.signal(signal.SIGINT, self._on_signal)
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
@@ -69,11 +70,11 @@ class StopRequest:
 
 
 class Training:
-    """A model and an optimizer that learn together.
+    """One training: a model, an optimizer, data and checkpoints.
 
-    Whatever changes from step to step is a function of the seed and the step: the learning rate, the sequences that
-    are read, the random numbers. So two trainings with different optimizers see the same weights and data, and one
-    that resumes goes on as if it had never stopped.
+    The learning rate, the sequences and the random numbers are functions of the seed and the step. So two trainings
+    with different optimizers start from the same weights and read the same data, and a resumed training continues as if
+    it had never stopped.
     """
 
     def __init__(self, name: Optimizer, settings: Settings, corpus: Corpus, device: torch.device) -> None:
@@ -89,15 +90,15 @@ class Training:
         self.validation_windows = validation.spread(min(settings.eval_sequences, validation.count))
         self.checkpoints = Checkpoints(checkpoints_of(settings.directory, name), keep=settings.keep)
         self.start = 0
-        self.seconds = 0.0  # of training, evaluation and checkpoints left out; rank 0 knows those before the start
+        self.seconds = 0.0  # without evaluation and checkpoints; only rank 0 has the seconds before a resume
         if isinstance(self.model, DistributedDataParallel):
             self._settle_buckets()
 
     def restore(self) -> None:
-        """Go to the latest checkpoint, if there is one.
+        """Load the latest checkpoint, if there is one.
 
         Raises:
-            FileError, StateError: on all ranks: it is damaged or of another training; no weight has changed.
+            FileError, StateError: on all ranks: the checkpoint is damaged or does not fit; no weight has changed.
         """
         step = self.checkpoints.latest()
         if step is not None:
@@ -109,13 +110,16 @@ class Training:
             self.start = step
 
     def run(self, stop: StopRequest) -> bool:
-        """Train to the end; False when a stop was asked for, with a checkpoint of the step reached.
+        """Train to the end, or until a rank has a request to stop. Both end with a checkpoint.
+
+        Each step reduces a flag over all ranks, so that all ranks stop after the same step.
+
+        Returns:
+            True if the last step is done, False if the training was stopped earlier.
 
         Raises:
             FileError: on all ranks: a loss or the state is not finite, or a file cannot be written. The last checkpoint
-                is as it was.
-
-        The ranks agree on that step: each step reduces one flag.
+                is unchanged.
         """
         settings = self.settings
         with ProgressLine(
@@ -139,11 +143,11 @@ class Training:
         return True
 
     def evaluate(self) -> float:
-        """Mean loss over the same held-out sequences each time, shared among the ranks."""
+        """Return the mean loss over the held-out sequences, the same in every call. The ranks share the sequences."""
         inner = self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
         size = self.settings.micro_batch
         mine = self.validation_windows[self.rank :: self.world]
-        most = -(-len(self.validation_windows) // self.world)  # FSDP2 needs as many forwards on every rank
+        most = -(-len(self.validation_windows) // self.world)  # FSDP2 needs equally many forwards on all ranks
         total = torch.zeros(2, dtype=torch.float64, device=self.device)
         inner.eval()
         with torch.no_grad():
@@ -152,13 +156,13 @@ class Training:
                 loss = self._loss(inner, batch if len(batch) else self.validation_windows[:1])
                 total += torch.stack([loss.double(), torch.ones_like(loss, dtype=torch.float64)]) * len(batch)
         inner.train()
-        reshard(inner)  # the root stays gathered after a forward without backward; a checkpoint needs shards
+        reshard(inner)  # without a backward pass, the root stays gathered; a checkpoint needs shards
         dist.all_reduce(total)
         loss_sum, count = total.tolist()
         return float(loss_sum / count)
 
     def _step(self, step: int, stop: StopRequest, line: ProgressLine) -> bool:
-        """Take a step, record it, and say whether any rank asked to stop."""
+        """Take a step, write its metrics, and return whether any rank has a request to stop."""
         settings = self.settings
         factor = learning_rate_factor(step, name=settings.schedule, steps=settings.steps, warmup=settings.warmup)
         for group, peak in zip(self.engine.optimizer.param_groups, self.peak_lrs, strict=True):
@@ -184,15 +188,15 @@ class Training:
         return bool(stop_flags > 0)
 
     def _now(self) -> float:
-        """Return the time at which the device has done what it was given."""
+        """Wait until the device has finished its work, and return the time."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
 
     def _accumulate(self, step: int) -> Tensor:
-        """Forward and backward over this rank's share of a step's sequences; its mean loss, 0-d."""
+        """Run forward and backward over this rank's sequences of a step; return their mean loss, 0-d fp64."""
         settings = self.settings
-        self.engine.optimizer.zero_grad()  # not after the update: `metrics` has something to say of gradients
+        self.engine.optimizer.zero_grad()  # here and not after the update, since `metrics` reads the gradients
         first = (step - 1) * settings.batch
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for micro in range(settings.grad_accum):
@@ -206,7 +210,7 @@ class Training:
         return total
 
     def _loss(self, model: nn.Module, windows: np.ndarray) -> Tensor:
-        """Mean cross entropy in nats per token, 0-d fp32, of (n, seq + 1) windows."""
+        """Return the mean cross entropy in nats per token, 0-d fp32, of windows (n, seq + 1)."""
         tokens = torch.from_numpy(windows).to(self.device, non_blocking=True)
         autocast = self.settings.dtype == "bf16" and self.settings.parallel == "ddp"
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=autocast):
@@ -227,7 +231,7 @@ class Training:
             append_metrics(where, run=self.name, step=step, tokens=tokens, seconds=self.seconds, **figures)
 
     def _need_finite(self, what: str, step: int, loss: float) -> None:
-        """A mean over all ranks, so that each of them finds the same and raises."""
+        """Raise FileError unless a mean loss is finite. It is a mean over all ranks, so all ranks raise together."""
         if math.isfinite(loss):
             return
         settings, last = self.settings, self.checkpoints.kept
@@ -239,11 +243,11 @@ class Training:
         )
 
     def _settle_buckets(self) -> None:
-        """Let DDP rearrange its buckets now, by two passes whose gradients are dropped.
+        """Make DDP rearrange its buckets before the first step, by two passes whose gradients are dropped.
 
-        It does so once, after the first backward, into the order in which gradients became ready. Sums over three or
-        more ranks round differently in another bucket, and a resumed run would otherwise go through its first step
-        with buckets that the uninterrupted run had long left behind.
+        DDP rearranges its buckets once, after the first backward pass, in the order in which gradients became ready.
+        Sums over three or more ranks round differently in other buckets. Without this method, the first step of a
+        resumed run would use the initial buckets, while the uninterrupted run uses rearranged buckets.
         """
         for _ in range(2):
             self._loss(self.model, self.train_windows.shuffled(range(1))).backward()  # type: ignore[no-untyped-call]

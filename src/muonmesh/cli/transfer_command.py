@@ -1,4 +1,4 @@
-"""The command ``muonmesh transfer``: what carries over from a small model to a wider one, and what to set there."""
+"""The command ``muonmesh transfer``: which settings carry over from a small model to a wider one, and what to set."""
 
 from __future__ import annotations
 
@@ -37,7 +37,11 @@ def transfer(
 
 
 def _optimizer(target: str, settings: dict[str, Any]) -> Any:
-    """Return the optimizer that a function makes, or one with these settings for the model that it makes or names.
+    """Return the optimizer of a target.
+
+    Args:
+        target: A model name, or FILE.py:FUNCTION that returns a model or (model, optimizer).
+        settings: The settings of the optimizer, if the target gives only a model.
 
     Raises:
         ValueError, TypeError: there is no such model or function, or a setting is wrong.

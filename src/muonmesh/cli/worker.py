@@ -1,7 +1,7 @@
-"""Worker: what each rank runs, as ``python -m muonmesh.cli.worker RUN``. Started by :mod:`muonmesh.cli.launch`.
+"""Worker: the program of each rank, ``python -m muonmesh.cli.worker RUN``, which :mod:`muonmesh.cli.launch` starts.
 
-Or by torchrun, for restarts and for several hosts that share the run's folder. It goes on with a run that
-``muonmesh train`` has begun::
+torchrun can start it too, for automatic restarts, or on several machines that share the run's folder. It continues a
+run that ``muonmesh train`` has begun::
 
     torchrun --nproc-per-node 2 --max-restarts 3 -m muonmesh.cli.worker RUN
 """
@@ -22,36 +22,36 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def main() -> None:
-    """Do what one rank does of a run, and end the process at once. An error is written where the launcher finds it.
+    """Do the work of one rank, and end the process at once. An error is written to a file for the launcher.
 
-    At once, because a rank that unwinds slowly keeps its sockets open and leaves the others waiting.
+    A rank that ends slowly would keep its sockets open, and the other ranks would wait for it.
     """
     end_with_launcher()
     print_plainly()
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until there is a step to finish, Ctrl-C ends a rank at once
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # before the first step, Ctrl-C ends a rank at once
     run = Path(sys.argv[1])
     try:
-        from muonmesh.cli.rank import work  # which takes seconds, in which a launcher may end, or a user
+        from muonmesh.cli.rank import work  # takes seconds, so the signals are set up before
 
         work(run)
     except BaseException as error:
         record_failure(run, int(os.environ["RANK"]), error)
         _end(1)
-    # Everything has been written and closed. What would come now is the interpreter's end under threads of torch's, in
-    # which a rank was once aborted ("terminate called without an active exception").
+    # Everything has been written and closed. A normal exit of the interpreter, while threads of torch still run, once
+    # aborted a rank ("terminate called without an active exception").
     _end(0)
 
 
 def end_with_launcher() -> None:
-    """Let Linux end this process when the one that started it is gone, torchrun too.
+    """Make Linux end this process when its launcher (`muonmesh.cli.launch` or torchrun) has ended.
 
-    A launcher that is killed cannot tell its ranks. They have sessions of their own, so no signal of a terminal reaches
-    them either, and they would train on with nobody to stop them.
+    A killed launcher cannot stop its ranks. The ranks have their own sessions, so a terminal's signals do not reach
+    them either. Without this function, they would train on without control.
     """
     launcher = int(os.environ.get(LAUNCHER, "0")) or ("TORCHELASTIC_RUN_ID" in os.environ and os.getppid())
     if launcher and sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-        if os.getppid() != launcher:  # it went before the line above
+        if os.getppid() != launcher:  # the launcher ended before the line above
             os._exit(1)
 
 
