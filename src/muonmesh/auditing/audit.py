@@ -34,9 +34,9 @@ class AuditRow:
         weight: Canonical name.
         shape: Shape of the whole weight.
         layout: How the weight is sharded; empty if every rank holds all of it.
-        verdict: What happens to it. See `muonmesh.audit`.
+        verdict: What happens to the weight, see `muonmesh.audit`.
         matrices: How many matrices are orthogonalized; 0 if none.
-        like: Cosine similarity between the step and what ``verdict`` says about it; 1 is exact.
+        like: Cosine similarity between the step and the step that ``verdict`` describes; 1 is exact.
         size: The size of the step divided by the size that the optimizer's scale mode asks for; NaN if nothing is
             orthogonalized.
         rms: Root mean square of the step at a learning rate of 1.

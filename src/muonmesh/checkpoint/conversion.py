@@ -93,7 +93,7 @@ def convert(
     return _state_dict(optimizer.param_groups, recipients, found)
 
 
-# ---------------------------------------------------------------- ours
+# ---------------------------------------------------------------- muonmesh's optimizer
 
 
 def _recipients(optimizer: Optimizer) -> dict[str, Member]:
@@ -123,11 +123,11 @@ def _recipients(optimizer: Optimizer) -> dict[str, Member]:
     return recipients
 
 
-# ---------------------------------------------------------------- theirs
+# ---------------------------------------------------------------- the other optimizer
 
 
 def _opened(source: Source) -> list[SourceState]:
-    """Return the state that a source holds, read from its file if it is one."""
+    """Return the states in a source: an optimizer, a state dict, a file, or a folder."""
     if isinstance(source, Optimizer):
         return _parts({"param_groups": source.param_groups, "state": source.state}, "source", groups_of(source)[0])
     if not isinstance(source, str | os.PathLike):
@@ -235,7 +235,7 @@ def _as_sorted(
     return [names[number] for number in order] if not fits(given) and fits(order) else names
 
 
-# ---------------------------------------------------------------- theirs as ours
+# ---------------------------------------------------------------- translation
 
 
 def _state_dict(

@@ -45,7 +45,7 @@ def save(path: str | os.PathLike[str], model: nn.Module, optimizer: Any) -> None
 
     Args:
         path: The folder, on a file system that all ranks share.
-        model: Whatever its layout: DDP, FSDP, DTensors, declared shards, or an engine of DeepSpeed.
+        model: The model in any layout: DDP, FSDP, DTensors, declared shards, or an engine of DeepSpeed.
         optimizer: A `Muon`, a wrapper of one, or an engine of DeepSpeed.
 
     Raises:

@@ -46,7 +46,7 @@ class MuonModule(LightningModule):  # type: ignore[misc]  # lightning is not che
         """Return the optimizer of this module, with the settings in ``muon``.
 
         Raises:
-            TypeError, ValueError: a setting is unknown or wrong, or the strategy is DeepSpeed's.
+            TypeError, ValueError: a setting is unknown or wrong, or the strategy is DeepSpeed's or FSDP1's.
         """
         return from_model(self.trainer, self, **self.muon)
 
@@ -154,7 +154,7 @@ def from_model(host: Fabric | Trainer, model: nn.Module, lr: float = 3e-4, **set
         settings: Further arguments of `muonmesh.from_model`, by name.
 
     Raises:
-        TypeError, ValueError: a setting is unknown or wrong, or the strategy is DeepSpeed's.
+        TypeError, ValueError: a setting is unknown or wrong, or the strategy is DeepSpeed's or FSDP1's.
     """
     kind = type(host.strategy).__name__
     if kind == "DeepSpeedStrategy":

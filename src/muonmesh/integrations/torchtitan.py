@@ -58,7 +58,10 @@ class MuonMetricsProcessor(MetricsProcessor):  # type: ignore[misc]  # torchtita
         """The Config of torchtitan's MetricsProcessor, unchanged."""
 
     def log(self, step: int, *args: Any, extra_metrics: dict[str, Any] | None = None, **more: Any) -> None:
-        """Log, with the metrics of the last step. All ranks call it, since the metrics are sums over shards."""
+        """Log as torchtitan does, and add the optimizers' metrics of the last step.
+
+        All ranks call it, since the metrics are sums over shards.
+        """
         figures = dict(extra_metrics or {})
         optimizers = list(self.optimizers)
         for number, optimizer in enumerate(optimizers):

@@ -274,7 +274,7 @@ class MegatronOptimizer(Base, OfMuon):  # type: ignore[misc]
             holding.parameter.grad = None
         self.optimizer.zero_grad()
 
-    # ---------------------------------------------------------------- what loops ask
+    # ---------------------------------------------------------------- methods that Megatron's loops call
 
     @torch.no_grad()
     def get_grad_norm(self) -> float:
