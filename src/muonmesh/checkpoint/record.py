@@ -197,36 +197,36 @@ class Recorded(Protocol):
         """Raise StateError if a step or a load was interrupted while it wrote, and no state has been loaded since."""
 
     def checkpoint_records(self) -> list[Record]:
-        """Return all parameters that this rank steps, with what the optimizer keeps of them.
+        """Return all parameters that this rank updates, with their optimizer state.
 
         Raises:
-            StateError: it keeps something that nobody reads.
+            StateError: the state has an entry that no rule reads.
         """
 
     def checkpoint_changing(self) -> None:
-        """Take note that weights, state and settings are written; until `checkpoint_restored`, they are torn."""
+        """Record that weights, state and settings are being written: incomplete until `checkpoint_restored`."""
 
     def checkpoint_restored(self) -> None:
-        """Take note that weights, state and settings were replaced."""
+        """Record that weights, state and settings were replaced."""
 
     def renamed(self, model: nn.Module) -> dict[str, str]:
-        """Return what a checkpoint calls otherwise than the model does, by the model's canonical names.
+        """Return the names in a checkpoint that differ from the model's canonical names, by the latter.
 
-        So it is where ranks call different tensors by one name, as DeepSpeed does with experts.
+        They differ if ranks give one name to different tensors, as DeepSpeed does with experts.
         """
 
     def whole(self, model: nn.Module, *, write: bool) -> AbstractContextManager[Any]:
-        """Return a context in which parameters of the model that nobody trains are whole; all ranks enter it.
+        """Return a context in which untrained parameters of the model are whole; all ranks enter it.
 
-        With ``write`` what is written into them meanwhile stays.
+        With ``write``, values that are written into them in the context stay.
         """
 
 
 def records_of(planned: Planned, optimizer: torch.optim.Optimizer, precision: Precision) -> list[Record]:
-    """Return the parameters of a plan, with what the optimizer that it was made for keeps of them.
+    """Return the parameters of a plan, with their state in the optimizer that the plan was made for.
 
     Raises:
-        StateError: something is in their state that nobody reads.
+        StateError: their state has an entry that no rule reads.
     """
     state = optimizer.state
     first: dict[int, int] = {}  # for each tensor how many matrices its parameters before this one have

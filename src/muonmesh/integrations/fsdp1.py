@@ -1,7 +1,7 @@
-"""FSDP1: where its wrapper keeps the parameters that it has flattened.
+"""FSDP1: where its wrapper stores the parameters that it has flattened.
 
-The wrapper lays the parameters of a module end to end, pads the whole, and gives each rank an equal part. With
-``use_orig_params=True`` each parameter of the model is then a view of what the rank holds of it, maybe of nothing::
+The wrapper concatenates the parameters of a module, pads the result, and gives each rank an equal part. With
+``use_orig_params=True`` each parameter of the model is then a view of the part that the rank holds, maybe empty::
 
     groups = muonmesh.split_params(model)  # before the wrapper: a flat piece does not say what it was
     model = FullyShardedDataParallel(model, use_orig_params=True, ...)
@@ -25,17 +25,17 @@ from muonmesh.names import canonical_name
 
 
 def declared_layouts(model: nn.Module) -> dict[str, Declared]:
-    """Return for every parameter that FSDP1 has flattened where its pieces are, for ``Muon(..., layouts=...)``.
+    """Return the layout of each parameter that FSDP1 has flattened, for ``Muon(..., layouts=...)``.
 
-    All of its strategies are known: whole on every rank, sharded over all, and sharded within a group of ranks beside
-    replicas in others. Nothing is sent.
+    All sharding strategies work: no sharding, sharding over all ranks, and hybrid sharding with replicas. The function
+    sends nothing.
 
     Args:
-        model: With ``FullyShardedDataParallel`` around it, or around modules in it.
+        model: A model that is wrapped by ``FullyShardedDataParallel``, or contains such wrappers.
 
     Raises:
-        ValueError: there is no such wrapper.
-        LayoutError: one was made without ``use_orig_params=True``, so that the model has flat parameters alone.
+        ValueError: the model has no such wrapper.
+        LayoutError: a wrapper was made without ``use_orig_params=True``, so the model has only flat parameters.
     """
     wrappers = [module for module in model.modules() if isinstance(module, FullyShardedDataParallel)]
     if not wrappers:

@@ -1,7 +1,7 @@
 """Lightning: a module whose Trainer trains it with Muon, and the optimizer of a Fabric.
 
-One optimizer holds both halves, so that Lightning's automatic optimization takes it. What is said through the wrappers
-that Lightning and Fabric put around it (clipping, metrics) reaches the optimizer itself.
+One optimizer updates Muon's and AdamW's parameters, so Lightning's automatic optimization works. Clipping and metrics
+work through the wrappers of Lightning and Fabric too.
 """
 
 from __future__ import annotations
@@ -23,20 +23,19 @@ from muonmesh.optimizer import Muon
 
 
 class MuonModule(LightningModule):  # type: ignore[misc]  # lightning is not checked with us
-    """A LightningModule that is trained with Muon on matrices and AdamW on the rest.
+    """A LightningModule whose matrices are trained with Muon and whose other parameters are trained with AdamW.
 
-    It works under the strategies that keep parameters whole or make DTensors of them: one device, DDP, and
-    ModelParallelStrategy (FSDP2, tensor parallelism)::
+    Supported strategies: one device, DDP, and ModelParallelStrategy (FSDP2, tensor parallelism)::
 
         class Model(MuonModule):
             muon = {"lr": 3e-4}
 
-    A schedule is added by a ``configure_optimizers`` of one's own that begins with ``super().configure_optimizers()``.
+    To add a schedule, override ``configure_optimizers`` and call ``super().configure_optimizers()`` in it.
 
     Attributes:
         muon: Arguments of `muonmesh.from_model`, by name.
-        muon_clip: Arguments of `muonmesh.Muon.clip_grad_norm_` but ``max_norm``, which is the Trainer's
-            ``gradient_clip_val``: ``policy`` and ``skip_above``.
+        muon_clip: The arguments ``policy`` and ``skip_above`` of `muonmesh.Muon.clip_grad_norm_`. Its ``max_norm`` is
+            the Trainer's ``gradient_clip_val``.
     """
 
     muon: ClassVar[Mapping[str, Any]] = {}
@@ -53,10 +52,10 @@ class MuonModule(LightningModule):  # type: ignore[misc]  # lightning is not che
     def configure_gradient_clipping(
         self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
-        """Clip by the optimizer, which leaves Muon's gradients alone unless ``muon_clip`` has another policy.
+        """Clip with `muonmesh.Muon.clip_grad_norm_`: only AdamW's gradients, unless ``muon_clip`` sets another policy.
 
         Raises:
-            ValueError: the Trainer asks to clip each element, or ``muon_clip`` has an argument that nobody would read.
+            ValueError: the Trainer clips by value, or ``muon_clip`` has an unknown argument.
         """
         if unknown := sorted(set(self.muon_clip) - {"policy", "skip_above"}):
             write = "Write the norm as Trainer(gradient_clip_val=...)"
@@ -68,22 +67,23 @@ class MuonModule(LightningModule):  # type: ignore[misc]  # lightning is not che
             optimizer.clip_grad_norm_(gradient_clip_val or math.inf, **self.muon_clip)
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
-        """Move a schedule, but leave one of steps where it is after a step that changed nothing."""
+        """Move a schedule, except a schedule by steps after a skipped step."""
         by_step = any(c.scheduler is scheduler and c.interval == "step" for c in self.trainer.lr_scheduler_configs)
         optimizer = getattr(scheduler, "optimizer", None)
         if not (by_step and isinstance(optimizer, Muon) and optimizer.skipped):
             super().lr_scheduler_step(scheduler, metric)
 
     def unfreeze(self, modules: nn.Module | Iterable[nn.Module], optimizer: Any, lr: float | None = None) -> None:
-        """Train modules that were frozen, each parameter by the half it belongs to.
+        """Train frozen modules: their matrices with Muon, their other parameters with AdamW.
 
-        For the ``finetune_function`` of a ``BaseFinetuning`` callback, whose own ``unfreeze_and_add_param_group`` knows
-        nothing of halves, so that the optimizer refuses its groups.
+        Call this function in the ``finetune_function`` of a ``BaseFinetuning`` callback. The optimizer refuses the
+        groups of that callback's own ``unfreeze_and_add_param_group``, because they name no algorithm.
 
         Args:
-            modules: In this module.
-            optimizer: Its optimizer; gets new groups, named after those that the parameters would have been in.
-            lr: Learning rate of the new groups; None: that of each half as the optimizer has it.
+            modules: Modules in this module.
+            optimizer: The optimizer of this module. It gets new groups, named after the groups that `split_params`
+                would put the parameters in.
+            lr: Learning rate of the new groups; None means the current rate of Muon and of AdamW.
         """
         some = [modules] if isinstance(modules, nn.Module) else list(modules)
         fresh = {parameter for module in some for parameter in module.parameters()}
@@ -107,7 +107,7 @@ class MuonModule(LightningModule):  # type: ignore[misc]  # lightning is not che
 
 
 class MuonMetrics(Callback):  # type: ignore[misc]  # lightning is not checked with us
-    """Log `muonmesh.Muon.metrics` with what the Trainer logs, every ``log_every_n_steps`` steps."""
+    """A callback that logs `muonmesh.Muon.metrics` every ``log_every_n_steps`` steps of the Trainer."""
 
     def __init__(self) -> None:
         self._measured = 0
@@ -126,7 +126,7 @@ class MuonMetrics(Callback):  # type: ignore[misc]  # lightning is not checked w
         self._measured = trainer.global_step
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Measure after a step, while its gradients are there; all ranks do."""
+        """Measure after a step, while its gradients exist; all ranks call this method."""
         step = trainer.global_step  # stays where it is while gradients are accumulated
         if step != self._measured and step % trainer.log_every_n_steps == 0:
             self._measured = step
@@ -135,17 +135,17 @@ class MuonMetrics(Callback):  # type: ignore[misc]  # lightning is not checked w
 
 
 def from_model(host: Fabric | Trainer, model: nn.Module, lr: float = 3e-4, **settings: Any) -> Muon:
-    """Return the optimizer of a model for a Fabric, or for a Trainer.
+    """Return the optimizer of a model for a Fabric or a Trainer.
 
-    Under ModelParallelStrategy make it after ``fabric.setup_module(model)``, as every optimizer there::
+    With ModelParallelStrategy, call this function after ``fabric.setup_module(model)``::
 
         model = fabric.setup_module(model)
         optimizer = fabric.setup_optimizers(from_model(fabric, model, lr=3e-4))
 
     Args:
-        host: Says by its strategy who holds plain matrices.
-        model: Set up by Lightning already or not.
-        lr: Learning rate of both halves.
+        host: The Fabric or Trainer. Its strategy determines which ranks hold plain matrices.
+        model: The model, before or after Lightning has set it up.
+        lr: Learning rate of Muon and AdamW.
         settings: Further arguments of `muonmesh.from_model`, by name.
 
     Raises:

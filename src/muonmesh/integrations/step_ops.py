@@ -43,16 +43,17 @@ class Unit:
 
 
 class ScheduledMuon(Muon):
-    """A `Muon` whose step an executor takes once one is set, with the same bits. A copy has no executor.
+    """A `Muon` whose step an executor drives, once an executor is set, with the same bits. A copy has no executor.
 
-    It is its own ``OptimizerStepOps``. An executor calls `begin_step`, then `prepare`, `compute` and `apply_updates`
-    for each unit that has a gradient, in any order of the units, and at last `end_step`. In `begin_step` the ranks
-    agree, and step AdamW's half, which has no units. `compute` works on a whole parameter, on the rank that the
-    executor chooses. `prepare` and `apply_updates` work on what each rank stores.
+    The object is its own ``OptimizerStepOps``. An executor calls `begin_step`, then `prepare`, `compute` and
+    `apply_updates` for each unit that has a gradient, in any order of the units, and finally `end_step`. In
+    `begin_step` the ranks agree on the step and update AdamW's parameters, which have no units. `compute` works on a
+    whole parameter, on the rank that the executor chooses. `prepare` and `apply_updates` work on the shard of each
+    rank.
 
     Attributes:
-        requires: Makes what the executor wants to be told of a parameter whose last dims, so many, must be whole; for
-            FlexShard its class ``Owned``.
+        requires: A function that returns the requirement for a parameter from the number of its last dims that must be
+            whole; for FlexShard its class ``Owned``.
     """
 
     requires: Callable[[int], object] = int
@@ -95,7 +96,7 @@ class ScheduledMuon(Muon):
 
     @plain_modes()
     def begin_step(self, optimizer: Muon) -> Any:
-        """Agree with all ranks, create state and step AdamW's half; raises on all ranks what `Muon.step` does."""
+        """Agree with all ranks, create state and update AdamW's parameters; raise as `Muon.step` does, on all ranks."""
         units, context = self.optimization_units(optimizer), optimizer._agreed_step()
         self._left: set[Tensor] = set()
         if (agreed := context.__enter__()) is not None:

@@ -1,4 +1,4 @@
-"""The Trainer of `transformers`, and those made of it, TRL's: its optimizer, its clipping and what it logs."""
+"""The Trainer of `transformers`, and trainers derived from it, such as TRL's: optimizer, clipping and logs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # DeepSpeed need not be installed
     from muonmesh.integrations.deepspeed.optimizer import EngineMuon
 
 _DEFAULTS = ("adamw_torch", "adamw_torch_fused")
-"""What ``TrainingArguments.optim`` is if nobody has said it, by the version of torch."""
+"""The defaults of ``TrainingArguments.optim``, which depend on the version of torch."""
 
 _logger = logging.get_logger(__name__)
 
@@ -36,9 +36,9 @@ _logger = logging.get_logger(__name__)
 class MuonFactory:
     """Makes the optimizer of a Trainer, as ``optimizer_cls_and_kwargs=(MuonFactory, {"args": args})``.
 
-    A Trainer calls the class without arguments and the object with the model and the rest of the pair. Learning rate,
-    weight decay, betas and ε are those of its `TrainingArguments`; who holds plain matrices is found at the first step.
-    So one script trains in one process, under DDP, FSDP2 and DeepSpeed.
+    A Trainer calls the class without arguments. It then calls the object with the model and the arguments of the pair.
+    Learning rate, weight decay, betas and ε come from `TrainingArguments`. At the first step, the optimizer finds out
+    which ranks hold plain matrices. So one script trains in one process, under DDP, FSDP2 and DeepSpeed.
     """
 
     def __call__(
@@ -47,14 +47,14 @@ class MuonFactory:
         """Return the optimizer.
 
         Args:
-            model: As the Trainer will wrap or shard it.
-            args: The Trainer's own; ``learning_rate``, ``weight_decay``, ``adam_beta1``, ``adam_beta2`` and
+            model: The model, before the Trainer wraps or shards it.
+            args: The arguments of the Trainer. ``learning_rate``, ``weight_decay``, ``adam_beta1``, ``adam_beta2`` and
                 ``adam_epsilon`` are read.
-            settings: Arguments of `muonmesh.from_model`, by name; they win over ``args``. Under DeepSpeed those that
-                `muonmesh.integrations.deepspeed.initialize` takes as ``optimizer=``.
+            settings: Arguments of `muonmesh.from_model`, by name, which take precedence over ``args``. Under DeepSpeed,
+                the settings that `muonmesh.integrations.deepspeed.initialize` takes as ``optimizer=``.
 
         Raises:
-            TypeError, ValueError: a setting is unknown or wrong, or ``args`` asks for what nobody would read.
+            TypeError, ValueError: a setting is unknown or wrong, or ``args`` names another optimizer or its arguments.
         """
         if args is None:
             write = 'Write optimizer_cls_and_kwargs=(MuonFactory, {"args": args})'
@@ -81,24 +81,25 @@ class MuonFactory:
 
 
 class MuonCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not checked with us
-    """Clips in place of a Trainer, and adds the optimizer's figures to what the Trainer logs.
+    """A callback that clips gradients in place of a Trainer, and adds figures of the optimizer to the Trainer's logs.
 
-    The learning rate of each group is logged as ``learning_rate/<group>``; a Trainer logs that of the first alone.
-    Under DeepSpeed the engine steps inside backward, so it is told once, and clips and skips by the same rules.
+    The learning rate of each group is logged as ``learning_rate/<group>``; a Trainer logs only the rate of the first
+    group. A DeepSpeed engine steps inside ``backward``. So the callback passes the limits to the engine once, at the
+    beginning of the training.
 
     Args:
-        clip: Largest norm, by the policy; None: nothing is clipped here, and the Trainer's ``max_grad_norm`` counts.
-            Else that is set to 0, since gradients that were clipped already say nothing of their norm. (Muon feels
-            neither.)
+        clip: The largest norm, see ``policy``. The callback then sets the Trainer's ``max_grad_norm`` to 0, because the
+            norm of gradients that were already clipped would mean nothing. None: the callback does not clip, and
+            ``max_grad_norm`` stays.
         policy: See `muonmesh.Muon.clip_grad_norm_`.
-        skip_above: Steps with a larger norm, or one that is not finite, change nothing on any rank, and the schedule
-            stays where it is.
-        metrics: Whether `muonmesh.Muon.metrics` are logged, with what else is logged; not under DeepSpeed, whose engine
-            has freed the gradients by then.
+        skip_above: A step whose norm is larger or not finite changes nothing on any rank, and the learning-rate
+            schedule does not move.
+        metrics: Whether to log `muonmesh.Muon.metrics` together with the Trainer's figures. Not possible under
+            DeepSpeed, whose engine frees the gradients earlier.
 
     Raises:
-        ValueError: an argument is out of range; at the beginning of the training: the Trainer has another optimizer, or
-            DeepSpeed is to log metrics.
+        ValueError: an argument is out of range; or, at the beginning of the training, the Trainer has another optimizer
+            or ``metrics=True`` is combined with DeepSpeed.
     """
 
     def __init__(
@@ -115,7 +116,7 @@ class MuonCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         self._figures: dict[str, float] = {}
 
     def on_train_begin(self, args: TrainingArguments, *_: Any, **kwargs: Any) -> None:
-        """Take over the clipping, and step before the loggers."""
+        """Take over the clipping, and move this callback in front of the loggers."""
         held = _optimizer_in(kwargs["optimizer"])
         if self.clips and args.max_grad_norm:
             _logger.info(f"MuonCallback clips, so max_grad_norm is set from {args.max_grad_norm} to 0")
@@ -134,13 +135,13 @@ class MuonCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
                 handler.callbacks.insert(0, self)
 
     def on_pre_optimizer_step(self, *_: Any, **kwargs: Any) -> None:
-        """Clip; a Trainer has unscaled the gradients by now. DeepSpeed has clipped and stepped already."""
+        """Clip the gradients, which the Trainer has already unscaled. Under DeepSpeed do nothing."""
         held = _optimizer_in(kwargs["optimizer"])
         if self.clips and isinstance(held, Muon):
             held.clip_grad_norm_(**asdict(self._limits))
 
     def on_optimizer_step(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
-        """Tell the Trainer of a skipped step before it moves the schedule; measure while there are gradients."""
+        """Mark a skipped step before the Trainer moves the schedule, and measure while the gradients exist."""
         wrapper = kwargs["optimizer"]
         held = _optimizer_in(wrapper)
         self._figures = {f"learning_rate/{group['name']}": float(group["lr"]) for group in held.param_groups}
@@ -152,7 +153,7 @@ class MuonCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
     def on_log(
         self, args: TrainingArguments, state: TrainerState, *_: Any, logs: dict[str, float] | None = None, **kwargs: Any
     ) -> None:
-        """Add the figures to a training step's log, which the loggers see next."""
+        """Add the figures to the log of a training step, before the loggers read the log."""
         if logs is not None and "loss" in logs:
             figures = {key: float(value) for key, value in self._figures.items()}  # on a device they were not read yet
             logs.update(figures)
@@ -160,7 +161,7 @@ class MuonCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
 
 
 def _logs_next(args: TrainingArguments, state: TrainerState) -> bool:
-    """Whether the step that is under way may be logged; all ranks say the same."""
+    """Return whether the current step may be logged; the result is the same on all ranks."""
     step = state.global_step + 1
     if args.logging_strategy != "steps" or (step == 1 and args.logging_first_step):
         return True  # at the end of an epoch, whose last step is not known here
@@ -179,7 +180,7 @@ def _optimizer_in(optimizer: Any) -> Muon | EngineMuon:
 
 
 def _scaled_by(optimizer: Muon) -> list[AcceleratedOptimizer]:
-    """Return Accelerate's wrapper while its GradScaler steps the optimizer: it has put a step of its own there then."""
+    """Return Accelerate's wrapper while its GradScaler steps the optimizer; it then has replaced ``step``."""
     step = vars(optimizer).get("step")
     names = inspect.getclosurevars(step).nonlocals if inspect.isfunction(step) else {}
     return [value for value in names.values() if isinstance(value, AcceleratedOptimizer)]

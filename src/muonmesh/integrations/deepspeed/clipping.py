@@ -20,11 +20,11 @@ _ARGUMENTS = ("max_norm", "policy", "skip_above")
 
 
 def limits_of(clip: float | Mapping[str, Any] | None, config: Mapping[str, Any]) -> Limits | None:
-    """Return what ``clip=`` asks for.
+    """Return the limits that ``clip=`` means.
 
     Args:
-        clip: The largest norm of AdamW's half, or arguments of `Muon.clip_grad_norm_` by name.
-        config: DeepSpeed's, which may clip too.
+        clip: The largest norm of AdamW's gradients, or arguments of `Muon.clip_grad_norm_` by name.
+        config: DeepSpeed's config, which may ask for clipping too.
 
     Raises:
         ValueError, TypeError: an argument is unknown or out of range, or DeepSpeed clips as well.

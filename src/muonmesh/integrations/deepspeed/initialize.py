@@ -49,28 +49,27 @@ def initialize(
     clip: float | Mapping[str, Any] | None = None,
     **deepspeed_kwargs: Any,
 ) -> tuple[Any, Any, Any, Any]:
-    """Return what `deepspeed.initialize` returns, with an engine that steps Muon and AdamW.
+    """Return the result of `deepspeed.initialize`, with an engine that trains with Muon and AdamW.
 
-    Every matrix is orthogonalized whole, once a step over all ranks, wherever ZeRO has put its elements; the update
-    is that of one process given the same reduced gradients. The optimizer is ``engine.basic_optimizer``; its
-    ``explain()`` says which parameter is where and who orthogonalizes what.
+    Each matrix is orthogonalized as a whole, by one rank in each step, wherever ZeRO stores its elements. With the same
+    reduced gradients, the update is the update of one process. The optimizer is ``engine.basic_optimizer``; its
+    ``explain()`` shows where each parameter is stored, and which rank orthogonalizes each matrix.
 
     Args:
-        model: The model, also one made under `deepspeed.zero.Init`.
-        config: DeepSpeed's config, a dict or the path of a JSON file; it is copied. What a client optimizer needs is
-            set in it, and logged. It may have a "scheduler": its rates are those of ``lr``, and groups with another
-            rate keep their ratio to it.
+        model: The model. It may have been made under `deepspeed.zero.Init`.
+        config: DeepSpeed's config, a dict or the path of a JSON file. A copy gets the settings that a client optimizer
+            needs, which are logged. The config may have a "scheduler": its rates apply to ``lr``, and groups with
+            another rate keep their ratio to ``lr``.
         optimizer: Settings of `muonmesh.Muon` (``lr``, ``momentum``, …) and of `muonmesh.split_params` (``muon``,
-            ``adamw``, ``overrides``), by name; and ``rule``, as `muonmesh.from_model` takes it.
-        clip: The largest norm of AdamW's half, or ``max_norm``, ``policy`` and ``skip_above`` of
-            `Muon.clip_grad_norm_` by name. Norms are those of the whole model; ``engine.basic_optimizer.norms`` has
-            the last ones.
+            ``adamw``, ``overrides``), by name; and ``rule``, as for `muonmesh.from_model`.
+        clip: The largest norm of AdamW's gradients over all ranks; or ``max_norm``, ``policy`` and ``skip_above`` of
+            `Muon.clip_grad_norm_` by name. ``engine.basic_optimizer.norms`` has the norms of the last step.
         deepspeed_kwargs: Further arguments of `deepspeed.initialize`, such as ``training_data``.
 
     Raises:
-        TypeError, ValueError: a setting is unknown, or the config asks for what would be wrong; the message says what
-            to write.
-        LayoutError: this DeepSpeed's records do not describe its flat tensors.
+        TypeError, ValueError: a setting is unknown, or the config would give wrong results; the message says what to
+            write.
+        LayoutError: this version of DeepSpeed stores its flat tensors in an unknown way.
     """
     assembly = assemble(model, optimizer or {})
     if "model_parameters" in deepspeed_kwargs:

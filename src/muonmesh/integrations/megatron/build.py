@@ -52,16 +52,17 @@ def get_megatron_optimizer(
     policy: ClipPolicy = "adamw_only",
     per_head: bool | Collection[HeadPart] = False,
 ) -> MegatronOptimizer:
-    """Return one optimizer with Muon's and AdamW's half, experts too; all ranks of the world call it.
+    """Return one optimizer for Muon's and AdamW's parameters, experts included; all ranks of the world call it.
 
-    It replaces `megatron.core.optimizer.get_megatron_optimizer`, with DistributedDataParallel and with the distributed
-    optimizer; ``config.optimizer`` stays "adam". Given the gradients that Megatron has reduced, the update is that of
-    one process, bit for bit on a CPU, however the model is cut up.
+    The function replaces `megatron.core.optimizer.get_megatron_optimizer`, with DistributedDataParallel and with the
+    distributed optimizer; ``config.optimizer`` stays "adam". With the same reduced gradients, the update is the update
+    of one process, bit for bit on a CPU, in every parallel layout.
 
     Args:
-        config: Megatron's OptimizerConfig: rate, decay, moments of AdamW's half, clipping (``clip_grad``), precision.
+        config: Megatron's OptimizerConfig: learning rate, weight decay, AdamW's betas and ε, clipping (``clip_grad``),
+            precision.
         model_chunks: This stage's chunks in Megatron's DistributedDataParallel.
-        config_overrides: Megatron's, honoured for both halves. None: its standard ones.
+        config_overrides: Megatron's overrides, for Muon's and AdamW's parameters. None means Megatron's defaults.
         use_gloo_process_groups: Accepted for Megatron's callers. Nothing here needs such groups.
         pg_collection: Megatron's groups; None: those of `parallel_state`.
         dump_param_to_param_group_map: Must be None; ``optimizer.explain()`` tells more.
