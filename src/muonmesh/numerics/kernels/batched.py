@@ -17,7 +17,7 @@ from muonmesh.numerics.kernels.table import Matmuls, Number, Operand, Terms
 def multiply(
     a: Tensor, b: Operand, terms: Terms, out: Tensor, alpha: float = 1.0, scale: Number = 1.0, symmetric: bool = True
 ) -> Tensor:
-    """See `Matmuls.multiply`; all of a result is multiplied."""
+    """Do `Matmuls.multiply`; both triangles of a symmetric result are computed."""
     if b is None:
         return torch.mul(_exact_product(a, a.mT), scale, out=out)
     ((c, factor),) = terms

@@ -1,7 +1,7 @@
 """Triton: symmetric results by one triangle of tiles, everything summed in fp32 and rounded once, on GPUs.
 
-The products are one operator of torch's, `muonmesh::multiply`. So whoever watches what torch does, a dispatch mode or
-fake tensors, sees one launch where there is one, and Triton itself is imported at the first product only.
+The products are one operator of torch, `muonmesh::multiply`. So dispatch modes and fake tensors see one operation for
+each launch, and Triton itself is imported only at the first product.
 """
 
 from __future__ import annotations
