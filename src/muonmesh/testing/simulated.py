@@ -237,9 +237,7 @@ class SimulatedDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _pin(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        self._blocks[storage._cdata] = _Allocation(
-            "pinned memory", storage
-        )  # memory that the CPU must not reuse before
+        self._blocks[storage._cdata] = _Allocation("pinned memory", storage)  # the CPU must not reuse it before
         return tensor
 
     def _is_pinned(self, tensor: Tensor) -> bool:

@@ -2,8 +2,7 @@
 
 Both are operators of torch, `muonmesh::fold` and `muonmesh::apply`, so dispatch modes and fake tensors see one launch
 each. Each combination of dtypes needs its own launch; most models have one combination. The formulas are those of
-Muon's
-rule, with the same results as its operations on each tensor.
+Muon's rule, with the same results as its operations on each tensor.
 """
 
 from __future__ import annotations
