@@ -2,8 +2,7 @@
 
 Both are operators of torch, `muonmesh::fold` and `muonmesh::apply`, so dispatch modes and fake tensors see one launch
 each. Each combination of dtypes needs its own launch; most models have one combination. The formulas are those of
-Muon's
-rule, with the same results as its operations on each tensor.
+Muon's rule, with the same results as its operations on each tensor.
 """
 
 from __future__ import annotations
@@ -83,7 +82,7 @@ def apply(
 
     Args:
         weights: One a piece, any strides of at most 3 dims, or contiguous; bf16, fp16 or fp32; written, rounded once.
-        masters: Likewise, each of its weight's shape; what is computed on instead of the weight, written too. Empty:
+        masters: Master weights, each of its weight's shape; they are updated and then rounded to the weight. Empty:
             there are none.
         updates: Likewise, read only.
         active: 1-D bool on the device, one entry a piece or one that several pieces share.

@@ -2,8 +2,7 @@
 
 Preparing many small kernels takes the CPU longer than the device needs to run them. The launches depend on shapes,
 strides, dtypes and numbers of the CPU, which are the same in every step; only addresses change. So a recording keeps
-the
-compiled kernels with their arguments, and replaces changed addresses.
+the compiled kernels with their arguments, and replaces changed addresses.
 """
 
 from __future__ import annotations

@@ -142,7 +142,7 @@ def in_three_dims(*tensors: Tensor) -> Sequence[Tensor] | None:
 
 
 def on_device(groups: Sequence[Rows], device: torch.device) -> list[Tensor]:
-    """Return one table, int64, for each of the groups: one copy for all of them, which the host does not wait for."""
+    """Return one int64 table for each group, uploaded in a single copy for which the CPU does not wait."""
     numbers = groups[0].numbers if len(groups) == 1 else sum((group.numbers for group in groups), array("q"))
     table = pinned(_numbers(numbers), device)
     ends = accumulate(len(group.numbers) for group in groups)

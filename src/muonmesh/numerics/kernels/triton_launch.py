@@ -118,11 +118,11 @@ def operator(schema: str, launches: Callable[..., Iterable[Launch]]) -> Callable
 
     Args:
         schema: Its name and arguments, as torch has them, the first a tensor or several; it returns nothing.
-        launches: Is called with the arguments, and gives what it runs.
+        launches: A function that is called with the arguments and yields the launches to run.
 
     Returns:
-        What calls it. Where nobody watches, that does not go through torch, which takes the host longer than a launch,
-        and gives ``launches`` keyword arguments too.
+        A function that calls the operator. If nothing watches (`is_watched`), it calls ``launches`` directly, also with
+        keyword arguments, because torch's dispatch takes the CPU longer than a launch.
     """
 
     def run(first: Any, *others: Any, **more: Any) -> None:

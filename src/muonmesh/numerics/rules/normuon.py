@@ -24,8 +24,8 @@ class NorMuonRule(MuonRule):
     """The rule "normuon": Muon with a second moment for each output neuron as further state.
 
     O is the orthogonalized direction, and v has one number for each row: ``v ← β₂ v + (1 − β₂)·mean(O², over the
-    row)``, without
-    bias correction, and ``O / (√v + ε)``, scaled back to the Frobenius norm of O (as the authors' code does it).
+    row)``, without bias correction, and ``O / (√v + ε)``, scaled back to the Frobenius norm of O (as the authors' code
+    does it).
 
     Attributes:
         beta2: β₂; the key of a group is ``normuon_beta2``.

@@ -2,9 +2,8 @@
 
 On a CPU, `parts` takes one piece after the other, in parts of the cache's size. A device differs in three ways. Each
 operation costs a launch, so a single kernel takes all pieces if there is one. Each operation reads and writes memory,
-so
-there are few operations. The CPU does not wait, so it does not know which matrices stay unchanged; flags on the device
-mask all writes.
+so there are few operations. The CPU does not wait, so it does not know which matrices stay unchanged; flags on the
+device mask all writes.
 """
 
 from __future__ import annotations
@@ -109,9 +108,8 @@ class Factors:
 
         The last product of the orthogonalization is multiplied by 1/ν anyway. The step is multiplied into this number,
         so it costs nothing. The weights are then read and written once: they are decayed, and the received update is
-        added.
-        This is possible only if the rule needs the update for nothing else. All ranks get the same answer, because it
-        depends only on the settings of the group.
+        added. This is possible only if the rule needs the update for nothing else. All ranks get the same answer,
+        because it depends only on the settings of the group.
         """
         return self.adds and not self.rule.changes_matrices()
 

@@ -17,9 +17,8 @@ class ScionRowNormRule(ScionRule):
     """The rule "scion_row_norm": each row of the momentum, which belongs to one token, is divided by its norm.
 
     With "unit_rms_norm", a row of a head has the norm 1/√cols, so that its largest output is 1 (the authors' RowNorm).
-    A
-    row of an embedding has an RMS of 1 (their ColNorm of the transposed weight, as torch stores it). A row of zeros, as
-    for a token without a gradient so far, stays zero. There is no ε.
+    A row of an embedding has an RMS of 1 (their ColNorm of the transposed weight, as torch stores it). A row of zeros,
+    as for a token without a gradient so far, stays zero. There is no ε.
     """
 
     def whole(self, update: Tensor, state: Mapping[str, Tensor]) -> Tensor:

@@ -34,9 +34,8 @@ class SoapRule(MuonRule):
 
     The script's epsilons of 1e-30 on the diagonals of L and R and of 1e-8 under norms change nothing. Its ε of 1e-8 in
     √v would suppress gradients of this size, so this rule has no ε: if v is zero, P is zero too and stays zero. L, R
-    and
-    v are kept in units of the first gradient (a power of two), so that no square vanishes. So gradients of any scale
-    give the same bits.
+    and v are kept in units of the first gradient (a power of two), so that no square vanishes. So gradients of any
+    scale give the same bits.
 
     Attributes:
         beta2: β₂ of v, L and R, ``soap_beta2``.
