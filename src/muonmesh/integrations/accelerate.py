@@ -1,7 +1,7 @@
-"""Accelerate: the optimizer for whatever ``accelerator.prepare`` makes of a model.
+"""Accelerate: the optimizer of a model that ``accelerator.prepare`` wraps or shards.
 
-An `accelerate.Accelerator` wraps or shards the model, scales the loss, clips, saves and loads. The optimizer made here
-fits any of its launch settings, so that the script stays the same from one process to many.
+The optimizer works with every launch setting of an `accelerate.Accelerator`, so the same script runs in one process and
+in many.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ def from_model(
 ) -> Muon | torch.optim.Optimizer:
     """Return the optimizer for a model that ``accelerator.prepare(model, optimizer, ...)`` wraps or shards later.
 
-    Who holds plain matrices is found at the first step (``process_group="auto"``). After a step,
-    ``accelerator.optimizer_step_was_skipped`` tells whether it changed anything, under a GradScaler and under
-    ``clip_grad_norm_(skip_above=...)`` alike, so that schedules stay where they are. Under DeepSpeed the engine steps
-    flat tensors, and the optimizer is that of `muonmesh.integrations.deepspeed`.
+    The optimizer finds at its first step which ranks hold copies of the same plain matrices (``process_group="auto"``).
+    ``accelerator.optimizer_step_was_skipped`` says whether the last step changed nothing, under a GradScaler and under
+    ``clip_grad_norm_(skip_above=...)``; the learning-rate schedule then does not advance. Under DeepSpeed the result is
+    the optimizer of `muonmesh.integrations.deepspeed`, which steps the engine's flat tensors.
 
     Args:
-        accelerator: Prepares the model.
-        model: Not prepared yet, or, but for DeepSpeed, prepared already.
-        lr: Learning rate of both halves.
-        settings: Further arguments of `muonmesh.from_model`, by name; under DeepSpeed those that
+        accelerator: The Accelerator that prepares the model.
+        model: The model, before ``accelerator.prepare``. Without DeepSpeed, a prepared model works too.
+        lr: Learning rate of Muon's and AdamW's parameters.
+        settings: Further arguments of `muonmesh.from_model`, by name. Under DeepSpeed, the settings that
             `muonmesh.integrations.deepspeed.initialize` takes as ``optimizer=``.
 
     Raises:
@@ -47,7 +47,7 @@ def from_model(
 
 
 def for_deepspeed(model: nn.Module, settings: Mapping[str, Any]) -> torch.optim.Optimizer:
-    """Return the optimizer for the engine that Accelerate makes of a model."""
+    """Return the optimizer for the DeepSpeed engine that Accelerate creates for a model."""
     from muonmesh.integrations.deepspeed.config import prepare_host_config  # DeepSpeed need not be installed
     from muonmesh.integrations.deepspeed.initialize import hosted
 
@@ -56,21 +56,21 @@ def for_deepspeed(model: nn.Module, settings: Mapping[str, Any]) -> torch.optim.
 
 
 def tell_of_skipped_steps(optimizer: Muon, wrappers: Callable[[], list[AcceleratedOptimizer]]) -> None:
-    """Let Accelerate's wrapper of an optimizer know which steps changed nothing.
+    """Register a hook that marks the steps that changed nothing in Accelerate's wrapper of the optimizer.
 
-    It takes a step that a GradScaler calls for one that was taken. But `Muon` is called in any case, so that all ranks
-    skip together.
+    The wrapper assumes that a GradScaler calls ``step`` only if the step is taken. But a GradScaler always calls
+    `Muon.step`, so that all ranks skip together.
 
     Args:
-        optimizer: Told of after each of its steps.
-        wrappers: Returns Accelerate's wrappers, of which at most one is of this optimizer.
+        optimizer: The optimizer; the hook runs after each of its steps.
+        wrappers: Returns Accelerate's wrappers. At most one of them wraps this optimizer.
     """
 
     def tell(stepped: torch.optim.Optimizer, *_: object) -> None:
         for wrapper in wrappers():
             if wrapper.optimizer is stepped:
                 wrapper._is_overflow = optimizer.skipped
-                # Under a GradScaler the wrapper looks at this afterwards, and takes False for an overflow.
+                # Under a GradScaler the wrapper reads this attribute afterwards; False means an overflow.
                 wrapper._accelerate_step_called = not optimizer.skipped
 
     optimizer.register_step_post_hook(tell)

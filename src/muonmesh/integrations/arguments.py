@@ -1,4 +1,4 @@
-"""Settings of files and command lines, in which a dtype can only be its name."""
+"""Arguments: settings from files and command lines, which can give a dtype only by its name."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ _DTYPES = ("compute_dtype", "state_dtype", "master_dtype")
 
 
 def with_dtypes(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings in which dtypes may stand by name, such as "float32", as those of a file or command line do.
+    """Return settings in which each name of a dtype, such as "float32", is replaced by the torch dtype.
 
-    A wrong name stays what it is, and the optimizer tells of it; "int8" is no dtype but a way to keep momentum.
+    A wrong name stays a string, so that the optimizer raises an error that names it. "int8" stays a string too: it is a
+    storage format of momentum with scales, not a torch dtype.
     """
     named = {key: settings[key] for key in _DTYPES if settings.get(key, "int8") != "int8"}
     return {**settings, **{key: getattr(torch, str(value), value) for key, value in named.items()}}

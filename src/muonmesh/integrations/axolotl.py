@@ -1,4 +1,4 @@
-"""Axolotl: ``plugins: [muonmesh.integrations.axolotl.MuonPlugin]`` in its configuration."""
+"""Axolotl: a plugin; write ``plugins: [muonmesh.integrations.axolotl.MuonPlugin]`` in Axolotl's configuration."""
 
 from __future__ import annotations
 
@@ -14,30 +14,29 @@ from muonmesh.integrations.transformers import MuonFactory
 
 
 class MuonArguments(BaseModel):
-    """What the plugin adds to Axolotl's configuration."""
+    """The field that the plugin adds to Axolotl's configuration."""
 
     muonmesh: dict[str, Any] | None = None
     """Arguments of `muonmesh.from_model`, by name."""
 
 
 class MuonPlugin(BasePlugin):  # type: ignore[misc]  # Axolotl is not checked with us
-    """Gives Axolotl's trainer our optimizer.
+    """An Axolotl plugin that makes the trainer use muonmesh.
 
-    Learning rate, weight decay, betas and ε are those of its configuration; further settings stand there under
-    ``muonmesh:``. The configuration's ``optimizer:`` counts for nothing then, but Axolotl wants one: write
-    ``adamw_torch``.
+    Axolotl's configuration gives the learning rate, weight decay, betas and ε. Write further settings under
+    ``muonmesh:``. Axolotl requires an ``optimizer:``, which is then not used: write ``adamw_torch``.
     """
 
     def get_input_args(self) -> str:
-        """Return the class by which Axolotl checks what stands under ``muonmesh:``."""
+        """Return the path of the class with which Axolotl checks the settings under ``muonmesh:``."""
         return f"{__name__}.MuonArguments"
 
     def post_trainer_create(self, cfg: Any, trainer: Trainer) -> None:
-        """Let the trainer, which is just made, make our optimizer when it makes one.
+        """Replace ``create_optimizer`` of a new trainer, so that the trainer creates an optimizer of muonmesh.
 
         Args:
             cfg: Axolotl's configuration.
-            trainer: Any of its trainers.
+            trainer: Any trainer of Axolotl.
         """
         settings = dict(cfg.get("muonmesh") or {})
 

@@ -1,9 +1,10 @@
-"""FSDP1: where its wrapper stores the parameters that it has flattened.
+"""FSDP1: describes where FullyShardedDataParallel keeps the parameters that it has flattened.
 
-The wrapper concatenates the parameters of a module, pads the result, and gives each rank an equal part. With
-``use_orig_params=True`` each parameter of the model is then a view of the part that the rank holds, maybe empty::
+FullyShardedDataParallel puts the parameters of a module end to end in one flat tensor, pads it, and gives each rank an
+equal part. With ``use_orig_params=True``, each parameter of the model is then a view of the elements that the rank
+holds; the view may be empty::
 
-    groups = muonmesh.split_params(model)  # before the wrapper: a flat piece does not say what it was
+    groups = muonmesh.split_params(model)  # before wrapping: flat pieces have no shape or role
     model = FullyShardedDataParallel(model, use_orig_params=True, ...)
     optimizer = muonmesh.Muon(groups, lr=3e-4, layouts=declared_layouts(model))
 """
@@ -25,16 +26,16 @@ from muonmesh.names import canonical_name
 
 
 def declared_layouts(model: nn.Module) -> dict[str, Declared]:
-    """Return the layout of each parameter that FSDP1 has flattened, for ``Muon(..., layouts=...)``.
+    """Return the layout of every parameter that FSDP1 has flattened, for ``Muon(..., layouts=...)``.
 
-    All sharding strategies work: no sharding, sharding over all ranks, and hybrid sharding with replicas. The function
-    sends nothing.
+    All sharding strategies of FSDP1 work: whole on every rank (NO_SHARD), sharded over all ranks, and sharded within
+    groups of ranks with replicas in the other groups (HYBRID_SHARD). No communication.
 
     Args:
-        model: A model that is wrapped by ``FullyShardedDataParallel``, or contains such wrappers.
+        model: A model that is, or contains, a ``FullyShardedDataParallel``.
 
     Raises:
-        ValueError: the model has no such wrapper.
+        ValueError: the model has no ``FullyShardedDataParallel``.
         LayoutError: a wrapper was made without ``use_orig_params=True``, so the model has only flat parameters.
     """
     wrappers = [module for module in model.modules() if isinstance(module, FullyShardedDataParallel)]
@@ -63,7 +64,7 @@ def _of_handle(wrapper: FullyShardedDataParallel, handle: Any, names: dict[int, 
     if not handle.uses_sharded_strategy:
         mesh = DeviceMesh.from_group(group, handle.device.type)
         return {names[id(p)]: (mesh, [Replicate()]) for p in flat._params}
-    # Where each node has all of it, other sets of ranks are as far from this one as this rank's copies are from it.
+    # HYBRID_SHARD: another group of ranks is this group, shifted by the distance from this rank to its peer there.
     copies, me = getattr(wrapper, "_inter_node_pg", None), this_rank()
     peers = [me] if copies is None else dist.get_process_group_ranks(copies)
     replicas = tuple(tuple(rank + peer - me for rank in sharing) for peer in peers)

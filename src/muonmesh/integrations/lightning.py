@@ -1,7 +1,7 @@
-"""Lightning: a module whose Trainer trains it with Muon, and the optimizer of a Fabric.
+"""Lightning: a LightningModule that trains with Muon, and the optimizer for a Fabric.
 
-One optimizer updates Muon's and AdamW's parameters, so Lightning's automatic optimization works. Clipping and metrics
-work through the wrappers of Lightning and Fabric too.
+One optimizer updates Muon's and AdamW's parameters, so Lightning's automatic optimization works. Calls of clipping and
+metrics on the wrappers of Lightning and Fabric reach the optimizer.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from muonmesh.optimizer import Muon
 
 
 class MuonModule(LightningModule):  # type: ignore[misc]  # lightning is not checked with us
-    """A LightningModule whose matrices are trained with Muon and whose other parameters are trained with AdamW.
+    """A LightningModule that trains matrices with Muon and all other parameters with AdamW.
 
-    Supported strategies: one device, DDP, and ModelParallelStrategy (FSDP2, tensor parallelism)::
+    It works with strategies that keep parameters whole or make DTensors of them: one device, DDP, and
+    ModelParallelStrategy (FSDP2, tensor parallelism)::
 
         class Model(MuonModule):
             muon = {"lr": 3e-4}
 
-    To add a schedule, override ``configure_optimizers`` and call ``super().configure_optimizers()`` in it.
+    To add a schedule, write your own ``configure_optimizers`` that begins with ``super().configure_optimizers()``.
 
     Attributes:
         muon: Arguments of `muonmesh.from_model`, by name.
@@ -42,20 +43,22 @@ class MuonModule(LightningModule):  # type: ignore[misc]  # lightning is not che
     muon_clip: ClassVar[Mapping[str, Any]] = {}
 
     def configure_optimizers(self) -> Any:
-        """Return the optimizer.
+        """Return the optimizer of this module, with the settings in ``muon``.
 
         Raises:
-            TypeError, ValueError: a setting is unknown or wrong, or the strategy holds parameters in another way.
+            TypeError, ValueError: a setting is unknown or wrong, or the strategy is DeepSpeed's.
         """
         return from_model(self.trainer, self, **self.muon)
 
     def configure_gradient_clipping(
         self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
-        """Clip with `muonmesh.Muon.clip_grad_norm_`: only AdamW's gradients, unless ``muon_clip`` sets another policy.
+        """Clip with `muonmesh.Muon.clip_grad_norm_`. Muon's gradients are not clipped unless ``muon_clip`` sets another
+        policy.
 
         Raises:
-            ValueError: the Trainer clips by value, or ``muon_clip`` has an unknown argument.
+            ValueError: the Trainer's ``gradient_clip_algorithm`` is "value", or ``muon_clip`` has an argument other
+                than ``policy`` and ``skip_above``.
         """
         if unknown := sorted(set(self.muon_clip) - {"policy", "skip_above"}):
             write = "Write the norm as Trainer(gradient_clip_val=...)"
@@ -67,23 +70,24 @@ class MuonModule(LightningModule):  # type: ignore[misc]  # lightning is not che
             optimizer.clip_grad_norm_(gradient_clip_val or math.inf, **self.muon_clip)
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
-        """Move a schedule, except a schedule by steps after a skipped step."""
+        """Advance a learning-rate schedule, except a schedule by steps after a step that changed nothing."""
         by_step = any(c.scheduler is scheduler and c.interval == "step" for c in self.trainer.lr_scheduler_configs)
         optimizer = getattr(scheduler, "optimizer", None)
         if not (by_step and isinstance(optimizer, Muon) and optimizer.skipped):
             super().lr_scheduler_step(scheduler, metric)
 
     def unfreeze(self, modules: nn.Module | Iterable[nn.Module], optimizer: Any, lr: float | None = None) -> None:
-        """Train frozen modules: their matrices with Muon, their other parameters with AdamW.
+        """Unfreeze modules, and add their parameters to the optimizer: matrices to Muon, all others to AdamW.
 
-        Call this function in the ``finetune_function`` of a ``BaseFinetuning`` callback. The optimizer refuses the
-        groups of that callback's own ``unfreeze_and_add_param_group``, because they name no algorithm.
+        Call it in the ``finetune_function`` of a ``BaseFinetuning`` callback. The optimizer refuses the groups of the
+        callback's own ``unfreeze_and_add_param_group``, since they do not separate Muon's from AdamW's parameters.
 
         Args:
-            modules: Modules in this module.
-            optimizer: The optimizer of this module. It gets new groups, named after the groups that `split_params`
-                would put the parameters in.
-            lr: Learning rate of the new groups; None means the current rate of Muon and of AdamW.
+            modules: Submodules of this module.
+            optimizer: The optimizer of this module. It gets new groups, named after the groups in which `split_params`
+                puts these parameters.
+            lr: Learning rate of the new groups. None: the rate that the optimizer's first group of the same algorithm
+                has.
         """
         some = [modules] if isinstance(modules, nn.Module) else list(modules)
         fresh = {parameter for module in some for parameter in module.parameters()}
@@ -107,16 +111,16 @@ class MuonModule(LightningModule):  # type: ignore[misc]  # lightning is not che
 
 
 class MuonMetrics(Callback):  # type: ignore[misc]  # lightning is not checked with us
-    """A callback that logs `muonmesh.Muon.metrics` every ``log_every_n_steps`` steps of the Trainer."""
+    """Log `muonmesh.Muon.metrics` to the Trainer's loggers, every ``log_every_n_steps`` steps."""
 
     def __init__(self) -> None:
         self._measured = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Let the optimizer record its updates from the first step on.
+        """Make the optimizer record its updates from the first step on.
 
         Raises:
-            TypeError: the Trainer has another optimizer.
+            TypeError: an optimizer of the Trainer is no `muonmesh.Muon`.
         """
         for optimizer in trainer.optimizers:
             if not isinstance(optimizer, Muon):
@@ -126,8 +130,8 @@ class MuonMetrics(Callback):  # type: ignore[misc]  # lightning is not checked w
         self._measured = trainer.global_step
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Measure after a step, while its gradients exist; all ranks call this method."""
-        step = trainer.global_step  # stays where it is while gradients are accumulated
+        """Measure after a step, while its gradients exist. All ranks call it."""
+        step = trainer.global_step  # does not change while gradients are accumulated
         if step != self._measured and step % trainer.log_every_n_steps == 0:
             self._measured = step
             for optimizer in trainer.optimizers:
@@ -137,19 +141,20 @@ class MuonMetrics(Callback):  # type: ignore[misc]  # lightning is not checked w
 def from_model(host: Fabric | Trainer, model: nn.Module, lr: float = 3e-4, **settings: Any) -> Muon:
     """Return the optimizer of a model for a Fabric or a Trainer.
 
-    With ModelParallelStrategy, call this function after ``fabric.setup_module(model)``::
+    Under ModelParallelStrategy, create every optimizer after ``fabric.setup_module(model)``::
 
         model = fabric.setup_module(model)
         optimizer = fabric.setup_optimizers(from_model(fabric, model, lr=3e-4))
 
     Args:
-        host: The Fabric or Trainer. Its strategy determines which ranks hold plain matrices.
+        host: The Fabric or Trainer. Its number of processes decides whether all ranks hold copies of the same plain
+            matrices (more than one process), or every rank trains its own.
         model: The model, before or after Lightning has set it up.
-        lr: Learning rate of Muon and AdamW.
+        lr: Learning rate of Muon's and AdamW's parameters.
         settings: Further arguments of `muonmesh.from_model`, by name.
 
     Raises:
-        TypeError, ValueError: a setting is unknown or wrong, or the strategy holds parameters in another way.
+        TypeError, ValueError: a setting is unknown or wrong, or the strategy is DeepSpeed's.
     """
     kind = type(host.strategy).__name__
     if kind == "DeepSpeedStrategy":

@@ -1,7 +1,7 @@
-"""ScheduledMuon: a Muon whose step an executor drives, phase by phase, as torch plans it.
+"""ScheduledMuon: a `Muon` whose step an executor runs phase by phase, through an interface that torch plans.
 
-Names, arguments and their order are those of pytorch #191670, as torchtitan #3986 calls them (commit 8741b514). No
-release of torch has them. docs/decisions/0022 says what else is planned, and what moves.
+Names, arguments and their order follow pytorch #191670, as torchtitan #3986 calls them (commit 8741b514). No release of
+torch has this interface. docs/decisions/0022 describes the planned interface and the data that an executor moves.
 """
 
 from __future__ import annotations
@@ -26,12 +26,19 @@ from muonmesh.optimizer import Muon
 from muonmesh.step.muon_step import MuonStep
 
 VALUE = "update"
-"""The name of the one value that travels: the momentum's direction on the way there, its orthogonal factor back."""
+"""The name of the only value that an executor moves.
+
+On the way to the rank that computes, the value is the direction of the momentum. On the way back, it is the
+orthogonalized direction.
+"""
 
 
 @dataclass(frozen=True)
 class Unit:
-    """One parameter's work in a step, as torch's ``OptimizationUnit``; an executor passes copies with local tensors."""
+    """The work of one step for one parameter, with the fields of torch's planned ``OptimizationUnit``.
+
+    An executor passes copies of a unit in which local tensors replace DTensors.
+    """
 
     parameter: Tensor
     parameter_group: Mapping[str, Any]
@@ -43,17 +50,20 @@ class Unit:
 
 
 class ScheduledMuon(Muon):
-    """A `Muon` whose step an executor drives, once an executor is set, with the same bits. A copy has no executor.
+    """A `Muon` whose steps an executor can run, with bitwise the same results as `Muon.step`.
 
-    The object is its own ``OptimizerStepOps``. An executor calls `begin_step`, then `prepare`, `compute` and
-    `apply_updates` for each unit that has a gradient, in any order of the units, and finally `end_step`. In
-    `begin_step` the ranks agree on the step and update AdamW's parameters, which have no units. `compute` works on a
-    whole parameter, on the rank that the executor chooses. `prepare` and `apply_updates` work on the shard of each
-    rank.
+    Call `set_step_executor` to set an executor; a copy of the optimizer has none. The optimizer implements torch's
+    planned ``OptimizerStepOps`` itself. For one step, an executor makes these calls:
+
+    1. `begin_step`. The ranks agree on the step, and update AdamW's parameters, which have no units.
+    2. `prepare`, `compute` and `apply_updates` for each unit that has a gradient, with the units in any order.
+       `compute` works on a whole parameter, on a rank that the executor chooses. `prepare` and `apply_updates` work on
+       the shard that each rank stores.
+    3. `end_step`.
 
     Attributes:
-        requires: A function that returns the requirement for a parameter from the number of its last dims that must be
-            whole; for FlexShard its class ``Owned``.
+        requires: A function of a number n. It returns the executor's object for the requirement that the last n
+            dimensions of a parameter are whole on the rank that computes. For FlexShard, set its class ``Owned``.
     """
 
     requires: Callable[[int], object] = int
@@ -62,7 +72,7 @@ class ScheduledMuon(Muon):
     _step_ops = property(lambda self: self)  # where executors look
 
     def set_step_executor(self, executor: Any) -> None:
-        """Let ``executor.execute(optimizer, optimizer, closure)`` take the steps; None for `Muon.step`."""
+        """Let ``executor.execute(optimizer, optimizer, closure)`` run the steps; None means `Muon.step`."""
         self._step_executor = executor
 
     @_disable_dynamo
@@ -73,11 +83,11 @@ class ScheduledMuon(Muon):
         return self._step_executor.execute(self, self, closure, **settings)
 
     def optimization_units(self, optimizer: Muon) -> tuple[Unit, ...]:
-        """Return a unit for each parameter of Muon's half, in order.
+        """Return a unit for each of Muon's parameters, in the order of the param groups.
 
         Raises:
-            ValueError: a rule sums over matrices, or keeps more than momentum and weights; or momentum is elsewhere
-                than its parameter, or in int8.
+            ValueError: a rule needs sums over matrices, or has state other than momentum and weights; or the momentum
+                is not stored as its parameter is (other ranks or another device), or is stored in int8.
         """
         units, runtime, precision = [], optimizer._runtime, optimizer._runtime.precision
         apart = runtime.shard_state or precision.on_host or precision.int8 or isinstance(runtime.source, ToOwners)
@@ -96,7 +106,11 @@ class ScheduledMuon(Muon):
 
     @plain_modes()
     def begin_step(self, optimizer: Muon) -> Any:
-        """Agree with all ranks, create state and update AdamW's parameters; raise as `Muon.step` does, on all ranks."""
+        """Agree with all ranks on the step, create state, and update AdamW's parameters.
+
+        Raises:
+            Exception: on all ranks, the errors of `Muon.step`.
+        """
         units, context = self.optimization_units(optimizer), optimizer._agreed_step()
         self._left: set[Tensor] = set()
         if (agreed := context.__enter__()) is not None:
@@ -109,13 +123,13 @@ class ScheduledMuon(Muon):
 
     @plain_modes()
     def prepare(self, unit: Unit, *, out: Mapping[str, Tensor]) -> None:
-        """Fold the gradient into the momentum, and write the direction: of what this rank stores, in its shape."""
+        """Add the gradient to the momentum, and write the direction to ``out``, in the shape of this rank's shard."""
         if self._work is not None:
             self._work.read(self._numbers[unit.metadata], self._legs(self._work, unit, out[VALUE]))
 
     @plain_modes()
     def compute(self, unit_metadata: Tensor, inputs: Mapping[str, Tensor], *, out: Mapping[str, Tensor]) -> None:
-        """Orthogonalize the matrices of a whole parameter; ``out`` may be ``inputs``."""
+        """Orthogonalize the matrices of a whole parameter. ``out`` may be the same tensors as ``inputs``."""
         if self._work is None:
             return
         ready, whole = self._work.companions.ready, MeshLayout.replicated(tuple(inputs[VALUE].shape), (0,))
@@ -131,20 +145,32 @@ class ScheduledMuon(Muon):
 
     @plain_modes()
     def apply_updates(self, unit: Unit, updates: Mapping[str, Tensor]) -> None:
-        """Decay and update what this rank stores of a parameter."""
+        """Apply weight decay and the update to this rank's shard of a parameter."""
         if self._work is not None:
             self._work.write(self._legs(self._work, unit, updates[VALUE]))
             self._left.discard(unit.metadata)
 
     @plain_modes()
     def end_step(self, context: Any) -> None:
-        """End the step; if a unit was left out, it counts as interrupted, and the next one raises `StateError`."""
+        """End the step. If the executor left out a unit, the step counts as interrupted, and the next step raises
+        `StateError`.
+        """
         self._work = None
         if not self._left:
             context.__exit__(None, None, None)
 
     def _legs(self, work: MuonStep, unit: Unit, local: Tensor) -> LegViews:
-        """Return the legs of a parameter's matrices, with their views of a tensor that is laid out as it is stored."""
+        """Return the legs of a parameter's matrices, each with its view of ``local``.
+
+        Args:
+            work: The step that is running.
+            unit: The unit of the parameter.
+            local: A contiguous tensor in the shape of this rank's shard of the parameter.
+
+        Raises:
+            ValueError: ``local`` has another shape or is not contiguous, or its dtype cannot hold the compute dtype
+                exactly.
+        """
         ready, numbers = work.companions.ready, self._numbers[unit.metadata]
         compute, shape = ready.precision.compute, ready.here(numbers[0]).local.shape
         exact = torch.promote_types(local.dtype, compute) == local.dtype

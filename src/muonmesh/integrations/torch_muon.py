@@ -1,4 +1,4 @@
-"""torch.optim.Muon in every layout: `execute` lets muonmesh take the steps of an optimizer that stays torch's."""
+"""torch.optim.Muon in every layout: with `execute`, muonmesh takes the steps of a torch.optim.Muon."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ ALGORITHM = "torch.optim.Muon"
 @register_rule(ALGORITHM)
 @dataclass(frozen=True, slots=True)
 class TorchRule(MuonRule):
-    """What torch.optim.Muon does with whole matrices, by its own functions.
+    """The rule of torch.optim.Muon: torch's own functions orthogonalize and scale whole matrices.
 
-    Its settings have other names than there, so that torch's names in a group are still told what they are here.
+    The settings have other names than in torch, so that torch's names in a group still lead to an error that gives
+    muonmesh's names.
     """
 
     orthogonalizes: ClassVar[bool] = False
@@ -36,16 +37,16 @@ class TorchRule(MuonRule):
     torch_adjust: str | None = None
 
     def whole(self, update: Tensor, state: Any) -> Tensor:
-        """Return its Newton–Schulz iteration of each matrix, in bf16."""
+        """Return the result of torch's Newton–Schulz iteration, in bf16, of each matrix, in the dtype of ``update``."""
         how = self.torch_coefficients, self.torch_steps, self.torch_eps
         return torch.stack([torchs._zeropower_via_newtonschulz(one, *how) for one in update]).to(update.dtype)
 
     def scale(self, rows: int, cols: int) -> float:
-        """Return what it multiplies the learning rate by."""
+        """Return torch's factor of the learning rate for a matrix of this shape."""
         return float(torchs._adjust_lr(1.0, self.torch_adjust, torch.Size((rows, cols))))
 
     def flops(self, rows: int, cols: int) -> int:
-        """Return the operations of its products."""
+        """Return the floating-point operations of the matrix products of the iteration."""
         side, other = sorted((rows, cols))
         return self.torch_steps * (4 * side * side * other + 2 * side**3)
 
@@ -74,7 +75,7 @@ class ExecutedMuon(torch.optim.Muon):
                 write = "Make an optimizer for the parameters of each dtype"
                 raise TypeError(explain_error("execute", found, "one dtype, which the momentum has", write))
             made = self._executor = Muon(groups, state_dtype=next(iter(dtypes)), process_group=self._process_group)
-            made._runtime.warned = True  # of weights in bf16: torch's own has no masters either
+            made._runtime.warned = True  # about bf16 weights: torch.optim.Muon has no master weights either
         for number, group in enumerate(self.param_groups):
             made.param_groups[number].update(self._settings(group))
         made.state = self.state
@@ -96,7 +97,7 @@ class ExecutedMuon(torch.optim.Muon):
 
     @_disable_dynamo_if_unsupported()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take one step; all ranks that share parameters call it. See `Muon.step`."""
+        """Take one step, as `Muon.step`. All ranks that share parameters call it."""
         made = self.executor
         for told in ("grad_scale", "found_inf"):  # set by a GradScaler for the time of the call
             vars(made).pop(told, None)

@@ -1,6 +1,6 @@
-"""torchtitan: its optimizer container with Muon inside, put into a configuration by an override.
+"""torchtitan: an optimizer container and metrics for torchtitan, which overrides put into its configuration.
 
-Nothing of the user's configuration changes; on the command line of torchtitan one writes::
+Your configuration file stays as it is. Add to the command line of torchtitan::
 
     --override.imports 'muonmesh.integrations.torchtitan.muon={"lr": 8e-4}' muonmesh.integrations.torchtitan.metrics
 """
@@ -26,15 +26,15 @@ from muonmesh.optimizer import Muon
 
 
 class MuonContainer(OptimizersContainer):  # type: ignore[misc]  # torchtitan is not checked with us
-    """torchtitan's container of optimizers, one `muonmesh.Muon` for each part of the model.
+    """An OptimizersContainer of torchtitan with one `muonmesh.Muon` for each pipeline part of the model.
 
-    Schedules, checkpoints and the trainer's clipping work as with its own optimizers; state is saved by the names of
-    parameters, so that it loads under another cut into pipeline parts.
+    Schedules, checkpoints and the trainer's clipping work as with torchtitan's own optimizers. State is saved by
+    parameter name, so a checkpoint loads when pipeline parallelism splits the model into other parts.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(OptimizersContainer.Config):  # type: ignore[misc]
-        """torchtitan's, of which the optimizers are not read.
+        """The Config of torchtitan's container. Its own list of optimizers is ignored.
 
         Attributes:
             settings: Arguments of `muonmesh.from_model`, by name.
@@ -51,14 +51,14 @@ class MuonContainer(OptimizersContainer):  # type: ignore[misc]  # torchtitan is
 
 
 class MuonMetricsProcessor(MetricsProcessor):  # type: ignore[misc]  # torchtitan is not checked with us
-    """torchtitan's metrics, with `muonmesh.Muon.metrics` among what is logged."""
+    """torchtitan's MetricsProcessor, which also logs `muonmesh.Muon.metrics`."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(MetricsProcessor.Config):  # type: ignore[misc]
-        """torchtitan's."""
+        """The Config of torchtitan's MetricsProcessor, unchanged."""
 
     def log(self, step: int, *args: Any, extra_metrics: dict[str, Any] | None = None, **more: Any) -> None:
-        """Add the figures of the last step; all ranks do, since shards are summed."""
+        """Log, with the metrics of the last step. All ranks call it, since the metrics are sums over shards."""
         figures = dict(extra_metrics or {})
         optimizers = list(self.optimizers)
         for number, optimizer in enumerate(optimizers):
@@ -69,19 +69,19 @@ class MuonMetricsProcessor(MetricsProcessor):  # type: ignore[misc]  # torchtita
 
 @override(target=MetricsProcessor.Config, description="figures of muonmesh.Muon")  # type: ignore[untyped-decorator]
 def metrics(config: MetricsProcessor.Config) -> MuonMetricsProcessor.Config:
-    """Return what replaces a configuration's metrics: the same, with figures of the optimizer."""
+    """Return the configuration of `MuonMetricsProcessor` that replaces torchtitan's, with the same settings."""
     replacement: MuonMetricsProcessor.Config = derive(config, MuonMetricsProcessor.Config)
     return replacement
 
 
 @override(target=OptimizersContainer.Config, description="Muon for matrices, AdamW for the rest")  # type: ignore[untyped-decorator]
 def muon(config: OptimizersContainer.Config, **settings: Any) -> MuonContainer.Config:
-    """Return what replaces a configuration's optimizers.
+    """Return the configuration of `MuonContainer` that replaces the optimizers of a torchtitan configuration.
 
     Args:
-        config: What it replaces; which parameters its optimizers would have had and their rates are not read.
-        settings: Arguments of `muonmesh.from_model`, by name; ``lr`` is needed, since AdamW's own is dropped. A dtype
-            may be its name, such as "float32", since a command line has no other way to say it.
+        config: The replaced configuration. Its parameter patterns and learning rates are ignored.
+        settings: Arguments of `muonmesh.from_model`, by name. ``lr`` is required, since the rate in ``config`` is
+            ignored. Write a dtype by its name, such as "float32".
 
     Raises:
         TypeError: ``lr`` is missing.
@@ -93,22 +93,25 @@ def muon(config: OptimizersContainer.Config, **settings: Any) -> MuonContainer.C
 
 
 def _optimizer_of(part: nn.Module, settings: dict[str, Any]) -> Muon:
-    """Return the optimizer of one part of a model, as it is after parallelism has been applied."""
+    """Return the optimizer of one pipeline part of a model, after torchtitan has applied parallelism."""
     settings, known = with_dtypes(settings), settings.get("overrides") or {}
     return from_model(part, **{**settings, "overrides": {**_not_heads(part, known), **known}})
 
 
 def _not_heads(part: nn.Module, overrides: dict[str, Any]) -> dict[str, Any]:
-    """Return overrides for the last linear of a pipeline part without head, which looks like one."""
+    """Return overrides that give the last linear layer of a pipeline part to Muon if the part has no output head.
+
+    `split_params` would take that layer for the head.
+    """
     groups: ParamGroups = split_params(part, overrides=overrides)
     heads = [name for group in groups if group["name"] == "adamw.head" for name in group["param_names"]]
     return {rf"^{re.escape(name)}$": "muon" for name in heads if ".layers." in f".{name}"}
 
 
 def torchtitan_role(site: Site) -> Role | None:
-    """Say what the fused parameters of torchtitan's own classes are; None: the general rules decide.
+    """Return the role of a fused parameter of torchtitan's own classes; None means that the general rules decide.
 
-    Read from torchtitan 0.3.0.
+    The classes are read from torchtitan 0.3.0.
     """
     if site.key == "mlp1_weight_EGD" and "GptOssGroupedExperts" in class_names(site.module, "torchtitan"):
         return Role("muon", "matrices", "experts: gate, up row by row", ("stack", ("interleaved", 2, 0)))

@@ -1,4 +1,6 @@
-"""The Trainer of `transformers`, and trainers derived from it, such as TRL's: optimizer, clipping and logs."""
+"""Transformers: the optimizer of a Trainer, its clipping and its logs; also for classes that derive from Trainer, such
+as TRL's.
+"""
 
 from __future__ import annotations
 
@@ -28,33 +30,34 @@ if TYPE_CHECKING:  # DeepSpeed need not be installed
     from muonmesh.integrations.deepspeed.optimizer import EngineMuon
 
 _DEFAULTS = ("adamw_torch", "adamw_torch_fused")
-"""The defaults of ``TrainingArguments.optim``, which depend on the version of torch."""
+"""The default values of ``TrainingArguments.optim``; the version of torch decides which of them is used."""
 
 _logger = logging.get_logger(__name__)
 
 
 class MuonFactory:
-    """Makes the optimizer of a Trainer, as ``optimizer_cls_and_kwargs=(MuonFactory, {"args": args})``.
+    """Creates the optimizer of a Trainer; write ``optimizer_cls_and_kwargs=(MuonFactory, {"args": args})``.
 
-    A Trainer calls the class without arguments. It then calls the object with the model and the arguments of the pair.
-    Learning rate, weight decay, betas and ε come from `TrainingArguments`. At the first step, the optimizer finds out
-    which ranks hold plain matrices. So one script trains in one process, under DDP, FSDP2 and DeepSpeed.
+    The Trainer creates a MuonFactory and calls it with the model and the keyword arguments of the pair. The
+    `TrainingArguments` give the learning rate, weight decay, betas and ε. The optimizer finds at its first step which
+    ranks hold copies of the same matrices, so one script works in one process, under DDP, FSDP2 and DeepSpeed.
     """
 
     def __call__(
         self, model: nn.Module, *, args: TrainingArguments | None = None, **settings: Any
     ) -> Muon | torch.optim.Optimizer:
-        """Return the optimizer.
+        """Return the optimizer of a model. The Trainer makes this call.
 
         Args:
-            model: The model, before the Trainer wraps or shards it.
-            args: The arguments of the Trainer. ``learning_rate``, ``weight_decay``, ``adam_beta1``, ``adam_beta2`` and
-                ``adam_epsilon`` are read.
-            settings: Arguments of `muonmesh.from_model`, by name, which take precedence over ``args``. Under DeepSpeed,
-                the settings that `muonmesh.integrations.deepspeed.initialize` takes as ``optimizer=``.
+            model: The model that the Trainer wraps or shards.
+            args: The `TrainingArguments` of the Trainer. MuonFactory reads ``learning_rate``, ``weight_decay``,
+                ``adam_beta1``, ``adam_beta2`` and ``adam_epsilon``.
+            settings: Arguments of `muonmesh.from_model`, by name; they override ``args``. Under DeepSpeed, the settings
+                that `muonmesh.integrations.deepspeed.initialize` takes as ``optimizer=``.
 
         Raises:
-            TypeError, ValueError: a setting is unknown or wrong, or ``args`` names another optimizer or its arguments.
+            TypeError, ValueError: a setting is unknown or wrong, ``args`` is missing, or ``args`` sets ``optim`` or
+                ``optim_args``, which MuonFactory does not use.
         """
         if args is None:
             write = 'Write optimizer_cls_and_kwargs=(MuonFactory, {"args": args})'
@@ -81,25 +84,24 @@ class MuonFactory:
 
 
 class MuonCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not checked with us
-    """A callback that clips gradients in place of a Trainer, and adds figures of the optimizer to the Trainer's logs.
+    """Clips the gradients instead of the Trainer, and adds the optimizer's learning rates and metrics to its logs.
 
-    The learning rate of each group is logged as ``learning_rate/<group>``; a Trainer logs only the rate of the first
-    group. A DeepSpeed engine steps inside ``backward``. So the callback passes the limits to the engine once, at the
-    beginning of the training.
+    The callback logs the learning rate of each group as ``learning_rate/<group>``; a Trainer alone logs only the rate
+    of the first group. Under DeepSpeed the engine steps inside ``backward``, so the callback gives the engine these
+    limits when training begins, and the engine clips and skips by the same rules.
 
     Args:
-        clip: The largest norm, see ``policy``. The callback then sets the Trainer's ``max_grad_norm`` to 0, because the
-            norm of gradients that were already clipped would mean nothing. None: the callback does not clip, and
-            ``max_grad_norm`` stays.
-        policy: See `muonmesh.Muon.clip_grad_norm_`.
-        skip_above: A step whose norm is larger or not finite changes nothing on any rank, and the learning-rate
-            schedule does not move.
-        metrics: Whether to log `muonmesh.Muon.metrics` together with the Trainer's figures. Not possible under
-            DeepSpeed, whose engine frees the gradients earlier.
+        clip: The largest norm, by ``policy``. None means no clipping here. If ``clip`` or ``skip_above`` is set, the
+            callback sets the Trainer's ``max_grad_norm`` to 0, because the norm of clipped gradients says nothing.
+        policy: Which gradients are clipped, see `muonmesh.Muon.clip_grad_norm_`.
+        skip_above: A step with a larger norm, or a norm that is not finite, changes nothing on any rank, and the
+            learning-rate schedule does not advance.
+        metrics: Whether to log `muonmesh.Muon.metrics` at each log of the Trainer. Not possible under DeepSpeed, whose
+            engine has freed the gradients by then.
 
     Raises:
-        ValueError: an argument is out of range; or, at the beginning of the training, the Trainer has another optimizer
-            or ``metrics=True`` is combined with DeepSpeed.
+        ValueError: an argument is out of range. When training begins: the Trainer has another optimizer, or ``metrics``
+            is True under DeepSpeed.
     """
 
     def __init__(
@@ -116,7 +118,7 @@ class MuonCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         self._figures: dict[str, float] = {}
 
     def on_train_begin(self, args: TrainingArguments, *_: Any, **kwargs: Any) -> None:
-        """Take over the clipping, and move this callback in front of the loggers."""
+        """Take over the clipping from the Trainer, and move this callback in front of all others, loggers included."""
         held = _optimizer_in(kwargs["optimizer"])
         if self.clips and args.max_grad_norm:
             _logger.info(f"MuonCallback clips, so max_grad_norm is set from {args.max_grad_norm} to 0")
@@ -135,13 +137,13 @@ class MuonCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
                 handler.callbacks.insert(0, self)
 
     def on_pre_optimizer_step(self, *_: Any, **kwargs: Any) -> None:
-        """Clip the gradients, which the Trainer has already unscaled. Under DeepSpeed do nothing."""
+        """Clip the gradients, which the Trainer has unscaled. DeepSpeed has already clipped and stepped."""
         held = _optimizer_in(kwargs["optimizer"])
         if self.clips and isinstance(held, Muon):
             held.clip_grad_norm_(**asdict(self._limits))
 
     def on_optimizer_step(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
-        """Mark a skipped step before the Trainer moves the schedule, and measure while the gradients exist."""
+        """Mark a skipped step before the Trainer advances the schedule, and measure while the gradients exist."""
         wrapper = kwargs["optimizer"]
         held = _optimizer_in(wrapper)
         self._figures = {f"learning_rate/{group['name']}": float(group["lr"]) for group in held.param_groups}
@@ -153,23 +155,27 @@ class MuonCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
     def on_log(
         self, args: TrainingArguments, state: TrainerState, *_: Any, logs: dict[str, float] | None = None, **kwargs: Any
     ) -> None:
-        """Add the figures to the log of a training step, before the loggers read the log."""
+        """Add learning rates and metrics to the log of a training step, before the loggers read the log."""
         if logs is not None and "loss" in logs:
-            figures = {key: float(value) for key, value in self._figures.items()}  # on a device they were not read yet
+            figures = {key: float(value) for key, value in self._figures.items()}  # waits for the GPU
             logs.update(figures)
             state.log_history[-1].update(figures)
 
 
 def _logs_next(args: TrainingArguments, state: TrainerState) -> bool:
-    """Return whether the current step may be logged; the result is the same on all ranks."""
+    """Return whether the Trainer may log the current step; the result is the same on all ranks."""
     step = state.global_step + 1
     if args.logging_strategy != "steps" or (step == 1 and args.logging_first_step):
-        return True  # at the end of an epoch, whose last step is not known here
+        return True  # logs at the end of an epoch, whose last step is unknown here
     return bool(step % state.logging_steps == 0 or step >= state.max_steps)
 
 
 def _optimizer_in(optimizer: Any) -> Muon | EngineMuon:
-    """Return the optimizer that the wrappers of Accelerate and DeepSpeed hold."""
+    """Return the optimizer inside the wrappers of Accelerate and DeepSpeed.
+
+    Raises:
+        ValueError: it is no optimizer of muonmesh.
+    """
     inner: Any = None
     for inner in layers_of(optimizer):
         if isinstance(inner, Muon) or hasattr(inner, "clip_by"):
@@ -180,7 +186,10 @@ def _optimizer_in(optimizer: Any) -> Muon | EngineMuon:
 
 
 def _scaled_by(optimizer: Muon) -> list[AcceleratedOptimizer]:
-    """Return Accelerate's wrapper while its GradScaler steps the optimizer; it then has replaced ``step``."""
+    """Return Accelerate's wrapper of the optimizer, if the wrapper's GradScaler is stepping the optimizer now.
+
+    During such a step the wrapper replaces ``optimizer.step`` by a function of its own, which refers to the wrapper.
+    """
     step = vars(optimizer).get("step")
     names = inspect.getclosurevars(step).nonlocals if inspect.isfunction(step) else {}
     return [value for value in names.values() if isinstance(value, AcceleratedOptimizer)]

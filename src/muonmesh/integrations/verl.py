@@ -1,8 +1,8 @@
-"""verl: ``VERL_USE_EXTERNAL_MODULES=muonmesh.integrations.verl`` in the environment of its workers.
+"""verl: set ``VERL_USE_EXTERNAL_MODULES=muonmesh.integrations.verl`` in the environment of its workers.
 
-verl imports the module at the end of ``import verl``, and its FSDP engine then makes our optimizer. Elsewhere it hands
-bare parameters to the class that its configuration names, which do not say which of them is an embedding; here the
-optimizer is made of the engine's module.
+verl imports this module at the end of ``import verl``. Its FSDP engine then creates the optimizer of muonmesh from the
+engine's module. verl itself would pass only parameters to an optimizer class, which do not show which of them are
+embeddings.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from muonmesh.build import from_model
 from muonmesh.errors import LayoutError, explain_error
 from muonmesh.integrations.arguments import with_dtypes
 
-_REPLACED = ("torch.optim", "AdamW")  # what verl takes where the configuration names no optimizer
+_REPLACED = ("torch.optim", "AdamW")  # verl's default, if the configuration names no optimizer
 _verl_s = FSDPEngine._build_optimizer
 
 
 def build_optimizer(engine: FSDPEngine, module: nn.Module) -> torch.optim.Optimizer:
-    """Return the optimizer of an engine: ours in place of verl's default, torch's AdamW.
+    """Return the optimizer of an engine: muonmesh in place of verl's default, torch's AdamW.
 
-    Learning rate, weight decay and betas, which are those of the AdamW half, are the engine's; arguments of
-    `muonmesh.from_model`, by name, stand under its ``override_optimizer_config``. Another optimizer that the
-    configuration names is made as verl makes it.
+    The engine's configuration gives the learning rate, the weight decay and AdamW's betas. Arguments of
+    `muonmesh.from_model` go by name under ``override_optimizer_config``. If the configuration names another optimizer
+    than the default, verl creates that optimizer as usual.
 
     Args:
-        engine: Made, but for its optimizer.
-        module: Its model, sharded by FSDP2.
+        engine: verl's FSDP engine, complete except for its optimizer.
+        module: The engine's model, sharded by FSDP2.
 
     Raises:
         LayoutError: FSDP1 shards the model.

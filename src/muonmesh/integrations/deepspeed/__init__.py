@@ -1,4 +1,4 @@
-"""DeepSpeed: Muon as a client optimizer of its engine, at every stage of ZeRO."""
+"""DeepSpeed: makes engines that train with Muon, at every ZeRO stage. Muon is a client optimizer of the engine."""
 
 try:
     import deepspeed  # noqa: F401

@@ -1,4 +1,4 @@
-"""Call: one of the calls of `Muon.step` that a step of a DeepSpeed engine consists of."""
+"""Call: one of the calls of `Muon.step` that one step of a DeepSpeed engine makes."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ class Call:
 
     Attributes:
         title: The name of the call in tables and messages.
-        muon: The optimizer that plans the call and steps.
-        told: One with the same groups and state that knows where the parameters of every flat tensor lie; it never
-            steps, unless it is the same.
+        muon: The optimizer that plans the call and takes the step.
+        told: A `Muon` with the same groups and state that knows which parameters lie in the flat tensor. It describes
+            the call for tables and checkpoints. It is the same object as ``muon`` except for AdamW's flat tensors;
+            there it never steps.
         parameters: The parameters that the call steps.
         layouts: For each of these parameters by name, where its elements lie in the flat tensors of all ranks. Empty at
             stage 0, where every rank holds whole parameters.
@@ -47,13 +48,13 @@ class Call:
 
     @cached_property
     def storages(self) -> dict[Tensor, list[Storage]]:
-        """For each tensor that the call steps, where the parameters live that lie in it."""
+        """For each tensor that the call steps: the storages of the parameters in it."""
         if self.layouts:
             return {self.tensor: [Storage(layout, layout.shape) for layout in self.layouts.values()]}
         return {member.tensor: [member.storage] for member in placed_members(self.muon)}
 
     def explain(self) -> Explanation:
-        """Return what the call does, with a row for each parameter."""
+        """Return an explanation of the call, with a row for each parameter."""
         told = self.muon.explain()
         if not self.layouts:
             return told
@@ -71,7 +72,7 @@ def _row(known: EngineParameter, group: Mapping[str, Any]) -> Row:
 
 @dataclass(frozen=True)
 class Calls:
-    """What one step of a DeepSpeed engine does: an explanation of each call, by the call's title."""
+    """Explains one step of a DeepSpeed engine: an explanation of each call, by the call's title."""
 
     explanations: dict[str, Explanation]
 

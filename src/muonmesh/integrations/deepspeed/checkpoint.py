@@ -1,4 +1,4 @@
-"""Checkpoint: the parameters of an engine as `muonmesh.checkpoint` sees them, at every stage of ZeRO."""
+"""Checkpoint: gives `muonmesh.checkpoint` the parameters and state of an engine, at every ZeRO stage."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from muonmesh.names import canonical_name
 
 
 def engine_records(calls: Iterable[Call], groups: Iterable[dict[str, Any]]) -> Iterator[Record]:
-    """Yield the parameters of all calls, with their state.
+    """Yield a `Record` of each parameter of all calls, with its state.
 
     Args:
-        calls: What the engine steps, with the state that it has now.
-        groups: Of the engine's optimizer, whose settings count.
+        calls: The calls of the engine, with their current state.
+        groups: The param groups of the engine's optimizer, whose settings are saved.
     """
     group_of = {name: group for group in groups for name in group["parameters"]}
     for call in calls:
@@ -33,10 +33,10 @@ def engine_records(calls: Iterable[Call], groups: Iterable[dict[str, Any]]) -> I
 
 
 def expert_names(model: nn.Module) -> dict[str, str]:
-    """Return the names of the parameters and buffers of experts among all ranks, by those that the model has for them.
+    """Return the checkpoint names of the parameters and buffers of this rank's experts, by their names in the model.
 
-    In the model the experts of each rank are numbered from 0 on; here each has its number among those of all ranks, so
-    that a checkpoint loads at any size of expert parallelism.
+    In the model, each rank numbers its experts from 0. In a checkpoint, an expert has its number among the experts of
+    all ranks, so a checkpoint loads at any size of expert parallelism.
     """
     found = {}
     for path, module in model.named_modules():
@@ -52,7 +52,7 @@ def expert_names(model: nn.Module) -> dict[str, str]:
 
 
 def publish(zero: Any) -> None:
-    """Let the module compute with the fp32 weights of a ZeRO optimizer as they are now."""
+    """Copy the current fp32 weights of a ZeRO optimizer into the weights with which the module computes."""
     if hasattr(zero, "update_lp_params"):
         zero.update_lp_params()
     elif hasattr(zero, "fp16_partitioned_groups_flat"):

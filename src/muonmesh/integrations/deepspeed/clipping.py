@@ -1,4 +1,4 @@
-"""Clipping: norms of the whole model's gradients, taken before DeepSpeed steps the first flat tensor."""
+"""Clipping: measures the gradients of the whole model before DeepSpeed steps its first flat tensor, and scales them."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ _ARGUMENTS = ("max_norm", "policy", "skip_above")
 
 
 def limits_of(clip: float | Mapping[str, Any] | None, config: Mapping[str, Any]) -> Limits | None:
-    """Return the limits that ``clip=`` means.
+    """Return the limits that the ``clip=`` argument of `initialize` sets; None means no clipping.
 
     Args:
-        clip: The largest norm of AdamW's gradients, or arguments of `Muon.clip_grad_norm_` by name.
-        config: DeepSpeed's config, which may ask for clipping too.
+        clip: The largest norm of AdamW's gradients over all ranks; or ``max_norm``, ``policy`` and ``skip_above`` of
+            `Muon.clip_grad_norm_`, by name; or None.
+        config: DeepSpeed's config, which must not set ``gradient_clipping`` too.
 
     Raises:
-        ValueError, TypeError: an argument is unknown or out of range, or DeepSpeed clips as well.
+        ValueError, TypeError: an argument is unknown or out of range, or the config sets ``gradient_clipping``.
     """
     if clip is None:
         return None
@@ -47,16 +48,16 @@ def limits_of(clip: float | Mapping[str, Any] | None, config: Mapping[str, Any])
 def measure(
     limits: Limits, zero: Any, calls: Sequence[Call], visible: Sequence[Call]
 ) -> tuple[GradNorms, dict[int, Tensor]]:
-    """Return the norms of the gradients of all calls, and what `clip` multiplies each half by; all ranks call it.
+    """Return the norms of the gradients of all calls, and the factors for `clip`. All ranks call it.
 
-    Between backward and step DeepSpeed holds the gradients of the other flat tensors where its stage keeps them, still
-    multiplied by the loss scale; they are read there.
+    DeepSpeed has prepared the gradients only of the visible calls. The gradients of the other flat tensors lie where
+    the ZeRO stage keeps them, still multiplied by the loss scale. `measure` reads them there.
 
     Args:
-        limits: By which a step is clipped.
+        limits: The limits by which a step is clipped.
         zero: DeepSpeed's own optimizer.
-        calls: What a step consists of.
-        visible: Those of which DeepSpeed has prepared the gradients.
+        calls: All calls of a step.
+        visible: The calls whose gradients DeepSpeed has prepared.
     """
     sums = torch.zeros(MATRICES, dtype=torch.float64, device=calls[0].tensor.device)
     for number, call in enumerate(calls):
@@ -76,16 +77,17 @@ def measure(
 
 
 def clip(call: Call, limits: Limits, coefficients: Mapping[int, Tensor]) -> None:
-    """Scale the gradients of a call that is about to be stepped."""
+    """Scale the gradients of a call just before its step."""
     scale_groups(call.muon.param_groups, call.muon.gradients, coefficients)
     if limits.policy == "per_matrix" and any(is_matrix_rule(g["algorithm"]) for g in call.muon.param_groups):
-        # Of a call with both halves (stage 0) AdamW's has just been scaled by its own norm, which is at most that.
+        # At stage 0 one call has Muon's and AdamW's gradients. AdamW's are scaled already, so their norm is at most
+        # max_norm and this second clipping does not change them.
         call.muon.clip_grad_norm_(limits.max_norm, policy="per_matrix")
 
 
 def _pending(zero: Any, number: int, tensor: Tensor) -> Tensor:
-    """Return the gradient that DeepSpeed will give a flat tensor, (size,) or without padding at its end."""
-    if tensor.grad is not None:  # offloaded: it is there already
+    """Return the gradient that DeepSpeed will give to a flat tensor: shape (size,), or shorter by the padding."""
+    if tensor.grad is not None:  # an offloaded tensor has its gradient already
         return tensor.grad
     pieces: Sequence[Tensor] = zero.averaged_gradients[number]
     return torch.cat([piece.reshape(-1) for piece in pieces])

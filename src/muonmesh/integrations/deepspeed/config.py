@@ -1,4 +1,4 @@
-"""Config: what a client optimizer needs in DeepSpeed's config, and what would be wrong with one."""
+"""Config: sets in DeepSpeed's config what a client optimizer needs, and refuses settings that give wrong updates."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from deepspeed.utils import log_dist
 
 from muonmesh.errors import explain_error
 
-# The figures of a schedule that are rates; the others are numbers of steps, ratios and momenta.
+# The arguments of schedulers that are learning rates; the others are numbers of steps, ratios and momenta.
 _RATES = (
     "warmup_min_lr",
     "warmup_max_lr",
@@ -32,7 +32,7 @@ def read_config(config: Any) -> dict[str, Any]:
     """Return a copy of a config, given as a mapping or as the path of a JSON file.
 
     Raises:
-        TypeError: it is neither.
+        TypeError: ``config`` is neither a mapping nor a path.
     """
     found: Any = json.loads(Path(config).read_text()) if isinstance(config, (str, Path)) else config
     if not isinstance(found, Mapping):
@@ -41,17 +41,17 @@ def read_config(config: Any) -> dict[str, Any]:
 
 
 def prepare_config(config: dict[str, Any], *, has_experts: bool) -> dict[str, Any]:
-    """Write into a config what a client optimizer needs, and say so.
+    """Add the settings that a client optimizer needs to a config, and log them.
 
     Args:
-        config: Changed in place.
+        config: The config; changed in place.
         has_experts: Whether the model has layers of `deepspeed.moe`.
 
     Returns:
         The config.
 
     Raises:
-        ValueError: it asks for what would give a wrong update; the message says what to write.
+        ValueError: a setting in the config would give a wrong update; the message says what to write.
     """
     zero = config.setdefault("zero_optimization", {})
     stage = zero.get("stage", 0)
@@ -66,19 +66,20 @@ def prepare_config(config: dict[str, Any], *, has_experts: bool) -> dict[str, An
         said.append("zero_force_ds_cpu_optimizer: false (Muon steps the offloaded tensors itself)")
     if "gradient_clipping" not in config:
         config["gradient_clipping"] = 0.0
-        said.append("gradient_clipping: 0.0 (DeepSpeed's default 1.0 clips both halves by one norm; see clip=)")
+        said.append("gradient_clipping: 0.0 (DeepSpeed's default 1.0 clips by the norm of all gradients; see clip=)")
     if said:
         log_dist("muonmesh set in the config: " + "; ".join(said), ranks=[0], level=logging.WARNING)
     return config
 
 
 def prepare_host_config(config: dict[str, Any]) -> None:
-    """Keep a framework from replacing the optimizer by DeepSpeed's own, in the config that it reads, in place.
+    """Set ``zero_force_ds_cpu_optimizer`` to False in a framework's DeepSpeed config, in place.
 
-    With offload they put DeepSpeed's Adam for the CPU in the place of any optimizer, unless the config says not to.
+    With offload, frameworks such as Accelerate replace any optimizer by DeepSpeed's Adam for the CPU, unless this
+    setting is False.
 
     Raises:
-        ValueError: it says to.
+        ValueError: the config sets it to True.
     """
     if config.setdefault("zero_force_ds_cpu_optimizer", False):
         found, needed = "zero_force_ds_cpu_optimizer true", "false, because DeepSpeed's Adam would replace Muon"
@@ -123,14 +124,17 @@ def _refuse(config: Mapping[str, Any], zero: Mapping[str, Any], stage: int, has_
 
 
 def take_scheduler(config: dict[str, Any], lr: float) -> Callable[[torch.optim.Optimizer], Any] | None:
-    """Take the scheduler out of a config and return what makes it, keeping the ratio of the groups' rates.
+    """Remove the scheduler from a config, and return a function that creates it; None if the config has no scheduler.
 
-    DeepSpeed's schedulers set one rate for all groups where the config gives a number. Here the number is for a group
-    whose rate is ``lr``; another group has its own rate in proportion.
+    With a number in the config, DeepSpeed's schedulers set one learning rate for all groups. Here, the number is for a
+    group whose rate is ``lr``. Other groups keep the ratio of their rate to ``lr``.
 
     Args:
-        config: Its "scheduler" section is removed.
-        lr: The rate that the figures of the schedule are meant for.
+        config: DeepSpeed's config; its "scheduler" section is removed.
+        lr: The learning rate to which the numbers in the "scheduler" section belong.
+
+    Raises:
+        ValueError: neither DeepSpeed nor torch has a scheduler of this name.
     """
     section = config.pop("scheduler", None)
     if section is None:

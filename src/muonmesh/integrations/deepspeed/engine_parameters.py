@@ -1,4 +1,4 @@
-"""EngineParameter: what ZeRO cuts up of one parameter, a whole one or this rank's part under tensor parallelism."""
+"""EngineParameter: one parameter that ZeRO cuts into shards; under tensor parallelism, this rank's part of one."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from muonmesh.layout import MeshLayout
 
 @dataclass(frozen=True)
 class EngineParameter:
-    """One parameter as the optimizer knows it.
+    """The description of one parameter of an engine: name, shape, matrices and tensor-parallel placement.
 
     Attributes:
-        name: Canonical name, unique among the ranks: experts have their number among those of all ranks.
+        name: Canonical name, unique over all ranks: an expert has its number among the experts of all ranks.
         shape: Global shape.
-        matrices: How it splits, see `split_matrices`; None for AdamW's.
-        reason: Why it is in its group.
-        tensor_parallel: Number of ranks of tensor parallelism.
-        placement: What each of them holds of it, as torch says it.
+        matrices: How the parameter splits into matrices, see `split_matrices`; None for AdamW's parameters.
+        reason: Why the parameter is in its group.
+        tensor_parallel: The number of tensor-parallel ranks.
+        placement: The torch placement of the parameter over the tensor-parallel ranks.
     """
 
     name: str
@@ -36,10 +36,13 @@ class EngineParameter:
     placement: Placement
 
     def within(self, ranks: tuple[int, ...]) -> MeshLayout:
-        """Return what the ranks of a data-parallel group, and their tensor-parallel peers, hold before ZeRO cuts it.
+        """Return the parameter's layout over a data-parallel group and its tensor-parallel peers, before ZeRO cuts it.
+
+        Args:
+            ranks: The global ranks of the data-parallel group.
 
         Raises:
-            LayoutError: the group holds tensor-parallel peers.
+            LayoutError: the group contains tensor-parallel peers.
         """
         size = self.tensor_parallel
         if size == 1:
@@ -56,7 +59,7 @@ class EngineParameter:
         )
 
     def replicas(self, within: MeshLayout) -> tuple[tuple[int, ...], ...]:
-        """Return the sets of ranks that hold all of it together."""
+        """Return the sets of ranks that together hold one whole copy of the parameter."""
         if self.tensor_parallel > 1 and isinstance(self.placement, Replicate):
             return tuple(within.ranks[peer :: self.tensor_parallel] for peer in range(self.tensor_parallel))
         return (within.ranks,)
@@ -65,18 +68,18 @@ class EngineParameter:
 def engine_parameter(
     parameter: Any, name: str, shape: tuple[int, ...], matrices: Any, reason: str, *, tensor_parallel: int
 ) -> EngineParameter:
-    """Return a parameter as it is once the engine has configured its modules.
+    """Return the description of a parameter after the engine has configured its modules.
 
     Args:
-        parameter: What DeepSpeed will train.
+        parameter: The parameter that DeepSpeed will train.
         name: See `EngineParameter`.
-        shape: Global shape, as it was before.
+        shape: The global shape, from before the engine was made.
         matrices: See `EngineParameter`.
         reason: See `EngineParameter`.
-        tensor_parallel: Number of ranks of tensor parallelism.
+        tensor_parallel: The number of tensor-parallel ranks.
 
     Raises:
-        LayoutError: DeepSpeed has cut it in a way that is not known.
+        LayoutError: DeepSpeed has cut the parameter in a way that muonmesh does not know.
     """
     placement = _placement(name, getattr(parameter, DS_AUTOTP_UC_META, None) or {}, shape, tensor_parallel)
     known = EngineParameter(name, shape, matrices, reason, tensor_parallel, placement)
@@ -90,7 +93,11 @@ def engine_parameter(
 
 
 def _placement(name: str, meta: dict[str, Any], shape: tuple[int, ...], size: int) -> Placement:
-    """Return how AutoTP has cut a parameter, from what it noted for universal checkpoints."""
+    """Return the placement by which AutoTP has cut a parameter, from AutoTP's notes for universal checkpoints.
+
+    Raises:
+        LayoutError: the parts are uneven.
+    """
     dim = meta.get("partition_dim")
     if size == 1 or dim is None or meta.get("replicated"):
         return Replicate()

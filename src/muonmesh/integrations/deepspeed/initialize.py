@@ -1,4 +1,4 @@
-"""initialize: make a DeepSpeed engine that trains with Muon, at any stage of ZeRO."""
+"""initialize: makes a DeepSpeed engine that trains with Muon, at any ZeRO stage."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from muonmesh.settings import OPTIMIZER_SETTINGS
 
 _SPLIT = frozenset(inspect.signature(split_params).parameters) - {"model"}
 _ENGINES = {"process_group", "layouts", "shard_state", "master_dtype", "state_dtype", "state_device", "gradients"}
-_ENGINES |= {"stochastic_rounding"}  # its masters are fp32
+_ENGINES |= {"stochastic_rounding"}  # the engine has fp32 master weights
 _SHARED = OPTIMIZER_SETTINGS.keys() - _ENGINES
 
 
@@ -49,27 +49,31 @@ def initialize(
     clip: float | Mapping[str, Any] | None = None,
     **deepspeed_kwargs: Any,
 ) -> tuple[Any, Any, Any, Any]:
-    """Return the result of `deepspeed.initialize`, with an engine that trains with Muon and AdamW.
+    """Call `deepspeed.initialize` with an optimizer of muonmesh, and return its results: engine, optimizer, and so on.
 
-    Each matrix is orthogonalized as a whole, by one rank in each step, wherever ZeRO stores its elements. With the same
-    reduced gradients, the update is the update of one process. The optimizer is ``engine.basic_optimizer``; its
-    ``explain()`` shows where each parameter is stored, and which rank orthogonalizes each matrix.
+    In each step, one rank (the owner of a matrix) orthogonalizes the whole matrix, wherever ZeRO has put its elements.
+    The update is the update of one process with the same reduced gradients. The optimizer is
+    ``engine.basic_optimizer``; its ``explain()`` shows where each parameter is and which rank owns each matrix.
 
     Args:
-        model: The model. It may have been made under `deepspeed.zero.Init`.
-        config: DeepSpeed's config, a dict or the path of a JSON file. A copy gets the settings that a client optimizer
-            needs, which are logged. The config may have a "scheduler": its rates apply to ``lr``, and groups with
-            another rate keep their ratio to ``lr``.
+        model: The model, also one made under `deepspeed.zero.Init`.
+        config: DeepSpeed's config, a dict or the path of a JSON file. It is copied; settings that Muon needs are added
+            to the copy and logged. It may have a "scheduler": the rates in it are for groups whose rate is ``lr``, and
+            groups with another rate keep their ratio to ``lr``.
         optimizer: Settings of `muonmesh.Muon` (``lr``, ``momentum``, …) and of `muonmesh.split_params` (``muon``,
             ``adamw``, ``overrides``), by name; and ``rule``, as for `muonmesh.from_model`.
         clip: The largest norm of AdamW's gradients over all ranks; or ``max_norm``, ``policy`` and ``skip_above`` of
-            `Muon.clip_grad_norm_` by name. ``engine.basic_optimizer.norms`` has the norms of the last step.
+            `Muon.clip_grad_norm_`, by name. None: no clipping. ``engine.basic_optimizer.norms`` has the norms of the
+            last step.
         deepspeed_kwargs: Further arguments of `deepspeed.initialize`, such as ``training_data``.
 
+    Returns:
+        The four results of `deepspeed.initialize`: engine, optimizer, data loader and scheduler.
+
     Raises:
-        TypeError, ValueError: a setting is unknown, or the config would give wrong results; the message says what to
-            write.
-        LayoutError: this version of DeepSpeed stores its flat tensors in an unknown way.
+        TypeError, ValueError: a setting is unknown, or the config has a setting that gives a wrong update; the message
+            says what to write.
+        LayoutError: the records of the installed DeepSpeed do not describe its flat tensors.
     """
     assembly = assemble(model, optimizer or {})
     if "model_parameters" in deepspeed_kwargs:
@@ -85,11 +89,11 @@ def hosted(model: nn.Module, optimizer: Mapping[str, Any]) -> EngineMuon:
 
     `hosted` replaces `deepspeed.initialize` for the rest of the process. The new function treats this optimizer as
     `muonmesh.integrations.deepspeed.initialize` does, and any other optimizer as DeepSpeed does. You may make
-    schedulers of the returned optimizer at once: the engine keeps its groups.
+    schedulers for the returned optimizer at once, since the engine keeps its param groups.
 
     Args:
         model: The model that the framework will give to DeepSpeed.
-        optimizer: As `muonmesh.integrations.deepspeed.initialize` takes it.
+        optimizer: The settings that `muonmesh.integrations.deepspeed.initialize` takes as ``optimizer=``.
 
     Raises:
         TypeError, ValueError: a setting is unknown or wrong.
@@ -111,7 +115,7 @@ def _knowing(original: Callable[..., tuple[Any, Any, Any, Any]]) -> Callable[...
             return original(*positional, **given)
         optimizer.awaits = None
         config = given.pop("config", None) or given.pop("config_params", None)
-        # The model is the assembly's, and a list of its parameters says less than the groups do.
+        # The assembly has the model, and the optimizer's groups already have the parameters.
         others = {key: value for key, value in given.items() if key not in ("model", "optimizer", "model_parameters")}
         made: tuple[Any, Any, Any, Any] = assembly.initialize(original, optimizer, config, None, others)
         return made
@@ -121,7 +125,7 @@ def _knowing(original: Callable[..., tuple[Any, Any, Any, Any]]) -> Callable[...
 
 
 def assemble(model: nn.Module, optimizer: Mapping[str, Any]) -> Assembly:
-    """Check the settings that `initialize` takes as ``optimizer=``, and return what makes the engine from them.
+    """Check the settings that `initialize` takes as ``optimizer=``, and return an `Assembly` that makes the engine.
 
     Raises:
         TypeError, ValueError: a setting is unknown or wrong.
@@ -138,13 +142,13 @@ def assemble(model: nn.Module, optimizer: Mapping[str, Any]) -> Assembly:
     groups = split_params(model, **{key: settings.pop(key) for key in _SPLIT & settings.keys()})
     for group in groups:
         group["algorithm"] = rule if group["algorithm"] == "muon" else group["algorithm"]
-    # Parameters may be in shards already or become them; their settings are checked on their global shapes.
+    # Parameters may be shards already, or become shards later. Settings are checked for their global shapes.
     template = Muon([{**group, "params": _shapes(group["params"])} for group in groups], **settings)
     return Assembly(model, template, {key: settings[key] for key in _SHARED if key in settings})
 
 
 def _shapes(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-    # In fp32 what is fp16 already: the engine keeps masters of it, which is what the optimizer gets.
+    # fp32 for fp16 parameters: the engine keeps fp32 master weights, and gives these to the optimizer.
     dtypes = [torch.float32 if p.dtype == torch.float16 else p.dtype for p in parameters]
     return [torch.empty(global_shape(p), dtype=d, device="meta") for p, d in zip(parameters, dtypes, strict=True)]
 
@@ -176,13 +180,14 @@ class Assembly:
         clip: float | Mapping[str, Any] | None,
         others: Mapping[str, Any],
     ) -> tuple[Any, Any, Any, Any]:
-        """Make the engine by `deepspeed.initialize`, and return what that returns.
+        """Make the engine with `deepspeed.initialize`, and return the results of `deepspeed.initialize`.
 
         Args:
             original: DeepSpeed's own function `deepspeed.initialize`, which `hosted` may have replaced.
             optimizer: The method `make_optimizer`, which DeepSpeed then calls, or an optimizer that it has made.
             config: DeepSpeed's config, a dict or the path of a JSON file.
-            clip: The largest norm of the AdamW half, or arguments of `Muon.clip_grad_norm_` by name; None: no clipping.
+            clip: The largest norm of AdamW's gradients over all ranks, or arguments of `Muon.clip_grad_norm_` by name.
+                None: no clipping.
             others: Further arguments of `deepspeed.initialize`, by name.
         """
         prepared = prepare_config(read_config(config), has_experts=bool(has_moe_layers(self._model)[0]))
@@ -194,10 +199,10 @@ class Assembly:
         return (engine, *rest)
 
     def make_optimizer(self, _: Any = None) -> EngineMuon:
-        """Return the optimizer of the parameters as they are now; DeepSpeed calls this while it makes an engine.
+        """Return the optimizer of the model's current parameters. DeepSpeed calls this method while it makes an engine.
 
         Raises:
-            LayoutError: a parameter has another name or shape than before, or is cut in a way that is not known.
+            LayoutError: DeepSpeed has changed a parameter's name or shape, or cut a parameter in an unknown way.
         """
         parameters: dict[str, Any] = {
             canonical_name(name): p for name, p in self._model.named_parameters(remove_duplicate=False)
@@ -232,13 +237,21 @@ class Assembly:
         return EngineMuon(groups, self._template.defaults)
 
     def _group(self, group: Mapping[str, Any], experts: str | None) -> dict[str, Any]:
-        """Return a group without parameters; DeepSpeed knows a group of experts by the name of their ranks."""
+        """Return a group without parameters. DeepSpeed requires the name of the experts' ranks as a group's name."""
         settings = {key: value for key, value in group.items() if key not in OWN_KEYS}
         known: dict[str, Any] = {"name": group["name"]} if experts is None else {"name": experts, "moe": True}
         return {"params": [], "parameters": [], "matrices": [], "algorithm": group["algorithm"], **known, **settings}
 
     def bind(self, engine: Any, limits: Limits | None) -> None:
-        """Read from the engine where each parameter lies, and give the optimizer the calls of a step."""
+        """Read from the engine where each parameter lies, and give the optimizer the calls of a step.
+
+        Args:
+            engine: The finished DeepSpeed engine.
+            limits: The limits for clipping; None means no clipping.
+
+        Raises:
+            LayoutError: DeepSpeed's records do not describe its flat tensors.
+        """
         optimizer: EngineMuon = engine.basic_optimizer
         groups = optimizer.param_groups
         if not engine.zero_optimization():
@@ -250,9 +263,9 @@ class Assembly:
         mend(engine.optimizer)
 
     def _replicated(self, engine: Any, groups: Sequence[Mapping[str, Any]]) -> Iterator[Call]:
-        """Yield the calls at stage 0, where every rank of a data-parallel group holds everything; experts have theirs.
+        """Yield the calls at stage 0, where every rank of a data-parallel group holds whole parameters.
 
-        Parameters that tensor parallelism cuts are declared as the shards that they are.
+        Each set of ranks that shares experts has a call of its own. Tensor-parallel shards are declared as layouts.
         """
         parameters = {known.name: known for known in self._parameters.values()}
         sets: dict[str | None, list[dict[str, Any]]] = {}
@@ -268,7 +281,7 @@ class Assembly:
             cut = [parameters[name] for name in names if not isinstance(parameters[name].placement, Replicate)]
             layouts = {known.name: known.within(ranks) for known in cut}
             if any(parameters[name].tensor_parallel > 1 for name in names):
-                process_group = dist.group.WORLD  # what it does not cut is the same on all ranks
+                process_group = dist.group.WORLD  # parameters that are not cut are the same on all ranks
             muon = Muon(some, process_group=process_group, layouts=layouts, **self._shared)
             title = "all groups" if experts is None else f"experts {experts}"
             yield Call(title, muon, muon, tuple(parameters[name] for name in names), {})
@@ -286,7 +299,7 @@ class Assembly:
             offloaded = flat.tensor.device.type == "cpu"
             process_group = host_group(flat.process_group) if offloaded else flat.process_group
             muon = told = Muon(inner, layouts={title: contents}, process_group=process_group, **self._shared)
-        else:  # elementwise, so every rank steps what it holds on its own
+        else:  # AdamW is elementwise, so every rank steps its own elements alone
             muon = Muon(inner, process_group="local", **self._shared)
             told = Muon(inner, layouts={title: contents}, process_group=flat.process_group, **self._shared)
             told.param_groups, told.state = muon.param_groups, muon.state

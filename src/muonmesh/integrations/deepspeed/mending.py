@@ -1,4 +1,4 @@
-"""Mending: what DeepSpeed 0.19 gets wrong, put right on the engine."""
+"""Mending: corrects an error of DeepSpeed 0.19 on the engine."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import Any
 
 
 def mend(zero: Any) -> None:
-    """Mend the links of a ZeRO optimizer from parameters to their fragments, in place.
+    """Correct the links of a ZeRO optimizer from parameters to their fragments, in place.
 
-    ``round_robin_gradients`` reorders the flat tensors but not these links, so `safe_get_full_fp32_param` would mix
-    parameters up.
+    ``round_robin_gradients`` reorders the parameters in the flat tensors, but not these links. Without the correction,
+    `safe_get_full_fp32_param` would return other parameters.
     """
     if not hasattr(zero, "round_robin_bit16_groups"):
         return

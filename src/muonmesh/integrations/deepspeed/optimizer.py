@@ -1,4 +1,4 @@
-"""EngineMuon: the optimizer that DeepSpeed holds; it steps whichever tensors the engine shows it."""
+"""EngineMuon: the optimizer inside a DeepSpeed engine; it steps the tensors that the engine puts into its groups."""
 
 from __future__ import annotations
 
@@ -22,18 +22,19 @@ from muonmesh.layout.matrix import as_tuples
 from muonmesh.numerics.rules import is_matrix_rule, rule_of, step_count
 
 _IDENTITY = ("name", "algorithm", "parameters", "matrices")
-"""Keys of a group that say what it is; no checkpoint may change them."""
+"""Keys that identify a group; no checkpoint may change them."""
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-"""State of every tensor that DeepSpeed's tools know, besides ``step``."""
+"""The keys of the state that DeepSpeed's tools expect for every tensor, besides ``step``."""
 
 _AS_SAVED = "Make the engine with the same model and optimizer= settings as when it was saved"
 
 
 def kept_as_moments(group: Mapping[str, Any]) -> Mapping[str, str]:
-    """Return which of DeepSpeed's moments has what, by the rule's name for it.
+    """Return for keys of a group's state the key of DeepSpeed (``exp_avg``, ``exp_avg_sq``) under which it is shown.
 
-    A momentum that the owners of matrices have is not among them: it has another shape than the flat tensor.
+    Momentum that only the owner of a matrix (the rank that orthogonalizes it) keeps has no such key, because its shape
+    differs from the flat tensor's.
     """
     keeps = rule_of(group).keeps()
     if not is_matrix_rule(group["algorithm"]):
@@ -42,18 +43,19 @@ def kept_as_moments(group: Mapping[str, Any]) -> Mapping[str, str]:
 
 
 class EngineMuon(torch.optim.Optimizer):
-    """Muon and AdamW for a DeepSpeed engine, which gives them flat fp32 tensors instead of parameters.
+    """Muon and AdamW for a DeepSpeed engine, which lets the optimizer step flat fp32 tensors instead of parameters.
 
-    1. DeepSpeed makes it inside the engine, replaces the parameters in its groups by tensors of its own and, at
-       stage 0, steps it once with zero gradients; nothing happens then.
-    2. `initialize` reads the engine's records and hands over the calls: `bind`.
-    3. Each ``engine.step()`` steps it once for all groups (stage 0, `BF16_Optimizer`), once for each group (stages 1
-       and 2) or for each sub-group (stage 3), with the others hidden. All ranks run the same calls in the same order.
+    1. DeepSpeed creates the optimizer inside the engine, and replaces the parameters in its groups by flat tensors. At
+       stage 0, DeepSpeed calls `step` once with zero gradients, which does nothing.
+    2. `initialize` reads the engine's records, and passes the calls of a step to `bind`.
+    3. Each ``engine.step()`` calls `step` once for all groups (stage 0, `BF16_Optimizer`), once for each group (stages
+       1 and 2), or once for each sub-group (stage 3). DeepSpeed then hides the other groups. All ranks run the same
+       calls in the same order.
 
-    State is presented as DeepSpeed's tools know it: ``step``, ``exp_avg`` (of matrices their momentum, if each rank has
-    that of its elements) and ``exp_avg_sq``; what a rule for matrices does not keep is zeros that take no memory. Its
-    other state lies beside them under its own names. Settings are those of the groups at each step, so that schedulers
-    work.
+    The state has the keys that DeepSpeed's tools expect: ``step``, ``exp_avg`` and ``exp_avg_sq``. For matrices,
+    ``exp_avg`` is the momentum, if each rank keeps the momentum of its own elements. A key that a rule for matrices
+    does not use has zeros that take no memory. Other state of a rule has its own keys. Each step uses the current
+    settings of the groups, so schedulers work.
     """
 
     def __init__(self, groups: Sequence[dict[str, Any]], defaults: dict[str, Any]) -> None:
@@ -68,9 +70,9 @@ class EngineMuon(torch.optim.Optimizer):
         self._engine: Any = None
 
     def bind(self, calls: Sequence[Call], limits: Limits | None, engine: Any) -> None:
-        """Hand over what the engine steps, how it is clipped, and the engine; create the state."""
+        """Take the calls of a step, the limits for clipping (None: none) and the engine, and create the state."""
         self.calls, self._engine = tuple(calls), engine
-        # Neither stage 0 nor every wrapper has it, and Accelerate looks for it once, when the engine has been made.
+        # Not all of DeepSpeed's optimizers have `overflow`. Accelerate looks for it once, after the engine is made.
         self._zero.overflow = False
         if limits is not None:
             self.clip_by(limits)
@@ -83,17 +85,17 @@ class EngineMuon(torch.optim.Optimizer):
         self.release_unused()
 
     def _matrices(self, *calls: Call) -> Iterator[tuple[dict[str, Any], Tensor]]:
-        """Yield the tensors of some calls that hold matrices, each with its group there."""
+        """Yield the tensors of some calls that hold matrices, each with its group in the call."""
         for call in calls:
             for group in call.muon.param_groups:
                 for tensor in group["params"] if is_matrix_rule(group["algorithm"]) else ():
                     yield group, tensor
 
     def clip_by(self, limits: Limits) -> None:
-        """Clip and skip from the next step on, in place of the engine, whose own clipping ends.
+        """Clip and skip by these limits from the next step on, and turn off the engine's own clipping.
 
-        After a step that changed nothing ``engine.optimizer.overflow`` is True, DeepSpeed's word for it: the engine
-        then counts a skipped step and leaves its schedule where it is.
+        After a step that changed nothing, ``engine.optimizer.overflow`` is True, DeepSpeed's name for a skipped step.
+        The engine then counts a skipped step, and its schedule does not advance.
         """
         self._engine._config.gradient_clipping = 0.0  # read at each step at stage 0
         if hasattr(self._zero, "clip_grad"):
@@ -102,11 +104,11 @@ class EngineMuon(torch.optim.Optimizer):
 
     @property
     def _zero(self) -> Any:
-        """What wraps this in the engine, or this."""
+        """DeepSpeed's optimizer in the engine, which wraps this optimizer; at stage 0 it may be this optimizer."""
         return self._engine.optimizer
 
     def release_unused(self) -> None:
-        """Make moments that no matrix has, but that DeepSpeed's tools want to see, zeros without memory."""
+        """Replace moments that matrices do not use, but DeepSpeed's tools expect, by zeros that take no memory."""
         for group, tensor in self._matrices(*self.calls):
             zero = torch.zeros((), dtype=tensor.dtype, device=tensor.device)
             unused = set(_MOMENTS) - set(kept_as_moments(group).values())
@@ -114,11 +116,11 @@ class EngineMuon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """Step the tensors that DeepSpeed shows; all ranks that share their parameters do.
+        """Step the tensors that DeepSpeed has put into the groups. All ranks that share their parameters call it.
 
         Raises:
-            ValueError: there is a closure, which DeepSpeed does not know either.
-            LayoutError: DeepSpeed shows a tensor that its records did not name.
+            ValueError: ``closure`` is not None; DeepSpeed has no closures.
+            LayoutError: a group has a tensor that DeepSpeed's records did not name.
         """
         if closure is not None:
             write = "Call it before: DeepSpeed evaluates the model before the step"
@@ -155,12 +157,13 @@ class EngineMuon(torch.optim.Optimizer):
         self._show(call, steps=1)
 
     def _take(self, call: Call) -> None:
-        """Give a call the state that DeepSpeed sees, which it may have loaded, moved or replaced."""
+        """Give a call the state of this optimizer, which DeepSpeed may have loaded, moved or replaced."""
         for group in call.muon.param_groups:
             for tensor in group["params"]:
                 state = self.state[tensor]
-                # DeepSpeed loads one count for all tensors: a number, or a tensor that AdamW would count up for each.
-                state["step"] = step_count(state["step"]).to(tensor.device)  # torch's fused kernels want it there
+                # DeepSpeed loads one count for all tensors: a number, or one shared tensor, to which AdamW would add 1
+                # for each tensor.
+                state["step"] = step_count(state["step"]).to(tensor.device)  # for torch's fused kernels
                 if is_matrix_rule(group["algorithm"]):
                     kept = {key: value for key, value in state.items() if key not in ("step", *_MOMENTS)}
                     kept |= {key: state[shown] for key, shown in kept_as_moments(group).items()}
@@ -169,7 +172,7 @@ class EngineMuon(torch.optim.Optimizer):
                     call.muon.state[tensor] = state
 
     def _show(self, call: Call, *, steps: int = 0) -> None:
-        """Let DeepSpeed see what a call has as state of its matrices, and that so many steps more have made it."""
+        """Show DeepSpeed the state of a call's matrices under its own keys, and add ``steps`` to their ``step``."""
         for group, tensor in self._matrices(call):
             shown = kept_as_moments(group)
             self.state[tensor].update({shown.get(key, key): value for key, value in call.muon.state[tensor].items()})
@@ -178,20 +181,20 @@ class EngineMuon(torch.optim.Optimizer):
     # ---------------------------------------------------------------- state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load state and settings, as DeepSpeed does for a checkpoint of the same world size.
+        """Load state and settings. DeepSpeed makes this call for a checkpoint of the same world size.
 
         Raises:
-            StateError: the state is of other groups than these; nothing has been loaded.
+            StateError: the state belongs to other groups; nothing has been loaded.
         """
         self.check_groups(state_dict["param_groups"])
         super().load_state_dict(state_dict)
         self._count_on()
         self.release_unused()
         if self.calls:
-            self._zero._hp_optimizer_states_linked = False  # DeepSpeed links what it shows of them at the next step
+            self._zero._hp_optimizer_states_linked = False  # DeepSpeed then links the new state at the next step
 
     def state_dict(self) -> dict[str, Any]:
-        """Return state and settings.
+        """Return the state and the settings of the groups.
 
         Raises:
             StateError: a step was interrupted while it wrote.
@@ -205,7 +208,7 @@ class EngineMuon(torch.optim.Optimizer):
             OfMuon(call.muon).refuse_if_interrupted()
 
     def check_groups(self, saved: Sequence[Mapping[str, Any]]) -> None:
-        """Raise StateError unless saved groups are what these are: algorithm, parameters and splits."""
+        """Raise StateError unless saved groups equal these groups in name, algorithm, parameters and splits."""
         if len(saved) != len(self._identities):
             found, needed = f"{len(saved)} param groups", f"{len(self._identities)}"
             raise StateError(explain_error("the state", found, needed, _AS_SAVED))
@@ -218,34 +221,39 @@ class EngineMuon(torch.optim.Optimizer):
                     raise StateError(explain_error(where, found, f"{needed!r}", _AS_SAVED))
 
     def checkpoint_records(self) -> list[Record]:
-        """Return every parameter with its state, for `muonmesh.checkpoint`; no communication."""
+        """Return a `Record` of every parameter with its state, for `muonmesh.checkpoint`; no communication."""
         for call in self.calls:
             self._take(call)
         return list(engine_records(self.calls, self.param_groups))
 
     def renamed(self, model: nn.Module) -> dict[str, str]:
-        """Return what a checkpoint calls the experts of this rank, by the names that the model has for them."""
+        """Return the checkpoint names of this rank's experts, by their names in the model."""
         return expert_names(model)
 
     def checkpoint_changing(self) -> None:
-        """Take note that `muonmesh.checkpoint.load` begins to write."""
+        """Mark the state as incomplete, because `muonmesh.checkpoint.load` begins to write."""
         for call in self.calls:
             OfMuon(call.muon).checkpoint_changing()
 
     def checkpoint_restored(self) -> None:
-        """Let the engine compute with the weights that `muonmesh.checkpoint.load` has written."""
+        """Make the engine use the weights and state that `muonmesh.checkpoint.load` has written."""
         self._count_on()
         counts = [float(state["step"]) for state in self.state.values() if "step" in state]
         for call in self.calls:
             OfMuon(call.muon).checkpoint_restored()
             self._show(call)
         for _, tensor in self._matrices(*self.calls):
-            self.state[tensor]["step"] = step_count(max(counts, default=0.0))  # nothing of ours asks
+            self.state[tensor]["step"] = step_count(max(counts, default=0.0))  # only DeepSpeed's tools read it
         self.release_unused()
         publish(self._zero)
 
     def whole(self, model: nn.Module, *, write: bool) -> AbstractContextManager[Any]:
-        """Return a context in which frozen parameters are whole, which stage 3 has partitioned; all ranks enter it."""
+        """Return a context in which frozen parameters, which stage 3 partitions, are whole. All ranks enter it.
+
+        Args:
+            model: The model of the engine.
+            write: Whether values that are written in the context are kept; rank 0's values count.
+        """
         if hasattr(self._zero, "_partition_all_parameters"):
             self._zero._partition_all_parameters()
         parted = [p for p in model.parameters() if not p.requires_grad and hasattr(p, "ds_id")]
@@ -255,7 +263,7 @@ class EngineMuon(torch.optim.Optimizer):
         return context
 
     def _count_on(self) -> None:
-        """Let calls whose rule counts steps go on from what the groups have loaded."""
+        """Copy the loaded step counts of the groups into the calls whose rule counts steps."""
         group_of = {name: group for group in self.param_groups for name in group["parameters"]}
         for call in self.calls:
             for inner in call.muon.param_groups:
@@ -266,5 +274,5 @@ class EngineMuon(torch.optim.Optimizer):
     # ---------------------------------------------------------------- telling
 
     def explain(self) -> Calls:
-        """Return what a step of the engine does, call by call, with the balance of each; no communication."""
+        """Return an explanation of a step of the engine: for each call its rows and load balance; no communication."""
         return Calls({call.title: call.explain() for call in self.calls})

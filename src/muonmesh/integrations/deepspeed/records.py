@@ -1,8 +1,9 @@
-"""Records: which parameter lies where in DeepSpeed's flat tensors, read from the engine and proved.
+"""Records: reads from an engine where each parameter lies in DeepSpeed's flat tensors, and checks it.
 
-Nothing is assumed about how ZeRO cuts parameters. Each rank reads what its own flat tensors hold, all ranks tell each
-other, and two proofs follow: the intervals of each parameter cover it exactly once, and the values found there are
-the parameter's own. A DeepSpeed whose records mean something else is an error when the engine is made.
+muonmesh assumes nothing about how ZeRO cuts parameters. Each rank reads which intervals its own flat tensors hold, and
+all ranks exchange this. Two checks follow: the intervals of each parameter cover it exactly once, and they contain the
+parameter's values. If the records of another DeepSpeed version have another meaning, an error is raised when the engine
+is made.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ class Flat:
     """One flat fp32 tensor of the engine.
 
     Attributes:
-        tensor: What DeepSpeed gives the optimizer to step, (size,).
-        group: Number of its param group.
+        tensor: The flat tensor, which DeepSpeed gives to the optimizer to step; shape (size,).
+        group: The index of its param group.
         process_group: The ranks that share its parameters.
-        held: Its parameters in the order in which they lie, each with the interval that this rank's flat tensor holds,
-            of length 0 if none.
+        held: Its parameters in the order in which they lie in it. Each has the interval of the parameter that this
+            rank's flat tensor holds; the length is 0 if it holds no element.
     """
 
     tensor: Tensor
@@ -46,10 +47,10 @@ class Flat:
 
 
 def read_flats(engine: Any) -> list[Flat]:
-    """Read the flat tensors of a ZeRO engine, in the order in which DeepSpeed steps them; no communication.
+    """Return the flat tensors of a ZeRO engine, in the order in which DeepSpeed steps them; no communication.
 
     Raises:
-        LayoutError: the engine's records lack something.
+        LayoutError: the engine's records cannot be read.
     """
     zero = engine.optimizer
     try:
@@ -60,7 +61,7 @@ def read_flats(engine: Any) -> list[Flat]:
             parameters, offsets = zero.round_robin_bit16_groups, zero.round_robin_bit16_offsets
             return list(_read_partitions(zero, tensors, sizes, parameters, offsets))
         if hasattr(zero, "bf16_groups"):
-            # `BF16_Optimizer` (stage 1 with fp32 accumulation) lays each group's parameters end to end.
+            # `BF16_Optimizer` (stage 1 with fp32 accumulation) puts each group's parameters end to end.
             tensors, parameters = zero.fp32_groups_flat_partition, zero.bf16_groups
             lengths = [[parameter.numel() for parameter in group] for group in parameters]
             offsets = [list(itertools.accumulate(some, initial=0))[:-1] for some in lengths]
@@ -75,7 +76,7 @@ def read_flats(engine: Any) -> list[Flat]:
 
 
 def _read_partitions(zero: Any, tensors: Any, sizes: Any, parameters: Any, offsets: Any) -> Iterator[Flat]:
-    """Each group's parameters lie at offsets and are cut into equal partitions."""
+    """Yield flat tensors in which each group's parameters lie at offsets and are cut into equal partitions."""
     for number, tensor in enumerate(tensors):
         group = zero.real_dp_process_group[number]
         low = dist.get_rank(group) * sizes[number]
@@ -87,7 +88,10 @@ def _read_partitions(zero: Any, tensors: Any, sizes: Any, parameters: Any, offse
 
 
 def _read_stage_3(zero: Any) -> Iterator[Flat]:
-    """Each sub-group holds an equal slice of every parameter, the last ones padded with uninitialized memory."""
+    """Yield the flat tensors of stage 3's sub-groups.
+
+    Each rank holds an equal slice of every parameter; the last slices are padded with uninitialized memory.
+    """
     for number, tensor in enumerate(zero.fp32_partitioned_groups_flat):
         group = zero._get_sub_group_process_group(number)
         held = []
@@ -104,25 +108,29 @@ def _read_stage_3(zero: Any) -> Iterator[Flat]:
 def prove(
     read: Callable[[], list[Flat]], parameters: dict[int, EngineParameter]
 ) -> list[tuple[Flat, dict[str, FlatShards]]]:
-    """Return each flat tensor with the layout of its parameters by name, after both proofs; all ranks of the world do.
+    """Return each flat tensor with the layouts of its parameters by name, after both checks. All ranks call it.
 
     Args:
-        read: Reads the flat tensors of this rank.
-        parameters: For each parameter, by identity, its name and what ZeRO cuts up.
+        read: Returns the flat tensors of this rank.
+        parameters: For each parameter, by its ``id``, its description before ZeRO cuts it.
 
     Raises:
-        LayoutError: on every rank, if any finds that the records do not describe its flat tensors.
+        LayoutError: on every rank, if the records of any rank do not describe its flat tensors.
     """
     flats = settled(read, kind=LayoutError)
     told = agreed(lambda: _told(flats, parameters), kind=LayoutError)
-    # Before the ranks gather parameters together.
+    # All ranks must succeed here before they gather parameters together.
     layouts = settled(lambda: [_place(*each, parameters, told) for each in enumerate(flats)], kind=LayoutError)
     agreed(lambda: _compare(flats, parameters), kind=LayoutError)
     return list(zip(flats, layouts, strict=True))
 
 
 def _told(flats: Sequence[Flat], parameters: dict[int, EngineParameter]) -> list[tuple[int, dict[str, Interval]]]:
-    """Return what other ranks must know of this rank's flat tensors, which hold what the groups do and no others."""
+    """Return size and intervals by name of this rank's flat tensors, for the other ranks.
+
+    Raises:
+        LayoutError: the flat tensors do not hold exactly the parameters of the groups.
+    """
     held = {id(parameter) for flat in flats for parameter, _ in flat.held}
     if held != parameters.keys():
         missing = sorted(known.name for key, known in parameters.items() if key not in held)
@@ -162,9 +170,9 @@ def _place(
 
 
 def _compare(flats: Sequence[Flat], parameters: dict[int, EngineParameter]) -> None:
-    """Compare the values in the flat tensors with the parameters that should lie there.
+    """Raise LayoutError unless the flat tensors contain the values of the parameters that should lie there.
 
-    Stage 3 gathers one parameter at a time, so the ranks of a process group call it together.
+    At stage 3, the ranks of a process group gather one parameter at a time, so they all call it.
     """
     wrong = None
     for tensor, (parameter, (first, length, start)) in ((flat.tensor, one) for flat in flats for one in flat.held):
@@ -180,7 +188,7 @@ def _compare(flats: Sequence[Flat], parameters: dict[int, EngineParameter]) -> N
 
 
 def _whole(parameter: Any) -> Tensor:
-    """Return all of a parameter as this rank's module computes with it."""
+    """Return a copy of the whole parameter with which this rank's module computes; all ranks gather it at stage 3."""
     parted = hasattr(parameter, "ds_id") and parameter.ds_status.name != "AVAILABLE"
     with deepspeed.zero.GatheredParameters([parameter], enabled=parted):
         whole: Tensor = parameter.detach().clone()

@@ -1,4 +1,4 @@
-"""QK-clip: attention logits that grow too large are brought back by the weights that make them."""
+"""QK-clip: keeps attention logits below a threshold by scaling query and key weights."""
 
 from muonmesh.integrations.qk_clip.clip import QKClip
 

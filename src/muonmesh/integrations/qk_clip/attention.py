@@ -1,4 +1,4 @@
-"""`transformers`' attention interface: its functions, with a look at the logits of modules that are watched."""
+"""Attention: wraps the attention functions of `transformers`, so that a `QKClip` can record the logits of modules."""
 
 from __future__ import annotations
 
@@ -15,21 +15,26 @@ from muonmesh.integrations.qk_clip.logits import KernelBounds, bound_of
 
 PREFIX = "qk_clip_"
 KNOWN = ("sdpa", "eager", "flex_attention")
-"""Implementations whose masks are known here, so that logits can be computed once more."""
+"""Attention implementations whose masks muonmesh can read, so that it can compute the logits a second time."""
 
 
 _watchers: WeakKeyDictionary[nn.Module, ref[Any]] = WeakKeyDictionary()
-"""For each attention module the `QKClip` that is told of its queries and keys, or of the bound on its logits."""
+"""For each attention module: the `QKClip` that receives its queries and keys, or the bound on its logits."""
 
 
 def watch(model: nn.Module, modules: list[nn.Module], watcher: Any) -> None:
-    """Have a `QKClip` told of what the attention modules of a `transformers` model compute.
+    """Wrap the attention of a `transformers` model, so that a `QKClip` records the logits of its attention modules.
 
-    An attention implementation is wrapped: sdpa, eager and flex_attention under a name of their own, others, whose
-    names are read elsewhere too, in their place.
+    For sdpa, eager and flex_attention, the wrapper is registered under a new name. For other implementations it
+    replaces the function under the same name, since other code reads these names.
+
+    Args:
+        model: The model; its attention implementation may change.
+        modules: The attention modules to watch.
+        watcher: The `QKClip`. Only a weak reference is kept.
 
     Raises:
-        ValueError: another watcher that still exists is told of these modules.
+        ValueError: another `QKClip` that still exists watches these modules.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -75,7 +80,7 @@ def _watched(name: str, base: Callable[..., Any] | None) -> Callable[..., Any]:
             return function(*inputs, **kwargs)
         result, bound = (_compiled if name == "flex_attention" else _seen)(function, inputs, kwargs)
         if kwargs.get("softcap") is not None or (bound is not None and len(bound) != query.shape[1]):
-            bound = None  # of capped logits, or of heads packed otherwise
+            bound = None  # a bound on capped logits, or heads in another layout
         if bound is not None:
             told.record(module, bound, bound=True)
         elif name in KNOWN:
@@ -97,7 +102,7 @@ def _watched(name: str, base: Callable[..., Any] | None) -> Callable[..., Any]:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _seen(function: Callable[..., Any], inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Tensor | None]:
-    """Return what a function returns, and the bound by the kernels that it runs."""
+    """Return the result of an attention function, and the bound from the kernels that it ran (None: no bound)."""
     with KernelBounds() as kernels:
         result = function(*inputs, **kwargs)
     return result, kernels.bound
@@ -106,11 +111,17 @@ def _seen(function: Callable[..., Any], inputs: tuple[Any, ...], kwargs: dict[st
 def _compiled(
     function: Callable[..., Any], inputs: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, Tensor | None]:
-    """As `_seen`, of flex attention, whose kernel is compiled; `transformers` returns its log-sum-exp on a device."""
+    """Return the result of flex attention, and the bound from the log-sum-exp in it (None: no bound).
+
+    Its kernel is compiled, so `_seen` cannot observe it. `transformers` returns the log-sum-exp on a GPU, not on a CPU.
+    """
     result = function(*inputs, **kwargs)
     return result, None if result[1] is None else bound_of(result[1])
 
 
 def file_of_transformers(module: nn.Module) -> str | None:
-    """Return the file of `transformers` that defines a module's class, if any; `fully_shard` puts a class in front."""
+    """Return the name of the `transformers` file (Python module) that defines a module's class, or None.
+
+    All base classes are searched, since `fully_shard` adds a class of its own in front.
+    """
     return next((c.__module__ for c in type(module).__mro__ if c.__module__.startswith("transformers.")), None)

@@ -71,7 +71,7 @@ class QKClip:
         self.threshold = float(threshold)
         self._model, self._group = model, process_group
         muons = [] if optimizer is None else _muons(optimizer)
-        self._optimizers = tuple(ref(muon) for muon in muons)  # weak: they keep this by their hooks
+        self._optimizers = tuple(ref(muon) for muon in muons)  # weak: the optimizers' hooks refer to this QKClip
         found, self._without = attentions(model), without_softmax(model)
         self._sources: dict[int, str] = {}
         *starts, total = accumulate((attention.heads for attention in found), initial=0)
@@ -82,16 +82,16 @@ class QKClip:
         known = [a.module for a in found if file_of_transformers(a.module)]
         if known:
             watch(model, known, self)
-        for muon in muons[:1]:  # a DeepSpeed engine has several, which step one after the other
+        for muon in muons[:1]:  # a DeepSpeed engine has several Muons, which step one after the other
             muon.register_step_post_hook(lambda *_: self._agree())
         for muon in muons:
             muon.register_step_post_hook(lambda muon, *_: self._clip(muon))
 
     @property
     def largest(self) -> Mapping[str, Tensor]:
-        """The number S of each head before the last step, over all ranks: for each attention module, fp32 (heads,).
+        """The number S of each head over all ranks, as used by the last step: fp32 (heads,) by attention module name.
 
-        −inf means that nothing was recorded, and inf that a logit was not finite.
+        −inf means that nothing was recorded; inf means that a logit was not finite.
         """
         return {a.name: self._last[start:][: a.heads] for a, start in self._known.values()}
 
@@ -183,7 +183,7 @@ class QKClip:
             self._clip(optimizer)
 
     def _agree(self) -> None:
-        """Take the largest S of each head over all ranks, and begin anew."""
+        """Take the largest S of each head over all ranks, and reset the recorded values."""
         largest = self._largest.nan_to_num(torch.inf, torch.inf, -torch.inf)  # gloo's MAX would lose NaN
         self._largest = torch.full_like(self._largest, -torch.inf)
         if dist.is_available() and dist.is_initialized() and dist.get_world_size(self._group) > 1:
@@ -192,8 +192,8 @@ class QKClip:
 
     @torch.no_grad()
     def _clip(self, optimizer: Muon | None) -> None:
-        """Scale the weights that an optimizer steps; None: those of the model, of whose optimizer nothing is known."""
-        # What is not finite says nothing of how much too large it is; the optimizer's skipping is for that.
+        """Scale the weights that an optimizer steps; None means all weights of the model."""
+        # A logit that is not finite gives no factor. The optimizer's ``skip_above`` handles such steps.
         clipped = (self._last > self.threshold) & self._last.isfinite()
         if optimizer is not None:
             clipped &= ~torch.as_tensor(optimizer.stopped, dtype=torch.bool, device=clipped.device)
@@ -209,7 +209,7 @@ class QKClip:
                     local.copy_(master)
 
     def _stored(self, optimizer: Muon | None) -> Iterator[tuple[str, Storage, Tensor, Tensor | None]]:
-        """Yield what this rank stores of all parameters: name, where it lives, local tensor, that of the master."""
+        """Yield for each parameter of this rank its name, storage, local tensor and local master weight, or None."""
         if optimizer is None:
             for key, parameter in self._model.named_parameters():
                 replicas = None if isinstance(parameter, DTensor) else (this_rank(),)
@@ -223,10 +223,10 @@ class QKClip:
 
 
 def _muons(optimizer: Any) -> list[Muon]:
-    """Return what steps in an optimizer: itself, the calls of a DeepSpeed engine's, or those within a wrapper.
+    """Return the `Muon` objects inside an optimizer: itself, the Muons of a DeepSpeed engine, or those in a wrapper.
 
     Raises:
-        TypeError: there is no `Muon` in it.
+        TypeError: the optimizer contains no `Muon`.
     """
     for inner in layers_of(optimizer):
         found = [inner] if isinstance(inner, Muon) else [call.muon for call in getattr(inner, "calls", ())]
@@ -237,15 +237,15 @@ def _muons(optimizer: Any) -> list[Muon]:
 
 
 def scale_rows(local: Tensor, storage: Storage, factors: list[tuple[LogitRows, Tensor]]) -> None:
-    """Multiply rows, or columns, of a parameter by numbers, in what this rank stores of it.
+    """Multiply rows, or columns, of a parameter by factors, in this rank's shard of the parameter.
 
-    Computed in fp32 or wider and rounded once, element by element, so every sharding gives the same bits; a factor of 1
-    changes none.
+    Each element is computed in fp32 or wider and rounded once, so every sharding gives the same bits. A factor of 1
+    changes no bit.
 
     Args:
-        local: The local tensor, written.
+        local: The local tensor; changed in place.
         storage: Where the parameter lives.
-        factors: Which rows, and 0-d fp64 numbers.
+        factors: Pairs of rows (or columns) and their factor, a 0-d fp64 tensor.
     """
     dim, length = factors[0][0].dim, storage.shape[factors[0][0].dim]
     each = torch.ones(length, dtype=torch.float64, device=local.device)
@@ -261,13 +261,17 @@ def scale_rows(local: Tensor, storage: Storage, factors: list[tuple[LogitRows, T
 
 
 def _first_head(attention: Attention, count: int) -> int:
-    """Return the number of the first head that this rank computes: all, or those whose queries' weight it holds."""
+    """Return the index of the first head that this rank computes; with tensor parallelism, from its query weight.
+
+    Raises:
+        ValueError: the query weight does not show which heads this rank computes.
+    """
     if count == attention.heads:
         return 0
     module, key = attention.queries
     weight = getattr(module, key)
     if isinstance(weight, DTensor) and weight.placements and isinstance(weight.placements[-1], Shard):
-        mesh = weight.device_mesh  # tensor parallelism is its last axis, under FSDP too
+        mesh = weight.device_mesh  # tensor parallelism is the last axis of the mesh, also under FSDP
         if mesh.size(mesh.ndim - 1) * count == attention.heads:
             return mesh.get_local_rank(mesh.ndim - 1) * count
     found = f"the logits of {count} of {attention.heads} heads"

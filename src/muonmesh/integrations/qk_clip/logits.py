@@ -1,4 +1,4 @@
-"""Logits of attention: the largest of each head, or a bound on them, the log-sum-exp that fast kernels return."""
+"""Logits: the largest attention logit of each head, or an upper bound from the log-sum-exp that fast kernels return."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 AT_ONCE = 1 << 24
-"""Logits that are computed at a time, so that they take at most 64 MiB."""
+"""The number of logits to compute at a time, so that their fp32 values take at most 64 MiB."""
 
 _FORWARD = re.compile(
-    # torch's, of scaled_dot_product_attention and of varlen_attn; those of flash-attn, whose builds are called "fwd"
+    # torch's kernels of scaled_dot_product_attention and varlen_attn; flash-attn's, which some builds call "fwd"
     r"aten::_scaled_dot_product_(flash|efficient|cudnn|fused)_attention(_for_cpu|_overrideable)?"
     r"|aten::_(flash|efficient)_attention_forward|torch_attn::_varlen_attn"
     r"|\w*flash_attn\w*::(_flash_attn_)?(varlen_)?(forward|fwd)"
 )
-"""Operators whose second result is the log-sum-exp of each query's scaled logits, a natural logarithm."""
+"""Operators whose second result is the log-sum-exp (natural logarithm) of each query's scaled logits."""
 
 
 class KernelBounds(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A context that reads the log-sum-exp off the attention kernels that run in it.
+    """A context that reads the log-sum-exp (lse) from the results of the attention kernels that run in it.
 
-    The largest logit of a query that looks at n keys lies in [lse − ln n, lse]. Nothing is computed but a maximum.
+    The largest logit of a query with n keys lies in [lse − ln n, lse]. The context computes only the maximum of lse.
 
     Attributes:
-        bound: fp32 (heads,), what no logit of a head was above; None where no such kernel ran.
+        bound: fp32 (heads,), an upper bound on the logits of each head; None if no such kernel ran.
     """
 
     def __init__(self) -> None:
@@ -45,15 +45,15 @@ class KernelBounds(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @torch.no_grad()
 def bound_of(lse: Tensor) -> Tensor:
-    """Return what no logit of each head is above, fp32 (heads,), by the log-sum-exp of each query.
+    """Return an upper bound on the logits of each head, fp32 (heads,), from the log-sum-exp of each query.
 
     Args:
-        lse: Shape (batch, heads, queries), (batch, heads, queries, 1), or (heads, queries) of packed sequences. A query
-            that looks at no key has −inf, or +inf as flash-attn writes it.
+        lse: Shape (batch, heads, queries), (batch, heads, queries, 1), or (heads, queries) for packed sequences. A
+            query without a key has −inf, or +inf in flash-attn.
     """
     local = lse.to_local() if isinstance(lse, DTensor) else lse
     wide = local.detach().float()
-    if local.dtype != torch.float32:  # rounded: up again, by half a unit in the last place
+    if local.dtype != torch.float32:  # lse was rounded: add half a unit in the last place
         wide = wide + wide.abs() * (torch.finfo(local.dtype).eps / 2)
     wide = wide.masked_fill(wide == torch.inf, -torch.inf)
     heads = 0 if wide.ndim == 2 else 1
@@ -62,16 +62,15 @@ def bound_of(lse: Tensor) -> Tensor:
 
 @torch.no_grad()
 def largest_logits(query: Tensor, key: Tensor, *, scale: float, mask: Any = None, causal: bool = False) -> Tensor:
-    """Return the largest logit of each head, fp32 (heads,); -inf where a mask leaves none.
+    """Return the largest logit of each head, fp32 (heads,); -inf if a mask excludes all logits of a head.
 
     Args:
         query: Shape (batch, heads, queries, size).
-        key: Shape (batch, groups, keys, size); each of the groups serves heads/groups heads, as `transformers` orders
-            them.
-        scale: What the products are multiplied by.
-        mask: None; bool, true where a query may look; or numbers to be added. It broadcasts to (batch, heads, queries,
-            keys). A `BlockMask` of flex attention too.
-        causal: Whether a query looks at no later key, the last query at all keys. Only without a mask.
+        key: Shape (batch, groups, keys, size). Each group serves heads/groups successive heads, as in `transformers`.
+        scale: The factor of the products of queries and keys.
+        mask: None; bool, True where a query attends to a key; numbers to add to the logits; or a `BlockMask` of flex
+            attention. Tensors broadcast to (batch, heads, queries, keys).
+        causal: Whether a query ignores later keys; the last query attends to all keys. Only without a mask.
     """
     batch, heads, queries, _ = query.shape
     groups, keys = key.shape[1], key.shape[2]

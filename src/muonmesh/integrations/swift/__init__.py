@@ -1,1 +1,1 @@
-"""ms-swift: ``swift sft --external_plugins $(python -m muonmesh.integrations.swift) --optimizer muonmesh``."""
+"""ms-swift: write ``swift sft --external_plugins $(python -m muonmesh.integrations.swift) --optimizer muonmesh``."""

@@ -1,7 +1,7 @@
-"""Print where the plugin lies, for ``--external_plugins``."""
+"""Print the path of the plugin, for ``--external_plugins``."""
 
 from pathlib import Path
 
-# ms-swift puts the plugin's folder before all others on `sys.path`, so the file is in a folder without any other name
-# that somebody might import.
+# ms-swift puts the plugin's folder in front of `sys.path`. So this folder has no file with a name that other code may
+# import.
 print(Path(__file__).with_name("muonmesh_plugin.py"))

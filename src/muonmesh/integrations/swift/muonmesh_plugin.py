@@ -1,4 +1,4 @@
-"""The plugin: ms-swift imports this file by its path, and finds the optimizer ``muonmesh`` in its table then."""
+"""The plugin: ms-swift imports this file by its path, which adds ``muonmesh`` to ms-swift's table of optimizers."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from muonmesh.integrations.transformers import MuonFactory
 
 
 class MuonmeshOptimizer(OptimizerCallback):  # type: ignore[misc]  # ms-swift is not checked with us
-    """Makes the optimizer of ms-swift's trainers: rates from its arguments, further settings from ``--optim_args``.
+    """Creates the optimizer of ms-swift's trainers.
 
-    ``--optim_args "momentum=0.9,scale_mode=spectral"`` are arguments of `muonmesh.from_model`, by name.
+    ms-swift's arguments give the learning rate, weight decay, betas and ε. ``--optim_args`` gives further arguments of
+    `muonmesh.from_model`, by name, such as ``--optim_args "momentum=0.9,scale_mode=spectral"``.
     """
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
@@ -33,10 +34,12 @@ class MuonmeshOptimizer(OptimizerCallback):  # type: ignore[misc]  # ms-swift is
 
 
 def settings_of(text: str | None) -> dict[str, Any]:
-    """Read ``momentum=0.9,scale_mode=spectral``; values are Python's literals, or words.
+    """Return the settings in a text such as ``momentum=0.9,scale_mode=spectral``.
+
+    A value that is no Python literal is a string.
 
     Raises:
-        ValueError: a part is no ``name=value``.
+        ValueError: a part of the text has no form ``name=value``.
     """
     settings: dict[str, Any] = {}
     for part in filter(None, (text or "").replace(" ", "").split(",")):
