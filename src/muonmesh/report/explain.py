@@ -13,7 +13,7 @@ from torch import Tensor
 from muonmesh.comm.wire import Counts
 from muonmesh.layout.balance import imbalance
 from muonmesh.numerics.graphs import MOST
-from muonmesh.numerics.rules import is_matrix_rule, rule_of
+from muonmesh.numerics.rules import RULES, is_matrix_rule, rule_of
 from muonmesh.report.state_bytes import state_bytes_of
 from muonmesh.report.step_memory import step_memory
 from muonmesh.report.traffic import carried, traffic
@@ -167,10 +167,11 @@ def summary(groups: Sequence[Mapping[str, Any]]) -> str:
         count, elements = len(group["params"]), sum(p.numel() for p in group["params"])
         sizes = f"{count:,} parameter{'' if count == 1 else 's'}", f"{elements:,} element{'' if elements == 1 else 's'}"
         told = [f"lr {_rate(group.get('lr'))}"]
-        for key, setting in GROUP_SETTINGS.items():
-            value = group.get(key, setting.default)
-            if str(value) != str(setting.default):  # an invalid value may not support ==
-                told.append(f"{key} {value}")
+        rule = RULES.get(str(group.get("algorithm")))
+        for key in () if rule is None else sorted({*rule.settings()} & {*group} - {"lr", "steps_taken"}):
+            usual = GROUP_SETTINGS[key].default if key in GROUP_SETTINGS else None
+            if str(group[key]) != str(usual):  # an invalid value may not support ==
+                told.append(f"{key} {group[key]}")
         rows.append((f"{group.get('name')}:", str(group.get("algorithm")), *sizes, ", ".join(told)))
     return "\n".join(aligned(rows, right=(2, 3)))
 
