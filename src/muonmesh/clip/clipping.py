@@ -98,8 +98,8 @@ def clip_gradients(
     if waits and bool(unequal(sums)):
         arguments = f"policy={limits.policy!r}, max_norm={limits.max_norm}, skip_above={limits.skip_above}"
         write = "Call it with the same arguments everywhere, or replicas would drift apart"
-        found, needed = f"{arguments} here and other arguments on other ranks", "the same arguments on every rank"
-        raise PlanError(explain_error("clip_grad_norm_", found, needed, write))
+        other, needed = f"{arguments} here and other arguments on other ranks", "the same arguments on every rank"
+        raise PlanError(explain_error("clip_grad_norm_", other, needed, write))
     skip = limits.skips(sums, apart) | stops(sums)
     running: tuple[tuple[Tensor, Tensor], ...] = ()
     if here is not None and error is None:
