@@ -337,7 +337,7 @@ class Muon(torch.optim.Optimizer):
                     runtime.counted.append(group)
         if (found_inf := getattr(self, "found_inf", None)) is not None:
             self._tell_scaler(scaler, flags, found_inf)
-        runtime.idle.count(collected.missing, some=collected.some)
+        runtime.idle.count(collected.missing, self.param_groups, some=collected.some)
         runtime.stopped = flags.skip if flags.stop is None else flags.stop
         if flags.skip:
             yield None

@@ -163,6 +163,7 @@ _GROUP_KEYS = (
     "reasons",
     "use_muon",
 )
+_OF_FROM_MODEL = ("overrides", "per_head", "rule", "muon", "adamw")
 _OTHER_NAMES = {
     **TORCHS_NAMES,
     "learning_rate": "lr",
@@ -281,7 +282,9 @@ def algorithm_of(group: Mapping[str, Any]) -> str:
         algorithm = algorithm or alias
     algorithm = "muon" if algorithm is None else algorithm
     if not isinstance(algorithm, str) or not is_known(algorithm):
-        raise ValueError(explain_error("group", f"algorithm={algorithm!r}", needed_algorithm()))
+        nearest = next(iter(difflib.get_close_matches(str(algorithm), list(RULES), 1)), None)
+        write = None if nearest is None else f'Write "{nearest}"'
+        raise ValueError(explain_error("group", f"algorithm={algorithm!r}", needed_algorithm(), write))
     return algorithm
 
 
@@ -371,8 +374,11 @@ def read_settings(lr: float | Tensor, given: MuonSettings) -> tuple[dict[str, An
     of_groups = {"lr": lr, **{name: rest.pop(name, each.default) for name, each in GROUP_SETTINGS.items()}}
     shared = {name: rest.pop(name, each.default) for name, each in OPTIMIZER_SETTINGS.items()}
     for name in rest.keys() - {*_TORCH_SWITCHES}:
-        meant = _OTHER_NAMES.get(name) or next(iter(difflib.get_close_matches(name, ["lr", *SETTINGS], 1)), None)
+        close = difflib.get_close_matches(name, ["lr", *SETTINGS, *_OF_FROM_MODEL], 1)
+        meant = _OTHER_NAMES.get(name) or next(iter(close), None)
         write = f"Leave {name}= out" if meant is None else f"Write {meant}="
+        if name in _OF_FROM_MODEL:
+            write = f"Give {name}= to from_model"
         if name in ("muon_lr", "adamw_lr"):
             write = f'Write {name.removesuffix("_lr")}={{"lr": ...}} in from_model, or put it into a group'
         if readers := [rule for rule, known in RULES.items() if name in known.settings()]:

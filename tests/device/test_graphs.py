@@ -403,7 +403,7 @@ def on_device(**settings: Any) -> tuple[nn.Parameter, mm.Muon]:
 def test_explain_tells_the_memory() -> None:
     with SimulatedDevice(0):
         _, optimizer = on_device(cuda_graphs=True)
-        assert "CUDA graphs of 0 batches, at most 4, keep 0 MB beside the budget" in str(optimizer.explain())
+        assert "CUDA graphs of 0 batches, at most 4, keep 0 MB in addition to the budget" in str(optimizer.explain())
         for _ in range(3):
             optimizer.step()
         told = optimizer.explain()

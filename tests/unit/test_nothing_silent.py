@@ -707,6 +707,15 @@ def test_a_parameter_unfrozen_after_the_split_is_told_with_what_to_write() -> No
     assert "add_param_group" in message
 
 
+def test_a_parameter_unfrozen_and_added_is_not_told() -> None:
+    model = frozen_and_not()
+    optimizer = mm.from_model(model, lr=1e-3)
+    model[1].requires_grad_(True)
+    optimizer.add_param_group({"params": [("1.weight", model[1].weight)], "algorithm": "muon"})
+    (message,) = told(optimizer, model, 300)
+    assert message.startswith("1.bias was frozen when the optimizer was made")
+
+
 def test_no_matrices_at_all_is_told_at_construction() -> None:
     model = nn.Sequential(nn.Embedding(10, 4), nn.LayerNorm(4))
     with pytest.warns(UserWarning, match="Sequential: found 0 matrices for Muon among 3 trained parameters"):

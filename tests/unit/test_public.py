@@ -113,6 +113,7 @@ def test_betas_and_eps_are_adamws_as_torch_has_them(make: str) -> None:
         ({"momentun": 0.9}, "found the argument 'momentun'; .*Write momentum="),
         ({"learning_rate": 0.9}, "found the argument 'learning_rate'; .*Write lr="),
         ({"cautious": True}, "found the argument 'cautious'; .*Write decay_mode="),
+        ({"overides": {}}, "found the argument 'overides'; .*Write overrides="),
         ({"adamw_lr": 0.9}, r"found the argument 'adamw_lr'; .*Write adamw=\{\"lr\": \.\.\.\}"),
         ({"algorithm": "adamw"}, "found the argument 'algorithm'; .*"),
         ({"lr_scale": 1.0}, "found the argument 'lr_scale'; .*"),
@@ -184,6 +185,14 @@ def test_an_optimizer_prints_a_line_for_each_group() -> None:
         "    adamw.vectors:     adamw  61 parameters   1,010 elements  lr 0.0003, weight_decay 0.0\n"
         ")"
     )
+
+
+def test_an_optimizer_prints_settings_of_its_rules_and_no_others() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    optimizer = mm.from_model(model, lr=3e-4, rule="normuon", muon={"normuon_beta2": 0.9}, ns_steps=4)
+    muon, adamw = repr(optimizer).splitlines()[1:3]
+    assert muon.endswith("lr 0.0003, normuon_beta2 0.9, ns_steps 4")
+    assert adamw.endswith("lr 0.0003, weight_decay 0.0")
 
 
 @pytest.mark.parametrize("lr", [None, "high", float("nan"), torch.ones(3)])

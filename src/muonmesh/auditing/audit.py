@@ -346,22 +346,22 @@ def mend_of(verdict: Verdict, muon: bool, gradient: float, strength: float, size
         "only decays": "it only decays: its gradient is not used. Look for the parameter that the optimizer holds",
         "does not move": "the step leaves it. Make the optimizer after the model is sharded and wrapped",
         "not in the optimizer": "no optimizer holds it. Make the optimizer after the model is sharded and wrapped",
-        "replicas differ": "ranks end with other weights. Write process_group='world' in muonmesh.from_model",
+        "replicas differ": "ranks end with different weights. Write process_group='world' in muonmesh.from_model",
         "not finite": "the step is not finite at a gradient of norm 1. Do not train with it",
-        "unreadable": "ranks hold other shapes by this name. Write muonmesh.audit(..., layouts={name: (mesh, [...])})",
+        "unreadable": "ranks hold different shapes of it. Write muonmesh.audit(..., layouts={name: (mesh, [...])})",
         "raises": f"the step raises. {FROM_MODEL}",
     }
     if muon:
         wrong |= {
             "elementwise": f"a matrix that AdamW, or a rule like it, steps. {FROM_MODEL}",
-            "follows the gradient": f"a matrix that nobody orthogonalizes. {FROM_MODEL}",
+            "follows the gradient": f"a matrix that is not orthogonalized. {FROM_MODEL}",
         }
     elif verdict in ("in blocks", "each shard alone", "as one matrix", "orthogonalized"):
         return "an embedding or another weight that AdamW should have. Write muonmesh.split_params(model)"
     if verdict in wrong:
         return wrong[verdict]
     if strength < 0.5 and verdict in ("orthogonalized", "elementwise"):
-        return "crushed: with a gradient of the norm that was there the step has less than half its size. Clip less"
+        return "crushed: with a gradient of this norm, the step has less than half of its size. Clip less"
     if not 0.6 < size < 1.6 and not math.isnan(size):
         return (
             "its step has another size than the scale says. If it is stored in x out or is a convolution, the scale "

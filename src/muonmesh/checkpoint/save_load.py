@@ -135,7 +135,8 @@ def recorded(optimizer: Any) -> Recorded:
             return OfMuon(inner)
     found = f"a {type(optimizer).__name__}"
     needed = "a muonmesh.Muon, what wraps one, or an engine of muonmesh.integrations.deepspeed.initialize"
-    raise TypeError(explain_error("optimizer", found, needed, "Pass that"))
+    write = "Pass one, or load the weights alone by torch.distributed.checkpoint"
+    raise TypeError(explain_error("optimizer", found, needed, write))
 
 
 def _records(host: Recorded, model: nn.Module) -> tuple[list[Record], Extra]:

@@ -95,14 +95,14 @@ def clip_gradients(
     if waits and float(sums[ERRORS]):
         tell_all(None, error, group=exchange.group)
         told, write = "an error on another rank of process_group=", "Read that rank's message, which names it"
-        raise PlanError(explain_error("clip_grad_norm_", told, "none on any", write))
+        raise PlanError(explain_error("clip_grad_norm_", told, "no error on any rank", write))
     if float(sums[REPLAN]) if waits else here is None and not float(sums[RANKS] + sums[ERRORS]):
         raise PlanAgain
     if waits and bool(unequal(sums)):
         arguments = f"policy={limits.policy!r}, max_norm={limits.max_norm}, skip_above={limits.skip_above}"
-        write = "Call it alike everywhere: replicas would drift apart"
-        needed = "the same arguments on every rank"
-        raise PlanError(explain_error("clip_grad_norm_", f"{arguments} here and others on other ranks", needed, write))
+        write = "Call it with the same arguments everywhere, or replicas would drift apart"
+        other, needed = f"{arguments} here and other arguments on other ranks", "the same arguments on every rank"
+        raise PlanError(explain_error("clip_grad_norm_", other, needed, write))
     skip = limits.skips(sums, apart) | stops(sums)
     running: tuple[tuple[Tensor, Tensor], ...] = ()
     if here is not None and error is None:

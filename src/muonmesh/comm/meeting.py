@@ -1,8 +1,7 @@
 """Meeting: ranks wait for each other; a rank that waited in vain raises an error that names the missing ranks.
 
 The ranks use the store of torch.distributed, which still works when collectives fail. A rank writes to the store that
-it
-will not come, and the other ranks read from it which ranks have come.
+it will not come, and the other ranks read from it which ranks have come.
 """
 
 from __future__ import annotations

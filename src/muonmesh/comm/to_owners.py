@@ -42,8 +42,7 @@ class ToOwners(GradientSource):
     ``muonmesh.from_model(model, gradients="to_owners")`` uses it. The momentum of a matrix is then kept on a single
     replica, and its gradient is added up there. During the backward pass, a bucket of matrices travels as soon as all
     its gradients are complete, and ``.grad`` is None afterwards. The remaining gradients travel when a step, clipping
-    or
-    metrics begin. Gradients are added in the order of the ranks, in fp32 or wider, and divided by the number of
+    or metrics begin. Gradients are added in the order of the ranks, in fp32 or wider, and divided by the number of
     replicas. Gradients that a step has read are dropped when the next gradients arrive.
     """
 

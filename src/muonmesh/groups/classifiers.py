@@ -19,10 +19,9 @@ def register(classifier: Classifier) -> Classifier:
     """Register a function that gives `split_params` the roles of parameters in a framework's own classes.
 
     `split_params` calls classifiers after it has looked for ``muonmesh_matrices`` of a module, and before its own
-    rules;
-    overrides take precedence. The classifier registered last is called first, and the first role counts. A classifier
-    should use classes and attributes of modules, not names, and return None if it is not sure, because a wrong split is
-    a wrong update without an error. This function also works as a decorator::
+    rules; overrides take precedence. The classifier registered last is called first, and the first role counts. A
+    classifier should use classes and attributes of modules, not names, and return None if it is not sure, because a
+    wrong split is a wrong update without an error. This function also works as a decorator::
 
         @muonmesh.groups.register
         def fused_attention(site):

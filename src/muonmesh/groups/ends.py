@@ -45,8 +45,7 @@ def ends(model: nn.Module) -> dict[int, tuple[Kind, str]]:
        layer that looks like an output layer: see `_unread`.
 
     Input layers: see `_input_layers`. A pipeline stage must get the same groups as the whole model, so a single block
-    in
-    a stage is not treated as a model.
+    in a stage is not treated as a model.
     """
     found: dict[int, tuple[Kind, str]] = {}
     inner: set[int] = set()  # the models inside a transformers model, whose outputs it reads
@@ -153,12 +152,11 @@ def _input_layers(model: nn.Module) -> Iterator[tuple[nn.Module, Kind, str]]:
     A layer reads data if its inputs cannot be outputs of layers registered before it, by their sizes. This is checked
     for convolutions of at most 4 channels. In models of transformers and timm, which are complete, it is also checked
     for layers outside all blocks, and for layers with at most 4 inputs (coordinates). It is not checked for these
-    layers
-    in other models, because a pipeline stage lacks layers that may have made the inputs.
+    layers in other models, because a pipeline stage lacks layers that may have made the inputs.
 
     In complete models, a linear layer outside the blocks is an output layer if it has 2 to 4 outputs, or as many
-    outputs
-    as only input layers have inputs, because it then predicts the data. In a list of heads, it is the last of an entry.
+    outputs as only input layers have inputs, because it then predicts the data. In a list of heads, it is the last of
+    an entry.
     """
     whole = _is_whole(model)
     everything = list(model.modules())

@@ -56,8 +56,7 @@ def by_heads(site: Site, role: Role, parts: Collection[HeadPart]) -> tuple[Role,
     DeepSpeed's tag, ``parameter.muon_num_heads``, cuts any matrix, whatever `parts` says.
 
     If q, k and v of one head follow each other in storage (NeoX, Megatron), each becomes a matrix for each head, even
-    v:
-    its rows are between other rows, so they cannot stay one matrix.
+    v: its rows are between other rows, so they cannot stay one matrix.
 
     Args:
         site: The place of the parameter in the model.

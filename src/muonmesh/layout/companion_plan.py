@@ -1,9 +1,8 @@
 """CompanionPlan: the plan by which companions travel to the owners of their matrices before a step, and back after it.
 
 A companion is state of a rule by row, column or matrix. Companions that are kept at the owners do not travel. The
-others
-are small compared with the matrices, so they travel in one bucket: to the owners before the first matrix is computed,
-and back after the last matrix.
+others are small compared with the matrices, so they travel in one bucket: to the owners before the first matrix is
+computed, and back after the last matrix.
 """
 
 from __future__ import annotations

@@ -109,9 +109,9 @@ def parts_of(name: str, shape: Sequence[int], spec: MatrixSpec) -> list[Part]:
     shape = tuple(int(size) for size in shape)
     if spec is None:
         if len(shape) not in (2, 3):
-            write = 'Put the parameter in a group with "algorithm": "adamw", or say how it splits into matrices'
-            found = f"shape {shape} in a Muon group"
-            raise ValueError(explain_error(name, found, "a matrix", f"{write}: one of {_FORMS}"))
+            write = "Write muonmesh.from_model(model), which gives it to AdamW; or put the parameter in a group with "
+            write += f'"algorithm": "adamw", or say how it splits into matrices: one of {_FORMS}'
+            raise ValueError(explain_error(name, f"shape {shape} in a Muon group", "a matrix", write))
         spec = "whole" if len(shape) == 2 else "stack"
     if 0 in shape:
         needed, write = "sizes of at least 1", "Leave empty parameters out"

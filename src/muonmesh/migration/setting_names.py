@@ -52,7 +52,7 @@ def convert_settings(source: PackageName | Optimizer | object, *rest: Any, **set
     owned = [groups_of(optimizer) for optimizer in (source, *rest)]
     halves = [PACKAGES[name].read_group(group) for name, groups in owned for group in groups]
     if not any("adamw" in half for half in halves):
-        what = "from_model takes these settings, learning rate included, for AdamW's half too. Write "
+        what = "from_model takes these settings, learning rate included, for AdamW too. Write "
         warn(about(type(source).__name__, f"{what}convert_settings(muon, adamw), with the optimizer of the rest"))
     return _merged(type(source).__name__, halves, owned[0][0])
 

@@ -2,8 +2,7 @@
 
 The codes are the dynamic tree of 8-bit optimizers (Dettmers et al., arXiv 2110.02861): seven decades, the largest with
 64 codes, each smaller decade with half as many. docs/decisions/0017 has figures on them. Decoded values that are
-encoded
-again with the same scale give the same codes.
+encoded again with the same scale give the same codes.
 """
 
 from __future__ import annotations

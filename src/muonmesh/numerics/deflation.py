@@ -31,8 +31,7 @@ def deflate(x: Tensor, vectors: int) -> None:
     Zeros stay zeros, and a matrix that is not finite becomes NaN.
 
     On a CPU each matrix has one thread, because the rounding of sums depends on the number of threads, in LAPACK too.
-    On
-    other devices the CPU waits for the decomposition of a small matrix.
+    On other devices the CPU waits for the decomposition of a small matrix.
 
     Args:
         x: Shape (batch, rows, cols), rows ≤ cols, compute dtype, contiguous.

@@ -3,8 +3,7 @@
 Floating-point sums round at every addition, so the sums of two halves of a matrix do not add up to the sum of the
 matrix. This module writes every number as an integer multiple of a power of two, the same for the whole matrix. The
 integer has two parts of 64 bits, and integers add up without rounding. This takes two passes over all numbers: the
-first
-finds the largest exponent, which gives the power of two; the second adds the integers.
+first finds the largest exponent, which gives the power of two; the second adds the integers.
 """
 
 from __future__ import annotations

@@ -4,8 +4,7 @@ If F is the product of the factors so far, the Gram matrix of F X is F X Xáµ€ Fá
 alone this is too inaccurate from the third step on: a Gram matrix holds the squares of the singular values, and each
 step amplifies its rounding error where they are small. So each Gram matrix is held as two bf16 matrices: the rounded
 matrix, and the rounding error. Where singular values are small, a factor is nearly its constant. So the second matrix
-is
-needed only in sums, not in products.
+is needed only in sums, not in products.
 """
 
 from __future__ import annotations

@@ -72,8 +72,7 @@ class Graphs:
 
         Returns:
             False if nothing was run: at the first time; if other batches have all graphs; or if the batch is larger
-            than
-            all batches that came before the first graph.
+            than all batches that came before the first graph.
         """
         stream = torch.cuda.current_stream(self._device)
         key = (*key, stream)

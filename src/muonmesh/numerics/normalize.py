@@ -148,7 +148,7 @@ def rescale_rows(x: Tensor, gram: Tensor) -> None:
 
 
 def sums_of_squares(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the sum of squares of each tensor, fp64 (n,), computed in fp64; no host synchronisation.
+    """Return the sum of squares of each tensor, fp64 (n,), computed in fp64; the CPU does not wait.
 
     Args:
         tensors: At least one; any shapes, strides and real dtypes, on one device.

@@ -24,8 +24,7 @@ def plain_modes() -> Iterator[None]:
     """Switch off the caller's autocast, inference mode and gradients inside a block; also a decorator.
 
     Autocast would multiply in a dtype other than the code's, and only on the thread that has entered it. Tensors made
-    in
-    inference mode could not be written outside of it.
+    in inference mode could not be written outside of it.
     """
     kinds = {"cpu", "cuda", current.type if (current := torch.accelerator.current_accelerator()) else "cpu"}
     with ExitStack() as modes:

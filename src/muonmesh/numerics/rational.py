@@ -3,8 +3,7 @@
 Applied to X, the step is P X with P = b/c + (a − b/c) (1 + c·X Xᵀ)⁻¹. The matrix to invert is symmetric and positive
 definite, and the ratio of its largest to its smallest eigenvalue is at most 1 + c. So fp32 and a Cholesky factorization
 are exact enough (Nakatsukasa, Bai and Gygi 2010, doi 10.1137/090774999). X Xᵀ in bf16 would not be exact enough,
-because
-c is 16 000.
+because c is 16 000.
 """
 
 from __future__ import annotations

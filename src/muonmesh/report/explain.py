@@ -13,7 +13,7 @@ from torch import Tensor
 from muonmesh.comm.wire import Counts
 from muonmesh.layout.balance import imbalance
 from muonmesh.numerics.graphs import MOST
-from muonmesh.numerics.rules import is_matrix_rule, rule_of
+from muonmesh.numerics.rules import RULES, is_matrix_rule, rule_of
 from muonmesh.report.state_bytes import state_bytes_of
 from muonmesh.report.step_memory import step_memory
 from muonmesh.report.traffic import carried, traffic
@@ -38,7 +38,7 @@ class Row:
         owners: The number of matrices that each rank orthogonalizes, as text.
         flops: FLOPs in a step over all ranks.
         bytes: Bytes that this rank sends for the parameter in a step.
-        rms: Root mean square of one step.
+        rms: Root mean square of one step; for AdamW an upper bound, which the table marks by "≤".
         spectral: Spectral norm of one step; NaN for AdamW.
         state: Bytes of the parameter's state that this rank keeps from step to step, in the stored dtypes.
         sets: The number of matrices that each coefficient set orthogonalizes, by the name of the set.
@@ -118,7 +118,7 @@ class Explanation:
                 _owners(row.owners),
                 f"{row.flops / 1e9:.3g}" if row.flops else "",
                 f"{row.bytes / 1e6:.3g}" if row.bytes else "",
-                "" if math.isnan(row.rms) else f"{row.rms:.1e}",
+                "" if math.isnan(row.rms) else f"{'≤' * math.isnan(row.spectral)}{row.rms:.1e}",
                 "" if math.isnan(row.spectral) else f"{row.spectral:.1e}",
             )
             for row in self.rows
@@ -148,15 +148,15 @@ class Explanation:
             more = f" and {len(self.open) - 3} more" if len(self.open) > 3 else ""
             table.append(f"the first step looks for copies on other ranks of {', '.join(self.open[:3])}{more}")
         if self.state_bytes:
-            host = f", {self.host_bytes / 1e6:.3g} MB of it on the host" if self.host_bytes else ""
+            host = f", {self.host_bytes / 1e6:.3g} MB of it in CPU memory" if self.host_bytes else ""
             table.append(f"rank {self.rank} stores {self.state_bytes / 1e6:.3g} MB of optimizer state{host}")
         if self.step_bytes:
             over = ", as it takes one matrix at a time" if self.step_bytes > self.budget_bytes else ""
             told = f"{self.step_bytes / 1e6:.3g} MB more, of memory_budget_mb={self.budget_bytes / 2**20:.4g}{over}"
             table.insert(-1, f"a step takes {told}")
         if self.graphs is not None:
-            told = f"{self.graphs} batches, at most {MOST}, keep {self.graph_bytes / 1e6:.3g} MB beside the budget"
-            table.append(f"CUDA graphs of {told}")
+            kept = f"keep {self.graph_bytes / 1e6:.3g} MB in addition to the budget"
+            table.append(f"CUDA graphs of {self.graphs} batches, at most {MOST}, {kept}")
         return "\n".join(table)
 
 
@@ -167,10 +167,11 @@ def summary(groups: Sequence[Mapping[str, Any]]) -> str:
         count, elements = len(group["params"]), sum(p.numel() for p in group["params"])
         sizes = f"{count:,} parameter{'' if count == 1 else 's'}", f"{elements:,} element{'' if elements == 1 else 's'}"
         told = [f"lr {_rate(group.get('lr'))}"]
-        for key, setting in GROUP_SETTINGS.items():
-            value = group.get(key, setting.default)
-            if str(value) != str(setting.default):  # an invalid value may not support ==
-                told.append(f"{key} {value}")
+        rule = RULES.get(str(group.get("algorithm")))
+        for key in () if rule is None else sorted({*rule.settings()} & {*group} - {"lr", "steps_taken"}):
+            usual = GROUP_SETTINGS[key].default if key in GROUP_SETTINGS else None
+            if str(group[key]) != str(usual):  # an invalid value may not support ==
+                told.append(f"{key} {group[key]}")
         rows.append((f"{group.get('name')}:", str(group.get("algorithm")), *sizes, ", ".join(told)))
     return "\n".join(aligned(rows, right=(2, 3)))
 

@@ -19,10 +19,8 @@ TAIL = ("skip", "overflow", "moves", "error", "replan", "stays")
 
 "skip": this step shall change nothing. "overflow": the rank's GradScaler has found an overflow. "moves": every learning
 rate is 0, and a gradient of AdamW's parameters is not zero, so this is not the step that only creates state. "error":
-the
-rank found an error. "replan": the rank's parameters have changed since they were planned. "stays": they have not
-changed.
-If only some ranks have changed, both flags are set after the reduction."""
+the rank found an error. "replan": the rank's parameters have changed since they were planned. "stays": they have not
+changed. If only some ranks have changed, both flags are set after the reduction."""
 
 DIGEST = 16
 """Bytes by which ranks compare their settings: 8 of values that the CPU knows, 8 of values that only the device
@@ -60,8 +58,7 @@ class FlagVector:
     flags for each shard. "said" has bytes that must be equal on all ranks that set them, and "inverse" has 255 minus
     each byte, so that the two maxima add up to 255 only if all these ranks agree. The flags of `TAIL` come last. The
     bytes of "said" are: for each axis of a mesh with replicas, how the gradient is placed (1: whole; more: 1 + its
-    index
-    in `REDUCTIONS`), and then `DIGEST` bytes of settings for each set of ranks that share parameters.
+    index in `REDUCTIONS`), and then `DIGEST` bytes of settings for each set of ranks that share parameters.
 
     Attributes:
         matrices: Number of Matrices of the plan.

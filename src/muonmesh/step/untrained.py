@@ -72,11 +72,12 @@ class IdleParameters:
         what += "parameters"
         return LayoutError(about(_listed(names), what))
 
-    def count(self, missing: Mapping[str, Tensor], *, some: bool) -> None:
+    def count(self, missing: Mapping[str, Tensor], groups: Sequence[Mapping[str, Any]], *, some: bool) -> None:
         """Count one step, and warn of parameters without a gradient for `PATIENCE` steps.
 
         Args:
             missing: The parameters without a gradient, by name.
+            groups: The param groups of the optimizer.
             some: Whether other parameters had a gradient.
         """
         self._idle = {name: self._idle.get(name, 0) + 1 for name in missing}
@@ -92,18 +93,20 @@ class IdleParameters:
             )
         if self._steps % PATIENCE == 0:
             self._looked_at.clear()
-            self._look_at_frozen()
+            self._look_at_frozen(groups)
         self._steps += 1
 
-    def _look_at_frozen(self) -> None:
+    def _look_at_frozen(self, groups: Sequence[Mapping[str, Any]]) -> None:
         model = None if self.model is None or not self.frozen else self.model()
-        found = [] if model is None else [site.name for site in sites(model) if site.parameter.requires_grad]
-        fresh = [name for name in found if name in self.frozen and name not in self._told]
+        trained = {id(parameter) for group in groups for parameter in group["params"]}
+        found = [] if model is None else [site for site in sites(model) if site.parameter.requires_grad]
+        names = [site.name for site in found if id(site.parameter) not in trained]
+        fresh = [name for name in names if name in self.frozen and name not in self._told]
         if fresh:
             self._told.update(fresh)
             warn(
                 f"{_listed(fresh)} {'was' if len(fresh) == 1 else 'were'} frozen when the optimizer was made and "
-                f"{'has' if len(fresh) == 1 else 'have'} been unfrozen since, but no optimizer trains "
+                f"{'has' if len(fresh) == 1 else 'have'} been unfrozen since, but this optimizer does not train "
                 f'{"it" if len(fresh) == 1 else "them"}. Write optimizer.add_param_group({{"params": [...], '
                 '"param_names": [...], "algorithm": "muon" or "adamw"})'
             )

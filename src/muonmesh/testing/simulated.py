@@ -162,7 +162,7 @@ class SimulatedDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
             stack.enter_context(pretended_cuda(self._timeline, *replaced))
             toolchain.is_usable.cache_clear()
             stack.callback(toolchain.is_usable.cache_clear)
-            if dist.is_available() and dist.is_initialized():  # a host that waits for another must not hold up both
+            if dist.is_available() and dist.is_initialized():  # a CPU that waits for another one must not block both
                 stack.enter_context(self._going_on())
             super().__enter__()  # type: ignore[no-untyped-call]
             self._inside = stack.pop_all()
@@ -237,7 +237,7 @@ class SimulatedDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _pin(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        self._blocks[storage._cdata] = _Allocation("pinned memory", storage)  # which the host may not get again before
+        self._blocks[storage._cdata] = _Allocation("pinned memory", storage)  # the CPU must not reuse it before
         return tensor
 
     def _is_pinned(self, tensor: Tensor) -> bool:
@@ -260,7 +260,7 @@ class SimulatedDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
             replaced = ordered and (writes or not old.writes) and part[1:] == old.part[1:]
             if not replaced:
                 kept.append(old)
-        if not isinstance(stream, str):  # what the host does is over before it issues anything else
+        if not isinstance(stream, str):  # an access of the CPU is over before it issues anything else
             kept.append(_Access(writes, stream, clocks[stream], part, where, block.life))
         block.accesses = kept
 
@@ -277,7 +277,7 @@ class SimulatedDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
             stream.capturing.issued.append(again)
             return Operation()
-        stream.clocks |= self._timeline.host  # what is over for the host is over before it
+        stream.clocks |= self._timeline.host  # operations that are over for the CPU come before it
         stream.clocks[stream] += 1
         for part in reads:
             self._touch(stream, part, False, where)
@@ -391,7 +391,7 @@ class SimulatedDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if isinstance(value, FakeTensor):
             return self._part(value)
         if isinstance(value, Tensor):
-            return value.clone()  # a number of the host's, which a kernel gets by value
+            return value.clone()  # a number of the CPU, which a kernel gets by value
         return torch.device("cpu") if isinstance(value, torch.device) else value
 
     def _uses(self, func: Any, args: Any, kwargs: Any) -> tuple[list[_Part], list[_Part]]:
@@ -421,7 +421,7 @@ class SimulatedDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return target
 
     def _cross(self, source: Tensor, target: Tensor, *, late: bool, name: str) -> None:
-        self._timeline.is_capturing(name)  # memory of the host may be other memory when the graph is replayed
+        self._timeline.is_capturing(name)  # CPU memory may have moved when the graph is replayed
         down = isinstance(source, FakeTensor)
         here = target if down else source
         late = late and self._is_pinned(here)

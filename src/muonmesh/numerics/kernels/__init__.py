@@ -1,4 +1,4 @@
-"""The matrix products of Newton–Schulz: a table, chosen for the hardware by `select`."""
+"""Kernels: the matrix products of Newton–Schulz, as a table that `select` chooses for the hardware."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ __all__ = [
     "told_products",
 ]
 
-# Matrices of how many rows compiled products multiply faster than torch's, by the instructions that they have
-# (measured). On ARM nobody has measured it. Up to 16 rows torch's are faster everywhere.
+# Numbers of rows for which compiled products are faster than torch's, by instruction set (measured; not on ARM). Up to
+# 16 rows torch's products are always faster.
 _GAIN = {"avx512bf16": range(17, sys.maxsize), "avx512": range(17, sys.maxsize), "avx2": range(96, 512)}
 
 # From here on column blocks save more than they cost (measured).
@@ -43,7 +43,7 @@ _BLOCKED_FROM_ROWS = 384
 # Up to 16³ multiplications (the whole batch counted) torch does not call oneDNN for bf16 but a slow loop of its own,
 # which adds in another order; larger bf16 products have the same bits alone and in a batch.
 _NARROW_FROM_ROWS = 17
-# X of one batch together: enough that Python does not show, little enough for a core's cache (measured).
+# Size of X of a whole batch: large enough to hide the time of Python, small enough for a core's cache (measured).
 _CPU_BYTES_AT_ONCE = 3 << 18
 _DEVICE_BYTES_AT_ONCE = 1 << 30
 
@@ -59,12 +59,12 @@ def select(
 ) -> Matmuls:
     """Choose the products for matrices of one shape.
 
-    On the CPU a matrix is multiplied in the same way whatever comes with it: in fp32 and fp64 alone, because the
-    bits of a batched product differ there, in bf16 with others of its shape, if it is small.
+    On the CPU, the bits of a matrix do not depend on other matrices. In fp32 and fp64 each matrix is multiplied alone,
+    because the bits of a batched product differ. In bf16, small matrices of the same shape are batched.
 
     Args:
         kernels: "auto", or the name of one implementation.
-        device: Where the matrices are.
+        device: The device of the matrices.
         dtype: The compute dtype.
         rows: Rows of one matrix, the smaller side.
         cols: Columns of one matrix.
@@ -74,7 +74,7 @@ def select(
         The table.
 
     Raises:
-        ValueError: `kernels` is unknown, or "triton" or "compiled" where it cannot be.
+        ValueError: `kernels` is unknown, or it is "triton" or "compiled" and this code cannot run here.
     """
     check_kernels(kernels, device=device, dtype=dtype)
     matrix_bytes = rows * cols * dtype.itemsize
@@ -94,15 +94,17 @@ def select(
 def resolve(
     kernels: KernelName, *, device: torch.device, dtype: torch.dtype, rows: int, whole: bool = False
 ) -> KernelName:
-    """Return who multiplies where "auto" was asked for; the only function that looks at the hardware.
+    """Return the implementation that "auto" stands for; other names are returned unchanged.
+
+    Only this function looks at the hardware.
 
     Args:
-        kernels: As for `select`.
-        device: As for `select`.
-        dtype: As for `select`.
-        rows: As for `select`.
-        whole: Whether all steps would be taken on one Gram matrix, which needs the compiled products and saves more
-            than they lose on large matrices.
+        kernels: "auto", or the name of one implementation.
+        device: The device of the matrices.
+        dtype: The compute dtype.
+        rows: Rows of one matrix, the smaller side.
+        whole: Whether all steps could use a single Gram matrix. This needs the compiled products, and saves more than
+            these products lose on large matrices.
     """
     if kernels != "auto":
         return kernels
@@ -115,21 +117,21 @@ def resolve(
 
 @cache
 def auto_takes() -> tuple[int, range]:
-    """Return what "auto" leaves to the compiled products on this CPU in bf16; ranks compare it.
+    """Return for which matrices "auto" uses the compiled products on this CPU in bf16; ranks compare the result.
 
     Returns:
-        The number of their order of sums, 0 for none, and the rows of matrices that gain.
+        The version of the products' order of sums (0 if they are not used), and the numbers of rows with a gain.
     """
     try:
         gain = _GAIN.get(library().variant, range(0))
     except NoLibrary:
         gain = range(0)
-    # torch's products use AMX and these do not: torch's are preferred until somebody has measured.
+    # torch's products use AMX, and the compiled products do not. torch's are preferred until this is measured.
     return (ORDER_OF_SUMS, gain) if gain and not torch.cpu._is_amx_tile_supported() else (0, range(0))
 
 
 def told_products(kernels: KernelName, *, device: torch.device, dtype: torch.dtype) -> str:
-    """Say in a few words which products multiply, the same words for the same bits."""
+    """Return a short text about the products in use; equal texts mean equal bits."""
     order, gain = auto_takes()
     if kernels == "auto" and device.type == "cpu" and dtype == torch.bfloat16 and order:
         below = f" to {gain[-1]}" if gain.stop < sys.maxsize else ""
@@ -168,7 +170,7 @@ _INSTEAD = 'kernels="auto"'
 
 
 def _compiled_fault(device: torch.device, dtype: torch.dtype) -> tuple[str, str, str] | None:
-    """Return what was found where the compiled products cannot be, what is needed, and what to write."""
+    """Return the parts (found, needed, write) of the error if the compiled products cannot run; None if they can."""
     if device.type != "cpu":
         return f"a matrix on {device.type}", "one on a CPU", _INSTEAD
     if dtype != torch.bfloat16:
@@ -182,7 +184,7 @@ def _compiled_fault(device: torch.device, dtype: torch.dtype) -> tuple[str, str,
 
 
 def _triton_fault(device: torch.device, dtype: torch.dtype) -> tuple[str, str, str] | None:
-    """Return the same of Triton's products."""
+    """Return the parts (found, needed, write) of the error if Triton's products cannot run; None if they can."""
     if not is_installed():
         return "no package triton", "that package", f'pip install "muonmesh[triton]", or {_INSTEAD}'
     if device.type != "cuda" and not (device.type == "cpu" and is_interpreted()):

@@ -1,9 +1,9 @@
 """Plain torch on a device: one batched product per entry, added up in fp32 and rounded once.
 
-cuBLAS adds β·C in fp32 before it rounds, but only for a β that the host knows. What follows from the data, a after a
-pair of Gram steps and s = 1/ν, never is. So a is divided out of B, and a·s multiplies the rounded result, which costs a
-rounding of B and one of the result, where nothing amplifies them. Gram matrices are left in fp32 and multiplied there:
-rounded to bf16 before, they would cost up to 1.7 times the error (docs/internals/kernels.md).
+cuBLAS adds β·C in fp32 before it rounds, but only for a β that the CPU knows. It never knows numbers that depend on the
+data: a after a pair of Gram steps, and s = 1/ν. So a is divided out of B, and a·s multiplies the rounded result, which
+costs a rounding of B and one of the result, where nothing amplifies them. Gram matrices are left in fp32 and multiplied
+there: rounded to bf16 before, they would cost up to 1.7 times the error (docs/internals/kernels.md).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from muonmesh.numerics.kernels.table import Matmuls, Number, Operand, Terms
 def multiply(
     a: Tensor, b: Operand, terms: Terms, out: Tensor, alpha: float = 1.0, scale: Number = 1.0, symmetric: bool = True
 ) -> Tensor:
-    """See `Matmuls.multiply`; all of a result is multiplied."""
+    """Do `Matmuls.multiply`; both triangles of a symmetric result are computed."""
     if b is None:
         return torch.mul(_exact_product(a, a.mT), scale, out=out)
     ((c, factor),) = terms

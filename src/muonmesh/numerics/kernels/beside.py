@@ -1,4 +1,4 @@
-"""What Newton–Schulz does beside its products on a device, in few launches: norms, powers of two, a factor's diagonal.
+"""Kernels for the work of Newton–Schulz other than products on a device: norms, powers of two, a factor's diagonal.
 
 Each kernel is an operator of torch's: `muonmesh::measure`, `norms`, `rescale` and `centre`. Sums are added up in one
 order, which only the shape decides, so a matrix has the same bits in every run and in every batch.
@@ -67,7 +67,7 @@ def centre(diagonal: Tensor, factor: Tensor, constant: float) -> Tensor:
     Args:
         diagonal: Contiguous fp32 (batch, rows).
         factor: Shape (batch, rows, rows), contiguous; its diagonal is written.
-        constant: See above.
+        constant: The constant that is added to the mean.
     """
     mean = torch.empty(len(factor), 1, 1, dtype=torch.float32, device=factor.device)
     _centre(diagonal, factor.diagonal(dim1=-2, dim2=-1), constant, mean)

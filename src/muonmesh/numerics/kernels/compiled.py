@@ -1,9 +1,9 @@
 """CPU: bf16 products in C (products.c), compiled when the package is built.
 
-What they save against torch's: of a symmetric result little more than the upper triangle is multiplied, at full speed,
-and it is mirrored while it is in the cache; what is added is added before the result is rounded; and a batch of small
-matrices is one call. What rounding leaves can be kept too. Each sum runs in one order, so the bits depend neither on
-threads nor on the matrices beside it.
+They are faster than torch's products for three reasons. Of a symmetric result, little more than the upper triangle is
+computed, and mirrored while it is in the cache. Other terms are added before the result is rounded. A batch of small
+matrices is one call. The rounding error can be kept too. Each sum has a fixed order, so the bits do not depend on
+threads or on other matrices.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from muonmesh.numerics.kernels.table import Exact, Matmuls, Number, Operand, Ter
 from muonmesh.numerics.kernels.threads import run_parts
 
 ORDER_OF_SUMS = 1
-"""Which sums these are: whoever changes their order, and with it the bits, counts on. Ranks compare it."""
+"""The version of the order of sums. Increase it if you change the order, and so the bits. Ranks compare it."""
 
 _WORTH_A_THREAD = 1 << 24
-"""Multiplications of one product from which on all threads divide it."""
+"""From this number of multiplications on, all threads share one product."""
 
 
 class NoLibrary(RuntimeError):
@@ -44,7 +44,7 @@ _NONE = _Matrix(None, 0, 0)
 
 
 def _address(tensor: Tensor, dtype: torch.dtype = torch.bfloat16) -> int:
-    """Return where a contiguous tensor lies; all addresses that C gets come from here and from `_matrix`."""
+    """Return the address of a contiguous tensor. C gets addresses only from this function and from `_matrix`."""
     _require(tensor.dtype == dtype and tensor.device.type == "cpu" and tensor.is_contiguous(), tensor)
     return tensor.data_ptr()
 
@@ -58,7 +58,7 @@ def _matrix(batch: Tensor, shape: tuple[int, ...], *, transposed: bool = False) 
 
 
 def _require(fits: bool, tensor: Tensor) -> None:
-    """Raise before C reads or writes what is not there; an `assert` would be gone under ``python -O``."""
+    """Raise an error before C reads or writes outside a tensor; ``python -O`` would remove an `assert`."""
     if not fits:
         told = f"{tuple(tensor.shape)} with strides {tensor.stride()}, {tensor.dtype} on {tensor.device}"
         raise AssertionError(f"compiled products were given a tensor of another kind than they take: {told}")

@@ -16,7 +16,7 @@ from muonmesh.numerics.kernels.table import Matmuls, Number, Operand, Terms
 def multiply(
     a: Tensor, b: Operand, terms: Terms, out: Tensor, alpha: float = 1.0, scale: Number = 1.0, symmetric: bool = True
 ) -> Tensor:
-    """See `Matmuls.multiply`; all of a result is multiplied."""
+    """Do `Matmuls.multiply`; both triangles of a symmetric result are computed."""
     if b is None:
         return scaled(torch.bmm(a, a.mT, out=out), scale)
     ((c, factor),) = terms
@@ -29,7 +29,7 @@ def multiply(
 
 
 def scaled(out: Tensor, s: float | Tensor) -> Tensor:
-    """Multiply in place by a number, or by one number a matrix."""
+    """Multiply in place by a number, or by one number for each matrix."""
     if not isinstance(s, Tensor):
         return out if s == 1 else out.mul_(s)
     if len(out) == 1:

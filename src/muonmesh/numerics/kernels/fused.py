@@ -1,8 +1,8 @@
-"""The elementwise pair of a step, each in one launch for all pieces: gradient to direction, result to weight.
+"""The two elementwise parts of a step, each in one launch for all pieces: gradient to direction, result to weight.
 
-Both are operators of torch's, `muonmesh::fold` and `muonmesh::apply`, so dispatch modes and fake tensors see one launch
-each. There is one a combination of dtypes, which is one in most models. The formulas are those of Muon's rule: what is
-written is what its operations on each tensor alone would write.
+Both are operators of torch, `muonmesh::fold` and `muonmesh::apply`, so dispatch modes and fake tensors see one launch
+each. Each combination of dtypes needs its own launch; most models have one combination. The formulas are those of
+Muon's rule, with the same results as its operations on each tensor.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _Dtypes: TypeAlias = tuple[torch.dtype, torch.dtype, torch.dtype]
 _Piece: TypeAlias = tuple[int, int, Tensor, Tensor, Tensor]
 
 _OPTIONS = {"enable_fp_fusion": False}
-"""Or an element's bits would depend on how its piece lies in memory: products would be rounded here and not there."""
+"""Compiler options without fused multiply-add, so that the bits of an element do not depend on the memory layout."""
 
 
 def can_fuse(device: torch.device, dtypes: Iterable[torch.dtype]) -> bool:
@@ -61,7 +61,7 @@ def fold(
         ValueError: The tensors of a piece differ in shape, or have more than 3 dims, or a dtype cannot be computed in.
     """
     if not gradients:
-        return  # without a tensor torch would not know where
+        return  # without a tensor torch would not know the device
     _fold(gradients, momenta, directions, entries, active, momentum, nesterov)
     torch.autograd.graph.increment_version([*momenta, *directions])
 
@@ -82,7 +82,7 @@ def apply(
 
     Args:
         weights: One a piece, any strides of at most 3 dims, or contiguous; bf16, fp16 or fp32; written, rounded once.
-        masters: Likewise, each of its weight's shape; what is computed on instead of the weight, written too. Empty:
+        masters: Master weights, each of its weight's shape; they are updated and then rounded to the weight. Empty:
             there are none.
         updates: Likewise, read only.
         active: 1-D bool on the device, one entry a piece or one that several pieces share.

@@ -1,4 +1,4 @@
-"""Norms, a factor's diagonal and gradients that are zero, in Triton; whoever imports this file imports Triton."""
+"""Triton kernels for norms, a factor's diagonal and zero gradients. Importing this file imports Triton."""
 
 # Triton gives the arguments of a kernel their types when it compiles, from what the kernel is called with.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -15,7 +15,7 @@ from muonmesh.numerics.kernels.portions import FIRST, LOOKED, MEASURED
 from muonmesh.numerics.kernels.triton_launch import Launch, are_aligned
 
 _BLOCK = 2048
-"""Elements that a program works on at a time."""
+"""Number of elements that a program works on at a time."""
 _NEAR = 32
 """A matrix whose largest entry is within 2 to the power of plus and minus this is left as it is."""
 
@@ -123,7 +123,7 @@ def centre(diagonal, out, constant, mean, rows, batch_stride, stride, BLOCK: tl.
 
 @triton.jit(do_not_specialize=["pieces"])
 def nonzero(table, pieces, found, TYPE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
-    """Say whether a part of a piece has an element that is not zero, unless that is known of another part already."""
+    """Store 1 if a part of a piece has a non-zero element, unless another part has stored it already."""
     program = tl.program_id(0)
     row = row_of(table, pieces, program, 4, 2)
     start = tl.load(row).to(tl.pointer_type(TYPE))
@@ -136,7 +136,7 @@ def nonzero(table, pieces, found, TYPE: tl.constexpr, CHUNK: tl.constexpr, BLOCK
         values = tl.load(start + here, mask=here < end, other=0.0)
         first += BLOCK
         if tl.max((values != 0).to(tl.int32), 0) > 0:
-            tl.store(entry, 1)  # whoever else writes it writes the same
+            tl.store(entry, 1)  # other programs write the same value
             first = end
         elif tl.load(entry, volatile=True) != 0:
             first = end
@@ -175,7 +175,7 @@ def _shape(x: Tensor) -> tuple[int, int, int]:
 
 
 def _has_gaps(x: Tensor) -> bool:
-    """Whether one matrix has elements of something else between its rows; a batch has not."""
+    """Whether there are other elements between the rows of a single matrix; in a batch there are none."""
     assert x.is_contiguous() or (len(x) == 1 and x.stride(2) == 1)
     return not x.is_contiguous()
 

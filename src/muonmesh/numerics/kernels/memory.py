@@ -1,4 +1,4 @@
-"""Memory that a thread keeps, instead of asking the system for it at every step."""
+"""Memory that a thread keeps between steps, instead of allocating it from the system in every step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _own = threading.local()
 
 
 def keep(key: Hashable, make: Callable[[], T]) -> T:
-    """Return what `make` has made for this key in this thread, making it at the first call."""
+    """Return the object that ``make`` returned for this key in this thread; ``make`` runs at the first call only."""
     kept: dict[Hashable, object] = _own.__dict__.setdefault("kept", {})
     if key not in kept:
         kept[key] = make()
@@ -24,17 +24,17 @@ def keep(key: Hashable, make: Callable[[], T]) -> T:
 
 
 def forget() -> None:
-    """Drop what `keep` keeps for this thread."""
+    """Drop all objects that `keep` holds for this thread."""
     _own.__dict__.pop("kept", None)
 
 
 def upload(values: Sequence[object], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return numbers of the host as a tensor on a device, from pinned memory, so that the host waits for nothing."""
+    """Return numbers as a tensor on a device, copied from pinned memory, so that the CPU does not wait."""
     return pinned(torch.tensor(values, dtype=dtype, device="cpu"), device)
 
 
 def pinned(host: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor of the host as one on a device, likewise; torch keeps the memory until the device has read it."""
+    """Copy a CPU tensor to a device from pinned memory without waiting; torch keeps the memory until it is read."""
     if device.type == "cpu":
         return host
     memory = torch.empty_like(host, pin_memory=torch.cuda.is_available()).copy_(host)
@@ -42,7 +42,7 @@ def pinned(host: Tensor, device: torch.device) -> Tensor:
 
 
 def download(tensor: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-    """Return a copy on the host, without waiting, and the event after which it can be read; None: it can be now."""
+    """Return a copy in CPU memory, without waiting, and the event after which it can be read; None: it can be now."""
     if not tensor.is_cuda:
         return tensor, None
     host = torch.empty_like(tensor, device="cpu", pin_memory=torch.cuda.is_available())
@@ -51,7 +51,7 @@ def download(tensor: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
 
 
 def scratch(role: str, shape: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return uninitialized memory of this thread's own, which its next call for the same role uses again.
+    """Return uninitialized memory of this thread, which the thread's next call for the same role reuses.
 
     On a CPU, memory that is given back and taken again at every step costs a page fault per 4 KiB, 5 to 8 % of a step
     (measured). What is kept is the largest that each role has needed. Elsewhere torch's allocator does this.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 _AN_OCTAVE = 16
-"""Multiples kept apart within a factor of 2."""
+"""Number of different multiples within a factor of 2."""
 
 
 def add_multiple(

@@ -1,4 +1,4 @@
-"""Elementwise work on many pieces in one launch, in Triton; whoever imports this file imports Triton.
+"""Triton kernels for elementwise work on many pieces in one launch. Importing this file imports Triton.
 
 Each program reads from a table which piece is its own and where its elements lie. The table holds `WIDTH` numbers a
 piece, in this order: three addresses, the piece's entry in vectors, its first program, its kind, three lengths, and

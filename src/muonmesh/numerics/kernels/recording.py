@@ -1,8 +1,8 @@
-"""Recording: what a call starts on a device, started again without the Python that worked it out.
+"""Recording: repeats the kernel launches of a call without the Python code that prepared them.
 
-To prepare many small kernels takes the host longer than a device needs to run them. What is prepared follows from
-shapes, strides, dtypes and numbers of the host, which stay the same from step to step; only addresses move. So a
-recording keeps the compiled kernels with their arguments, and writes addresses into them where these have changed.
+Preparing many small kernels takes the CPU longer than the device needs to run them. The launches depend on shapes,
+strides, dtypes and numbers of the CPU, which are the same in every step; only addresses change. So a recording keeps
+the compiled kernels with their arguments, and replaces changed addresses.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from muonmesh.numerics.kernels import triton_launch
 from muonmesh.numerics.kernels.triton_launch import STREAM, Launch, on, stream_of, watching
 
 _MOST = 64
-"""Layouts of one function that are kept; of more than that each is new at every step."""
+"""Largest number of layouts of one function that are kept; further layouts are prepared anew in every step."""
 _REPEATED = (
     *("multiply", "orthogonalize", "measure", "norms", "rescale", "centre", "copy_", "lerp", "mul"),
     *("fold", "apply", "mark_nonzero"),
@@ -29,15 +29,15 @@ the addresses in their tables say."""
 
 
 def run_again(found: dict[Hashable, Any], call: Callable[..., object], given: Sequence[Tensor], key: Hashable) -> None:
-    """Run ``call(*given)`` or, from its third time for a layout of tensors on, start again what it started.
+    """Run ``call(*given)``; from the third time for a layout of tensors on, repeat its recorded launches instead.
 
     Args:
-        found: Empty at first; of one function.
-        call: Starts the same whatever values the tensors have, in this thread. It reads nothing but them, and leaves
-            nothing but what it writes in them, except at the addresses in ``key``.
-        given: Tensors of one device. They share no memory.
-        key: Equal for calls that start the same on tensors of one layout. It has the `places_of` all tensors with which
-            `fused.fold`, `fused.apply` or `zeros.mark_nonzero` is called.
+        found: The recordings of one function; an empty dict at first.
+        call: A function that starts the same kernels in this thread whatever the values of the tensors are. It reads
+            and writes only these tensors, and memory at the addresses in ``key``.
+        given: Tensors on one device. They share no memory.
+        key: Equal for calls that start the same kernels on tensors of one layout. It includes `places_of` all tensors
+            that are passed to `fused.fold`, `fused.apply` or `zeros.mark_nonzero`.
     """
     layouts = [(tensor.shape, tensor.stride(), tensor.dtype, tensor.data_ptr() % 64) for tensor in given]
     key = key, given[0].device, threading.get_ident(), *layouts

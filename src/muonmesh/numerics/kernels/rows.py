@@ -1,4 +1,4 @@
-"""Tables of pieces: where the elements of many tensors lie, as numbers that one copy takes to a device."""
+"""Tables of pieces: the places of the elements of many tensors, as numbers that one copy uploads to a device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from muonmesh.numerics.kernels.memory import pinned
 
 WIDTH = 18
-"""Numbers a piece: three addresses, and those named below."""
+"""Numbers of each piece in a table: three addresses, and the numbers named below."""
 ENTRY, FIRST_PROGRAM, KIND, LENGTHS, STRIDES = 3, 4, 5, 6, 9
 
 FLAT, STRIDED, TRANSPOSED = 0, 1, 2
@@ -24,7 +24,7 @@ ROWS, COLS, STRIDED_ROWS = 64, 32, 16
 """A block of a matrix; of a flat piece it is as many elements, and of a strided one it has fewer rows."""
 
 BLOCKS = 4
-"""What one program takes, one after the other."""
+"""Number of blocks that one program works on, one after the other."""
 
 _ALIGNMENT = 16
 _ONES, _MISSING = [(1,) * (3 - dims) for dims in range(4)], [(0,) * (3 - dims) for dims in range(4)]
@@ -72,7 +72,7 @@ class Rows:
 
     @property
     def pieces(self) -> int:
-        """How many pieces there are."""
+        """The number of pieces."""
         return len(self.numbers) // WIDTH
 
     def add(self, pieces: Iterable[tuple[int, int, Tensor, Tensor, Tensor]]) -> None:
@@ -142,7 +142,7 @@ def in_three_dims(*tensors: Tensor) -> Sequence[Tensor] | None:
 
 
 def on_device(groups: Sequence[Rows], device: torch.device) -> list[Tensor]:
-    """Return one table, int64, for each of the groups: one copy for all of them, which the host does not wait for."""
+    """Return one int64 table for each group, uploaded in a single copy for which the CPU does not wait."""
     numbers = groups[0].numbers if len(groups) == 1 else sum((group.numbers for group in groups), array("q"))
     table = pinned(_numbers(numbers), device)
     ends = accumulate(len(group.numbers) for group in groups)

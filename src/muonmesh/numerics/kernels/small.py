@@ -1,4 +1,4 @@
-"""All steps of small matrices in one launch, in Triton; whoever imports this file imports Triton.
+"""A Triton kernel for all steps of small matrices in one launch. Importing this file imports Triton.
 
 A program takes one matrix from its memory to its result, and holds it in registers and shared memory meanwhile. Nothing
 that one thread writes to the device's memory is read there by another.

@@ -1,4 +1,4 @@
-"""The table of matrix products that the iteration is written in; each kind of hardware has one."""
+"""The table of matrix products that the iteration uses; each kind of hardware has its own table."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ Operand: TypeAlias = Tensor | None
 """A batch of matrices, which may be missing."""
 
 Number: TypeAlias = float | Tensor
-"""A number that is the same at every optimizer step, or a tensor with one number a matrix, shape (batch, 1, 1)."""
+"""A number that is the same in every optimizer step, or a tensor with one number for each matrix, (batch, 1, 1)."""
 
 Terms: TypeAlias = Sequence[tuple[Tensor, Number]]
-"""What is added to a product: batches of matrices, and what each is multiplied by."""
+"""The summands of a product's result: batches of matrices, each with its factor."""
 
 
 @dataclass(frozen=True)
@@ -52,14 +52,15 @@ class Matmuls:
         at_once: How many matrices of this shape one call should be given at most.
         together: Whether reductions and elementwise operations should take all matrices at once: on a CPU only where
             matrices are small, since for one alone there are faster operations.
-        one_thread: Whether a batch must be computed on one thread, since the bits depend on how many share a product.
+        one_thread: Whether a batch must be computed on one thread, because the bits depend on the number of threads.
         join: `join(Z, W, p, q, out, symmetric=)`: (q + W)(p + Z) as μ + Q, where the diagonal of Q has zero mean: Q in
             `out`, and μ, fp32 (batch, 1, 1). `symmetric` says whether one triangle is computed and mirrored. None: it
             is put together from products and elementwise operations.
         normalize: `normalize(X)`: multiplies each matrix in place by a power of two, if that is needed to multiply it
             safely, and returns 1/ν and 1/ν² of what it is then, fp32 (batch, 1, 1) each; ν counts as 1 for a matrix of
             zeros, and as NaN where an entry is not finite. None: likewise.
-        exact: What else this hardware can do; None: products rounded to the compute dtype, and torch's operations.
+        exact: Further operations of this hardware; None: products are rounded to the compute dtype, and torch's
+            operations are used.
         small: `small(X, out, polynomials, times)`: all steps of small matrices at once, written to contiguous memory;
             three coefficients a step, and what results are multiplied by, (batch, 1, 1) or None. None: it cannot.
         sparing: Whether memory traffic is what elementwise operations cost, as on a device. Then a number that follows

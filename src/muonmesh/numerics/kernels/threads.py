@@ -33,11 +33,11 @@ def run_all(
     Args:
         tasks: The longest first.
         device: What they compute on.
-        costs: What each takes, in any unit. If given, the last tasks are run one after the other, each on all threads,
-            where that ends sooner than leaving threads idle.
+        costs: The cost of each task, in any unit. If given, the last tasks run one after the other, each on all
+            threads, if this ends sooner than leaving threads idle.
 
     Raises:
-        Exception: the first one that a task raised.
+        Exception: the first error of a task.
     """
     threads = torch.get_num_threads() if device.type == "cpu" else 1
     alone = len(tasks) if threads > 1 and len(tasks) > 1 else 0
@@ -99,10 +99,10 @@ _mine = threading.local()
 
 
 def _threads(count: int) -> ThreadPoolExecutor:
-    """Return the pool of so many threads, which all callers that have so many share, so that none is oversubscribed.
+    """Return the pool with this number of threads; all callers with the same number share it.
 
-    Each caller holds the pool that it used last. One that nobody holds any more ends its threads, which frees what they
-    keep; none is ever shut down under somebody who uses it.
+    Each caller holds the pool that it used last. A pool that no caller holds any more ends its threads, which frees
+    their memory. A pool is never shut down while a caller uses it.
     """
     pool: ThreadPoolExecutor | None = getattr(_mine, "pool", None)
     if pool is None or _mine.key != (os.getpid(), count):
@@ -138,7 +138,7 @@ def _start(count: int) -> ThreadPoolExecutor:
 
 
 def _forget() -> None:
-    """In a forked process: no thread but one has come along, and the lock may have been another's."""
+    """Reset the pools in a forked process, which has only one thread; another thread may have held the lock."""
     global _lock, _pools
     _lock, _pools = threading.Lock(), weakref.WeakValueDictionary()
 

@@ -1,4 +1,4 @@
-"""Products of batches of matrices on a GPU, by tiles, in Triton; whoever imports this file imports Triton."""
+"""Triton kernels for products of batches of matrices on a GPU, by tiles. Importing this file imports Triton."""
 
 # Triton gives the arguments of a kernel their types when it compiles, from what the kernel is called with.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -18,7 +18,7 @@ from muonmesh.numerics.kernels.triton_launch import Launch
 
 
 class Tile(NamedTuple):
-    """What one program computes at a time, and with how many threads."""
+    """The tile that one program computes at a time, and the number of its warps."""
 
     side: int
     """Rows and columns of the result."""

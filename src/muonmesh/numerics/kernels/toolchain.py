@@ -1,4 +1,4 @@
-"""Triton's toolchain: whether there is one, whether it runs a kernel, and what its kernels read."""
+"""Triton's toolchain: whether it is installed, whether it can run a kernel, and the dtypes of its kernels."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Triton: symmetric results by one triangle of tiles, everything summed in fp32 and rounded once, on GPUs.
 
-The products are one operator of torch's, `muonmesh::multiply`. So whoever watches what torch does, a dispatch mode or
-fake tensors, sees one launch where there is one, and Triton itself is imported at the first product only.
+The products are one operator of torch, `muonmesh::multiply`. So dispatch modes and fake tensors see one operation for
+each launch, and Triton itself is imported only at the first product.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def multiply(
     symmetric: bool = True,
     diagonal: Operand = None,
 ) -> Tensor:
-    """See `Matmuls.multiply` and `multiplication`; the second of two terms is multiplied by a number of the host."""
+    """See `Matmuls.multiply` and `multiplication`; the factor of the second of two terms is no tensor."""
     given = [(c, number) for c, number in terms if isinstance(number, Tensor) or number]
     (c, factor), (d, delta) = (*given, (None, 0.0), (None, 0.0))[:2]
     factors, scales = (number if isinstance(number, Tensor) else None for number in (factor, scale))

@@ -13,25 +13,25 @@ import torch
 _library = torch.library.Library("muonmesh", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 _starts: dict[Hashable, Callable[..., None]] = {}
-"""What starts a compiled kernel: by device, number of programs, and `Launch.code`."""
+"""Functions that start a compiled kernel, by device, number of programs, and `Launch.code`."""
 
 STREAM = 3
-"""Which of the first arguments of `Launch.prepare` is the stream."""
+"""The index of the stream in the first arguments of `Launch.prepare`."""
 
 watching = threading.local()
 """To its list ``launches`` each `Launch` of this thread is appended, if there is one."""
 
 
 class Launch(NamedTuple):
-    """A kernel and what it is called with.
+    """A kernel with its arguments.
 
     Attributes:
         kernel: The kernel, a `triton.JITFunction`.
         programs: How many programs run it.
         arguments: All of its arguments, in order.
         options: Options of the compiler.
-        code: Equal for launches that run the same compiled code, and for no others. Triton finds the code of a kernel
-            by looking at every argument, which takes the host longer than starting it. None: leave that to Triton.
+        code: A key of the compiled code: equal for launches that run the same code, and only for these. Without it
+            (None), Triton finds the code by checking every argument, which takes the CPU longer than the launch.
     """
 
     kernel: Any
@@ -92,7 +92,7 @@ def stream_of(device: torch.device) -> int:
 
 
 def is_watched(*given: torch.Tensor) -> bool:
-    """Whether somebody is to see each operator or launch: tensors of another kind, a dispatch mode or a profiler."""
+    """Whether tensor subclasses, a dispatch mode or a profiler must see each operator or launch."""
     modes = torch._C._len_torch_dispatch_stack() or any(type(tensor) is not torch.Tensor for tensor in given)
     if modes or not _takes_addresses():
         return bool(modes)
@@ -118,11 +118,11 @@ def operator(schema: str, launches: Callable[..., Iterable[Launch]]) -> Callable
 
     Args:
         schema: Its name and arguments, as torch has them, the first a tensor or several; it returns nothing.
-        launches: Is called with the arguments, and gives what it runs.
+        launches: A function that is called with the arguments and yields the launches to run.
 
     Returns:
-        What calls it. Where nobody watches, that does not go through torch, which takes the host longer than a launch,
-        and gives ``launches`` keyword arguments too.
+        A function that calls the operator. If nothing watches (`is_watched`), it calls ``launches`` directly, also with
+        keyword arguments, because torch's dispatch takes the CPU longer than a launch.
     """
 
     def run(first: Any, *others: Any, **more: Any) -> None:

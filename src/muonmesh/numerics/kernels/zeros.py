@@ -1,4 +1,4 @@
-"""Which of many gradients are exactly zero, in one launch: the operator `muonmesh::mark_nonzero`."""
+"""Finds which of many gradients are exactly zero, in one launch: the operator `muonmesh::mark_nonzero`."""
 
 from __future__ import annotations
 

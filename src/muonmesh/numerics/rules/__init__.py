@@ -1,4 +1,4 @@
-"""Rules: what a step computes from gradients, in parts that cannot see how a matrix is sharded. One rule a file."""
+"""Rules: compute the update from gradients, in parts that do not depend on how a matrix is sharded. One rule a file."""
 
 from muonmesh.numerics.rules.adamw import step_count
 from muonmesh.numerics.rules.elementwise import ElementwiseRule

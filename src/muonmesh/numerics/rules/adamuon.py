@@ -1,4 +1,4 @@
-"""AdaMuon: Muon whose elements all learn at one pace (Si et al., arXiv 2507.11005)."""
+"""AdaMuon: Muon with a second moment for each element of the orthogonalized update (Si et al., arXiv 2507.11005)."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from muonmesh.numerics.setting import fraction, not_negative, rule_field
 
 @dataclass(frozen=True, slots=True)
 class AdaMuonRule(MuonRule):
-    """Muon of the momentum's signs, with a second moment for each element, kept from step to step.
+    """The rule "adamuon": Muon of the momentum's signs, with a second moment for each element as further state.
 
-    With O the orthogonalized signs and v one number an element: ``v ← β₂ v + (1 − β₂)·O²``, without bias correction,
-    and ``Ô = O / (√v + ε)``, scaled by one number so that its Frobenius norm over the whole matrix is √min(m, n), that
-    of an orthogonal matrix. After that comes Muon's scale; with "match_rms_adamw" the step has RMS 0.2·lr, the paper's.
+    O are the orthogonalized signs, and v has one number for each element: ``v ← β₂ v + (1 − β₂)·O²``, without bias
+    correction. ``Ô = O / (√v + ε)`` is scaled by one number so that its Frobenius norm over the whole m × n matrix is
+    √min(m, n), as for an orthogonal matrix. Then Muon's scale is applied; with "match_rms_adamw" the step has RMS
+    0.2·lr, as in the paper.
 
-    Nesterov's look-ahead is Muon's setting; the paper takes the signs of the momentum itself (``nesterov=False``).
+    ``nesterov`` works as in Muon; the paper takes the signs of the momentum itself (``nesterov=False``).
 
     Attributes:
         beta2: β₂, in the paper the same number as the momentum; the key of a group is ``adamuon_beta2``.
@@ -40,7 +41,7 @@ class AdaMuonRule(MuonRule):
         return {"momentum_buffer": "momentum", "second_moment": "weights"}
 
     def direction(self, gradient: Tensor, state: Mapping[str, Tensor]) -> Tensor:
-        """Return the signs of Muon's direction; NaN where that is not finite, of which the sign would not tell."""
+        """Return the signs of Muon's direction; NaN for elements that are not finite, which a sign would hide."""
         direction = MuonRule.direction(self, gradient, state)
         return torch.where(direction.isfinite(), direction.sign(), torch.nan)
 
@@ -68,11 +69,11 @@ class AdaMuonRule(MuonRule):
         state["second_moment"].copy_(second)
         update.copy_(paced)
         (squares,) = sums
-        # A matrix of zeros stays one.
+        # A matrix of zeros stays zero.
         MuonRule.apply(self, weights, update, size * torch.where(squares == 0, 0.0, 1 / squares.sqrt()), state)
 
     def _paced(self, update: Tensor, state: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return v after this step and Ô, of the update's dtype."""
+        """Return the new v and Ô, in the update's dtype."""
         kept = state["second_moment"]
         second = kept.to(torch.promote_types(kept.dtype, update.dtype))
         second = second.lerp(update.to(second.dtype).square(), 1 - self.beta2)

@@ -1,4 +1,4 @@
-"""AdamW, torch's own."""
+"""AdamW: the elementwise rule "adamw", computed by torch's own AdamW."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from muonmesh.numerics.rules.elementwise import ElementwiseRule
 
 @dataclass(frozen=True, slots=True)
 class AdamWRule(ElementwiseRule):
-    """AdamW (arXiv 1711.05101): ε in its denominator makes it feel the scale of its gradients.
+    """The rule "adamw" (arXiv 1711.05101). Because of ε in its denominator, its step depends on the scale of gradients.
 
     Attributes:
         betas: Decay rates of the moments.
@@ -75,7 +75,7 @@ class AdamWRule(ElementwiseRule):
 
 
 def step_count(value: float | Tensor) -> Tensor:
-    """Return a count of AdamW's steps as torch keeps it: fp32, 0-d, memory of its own; a number goes to the host."""
+    """Return a count of AdamW's steps as torch stores it: fp32, 0-d, in memory of its own; for a float on the CPU."""
     if isinstance(value, Tensor):
         return value.detach().to(torch.float32, copy=True).reshape(())
     return torch.tensor(float(value), dtype=torch.float32, device="cpu")

@@ -1,4 +1,4 @@
-"""DynMuon: Muon whose update keeps a power of the singular values (Wu et al., arXiv 2605.17109)."""
+"""DynMuon: Muon with a power of the momentum's singular values in the update (Wu et al., arXiv 2605.17109)."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from muonmesh.numerics.setting import number, rule_field
 
 @dataclass(frozen=True, slots=True)
 class DynMuonRule(MuonRule):
-    """Muon that takes U·Σᵖ·Vᵀ of its momentum UΣVᵀ, approximately; it keeps nothing but the momentum.
+    """The rule "dynmuon": the update is about U·Σᵖ·Vᵀ for a momentum UΣVᵀ. The only state is the momentum.
 
     With X = M/‖M‖_F, E = X·Xᵀ − I and δ = p/2, the orthogonalized M is multiplied by
     ``I + δ·E + ½·δ·(δ − 1)·E²``, the Taylor series of (X·Xᵀ)^δ, and by sᵖ. s is the norm of the momentum that sums
     gradients, ‖M‖_F/(1 − μ), since the authors sum and Muon here averages. X·Xᵀ is that of the shorter side.
 
-    The authors let p fall to −0.25 early in training: see `power_at`. As sᵖ feels the scale of gradients, so
-    does the step: gradients 16 times as large halve it for p = −0.25.
+    The authors let p fall to −0.25 early in training: see `power_at`. Because of sᵖ, the step depends on the scale of
+    gradients: for p = −0.25, gradients that are 16 times larger halve the step.
 
     From KellerJordan/modded-nanogpt at f411b3d3, records/track_3_optimization/results/20260519_dynmuon/
     train_gpt_simple_dynmuon.py: the update lines 226 to 275, momentum 278 to 290, p 468 to 473. Their ε of 1e-7, added
@@ -62,7 +62,7 @@ class DynMuonRule(MuonRule):
         return 4 * m * m * n + 2 * m**3
 
     def step_size(self, rows: int, cols: int) -> StepSize:
-        """Return nothing known: the step depends on the size of the gradients."""
+        """Return NaN, because the step depends on the size of the gradients."""
         return StepSize(float("nan"), float("nan"))
 
 
@@ -72,10 +72,10 @@ def power_at(
     """Return DynMuon's p, which falls from ``first`` to ``last`` along a sigmoid.
 
     Args:
-        progress: Steps taken over all steps, 0 to 1.
-        first: Its value at the beginning.
-        last: Its value at the end.
-        middle: Where it is between the two.
-        width: A quarter of the way, about.
+        progress: The fraction of all steps that have been taken, 0 to 1.
+        first: The value of p at the beginning.
+        last: The value of p at the end.
+        middle: The progress at which p is in the middle between the two.
+        width: The width of the sigmoid: within this progress, p moves about a quarter of the way from the middle.
     """
     return last + (first - last) / (1 + math.exp((progress - middle) / width))

@@ -1,4 +1,4 @@
-"""ElementwiseRule: what a step does with parameters that need no whole matrix, element by element where they are."""
+"""ElementwiseRule: the base class of rules that update each element alone, on the rank that stores it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ElementwiseRule(Hyperparameters):
         Returns:
             The same shape.
         """
-        raise NotImplementedError  # `register_rule` has refused such a rule
+        raise NotImplementedError  # `register_rule` refuses rules without this method
 
     def step(
         self,

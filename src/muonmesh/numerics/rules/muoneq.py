@@ -1,4 +1,4 @@
-"""MuonEq: Muon of directions whose rows have been brought to one norm (Chang et al., arXiv 2603.28254)."""
+"""MuonEq: Muon that normalizes rows or columns before the orthogonalization (Chang et al., arXiv 2603.28254)."""
 
 from __future__ import annotations
 
@@ -13,26 +13,27 @@ from muonmesh.numerics.rules.muon import MuonRule
 from muonmesh.numerics.setting import choice, rule_field
 
 MuonEqSides: TypeAlias = Literal["rows", "cols", "both"]
-"""What MuonEq brings to one norm: the paper's R, its default; C; and RC, by the norms of both before the change."""
+"""The sides that MuonEq normalizes: the paper's R (the default), C, and RC (both, by their norms before the change)."""
 
 
 @dataclass(frozen=True, slots=True)
 class MuonEqRule(MuonRule):
-    """Muon that equilibrates the direction before it is orthogonalized; it keeps nothing but the momentum.
+    """The rule "muoneq": Muon that normalizes rows or columns of the direction before the orthogonalization.
 
-    With X the m × n direction and D the diagonal matrix of its rows' norms, ``D⁻¹·X·‖X‖_F/√m`` is orthogonalized, whose
-    rows all have the norm that they had on average. As orthogonalizing does not see the scale of a matrix, the factor
-    ‖X‖_F/√m is left out. For "both", ``D⁻¹·X·C⁻¹`` with the norms C of the columns of X. A row of zeros stays one, and
-    there is no ε, which would swallow small gradients.
+    The only state is the momentum. With X the m × n direction and D the diagonal matrix of its rows' norms,
+    ``D⁻¹·X·‖X‖_F/√m`` is orthogonalized: all rows get the same norm, the root mean square of their norms. The factor
+    ‖X‖_F/√m is left out, because orthogonalization ignores the scale of a matrix. For "both", ``D⁻¹·X·C⁻¹`` with the
+    norms C of the columns of X is orthogonalized. A row of zeros stays zero. There is no ε, which would suppress small
+    gradients.
 
     Attributes:
-        sides: What is brought to one norm, ``muoneq_sides``.
+        sides: The sides to normalize; the key of a group is ``muoneq_sides``.
     """
 
     sides: MuonEqSides = rule_field("muoneq_sides", choice("rows", MuonEqSides))
 
     def balance(self, direction: Tensor, state: Mapping[str, Tensor]) -> Tensor:
-        """Return the directions with their rows, or columns, of norm 1."""
+        """Return the directions with rows, or columns, divided by their norms."""
         if self.sides != "both":
             return unit(direction, -1 if self.sides == "rows" else -2)
         scaled = over(direction, direction.abs().amax((-2, -1), keepdim=True))

@@ -1,4 +1,4 @@
-"""NorMuon: Muon whose rows all learn at one pace (Li et al., arXiv 2510.05491)."""
+"""NorMuon: Muon with a second moment for each row of the orthogonalized update (Li et al., arXiv 2510.05491)."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ from muonmesh.numerics.rules.rule import KeptAs
 from muonmesh.numerics.setting import choice, fraction, not_negative, rule_field
 
 NorMuonSide: TypeAlias = Literal["rows", "longer"]
-"""Whose second moments NorMuon keeps: each row's, as in the paper; or each row's of a tall matrix and each column's of
-a wide one, as in nanochat and modded-nanogpt."""
+"""The side with second moments in NorMuon: "rows" as in the paper; or "longer", the rows of a tall matrix and the
+columns of a wide matrix, as in nanochat and modded-nanogpt."""
 
 
 @dataclass(frozen=True, slots=True)
 class NorMuonRule(MuonRule):
-    """Muon with a second moment for each output neuron, kept from step to step.
+    """The rule "normuon": Muon with a second moment for each output neuron as further state.
 
-    With O the orthogonalized direction and v one number a row: ``v ← β₂ v + (1 − β₂)·mean(O², over the row)``, without
-    bias correction, and ``O / (√v + ε)``, scaled back to the Frobenius norm of O (as the authors' code does it).
+    O is the orthogonalized direction, and v has one number for each row: ``v ← β₂ v + (1 − β₂)·mean(O², over the
+    row)``, without bias correction, and ``O / (√v + ε)``, scaled back to the Frobenius norm of O (as the authors' code
+    does it).
 
     Attributes:
         beta2: β₂; the key of a group is ``normuon_beta2``.
         eps: ε, ``normuon_eps``.
-        side: Rows, or the longer side of each matrix, ``normuon_side``.
+        side: "rows", or "longer" for the longer side of each matrix; ``normuon_side``.
     """
 
     never_negative: ClassVar[tuple[str, ...]] = ("row_second_moment", "col_second_moment")
@@ -52,5 +53,5 @@ class NorMuonRule(MuonRule):
         second.lerp_(update.square().mean(-2 if by_cols else -1, keepdim=True), 1 - self.beta2)
         paced = update / (second.sqrt() + self.eps)
         before, after = frobenius(update), frobenius(paced)
-        # A matrix of zeros stays one.
+        # A matrix of zeros stays zero.
         return paced.mul_(torch.where(after == 0, 1.0, before / after))

@@ -1,9 +1,9 @@
 """Runs the elementwise parts of rules on a device: all pieces of a bucket with few launches and few bytes.
 
-On a CPU `parts` takes one piece after the other, in parts of the cache's size. A device is different in three ways.
-Each operation costs a launch, so one kernel takes all pieces where there is one. Memory is read and written at every
-operation, so there are few. And the host does not know which matrices are left alone, since it does not wait, so
-whatever is written is masked by flags on the device.
+On a CPU, `parts` takes one piece after the other, in parts of the cache's size. A device differs in three ways. Each
+operation costs a launch, so a single kernel takes all pieces if there is one. Each operation reads and writes memory,
+so there are few operations. The CPU does not wait, so it does not know which matrices stay unchanged; flags on the
+device mask all writes.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class Folded(NamedTuple):
 
     Attributes:
         gradient: Any shape, any real dtype, read only.
-        state: What the rule keeps as "momentum", each of that shape; written if ``folds``.
-        matrix: Number of its matrix in the plan, by which `Factors` are found.
+        state: The state of kind "momentum", each tensor of the same shape; written if ``folds``.
+        matrix: Number of its matrix in the plan, for `Factors`.
         folds: Whether the gradient is folded into the state; if not, only the direction is written.
-        into: Where the direction goes, of that shape, any strides and real dtype; None: nowhere.
+        into: The tensor for the direction, of the same shape, any strides and real dtype; None: it is not written.
     """
 
     gradient: Tensor
@@ -46,17 +46,17 @@ class Updated(NamedTuple):
     """A piece of weights.
 
     Attributes:
-        weights: Any shape, written: masters where there are any.
-        update: That shape, any real dtype and strides, read only; multiplied by its step already where
+        weights: Any shape, written: the master weights if there are any.
+        update: The same shape, any real dtype and strides, read only; already multiplied by its step if
             `Factors.arrives`.
-        state: What the rule keeps as "weights", each of that shape, written.
+        state: The state of kind "weights", each tensor of the same shape, written.
         matrix: Number of its matrix in the plan.
         scale: Update scale of the whole matrix.
-        rounded: Weights of lower precision that the master is rounded to; None where there is no master.
-        sums: What the rule's summands add up to over the whole matrix, 0-d fp64 each; empty if it asks for none.
-        told: What the rule keeps as "matrix", 0-d fp64 each, where there are sums.
-        copies: How many ranks store these elements.
-        rounding: How weights in bf16 are rounded up or down; None: they are rounded to nearest.
+        rounded: Weights of lower precision to which master weights are rounded; None if there are no master weights.
+        sums: The sums of the rule's summands over the whole matrix, 0-d fp64 each; empty if the rule needs none.
+        told: The state of kind "matrix", 0-d fp64 each, if there are sums.
+        copies: The number of ranks that store these elements.
+        rounding: The stochastic rounding of weights in bf16; None: they are rounded to nearest.
     """
 
     weights: Tensor
@@ -71,7 +71,7 @@ class Updated(NamedTuple):
     rounding: Rounding | None = None
 
     def widened(self) -> Updated:
-        """Return the piece with an fp32 copy of weights that `round` rounds up or down."""
+        """Return the piece with an fp32 copy of weights, if `round` rounds them stochastically."""
         return self if self.rounding is None else self._replace(weights=self.weights.float())
 
     def round(self, widened: Updated) -> None:
@@ -80,7 +80,7 @@ class Updated(NamedTuple):
             self.rounding.write(widened.weights, self.weights)
 
     def apply(self, rule: Rule, active: Tensor | None, *, measured: bool) -> list[Tensor]:
-        """Step the weights by `parts.apply`; return the squares of the step if they are asked for."""
+        """Step the weights by `parts.apply`; return the squares of the step if ``measured``."""
         squares: list[Tensor] | None = [] if measured else None
         given = self.weights, self.update, self.state
         parts.apply(rule, *given, scale=self.scale, active=active, sums=self.sums, told=self.told, squares=squares)
@@ -88,13 +88,13 @@ class Updated(NamedTuple):
 
 
 class Factors:
-    """What the pieces of each matrix are multiplied by in one step, worked out for all matrices at once.
+    """The factors of gradients, weights and updates in one step, computed for all matrices at once.
 
     Attributes:
         rule: The rule of the param group.
         active: For each matrix whether anything is written, bool (n,).
         scales: The update scale of each matrix, fp64 (n,), on the same device.
-        only_zeros: Whether a gradient is left out only where it is exactly zero, so that it cannot be NaN then.
+        only_zeros: Whether a gradient is left out only if it is exactly zero, so that a left-out gradient is never NaN.
     """
 
     def __init__(self, rule: Rule, active: Tensor, scales: Tensor, *, only_zeros: bool = False) -> None:
@@ -104,18 +104,18 @@ class Factors:
 
     @cached_property
     def arrives(self) -> bool:
-        """Whether updates are multiplied by their step where they are orthogonalized, before they travel.
+        """Whether owners multiply updates by their step, before they send them.
 
-        There the last product is multiplied by 1/ν anyhow, to divide the norm out. The step is multiplied into that
-        number, so it costs nothing, and the weights are read and written once: decayed and added to what has arrived.
-        It is so where nothing else than that needs the update. All ranks know this alike: it depends on the settings of
-        the group alone.
+        The last product of the orthogonalization is multiplied by 1/ν anyway. The step is multiplied into this number,
+        so it costs nothing. The weights are then read and written once: they are decayed, and the received update is
+        added. This is possible only if the rule needs the update for nothing else. All ranks get the same answer,
+        because it depends only on the settings of the group.
         """
         return self.adds and not self.rule.changes_matrices()
 
     @cached_property
     def adds(self) -> bool:
-        """Whether weights decay in full and the update, times a number, is added: `Rule.apply` and `decay`, no more."""
+        """Whether the rule only decays weights in full and adds a multiple of the update (`Rule.apply`, `decay`)."""
         kind = type(self.rule)
         own = (kind.apply, kind.decay) != (Rule.apply, Rule.decay) or kind.asks_for_sums()
         return self.rule.decay_mode == "full" and not own
@@ -127,7 +127,7 @@ class Factors:
 
     @cached_property
     def step(self) -> Tensor:
-        """What the result of each matrix is multiplied by before it travels, fp64 (n,)."""
+        """The factor of the result of each matrix before it is sent, fp64 (n,)."""
         return self.change if self.arrives else torch.ones_like(self.scales)
 
     @cached_property
@@ -137,23 +137,23 @@ class Factors:
 
     @cached_property
     def folding(self) -> Tensor:
-        """How much of a gradient goes into the momentum, fp32 (n,): 0 for a matrix that is left alone."""
+        """The factor of a gradient in the momentum, fp32 (n,): 0 for a matrix that stays unchanged."""
         assert isinstance(self.rule, MuonRule)
         return self.active.to(torch.float32) * (1 - self.rule.momentum)
 
     @cached_property
     def change(self) -> Tensor:
-        """What the update is multiplied by before it is added, fp64 (n,): 0 for a matrix that is left alone."""
+        """The factor of the update before it is added, fp64 (n,): 0 for a matrix that stays unchanged."""
         return torch.where(self.active, self.scales * -self.rule.lr, 0.0)
 
     @cached_property
     def size(self) -> Tensor:
-        """What the update is multiplied by before it is subtracted, fp32 (n,)."""
+        """The factor of the update before it is subtracted, fp32 (n,)."""
         keep, change = self.applied(torch.float32)
         return torch.full_like(keep, -1.0) if self.arrives else -change
 
     def applied(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return what weights and updates are multiplied by, each (n,), rounded to a dtype: 1 and 0 if left alone."""
+        """Return the factors of weights and updates, each (n,), rounded to a dtype: 1 and 0 for unchanged matrices."""
         if dtype not in self._rounded:
             keep = torch.where(self.active, 1 - self.rule.lr * self.rule.weight_decay, torch.ones_like(self.scales))
             self._rounded[dtype] = keep.to(dtype), self.change.to(dtype)
@@ -161,13 +161,13 @@ class Factors:
 
 
 def fold(pieces: Sequence[Folded], factors: Factors) -> None:
-    """Fold gradients into what a rule keeps as "momentum", in place, and write directions.
+    """Fold gradients into the state of kind "momentum", in place, and write directions.
 
     Args:
-        pieces: On one device.
-        factors: Of their rule. Where it folds as Muon does, a kernel or, for momentum in fp32, `_fold_as_muon` stands
-            in for `Rule.fold` and `Rule.direction`; else these run. The direction of a matrix that is left alone is
-            written all the same, from what is kept and from a gradient of zeros.
+        pieces: The pieces, on one device.
+        factors: The factors of their rule. If the rule folds like Muon, a kernel or, for momentum in fp32,
+            `_fold_as_muon` replaces `Rule.fold` and `Rule.direction`. The direction of an unchanged matrix is written
+            too, from its momentum and a gradient of zeros.
     """
     rule, active = factors.rule, factors.active
     rest = list(pieces)
@@ -183,7 +183,7 @@ def fold(pieces: Sequence[Folded], factors: Factors) -> None:
         _fold_fused(in_one, factors)
         _fold_as_muon(by_torch, factors)
     for piece in rest:
-        # What is left out may be NaN, and a direction may be made of the gradient.
+        # A left-out gradient may be NaN, and a direction may depend on the gradient.
         g = piece.gradient if factors.only_zeros else piece.gradient.masked_fill(factors.inactive[piece.matrix], 0)
         parts.fold(rule, g, piece.state, active=active[piece.matrix], into=piece.into, folds=piece.folds)
 
@@ -192,13 +192,13 @@ def apply(pieces: Sequence[Updated], factors: Factors, *, measured: bool = False
     """Decay and update weights in place, computed in fp32 or wider and rounded once.
 
     Args:
-        pieces: On one device.
-        factors: Of their rule. Where it `Factors.adds`, a kernel or `_apply_plain` stands in for `Rule.apply`; else
-            that runs, or `Rule.apply_with` where there are sums.
-        measured: Whether the squares of the steps without decay are asked for.
+        pieces: The pieces, on one device.
+        factors: The factors of their rule. With `Factors.adds`, a kernel or `_apply_plain` replaces `Rule.apply`; else
+            `Rule.apply` runs, or `Rule.apply_with` if there are sums.
+        measured: Whether to return the squares of the steps without decay.
 
     Returns:
-        Their sum if so, each element counted once among its copies, 0-d fp64.
+        With ``measured``, the sum of the squares, each element counted once among its copies, 0-d fp64; else None.
     """
     if not pieces:
         return None
@@ -238,10 +238,10 @@ def _momentum(piece: Folded) -> Tensor:
 
 
 def _fold_as_muon(pieces: Sequence[Folded], factors: Factors) -> None:
-    """`MuonRule.fold` and `direction`, with fewer bytes than by masking what they do.
+    """Do `MuonRule.fold` and `direction` with less memory traffic than by masking their results.
 
-    A gradient that is left out is folded in with weight 0, which changes no bit of the momentum. Where it may be NaN it
-    is replaced by zeros first. Denormals are left as they are: a device computes with them as fast as with others.
+    A left-out gradient is folded in with weight 0, which changes no bit of the momentum. If it may be NaN, it is first
+    replaced by zeros. Denormals stay, because a device computes with them as fast as with other numbers.
     """
     rule = factors.rule
     assert isinstance(rule, MuonRule)
@@ -260,9 +260,9 @@ def _fold_as_muon(pieces: Sequence[Folded], factors: Factors) -> None:
 
 
 def _apply_plain(pieces: Sequence[Updated], factors: Factors) -> None:
-    """`Rule.apply` with full decay: weights that are left alone are multiplied by 1 and changed by 0 times the update.
+    """Do `Rule.apply` with full decay; unchanged weights are multiplied by 1, and 0 times the update is added.
 
-    That changes none of their bits, since the update of a matrix that is left alone is finite: `fold` takes zeros for
+    This changes none of their bits, because the update of an unchanged matrix is finite: `fold` uses zeros in place of
     its gradient.
     """
     for piece in pieces:
@@ -292,7 +292,7 @@ def _squares(pieces: Sequence[Updated], factors: Factors) -> Tensor:
 
 
 def _can_fuse(known: dict[object, bool], *tensors: Tensor | None) -> bool:
-    """Whether one kernel takes these tensors of a piece; ``known`` has the answers so far, for pieces of one kind."""
+    """Whether one kernel takes these tensors of a piece; ``known`` caches the results for pieces of the same kind."""
     given = [tensor for tensor in tensors if tensor is not None]
     first, dtypes = given[0], [tensor.dtype for tensor in given]
     kind = (first.device, *dtypes)
@@ -324,7 +324,7 @@ def fold_in_one(
     matrices: Sequence[int],
     factors: Factors,
 ) -> None:
-    """`fold` by one kernel where `Factors.fuses`: of one matrix a tensor, or of several that lie side by side."""
+    """Do `fold` by one kernel, if `Factors.fuses`; each tensor has one matrix, or several adjacent matrices."""
     rule = factors.rule
     assert isinstance(rule, MuonRule)
     fused.fold(
@@ -342,7 +342,7 @@ def apply_in_one(
     matrices: Sequence[int],
     factors: Factors,
 ) -> None:
-    """`apply` by one kernel, likewise; without masters the last but one is empty."""
+    """Do `apply` by one kernel, if `Factors.fuses`; ``masters`` is empty if there are no master weights."""
     fused.apply(
         *(weights, masters, updates, factors.active),
         keep=factors.applied(torch.float32)[0],

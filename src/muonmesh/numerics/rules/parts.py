@@ -13,12 +13,12 @@ from muonmesh.numerics.kernels.threads import run_on_one_thread
 from muonmesh.numerics.rules.rule import Rule
 
 _CACHED = 1 << 19
-"""Elements a CPU works on at a time, so that the operations of one rule find them in its cache. With fewer, threads
-wait for each other's turn to call the next operation: at 1 << 16 two take 2.7 times as long (measured)."""
+"""Number of elements that a CPU works on at a time, so that the operations of a rule find them in the cache. With fewer
+elements, threads wait for each other's Python code: with 1 << 16, two threads take 2.7 times as long (measured)."""
 
 _AT_ONCE_ON_A_DEVICE = 1 << 24
-"""Elements a device works on at a time, in several copies of 64 MiB, or of 128 MiB in fp64. Of a large matrix as many
-copies would be most of what a step takes."""
+"""Number of elements that a device works on at a time, in several copies of 64 MiB, or 128 MiB in fp64. Copies of a
+whole large matrix would need most of the memory of a step."""
 
 
 def fold(
@@ -30,16 +30,16 @@ def fold(
     into: Tensor | None = None,
     folds: bool = True,
 ) -> None:
-    """Fold a gradient into what a rule keeps as "momentum", in place, and write the direction.
+    """Fold a gradient into the state of kind "momentum", in place, and write the direction.
 
     Args:
-        rule: Whose `Rule.fold` and `Rule.direction`.
+        rule: The rule with `Rule.fold` and `Rule.direction`.
         gradient: Any shape, any real dtype, read only.
-        state: Each of that shape, written if the gradient is folded.
-        active: 0-d bool tensor; where it is false nothing is folded. None means true.
-        into: Where the direction goes, which is orthogonalized later: that shape, any real dtype and strides; rounded
-            to from the dtype of the direction. None: nowhere.
-        folds: Whether the gradient is folded, or the direction is written alone.
+        state: The state, each tensor of the same shape; written if the gradient is folded.
+        active: 0-d bool tensor; if it is false, nothing is folded. None means true.
+        into: The tensor for the direction, which is orthogonalized later: the same shape, any real dtype and strides.
+            The direction is rounded to its dtype. None: it is not written.
+        folds: Whether the gradient is folded. If False, only the direction is written.
     """
     flat = None if into is None else _flat(into)
     for g, *held in in_cache(gradient, *state.values(), *(() if flat is None else (flat,))):
@@ -67,15 +67,16 @@ def change_whole(
 ) -> None:
     """Run a rule's part on one whole matrix, in place.
 
-    The rule is given the matrix in fp32 or wider, contiguous in the orientation rows × cols and at an aligned address,
-    and on a CPU one thread: sums round otherwise in another memory order or on another number of threads.
+    The part gets the matrix in fp32 or wider, contiguous in the orientation rows × cols and at an aligned address, and
+    runs on one thread on a CPU, because the rounding of sums depends on memory order and number of threads.
 
     Args:
         part: `Rule.whole` or `Rule.balance` of a rule.
         matrix: The orthogonalized matrix, or the direction, in its wide orientation, contiguous, written.
-        state: What is given to the part, contiguous, written; as wide as the widest of it the part computes.
+        state: The state for the part, contiguous, written; the part computes in its widest dtype.
         rows, cols: Size of the matrix, out × in.
-        direction: What was orthogonalized, as ``matrix``, read only, where the rule `Rule.sees_direction`.
+        direction: The direction before orthogonalization, in the form of ``matrix``, read only; for a rule with
+            `Rule.sees_direction`.
     """
     exact = torch.promote_types(matrix.dtype, torch.float32)
     for value in state.values():
@@ -112,14 +113,14 @@ def apply(
     """Decay and update weights in place, computed in fp32 or wider and rounded once.
 
     Args:
-        rule: Whose `Rule.apply`, or `Rule.apply_with` where there are sums.
+        rule: The rule with `Rule.apply`, or `Rule.apply_with` if there are sums.
         weights: Any shape, written.
         update: Same shape, any real dtype, read only.
-        state: What is kept as "weights", each of that shape, written.
+        state: The state of kind "weights", each tensor of the same shape, written.
         scale: Update scale of the *whole* matrix that the update is a part of.
-        active: 0-d bool tensor; where it is false nothing changes. None means true.
-        sums: What the `Rule.summands` add up to over the whole matrix, 0-d fp64 each.
-        told: What is kept as "matrix", 0-d fp64 each, where there are sums.
+        active: 0-d bool tensor; if it is false, nothing changes. None means true.
+        sums: The sums of the `Rule.summands` over the whole matrix, 0-d fp64 each.
+        told: The state of kind "matrix", 0-d fp64 each, if there are sums.
         squares: If given, sums of squares of the step without decay are appended, 0-d fp64.
     """
     size = rule.lr * scale
@@ -146,10 +147,10 @@ def exponents(rule: Rule, weights: Tensor, update: Tensor, state: Mapping[str, T
     """Return for each summand the largest exponent among the given elements, int64 (sums,): see `numerics.exact`.
 
     Args:
-        rule: Whose `Rule.summands`.
+        rule: The rule with `Rule.summands`.
         weights: Any shape, read only.
         update: Same shape, any real dtype, read only.
-        state: What is kept as "weights", each of that shape, read only.
+        state: The state of kind "weights", each tensor of the same shape, read only.
         scale: Update scale of the whole matrix.
     """
     found = [
@@ -169,16 +170,16 @@ def limbs(
     scale: float,
     count: int,
 ) -> Tensor:
-    """Return what the elements given add to each sum, int64 (sums, 2), to be added up: see `numerics.exact`.
+    """Return the contribution of these elements to each sum, int64 (sums, 2), to be added up: see `numerics.exact`.
 
     Args:
-        rule: Whose `Rule.summands`.
-        weights: As in `exponents`.
-        update: As in `exponents`.
-        state: As in `exponents`.
+        rule: The rule with `Rule.summands`.
+        weights: Any shape, read only.
+        update: Same shape, any real dtype, read only.
+        state: The state of kind "weights", each tensor of the same shape, read only.
         exponents: The largest `exponents` of all elements of the whole matrix, int64 (sums,).
         scale: Update scale of the whole matrix.
-        count: Elements of the whole matrix.
+        count: Number of elements of the whole matrix.
     """
     found = [
         torch.stack([limbs_of(some, one, count=count) for some, one in zip(summands, exponents, strict=True)])
@@ -208,7 +209,7 @@ def side_by_side(role: str, tensors: Sequence[Tensor]) -> Tensor:
 
 
 def give_back(together: Tensor, tensors: list[Tensor]) -> None:
-    """Write what has been worked on side by side to where it came from; rounded, if that is of another dtype."""
+    """Copy the parts of a `side_by_side` tensor back to their tensors, rounded to their dtype."""
     if together.dtype == tensors[0].dtype:
         torch.unbind_copy(together, out=tensors)
     else:
@@ -223,7 +224,7 @@ def spare(like: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _flat(into: Tensor) -> Tensor:
-    """Return contiguous memory to write first: torch transposes fast on a CPU only within one dtype, so cast before."""
+    """Return contiguous memory for a cast before a transpose; on a CPU, torch transposes fast only within one dtype."""
     if into.is_contiguous() or into.device.type != "cpu":
         return into
     return scratch("direction", into.shape, dtype=into.dtype, device=into.device)

@@ -45,13 +45,13 @@ RULES: dict[str, type[Hyperparameters]] = {name: _rule_in_file_of(name) for name
 _OWN = frozenset(RULES)
 
 ENTRY_POINTS = "muonmesh.rules"
-"""The group of entry points by which packages make rules of theirs known."""
+"""The group of entry points by which packages declare rules of their own."""
 
 AnyRule = TypeVar("AnyRule", bound=Rule | ElementwiseRule)
 
 
 def register_rule(algorithm: str) -> Callable[[type[AnyRule]], type[AnyRule]]:
-    """Return a class decorator that makes a rule known as the ``algorithm`` of groups.
+    """Return a class decorator that registers a rule under a name for the ``algorithm`` of groups.
 
     Register the rule in every process before it steps groups with the rule or loads their state. You may register a
     name of your own again, as when you run a notebook cell twice.
@@ -104,7 +104,7 @@ def register_rule(algorithm: str) -> Callable[[type[AnyRule]], type[AnyRule]]:
 
 
 def by_defaults(rule: type[AnyRule]) -> AnyRule:
-    """Return a rule that has the defaults of its fields, and nothing where there is none."""
+    """Return a rule with the defaults of its fields; fields without a default are not set."""
     found = object.__new__(rule)
     for field in fields(rule):
         if field.default is not MISSING:
@@ -115,13 +115,13 @@ def by_defaults(rule: type[AnyRule]) -> AnyRule:
 
 
 def is_known(algorithm: str) -> bool:
-    """Whether a rule has this name, here or in an installed package that names it among its entry points.
+    """Whether a rule has this name, registered or declared by the entry points of an installed package.
 
     A package's rule is imported when its name is first used: ``[project.entry-points."muonmesh.rules"]`` with a line
     ``name = "module:Class"``.
 
     Raises:
-        ValueError: importing what the entry point names registers no rule of this name, or two packages have one.
+        ValueError: importing the entry point registers no rule of this name, or two packages declare this name.
     """
     if algorithm in RULES:
         return True
@@ -141,7 +141,7 @@ def is_known(algorithm: str) -> bool:
 
 
 def rule_of(group: Mapping[str, Any]) -> Any:
-    """Return the rule of a group, with the settings that the group has now."""
+    """Return the rule of a group, with the group's current settings."""
     return RULES[group["algorithm"]].of(group)
 
 

@@ -1,4 +1,4 @@
-"""Rule: what a step does with a gradient, in parts none of which can see how the matrix is sharded."""
+"""Rule: the base class of rules for matrices, in parts that do not depend on how a matrix is sharded."""
 
 from __future__ import annotations
 
@@ -23,29 +23,31 @@ DecayMode: TypeAlias = Literal["full", "cautious"]
 """Which weights decay: all; or only those that the update also moves towards zero (arXiv 2510.12402)."""
 
 KeptAs: TypeAlias = str
-"""What a rule keeps has one number for each element ("momentum": where the gradient is folded in; "weights": where the
-weights are), for each of the "rows" or "cols" of a matrix, or for each "matrix"; or it is a matrix of its own, of two
-sizes, such as "rows×rows", "cols×cols", "rows×cols" or "rows×16", which the owner of the matrix keeps."""
+"""The kind of a state's shape. Per-element state is "momentum" (placed as the momentum, for `fold`) or "weights"
+(placed as the weights, for `apply`). Other state has one number for each of the "rows" or "cols" of a matrix, or for
+each
+"matrix"; or it is a matrix of two sizes, such as "rows×rows", "cols×cols", "rows×cols" or "rows×16", which the owner of
+the matrix keeps."""
 
 _KEPT_AS = re.compile("momentum|weights|rows|cols|matrix|(rows|cols|[1-9][0-9]*)×(rows|cols|[1-9][0-9]*)")
 
 
 @dataclass(frozen=True, slots=True)
 class Hyperparameters:
-    """What the group of every algorithm says, snapshotted for one step.
+    """The settings that every rule has: a snapshot of a param group for one step.
 
     Attributes:
         scale_invariant: Whether the update stays the same when all gradients are multiplied by one number. Then
             clipping them by their norm makes no step smaller. The gradients of a rule without this are always clipped.
-        never_negative: Names of what it keeps that no step makes negative, such as squares.
+        never_negative: Names of state that no step makes negative, such as squares.
         lr: Learning rate, a number or a 0-d tensor.
         weight_decay: Decoupled: ``p ← p·(1 − lr·weight_decay)``.
         decay_mode: Whether all weights decay ("full"), or only those of the update's sign ("cautious").
-        stochastic_rounding: Seed by which weights in bf16 are rounded up or down; None: they are rounded to nearest.
+        stochastic_rounding: Seed of the stochastic rounding of weights in bf16; None: they are rounded to nearest.
         takes_turns: Whether the rule does costly work in some steps only, and matrices take turns (`Rule.turn`).
-        steps_taken: Calls of `Muon.step` before this one, also such as changed nothing, but neither those at learning
-            rate 0 nor those that raised. The group counts them, and saves that with its settings, if something depends
-            on it: see `counts_steps`.
+        steps_taken: The number of earlier calls of `Muon.step`, including calls that changed nothing, without calls at
+            learning rate 0 and calls that raised an error. The group counts and saves it only if the rule depends on
+            it: see `counts_steps`.
     """
 
     scale_invariant: ClassVar[bool] = False
@@ -88,7 +90,7 @@ class Hyperparameters:
         """Check that the settings have allowed values.
 
         Raises:
-            ValueError: one is out of range.
+            ValueError: a setting is out of range.
         """
         for each in fields(self):
             setting, value = each.metadata.get("setting"), getattr(self, each.name)
@@ -303,12 +305,12 @@ class Rule(Hyperparameters):
             sums: As in `apply_with`.
 
         Returns:
-            A 0-d bool tensor; None if every matrix suits.
+            A 0-d bool tensor; None if the rule suits every matrix.
         """
         return None
 
     def count_of_sums(self) -> int:
-        """Return how many sums over whole matrices the rule asks for.
+        """Return the number of sums over whole matrices that the rule needs.
 
         Raises:
             TypeError: a summand is no tensor of the shape of the weights.
@@ -361,7 +363,7 @@ def check_keeps(rule: Hyperparameters) -> None:
     """Check that the kinds of state in `Rule.keeps` exist.
 
     Raises:
-        ValueError: one does not.
+        ValueError: a kind does not exist.
     """
     for key, kind in rule.keeps().items() if isinstance(rule, Rule) else ():
         if not _KEPT_AS.fullmatch(str(kind)):

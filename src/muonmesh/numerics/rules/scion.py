@@ -1,4 +1,4 @@
-"""Scion: what its rules for embeddings and heads have in common (Pethick et al., arXiv 2502.07529)."""
+"""Scion: the base class of its rules for embeddings and heads (Pethick et al., arXiv 2502.07529)."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from muonmesh.numerics.scale import ScaleMode, StepSize
 from muonmesh.numerics.setting import choice, rule_field
 
 ScionLayer: TypeAlias = Literal["head", "embedding"]
-"""What multiplies the weight: vectors whose elements are about 1, in a head; or one index, in an embedding."""
+"""The kind of layer: a "head" multiplies vectors with elements of about 1; an "embedding" looks up one index."""
 
 ScionScale: TypeAlias = Literal["match_rms_adamw", "unit_rms_norm", "none"]
-"""The scale modes that mean something for steps that are not orthogonal."""
+"""The scale modes that are defined for steps that are not orthogonalized."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScionRule(MuonRule, ABC):
-    """Momentum, brought to norm 1 by the operator norm of an embedding or of a head; it is not orthogonalized.
+    """Base class of rules that divide the momentum by the operator norm of an embedding or a head.
 
     The paper decays weights by its rate γ and steps by γ times a radius ρ: write ``lr=γ·ρ`` and ``weight_decay=1/ρ``.
     It has no look-ahead: ``nesterov=False``.
 
     Attributes:
-        layer: What the weights are, ``scion_layer``. A tied weight is a head.
+        layer: The kind of layer, ``scion_layer``. A tied weight is a head.
     """
 
     orthogonalizes: ClassVar[bool] = False
@@ -42,13 +42,13 @@ class ScionRule(MuonRule, ABC):
         """Return the factor by which the update has Scion's operator norm 1."""
 
     def scale(self, rows: int, cols: int) -> float:
-        """Return what the learning rate is multiplied by.
+        """Return the factor of the learning rate.
 
-        "match_rms_adamw" gives the step an RMS of 0.2, as it does Muon's; "unit_rms_norm" is Scion's own; "none": 1.
+        "match_rms_adamw" gives the step an RMS of 0.2, as for Muon; "unit_rms_norm" is Scion's own scale; "none" is 1.
         """
         factor = {"match_rms_adamw": 0.2 / self.rms(rows, cols), "unit_rms_norm": self.own(rows, cols), "none": 1.0}
         return self.extra_scale_factor * factor[self.scale_mode]
 
     def step_size(self, rows: int, cols: int) -> StepSize:
-        """Return the RMS of one step; its spectral norm is another for every matrix."""
+        """Return the RMS of one step; its spectral norm is NaN, because it differs for every matrix."""
         return StepSize(float(self.lr) * self.scale(rows, cols) * self.rms(rows, cols), float("nan"))

@@ -1,4 +1,4 @@
-"""Scion's RowNorm: rows of one norm, for a head or an embedding (Pethick et al., arXiv 2502.07529)."""
+"""Scion's RowNorm: normalizes each row, for a head or an embedding (Pethick et al., arXiv 2502.07529)."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from muonmesh.numerics.rules.scion import ScionRule
 
 @dataclass(frozen=True, slots=True)
 class ScionRowNormRule(ScionRule):
-    """The rows of the momentum, each divided by its norm: one token's at a time.
+    """The rule "scion_row_norm": each row of the momentum, which belongs to one token, is divided by its norm.
 
-    With "unit_rms_norm" a row of a head has the norm 1/√cols, so that its largest output is 1 (the authors' RowNorm),
-    and a row of an embedding has an RMS of 1 (their ColNorm of the transposed weight, as torch stores it). A row of
-    zeros, that of a token without a gradient so far, stays one. There is no ε.
+    With "unit_rms_norm", a row of a head has the norm 1/√cols, so that its largest output is 1 (the authors' RowNorm).
+    A row of an embedding has an RMS of 1 (their ColNorm of the transposed weight, as torch stores it). A row of zeros,
+    as for a token without a gradient so far, stays zero. There is no ε.
     """
 
     def whole(self, update: Tensor, state: Mapping[str, Tensor]) -> Tensor:

@@ -14,14 +14,14 @@ from muonmesh.numerics.rules.scion import ScionRule
 
 @dataclass(frozen=True, slots=True)
 class ScionSignRule(ScionRule):
-    """The signs of the momentum, the paper's recommendation for the last layer, and for one tied to the first.
+    """The rule "scion_sign": the signs of the momentum, as the paper recommends for the last layer, even if it is tied.
 
-    With "unit_rms_norm" they are divided by the number of columns of a head, whose largest output then is 1, and are
-    taken as they are for an embedding, whose rows then have an RMS of 1.
+    With "unit_rms_norm", the signs are divided by the number of columns of a head, so that its largest output is 1. For
+    an embedding they are not divided, so that its rows have an RMS of 1.
     """
 
     def direction(self, gradient: Tensor, state: Mapping[str, Tensor]) -> Tensor:
-        """Return the signs of Muon's direction; NaN where that is not finite, of which the sign would not tell."""
+        """Return the signs of Muon's direction; NaN for elements that are not finite, which a sign would hide."""
         direction = MuonRule.direction(self, gradient, state)
         return torch.where(direction.isfinite(), direction.sign(), torch.nan)
 
@@ -30,5 +30,5 @@ class ScionSignRule(ScionRule):
         return 1.0
 
     def own(self, rows: int, cols: int) -> float:
-        """Return 1 over the columns of a head, and 1 for an embedding."""
+        """Return 1/cols for a head, and 1 for an embedding."""
         return 1 / cols if self.layer == "head" else 1.0

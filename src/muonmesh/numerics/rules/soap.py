@@ -17,24 +17,25 @@ from muonmesh.numerics.setting import fraction, rule_field, whole
 
 @dataclass(frozen=True, slots=True)
 class SoapRule(MuonRule):
-    """Muon of momentum that Adam's second moment scales in the basis of Shampoo's preconditioners.
+    """The rule "soap": Muon of momentum scaled by Adam's second moment in the basis of Shampoo's preconditioners.
 
     Each matrix keeps running means L of G·Gᵀ and R of Gᵀ·G, and Q_L and Q_R, orthogonal and near their eigenvectors.
     With U Muon's direction: ``P = Q_Lᵀ·U·Q_R``, ``v ← β₂·v + (1 − β₂)·P²``, and ``Q_L·(P/√v)·Q_Rᵀ`` is orthogonalized.
     Then L and R take in G, and the bases turn towards their eigenvectors by one power iteration. In the first step U
     itself is orthogonalized, and the bases become the eigenvectors. A matrix whose first gradient comes later begins
-    with unit bases, so that the host need not ask a device for it.
+    with unit bases, so that the CPU need not wait for the device.
 
-    All of it, the momentum too, lies at the owner of the matrix. What travels is G, in the compute dtype.
+    All state, including the momentum, is kept at the owner of the matrix. Ranks send G, in the compute dtype.
 
     From KellerJordan/modded-nanogpt at f411b3d3, records/track_3_optimization/results/20260609_soap_f1_auxb2_clean/
     train_gpt_clean_SOTA.py, record 44: the bases lines 355 to 375, the scaling 377 to 387, the running means 389 to
     400, the order of all this 444 to 472. Left out are that script's trust gate, floors of updates and radii, which
     come after orthogonalizing or belong to attention alone.
 
-    Of its epsilons, 1e-30 on the diagonals of L and R and 1e-8 under norms change nothing. The one of √v, 1e-8, would
-    swallow gradients of that size, so here it is none: where v is zero P is, and stays so. L, R and v are kept in units
-    of the first gradient (a power of two), so that no square vanishes: gradients of any scale give the same bits.
+    The script's epsilons of 1e-30 on the diagonals of L and R and of 1e-8 under norms change nothing. Its ε of 1e-8 in
+    √v would suppress gradients of this size, so this rule has no ε: if v is zero, P is zero too and stays zero. L, R
+    and v are kept in units of the first gradient (a power of two), so that no square vanishes. So gradients of any
+    scale give the same bits.
 
     Attributes:
         beta2: β₂ of v, L and R, ``soap_beta2``.
@@ -61,7 +62,7 @@ class SoapRule(MuonRule):
         return gradient
 
     def balance(self, direction: Tensor, state: Mapping[str, Tensor]) -> Tensor:
-        """Return the momentum scaled in the bases, and turn these."""
+        """Return the momentum scaled in the bases, and turn the bases."""
         rows, cols, second, fresh = state["row_basis"], state["col_basis"], state["second_moment"], state["unit"] == 0
         largest = direction.abs().amax((-2, -1), keepdim=True)
         power = over(largest, largest.frexp()[0])  # exact
@@ -94,12 +95,12 @@ class SoapRule(MuonRule):
         return vectors.flip(-1)
 
     def flops(self, rows: int, cols: int) -> int:
-        """Return those of six products with the matrix a side, and of the power iterations, spread over the steps."""
+        """Return the FLOPs of six products with the matrix for each side, and of power iterations, on average."""
         return 6 * rows * cols * (rows + cols) + 14 * (rows**3 + cols**3) // (3 * self.every)
 
 
 def _turn(basis: Tensor, gram: Tensor) -> Tensor:
-    """Turn bases towards the eigenvectors by one power iteration; return the order that their vectors are put in."""
+    """Turn bases towards the eigenvectors by one power iteration; return the new order of their vectors."""
     product = gram @ basis
     order = torch.argsort((basis * product).sum(-2), dim=-1, descending=True, stable=True)  # by qᵀ·G·q
     basis.copy_(torch.linalg.qr(product.gather(-1, order[:, None, :].expand_as(product)))[0])
