@@ -205,7 +205,7 @@ def test_resume_insists_on_the_same_settings(tmp_path: Path) -> None:
 
 
 WRONG = {
-    "--resume auto": r"--resume auto: found no --out beside it",
+    "--resume auto": r"--resume auto: found no --out; needed the directory",
     "--lr 0": r"--lr 0.0: needed a positive, finite number",
     "--lr 1e300": r"--lr 1e\+300: needed a number of at most 2147483647",
     "--resume nowhere": r"nowhere: found no config.json",

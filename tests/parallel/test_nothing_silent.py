@@ -192,7 +192,7 @@ def different_clip(key: str, waits: bool) -> None:
     give(model, 0)
     before = [p.grad.clone() for p in model.parameters()]
     if waits:
-        with pytest.raises(mm.PlanError, match=f"clip_grad_norm_: found .*{key}.* others on other ranks"):
+        with pytest.raises(mm.PlanError, match=f"clip_grad_norm_: found .*{key}.* other arguments on other ranks"):
             optimizer.clip_grad_norm_(**arguments)
     else:
         assert bool(optimizer.clip_grad_norm_(**arguments).skipped)
