@@ -524,9 +524,9 @@ def replicas_differ(what: str) -> None:
     give(model, 1)
     before = values(model)
     named = {
-        "weights": "vector: found weights",
+        "weights": "vector: found weights with the checksum .*the same weights and state.*Seed alike before you build",
         "exp_avg": "vector: found exp_avg",
-        "loaded on one": "state loaded=False",
+        "loaded on one": "state loaded=.*Load state on every rank",
     }
     with pytest.raises(mm.PlanError, match=named.get(what, f"matrix: found {what}")):
         optimizer.step()
@@ -536,6 +536,32 @@ def replicas_differ(what: str) -> None:
 @pytest.mark.parametrize("what", ["weights", "momentum_buffer", "exp_avg", "loaded on one"])
 def test_replicas_that_differ_are_an_error_on_all(workers, what: str) -> None:
     workers(2).run(replicas_differ, what, timeout=SOON)
+
+
+def gradients_of_own_batches(how: str) -> bool:
+    """Step with the gradient of each rank's own batch, averaged or not; return whether replicas stay equal."""
+    model, optimizer = build(process_group="local" if how == "local" else "world")
+    give(model, dist.get_rank())
+    if how == "averaged":
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= dist.get_world_size()
+    if how == "rounded":  # as on a device that adds in no fixed order
+        give(model, 0)
+        model.vector.grad *= 1 + 1e-4 * dist.get_rank()
+    before = values(model)
+    if how == "own":
+        told = r"^matrix: The ranks 0 and 1 hold replicas of this and other parameters, but their gradients differ\."
+        with pytest.raises(mm.LayoutError, match=told):
+            optimizer.step()
+        return same(before, values(model))
+    optimizer.step()
+    return not same(before, values(model))
+
+
+@pytest.mark.parametrize("how", ["own", "averaged", "rounded", "local"])
+def test_replicas_whose_gradients_nothing_averaged_are_an_error_on_all(workers, how: str) -> None:
+    assert workers(2).run(gradients_of_own_batches, how, timeout=SOON) == [True, True]
 
 
 # ------------------------------------------------------------------ parameters that are replaced

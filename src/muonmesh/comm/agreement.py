@@ -17,6 +17,9 @@ from muonmesh.errors import PlanError, about, explain_error
 from muonmesh.layout import Elementwise, Parameter, Plan
 from muonmesh.layout.parameter import describe
 
+CHECKSUM = " with the checksum "
+"""Stands between the name of a tensor and its checksum in a line of `insist_on_equal`."""
+
 _made: Counter[tuple[int, ...]] = Counter()
 """Number of process groups that this process has made for each set of ranks; equal on all ranks of the set."""
 
@@ -32,11 +35,12 @@ class View(NamedTuple):
 
 
 def insist_on_equal(group: dist.ProcessGroup | None, lines: Mapping[str, str]) -> None:
-    """Raise an error on every rank of a group that names the first different setting; called when digests differ.
+    """Raise an error on every rank of a group that names the first difference; called when digests differ.
 
     Args:
         group: The ranks; None for one rank.
-        lines: The settings of each parameter on this rank as text, by the parameter's name.
+        lines: The settings, and the checksums if the step compares them, of each parameter on this rank as text, by
+            the parameter's name.
 
     Raises:
         PlanError: always.
@@ -52,6 +56,9 @@ def insist_on_equal(group: dist.ProcessGroup | None, lines: Mapping[str, str]) -
             found = f"{mine} on rank {first} and {theirs} on rank {other}"
             needed = "the same settings and dtypes on every rank that holds it"
             write = "Set the groups alike on every rank; a schedule must not depend on the rank"
+            if mine.startswith("state loaded=") or CHECKSUM in mine:
+                needed = "the same weights and state on every rank that holds it"
+                write = "Seed alike before you build the model, or broadcast its weights. Load state on every rank"
             raise PlanError(explain_error(name, found, needed, write))
     what = "The settings of the param groups differ between ranks. Set them alike on every rank"
     raise PlanError(about("the groups", what))

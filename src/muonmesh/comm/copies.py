@@ -15,9 +15,12 @@ from muonmesh.errors import LayoutError, about
 Copies = Mapping[tuple[str, tuple[int, ...]], Sequence[tuple[int, ...]]]
 """For a parameter, by its name and the ranks of one copy, the ranks of each of its copies."""
 
-ALIKE = 1e-3
+ALIKE = 1e-2
 """The largest relative difference between gradients of two copies. Copies with the same inputs have equal gradients, up
 to rounding if a device adds in no fixed order. Copies with other tokens as inputs differ by much more."""
+
+Sums = tuple[float, float]
+"""Norm and sum of a gradient."""
 
 
 class Claim(NamedTuple):
@@ -37,7 +40,7 @@ class Claim(NamedTuple):
     kind: str
     ranks: tuple[int, ...]
     bits: int
-    gradient: tuple[float, float] | None
+    gradient: Sums | None
     unknown: bool
 
 
@@ -76,7 +79,28 @@ def find_copies(claims: Mapping[int, Sequence[Claim]]) -> Copies:
     return found
 
 
-def _differ(a: tuple[float, float] | None, b: tuple[float, float] | None) -> bool:
+def insist_on_averages(held: Mapping[int, Mapping[tuple[str, int, int], Sums]]) -> None:
+    """Check that replicas that the user or DDP declares have equal gradients.
+
+    Args:
+        held: For each rank of the connected set what `muonmesh.step.replicas.gradients_of_replicas` returns there.
+
+    Raises:
+        LayoutError: gradients differ, so nothing has averaged them. Every rank raises this error.
+    """
+    first: dict[tuple[str, int, int], tuple[int, Sums]] = {}
+    for rank, sums in held.items():
+        for key, found in sums.items():
+            other, expected = first.setdefault(key, (rank, found))
+            if _differ(expected, found):
+                told = f"The ranks {other} and {rank} hold replicas of this and other parameters, but their gradients "
+                told += "differ. Each rank would train on its own batch, and replicas would drift apart. Wrap the "
+                told += "model in DistributedDataParallel, or average each gradient over the replicas before "
+                told += "optimizer.step(): dist.all_reduce(p.grad); p.grad /= dist.get_world_size(). If each rank "
+                raise LayoutError(about(key[0], told + 'trains its own copy, write process_group="local"'))
+
+
+def _differ(a: Sums | None, b: Sums | None) -> bool:
     if a is None or b is None:  # the step raises an error if only some copies have a gradient
         return False
     norm = max(a[0], b[0])

@@ -192,9 +192,12 @@ def nobody_said(name: str) -> LayoutError:
     """Return the error for a plain tensor whose ranks are unknown."""
     what = f"This parameter is a plain tensor while {world_size()} ranks run, and nothing says which ranks hold the "
     what += "same parameter. If the model was sharded after this optimizer was made, make the optimizer after it. "
-    what += 'Under DDP, write Muon(..., process_group="world"). If every rank trains its own copy, '
-    what += 'write process_group="local". If some ranks share it, pass their ProcessGroup. If it is a shard, make it a '
-    what += f"DTensor (fully_shard), or declare it: layouts={{{name!r}: (mesh, placements)}}"
+    what += "Under DDP, or if your loop averages the gradients of all ranks, write "
+    what += 'Muon(..., process_group="world"). If every rank trains its own copy, write process_group="local". If some '
+    what += (
+        "ranks share it, pass their ProcessGroup. If it is a shard, make it a DTensor (fully_shard), or declare it: "
+    )
+    what += f"layouts={{{name!r}: (mesh, placements)}}"
     return LayoutError(about(name, what))
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from muonmesh.comm.agreement import View, group_of, insist
-from muonmesh.comm.copies import Copies, find_copies
+from muonmesh.comm.copies import Copies, find_copies, insist_on_averages
 from muonmesh.comm.exchange import Exchange
 from muonmesh.comm.meeting import connected
 from muonmesh.comm.published import global_shape
@@ -41,7 +41,7 @@ from muonmesh.step.members import (
     unknown_matrix,
 )
 from muonmesh.step.planning import Connected, Planned, Planner, plan_members, widened
-from muonmesh.step.replicas import claims_of
+from muonmesh.step.replicas import claims_of, gradients_of_replicas
 from muonmesh.step.runtime import Runtime
 from muonmesh.step.untrained import warn_of_rounding
 
@@ -95,11 +95,13 @@ def connect(groups: Groups, runtime: Runtime) -> Connected:
     if planned is not None:
         bf16 = planned.device.type == "cpu" and runtime.precision.compute == torch.bfloat16
         products = runtime.asked, auto_takes() if bf16 else None
-        mine = claims_of(planned, ranks, runtime.source), products, runtime.machine
+        replicas = gradients_of_replicas(planned, ranks, runtime.source)
+        mine = claims_of(planned, ranks, runtime.source), products, runtime.machine, replicas
     order = ranks if group is None else dist.get_process_group_ranks(group)
     told = dict(zip(order, tell_all(mine, error, group=group), strict=True))
-    claims, takes, machines = ({rank: facts[number] for rank, facts in told.items()} for number in range(3))
+    claims, takes, machines, averages = ({rank: facts[number] for rank, facts in told.items()} for number in range(4))
     copies = find_copies(claims)
+    insist_on_averages(averages)
     if _take_what_all_have(runtime, takes, machines) or copies:
         planned, _, error = _read(groups, runtime, copies)
     error = error or unknown_matrix([] if planned is None else planned.members)

@@ -6,6 +6,7 @@ checkpoint. Replicas that differ would stay different without an error. So the c
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -13,11 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from muonmesh.comm.copies import Claim
-from muonmesh.comm.gradients import GradientSource, gradient_of
+from muonmesh.comm.agreement import CHECKSUM
+from muonmesh.comm.copies import Claim, Sums
+from muonmesh.comm.gradients import GradientSource, gradient_of, partial_axes
 from muonmesh.comm.storage import Storage, local_of, this_rank
 from muonmesh.errors import LayoutError
-from muonmesh.layout import FlatShards
+from muonmesh.layout import FlatShards, MeshLayout
 from muonmesh.step.members import Member
 from muonmesh.step.planning import Planned
 
@@ -63,11 +65,7 @@ def claims_of(planned: Planned, ranks: Sequence[int], source: GradientSource) ->
         tensor, storage = member.tensor, member.storage
         if not member.may_have_copies(ranks) or dist.get_backend() == "fake":
             continue
-        try:
-            gradient = gradient_of(member.name, tensor, source)
-        except (LayoutError, TypeError):  # the step raises this error later
-            gradient = None
-        slopes = None if gradient is None else _norm_and_sum(local_of(gradient.detach()))
+        slopes = _norm_and_sum(_gradient(member, source))
         held = "plain" if storage.mesh is None else str(storage.placements)
         kind = f"{storage.shape}, {tensor.dtype}, {held} on {len(member.ranks)} ranks"
         bits = int(sum_of_bits(storage, tensor, tensor.device))
@@ -75,13 +73,51 @@ def claims_of(planned: Planned, ranks: Sequence[int], source: GradientSource) ->
     return found
 
 
-def _norm_and_sum(local: Tensor) -> tuple[float, float]:
+def gradients_of_replicas(
+    planned: Planned, ranks: Sequence[int], source: GradientSource
+) -> dict[tuple[str, int, int], Sums]:
+    """Return norm and sum of the gradients of all parameters of which the same ranks hold whole, declared copies.
+
+    Returns:
+        One entry for each such set of ranks. Its key is equal on ranks that can compare: the name of the first
+        parameter, the first rank, and the number of gradients.
+    """
+    found = dict[tuple[int, ...], tuple[str, list[Sums]]]()
+    if len(ranks) == 1 or dist.get_backend() == "fake":
+        return {}
+    if any(member.at_momentum for member in planned.members):
+        return {}  # a source that brings gradients to the momentum averages them later
+    for member in planned.members:
+        storage = member.storage  # a flat buffer may hold other parameters beside this one
+        known = isinstance(storage.layout, MeshLayout) and not member.may_have_copies(ranks)
+        if not (known and storage.copies == len(member.ranks) > 1):
+            continue
+        gradient = _gradient(member, source)
+        if (slopes := _norm_and_sum(gradient)) is not None and not any(partial_axes(gradient)):
+            found.setdefault(member.ranks, (member.name, []))[1].append(slopes)
+    return {
+        (name, held[0], len(sums)): (math.hypot(*(norm for norm, _ in sums)), sum(total for _, total in sums))
+        for held, (name, sums) in found.items()
+    }
+
+
+def _gradient(member: Member, source: GradientSource) -> Tensor | None:
+    try:
+        return gradient_of(member.name, member.tensor, source)
+    except (LayoutError, TypeError):  # the step raises this error later
+        return None
+
+
+def _norm_and_sum(gradient: Tensor | None) -> Sums | None:
+    if gradient is None:
+        return None
+    local = local_of(gradient.detach())
     return float(torch.linalg.vector_norm(local, dtype=torch.float64)), float(local.sum(dtype=torch.float64))
 
 
 def text_of(fingerprint: Fingerprint) -> str:
     """Return a fingerprint as text. The CPU waits for the device."""
-    return ", ".join(f"{key} {int(number) % 2**64:x}" for key, number in fingerprint.items())
+    return ", ".join(f"{key}{CHECKSUM}{int(number) % 2**64:x}" for key, number in fingerprint.items())
 
 
 def sum_of_bits(storage: Storage, tensor: Tensor, device: torch.device) -> Tensor:
