@@ -198,11 +198,15 @@ def test_matrices_that_straddle_ranks_are_orthogonalized_once(pools: dict[int, P
     assert told["done"] == 6  # three of qkv, up, down, lone; idle has no gradient
 
 
-def test_explain_tells_the_calls_and_their_balance(pools: dict[int, Pool]) -> None:
+def test_explain_is_one_table_of_all_parameters(pools: dict[int, Pool]) -> None:
     told = pools[2].run(ds.work_done, zero(2))[0]["explained"]
     assert "qkv.weight" in told
     assert "norm.weight" in told
-    assert "4 calls a step; imbalance 1." in told
+    assert len(re.findall("^parameter ", told, re.MULTILINE)) == 1
+    assert re.findall(r"^rank (\d+) of (\d+): \d of 6 orthogonalizations.*\(imbalance 1\.", told, re.MULTILINE) == [
+        ("0", "2")
+    ]
+    assert "flat×1  " in told
     assert "override 'qkv.weight'" in told
 
 

@@ -247,7 +247,7 @@ def _muon_row(group: Mapping[str, Any], of: int, planned: Planned, number: int, 
         group["algorithm"],
         reason,
         ", ".join(size if count == 1 else f"{count} of {size}" for size, count in sizes.items()),
-        parameter.target.describe(),
+        parameter.target.describe().partition(" (")[0],  # without the fingerprint of flat shards
         dict(Counter(one.owner for one in planned.plan.assignments if one.parameter == number)),
         sum(parameter.flops),
         0,

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from torch import Tensor
 
-from muonmesh.comm.storage import Storage
+from muonmesh.comm.storage import Storage, this_rank, world_size
 from muonmesh.integrations.deepspeed.engine_parameters import EngineParameter
 from muonmesh.layout import FlatShards
 from muonmesh.numerics.rules import is_matrix_rule
@@ -70,16 +70,18 @@ def _row(known: EngineParameter, group: Mapping[str, Any]) -> Row:
     return Row(known.name, group["algorithm"], known.reason, shape, "", {}, 0, 0, float(group["lr"]), math.nan)
 
 
-@dataclass(frozen=True)
-class Calls:
-    """Explains one step of a DeepSpeed engine: an explanation of each call, by the call's title."""
-
-    explanations: dict[str, Explanation]
-
-    def __str__(self) -> str:
-        """Return a table for each call, and a line with the load balance of each call."""
-        tables = [f"{title}\n{told}" for title, told in self.explanations.items()]
-        balances = [
-            f"{told.imbalance:.2f} in {title}" for title, told in self.explanations.items() if any(told.flops.values())
-        ]
-        return "\n\n".join([*tables, f"{len(tables)} calls a step; imbalance {', '.join(balances)}"])
+def explain_step(calls: Sequence[Call]) -> Explanation:
+    """Return one explanation of all calls of an engine's step, with the sums of their work and traffic."""
+    explanations = [call.explain() for call in calls]
+    added = {
+        name: sum(getattr(one, name) for one in explanations)
+        for name in ("orthogonalizations", "collectives", "bytes_sent", "bytes_received", "state_bytes", "host_bytes")
+    }
+    return Explanation(
+        rows=tuple(row for one in explanations for row in one.rows),
+        rank=this_rank(),
+        flops={rank: sum(one.flops.get(rank, 0) for one in explanations) for rank in range(world_size())},
+        step_bytes=max(one.step_bytes for one in explanations),
+        budget_bytes=max(one.budget_bytes for one in explanations),
+        **added,
+    )

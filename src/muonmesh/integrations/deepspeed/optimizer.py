@@ -15,11 +15,12 @@ from muonmesh.checkpoint.of_muon import OfMuon
 from muonmesh.checkpoint.record import Record
 from muonmesh.clip.limits import GradNorms, Limits
 from muonmesh.errors import LayoutError, StateError, explain_error
-from muonmesh.integrations.deepspeed.calls import Call, Calls
+from muonmesh.integrations.deepspeed.calls import Call, explain_step
 from muonmesh.integrations.deepspeed.checkpoint import engine_records, expert_names, publish
 from muonmesh.integrations.deepspeed.clipping import clip, measure
 from muonmesh.layout.matrix import as_tuples
 from muonmesh.numerics.rules import is_matrix_rule, rule_of, step_count
+from muonmesh.report.explain import Explanation
 
 _IDENTITY = ("name", "algorithm", "parameters", "matrices")
 """Keys that identify a group; no checkpoint may change them."""
@@ -273,6 +274,6 @@ class EngineMuon(torch.optim.Optimizer):
 
     # ---------------------------------------------------------------- telling
 
-    def explain(self) -> Calls:
-        """Return an explanation of a step of the engine: for each call its rows and load balance; no communication."""
-        return Calls({call.title: call.explain() for call in self.calls})
+    def explain(self) -> Explanation:
+        """Return an explanation of a step of the engine, as `muonmesh.Muon.explain` does; no communication."""
+        return explain_step(self.calls)
