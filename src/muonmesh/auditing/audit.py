@@ -365,6 +365,6 @@ def mend_of(verdict: Verdict, muon: bool, gradient: float, strength: float, size
     if not 0.6 < size < 1.6 and not math.isnan(size):
         return (
             "its step has another size than the scale says. If it is stored in x out or is a convolution, the scale "
-            f"was told other rows and columns. {FROM_MODEL}, or check its group's settings"
+            f"was computed from other rows and columns. {FROM_MODEL}, or check its group's settings"
         )
     return ""

@@ -235,8 +235,8 @@ def _who_is_missing(ranks: Sequence[int], key: str, when: str, what: str) -> str
     if answers:
         return answers[0]
     return (
-        "Who is missing cannot be told: the store of the ranks, which rank 0 keeps or torchrun beside it, does not "
-        f"answer ({problems[-1]}). Rank 0, its host or the way there is gone"
+        "The store of the ranks, in the process of rank 0 or of its torchrun, does not answer "
+        f"({problems[-1]}), so it is unknown which ranks are missing. Rank 0, its machine or the network has failed"
     )
 
 

@@ -32,7 +32,7 @@ from muonmesh.layout.rounds import Rounds
 from muonmesh.layout.routes import Leg, Routes, append
 
 Batch = tuple[Tensor, Tensor, tuple[int, ...]]
-"""See `Work.orthogonalize`."""
+"""Matrices (b, rows, cols), the tensor for their results, and their assignments."""
 
 Portion = tuple[tuple[int, ...], LegViews, tuple[Batch, ...]]
 """Assignments whose gradients are folded now, the legs to read with their views, and at most one batch."""

@@ -155,7 +155,7 @@ def _take_what_all_have(
     runtime.precision = replace(runtime.precision, kernels=kernels)
     if kernels != runtime.asked and this_rank() == first:
         what = f"The ranks {first} and {other} have different compiled products, so all ranks use torch's products. "
-        what += 'Install the same wheel on hosts with the same kind of CPU, or write kernels="torch"'
+        what += 'Install the same wheel on machines with the same kind of CPU, or write kernels="torch"'
         warn(about('kernels="auto"', what))
     return True
 

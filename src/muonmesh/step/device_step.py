@@ -45,12 +45,12 @@ class DeviceStep(MuonStep):
         self._factors: dict[int, Factors] = {}
 
     def fold(self, pieces: Sequence[Folded]) -> None:
-        """See `MuonStep`."""
+        """Fold the gradients of these pieces into momentum, the pieces of a group together."""
         for group, some in self._by_group(pieces).items():
             on_device.fold(some, self._factors_of(group))
 
     def apply(self, pieces: Sequence[Updated]) -> None:
-        """See `MuonStep`."""
+        """Decay and update the weights of these pieces, the pieces of a group together."""
         for group, some in self._by_group(pieces).items():
             squares = on_device.apply(some, self._factors_of(group), measured=self._update_squares is not None)
             if self._update_squares is not None and squares is not None:

@@ -32,7 +32,7 @@ from muonmesh.step.state_layout import StateLayout, Stored, state_layouts_of
 E = TypeVar("E", bound=Exception)
 
 Holders = Literal["known", "open", "unknown"]
-"""See `Member.holders`."""
+"""Whether muonmesh knows which ranks hold a parameter; `Member.holders` explains the values."""
 
 
 @dataclass(frozen=True)

@@ -237,13 +237,13 @@ class HostStep(MuonStep):
     """A step on a CPU: each thread works on one piece after the other, so that a piece stays in the cache."""
 
     def fold(self, pieces: Sequence[Folded]) -> None:
-        """See `MuonStep`."""
+        """Fold the gradients of these pieces into momentum, on all threads."""
         for folds in (True, False):
             tasks = [functools.partial(self.fold_one, piece) for piece in pieces if piece.folds == folds]
             run_all(tasks, device=self._ready.device)
 
     def apply(self, pieces: Sequence[Updated]) -> None:
-        """See `MuonStep`."""
+        """Decay and update the weights of these pieces, on all threads."""
         run_all([functools.partial(self._apply_one, piece) for piece in pieces], device=self._ready.device)
 
     def _apply_one(self, piece: Updated) -> None:

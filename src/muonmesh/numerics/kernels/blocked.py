@@ -104,7 +104,7 @@ def _by_rows(c: Tensor, a: Tensor, b: Tensor, *, beta: float, alpha: float, out:
 def _multiply(
     a: Tensor, b: Operand, terms: Terms, out: Tensor, alpha: float = 1.0, scale: Number = 1.0, symmetric: bool = True
 ) -> Tensor:
-    """See `Matmuls.multiply`.
+    """Multiply as `Matmuls.multiply` says, block by block, each symmetric block once.
 
     Every call counts: after a product the interpreter and torch's dispatch are out of the thread's cache, and calls
     take two to three times as long as in a loop (measured). So what can be made once is kept, down to the views.

@@ -133,7 +133,7 @@ def _multiply(
     symmetric: bool = True,
     low: Operand = None,
 ) -> Tensor:
-    """See `Matmuls.multiply` and `Exact`; the rows of a matrix may be apart."""
+    """Multiply as `Matmuls.multiply` and `Exact` say, by the compiled product; rows of a matrix may be apart."""
     count, rows, depth = a.shape
     cols = out.shape[2]
     shape = count, rows, cols
@@ -165,7 +165,7 @@ def _multiply(
 
 
 def _row_products(x: Tensor, y: Tensor) -> Tensor:
-    """See `Exact.row_products`."""
+    """Return the sum of x·y over each row: (batch, rows), fp32."""
     batch, rows, cols = x.shape
     _require(x.shape == y.shape, y)
     out = torch.empty(batch, rows, dtype=torch.float32, device=x.device)
@@ -174,7 +174,7 @@ def _row_products(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _load(x: Tensor, out: Tensor) -> Tensor:
-    """See `Exact.load`."""
+    """Copy a batch to ``out``, transposed if the shapes say so; return the norm of each matrix: (batch, 1, 1), fp32."""
     norms = torch.empty(len(out), 1, 1, dtype=torch.float32, device=out.device)
     if x.shape != out.shape:
         _store(x, out)
@@ -184,7 +184,7 @@ def _load(x: Tensor, out: Tensor) -> Tensor:
 
 
 def _store(x: Tensor, out: Tensor) -> None:
-    """See `Exact.store`."""
+    """Copy a batch to ``out``, transposed if the shapes say so."""
     if x.shape == out.shape:
         out.copy_(x)
     else:

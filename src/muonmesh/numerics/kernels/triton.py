@@ -60,7 +60,7 @@ def multiply(
     symmetric: bool = True,
     diagonal: Operand = None,
 ) -> Tensor:
-    """See `Matmuls.multiply` and `multiplication`; the factor of the second of two terms is no tensor."""
+    """Multiply as `Matmuls.multiply` says, by one kernel; the factor of the second of two terms is no tensor."""
     given = [(c, number) for c, number in terms if isinstance(number, Tensor) or number]
     (c, factor), (d, delta) = (*given, (None, 0.0), (None, 0.0))[:2]
     factors, scales = (number if isinstance(number, Tensor) else None for number in (factor, scale))
