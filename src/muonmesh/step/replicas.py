@@ -83,10 +83,9 @@ def gradients_of_replicas(
         parameter, the first rank, and the number of gradients.
     """
     found = dict[tuple[int, ...], tuple[str, list[Sums]]]()
-    if len(ranks) == 1 or dist.get_backend() == "fake":
+    later = type(source).complete is not GradientSource.complete  # the source brings gradients after this
+    if later or len(ranks) == 1 or dist.get_backend() == "fake":
         return {}
-    if any(member.at_momentum for member in planned.members):
-        return {}  # a source that brings gradients to the momentum averages them later
     for member in planned.members:
         storage = member.storage  # a flat buffer may hold other parameters beside this one
         known = isinstance(storage.layout, MeshLayout) and not member.may_have_copies(ranks)
