@@ -210,6 +210,21 @@ def test_scripts_run_as_they_stand(tmp_path: Path) -> None:
     assert (tmp_path / "checkpoint" / ".metadata").exists()
 
 
+@pytest.mark.slow
+@pytest.mark.soak
+def test_the_script_that_proves_a_rule(tmp_path: Path) -> None:
+    """With the rule that the page shows in the file that the script imports, on two ranks."""
+    (rule,) = re.findall(r"```python\n([^`]*\"even-rows\"\)[^`]*)```", (ROOT / "docs/rules.md").read_text())
+    (tmp_path / "my_rules.py").write_text("import muonmesh as mm\n" + rule)
+    ((name, script),) = scripts("docs/rules.md").items()
+    (tmp_path / name).write_text(script)
+    command = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", name)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
+    assert ran.returncode == 0, ran.stderr
+    assert "even-rows: 2 ranks have the bits of one process in all 40 cases" in ran.stdout
+
+
 def backward(model: nn.Module) -> None:
     """Give the parameters of a page's transformer layer gradients."""
     weight = next(model.parameters())
@@ -579,13 +594,15 @@ def test_the_page_about_migrating() -> None:
 def test_the_page_about_rules() -> None:
     """In one process; `tests/parallel/test_rules.py` proves the page's rule on ranks."""
     model = Net()
-    *_, names = run("docs/rules.md", {"model": model}, {}, {}, {}, {}, {})
+    *_, names = run("docs/rules.md", {"model": model}, {}, {}, {}, {})
     assert "lion" in [group["algorithm"] for group in names["optimizer"].param_groups]
     written = next(text for text in (ROOT / "docs/rules.md").read_text().split("```python\n") if "even-rows" in text)
     assert len(written.partition("```")[0].strip().splitlines()) <= 30
     optimizer = mm.from_model(model, lr=0.01, rule="even-rows", muon={"row_beta": 0.5})
+    optimizer.metrics()
     model(**batch()).loss.backward()
     optimizer.step()
+    assert optimizer.metrics()["muon/update_rms"] == pytest.approx(0.2 * 0.01, rel=0.05), "no larger in the first step"
     weight = model.attn["wqkv"].weight
     assert tuple(optimizer.state[weight]["row_norm"].shape) == (48, 1)
     assert torch.allclose(optimizer.state[weight]["mean_weights"], 0.5 * weight.detach())
