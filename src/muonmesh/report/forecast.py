@@ -314,7 +314,11 @@ def _rule(name: str) -> Rule:
     """
     if not (is_known(name) and is_matrix_rule(name)):
         needed = f"one of {', '.join(known for known in RULES if is_matrix_rule(known))}"
-        raise ValueError(explain_error("rule", repr(name), needed))
+        write = (
+            "For a rule of your own, install a package that declares it under the entry points muonmesh.rules, or call "
+            "muonmesh.testing.dry_run, which takes any optimizer"
+        )
+        raise ValueError(explain_error("rule", repr(name), needed, write))
     return by_defaults(cast(type[Rule], RULES[name]))
 
 
