@@ -35,6 +35,7 @@ from muonmesh.cli.app import app
 from muonmesh.groups import unregister
 from muonmesh.layout import Interval, MeshLayout
 from muonmesh.step.connection import placed_members
+from muonmesh.step.profiled import NAMES
 from tests.pages import run, scripts, snippets
 from tests.samples import one_in
 from tests.workers import Pool
@@ -550,9 +551,16 @@ def test_the_page_about_clipping() -> None:
 def test_the_page_about_performance() -> None:
     counted, profiled = run("docs/performance.md", {}, {})
     assert counted["run"].launches > 0
-    assert "muonmesh: AdamW and other elementwise rules" in {row.key for row in profiled["profile"].key_averages()}
-    tables = json.loads((ROOT / "benchmarks/results/step.json").read_text())["tables"]
     text = (ROOT / "docs/performance.md").read_text()
+    assert set(re.findall(r"^\| `(muonmesh: .*)` \|", text, re.MULTILINE)) == {
+        f"muonmesh: {part}" for part in NAMES.values()
+    }
+    rows = {row.key: row.count for row in profiled["profile"].key_averages()}
+    assert rows["muonmesh: AdamW and other elementwise rules"] == 1
+    assert profiled["optimizer"].state[profiled["model"][0].bias]["step"] == 3, (
+        "not the first step, which makes the plan"
+    )
+    tables = json.loads((ROOT / "benchmarks/results/step.json").read_text())["tables"]
     for name, peer in (("torch.optim.Muon 2.13", "torch.optim.Muon"), ("Muon of microsoft/dion", "dion Muon")):
         ratios = [tables[layout]["contenders"][peer]["ratio"] for layout in ("one", "ddp2", "fsdp2")]
         assert f"| {name} | {' | '.join(f'{ratio:.2f}' for ratio in ratios)} |" in text
