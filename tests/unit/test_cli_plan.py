@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from muonmesh.cli.app import app
 from muonmesh.cli.cluster import parse_cluster
 from muonmesh.cli.plan_command import weights_of
 from muonmesh.layout import Replicate, Shard
+from muonmesh.report.device_rates import DeviceRates
 
 
 def test_a_model_is_built_without_memory(tmp_path: Path) -> None:
@@ -106,6 +108,14 @@ def test_the_tables_name_their_scope_and_fit_a_terminal(width: int) -> None:
     assert not [line for line in shown if re.match(r" \w+ *$", line) and "Cluster" not in line], (
         "a name broken in a word"
     )
+
+
+def test_the_page_has_every_rate_with_its_default() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "plan.md").read_text().partition("| rate | unit ")[2]
+    told = {
+        name: float(value) for name, value in re.findall(r"^\| `(\w+)` \|.*\| ([\d.]+e-?\d+) \|", page, re.MULTILINE)
+    }
+    assert told == pytest.approx(asdict(DeviceRates()), rel=0.02)
 
 
 def test_a_rule_has_its_own_flops_and_memory() -> None:
