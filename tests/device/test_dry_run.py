@@ -428,6 +428,7 @@ def test_the_model_of_time_is_its_slowest_part() -> None:
     run = dry_run(bag((80, 80)), matrices_only, rates=fast)
     started = run.kernels * 1e-3 + (run.launches - run.kernels) * 1e-4
     assert run.seconds == pytest.approx(started + run.views * 1e-5)
+    assert run.limited_by == "host"
     assert 10 < run.kernels < run.launches
 
 

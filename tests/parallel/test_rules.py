@@ -532,7 +532,7 @@ class ElementsByTheirNorm(mm.ElementwiseRule):
 def on_the_page() -> None:
     """The rule that docs/rules.md shows."""
     model = nn.ModuleDict({"embed": nn.Embedding(4, 4), "linear": nn.Linear(4, 4)})
-    for _ in run_page("docs/rules.md", {"model": model}, {}, {}, {}, {}, {}):
+    for _ in run_page("docs/rules.md", {"model": model}, {}, {}, {}, {}):
         pass
     prove_rule("even-rows", examples=FEW, seed=1, settings={"row_beta": 0.5})
     prove_rule("as-large-as-the-weights", examples=FEW, seed=2)
@@ -669,7 +669,7 @@ def test_a_rule_that_sees_sharding_is_found(workers, rule: str, told: str) -> No
 
 def test_one_process_proves_its_parts() -> None:
     told = prove_rule(AllKinds, examples=5)
-    assert "in all 5 cases" in told
+    assert re.search(r"agree up to rounding in all [1-4] cases in fp32, and their results are .* in all 5 cases", told)
     assert "Sharding was not tried" in told
     with pytest.raises(AssertionError, match=r"NormalisesGradients\.fold"):
         prove_rule("test-normalises-gradients")

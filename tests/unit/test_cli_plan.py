@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from muonmesh.cli.app import app
 from muonmesh.cli.cluster import parse_cluster
 from muonmesh.cli.plan_command import weights_of
 from muonmesh.layout import Replicate, Shard
+from muonmesh.report.device_rates import DeviceRates
 
 
 def test_a_model_is_built_without_memory(tmp_path: Path) -> None:
@@ -62,6 +64,8 @@ def test_the_command_says_and_writes_who_owns_what(tmp_path: Path) -> None:
     assert {owner for owners in found["owners"].values() for owner in owners} <= set(range(8))
     assert len(found["flops_by_rank"]) == 8
     assert found["flops_by_rank"][found["rank"]] == max(found["flops_by_rank"]) == found["counted"]["flops"]
+    assert found["modelled"]["limited by"] == "network"
+    assert "of its device" not in shown.stdout
     sent, seconds = found["counted"]["bytes sent"], found["modelled"]["seconds of the network"]
     begun = found["counted"]["collectives"] * found["rates"]["collective"]
     reached = found["counted"]["messages"] * found["rates"]["message"]
@@ -72,8 +76,20 @@ def test_the_command_says_and_writes_who_owns_what(tmp_path: Path) -> None:
     assert found["modelled"]["bytes in total"] == sum(together) + sum(beside)
     assert beside[0] == pytest.approx(4.34e9 - 1.06e9, abs=10)  # eight ranks
     rank = found["rank"]
-    assert re.search(rf"Rank {rank}, modelled for the rates given\s+─+\s+time .* [\d.,]+ ms ", shown.stdout)
+    modelled = rf"Rank {rank}, modelled for the rates given\s+─+\s+limited by +network\s+time .* [\d.,]+ ms "
+    assert re.search(modelled, shown.stdout)
     assert re.search(rf"Rank {rank}, counted\s+─+\s+matrices +\d", shown.stdout)
+
+
+def test_a_rank_that_needs_more_memory_than_its_device_has_is_told(tmp_path: Path) -> None:
+    (tmp_path / "rates.json").write_text('{"memory": 1e7, "flops": 1e18, "published": 1e12}')
+    shown = command("--model", "nano", "--mesh", "ddp=2", "--rates", tmp_path / "rates.json").stdout
+    assert re.search(r"Rank 0 needs [\d.]+ MB even without activations, more than the 10.0 MB of its device", shown)
+    assert re.search(r"limited by +host or device ", shown)
+    stored, adamw = (re.search(rf"stored in total{of} +([\d.]+) MB", shown) for of in ("", ", with AdamW for all"))
+    assert stored is not None
+    assert adamw is not None
+    assert float(adamw[1]) > float(stored[1])
 
 
 @pytest.mark.parametrize("width", [80, 200])
@@ -94,6 +110,14 @@ def test_the_tables_name_their_scope_and_fit_a_terminal(width: int) -> None:
     )
 
 
+def test_the_page_has_every_rate_with_its_default() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "plan.md").read_text().partition("| rate | unit ")[2]
+    told = {
+        name: float(value) for name, value in re.findall(r"^\| `(\w+)` \|.*\| ([\d.]+e-?\d+) \|", page, re.MULTILINE)
+    }
+    assert told == pytest.approx(asdict(DeviceRates()), rel=0.02)
+
+
 def test_a_rule_has_its_own_flops_and_memory() -> None:
     found = {}
     for rule in ("muon", "soap"):
@@ -107,9 +131,13 @@ def test_a_rule_has_its_own_flops_and_memory() -> None:
 
 
 WRONG = {
-    "--model nano --mesh fsdp=2 --rule nothing": r"rule: found 'nothing'; needed one of muon, normuon",
-    "--model nano --mesh fsdp": r"--mesh fsdp: found 'fsdp'; needed a whole number from 1 to 1,048,576. Write: --mesh",
-    "--model nano --mesh fsdp=99999999999999999999": r"needed a whole number from 1 to 1,048,576. Write: --mesh",
+    "--model nano --mesh fsdp=2 --rule nothing": r"found 'nothing'; needed one of muon, .* muonmesh\.testing\.dry_run",
+    "--model nano --mesh fsdp": r"--mesh fsdp: found 'fsdp'; needed a whole number from 1 to 1,048,576. Write one or "
+    r"more of ddp=8, fsdp=64, hsdp=8x32, tp=8, with commas between them$",
+    "--model nano --mesh fsdp=99999999999999999999": r"needed a whole number from 1 to 1,048,576. Write one or more of",
+    "--model nano --mesh fsdp64": r"found 'fsdp64'; needed axes of ddp, fsdp, hsdp, tp. Write: --mesh fsdp=64$",
+    "--model nano --mesh hsdp:2x32,zero3=24": r"found 'hsdp:2x32'; .* Write: --mesh hsdp=2x32,fsdp=24$",
+    "--model nano --mesh FSDP2=24": r"found 'FSDP2=24'; .* Write: --mesh fsdp=24$",
     "--model nano --mesh hsdp=8": r"found 'hsdp=8'; needed replicas x shards, two whole numbers from 1 to 1,048,576",
     "--model nano --mesh pp=2,fsdp=2": r"found 'pp=2'; .*Plan each pipeline stage by itself",
     "--model nano --mesh fsdp=2,hsdp=2x2": r"found two axes of fsdp; needed one of each",

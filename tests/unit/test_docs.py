@@ -35,6 +35,7 @@ from muonmesh.cli.app import app
 from muonmesh.groups import unregister
 from muonmesh.layout import Interval, MeshLayout
 from muonmesh.step.connection import placed_members
+from muonmesh.step.profiled import NAMES
 from tests.pages import run, scripts, snippets
 from tests.samples import one_in
 from tests.workers import Pool
@@ -208,6 +209,21 @@ def test_scripts_run_as_they_stand(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "checkpoint")
     output(*ranks, "2", "fsdp.py")
     assert (tmp_path / "checkpoint" / ".metadata").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.soak
+def test_the_script_that_proves_a_rule(tmp_path: Path) -> None:
+    """With the rule that the page shows in the file that the script imports, on two ranks."""
+    (rule,) = re.findall(r"```python\n([^`]*\"even-rows\"\)[^`]*)```", (ROOT / "docs/rules.md").read_text())
+    (tmp_path / "my_rules.py").write_text("import muonmesh as mm\n" + rule)
+    ((name, script),) = scripts("docs/rules.md").items()
+    (tmp_path / name).write_text(script)
+    command = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", name)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
+    assert ran.returncode == 0, ran.stderr
+    assert "even-rows: 2 ranks have the bits of one process in all 40 cases" in ran.stdout
 
 
 def backward(model: nn.Module) -> None:
@@ -535,9 +551,16 @@ def test_the_page_about_clipping() -> None:
 def test_the_page_about_performance() -> None:
     counted, profiled = run("docs/performance.md", {}, {})
     assert counted["run"].launches > 0
-    assert "muonmesh: AdamW and other elementwise rules" in {row.key for row in profiled["profile"].key_averages()}
-    tables = json.loads((ROOT / "benchmarks/results/step.json").read_text())["tables"]
     text = (ROOT / "docs/performance.md").read_text()
+    assert set(re.findall(r"^\| `(muonmesh: .*)` \|", text, re.MULTILINE)) == {
+        f"muonmesh: {part}" for part in NAMES.values()
+    }
+    rows = {row.key: row.count for row in profiled["profile"].key_averages()}
+    assert rows["muonmesh: AdamW and other elementwise rules"] == 1
+    assert profiled["optimizer"].state[profiled["model"][0].bias]["step"] == 3, (
+        "not the first step, which makes the plan"
+    )
+    tables = json.loads((ROOT / "benchmarks/results/step.json").read_text())["tables"]
     for name, peer in (("torch.optim.Muon 2.13", "torch.optim.Muon"), ("Muon of microsoft/dion", "dion Muon")):
         ratios = [tables[layout]["contenders"][peer]["ratio"] for layout in ("one", "ddp2", "fsdp2")]
         assert f"| {name} | {' | '.join(f'{ratio:.2f}' for ratio in ratios)} |" in text
@@ -579,13 +602,15 @@ def test_the_page_about_migrating() -> None:
 def test_the_page_about_rules() -> None:
     """In one process; `tests/parallel/test_rules.py` proves the page's rule on ranks."""
     model = Net()
-    *_, names = run("docs/rules.md", {"model": model}, {}, {}, {}, {}, {})
+    *_, names = run("docs/rules.md", {"model": model}, {}, {}, {}, {})
     assert "lion" in [group["algorithm"] for group in names["optimizer"].param_groups]
     written = next(text for text in (ROOT / "docs/rules.md").read_text().split("```python\n") if "even-rows" in text)
     assert len(written.partition("```")[0].strip().splitlines()) <= 30
     optimizer = mm.from_model(model, lr=0.01, rule="even-rows", muon={"row_beta": 0.5})
+    optimizer.metrics()
     model(**batch()).loss.backward()
     optimizer.step()
+    assert optimizer.metrics()["muon/update_rms"] == pytest.approx(0.2 * 0.01, rel=0.05), "no larger in the first step"
     weight = model.attn["wqkv"].weight
     assert tuple(optimizer.state[weight]["row_norm"].shape) == (48, 1)
     assert torch.allclose(optimizer.state[weight]["mean_weights"], 0.5 * weight.detach())

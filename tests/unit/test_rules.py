@@ -18,6 +18,7 @@ from muonmesh.numerics.exact import total_of
 from muonmesh.numerics.rules import RULES, MuonRule, Rule, on_device, parts, register_rule, rule_of
 from muonmesh.numerics.rules.dynmuon import power_at
 from muonmesh.numerics.rules.normuon import NorMuonRule
+from muonmesh.numerics.scale import StepSize
 from muonmesh.step import muon_step, stack
 from muonmesh.step.device_step import DeviceStep
 from muonmesh.testing import prove_rule
@@ -766,6 +767,31 @@ def test_every_part_that_changes_numbers_is_overridden_by_a_rule_here() -> None:
         "turn",
     }  # what they say is read, or only told
     assert public - others == OWN_PARTS.keys()
+
+
+@pytest.mark.parametrize("part", OWN_PARTS)
+def test_explain_leaves_out_the_size_of_a_step_that_a_part_of_ones_own_may_change(
+    part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = OWN_PARTS[part]
+
+    @dataclass(frozen=True)
+    class Told(own):  # type: ignore[valid-type, misc]
+        def step_size(self, rows: int, cols: int) -> StepSize:
+            return StepSize(0.5, 2.0)
+
+    @dataclass(frozen=True)
+    class NotOrthogonal(own):  # type: ignore[valid-type, misc]
+        orthogonalizes = False
+
+    found = []
+    for rule in (own, Told, NotOrthogonal):
+        monkeypatch.setitem(RULES, "own", rule)
+        found.append(mm.Muon([{"params": [nn.Parameter(torch.ones(6, 8))], "algorithm": "own"}], lr=0.1).explain())
+    sizes = [explanation.rows[0].rms for explanation in found]
+    unknown = part in ("whole", "scale", "apply", "summands", "apply_with", "keep")  # the last three have sums
+    assert sizes == pytest.approx([math.nan if unknown else 0.02, 0.5, math.nan], nan_ok=True)
+    assert ("2.0e-02" in str(found[0])) == (not unknown)
 
 
 def test_a_rule_that_divides_by_the_norm_of_a_row_of_zeros_is_not_proved() -> None:

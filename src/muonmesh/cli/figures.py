@@ -49,9 +49,11 @@ def figures_of(weights: Sequence[Weight], found: Forecast) -> dict[str, Any]:
             "bytes of gradients received": found.gradients.bytes_received,
             "collectives of gradients": found.gradients.collectives,
             **{f"bytes of {what}": size for what, size in found.stored.items()},
-            "bytes of moments with AdamW for all": 2 * found.stored["weights"],
+            "bytes stored in total": sum(found.stored.values()),
+            "bytes stored in total, with AdamW for all": 4 * found.stored["weights"],  # with gradients and two moments
         },
         "modelled": {
+            "limited by": found.limited_by,
             **_seconds(found),
             "bytes of buffers in the step": found.exchange,
             "bytes of NCCL's buffers": found.nccl,

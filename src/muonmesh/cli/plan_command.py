@@ -45,7 +45,11 @@ class PlanRequest:
         WHAT,
         'Plan for gradients="to_owners": replicas add gradients up at the owner, which orthogonalizes the matrix.',
     )
-    rule: str = setting("muon", WHAT, "The rule that updates matrices, with its default settings.")
+    rule: str = setting(
+        "muon",
+        WHAT,
+        "The rule that updates matrices, with its default settings: of muonmesh or of an installed package.",
+    )
     rank: int | None = setting(None, WHERE, "The rank to report. Default: the rank with the most work.", least=0)
     machine: int = setting(
         8, WHERE, "Ranks per machine. If replicas are on several machines, ranks pass results on inside each."
@@ -54,7 +58,7 @@ class PlanRequest:
         None,
         WHERE,
         "A JSON file with the rates of a device: flops, published, bytes, wire (per second), kernel, operation, view, "
-        "matrix, collective, message (seconds). Default: one H100.",
+        "matrix, collective, message (seconds), memory (bytes). Default for each: one H100.",
     )
     memory_budget_mb: float | None = setting(
         None,
@@ -149,6 +153,12 @@ def print_plan(found: dict[str, Any], *, as_json: bool = False) -> None:
     console.print(table_of(headings, rows_of(found)))
     for title, figures in tables_of(found).items():
         console.print(table_of((title, ""), figures.items()))
+    needed, there = found["modelled"]["bytes in total"], int(found["rates"]["memory"])
+    if needed > there:
+        console.print(
+            f"Rank {found['rank']} needs {decimal(needed)} even without activations, more than the {decimal(there)} of "
+            "its device (memory in --rates). Shard over more ranks: --mesh fsdp=N, hsdp=REPLICASxSHARDS or tp=N"
+        )
 
 
 def rows_of(found: dict[str, Any]) -> list[list[str]]:
@@ -193,6 +203,8 @@ def tables_of(found: dict[str, Any]) -> dict[str, dict[str, str]]:
 
 def _shown(name: str, value: Any) -> str:
     """Return a figure in the unit that follows from its name; counts are abbreviated: 671B, 1.28M."""
+    if isinstance(value, str):
+        return value
     if isinstance(value, dict):  # seconds, with products at best and as published
         ends = [f"{end * 1e3:{',.0f' if end >= 1 else '.3g'}}" for end in sorted(value.values())]
         return " to ".join(dict.fromkeys(ends)) + " ms"

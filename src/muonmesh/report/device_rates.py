@@ -25,6 +25,7 @@ class DeviceRates:
         matrix: Seconds that the CPU takes for each matrix, in the Python code of the step.
         collective: Seconds until the first byte of a collective arrives.
         message: Additional seconds for each rank that an all-to-all reaches.
+        memory: Bytes of memory; no part of the model of time.
     """
 
     flops: float = 0.70 * 989e12
@@ -37,6 +38,7 @@ class DeviceRates:
     matrix: float = 28e-6
     collective: float = 30e-6
     message: float = 1e-6
+    memory: float = 80e9
 
     @staticmethod
     def weight_of(elements: float, *, by_triton: bool) -> float:
@@ -74,6 +76,12 @@ class Timed:
     def seconds(self) -> float:
         """Modelled seconds of the step: the slowest of `parts`. Waits of one part for another are left out."""
         return max(self.parts().values())
+
+    @property
+    def limited_by(self) -> str:
+        """The slowest of `parts`, such as "network"; "host or device" if this depends on the speed of products."""
+        times = self.parts(published=False), self.parts()
+        return " or ".join(dict.fromkeys(max(some, key=some.__getitem__) for some in times))
 
     @property
     def best_seconds(self) -> float:

@@ -38,8 +38,9 @@ class Row:
         owners: The number of matrices that each rank orthogonalizes, as text.
         flops: FLOPs in a step over all ranks.
         bytes: Bytes that this rank sends for the parameter in a step.
-        rms: Root mean square of one step; for AdamW an upper bound, which the table marks by "≤".
-        spectral: Spectral norm of one step; NaN for AdamW.
+        rms: Root mean square of one step; for AdamW an upper bound, which the table marks by "≤"; NaN if it is not
+            known, see `Rule.step_size`.
+        spectral: Spectral norm of one step; NaN for AdamW, and if it is not known.
         state: Bytes of the parameter's state that this rank keeps from step to step, in the stored dtypes.
         sets: The number of matrices that each coefficient set orthogonalizes, by the name of the set.
     """

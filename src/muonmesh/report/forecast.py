@@ -60,6 +60,7 @@ STEPPED_AT_ONCE = 320 * 2**16  # elements that one launch of AdamW's multi-tenso
 # runs.
 BYTES_OF_AN_OWNED_ELEMENT = 1
 BYTES_OF_AN_ASSEMBLED_ELEMENT = 8  # on top of it, where it arrives from other ranks and leaves for them
+ADAMW_PASSES = 7  # numbers that AdamW moves for each element: four reads (weight, gradient, moments), three writes
 NCCL_OF_A_PEER = 3_280_000_000 // 7  # bytes; seven peers of a machine with eight H100 (NVIDIA/nccl#1685)
 # torch.optim.Muon, counted by dry runs: launches and views of a matrix; it multiplies all of every square, by cuBLAS.
 LAUNCHES_OF_TORCH, VIEWS_OF_TORCH = 33, 12
@@ -163,8 +164,8 @@ class Forecast(Timed):
         return max(products if published else sum(flops) / self.rates.flops, len(shapes) * each)
 
     def seconds_of_adamw(self) -> float:
-        """Modelled seconds of fused torch.optim.AdamW for all parameters; it reads four numbers and writes three."""
-        return 7 * self.stored["weights"] / self.rates.bytes
+        """Modelled seconds of fused torch.optim.AdamW for all parameters."""
+        return ADAMW_PASSES * self.stored["weights"] / self.rates.bytes
 
 
 def forecast(
@@ -228,10 +229,10 @@ def forecast(
     momentum = _kept(own, plan, rank) * STATE
     kept = {"weights": weight_bytes, "gradients": weight_bytes, "momentum": momentum}
     kept["AdamW's moments"] = 2 * others * itemsize
-    # Gradient, momentum read and written, direction; result, weight read and written. AdamW: five reads, three writes.
+    # Gradient, momentum read and written, direction; result, weight read and written.
     elementwise_bytes = BYTES_OF_AN_OWNED_ELEMENT * (assembled + left)
     elementwise_bytes += BYTES_OF_AN_ASSEMBLED_ELEMENT * assembled
-    elementwise_bytes += stored * (2 * itemsize + 2 * STATE + itemsize + 2 * WIRE) + others * 7 * itemsize
+    elementwise_bytes += stored * (2 * itemsize + 2 * STATE + itemsize + 2 * WIRE) + others * ADAMW_PASSES * itemsize
     return Forecast(
         plan,
         rank,
@@ -313,7 +314,11 @@ def _rule(name: str) -> Rule:
     """
     if not (is_known(name) and is_matrix_rule(name)):
         needed = f"one of {', '.join(known for known in RULES if is_matrix_rule(known))}"
-        raise ValueError(explain_error("rule", repr(name), needed))
+        write = (
+            "For a rule of your own, install a package that declares it under the entry points muonmesh.rules, or call "
+            "muonmesh.testing.dry_run, which takes any optimizer"
+        )
+        raise ValueError(explain_error("rule", repr(name), needed, write))
     return by_defaults(cast(type[Rule], RULES[name]))
 
 

@@ -224,7 +224,10 @@ class Rule(Hyperparameters):
         """Change whole orthogonalized matrices before they are scattered and scaled, and return them.
 
         You may use any operation: every layout passes one matrix at a time, in the same memory order, and on a CPU on
-        one thread. Rows of zeros stay zero, so do not divide by their norm.
+        one thread. A row may be zero: divide by ``torch.where(norm == 0, 1, norm)``.
+
+        The learning rate and `scale` multiply what you return. `scale` expects the Frobenius norm √min(rows, cols) of
+        an orthogonal matrix.
 
         Args:
             update: Shape (1, rows, cols), always out × in; fp32 or wider. You may write to it.
@@ -354,7 +357,15 @@ class Rule(Hyperparameters):
         return self.extra_scale_factor * _scale_of(rows, cols, self.scale_mode)
 
     def step_size(self, rows: int, cols: int) -> StepSize:
-        """Return RMS and spectral norm of a step of a whole matrix, rows × cols; NaN if they depend on the weights."""
+        """Return RMS and spectral norm of a step of a whole matrix, rows × cols; NaN if they are not known.
+
+        Override this method in a rule of your own that has its own `whole`, `scale`, `apply` or `apply_with`, or does
+        not orthogonalize. Otherwise the sizes of such a rule are NaN, and `Muon.explain` leaves them out.
+        """
+        sized = {"whole", "scale", "apply", "apply_with"}
+        own = (kind for kind in type(self).__mro__ if not kind.__module__.startswith("muonmesh."))
+        if not self.orthogonalizes or any(sized & vars(kind).keys() for kind in own):
+            return StepSize(math.nan, math.nan)
         spectral = float(self.lr) * self.extra_scale_factor * update_scale(rows, cols, self.scale_mode)
         return StepSize(spectral / math.sqrt(max(rows, cols)), spectral)
 
