@@ -13,7 +13,6 @@ from muonmesh.layout import MatrixSpec, MeshLayout, Placement, Replicate, Shard
 HYBRID = ("ddp", "fsdp")  # the two axes of hsdp=REPLICASxSHARDS
 MOST_RANKS = 2**20
 FORMS = {"ddp": "ddp=8", "fsdp": "fsdp=64", "hsdp": "hsdp=8x32", "tp": "tp=8", "ep": "ep=32"}
-OTHER_NAMES = {"fsdp2": "fsdp", "zero3": "fsdp"}
 ROWWISE = re.compile(r"(^|\.)(o_proj|out_proj|down_proj|c_proj|wo|w2|dense_4h_to_h)(\.weight)?$")
 # Small factors of latent attention, which tensor parallelism does not cut: the next layer needs their whole output.
 NOT_CUT = re.compile(r"(^|\.)(q_a_proj|kv_a_proj_with_mqa)\.weight$")
@@ -96,10 +95,9 @@ def parse_cluster(mesh: str, experts: str | None = None) -> Cluster:
 
 def _axes(option: str, text: str, *, known: tuple[str, ...]) -> Axes:
     def fault(found: str, needed: str) -> FileError:
-        spelled = ",".join(_spelled(part, known) for part in text.split(","))
         forms = ", ".join(FORMS[name] for name in known)
-        write = f": {option} {spelled}" if spelled != text else f" one or more of {forms}, with commas between them"
-        return FileError(f"{option} {text}: found {found}; needed {needed}. Write{write}")
+        write = f"Write one or more of {forms}, with commas between them"
+        return FileError(f"{option} {text}: found {found}; needed {needed}. {write}")
 
     axes: list[tuple[str, int]] = []
     for part in text.split(","):
@@ -120,9 +118,3 @@ def _axes(option: str, text: str, *, known: tuple[str, ...]) -> Axes:
     if ranks > MOST_RANKS:
         raise fault(f"{ranks:,} ranks", f"at most {MOST_RANKS:,}")
     return tuple(axes)
-
-
-def _spelled(part: str, known: tuple[str, ...]) -> str:
-    """Return an axis as `_axes` reads it, such as fsdp=64 for fsdp64 and zero3=64; or the part if this is unclear."""
-    found = re.fullmatch(rf"({'|'.join((*known, *OTHER_NAMES))})\W?(\d+(?:x\d+)?)", part.strip().lower())
-    return part if found is None else f"{OTHER_NAMES.get(found[1], found[1])}={found[2]}"
