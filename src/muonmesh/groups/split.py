@@ -388,17 +388,18 @@ def _said(key: Any, value: Any) -> dict[str, Any]:
     if not isinstance(key, str):
         write = "Write the name of a parameter or a regular expression"
         raise TypeError(explain_error(where, f"the key {key!r}", "a string", write))
-    base = ("muon", "adamw")
+    base, freeze = ("muon", "adamw"), "or call requires_grad_(False) on a parameter to freeze it"
     said = {"algorithm": value} if isinstance(value, str) else value
     if not isinstance(said, Mapping):
-        write = f'Write {{{key!r}: {{"lr": ...}}}}'
+        write = f'Write {{{key!r}: {{"lr": ...}}}}, {freeze}'
         raise TypeError(explain_error(where, repr(value), '"muon", "adamw" or a dict of settings', write))
     algorithm = said.get("algorithm", "muon")
     if not isinstance(algorithm, str) or not is_known(algorithm):
         found, others = f"the algorithm {said['algorithm']!r}", ", ".join(f'"{n}"' for n in RULES if n not in base)
         needed = f'"muon" or "adamw", or another rule: {others}'
-        meant = next(iter(difflib.get_close_matches(str(algorithm), RULES, 1)), "muon")
-        raise ValueError(explain_error(where, found, needed, f"Write {{{key!r}: {meant!r}}}"))
+        close = difflib.get_close_matches(str(algorithm), RULES, 1)
+        write = f"Write {{{key!r}: {close[0]!r}}}" if close else f"Write {{{key!r}: 'muon'}}, {freeze}"
+        raise ValueError(explain_error(where, found, needed, write))
     for name in said:
         if not isinstance(name, str) or name in _RESERVED:
             needed = '"algorithm", "matrices" or settings such as "lr": the rest is split_params\'s own'
