@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from muonmesh.errors import about, explain_error, warn
 from muonmesh.groups.ends import GUESS, UNREAD, ends
@@ -191,8 +192,9 @@ def split_params(
             flattened a weight, so its shape is lost; a projection does not consist of whole heads.
 
     Warns:
-        UserWarning: on rank 0, if Muon gets a weight by a guess; the message has the override that decides. With
-            several ranks, if the output layer is a guess that would be wrong for a pipeline stage.
+        UserWarning: on rank 0, if Muon gets a weight by a guess; the message has the override that decides. If a layer
+            of Muon may be the output layer, and with several ranks if the output layer is a guess that would be wrong
+            for a pipeline stage: on the first rank of DDP or of the parameter's mesh, and else on every rank.
 
     The rules are in docs/groups.md; "Muon for hidden matrices, AdamW for the rest" is K. Jordan's
     (https://kellerjordan.github.io/posts/muon/).
@@ -256,7 +258,7 @@ def _warn_of_guesses(model: nn.Module, entries: Sequence[_Entry], guesses: Seque
         what = f"Muon trains these weights as one matrix each by a guess: {of}. Write {write}"
         warn(about(type(model).__name__, what))
     for entry in entries:
-        if entry.role.reason.endswith(UNREAD) and not entry.overridden_by:
+        if entry.role.reason.endswith(UNREAD) and not entry.overridden_by and _speaks(model, entry.parameter):
             what = (
                 f"This may be the output layer of a {type(model).__name__}: it is inside no block, and no other layer "
             )
@@ -265,11 +267,22 @@ def _warn_of_guesses(model: nn.Module, entries: Sequence[_Entry], guesses: Seque
             what += 'without this warning, write "muon" there'
             warn(about(entry.name, what))
     for entry in entries if ranks > 1 else ():  # a single process has no pipeline stage
-        if entry.role.reason.endswith(GUESS) and not entry.overridden_by:
+        if entry.role.reason.endswith(GUESS) and not entry.overridden_by and _speaks(model, entry.parameter):
             what = f"This last layer of a {type(model).__name__} is taken for the output layer by a guess, because no "
             what += "stack of blocks comes before it. If this is a pipeline stage and more layers follow, write "
             what += f'overrides={{"{entry.name}": "muon"}}. To keep AdamW without this warning, write "adamw" there'
             warn(about(entry.name, what))
+
+
+def _speaks(model: nn.Module, parameter: nn.Parameter) -> bool:
+    """Whether this rank warns about a parameter: the first of the ranks that are known to hold the same layer.
+
+    These are the ranks of DDP or of the parameter's mesh. Any other rank may hold a pipeline stage of its own.
+    """
+    if isinstance(model, DistributedDataParallel):
+        return dist.get_rank(model.process_group) == 0
+    mesh = getattr(parameter, "device_mesh", None)
+    return mesh is None or not any(mesh.get_coordinate() or ())
 
 
 def _order(group: dict[str, Any]) -> int:
