@@ -477,6 +477,14 @@ def test_a_run_leaves_a_report_that_needs_nothing_else(finished: Path) -> None:
 
 
 @pytest.mark.slow
+def test_the_page_lists_the_fields_of_metrics(finished: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs/training.md").read_text()
+    rows = page.partition("| field of `metrics.jsonl` |")[2].partition("\n\n")[0].splitlines()[2:]
+    told = [name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])]
+    assert set(told) == {field for record in read_metrics(finished) for field in record}
+
+
+@pytest.mark.slow
 def test_the_parts_of_a_step_are_measured(finished: Path) -> None:
     for record in read_metrics(finished):
         if "loss" in record:

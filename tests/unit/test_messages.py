@@ -133,20 +133,20 @@ def test_an_unknown_key_raises_with_the_nearest_known_one(path: str, key: str, m
 
 def test_a_misspelt_setting_of_a_rule_gets_the_nearest_of_that_rule_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
     @dataclass(frozen=True)
-    class Rows(mm.MuonRule):
-        row_beta: float = 0.9
+    class Tilted(mm.MuonRule):
+        tilt_beta: float = 0.9
 
-    monkeypatch.setitem(RULES, "rows", Rows)
+    monkeypatch.setitem(RULES, "tilted", Tilted)
     for key, told in (
-        ("row_bta", "found the key 'row_bta'; needed 'row_beta'. Rename it"),
-        ("norm_beta", "needed a setting (the nearest is 'row_beta'). Remove it or"),
+        ("tilt_bta", "found the key 'tilt_bta'; needed 'tilt_beta'. Rename it"),
+        ("tall_beta", "needed a setting (the nearest is 'tilt_beta'). Remove it or"),
         ("rb", "needed a setting. Remove it or"),
     ):
         with pytest.raises(ValueError, match=re.escape(told)):
-            mm.from_model(Net(), rule="rows", muon={key: 0.5})
-    for key in ("row_bta", "row_beta"):
-        with pytest.raises(TypeError, match=re.escape('Write rule="rows", muon={"row_beta": ...} in from_model')):
-            mm.from_model(Net(), rule="rows", **{key: 0.5})
+            mm.from_model(Net(), rule="tilted", muon={key: 0.5})
+    for key in ("tilt_bta", "tilt_beta"):
+        with pytest.raises(TypeError, match=re.escape('Write rule="tilted", muon={"tilt_beta": ...} in from_model')):
+            mm.from_model(Net(), rule="tilted", **{key: 0.5})
 
 
 @pytest.mark.parametrize("value", ["frozen", None, False])
