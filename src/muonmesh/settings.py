@@ -373,16 +373,18 @@ def read_settings(lr: float | Tensor, given: MuonSettings) -> tuple[dict[str, An
             rest[ours] = rest.pop(theirs)
     of_groups = {"lr": lr, **{name: rest.pop(name, each.default) for name, each in GROUP_SETTINGS.items()}}
     shared = {name: rest.pop(name, each.default) for name, each in OPTIMIZER_SETTINGS.items()}
+    of_all = {*SETTINGS, *Hyperparameters.settings()}
+    own = {name: rule for rule in reversed(RULES) for name in RULES[rule].settings() if name not in of_all}
     for name in rest.keys() - {*_TORCH_SWITCHES}:
-        close = difflib.get_close_matches(name, ["lr", *SETTINGS, *_OF_FROM_MODEL], 1)
-        meant = _OTHER_NAMES.get(name) or next(iter(close), None)
+        close = difflib.get_close_matches(name, ["lr", *SETTINGS, *_OF_FROM_MODEL, *own], 1)
+        meant = name if name in own else _OTHER_NAMES.get(name) or next(iter(close), None)
         write = f"Leave {name}= out" if meant is None else f"Write {meant}="
         if name in _OF_FROM_MODEL:
             write = f"Give {name}= to from_model"
         if name in ("muon_lr", "adamw_lr"):
             write = f'Write {name.removesuffix("_lr")}={{"lr": ...}} in from_model, or put it into a group'
-        if readers := [rule for rule, known in RULES.items() if name in known.settings()]:
-            write = f'Write rule="{readers[0]}", muon={{"{name}": ...}} in from_model, or put it into a group'
+        if meant in own:
+            write = f'Write rule="{own[meant]}", muon={{"{meant}": ...}} in from_model, or put it into a group'
         raise TypeError(explain_error("Muon", f"the argument {name!r}", "an argument of muonmesh.Muon", write))
     _check_optimizer(shared)
     check_group("Muon", {**of_groups, **rest})
@@ -469,11 +471,12 @@ def _check_keys(where: str, group: Mapping[str, Any]) -> None:
             )
             write = f'Leave it out, or write "algorithm": "{readers[0]}" (in from_model, rule="{readers[0]}")'
             raise ValueError(explain_error(where, found, needed, write))
-        meant = _OTHER_NAMES.get(key) or next(iter(difflib.get_close_matches(str(key), _GROUP_KEYS, 1, 0.8)), None)
+        known = (*rule.settings(), *_GROUP_KEYS)
+        meant = _OTHER_NAMES.get(key) or next(iter(difflib.get_close_matches(str(key), known, 1, 0.8)), None)
         if meant is not None:
             raise ValueError(explain_error(where, f"the key {key!r}", f"{meant!r}", "Rename it"))
         ours = [name for name in rule.settings() if str(key) in name]  # beta2: normuon_beta2
-        nearest = next(iter(ours or difflib.get_close_matches(str(key), _GROUP_KEYS, 1, 0.0)))
-        found, needed = f"the key {key!r}, which muonmesh does not know", f"a setting (the nearest is {nearest!r})"
+        near = [f" (the nearest is {name!r})" for name in ours or difflib.get_close_matches(str(key), known)]
+        found, needed = f"the key {key!r}, which muonmesh does not know", f"a setting{''.join(near[:1])}"
         write = f"Remove it or, if a framework of yours reads it, write muonmesh.settings.FOREIGN_KEYS.add({key!r})"
         raise ValueError(explain_error(where, found, needed, write))

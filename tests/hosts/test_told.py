@@ -98,6 +98,14 @@ def test_the_callback_clips_in_place_of_the_trainer_and_skips(tmp_path: Path) ->
             trainer_for(tmp_path, (torch.optim.AdamW, {}), MuonCallback()).train()
 
 
+@pytest.mark.parametrize(
+    "wrong", [{"clip": -1.0}, {"policy": "al"}, {"skip_above": "50"}, {"skip_above": float("nan")}]
+)
+def test_arguments_of_the_callback_are_checked_before_a_training_begins(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=rf"^MuonCallback: {next(iter(wrong))}: found"):
+        MuonCallback(**wrong)
+
+
 def test_metrics_are_refused_under_deepspeed() -> None:
     defaults = {"algorithm": "muon", "parameters": ["w"], "matrices": ["whole"], "name": "muon"}
     engine_s = EngineMuon([{"params": [torch.nn.Parameter(torch.zeros(4))], **defaults}], {"lr": 0.1})

@@ -33,6 +33,7 @@ from muonmesh.cli.documents import find_files
 from muonmesh.cli.launch import RankFailed, launch
 from muonmesh.cli.metrics_log import TIMES, append_metrics, cut_metrics, read_metrics
 from muonmesh.cli.model import blocks_of, build_model
+from muonmesh.cli.run import continuation
 from muonmesh.cli.run_settings import Settings, load_settings
 from muonmesh.cli.summary import Point, TrainingSummary, compare, crossing_of, summarise
 from muonmesh.cli.training import learning_rate_factor
@@ -224,6 +225,22 @@ def test_a_checkpoint_counts_when_it_is_whole(tmp_path: Path) -> None:
     assert latest_step(tmp_path) == 10
 
 
+def test_a_stopped_run_names_the_step_from_which_it_continues(tmp_path: Path) -> None:
+    settings, write = (
+        Settings(out=str(tmp_path), optimizer="both", steps=20, warmup=0),
+        f"muonmesh train --resume {tmp_path}",
+    )
+    none = f"from the start, since it has no checkpoint: {write}"
+    assert continuation(tmp_path, settings) == f"Continue muon {none}"
+    for name, step, expected in (
+        ("muon", 10, f"Continue muon from step 10: {write}"),
+        ("muon", 20, f"Continue adamw {none}"),
+        ("adamw", 15, f"Continue adamw from step 15: {write}"),
+    ):
+        checkpoint_folder.write(checkpoints_of(tmp_path, name) / f"step-{step:08d}", {"weight": torch.ones(2)}, {})
+        assert continuation(tmp_path, settings) == expected
+
+
 # --- options ----------------------------------------------------------------------------------------------------------
 
 WRONG = {
@@ -311,6 +328,8 @@ def test_an_error_on_one_rank_ends_the_run_with_its_message(
     how: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launching, "WORKER", "tests.integrations.failing_worker")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "torch.py").write_text("raise ImportError('a file in the current folder replaced a module')")
     (tmp_path / "how").write_text(how)
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     environment = dict(os.environ)
@@ -391,6 +410,9 @@ def finished(runs: Path, text: Path) -> Path:
     assert result.returncode == 0, result.stderr
     left = [path.name for path in temporary.iterdir() if not path.name.startswith("torchinductor_")]  # by importing it
     assert left == [], "torch's launcher makes a directory for logs"
+    tokens = json.loads((run / "corpus.json").read_text())
+    told = f"{tokens['train_tokens']:,} tokens to learn from, {tokens['validation_tokens']:,} held out"
+    assert told in result.stdout
     (run / "output.txt").write_text(result.stdout)
     return run
 
@@ -452,6 +474,14 @@ def test_a_run_leaves_a_report_that_needs_nothing_else(finished: Path) -> None:
 
     assert "model.layers.1.mlp.down_proj.weight" in (run / "explain-muon.txt").read_text()
     assert "torch.optim.AdamW" in (run / "explain-adamw.txt").read_text()
+
+
+@pytest.mark.slow
+def test_the_page_lists_the_fields_of_metrics(finished: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs/training.md").read_text()
+    rows = page.partition("| field of `metrics.jsonl` |")[2].partition("\n\n")[0].splitlines()[2:]
+    told = [name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])]
+    assert set(told) == {field for record in read_metrics(finished) for field in record}
 
 
 @pytest.mark.slow

@@ -156,6 +156,30 @@ def test_a_run_is_locked_and_its_ranks_end_with_a_launcher_that_is_killed(long_r
 
 @pytest.mark.slow
 @pytest.mark.soak
+@pytest.mark.parametrize("killed", [True, False], ids=["killed rank", "second Ctrl-C"])
+def test_a_run_that_ends_at_once_says_how_to_continue(killed: bool, long_run: LongRun) -> None:
+    run, process, ranks = long_run
+    if killed:
+        os.kill(ranks[1], signal.SIGKILL)
+    else:
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.02)  # the ranks have rarely written a checkpoint then
+        process.send_signal(signal.SIGINT)
+    output, errors = process.communicate(timeout=60)
+    step = latest_step(checkpoints_of(run, "muon"))
+    where = f"from step {step}" if step else "from the start, since it has no checkpoint"
+    told = f"Continue muon {where}: muonmesh train --resume {run}\n"
+    if killed:
+        assert process.returncode == 1
+        assert errors.endswith(f"rank 1: ended by SIGKILL (out of memory?). {told}")
+    else:
+        assert process.returncode == 130
+        assert f"Stopped. {told}" in output
+    assert not any(map(alive, ranks))
+
+
+@pytest.mark.slow
+@pytest.mark.soak
 def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_the_last_checkpoint(folder: Path) -> None:
     run = folder / "diverging"
     options = ("--steps", 40, "--warmup", 0, "--checkpoint-every", 1, "--lr", "2e9", "--clip", 0)

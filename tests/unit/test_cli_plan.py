@@ -144,6 +144,7 @@ WRONG = {
     "--model deepseek-v3 --mesh fsdp=4 --experts ep=2": r"found 2 ranks; needed 4, the ranks of --mesh fsdp=4",
     "--model nano --mesh fsdp=2 --rank 2": r"--rank 2: needed a rank of --mesh fsdp=2, below 2",
     "--model nothing --mesh fsdp=2": r"--model nothing: .*Needed a preset .*, the path of a",
+    "--model nano --mesh fsdp=2 --rates none.json": r'none.json: .*needed rates such as {"flops": 4e14, ',
     "--model nano --mesh fsdp=2 --rates rates.json": r"a key of rates.json: found 'flop'; needed one of flops, ",
 }
 

@@ -6,6 +6,7 @@ import ast
 import re
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import nn
 
 import muonmesh as mm
 from muonmesh import checkpoint
+from muonmesh.numerics.rules import RULES
 
 WRONG: list[tuple[str, Any, dict[str, Any]]] = [
     *(("ns_coefficients", value, {}) for value in ("polarexpress", [], [(1.0,)], [(float("nan"), 1.0)], 3, [3, 4])),
@@ -127,6 +129,30 @@ def test_messages_name_the_key_that_was_written(path: str, key: str, value: Any,
 def test_an_unknown_key_raises_with_the_nearest_known_one(path: str, key: str, meant: str) -> None:
     with pytest.raises(ValueError, match=rf"found the key '{key}'; needed '{meant}'\. Rename it$"):
         PATHS[path]({key: 1})
+
+
+def test_a_misspelt_setting_of_a_rule_gets_the_nearest_of_that_rule_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    @dataclass(frozen=True)
+    class Tilted(mm.MuonRule):
+        tilt_beta: float = 0.9
+
+    monkeypatch.setitem(RULES, "tilted", Tilted)
+    for key, told in (
+        ("tilt_bta", "found the key 'tilt_bta'; needed 'tilt_beta'. Rename it"),
+        ("tall_beta", "needed a setting (the nearest is 'tilt_beta'). Remove it or"),
+        ("rb", "needed a setting. Remove it or"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(told)):
+            mm.from_model(Net(), rule="tilted", muon={key: 0.5})
+    for key in ("tilt_bta", "tilt_beta"):
+        with pytest.raises(TypeError, match=re.escape('Write rule="tilted", muon={"tilt_beta": ...} in from_model')):
+            mm.from_model(Net(), rule="tilted", **{key: 0.5})
+
+
+@pytest.mark.parametrize("value", ["frozen", None, False])
+def test_who_wants_to_freeze_by_an_override_is_told_how(value: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match=r"Write .*, or call requires_grad_\(False\) on a parameter to f"):
+        mm.from_model(Net(), overrides={"blocks": value})
 
 
 def test_orthogonalize_names_its_own_arguments() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,7 +12,9 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import SplitPoint, pipeline
+from torch.nn.parallel import DistributedDataParallel
 
 from muonmesh.groups import split_params
 from tests.samples import one_in
@@ -319,6 +322,23 @@ def test_among_several_ranks_the_guess_warns_and_in_one_process_it_does_not(work
     for (message,) in workers(2).run(_warned, _mlp):
         assert message.startswith("2.weight: This last layer of a Sequential is taken for the output layer by a guess")
         assert 'overrides={"2.weight": "muon"}' in message
+
+
+def _warned_together(how: str) -> list[str]:
+    """The layers that this rank warns about: a last layer, and a layer before the blocks that no other layer reads."""
+    first = Model(nn.ModuleList([Plain()]))
+    first.project, first.output = nn.Linear(WIDTH, 5), nn.Identity()
+    wrap: Callable[..., nn.Module] = DistributedDataParallel if how == "ddp" else fully_shard
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        split_params(wrap(_mlp()))
+        split_params(wrap(first))
+    return [name for w in caught for name in re.findall(r"^(\S+): This .* output layer", str(w.message))]
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp"])
+def test_of_ranks_that_hold_the_same_layer_the_first_warns(how: str, workers: Callable[[int], Pool]) -> None:
+    assert workers(2).run(_warned_together, how) == [["2.weight", "project.weight"], []]
 
 
 # What the whole model decided, for a stage

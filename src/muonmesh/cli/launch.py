@@ -26,6 +26,10 @@ class RankFailed(Exception):
     """A rank ended with an error, whose message this error has."""
 
 
+class RankKilled(RankFailed):
+    """A signal ended a rank, so the run may continue from its last checkpoint."""
+
+
 class Interrupted(Exception):
     """The ranks have stopped after a signal."""
 
@@ -42,6 +46,7 @@ def launch(run: Path, *, ranks: int) -> None:
 
     Raises:
         RankFailed: a rank failed; the other ranks were ended.
+        RankKilled: as RankFailed, because of a signal.
         Interrupted: a signal stopped the ranks.
         FileError: the run's directory cannot be written.
     """
@@ -51,6 +56,8 @@ def launch(run: Path, *, ranks: int) -> None:
         make_room(run, ranks)
     environment = dict(os.environ)
     os.environ[LAUNCHER] = str(os.getpid())
+    # Ranks import as this process does. With -m alone, a file in the current folder would replace a library's module.
+    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // ranks)))
     # The shared store keeps the addresses of dead processes; with them, gloo hangs or fails after a restart.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
@@ -72,9 +79,9 @@ def launch(run: Path, *, ranks: int) -> None:
             # torch always creates a folder for logs there, and does not remove it.
             logs_specs=DefaultLogsSpecs(log_dir=str(run / FOLDER)),
         )
-        elastic_launch(config, sys.executable)("-m", WORKER, str(run))
+        elastic_launch(config, sys.executable)("-P", "-m", WORKER, str(run))
     except ChildFailedError as error:
-        raise RankFailed(_explain(run, error)) from error
+        raise _failed(run, error) from error
     except SignalException as error:
         failure = first_failure(run)
         raise (Interrupted() if failure is None else RankFailed(failure)) from error
@@ -116,11 +123,12 @@ class _Signals:
         raise SignalException(f"process {os.getpid()} got signal {number}", sigval=signal.SIGINT)
 
 
-def _explain(run: Path, error: ChildFailedError) -> str:
+def _failed(run: Path, error: ChildFailedError) -> RankFailed:
     for rank, failure in sorted(error.failures.items()):
         if failure.exitcode < 0 and -failure.exitcode != signal.SIGTERM:  # the launcher ends the others with SIGTERM
             name = signal.Signals(-failure.exitcode).name
             hint = " (out of memory?)" if name == "SIGKILL" else ""
-            return f"rank {rank}: ended by {name}{hint}"
+            return RankKilled(f"rank {rank}: ended by {name}{hint}")
     rank, failure = error.get_first_failure()
-    return first_failure(run) or f"rank {rank}: ended with exit code {failure.exitcode}; its own output is above"
+    unknown = f"rank {rank}: ended with exit code {failure.exitcode}; its own output is above"
+    return RankFailed(first_failure(run) or unknown)

@@ -16,7 +16,7 @@ import transformers
 from muonmesh.checkpoint.place import numbered
 from muonmesh.cli.checkpoints import STEP, checkpoints_of, latest_step
 from muonmesh.cli.corpus import Corpus, load_corpus_of, prepare_corpus, save_corpus_of
-from muonmesh.cli.launch import Interrupted, RankFailed, launch, usable_cores
+from muonmesh.cli.launch import Interrupted, RankFailed, RankKilled, launch, usable_cores
 from muonmesh.cli.lock import check_new, locked
 from muonmesh.cli.metrics_log import read_metrics
 from muonmesh.cli.model import check_model
@@ -73,8 +73,8 @@ def _read(settings: Settings, before: Corpus | None) -> Corpus:
 
 def _headline(settings: Settings, parameters: int, corpus: Corpus) -> str:
     return (
-        f"{settings.model}, {parameters / 1e6:.1f}M parameters; {corpus.source}, {corpus.files} files, "
-        f"{corpus.train_tokens / 1e6:.2f}M tokens to learn from, {corpus.validation_tokens / 1e6:.2f}M held out; "
+        f"{settings.model}, {parameters:,} parameters; {corpus.source}, {corpus.files} files, "
+        f"{corpus.train_tokens:,} tokens to learn from, {corpus.validation_tokens:,} held out; "
         f"{settings.steps} steps of {settings.tokens_per_step} tokens; ranks: {settings.ranks}, "
         f"{settings.parallel.upper()} on {settings.device}, {settings.dtype}; into {settings.out}"
     )
@@ -85,6 +85,8 @@ def _launch(run: Path, settings: Settings) -> int:
     stopped = False
     try:
         launch(run, ranks=settings.ranks)
+    except RankKilled as error:
+        return complain("train", f"{error}. {continuation(run, settings)}", code=1)
     except RankFailed as error:
         return complain("train", str(error), code=1)
     except (Interrupted, KeyboardInterrupt):
@@ -97,10 +99,18 @@ def _launch(run: Path, settings: Settings) -> int:
         return complain("train", f"{error}. The training itself is whole", code=1)
     console = make_console()
     if stopped:
-        console.print(f"Stopped. Go on with: muonmesh train --resume {run}", soft_wrap=True)
+        console.print(f"Stopped. {continuation(run, settings)}", soft_wrap=True)
     if report is not None:
         console.print(f"Report: {report}", soft_wrap=True)
     return 130 if stopped else 0
+
+
+def continuation(run: Path, settings: Settings) -> str:
+    """Return the sentence that says how to continue a run that has stopped, and from which step."""
+    latest = {name: latest_step(checkpoints_of(run, name)) for name in settings.optimizers}
+    name = next((name for name, step in latest.items() if step != settings.steps), settings.optimizers[-1])
+    where = f"from step {latest[name]}" if latest[name] else "from the start, since it has no checkpoint"
+    return f"Continue {name} {where}: muonmesh train --resume {run}"
 
 
 def _environment(settings: Settings) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from muonmesh.errors import about, explain_error, warn
 from muonmesh.groups.ends import GUESS, UNREAD, ends
@@ -191,8 +192,9 @@ def split_params(
             flattened a weight, so its shape is lost; a projection does not consist of whole heads.
 
     Warns:
-        UserWarning: on rank 0, if Muon gets a weight by a guess; the message has the override that decides. With
-            several ranks, if the output layer is a guess that would be wrong for a pipeline stage.
+        UserWarning: on rank 0, if Muon gets a weight by a guess; the message has the override that decides. If a layer
+            of Muon may be the output layer, and with several ranks if the output layer is a guess that would be wrong
+            for a pipeline stage: on the first rank of DDP or of the parameter's mesh, and else on every rank.
 
     The rules are in docs/groups.md; "Muon for hidden matrices, AdamW for the rest" is K. Jordan's
     (https://kellerjordan.github.io/posts/muon/).
@@ -256,7 +258,7 @@ def _warn_of_guesses(model: nn.Module, entries: Sequence[_Entry], guesses: Seque
         what = f"Muon trains these weights as one matrix each by a guess: {of}. Write {write}"
         warn(about(type(model).__name__, what))
     for entry in entries:
-        if entry.role.reason.endswith(UNREAD) and not entry.overridden_by:
+        if entry.role.reason.endswith(UNREAD) and not entry.overridden_by and _speaks(model, entry.parameter):
             what = (
                 f"This may be the output layer of a {type(model).__name__}: it is inside no block, and no other layer "
             )
@@ -265,11 +267,22 @@ def _warn_of_guesses(model: nn.Module, entries: Sequence[_Entry], guesses: Seque
             what += 'without this warning, write "muon" there'
             warn(about(entry.name, what))
     for entry in entries if ranks > 1 else ():  # a single process has no pipeline stage
-        if entry.role.reason.endswith(GUESS) and not entry.overridden_by:
+        if entry.role.reason.endswith(GUESS) and not entry.overridden_by and _speaks(model, entry.parameter):
             what = f"This last layer of a {type(model).__name__} is taken for the output layer by a guess, because no "
             what += "stack of blocks comes before it. If this is a pipeline stage and more layers follow, write "
             what += f'overrides={{"{entry.name}": "muon"}}. To keep AdamW without this warning, write "adamw" there'
             warn(about(entry.name, what))
+
+
+def _speaks(model: nn.Module, parameter: nn.Parameter) -> bool:
+    """Whether this rank warns about a parameter: the first of the ranks that are known to hold the same layer.
+
+    These are the ranks of DDP or of the parameter's mesh. Any other rank may hold a pipeline stage of its own.
+    """
+    if isinstance(model, DistributedDataParallel):
+        return dist.get_rank(model.process_group) == 0
+    mesh = getattr(parameter, "device_mesh", None)
+    return mesh is None or not any(mesh.get_coordinate() or ())
 
 
 def _order(group: dict[str, Any]) -> int:
@@ -388,17 +401,18 @@ def _said(key: Any, value: Any) -> dict[str, Any]:
     if not isinstance(key, str):
         write = "Write the name of a parameter or a regular expression"
         raise TypeError(explain_error(where, f"the key {key!r}", "a string", write))
-    base = ("muon", "adamw")
+    base, freeze = ("muon", "adamw"), "or call requires_grad_(False) on a parameter to freeze it"
     said = {"algorithm": value} if isinstance(value, str) else value
     if not isinstance(said, Mapping):
-        write = f'Write {{{key!r}: {{"lr": ...}}}}'
+        write = f'Write {{{key!r}: {{"lr": ...}}}}, {freeze}'
         raise TypeError(explain_error(where, repr(value), '"muon", "adamw" or a dict of settings', write))
     algorithm = said.get("algorithm", "muon")
     if not isinstance(algorithm, str) or not is_known(algorithm):
         found, others = f"the algorithm {said['algorithm']!r}", ", ".join(f'"{n}"' for n in RULES if n not in base)
         needed = f'"muon" or "adamw", or another rule: {others}'
-        meant = next(iter(difflib.get_close_matches(str(algorithm), RULES, 1)), "muon")
-        raise ValueError(explain_error(where, found, needed, f"Write {{{key!r}: {meant!r}}}"))
+        close = difflib.get_close_matches(str(algorithm), RULES, 1)
+        write = f"Write {{{key!r}: {close[0]!r}}}" if close else f"Write {{{key!r}: 'muon'}}, {freeze}"
+        raise ValueError(explain_error(where, found, needed, write))
     for name in said:
         if not isinstance(name, str) or name in _RESERVED:
             needed = '"algorithm", "matrices" or settings such as "lr": the rest is split_params\'s own'

@@ -112,9 +112,13 @@ class MuonCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         skip_above: float = math.inf,
         metrics: bool = False,
     ) -> None:
+        self._limits = Limits(math.inf if clip is None else clip, policy, skip_above)
+        try:
+            self._limits.check()
+        except ValueError as error:
+            raise ValueError(about("MuonCallback", str(error).replace("max_norm", "clip"))) from None
         self.clips = clip is not None or skip_above < math.inf
         self.metrics = metrics
-        self._limits = Limits(math.inf if clip is None else clip, policy, skip_above)
         self._figures: dict[str, float] = {}
 
     def on_train_begin(self, args: TrainingArguments, *_: Any, **kwargs: Any) -> None:
