@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import zipfile
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from muonmesh.errors import FileError, explain_error
 from muonmesh.files import kind_of, reason
@@ -75,15 +75,5 @@ def read_undamaged(stream: Any) -> Any:
     try:
         return torch.load(stream, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:  # its message has several lines, and advises to run the code
-        raise MoreThanData(f"more than data ({_classes(stream)})") from error
-
-
-def _classes(stream: Any) -> str:
-    """Return the names of the classes and functions that an archive would call, for a message. Nothing is imported."""
-    stream.seek(0)
-    try:
-        names = sorted(filter(str.isprintable, get_unsafe_globals_in_checkpoint(stream)))
-    except Exception:  # operations that torch.save does not write
-        names = []
-    more = f" and {len(names) - 2} more" if len(names) > 2 else ""
-    return ", ".join(name[:100] for name in names[:2]) + more or "operations that data do not need"
+        first = re.search(r"GLOBAL ([\w.]+)", str(error))
+        raise MoreThanData(f"more than data ({first[1] if first else 'operations that data do not need'})") from error

@@ -242,12 +242,11 @@ def _moved(saved: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any
         for some in (saved, groups)
     )
     told = [
-        f"The group of {name} is {there.get(name, 'missing')} in the state and {here.get(name, 'missing')} here"
+        f". The group of {name} is {there.get(name, 'missing')} in the state and {here.get(name, 'missing')} here"
         for name in {**here, **there}
         if there.get(name) != here.get(name)
     ]
-    more = [f"{len(told) - 3} more parameters are in other groups"] if len(told) > 3 else []
-    return "".join(f". {sentence}" for sentence in told[:3] + more) if there else ""
+    return "".join(told[:3]) if there else ""
 
 
 def _check_entry(

@@ -210,10 +210,8 @@ def _file(path: Path) -> Diagnosis:
         try:
             content = read_archive(path, needed=CHECKED, remedy=remedy)
             found.tensors = {name: one.to("meta") for name, one in leaves(content) if isinstance(one, Tensor)}
-        except MoreThanData as error:
-            found.kind, found.faults = "", [str(error)]
         except FileError as error:
-            found.faults = [str(error)]
+            found.kind, found.faults = "" if isinstance(error, MoreThanData) else SAVED, [str(error)]
     else:
         found.faults.append(
             f"{path}: found what torch.save does not write; needed a checkpoint. If torch before 1.6 "

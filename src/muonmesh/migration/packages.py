@@ -104,5 +104,4 @@ def package_of(groups: Sequence[Mapping[str, Any]]) -> PackageName:
     write = (
         'Write convert(source, optimizer, package="keller_jordan"), or whose it is; state of muonmesh needs no convert'
     )
-    write += ": write optimizer.load_state_dict(source)"
     raise ValueError(explain_error("source", found, needed, write))
