@@ -115,7 +115,7 @@ def read_text(path: Path, *, needed: str) -> str:
         FileError: there is no such file, or it cannot be read. The message says what is ``needed``.
     """
     try:
-        if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would wait for a writer
+        if not path.is_file():  # opening a pipe would wait for a writer
             raise FileError(f"{path}: found {kind_of(path)}; needed {needed}")
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -138,7 +138,7 @@ def read_json(path: Path, *, needed: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise FileError(f"{path}: not JSON ({reason(error)}); needed {needed}") from error
     if not isinstance(content, dict):
-        raise FileError(f"{path}: found {named(content)}; needed {needed}, a JSON object")
+        raise FileError(f"{path}: found {named(content)}; needed a JSON object, {needed}")
     return content
 
 

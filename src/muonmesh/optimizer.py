@@ -111,7 +111,8 @@ class Muon(torch.optim.Optimizer):
     Other Parameters:
         nesterov: Whether to orthogonalize ``lerp(g, m, μ)`` instead of m.
         decay_mode: "full", or "cautious": only those weights decay that the update moves towards zero too
-            (arXiv 2510.12402).
+            (arXiv 2510.12402). AdamW's groups decay in the same mode. To keep "full" for them, write
+            ``from_model(..., decay_mode="cautious", adamw={"decay_mode": "full"})``.
         extra_scale_factor: A factor that multiplies the scale.
         ns_method: "auto", "standard" or "gram", see `orthogonalize`.
         stochastic_rounding: A seed, a whole number. bf16 weights without fp32 master weights, and AdamW's moments of

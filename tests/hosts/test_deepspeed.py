@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from muonmesh.checkpoint.zero import read_zero
+from muonmesh.cli.diagnosis import diagnose
 from muonmesh.errors import FileError, LayoutError, StateError
 from muonmesh.integrations.deepspeed import initialize
 from muonmesh.integrations.deepspeed.config import prepare_config, read_config
@@ -504,6 +505,14 @@ def test_training_with_deepspeed_s_own_muon_goes_on_here(
         assert max(exact.values()) < 1e-6, exact
         assert max(apart.values()) < 0.05, apart
     first, last = sorted((tmp_path / "theirs").glob("*/*optim_states.pt"))
+    for path, told in (
+        (tmp_path / "theirs", "in it, as in a checkpoint of DeepSpeed"),
+        (first.parent, "in it, as in a checkpoint of DeepSpeed"),
+        (first, "found more than data (deepspeed.runtime."),
+    ):
+        found = diagnose(path)
+        assert found.kind == ""
+        assert told in found.faults[0]
     last.unlink()
     with pytest.raises(
         FileError, match=r"found the optimizer files of 1 of 2 ranks; needed all of them\. Bring the files"

@@ -254,7 +254,7 @@ WRONG = {
     "--batch 3": r"--batch 3: cannot be divided over 2 ranks × 1 micro-steps; .* Write: --batch 4",
     "--batch 4 --grad-accum 3": r"Write: --batch 6",
     "--model nonsense": r"--model nonsense: .*Needed a preset \(nano",
-    "--model missing.json": r"--model missing.json: could not be read: No such file",
+    "--model missing.json": r"--model missing.json: found nothing there; needed a transformers config.json",
     "--model vit": r"--model: vit does not predict the next token",
     "--model gpt2 --seq 2000": r"--model gpt2: reads at most 1024 tokens; --seq is 2000. Write: --seq 1024",
     "--data nothing/here": r"--data 'nothing/here': found no file",

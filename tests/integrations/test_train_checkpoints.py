@@ -188,7 +188,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "nan with a forged manifest": (nan_in_a_file, "__1_0.distcp: found infinity or NaN in "),
     "cut": (cut, "__0_0.distcp: found"),
     "cut with a forged manifest": (lambda place: (cut(place), forge_manifest(place)), "__0_0.distcp: found"),
-    "no manifest": (lambda place: (place / MANIFEST_FILE).unlink(), f"{MANIFEST_FILE}: could not be read: No such"),
+    "no manifest": (
+        lambda place: (place / MANIFEST_FILE).unlink(),
+        f"{MANIFEST_FILE}: found nothing there; needed the sizes and hashes",
+    ),
     "missing": (lambda place: (place / "__1_0.distcp").unlink(), "__1_0.distcp: found nothing there"),
     "metadata": (lambda place: (place / ".metadata").write_bytes(b"garbage"), ".metadata: found 7 bytes"),
     "manifest": (lambda place: (place / MANIFEST_FILE).write_text("{"), f"{MANIFEST_FILE}: not JSON"),
@@ -330,7 +333,7 @@ def test_the_doctor_tells_of_a_run_and_its_checkpoints(saved: Callable[[Parallel
     assert "goes on with" not in text
     metrics.write_text(before)
     moved = checkpoints_of(run, "muon").rename(tmp_path / "moved")
-    assert "has no checkpoint, so begins again with: muonmesh train --resume" in doctor()[1]
+    assert "no checkpoint has been written yet. The run begins again with: muonmesh train --resume" in doctor()[1]
     moved.rename(checkpoints_of(run, "muon"))
     place = checkpoints_of(run, "muon") / f"step-{STEP:08d}"
     (place.parent / ".step-00000009.writing").mkdir()

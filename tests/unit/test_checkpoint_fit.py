@@ -161,7 +161,7 @@ def test_groups_may_be_cut_otherwise_if_their_settings_are_the_same(saved: Calla
         halves[1].update(second)
         return model, mm.Muon([*halves, rest], lr=0.5, process_group="local", compute_dtype=torch.float32)
 
-    model, optimizer = apart()
+    model, optimizer = apart(lr=0.7)  # as an override does: the saved rate counts
     mm.checkpoint.load(path, model, optimizer)
     assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.25, 0.25]
     first, one = make()

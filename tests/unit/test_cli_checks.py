@@ -88,7 +88,7 @@ def _content(run: Path) -> dict[str, Any]:
     ("text", "message"),
     [
         ("", "not JSON"),
-        ("[1]", "found a list; needed the settings of a run"),
+        ("[1]", "found a list; needed a JSON object, the settings of a run"),
         ("3", "found a number"),
         ("{" * 100_000, "not JSON"),
         ("\xff", "not text in UTF-8"),
@@ -251,7 +251,7 @@ IMPOSSIBLE: dict[str, tuple[Any, str]] = {
     "activation": ({**LLAMA, "hidden_act": "nope"}, "llama cannot be built from this configuration: KeyError: 'nope'"),
     "layers": ({**LLAMA, "num_hidden_layers": 10**9}, "found num_hidden_layers 1000000000; needed 1 to"),
     "width": ({**LLAMA, "hidden_size": 10**15}, "llama cannot be built .*Storage size calculation overflowed"),
-    "list": ([LLAMA], "found a list; needed a transformers config.json"),
+    "list": ([LLAMA], "found a list; needed a JSON object, a transformers config.json"),
     "no type": ({"hidden_size": 64}, 'found no "model_type"'),
     "type": ({**LLAMA, "model_type": 3}, 'found no "model_type"'),
     "unknown type": ({**LLAMA, "model_type": "lama"}, "Unrecognized model identifier"),

@@ -289,6 +289,13 @@ def test_the_way_it_was_asked_for_is_refused(tmp_path: Path) -> None:
         convert(saved, torch.optim.AdamW(model.parameters()), params=[MATRICES, REST])
     with pytest.raises(ValueError, match=r"found groups with .*scale_mode.*state of muonmesh needs no convert"):
         convert(ours.state_dict() | {"state": {}}, ours)
+    with pytest.raises(TypeError, match=r"nothing to convert: write optimizer\.load_state_dict\(source\.state_dict"):
+        convert(ours, ours)
+    torch.save({"muon": saved, "adamw": saved}, tmp_path / "both.pt")
+    with pytest.raises(
+        mm.StateError, match=r"both\.pt: found muon, adamw; needed .* convert\(\[saved\[key\], \.\.\.\]"
+    ):
+        convert(tmp_path / "both.pt", ours)
     with pytest.raises(ValueError, match=r"package: found 'lion'; needed one of 'adamw'"):
         convert(saved, ours, package="lion")  # type: ignore[arg-type]
     torch.save({**saved, "extra": Program()}, tmp_path / "hostile.pt")

@@ -572,8 +572,9 @@ def test_the_page_about_the_simulated_device() -> None:
     assert names["host"].tolist() == [1.0] * 4
 
 
-def test_the_page_about_migrating() -> None:
+def test_the_page_about_migrating(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each recipe makes an optimizer with the settings that the page speaks of; `test_migration` shows its steps."""
+    monkeypatch.chdir(tmp_path)
     written = run("docs/migrating.md", *[{}] * 9)
 
     def found(names: dict[str, Any]) -> tuple[Any, ...]:

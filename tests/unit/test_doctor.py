@@ -22,6 +22,8 @@ from muonmesh.checkpoint.manifest import MANIFEST_FILE
 from muonmesh.checkpoint.place import before_at
 from muonmesh.cli import installation
 from muonmesh.cli.app import app
+from muonmesh.cli.lock import LOCK_FILE
+from muonmesh.cli.run_settings import Settings
 from muonmesh.numerics.kernels import auto_takes, compiled
 from tests.mutations import Acts
 from tests.workers import Pool
@@ -85,7 +87,7 @@ def test_it_looks_at_the_machine(tmp_path: Path) -> None:
     found = {one["looked_at"]: one for one in json.loads(result.stdout)}
     assert result.exit_code == int(any(one["do"] for one in found.values()))
     assert found["torch"]["found"].startswith(torch.__version__)
-    assert found["gloo"]["found"].startswith("an all-reduce of two processes, ")
+    assert found["gloo"]["found"].startswith("an all-reduce of two processes works; ")
     assert found["checkpoint folder"]["found"].startswith(f"{tmp_path}: ")
     assert not [found[name] for name in ("torch", "orthogonalize", "gloo", "checkpoint folder") if found[name]["do"]]
     assert list(tmp_path.iterdir()) == []
@@ -182,6 +184,9 @@ def test_what_is_whole_is_told_and_every_tensor_named(name: str, tmp_path: Path)
         ("ours", lambda path: (path / MANIFEST_FILE).write_text("{"), "manifest.json: not JSON"),
         ("ours", lambda path: (path / "settings.json").write_text("{"), "settings.json: not JSON"),
         ("ours", lambda path: (path / "settings.json").write_text("{}"), "settings.json['groups']: found nothing"),
+        ("ours", lambda path: (path / "settings.json").unlink(), "settings.json: found nothing there"),
+        ("ours", lambda path: (path / ".metadata").unlink(), ".metadata: found nothing there"),
+        ("ours", lambda path: (path / MANIFEST_FILE).unlink(), "hashes that save wrote there last. Remove the folder"),
         ("plain", cut, "__0_0.distcp: found"),
         ("plain", lose, "__0_0.distcp: found nothing there"),
         ("plain", act, ".metadata: not what a training writes: it names posix.mkdir"),
@@ -196,7 +201,9 @@ def test_what_is_damaged_is_told_by_file(name: str, damage: Callable[[Path], Any
     assert code == 1, text
     assert ", damaged" in text
     assert told in text.replace("\n", "")
-    assert not json.loads(doctor(path, "--json")[1])["whole"]
+    found = json.loads(doctor(path, "--json")[1])
+    assert not found["whole"]
+    assert len({fault.partition("; needed")[0] for fault in found["faults"]}) == len(found["faults"]), found["faults"]
     assert not (tmp_path / "mark").exists()
 
 
@@ -219,9 +226,19 @@ def test_what_is_no_checkpoint_is_told_as_such(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "notes.txt").write_text("hello")
     (tmp_path / "pickle").write_bytes(pickle.dumps(Acts(tmp_path / "mark")))
+    (tmp_path / "zero").mkdir()
+    (tmp_path / "zero" / "latest").write_text("global_step3")
+    torch.save({"weight": torch.ones(3), "scaler": Acts(tmp_path / "mark")}, tmp_path / "mp_rank_00_model_states.pt")
+    (tmp_path / "megatron").mkdir()
+    for one in (".metadata", "common.pt"):
+        (tmp_path / "megatron" / one).touch()
     for name, told in (
         ("nothing", "nothing there; needed a folder or a file"),
-        ("folder", "found 'notes.txt' in it; needed a checkpoint or a run"),
+        ("folder", "found 'notes.txt' in it; needed a run of muonmesh train, a checkpoint of muonmesh.checkpoint.save"),
+        ("zero", "found 'latest' in it, as in a checkpoint of DeepSpeed; needed a run"),
+        ("megatron", "found 'common.pt' in it, as in a checkpoint of Megatron-Core; needed a run"),
+        ("mp_rank_00_model_states.pt", "states.pt: found more than data (posix.mkdir); needed a run"),
+        ("mp_rank_00_model_states.pt", "DeepSpeed gives its files such names. Its checksums are right. Its content"),
         ("folder/notes.txt", "found what torch.save does not write"),
         ("pickle", "it is a program, and is not opened"),
     ):
@@ -229,6 +246,32 @@ def test_what_is_no_checkpoint_is_told_as_such(tmp_path: Path) -> None:
         assert code == 2, text
         assert told in text.replace("\n", "")
     assert not (tmp_path / "mark").exists()
+
+
+def test_all_faults_of_a_run_stand_on_top_of_its_json(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    for step in (1, 2):
+        path = run / "checkpoints" / "muon" / f"step-{step:08d}"
+        write(path, STATE, GROUPS)
+        cut(path)
+    code, text = doctor(run, "--json")
+    found = json.loads(text)
+    assert code == 1
+    assert [fault.partition(": found")[0] for fault in found["faults"]] == [
+        str(run),  # no config.json
+        *(str(run / "checkpoints" / "muon" / f"step-{step:08d}" / "__0_0.distcp") for step in (2, 1)),
+    ]
+
+
+def test_a_run_that_ended_before_its_first_checkpoint_is_a_run(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / LOCK_FILE).touch()
+    settings = Settings(out=str(run))
+    settings.save({"digest": settings.digest})
+    code, text = doctor(run)
+    assert code == 0, text
+    assert f"no checkpoint has been written yet. The run begins again with: muonmesh train --resume {run}" in text
 
 
 def test_one_whose_replacement_never_came_is_found_beside_its_place(tmp_path: Path) -> None:

@@ -739,6 +739,22 @@ def test_loading_the_state_of_another_kind_of_optimizer_loads_nothing() -> None:
     assert torch.equal(after["state"][0]["momentum_buffer"], before["state"][0]["momentum_buffer"])
 
 
+def test_loading_the_state_of_other_groups_says_which_parameters_moved() -> None:
+    model = small()[0]
+    one, other = mm.from_model(model, lr=0.1), mm.from_model(model, lr=0.1, overrides={"0.weight": {"lr": 0.5}})
+    moved = r"Build the groups .*\. The group of 0\.weight is 'muon\[lr=0\.5\]' in the state and 'muon' here$"
+    with pytest.raises(mm.StateError, match=r"found 4 groups, with parameters: 'muon' 1, 'muon\[lr.*" + moved):
+        one.load_state_dict(other.state_dict())
+    fewer = one.state_dict()
+    for key in ("params", "param_names"):
+        fewer["param_groups"][0][key] = fewer["param_groups"][0][key][:-1]
+    with pytest.raises(mm.StateError, match=r"The group of \S+ is missing in the state and 'muon' here$"):
+        one.load_state_dict({**fewer, "state": {}})
+    unnamed = [{**group, "param_names": None} for group in other.state_dict()["param_groups"]]
+    with pytest.raises(mm.StateError, match=r"needed 3 groups, .*when the state was saved$"):
+        one.load_state_dict({"state": {}, "param_groups": unnamed})
+
+
 def test_a_skipped_step_says_so() -> None:
     model = nn.Linear(4, 3)
     optimizer = mm.from_model(model, lr=0.1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,10 @@ NEEDED = "what torch.save wrote, unchanged"
 REMEDY = "Bring an undamaged copy"
 
 
+class MoreThanData(FileError):
+    """An undamaged file of `torch.save` has other objects than plain values and tensors, which could run code."""
+
+
 def read_archive(path: str | os.PathLike[str], *, needed: str = NEEDED, remedy: str = REMEDY) -> Any:
     """Load a file of `torch.save` on the CPU, with ``weights_only=True``.
 
@@ -25,12 +30,12 @@ def read_archive(path: str | os.PathLike[str], *, needed: str = NEEDED, remedy: 
 
     Args:
         path: The file.
-        needed: For the error message: what the file should contain.
-        remedy: For the error message: what the user can do.
+        needed: For the message of `MoreThanData`: what the file should contain.
+        remedy: For the message of `MoreThanData`: what the user can do.
 
     Raises:
-        FileError: the file is missing, contains other objects than plain values and tensors, or has changed since it
-            was written.
+        MoreThanData: the file is undamaged, and contains other objects than plain values and tensors.
+        FileError: the file is missing, or has changed since it was written.
     """
     file = Path(path)
     if not file.is_file():
@@ -38,11 +43,12 @@ def read_archive(path: str | os.PathLike[str], *, needed: str = NEEDED, remedy: 
     try:
         with file.open("rb") as stream:
             return read_undamaged(stream)
+    except MoreThanData as error:
+        raise MoreThanData(explain_error(str(file), str(error), needed, remedy)) from None
     except FileError as error:
         raise FileError(explain_error(str(file), str(error), NEEDED, REMEDY)) from None
     except Exception as error:  # damaged bytes can raise any error in the reader
-        what = "more than data" if isinstance(error, pickle.UnpicklingError) else "something else"
-        raise FileError(explain_error(str(file), f"{what}: {reason(error)}", needed, remedy)) from error
+        raise FileError(explain_error(str(file), f"something else: {reason(error)}", NEEDED, REMEDY)) from error
 
 
 def read_undamaged(stream: Any) -> Any:
@@ -51,7 +57,8 @@ def read_undamaged(stream: Any) -> Any:
     Without this check, torch would unpack compressed records of any size.
 
     Raises:
-        FileError: torch did not write the archive in this form; the message names only what was found.
+        FileError: torch did not write the archive in this form, or it contains other objects than plain values and
+            tensors (MoreThanData). The message names only what was found.
         Exception: damaged bytes can raise any error in the reader.
     """
     size = stream.seek(0, os.SEEK_END)
@@ -65,4 +72,8 @@ def read_undamaged(stream: Any) -> Any:
         if changed := archive.testzip():
             raise FileError(f"another checksum of {changed}")
     stream.seek(0)
-    return torch.load(stream, map_location="cpu", weights_only=True)
+    try:
+        return torch.load(stream, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:  # its message has several lines, and advises to run the code
+        first = re.search(r"GLOBAL ([\w.]+)", str(error))
+        raise MoreThanData(f"more than data ({first[1] if first else 'operations that data do not need'})") from error

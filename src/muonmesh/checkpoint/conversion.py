@@ -51,7 +51,7 @@ def convert(
     """Return the state of another optimizer as a state dict that `muonmesh.Muon` loads, without executing code from it.
 
     With the settings of `muonmesh.convert_settings`, the next step of muonmesh is then the next step of the other
-    optimizer, up to rounding. The state dict has no settings, so the optimizer that loads it keeps its own::
+    optimizer, up to rounding. `convert` does not read settings: the optimizer that loads the state dict keeps its own::
 
         optimizer = mm.from_model(model, **mm.convert_settings(muon, adamw))
         optimizer.load_state_dict(muonmesh.checkpoint.convert([muon, adamw], optimizer))
@@ -59,11 +59,14 @@ def convert(
     Args:
         source: An optimizer of a known package, with its state; or the result of its ``state_dict``; or a file of
             ``torch.save`` with this result; or the folder of a DeepSpeed checkpoint. Pass a list if several sources
-            hold the state, such as torch's Muon and AdamW, or one file for each rank. All ranks make the same call.
+            hold the state, such as torch's Muon and AdamW, or one file for each rank. From a file with several state
+            dicts, pass these: ``[saved["muon"], saved["adamw"]]``. All ranks make the same call.
         optimizer: The optimizer of muonmesh that takes the state.
         package: The package that wrote the state dict. Needed if its groups do not show the package.
-        params: Needed if the state has no names: for each group of the source its parameters, or their names, in the
-            order in which the other optimizer got them. They apply to each source if each has as many groups.
+        params: Needed if the state has no names: for each group of the source a list of its parameters, or their names,
+            in the order in which the other optimizer got them. With several sources, first the groups of the first
+            source, then the groups of the second, and so on. If every source has as many groups as ``params``, such as
+            one file for each rank, ``params`` applies to each source.
 
     Returns:
         ``{"state": ..., "param_groups": ...}`` by number, with names. Momentum is an average, in fp32 where it was a
@@ -158,7 +161,10 @@ def _parts(given: Any, where: str, package: PackageName | None = None) -> list[S
     keys = ", ".join(map(str, list(given)[:8])) if isinstance(given, Mapping) else ""
     found = keys or f"an empty {type(given).__name__}" if isinstance(given, Mapping) else f"a {type(given).__name__}"
     needed = "what an optimizer's state_dict() returned: state and param_groups"
-    write = "Write convert(torch.load(path, weights_only=True)[...], optimizer) with the key under which it lies"
+    write = (
+        "Write saved = torch.load(path, weights_only=True), and convert([saved[key], ...], optimizer) with its key, "
+    )
+    write += "or with the keys of all optimizers"
     raise StateError(explain_error(where, found, needed, write))
 
 

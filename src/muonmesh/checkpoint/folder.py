@@ -116,7 +116,7 @@ def look(path: str | os.PathLike[str]) -> CheckpointReader:
             if name not in entries:
                 raise FileError(f"{folder}: its manifest does not tell of {name}. {REMEDY}")
         check_entries(folder, entries, [METADATA_FILE, SETTINGS_FILE, *sorted(entries)[this_rank() :: world_size()]])
-        settings = read_json(folder / SETTINGS_FILE, needed="what was written there")
+        settings = read_json(folder / SETTINGS_FILE, needed=f"what save wrote there. {REMEDY}")
         reader = CheckpointReader(folder, read_metadata(folder), settings)
         reader.check_known(entries)
         return reader

@@ -63,9 +63,8 @@ def read_manifest(folder: Path) -> dict[str, Entry]:
         FileError: the manifest is missing, or has another form than `write_manifest` writes.
     """
     path = folder / MANIFEST_FILE
-    content = check_form(
-        str(path), read_json(path, needed="what a training wrote there"), _FORM, REMEDY, kind=FileError
-    )
+    needed = f"the sizes and hashes that save wrote there last. {REMEDY}"
+    content = check_form(str(path), read_json(path, needed=needed), _FORM, REMEDY, kind=FileError)
     return {name: (entry["bytes"], entry["sha256"]) for name, entry in content["files"].items()}
 
 

@@ -39,9 +39,14 @@ def save(path: str | os.PathLike[str], model: nn.Module, optimizer: Any) -> None
 
     All ranks call it. Each rank writes its shards; of several replicas only one rank writes. The checkpoint has
     parameters, buffers, frozen weights, the modules' extra state, momentum, AdamW's moments, state of rules by row,
-    column or matrix, running norms, and the settings of the groups. Where a weight has an fp32 master weight, the
-    master weight is saved. Parameters have their canonical names, so DDP, torch.compile and activation checkpointing
-    leave no trace.
+    column or matrix, the norms that ``clip_grad_norm_(policy="per_matrix")`` has measured, and the settings of the
+    groups. Where a weight has an fp32 master weight, the master weight is saved. Parameters have their canonical names,
+    so DDP, torch.compile and activation checkpointing leave no trace.
+
+    The checkpoint has no learning-rate scheduler, loss scale, random numbers or place in the data, also with an engine
+    of DeepSpeed, and no counts of the engine. Save these in a file next to the folder, and load them after `load`::
+
+        torch.save({"scheduler": engine.lr_scheduler.state_dict()}, f"{path}.rest.pt")  # on rank 0
 
     Args:
         path: The folder, on a file system that all ranks share.
@@ -72,24 +77,32 @@ def save(path: str | os.PathLike[str], model: nn.Module, optimizer: Any) -> None
 
 @plain_modes()
 def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Any, *, strict: bool = True) -> None:
-    """Load a checkpoint of `save` into any layout; training then continues as if it had never stopped.
+    """Load a checkpoint of `save` into any layout: weights, optimizer state and settings continue where they were.
+
+    Training continues as if it had never stopped if you also load what `save` leaves out, such as the learning-rate
+    scheduler. A scheduler that was not loaded starts its schedule again.
 
     All ranks call it; their number may have changed. Everything is first read into new memory and checked. If anything
     is wrong, every rank raises, and nothing has changed. If a rank fails while it writes, every rank raises, and no
-    rank can step or save before it has loaded a checkpoint. Afterwards the groups have the saved settings, the learning
-    rate included, as with torch's ``load_state_dict``; set other values after loading. Weights are never rounded to a
-    lower precision than they were saved in; momentum takes this optimizer's ``state_dtype``.
+    rank can step or save before it has loaded a checkpoint. Weights are never rounded to a lower precision than they
+    were saved in; momentum takes this optimizer's ``state_dtype``.
 
-    Parameters may be in other groups than at the save, if all parameters of a group had equal settings. A parameter may
-    be split into other matrices than at the save, unless its rule keeps state by row, column or matrix, or its running
-    norms have been measured.
+    Afterwards each group has the settings with which its parameters were saved, the learning rate included, as with
+    torch's ``load_state_dict``. They replace the settings of this optimizer, also those of ``overrides``. Set other
+    values after loading. Parameters may be in other groups than at the save, if all parameters of a group had equal
+    settings. So an override that was saved needs the same override here.
+
+    A parameter may be split into other matrices than at the save, unless its rule keeps state by row, column or matrix,
+    or ``clip_grad_norm_(policy="per_matrix")`` has measured the norms of its matrices.
 
     Args:
         path: The folder.
         model: The model as for `save`, in any layout.
         optimizer: The optimizer as for `save`.
-        strict: Whether entries that the checkpoint lacks, or has in excess, are an error. If False, parameters that the
-            checkpoint lacks stay as they are, without state, and entries in excess are ignored.
+        strict: Whether it is an error if only the checkpoint or only this run has an entry. If False, a parameter that
+            the checkpoint lacks keeps its weights and its state, a parameter of which it has only the weights starts
+            with new state, and other entries of the checkpoint are ignored. An entry of another shape, a dtype that
+            would be rounded, and state of another rule are errors in any case.
 
     Raises:
         StateError: on every rank: an entry of the checkpoint does not fit; the message names the entry and the nearest

@@ -204,10 +204,8 @@ def _check_groups(groups: list[dict[str, Any]], state_dict: Mapping[str, Any]) -
     write = 'Write load_state_dict(saved["optimizer"]), which has the "state" and the "param_groups" of state_dict()'
     saved_groups = check_state_dict("load_state_dict", state_dict, write)["param_groups"]
     if [len(group["params"]) for group in groups] != [len(group["params"]) for group in saved_groups]:
-        found, needed = (
-            f"{len(some)} groups of {[len(g['params']) for g in some]} parameters" for some in (saved_groups, groups)
-        )
-        raise StateError(explain_error("the state", found, needed, _AS_SAVED))
+        write = f"{_AS_SAVED}{_moved(saved_groups, groups)}"
+        raise StateError(explain_error("the state", _sizes_of(saved_groups), _sizes_of(groups), write))
     for group, saved in zip(groups, saved_groups, strict=True):
         where = f"group {group['name']!r}"
         if "lr" in saved and saved["lr"] is None:
@@ -228,6 +226,27 @@ def _check_groups(groups: list[dict[str, Any]], state_dict: Mapping[str, Any]) -
             found = "its parameters in another order in the state"
             needed = f"the order of this optimizer, {group['param_names'][:4]} and so on, or each would get the state "
             raise StateError(explain_error(where, found, f"{needed}of another", _AS_SAVED))
+
+
+def _sizes_of(groups: Sequence[Mapping[str, Any]]) -> str:
+    """Return the names and sizes of groups, in words for a message."""
+    sizes = [f"{group.get('name', number)!r} {len(group['params'])}" for number, group in enumerate(groups)]
+    more = " and so on" if len(sizes) > 8 else ""
+    return f"{len(groups)} groups, with parameters: {', '.join(sizes[:8])}{more}"
+
+
+def _moved(saved: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> str:
+    """Return sentences for a message: which parameters, three of them, are in another group than in the state."""
+    there, here = (
+        {canonical_name(name): repr(group.get("name")) for group in some for name in group.get("param_names") or ()}
+        for some in (saved, groups)
+    )
+    told = [
+        f". The group of {name} is {there.get(name, 'missing')} in the state and {here.get(name, 'missing')} here"
+        for name in {**here, **there}
+        if there.get(name) != here.get(name)
+    ]
+    return "".join(told[:3]) if there else ""
 
 
 def _check_entry(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,16 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from muonmesh.checkpoint.archive import read_archive
+from muonmesh.checkpoint.archive import MoreThanData, read_archive
 from muonmesh.checkpoint.entries import CheckpointReader, wrong_numbers
 from muonmesh.checkpoint.group_settings import check_saved
-from muonmesh.checkpoint.manifest import MANIFEST_FILE, SETTINGS_FILE, Entry, check_entries, read_manifest
+from muonmesh.checkpoint.manifest import MANIFEST_FILE, REMEDY, SETTINGS_FILE, Entry, check_entries, read_manifest
 from muonmesh.checkpoint.metadata import METADATA_FILE, survey
 from muonmesh.checkpoint.place import found_at, numbered
 from muonmesh.cli.checkpoints import STEP, checkpoints_of
+from muonmesh.cli.lock import LOCK_FILE
 from muonmesh.cli.metrics_log import METRICS_FILE, read_metrics
-from muonmesh.cli.run_settings import load_config, load_settings
-from muonmesh.errors import FileError
+from muonmesh.cli.run_settings import CONFIG_FILE, load_config, load_settings
+from muonmesh.errors import FileError, explain_error
 from muonmesh.files import kind_of, leaves, read_json, reason
 
 ARCHIVE = b"PK\x03\x04"
@@ -29,6 +31,12 @@ A_RUN = "a run of muonmesh train"
 OURS = "a checkpoint of muonmesh.checkpoint.save"
 TORCHS = "a checkpoint of torch.distributed.checkpoint"
 SAVED = "a file of torch.save"
+CHECKED = f"{A_RUN}, {OURS}, {TORCHS}, or {SAVED} with plain values and tensors alone"
+OTHERS = {
+    "DeepSpeed": r"latest|zero_to_fp32\.py|.*_(model|optim)_states\.pt",
+    "Megatron-Core": r"latest_checkpointed_iteration\.txt|common\.pt|mp_rank_\d+(_\d+)*|model_optim_rng\.pt",
+}
+"""Frameworks whose checkpoints are not checked, with the names of their files and folders."""
 
 
 @dataclass
@@ -38,7 +46,7 @@ class Diagnosis:
     Attributes:
         path: The path.
         kind: The kind of the content, in words; empty if it is no checkpoint.
-        faults: The damages, one sentence each.
+        faults: The damages, one message each; if it is no checkpoint, one message that says why.
         notes: Other information, one sentence each.
         tensors: The tensors by name, on the meta device.
         settings: The settings that were saved beside the tensors.
@@ -59,21 +67,24 @@ class Diagnosis:
         return not self.faults and all(part.whole for part in self.parts)
 
     def as_json(self) -> dict[str, Any]:
-        """Return all attributes and ``whole``, as plain data for `json.dumps`."""
+        """Return all attributes and ``whole`` as plain data for `json.dumps`. ``faults`` has those of all parts."""
         tensors = {
             name: {"shape": list(one.shape), "dtype": dtype_of(one), "size": one.nbytes}
             for name, one in self.tensors.items()
         }
         parts = [part.as_json() for part in self.parts]
-        return {**vars(self), "whole": self.whole, "tensors": tensors, "parts": parts}
+        faults = [*self.faults, *(fault for part in parts for fault in part["faults"])]
+        return {**vars(self), "whole": self.whole, "faults": faults, "tensors": tensors, "parts": parts}
 
     @contextlib.contextmanager
     def noting(self) -> Iterator[None]:
-        """Return a context that adds a FileError to the faults instead of raising it."""
+        """Return a context that turns a FileError into a fault, unless a fault says the same of the same file."""
         try:
             yield
         except FileError as error:
-            self.faults.append(str(error))
+            found = str(error).partition("; needed")[0]
+            if not any(fault.startswith(found) for fault in self.faults):
+                self.faults.append(str(error))
 
 
 def dtype_of(tensor: Tensor) -> str:
@@ -83,7 +94,8 @@ def dtype_of(tensor: Tensor) -> str:
 
 def diagnose(path: Path) -> Diagnosis:
     """Return the diagnosis of a run, a checkpoint or a file of `torch.save`."""
-    if any((path / name).exists() for name in ("checkpoints", METRICS_FILE)):
+    begun = all((path / name).exists() for name in (LOCK_FILE, CONFIG_FILE))
+    if begun or any((path / name).exists() for name in ("checkpoints", METRICS_FILE)):
         return _run(path)
     if found_at(path).is_dir():
         return _folder(path)
@@ -106,7 +118,7 @@ def _run(run: Path) -> Diagnosis:
             f"{directory / each}: left by a save that was cut off; the next one removes it" for each in left
         ]
     if not found.faults and (not found.parts or any(part.whole for part in found.parts)):
-        begins = "goes on" if found.parts else "has no checkpoint, so begins again"
+        begins = "goes on" if found.parts else "no checkpoint has been written yet. The run begins again"
         found.notes.append(f"{begins} with: muonmesh train --resume {run}")
     return found
 
@@ -116,8 +128,11 @@ def _folder(path: Path) -> Diagnosis:
     folder = found_at(path)
     found = Diagnosis(str(path))
     names = set(os.listdir(folder))
-    if names.isdisjoint({METADATA_FILE, MANIFEST_FILE}):
-        found.faults = [f"{path}: found {repr(min(names)) if names else 'nothing'} in it; needed a checkpoint or a run"]
+    name, framework = _by_another(() if MANIFEST_FILE in names else sorted(names))
+    if framework or names.isdisjoint({METADATA_FILE, MANIFEST_FILE}):
+        told = f"{name or min(names)!r} in it" if names else "nothing in it"
+        told += f", as in a checkpoint of {framework}" if framework else ""
+        found.faults = [explain_error(str(path), told, CHECKED)]
         return found
     entries: dict[str, Entry] | None = None
     if names & {MANIFEST_FILE, SETTINGS_FILE}:  # torch's own checkpoints have neither file
@@ -126,7 +141,7 @@ def _folder(path: Path) -> Diagnosis:
     found.kind = OURS if SETTINGS_FILE in names.union(entries or ()) else TORCHS
     if found.kind == OURS:
         with found.noting():
-            settings = read_json(folder / SETTINGS_FILE, needed="what was written there")
+            settings = read_json(folder / SETTINGS_FILE, needed=f"what save wrote there. {REMEDY}")
             check_saved(folder / SETTINGS_FILE, settings)
             found.settings = settings
     if folder != path:
@@ -140,6 +155,12 @@ def _folder(path: Path) -> Diagnosis:
             check_entries(folder, entries or {}, [name])
     _pieces(found, folder, entries)
     return found
+
+
+def _by_another(names: Iterable[str]) -> tuple[str, str]:
+    """Return the first name that another framework gives its checkpoints, and the framework; else empty strings."""
+    found = ((name, framework) for framework, known in OTHERS.items() for name in names if re.fullmatch(known, name))
+    return next(found, ("", ""))
 
 
 def _pieces(found: Diagnosis, folder: Path, entries: Mapping[str, Entry] | None) -> None:
@@ -183,10 +204,14 @@ def _file(path: Path) -> Diagnosis:
         return found
     if begin == ARCHIVE:
         found.kind = SAVED
-        with found.noting():
-            found.tensors = {
-                name: one.to("meta") for name, one in leaves(read_archive(path)) if isinstance(one, Tensor)
-            }
+        framework = _by_another([path.name])[1]
+        whose = f"{framework} gives its files such names. " if framework else ""
+        remedy = f"{whose}Its checksums are right. Its content was not read, since that could run code"
+        try:
+            content = read_archive(path, needed=CHECKED, remedy=remedy)
+            found.tensors = {name: one.to("meta") for name, one in leaves(content) if isinstance(one, Tensor)}
+        except FileError as error:
+            found.kind, found.faults = "" if isinstance(error, MoreThanData) else SAVED, [str(error)]
     else:
         found.faults.append(
             f"{path}: found what torch.save does not write; needed a checkpoint. If torch before 1.6 "

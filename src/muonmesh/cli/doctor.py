@@ -28,7 +28,10 @@ def doctor(
             show_default=False,
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON, each tensor by name.")] = False,
+    as_json: Annotated[
+        bool,
+        typer.Option("--json", help="Print everything as JSON, each tensor by name. The key faults lists all damages."),
+    ] = False,
     folder: Annotated[
         Path, typer.Option(help="Without a path: test the disk of this folder, to which you will write checkpoints.")
     ] = Path(),
@@ -37,7 +40,7 @@ def doctor(
 
     The command changes nothing and executes nothing from the checkpoint, so the checkpoint may be untrusted.
 
-    Exit code 0: complete, or nothing to do. 1: damaged, or something to do. 2: not a checkpoint.
+    Exit code 0: complete, or nothing to do. 1: damaged, or something to do. 2: nothing that it can check.
 
     To check the links between ranks too, write: torchrun --nproc-per-node 2 --no-python muonmesh doctor
     """

@@ -121,7 +121,8 @@ def _gloo() -> Finding:
         except ProcessException as error:
             last = str(error).strip().splitlines()[-1]
             return Finding("gloo", f"an all-reduce of two processes failed: {last}", "Write GLOO_SOCKET_IFNAME=lo")
-    return Finding("gloo", f"an all-reduce of two processes, {time.monotonic() - begin:.1f} s with their start")
+    seconds = time.monotonic() - begin
+    return Finding("gloo", f"an all-reduce of two processes works; to start both and connect them took {seconds:.1f} s")
 
 
 def _nccl() -> Finding:

@@ -65,7 +65,10 @@ def groups_of(source: object) -> tuple[PackageName, list[Settings]]:
         return name, [{**default, **group, **outside} for group in source.param_groups]
     found = f"{type(source).__module__}.{type(source).__name__}"
     names = ", ".join(map(repr, get_args(PackageName)))
-    write = f"Write convert_settings(name, lr=..., ...) with the settings that you gave it; the names are {names}"
+    write = "Write convert_settings(name, lr=..., ...) with the settings that you gave it, and "
+    write += f"convert(source.state_dict(), optimizer, package=name); the names are {names}"
+    if any(kind.__module__.startswith("muonmesh.") for kind in type(source).__mro__):
+        write = "There is nothing to convert: write optimizer.load_state_dict(source.state_dict())"
     needed = "an optimizer that keeps its settings in its groups, of a package that is known"
     raise TypeError(explain_error("source", found, needed, write))
 
