@@ -1,4 +1,4 @@
-"""The learning rates that `muonmesh train` compares: each optimizer's peak swept with the same effort.
+"""The learning rates that `muonmesh train` compares: a sweep of each optimizer's peak rate.
 
     python benchmarks/adamw_sweep.py
     python benchmarks/adamw_sweep.py --adamw 1e-3 3e-3 --muon 3e-3 -- --steps 50 --parallel ddp
