@@ -44,7 +44,7 @@ def save(path: str | os.PathLike[str], model: nn.Module, optimizer: Any) -> None
     so DDP, torch.compile and activation checkpointing leave no trace.
 
     The checkpoint has no learning-rate scheduler, loss scale, random numbers or place in the data. With an engine of
-    DeepSpeed, it also has no counts of the engine. Save these in a file next to the folder, and load them after `load`::
+    DeepSpeed, it has no counts of the engine. Save these in a file next to the folder, and load them after `load`::
 
         torch.save({"scheduler": engine.lr_scheduler.state_dict()}, f"{path}.rest.pt")  # on rank 0
 
