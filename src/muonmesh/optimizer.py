@@ -92,13 +92,14 @@ class Muon(torch.optim.Optimizer):
         ns_coefficients: The Newton–Schulz coefficients: the name of a set, or polynomials of your own. See
             `orthogonalize`. "auto" takes "deflated" for matrices on a CPU with at least 384 rows and columns if
             ``compute_dtype`` is bf16, and "polar_express" for all others.
-        ns_steps: Newton–Schulz steps. None takes what the set is made for: 10 for "deepseekv4", 4 for "aol", 3 for
-            "deflated", 1 for "qdwh" and 5 for the others. Of your own polynomials it takes all.
+        ns_steps: Newton–Schulz steps. None: as many as the set is made for, which are 10 for "deepseekv4", 4 for "aol",
+            3 for "deflated", 1 for "qdwh", 5 for the others, and one for each polynomial of your own.
         adamw_betas: AdamW's decay rates of the moments. ``betas`` is accepted too, as in torch.optim.AdamW.
         adamw_eps: AdamW's ε. ``eps`` is accepted too.
         compute_dtype: The dtype in which matrices are orthogonalized and sent.
         state_dtype: The dtype of the momentum, kept through ``load_state_dict``. "int8" stores blocks of 256 elements
-            with one fp32 scale each, 1.02 bytes an element. Checkpoints hold fp32, so each dtype loads into each other.
+            with one fp32 scale each, 1.02 bytes an element. Checkpoints store int8 momentum as fp32, and load with any
+            ``state_dtype``.
         master_dtype: ``torch.float32`` keeps fp32 copies of lower-precision parameters in the state.
         process_group: The ranks that hold plain matrices (not DTensors): "world" or a ProcessGroup under DDP, "local"
             if every rank trains a copy of its own, "auto" for the ranks of the DistributedDataParallel that holds them
@@ -110,8 +111,8 @@ class Muon(torch.optim.Optimizer):
 
     Other Parameters:
         nesterov: Whether to orthogonalize ``lerp(g, m, μ)`` instead of m.
-        decay_mode: "full", or "cautious": only those weights decay that the update moves towards zero too
-            (arXiv 2510.12402). AdamW's groups decay in the same mode. To keep "full" for them, write
+        decay_mode: "full", or "cautious": only the weights that the update moves towards zero decay (arXiv 2510.12402).
+            AdamW's groups decay in the same mode. To keep "full" for them, write
             ``from_model(..., decay_mode="cautious", adamw={"decay_mode": "full"})``.
         extra_scale_factor: A factor that multiplies the scale.
         ns_method: "auto", "standard" or "gram", see `orthogonalize`.
@@ -127,15 +128,16 @@ class Muon(torch.optim.Optimizer):
         shard_state: Whether replicas (DDP, the replicate axis of HSDP) store the momentum in shards, as DTensors. This
             takes less memory and gives the same bits.
         memory_budget_mb: MiB that a step may use on each rank in addition to weights, gradients and state. The result
-            has the same bits with any budget. With a budget that is too small, a step takes one matrix at a time. None
-            takes twice what torch.optim.Muon takes for the largest matrix, at least 160 MiB, and 256 MiB on a CPU.
+            has the same bits with any budget. With a budget that is too small, a step takes one matrix at a time. None:
+            twice the memory that torch.optim.Muon needs for the largest matrix, but at least 160 MiB, and 256 MiB on a
+            CPU; more for many small matrices.
         cuda_graphs: Whether to capture the orthogonalization of up to four batches of matrices as CUDA graphs, at their
             third step, and to start each by one launch from then on. The bits are the same. Memory for the largest of
             these batches is kept between steps and not counted in the budget; see `explain`. On an H100, steps took
             0.88 to 1.01 times as long with them.
         gradients: Where gradients are kept if not in ``parameter.grad``, see `GradientSource`; for Megatron-Core's
             ``main_grad`` a `muonmesh.integrations.megatron.MainGrad`. With "to_owners" the optimizer averages gradients
-            over replicas itself, and the gradient of a matrix only on its owner; see `ToOwners`.
+            over replicas itself, and sends the gradient of a matrix only to its owner; see `ToOwners`.
 
     Raises:
         ValueError, TypeError: a setting or a group is wrong; the message says what to write.
@@ -446,8 +448,9 @@ class Muon(torch.optim.Optimizer):
     ) -> GradNorms:
         """Clip the gradients by their norm over all ranks; all ranks call it, before ``step``.
 
-        Muon's direction has no magnitude, so a factor on its gradients only changes the weight of this step inside the
-        momentum; by default Muon's gradients are measured and not clipped (Megatron-LM pull request 5395).
+        The size of Muon's update does not depend on the size of its gradients. Clipping them would only change the
+        weight of this step in the momentum. So by default Muon's gradients are measured and not clipped (Megatron-LM
+        pull request 5395).
 
         Args:
             max_norm: Largest norm; inf only measures.

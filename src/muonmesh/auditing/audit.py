@@ -158,7 +158,7 @@ def audit(
         "elementwise": the step is the sign of the gradient, as in the first step of AdamW.
         "follows the gradient": the step is proportional to the gradient and not orthogonalized.
         "twice": the step is a sum of an orthogonalized and an elementwise step, or two optimizers hold the weight.
-        "only decays", "does not move", "not in the optimizer", "replicas differ", "not finite", "raises": literally.
+        "only decays", "does not move", "not in the optimizer", "replicas differ", "not finite", "raises": as named.
         "unreadable": ranks hold different shapes under one name, or no rank holds a part of the weight; ``layouts`` may
             help.
         "unknown": none of these.

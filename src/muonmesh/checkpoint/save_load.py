@@ -43,8 +43,8 @@ def save(path: str | os.PathLike[str], model: nn.Module, optimizer: Any) -> None
     groups. Where a weight has an fp32 master weight, the master weight is saved. Parameters have their canonical names,
     so DDP, torch.compile and activation checkpointing leave no trace.
 
-    The checkpoint has no learning-rate scheduler, loss scale, random numbers or place in the data, also with an engine
-    of DeepSpeed, and no counts of the engine. Save these in a file next to the folder, and load them after `load`::
+    The checkpoint has no learning-rate scheduler, loss scale, random numbers or place in the data. With an engine of
+    DeepSpeed, it has no counts of the engine. Save these in a file next to the folder, and load them after `load`::
 
         torch.save({"scheduler": engine.lr_scheduler.state_dict()}, f"{path}.rest.pt")  # on rank 0
 
@@ -90,7 +90,7 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Any, *, stri
     Afterwards each group has the settings with which its parameters were saved, the learning rate included, as with
     torch's ``load_state_dict``. They replace the settings of this optimizer, also those of ``overrides``. Set other
     values after loading. Parameters may be in other groups than at the save, if all parameters of a group had equal
-    settings. So an override that was saved needs the same override here.
+    settings. If the saved run had an override, write the same override here.
 
     A parameter may be split into other matrices than at the save, unless its rule keeps state by row, column or matrix,
     or ``clip_grad_norm_(policy="per_matrix")`` has measured the norms of its matrices.

@@ -50,8 +50,8 @@ class ParamGroups(list[dict[str, Any]]):
         frozen: the parameters left out, by canonical name, with the reason.
         shared: the further names of shared parameters, with the one that is in "param_names".
         guesses: the parameters that Muon gets by a guess. `split_params` warned about them.
-        model: a weak reference to the model without wrappers, so that `Muon` sees when it holds other parameters, or
-            trains those that were frozen; None after pickling.
+        model: a weak reference to the model without wrappers; None after pickling. `Muon` looks there for parameters
+            that were replaced or unfrozen later.
     """
 
     def __init__(
@@ -192,9 +192,10 @@ def split_params(
             flattened a weight, so its shape is lost; a projection does not consist of whole heads.
 
     Warns:
-        UserWarning: on rank 0, if Muon gets a weight by a guess; the message has the override that decides. If a layer
-            of Muon may be the output layer, and with several ranks if the output layer is a guess that would be wrong
-            for a pipeline stage: on the first rank of DDP or of the parameter's mesh, and else on every rank.
+        UserWarning: if a choice is a guess; the message has the override that decides. Guesses: Muon gets a weight as
+            one matrix (warns on rank 0), a layer of Muon may be the output layer, or, with several ranks, the output
+            layer may be the last layer of a pipeline stage. The last two warn on the first rank of DDP or of the
+            parameter's mesh, else on every rank.
 
     The rules are in docs/groups.md; "Muon for hidden matrices, AdamW for the rest" is K. Jordan's
     (https://kellerjordan.github.io/posts/muon/).

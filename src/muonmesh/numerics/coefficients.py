@@ -57,7 +57,7 @@ class CoefficientSet:
 
     @property
     def begins_with_polynomials(self) -> bool:
-        """Whether no step that needs the norm of X comes before the first polynomial."""
+        """Whether the first polynomial comes first, without a rational step or a deflation before it."""
         return self.rational is None and not self.deflated
 
 

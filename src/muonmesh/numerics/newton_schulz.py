@@ -59,7 +59,7 @@ def orthogonalize(
     """Return the orthogonal factor of each matrix: same singular vectors, all singular values near 1.
 
     Only the direction counts: multiplying x by a power of two changes no bit, a matrix of zeros stays exactly zero, and
-    there is no epsilon. A matrix with a non-finite entry becomes non-finite as a whole, its neighbors in the batch do
+    there is no epsilon. A matrix with a non-finite entry becomes non-finite as a whole. Its neighbors in the batch do
     not. On the CPU the bits of a result do not depend on the other matrices of the batch. A transposed matrix that is
     not square gives the transposed result, bit for bit.
 
@@ -75,8 +75,8 @@ def orthogonalize(
             "torch": torch's products. "triton" and "compiled": this code, or an error if it cannot run.
         out: Contiguous tensor of x's shape, dtype and device to write, not overlapping x.
         overwrite: Whether x may be used as working memory; its contents are lost then.
-        times: Factors of the results: 1-D, fp32 or wider, one number for each matrix. They are part of another factor,
-            so they take no operation of their own and no further rounding.
+        times: Factors of the results: 1-D, fp32 or wider, one number for each matrix. They enter a factor that is
+            applied anyway, so they cost no extra operation and no extra rounding.
 
     Returns:
         `out`, or a new contiguous tensor of x's shape, dtype and device. It carries no gradient.

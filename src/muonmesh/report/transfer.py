@@ -124,7 +124,7 @@ def transfer(small: torch.optim.Optimizer, large: torch.optim.Optimizer) -> Tran
     """Compare one step on a small model with one on a wider model, and return what to set for the wider one.
 
     By the spectral condition (arXiv 2310.17813), a step changes the output of a layer by the same amount at every width
-    if its spectral norm grows as √(rows/cols). So each learning rate is multiplied by the factor that its step lacks.
+    if its spectral norm grows as √(rows/cols). `transfer` chooses each learning rate so that its step grows like this.
     AdamW's step of a matrix has a spectral norm of up to lr·√(rows·cols), so its rate falls as 1/cols. An embedding or
     a vector keeps its rate, as in μP (arXiv 2203.03466). The product ``lr × weight_decay`` stays the same. Initial
     weights should have a standard deviation ∝ min(1, √(rows/cols))/√cols.
@@ -132,7 +132,7 @@ def transfer(small: torch.optim.Optimizer, large: torch.optim.Optimizer) -> Tran
     Args:
         small: The `Muon` of the small model, whose settings are known to be good.
         large: A `Muon` of the large model, with any settings. Both models may be on the meta device. Parameters are
-            matched by name; layers beyond those of the small model by their kind.
+            matched by name, and layers that only the large model has by their kind.
 
     Raises:
         TypeError: an argument is no `Muon`.

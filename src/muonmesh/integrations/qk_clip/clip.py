@@ -116,7 +116,7 @@ class QKClip:
     def watching(self, module: nn.Module) -> Iterator[None]:
         """Record the log-sum-exp of the attention kernels that run in this context, for your own attention module.
 
-        Supported are `torch.nn.functional.scaled_dot_product_attention` (not its math kernel),
+        It supports `torch.nn.functional.scaled_dot_product_attention` (not its math kernel),
         `torch.nn.attention.varlen`, and flash-attn 2 and 3. If keys come part by part, as in ring attention, all parts
         count.
 

@@ -141,9 +141,9 @@ class Rule(Hyperparameters):
     `register_rule`. Without any override, the rule is Muon without momentum.
 
     A method that works element by element receives a part of the elements, in any shape. For each element, its result
-    may depend on the inputs of this element only, for tensors of every length. Suitable are ``lerp_``, ``mul_``,
-    ``sub_``, ``copy_``, ``where``, ``sqrt`` and casts. Scalars may come from the fields.
-    `muonmesh.testing.prove_rule` checks a rule for this.
+    may depend on the inputs of this element only, for tensors of every length. You may use ``lerp_``, ``mul_``,
+    ``sub_``, ``copy_``, ``where``, ``sqrt`` and casts. Scalars may come from the fields. `muonmesh.testing.prove_rule`
+    checks a rule for this.
 
     Attributes:
         orthogonalizes: Whether directions are orthogonalized. If not, `whole` receives the result of `balance`.
