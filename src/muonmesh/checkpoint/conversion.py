@@ -50,8 +50,8 @@ def convert(
 ) -> dict[str, Any]:
     """Return the state of another optimizer as a state dict that `muonmesh.Muon` loads, without executing code from it.
 
-    With the settings of `muonmesh.convert_settings`, the next step of muonmesh is then the next step of the other
-    optimizer, up to rounding. `convert` does not read settings: the optimizer that loads the state dict keeps its own::
+    With the settings of `muonmesh.convert_settings`, the next step of muonmesh is then the next step of the other Muon,
+    up to rounding. `convert` does not read settings: the optimizer that loads the state dict keeps its own::
 
         optimizer = mm.from_model(model, **mm.convert_settings(muon, adamw))
         optimizer.load_state_dict(muonmesh.checkpoint.convert([muon, adamw], optimizer))
