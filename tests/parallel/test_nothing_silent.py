@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+import warnings
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -562,6 +563,33 @@ def gradients_of_own_batches(how: str) -> bool:
 @pytest.mark.parametrize("how", ["own", "averaged", "rounded", "local"])
 def test_replicas_whose_gradients_nothing_averaged_are_an_error_on_all(workers, how: str) -> None:
     assert workers(2).run(gradients_of_own_batches, how, timeout=SOON) == [True, True]
+
+
+def save_replicas(path: str, how: str) -> tuple[str, bool]:
+    """What a save warns of, and whether it saved; after a step whose gradients some ranks had for themselves."""
+    model, optimizer = build()
+    for step in range(2):
+        give(model, step + (10 * dist.get_rank() if how == "drifted" and step else 0))
+        optimizer.step()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        mm.checkpoint.save(path, model, optimizer)
+    fresh, other = build()
+    mm.checkpoint.load(path, fresh, other)
+    return " ".join(str(each.message) for each in caught), same(*([v] for v in gathered(fresh.vector.detach())))
+
+
+def gathered(tensor: Tensor) -> list[Tensor]:
+    found = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, tensor)
+    return found
+
+
+@pytest.mark.parametrize("how", ["alike", "drifted"])
+def test_a_save_warns_of_replicas_that_have_drifted_apart(workers, tmp_path: Path, how: str) -> None:
+    (told, equal), (nothing, equal_there) = workers(2).run(save_replicas, str(tmp_path / "saved"), how, timeout=SOON)
+    assert equal and equal_there and not nothing
+    assert ("vector: The ranks 0 and 1 hold replicas of this parameter" in told) == (how == "drifted"), told
 
 
 # ------------------------------------------------------------------ parameters that are replaced

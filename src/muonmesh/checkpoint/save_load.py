@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -24,12 +24,13 @@ from muonmesh.checkpoint.manifest import SETTINGS_FILE
 from muonmesh.checkpoint.of_muon import OfMuon
 from muonmesh.checkpoint.ranks import settled
 from muonmesh.checkpoint.record import STATE, Record, Recorded
-from muonmesh.comm.storage import refuse_flattened, storage_of
+from muonmesh.comm.storage import refuse_flattened, storage_of, this_rank
 from muonmesh.comm.telling import agreed, tell_all
 from muonmesh.comm.wrappers import layers_of
-from muonmesh.errors import StateError, about, explain_error
+from muonmesh.errors import StateError, about, explain_error, warn
 from muonmesh.names import canonical_name
 from muonmesh.numerics.precision import plain_modes
+from muonmesh.step.replicas import sum_of_bits
 from muonmesh.step.runtime import Runtime
 
 
@@ -58,6 +59,9 @@ def save(path: str | os.PathLike[str], model: nn.Module, optimizer: Any) -> None
             or a setting or a module's extra state is not plain data.
         FileError: the folder could not be written.
         TypeError: the optimizer is of another kind.
+
+    Warns:
+        UserWarning: on rank 0: replicas of a weight have drifted apart.
     """
     host = settled(lambda: recorded(optimizer))
     reshard(model)
@@ -69,10 +73,17 @@ def save(path: str | os.PathLike[str], model: nn.Module, optimizer: Any) -> None
     with host.whole(model, write=False):
         records, _ = settled(collect)
         trained = [record for record in records if record.group]
-        said = agreed(lambda: ({each.name: _digest(each) for each in records}, settings_of(trained)), kind=StateError)
-        settled(lambda: _check_alike([digests for digests, _ in said], trained))
+        digests, settings, sums = zip(
+            *agreed(
+                lambda: ({each.name: _digest(each) for each in records}, settings_of(trained), _sums(trained)),
+                kind=StateError,
+            ),
+            strict=True,
+        )
+        settled(lambda: _check_alike(digests, trained))
+        _warn_of_drift(sums)
         tensors = settled(lambda: {name: share for record in records for name, share in record.shares()})
-        write(path, tensors, merged([settings for _, settings in said]))
+        write(path, tensors, merged(settings))
 
 
 @plain_modes()
@@ -202,7 +213,32 @@ def _digest(record: Record) -> str:
     return hashlib.sha256(told.encode()).hexdigest()[:16]
 
 
-def _check_alike(said: list[dict[str, str]], records: Iterable[Record]) -> None:
+def _sums(records: Iterable[Record]) -> dict[tuple[str, tuple[int, ...]], int]:
+    """Return a checksum of each weight of which several ranks hold whole copies, by its name and these ranks."""
+    found = {}
+    for record in records:
+        layout = record.storage.layout
+        if layout is not None and record.storage.copies == len(layout.ranks) > 1:
+            found[record.name, layout.ranks] = int(sum_of_bits(record.storage, record.tensor, record.tensor.device))
+    return found
+
+
+def _warn_of_drift(said: Iterable[dict[tuple[str, tuple[int, ...]], int]]) -> None:
+    """Warn on rank 0 if replicas of a weight have different values; their checksums are those of each rank."""
+    first: dict[tuple[str, tuple[int, ...]], tuple[int, int]] = {}
+    for rank, sums in enumerate(said):
+        for key, found in sums.items():
+            before, expected = first.setdefault(key, (rank, found))
+            if found != expected:
+                if this_rank() == 0:
+                    what = f"The ranks {before} and {rank} hold replicas of this parameter, but their values differ. "
+                    what += "Only one replica is saved. Some steps had gradients that nothing averaged, or weights were "
+                    what += "changed on some ranks only. Loading this checkpoint makes the replicas equal"
+                    warn(about(key[0], what))
+                return
+
+
+def _check_alike(said: Sequence[dict[str, str]], records: Iterable[Record]) -> None:
     """Check that a name means the same tensor on all ranks; of two tensors, only one would be saved.
 
     Raises:
@@ -217,8 +253,8 @@ def _check_alike(said: list[dict[str, str]], records: Iterable[Record]) -> None:
                 what = (
                     f"The ranks {before} and {rank} hold different tensors under this name: the shape, dtype or layout "
                     "differs, or each rank trains its own. Every rank must use the same tensor for the same name. If "
-                    'each rank holds all of it, write Muon(..., process_group="world"). If the ranks hold shards, '
-                    "declare them with layouts="
+                    "the ranks hold replicas of it, or of its shards, write Muon(..., process_group=\"world\") or pass "
+                    "the group of the replicas. If they hold plain shards, declare them with layouts="
                 )
                 raise StateError(about(name, what))
     for record in records:
