@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -806,6 +806,18 @@ def test_a_rule_that_divides_by_the_norm_of_a_row_of_zeros_is_not_proved() -> No
             prove_rule(Divides, examples=10)
     finally:
         del RULES["test-divides"]
+
+
+def test_a_rule_whose_steps_grow_with_the_gradients_is_not_scale_invariant(monkeypatch: pytest.MonkeyPatch) -> None:
+    @dataclass(frozen=True)
+    class Grows(mm.MuonRule):
+        orthogonalizes: ClassVar[bool] = False
+
+    monkeypatch.setitem(RULES, "grows", Grows)
+    with pytest.raises(AssertionError, match="Grows.scale_invariant: True, but gradients times 1024 change"):
+        prove_rule("grows", examples=1)
+    monkeypatch.setattr(Grows, "scale_invariant", False)
+    prove_rule("grows", examples=1)
 
 
 @pytest.mark.parametrize("part", OWN_PARTS)

@@ -232,7 +232,9 @@ def _warn_of_drift(said: Iterable[dict[tuple[str, tuple[int, ...]], int]]) -> No
             if found != expected:
                 if this_rank() == 0:
                     what = f"The ranks {before} and {rank} hold replicas of this parameter, but their values differ. "
-                    what += "Only one replica is saved. Some steps had gradients that nothing averaged, or weights were "
+                    what += (
+                        "Only one replica is saved. Some steps had gradients that nothing averaged, or weights were "
+                    )
                     what += "changed on some ranks only. Loading this checkpoint makes the replicas equal"
                     warn(about(key[0], what))
                 return
@@ -253,7 +255,7 @@ def _check_alike(said: Sequence[dict[str, str]], records: Iterable[Record]) -> N
                 what = (
                     f"The ranks {before} and {rank} hold different tensors under this name: the shape, dtype or layout "
                     "differs, or each rank trains its own. Every rank must use the same tensor for the same name. If "
-                    "the ranks hold replicas of it, or of its shards, write Muon(..., process_group=\"world\") or pass "
+                    'the ranks hold replicas of it, or of its shards, write Muon(..., process_group="world") or pass '
                     "the group of the replicas. If they hold plain shards, declare them with layouts="
                 )
                 raise StateError(about(name, what))

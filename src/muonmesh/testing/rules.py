@@ -64,7 +64,8 @@ def prove_rule(
     """Check that a rule gives bit for bit the same weights and state in every layout of its parameters.
 
     Every rank of the default process group must call this function, on the CPU (gloo). It first checks that the
-    elementwise parts compute the same for a whole vector and for its two pieces. Then it generates ``examples`` cases.
+    elementwise parts compute the same for a whole vector and for its two pieces, and that a rule with
+    ``scale_invariant`` makes the same steps of larger gradients. Then it generates ``examples`` cases.
     In each case, one process holds a whole parameter, and all ranks hold the same parameter in a generated layout
     (replicated, sharded on a mesh of one or two axes, or flat; with or without ``shard_state``). Both take a few steps,
     some without a gradient, first with the operations of a CPU, then with those of a GPU. The two kinds of operations
@@ -93,7 +94,7 @@ def prove_rule(
         raise ValueError(explain_error("prove_rule", repr(rule), "a rule that groups can name", write))
     group = {"algorithm": names[0], **(settings or {})}
     generator = random.Random(seed)
-    _agree(_parts_that_see_neighbours(group, generator))
+    _agree(_parts_that_see_neighbours(group, generator) or _scale_that_counts(group))
     mesh_of = functools.cache(functools.partial(init_device_mesh, "cpu"))
     cases = [_case(generator) for _ in range(examples)]
     for case in cases:
@@ -251,9 +252,30 @@ def _parts_that_see_neighbours(group: Mapping[str, Any], generator: random.Rando
                 if not torch.equal(one, torch.cat([low, high])):
                     return (
                         f"{type(rule).__name__}.{part}: {length} elements together have other bits than {border} and "
-                        f"{length - border} apart; needed operations that work element by element. What needs whole "
-                        "matrices belongs into whole()"
+                        f"{length - border} apart; needed operations that work element by element and draw no random "
+                        "numbers. What needs whole matrices belongs into whole()"
                     )
+    return ""
+
+
+def _scale_that_counts(group: Mapping[str, Any]) -> str:
+    """Return, as text, by how much larger gradients change the steps of a rule that is declared `scale_invariant`."""
+    rule = RULES[group["algorithm"]]
+    moved = []
+    for factor in (1.0, 1024.0) if rule.scale_invariant else ():
+        random_numbers = torch.Generator().manual_seed(0)
+        start = _randn((16, 24), random_numbers)
+        parameter = nn.Parameter(start.clone())
+        optimizer = Muon([{**group, "params": [parameter]}], lr=0.02, process_group="local")
+        for _ in range(_STEPS):
+            parameter.grad = factor * _randn(start.shape, random_numbers)
+            optimizer.step()
+        moved.append(parameter.detach() - start)
+    if moved and (changed := float((moved[1] - moved[0]).norm() / moved[0].norm())) > 0.01:
+        return (
+            f"{rule.__name__}.scale_invariant: True, but gradients times 1024 change {_STEPS} steps by {changed:.1%}; "
+            "needed False if the size of the gradients matters, so that they are clipped"
+        )
     return ""
 
 
