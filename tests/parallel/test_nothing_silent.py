@@ -588,7 +588,9 @@ def gathered(tensor: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("how", ["alike", "drifted"])
 def test_a_save_warns_of_replicas_that_have_drifted_apart(workers, tmp_path: Path, how: str) -> None:
     (told, equal), (nothing, equal_there) = workers(2).run(save_replicas, str(tmp_path / "saved"), how, timeout=SOON)
-    assert equal and equal_there and not nothing
+    assert equal
+    assert equal_there
+    assert not nothing
     assert ("vector: The ranks 0 and 1 hold replicas of this parameter" in told) == (how == "drifted"), told
 
 

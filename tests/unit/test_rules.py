@@ -808,13 +808,26 @@ def test_a_rule_that_divides_by_the_norm_of_a_row_of_zeros_is_not_proved() -> No
         del RULES["test-divides"]
 
 
+@pytest.mark.parametrize("part", ["whole", "balance"])
+def test_a_part_that_returns_another_shape_is_named(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def shrunk(self: mm.Rule, matrix: Tensor, state: Any) -> Tensor:
+        return matrix.mean(dim=1, keepdim=True)  # torch would broadcast it
+
+    own = dataclass(frozen=True)(type("Own", (mm.MuonRule,), {part: shrunk}))
+    monkeypatch.setitem(RULES, "own", own)
+    weight = nn.Parameter(torch.ones(6, 8))
+    weight.grad = torch.ones(6, 8)
+    with pytest.raises(ValueError, match=r"shrunk: found a result of shape \(1, 1, 8\); needed .* \(1, 6, 8\)"):
+        mm.Muon([{"params": [weight], "algorithm": "own"}]).step()
+
+
 def test_a_rule_whose_steps_grow_with_the_gradients_is_not_scale_invariant(monkeypatch: pytest.MonkeyPatch) -> None:
     @dataclass(frozen=True)
     class Grows(mm.MuonRule):
         orthogonalizes: ClassVar[bool] = False
 
     monkeypatch.setitem(RULES, "grows", Grows)
-    with pytest.raises(AssertionError, match="Grows.scale_invariant: True, but gradients times 1024 change"):
+    with pytest.raises(AssertionError, match=r"Grows\.scale_invariant: True, but gradients times 1024 change"):
         prove_rule("grows", examples=1)
     monkeypatch.setattr(Grows, "scale_invariant", False)
     prove_rule("grows", examples=1)

@@ -77,5 +77,7 @@ def _agreed(where: str, groups: list[Settings], name: str) -> Settings:
         if len(values) > 1:
             found, needed = f"{key} {' and '.join(values)}", "one for all of them"
             write = 'Convert each group by itself: {"params": group["params"], "algorithm": "muon" or "adamw", '
-            raise ValueError(explain_error(where, found, needed, f'{write}**convert_settings("{name}", group)}}'))
+            write += f'**convert_settings("{name}", group)}}. If a group has matrices and vectors, convert one group, '
+            write += "and pass the settings of the others as from_model(..., overrides={...})"
+            raise ValueError(explain_error(where, found, needed, write))
     return groups[0] if groups else {}

@@ -224,7 +224,10 @@ def _raise_errors(
         parameter = parameters[flag_vector.owners[flag]]
         what = f"Some of the ranks {parameter.target.ranks} have a gradient and others have none, so their replicas "
         what += "would drift apart. Every replica needs a gradient, or none. If some ranks do not use the parameter, "
-        what += "write DistributedDataParallel(..., find_unused_parameters=True)"
+        what += (
+            "write DistributedDataParallel(..., find_unused_parameters=True). If your loop averages gradients, give "
+        )
+        what += "the parameter a gradient of zeros there"
         raise PlanError(about(parameter.name, what))
     axes = [number for number, _, count in flag_vector.axes for _ in range(count)]
     for flag in answers.mixed().nonzero().flatten().tolist():

@@ -141,7 +141,8 @@ def warn_of_rounding(planned: Planned, groups: Sequence[Mapping[str, Any]], prec
         )
 
         def say(unchanged: Tensor, told: str = told) -> None:
-            warn(told.format(float(unchanged)))
+            if float(unchanged) >= 0.01:
+                warn(told.format(float(unchanged)))
 
         tell(((local.float() + size.rms).to(local.dtype) == local).float().mean(), say)
         return

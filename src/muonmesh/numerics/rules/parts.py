@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from muonmesh.errors import explain_error
 from muonmesh.numerics.exact import largest_exponent, limbs_of
 from muonmesh.numerics.kernels.memory import scratch
 from muonmesh.numerics.kernels.threads import run_on_one_thread
@@ -77,6 +78,9 @@ def change_whole(
         rows, cols: Size of the matrix, out × in.
         direction: The direction before orthogonalization, in the form of ``matrix``, read only; for a rule with
             `Rule.sees_direction`.
+
+    Raises:
+        ValueError: the part returned another shape, which torch would broadcast.
     """
     exact = torch.promote_types(matrix.dtype, torch.float32)
     for value in state.values():
@@ -92,8 +96,12 @@ def change_whole(
 
     def change() -> None:
         seen = {} if direction is None else {"direction": given("direction", direction)}
+        found = part(given("whole", matrix), {**state, **seen})
+        if found.shape != (1, rows, cols):
+            told = f"a result of shape {tuple(found.shape)}"
+            raise ValueError(explain_error(part.__qualname__, told, f"the shape of its matrix, {(1, rows, cols)}"))
         # Cast before transposing: torch transposes fast only within one dtype.
-        oriented(matrix).copy_(part(given("whole", matrix), {**state, **seen})[0].to(matrix.dtype))
+        oriented(matrix).copy_(found[0].to(matrix.dtype))
 
     run_on_one_thread(change, device=matrix.device)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
 from collections.abc import Mapping
@@ -25,9 +26,8 @@ DecayMode: TypeAlias = Literal["full", "cautious"]
 KeptAs: TypeAlias = str
 """The kind of a state's shape. Per-element state is "momentum" (placed as the momentum, for `fold`) or "weights"
 (placed as the weights, for `apply`). Other state has one number for each of the "rows" or "cols" of a matrix, or for
-each
-"matrix"; or it is a matrix of two sizes, such as "rows×rows", "cols×cols", "rows×cols" or "rows×16", which the owner of
-the matrix keeps."""
+each "matrix"; or it is a matrix of two sizes, such as "rows×rows", "cols×cols", "rows×cols" or "rows×16", which the
+owner of the matrix keeps."""
 
 _KEPT_AS = re.compile("momentum|weights|rows|cols|matrix|(rows|cols|[1-9][0-9]*)×(rows|cols|[1-9][0-9]*)")
 
@@ -380,5 +380,6 @@ def check_keeps(rule: Hyperparameters) -> None:
         if not _KEPT_AS.fullmatch(str(kind)):
             where, found = f"{type(rule).__name__}.keeps", f"{key!r} kept as {kind!r}"
             needed = '"momentum", "weights", "rows", "cols", "matrix" or two sizes: "rows×rows", "cols×cols", "rows×16"'
-            write = f'Write {{{key!r}: "weights"}}, for one'
-            raise ValueError(explain_error(where, found, needed, f"{write} number for each weight"))
+            close = difflib.get_close_matches(str(kind), ("momentum", "rows", "cols", "matrix"), 1)
+            write = f"Write {{{key!r}: {next(iter(close), 'weights')!r}}}"
+            raise ValueError(explain_error(where, found, needed, write))
