@@ -551,7 +551,7 @@ def gradients_of_own_batches(how: str) -> bool:
         model.vector.grad *= 1 + 1e-4 * dist.get_rank()
     before = values(model)
     if how == "own":
-        told = r"^matrix: The ranks 0 and 1 hold replicas of this and other parameters, but their gradients differ\."
+        told = r"^matrix: The ranks 0 and 1 hold replicas of this and other parameters, but their gradients differ \("
         with pytest.raises(mm.LayoutError, match=told):
             optimizer.step()
         return same(before, values(model))
@@ -562,6 +562,45 @@ def gradients_of_own_batches(how: str) -> bool:
 @pytest.mark.parametrize("how", ["own", "averaged", "rounded", "local"])
 def test_replicas_whose_gradients_nothing_averaged_are_an_error_on_all(workers, how: str) -> None:
     assert workers(2).run(gradients_of_own_batches, how, timeout=SOON) == [True, True]
+
+
+def gradients_of_some(how: str, folder: str) -> str:
+    """Read gradients before they are averaged, or where a rank has none or raises; return what the step says."""
+    model, optimizer = build(gradients=Reading() if how == "raised" else None)
+    give(model, dist.get_rank())
+    if how == "saved":
+        mm.checkpoint.save(folder, model, optimizer)
+        give(model, 0)
+    if how == "missing":
+        model.third = nn.Parameter(torch.ones(3))
+        optimizer.add_param_group({"params": [model.third], "param_names": ["third"], "algorithm": "adamw"})
+        give(model, 0)
+        (model.third if dist.get_rank() else model.vector).grad = None
+    try:
+        optimizer.step()
+    except (mm.PlanError, KeyError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "stepped"
+
+
+class Reading(mm.GradientSource):
+    """A source that raises what no source should, on rank 1."""
+
+    def gradient(self, parameter: Tensor) -> Tensor | None:
+        if dist.get_rank() == 1:
+            raise KeyError("forgotten")
+        return parameter.grad
+
+
+@pytest.mark.parametrize("how", ["saved", "missing", "raised"])
+def test_the_check_of_gradients_hides_no_other_error_and_refuses_no_save(workers, tmp_path: Path, how: str) -> None:
+    told = workers(2).run(gradients_of_some, how, str(tmp_path / "saved"), timeout=SOON)
+    if how == "raised":
+        assert told == ["PlanError: rank 1: KeyError: 'forgotten'", "KeyError: 'forgotten'"]
+    elif how == "missing":
+        assert all("vector: Some of the ranks (0, 1) have a gradient and others have none" in each for each in told)
+    else:
+        assert told == ["stepped", "stepped"]
 
 
 # ------------------------------------------------------------------ parameters that are replaced
