@@ -550,8 +550,11 @@ def gradients_of_own_batches(how: str) -> bool:
     if how == "rounded":  # as on a device that adds in no fixed order
         give(model, 0)
         model.vector.grad *= 1 + 1e-4 * dist.get_rank()
+    if how == "mirrored" and dist.get_rank():  # norms and sums are equal
+        give(model, 0)
+        model.matrix.grad = model.matrix.grad.flip(0)
     before = values(model)
-    if how == "own":
+    if how in ("own", "mirrored"):
         told = r"^matrix: The ranks 0 and 1 hold replicas of this and other parameters, but their gradients differ \("
         with pytest.raises(mm.LayoutError, match=told):
             optimizer.step()
@@ -560,7 +563,7 @@ def gradients_of_own_batches(how: str) -> bool:
     return not same(before, values(model))
 
 
-@pytest.mark.parametrize("how", ["own", "averaged", "rounded", "local"])
+@pytest.mark.parametrize("how", ["own", "mirrored", "averaged", "rounded", "local"])
 def test_replicas_whose_gradients_nothing_averaged_are_an_error_on_all(workers, how: str) -> None:
     assert workers(2).run(gradients_of_own_batches, how, timeout=SOON) == [True, True]
 

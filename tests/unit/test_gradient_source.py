@@ -348,7 +348,8 @@ def test_replicas_compare_a_gradient_without_a_wide_copy_of_it(monkeypatch: pyte
     monkeypatch.setattr(replicas, "_AT_ONCE", 64)
     gradient = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.bfloat16)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as seen:
-        norm, total = replicas._norm_and_sum(gradient)
+        norm, product = replicas._sums_of(gradient)
     assert max(event.self_cpu_memory_usage for event in seen.events()) <= 64 * 8
     assert norm == pytest.approx(float(gradient.double().norm()), rel=1e-12)
-    assert total == pytest.approx(float(gradient.double().sum()), rel=1e-12)
+    wave = torch.arange(gradient.numel(), dtype=torch.float64).remainder(64).cos().view(shape)
+    assert product == pytest.approx(float((gradient.double() * wave).sum()), rel=1e-12, abs=1e-12)

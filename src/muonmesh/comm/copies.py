@@ -20,7 +20,7 @@ ALIKE = 1e-2
 to rounding if a device adds in no fixed order. Copies with other tokens as inputs differ by much more."""
 
 Sums = tuple[float, float]
-"""Norm and sum of a gradient."""
+"""The norm of a gradient, and its product with a fixed vector (a wave), with which other gradients differ."""
 
 
 class Claim(NamedTuple):
@@ -31,7 +31,7 @@ class Claim(NamedTuple):
         kind: A text that is equal for possible copies: shape, dtype and placements.
         ranks: The ranks that hold one copy together, including this rank.
         bits: A checksum of all bits of this rank's part.
-        gradient: Norm and sum of this rank's part of the gradient; None if there is no gradient.
+        gradient: Sums of this rank's part of the gradient; None if there is no gradient.
         unknown: Whether it is unknown which ranks hold the parameter. Then parameters of the same name and kind must be
             copies; different bits are an error.
     """
@@ -93,10 +93,10 @@ def insist_on_averages(held: Mapping[int, Mapping[tuple[str, int], Sums]]) -> No
         for key, found in sums.items():
             other, expected = first.setdefault(key, (rank, found))
             if _differ(expected, found):
-                (norm, total), (norm_there, total_there) = expected, found
+                (norm, wave), (norm_there, wave_there) = expected, found
                 told = f"The ranks {other} and {rank} hold replicas of this and other parameters, but their gradients "
-                told += f"differ (norms {norm:.4g} and {norm_there:.4g}, sums {total:.4g} and {total_there:.4g}). "
-                told += "Nothing has averaged the gradients, so replicas would drift apart. Under "
+                told += f"differ (norms {norm:.4g} and {norm_there:.4g}, products with a fixed vector {wave:.4g} and "
+                told += f"{wave_there:.4g}). Nothing has averaged the gradients, so replicas would drift apart. Under "
                 told += "DistributedDataParallel, call the wrapper, not its .module, and run the last micro-batch "
                 told += "outside of no_sync(). Without a wrapper, average each gradient over the group of the replicas "
                 told += "before optimizer.step(): dist.all_reduce(p.grad, group=group); "

@@ -72,7 +72,7 @@ def claims_of(planned: Planned, ranks: Sequence[int], source: GradientSource | N
         tensor, storage = member.tensor, member.storage
         if not member.may_have_copies(ranks) or dist.get_backend() == "fake":
             continue
-        slopes = None if source is None else _norm_and_sum(_gradient(member, source))
+        slopes = None if source is None else _sums_of(_gradient(member, source))
         held = "plain" if storage.mesh is None else str(storage.placements)
         kind = f"{storage.shape}, {tensor.dtype}, {held} on {len(member.ranks)} ranks"
         bits = int(sum_of_bits(storage, tensor, tensor.device))
@@ -83,7 +83,7 @@ def claims_of(planned: Planned, ranks: Sequence[int], source: GradientSource | N
 def gradients_of_replicas(
     planned: Planned, ranks: Sequence[int], source: GradientSource
 ) -> dict[tuple[str, int], Sums]:
-    """Return norm and sum of the gradients of all parameters of which the same ranks hold whole, declared copies.
+    """Return the sums of the gradients of all parameters of which the same ranks hold whole, declared copies.
 
     Returns:
         One entry for each such set of ranks. Its key is equal on ranks that can compare: the name of the first
@@ -100,7 +100,7 @@ def gradients_of_replicas(
         if not (known and storage.copies == len(member.ranks) > 1):
             continue
         gradient = _gradient(member, source)
-        if (slopes := _norm_and_sum(gradient)) is not None and not any(partial_axes(gradient)):
+        if (slopes := _sums_of(gradient)) is not None and not any(partial_axes(gradient)):
             found.setdefault(member.ranks, {})[member.name] = slopes
     return {
         (next(iter(sums)), zlib.crc32(repr((held, list(sums))).encode())): (
@@ -118,14 +118,16 @@ def _gradient(member: Member, source: GradientSource) -> Tensor | None:
         return None
 
 
-def _norm_and_sum(gradient: Tensor | None) -> Sums | None:
+def _sums_of(gradient: Tensor | None) -> Sums | None:
     if gradient is None:
         return None
     flat = local_of(gradient.detach()).reshape(-1)
     sums = torch.zeros(2, dtype=torch.float64, device=flat.device)
+    # Norms of two large batches are nearly equal, and a plain sum is 0 for many weights, as before a LayerNorm.
+    wave = torch.arange(min(len(flat), _AT_ONCE), dtype=torch.float64, device=flat.device).cos_()
     for part in torch.split(flat, _AT_ONCE):
         wide = part.double()
-        sums += torch.stack([wide.dot(wide), wide.sum()])
+        sums += torch.stack([wide.dot(wide), wide.dot(wave[: len(wide)])])
     squares, total = sums.tolist()
     return math.sqrt(squares), total
 
