@@ -570,8 +570,12 @@ def test_replicas_whose_gradients_nothing_averaged_are_an_error_on_all(workers, 
 
 def gradients_of_some(how: str, folder: str) -> str:
     """Read gradients before they are averaged, or where a rank has none or raises; return what the step says."""
-    model, optimizer = build(gradients=Reading() if how == "raised" else None)
-    give(model, dist.get_rank())
+    source = Reading()
+    model, optimizer = build(gradients=source if how in ("raised", "measured") else None)
+    give(model, dist.get_rank() if how == "saved" else 0)
+    if how == "measured":
+        optimizer.step()
+    source.raises = dist.get_rank() == 1
     if how == "saved":
         mm.checkpoint.save(folder, model, optimizer)
         give(model, 0)
@@ -581,25 +585,27 @@ def gradients_of_some(how: str, folder: str) -> str:
         give(model, 0)
         (model.third if dist.get_rank() else model.vector).grad = None
     try:
-        optimizer.step()
+        optimizer.metrics() if how == "measured" else optimizer.step()
     except (mm.PlanError, KeyError) as error:
         return f"{type(error).__name__}: {error}"
     return "stepped"
 
 
 class Reading(mm.GradientSource):
-    """A source that raises what no source should, on rank 1."""
+    """A source that raises what no source should."""
+
+    raises = False
 
     def gradient(self, parameter: Tensor) -> Tensor | None:
-        if dist.get_rank() == 1:
+        if self.raises:
             raise KeyError("forgotten")
         return parameter.grad
 
 
-@pytest.mark.parametrize("how", ["saved", "missing", "raised"])
+@pytest.mark.parametrize("how", ["saved", "missing", "raised", "measured"])
 def test_the_check_of_gradients_hides_no_other_error_and_refuses_no_save(workers, tmp_path: Path, how: str) -> None:
     told = workers(2).run(gradients_of_some, how, str(tmp_path / "saved"), timeout=SOON)
-    if how == "raised":
+    if how in ("raised", "measured"):
         assert told == ["PlanError: rank 1: KeyError: 'forgotten'", "KeyError: 'forgotten'"]
     elif how == "missing":
         assert all("vector: Some of the ranks (0, 1) have a gradient and others have none" in each for each in told)
