@@ -74,7 +74,7 @@ DIFFERENT: dict[str, Any] = {
     "weight_decay": 0.0,
     "scale_mode": "spectral",
     "extra_scale_factor": 2.0,
-    "adamw_betas": (0.5, 0.6),
+    "adamw_betas": (0.9, 0.6),
     "adamw_eps": 1e-3,
 }
 
@@ -93,7 +93,8 @@ def different_setting(key: str, value: Any, waits: bool) -> bool:
     name = "vector" if key.startswith("adamw") else "matrix"
     if not waits:
         optimizer.step()  # the next step says it; AdamW's half is masked on CUDA only
-    with pytest.raises(mm.PlanError, match=f"{name}: found .* on rank 0 and .* on rank 1.*alike on every rank"):
+    told = rf"{name}: found (\w+=).* on rank 0 and \1.* on rank 1.*alike on every rank"
+    with pytest.raises(mm.PlanError, match=told):
         optimizer.step()
     return same(before if waits else before[:1], values(model) if waits else values(model)[:1])
 
@@ -550,9 +551,12 @@ def gradients_of_own_batches(how: str) -> bool:
     if how == "rounded":  # as on a device that adds in no fixed order
         give(model, 0)
         model.vector.grad *= 1 + 1e-4 * dist.get_rank()
+    if how == "mirrored" and dist.get_rank():  # norms and sums are equal
+        give(model, 0)
+        model.matrix.grad = model.matrix.grad.flip(0)
     before = values(model)
-    if how == "own":
-        told = r"^matrix: The ranks 0 and 1 hold replicas of this and other parameters, but their gradients differ\."
+    if how in ("own", "mirrored"):
+        told = r"^matrix: The ranks 0 and 1 hold replicas of this and other parameters, but their gradients differ \("
         with pytest.raises(mm.LayoutError, match=told):
             optimizer.step()
         return same(before, values(model))
@@ -560,7 +564,7 @@ def gradients_of_own_batches(how: str) -> bool:
     return not same(before, values(model))
 
 
-@pytest.mark.parametrize("how", ["own", "averaged", "rounded", "local"])
+@pytest.mark.parametrize("how", ["own", "mirrored", "averaged", "rounded", "local"])
 def test_replicas_whose_gradients_nothing_averaged_are_an_error_on_all(workers, how: str) -> None:
     assert workers(2).run(gradients_of_own_batches, how, timeout=SOON) == [True, True]
 
@@ -592,6 +596,51 @@ def test_a_save_warns_of_replicas_that_have_drifted_apart(workers, tmp_path: Pat
     assert equal_there
     assert not nothing
     assert ("vector: The ranks 0 and 1 hold replicas of this parameter" in told) == (how == "drifted"), told
+
+
+def gradients_of_some(how: str, folder: str) -> str:
+    """Read gradients before they are averaged, or where a rank has none or raises; return what the step says."""
+    source = Reading()
+    model, optimizer = build(gradients=source if how in ("raised", "measured") else None)
+    give(model, dist.get_rank() if how == "saved" else 0)
+    if how == "measured":
+        optimizer.step()
+    source.raises = dist.get_rank() == 1
+    if how == "saved":
+        mm.checkpoint.save(folder, model, optimizer)
+        give(model, 0)
+    if how == "missing":
+        model.third = nn.Parameter(torch.ones(3))
+        optimizer.add_param_group({"params": [model.third], "param_names": ["third"], "algorithm": "adamw"})
+        give(model, 0)
+        (model.third if dist.get_rank() else model.vector).grad = None
+    try:
+        optimizer.metrics() if how == "measured" else optimizer.step()
+    except (mm.PlanError, KeyError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "stepped"
+
+
+class Reading(mm.GradientSource):
+    """A source that raises what no source should."""
+
+    raises = False
+
+    def gradient(self, parameter: Tensor) -> Tensor | None:
+        if self.raises:
+            raise KeyError("forgotten")
+        return parameter.grad
+
+
+@pytest.mark.parametrize("how", ["saved", "missing", "raised", "measured"])
+def test_the_check_of_gradients_hides_no_other_error_and_refuses_no_save(workers, tmp_path: Path, how: str) -> None:
+    told = workers(2).run(gradients_of_some, how, str(tmp_path / "saved"), timeout=SOON)
+    if how in ("raised", "measured"):
+        assert told == ["PlanError: rank 1: KeyError: 'forgotten'", "KeyError: 'forgotten'"]
+    elif how == "missing":
+        assert all("vector: Some of the ranks (0, 1) have a gradient and others have none" in each for each in told)
+    else:
+        assert told == ["stepped", "stepped"]
 
 
 # ------------------------------------------------------------------ parameters that are replaced

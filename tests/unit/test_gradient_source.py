@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import muonmesh as mm
 from muonmesh.integrations.megatron import MainGrad
+from muonmesh.step import replicas
 from muonmesh.step.connection import placed_members
 from muonmesh.step.parameter_steps import collect
 from tests import problem
@@ -339,3 +340,16 @@ def test_a_group_without_this_rank_is_refused(workers) -> None:
     assert refused.error is ValueError
     assert "weight: found" in refused.message
     assert "needed None or a ProcessGroup with this rank in it" in refused.message
+
+
+@pytest.mark.parametrize("shape", [(4096,), (), (0, 3), (64, 64)])
+def test_replicas_compare_a_gradient_without_a_wide_copy_of_it(monkeypatch: pytest.MonkeyPatch, shape: Any) -> None:
+    """Of an embedding of a billion elements in bf16, a copy in fp64 would take 8 GB in the first step."""
+    monkeypatch.setattr(replicas, "_AT_ONCE", 64)
+    gradient = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.bfloat16)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as seen:
+        norm, product = replicas._sums_of(gradient)
+    assert max(event.self_cpu_memory_usage for event in seen.events()) <= 64 * 8
+    assert norm == pytest.approx(float(gradient.double().norm()), rel=1e-12)
+    wave = torch.arange(gradient.numel(), dtype=torch.float64).remainder(64).cos().view(shape)
+    assert product == pytest.approx(float((gradient.double() * wave).sum()), rel=1e-12, abs=1e-12)

@@ -41,7 +41,7 @@ class OfMuon:
         optimizer.finish()
         planned = plan(optimizer.param_groups, runtime)
         if planned.exchange is None and planned.plan.keepers:
-            planned, _ = connect(optimizer.param_groups, runtime)
+            planned, _ = connect(optimizer.param_groups, runtime, gradients=False)
         if runtime.precision.int8:
             widen_state(optimizer.state, planned, runtime.wrote)
         return records_of(planned, optimizer, runtime.precision)
@@ -68,10 +68,11 @@ class OfMuon:
         Raises:
             LayoutError, PlanError: on every rank: no plan can be made, or plain parameters of one name differ.
         """
-        if write or self.runtime.connected is not None:
+        if self.runtime.connected is not None:
             yield
             return
-        connect(self.optimizer.param_groups, self.runtime)
+        if not write:
+            connect(self.optimizer.param_groups, self.runtime, gradients=False)
         try:
             yield
         finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -112,8 +113,11 @@ def insist(group: dist.ProcessGroup | None, plan: Plan) -> None:
 
 
 def _difference(a: str, b: str) -> tuple[str, str]:
-    """Return the first pair of entries that differ between two lines; the entries are separated by ", "."""
-    pairs = zip(a.split(", "), b.split(", "), strict=False)
+    """Return the first pair of entries that differ between two lines; the entries are separated by ", " and a letter.
+
+    The numbers of a tuple, such as AdamW's betas, are one entry.
+    """
+    pairs = zip(*(re.split(r", (?=[A-Za-z_])", line) for line in (a, b)), strict=False)
     return next(((one, two) for one, two in pairs if one != two), (a, b))
 
 

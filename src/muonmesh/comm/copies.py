@@ -20,7 +20,7 @@ ALIKE = 1e-2
 to rounding if a device adds in no fixed order. Copies with other tokens as inputs differ by much more."""
 
 Sums = tuple[float, float]
-"""Norm and sum of a gradient."""
+"""The norm of a gradient, and its product with a fixed vector (a wave), with which other gradients differ."""
 
 
 class Claim(NamedTuple):
@@ -31,7 +31,7 @@ class Claim(NamedTuple):
         kind: A text that is equal for possible copies: shape, dtype and placements.
         ranks: The ranks that hold one copy together, including this rank.
         bits: A checksum of all bits of this rank's part.
-        gradient: Norm and sum of this rank's part of the gradient; None if there is no gradient.
+        gradient: Sums of this rank's part of the gradient; None if there is no gradient.
         unknown: Whether it is unknown which ranks hold the parameter. Then parameters of the same name and kind must be
             copies; different bits are an error.
     """
@@ -79,7 +79,7 @@ def find_copies(claims: Mapping[int, Sequence[Claim]]) -> Copies:
     return found
 
 
-def insist_on_averages(held: Mapping[int, Mapping[tuple[str, int, int], Sums]]) -> None:
+def insist_on_averages(held: Mapping[int, Mapping[tuple[str, int], Sums]]) -> None:
     """Check that replicas that the user or DDP declares have equal gradients.
 
     Args:
@@ -88,16 +88,20 @@ def insist_on_averages(held: Mapping[int, Mapping[tuple[str, int, int], Sums]]) 
     Raises:
         LayoutError: gradients differ, so nothing has averaged them. Every rank raises this error.
     """
-    first: dict[tuple[str, int, int], tuple[int, Sums]] = {}
+    first: dict[tuple[str, int], tuple[int, Sums]] = {}
     for rank, sums in held.items():
         for key, found in sums.items():
             other, expected = first.setdefault(key, (rank, found))
             if _differ(expected, found):
+                (norm, wave), (norm_there, wave_there) = expected, found
                 told = f"The ranks {other} and {rank} hold replicas of this and other parameters, but their gradients "
-                told += "differ. Each rank would train on its own batch, and replicas would drift apart. Wrap the "
-                told += "model in DistributedDataParallel, or average each gradient over the replicas before "
-                told += "optimizer.step(): dist.all_reduce(p.grad); p.grad /= dist.get_world_size(). If each rank "
-                raise LayoutError(about(key[0], told + 'trains its own copy, write process_group="local"'))
+                told += f"differ (norms {norm:.4g} and {norm_there:.4g}, products with a fixed vector {wave:.4g} and "
+                told += f"{wave_there:.4g}). Nothing has averaged the gradients, so replicas would drift apart. Under "
+                told += "DistributedDataParallel, call the wrapper, not its .module, and run the last micro-batch "
+                told += "outside of no_sync(). Without a wrapper, average each gradient over the group of the replicas "
+                told += "before optimizer.step(): dist.all_reduce(p.grad, group=group); "
+                told += "p.grad /= dist.get_world_size(group). If each rank trains its own copy, write "
+                raise LayoutError(about(key[0], told + 'process_group="local"'))
 
 
 def _differ(a: Sums | None, b: Sums | None) -> bool:

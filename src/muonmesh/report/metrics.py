@@ -48,11 +48,14 @@ def measure(
     # Squares and elements, or sums over matrices and their number. The last row: whether any rank has changed, and
     # whether any rank has found an error.
     totals = torch.zeros(len(names) + 1, len(_FIGURES), 2, dtype=torch.float64, device=planned.device)
-    for place, told_of in enumerate((here is None, error is not None)):
-        totals[-1, place, 0].fill_(told_of)
     known = set[tuple[int, str]]()
     if here is not None and error is None:
-        known = _add(totals, names, planned, here, runtime)
+        try:
+            known = _add(totals, names, planned, here, runtime)
+        except Exception as found:  # whatever a source raises: the other ranks wait for this rank
+            error = found
+    for place, told_of in enumerate((here is None, error is not None)):
+        totals[-1, place, 0].fill_(told_of)
     summed = exchange.reduce_sums(totals, what="the sum of the metrics")
     mine = {group["name"] for group in groups}
     if not waits:

@@ -73,10 +73,15 @@ def placed_members(optimizer: Any) -> list[Member]:
     return plan(optimizer.param_groups, optimizer._runtime).members
 
 
-def connect(groups: Groups, runtime: Runtime) -> Connected:
+def connect(groups: Groups, runtime: Runtime, *, gradients: bool = True) -> Connected:
     """Return the plan with its exchange; if there is none yet, compare plans with the ranks that share parameters.
 
     A rank that cannot make a plan still takes part in the comparison, so that every rank raises an error.
+
+    Args:
+        groups: The param groups.
+        runtime: The runtime state of the optimizer.
+        gradients: Whether to compare gradients of copies too. A checkpoint may be saved before they are averaged.
 
     Raises:
         LayoutError, ValueError, TypeError: no plan can be made.
@@ -95,8 +100,9 @@ def connect(groups: Groups, runtime: Runtime) -> Connected:
     if planned is not None:
         bf16 = planned.device.type == "cpu" and runtime.precision.compute == torch.bfloat16
         products = runtime.asked, auto_takes() if bf16 else None
-        replicas = gradients_of_replicas(planned, ranks, runtime.source)
-        mine = claims_of(planned, ranks, runtime.source), products, runtime.machine, replicas
+        replicas = gradients_of_replicas(planned, ranks, runtime.source) if gradients else {}
+        claims_here = claims_of(planned, ranks, runtime.source if gradients else None)
+        mine = claims_here, products, runtime.machine, replicas
     order = ranks if group is None else dist.get_process_group_ranks(group)
     told = dict(zip(order, tell_all(mine, error, group=group), strict=True))
     claims, takes, machines, averages = ({rank: facts[number] for rank, facts in told.items()} for number in range(4))

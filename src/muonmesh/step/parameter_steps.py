@@ -105,7 +105,7 @@ def collect(planned: Planned, optimizer: Optimizer, runtime: Runtime, loss_scale
         tensor, gradient = member.tensor, None
         try:
             gradient = gradient_of(member.name, tensor, runtime.source)
-        except (LayoutError, TypeError) as found:
+        except Exception as found:  # whatever a source raises: the other ranks wait for this rank
             error = error or found
         if gradient is None:
             missing[member.name] = tensor
