@@ -7,7 +7,8 @@ parameters exchange, once when they compare plans, the name, the bits and the gr
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from muonmesh.errors import LayoutError, about
@@ -21,6 +22,10 @@ to rounding if a device adds in no fixed order. Copies with other tokens as inpu
 
 Sums = tuple[float, float]
 """The norm of a gradient, and its product with a fixed vector (a wave), with which other gradients differ."""
+
+Gradients = Mapping[int, Mapping[str, Sums]]
+"""The sums of gradients on one rank: for each set of ranks that hold replicas of the same parameters, by name. The key
+of a set is equal on ranks that can compare: a checksum of the ranks and of the names of parameters with a gradient."""
 
 
 class Claim(NamedTuple):
@@ -79,36 +84,51 @@ def find_copies(claims: Mapping[int, Sequence[Claim]]) -> Copies:
     return found
 
 
-def insist_on_averages(held: Mapping[int, Mapping[tuple[str, int], Sums]]) -> None:
+def added(gradients: Gradients) -> dict[int, Sums]:
+    """Return the sums over all parameters that the same ranks hold."""
+    return {
+        key: (math.hypot(*(norm for norm, _ in sums.values())), sum(product for _, product in sums.values()))
+        for key, sums in gradients.items()
+    }
+
+
+def insist_on_averages(held: Mapping[int, Mapping[int, Sums]], ask: Callable[[], Mapping[int, Gradients]]) -> None:
     """Check that replicas that the user or DDP declares have equal gradients.
 
     Args:
-        held: For each rank of the connected set what `muonmesh.step.replicas.gradients_of_replicas` returns there.
+        held: For each rank of the connected set what `added` returns there.
+        ask: Returns the gradients of each rank, by which the error names a parameter. All ranks call it, or none.
 
     Raises:
         LayoutError: gradients differ, so nothing has averaged them. Every rank raises this error.
     """
-    first: dict[tuple[str, int], tuple[int, Sums]] = {}
+    first: dict[int, tuple[int, Sums]] = {}
     for rank, sums in held.items():
         for key, found in sums.items():
             other, expected = first.setdefault(key, (rank, found))
             if _differ(expected, found):
-                (norm, wave), (norm_there, wave_there) = expected, found
-                told = f"The ranks {other} and {rank} hold replicas of this and other parameters, but their gradients "
-                told += f"differ (norms {norm:.4g} and {norm_there:.4g}, products with a fixed vector {wave:.4g} and "
-                told += f"{wave_there:.4g}). Nothing has averaged the gradients, so replicas would drift apart. Under "
-                told += "DistributedDataParallel, call the wrapper, not its .module, and run the last micro-batch "
-                told += "outside of no_sync(). Without a wrapper, average each gradient over the group of the replicas "
-                told += "before optimizer.step(): dist.all_reduce(p.grad, group=group); "
+                everyone = ask()
+                here, there = everyone[other][key], everyone[rank][key]
+                name = max(here, key=lambda name: _distance(here[name], there[name]))
+                (norm, product), (norm_there, product_there) = here[name], there[name]
+                told = f"The ranks {other} and {rank} hold replicas of this parameter, but their gradients differ "
+                told += f"(norms {norm:.4g} and {norm_there:.4g}, products with a fixed vector {product:.4g} and "
+                told += f"{product_there:.4g}). Nothing has averaged the gradients, so replicas would drift apart. "
+                told += "Under DistributedDataParallel, call the wrapper, not its .module, and run the last "
+                told += "micro-batch outside of no_sync(). Without a wrapper, average each gradient over the group of "
+                told += "the replicas before optimizer.step(): dist.all_reduce(p.grad, group=group); "
                 told += "p.grad /= dist.get_world_size(group). If each rank trains its own copy, write "
-                raise LayoutError(about(key[0], told + 'process_group="local"'))
+                raise LayoutError(about(name, told + 'process_group="local"'))
 
 
 def _differ(a: Sums | None, b: Sums | None) -> bool:
     if a is None or b is None:  # the step raises an error if only some copies have a gradient
         return False
-    norm = max(a[0], b[0])
-    return any(abs(one - other) > ALIKE * norm for one, other in zip(a, b, strict=True))
+    return _distance(a, b) > ALIKE * max(a[0], b[0])
+
+
+def _distance(a: Sums, b: Sums) -> float:
+    return max(abs(one - other) for one, other in zip(a, b, strict=True))
 
 
 def _doubtful(name: str, what: str, first: Sequence[int], other: Sequence[int]) -> LayoutError:

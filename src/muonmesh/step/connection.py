@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from muonmesh.comm.agreement import View, group_of, insist
-from muonmesh.comm.copies import Copies, find_copies, insist_on_averages
+from muonmesh.comm.copies import Copies, added, find_copies, insist_on_averages
 from muonmesh.comm.exchange import Exchange
 from muonmesh.comm.meeting import connected
 from muonmesh.comm.published import global_shape
@@ -102,12 +102,12 @@ def connect(groups: Groups, runtime: Runtime, *, gradients: bool = True) -> Conn
         products = runtime.asked, auto_takes() if bf16 else None
         replicas = gradients_of_replicas(planned, ranks, runtime.source) if gradients else {}
         claims_here = claims_of(planned, ranks, runtime.source if gradients else None)
-        mine = claims_here, products, runtime.machine, replicas
+        mine = claims_here, products, runtime.machine, added(replicas)
     order = ranks if group is None else dist.get_process_group_ranks(group)
     told = dict(zip(order, tell_all(mine, error, group=group), strict=True))
     claims, takes, machines, averages = ({rank: facts[number] for rank, facts in told.items()} for number in range(4))
     copies = find_copies(claims)
-    insist_on_averages(averages)
+    insist_on_averages(averages, lambda: dict(zip(order, tell_all(replicas, group=group), strict=True)))
     if _take_what_all_have(runtime, takes, machines) or copies:
         planned, _, error = _read(groups, runtime, copies)
     error = error or unknown_matrix([] if planned is None else planned.members)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from muonmesh.comm.agreement import CHECKSUM
-from muonmesh.comm.copies import Claim, Sums
+from muonmesh.comm.copies import Claim, Gradients, Sums
 from muonmesh.comm.gradients import GradientSource, gradient_of, partial_axes
 from muonmesh.comm.storage import Storage, local_of, this_rank
 from muonmesh.layout import FlatShards, MeshLayout
@@ -80,15 +80,8 @@ def claims_of(planned: Planned, ranks: Sequence[int], source: GradientSource | N
     return found
 
 
-def gradients_of_replicas(
-    planned: Planned, ranks: Sequence[int], source: GradientSource
-) -> dict[tuple[str, int], Sums]:
-    """Return the sums of the gradients of all parameters of which the same ranks hold whole, declared copies.
-
-    Returns:
-        One entry for each such set of ranks. Its key is equal on ranks that can compare: the name of the first
-        parameter, and a checksum of the ranks and of the names of all parameters with a gradient.
-    """
+def gradients_of_replicas(planned: Planned, ranks: Sequence[int], source: GradientSource) -> Gradients:
+    """Return the sums of the gradients of all parameters of which the same ranks hold whole, declared copies."""
     found = dict[tuple[int, ...], dict[str, Sums]]()
     # A source with a `complete` of its own brings gradients after this. A source may also be a proxy of another one.
     later = getattr(source.complete, "__func__", None) is not GradientSource.complete
@@ -102,13 +95,7 @@ def gradients_of_replicas(
         gradient = _gradient(member, source)
         if (slopes := _sums_of(gradient)) is not None and not any(partial_axes(gradient)):
             found.setdefault(member.ranks, {})[member.name] = slopes
-    return {
-        (next(iter(sums)), zlib.crc32(repr((held, list(sums))).encode())): (
-            math.hypot(*(norm for norm, _ in sums.values())),
-            sum(total for _, total in sums.values()),
-        )
-        for held, sums in found.items()
-    }
+    return {zlib.crc32(repr((held, list(sums))).encode()): sums for held, sums in found.items()}
 
 
 def _gradient(member: Member, source: GradientSource) -> Tensor | None:
