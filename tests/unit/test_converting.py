@@ -217,6 +217,31 @@ def test_the_ranks_of_keller_jordan_s_muon_each_have_some_and_sort_by_shape() ->
         convert(ranks[:1], ours, params=[MATRICES, REST])
 
 
+def test_what_the_source_lacks_begins_anew_if_asked() -> None:
+    """AdamW trained the whole model, or only Muon's state was kept."""
+    model = Net()
+    adamw = torch.optim.AdamW(model.named_parameters(), lr=1e-3)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    adamw.step()
+    ours = mm.from_model(model, **EXACT)
+    with pytest.raises(mm.StateError, match=r"found the state of adamw; .* begin with new state there, write convert"):
+        convert(adamw, ours)
+    ours.load_state_dict(convert(adamw, ours, strict=False))
+    named = dict(model.named_parameters())
+    assert all(not ours.state.get(named[name]) for name in MATRICES)
+    assert all(torch.equal(ours.state[named[name]]["exp_avg"], adamw.state[named[name]]["exp_avg"]) for name in REST)
+
+    other = mm.from_model(model, **EXACT)
+    half = jordan_state(model, list(MATRICES), set(MATRICES))
+    for number in (2, 3, 4, 5):
+        del half["state"][number]
+    other.load_state_dict(convert(half, other, params=[MATRICES, REST], strict=False))
+    assert all("momentum_buffer" in other.state[named[name]] for name in MATRICES)
+    assert all(not other.state.get(named[name]) for name in REST)
+    other.step()
+
+
 class Program:
     """What a hostile file would run; here a call without harm that would be seen."""
 

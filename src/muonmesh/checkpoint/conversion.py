@@ -28,6 +28,8 @@ from muonmesh.step.connection import placed_members
 from muonmesh.step.members import Member
 from muonmesh.step.runtime import Runtime
 
+_OR_NEW = ". To begin with new state there, write convert(..., strict=False)"
+
 Source: TypeAlias = Optimizer | Mapping[str, Any] | str | os.PathLike[str]
 Sources: TypeAlias = Source | Sequence[Source]
 
@@ -47,6 +49,7 @@ def convert(
     *,
     package: PackageName | None = None,
     params: Sequence[Sequence[str | Tensor]] | None = None,
+    strict: bool = True,
 ) -> dict[str, Any]:
     """Return the state of another optimizer as a state dict that `muonmesh.Muon` loads, without executing code from it.
 
@@ -67,6 +70,8 @@ def convert(
             in the order in which the other optimizer got them. With several sources, first the groups of the first
             source, then the groups of the second, and so on. If every source has as many groups as ``params``, such as
             one file for each rank, ``params`` applies to each source.
+        strict: Whether every parameter must get state. If False, a parameter starts with new state if the source has
+            none of it, or the state of AdamW for a parameter that Muon trains here, or the reverse.
 
     Returns:
         ``{"state": ..., "param_groups": ...}`` by number, with names. Momentum is an average, in fp32 where it was a
@@ -93,7 +98,7 @@ def convert(
             for key, name in zip(group["params"], names, strict=True):
                 if (entry := saved.state.get(key)) and name not in found:  # another source may have the missing state
                     found[name] = keys.read(name, group, entry)
-    return _state_dict(optimizer.param_groups, recipients, found)
+    return _state_dict(optimizer.param_groups, recipients, found, strict=strict)
 
 
 # ---------------------------------------------------------------- muonmesh's optimizer
@@ -248,22 +253,27 @@ def _state_dict(
     groups: Sequence[Mapping[str, Any]],
     recipients: Mapping[str, Member],
     found: Mapping[str, ParameterState],
+    *,
+    strict: bool,
 ) -> dict[str, Any]:
     state: dict[int, dict[str, Tensor]] = {}
     saved: list[dict[str, Any]] = []
     for group in groups:
         algorithm = "muon" if is_matrix_rule(group["algorithm"]) else "adamw"
-        numbers = range(len(state), len(state) + len(group["params"]))
+        first = sum(len(each["params"]) for each in saved)
+        numbers = range(first, first + len(group["params"]))
         saved.append({"name": group["name"], "params": list(numbers), "param_names": list(group["param_names"])})
         for number, name in zip(numbers, group["param_names"], strict=True):
             recipient, remembered = recipients[name], found.get(name)
+            if not strict and (remembered is None or remembered.algorithm != algorithm):
+                continue
             if remembered is None:
                 needed = "what its optimizer keeps after a step with a gradient"
-                write = "Hand over all optimizers of the model, and the files of all ranks"
+                write = f"Hand over all optimizers of the model, and the files of all ranks{_OR_NEW}"
                 raise StateError(explain_error(name, "no state of it in the source", needed, write))
             if remembered.algorithm != algorithm:
                 needed = f"that of {algorithm}, to which the parameter belongs here"
-                write = f'Write overrides={{r"{name}": "{remembered.algorithm}"}} for from_model'
+                write = f'Write overrides={{r"{name}": "{remembered.algorithm}"}} for from_model{_OR_NEW}'
                 raise StateError(explain_error(name, f"the state of {remembered.algorithm}", needed, write))
             state[number] = {
                 key: _placed(recipient, key, value) if key in recipient.state_layouts else value
