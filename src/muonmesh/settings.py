@@ -426,24 +426,21 @@ def check_structure(where: str, group: Mapping[str, Any]) -> None:
         raise ValueError(explain_error(f"{where}: algorithm", f"{algorithm!r}", needed_algorithm()))
     _check(isinstance(group["name"], str), f"{where}: name", group["name"], "a string")
     count = len(group["params"])
-    if not isinstance(group["param_names"], (list, tuple)) or not all(
-        [isinstance(n, str) for n in group["param_names"]]
-    ):
-        found = f"{group['param_names']!r}"
-        raise TypeError(explain_error(f"{where}: param_names", found, "a list of strings"))
-    if len(group["param_names"]) != count:
-        found = f"{len(group['param_names'])} param_names for {count} parameters"
+    names = group["param_names"]
+    if not isinstance(names, (list, tuple)) or not all([isinstance(name, str) for name in names]):
+        raise TypeError(explain_error(f"{where}: param_names", f"{names!r}", "a list of strings"))
+    if len(names) != count:
+        found = f"{len(names)} param_names for {count} parameters"
         write = "Leave param_names out or give all of them; add parameters by add_param_group"
         raise ValueError(explain_error(where, found, "one each", write))
-    reasons = group.get("reasons")
-    fits = reasons is None or (isinstance(reasons, (list, tuple)) and len(reasons) == count)
-    _check(fits, f"{where}: reasons", reasons, f"a list with one entry for each of the {count} parameters")
-    specs = group.get("matrices")
-    if (
-        specs is not None
-        and not (isinstance(specs, (list, tuple)) and len(specs) == count)
-        and is_matrix_rule(algorithm)
-    ):
+
+    def one_each(entries: object) -> bool:
+        return entries is None or (isinstance(entries, (list, tuple)) and len(entries) == count)
+
+    reasons, specs = group.get("reasons"), group.get("matrices")
+    needed = f"a list with one entry for each of the {count} parameters"
+    _check(one_each(reasons), f"{where}: reasons", reasons, needed)
+    if not one_each(specs) and is_matrix_rule(algorithm):
         found, needed = f"matrices={specs!r} for {count} parameters", "a list with one entry per parameter"
         write = 'Write "matrices": ["whole", ("rows", 768, 768, 768), ...]'
         raise ValueError(explain_error(where, found, needed, write))
@@ -465,10 +462,8 @@ def _check_keys(where: str, group: Mapping[str, Any]) -> None:
         readers = [name for name, other in RULES.items() if key in other.settings()]
         if readers:
             algorithm = f"algorithm={group.get('algorithm')!r}"
-            found, needed = (
-                f"the key {key!r}, which this group does not read",
-                f"a setting of {algorithm}, or a rule that reads it",
-            )
+            found = f"the key {key!r}, which this group does not read"
+            needed = f"a setting of {algorithm}, or a rule that reads it"
             write = f'Leave it out, or write "algorithm": "{readers[0]}" (in from_model, rule="{readers[0]}")'
             raise ValueError(explain_error(where, found, needed, write))
         known = (*rule.settings(), *_GROUP_KEYS)
