@@ -60,14 +60,10 @@ def save(path: str | os.PathLike[str], model: nn.Module, optimizer: Any) -> None
         TypeError: the optimizer is of another kind.
     """
     host = settled(lambda: recorded(optimizer))
+    settled(host.refuse_if_interrupted)
     reshard(model)
-
-    def collect() -> tuple[list[Record], Extra]:
-        host.refuse_if_interrupted()
-        return _records(host, model)
-
     with host.whole(model, write=False):
-        records, _ = settled(collect)
+        records, _ = settled(lambda: _records(host, model))
         trained = [record for record in records if record.group]
         said = agreed(lambda: ({each.name: _digest(each) for each in records}, settings_of(trained)), kind=StateError)
         settled(lambda: _check_alike([digests for digests, _ in said], trained))
