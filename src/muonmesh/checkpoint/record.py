@@ -221,8 +221,8 @@ class Recorded(Protocol):
         """
 
 
-def records_of(planned: Planned, optimizer: torch.optim.Optimizer, precision: Precision) -> list[Record]:
-    """Return a `Record` of each parameter of a plan, with the optimizer's state.
+def records_of(planned: Planned, optimizer: torch.optim.Optimizer, precision: Precision) -> Iterator[Record]:
+    """Yield a `Record` of each parameter of a plan, with the optimizer's state.
 
     Args:
         planned: The plan of the optimizer.
@@ -234,7 +234,6 @@ def records_of(planned: Planned, optimizer: torch.optim.Optimizer, precision: Pr
     """
     state = optimizer.state
     first: dict[int, int] = {}  # by tensor, the number of matrices of its earlier parameters
-    records = []
     for member in planned.members:
         group = optimizer.param_groups[member.group]
         local = local_of(member.tensor)
@@ -257,7 +256,4 @@ def records_of(planned: Planned, optimizer: torch.optim.Optimizer, precision: Pr
             found = f"{strangers[0]!r} in its state"
             needed = f"only {', '.join(sorted(known))}, which this optimizer reads"
             raise StateError(explain_error(member.name, found, needed, "Remove it from the state"))
-        records.append(
-            Record(member.name, member.tensor, member.storage, state, tuple(parts), group, member.spec, precision)
-        )
-    return records
+        yield Record(member.name, member.tensor, member.storage, state, tuple(parts), group, member.spec, precision)
