@@ -52,8 +52,11 @@ LOST_LAYOUTS: Any = {"layouts that were lost in pickling": None}
 """Stands for declared layouts, whose meshes cannot be pickled, in an unpickled optimizer."""
 
 
+_COMPUTE = f"{NEEDED_COMPUTE}. Write compute_dtype=torch.bfloat16"
 _STATE = f'{NEEDED_HELD}, or "int8". Write state_dtype=torch.float32'
 _MASTER = f"None or {NEEDED_HELD}. Write master_dtype=torch.float32"
+_STEPS = "a whole number of at least 1, or None for what the set is made for"
+_DEVICE = '"cpu", or None for where the parameters are'
 _LAYOUTS = "a mapping of names to (mesh, placements), FlatShards or a list of FlatParameter"
 
 
@@ -64,9 +67,7 @@ class GroupSettings(TypedDict, total=False):
     weight_decay: Annotated[float, not_negative(0.1)]
     scale_mode: Annotated[ScaleMode, choice("match_rms_adamw", ScaleMode)]
     ns_coefficients: Annotated[Coefficients, Setting("auto")]
-    ns_steps: Annotated[
-        int | None, whole(None, 1, "a whole number of at least 1, or None for what the set is made for")
-    ]
+    ns_steps: Annotated[int | None, whole(None, 1, _STEPS)]
     adamw_betas: Annotated[tuple[float, float], two_fractions((0.9, 0.95))]
     adamw_eps: Annotated[float, not_negative(1e-8)]
     nesterov: Annotated[bool, switch(True)]
@@ -79,14 +80,7 @@ class GroupSettings(TypedDict, total=False):
 class OptimizerSettings(TypedDict, total=False):
     """Settings that all groups share; `Muon` describes them."""
 
-    compute_dtype: Annotated[
-        torch.dtype,
-        Setting(
-            torch.bfloat16,
-            lambda value: value in COMPUTE_DTYPES,
-            f"{NEEDED_COMPUTE}. Write compute_dtype=torch.bfloat16",
-        ),
-    ]
+    compute_dtype: Annotated[torch.dtype, Setting(torch.bfloat16, lambda value: value in COMPUTE_DTYPES, _COMPUTE)]
     state_dtype: Annotated[StateDtype, Setting(torch.float32, lambda value: value in (*HELD_DTYPES, "int8"), _STATE)]
     master_dtype: Annotated[torch.dtype | None, Setting(None, lambda value: value in (None, *HELD_DTYPES), _MASTER)]
     process_group: Annotated[ProcessGroup, Setting(None)]
@@ -95,9 +89,7 @@ class OptimizerSettings(TypedDict, total=False):
         Setting(None, lambda value: value is None or isinstance(value, Mapping), _LAYOUTS),
     ]
     kernels: Annotated[KernelName, choice("auto", KernelName)]
-    state_device: Annotated[
-        StateDevice, Setting(None, lambda value: value in (None, "cpu"), '"cpu", or None for where the parameters are')
-    ]
+    state_device: Annotated[StateDevice, Setting(None, lambda value: value in (None, "cpu"), _DEVICE)]
     shard_state: Annotated[bool, switch(False)]
     memory_budget_mb: Annotated[
         float | None,
