@@ -425,15 +425,14 @@ def check_structure(where: str, group: Mapping[str, Any]) -> None:
         found = f"{len(names)} param_names for {count} parameters"
         write = "Leave param_names out or give all of them; add parameters by add_param_group"
         raise ValueError(explain_error(where, found, "one each", write))
-
-    def one_each(entries: object) -> bool:
-        return entries is None or (isinstance(entries, (list, tuple)) and len(entries) == count)
-
-    reasons, specs = group.get("reasons"), group.get("matrices")
+    fits = {}
+    for key in ("reasons", "matrices"):
+        entries = group.get(key)
+        fits[key] = entries is None or (isinstance(entries, (list, tuple)) and len(entries) == count)
     needed = f"a list with one entry for each of the {count} parameters"
-    _check(one_each(reasons), f"{where}: reasons", reasons, needed)
-    if not one_each(specs) and is_matrix_rule(algorithm):
-        found, needed = f"matrices={specs!r} for {count} parameters", "a list with one entry per parameter"
+    _check(fits["reasons"], f"{where}: reasons", group.get("reasons"), needed)
+    if not fits["matrices"] and is_matrix_rule(algorithm):
+        found, needed = f"matrices={group['matrices']!r} for {count} parameters", "a list with one entry per parameter"
         write = 'Write "matrices": ["whole", ("rows", 768, 768, 768), ...]'
         raise ValueError(explain_error(where, found, needed, write))
 
