@@ -180,15 +180,8 @@ def kind_of(path: Path) -> str:
         if isinstance(error, FileNotFoundError):
             return "a link to nothing" if path.is_symlink() else "nothing there"
         return reason(error)
-    for test, name in (
-        (stat.S_ISREG, "a file"),
-        (stat.S_ISDIR, "a folder"),
-        (stat.S_ISFIFO, "a named pipe"),
-        (stat.S_ISSOCK, "a socket"),
-    ):
-        if test(mode):
-            return name
-    return "a device"
+    names = {stat.S_IFREG: "a file", stat.S_IFDIR: "a folder", stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket"}
+    return names.get(stat.S_IFMT(mode), "a device")
 
 
 def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

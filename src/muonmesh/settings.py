@@ -52,8 +52,11 @@ LOST_LAYOUTS: Any = {"layouts that were lost in pickling": None}
 """Stands for declared layouts, whose meshes cannot be pickled, in an unpickled optimizer."""
 
 
+_COMPUTE = f"{NEEDED_COMPUTE}. Write compute_dtype=torch.bfloat16"
 _STATE = f'{NEEDED_HELD}, or "int8". Write state_dtype=torch.float32'
 _MASTER = f"None or {NEEDED_HELD}. Write master_dtype=torch.float32"
+_STEPS = "a whole number of at least 1, or None for what the set is made for"
+_DEVICE = '"cpu", or None for where the parameters are'
 _LAYOUTS = "a mapping of names to (mesh, placements), FlatShards or a list of FlatParameter"
 
 
@@ -64,9 +67,7 @@ class GroupSettings(TypedDict, total=False):
     weight_decay: Annotated[float, not_negative(0.1)]
     scale_mode: Annotated[ScaleMode, choice("match_rms_adamw", ScaleMode)]
     ns_coefficients: Annotated[Coefficients, Setting("auto")]
-    ns_steps: Annotated[
-        int | None, whole(None, 1, "a whole number of at least 1, or None for what the set is made for")
-    ]
+    ns_steps: Annotated[int | None, whole(None, 1, _STEPS)]
     adamw_betas: Annotated[tuple[float, float], two_fractions((0.9, 0.95))]
     adamw_eps: Annotated[float, not_negative(1e-8)]
     nesterov: Annotated[bool, switch(True)]
@@ -79,14 +80,7 @@ class GroupSettings(TypedDict, total=False):
 class OptimizerSettings(TypedDict, total=False):
     """Settings that all groups share; `Muon` describes them."""
 
-    compute_dtype: Annotated[
-        torch.dtype,
-        Setting(
-            torch.bfloat16,
-            lambda value: value in COMPUTE_DTYPES,
-            f"{NEEDED_COMPUTE}. Write compute_dtype=torch.bfloat16",
-        ),
-    ]
+    compute_dtype: Annotated[torch.dtype, Setting(torch.bfloat16, lambda value: value in COMPUTE_DTYPES, _COMPUTE)]
     state_dtype: Annotated[StateDtype, Setting(torch.float32, lambda value: value in (*HELD_DTYPES, "int8"), _STATE)]
     master_dtype: Annotated[torch.dtype | None, Setting(None, lambda value: value in (None, *HELD_DTYPES), _MASTER)]
     process_group: Annotated[ProcessGroup, Setting(None)]
@@ -95,9 +89,7 @@ class OptimizerSettings(TypedDict, total=False):
         Setting(None, lambda value: value is None or isinstance(value, Mapping), _LAYOUTS),
     ]
     kernels: Annotated[KernelName, choice("auto", KernelName)]
-    state_device: Annotated[
-        StateDevice, Setting(None, lambda value: value in (None, "cpu"), '"cpu", or None for where the parameters are')
-    ]
+    state_device: Annotated[StateDevice, Setting(None, lambda value: value in (None, "cpu"), _DEVICE)]
     shard_state: Annotated[bool, switch(False)]
     memory_budget_mb: Annotated[
         float | None,
@@ -426,25 +418,21 @@ def check_structure(where: str, group: Mapping[str, Any]) -> None:
         raise ValueError(explain_error(f"{where}: algorithm", f"{algorithm!r}", needed_algorithm()))
     _check(isinstance(group["name"], str), f"{where}: name", group["name"], "a string")
     count = len(group["params"])
-    if not isinstance(group["param_names"], (list, tuple)) or not all(
-        [isinstance(n, str) for n in group["param_names"]]
-    ):
-        found = f"{group['param_names']!r}"
-        raise TypeError(explain_error(f"{where}: param_names", found, "a list of strings"))
-    if len(group["param_names"]) != count:
-        found = f"{len(group['param_names'])} param_names for {count} parameters"
+    names = group["param_names"]
+    if not isinstance(names, (list, tuple)) or not all([isinstance(name, str) for name in names]):
+        raise TypeError(explain_error(f"{where}: param_names", f"{names!r}", "a list of strings"))
+    if len(names) != count:
+        found = f"{len(names)} param_names for {count} parameters"
         write = "Leave param_names out or give all of them; add parameters by add_param_group"
         raise ValueError(explain_error(where, found, "one each", write))
-    reasons = group.get("reasons")
-    fits = reasons is None or (isinstance(reasons, (list, tuple)) and len(reasons) == count)
-    _check(fits, f"{where}: reasons", reasons, f"a list with one entry for each of the {count} parameters")
-    specs = group.get("matrices")
-    if (
-        specs is not None
-        and not (isinstance(specs, (list, tuple)) and len(specs) == count)
-        and is_matrix_rule(algorithm)
-    ):
-        found, needed = f"matrices={specs!r} for {count} parameters", "a list with one entry per parameter"
+    fits = {}
+    for key in ("reasons", "matrices"):
+        entries = group.get(key)
+        fits[key] = entries is None or (isinstance(entries, (list, tuple)) and len(entries) == count)
+    needed = f"a list with one entry for each of the {count} parameters"
+    _check(fits["reasons"], f"{where}: reasons", group.get("reasons"), needed)
+    if not fits["matrices"] and is_matrix_rule(algorithm):
+        found, needed = f"matrices={group['matrices']!r} for {count} parameters", "a list with one entry per parameter"
         write = 'Write "matrices": ["whole", ("rows", 768, 768, 768), ...]'
         raise ValueError(explain_error(where, found, needed, write))
 
@@ -465,10 +453,8 @@ def _check_keys(where: str, group: Mapping[str, Any]) -> None:
         readers = [name for name, other in RULES.items() if key in other.settings()]
         if readers:
             algorithm = f"algorithm={group.get('algorithm')!r}"
-            found, needed = (
-                f"the key {key!r}, which this group does not read",
-                f"a setting of {algorithm}, or a rule that reads it",
-            )
+            found = f"the key {key!r}, which this group does not read"
+            needed = f"a setting of {algorithm}, or a rule that reads it"
             write = f'Leave it out, or write "algorithm": "{readers[0]}" (in from_model, rule="{readers[0]}")'
             raise ValueError(explain_error(where, found, needed, write))
         known = (*rule.settings(), *_GROUP_KEYS)

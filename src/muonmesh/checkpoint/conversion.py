@@ -166,10 +166,8 @@ def _parts(given: Any, where: str, package: PackageName | None = None) -> list[S
     keys = ", ".join(map(str, list(given)[:8])) if isinstance(given, Mapping) else ""
     found = keys or f"an empty {type(given).__name__}" if isinstance(given, Mapping) else f"a {type(given).__name__}"
     needed = "what an optimizer's state_dict() returned: state and param_groups"
-    write = (
-        "Write saved = torch.load(path, weights_only=True), and convert([saved[key], ...], optimizer) with its key, "
-    )
-    write += "or with the keys of all optimizers"
+    write = "Write saved = torch.load(path, weights_only=True), and convert([saved[key], ...], optimizer) with its "
+    write += "key, or with the keys of all optimizers"
     raise StateError(explain_error(where, found, needed, write))
 
 
@@ -213,9 +211,8 @@ def _names(
         else:
             found = f"{len(keys)} parameters in group {number} that have numbers instead of names"
             needed = "their names, or the optimizer itself over the parameters of this model"
-            write = (
-                "Write params=[...], for each group its parameters in the order in which that optimizer was given them"
-            )
+            write = "Write params=[...], for each group its parameters in the order in which that optimizer was given "
+            write += "them"
             raise StateError(explain_error("source", found, needed, write))
         strangers = [name for name in given if name not in recipients]
         if len(given) != len(keys) or strangers:

@@ -146,10 +146,9 @@ def fit(
 
 
 def _names(
-    here: Iterable[str], there: Mapping[str, Any], states: Mapping[str, Any], everyone: Collection[str]
+    here: Collection[str], there: Mapping[str, Any], states: Mapping[str, Any], everyone: Collection[str]
 ) -> list[str]:
     """Return messages about names that only the checkpoint or only this run has, each with the most similar name."""
-    here = list(here)
     spare, lost = [name for name in there if name not in everyone], [name for name in here if name not in there]
     strays = [name for name in states if name not in there and name not in everyone]
     said = [f"no {MODEL}.{name}{nearest(name, spare or there)}" for name in lost]

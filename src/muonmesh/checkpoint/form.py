@@ -43,9 +43,8 @@ class Fields(dict[Any, Any]):
 def _is_readable(value: object) -> bool:
     if not isinstance(value, Tensor):
         return True
-    return value.layout == torch.strided and not (
-        value.is_meta or value.is_nested or value.is_quantized or value.is_complex()
-    )
+    odd = value.is_meta or value.is_nested or value.is_quantized or value.is_complex()
+    return value.layout == torch.strided and not odd
 
 
 ANYTHING = Kind("anything", lambda value: True)

@@ -173,9 +173,8 @@ def _check_cover(name: str, tensor: TensorStorageMetadata) -> None:
         box = zip(chunk.offsets, chunk.sizes, tensor.size, strict=True)
         if any(offset < 0 or size < 0 or offset + size > whole for offset, size, whole in box):
             raise ValueError(f"a piece of {name} lies outside of it")
-    boxes: Counter[_Box] = Counter(
-        tuple(zip(c.offsets, c.sizes, strict=True)) for c in tensor.chunks if c.sizes.numel()
-    )
+    filled = [chunk for chunk in tensor.chunks if chunk.sizes.numel()]
+    boxes: Counter[_Box] = Counter(tuple(zip(chunk.offsets, chunk.sizes, strict=True)) for chunk in filled)
     held = sum(chunk.sizes.numel() for chunk in tensor.chunks)
     if tensor.size.numel():
         boxes[tuple((0, size) for size in tensor.size)] -= 1

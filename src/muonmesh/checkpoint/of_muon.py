@@ -44,7 +44,7 @@ class OfMuon:
             planned, _ = connect(optimizer.param_groups, runtime, gradients=False)
         if runtime.precision.int8:
             widen_state(optimizer.state, planned, runtime.wrote)
-        return records_of(planned, optimizer, runtime.precision)
+        return list(records_of(planned, optimizer, runtime.precision))
 
     def checkpoint_changing(self) -> None:
         """Mark the state as incomplete, because `muonmesh.checkpoint.load` begins to write."""

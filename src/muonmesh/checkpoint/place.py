@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import glob
 import os
 import re
 import shutil
@@ -155,7 +154,7 @@ def forget_older(path: Path, keep: int) -> None:
             check_replaceable(other)
             for folder in (other, before_at(other)):
                 _remove(folder)
-    for scratch in sorted(path.parent.glob(f".{glob.escape(own['family'])}*.writing")):
+    for scratch in sorted(path.parent.glob(".*.writing")):
         inner = NUMBERED.fullmatch(scratch.name.removeprefix(".").removesuffix(".writing"))
         if inner is not None and inner["family"] == own["family"]:
             with contextlib.suppress(OSError):

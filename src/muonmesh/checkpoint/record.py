@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, MutableMapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -51,20 +51,6 @@ class Part:
     dtype: torch.dtype
     device: torch.device
     positions: slice | None = None
-
-    @staticmethod
-    def of(key: str, layout: StateLayout, storage: Storage, local: Tensor, precision: Precision) -> Part:
-        """Return the Part with a key of a parameter's state.
-
-        Args:
-            key: The key in the state.
-            layout: The layout of this state tensor.
-            storage: Where the parameter lives.
-            local: The parameter's local tensor.
-            precision: The dtypes and the device of the state.
-        """
-        shape, device = layout.shape_here(storage, local), layout.device_beside(local.device, precision)
-        return Part(key, layout, shape, layout.saved_dtype(precision), device)
 
     def view(self, stored: Tensor) -> Tensor:
         """Return the numbers of this parameter in a contiguous local tensor, as a view."""
@@ -235,8 +221,8 @@ class Recorded(Protocol):
         """
 
 
-def records_of(planned: Planned, optimizer: torch.optim.Optimizer, precision: Precision) -> list[Record]:
-    """Return a `Record` of each parameter of a plan, with the optimizer's state.
+def records_of(planned: Planned, optimizer: torch.optim.Optimizer, precision: Precision) -> Iterator[Record]:
+    """Yield a `Record` of each parameter of a plan, with the optimizer's state.
 
     Args:
         planned: The plan of the optimizer.
@@ -248,7 +234,6 @@ def records_of(planned: Planned, optimizer: torch.optim.Optimizer, precision: Pr
     """
     state = optimizer.state
     first: dict[int, int] = {}  # by tensor, the number of matrices of its earlier parameters
-    records = []
     for member in planned.members:
         group = optimizer.param_groups[member.group]
         local = local_of(member.tensor)
@@ -260,16 +245,15 @@ def records_of(planned: Planned, optimizer: torch.optim.Optimizer, precision: Pr
             begin = first.setdefault(id(member.tensor), 0)
             first[id(member.tensor)] += count
             positions = None if count == every else slice(begin, begin + count)
-        kept, beside = member.state_layouts.items(), beside_rule(count).items()
-        parts = [Part.of(key, layout, member.storage, local, precision) for key, layout in (*kept, *beside)]
-        for number, norms in enumerate(beside_rule(every).values(), len(kept)):
-            parts[number] = replace(parts[number], local=norms.storage.shape, positions=positions)
+        parts, of_tensor = [], beside_rule(every)  # the tensor may hold other parameters too
+        for key, layout in (*member.state_layouts.items(), *beside_rule(count).items()):
+            held = of_tensor.get(key, layout).shape_here(member.storage, local)
+            device = layout.device_beside(local.device, precision)
+            where = positions if key in of_tensor else None
+            parts.append(Part(key, layout, held, layout.saved_dtype(precision), device, where))
         known = {*(part.key for part in parts), "master"}
         if strangers := [key for key in state.get(member.tensor, ()) if key not in known]:
             found = f"{strangers[0]!r} in its state"
             needed = f"only {', '.join(sorted(known))}, which this optimizer reads"
             raise StateError(explain_error(member.name, found, needed, "Remove it from the state"))
-        records.append(
-            Record(member.name, member.tensor, member.storage, state, tuple(parts), group, member.spec, precision)
-        )
-    return records
+        yield Record(member.name, member.tensor, member.storage, state, tuple(parts), group, member.spec, precision)

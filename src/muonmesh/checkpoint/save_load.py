@@ -64,14 +64,10 @@ def save(path: str | os.PathLike[str], model: nn.Module, optimizer: Any) -> None
         UserWarning: on rank 0: replicas of a weight have drifted apart.
     """
     host = settled(lambda: recorded(optimizer))
+    settled(host.refuse_if_interrupted)
     reshard(model)
-
-    def collect() -> tuple[list[Record], Extra]:
-        host.refuse_if_interrupted()
-        return _records(host, model)
-
     with host.whole(model, write=False):
-        records, _ = settled(collect)
+        records, _ = settled(lambda: _records(host, model))
         trained = [record for record in records if record.group]
         digests, settings, sums = zip(
             *agreed(

@@ -19,7 +19,7 @@ from muonmesh.names import canonical_name
 from muonmesh.numerics.rules import is_matrix_rule, rule_of, step_count
 from muonmesh.settings import check_group, check_structure
 from muonmesh.step.blocks import SCALE, Blocks
-from muonmesh.step.members import flat_layouts
+from muonmesh.step.members import Member, flat_layouts
 from muonmesh.step.planning import Planned
 from muonmesh.step.precision import Precision
 from muonmesh.step.state_layout import COUNT, RUNNING, StateLayout, beside_rule
@@ -153,7 +153,7 @@ def restore_state(
         given.update(seen)
         _check_groups(before, seen)
         for group, name, parameter, entry in _entries(before, seen):
-            _check_entry(name, parameter, members[parameter].storage, layouts[parameter], group["algorithm"], entry)
+            _check_entry(name, members[parameter], layouts[parameter], group["algorithm"], entry)
         return {**seen, "state": {key: {} for key in seen["state"]}}  # torch would cast state tensors on the device
 
     def mend(_: torch.optim.Optimizer) -> None:
@@ -250,12 +250,7 @@ def _moved(saved: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any
 
 
 def _check_entry(
-    name: str,
-    tensor: Tensor,
-    weights: Storage,
-    known: Mapping[str, StateLayout],
-    algorithm: str,
-    entry: Mapping[str, Any],
+    name: str, member: Member, known: Mapping[str, StateLayout], algorithm: str, entry: Mapping[str, Any]
 ) -> None:
     """Raise StateError unless saved state has the keys, shapes, layouts and values that a parameter's state needs."""
     missing = [key for key in known if key not in entry and key not in (*RUNNING, "master")]
@@ -272,7 +267,7 @@ def _check_entry(
             raise StateError(explain_error(name, f"{found} in its state", needed, f"{write} from the state"))
         layout, local = known[key], local_of(value.detach())
         found = _told(local.shape, value if isinstance(value, DTensor) else None)
-        here = layout.shape_here(weights, local_of(tensor))
+        here = layout.shape_here(member.storage, local_of(member.tensor))
         needed = _told(here, layout.storage if layout.storage.mesh is not None else None)
         # The ranks agree on the owners of matrices in the first step, which then checks the state that owners keep.
         if found != needed and not (layout.companion is not None and layout.companion.at_owner):

@@ -78,16 +78,14 @@ def read_zero(folder: Path) -> dict[str, Any]:
     counts = states[0]["partition_count"]
     needed = max(counts) if isinstance(counts, list | tuple) and counts else counts
     if needed != len(states):
-        found, write = (
-            f"the optimizer files of {len(states)} of {needed} ranks",
-            "Bring the files of the other ranks there too",
-        )
+        found = f"the optimizer files of {len(states)} of {needed} ranks"
+        write = "Bring the files of the other ranks there too"
         raise FileError(explain_error(str(folder), found, "all of them", write))
     groups: list[Mapping[str, Any]] = []
     state: dict[Any, Mapping[str, Any]] = {}
     for flat in _flats(paths[0], states, shapes):
         names = list(flat.shapes)
-        groups.append({**{k: v for k, v in flat.group.items() if k != "params"}, "params": names, "param_names": names})
+        groups.append({**flat.group, "params": names, "param_names": names})
         for name in names:
             if name in state:
                 _refuse(folder, f"{name} in two groups")
@@ -101,9 +99,8 @@ def _newest(folder: Path) -> Path:
         return folder
     tag = read_text(latest, needed="the name of a checkpoint").strip()
     if not tag or tag in (".", "..") or Path(tag).name != tag:
-        raise FileError(
-            explain_error(str(latest), f"{tag!r}", "the name of a folder beside it", "Name that folder itself")
-        )
+        needed = "the name of a folder beside it"
+        raise FileError(explain_error(str(latest), f"{tag!r}", needed, "Name that folder itself"))
     return folder / tag
 
 
@@ -119,15 +116,12 @@ def _files(folder: Path) -> list[Path]:
         if match is None:
             continue
         if int(match[2]):
-            needed = "a checkpoint without tensor parallelism"
-            raise FileError(
-                explain_error(str(path), "a shard of a model", needed, "Save it without, or convert on ranks")
-            )
+            needed, write = "a checkpoint without tensor parallelism", "Save it without, or convert on ranks"
+            raise FileError(explain_error(str(path), "a shard of a model", needed, write))
         found[int(match[1])] = path
     if not found or sorted(found) != list(range(len(found))):
-        told = (
-            f"the optimizer files of ranks {sorted(found)}" if found else f"{kind_of(folder)} without optimizer files"
-        )
+        some = f"the optimizer files of ranks {sorted(found)}"
+        told = some if found else f"{kind_of(folder)} without optimizer files"
         write = "Name the folder that save_checkpoint was given, with the files of all ranks in it"
         raise FileError(explain_error(str(folder), told, "zero_pp_rank_0_mp_rank_00_optim_states.pt and so on", write))
     return [found[rank] for rank in range(len(found))]
@@ -216,8 +210,7 @@ def _entry(folder: Path, name: str, flat: _Flat) -> dict[str, Any]:
                 pieces.append(value[start : start + length])
         joined = torch.cat(pieces) if pieces else first.new_empty(0)
         if joined.numel() < prod(flat.shapes[name]):
-            found = f"{joined.numel()} elements of {name}'s {key} in the files of all ranks"
-            _refuse(folder, found)
+            _refuse(folder, f"{joined.numel()} elements of {name}'s {key} in the files of all ranks")
         entry[key] = joined[: prod(flat.shapes[name])].view(flat.shapes[name]).clone()
     return entry
 

@@ -45,7 +45,7 @@ class CompanionExchange:
         plan, found = self.carried.plan, {}
         for name, moves in (("gather", plan.gathers(0)), ("scatter", plan.scatters(0))):
             routes = plan.routes(0, self.wire.rank, gather=name == "gather")
-            found[name] = Passage(name, routes.stored, routes.assembled, self.wire.rank, self.wire.peers), moves
+            found[name] = Passage(name, routes, self.wire.rank, self.wire.peers), moves
         return found
 
     @cached_property

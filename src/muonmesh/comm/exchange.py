@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -75,10 +74,10 @@ class Exchange:
         *,
         group: dist.ProcessGroup | None,
         dtype: torch.dtype,
-        companion_dtype: torch.dtype = torch.float32,
+        companion_dtype: torch.dtype,
         device: torch.device,
-        blocks: int = 0,
-        at_once: Mapping[int, int] = MappingProxyType({}),
+        blocks: int,
+        at_once: Mapping[int, int],
     ) -> None:
         self.plan, self.group, self.wire = plan, group, Wire(plan.ranks, group)
         self._dtype, self._device, self._blocks, self._at_once = dtype, device, blocks, at_once

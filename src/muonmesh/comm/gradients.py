@@ -40,7 +40,6 @@ class GradientSource(Protocol):
         Raises:
             LayoutError, TypeError: a required gradient is missing. Every rank raises this error.
         """
-        ...
 
     def write(self, parameter: Tensor, gradient: Tensor | None) -> None:
         """Store the gradient that clipping has scaled; None, from ``zero_grad``, resets it.
@@ -50,7 +49,6 @@ class GradientSource(Protocol):
             gradient: The tensor that `gradient` returned, scaled in place; or a copy, if that tensor had other strides
                 or placements than the parameter.
         """
-        ...
 
     def name(self, parameter: Tensor) -> str | None:
         """Return the name by which ranks and checkpoints know a parameter; None means its name in the param group."""

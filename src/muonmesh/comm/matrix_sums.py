@@ -7,8 +7,7 @@ each bucket: one of the largest exponents, and one of the integers.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 
 import torch
@@ -48,50 +47,43 @@ class MatrixSums:
             what: The name of the matrices in errors.
         """
         counted = [end for end in legs if end[0].assignment in asked and self._counts(end[0].assignment)]
-        # The sums over all matrices are one vector; each matrix has a slice of it.
-        starts = dict(zip(asked, itertools.accumulate(asked.values(), initial=0), strict=False))
-        sums_of = {number: slice(start, start + asked[number]) for number, start in starts.items()}
-        total = sum(asked.values())
+        sizes, total = list(asked.values()), sum(asked.values())
 
+        def of_each(shape: tuple[int, ...], write: Callable[[Leg, Tensor, Tensor], None]) -> list[tuple[Leg, Tensor]]:
+            """Return each counted leg with the int64 tensor (sums, *shape) that ``write`` fills for it."""
+            legs = [leg for leg, _ in counted]
+            found = [torch.zeros(asked[leg.assignment], *shape, dtype=torch.int64, device=self._device) for leg in legs]
+            tasks = [partial(write, *end, into) for end, into in zip(counted, found, strict=True)]
+            run_all(tasks, device=self._device)
+            return list(zip(legs, found, strict=True))
+
+        # The sums over all matrices are one vector; each matrix has a view of it.
         exponents = torch.zeros(total, dtype=torch.int64, device=self._device)
-        for leg, found in self._of_each(counted, asked, (), summands.exponents):
-            mine = exponents[sums_of[leg.assignment]]
+        exponents_of = dict(zip(asked, torch.split(exponents, sizes), strict=True))
+        for leg, found in of_each((), summands.exponents):
+            mine = exponents_of[leg.assignment]
             torch.maximum(mine, found, out=mine)
         if self._wire is not None:
             self._wire.reduce(exponents, dist.ReduceOp.MAX, f"the largest numbers in the sums over {what}")
 
         # One vector again: two limbs for each sum, and then the one-number state that owners keep for their matrices.
-        keys = {number: self._plan.told(number) for number in asked}
-        ends_of = itertools.accumulate((len(some) for some in keys.values()), initial=2 * total)
-        told_of = {number: slice(end, end + len(keys[number])) for number, end in zip(asked, ends_of, strict=False)}
-        numbers = torch.zeros(2 * total + sum(map(len, keys.values())), dtype=torch.int64, device=self._device)
-        limbs = numbers[: 2 * total].view(total, 2)
+        lengths = [len(self._plan.told(number)) for number in asked]
+        numbers = torch.zeros(2 * total + sum(lengths), dtype=torch.int64, device=self._device)
+        limbs, bits = numbers[: 2 * total].view(total, 2), numbers[2 * total :]
+        limbs_of = dict(zip(asked, torch.split(limbs, sizes), strict=True))
         # The state of owners travels as the bits of fp64 numbers, to which the other ranks add zeros.
+        told_of = dict(zip(asked, torch.split(bits.view(torch.float64), lengths), strict=True))
         for number, told in told_of.items():
-            summands.tell(number, numbers[told].view(torch.float64))
+            summands.tell(number, told)
 
         def add(leg: Leg, update: Tensor, into: Tensor) -> None:
-            summands.limbs(leg, update, exponents[sums_of[leg.assignment]], into)
+            summands.limbs(leg, update, exponents_of[leg.assignment], into)
 
-        for leg, found in self._of_each(counted, asked, (2,), add):
-            limbs[sums_of[leg.assignment]] += found
+        for leg, found in of_each((2,), add):
+            limbs_of[leg.assignment].add_(found)
         if self._wire is not None:
             self._wire.reduce(numbers, dist.ReduceOp.SUM, f"the sums over {what}")
 
-        for number, sums in sums_of.items():
+        for number, told in told_of.items():
             count = self._plan.assignments[number].matrix.numel
-            told_now = numbers[told_of[number]].view(torch.float64)
-            summands.take(number, total_of(limbs[sums], exponents[sums], count=count), told_now)
-
-    def _of_each(
-        self,
-        legs: Sequence[tuple[Leg, Tensor]],
-        asked: Mapping[int, int],
-        shape: tuple[int, ...],
-        write: Callable[[Leg, Tensor, Tensor], None],
-    ) -> list[tuple[Leg, Tensor]]:
-        """Return each leg with the int64 tensor (sums, *shape) that ``write`` fills for it."""
-        found = [torch.zeros(asked[leg.assignment], *shape, dtype=torch.int64, device=self._device) for leg, _ in legs]
-        tasks = [partial(write, *end, into) for end, into in zip(legs, found, strict=True)]
-        run_all(tasks, device=self._device)
-        return [(leg, into) for (leg, _), into in zip(legs, found, strict=True)]
+            summands.take(number, total_of(limbs_of[number], exponents_of[number], count=count), told)

@@ -13,7 +13,7 @@ from muonmesh.comm.views import view_in_matrix, view_in_storage
 from muonmesh.comm.wire import Swap
 from muonmesh.layout import Piece
 from muonmesh.layout.region import row_major
-from muonmesh.layout.routes import Leg
+from muonmesh.layout.routes import Leg, Routes
 
 CopyPairs = tuple[tuple[Tensor, Tensor], ...]
 """Pairs of tensors to copy, (to, from), both of the same shape."""
@@ -24,28 +24,21 @@ class Passage:
 
     Args:
         name: "gather" (from storages to matrices) or "scatter" (from matrices to storages).
-        stored: Legs whose storage is on this rank, by the peer that has their matrix.
-        assembled: Legs whose matrix is on this rank, by the peer that stores them.
+        routes: The legs of this rank, by peer.
         rank: The rank of this process.
         peers: All ranks, in the order of their process group.
-        owned: The assignments whose matrices are on this rank; None: all of ``assembled``.
+        owned: The assignments whose matrices are on this rank; None: all that are assembled here.
 
     Attributes:
         sends, receives: The numbers of elements that this rank sends and receives.
     """
 
     def __init__(
-        self,
-        name: str,
-        stored: Mapping[int, Sequence[Leg]],
-        assembled: Mapping[int, Sequence[Leg]],
-        rank: int,
-        peers: Sequence[int],
-        owned: Container[int] | None = None,
+        self, name: str, routes: Routes, rank: int, peers: Sequence[int], owned: Container[int] | None = None
     ) -> None:
-        self._owned = {leg.assignment for some in assembled.values() for leg in some} if owned is None else owned
-        self.stored, self._assembled, self._rank, self._peers = stored, assembled, rank, peers
-        in_storage, in_matrices = self._sizes(stored), self._sizes(assembled)
+        self.stored, self._assembled, self._rank, self._peers = routes.stored, routes.assembled, rank, peers
+        self._owned = {leg.assignment for some in self._assembled.values() for leg in some} if owned is None else owned
+        in_storage, in_matrices = self._sizes(self.stored), self._sizes(self._assembled)
         self._sent, self._received = (in_storage, in_matrices) if name == "gather" else (in_matrices, in_storage)
         self.sends, self.receives = sum(self._sent), sum(self._received)
         self._starts_held = dict(zip(peers, itertools.accumulate(in_storage, initial=0), strict=False))

@@ -298,7 +298,7 @@ def _passages(plan: Plan, rank: int, peers: Sequence[int], stages: Sequence[Stag
                 turn = stage.first + plan.exchange_of(leg.assignment, holder, stage.rounds)
                 append(ends[turn].setdefault(peer, []), leg)
     owned = {number for number, assignment in enumerate(plan.assignments) if assignment.owner == rank}
-    return [Passage("scatter", *ends, rank, peers, owned) for ends in zip(stored, assembled, strict=True)]
+    return [Passage("scatter", Routes(*ends), rank, peers, owned) for ends in zip(stored, assembled, strict=True)]
 
 
 def _fillings(passages: Sequence[Passage], first_of_stages: Sequence[int]) -> list[int]:
@@ -332,7 +332,7 @@ def _stages(
         waiting += [Local(index, reads[index], writes[index]) for index in own]
         if moving:
             there, back = (plan.routes(number, rank, gather=way, numbers=moving) for way in (True, False))
-            passage = Passage("gather", there.stored, there.assembled, rank, peers)
+            passage = Passage("gather", there, rank, peers)
             owned = plan.alike(index for index in moving if plan.assignments[index].owner == rank)
             cuts = [(some, range(0, len(some), at_once.get(some[0], len(some)))) for some in owned]
             batches = [some[start : start + starts.step] for some, starts in cuts for start in starts]
@@ -342,9 +342,9 @@ def _stages(
             stages.append(Stage(*what, back, rounds, first, summed, batches, shapes))
             first += rounds.count
     if plan.late:
-        nothing, rounds = Passage("gather", {}, {}, rank, peers), Rounds(plan.late)
-        what = len(stages), "what is passed on", (), (), nothing, False, on_device
-        stages.append(Stage(*what, Routes({}, {}), rounds, first, {}))
+        nothing = Routes({}, {})
+        what = len(stages), "what is passed on", (), (), Passage("gather", nothing, rank, peers), False, on_device
+        stages.append(Stage(*what, nothing, Rounds(plan.late), first, {}))
     return stages, taken()
 
 

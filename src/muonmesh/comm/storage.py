@@ -194,10 +194,8 @@ def nobody_said(name: str) -> LayoutError:
     what += "same parameter. If the model was sharded after this optimizer was made, make the optimizer after it. "
     what += "Under DDP, or if your loop averages the gradients of all ranks, write "
     what += 'Muon(..., process_group="world"). If every rank trains its own copy, write process_group="local". If some '
-    what += (
-        "ranks share it, pass their ProcessGroup. If it is a shard, make it a DTensor (fully_shard), or declare it: "
-    )
-    what += f"layouts={{{name!r}: (mesh, placements)}}"
+    what += "ranks share it, pass their ProcessGroup. If it is a shard, make it a DTensor (fully_shard), or declare "
+    what += f"it: layouts={{{name!r}: (mesh, placements)}}"
     return LayoutError(about(name, what))
 
 

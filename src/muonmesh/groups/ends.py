@@ -254,9 +254,8 @@ def _is_stack(module: nn.Module) -> bool:
 def _is_block(module: nn.Module, container: nn.Module) -> bool:
     """Whether a module is a block: a module of several layers, not a layer or a container of layers."""
     if isinstance(module, nn.Sequential):  # an entry of a list is one block
-        return isinstance(container, nn.ModuleList) or (
-            isinstance(container, nn.ModuleDict) and all(key.isdecimal() for key in container)
-        )
+        numbered = isinstance(container, nn.ModuleDict) and all(key.isdecimal() for key in container)
+        return numbered or isinstance(container, nn.ModuleList)
     if isinstance(module, (nn.Linear, _ConvNd, nn.Embedding, nn.EmbeddingBag, *_CONTAINERS)):
         return False
     return any(len(global_shape(p)) > 1 for p in module.parameters())

@@ -16,16 +16,13 @@ from muonmesh.groups.sites import Role, Site
 HeadPart: TypeAlias = Literal["q", "k", "v", "o"]
 """A projection of attention (query, key, value or output) that `split_params` may cut into one matrix per head."""
 
-DEFAULT: tuple[HeadPart, ...] = ("q", "k")
-
 TAG = "muon_num_heads"
 """Attribute of a parameter that gives DeepSpeed's own Muon the number of heads in its rows."""
 
 # Names of projections in attention modules, and of parameters that the modules hold themselves.
 _PARTS: dict[str, tuple[str, ...]] = {
-    r"q|query|q_b|wq|q_lin|to_q|query_proj|q_proj|q_b_proj|linear_q|linear_q_proj|linear_q_up_proj|q_proj_weight": (
-        "q",
-    ),
+    r"q|query|q_b|wq|q_lin|to_q|query_proj|q_proj|q_b_proj|q_proj_weight": ("q",),
+    r"linear_q|linear_q_proj|linear_q_up_proj": ("q",),
     r"k|key|wk|k_lin|to_k|key_proj|k_proj|linear_k|k_proj_weight": ("k",),
     r"v|value|wv|v_lin|to_v|value_proj|v_proj|linear_v|v_proj_weight": ("v",),
     r"o_proj|out_proj|out_lin|wo|c_proj|linear_proj|dense|to_out": ("o",),
@@ -41,7 +38,7 @@ def parts_of(per_head: object) -> tuple[HeadPart, ...]:
         ValueError: `per_head` is neither a bool nor a collection of "q", "k", "v" and "o".
     """
     if isinstance(per_head, bool):
-        return DEFAULT if per_head else ()
+        return ("q", "k") if per_head else ()
     known = get_args(HeadPart)
     given = tuple(per_head) if isinstance(per_head, Collection) and not isinstance(per_head, str) else ()
     if not given or any(part not in known for part in given):

@@ -72,8 +72,8 @@ def attentions(model: nn.Module) -> list[Attention]:
         ValueError: the model has no known attention module; or the logits of a module do not depend on the size of its
             weights.
     """
-    found: dict[int, list[tuple[Site, str, nn.Module, Any]]] = {}
-    forms: dict[int, Any] = {}
+    found: dict[nn.Module, list[tuple[Site, str, Any]]] = {}
+    forms: dict[nn.Module, Any] = {}
     for site in sites(model):
         attribute, owner = place_of(site)
         if not {"q", "k"} & set(named_parts(attribute)) or not any("Attention" in name for name in class_names(owner)):
@@ -81,21 +81,21 @@ def attentions(model: nn.Module) -> list[Attention]:
         if _is_linear(owner):
             continue
         if site.key.endswith("weight"):
-            forms[id(site.module)] = role(site, {}).matrices
+            forms[site.module] = role(site, {}).matrices
         if site.key.endswith("weight") or site.key.endswith("bias"):
-            found.setdefault(id(owner), []).append((site, attribute, owner, forms.get(id(site.module), "whole")))
+            found.setdefault(owner, []).append((site, attribute, forms.get(site.module, "whole")))
     result = []
-    for entries in found.values():
-        owner = entries[0][2]
+    for owner, entries in found.items():
+        first = entries[0][0]
         if any("CodeGen" in kind for kind in class_names(owner)):  # q, v, k by quarters
-            refuse_heads(entries[0][0], owner, "q, v, k", None, None, entries[0][0].shape[0])
-        name = entries[0][0].name.rsplit(".", 1 if entries[0][0].module is owner else 2)[0]
+            refuse_heads(first, owner, "q, v, k", None, None, first.shape[0])
+        name = first.name.rsplit(".", 1 if first.module is owner else 2)[0]
         _refuse_norms(name, owner)
         heads, _ = heads_of(owner, "q")
         if heads is None:
-            refuse_heads(entries[0][0], owner, "q", None, None, entries[0][0].shape[0])
-        rows = tuple(row for site, attribute, _, form in entries for row in _rows(site, owner, attribute, form))
-        held = next(site for site, attribute, *_ in entries if "q" in named_parts(attribute) and len(site.shape) == 2)
+            refuse_heads(first, owner, "q", None, None, first.shape[0])
+        rows = tuple(row for site, attribute, form in entries for row in _rows(site, owner, attribute, form))
+        held = next(site for site, attribute, _ in entries if "q" in named_parts(attribute) and len(site.shape) == 2)
         result.append(Attention(name, owner, heads, rows, (held.module, held.key)))
     if not result:
         found_none = "no attention module whose queries and keys are known"

@@ -54,12 +54,9 @@ def role(site: Site, known: Ends) -> Role:
         ValueError: the parameter is flattened, uninitialized or from a traced module, so its role cannot be found.
     """
     _refuse_unknowable(site)
-    found = _declared(site) or classified(site)
-    for rule in (_adapter, _end, _embedding, _vector, _parametrised, _torch_fused):
-        found = found or rule(site, known)
-    for rule in (_expert, _router, _convolution, _linear):
-        found = found or rule(site, known)
-    return found or _unknown(site)
+    found = _declared(site) or classified(site) or _adapter(site) or _end(site, known) or _embedding(site)
+    found = found or _vector(site) or _parametrised(site) or _torch_fused(site) or _expert(site) or _router(site)
+    return found or _convolution(site) or _linear(site, known) or _unknown(site)
 
 
 def _refuse_unknowable(site: Site) -> None:
@@ -69,10 +66,9 @@ def _refuse_unknowable(site: Site) -> None:
         write = "Run one forward pass before split_params(model)"
         raise ValueError(explain_error(site.name, found, "its shape", write))
     if "InterpreterModule" in class_names(module):  # of torch.export, also in torch.distributed.pipelining.pipeline
-        what = (
-            "The module of this parameter was traced and has lost its class, so nothing says whether the parameter is "
-        )
-        what += "a matrix or an embedding. Write split_params(model).held_by(stage), with the model from before tracing"
+        what = "The module of this parameter was traced and has lost its class, so nothing says whether the parameter "
+        what += "is a matrix or an embedding. Write split_params(model).held_by(stage), with the model from before "
+        what += "tracing"
         raise ValueError(about(site.name, what))
     flat = getattr(parameter, "_is_flat_param", False)
     weight = isinstance(module, nn.Linear | _ConvNd | nn.Embedding) and site.key == "weight"
@@ -138,7 +134,7 @@ def _declared(site: Site) -> Role | None:
     return _muon(reason, as_tuples(matrices))
 
 
-def _adapter(site: Site, known: Ends) -> Role | None:
+def _adapter(site: Site) -> Role | None:
     # peft holds a pair as two ModuleDicts (ParameterDicts for embeddings) of one layer.
     names = {name for name, _ in site.owners[:2]} | {site.key}
     for pair in (("lora_A", "lora_B"), ("lora_embedding_A", "lora_embedding_B")):
@@ -166,7 +162,7 @@ def _end(site: Site, known: Ends) -> Role | None:
     return _adamw(*found, "flatten" if isinstance(site.module, _ConvNd) else by_shape(site.shape))
 
 
-def _embedding(site: Site, known: Ends) -> Role | None:
+def _embedding(site: Site) -> Role | None:
     module = site.module
     table = isinstance(module, nn.Embedding | nn.EmbeddingBag)
     if table or (_is_matrix(site.shape) and any("Embed" in n for n in class_names(module)) and not features_of(module)):
@@ -178,12 +174,10 @@ def _is_matrix(shape: tuple[int, ...]) -> bool:
     return sum(size > 1 for size in shape) > 1
 
 
-def _vector(site: Site, known: Ends) -> Role | None:
+def _vector(site: Site) -> Role | None:
     module, shape = site.module, site.shape
-    norm = isinstance(module, nn.LayerNorm | nn.GroupNorm | _NormBase) or any(
-        _NORM.search(name) for name in class_names(module)
-    )
-    if norm:
+    named = any(_NORM.search(name) for name in class_names(module))
+    if named or isinstance(module, nn.LayerNorm | nn.GroupNorm | _NormBase):
         return _adamw("vectors", f"norm ({class_of(module)})", None)
     if len(shape) < 2:
         return _adamw("vectors", "bias" if "bias" in site.key else "vector", None)
@@ -192,14 +186,14 @@ def _vector(site: Site, known: Ends) -> Role | None:
     return None
 
 
-def _parametrised(site: Site, known: Ends) -> Role | None:
+def _parametrised(site: Site) -> Role | None:
     if any(isinstance(m, ParametrizationList) for _, m in site.owners[:2]):
         reason = "behind torch.nn.utils.parametrize: the matrix that acts is computed from it"
         return _adamw("matrices", reason, "flatten" if len(site.shape) > 3 else by_shape(site.shape))
     return None
 
 
-def _torch_fused(site: Site, known: Ends) -> Role | None:
+def _torch_fused(site: Site) -> Role | None:
     module, (rows, *_) = site.module, site.shape
     if isinstance(module, nn.MultiheadAttention) and len(site.shape) == 2:
         if site.key == "in_proj_weight":
@@ -218,7 +212,7 @@ def _experts(module: nn.Module) -> set[int]:
     return {count for count in counts if isinstance(count, int) and not isinstance(count, bool)}
 
 
-def _expert(site: Site, known: Ends) -> Role | None:
+def _expert(site: Site) -> Role | None:
     module, shape = site.module, site.shape
     if isinstance(module, _ConvNd):
         return None
@@ -233,7 +227,7 @@ def _expert(site: Site, known: Ends) -> Role | None:
     return None
 
 
-def _router(site: Site, known: Ends) -> Role | None:
+def _router(site: Site) -> Role | None:
     if len(site.shape) != 2:
         return None
     around = [module for _, module in site.owners[:2]]
@@ -247,7 +241,7 @@ def _router(site: Site, known: Ends) -> Role | None:
     return None
 
 
-def _convolution(site: Site, known: Ends) -> Role | None:
+def _convolution(site: Site) -> Role | None:
     module = site.module
     if not isinstance(module, _ConvNd):
         return None
@@ -271,10 +265,8 @@ def _parts(site: Site, out: int, into: int) -> tuple[Matrices, str, bool]:
         if (order := fused_order(owner, attribute, out)) is not None:
             matrices, parts = order
             return matrices, f", fused: {parts} ({class_of(owner)})", False
-        if (
-            named_parts(attribute) not in (("q",), ("k",), ("v",))
-            and (read := cut_by_code(owner, attribute, out, convolution)) is not None
-        ):
+        single = named_parts(attribute) in (("q",), ("k",), ("v",))
+        if not single and (read := cut_by_code(owner, attribute, out, convolution)) is not None:
             return read, f", fused: as the code of {class_of(owner)} cuts its output", False
         if LOOKS_FUSED.search(attribute) and out > into:
             return "whole", f"; {attribute!r} may be fused, but how {class_of(owner)} stores it is not known", True

@@ -260,12 +260,10 @@ def _warn_of_guesses(model: nn.Module, entries: Sequence[_Entry], guesses: Seque
         warn(about(type(model).__name__, what))
     for entry in entries:
         if entry.role.reason.endswith(UNREAD) and not entry.overridden_by and _speaks(model, entry.parameter):
-            what = (
-                f"This may be the output layer of a {type(model).__name__}: it is inside no block, and no other layer "
-            )
-            what += "reads what it makes. Muon trains it, because it is registered before the blocks and its name is "
-            what += f'unknown. If it is the output layer, write overrides={{"{entry.name}": "adamw"}}. To keep Muon '
-            what += 'without this warning, write "muon" there'
+            what = f"This may be the output layer of a {type(model).__name__}: it is inside no block, and no other "
+            what += "layer reads what it makes. Muon trains it, because it is registered before the blocks and its "
+            what += f'name is unknown. If it is the output layer, write overrides={{"{entry.name}": "adamw"}}. To keep '
+            what += 'Muon without this warning, write "muon" there'
             warn(about(entry.name, what))
     for entry in entries if ranks > 1 else ():  # a single process has no pipeline stage
         if entry.role.reason.endswith(GUESS) and not entry.overridden_by and _speaks(model, entry.parameter):

@@ -90,10 +90,7 @@ class Plan:
                 sender = owner if relay is None else relay.incoming(owner, rank, chain=chain)[0]
                 for piece in mine:
                     append(stored.setdefault(sender, []), Leg(number, parameter, piece, 0))
-        return Routes(
-            {peer: tuple(legs) for peer, legs in stored.items()},
-            {peer: tuple(legs) for peer, legs in assembled.items()},
-        )
+        return Routes(stored, assembled)
 
     def gathers(self, bucket: int) -> bool:
         """Whether any owner in the bucket needs pieces from another rank."""

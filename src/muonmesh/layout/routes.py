@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from muonmesh.layout.flat import Layout
@@ -41,8 +42,8 @@ class Routes:
             be legs of another owner's matrix that this rank has received and passes on.
     """
 
-    stored: dict[int, tuple[Leg, ...]]
-    assembled: dict[int, tuple[Leg, ...]]
+    stored: Mapping[int, Sequence[Leg]]
+    assembled: Mapping[int, Sequence[Leg]]
 
 
 def append(legs: list[Leg], leg: Leg) -> None:

@@ -56,6 +56,7 @@ class Package:
         for key in [*group]:
             group.setdefault(_plain(key), group[key])
         for key, value in given.items():
+            matters = key not in _DECAYS or group["weight_decay"]
             fine, write = WITHOUT.get(key, (None, ""))
             if _plain(key) == "scale_mode":
                 fine, write = (*self.scales,), "Write one of them"
@@ -63,9 +64,7 @@ class Package:
                 if key not in self.defaults and key not in self.beside and key not in _COMMON | FOREIGN_KEYS:
                     known = ", ".join(self.defaults)
                     raise ValueError(explain_error("settings", f"{key!r}", f"some of {known}", "Correct or remove it"))
-            elif not any(value is one or value == one for one in fine) and (
-                key not in _DECAYS or group["weight_decay"]
-            ):
+            elif matters and not any(value is one or value == one for one in fine):
                 needed = " or ".join(map(repr, fine))
                 raise ValueError(explain_error(key, f"{value!r}, which muonmesh has no counterpart for", needed, write))
         if "beta1" in group:
@@ -129,10 +128,8 @@ _NAMES = {
 
 _COMMON = frozenset({"params", "param_names", "name"})
 _OFF = (None, False)
-_DECAYS = {
-    key: ((True, "decoupled"), "Leave it out: our decay is decoupled")
-    for key in ("weight_decay_method", "decoupled_weight_decay", "adam_w_mode", "is_adamw")
-}
+_DECOUPLED = ((True, "decoupled"), "Leave it out: our decay is decoupled")
+_DECAYS = dict.fromkeys(("weight_decay_method", "decoupled_weight_decay", "adam_w_mode", "is_adamw"), _DECOUPLED)
 
 WITHOUT: Mapping[str, tuple[tuple[Any, ...], str]] = {
     **_DECAYS,

@@ -101,7 +101,6 @@ def package_of(groups: Sequence[Mapping[str, Any]]) -> PackageName:
             return "adamw"
     found = f"groups with {', '.join(sorted(map(str, keys)))}"
     needed = "groups by which the package is known, or its name: " + ", ".join(map(repr, get_args(PackageName)))
-    write = (
-        'Write convert(source, optimizer, package="keller_jordan"), or whose it is; state of muonmesh needs no convert'
-    )
+    write = 'Write convert(source, optimizer, package="keller_jordan"), or whose it is; state of muonmesh needs no '
+    write += "convert"
     raise ValueError(explain_error("source", found, needed, write))

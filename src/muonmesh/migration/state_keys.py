@@ -72,14 +72,9 @@ class StateKeys:
         if missing:
             kinds = {str(key): getattr(value, "dtype", type(value).__name__) for key, value in entry.items()}
             found = "state " + ", ".join(f"{key!r} ({kind})" for key, kind in sorted(kinds.items()))
-            wanted = (
-                f"{self.momentum!r} of a matrix, or {self.first!r} and {self.second!r} of AdamW's, in {NEEDED_HELD}"
-            )
-            raise StateError(
-                explain_error(
-                    name, found, wanted, "Save the state after a step, and convert other dtypes with .float()"
-                )
-            )
+            wanted = f"{self.momentum!r} of a matrix, or {self.first!r} and {self.second!r} of AdamW's, "
+            write = "Save the state after a step, and convert other dtypes with .float()"
+            raise StateError(explain_error(name, found, f"{wanted}in {NEEDED_HELD}", write))
         strangers = sorted(map(str, entry.keys() - {*needed, *self.beside, *((self.count,) if is_adamw else ())}))
         if strangers:
             found = f"{strangers[0]!r} in its state, which belongs to another rule"

@@ -24,7 +24,6 @@ class Call:
     """One call of `Muon.step`, which steps one flat tensor of a ZeRO engine, or at stage 0 all parameters.
 
     Attributes:
-        title: The name of the call in tables and messages.
         muon: The optimizer that plans the call and takes the step.
         told: A `Muon` with the same groups and state that knows which parameters lie in the flat tensor. It describes
             the call for tables and checkpoints. It is the same object as ``muon`` except for AdamW's flat tensors;
@@ -34,7 +33,6 @@ class Call:
             stage 0, where every rank holds whole parameters.
     """
 
-    title: str
     muon: Muon
     told: Muon
     parameters: tuple[EngineParameter, ...]

@@ -54,9 +54,8 @@ class EngineParameter:
             found = f"a partition over the ranks {ranks}, which tensor parallelism of {size} shards among them"
             write = "Make the model without zero.Init, or set autotp_size to 1"
             raise LayoutError(explain_error(self.name, found, "one over data-parallel ranks", write))
-        return MeshLayout(
-            self.shape, (len(ranks), size), tuple(grid), placements_of(self.name, (Replicate(), self.placement))
-        )
+        placements = placements_of(self.name, (Replicate(), self.placement))
+        return MeshLayout(self.shape, (len(ranks), size), tuple(grid), placements)
 
     def replicas(self, within: MeshLayout) -> tuple[tuple[int, ...], ...]:
         """Return the sets of ranks that together hold one whole copy of the parameter."""

@@ -75,11 +75,10 @@ def initialize(
             says what to write.
         LayoutError: the records of the installed DeepSpeed do not describe its flat tensors.
     """
-    assembly = assemble(model, optimizer or {})
+    assembly = Assembly(model, optimizer or {})
     if "model_parameters" in deepspeed_kwargs:
-        write = (
-            'Remove it. To leave a parameter out, call requires_grad_(False). To choose AdamW for it, use "overrides"'
-        )
+        write = "Remove it. To leave a parameter out, call requires_grad_(False). To choose AdamW for it, use "
+        write += '"overrides"'
         raise ValueError(explain_error("model_parameters", "a list", "none, because the model is split by role", write))
     return assembly.initialize(deepspeed.initialize, assembly.make_optimizer, config, clip, deepspeed_kwargs)
 
@@ -98,7 +97,7 @@ def hosted(model: nn.Module, optimizer: Mapping[str, Any]) -> EngineMuon:
     Raises:
         TypeError, ValueError: a setting is unknown or wrong.
     """
-    assembly = assemble(model, optimizer)
+    assembly = Assembly(model, optimizer)
     made = assembly.make_optimizer()
     made.awaits = assembly
     if not hasattr(deepspeed.initialize, "_knows_muonmesh"):
@@ -110,41 +109,17 @@ def _knowing(original: Callable[..., tuple[Any, Any, Any, Any]]) -> Callable[...
     @wraps(original)
     def initialize(*positional: Any, **given: Any) -> tuple[Any, Any, Any, Any]:
         optimizer: Any = given.get("optimizer")
-        assembly = getattr(optimizer, "awaits", None)
+        assembly: Assembly | None = getattr(optimizer, "awaits", None)
         if assembly is None:
             return original(*positional, **given)
         optimizer.awaits = None
         config = given.pop("config", None) or given.pop("config_params", None)
         # The assembly has the model, and the optimizer's groups already have the parameters.
         others = {key: value for key, value in given.items() if key not in ("model", "optimizer", "model_parameters")}
-        made: tuple[Any, Any, Any, Any] = assembly.initialize(original, optimizer, config, None, others)
-        return made
+        return assembly.initialize(original, optimizer, config, None, others)
 
     initialize._knows_muonmesh = True  # type: ignore[attr-defined]
     return initialize
-
-
-def assemble(model: nn.Module, optimizer: Mapping[str, Any]) -> Assembly:
-    """Check the settings that `initialize` takes as ``optimizer=``, and return an `Assembly` that makes the engine.
-
-    Raises:
-        TypeError, ValueError: a setting is unknown or wrong.
-    """
-    settings = dict(optimizer)
-    for key in settings:
-        if key in _ENGINES:
-            needed = "none: the engine decides where parameters, gradients, masters and momentum live"
-            raise ValueError(explain_error("optimizer", f"{key}=", needed, f"Remove {key}"))
-    if isinstance(model, deepspeed.PipelineModule):
-        found, needed = "a PipelineModule", "a plain module: a pipeline's tied parameters would be stepped apart"
-        raise ValueError(explain_error("model", found, needed, "Use ZeRO, tensor or expert parallelism instead"))
-    rule = settings.pop("rule", "muon")
-    groups = split_params(model, **{key: settings.pop(key) for key in _SPLIT & settings.keys()})
-    for group in groups:
-        group["algorithm"] = rule if group["algorithm"] == "muon" else group["algorithm"]
-    # Parameters may be shards already, or become shards later. Settings are checked for their global shapes.
-    template = Muon([{**group, "params": _shapes(group["params"])} for group in groups], **settings)
-    return Assembly(model, template, {key: settings[key] for key in _SHARED if key in settings})
 
 
 def _shapes(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
@@ -154,21 +129,36 @@ def _shapes(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
 
 
 class Assembly:
-    """Makes a DeepSpeed engine with its optimizer, from settings that were checked before the engine exists.
+    """Makes a DeepSpeed engine with its optimizer, from settings that are checked before the engine exists.
 
     DeepSpeed replaces modules and parameters while it makes an engine. So `make_optimizer` runs inside of
     `deepspeed.initialize`, when the modules are as they will be trained, and `bind` runs on the finished engine.
 
     Args:
         model: The model to train.
-        template: A `Muon` over meta tensors of the parameters' global shapes. Its groups have the checked settings.
-        shared: The settings of `Muon` that all groups share, by name.
+        optimizer: The settings that `muonmesh.integrations.deepspeed.initialize` takes as ``optimizer=``.
+
+    Raises:
+        TypeError, ValueError: a setting is unknown or wrong.
     """
 
-    def __init__(self, model: nn.Module, template: Muon, shared: Mapping[str, Any]) -> None:
+    def __init__(self, model: nn.Module, optimizer: Mapping[str, Any]) -> None:
+        settings = dict(optimizer)
+        for key in settings:
+            if key in _ENGINES:
+                needed = "none: the engine decides where parameters, gradients, masters and momentum live"
+                raise ValueError(explain_error("optimizer", f"{key}=", needed, f"Remove {key}"))
+        if isinstance(model, deepspeed.PipelineModule):
+            found, needed = "a PipelineModule", "a plain module: a pipeline's tied parameters would be stepped apart"
+            raise ValueError(explain_error("model", found, needed, "Use ZeRO, tensor or expert parallelism instead"))
+        rule = settings.pop("rule", "muon")
+        groups = split_params(model, **{key: settings.pop(key) for key in _SPLIT & settings.keys()})
+        for group in groups:
+            group["algorithm"] = rule if group["algorithm"] == "muon" else group["algorithm"]
+        # Parameters may be shards already, or become shards later. Settings are checked for their global shapes.
+        self._template = Muon([{**group, "params": _shapes(group["params"])} for group in groups], **settings)
+        self._shared = {key: settings[key] for key in _SHARED if key in settings}
         self._model = model
-        self._template = template
-        self._shared = shared
         self._parameters: dict[int, EngineParameter] = {}
         self._labels: list[str] = []
 
@@ -204,9 +194,8 @@ class Assembly:
         Raises:
             LayoutError: DeepSpeed has changed a parameter's name or shape, or cut a parameter in an unknown way.
         """
-        parameters: dict[str, Any] = {
-            canonical_name(name): p for name, p in self._model.named_parameters(remove_duplicate=False)
-        }
+        named = self._model.named_parameters(remove_duplicate=False)
+        parameters: dict[str, Any] = {canonical_name(name): parameter for name, parameter in named}
         groups: list[dict[str, Any]] = []
         parsed = getattr(self._model, "ds_autotp_parsed", False)
         tensor_parallel = deepspeed_groups.get_tensor_model_parallel_world_size() if parsed else 1
@@ -219,9 +208,8 @@ class Assembly:
                 write = "Exclude its module from what replaces modules, such as AutoTP"
                 raise LayoutError(explain_error(missing[0], found, "all names of the model", write))
             specs = group.get("matrices") or [None] * len(names)
-            reasons = group.get("reasons") or [""] * len(names)
             made: dict[str | None, dict[str, Any]] = {}
-            for name, meta, spec, reason in zip(names, group["params"], specs, reasons, strict=True):
+            for name, meta, spec, reason in zip(names, group["params"], specs, group["reasons"], strict=True):
                 parameter = parameters[name]
                 experts = parameter.group_name if is_moe_param(parameter) else None
                 if experts not in made:
@@ -283,8 +271,7 @@ class Assembly:
             if any(parameters[name].tensor_parallel > 1 for name in names):
                 process_group = dist.group.WORLD  # parameters that are not cut are the same on all ranks
             muon = Muon(some, process_group=process_group, layouts=layouts, **self._shared)
-            title = "all groups" if experts is None else f"experts {experts}"
-            yield Call(title, muon, muon, tuple(parameters[name] for name in names), {})
+            yield Call(muon, muon, tuple(parameters[name] for name in names), {})
 
     def _flat(
         self, number: int, flat: Flat, layouts: Mapping[str, FlatShards], groups: Sequence[Mapping[str, Any]]
@@ -303,7 +290,7 @@ class Assembly:
             muon = Muon(inner, process_group="local", **self._shared)
             told = Muon(inner, layouts={title: contents}, process_group=flat.process_group, **self._shared)
             told.param_groups, told.state = muon.param_groups, muon.state
-        return Call(title, muon, told, parameters, layouts)
+        return Call(muon, told, parameters, layouts)
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:

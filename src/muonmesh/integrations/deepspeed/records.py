@@ -52,7 +52,7 @@ def read_flats(engine: Any) -> list[Flat]:
     Raises:
         LayoutError: the engine's records cannot be read.
     """
-    zero = engine.optimizer
+    zero, where = engine.optimizer, f"DeepSpeed {deepspeed.__version__}"
     try:
         if hasattr(zero, "fp16_partitioned_groups_flat"):
             return list(_read_stage_3(zero))
@@ -68,11 +68,8 @@ def read_flats(engine: Any) -> list[Flat]:
             return list(_read_partitions(zero, tensors, [t.numel() for t in tensors], parameters, offsets))
     except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
         found = f"records of {type(zero).__name__} that cannot be read ({type(error).__name__}: {error})"
-        where = f"DeepSpeed {deepspeed.__version__}"
         raise LayoutError(explain_error(where, found, f"those of {_READ}", _DIFFERENT)) from error
-    raise LayoutError(
-        explain_error(f"DeepSpeed {deepspeed.__version__}", f"a {type(zero).__name__}", "a ZeRO optimizer", _DIFFERENT)
-    )
+    raise LayoutError(explain_error(where, f"a {type(zero).__name__}", "a ZeRO optimizer", _DIFFERENT))
 
 
 def _read_partitions(zero: Any, tensors: Any, sizes: Any, parameters: Any, offsets: Any) -> Iterator[Flat]:
@@ -163,9 +160,8 @@ def _place(
             layouts[known.name] = FlatShards(within, tuple(intervals), tuple(sizes), replicas)
             layouts[known.name].prove_cover()
         except LayoutError as error:
-            raise LayoutError(
-                explain_error(known.name, str(error), "each element held exactly once", _DIFFERENT)
-            ) from None
+            once = "each element held exactly once"
+            raise LayoutError(explain_error(known.name, str(error), once, _DIFFERENT)) from None
     return layouts
 
 

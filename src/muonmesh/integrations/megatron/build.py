@@ -193,15 +193,10 @@ def _cut(name: str, parameter: Tensor, local: tuple[int, ...], boxes: Sequence[S
     if boxes is not None:
         return cut_of(name, local, boxes, rank, ranks)
     if ranks > 1 and getattr(parameter, "tensor_model_parallel", False):
-        raise LayoutError(
-            explain_error(
-                name,
-                f"tensor_model_parallel=True ({stamped_placement(name, parameter)}) and no entry in "
-                "sharded_state_dict()",
-                "an entry there, by which its checkpoints are resharded: attributes alone are wrong too often",
-                "Give its module a sharded_state_dict()",
-            )
-        )
+        marked = f"tensor_model_parallel=True ({stamped_placement(name, parameter)})"
+        found, write = f"{marked} and no entry in sharded_state_dict()", "Give its module a sharded_state_dict()"
+        needed = "an entry there, by which its checkpoints are resharded: attributes alone are wrong too often"
+        raise LayoutError(explain_error(name, found, needed, write))
     return Cut(local, Replicate())
 
 
@@ -224,9 +219,8 @@ def install(**settings: Any) -> None:
     taken = inspect.signature(get_megatron_optimizer).parameters.values()
     known = [each.name for each in taken if each.kind is each.KEYWORD_ONLY]  # Megatron gives the others
     if unknown := [name for name in settings if name not in known]:
-        raise TypeError(
-            explain_error("install", f"the setting {unknown[0]!r}", f"one of {', '.join(known)}", "Remove it")
-        )
+        found, needed = f"the setting {unknown[0]!r}", f"one of {', '.join(known)}"
+        raise TypeError(explain_error("install", found, needed, "Remove it"))
     theirs = getattr(megatrons.get_megatron_optimizer, "__wrapped_by_muonmesh__", megatrons.get_megatron_optimizer)
     before = megatrons.get_megatron_optimizer
     ours = functools.wraps(get_megatron_optimizer)(functools.partial(get_megatron_optimizer, **settings))

@@ -122,15 +122,10 @@ def stamped_placement(name: str, parameter: Tensor) -> Placement:
     elif len(set(sizes)) == 1:
         pieces = len(sizes)
     else:
-        raise LayoutError(
-            explain_error(
-                name,
-                f"partition_sizes={list(sizes)}",
-                "pieces of one size, since DTensor has no placement for others",
-                f'Write declared_layouts(..., overrides={{"{name}": Shard({dim})}}), which has the shards follow each '
-                'other whole: right for AdamW, and for Muon as one "whole" matrix, whose rows may come in any order',
-            )
-        )
+        needed = "pieces of one size, since DTensor has no placement for others"
+        write = f'Write declared_layouts(..., overrides={{"{name}": Shard({dim})}}), which has the shards follow each '
+        write += 'other whole: right for AdamW, and for Muon as one "whole" matrix, whose rows may come in any order'
+        raise LayoutError(explain_error(name, f"partition_sizes={list(sizes)}", needed, write))
     return Shard(dim) if pieces == 1 else _StridedShard(dim, split_factor=pieces)
 
 
@@ -143,9 +138,8 @@ def _check(name: str, parameter: Tensor, placement: Placement) -> None:
     if not known or not 0 <= dim < len(shape) or pieces < 1 or shape[dim] % pieces:
         found = f"{placement!r} for a shard of local shape {shape}"
         needed = "Replicate, Shard or _StridedShard, of one of its dims, in a number of pieces that divides that"
-        write = (
-            f"Correct partition_dim or partition_stride, or write declared_layouts(..., overrides={{{name!r}: ...}})"
-        )
+        write = "Correct partition_dim or partition_stride, or write "
+        write += f"declared_layouts(..., overrides={{{name!r}: ...}})"
         raise LayoutError(explain_error(name, found, needed, write))
 
 
@@ -237,13 +231,9 @@ def _grid(data: list[int], tensor: list[int]) -> list[list[int]]:
     grid = [[row + column - this for column in tensor] for row in data]
     ranks = sorted(rank for row in grid for rank in row)
     if len(set(ranks)) < len(ranks) or not 0 <= ranks[0] <= ranks[-1] < dist.get_world_size():
-        raise LayoutError(
-            explain_error(
-                "declared_layouts",
-                f"data-parallel ranks {data} and tensor-parallel ranks {tensor} on rank {this}",
-                "groups of a regular grid, to know the ranks that are in neither",
-                'Write mesh = DeviceMesh(device_type, grid, mesh_dim_names=("data", "tensor")) with all the ranks and '
-                'pass data_parallel=mesh["data"], tensor_parallel=mesh["tensor"]',
-            )
-        )
+        found = f"data-parallel ranks {data} and tensor-parallel ranks {tensor} on rank {this}"
+        needed = "groups of a regular grid, to know the ranks that are in neither"
+        write = 'Write mesh = DeviceMesh(device_type, grid, mesh_dim_names=("data", "tensor")) with all the ranks and '
+        write += 'pass data_parallel=mesh["data"], tensor_parallel=mesh["tensor"]'
+        raise LayoutError(explain_error("declared_layouts", found, needed, write))
     return grid

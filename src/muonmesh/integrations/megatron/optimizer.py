@@ -353,12 +353,8 @@ class MegatronOptimizer(Base, OfMuon):  # type: ignore[misc]
             metadata: Ignored, since there is only one format.
         """
         self.refuse_if_interrupted()
-        found: dict[str, Any] = checkpoint.sharded(
-            self.optimizer,
-            {h.name: (h.saved, h.copy, h.resizes) for h in self._holdings},
-            self._first_holder,
-            is_loading=is_loading,
-        )
+        saved = {holding.name: (holding.saved, holding.copy, holding.resizes) for holding in self._holdings}
+        found = checkpoint.sharded(self.optimizer, saved, self._first_holder, is_loading=is_loading)
         if self.grad_scaler is not None:
             found["grad_scaler"] = self.grad_scaler.state_dict()
         return found
@@ -380,9 +376,8 @@ class MegatronOptimizer(Base, OfMuon):  # type: ignore[misc]
         wholes = {holding.name for holding in self._holdings}
         if self._groups.pp.size() > 1 or len(self.model_chunks) > 1 or here != wholes:
             stages, chunks = self._groups.pp.size(), len(self.model_chunks)
-            found = (
-                f"{stages} pipeline stages of {chunks} chunks, or experts on several ranks, which are numbered apart"
-            )
+            found = f"{stages} pipeline stages of {chunks} chunks, or experts on several ranks, "
+            found += "which are numbered apart"
             needed = "one stage, one chunk and all experts, whose parameters are called as in the whole model"
             write = "Save with megatron.core.dist_checkpointing and optimizer.sharded_state_dict(...)"
             raise StateError(explain_error("muonmesh.checkpoint of Megatron", found, needed, write))

@@ -100,13 +100,22 @@ def cut_of(name: str, local: tuple[int, ...], boxes: Sequence[SavedBox], rank: i
         LayoutError: no placement fits the boxes, and the boxes are not intervals of whole rows.
     """
     shape, placed = _together(boxes)
+
+    def fits(placement: Shard | _StridedShard) -> bool:
+        dim = placement.dim
+        if shape[dim] != local[dim] * ranks or shape[dim] % (ranks * len(placed)):
+            return False
+        layout = MeshLayout(shape, (ranks,), tuple(range(ranks)), placements_of("", (placement,)))
+        said = {(block.region.offset, block.region.shape, block.start) for block in layout.blocks(rank)}
+        return layout.local_shape(rank) == local and said == {(box.offset, box.shape, box.start) for box in placed}
+
     if ranks == 1 or shape == local:
         if shape == local and all(_in_place(box, shape) for box in placed):
             return Cut(shape, Replicate())
     else:
         for dim in range(len(local)):
             placement = Shard(dim) if len(placed) == 1 else _StridedShard(dim, split_factor=len(placed))
-            if _fits(placement, shape, local, placed, rank, ranks):
+            if fits(placement):
                 return Cut(shape, placement)
         row = math.prod(shape[1:])
         if all(box.shape[1:] == local[1:] == shape[1:] and not any(box.offset[1:]) for box in placed):
@@ -135,22 +144,6 @@ def _in_place(box: SavedBox, shape: tuple[int, ...]) -> bool:
     strides = row_major(shape)
     same = all(a == b for a, b, size in zip(box.strides, strides, box.shape, strict=True) if size > 1)
     return same and box.start == sum(o * s for o, s in zip(box.offset, strides, strict=True))
-
-
-def _fits(
-    placement: Shard | _StridedShard,
-    shape: tuple[int, ...],
-    local: tuple[int, ...],
-    boxes: Sequence[SavedBox],
-    rank: int,
-    ranks: int,
-) -> bool:
-    dim = placement.dim
-    if shape[dim] != local[dim] * ranks or shape[dim] % (ranks * len(boxes)):
-        return False
-    layout = MeshLayout(shape, (ranks,), tuple(range(ranks)), placements_of("", (placement,)))
-    said = {(block.region.offset, block.region.shape, block.start) for block in layout.blocks(rank)}
-    return layout.local_shape(rank) == local and said == {(p.offset, p.shape, p.start) for p in boxes}
 
 
 def _intervals(boxes: Sequence[SavedBox], away: int, row: int) -> tuple[Interval, ...]:
