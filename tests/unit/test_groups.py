@@ -1121,6 +1121,11 @@ def test_experts_and_routers_of_other_libraries() -> None:
             self.gate_up_proj = nn.Parameter(torch.zeros(4, 8, 12))
             self.down_proj = nn.Parameter(torch.zeros(4, 6, 8))
 
+    class FusedExperts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w13 = nn.Parameter(torch.zeros(4, 12, 8))
+
     class Routed(nn.Module):
         def __init__(self, experts: nn.Module) -> None:
             super().__init__()
@@ -1128,8 +1133,10 @@ def test_experts_and_routers_of_other_libraries() -> None:
             self.scores = nn.Linear(8, 4)
             self.experts = experts
 
-    model = nn.ModuleDict({"a": Routed(GroupedExperts()), "b": Routed(Unflagged()), "head": nn.Linear(8, 2)})
-    groups = split_params(model)
+    experts = {"a": GroupedExperts(), "b": Unflagged(), "c": FusedExperts()}
+    model = nn.ModuleDict({**{name: Routed(each) for name, each in experts.items()}, "head": nn.Linear(8, 2)})
+    with pytest.warns(UserWarning, match=r"one matrix each by a guess: b\.experts\.gate_up_proj, c\.experts\.w13"):
+        groups = split_params(model)
     assert assigned(groups) == {
         "a.experts.w1": "stack",
         "a.experts.w2": "stack",
@@ -1142,6 +1149,9 @@ def test_experts_and_routers_of_other_libraries() -> None:
         "b.experts.down_proj": ("stack", ("transposed", "whole")),
         "b.scores.weight": M,
         "b.scores.bias": V,
+        "c.experts.w13": "stack",
+        "c.scores.weight": M,
+        "c.scores.bias": V,
         "head.weight": H,
         "head.bias": V,
     }

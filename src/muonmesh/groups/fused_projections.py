@@ -172,9 +172,10 @@ def expert_order(module: nn.Module, name: str, shape: tuple[int, ...]) -> tuple[
         transposed = _stored_in_by_out(module)
     inner: Matrices = "whole"
     reason = "experts, one matrix each"
-    if name == "gate_up_proj":
+    if LOOKS_FUSED.search(name):
         names = class_names(module, "transformers")
-        concatenated = getattr(module, "is_concatenated", "GptOssExperts" not in names if names else None)
+        known = "GptOssExperts" not in names if names and name == "gate_up_proj" else None
+        concatenated = getattr(module, "is_concatenated", known)
         rows = shape[2] if transposed else shape[1]
         if concatenated is None or rows % 2:
             reason += "; the name looks fused, but the module does not say how: gate and up as one matrix"
