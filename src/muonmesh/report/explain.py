@@ -228,7 +228,7 @@ def explain(
         sum(host for _, host in kept.values()),
         gradients,
         sum(relay is not None for relay in plan.relays),
-        step_memory(plan, rank, travelling, planned.squares),
+        step_memory(plan, travelling, planned.squares),
         plan.budget.bytes,
         None if planned.graphs is None else len(planned.graphs),
         0 if planned.graphs is None else planned.graphs.bytes,

@@ -215,16 +215,13 @@ def forecast(
     stored = sum(math.prod(p.target.local_shape(rank)) for p in parameters)
     others = sum(math.prod(other.target.local_shape(rank)) for other in elementwise)
     owned = tuple(number for number, one in enumerate(plan.assignments) if one.owner == rank)
-    mine = [[number for number in bucket if plan.assignments[number].owner == rank] for bucket in plan.buckets]
-    travelling = [[number for number in bucket if plan.moves(number)] for bucket in mine]
-    staying = [number for bucket in mine for number in bucket if not plan.moves(number)]
-    rounds, kernels, slow_flops = _products(plan, [*travelling, staying])
-    buckets = len(travelling) if any(travelling) else 0
+    rounds, kernels, slow_flops = _products(plan, [*(bucket.mine for bucket in moved.buckets), moved.staying])
+    assembled = sum(bucket.elements for bucket in moved.buckets)
+    buckets = len(moved.buckets) if any(bucket.mine for bucket in moved.buckets) else 0
     kernels += KERNELS_OF_A_STEP + moved.collectives + KERNELS_OF_A_BUCKET * buckets
     launches = LAUNCHES_OF_A_STEP + LAUNCHES_OF_A_BATCH * rounds + -(-others // STEPPED_AT_ONCE)
     launches += LAUNCHES_OF_REPLICAS * any(p.target.copies() > 1 for p in parameters)
-    assembled = sum(plan.assignments[number].matrix.numel for bucket in travelling for number in bucket)
-    left = sum(plan.assignments[number].matrix.numel for number in staying)
+    left = sum(plan.assignments[number].matrix.numel for number in moved.staying)
     weight_bytes = (stored + others) * itemsize
     momentum = _kept(own, plan, rank) * STATE
     kept = {"weights": weight_bytes, "gradients": weight_bytes, "momentum": momentum}
@@ -240,7 +237,7 @@ def forecast(
         moved,
         carried(plan, rank),
         kept,
-        step_memory(plan, rank, moved, lambda n: SQUARES[resolve_method(*plan.assignments[n].matrix.shape)]),
+        step_memory(plan, moved, lambda n: SQUARES[resolve_method(*plan.assignments[n].matrix.shape)]),
         NCCL_OF_A_PEER * min(7, len(plan.ranks) - 1) * (moved.messages > 0),
         launches + kernels,
         kernels,
