@@ -122,13 +122,7 @@ class Training:
                 is unchanged.
         """
         settings = self.settings
-        with ProgressLine(
-            self.name,
-            steps=settings.steps,
-            start=self.start,
-            tokens_per_step=settings.tokens_per_step,
-            visible=self.rank == 0,
-        ) as line:
+        with ProgressLine(self.name, settings, start=self.start, visible=self.rank == 0) as line:
             if self.start == 0:
                 self._validate(0, line)
             for step in range(self.start + 1, settings.steps + 1):
