@@ -33,6 +33,14 @@ class BucketTraffic:
     rounds_received: tuple[int, ...]
 
 
+class Carried(NamedTuple):
+    """The traffic of one rank for state by row, column or matrix: collectives, and elements in both directions."""
+
+    collectives: int = 0
+    sent: int = 0
+    received: int = 0
+
+
 @dataclass(frozen=True)
 class Traffic:
     """The traffic of one rank in a step.
@@ -43,6 +51,7 @@ class Traffic:
         sent: Elements that the rank sends, in both directions, by number of the parameter.
         collectives: Number of collectives in which the rank takes part, including the sums that rules need.
         messages: Number of ranks that it sends to or receives from, summed over the collectives.
+        carried: The traffic of state by row, column or matrix, which the other attributes leave out.
     """
 
     buckets: tuple[BucketTraffic, ...]
@@ -50,6 +59,7 @@ class Traffic:
     sent: Counter[int]
     collectives: int
     messages: int
+    carried: Carried
 
     @property
     def received(self) -> int:
@@ -58,7 +68,7 @@ class Traffic:
 
 
 def traffic(plan: Plan, rank: int) -> Traffic:
-    """Return the traffic of ``rank`` for matrices in a step, without state by row, column or matrix (`carried`)."""
+    """Return the traffic of ``rank`` in a step."""
     sent: Counter[int] = Counter()
     buckets, staying, collectives, messages = [], list[int](), 0, 0
     for bucket, numbers in enumerate(plan.buckets):
@@ -80,7 +90,7 @@ def traffic(plan: Plan, rank: int) -> Traffic:
         elements = sum(plan.assignments[number].matrix.numel for number in mine)
         buffers = there.total() + arriving + elements if plan.gathers(bucket) else 0
         buckets.append(BucketTraffic(mine, elements, arriving, buffers, leaving, returning))
-    return Traffic(tuple(buckets), tuple(staying), sent, collectives + plan.late, messages)
+    return Traffic(tuple(buckets), tuple(staying), sent, collectives + plan.late, messages, _carried(plan, rank))
 
 
 def _rounds(plan: Plan, rank: int, bucket: int, legs: Mapping[int, Sequence[Leg]], *, stored: bool) -> tuple[int, ...]:
@@ -94,15 +104,7 @@ def _rounds(plan: Plan, rank: int, bucket: int, legs: Mapping[int, Sequence[Leg]
     return tuple(found[turn] for turn in range(max(rounds.count, 1 + max(found, default=0))))
 
 
-class Carried(NamedTuple):
-    """The traffic of one rank for state by row, column or matrix: collectives, and elements in both directions."""
-
-    collectives: int = 0
-    sent: int = 0
-    received: int = 0
-
-
-def carried(plan: Plan, rank: int) -> Carried:
+def _carried(plan: Plan, rank: int) -> Carried:
     """Return the traffic of state that travels in addition to the matrices of a plan; see `CompanionPlan`."""
     beside = CompanionPlan.beside(plan)
     if beside is None:
