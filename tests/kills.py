@@ -35,7 +35,7 @@ from muonmesh.cli import launch as launching
 from muonmesh.cli import training, worker
 from muonmesh.cli.checkpoints import checkpoints_of, latest_step
 from muonmesh.cli.corpus import standard_library
-from muonmesh.cli.launch import Interrupted, RankFailed, launch
+from muonmesh.cli.launch import RankFailed, launch
 from muonmesh.cli.lock import locked
 from muonmesh.cli.metrics_log import read_metrics
 from muonmesh.cli.run_settings import CONFIG_FILE, load_config, load_settings
@@ -178,7 +178,7 @@ def start_copy(run: Path, *, ranks: int) -> int:
             launching.elastic_launch = copies  # here alone, in a copy of the process
             launch(run, ranks=ranks)
         code = 0
-    except Interrupted:
+    except KeyboardInterrupt:
         code = 130
     except RankFailed as error:
         print(f"FAILED {error}", file=sys.stderr, flush=True)

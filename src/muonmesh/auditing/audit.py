@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from muonmesh.auditing.judge import AS_STORED, Seen, Verdict, judge
 from muonmesh.auditing.probe import gathered, give_gradient, probing_gradient, restored, step_all
+from muonmesh.checkpoint.ranks import settled
 from muonmesh.comm.storage import Storage, device_without_parameters, local_of, storage_of, world_size
-from muonmesh.comm.telling import agreed, tell_all
+from muonmesh.comm.telling import tell_all
 from muonmesh.errors import LayoutError, explain_error
 from muonmesh.groups import split_params
 from muonmesh.layout import Layout
@@ -103,14 +104,9 @@ class Audit:
             count = f"{len(rows)}x " if len(rows) > 1 else ""
             many = f", {matrices} matrices" if matrices > 1 else ""
             name = rows[0].weight if len(rows) == 1 else name
-            size = f"{statistics.median(row.size for row in rows):.2f}"
-            cells = (
-                count + "x".join(map(str, shape)),
-                verdict + many + note,
-                f"{min(row.like for row in rows):.2f}",
-                size,
-            )
-            table.append((name, *(cell.replace("nan", "") for cell in cells)))
+            figures = min(row.like for row in rows), statistics.median(row.size for row in rows)
+            shown = (f"{figure:.2f}".replace("nan", "") for figure in figures)
+            table.append((name, count + "x".join(map(str, shape)), verdict + many + note, *shown))
         lines = [f"{self.optimizer}, {self.ranks} rank{'' if self.ranks == 1 else 's'}"]
         lines += [textwrap.fill(f"step raises {self.raised}", 80)] if self.raised else []
         room = max(8, 78 - max(map(len, aligned([cells for _, *cells in table], right=(0, 2, 3)))))
@@ -174,10 +170,7 @@ def audit(
         LayoutError: another rank found one of these errors.
     """
     optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
-    watch = _Watch(optimizers)
-    agreed(
-        lambda: watch.find(model, split_params(model) if groups is None else groups, layouts or {}), kind=LayoutError
-    )
+    watch = settled(lambda: _Watch(optimizers, model, groups, layouts or {}), kind=LayoutError)
     return watch.report()
 
 
@@ -195,21 +188,22 @@ class _Known:
 
 
 class _Watch:
-    """The weights of this rank, how each should be treated, and a method that steps and reports."""
+    """The weights of this rank, how each should be treated, and a method that steps and reports.
 
-    def __init__(self, optimizers: list[Any]) -> None:
+    Creating it finds the weights, and what the optimizers and the groups say about each; no communication.
+
+    Raises:
+        ValueError: weights lie on the meta device, or no weight is trained.
+    """
+
+    def __init__(
+        self, optimizers: list[Any], model: nn.Module, groups: Sequence[Mapping[str, Any]] | None, layouts: Any
+    ) -> None:
+        groups = split_params(model) if groups is None else groups
         self.optimizers = optimizers
         self.weights: dict[str, Tensor] = {}
         self.storages: dict[str, Storage] = {}
         self.known: dict[str, _Known] = {}
-        self.guesses: tuple[str, ...] = ()
-
-    def find(self, model: nn.Module, groups: Sequence[Mapping[str, Any]], layouts: Mapping[str, Any]) -> None:
-        """Find the weights, and what the optimizers and the groups say about each; no communication.
-
-        Raises:
-            ValueError: weights lie on the meta device, or no weight is trained.
-        """
         for given, parameter in model.named_parameters():
             name = canonical_name(given)
             if parameter.is_meta:

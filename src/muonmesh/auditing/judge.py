@@ -175,9 +175,8 @@ def judge(step: Tensor, gradient: Tensor, weight: Tensor, layout: Layout | None,
         right = factors if right is None else right
         # NorMuon and other rules normalize the rows or the elements of the result. These candidates get 0.01 less, so
         # that the plain factors win a tie.
-        for number, normalized in enumerate(
-            (factors, normalize(factors, dim=-1), normalize(factors, dim=-2), factors.sign())
-        ):
+        forms = factors, normalize(factors, dim=-1), normalize(factors, dim=-2), factors.sign()
+        for number, normalized in enumerate(forms):
             sizes = {} if number else _sizes(down, factors, matrices)
             found.append((cosine(normalized) - 0.01 * bool(number), Seen(verdict, len(matrices), 0.0, sizes, rms)))
     like, best = max(found, key=lambda pair: pair[0])

@@ -96,31 +96,24 @@ def restored(optimizers: Sequence[Any], parameters: Mapping[str, Tensor]) -> Ite
     """
     weights = {name: local_of(one).detach().clone() for name, one in parameters.items()}
     gradients = {name: one.grad for name, one in parameters.items()}
-    kept = []
-    for one in nested(optimizers):
-        state = dict(one.state) if "state" in vars(one) else None
-        kept.append((one, dict(vars(one)), state, [(group, dict(group)) for group in one.param_groups]))
+    found = nested(optimizers)
+    states: list[Any] = [one.state for one in found if "state" in vars(one)]
+    groups = [group for one in found for group in one.param_groups]
+    kept = [(each, dict(each)) for each in (*map(vars, found), *states, *groups)]
     devices = {one.device for one in parameters.values() if one.device.type == "cuda"}
     with torch.random.fork_rng(devices):
         try:
-            for one, _, state, groups in kept:
-                if state is not None:
-                    one.state.clear()
-                for group, _ in groups:
-                    lr = group.get("lr")
-                    if lr is not None:
-                        group["lr"] = torch.ones_like(lr) if isinstance(lr, Tensor) else 1.0
+            for state in states:
+                state.clear()
+            for group in groups:
+                lr = group.get("lr")
+                if lr is not None:
+                    group["lr"] = torch.ones_like(lr) if isinstance(lr, Tensor) else 1.0
             yield weights
         finally:
-            for one, attributes, state, groups in kept:
-                vars(one).clear()
-                vars(one).update(attributes)
-                if state is not None:
-                    one.state.clear()
-                    one.state.update(state)
-                for group, before in groups:
-                    group.clear()
-                    group.update(before)
+            for each, before in kept:
+                each.clear()
+                each.update(before)
             with torch.no_grad():
                 for name, parameter in parameters.items():
                     local_of(parameter).detach().copy_(weights[name])

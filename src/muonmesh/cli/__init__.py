@@ -11,6 +11,8 @@ import sys
 from importlib.metadata import version
 from importlib.util import find_spec
 
+from muonmesh.cli.terminal import complain, print_plainly
+
 # The packages of the extra besides torch. A plain `pip install muonmesh` installs none of them.
 REQUIRED = ("typer", "rich", "numpy", "tokenizers", "transformers", "matplotlib", "filelock")
 
@@ -22,8 +24,6 @@ def versions() -> str:
 
 def main() -> None:
     """Run the ``muonmesh`` script; exit with 1 if a full disk has lost its output, except for ``train``."""
-    from muonmesh.cli.terminal import complain, print_plainly
-
     print_plainly()
     try:
         run_command()
@@ -40,11 +40,8 @@ def run_command() -> None:
         return
     missing = [name for name in REQUIRED if find_spec(name) is None]
     if missing:
-        print(
-            f"muonmesh: the command line needs {', '.join(missing)}. Write: pip install 'muonmesh[train]'",
-            file=sys.stderr,
-        )
-        raise SystemExit(2)
+        needed = f"the command line needs {', '.join(missing)}. Write: pip install 'muonmesh[train]'"
+        raise SystemExit(complain("", needed, code=2))
     gc.disable()  # garbage collection would take a tenth of this process's time, and gains nothing
     from muonmesh.cli.app import app
 

@@ -113,10 +113,8 @@ def _run(run: Path) -> Diagnosis:
     for name in ("muon", "adamw"):
         directory = checkpoints_of(run, name)
         found.parts += [_folder(path) for _, path in numbered(directory, STEP)]
-        left = [path.name for path in directory.glob(".*.writing")] if directory.is_dir() else []
-        found.notes += [
-            f"{directory / each}: left by a save that was cut off; the next one removes it" for each in left
-        ]
+        left = directory.glob(".*.writing")
+        found.notes += [f"{path}: left by a save that was cut off; the next one removes it" for path in left]
     if not found.faults and (not found.parts or any(part.whole for part in found.parts)):
         begins = "goes on" if found.parts else "no checkpoint has been written yet. The run begins again"
         found.notes.append(f"{begins} with: muonmesh train --resume {run}")

@@ -30,10 +30,6 @@ class RankKilled(RankFailed):
     """A signal ended a rank, so the run may continue from its last checkpoint."""
 
 
-class Interrupted(Exception):
-    """The ranks have stopped after a signal."""
-
-
 def launch(run: Path, *, ranks: int) -> None:
     """Run ``python -m muonmesh.cli.worker run`` as ``ranks`` processes on this machine and wait for all of them.
 
@@ -47,7 +43,7 @@ def launch(run: Path, *, ranks: int) -> None:
     Raises:
         RankFailed: a rank failed; the other ranks were ended.
         RankKilled: as RankFailed, because of a signal.
-        Interrupted: a signal stopped the ranks.
+        KeyboardInterrupt: a signal stopped the ranks.
         FileError: the run's directory cannot be written.
     """
     shutil.rmtree(run / FOLDER, ignore_errors=True)  # left by a launcher that was killed
@@ -84,7 +80,7 @@ def launch(run: Path, *, ranks: int) -> None:
         raise _failed(run, error) from error
     except SignalException as error:
         failure = first_failure(run)
-        raise (Interrupted() if failure is None else RankFailed(failure)) from error
+        raise (KeyboardInterrupt() if failure is None else RankFailed(failure)) from error
     finally:
         os.environ.clear()  # a process started later, such as torchrun, has another launcher
         os.environ.update(environment)

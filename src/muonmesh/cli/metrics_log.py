@@ -59,9 +59,8 @@ def read_metrics(directory: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     lines = read_text(path, needed="the metrics that a training wrote there").split("\n")
-    return [
-        _read(path, number, line) for number, line in enumerate(lines[:-1], start=1)
-    ]  # after a kill, the last line is incomplete
+    # After a kill, the last line is incomplete.
+    return [_read(path, number, line) for number, line in enumerate(lines[:-1], start=1)]
 
 
 def _read(path: Path, number: int, line: str) -> dict[str, Any]:

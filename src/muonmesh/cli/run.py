@@ -16,7 +16,7 @@ import transformers
 from muonmesh.checkpoint.place import numbered
 from muonmesh.cli.checkpoints import STEP, checkpoints_of, latest_step
 from muonmesh.cli.corpus import Corpus, load_corpus_of, prepare_corpus, save_corpus_of
-from muonmesh.cli.launch import Interrupted, RankFailed, RankKilled, launch, usable_cores
+from muonmesh.cli.launch import RankFailed, RankKilled, launch, usable_cores
 from muonmesh.cli.lock import check_new, locked
 from muonmesh.cli.metrics_log import read_metrics
 from muonmesh.cli.model import check_model
@@ -89,7 +89,7 @@ def _launch(run: Path, settings: Settings) -> int:
         return complain("train", f"{error}. {continuation(run, settings)}", code=1)
     except RankFailed as error:
         return complain("train", str(error), code=1)
-    except (Interrupted, KeyboardInterrupt):
+    except KeyboardInterrupt:
         stopped = True
     # A signal may also have reached a rank directly; then all ranks have stopped.
     stopped = stopped or any(latest_step(checkpoints_of(run, name)) != settings.steps for name in settings.optimizers)

@@ -122,13 +122,7 @@ class Training:
                 is unchanged.
         """
         settings = self.settings
-        with ProgressLine(
-            self.name,
-            steps=settings.steps,
-            start=self.start,
-            tokens_per_step=settings.tokens_per_step,
-            visible=self.rank == 0,
-        ) as line:
+        with ProgressLine(self.name, settings, start=self.start, visible=self.rank == 0) as line:
             if self.start == 0:
                 self._validate(0, line)
             for step in range(self.start + 1, settings.steps + 1):
@@ -148,18 +142,17 @@ class Training:
         size = self.settings.micro_batch
         mine = self.validation_windows[self.rank :: self.world]
         most = -(-len(self.validation_windows) // self.world)  # FSDP2 needs equally many forwards on all ranks
-        total = torch.zeros(2, dtype=torch.float64, device=self.device)
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
         inner.eval()
         with torch.no_grad():
             for first in range(0, most, size):
                 batch = mine[first : first + size]
                 loss = self._loss(inner, batch if len(batch) else self.validation_windows[:1])
-                total += torch.stack([loss.double(), torch.ones_like(loss, dtype=torch.float64)]) * len(batch)
+                total += loss.double() * len(batch)
         inner.train()
         reshard(inner)  # without a backward pass, the root stays gathered; a checkpoint needs shards
         dist.all_reduce(total)
-        loss_sum, count = total.tolist()
-        return float(loss_sum / count)
+        return float(total) / len(self.validation_windows)
 
     def _step(self, step: int, stop: StopRequest, line: ProgressLine) -> bool:
         """Take a step, write its metrics, and return whether any rank has a request to stop."""

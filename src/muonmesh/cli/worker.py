@@ -29,17 +29,20 @@ def main() -> None:
     end_with_launcher()
     print_plainly()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # before the first step, Ctrl-C ends a rank at once
-    run = Path(sys.argv[1])
+    run, code = Path(sys.argv[1]), 0
     try:
         from muonmesh.cli.rank import work  # takes seconds, so the signals are set up before
 
         work(run)
     except BaseException as error:
         record_failure(run, int(os.environ["RANK"]), error)
-        _end(1)
+        code = 1
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            stream.flush()
     # Everything has been written and closed. A normal exit of the interpreter, while threads of torch still run, once
     # aborted a rank ("terminate called without an active exception").
-    _end(0)
+    os._exit(code)
 
 
 def end_with_launcher() -> None:
@@ -53,13 +56,6 @@ def end_with_launcher() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
         if os.getppid() != launcher:  # the launcher ended before the line above
             os._exit(1)
-
-
-def _end(code: int) -> None:
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):
-            stream.flush()
-    os._exit(code)
 
 
 if __name__ == "__main__":

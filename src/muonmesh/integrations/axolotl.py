@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from axolotl.integrations.base import BasePlugin
 from pydantic import BaseModel
 from torch import nn
@@ -40,12 +39,9 @@ class MuonPlugin(BasePlugin):  # type: ignore[misc]  # Axolotl is not checked wi
         """
         settings = dict(cfg.get("muonmesh") or {})
 
-        def create_optimizer(model: nn.Module | None = None) -> torch.optim.Optimizer:
+        def create_optimizer(model: nn.Module | None = None) -> Any:
             trained = trainer.model if model is None else model
-            optimizer: torch.optim.Optimizer = trainer.optimizer or MuonFactory()(
-                trained, args=trainer.args, **settings
-            )
-            trainer.optimizer = optimizer
-            return optimizer
+            trainer.optimizer = trainer.optimizer or MuonFactory()(trained, args=trainer.args, **settings)
+            return trainer.optimizer
 
         trainer.create_optimizer = create_optimizer

@@ -16,7 +16,7 @@ from muonmesh.numerics.graphs import MOST
 from muonmesh.numerics.rules import RULES, is_matrix_rule, rule_of
 from muonmesh.report.state_bytes import state_bytes_of
 from muonmesh.report.step_memory import step_memory
-from muonmesh.report.traffic import carried, traffic
+from muonmesh.report.traffic import traffic
 from muonmesh.settings import GROUP_SETTINGS
 from muonmesh.step.planning import Planned
 from muonmesh.step.precision import Precision
@@ -194,9 +194,8 @@ def explain(
         if member is not None:
             numbers.setdefault(id(member.tensor), []).append(number)
     travelling = traffic(plan, rank)
-    sent, received, collectives = travelling.sent, travelling.received, travelling.collectives
-    beside = carried(plan, rank)
-    collectives += beside.collectives
+    sent, beside = travelling.sent, travelling.carried
+    collectives = travelling.collectives + beside.collectives
     if precision.int8:
         collectives += planned.blocks.count > 0 and len(plan.ranks) > 1
     kept = state_bytes_of(planned, precision)
@@ -222,13 +221,13 @@ def explain(
         sum(assignment.owner == rank for assignment in plan.assignments),
         collectives + (len(plan.ranks) > 1),  # one more for the flags
         sum(sent.values()) * itemsize + beside.sent * precision.carried.itemsize,
-        received * itemsize + beside.received * precision.carried.itemsize,
+        travelling.received * itemsize + beside.received * precision.carried.itemsize,
         plan.loads,
         sum(total for total, _ in kept.values()),
         sum(host for _, host in kept.values()),
         gradients,
         sum(relay is not None for relay in plan.relays),
-        step_memory(plan, rank, travelling, planned.squares),
+        step_memory(plan, travelling, planned.squares),
         plan.budget.bytes,
         None if planned.graphs is None else len(planned.graphs),
         0 if planned.graphs is None else planned.graphs.bytes,

@@ -41,7 +41,7 @@ from muonmesh.numerics.newton_schulz import resolve_method
 from muonmesh.numerics.rules import RULES, MuonRule, Rule, by_defaults, is_known, is_matrix_rule
 from muonmesh.report.device_rates import DeviceRates, Timed
 from muonmesh.report.step_memory import step_memory
-from muonmesh.report.traffic import Carried, Traffic, carried, traffic
+from muonmesh.report.traffic import Traffic, traffic
 from muonmesh.step.state_layout import Stored, state_layouts_of
 
 COEFFICIENTS: CoefficientName = "polar_express"
@@ -91,8 +91,7 @@ class Forecast(Timed):
         plan: The plan with the owner of each matrix; the same on every rank.
         rank: The rank that this forecast describes.
         owned: Numbers of the assignments that this rank orthogonalizes.
-        traffic: The matrices that this rank sends and receives; counted.
-        beside: The traffic of state by row, column or matrix, in fp32; counted.
+        traffic: The matrices that this rank sends and receives, and state by row, column or matrix, in fp32; counted.
         stored: Bytes that this rank stores from step to step, by their kind; "momentum" is the state of the rule.
             Counted.
         exchange: Peak memory of a step in addition to ``stored``, in bytes; modelled.
@@ -111,7 +110,6 @@ class Forecast(Timed):
     rank: int
     owned: tuple[int, ...]
     traffic: Traffic
-    beside: Carried
     stored: dict[str, int]
     exchange: int
     nccl: int
@@ -137,17 +135,17 @@ class Forecast(Timed):
     @property
     def collectives(self) -> int:
         """Number of collectives in which this rank takes part, including the flags before a step."""
-        return self.traffic.collectives + self.beside.collectives + (len(self.plan.ranks) > 1)
+        return self.traffic.collectives + self.traffic.carried.collectives + (len(self.plan.ranks) > 1)
 
     @property
     def bytes_sent(self) -> int:
         """Bytes that this rank sends in a step; flags are not counted."""
-        return self.traffic.sent.total() * WIRE + self.beside.sent * STATE
+        return self.traffic.sent.total() * WIRE + self.traffic.carried.sent * STATE
 
     @property
     def bytes_received(self) -> int:
         """Bytes that this rank receives in a step; flags are not counted."""
-        return self.traffic.received * WIRE + self.beside.received * STATE
+        return self.traffic.received * WIRE + self.traffic.carried.received * STATE
 
     @property
     def messages(self) -> int:
@@ -215,16 +213,13 @@ def forecast(
     stored = sum(math.prod(p.target.local_shape(rank)) for p in parameters)
     others = sum(math.prod(other.target.local_shape(rank)) for other in elementwise)
     owned = tuple(number for number, one in enumerate(plan.assignments) if one.owner == rank)
-    mine = [[number for number in bucket if plan.assignments[number].owner == rank] for bucket in plan.buckets]
-    travelling = [[number for number in bucket if plan.moves(number)] for bucket in mine]
-    staying = [number for bucket in mine for number in bucket if not plan.moves(number)]
-    rounds, kernels, slow_flops = _products(plan, [*travelling, staying])
-    buckets = len(travelling) if any(travelling) else 0
+    rounds, kernels, slow_flops = _products(plan, [*(bucket.mine for bucket in moved.buckets), moved.staying])
+    assembled = sum(bucket.elements for bucket in moved.buckets)
+    buckets = len(moved.buckets) if any(bucket.mine for bucket in moved.buckets) else 0
     kernels += KERNELS_OF_A_STEP + moved.collectives + KERNELS_OF_A_BUCKET * buckets
     launches = LAUNCHES_OF_A_STEP + LAUNCHES_OF_A_BATCH * rounds + -(-others // STEPPED_AT_ONCE)
     launches += LAUNCHES_OF_REPLICAS * any(p.target.copies() > 1 for p in parameters)
-    assembled = sum(plan.assignments[number].matrix.numel for bucket in travelling for number in bucket)
-    left = sum(plan.assignments[number].matrix.numel for number in staying)
+    left = sum(plan.assignments[number].matrix.numel for number in moved.staying)
     weight_bytes = (stored + others) * itemsize
     momentum = _kept(own, plan, rank) * STATE
     kept = {"weights": weight_bytes, "gradients": weight_bytes, "momentum": momentum}
@@ -238,9 +233,8 @@ def forecast(
         rank,
         owned,
         moved,
-        carried(plan, rank),
         kept,
-        step_memory(plan, rank, moved, lambda n: SQUARES[resolve_method(*plan.assignments[n].matrix.shape)]),
+        step_memory(plan, moved, lambda n: SQUARES[resolve_method(*plan.assignments[n].matrix.shape)]),
         NCCL_OF_A_PEER * min(7, len(plan.ranks) - 1) * (moved.messages > 0),
         launches + kernels,
         kernels,

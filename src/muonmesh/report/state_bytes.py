@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from torch import Tensor
 
 from muonmesh.comm.storage import Storage, local_of, this_rank
@@ -27,11 +25,10 @@ def state_bytes_of(planned: Planned, precision: Precision) -> dict[str, tuple[in
     for member in planned.members:
         local = local_of(member.tensor)
         master = precision.master if precision.master not in (None, local.dtype) else None
-        each = _elements(member, member.storage)
         # `shaped`: bytes of per-element state; `few`: bytes of state by row, column, matrix or parameter
-        shaped, few = each * master.itemsize if master is not None else 0, 0
+        shaped = _elements(member, member.storage) * master.itemsize if master is not None else 0
         # The count of steps, or the running norms.
-        few += _FP32 * 2 * len(planned.matrices_of[member.tensor]) if member.tensor in planned.matrices_of else _FP32
+        few = _FP32 * 2 * len(planned.matrices_of[member.tensor]) if member.tensor in planned.matrices_of else _FP32
         for state_layout in member.state_layouts.values():
             size = _elements(member, state_layout.storage) * state_layout.kept_dtype(precision).itemsize
             shaped, few = (shaped + size, few) if state_layout.companion is None else (shaped, few + size)
@@ -46,4 +43,4 @@ def _elements(member: Member, storage: Storage) -> int:
     """Return the number of elements of a storage that this rank holds."""
     if storage.layout is None:
         return local_of(member.tensor).numel()
-    return sum(math.prod(block.region.shape) for block in storage.layout.blocks(this_rank()))
+    return sum(block.region.numel for block in storage.layout.blocks(this_rank()))

@@ -14,12 +14,31 @@ from muonmesh.layout.routes import Leg
 
 @dataclass(frozen=True)
 class BucketTraffic:
-    """The elements that one rank moves for one bucket: to the owners (gather), and back (scatter), in rounds."""
+    """The elements that one rank moves for one bucket: to the owners (gather), and back (scatter), in rounds.
 
-    gather_sent: int
+    Attributes:
+        mine: The assignments that the rank owns and that need a transfer.
+        elements: The number of elements of these matrices.
+        gather_received: Elements that the rank receives as their owner.
+        gather_buffers: Elements of the buffers to send, receive and assemble the bucket; 0 if nothing is gathered.
+        rounds_sent: Elements of results that the rank sends, by round.
+        rounds_received: Elements of results that it receives, by round.
+    """
+
+    mine: tuple[int, ...]
+    elements: int
     gather_received: int
+    gather_buffers: int
     rounds_sent: tuple[int, ...]
     rounds_received: tuple[int, ...]
+
+
+class Carried(NamedTuple):
+    """The traffic of one rank for state by row, column or matrix: collectives, and elements in both directions."""
+
+    collectives: int = 0
+    sent: int = 0
+    received: int = 0
 
 
 @dataclass(frozen=True)
@@ -28,15 +47,19 @@ class Traffic:
 
     Attributes:
         buckets: One entry for each bucket of the plan, even if the rank moves nothing in it.
+        staying: The assignments that the rank owns and that need no transfer.
         sent: Elements that the rank sends, in both directions, by number of the parameter.
         collectives: Number of collectives in which the rank takes part, including the sums that rules need.
         messages: Number of ranks that it sends to or receives from, summed over the collectives.
+        carried: The traffic of state by row, column or matrix, which the other attributes leave out.
     """
 
     buckets: tuple[BucketTraffic, ...]
+    staying: tuple[int, ...]
     sent: Counter[int]
     collectives: int
     messages: int
+    carried: Carried
 
     @property
     def received(self) -> int:
@@ -45,9 +68,9 @@ class Traffic:
 
 
 def traffic(plan: Plan, rank: int) -> Traffic:
-    """Return the traffic of ``rank`` for matrices in a step, without state by row, column or matrix (`carried`)."""
+    """Return the traffic of ``rank`` in a step."""
     sent: Counter[int] = Counter()
-    buckets, collectives, messages = [], 0, 0
+    buckets, staying, collectives, messages = [], list[int](), 0, 0
     for bucket, numbers in enumerate(plan.buckets):
         gather = plan.routes(bucket, rank, gather=True)
         scatter = plan.routes(bucket, rank, gather=False)
@@ -61,8 +84,13 @@ def traffic(plan: Plan, rank: int) -> Traffic:
         arriving = moved(gather.assembled, rank).total()
         leaving = _rounds(plan, rank, bucket, scatter.assembled, stored=False)
         returning = _rounds(plan, rank, bucket, scatter.stored, stored=True)
-        buckets.append(BucketTraffic(there.total(), arriving, leaving, returning))
-    return Traffic(tuple(buckets), sent, collectives + plan.late, messages)
+        owned = [number for number in numbers if plan.assignments[number].owner == rank]
+        staying += [number for number in owned if not plan.moves(number)]
+        mine = tuple(number for number in owned if plan.moves(number))
+        elements = sum(plan.assignments[number].matrix.numel for number in mine)
+        buffers = there.total() + arriving + elements if plan.gathers(bucket) else 0
+        buckets.append(BucketTraffic(mine, elements, arriving, buffers, leaving, returning))
+    return Traffic(tuple(buckets), tuple(staying), sent, collectives + plan.late, messages, _carried(plan, rank))
 
 
 def _rounds(plan: Plan, rank: int, bucket: int, legs: Mapping[int, Sequence[Leg]], *, stored: bool) -> tuple[int, ...]:
@@ -76,15 +104,7 @@ def _rounds(plan: Plan, rank: int, bucket: int, legs: Mapping[int, Sequence[Leg]
     return tuple(found[turn] for turn in range(max(rounds.count, 1 + max(found, default=0))))
 
 
-class Carried(NamedTuple):
-    """The traffic of one rank for state by row, column or matrix: collectives, and elements in both directions."""
-
-    collectives: int = 0
-    sent: int = 0
-    received: int = 0
-
-
-def carried(plan: Plan, rank: int) -> Carried:
+def _carried(plan: Plan, rank: int) -> Carried:
     """Return the traffic of state that travels in addition to the matrices of a plan; see `CompanionPlan`."""
     beside = CompanionPlan.beside(plan)
     if beside is None:

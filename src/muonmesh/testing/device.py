@@ -162,9 +162,7 @@ class Timeline:
 
     def index(self, device: Any = None) -> int:
         """Return the number of a device; default: the current device."""
-        if device is None or isinstance(device, int):
-            return self.current if device is None else device
-        found = torch.device(device).index
+        found = device if device is None or isinstance(device, int) else torch.device(device).index
         return self.current if found is None else found
 
     def current_stream(self, device: Any = None) -> Stream:

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
 import torch
@@ -118,11 +119,9 @@ def dry_run(
     """
     run = step or (lambda some: some.step())
     dims = dict(mesh or {})
-    if mesh is not None and math.prod(dims.values()) != world:
-        found = f"{dims}, {math.prod(dims.values())} ranks"
-        raise ValueError(
-            explain_error("mesh", found, f"world={world} ranks", f"Write world={math.prod(dims.values())}")
-        )
+    size = math.prod(dims.values())
+    if mesh is not None and size != world:
+        raise ValueError(explain_error("mesh", f"{dims}, {size} ranks", f"world={world} ranks", f"Write world={size}"))
     with pretended_cuda(), _ranks(world, rank), warnings.catch_warnings():
         # The step checks whether memory is aligned. Fake tensors have no memory, so the result does not matter.
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
@@ -194,23 +193,13 @@ def _ranks(world: int, rank: int) -> Iterator[None]:
 
 def _on_device(model: nn.Module, fake: FakeTensorMode, mesh: DeviceMesh | None, placements: Placer | None) -> nn.Module:
     """Return a copy of a model whose parameters are fake tensors on the device, each with a gradient."""
-    made = {
-        id(parameter): _fake(name, parameter, fake, mesh, placements) for name, parameter in model.named_parameters()
-    }
+    made: dict[int, nn.Parameter] = {}
+    for name, parameter in model.named_parameters():
+        make: Callable[..., Tensor] = partial(torch.empty, device="cuda:0")
+        if mesh is not None and placements is not None:
+            make = partial(empty, device_mesh=mesh, placements=tuple(placements(name, parameter)))
+        with fake:
+            weight, gradient = (make(parameter.shape, dtype=parameter.dtype) for _ in range(2))
+            made[id(parameter)] = nn.Parameter(weight, requires_grad=parameter.requires_grad)
+            made[id(parameter)].grad = gradient if parameter.requires_grad else None
     return copy.deepcopy(model, made)  # it uses these parameters as if it had copied them
-
-
-def _fake(
-    name: str, parameter: nn.Parameter, fake: FakeTensorMode, mesh: DeviceMesh | None, placements: Placer | None
-) -> nn.Parameter:
-    def tensor() -> Tensor:
-        if mesh is None or placements is None:
-            return torch.empty(parameter.shape, dtype=parameter.dtype, device="cuda:0")
-        where = tuple(placements(name, parameter))
-        return empty(parameter.shape, dtype=parameter.dtype, device_mesh=mesh, placements=where)
-
-    with fake:
-        made = nn.Parameter(tensor(), requires_grad=parameter.requires_grad)
-        if parameter.requires_grad:
-            made.grad = tensor()
-    return made

@@ -100,8 +100,7 @@ class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
             adds = name in ("addmm", "baddbmm") and kwargs.get("beta", 1) != 0
             self.launches += adds and kwargs.get("out") is not args[0]  # a copy of the summand: cuBLAS adds in place
         else:
-            moved = _usually(name, args) if space == "muonmesh" else None
-            self.elementwise_bytes += sum(_bytes(func, args, kwargs, made)) if moved is None else moved
+            self.elementwise_bytes += sum(_bytes(func, args, kwargs, made))
         return found
 
     def _multiplied(self, flops: int, out: Tensor, *, by_triton: bool) -> None:
@@ -153,20 +152,6 @@ class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Leave out the memory of tensors that existed before."""
         for tensor in tensors:
             self._storages.setdefault(tensor.untyped_storage()._cdata, 0)
-
-
-def _usually(name: str, args: Sequence[Any]) -> int | None:
-    """Return the typical bytes of muonmesh's operators whose work depends on the elements; None for other operators.
-
-    `rescale` does not change matrices that are neither tiny nor huge. `mark_nonzero` stops at the first elements of a
-    gradient's part that are not all zero. The count assumes these cases, which occur in nearly every training step.
-    """
-    if name == "rescale":
-        return 0
-    if name == "mark_nonzero":
-        looks = (math.ceil(g.numel() / LOOKED) * min(g.numel(), FIRST) * g.element_size() for g in args[0])
-        return int(sum(looks))
-    return None
 
 
 def waits(func: Any, args: Sequence[Any]) -> bool:
@@ -225,7 +210,17 @@ def arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iter
 
 
 def _bytes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: Sequence[Tensor]) -> Iterator[int]:
-    """Yield the bytes that an operation reads and writes of each tensor on the device."""
+    """Yield the bytes that an operation reads and writes of each tensor on the device.
+
+    The work of two operators depends on the elements: `rescale` does not change matrices that are neither tiny nor
+    huge, and `mark_nonzero` stops at the first elements of a gradient's part that are not all zero. The count assumes
+    these cases, which occur in nearly every training step.
+    """
+    if func._schema.name == "muonmesh::rescale":
+        return
+    if func._schema.name == "muonmesh::mark_nonzero":
+        yield from (math.ceil(g.numel() / LOOKED) * min(g.numel(), FIRST) * g.element_size() for g in args[0])
+        return
     name, written = func._schema.name.split("::")[1], set()
     for argument, value, writes in arguments(func, args, kwargs):
         tensors = [t for t in tree_leaves(value) if isinstance(t, Tensor) and t.is_cuda]

@@ -228,11 +228,8 @@ def _parts_that_see_neighbours(group: Mapping[str, Any], generator: random.Rando
     numbers = torch.Generator().manual_seed(generator.randrange(10**6))
     for length, dtype in itertools.product((1, 2, 7, 16, 33, 64, 131, 1024), (torch.float32, torch.bfloat16)):
         border = generator.randint(0, length)
-        inputs: dict[str, Tensor] = {
-            "gradient": _randn((length,), numbers).to(dtype),
-            "weights": _randn((length,), numbers),
-            "update": _randn((length,), numbers),
-        }
+        inputs = {name: _randn((length,), numbers) for name in ("gradient", "weights", "update")}
+        inputs["gradient"] = inputs["gradient"].to(dtype)
         inputs |= {key: _randn((length,), numbers).abs() for key in keeps}
         if isinstance(rule, Rule) and rule.count_of_sums() and (key := _written_by_summands(rule, inputs)):
             return (

@@ -25,13 +25,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from muonmesh.numerics.kernels import toolchain
 from muonmesh.testing.device import Event, Operation, Stream, Timeline, pretended_cuda
 from muonmesh.testing.launches import arguments, waits
 
-_HOST = "the host"
 _ROOM = 512  # bytes: what torch's allocator rounds sizes up to
 
 
@@ -86,7 +85,7 @@ class _Part(NamedTuple):
 
 class _Access(NamedTuple):
     writes: bool
-    stream: object
+    stream: Stream
     clock: int
     part: _Part
     where: str
@@ -245,22 +244,21 @@ class SimulatedDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     # ------------------------------------------------------------------ races
 
-    def _touch(self, stream: Stream | str, part: _Part, writes: bool, where: str) -> None:
-        """Record an access, and the accesses with which it races."""
-        clocks = self._timeline.host if isinstance(stream, str) else stream.clocks
-        name, block, kept = stream if isinstance(stream, str) else stream.name, part.block, list[_Access]()
+    def _touch(self, stream: Stream | None, part: _Part, writes: bool, where: str) -> None:
+        """Record an access by a stream, or by the CPU (None), and the accesses with which it races."""
+        clocks, name = (self._timeline.host, "the host") if stream is None else (stream.clocks, stream.name)
+        block, kept = part.block, list[_Access]()
         for old in block.accesses:
             ordered = clocks[old.stream] >= old.clock
             if not ordered and (writes or old.writes) and part.overlaps(old.part):
                 does = [("reads", "writes")[old.writes], ("reads", "writes")[writes]]
                 life = "" if old.life == block.life else ", which was freed in between"
                 kind = f"{block.kind}{life}: one {does[0]}, the other {does[1]}"
-                stood = getattr(old.stream, "name", _HOST)
-                self.races[Race(kind, f"{old.where}, on {stood}", f"{where}, on {name}")] += 1
+                self.races[Race(kind, f"{old.where}, on {old.stream.name}", f"{where}, on {name}")] += 1
             replaced = ordered and (writes or not old.writes) and part[1:] == old.part[1:]
             if not replaced:
                 kept.append(old)
-        if not isinstance(stream, str):  # an access of the CPU is over before it issues anything else
+        if stream is not None:  # an access of the CPU is over before it issues anything else
             kept.append(_Access(writes, stream, clocks[stream], part, where, block.life))
         block.accesses = kept
 
@@ -292,7 +290,7 @@ class SimulatedDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if isinstance(tensor, FakeTensor):
                 return own(self._read(tensor), *args, **kwargs)
             if tensor.device.type == "cpu" and self._is_pinned(tensor):
-                self._touch(_HOST, self._part(tensor), False, _where(own.__name__))
+                self._touch(None, self._part(tensor), False, _where(own.__name__))
             return own(tensor, *args, **kwargs)
 
         return read
@@ -334,16 +332,16 @@ class SimulatedDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if crossed is not None:
                 return crossed
         elif wanted == "cpu":  # empty_like(a tensor there, device="cpu")
-            like = tree_map(lambda x: _like(x) if isinstance(x, FakeTensor) else x, args)
+            like = tree_map_only(FakeTensor, _like, args)
             return self._on_host(func, name, like, kwargs)
         if name == "_local_scalar_dense":
             return self._read(given[0]).item()
         if name == "is_pinned":
             return False
         if waits(func, args):  # its shape is a number of the device's
-            real = func(*tree_map(lambda x: self._read(x) if isinstance(x, FakeTensor) else x, args), **kwargs)
+            real = func(*tree_map_only(FakeTensor, self._read, args), **kwargs)
             with self._again():
-                return tree_map(lambda x: x.to(there[0].device) if isinstance(x, Tensor) else x, real)
+                return tree_map_only(Tensor, lambda x: x.to(there[0].device), real)
         return self._issue(func, name, args, kwargs)
 
     @contextmanager
@@ -358,7 +356,7 @@ class SimulatedDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _issue(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         kwargs.pop("pin_memory", None)
         with self._fake:
-            shapes = tree_map(_as_fake, (args, kwargs))
+            shapes = tree_map_only(Tensor, lambda t: t if isinstance(t, FakeTensor) else _like(t), (args, kwargs))
             found = func(*shapes[0], **shapes[1])
         known = set(self._blocks)
         made = [t for t in tree_leaves(found) if isinstance(t, FakeTensor)]
@@ -422,13 +420,10 @@ class SimulatedDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _cross(self, source: Tensor, target: Tensor, *, late: bool, name: str) -> None:
         self._timeline.is_capturing(name)  # CPU memory may have moved when the graph is replayed
-        down = isinstance(source, FakeTensor)
-        here = target if down else source
+        here, there = (target, source) if isinstance(source, FakeTensor) else (source, target)
         late = late and self._is_pinned(here)
-        where = _where(name)
-        there, mine = (self._part(t) for t in ((source, target) if down else (target, source)))
-        stream = self._timeline.current_stream(source.device if down else target.device)
-        reads, writes = (there, mine) if down else (mine, there)
+        where, stream = _where(name), self._timeline.current_stream(there.device)
+        reads, writes = self._part(source), self._part(target)
         run = lambda: (writes.real().copy_(reads.real()), None)[1]  # noqa: E731
         operation = self._queue(stream, run, where, [reads], [writes])
         if not late:
@@ -443,7 +438,7 @@ class SimulatedDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for _, value, written in arguments(func, args, kwargs):
             for t in tree_leaves(value):
                 if isinstance(t, Tensor) and t.device.type == "cpu" and self._is_pinned(t):
-                    self._touch(_HOST, self._part(t), written, _where(name))
+                    self._touch(None, self._part(t), written, _where(name))
         found = args[0].clone() if name == "_pin_memory" else func(*args, **kwargs)
         return self._pin(found) if pin or name == "_pin_memory" else found
 
@@ -453,11 +448,10 @@ class SimulatedDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
         device = next(x.device for x in leaves if isinstance(x, FakeTensor))
         stream = self._of_groups.get(group) or self._of_groups.setdefault(group, Stream(device))
         stream.wait_stream(self._timeline.current_stream(device))
-        touched = list[tuple[bool, _Part]]()
+        reads, writes = list[_Part](), list[_Part]()
         for argument, value in zip(func._schema.arguments, args, strict=False):
-            tensors = [t for t in tree_leaves(value) if isinstance(t, FakeTensor)]
-            writes = "input" not in argument.name or name == "allreduce_"
-            touched += [(writes, self._part(t)) for t in tensors]
+            read = "input" in argument.name and name != "allreduce_"
+            (reads if read else writes).extend(self._part(t) for t in tree_leaves(value) if isinstance(t, FakeTensor))
         late = [self._part(x) if isinstance(x, FakeTensor) else x for x in leaves]
 
         def run() -> Callable[[], bool]:
@@ -466,8 +460,7 @@ class SimulatedDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
             work = dist.Work.unbox(found[-1] if isinstance(found, tuple) else found)
             return lambda: work.is_completed() and (work.wait() or True)
 
-        parts = [[part for writes, part in touched if writes == kind] for kind in (False, True)]
-        self._queue(stream, run, _where(name), *parts)
+        self._queue(stream, run, _where(name), reads, writes)
         event, held = stream.record_event(), [leaves]  # NCCL holds the memory until it is waited for
 
         def wait(_: Any) -> bool:
@@ -488,12 +481,6 @@ def _group_of(args: Sequence[Any]) -> str:
 
 def _like(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
-
-
-def _as_fake(value: Any) -> Any:
-    if not isinstance(value, Tensor) or isinstance(value, FakeTensor):
-        return value
-    return _like(value)
 
 
 def _where(name: str) -> str:

@@ -78,7 +78,7 @@ def _watched(name: str, base: Callable[..., Any] | None) -> Callable[..., Any]:
         inputs = (module, query, key, value, attention_mask, *args)
         if told is None or not module.training or not torch.is_grad_enabled():
             return function(*inputs, **kwargs)
-        result, bound = (_compiled if name == "flex_attention" else _seen)(function, inputs, kwargs)
+        result, bound = (_flex if name == "flex_attention" else _seen)(function, inputs, kwargs)
         if kwargs.get("softcap") is not None or (bound is not None and len(bound) != query.shape[1]):
             bound = None  # a bound on capped logits, or heads in another layout
         if bound is not None:
@@ -108,9 +108,7 @@ def _seen(function: Callable[..., Any], inputs: tuple[Any, ...], kwargs: dict[st
     return result, kernels.bound
 
 
-def _compiled(
-    function: Callable[..., Any], inputs: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Any, Tensor | None]:
+def _flex(function: Callable[..., Any], inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Tensor | None]:
     """Return the result of flex attention, and the bound from the log-sum-exp in it (None: no bound).
 
     Its kernel is compiled, so `_seen` cannot observe it. `transformers` returns the log-sum-exp on a GPU, not on a CPU.
