@@ -1105,6 +1105,22 @@ def test_convolutions() -> None:
     assert assigned(split_params(model, overrides={"4.weight": "muon"}))["4.weight"] == "flatten"
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"muon": {"adamw_betas": (0.9, 0.99)}},
+        {"adamw": {"momentum": 0.5}},
+        {"overrides": {r"0\.weight": {"adamw_eps": 1e-6}}},
+        {"overrides": {"2.weight": {"scale_mode": "original"}}},
+    ],
+)
+def test_a_setting_of_the_other_algorithm_is_refused(given: dict[str, Any]) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    with pytest.raises(ValueError, match=r"which (muon|adamw) does not read; needed a setting of these parameters"):
+        split_params(model, **given)
+    split_params(model, overrides={"weight": {"momentum": 0.5}})  # one of the two weights reads it
+
+
 def test_experts_and_routers_of_other_libraries() -> None:
     class GroupedExperts(nn.Module):  # torchtitan's way
         def __init__(self) -> None:

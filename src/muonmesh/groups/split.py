@@ -155,6 +155,16 @@ class _Entry:
         return self.names[0]
 
     @property
+    def algorithm(self) -> str:
+        """The algorithm, or the rule, that trains the parameter."""
+        return str(self.settings.get("algorithm", self.role.algorithm))
+
+    @property
+    def half(self) -> str:
+        """Whose settings the parameter gets: "muon" for a rule of matrices, else "adamw"."""
+        return "muon" if is_matrix_rule(self.algorithm) else "adamw"
+
+    @property
     def guessed(self) -> bool:
         """Whether Muon updates the parameter only because of a guess."""
         return self.role.guess and not self.overridden_by and self.settings.get("algorithm", "muon") == "muon"
@@ -202,6 +212,8 @@ def split_params(
     """
     _check_module(model)
     base = {"muon": _settings("muon", muon), "adamw": _settings("adamw", adamw)}
+    for half, given in base.items():
+        _check_read(f"{half}=", given, [half])
     entries, frozen = _entries(model, parts_of(per_head), overrides)
     _override(entries, frozen, overrides)
     for entry in entries:
@@ -210,9 +222,9 @@ def split_params(
     _warn_of_guesses(model, entries, guesses)
     groups: dict[str, dict[str, Any]] = {name: {} for name in _NAMES}
     for entry in entries:
-        algorithm = entry.settings.pop("algorithm", entry.role.algorithm)
+        algorithm, half = entry.algorithm, entry.half
+        entry.settings.pop("algorithm", None)
         matrices = entry.settings.pop("matrices", entry.role.matrices)
-        half = "muon" if is_matrix_rule(algorithm) else "adamw"
         kind = "matrices" if half == "muon" else entry.role.kind
         name = "muon" if half == "muon" else f"adamw.{kind}"
         settings = {**base[half], **({"weight_decay": 0.0} if kind == "vectors" else {}), **entry.settings}
@@ -385,13 +397,30 @@ def _override(entries: list[_Entry], frozen: dict[str, str], overrides: Any) -> 
         needed, write = "a mapping from names or regular expressions", 'Write overrides={"lm_head.weight": "muon"}'
         raise TypeError(explain_error("split_params", f"overrides={overrides!r}", needed, write))
     by_name = {name: entry for entry in entries for name in entry.names}
-    for key, said, meant in in_order({key: _said(key, value) for key, value in overrides.items()}, by_name):
+    ordered = list(in_order({key: _said(key, value) for key, value in overrides.items()}, by_name))
+    for key, said, meant in ordered:
         if not meant:
             _refuse_unmatched(key, by_name, frozen)
         for entry in {id(by_name[name]): by_name[name] for name in meant}.values():
             entry.settings.update(said)
             if "algorithm" in said or "matrices" in said:
                 entry.overridden_by.append(key)
+    for key, said, meant in ordered:
+        _check_read(f"overrides[{key!r}]", said, {by_name[name].half for name in meant})
+
+
+def _check_read(where: str, given: Collection[str], halves: Collection[str]) -> None:
+    """Raise a ValueError for a setting of the other algorithm than the one that trains these parameters."""
+    read = {key for half in halves for key in RULES[half].settings()}
+    for key in given:
+        if key not in read and any(key in RULES[half].settings() for half in ("muon", "adamw")):
+            found, needed = (
+                f"{key!r}, which {' or '.join(halves)} does not read",
+                "a setting of these parameters' algorithm",
+            )
+            raise ValueError(
+                explain_error(where, found, needed, "Remove it, or write it where the other algorithm trains")
+            )
 
 
 def _said(key: Any, value: Any) -> dict[str, Any]:
@@ -438,7 +467,7 @@ def _check_possible(entry: _Entry) -> None:
 
     Muon needs at least two dims and a split into matrices. AdamW takes no matrices.
     """
-    algorithm = entry.settings.get("algorithm", entry.role.algorithm)
+    algorithm = entry.algorithm
     keys = ", ".join(map(repr, entry.overridden_by))
     shape = global_shape(entry.parameter)
     if not is_matrix_rule(algorithm):

@@ -54,14 +54,6 @@ def _polar_express_102(steps: int) -> list[Polynomial]:
     return [first, *polynomials[1:]][:steps]
 
 
-def _adjust_adamw(group: Settings, halves: Halves) -> None:
-    """Set the scale mode with which Muon's step has the RMS of AdamW's step (Moonlight, arXiv 2502.16982).
-
-    Then one learning rate fits Muon's and AdamW's parameters.
-    """
-    halves["adamw"]["scale_mode"] = "match_rms_adamw"
-
-
 def _adjust_dion(group: Settings, halves: Halves) -> None:
     """Set AdamW's decay mode to Muon's decay mode, as in dion."""
     if "adamw" in halves:
@@ -92,7 +84,6 @@ PACKAGES: dict[str, Package] = {
     "adamw": Package(  # torch's AdamW and Adam, and the Adams of DeepSpeed
         _defaults_of(torch.optim.AdamW),
         halves=("adamw",),
-        adjust=_adjust_adamw,
         beside=frozenset({"bias_correction"}),  # DeepSpeed's
     ),
     "torch": Package(  # torch's ε needs no counterpart: muonmesh normalizes every nonzero gradient
