@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from muonmesh.clip.limits import ClipPolicy as ClipPolicy
     from muonmesh.clip.limits import GradNorms as GradNorms
     from muonmesh.comm.gradients import GradientSource as GradientSource
+    from muonmesh.errors import FileError as FileError
     from muonmesh.errors import LayoutError as LayoutError
     from muonmesh.errors import MuonMeshError as MuonMeshError
     from muonmesh.errors import PlanError as PlanError
@@ -55,7 +56,7 @@ _HOMES = {
     "build": "from_model split_params",
     "clip.limits": "ClipPolicy GradNorms",
     "comm.gradients": "GradientSource",
-    "errors": "LayoutError MuonMeshError PlanError StateError",
+    "errors": "FileError LayoutError MuonMeshError PlanError StateError",
     "groups": "HeadPart ParamGroups",
     "integrations.qk_clip": "QKClip",
     "integrations.torch_muon": "ExecutedMuon execute",
