@@ -502,6 +502,14 @@ def test_the_momentum_of_a_run_is_in_its_checkpoint(finished: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["muon", "adamw"])
+def test_a_checkpoint_has_the_learning_rate_of_its_step(name: Any, finished: Path) -> None:
+    saved = json.loads((checkpoints_of(finished, name) / f"step-{STEPS:08d}" / "settings.json").read_text())
+    (last,) = (r["lr"] for r in read_metrics(finished) if (r["run"], r["step"]) == (name, STEPS) and "lr" in r)
+    assert {group["settings"]["lr"] for group in saved["groups"]} == {last}
+
+
+@pytest.mark.slow
 @pytest.mark.soak
 def test_a_run_stopped_in_either_half_resumes_bit_for_bit(finished: Path, stopped: Path, runs: Path) -> None:
     run = shutil.copytree(stopped, runs / "resumed")
@@ -534,7 +542,8 @@ def test_a_run_without_checkpoints_says_that_it_begins_again(finished: Path, sto
     shutil.rmtree(run / "checkpoints")
     result = train("--resume", run)
     assert result.returncode == 0, result.stderr
-    assert f"{run}: found no checkpoint of muon, which begins again at step 0" in result.stderr
+    told = "but muon has no checkpoint. A resume trains it again from step 0 and replaces its metrics"
+    assert told in result.stderr
     assert losses(run) == losses(finished)
 
 

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 import transformers
 
-from muonmesh.checkpoint.place import numbered
-from muonmesh.cli.checkpoints import STEP, checkpoints_of, latest_step
+from muonmesh.cli.checkpoints import checkpoints_of, latest_step, without_checkpoint
 from muonmesh.cli.corpus import Corpus, load_corpus_of, prepare_corpus, save_corpus_of
 from muonmesh.cli.launch import RankFailed, RankKilled, launch, usable_cores
 from muonmesh.cli.lock import check_new, locked
@@ -42,9 +41,8 @@ def train_run(settings: Settings, *, resuming: bool) -> int:
     with locked(run, option="--resume" if resuming else "--out"):
         settings.save(load_config(run)["environment"] if resuming else _environment(settings))
         save_corpus_of(run, corpus)
-        for name in sorted({record["run"] for record in read_metrics(run)}):
-            if not any(numbered(checkpoints_of(run, name), STEP)):
-                print(f"{run}: found no checkpoint of {name}, which begins again at step 0", file=sys.stderr)
+        for line in without_checkpoint(run):
+            print(f"{run}: {line}", file=sys.stderr)
         make_console().print(_headline(settings, parameters, corpus), soft_wrap=True)
         return _launch(run, settings)
 
