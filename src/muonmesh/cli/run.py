@@ -14,6 +14,7 @@ import torch
 import transformers
 
 from muonmesh.cli.checkpoints import checkpoints_of, latest_step, without_checkpoint
+from muonmesh.cli.configuration import model_config
 from muonmesh.cli.corpus import Corpus, load_corpus_of, prepare_corpus, save_corpus_of
 from muonmesh.cli.launch import RankFailed, RankKilled, launch, usable_cores
 from muonmesh.cli.lock import check_new, locked
@@ -22,7 +23,9 @@ from muonmesh.cli.model import check_model
 from muonmesh.cli.report import write_report
 from muonmesh.cli.run_settings import Settings, load_config
 from muonmesh.cli.terminal import complain, make_console
+from muonmesh.cli.tokenizer import END_OF_TEXT
 from muonmesh.errors import FileError
+from muonmesh.files import writing
 
 
 def train_run(settings: Settings, *, resuming: bool) -> int:
@@ -41,6 +44,7 @@ def train_run(settings: Settings, *, resuming: bool) -> int:
     with locked(run, option="--resume" if resuming else "--out"):
         settings.save(load_config(run)["environment"] if resuming else _environment(settings))
         save_corpus_of(run, corpus)
+        save_model(settings, corpus)
         for line in without_checkpoint(run):
             print(f"{run}: {line}", file=sys.stderr)
         make_console().print(_headline(settings, parameters, corpus), soft_wrap=True)
@@ -67,6 +71,21 @@ def _read(settings: Settings, before: Corpus | None) -> Corpus:
             f"--resume {settings.out}: the text of {corpus.source} has changed since; needed the files it began with."
         )
     return corpus
+
+
+def save_model(settings: Settings, corpus: Corpus) -> None:
+    """Write the model's configuration and its tokenizer into the run, so that `transformers` can build the model.
+
+    Raises:
+        FileError: the tokenizer is missing, or the files cannot be written.
+    """
+    folder = settings.directory / "model"
+    config = model_config(settings.model, vocab=corpus.vocab, seq=settings.seq)
+    config.dtype = torch.float32  # of the weights
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=corpus.tokenizer(), eos_token=END_OF_TEXT)
+    with writing(folder, raised=Exception):
+        config.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
 
 
 def _headline(settings: Settings, parameters: int, corpus: Corpus) -> str:
