@@ -21,6 +21,8 @@ import numpy as np
 import pytest
 import torch
 from benchmarks.orthogonalize import momenta
+from torch.nn.functional import cross_entropy
+from transformers import AutoConfig, AutoTokenizer
 from typer.testing import CliRunner
 
 from muonmesh.checkpoint import folder as checkpoint_folder
@@ -28,15 +30,17 @@ from muonmesh.cli import launch as launching
 from muonmesh.cli.app import app
 from muonmesh.cli.checkpoints import checkpoints_of, latest_step
 from muonmesh.cli.configuration import PRESETS, model_config
-from muonmesh.cli.corpus import Windows, divide, prepare_corpus, standard_library
+from muonmesh.cli.corpus import Windows, divide, load_corpus_of, prepare_corpus, standard_library
 from muonmesh.cli.documents import find_files
 from muonmesh.cli.launch import RankFailed, launch
 from muonmesh.cli.metrics_log import TIMES, append_metrics, cut_metrics, read_metrics
 from muonmesh.cli.model import blocks_of, build_model
-from muonmesh.cli.run import continuation
+from muonmesh.cli.run import continuation, save_model
 from muonmesh.cli.run_settings import Settings, load_settings
 from muonmesh.cli.summary import Point, TrainingSummary, compare, crossing_of, summarise
 from muonmesh.cli.training import learning_rate_factor
+from muonmesh.errors import FileError
+from tests.pages import run as run_page
 
 COMMAND = (sys.executable, "-c", "from muonmesh.cli import main; main()", "train")
 STEPS = 12
@@ -164,6 +168,24 @@ def test_a_model_is_a_preset_a_file_or_a_type(tmp_path: Path) -> None:
     assert len(blocks_of(from_file)) == 3
     assert len(blocks_of(by_type)) == 12
     assert {model.get_input_embeddings().weight.shape[0] for model in (preset, from_file, by_type)} == {300}
+
+
+def test_a_run_has_what_builds_its_model(tmp_path: Path) -> None:
+    """With the vocabulary that the tokenizer really has, and weights in fp32 whatever the configuration says."""
+    write(tmp_path / "text", documents(60))
+    corpus = prepare_corpus([str(tmp_path / "text")], vocab=2048, cache=tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"model_type": "gpt2", "n_embd": 8, "n_layer": 1, "n_head": 2, "dtype": "bfloat16"}))
+    settings = Settings(out=str(tmp_path / "run"), model=str(file))
+    save_model(settings, corpus)
+    config = AutoConfig.from_pretrained(tmp_path / "run/model")
+    assert (config.vocab_size, config.dtype) == (corpus.vocab, torch.float32)
+    assert corpus.vocab < 2048
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run/model")
+    assert (len(tokenizer), tokenizer.eos_token_id) == (corpus.vocab, config.eos_token_id)
+    (Path(corpus.directory) / "tokenizer.json").unlink()
+    with pytest.raises(FileError, match=r"tokenizer.json: found nothing there; needed .* Remove its folder"):
+        save_model(settings, corpus)
 
 
 # --- summary ----------------------------------------------------------------------------------------------------------
@@ -485,6 +507,33 @@ def test_the_page_lists_the_fields_of_metrics(finished: Path) -> None:
 
 
 @pytest.mark.slow
+def test_the_page_lists_the_files_of_a_run(finished: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs/training.md").read_text()
+    rows = page.partition("| file in `runs/NAME/` |")[2].partition("\n\n")[0].splitlines()[2:]
+    told = {name.rstrip("/") for row in rows for name in re.findall(r"`([^`]+)`", row.split("|")[1])}
+    assert told == {path.name for path in finished.iterdir()} - {".lock", "output.txt"}
+
+
+@pytest.mark.slow
+def test_the_page_builds_the_trained_model(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its loss on the held-out text is the one that the run measured, but for its bf16."""
+    shutil.copytree(finished, tmp_path / "runs/night")
+    step = checkpoints_of(tmp_path / "runs/night", "muon") / f"step-{STEPS:08d}"
+    step.rename(step.with_name("step-00000600"))
+    monkeypatch.chdir(tmp_path)
+    (names,) = run_page("docs/training.md", {})
+    model, corpus = names["model"], load_corpus_of(finished)
+    encode, held_out = names["tokenizer"].encode, corpus.validation()
+    assert names["tokens"].shape[1] > len(encode("def "))
+    assert encode(names["tokenizer"].decode(held_out[:500]))[:400] == held_out[:400].tolist()
+    windows = torch.from_numpy(Windows(held_out, length=32, seed=0).spread(10))
+    with torch.no_grad():
+        loss = cross_entropy(model(input_ids=windows[:, :-1]).logits.flatten(0, 1), windows[:, 1:].flatten())
+    assert float(loss) == pytest.approx(losses(finished)["muon", STEPS, "validation_loss"], abs=0.01)
+    assert model.dtype == torch.float32
+
+
+@pytest.mark.slow
 def test_the_parts_of_a_step_are_measured(finished: Path) -> None:
     for record in read_metrics(finished):
         if "loss" in record:
@@ -499,6 +548,14 @@ def test_the_momentum_of_a_run_is_in_its_checkpoint(finished: Path) -> None:
     found = momenta(place)
     assert found["model.layers.0.mlp.down_proj.weight"].shape == (64, 192), "whole, not a shard"
     assert len(found) == 7 * PRESETS["nano"][1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["muon", "adamw"])
+def test_a_checkpoint_has_the_learning_rate_of_its_step(name: Any, finished: Path) -> None:
+    saved = json.loads((checkpoints_of(finished, name) / f"step-{STEPS:08d}" / "settings.json").read_text())
+    (last,) = (r["lr"] for r in read_metrics(finished) if (r["run"], r["step"]) == (name, STEPS) and "lr" in r)
+    assert {group["settings"]["lr"] for group in saved["groups"]} == {last}
 
 
 @pytest.mark.slow
@@ -534,7 +591,8 @@ def test_a_run_without_checkpoints_says_that_it_begins_again(finished: Path, sto
     shutil.rmtree(run / "checkpoints")
     result = train("--resume", run)
     assert result.returncode == 0, result.stderr
-    assert f"{run}: found no checkpoint of muon, which begins again at step 0" in result.stderr
+    told = "but muon has no checkpoint. A resume trains it again from step 0 and replaces its metrics"
+    assert told in result.stderr
     assert losses(run) == losses(finished)
 
 

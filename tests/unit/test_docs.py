@@ -69,6 +69,7 @@ RANKS = (
 )
 HOSTS = ("docs/hosts.md",)  # by tests/hosts/test_page.py, where the hosts are installed
 BY_HAND = ("docs/other-hosts.md",)  # docs/how-we-know.md says what ran; ultralytics' by tests/hosts_all too
+A_RUN = ("docs/training.md",)  # by tests/integrations/test_train.py, which has a run
 WAYS = ("docs/thirty-ways.md",)  # by benchmarks/ways.py, which runs them where their packages are
 MEGATRON = ("docs/megatron.md",)  # by tests/megatron/test_page.py, where Megatron-Core is installed
 
@@ -148,7 +149,7 @@ def test_what_a_page_loads_and_where_it_links_is_checked(tmp_path: Path) -> None
 
 def test_every_page_with_snippets_is_run() -> None:
     pages = {str(path.relative_to(ROOT)) for path in DOCUMENTS if "```python" in path.read_text()}
-    assert pages == {*ONE_PROCESS, *SCRIPTS, *RANKS, *HOSTS, *BY_HAND, *MEGATRON, *WAYS}
+    assert pages == {*ONE_PROCESS, *SCRIPTS, *RANKS, *HOSTS, *BY_HAND, *MEGATRON, *WAYS, *A_RUN}
 
 
 class Net(nn.Module):

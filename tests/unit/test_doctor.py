@@ -23,6 +23,7 @@ from muonmesh.checkpoint.place import before_at
 from muonmesh.cli import installation
 from muonmesh.cli.app import app
 from muonmesh.cli.lock import LOCK_FILE
+from muonmesh.cli.metrics_log import append_metrics
 from muonmesh.cli.run_settings import Settings
 from muonmesh.numerics.kernels import auto_takes, compiled
 from tests.mutations import Acts
@@ -272,6 +273,31 @@ def test_a_run_that_ended_before_its_first_checkpoint_is_a_run(tmp_path: Path) -
     code, text = doctor(run)
     assert code == 0, text
     assert f"no checkpoint has been written yet. The run begins again with: muonmesh train --resume {run}" in text
+
+
+def test_metrics_without_a_checkpoint_are_told(tmp_path: Path) -> None:
+    """Whoever removed the checkpoints of a training learns it before a resume trains it again."""
+    run = tmp_path / "run"
+    run.mkdir()
+    Settings(out=str(run)).save({})
+    for name in ("adamw", "muon"):
+        append_metrics(run, run=name, step=60, seconds=1.0, validation_loss=2.0)
+    write(run / "checkpoints" / "adamw" / "step-00000060", STATE, GROUPS)
+    text = doctor(run)[1].replace("\n", " ")
+    assert "note: metrics of muon reach step 60, but muon has no checkpoint. A resume trains it again from" in text
+    assert "metrics of adamw" not in text
+
+
+def test_of_a_folder_of_runs_it_wants_one(tmp_path: Path) -> None:
+    (tmp_path / ".text").mkdir()
+    (tmp_path / "notes").mkdir()
+    assert f"{tmp_path}: found 'notes' in it; needed a run" in doctor(tmp_path)[1]
+    for name in ("second", "first"):
+        (tmp_path / name / "checkpoints").mkdir(parents=True)
+    code, text = doctor(tmp_path)
+    assert code == 2
+    assert f"{tmp_path}: found 'first' in it; needed a run of muonmesh train" in text
+    assert f"For a run in it, write: muonmesh doctor {tmp_path / 'first'}" in text
 
 
 def test_one_whose_replacement_never_came_is_found_beside_its_place(tmp_path: Path) -> None:

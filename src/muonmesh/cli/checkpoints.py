@@ -14,6 +14,7 @@ from muonmesh.checkpoint.place import forget_older, found_at, numbered
 from muonmesh.checkpoint.ranks import on_first_rank, together
 from muonmesh.checkpoint.save_load import recorded
 from muonmesh.cli.engine import Engine
+from muonmesh.cli.metrics_log import read_metrics
 from muonmesh.cli.run_settings import Optimizer
 from muonmesh.comm.telling import agreed
 from muonmesh.errors import FileError
@@ -109,6 +110,21 @@ def check_finite(engine: Engine, kept: str) -> None:
 def checkpoints_of(run: Path, optimizer: Optimizer) -> Path:
     """Return the folder with the checkpoints of one of a run's trainings."""
     return run / "checkpoints" / optimizer
+
+
+def without_checkpoint(run: Path) -> list[str]:
+    """Return a sentence for each training of a run that has metrics and no checkpoint.
+
+    Raises:
+        FileError: the metrics are damaged.
+    """
+    last = {record["run"]: record["step"] for record in read_metrics(run)}
+    return [
+        f"metrics of {name} reach step {step}, but {name} has no checkpoint. A resume trains it again from step 0 and "
+        "replaces its metrics"
+        for name, step in last.items()
+        if not numbered(checkpoints_of(run, name), STEP)
+    ]
 
 
 def latest_step(directory: Path) -> int | None:

@@ -22,7 +22,7 @@ from muonmesh.checkpoint.form import SIZE, TEXT, check_form, only
 from muonmesh.cli.documents import RECORDS, Source, documents_of, find_files, sources_of, walk
 from muonmesh.cli.tokenizer import END_OF_TEXT_ID, train_tokenizer
 from muonmesh.errors import FileError
-from muonmesh.files import kind_of, onto_disk, read_json, write_text, writing
+from muonmesh.files import kind_of, onto_disk, read_json, read_text, write_text, writing
 
 CHARACTERS_AT_ONCE = 1 << 24  # tokenized together, so that all cores have work
 HELD_OUT_SHARE = 0.05
@@ -30,6 +30,7 @@ FILES_FOR_A_SPLIT = 40  # with fewer files than this, the end of each file is he
 FORMAT = 3  # part of a folder's name: raise it if the same text gives other files
 NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
 DESCRIPTION_FILE = "corpus.json"
+TOKENIZER_FILE = "tokenizer.json"
 REMADE = "it is made again from the text"
 
 
@@ -60,6 +61,15 @@ class Corpus:
             FileError: the file is missing or has another size.
         """
         return self._mapped("validation.bin", self.validation_tokens)
+
+    def tokenizer(self) -> Tokenizer:
+        """Return the tokenizer of the tokens.
+
+        Raises:
+            FileError: the file is missing.
+        """
+        needed = f"the tokenizer of the tokens beside it. Remove its folder: {REMADE}"
+        return Tokenizer.from_str(read_text(Path(self.directory) / TOKENIZER_FILE, needed=needed))
 
     def measured_digest(self) -> str:
         """Return the digest of the tokens that are on disk now."""
@@ -232,7 +242,7 @@ def _write(directory: Path, tokenizer: Tokenizer, sources: Sequence[Source], *, 
                     (first, second)[part].write(tokens.tobytes())
                     counts[part] += len(tokens)
         with writing(directory, raised=Exception):
-            tokenizer.save(str(scratch / "tokenizer.json"))
+            tokenizer.save(str(scratch / TOKENIZER_FILE))
         corpus = Corpus(str(scratch), "", source, len(sources), size, *counts)
         save_corpus_of(scratch, replace(corpus, directory=str(directory), digest=corpus.measured_digest()))
         for file in scratch.iterdir():

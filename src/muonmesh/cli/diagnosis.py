@@ -19,9 +19,9 @@ from muonmesh.checkpoint.group_settings import check_saved
 from muonmesh.checkpoint.manifest import MANIFEST_FILE, REMEDY, SETTINGS_FILE, Entry, check_entries, read_manifest
 from muonmesh.checkpoint.metadata import METADATA_FILE, survey
 from muonmesh.checkpoint.place import found_at, numbered
-from muonmesh.cli.checkpoints import STEP, checkpoints_of
+from muonmesh.cli.checkpoints import STEP, checkpoints_of, without_checkpoint
 from muonmesh.cli.lock import LOCK_FILE
-from muonmesh.cli.metrics_log import METRICS_FILE, read_metrics
+from muonmesh.cli.metrics_log import METRICS_FILE
 from muonmesh.cli.run_settings import CONFIG_FILE, load_config, load_settings
 from muonmesh.errors import FileError, explain_error
 from muonmesh.files import kind_of, leaves, read_json, reason
@@ -94,8 +94,7 @@ def dtype_of(tensor: Tensor) -> str:
 
 def diagnose(path: Path) -> Diagnosis:
     """Return the diagnosis of a run, a checkpoint or a file of `torch.save`."""
-    begun = all((path / name).exists() for name in (LOCK_FILE, CONFIG_FILE))
-    if begun or any((path / name).exists() for name in ("checkpoints", METRICS_FILE)):
+    if _is_run(path):
         return _run(path)
     if found_at(path).is_dir():
         return _folder(path)
@@ -104,12 +103,17 @@ def diagnose(path: Path) -> Diagnosis:
     return Diagnosis(str(path), faults=[f"{path}: {kind_of(path)}; needed a folder or a file"])
 
 
+def _is_run(path: Path) -> bool:
+    begun = all(os.path.exists(path / name) for name in (LOCK_FILE, CONFIG_FILE))  # False where nobody may look
+    return begun or any(os.path.exists(path / name) for name in ("checkpoints", METRICS_FILE))
+
+
 def _run(run: Path) -> Diagnosis:
     found = Diagnosis(str(run), A_RUN)
     with found.noting():
         load_settings(run)
         found.settings = load_config(run)
-        read_metrics(run)
+        found.notes += without_checkpoint(run)
     for name in ("muon", "adamw"):
         directory = checkpoints_of(run, name)
         found.parts += [_folder(path) for _, path in numbered(directory, STEP)]
@@ -126,11 +130,14 @@ def _folder(path: Path) -> Diagnosis:
     folder = found_at(path)
     found = Diagnosis(str(path))
     names = set(os.listdir(folder))
-    name, framework = _by_another(() if MANIFEST_FILE in names else sorted(names))
+    hidden_last = sorted(names, key=lambda name: (name.startswith("."), name))
+    name, framework = _by_another(() if MANIFEST_FILE in names else hidden_last)
     if framework or names.isdisjoint({METADATA_FILE, MANIFEST_FILE}):
-        told = f"{name or min(names)!r} in it" if names else "nothing in it"
+        told = f"{name or hidden_last[0]!r} in it" if names else "nothing in it"
         told += f", as in a checkpoint of {framework}" if framework else ""
-        found.faults = [explain_error(str(path), told, CHECKED)]
+        run = next((folder / name for name in hidden_last if _is_run(folder / name)), None)
+        write = None if run is None else f"For a run in it, write: muonmesh doctor {run}"
+        found.faults = [explain_error(str(path), told, CHECKED, write)]
         return found
     entries: dict[str, Entry] | None = None
     if names & {MANIFEST_FILE, SETTINGS_FILE}:  # torch's own checkpoints have neither file

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 import transformers
 
-from muonmesh.checkpoint.place import numbered
-from muonmesh.cli.checkpoints import STEP, checkpoints_of, latest_step
+from muonmesh.cli.checkpoints import checkpoints_of, latest_step, without_checkpoint
+from muonmesh.cli.configuration import model_config
 from muonmesh.cli.corpus import Corpus, load_corpus_of, prepare_corpus, save_corpus_of
 from muonmesh.cli.launch import RankFailed, RankKilled, launch, usable_cores
 from muonmesh.cli.lock import check_new, locked
@@ -23,7 +23,9 @@ from muonmesh.cli.model import check_model
 from muonmesh.cli.report import write_report
 from muonmesh.cli.run_settings import Settings, load_config
 from muonmesh.cli.terminal import complain, make_console
+from muonmesh.cli.tokenizer import END_OF_TEXT
 from muonmesh.errors import FileError
+from muonmesh.files import writing
 
 
 def train_run(settings: Settings, *, resuming: bool) -> int:
@@ -42,9 +44,9 @@ def train_run(settings: Settings, *, resuming: bool) -> int:
     with locked(run, option="--resume" if resuming else "--out"):
         settings.save(load_config(run)["environment"] if resuming else _environment(settings))
         save_corpus_of(run, corpus)
-        for name in sorted({record["run"] for record in read_metrics(run)}):
-            if not any(numbered(checkpoints_of(run, name), STEP)):
-                print(f"{run}: found no checkpoint of {name}, which begins again at step 0", file=sys.stderr)
+        save_model(settings, corpus)
+        for line in without_checkpoint(run):
+            print(f"{run}: {line}", file=sys.stderr)
         make_console().print(_headline(settings, parameters, corpus), soft_wrap=True)
         return _launch(run, settings)
 
@@ -69,6 +71,21 @@ def _read(settings: Settings, before: Corpus | None) -> Corpus:
             f"--resume {settings.out}: the text of {corpus.source} has changed since; needed the files it began with."
         )
     return corpus
+
+
+def save_model(settings: Settings, corpus: Corpus) -> None:
+    """Write the model's configuration and its tokenizer into the run, so that `transformers` can build the model.
+
+    Raises:
+        FileError: the tokenizer is missing, or the files cannot be written.
+    """
+    folder = settings.directory / "model"
+    config = model_config(settings.model, vocab=corpus.vocab, seq=settings.seq)
+    config.dtype = torch.float32  # of the weights
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=corpus.tokenizer(), eos_token=END_OF_TEXT)
+    with writing(folder, raised=Exception):
+        config.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
 
 
 def _headline(settings: Settings, parameters: int, corpus: Corpus) -> str:

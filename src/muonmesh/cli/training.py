@@ -158,8 +158,9 @@ class Training:
         """Take a step, write its metrics, and return whether any rank has a request to stop."""
         settings = self.settings
         factor = learning_rate_factor(step, name=settings.schedule, steps=settings.steps, warmup=settings.warmup)
-        for group, peak in zip(self.engine.optimizer.param_groups, self.peak_lrs, strict=True):
-            group["lr"] = peak * factor
+        groups, saved = self.engine.optimizer.param_groups, self.engine.saved.param_groups
+        for group, same, peak in zip(groups, saved, self.peak_lrs, strict=True):
+            group["lr"] = same["lr"] = peak * factor
         seed = np.random.SeedSequence([settings.seed, step, self.rank]).generate_state(1)[0]
         torch.manual_seed(int(seed))  # dropout, the same whether or not the run was interrupted
 
