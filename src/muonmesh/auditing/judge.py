@@ -58,8 +58,8 @@ class Seen:
     rms: float = math.nan
 
 
-def polar(matrix: Tensor) -> Tensor:
-    """Return U Vᵀ of a matrix U S Vᵀ; if its rank is at most `RANK`, with a small SVD in a basis of its columns."""
+def polar(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Return U and Vᵀ of a matrix U S Vᵀ; if its rank is at most `RANK`, by a small SVD in a basis of its columns."""
     rank = min(RANK + 8, *matrix.shape)
     tall = matrix.double() if matrix.numel() < 1 << 22 else matrix
     seeded = torch.Generator().manual_seed(0)
@@ -69,58 +69,64 @@ def polar(matrix: Tensor) -> Tensor:
         basis = torch.eye(len(tall), dtype=tall.dtype, device=tall.device)
     left, values, right = torch.linalg.svd(basis.mT @ tall, full_matrices=False)
     kept = int((values > 1e-6 * values[0]).sum()) if float(values[0]) else 0
-    factor: Tensor = (basis @ left[:, :kept]) @ right[:kept]
-    return factor.to(matrix)
+    return (basis @ left[:, :kept]).to(matrix), right[:kept].to(matrix)
 
 
-def of_matrices(whole: Tensor, matrices: Sequence[Matrix]) -> Tensor:
-    """Return a parameter in which each of its matrices is replaced by its polar factor."""
-    result = torch.empty_like(whole)
+def of_matrices(both: Tensor, matrices: Sequence[Matrix]) -> Tensor:
+    """Return polar factors of a gradient's matrices, and the step without their null spaces; ``both`` stacks the two.
+
+    In the null space of a matrix, its polar factor is not defined: an SVD returns arbitrary vectors there.
+    """
+    result = torch.empty_like(both)
     for matrix in matrices:
-        assembled = whole.new_empty(matrix.shape)
-        _copy(whole, assembled, matrix.blocks, back=False)
-        _copy(result, polar(assembled), matrix.blocks, back=True)
+        assembled = both.new_empty((2, *matrix.shape))
+        _copy(both, assembled, matrix.blocks, back=False)
+        gradient, step = assembled
+        left, right = polar(gradient)
+        outside = step - left @ (left.mT @ step)
+        found = torch.stack([left @ right, step - outside + (outside @ right.mT) @ right])
+        _copy(result, found, matrix.blocks, back=True)
     return result
 
 
-def of_shards(whole: Tensor, layout: Layout) -> Tensor:
-    """Return a parameter in which each rank's shard is orthogonalized alone."""
-    result = torch.zeros_like(whole)
+def of_shards(both: Tensor, layout: Layout) -> Tensor:
+    """Return what `of_matrices` returns if each rank's shard is orthogonalized alone."""
+    result = torch.zeros_like(both)
     for rank in layout.replica(layout.ranks[0]):
         shape = layout.local_shape(rank)
         if math.prod(shape):
-            local = whole.new_empty(shape)
-            _copy(whole, local, layout.blocks(rank), back=False)
+            local = both.new_empty((2, *shape))
+            _copy(both, local, layout.blocks(rank), back=False)
             spec = "whole" if len(shape) == 2 else "stack"
             _copy(result, of_matrices(local, split_matrices("", shape, spec)), layout.blocks(rank), back=True)
     return result
 
 
 def _copy(whole: Tensor, memory: Tensor, blocks: Sequence[Block], *, back: bool) -> None:
-    memory = memory.contiguous()
     for block in blocks:
         region = block.region
         sides = zip(region.offset, region.shape, region.step, strict=True)
-        box = whole[tuple(slice(low, low + size * step, step) for low, size, step in sides)]
-        stored = memory.as_strided(region.shape, block.strides, block.start)
+        box = whole[:, *(slice(low, low + size * step, step) for low, size, step in sides)]
+        stored = memory.as_strided((2, *region.shape), (memory[0].numel(), *block.strides), block.start)
         (box if back else stored).copy_(stored if back else box)
 
 
 def candidates(
-    gradient: Tensor, layout: Layout | None, spec: MatrixSpec
+    gradient: Tensor, step: Tensor, layout: Layout | None, spec: MatrixSpec
 ) -> Iterator[tuple[Verdict, Sequence[Matrix], Tensor]]:
-    """Yield possible orthogonalizations, the right one first: verdict, matrices, polar factors."""
+    """Yield possible orthogonalizations, the right one first: verdict, matrices, what `of_matrices` returns."""
+    both = torch.stack([gradient, step])
     shape = tuple(gradient.shape)
     if len(shape) < 2 or 1 in gradient.flatten(1).shape:
         return
     spec = ("whole" if len(shape) == 2 else "flatten") if spec is None else spec
     right = split_matrices("", shape, spec)
-    yield "orthogonalized", right, of_matrices(gradient, right)
+    yield "orthogonalized", right, of_matrices(both, right)
     if max(matrix.shape[0] for matrix in right) <= FEW_ROWS:  # AdaMuon takes signs first, which have full rank
-        yield "orthogonalized", right, of_matrices(gradient.sign(), right)
+        yield "orthogonalized", right, of_matrices(torch.stack([gradient.sign(), step]), right)
     known = {tuple(matrix.blocks for matrix in right)}
     if layout is not None and len(layout.replica(layout.ranks[0])) > 1:
-        yield "each shard alone", right, of_shards(gradient, layout)
+        yield "each shard alone", right, of_shards(both, layout)
     others: list[tuple[Verdict, MatrixSpec]] = [("as one matrix", "whole" if len(shape) == 2 else "flatten")]
     others += [("in blocks", "stack")] if len(shape) > 2 else []
     counts = [2, 3, 4, 6, 8, 12, 16, 24, 32, 64] if len(shape) == 2 else []
@@ -131,7 +137,7 @@ def candidates(
         blocks = tuple(matrix.blocks for matrix in matrices)
         if blocks not in known and min(matrices[0].shape) > 1:
             known.add(blocks)
-            yield verdict, matrices, of_matrices(gradient, matrices)
+            yield verdict, matrices, of_matrices(both, matrices)
 
 
 def judge(step: Tensor, gradient: Tensor, weight: Tensor, layout: Layout | None, spec: MatrixSpec) -> Seen:
@@ -159,7 +165,7 @@ def judge(step: Tensor, gradient: Tensor, weight: Tensor, layout: Layout | None,
     if float(down.norm()) < 1e-3 * size:
         return Seen("only decays", rms=rms)
 
-    def cosine(other: Tensor) -> float:
+    def cosine(other: Tensor, down: Tensor = down) -> float:
         other = without_decay(other)
         return float((down * other).sum() / (down.norm() * other.norm()).clamp(min=1e-30))
 
@@ -168,10 +174,11 @@ def judge(step: Tensor, gradient: Tensor, weight: Tensor, layout: Layout | None,
         (cosine(signs), Seen("elementwise", rms=rms)),
         (cosine(gradient), Seen("follows the gradient", rms=rms)),
     ]
+    filled = []
     right: Tensor | None = None
-    tried = candidates(gradient, layout, spec)
+    tried = candidates(gradient, down, layout, spec)
     while max(like for like, _ in found) < SURE and (one := next(tried, None)) is not None:
-        verdict, matrices, factors = one
+        verdict, matrices, (factors, defined) = one
         right = factors if right is None else right
         # NorMuon and other rules normalize the rows or the elements of the result. These candidates get 0.01 less, so
         # that the plain factors win a tie.
@@ -180,6 +187,7 @@ def judge(step: Tensor, gradient: Tensor, weight: Tensor, layout: Layout | None,
         ):
             sizes = {} if number else _sizes(down, factors, matrices)
             found.append((cosine(normalized) - 0.01 * bool(number), Seen(verdict, len(matrices), 0.0, sizes, rms)))
+        filled.append((cosine(factors, defined), Seen(verdict, len(matrices), 0.0, _sizes(down, factors, matrices), rms)))
     like, best = max(found, key=lambda pair: pair[0])
     if like < ALIKE and right is not None:
         both = torch.stack([without_decay(each).flatten() for each in (right, signs)], 1).double()
@@ -187,24 +195,10 @@ def judge(step: Tensor, gradient: Tensor, weight: Tensor, layout: Layout | None,
         explained = float((both @ shares).norm() / down.norm())
         if explained > 0.95:
             return Seen("twice", best.matrices, explained, {}, rms)
-        if (flat := flatness(down)) > 0.95:
-            return Seen("orthogonalized", 1, flat, {}, rms)
+        like, best = max(filled, key=lambda pair: pair[0])
     if like < ALIKE:
         return Seen("unknown", 0, like, {}, rms)
     return Seen(best.verdict, best.matrices, like, best.sizes, rms)
-
-
-def flatness(step: Tensor) -> float:
-    """Return a measure of how equal a step's singular values are, without small ones (noise): 1 if all are equal.
-
-    Return 0 for matrices so large that an SVD would take long.
-    """
-    matrix = step.flatten(1)
-    if min(matrix.shape) > FEW_ROWS:
-        return 0.0
-    values = torch.linalg.svdvals(matrix)
-    values = values[values > 0.3 * values[0]]
-    return float(values.sum() / (math.sqrt(len(values)) * step.norm()))
 
 
 def _sizes(down: Tensor, factors: Tensor, matrices: Sequence[Matrix]) -> dict[str, float]:
