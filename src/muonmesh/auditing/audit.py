@@ -37,8 +37,8 @@ class AuditRow:
         verdict: What happens to the weight, see `muonmesh.audit`.
         matrices: How many matrices are orthogonalized; 0 if none.
         like: Cosine similarity between the step and the step that ``verdict`` describes; 1 is exact.
-        size: The size of the step divided by the size that the optimizer's scale mode asks for; NaN if nothing is
-            orthogonalized.
+        size: The size of the step divided by the size that the optimizer's scale mode asks for; NaN if the step
+            is no multiple of orthogonalized matrices.
         rms: Root mean square of the step at a learning rate of 1.
         gradient: Norm of the gradient that the weight had before the audit; 0 if it had none, NaN if no weight had a
             gradient.
