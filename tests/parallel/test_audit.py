@@ -24,8 +24,10 @@ from tests.workers import Pool
 class LocalMuon(Optimizer):
     """What many do: orthogonalizes what this rank has of a matrix, and what is no matrix goes down its gradient."""
 
-    def __init__(self, params: Iterable[nn.Parameter], *, apart: float = 0.0) -> None:
-        self.apart = apart
+    def __init__(
+        self, params: Iterable[nn.Parameter], *, apart: float = 0.0, fill: bool = False, rows: bool = False
+    ) -> None:
+        self.apart, self.fill, self.rows = apart, fill, rows
         super().__init__(params, {"lr": 0.1})
 
     @torch.no_grad()
@@ -34,8 +36,9 @@ class LocalMuon(Optimizer):
             for parameter in group["params"]:
                 local, gradient = (t.to_local() if isinstance(t, DTensor) else t for t in (parameter, parameter.grad))
                 if parameter.ndim == 2 and gradient.numel():
+                    gradient = nn.functional.normalize(gradient) if self.rows else gradient
                     u, s, v = torch.linalg.svd(gradient, full_matrices=False)
-                    gradient = (u * (s > 1e-6 * s[0])) @ v
+                    gradient = u @ v if self.fill else (u * (s > 1e-6 * s[0])) @ v
                 local.sub_(group["lr"] * (1 + self.apart * dist.get_rank()) * gradient)
 
 
@@ -85,6 +88,26 @@ def test_shards_and_replicas_are_judged_whole(workers: Callable[[int], Pool], ki
     alone = "orthogonalized" if kind == "ddp" else "each shard alone"
     assert found["local"]["up.weight"] == found["local"]["down.weight"] == alone
     assert found["local"]["up.bias"] == "follows the gradient"
+
+
+def exactly() -> list[mm.AuditRow]:
+    """What is said of an SVD, whose arbitrary vectors fill the null spaces of the shards; and of one after MuonEq."""
+    rows = []
+    for balanced in (False, True):
+        model = nn.Sequential(nn.Linear(32, 128, bias=False), nn.Linear(128, 32, bias=False))
+        fully_shard(model)
+        groups = mm.split_params(model, overrides={".*": "muon"})
+        report = mm.audit(LocalMuon(model.parameters(), fill=True, rows=balanced), model, groups=groups)
+        assert not report.ok
+        rows += report.rows
+    return rows
+
+
+def test_shards_that_an_exact_svd_orthogonalizes_are_told(workers: Callable[[int], Pool]) -> None:
+    for row in workers(2).run(exactly)[0]:
+        assert (row.verdict, row.mend[:34]) == ("each shard alone", "each rank orthogonalizes its shard"), row
+        assert row.like > 0.98
+        assert 0.6 < row.size < 1.6
 
 
 def differing() -> set[str]:

@@ -28,7 +28,8 @@ def test_polar_factors_are_those_of_an_fp64_svd(shape: tuple[int, int]) -> None:
     left, values, right = torch.linalg.svd(gradient.double(), full_matrices=False)
     kept = int((values > 1e-6 * values[0]).sum())
     assert kept == max(1, min(64, shape[0] // 2, shape[1] // 2))
-    assert torch.allclose(polar(gradient).double(), left[:, :kept] @ right[:kept], atol=2e-3)
+    mine, its = polar(gradient)
+    assert torch.allclose((mine @ its).double(), left[:, :kept] @ right[:kept], atol=2e-3)
     assert torch.equal(gradient, probing_gradient("w", shape, torch.device("cpu")))
     assert not torch.equal(gradient, probing_gradient("v", shape, torch.device("cpu")))
 
@@ -36,10 +37,11 @@ def test_polar_factors_are_those_of_an_fp64_svd(shape: tuple[int, int]) -> None:
 def test_polar_factors_of_parts_are_put_where_the_parts_are() -> None:
     whole = probing_gradient("w", (24, 16), torch.device("cpu"))
     for spec, parts in ((("rows", 8, 16), (whole[:8], whole[8:])), (("interleaved", 2, 0), (whole[::2], whole[1::2]))):
-        found = of_matrices(whole, split_matrices("w", (24, 16), spec))
+        both = torch.stack([whole, torch.zeros_like(whole)])
+        found, _ = of_matrices(split_matrices("w", (24, 16), spec), both, torch.clone)
         placed = (found[:8], found[8:]) if spec[0] == "rows" else (found[::2], found[1::2])
         for mine, part in zip(placed, parts, strict=True):
-            assert torch.allclose(mine, polar(part), atol=1e-5)
+            assert torch.allclose(mine, torch.matmul(*polar(part)), atol=1e-5)
 
 
 # ------------------------------------------------------------------ what it says
@@ -150,6 +152,47 @@ def test_rules_of_muonmesh_are_orthogonalizations(rule: str) -> None:
         group["algorithm"] = rule
     report = mm.audit(mm.Muon(groups, lr=1e-3), model, groups=groups)
     assert set(verdicts(report).values()) == {"orthogonalized"}, report
+
+
+class Svd(Optimizer):
+    """Orthogonalizes each matrix by an SVD, whose arbitrary vectors fill the null space of a gradient of low rank."""
+
+    def __init__(self, params: Iterable[nn.Parameter]) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                u, _, v = torch.linalg.svd(parameter.grad.float(), full_matrices=False)
+                parameter.sub_(group["lr"] * (u @ v))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_svd_that_fills_null_spaces_hides_nothing(dtype: torch.dtype) -> None:
+    model = Net(width=32).to(dtype)
+    matrices, others = halves(model)
+    report = mm.audit([Svd(matrices), torch.optim.AdamW(others)], model)
+    rows = {row.weight: row for row in report.rows if row.weight in MATRICES}
+    assert rows.pop("attn.in_proj_weight").verdict == "as one matrix", report
+    assert {row.verdict for row in rows.values()} == {"orthogonalized"}, report
+    assert all(row.like > 0.98 for row in rows.values()), report
+    assert all(math.isfinite(row.size) for row in rows.values()), report
+
+
+class Arbitrary(Svd):
+    """Steps by matrices with equal singular values that have nothing to do with the gradient."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            parameter.sub_(nn.init.orthogonal_(torch.empty_like(parameter)))
+
+
+def test_orthogonal_matrices_that_are_no_polar_factors_are_unknown() -> None:
+    model = nn.ModuleDict({"up": nn.Linear(24, 96, bias=False), "down": nn.Linear(96, 24, bias=False)})
+    groups = mm.split_params(model, overrides={".*": "muon"})
+    assert set(verdicts(mm.audit(Arbitrary(model.parameters()), model, groups=groups)).values()) == {"unknown"}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])

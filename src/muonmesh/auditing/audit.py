@@ -38,8 +38,8 @@ class AuditRow:
         verdict: What happens to the weight, see `muonmesh.audit`.
         matrices: How many matrices are orthogonalized; 0 if none.
         like: Cosine similarity between the step and the step that ``verdict`` describes; 1 is exact.
-        size: The size of the step divided by the size that the optimizer's scale mode asks for; NaN if nothing is
-            orthogonalized.
+        size: The size of the step divided by the size that the optimizer's scale mode asks for; NaN if the step
+            is no multiple of orthogonalized matrices.
         rms: Root mean square of the step at a learning rate of 1.
         gradient: Norm of the gradient that the weight had before the audit; 0 if it had none, NaN if no weight had a
             gradient.
@@ -124,6 +124,8 @@ class Audit:
             told = f"Taken for one matrix by a guess: {names}. If a weight is fused, write overrides= as "
             told += "split_params(model) warns, and give its groups to the audit: groups=..."
             lines.append(textwrap.fill(told, 80, break_on_hyphens=False))
+        if unknown := sum(row.verdict == "unknown" for row in self.rows):
+            lines.append(f"The audit does not know the steps of {unknown} of {len(self.rows)} weights.")
         lines += [f"Nothing to mend{' if the guesses are right' * bool(self.guesses)}."] if self.ok else []
         return "\n".join(lines)
 

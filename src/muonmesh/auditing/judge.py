@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Literal, get_args
 
 import torch
@@ -39,6 +40,17 @@ ALIKE = 0.85
 more than 0.9 with U Vᵀ."""
 
 
+Change = Callable[[Tensor], Tensor]
+"""What a rule does to a matrix before it orthogonalizes it."""
+
+BALANCES: tuple[Change, ...] = (
+    partial(normalize, dim=-1),
+    partial(normalize, dim=-2),
+    lambda matrix: normalize(matrix, dim=-1) / matrix.norm(dim=-2, keepdim=True).clamp(min=1e-30),
+)
+"""The changes of MuonEq: rows, columns, or both are normalized."""
+
+
 @dataclass(frozen=True)
 class Seen:
     """What a step did to one weight.
@@ -58,8 +70,8 @@ class Seen:
     rms: float = math.nan
 
 
-def polar(matrix: Tensor) -> Tensor:
-    """Return U Vᵀ of a matrix U S Vᵀ; if its rank is at most `RANK`, with a small SVD in a basis of its columns."""
+def polar(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Return U and Vᵀ of a matrix U S Vᵀ; if its rank is at most `RANK`, by a small SVD in a basis of its columns."""
     rank = min(RANK + 8, *matrix.shape)
     tall = matrix.double() if matrix.numel() < 1 << 22 else matrix
     seeded = torch.Generator().manual_seed(0)
@@ -69,58 +81,65 @@ def polar(matrix: Tensor) -> Tensor:
         basis = torch.eye(len(tall), dtype=tall.dtype, device=tall.device)
     left, values, right = torch.linalg.svd(basis.mT @ tall, full_matrices=False)
     kept = int((values > 1e-6 * values[0]).sum()) if float(values[0]) else 0
-    factor: Tensor = (basis @ left[:, :kept]) @ right[:kept]
-    return factor.to(matrix)
+    return (basis @ left[:, :kept]).to(matrix), right[:kept].to(matrix)
 
 
-def of_matrices(whole: Tensor, matrices: Sequence[Matrix]) -> Tensor:
-    """Return a parameter in which each of its matrices is replaced by its polar factor."""
-    result = torch.empty_like(whole)
+def of_matrices(matrices: Sequence[Matrix], both: Tensor, change: Change) -> Tensor:
+    """Return the polar factors of a gradient's matrices, and a step without what it does in their null spaces.
+
+    In the null space of a matrix its polar factor is not defined, and an SVD returns arbitrary vectors there. ``both``
+    stacks the gradient and the step; ``change`` is what a rule does to a matrix before it orthogonalizes it.
+    """
+    result = torch.empty_like(both)
     for matrix in matrices:
-        assembled = whole.new_empty(matrix.shape)
-        _copy(whole, assembled, matrix.blocks, back=False)
-        _copy(result, polar(assembled), matrix.blocks, back=True)
+        assembled = both.new_empty((2, *matrix.shape))
+        _copy(both, assembled, matrix.blocks, back=False)
+        gradient, step = assembled
+        left, right = polar(change(gradient))
+        outside = step - left @ (left.mT @ step)
+        found = torch.stack([left @ right, step - outside + (outside @ right.mT) @ right])
+        _copy(result, found, matrix.blocks, back=True)
     return result
 
 
-def of_shards(whole: Tensor, layout: Layout) -> Tensor:
-    """Return a parameter in which each rank's shard is orthogonalized alone."""
-    result = torch.zeros_like(whole)
+def of_shards(layout: Layout, both: Tensor, change: Change) -> Tensor:
+    """Return what `of_matrices` returns if each rank's shard is orthogonalized alone."""
+    result = torch.zeros_like(both)
     for rank in layout.replica(layout.ranks[0]):
         shape = layout.local_shape(rank)
         if math.prod(shape):
-            local = whole.new_empty(shape)
-            _copy(whole, local, layout.blocks(rank), back=False)
+            local = both.new_empty((2, *shape))
+            _copy(both, local, layout.blocks(rank), back=False)
             spec = "whole" if len(shape) == 2 else "stack"
-            _copy(result, of_matrices(local, split_matrices("", shape, spec)), layout.blocks(rank), back=True)
+            found = of_matrices(split_matrices("", shape, spec), local, change)
+            _copy(result, found, layout.blocks(rank), back=True)
     return result
 
 
 def _copy(whole: Tensor, memory: Tensor, blocks: Sequence[Block], *, back: bool) -> None:
-    memory = memory.contiguous()
     for block in blocks:
         region = block.region
         sides = zip(region.offset, region.shape, region.step, strict=True)
-        box = whole[tuple(slice(low, low + size * step, step) for low, size, step in sides)]
-        stored = memory.as_strided(region.shape, block.strides, block.start)
+        box = whole[:, *(slice(low, low + size * step, step) for low, size, step in sides)]
+        stored = memory.as_strided((2, *region.shape), (memory[0].numel(), *block.strides), block.start)
         (box if back else stored).copy_(stored if back else box)
 
 
-def candidates(
-    gradient: Tensor, layout: Layout | None, spec: MatrixSpec
-) -> Iterator[tuple[Verdict, Sequence[Matrix], Tensor]]:
-    """Yield possible orthogonalizations, the right one first: verdict, matrices, polar factors."""
-    shape = tuple(gradient.shape)
-    if len(shape) < 2 or 1 in gradient.flatten(1).shape:
-        return
+Transform = Callable[[Tensor, Change], Tensor]
+Way = tuple[Verdict, Sequence[Matrix], Transform]
+"""A possible orthogonalization: verdict, matrices, and what returns the same as `of_matrices`."""
+
+
+def ways_of(shape: tuple[int, ...], layout: Layout | None, spec: MatrixSpec) -> list[Way]:
+    """Return possible orthogonalizations, the right one first; none for what is no matrix."""
+    if len(shape) < 2 or 1 in (shape[0], math.prod(shape[1:])):
+        return []
     spec = ("whole" if len(shape) == 2 else "flatten") if spec is None else spec
     right = split_matrices("", shape, spec)
-    yield "orthogonalized", right, of_matrices(gradient, right)
-    if max(matrix.shape[0] for matrix in right) <= FEW_ROWS:  # AdaMuon takes signs first, which have full rank
-        yield "orthogonalized", right, of_matrices(gradient.sign(), right)
-    known = {tuple(matrix.blocks for matrix in right)}
+    ways: list[Way] = [("orthogonalized", right, partial(of_matrices, right))]
     if layout is not None and len(layout.replica(layout.ranks[0])) > 1:
-        yield "each shard alone", right, of_shards(gradient, layout)
+        ways.append(("each shard alone", right, partial(of_shards, layout)))
+    known = {tuple(matrix.blocks for matrix in right)}
     others: list[tuple[Verdict, MatrixSpec]] = [("as one matrix", "whole" if len(shape) == 2 else "flatten")]
     others += [("in blocks", "stack")] if len(shape) > 2 else []
     counts = [2, 3, 4, 6, 8, 12, 16, 24, 32, 64] if len(shape) == 2 else []
@@ -131,7 +150,8 @@ def candidates(
         blocks = tuple(matrix.blocks for matrix in matrices)
         if blocks not in known and min(matrices[0].shape) > 1:
             known.add(blocks)
-            yield verdict, matrices, of_matrices(gradient, matrices)
+            ways.append((verdict, matrices, partial(of_matrices, matrices)))
+    return ways
 
 
 def judge(step: Tensor, gradient: Tensor, weight: Tensor, layout: Layout | None, spec: MatrixSpec) -> Seen:
@@ -159,7 +179,7 @@ def judge(step: Tensor, gradient: Tensor, weight: Tensor, layout: Layout | None,
     if float(down.norm()) < 1e-3 * size:
         return Seen("only decays", rms=rms)
 
-    def cosine(other: Tensor) -> float:
+    def cosine(other: Tensor, down: Tensor = down) -> float:
         other = without_decay(other)
         return float((down * other).sum() / (down.norm() * other.norm()).clamp(min=1e-30))
 
@@ -168,17 +188,30 @@ def judge(step: Tensor, gradient: Tensor, weight: Tensor, layout: Layout | None,
         (cosine(signs), Seen("elementwise", rms=rms)),
         (cosine(gradient), Seen("follows the gradient", rms=rms)),
     ]
+    filled: list[tuple[float, Seen]] = []  # the same, where the polar factors are defined
+
+    def compare(verdict: Verdict, matrices: Sequence[Matrix], way: Transform, change: Change) -> Tensor:
+        factors, defined = way(torch.stack([gradient, down]), change).unbind()
+        sizes = _sizes(down, factors, matrices)
+        filled.append((cosine(factors, defined), Seen(verdict, len(matrices), 0.0, sizes, rms)))
+        return factors
+
     right: Tensor | None = None
-    tried = candidates(gradient, layout, spec)
-    while max(like for like, _ in found) < SURE and (one := next(tried, None)) is not None:
-        verdict, matrices, factors = one
+    ways = ways_of(tuple(gradient.shape), layout, spec)
+    tried: list[tuple[Way, Change]] = [(way, torch.clone) for way in ways]
+    if ways and max(matrix.shape[0] for matrix in ways[0][1]) <= FEW_ROWS:
+        tried.insert(1, (ways[0], torch.sign))  # AdaMuon takes signs first, which have full rank
+    for way, change in tried:
+        if max(like for like, _ in found) >= SURE:
+            break
+        factors = compare(*way, change)
         right = factors if right is None else right
         # NorMuon and other rules normalize the rows or the elements of the result. These candidates get 0.01 less, so
         # that the plain factors win a tie.
         forms = factors, normalize(factors, dim=-1), normalize(factors, dim=-2), factors.sign()
         for number, normalized in enumerate(forms):
-            sizes = {} if number else _sizes(down, factors, matrices)
-            found.append((cosine(normalized) - 0.01 * bool(number), Seen(verdict, len(matrices), 0.0, sizes, rms)))
+            seen = replace(filled[-1][1], sizes={}) if number else filled[-1][1]
+            found.append((cosine(normalized) - 0.01 * bool(number), seen))
     like, best = max(found, key=lambda pair: pair[0])
     if like < ALIKE and right is not None:
         both = torch.stack([without_decay(each).flatten() for each in (right, signs)], 1).double()
@@ -186,24 +219,13 @@ def judge(step: Tensor, gradient: Tensor, weight: Tensor, layout: Layout | None,
         explained = float((both @ shares).norm() / down.norm())
         if explained > 0.95:
             return Seen("twice", best.matrices, explained, {}, rms)
-        if (flat := flatness(down)) > 0.95:
-            return Seen("orthogonalized", 1, flat, {}, rms)
+        for way in ways:
+            for change in BALANCES if way[0] != "in blocks" else ():
+                compare(*way, change)
+        like, best = max(found + filled, key=lambda pair: pair[0])
     if like < ALIKE:
         return Seen("unknown", 0, like, {}, rms)
     return Seen(best.verdict, best.matrices, like, best.sizes, rms)
-
-
-def flatness(step: Tensor) -> float:
-    """Return a measure of how equal a step's singular values are, without small ones (noise): 1 if all are equal.
-
-    Return 0 for matrices so large that an SVD would take long.
-    """
-    matrix = step.flatten(1)
-    if min(matrix.shape) > FEW_ROWS:
-        return 0.0
-    values = torch.linalg.svdvals(matrix)
-    values = values[values > 0.3 * values[0]]
-    return float(values.sum() / (math.sqrt(len(values)) * step.norm()))
 
 
 def _sizes(down: Tensor, factors: Tensor, matrices: Sequence[Matrix]) -> dict[str, float]:
