@@ -192,7 +192,9 @@ class Arbitrary(Svd):
 def test_orthogonal_matrices_that_are_no_polar_factors_are_unknown() -> None:
     model = nn.ModuleDict({"up": nn.Linear(24, 96, bias=False), "down": nn.Linear(96, 24, bias=False)})
     groups = mm.split_params(model, overrides={".*": "muon"})
-    assert set(verdicts(mm.audit(Arbitrary(model.parameters()), model, groups=groups)).values()) == {"unknown"}
+    report = mm.audit(Arbitrary(model.parameters()), model, groups=groups)
+    assert set(verdicts(report).values()) == {"unknown"}
+    assert f"does not know the steps of {len(report.rows)} of {len(report.rows)} weights" in str(report)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
