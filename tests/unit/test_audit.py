@@ -180,6 +180,31 @@ def test_an_svd_that_fills_null_spaces_hides_nothing(dtype: torch.dtype) -> None
     assert all(math.isfinite(row.size) for row in rows.values()), report
 
 
+class Scaled(torch.optim.Muon):
+    """Multiplies its finished updates, all as a clip by their norm, or every second one."""
+
+    every = 1
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        before = [parameter.clone() for parameter in self.param_groups[0]["params"]]
+        super().step(closure)
+        for parameter, old in list(zip(self.param_groups[0]["params"], before, strict=True))[:: self.every]:
+            parameter.copy_(old + 0.02 * (parameter - old))
+
+
+def test_finished_updates_that_are_scaled_are_told() -> None:
+    model = nn.ModuleDict({name: nn.Linear(24, size, bias=False) for name, size in (("up", 96), ("mid", 24))})
+    groups = mm.split_params(model, overrides={".*": "muon"})
+    optimizer = Scaled(model.parameters())
+    report = mm.audit(optimizer, model, groups=groups)
+    assert report.fit == pytest.approx(0.02, rel=0.3)
+    assert "times 0.01" in str(report)
+    assert "something clips or scales the update" in str(report)
+    optimizer.every = 2
+    assert "fit no scale mode that muonmesh knows" in str(mm.audit(optimizer, model, groups=groups))
+
+
 class Arbitrary(Svd):
     """Steps by matrices with equal singular values that have nothing to do with the gradient."""
 

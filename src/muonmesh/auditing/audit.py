@@ -113,7 +113,12 @@ class Audit:
         table = [(name if len(name) <= room else "…" + name[1 - room :], *cells) for name, *cells in table]
         lines += aligned(table, right=(1, 3, 4), ruled=True)
         if self.scale:
-            lines.append(f"size 1.00 is scale {self.scale!r} times {self.fit:.2f}")
+            lines.append(f"size 1.00 is scale {self.scale!r} times {self.fit:{'.2f' if _usual(self.fit) else '.2g'}}")
+        elif any(row.verdict == "orthogonalized" for row in self.rows):
+            lines.append("The sizes of the steps fit no scale mode that muonmesh knows.")
+        if not _usual(self.fit):
+            told = "If you set no such factor, something clips or scales the update after orthogonalization."
+            lines.append(textwrap.fill(told, 80))
         if self.rows and math.isnan(self.rows[0].gradient):
             lines.append("No gradients were there. To see whether they arrive, call backward first.")
         for number, (mend, times) in enumerate(mends.items(), 1):
@@ -324,7 +329,12 @@ def best_scale(seen: Sequence[Seen]) -> tuple[str, float]:
 
     best = min(sizes[0], key=misfit)
     fit = statistics.median(each[best] for each in sizes)
-    return (best, fit) if 0.7 < fit < 1.4 else ("", 1.0)  # five Newton-Schulz steps leave singular values of 0.7 to 1.2
+    alike = fit > 0 and all(0.6 < each[best] / fit < 1.6 for each in sizes)
+    return (best, fit) if alike or _usual(fit) else ("", 1.0)
+
+
+def _usual(fit: float) -> bool:
+    return 0.7 < fit < 1.4  # five Newton-Schulz steps leave singular values of 0.7 to 1.2
 
 
 FROM_MODEL = "Write optimizer = muonmesh.from_model(model, **muonmesh.convert_settings(...))"

@@ -237,13 +237,16 @@ def _parts_that_see_neighbours(group: Mapping[str, Any], generator: random.Rando
                 "it is called more than once in a step. What is kept belongs into apply_with()"
             )
         cuts = slice(0, None), slice(0, border), slice(border, None)
+        given = [{key: value[cut].clone() for key, value in inputs.items()} for cut in cuts]
         try:
-            whole, *halves = [_run_parts(rule, {k: value[cut].clone() for k, value in inputs.items()}) for cut in cuts]
+            whole, *halves = [_run_parts(rule, each) for each in given]
         except Exception as error:
             return (
                 f"{type(rule).__name__}: {error!r} on {length} elements or on {border} of them; needed parts that work "
                 "element by element on any number of elements, also on none"
             )
+        if not torch.equal(given[0]["gradient"], inputs["gradient"]):
+            return f"{type(rule).__name__}: the gradient has been written; needed it read only, since it is the user's"
         for part, values in whole.items():
             for one, low, high in zip(values, halves[0][part], halves[1][part], strict=True):
                 if not torch.equal(one, torch.cat([low, high])):

@@ -1,8 +1,12 @@
-"""Runs the parts of a rule: elementwise ones in parts of the cache's size, whole matrices in one memory order."""
+"""Runs the parts of a rule: elementwise ones in parts of the cache's size, whole matrices in one memory order.
+
+A part writes its state in place. It gets a read-only mapping, since an entry that it assigns would be lost.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -47,7 +51,7 @@ def fold(
         kept = dict(zip(state, held, strict=False))  # without what the direction goes to
         if folds:
             fresh = kept if active is None else {key: value.clone() for key, value in kept.items()}
-            rule.fold(g, fresh)
+            rule.fold(g, MappingProxyType(fresh))
             if active is not None:
                 for key, value in kept.items():
                     value.copy_(torch.where(active, fresh[key], value))
@@ -96,7 +100,7 @@ def change_whole(
 
     def change() -> None:
         seen = {} if direction is None else {"direction": given("direction", direction)}
-        found = part(given("whole", matrix), {**state, **seen})
+        found = part(given("whole", matrix), MappingProxyType({**state, **seen}))
         if found.shape != (1, rows, cols):
             told = f"a result of shape {tuple(found.shape)}"
             raise ValueError(explain_error(part.__qualname__, told, f"the shape of its matrix, {(1, rows, cols)}"))
@@ -138,9 +142,9 @@ def apply(
         fresh = p if active is None and p.dtype == dtype else p.to(dtype, copy=True)
         kept = dict(zip(state, held if active is None else [value.clone() for value in held], strict=True))
         if sums:
-            rule.apply_with(fresh, wide, size, {**kept, **(told or {})}, sums)
+            rule.apply_with(fresh, wide, size, MappingProxyType({**kept, **(told or {})}), sums)
         else:
-            rule.apply(fresh, wide, size, kept)
+            rule.apply(fresh, wide, size, MappingProxyType(kept))
         if squares is not None:
             squares.append(wide.double().square_().sum())
         if active is not None:
