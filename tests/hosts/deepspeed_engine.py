@@ -532,6 +532,24 @@ def scheduled(config: dict[str, Any]) -> tuple[list[list[float]], list[str]]:
     return rates, wrong
 
 
+def warmed_up(config: dict[str, Any]) -> list[str]:
+    """Train from rate 0 with rows of the embedding, one rank's part of it, that only the last step uses."""
+    engine, one = engine_for(config), OneProcess(torch.float32)
+    for step in range(STEPS):
+        for theirs, ours in zip(engine.optimizer.param_groups, one.optimizer.param_groups, strict=True):
+            ours["lr"] = float(theirs["lr"])
+        drawn, mean = given(step, 0, dist.get_rank()), reduced(step, 1)
+        if step < STEPS - 1:
+            for gradients in (drawn, mean):
+                gradients["embed.weight"][8:] = 0.0
+        engine.backward(engine(drawn))
+        engine.step()
+        one.step(mean)
+    wrong = differences(snapshot(engine), {**one.weights, **one.states})
+    engine.destroy()
+    return wrong
+
+
 def overflowing(config: dict[str, Any], spoiled: int) -> tuple[list[str], int, float]:
     """Train with a gradient that overflows on one rank at one step; what differs from skipping that step."""
     with fp16_on_cpu():

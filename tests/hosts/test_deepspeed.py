@@ -239,6 +239,13 @@ def test_a_schedule_moves_both_halves_and_keeps_their_ratio(
         assert adamw == pytest.approx([muon / 2] * len(adamw))
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_part_without_gradients_is_counted_in_a_warm_up_from_0(pools: dict[int, Pool], stage: int) -> None:
+    """At rate 0, a rank whose part has zero gradients does not know that other ranks' parts have gradients."""
+    scheduler = {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": 0.04, "warmup_num_steps": 4}}
+    assert pools[2].run(ds.warmed_up, zero(stage) | {"scheduler": scheduler})[0] == []
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_the_update_has_no_scale(pools: dict[int, Pool], stage: int) -> None:
     """Gradients of 1e-30 move Muon's weights as those of 1 do, and those of 1e+18 too."""

@@ -23,7 +23,9 @@ GUESS = "; a guess, for no stack of blocks comes before it"
 UNREAD = "; perhaps an output layer: inside no block, and no other layer reads what it makes"
 """Suffix of the reason for a weight of Muon that may also be the head, registered before the blocks."""
 
-_HEAD = re.compile(r"((lm|out|output)_)?head|classifier|unembed(ding)?|output(_projection)?|(to_)?logits")
+_HEAD = re.compile(
+    r"((lm|out|output|cls|bbox|box|mask|value|policy)_)?head|classifier|unembed(ding)?|output(_projection)?|(to_)?logits"
+)
 """Names of output layers in models. Names such as `conv_head` are hidden layers."""
 
 
@@ -85,10 +87,10 @@ def ends(model: nn.Module) -> dict[int, tuple[Kind, str]]:
 
 
 def _outside_blocks(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the linear layers and convolutions outside all blocks, with their names; of a sequential head the last."""
+    """Yield the linear layers and convolutions outside all blocks, with their names; of a head the last."""
     for key, child in module.named_children():
         child = unwrapped(child)
-        if isinstance(child, nn.Linear | _ConvNd) or (isinstance(child, nn.Sequential) and _HEAD.fullmatch(key)):
+        if isinstance(child, nn.Linear | _ConvNd) or _HEAD.fullmatch(key):
             yield key, _final(child)
         elif isinstance(child, _CONTAINERS) and not _is_block(child, module):
             yield from _outside_blocks(child)

@@ -87,7 +87,7 @@ def preflight(
     planned, exchange = connected
     plan, device, muon = planned.plan, planned.device, collected.muon
     entries, flag_vector = [*muon, *collected.elementwise], planned.flag_vector
-    at_rest, error = settings.at_rest, settings.error or collected.error or error
+    at_rest, error = settings.at_rest and runtime.creates_state, settings.error or collected.error or error
     waits = at_rest or runtime.host_waits(planned)
     alone = len(plan.ranks) == 1 and not settings.on_device  # then the CPU knows everything except the tensors' values
     if alone and error is not None:

@@ -70,6 +70,8 @@ class Runtime:
         idle: Counts the steps in which parameters have had no gradient.
         counted: The groups in which the last step was counted (`Rule.steps_taken`).
         wrote: The blocks by which momentum in int8 was last written; None: none was written.
+        creates_state: Whether a step with learning rate 0 and zero gradients only creates state (decision 3). False if
+            this optimizer sees a part of the gradients and cannot know whether the others are zero.
         waits: Whether the CPU waits for the flags; None: only if the parameters are on a CPU.
         together: Whether a step works on many pieces together; None: only if the parameters are not on a CPU.
         offload: Whether a step works on copies of the state; None: only if the state is not on the parameters' device.
@@ -104,6 +106,7 @@ class Runtime:
     idle: IdleParameters = field(default_factory=IdleParameters)
     counted: list[dict[str, Any]] = field(default_factory=list)
     wrote: Blocks | None = None
+    creates_state: bool = True
     waits: bool | None = None
     together: bool | None = None
     offload: bool | None = None

@@ -288,6 +288,7 @@ class Assembly:
             muon = told = Muon(inner, layouts={title: contents}, process_group=process_group, **self._shared)
         else:  # AdamW is elementwise, so every rank steps its own elements alone
             muon = Muon(inner, process_group="local", **self._shared)
+            muon._runtime.creates_state = False
             told = Muon(inner, layouts={title: contents}, process_group=flat.process_group, **self._shared)
             told.param_groups, told.state = muon.param_groups, muon.state
         return Call(muon, told, parameters, layouts)
