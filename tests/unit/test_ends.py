@@ -149,6 +149,18 @@ class Mixed(nn.Module):
         self.norm, self.w_out = nn.LayerNorm(8), nn.Linear(8, out, bias=False)
 
 
+def test_heads_that_are_modules_and_several_by_name() -> None:
+    class Deep(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc1, self.fc2 = nn.Linear(8, 16), nn.Linear(16, 3)
+
+    body = {"blocks": nn.ModuleList(nn.Linear(8, 8) for _ in range(2))}
+    assert heads(nn.ModuleDict({**body, "head": Deep()})) == {"head.fc2.weight"}
+    several = {"cls_head": nn.Linear(8, 3), "box_head": nn.Linear(8, 4)}
+    assert heads(nn.ModuleDict({**body, **several})) == {"cls_head.weight", "box_head.weight"}
+
+
 def test_the_head_in_a_module_beside_its_norm() -> None:
     assert heads(Normed()) == {"lm_head.w_out.weight"}
 

@@ -1151,8 +1151,11 @@ def test_experts_and_routers_of_other_libraries() -> None:
 
     experts = {"a": GroupedExperts(), "b": Unflagged(), "c": FusedExperts()}
     model = nn.ModuleDict({**{name: Routed(each) for name, each in experts.items()}, "head": nn.Linear(8, 2)})
-    with pytest.warns(UserWarning, match=r"one matrix each by a guess: b\.experts\.gate_up_proj, c\.experts\.w13"):
+    with pytest.warns(UserWarning, match="one matrix each by a guess") as caught:
         groups = split_params(model)
+    told = [str(each.message) for each in caught]
+    assert ['("stack", ("transposed", ("rows", 6, 6)))' in each for each in told] == [True, False]
+    assert ['("stack", ("rows", 6, 6))' in each for each in told] == [False, True]
     assert assigned(groups) == {
         "a.experts.w1": "stack",
         "a.experts.w2": "stack",
@@ -1172,6 +1175,18 @@ def test_experts_and_routers_of_other_libraries() -> None:
         "head.bias": V,
     }
     assert "does not say" in reason(groups, "b.experts.gate_up_proj")
+
+
+def test_a_router_beside_a_list_of_experts_goes_to_adamw() -> None:
+    class Mixture(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate = nn.Linear(8, 4)
+            self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    found = assigned(split_params(nn.ModuleDict({"a": Mixture(), "head": nn.Linear(8, 2)})))
+    assert found["a.gate.weight"] == M
+    assert found["a.experts.0.weight"] == "whole"
 
 
 def test_linear_layers_of_other_libraries() -> None:

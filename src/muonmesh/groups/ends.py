@@ -90,7 +90,7 @@ def _outside_blocks(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the linear layers and convolutions outside all blocks, with their names; of a head the last."""
     for key, child in module.named_children():
         child = unwrapped(child)
-        if isinstance(child, nn.Linear | _ConvNd) or _HEAD.fullmatch(key):
+        if isinstance(child, nn.Linear | _ConvNd) or (_HEAD.fullmatch(key) and _final(child) is not child):
             yield key, _final(child)
         elif isinstance(child, _CONTAINERS) and not _is_block(child, module):
             yield from _outside_blocks(child)

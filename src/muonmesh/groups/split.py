@@ -255,15 +255,17 @@ def split_params(
 def _warn_of_guesses(model: nn.Module, entries: Sequence[_Entry], guesses: Sequence[_Entry]) -> None:
     """Warn of guesses on rank 0, and of guesses that would be wrong for a pipeline stage."""
     ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    guessed = {starred(entry.name): entry for entry in reversed(guesses)}
-    if guessed and (ranks == 1 or dist.get_rank() == 0):
-        of, entry = ", ".join(reversed(guessed)), list(guessed.values())[-1]
-        rows = global_shape(entry.parameter)[0 if entry.role.matrices == "flatten" else -2]
-        named = [each.name.split(".") for each in guesses if starred(each.name) == starred(entry.name)]
+    guessed: dict[str, list[_Entry]] = {}
+    for entry in guesses if ranks == 1 or dist.get_rank() == 0 else ():
+        guessed.setdefault(starred(entry.name), []).append(entry)
+    for of, alike in guessed.items():
+        entry, named = alike[0], [each.name.split(".") for each in alike]
         key = r"\.".join(r"\d+" if len(set(some)) > 1 else re.escape(some[0]) for some in zip(*named, strict=True))
+        shape, stored = global_shape(entry.parameter), str(entry.role.matrices)
+        rows = shape[0 if "flatten" in stored else -1 if "transposed" in stored else -2]
         count = 3 if rows % 3 == 0 and re.search("qkv|attn", entry.name) else 2
-        sizes = ", ".join([str(rows // count)] * (count - 1) + [str(rows - rows // count * (count - 1))])
-        split = f'("rows", {sizes})' if entry.role.matrices != "flatten" else f'("flatten", ("rows", {sizes}))'
+        cut = ("rows", *[rows // count] * (count - 1), rows - rows // count * (count - 1))
+        split = str(_cut(entry.role.matrices or "whole", cut)).replace("'", '"')
         write = (
             f'overrides={{r"{key}": {{"algorithm": "muon", "matrices": {split}}}}} if a weight holds {count} matrices '
             f'one below the other, {{r"{key}": "muon"}} if it is one matrix, {{r"{key}": "adamw"}} if it is none'
@@ -283,6 +285,13 @@ def _warn_of_guesses(model: nn.Module, entries: Sequence[_Entry], guesses: Seque
             what += "stack of blocks comes before it. If this is a pipeline stage and more layers follow, write "
             what += f'overrides={{"{entry.name}": "muon"}}. To keep AdamW without this warning, write "adamw" there'
             warn(about(entry.name, what))
+
+
+def _cut(matrices: Matrices, rows: tuple[Any, ...]) -> Matrices:
+    """Return a split in which each matrix is split by rows once more."""
+    if isinstance(matrices, str):
+        return rows if matrices == "whole" else (matrices, rows)
+    return (matrices[0], _cut(matrices[1], rows))
 
 
 def _speaks(model: nn.Module, parameter: nn.Parameter) -> bool:
