@@ -333,7 +333,7 @@ def test_the_doctor_tells_of_a_run_and_its_checkpoints(saved: Callable[[Parallel
     assert "goes on with" not in text
     metrics.write_text(before)
     moved = checkpoints_of(run, "muon").rename(tmp_path / "moved")
-    assert "no checkpoint has been written yet. The run begins again with: muonmesh train --resume" in doctor()[1]
+    assert "no checkpoint is there. The run begins again with: muonmesh train --resume" in doctor()[1]
     moved.rename(checkpoints_of(run, "muon"))
     place = checkpoints_of(run, "muon") / f"step-{STEP:08d}"
     (place.parent / ".step-00000009.writing").mkdir()

@@ -272,7 +272,7 @@ def test_a_run_that_ended_before_its_first_checkpoint_is_a_run(tmp_path: Path) -
     settings.save({"digest": settings.digest})
     code, text = doctor(run)
     assert code == 0, text
-    assert f"no checkpoint has been written yet. The run begins again with: muonmesh train --resume {run}" in text
+    assert f"no checkpoint is there. The run begins again with: muonmesh train --resume {run}" in text
 
 
 def test_metrics_without_a_checkpoint_are_told(tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def write(
             for name in entries:
                 if not (scratch / name).is_file():
                     found, needed = f"no {name} here, which another rank wrote", "a folder that all ranks share"
-                    raise FileError(explain_error(str(place.parent), found, needed, "Save into one"))
+                    raise FileError(explain_error(str(place), found, needed, "Pass the same path on every rank"))
             replace_text(scratch / SETTINGS_FILE, text)
             everything = {**entries, **{name: entry_of(scratch / name) for name in (METADATA_FILE, SETTINGS_FILE)}}
             write_manifest(scratch, everything)

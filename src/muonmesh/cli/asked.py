@@ -54,8 +54,14 @@ def _new(values: dict[str, Any]) -> Settings:
 
 def _going_on(resume: str | None, out: Path | None) -> Path | None:
     """Return the directory of the run to continue; None if a new run starts."""
+    if resume is None:
+        return None
     if resume != "auto":
-        return None if resume is None else Path(resume)
+        if out is not None and out.resolve() != Path(resume).resolve():
+            raise ValueError(
+                f"--resume {resume}: found --out {out}; needed one directory, which the run keeps. Leave it out"
+            )
+        return Path(resume)
     if out is None:
         raise ValueError(
             "--resume auto: found no --out; needed the directory where the run is or will be. Write: --out runs/NAME"

@@ -116,11 +116,12 @@ def _run(run: Path) -> Diagnosis:
         found.notes += without_checkpoint(run)
     for name in ("muon", "adamw"):
         directory = checkpoints_of(run, name)
-        found.parts += [_folder(path) for _, path in numbered(directory, STEP)]
+        parts = [_folder(path) for _, path in numbered(directory, STEP)]
+        found.parts += [part for part in parts if Path(part.path).exists()]  # a run may remove old ones meanwhile
         left = directory.glob(".*.writing")
         found.notes += [f"{path}: left by a save that was cut off; the next one removes it" for path in left]
     if not found.faults and (not found.parts or any(part.whole for part in found.parts)):
-        begins = "goes on" if found.parts else "no checkpoint has been written yet. The run begins again"
+        begins = "goes on" if found.parts else "no checkpoint is there. The run begins again"
         found.notes.append(f"{begins} with: muonmesh train --resume {run}")
     return found
 

@@ -113,7 +113,7 @@ def insist_on_averages(held: Mapping[int, Mapping[int, Sums]], ask: Callable[[],
                 (norm, product), (norm_there, product_there) = here[name], there[name]
                 told = f"The ranks {other} and {rank} hold replicas of this parameter, but their gradients differ "
                 told += f"(norms {norm:.4g} and {norm_there:.4g}, products with a fixed vector {product:.4g} and "
-                told += f"{product_there:.4g}). Nothing has averaged the gradients, so replicas would drift apart. "
+                told += f"{product_there:.4g}). Nothing has averaged them, or ranks step optimizers in another order. "
                 told += "Under DistributedDataParallel, call the wrapper, not its .module, and run the last "
                 told += "micro-batch outside of no_sync(). Without a wrapper, average each gradient over the group of "
                 told += "the replicas before optimizer.step(): dist.all_reduce(p.grad, group=group); "

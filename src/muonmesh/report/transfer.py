@@ -136,7 +136,7 @@ def transfer(small: torch.optim.Optimizer, large: torch.optim.Optimizer) -> Tran
 
     Raises:
         TypeError: an argument is no `Muon`.
-        LayoutError, ValueError: a step with the current groups is not possible.
+        LayoutError, ValueError: a step with the current groups is not possible, or the models share no parameter.
     """
     known = _sizes("small", small)
     known |= {starred(name): size for name, size in known.items()}
@@ -156,6 +156,9 @@ def transfer(small: torch.optim.Optimizer, large: torch.optim.Optimizer) -> Tran
         row = TransferRow(starred(name), (name,), before, size, lr, decay, init, note)
         key = row.parameter, before.shape, size.shape, lr, decay, size.lr, size.weight_decay
         rows[key] = replace(rows[key], names=(*rows[key].names, name)) if key in rows else row
+    if not rows:
+        found = f"no parameter of the large model, such as {new[0]}, in the small model"
+        raise ValueError(explain_error("transfer", found, "models whose parameters have the same names"))
     return Transfer(tuple(rows.values()), tuple(new))
 
 
