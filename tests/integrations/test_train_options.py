@@ -202,6 +202,8 @@ def test_resume_insists_on_the_same_settings(tmp_path: Path) -> None:
     assert _resumed(tmp_path, asked, set(asked)) == Settings(out=str(tmp_path), ranks=4, lr=0.003)
     with pytest.raises(ValueError, match=r"--resume .*: found --steps 7, and 600 in that run; needed the same"):
         _resumed(tmp_path, {"steps": 7}, {"steps"})
+    with pytest.raises(ValueError, match=r"--resume .*: found --out other; needed the directory of that run"):
+        _resumed(tmp_path, {"out": Path("other")}, {"out"})
 
 
 WRONG = {

@@ -54,14 +54,8 @@ def _new(values: dict[str, Any]) -> Settings:
 
 def _going_on(resume: str | None, out: Path | None) -> Path | None:
     """Return the directory of the run to continue; None if a new run starts."""
-    if resume is None:
-        return None
     if resume != "auto":
-        if out is not None and out.resolve() != Path(resume).resolve():
-            raise ValueError(
-                f"--resume {resume}: found --out {out}; needed one directory, which the run keeps. Leave it out"
-            )
-        return Path(resume)
+        return None if resume is None else Path(resume)
     if out is None:
         raise ValueError(
             "--resume auto: found no --out; needed the directory where the run is or will be. Write: --out runs/NAME"
@@ -76,6 +70,8 @@ def _resumed(run: Path, values: dict[str, Any], given: set[str]) -> Settings:
         ValueError: an option that may not change has another value than in the run.
     """
     before = load_settings(run, out=str(run))
+    if (out := values.get("out")) is not None and out.resolve() != run.resolve():
+        raise ValueError(f"--resume {run}: found --out {out}; needed the directory of that run. Leave it out")
     for name in sorted(given & {field.name for field in fields(Settings)} - MAY_CHANGE_ON_RESUME - {"out"}):
         value = tuple(values[name]) if isinstance(values[name], list) else values[name]
         if value not in ("auto", getattr(before, name)):
