@@ -559,6 +559,7 @@ def packaged(folder: Path) -> None:
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: even-rows\nVersion: 1.0\n")
     (metadata / "entry_points.txt").write_text(
         "[muonmesh.rules]\npackaged-rows = even_rows:EvenRows\nother-rows = even_rows:EvenRows\n"
+        "no-rows = even_rows:NotThere\n"
     )
 
 
@@ -569,6 +570,8 @@ def from_a_package(folder: str) -> str:
         prove_rule("packaged-rows", examples=FEW, settings={"row_beta": 0.5})
         with pytest.raises(ValueError, match="entry point other-rows = even_rows:EvenRows: found no such rule"):
             prove_rule("other-rows")
+        with pytest.raises(ValueError, match=r"the entry point no-rows = even_rows:NotThere: found module .*NotThere"):
+            prove_rule("no-rows")
         return rules.RULES[optimizer.param_groups[0]["algorithm"]].__module__
     finally:
         sys.path.remove(folder)

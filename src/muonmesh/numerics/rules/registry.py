@@ -132,9 +132,14 @@ def is_known(algorithm: str) -> bool:
         names = ", ".join(entry.value for entry in found)
         raise ValueError(explain_error(f"algorithm {algorithm!r}", f"several packages with it: {names}", "one"))
     (entry,) = found
-    entry.load()
+    where, needed = f"the entry point {entry.name} = {entry.value}", "a rule registered by this name"
+    try:
+        entry.load()
+    except (ImportError, AttributeError) as error:
+        raise ValueError(
+            explain_error(where, str(error), needed, "Correct it, and install the package again")
+        ) from error
     if algorithm not in RULES:
-        where, needed = f"the entry point {entry.name} = {entry.value}", "a rule registered by this name"
         write = f'Write @muonmesh.register_rule("{algorithm}") in front of the class'
         raise ValueError(explain_error(where, "no such rule in what it imports", needed, write))
     return True
