@@ -168,7 +168,7 @@ def test_groups_with_settings_of_their_own(pools: dict[int, Pool], stage: int) -
     overrides = {
         **ds.OPTIMIZER["overrides"],
         "up.weight": {"lr": 0.05, "momentum": 0.5},
-        "lone.weight": {"ns_steps": 3},
+        "down.weight": {"ns_steps": 3},
     }
     assert pools[2].run(ds.exactness, zero(stage), overrides=overrides) == [[], []]
 
