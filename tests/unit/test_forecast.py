@@ -25,7 +25,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:Accessing the data pointer of Fa
         ({"shard": 8}, (Shard(0),), LAYERS),
         ({"replicate": 2, "shard": 4}, (Replicate(), Shard(0)), LAYERS),
         ({"one": 1}, (Replicate(),), LAYERS),
-        ({"replicate": 8}, (Replicate(),), LAYERS * 4),  # whole matrices in many rounds, of many elements
+        pytest.param(  # whole matrices in many rounds, of many elements
+            {"replicate": 8}, (Replicate(),), LAYERS * 4, marks=pytest.mark.soak
+        ),
     ],
     ids=["fsdp", "hsdp", "one device", "ddp"],
 )
