@@ -427,3 +427,11 @@ def test_a_closed_stdout_and_a_terminal_without_columns_end_nothing(monkeypatch:
 def test_brackets_in_a_path_are_printed_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
     terminal.make_console().print("runs/[/first] of [data]/*.txt", soft_wrap=True)
     assert capsys.readouterr().out == "runs/[/first] of [data]/*.txt\n"
+
+
+def test_a_rank_without_torchrun_says_what_to_write() -> None:
+    environment = {key: value for key, value in os.environ.items() if key != "RANK"}
+    command = [sys.executable, "-m", "muonmesh.cli.worker", "runs/x"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.strip().endswith("found no RANK; needed torchrun. Or write: muonmesh train --resume RUN")

@@ -361,6 +361,14 @@ def test_masters_keep_what_bf16_would_round_away() -> None:
     assert (weights(None) - expected).abs().max() > 0.02
 
 
+def test_bf16_without_masters_does_not_warn_of_steps_that_rounding_keeps() -> None:
+    weight = nn.Parameter(torch.full((32, 32), 1e-3).bfloat16())
+    weight.grad = torch.randn(32, 32).bfloat16()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        mm.Muon([weight], lr=0.1).step()
+
+
 def test_bf16_without_masters_warns_once_with_the_share() -> None:
     weight = nn.Parameter(torch.ones(32, 32).bfloat16())
     optimizer = mm.Muon([weight], lr=1e-5)

@@ -821,6 +821,37 @@ def test_a_part_that_returns_another_shape_is_named(part: str, monkeypatch: pyte
         mm.Muon([{"params": [weight], "algorithm": "own"}]).step()
 
 
+def test_a_part_that_assigns_its_state_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    @dataclass(frozen=True)
+    class Assigns(mm.MuonRule):
+        def keeps(self) -> Any:
+            return {"momentum_buffer": "momentum", "row": "rows"}
+
+        def whole(self, update: Tensor, state: Any) -> Tensor:
+            state["row"] = state["row"] + 1  # would be lost
+            return update
+
+    monkeypatch.setitem(RULES, "assigns", Assigns)
+    weight = nn.Parameter(torch.ones(6, 8))
+    weight.grad = torch.ones(6, 8)
+    with pytest.raises(TypeError, match="does not support item assignment"):
+        mm.Muon([{"params": [weight], "algorithm": "assigns"}]).step()
+
+
+def test_a_rule_that_writes_the_gradient_is_not_proved(monkeypatch: pytest.MonkeyPatch) -> None:
+    @dataclass(frozen=True, slots=True)
+    class Writes(mm.ElementwiseRule):
+        def keeps(self) -> Any:
+            return ()
+
+        def update(self, gradient: Tensor, state: Any, count: Tensor) -> Tensor:
+            return gradient.mul_(0.5)
+
+    monkeypatch.setitem(RULES, "writes", Writes)
+    with pytest.raises(AssertionError, match="Writes: the gradient has been written"):
+        prove_rule("writes", examples=1)
+
+
 def test_a_rule_whose_steps_grow_with_the_gradients_is_not_scale_invariant(monkeypatch: pytest.MonkeyPatch) -> None:
     @dataclass(frozen=True)
     class Grows(mm.MuonRule):

@@ -211,3 +211,9 @@ def test_the_command(tmp_path: Path) -> None:
     assert "model.layers.*.mlp.up_proj.weight (8)" in run("nano", "medium")
     for line in ((small, f"{script}:nothing"), (small, "no-such-model"), (small, large, "--scale-mode", "muon")):
         assert "muonmesh transfer: " in run(*line, code=2)
+
+
+def test_models_without_a_common_name_are_refused() -> None:
+    large = mm.from_model(nn.ModuleDict({"other": nn.Linear(8, 16)}))
+    with pytest.raises(ValueError, match=r"transfer: found no parameter of the large model.*needed models whose param"):
+        mm.transfer(mm.from_model(Model(8)), large)

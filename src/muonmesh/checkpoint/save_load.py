@@ -69,13 +69,11 @@ def save(path: str | os.PathLike[str], model: nn.Module, optimizer: Any) -> None
     with host.whole(model, write=False):
         records, _ = settled(lambda: _records(host, model))
         trained = [record for record in records if record.group]
-        digests, settings, sums = zip(
-            *agreed(
-                lambda: ({each.name: _digest(each) for each in records}, settings_of(trained), _sums(trained)),
-                kind=StateError,
-            ),
-            strict=True,
-        )
+
+        def told() -> tuple[dict[str, str], Any, dict[tuple[str, tuple[int, ...]], int]]:
+            return {each.name: _digest(each) for each in records}, settings_of(trained), _sums(trained)
+
+        digests, settings, sums = zip(*agreed(told, kind=StateError), strict=True)
         settled(lambda: _check_alike(digests, trained))
         _warn_of_drift(sums)
         tensors = settled(lambda: {name: share for record in records for name, share in record.shares()})
@@ -228,10 +226,8 @@ def _warn_of_drift(said: Iterable[dict[tuple[str, tuple[int, ...]], int]]) -> No
             if found != expected:
                 if this_rank() == 0:
                     what = f"The ranks {before} and {rank} hold replicas of this parameter, but their values differ. "
-                    what += (
-                        "Only one replica is saved. Some steps had gradients that nothing averaged, or weights were "
-                    )
-                    what += "changed on some ranks only. Loading this checkpoint makes the replicas equal"
+                    what += "Only one replica is saved. Some steps had gradients that nothing averaged, or weights "
+                    what += "were changed on some ranks only. Loading this checkpoint makes the replicas equal"
                     warn(about(key[0], what))
                 return
 

@@ -30,9 +30,7 @@ def main() -> None:
     print_plainly()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # before the first step, Ctrl-C ends a rank at once
     if "RANK" not in os.environ:
-        sys.exit(
-            f"muonmesh.cli.worker: found no RANK; needed torchrun, or write: muonmesh train --resume {sys.argv[1]}"
-        )
+        sys.exit("muonmesh.cli.worker: found no RANK; needed torchrun. Or write: muonmesh train --resume RUN")
     run, code = Path(sys.argv[1]), 0
     try:
         from muonmesh.cli.rank import work  # takes seconds, so the signals are set up before

@@ -209,10 +209,9 @@ def _torch_fused(site: Site) -> Role | None:
 
 def _experts(module: nn.Module) -> set[int]:
     counts = (getattr(module, name, None) for name in _EXPERT_COUNTS)
-    listed = {
-        len(child) for name, child in module.named_children() if isinstance(child, nn.ModuleList) and "expert" in name
-    }
-    return listed | {count for count in counts if isinstance(count, int) and not isinstance(count, bool)}
+    listed = getattr(module, "experts", None)
+    found = {count for count in counts if isinstance(count, int) and not isinstance(count, bool)}
+    return found | {len(listed)} if isinstance(listed, nn.ModuleList) else found
 
 
 def _expert(site: Site) -> Role | None:

@@ -421,15 +421,15 @@ def _override(entries: list[_Entry], frozen: dict[str, str], overrides: Any) -> 
 def _check_read(where: str, given: Collection[str], halves: Collection[str]) -> None:
     """Raise a ValueError for a setting of the other algorithm than the one that trains these parameters."""
     read = {key for half in halves for key in RULES[half].settings()}
+    known = {*RULES["muon"].settings(), *RULES["adamw"].settings()}
     for key in given:
-        if key not in read and any(key in RULES[half].settings() for half in ("muon", "adamw")):
+        if key in known and key not in read:  # so there is one half
             found, needed = (
-                f"{key!r}, which {' or '.join(halves)} does not read",
+                f"{key!r}, which {''.join(halves)} does not read",
                 "a setting of these parameters' algorithm",
             )
-            raise ValueError(
-                explain_error(where, found, needed, "Remove it, or write it where the other algorithm trains")
-            )
+            write = "Remove it, or write it where the other algorithm trains"
+            raise ValueError(explain_error(where, found, needed, write))
 
 
 def _said(key: Any, value: Any) -> dict[str, Any]:

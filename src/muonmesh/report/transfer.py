@@ -158,7 +158,8 @@ def transfer(small: torch.optim.Optimizer, large: torch.optim.Optimizer) -> Tran
         rows[key] = replace(rows[key], names=(*rows[key].names, name)) if key in rows else row
     if not rows:
         found = f"no parameter of the large model, such as {new[0]}, in the small model"
-        raise ValueError(explain_error("transfer", found, "models whose parameters have the same names"))
+        needed, write = "models whose parameters have the same names", "Build both with the same classes"
+        raise ValueError(explain_error("transfer", found, needed, write))
     return Transfer(tuple(rows.values()), tuple(new))
 
 

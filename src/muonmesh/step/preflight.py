@@ -87,7 +87,7 @@ def preflight(
     planned, exchange = connected
     plan, device, muon = planned.plan, planned.device, collected.muon
     entries, flag_vector = [*muon, *collected.elementwise], planned.flag_vector
-    at_rest, error = settings.at_rest and runtime.creates_state, settings.error or collected.error or error
+    at_rest, error = settings.at_rest, settings.error or collected.error or error
     waits = at_rest or runtime.host_waits(planned)
     alone = len(plan.ranks) == 1 and not settings.on_device  # then the CPU knows everything except the tensors' values
     if alone and error is not None:
@@ -103,6 +103,7 @@ def preflight(
     nonzero = look(planned, muon, device)
     gradients = (entry.gradient for entry in collected.elementwise if entry is not None)
     moves = at_rest and any(bool(local_of(gradient).any()) for gradient in gradients if gradient is not None)
+    moves = moves or not runtime.creates_state  # gradients elsewhere may be no zeros
     if alone:
         exchange.wire.begin_step()
         return _of_one_rank(nonzero, muon, skip, overflow, waits=waits, only_creates_state=at_rest and not moves)

@@ -136,9 +136,8 @@ def is_known(algorithm: str) -> bool:
     try:
         entry.load()
     except (ImportError, AttributeError) as error:
-        raise ValueError(
-            explain_error(where, str(error), needed, "Correct it, and install the package again")
-        ) from error
+        write = "Correct it, and install the package again"
+        raise ValueError(explain_error(where, str(error), needed, write)) from error
     if algorithm not in RULES:
         write = f'Write @muonmesh.register_rule("{algorithm}") in front of the class'
         raise ValueError(explain_error(where, "no such rule in what it imports", needed, write))
