@@ -54,7 +54,7 @@ STATE = 4  # bytes: Muon's momentum is fp32 whatever the weights are
 # of muonmesh's own: for a step, for a bucket that travels, and for orthogonalizing a batch.
 LAUNCHES_OF_A_STEP, LAUNCHES_OF_REPLICAS, LAUNCHES_OF_A_BATCH = 40, 7, 2
 KERNELS_OF_A_STEP, KERNELS_OF_A_BUCKET, KERNELS_OF_A_BATCH = 5, 3, {"gram": 22, "standard": 14}
-VIEWS_OF_A_STEP, VIEWS_OF_A_BATCH, VIEWS_OF_A_MATRIX = 90, 95, (1, 15)  # that stays, that travels
+VIEWS_OF_A_STEP, VIEWS_OF_A_BATCH, VIEWS_OF_A_MATRIX = 60, 40, (4, 21)  # that stays, that travels
 STEPPED_AT_ONCE = 320 * 2**16  # elements that one launch of AdamW's multi-tensor operation steps
 # Bytes read and written by everything except products, for each element that a rank orthogonalizes, counted by dry
 # runs.
