@@ -210,7 +210,6 @@ def test_one_process_without_distributed_has_the_same_bits(workers, layout: str)
         {"compute_dtype": torch.float64},
         {"state_dtype": torch.float64},
         {"ns_coefficients": "simple", "ns_method": "standard"},
-        {"ns_coefficients": "qdwh"},
         {"scale_mode": "spectral", "extra_scale_factor": 0.3},
     ],
     ids=lambda settings: "-".join(settings),
