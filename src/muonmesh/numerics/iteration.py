@@ -13,7 +13,7 @@ from muonmesh.numerics.deflation import deflate, departure
 from muonmesh.numerics.gram_form import factor_of_all, factored
 from muonmesh.numerics.kernels import Exact, KernelName, Matmuls
 from muonmesh.numerics.kernels.dense import scaled
-from muonmesh.numerics.kernels.memory import scratch
+from muonmesh.numerics.kernels.memory import ALIGNMENT, scratch
 from muonmesh.numerics.normalize import load, rescale_rows, store, sums
 from muonmesh.numerics.square_matrices import (
     add_scaled,
@@ -22,9 +22,6 @@ from muonmesh.numerics.square_matrices import (
     set_centred_diagonal,
     symmetric_part,
 )
-
-ALIGNMENT = 64
-"""Alignment of buffers in bytes. Products have the same bits if their memory begins at a multiple of it."""
 
 # A deflated matrix is near enough to its polar factor if its Schatten norm is so many times smaller than its first
 # norm,
