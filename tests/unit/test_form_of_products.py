@@ -77,7 +77,7 @@ def test_a_matrix_in_a_batch_is_multiplied_as_alone(
 
         def run(y: Tensor) -> tuple[Tensor, Counter[Any]]:
             with Forms() as forms:
-                found = orthogonalize(y, coefficients=coefficients, method=method, dtype=dtype, kernels="torch")
+                found = orthogonalize(y, coefficients=coefficients, method=method, dtype=dtype, kernels="torch")  # noqa: B023
             return found, forms.found
 
         alone = [run(one.clone()) for one in x]
