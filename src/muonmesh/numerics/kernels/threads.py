@@ -27,7 +27,7 @@ def run_all(
 ) -> None:
     """Run independent tasks on as many threads as torch has, one thread each.
 
-    The bits of a task must not depend on the number of threads: elementwise operations and bf16 products. On other
+    The bits of a task must not depend on the number of threads: elementwise operations, and `run_each`. On other
     devices than the CPU the tasks are issued one after the other.
 
     Args:
