@@ -1,7 +1,7 @@
 """Matrices made to break an iteration: how far its largest singular value and its own function are missed in bf16.
 
     python benchmarks/stress.py --json benchmarks/results/stress.json
-    python benchmarks/stress.py --kinds peaked --sets qdwh
+    python benchmarks/stress.py --kinds peaked --sets aol
 
 Six shapes of each kind. An iteration promises a function of the singular values; every one of them has to end near 1
 or below. What is reported for each set of coefficients, from the singular value decomposition in fp64 of the bf16
@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from iterations import polynomials_of, qdwh_of
+from iterations import polynomials_of
 from report import print_rows
 from torch import Tensor
 
-from muonmesh.numerics.coefficients import COEFFICIENT_SETS, coefficient_schedule, coefficient_set
+from muonmesh.numerics.coefficients import COEFFICIENT_SETS, coefficient_schedule
 from muonmesh.numerics.newton_schulz import orthogonalize
 
 SHAPES = ((1, 64), (16, 1024), (24, 100), (64, 64), (128, 512), (384, 400))
@@ -111,7 +111,7 @@ def stress(rows: int, cols: int) -> Iterator[tuple[str, Tensor]]:
 
 def own_function(name: str, s: Tensor) -> Tensor:
     """What a set makes of singular values (rows,) without rounding."""
-    return qdwh_of(s) if name == "qdwh" else polynomials_of(s / s.norm(), SETS[name])
+    return polynomials_of(s / s.norm(), SETS[name])
 
 
 def judged(name: str, x: Tensor, **how: Any) -> dict[str, float]:
@@ -132,9 +132,7 @@ def rows_of(table: list[dict[str, Any]], sets: list[str]) -> list[list[str]]:
     """A line for each set: the worst matrix, and the middle of all."""
     lines = []
     for name in sets:
-        rational = coefficient_set(SETS[name]).rational
-        degrees = sum(map(len, coefficient_schedule(SETS[name]))) + (0 if rational is None else len(rational))
-        told = [name, str(degrees)]
+        told = [name, str(sum(map(len, coefficient_schedule(SETS[name]))))]
         for key in ("largest", "own", "polar"):
             found = [(row[name][key], row["input"]) for row in table if key in row[name]]
             if found:

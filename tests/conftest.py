@@ -9,6 +9,12 @@ import shutil
 # changes how a matrix product rounds.
 os.environ["OMP_NUM_THREADS"] = "1"
 
+from tests import pretended
+
+if pretended.VARIABLE in os.environ:
+    os.environ.update(pretended.environment(os.environ[pretended.VARIABLE]))
+    pretended.install()
+
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any

@@ -1,14 +1,12 @@
-"""One of two ranks, on what this processor can do or a part of it: python -m tests.processors FILE RANK [VARIANT]
+"""One of two ranks, on what this processor can do or a part of it: python -m tests.processors FILE RANK
 
-VARIANT names the instructions of the products in C; "amx" makes torch say that the processor has AMX. What torch and
-oneDNN take, the environment says before they start (ATEN_CPU_CAPABILITY, ONEDNN_MAX_CPU_ISA). It prints what was warned
-of, whether torch multiplies bf16 as such, and which weights differ after three steps: from rank 0's, and from those by
-torch's products.
+Which part, its environment says (`tests.pretended`). It prints what was warned of, which products "auto" takes, whether
+torch multiplies bf16 as such, and which weights differ after three steps: from rank 0's, and from those by torch's
+products.
 """
 
 from __future__ import annotations
 
-import functools
 import json
 import sys
 import warnings
@@ -19,7 +17,6 @@ from torch import nn
 
 import muonmesh as mm
 from muonmesh.numerics import kernels
-from muonmesh.numerics.kernels import compiled
 
 SHAPES = {"small": (20, 30), "middle": (128, 130), "deflated": (400, 900), "bias": (70,)}
 
@@ -41,11 +38,7 @@ def step(kernels_asked: str) -> dict[str, nn.Parameter]:
 
 def main() -> None:
     """Step as one of two ranks that hold the same weights."""
-    file, rank, *variant = sys.argv[1:]
-    if variant == ["amx"]:
-        torch.cpu._is_amx_tile_supported = lambda: True
-    elif variant:
-        kernels.library = compiled.library = functools.partial(compiled.library, *variant)
+    file, rank = sys.argv[1:]
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=int(rank), world_size=2)
     with warnings.catch_warnings(record=True) as caught:
@@ -58,6 +51,7 @@ def main() -> None:
         differing += [] if torch.equal(weight, of_first) else [name]
     told = {
         "told": [str(warning.message) for warning in caught if "kernels" in str(warning.message)],
+        "takes": str(kernels.auto_takes()),
         "bf16": kernels.multiplies_bf16(),
         "differing": differing,
         "not torch's": [name for name, weight in found.items() if not torch.equal(weight, by_torch[name])],

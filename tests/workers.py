@@ -43,6 +43,10 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.tensor import DTensor
 
+from tests import pretended
+
+pretended.install()
+
 # What tests of models and of DeepSpeed import too: once, not once a rank.
 MODELS = ("transformers.models.llama.modeling_llama", "transformers.models.mixtral.modeling_mixtral")
 # Imported by an engine when it is made, and Inductor with it: four seconds a rank.

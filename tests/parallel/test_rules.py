@@ -718,7 +718,7 @@ def test_it_is_what_plain_torch_makes_of_it() -> None:
     weight = nn.Parameter(start.clone())
     group = {"params": [weight], "param_names": ["w"], "algorithm": "gram-average", "matrices": [("rows", 5, 7)]}
     rate = {"lr": 0.1, "weight_decay": 0.0, "momentum": 0.9, "nesterov": False, "scale_mode": "none"}
-    optimizer = mm.Muon([{**group, **rate, "ns_coefficients": "qdwh", "ns_steps": 8}], **FP64)
+    optimizer = mm.Muon([{**group, **rate, "ns_coefficients": "polar_express", "ns_steps": 30}], **FP64)
     expected, momentum = start.clone(), torch.zeros_like(start)
     grams = [torch.zeros(5, 5, dtype=torch.float64), torch.zeros(7, 7, dtype=torch.float64)]
     for step in range(4):
@@ -886,7 +886,7 @@ def test_soap_is_what_its_authors_code_makes_of_it(every: int) -> None:
     weight = nn.Parameter(start.clone())
     group = {"params": [weight], "param_names": ["layers.4.w"], "algorithm": "soap", "matrices": [("rows", 7, 7)]}
     rate = {"lr": 0.1, "weight_decay": 0.0, "momentum": 0.9, "scale_mode": "none", "soap_every": every}
-    optimizer = mm.Muon([{**group, **rate, "ns_coefficients": "qdwh", "ns_steps": 8}], **FP64)
+    optimizer = mm.Muon([{**group, **rate, "ns_coefficients": "polar_express", "ns_steps": 30}], **FP64)
     expected, kept = start.clone(), [theirs.fresh(7, 7) for _ in range(2)]
     turns = [zlib.crc32(b"layers..w") + 4 + number for number in range(2)]
     for step in range(7):

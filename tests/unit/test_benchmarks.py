@@ -334,12 +334,11 @@ def test_no_set_lets_a_singular_value_grow_on_matrices_made_for_that(
 ) -> None:
     """Soak: a minute."""
     stress = script("stress")
-    found = {name: 0.0 for name in ("polar_express", "qdwh", "simple")}
+    found = {name: 0.0 for name in ("polar_express", "simple")}
     for shape in shapes:
         for _, matrix in stress.stress(*shape):
             for name in found:
                 found[name] = max(found[name], stress.judged(name, matrix.bfloat16())["largest"])
-    assert 1.0 < found["qdwh"] < 1.06
     assert 1.0 < found["polar_express"] < 1.14
     assert 1.0 < found["simple"] < 1.21
 

@@ -208,7 +208,7 @@ def test_rows_and_transposes(shape: tuple[int, int]) -> None:
 # --- orthogonalization ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("coefficients", ["polar_express", "quintic", "aol", "qdwh", "deflated"])
+@pytest.mark.parametrize("coefficients", ["polar_express", "quintic", "aol", "deflated"])
 @pytest.mark.parametrize("shape", [(5, 8), (2, 64, 70), (200, 90), (384, 400), (400, 1000)])
 def test_it_is_as_near_to_the_polar_factor_as_torch_s(shape: tuple[int, ...], coefficients: str) -> None:
     x = random(*shape).float()
@@ -391,7 +391,7 @@ def test_c_gets_no_address_of_another_kind_of_tensor(wrong: str) -> None:
 @pytest.mark.parametrize("amx", [False, True])
 @pytest.mark.parametrize("variant", ["avx2", "avx512", "avx512bf16", "neon", "bf16"])
 def test_auto_takes_them_where_they_gain(variant: str, amx: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Never for 16 rows or fewer, in fp32, on processors where nobody has measured it, or beside AMX."""
+    """Never in fp32, on processors where nobody has measured it, or for large matrices beside AMX."""
     monkeypatch.setattr(kernels, "library", lambda: SimpleNamespace(variant=variant))
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
     kernels.auto_takes.cache_clear()
@@ -399,10 +399,11 @@ def test_auto_takes_them_where_they_gain(variant: str, amx: bool, monkeypatch: p
     def taken(rows: int, *, whole: bool = False, dtype: torch.dtype = torch.bfloat16) -> bool:
         return kernels.resolve("auto", device=torch.device("cpu"), dtype=dtype, rows=rows, whole=whole) == "compiled"
 
-    x86, wide = variant.startswith("avx") and not amx, variant.startswith("avx512") and not amx
-    assert not taken(16)
-    assert not taken(128, dtype=torch.float32)
-    assert (taken(17), taken(128), taken(768), taken(768, whole=True)) == (wide, x86, wide, x86)
+    measured, x86 = amx or variant.startswith("avx"), variant.startswith("avx") and not amx
+    wide = variant.startswith("avx512") and not amx
+    assert not taken(64, dtype=torch.float32)
+    assert (taken(1), taken(96)) == (measured, measured)
+    assert (taken(128), taken(768), taken(768, whole=True)) == (x86, wide, x86)
     kernels.auto_takes.cache_clear()
 
 
@@ -412,7 +413,7 @@ def test_auto_has_the_bits_of_the_products_that_it_takes() -> None:
         x = random(2, rows, 610)
         name = "compiled" if order and rows in gain else "torch"
         assert torch.equal(orthogonalize(x), orthogonalize(x, kernels=name)), (rows, name)
-    if order:
+    if order and gain.stop > 384:
         x = random(600, 1210)
         both = (orthogonalize(x, coefficients="deflated", kernels=name) for name in ("auto", "compiled"))
         assert torch.equal(*both)

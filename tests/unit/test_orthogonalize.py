@@ -37,13 +37,8 @@ MADE_FOR = {
     "cans": 5,
     "deepseekv4": 10,
     "aol": 4,
-    "qdwh": 1,
     "deflated": 3,
 }
-# QDWH's step for singular values from 1e-3 on, as its authors give it: x (a + b·x²) / (1 + c·x²).
-_ROOT = (4 * (1 - 1e-6) / 1e-12) ** (1 / 3)
-QDWH_A = (1 + _ROOT) ** 0.5 + (8 - 4 * _ROOT + 8 * (2 - 1e-6) / (1e-6 * (1 + _ROOT) ** 0.5)) ** 0.5 / 2
-QDWH_B = (QDWH_A - 1) ** 2 / 4
 DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 # The steps differ in length; degree 9 among them.
 MIXED = [(1.5, -0.5), (2.0, -1.5, 0.5), (2.1875, -2.1875, 1.3125, -0.3125), (2.4609, -3.2813, 2.9531, -1.4063, 0.2734)]
@@ -92,9 +87,6 @@ def oracle(x: Tensor, coefficients: Coefficients, steps: int) -> Tensor:
     else:
         norm = float(x.norm())
     u, s, vh = svd(x / norm)
-    if coefficients == "qdwh":
-        s = s / (1.005 * (s**4).sum() ** 0.25)
-        s = s * (QDWH_A + QDWH_B * s**2) / (1 + (QDWH_A + QDWH_B - 1) * s**2)
     for polynomial in coefficient_schedule(coefficients, steps):
         s = sum((c * s ** (2 * k + 1) for k, c in enumerate(polynomial)), torch.zeros_like(s))
     if coefficients == "deflated" and steps == 3 and before < 11 * norm and float((1 - s**2).square().mean()) > 0.03:
@@ -154,7 +146,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 
 def usual(name: str) -> Any:
     """A set of coefficients as a parameter: those that have a path of their own in `make test`, all in `make soak`."""
-    return pytest.param(name, marks=() if name in ("polar_express", "aol", "qdwh", "deflated") else pytest.mark.soak)
+    return pytest.param(name, marks=() if name in ("polar_express", "aol", "deflated") else pytest.mark.soak)
 
 
 @pytest.mark.parametrize("spectrum", SPECTRA)
@@ -170,10 +162,6 @@ def usual(name: str) -> Any:
     ],
 )
 def test_against_svd(rows: int, cols: int, method: Any, coefficients: Any, spectrum: Spectrum) -> None:
-    if (method, coefficients) == ("gram", "qdwh"):
-        with pytest.raises(ValueError, match="method: found 'gram' with 'qdwh'; needed a set without a rational step"):
-            orthogonalize(torch.eye(rows, cols), coefficients="qdwh", method="gram")
-        return
     steps = MADE_FOR[coefficients]
     x = matrix(rows, cols, spectrum).bfloat16().double()  # exact in every compute dtype
     expected = oracle(x, coefficients, steps)
@@ -190,7 +178,7 @@ def test_against_svd(rows: int, cols: int, method: Any, coefficients: Any, spect
 
 # What a set makes of singular values in [0, 1] in exact numbers, with its own steps or more; what rounding may add.
 LARGEST = {"simple": 1.203, "quintic": 1.246, "polar_express": 1.124, "cans": 1.121, "deepseekv4": 1.003}
-LARGEST |= {"aol": 1.146, "qdwh": 1.052, "deflated": 1.124}
+LARGEST |= {"aol": 1.146, "deflated": 1.124}
 ROUNDING = {torch.bfloat16: 0.02, torch.float32: 0.001, torch.float64: 1e-6}
 
 
@@ -280,56 +268,14 @@ def test_aol_keeps_the_sign_of_a_dominating_direction(spike: float) -> None:
     assert 4.0098 * s[0] - 7.0585 * s[0] ** 3 + 2.4635 * s[0] ** 5 < 0
 
 
-# --- QDWH -------------------------------------------------------------------------------------------------------
-
-
-def test_qdwh_is_nearer_to_the_polar_factor(momentum: dict[str, Tensor]) -> None:
-    """What it is offered for; figures for more spectra are in docs/internals/iterations.md."""
-    matrices = {name: matrix(200, 300, name) for name in ("gaussian", "two decades", "four decades")} | momentum
-    for name, x in matrices.items():
-        x = x.bfloat16()
-        u, _, vh = svd(x.double())
-        found, usual = (error(orthogonalize(x, coefficients=c), u @ vh) for c in ("qdwh", "polar_express"))
-        assert found < 0.8 * usual, name
-
-
-@pytest.mark.parametrize("rows", [48, pytest.param(200, marks=pytest.mark.soak)])
-def test_qdwh_lets_no_singular_value_grow(rows: int) -> None:
-    """The bound of the largest singular value is all that keeps the polynomial within what it was made for."""
-    for few in (rows, 30, 40, 60):  # one singular value above all others: worst where there are few rows
-        x = matrix(few, few, "peaked").bfloat16()
-        assert float(torch.linalg.matrix_norm(orthogonalize(x, coefficients="qdwh").double(), 2)) < 1.09, few
-    for seed in range(12):
-        for cols in (rows, 3 * rows):
-            u, _, vh = torch.linalg.svd(matrix(rows, cols, "gaussian", seed), full_matrices=False)
-            along = torch.linspace(0, 1, rows, dtype=torch.float64)
-            for s in (10 ** (-along * (seed + 1)), (along > 0.1 * seed) + 1e-4, (along <= along[1]) + 10.0**-seed):
-                x = ((u * s) @ vh).bfloat16()
-                largest = torch.linalg.matrix_norm(orthogonalize(x, coefficients="qdwh").double(), 2)
-                assert float(largest) < 1.09, (seed, cols)
-
-
-@pytest.mark.parametrize("kind", ["rows alike", "one entry"])
-def test_qdwh_keeps_what_dominates_below_one_where_there_are_many_rows(kind: str) -> None:
-    """A factor rounded to bf16, as it was from 384 rows on, made 13 and 25 of it: it is a small difference there."""
-    x = matrix(384, 400, "gaussian")
-    if kind == "rows alike":  # the gradient of a single token
-        x = x[:1].expand(384, 400)
-    else:
-        x[192, 133] = 1e6
-    result = orthogonalize(x.bfloat16(), coefficients="qdwh").double()
-    assert 0.9 < float(torch.linalg.matrix_norm(result, 2)) < 1.09
-
-
-@pytest.mark.parametrize("coefficients", ["qdwh", "deflated"])
-def test_sets_that_need_lapack_have_the_same_bits_on_one_thread_and_on_two(coefficients: Any) -> None:
+def test_deflated_has_the_same_bits_on_one_thread_and_on_two() -> None:
     before = torch.get_num_threads()
     for shape, dtype in (((390, 410), torch.bfloat16), ((3, 61, 200), torch.bfloat16)):
         x = torch.randn(shape, generator=torch.Generator().manual_seed(1))
         found = set()
         for threads in (1, 2):
             torch.set_num_threads(threads)
-            found.add(bits(orthogonalize(x, coefficients=coefficients, dtype=dtype)))
+            found.add(bits(orthogonalize(x, coefficients="deflated", dtype=dtype)))
         torch.set_num_threads(before)
         assert len(found) == 1
 
@@ -461,8 +407,6 @@ def test_a_power_of_two_changes_no_bit(method: Any, input_dtype: torch.dtype, dt
 @pytest.mark.parametrize("coefficients", [*(usual(name) for name in MADE_FOR), MIXED])
 @pytest.mark.parametrize("method", ["standard", "gram"])
 def test_zero_stays_exactly_zero(method: Any, coefficients: Any, dtype: torch.dtype) -> None:
-    if coefficients == "qdwh":
-        method = "auto"
     for shape in ((12, 30), (30, 12), (400, 400)):
         result = orthogonalize(torch.zeros(shape), coefficients=coefficients, method=method, dtype=dtype)
         assert torch.equal(result, torch.zeros(shape))
@@ -470,7 +414,7 @@ def test_zero_stays_exactly_zero(method: Any, coefficients: Any, dtype: torch.dt
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bad", one_in(3, [math.nan, math.inf, -math.inf]))
-@pytest.mark.parametrize("coefficients", ["polar_express", "aol", "qdwh", "deflated", MIXED])
+@pytest.mark.parametrize("coefficients", ["polar_express", "aol", "deflated", MIXED])
 def test_a_non_finite_matrix_stays_alone(coefficients: Any, bad: float, dtype: torch.dtype) -> None:
     for rows, cols in ((24, 40), (384, 400)):
         x = torch.stack([matrix(rows, cols, "gaussian", seed) for seed in range(3)]).float()
@@ -506,8 +450,8 @@ def test_bits_of_a_matrix_do_not_depend_on_its_surroundings(
 ) -> None:
     rows, cols = sorted(shape)
     count = data.draw(st.integers(2, 40 if rows * cols < 10_000 else 3))
-    coefficients = data.draw(st.sampled_from(["polar_express", "aol", "qdwh", "deflated", tuple(MIXED)]))
-    method = "auto" if coefficients == "qdwh" else data.draw(st.sampled_from(["auto", "gram"]))
+    coefficients = data.draw(st.sampled_from(["polar_express", "aol", "deflated", tuple(MIXED)]))
+    method = data.draw(st.sampled_from(["auto", "gram"]))
     input_dtype = data.draw(st.sampled_from([dtype, torch.float32]))
     x = torch.randn(count, rows, cols, generator=torch.Generator().manual_seed(seed)).to(input_dtype)
 
@@ -778,9 +722,7 @@ def test_gram_multiplies_the_last_pair_in_full() -> None:
     assert gram <= 1.3 * plain
 
 
-@pytest.mark.parametrize(
-    ("coefficients", "method"), [("polar_express", "standard"), ("quintic", "gram"), ("qdwh", "auto")]
-)
+@pytest.mark.parametrize(("coefficients", "method"), [("polar_express", "standard"), ("quintic", "gram")])
 def test_results_are_multiplied_by_what_is_asked_for(coefficients: Any, method: Any) -> None:
     x, times = torch.randn(3, 12, 20).double(), torch.tensor([0.5, 0.0, -3.0]).double()
     ask = {"coefficients": coefficients, "method": method, "dtype": torch.float64}

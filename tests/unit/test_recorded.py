@@ -154,20 +154,6 @@ def test_floors_of_the_guard() -> None:
         assert re.search(rf"\| {ratio:.2f}, [^|]*\| {0.75 * ratio:.1f} \|", page), (name, ratio)
 
 
-def test_iterations_without_bf16_instructions() -> None:
-    found, rows = recorded("iterations"), []
-    names = ("simple", "polar_express", "qdwh", "O", "O without deflation")
-    for table in found["accuracy"]:
-        cells = (f"{short(table[name]['polar'])} / {table[name]['largest']:.2f}" for name in names)
-        rows.append(f"| {table['input']} | {' | '.join(cells)} |")
-    for name in ("polar_express", "qdwh"):
-        rows.append(f"| {name} | {' | '.join(short(table[name]['own']) for table in found['accuracy'])} |")
-    for table in found["speed"]:
-        cells = (f"{table['ratios'][name]:.2f}" for name in ("simple", "polar_express, standard", "qdwh"))
-        rows.append(f"| {'×'.join(map(str, table['shape']))} | {table['ms']:.0f} | {' | '.join(cells)} |")
-    assert missing(rows, ITERATIONS) == []
-
-
 def test_deflated_beside_others() -> None:
     found, text = recorded("iterations_deflated"), section(ITERATIONS, "## Deflation and a Schatten norm")
     told = dict(re.findall(r"^\| ([^|]+?) \| (.*) \|$", text, re.MULTILINE))
@@ -179,7 +165,7 @@ def test_deflated_beside_others() -> None:
             ratios += [
                 table[way]["polar"] / table["polar_express"]["polar"] for way in ("deflated", "deflated, compiled")
             ]
-        names = ("simple", "polar_express", "qdwh", "deflated", "deflated, compiled", "O")
+        names = ("simple", "polar_express", "deflated", "deflated, compiled", "O")
         if name in told:
             seen += 1
             assert told[name] == " | ".join(short(table[one]["polar"]) for one in names), name
@@ -188,7 +174,7 @@ def test_deflated_beside_others() -> None:
     for name in ("deflated", "deflated, compiled", "polar_express"):
         assert f"{max(table[name]['largest'] for table in found['accuracy']):.3f}" in text, name
     for table in found["speed"]:
-        ways = ("deflated", "polar_express, compiled", "deflated, compiled", "qdwh")
+        ways = ("deflated", "polar_express, compiled", "deflated, compiled")
         cells = " | ".join(f"{table['ratios'][name]:.2f}" for name in ways)
         assert f"| {'×'.join(map(str, table['shape']))} | {cells} |" in text
 

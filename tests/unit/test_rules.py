@@ -189,7 +189,7 @@ def test_dynmuon_is_its_authors_function() -> None:
     for shape in ((9, 14), (14, 9)):
         expected, momentum = torch.zeros(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.float64)
         weight = nn.Parameter(expected.clone())
-        group = {"params": [weight], "algorithm": "dynmuon", "ns_coefficients": "qdwh", "ns_steps": 8}
+        group = {"params": [weight], "algorithm": "dynmuon", "ns_coefficients": "polar_express", "ns_steps": 30}
         optimizer = mm.Muon([group], 0.1, weight_decay=0.0, scale_mode="original", compute_dtype=torch.float64)
         for step in range(6):
             optimizer.param_groups[0]["dynmuon_power"] = p = power_at(step / 60)

@@ -12,9 +12,7 @@ import torch
 
 from muonmesh.errors import explain_error
 
-CoefficientName: TypeAlias = Literal[
-    "simple", "quintic", "polar_express", "cans", "deepseekv4", "aol", "qdwh", "deflated"
-]
+CoefficientName: TypeAlias = Literal["simple", "quintic", "polar_express", "cans", "deepseekv4", "aol", "deflated"]
 """The published sets of Newton–Schulz coefficients, by the names that their authors or first users gave them."""
 
 Polynomial: TypeAlias = tuple[float, ...]
@@ -34,8 +32,6 @@ class CoefficientSet:
         past_end: What follows the last polynomial: "cycle" starts again with the first, "repeat_last" repeats the last.
         preconditioner: "aol" rescales the rows before the first step (Turbo-Muon); the result is then the polar factor
             of the rescaled matrix.
-        rational: (a, b, c) of a step x (a + b·x²) / (1 + c·x²) before the polynomials. The step needs singular values
-            up to 1, so the matrix is first divided by ‖X Xᵀ‖^½ (Frobenius), a bound of its largest singular value.
         deflated: How many of the largest singular values are first reduced to the smallest among them. The matrix is
             then divided by ‖(X Xᵀ)²‖^¼ (Frobenius), a closer bound of its largest singular value than its norm.
             Matrices with fewer than `DEFLATED_FROM_ROWS` rows use the set "polar_express" instead.
@@ -49,7 +45,6 @@ class CoefficientSet:
     polynomials: tuple[Polynomial, ...]
     past_end: Literal["cycle", "repeat_last"]
     preconditioner: Literal["none", "aol"] = "none"
-    rational: tuple[float, float, float] | None = None
     deflated: int = 0
     finish: tuple[Polynomial, ...] = ()
     steps: int = 5
@@ -57,8 +52,8 @@ class CoefficientSet:
 
     @property
     def begins_with_polynomials(self) -> bool:
-        """Whether the first polynomial comes first, without a rational step or a deflation before it."""
-        return self.rational is None and not self.deflated
+        """Whether the first polynomial comes first, without a deflation before it."""
+        return not self.deflated
 
 
 _JORDAN: Polynomial = (3.4445, -4.7750, 2.0315)
@@ -121,19 +116,8 @@ COEFFICIENT_SETS: dict[str, CoefficientSet] = {
     # version, (4.0098, -7.0585, 2.4635) and so on, which they withdrew: the first is negative from 0.884 on and turns
     # a dominating singular direction around, with the rescaling too.
     "aol": CoefficientSet(_YOU[1:], "repeat_last", preconditioner="aol", gram_steps=range(3, 6), steps=4),
-    # QDWH's step (Nakatsukasa, Bai and Gygi 2010, doi 10.1137/090774999) for singular values in [1e-3, 1], then the odd
-    # polynomial of degree 9 that is nearest to 1 on what it leaves, [0.248, 1], at x / 1.04: benchmarks/remez.py.
-    "qdwh": CoefficientSet(
-        (
-            (4.848153281920398, -20.044683893674, 44.29938525057171, -43.88752545398896, 15.743268151829081),
-            _POLAR_EXPRESS_LIMIT,
-        ),
-        "repeat_last",
-        rational=(251.99210505067546, 15749.259199442326, 16000.251304493),
-        steps=1,
-    ),
     # Ours: deflation (numerics/deflation.py), then polynomials for singular values in [0.012, 1], composed as those of
-    # The Polar Express, at x / 1.01, the last, steep above 1, at x / 1.04: benchmarks/remez.py --compose 5 5 9.
+    # The Polar Express, at x / 1.01, the last, steep above 1, at x / 1.04: benchmarks/remez.py.
     "deflated": CoefficientSet(
         (
             (7.659556113825762, -20.40625391574778, 14.4581249682999),
@@ -258,7 +242,7 @@ def coefficient_schedule(coefficients: Coefficients, steps: int | None = None) -
     Args:
         coefficients: The name of a set, or a sequence of polynomials.
         steps: Number of iterations, at least 1. None: `CoefficientSet.steps` of a set by name, or as many as a sequence
-            has polynomials. The rational step of "qdwh" is not counted.
+            has polynomials.
 
     Returns:
         `steps` tuples (a, b, ...), the odd polynomials a·x + b·x³ + ...

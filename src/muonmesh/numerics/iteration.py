@@ -13,9 +13,8 @@ from muonmesh.numerics.deflation import deflate, departure
 from muonmesh.numerics.gram_form import factor_of_all, factored
 from muonmesh.numerics.kernels import Exact, KernelName, Matmuls
 from muonmesh.numerics.kernels.dense import scaled
-from muonmesh.numerics.kernels.memory import scratch
+from muonmesh.numerics.kernels.memory import ALIGNMENT, scratch
 from muonmesh.numerics.normalize import load, rescale_rows, store, sums
-from muonmesh.numerics.rational import rational_step
 from muonmesh.numerics.square_matrices import (
     add_scaled,
     row_products,
@@ -23,9 +22,6 @@ from muonmesh.numerics.square_matrices import (
     set_centred_diagonal,
     symmetric_part,
 )
-
-ALIGNMENT = 64
-"""Alignment of buffers in bytes. Products have the same bits if their memory begins at a multiple of it."""
 
 # A deflated matrix is near enough to its polar factor if its Schatten norm is so many times smaller than its first
 # norm,
@@ -73,8 +69,7 @@ class Iteration:
         first = matrices if overwrite and self._serves(matrices) else self._long(0)
         second = out if self._serves(out) else self._long(1)
         # X alternates between the two, and should end in `out`.
-        moves = len(self._segments) + (self._prepared.rational is not None)
-        self.x, self._next = (first, second) if moves % 2 else (second, first)
+        self.x, self._next = (first, second) if len(self._segments) % 2 else (second, first)
         self._iterate(matrices, times)
         if self.x is not out:
             exact = self._exact_for(out)
@@ -91,8 +86,6 @@ class Iteration:
         self._last, self._times = False, times
         if prepared.preconditioner == "aol":
             rescale_rows(self.x, self._gram())
-        if prepared.rational is not None:
-            self._norm_is(self._norm * rational_step(self.x, self._norm, prepared.rational, self._kernels))
         if prepared.deflated:
             before = self._norm
             deflate(self.x, prepared.deflated)

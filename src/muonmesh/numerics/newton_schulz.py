@@ -30,6 +30,7 @@ from muonmesh.numerics.dtypes import COMPUTE_DTYPES, HELD_DTYPES, NEEDED_COMPUTE
 from muonmesh.numerics.graphs import Graphs
 from muonmesh.numerics.iteration import Iteration
 from muonmesh.numerics.kernels import KernelName, Matmuls, resolve, select
+from muonmesh.numerics.kernels.memory import ALIGNMENT
 from muonmesh.numerics.kernels.recording import run_again
 from muonmesh.numerics.kernels.threads import run_on_one_thread
 from muonmesh.numerics.kernels.toolchain import DTYPES
@@ -68,7 +69,7 @@ def orthogonalize(
         coefficients: A published set by name, or a sequence of odd polynomials, one tuple (a, b, ...) a step. "auto",
             the default of `Muon`, is "deflated" on a CPU in bf16 without `steps`, and "polar_express" otherwise.
         steps: Number of steps, at least 1. None: the length of a sequence; for a published set 5, but 10 for
-            "deepseekv4", 4 for "aol", 3 for "deflated", and 1 after the rational step for "qdwh".
+            "deepseekv4", 4 for "aol", and 3 for "deflated".
         method: "standard", "gram" or "auto", see `resolve_method`.
         dtype: Compute dtype: bf16, fp32 or fp64.
         kernels: The code that multiplies matrices. "auto": the code of this process that should be the fastest.
@@ -153,13 +154,8 @@ class Orthogonalizer:
 
     @property
     def degrees(self) -> list[int]:
-        """The number of coefficients of each step's polynomial, from which `layout.cost` computes the cost.
-
-        A rational step costs as much as a quintic: X Xᵀ, rows³ operations, and a product with X. Its rows³ operations
-        are a Cholesky factorization and the inverse from it.
-        """
-        rational = [] if self.prepared.rational is None else [3]
-        return rational + [len(polynomial) for segment in self.segments for polynomial in segment]
+        """The number of coefficients of each step's polynomial, from which `layout.cost` computes the cost."""
+        return [len(polynomial) for segment in self.segments for polynomial in segment]
 
     @cached_property
     def quintics(self) -> tuple[float, ...]:
@@ -285,8 +281,7 @@ def resolve_method(
         "standard" or "gram".
 
     Raises:
-        ValueError: An option is unknown, or "gram" was asked for with a polynomial that does not rise at 0 or with a
-            set that has a rational step.
+        ValueError: An option is unknown, or "gram" was asked for with a polynomial that does not rise at 0.
         TypeError: `dtype` is not a compute dtype, or steps is no int.
     """
     if method not in get_args(Method):
@@ -298,9 +293,6 @@ def resolve_method(
     coefficients, steps = for_rows(choose(coefficients, steps), steps, short)
     schedule = coefficient_schedule(coefficients, steps)
     if method == "gram":
-        if coefficient_set(coefficients).rational is not None:
-            found, needed = f"'gram' with {coefficients!r}", "a set without a rational step, whose Gram matrix is fp32"
-            raise ValueError(explain_error("method", found, needed, 'Write method="standard"'))
         for polynomial in schedule:
             if polynomial[0] <= 0:
                 found = f"'gram' with the polynomial {polynomial}"

@@ -180,18 +180,9 @@ class MuonStep(Work, ABC):
         return max(1, -(-count // (threads * turns)))
 
     def run(self, tasks: Sequence[tuple[int, Callable[[], None]]]) -> None:
-        """Run (cost, task) pairs, the costliest first: in bf16 each on a thread of its own (exceptions: see `run_all`).
-
-        In fp32 and fp64 the bits of a product depend on the number of threads that share it. So in these dtypes the
-        tasks run one after the other, each on all threads, and the bits do not depend on the number of tasks.
-        """
+        """Run (cost, task) pairs, the costliest first, each on a thread of its own (exceptions: see `run_all`)."""
         tasks = sorted(tasks, key=lambda task: -task[0])
-        ordered = [task for _, task in tasks]
-        if self._ready.precision.compute == torch.bfloat16 and ordered:
-            run_all(ordered, device=self._ready.device, costs=[cost for cost, _ in tasks])
-        else:
-            for task in ordered:
-                task()
+        run_all([task for _, task in tasks], device=self._ready.device, costs=[cost for cost, _ in tasks])
 
     def orthogonalize_batch(self, batch: Tensor, out: Tensor, assignments: Sequence[int]) -> None:
         """Orthogonalize matrices of one group and shape, including what their rule does before and afterwards."""

@@ -13,6 +13,7 @@ from muonmesh.numerics.kernels.batched import torch_products
 from muonmesh.numerics.kernels.blocked import BLOCKED
 from muonmesh.numerics.kernels.compiled import ORDER_OF_SUMS, NoLibrary, compiled_products, library
 from muonmesh.numerics.kernels.dense import dense, widened
+from muonmesh.numerics.kernels.memory import ALIGNMENT
 from muonmesh.numerics.kernels.table import Exact, Matmuls
 from muonmesh.numerics.kernels.toolchain import DTYPES, is_installed, is_interpreted, is_usable
 from muonmesh.numerics.kernels.triton import triton_products
@@ -34,15 +35,19 @@ __all__ = [
     "told_products",
 ]
 
-# Numbers of rows for which compiled products are faster than torch's, by instruction set (measured; not on ARM). Up to
-# 16 rows torch's products are always faster.
-_GAIN = {"avx512bf16": range(17, sys.maxsize), "avx512": range(17, sys.maxsize), "avx2": range(96, 512)}
+# Numbers of rows for which compiled products are faster than torch's, by instruction set (measured; not on ARM). With
+# AMX, torch's may be faster as soon as a product takes longer than its call (20 µs, about 15 of them a matrix).
+_GAIN = {
+    "amx": range(1, 97),
+    "avx512bf16": range(1, sys.maxsize),
+    "avx512": range(1, sys.maxsize),
+    "avx2": range(1, 512),
+}
 
 # From here on column blocks save more than they cost (measured).
 _BLOCKED_FROM_ROWS = 384
-# Up to 16³ multiplications (the whole batch counted) torch does not call oneDNN for bf16 but a slow loop of its own,
-# which adds in another order; larger bf16 products have the same bits alone and in a batch.
-_NARROW_FROM_ROWS = 17
+# With fewer rows a call of oneDNN takes longer than the product, and longer than one of MKL in fp32 (measured).
+_NARROW_FROM_ROWS = 96
 # Size of X of a whole batch: large enough to hide the time of Python, small enough for a core's cache (measured).
 _CPU_BYTES_AT_ONCE = 3 << 18
 _DEVICE_BYTES_AT_ONCE = 1 << 30
@@ -59,8 +64,7 @@ def select(
 ) -> Matmuls:
     """Choose the products for matrices of one shape.
 
-    On the CPU, the bits of a matrix do not depend on other matrices. In fp32 and fp64 each matrix is multiplied alone,
-    because the bits of a batched product differ. In bf16, small matrices of the same shape are batched.
+    On the CPU, the bits of a matrix do not depend on other matrices, nor on the number of threads.
 
     Args:
         kernels: "auto", or the name of one implementation.
@@ -78,7 +82,7 @@ def select(
     """
     check_kernels(kernels, device=device, dtype=dtype)
     matrix_bytes = rows * cols * dtype.itemsize
-    cpu_at_once = max(2, _CPU_BYTES_AT_ONCE // matrix_bytes) if dtype == torch.bfloat16 else 1
+    cpu_at_once = max(2, _CPU_BYTES_AT_ONCE // matrix_bytes)
     taken = resolve(kernels, device=device, dtype=dtype, rows=rows, whole=whole)
     if taken == "compiled":
         return compiled_products(at_once=1 if rows >= _BLOCKED_FROM_ROWS else cpu_at_once)
@@ -86,9 +90,11 @@ def select(
         return triton_products(at_once=max(1, _DEVICE_BYTES_AT_ONCE // matrix_bytes), rows=rows, cols=cols)
     if device.type != "cpu":
         return torch_products(at_once=max(1, _DEVICE_BYTES_AT_ONCE // matrix_bytes))
-    table = BLOCKED if rows >= _BLOCKED_FROM_ROWS else dense(at_once=cpu_at_once)
-    narrow = multiplies_bf16() and rows >= _NARROW_FROM_ROWS
-    return widened(table) if dtype == torch.bfloat16 and not narrow else table
+    widens = dtype == torch.bfloat16 and not (multiplies_bf16() and rows >= _NARROW_FROM_ROWS)
+    # A matrix that does not fill its last 64 bytes would shift the next one; wider copies begin where they should.
+    begin_alike = widens or not (matrix_bytes % ALIGNMENT or rows * rows * dtype.itemsize % ALIGNMENT)
+    table = BLOCKED if rows >= _BLOCKED_FROM_ROWS else dense(at_once=cpu_at_once if begin_alike else 1)
+    return widened(table) if widens else table
 
 
 def resolve(
@@ -109,8 +115,8 @@ def resolve(
     if kernels != "auto":
         return kernels
     if device.type == "cpu" and dtype == torch.bfloat16:
-        order, gain = auto_takes()
-        return "compiled" if order and (rows in gain or (whole and rows >= gain.start)) else "torch"
+        _, gain = auto_takes()
+        return "compiled" if rows in gain or (whole and gain.stop > _BLOCKED_FROM_ROWS) else "torch"
     by_triton = device.type == "cuda" and dtype == torch.bfloat16
     return "triton" if by_triton and _has_tensor_cores(device) and is_usable(device) else "torch"
 
@@ -123,11 +129,11 @@ def auto_takes() -> tuple[int, range]:
         The version of the products' order of sums (0 if they are not used), and the numbers of rows with a gain.
     """
     try:
-        gain = _GAIN.get(library().variant, range(0))
+        variant = library().variant
     except NoLibrary:
-        gain = range(0)
-    # torch's products use AMX, and the compiled products do not. torch's are preferred until this is measured.
-    return (ORDER_OF_SUMS, gain) if gain and not torch.cpu._is_amx_tile_supported() else (0, range(0))
+        return 0, range(0)
+    gain = _GAIN.get("amx" if torch.cpu._is_amx_tile_supported() else variant, range(0))
+    return (ORDER_OF_SUMS if gain else 0), gain
 
 
 def told_products(kernels: KernelName, *, device: torch.device, dtype: torch.dtype) -> str:

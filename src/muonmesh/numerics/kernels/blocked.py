@@ -1,5 +1,7 @@
 """CPU: symmetric results by column blocks, only the upper block triangle multiplied, the rest mirrored.
 
+Each call has one thread, and threads share the calls, because the bits of a call depend on the number of its threads.
+
 A full product costs 2·rows²·n operations, with blocks of width w only (1 + w/rows)/2 of them. What makes it pay
 (measured): 2-D operands that are contiguous or the transpose of something contiguous (oneDNN copies every other
 layout), the large operand on the left (the right one is repacked on every call), and results in a contiguous
@@ -17,11 +19,12 @@ from torch import Tensor
 from muonmesh.numerics.kernels.memory import keep
 from muonmesh.numerics.kernels.multiple import add_multiple
 from muonmesh.numerics.kernels.table import Matmuls, Number, Operand, Terms
+from muonmesh.numerics.kernels.threads import run_each
 
 BLOCK = 128
 
-ROWS = 512
-"""Rows of one call of a product that is not symmetric, from twice as many on."""
+COLUMNS = 256
+"""Columns of one call of a product that is not symmetric."""
 
 _KEPT = 32
 """Squares whose panels a thread keeps: five of each size that the matrices of a model have."""
@@ -93,12 +96,14 @@ def _panels(a: Tensor) -> Sequence[_Panel]:
     return kept[key]
 
 
-def _by_rows(c: Tensor, a: Tensor, b: Tensor, *, beta: float, alpha: float, out: Tensor) -> None:
-    """Write beta·C + alpha·A B, a few hundred rows at a time."""
-    rows = len(out)
-    each = ROWS if rows >= 2 * ROWS else rows  # too few to divide
-    for some in (slice(start, start + each) for start in range(0, rows, each)):
-        torch.addmm(c[some], a[some], b, beta=beta, alpha=alpha, out=out[some])
+def _by_columns(c: Tensor, a: Tensor, b: Tensor, *, beta: float, alpha: float, out: Tensor) -> None:
+    """Write beta·C + alpha·A B, a few hundred columns at a time."""
+
+    def multiply(start: int) -> None:
+        some = slice(start, start + COLUMNS)
+        torch.addmm(c[:, some], a, b[:, some], beta=beta, alpha=alpha, out=out[:, some])
+
+    run_each(multiply, range(0, out.shape[1], COLUMNS))
 
 
 def _multiply(
@@ -111,15 +116,17 @@ def _multiply(
     """
     if b is not None and not symmetric:
         ((c, factor),) = terms
-        add_multiple(a[0], b[0], c[0], factor, scale, out[0], _by_rows)
+        add_multiple(a[0], b[0], c[0], factor, scale, out[0], _by_columns)
         return out
     # Numbers are multiplied in before rounding, and on a CPU reading them waits for nothing.
     alpha *= float(scale)
     of_a = _cut(a[0]) if b is None else _panels(a[0])
     of_b, added = of_a if b is None else _panels(b[0]), [(_panels(c[0]), float(factor)) for c, factor in terms]
     rows, dtype = len(out[0]), out.dtype
-    blocks = keep(("blocks", rows, dtype), lambda: _blocks(rows, dtype))
-    for number, (block, target) in enumerate(zip(blocks, _panels(out[0]), strict=True)):
+    targets = _panels(out[0])
+
+    def multiply(number: int) -> None:
+        block, target = keep(("blocks", rows, dtype), lambda: _blocks(rows, dtype))[number], targets[number]
         plus, beta = (added[0][0][number].above, added[0][1]) if added else (block.entries, 0.0)
         torch.addmm(plus, of_a[number].rows, of_b[number].column, beta=beta, alpha=alpha, out=block.entries)
         block.mirror.copy_(block.transposed)
@@ -129,6 +136,8 @@ def _multiply(
         target.above.copy_(block.entries)
         if number:
             target.left.copy_(block.left)
+
+    run_each(multiply, reversed(range(len(targets))))  # the largest first
     return out
 
 

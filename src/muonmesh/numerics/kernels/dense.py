@@ -1,4 +1,4 @@
-"""CPU: one batched product per entry; bf16 ones in fp32 where there are no bf16 instructions, and for tiny matrices."""
+"""CPU: a call for each matrix; bf16 ones in fp32 where there are no bf16 instructions, and for small matrices."""
 
 from __future__ import annotations
 
@@ -8,23 +8,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from muonmesh.numerics.kernels.memory import scratch
+from muonmesh.numerics.kernels.memory import ALIGNMENT, scratch
 from muonmesh.numerics.kernels.multiple import add_multiple
 from muonmesh.numerics.kernels.table import Matmuls, Number, Operand, Terms
+
+_ALIGNED = ALIGNMENT // torch.float32.itemsize
+"""Number of fp32 elements from one place where a matrix may begin to the next."""
 
 
 def multiply(
     a: Tensor, b: Operand, terms: Terms, out: Tensor, alpha: float = 1.0, scale: Number = 1.0, symmetric: bool = True
 ) -> Tensor:
-    """Do `Matmuls.multiply`; both triangles of a symmetric result are computed."""
+    """Do `Matmuls.multiply`, a call for each matrix; both triangles of a symmetric result are computed."""
     if b is None:
-        return scaled(torch.bmm(a, a.mT, out=out), scale)
+        for one, target in zip(a.unbind(), out.unbind(), strict=True):
+            torch.mm(one, one.mT, out=target)
+        return scaled(out, scale)
     ((c, factor),) = terms
-    if isinstance(factor, Tensor):
-        for one, other, number, target in zip(a, b, factor.flatten(), out, strict=True):
-            add_multiple(one, other, other, number, 1.0, target)  # multiplied in before rounding
-    else:
-        torch.baddbmm(c, a, b, beta=factor, alpha=alpha, out=out)
+    factors = factor.flatten() if isinstance(factor, Tensor) else [factor] * len(a)
+    batches = (batch.unbind() for batch in (a, b, c, out))
+    for one, other, added, target, number in zip(*batches, factors, strict=True):
+        if isinstance(number, Tensor):
+            add_multiple(one, other, added, number, 1.0, target)  # multiplied in before rounding
+        else:
+            torch.addmm(added, one, other, beta=number, alpha=alpha, out=target)
     return scaled(out, scale)
 
 
@@ -43,8 +50,14 @@ def scaled(out: Tensor, s: float | Tensor) -> Tensor:
 
 
 def dense(*, at_once: int) -> Matmuls:
-    """The table for batches of at most `at_once` matrices."""
-    return Matmuls(multiply=multiply, at_once=at_once, together=at_once > 1)
+    """Return the table for batches of at most `at_once` matrices, each of which begins at a multiple of 64 bytes.
+
+    Bits of a torch product depend on the number of matrices in the call, on strides, on the address modulo 64 bytes and
+    on the number of threads. oneDNN chooses by all of these how it sums, most of all where it has AMX, and says of none
+    that it makes no difference. So each matrix has a call of its own, on one thread, whatever is beside it. All other
+    operations take the whole batch.
+    """
+    return Matmuls(multiply=multiply, at_once=at_once, together=at_once > 1, one_thread=True)
 
 
 def widened(exact: Matmuls) -> Matmuls:
@@ -54,34 +67,26 @@ def widened(exact: Matmuls) -> Matmuls:
     [measured, AVX2], and with them torch multiplies tiny matrices in a loop of its own. What is computed here is the
     same but for the order of the fp32 sums: products of bf16 numbers are exact in fp32, sums are fp32, and each element
     is rounded once.
-
-    The bits of an fp32 product depend on where its operands begin within 64 bytes, so in a batch every matrix must
-    begin at a multiple of 64: rows and columns are filled up with zeros to multiples of four. They also depend on how
-    many threads share a small product, and a batch is shared otherwise than one matrix. So batches have one thread, and
-    then the same bits alone and in any batch (`test_bits_of_a_matrix_do_not_depend_on_its_surroundings`).
     """
 
     def memory(role: str, like: Tensor) -> Tensor:
         batch, rows, cols = like.shape
-        filled = (batch, -(-rows // 4) * 4, -(-cols // 4) * 4)
+        apart = -(-rows * cols // _ALIGNED) * _ALIGNED
         kind = "square" if rows == cols else "long"
-        return scratch(f"wide {kind} {role}", filled, dtype=torch.float32, device=like.device)
+        held = scratch(f"wide {kind} {role}", (batch, apart), dtype=torch.float32, device=like.device)
+        return held[:, : rows * cols].view(like.shape)
 
     def multiply(a: Tensor, b: Operand, terms: Terms, out: Tensor, *numbers: Any, **named: Any) -> Tensor:
         kept = dict[int, Tensor]()  # by identity, since an operand may be given twice
 
         def wide(number: int, narrow: Tensor) -> Tensor:
-            _, rows, cols = narrow.shape
             if id(narrow) not in kept:
-                found = kept[id(narrow)] = memory(f"{number}" if rows == cols else "x", narrow)
-                if found.shape != narrow.shape:
-                    found.zero_()
-                found[:, :rows, :cols].copy_(narrow)
+                role = f"{number}" if narrow.shape[1] == narrow.shape[2] else "x"
+                kept[id(narrow)] = memory(role, narrow).copy_(narrow)
             return kept[id(narrow)]
 
         first, second = wide(0, a), None if b is None else wide(1, b)
         added = [(wide(2, c), factor) for c, factor in terms]
-        result = exact.multiply(first, second, added, memory("result", out), *numbers, **named)
-        return out.copy_(result[:, : out.shape[1], : out.shape[2]])
+        return out.copy_(exact.multiply(first, second, added, memory("result", out), *numbers, **named))
 
-    return replace(exact, multiply=multiply, one_thread=exact.together)
+    return replace(exact, multiply=multiply)

@@ -12,6 +12,9 @@ from torch import Tensor
 
 T = TypeVar("T")
 
+ALIGNMENT = 64
+"""Alignment of matrices in bytes: that of torch's memory on a CPU. The bits of a product depend on it."""
+
 _own = threading.local()
 
 

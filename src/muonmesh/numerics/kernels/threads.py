@@ -10,7 +10,7 @@ import heapq
 import os
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -27,7 +27,7 @@ def run_all(
 ) -> None:
     """Run independent tasks on as many threads as torch has, one thread each.
 
-    The bits of a task must not depend on the number of threads: elementwise operations and bf16 products. On other
+    The bits of a task must not depend on the number of threads: elementwise operations, and `run_each`. On other
     devices than the CPU the tasks are issued one after the other.
 
     Args:
@@ -60,6 +60,22 @@ def run_parts(part: Callable[[int, int], None]) -> None:
         part(0, 1)
     else:
         list(_threads(parts).map(part, range(parts), [parts] * parts))
+
+
+def run_each(task: Callable[[int], object], numbers: Iterable[int]) -> None:
+    """Run ``task(number)`` for each number, one thread each; whichever of torch's threads here is free takes the next.
+
+    Raises:
+        Exception: the first one that a task raised.
+    """
+    left = iter(numbers)
+
+    def part(_: int, __: int) -> None:
+        with torch.no_grad():
+            for number in left:
+                task(number)
+
+    run_parts(part)
 
 
 def run_on_one_thread(task: Callable[[], T], *, device: torch.device) -> T:
