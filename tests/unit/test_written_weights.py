@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -117,4 +119,53 @@ def test_a_step_after_a_load_is_a_step_of_the_loaded_weights(settings: dict[str,
     for name, weight in model.named_parameters():
         # One rounding to bf16, up or down, of the largest weight; the weights before the load are ten times as far.
         bound = 2.0**-7 * float(expected[name].abs().max())
-        assert float((weight.double() - expected[name]).abs().max()) <= bound, name
+        assert float((weight.detach().double() - expected[name]).abs().max()) <= bound, name
+
+
+def test_what_was_written_is_saved(tmp_path: Path) -> None:
+    """A checkpoint has the master weights alone, so these follow before they are saved."""
+    model, optimizer = made(BF16, "muon", master_dtype=FP32)
+    give_gradients(model, 0)
+    optimizer.step()
+    first = writers.copied(model)
+    give_gradients(model, 1)
+    optimizer.step()
+    writers.write("average", model, first)
+    mm.checkpoint.save(tmp_path / "saved", model, optimizer)
+    other, loaded = made(BF16, "muon", master_dtype=FP32)
+    mm.checkpoint.load(tmp_path / "saved", other, loaded)
+    for (name, weight), twin in zip(model.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(weight, twin), name
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+@pytest.mark.parametrize("together", [False, True], ids=["cpu", "as on a device"])
+def test_numbers_at_the_edge(dtype: torch.dtype, together: bool) -> None:
+    """Infinity, NaN, both zeros, a master beyond fp16 and one that rounds to 0: only what was written changes."""
+    weight, vector = nn.Parameter(torch.ones(2, 8, dtype=dtype)), nn.Parameter(torch.ones(8, dtype=dtype))
+    groups = [{"params": [weight]}, {"params": [vector], "algorithm": "adamw"}]
+    optimizer = mm.Muon(groups, lr=0.0, weight_decay=0.0, master_dtype=FP32)
+    optimizer._runtime.waits, optimizer._runtime.together = not together, together
+
+    def step() -> None:
+        for parameter in (weight, vector):
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+
+    step()
+    kept = torch.tensor([1.0001, 70000.0, 1e-9, -1e-9, 1.0, 1.0, 1.0, 1.0])
+    written = {4: math.inf, 5: math.nan, 6: -0.0, 7: 3.0}
+    for parameter in (weight, vector):
+        master = optimizer.state[parameter]["master"]
+        master.copy_(kept)
+        with torch.no_grad():
+            parameter.copy_(master)
+            for place, value in written.items():
+                parameter[..., place] = value
+    expected = kept.clone()
+    expected[[*written]] = torch.tensor([*written.values()])
+    step()
+    for parameter in (weight, vector):
+        master = optimizer.state[parameter]["master"]
+        assert torch.equal(master.nan_to_num(5.0), expected.nan_to_num(5.0).expand_as(master))
+        assert torch.equal(parameter.nan_to_num(5.0), expected.to(dtype).nan_to_num(5.0).expand_as(parameter))

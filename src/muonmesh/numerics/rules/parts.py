@@ -164,7 +164,7 @@ def apply(
             low.copy_(p)
 
 
-def follow(masters: Tensor, weights: Tensor) -> None:
+def follow(masters: Tensor, weights: Tensor, *, keep: Tensor | None = None) -> None:
     """Set master weights to their weights where these are not the rounded master weights, in place.
 
     Such an element was written by other code after it was rounded, such as ``load_state_dict`` or ``clamp_``. All other
@@ -174,12 +174,14 @@ def follow(masters: Tensor, weights: Tensor) -> None:
     Args:
         masters: Any shape, a dtype that holds all values of the weights exactly, written.
         weights: The same shape, on any device, read only.
+        keep: Whether the master weights stay as they are, 0-d bool tensor; None means False.
     """
-    for master, weight in in_cache(masters, weights.to(masters.device)):
+    for master, weight in in_cache(masters, weights.detach().to(masters.device)):
         rounded = master.to(weight.dtype)
         if weight.device.type == "cpu" and torch.equal(rounded, weight):
             continue  # a CPU reads this faster than it writes
-        master.copy_(torch.where(rounded == weight, master, weight))
+        same = rounded == weight
+        master.copy_(torch.where(same if keep is None else same | keep, master, weight))
 
 
 def exponents(rule: Rule, weights: Tensor, update: Tensor, state: Mapping[str, Tensor], *, scale: float) -> Tensor:
