@@ -30,8 +30,8 @@ def clamp(model: nn.Module, _: Saved) -> None:
 def normalize(model: nn.Module, _: Saved) -> None:
     """As nGPT does after each step. The largest number is taken, since it has the same bits in every layout."""
     for weight in model.parameters():
-        largest = weight.abs().max()
-        weight.div_((largest.full_tensor() if isinstance(largest, DTensor) else largest).float().log2().ceil().exp2())
+        whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
+        weight.div_(whole.float().abs().max().log2().ceil().exp2())
 
 
 def swap_in_average(model: nn.Module, first: Saved) -> None:
