@@ -177,11 +177,21 @@ def follow(masters: Tensor, weights: Tensor, *, keep: Tensor | None = None) -> N
         keep: Whether the master weights stay as they are, 0-d bool tensor; None means False.
     """
     for master, weight in in_cache(masters, weights.detach().to(masters.device)):
-        rounded = master.to(weight.dtype)
-        if weight.device.type == "cpu" and torch.equal(rounded, weight):
-            continue  # a CPU reads this faster than it writes
+        if weight.device.type == "cpu":  # which reads faster than it writes, and can wait
+            rounded = scratch("rounded", weight.shape, dtype=weight.dtype, device=weight.device).copy_(master)
+            if torch.equal(*_in_words(rounded, weight)):
+                continue
+        else:
+            rounded = master.to(weight.dtype)
         same = rounded == weight
         master.copy_(torch.where(same if keep is None else same | keep, master, weight))
+
+
+def _in_words(*tensors: Tensor) -> Sequence[Tensor]:
+    """Return tensors as int64, several elements in each, which a CPU compares faster; as they are if that is not possible."""
+    if any(not t.is_contiguous() or t.nbytes % 8 or t.data_ptr() % 8 for t in tensors):
+        return tensors
+    return [t.view(-1).view(torch.int64) for t in tensors]
 
 
 def exponents(rule: Rule, weights: Tensor, update: Tensor, state: Mapping[str, Tensor], *, scale: float) -> Tensor:
