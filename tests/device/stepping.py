@@ -32,8 +32,8 @@ SCALES = {0: 2.0**10, 1: 2.0**10, 2: 2.0**9}  # of a GradScaler, after an overfl
 class Case(NamedTuple):
     """What is stepped: settings of the optimizer, clipping, dtype of the weights, and whether a GradScaler is used.
 
-    ``layout`` says what each rank holds: all ("local" and "replicas"), or its rows ("sharded"). ``written`` says whether
-    other code writes weights after the first step.
+    ``layout`` says what each rank holds: all ("local" and "replicas"), or its rows ("sharded"). ``written`` says
+    whether other code writes weights after the first step.
     """
 
     settings: Mapping[str, Any] = {}

@@ -82,8 +82,9 @@ class Updated(NamedTuple):
     def apply(self, rule: Rule, active: Tensor | None, *, measured: bool) -> list[Tensor]:
         """Step the weights by `parts.apply`; return the squares of the step if ``measured``."""
         squares: list[Tensor] | None = [] if measured else None
-        given, more = (self.weights, self.update, self.state), {"sums": self.sums, "told": self.told}
-        parts.apply(rule, *given, scale=self.scale, active=active, squares=squares, rounded=self.rounded, **more)
+        given, sums, told = (self.weights, self.update, self.state), self.sums, self.told
+        options = {"active": active, "rounded": self.rounded}
+        parts.apply(rule, *given, scale=self.scale, sums=sums, told=told, squares=squares, **options)
         return squares or []
 
 

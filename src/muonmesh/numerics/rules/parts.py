@@ -188,7 +188,7 @@ def follow(masters: Tensor, weights: Tensor, *, keep: Tensor | None = None) -> N
 
 
 def _in_words(*tensors: Tensor) -> Sequence[Tensor]:
-    """Return tensors as int64, several elements in each, which a CPU compares faster; as they are if that is not possible."""
+    """Return tensors as int64, several elements in each, which a CPU compares faster; or as they are."""
     if any(not t.is_contiguous() or t.nbytes % 8 or t.data_ptr() % 8 for t in tensors):
         return tensors
     return [t.view(-1).view(torch.int64) for t in tensors]
