@@ -82,9 +82,15 @@ class Updated(NamedTuple):
     def apply(self, rule: Rule, active: Tensor | None, *, measured: bool) -> list[Tensor]:
         """Step the weights by `parts.apply`; return the squares of the step if ``measured``."""
         squares: list[Tensor] | None = [] if measured else None
-        given, sums, told = (self.weights, self.update, self.state), self.sums, self.told
-        options = {"active": active, "rounded": self.rounded}
-        parts.apply(rule, *given, scale=self.scale, sums=sums, told=told, squares=squares, **options)
+        parts.apply(
+            *(rule, self.weights, self.update, self.state),
+            scale=self.scale,
+            active=active,
+            sums=self.sums,
+            told=self.told,
+            squares=squares,
+            rounded=self.rounded,
+        )
         return squares or []
 
 
