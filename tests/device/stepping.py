@@ -32,7 +32,8 @@ SCALES = {0: 2.0**10, 1: 2.0**10, 2: 2.0**9}  # of a GradScaler, after an overfl
 class Case(NamedTuple):
     """What is stepped: settings of the optimizer, clipping, dtype of the weights, and whether a GradScaler is used.
 
-    ``layout`` says what each rank holds: all ("local" and "replicas"), or its rows ("sharded").
+    ``layout`` says what each rank holds: all ("local" and "replicas"), or its rows ("sharded"). ``written`` says
+    whether other code writes weights after the first step.
     """
 
     settings: Mapping[str, Any] = {}
@@ -44,6 +45,7 @@ class Case(NamedTuple):
     rule: str = "muon"
     metrics: bool = False
     layout: str = "local"
+    written: bool = False
 
 
 class Found(NamedTuple):
@@ -61,11 +63,15 @@ CASES = {
     "one at a time": Case({"memory_budget_mb": 0}),
     "all at once": Case({"memory_budget_mb": 1e6}),
     "masters": Case({"master_dtype": torch.float32}, dtype=torch.bfloat16),
+    "masters, written": Case({"master_dtype": torch.float32}, dtype=torch.bfloat16, written=True),
     "stochastic rounding": Case({"stochastic_rounding": 5}, dtype=torch.bfloat16, rule="adamuon"),
     "stochastic rounding, scaler": Case({"stochastic_rounding": 5}, dtype=torch.bfloat16, scaled=True),
     "int8": Case({"state_dtype": "int8"}),
     "state on the host": Case({"state_device": "cpu"}),
     "masters on the host": Case({"state_device": "cpu", "master_dtype": torch.float32}, dtype=torch.bfloat16),
+    "masters on the host, written": Case(
+        {"state_device": "cpu", "master_dtype": torch.float32}, dtype=torch.bfloat16, written=True
+    ),
     "all": Case(policy="all"),
     "separate": Case(policy="separate"),
     "adamw only": Case(policy="adamw_only"),
@@ -141,6 +147,9 @@ def steps(case: Case, device: str, found: SimulatedDevice | None = None) -> tupl
             optimizer.clip_grad_norm_(0.5, policy=case.policy)
         optimizer.step()
         figures = optimizer.metrics() if case.metrics else {}
+        if case.written and step == 0:
+            for parameter in parameters.values():
+                parameter.data.mul_(0.25)
     waited = dict(found.waits) if found is not None else {}
     optimizer.finish()
     tensors = {

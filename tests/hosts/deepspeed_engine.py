@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.moe.layer import MoE
-from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_set_full_fp32_param
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -308,6 +308,52 @@ def from_half(config: dict[str, Any]) -> bool:
         moved = finite and not torch.equal(after["up.weight"], before["up.weight"])
         engine.destroy()
     return moved
+
+
+# ---------------------------------------------------------------- weights that other code writes
+
+
+def _write(engine: Any, how: str) -> dict[str, Tensor]:
+    """Write into the module as its users do, on every rank alike; return its weights."""
+    parameters = [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
+    if how == "load_state_dict" and not hasattr(parameters[0], "ds_id"):
+        engine.module.load_state_dict({name: value.to(parameters[0].dtype) for name, value in values().items()})
+        return computed_with(engine)
+    known = values()
+    for name, parameter in engine.module.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        parted = hasattr(parameter, "ds_id")
+        with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0, enabled=parted), torch.no_grad():
+            if how == "clamp":
+                parameter.clamp_(-0.5, 0.5)
+            else:
+                parameter.copy_(known[name])
+    return computed_with(engine)
+
+
+def written(config: dict[str, Any], how: str) -> list[str]:
+    """Train, write weights in between, and return what differs from one process whose weights are written alike."""
+    dtype = dtype_of(config)
+    with fp16_on_cpu() if dtype == torch.float16 else contextlib.nullcontext():
+        engine, one = engine_for(config), OneProcess(dtype)
+        for step in range(STEPS):
+            train(engine, range(step, step + 1))
+            one.step(reduced(step, engine.gradient_accumulation_steps()))
+            if step == 1:
+                stored = _write(engine, how)
+                for name, exact in one.model.named_parameters():
+                    if exact.requires_grad:
+                        other = stored[name] != exact.detach().to(dtype).float()
+                        exact.data[other] = stored[name][other]
+            elif step == 2:  # by DeepSpeed's own function, which writes the fp32 weights alone
+                for name, parameter in engine.module.named_parameters():
+                    if name == "up.weight" and engine.zero_optimization():
+                        safe_set_full_fp32_param(parameter, values()[name] / 3)
+                        one.model.up.weight.data.copy_(values()[name] / 3)
+        wrong = differences(weights(engine), one.weights)
+        engine.destroy()
+    return wrong
 
 
 # ---------------------------------------------------------------- checkpoints

@@ -115,6 +115,16 @@ def test_the_update_is_that_of_one_process(pools: dict[int, Pool], world: int, n
     assert pools[world].run(ds.exactness, EXACT[name]) == [[]] * world
 
 
+WRITTEN = ("0 bf16", "1 bf16, sums in fp32", "2 fp16", "2 offload, bf16", "3", "3 bf16", "3 nothing persists")
+
+
+@pytest.mark.parametrize("how", ["load_state_dict", "clamp"])
+@pytest.mark.parametrize("name", WRITTEN)
+def test_weights_that_other_code_writes_are_respected(pools: dict[int, Pool], name: str, how: str) -> None:
+    """DeepSpeed alone would round its old fp32 weights over them in the next step."""
+    assert pools[2].run(ds.written, EXACT[name], how) == [[], []]
+
+
 def test_a_model_that_is_fp16_already_trains_on_the_masters_that_the_engine_keeps(pools: dict[int, Pool]) -> None:
     """Without masters AdamW's ε would be 0 in fp16, and `Muon` refuses it."""
     assert pools[2].run(ds.from_half, zero(1) | FP16) == [True, True]

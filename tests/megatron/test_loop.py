@@ -448,3 +448,38 @@ def offered(shape: Shape) -> None:
 @pytest.mark.parametrize("flat", [False, True], ids=["whole", "flat"])
 def test_what_loops_read(workers, flat: bool) -> None:
     workers(2).run(offered, Shape(tp=2, flat=flat, dtype=torch.bfloat16))
+
+
+# ------------------------------------------------------------------ weights that other code writes
+
+
+def written(shape: Shape) -> tuple[dict[str, float], list[str]]:
+    """How far a tiny step takes each weight from what was written; and masters that are saved, but not its own."""
+    chunks, optimizer = made(shape)
+    host.backward(shape, chunks, optimizer, 0)
+    optimizer.step()
+    parameters = {name: p for chunk in chunks for name, p in chunk.named_parameters() if p.requires_grad}
+    for parameter in parameters.values():
+        parameter.data.clamp_(-0.004, 0.004)
+    stored = {name: parameter.detach().float().clone() for name, parameter in parameters.items()}
+    optimizer.sharded_state_dict()
+    muon = optimizer.optimizer
+    stale = [
+        member.name
+        for member in placed_members(muon)
+        if not torch.equal(local_of(muon.state[member.tensor]["master"]).to(shape.dtype), local_of(member.tensor))
+    ]
+    for group in muon.param_groups:
+        group["lr"] = 1e-9
+    optimizer.zero_grad()
+    host.backward(shape, chunks, optimizer, 1)
+    optimizer.step()
+    return {name: float((p.detach().float() - stored[name]).abs().max()) for name, p in parameters.items()}, stale
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["DDP", "distributed optimizer"])
+def test_weights_that_other_code_writes_are_respected(workers, flat: bool) -> None:
+    for far, stale in workers(2).run(written, Shape(dtype=torch.bfloat16, flat=flat)):
+        assert stale == []
+        assert len(far) > 4
+        assert {name: one for name, one in far.items() if one > 2.0**-8 * 0.004} == {}

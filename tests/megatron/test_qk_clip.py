@@ -55,6 +55,41 @@ def test_megatron_clips_other_attention_under_tensor_parallelism_by_the_sizes_of
         assert "must match the size" in outcome.message
 
 
+def masters_after_a_clip(shape: Shape) -> tuple[int, list[str]]:
+    """How many master weights Megatron's clip has scaled, and which of these are not theirs after a tiny step."""
+    host.begin(shape)
+    chunks = host.chunks_of(shape)
+    optimizer = get_megatron_optimizer(host.optimizer_config(shape), chunks)
+    host.backward(shape, chunks, optimizer, 0)
+    optimizer.step()
+    before = {name: main(parameter).clone() for name, parameter in chunks[0].named_parameters()}
+    for layer in chunks[0].module.module.decoder.layers:
+        layer.self_attention.core_attention.current_max_attn_logits = torch.tensor(LOGITS)
+    clip_qk(chunks)
+    clipped = {name: main(parameter).clone() for name, parameter in chunks[0].named_parameters()}
+    for group in optimizer.optimizer.param_groups:
+        group["lr"] = 1e-12
+    optimizer.zero_grad()
+    host.backward(shape, chunks, optimizer, 1)
+    optimizer.step()
+    changed = [name for name, value in clipped.items() if not torch.equal(value, before[name])]
+    after = {name: main(parameter) for name, parameter in chunks[0].named_parameters()}
+    return len(changed), [name for name in changed if not torch.allclose(after[name], clipped[name], rtol=2.0**-22)]
+
+
+def main(parameter: Tensor) -> Tensor:
+    """The master weight as Megatron finds it, as a plain tensor."""
+    return parameter.main_param.as_subclass(Tensor).detach()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["DDP", "distributed optimizer"])
+def test_master_weights_keep_their_precision_through_a_clip(workers, flat: bool) -> None:
+    """Megatron scales the master weight, and the weight from its rounded elements: the master weight counts."""
+    for count, wrong in workers(2).run(masters_after_a_clip, Shape(dtype=torch.bfloat16, model=CLIP, flat=flat)):
+        assert count > 0
+        assert wrong == []
+
+
 @pytest.mark.parametrize(
     ("ranks", "shape"),
     [

@@ -336,11 +336,13 @@ def applies(masters: bool, masked: bool) -> None:
             kept.append(tensor.copy_(torch.randn(shape)))
             memories.append((memory, tensor))
         updates.append(laid(shape, u_type, u_way)[1].copy_(torch.randn(shape)))
-        before = (wide if masters else weights)[-1]
-        after = before.float() * k - updates[-1].float() * s if active or not masked else before.clone()
-        after = after.to(before.dtype)
-        weight = after.to(w_type) if active or not masked else weights[-1].clone()
-        expected.append((weight, after if masters else wide[-1].clone()))
+        rounded, written = wide[-1].to(w_type), torch.rand(shape) < 0.3  # these by other code since the last step
+        weights[-1].copy_(torch.where(written, weights[-1], rounded))
+        before = torch.where(weights[-1] == rounded, wide[-1], weights[-1].to(p_type)) if masters else weights[-1]
+        steps = active or not masked
+        after = (before.float() * k - updates[-1].float() * s).to(before.dtype)
+        weight = after.to(w_type) if steps else weights[-1].clone()
+        expected.append((weight, after if masters and steps else wide[-1].clone()))
     mask = torch.tensor([active or not masked for *_, active in PIECES])
     entries = list(range(len(PIECES)))
     if masked:

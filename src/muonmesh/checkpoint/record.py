@@ -18,6 +18,7 @@ from muonmesh.layout import FlatShards, split_matrices
 from muonmesh.numerics.coefficients import choose
 from muonmesh.numerics.kernels import told_products
 from muonmesh.numerics.rules import is_matrix_rule
+from muonmesh.numerics.rules.parts import follow
 from muonmesh.step.offload import fresh_copy
 from muonmesh.step.planning import Planned
 from muonmesh.step.precision import Precision
@@ -125,7 +126,9 @@ class Record:
         return any(part.key in self.state for part in self.parts)
 
     def shares(self) -> Iterator[tuple[str, Share]]:
-        """Yield the shares of weights and state that this rank writes, by name."""
+        """Yield the shares of weights and state that this rank writes, by name. Master weights follow their weights."""
+        if "master" in self.state:
+            follow(local_of(self.state["master"]), local_of(self.tensor).detach())
         yield f"{MODEL}.{self.name}", _written(self.weights, self.storage)
         for part in self.parts:
             if part.key in self.state:

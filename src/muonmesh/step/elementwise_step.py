@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from muonmesh.comm.storage import local_of
-from muonmesh.numerics.rules import ElementwiseRule
+from muonmesh.numerics.rules import ElementwiseRule, parts
 from muonmesh.step.flag_vector import Flags
 from muonmesh.step.offload import Offload
 from muonmesh.step.parameter_steps import ParameterStep, create_state
@@ -55,6 +55,9 @@ def _step(
     if flags.only_creates_state or not entries:
         return
     rounds = rule.stochastic_rounding is not None
+    for entry in entries:
+        if "master" in entry.state:
+            parts.follow(local_of(entry.state["master"]), entry.local)
     for some in [[entry] for entry in entries] if rounds else [entries]:  # copies of one parameter at a time
         stored = [_stored(entry, rule) for entry in some]
         used = [{key: _widened(tensor) if rounds else tensor for key, tensor in held.items()} for held in stored]

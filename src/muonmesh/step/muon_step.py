@@ -238,8 +238,6 @@ class HostStep(MuonStep):
         wide = piece.widened()
         squares = wide.apply(rule, active, measured=self._update_squares is not None)
         piece.round(wide)
-        if piece.rounded is not None:
-            piece.rounded.copy_(piece.weights)
         if self._update_squares is not None:
             self._update_squares.add(self._ready.group(piece.matrix), torch.stack(squares).sum() / piece.copies)
 

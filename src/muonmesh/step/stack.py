@@ -97,9 +97,10 @@ class Stack:
 
     def apply(self, matrix: Matrix, updates: Tensor) -> None:
         """Decay and update the weights by a batch of results as they are stored; all matrices are like ``matrix``."""
-        found, scale = self._together("weights", "beside"), self.rule.scale(matrix.rows, matrix.cols)
-        parts.apply(self.rule, found["weights"][""], updates, found["beside"], scale=scale)
-        self._give_back({**found, "rounded": found["weights"]})
+        found, scale = self._together("weights", "beside", "rounded"), self.rule.scale(matrix.rows, matrix.cols)
+        weights, beside, rounded = found["weights"][""], found["beside"], found["rounded"].get("")
+        parts.apply(self.rule, weights, updates, beside, scale=scale, rounded=rounded)
+        self._give_back(found)
 
     def _together(self, *names: str) -> dict[str, dict[str, Tensor]]:
         found: dict[str, dict[str, Tensor]] = {name: {} for name in names}
@@ -112,8 +113,6 @@ class Stack:
         for (name, key), some in self.columns.items():
             if name in together and len(some) > 1:
                 parts.give_back(together[name][key], some)
-            elif name in together and together[name][key] is not some[0]:  # masters, which are adjacent
-                some[0].copy_(together[name][key])
 
 
 @dataclass(slots=True)

@@ -126,6 +126,8 @@ class RuleSums(Summands):
         """Write the largest exponent of a leg's summands, for each sum of its rule."""
         if self.ready.changes(leg):
             some = self._updated(leg, update)
+            if some.rounded is not None:
+                parts.follow(some.weights, some.rounded)
             rule = self.ready.rule(leg.assignment)
             into.copy_(parts.exponents(rule, some.weights, update, some.state, scale=some.scale))
 

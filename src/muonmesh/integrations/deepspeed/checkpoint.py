@@ -7,9 +7,10 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
+import torch.distributed as dist
 from deepspeed.moe.experts import Experts
 from deepspeed.utils import groups as deepspeed_groups
-from torch import nn
+from torch import Tensor, nn
 
 from muonmesh.checkpoint.of_muon import OfMuon
 from muonmesh.checkpoint.record import Record
@@ -51,6 +52,27 @@ def expert_names(model: nn.Module) -> dict[str, str]:
     return found
 
 
+def masters_of(zero: Any) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the fp32 weights that this rank steps, each with the module's weights that DeepSpeed rounds from it.
+
+    Both have the same shape and order. Weights that are swapped out have no memory here and are left out.
+    """
+    pairs: Iterable[tuple[Any, Any]] = ()
+    if hasattr(zero, "fp16_partitioned_groups_flat"):
+        pairs = zip(zero.fp32_partitioned_groups_flat, zero.fp16_partitioned_groups_flat, strict=True)
+    elif hasattr(zero, "fp32_groups"):
+        pairs = zip(chain(*zero.fp32_groups), chain(*zero.fp16_groups), strict=True)
+    elif hasattr(zero, "real_dp_process_group"):
+        stages = hasattr(zero, "parallel_partitioned_bit16_groups")  # 1 and 2; else `BF16_Optimizer`
+        masters = zero.single_partition_of_fp32_groups if stages else zero.fp32_groups_flat_partition
+        parts = zero.parallel_partitioned_bit16_groups if stages else zero.bf16_partitioned_groups
+        ranks = [dist.get_rank(group) for group in zero.real_dp_process_group]
+        pairs = [(master, part[rank]) for master, part, rank in zip(masters, parts, ranks, strict=True)]
+    for master, weight in pairs:
+        if weight is not None and weight.numel() == master.numel():
+            yield master.detach(), weight.detach()
+
+
 def publish(zero: Any) -> None:
     """Copy the current fp32 weights of a ZeRO optimizer into the weights with which the module computes."""
     if hasattr(zero, "update_lp_params"):
@@ -61,6 +83,5 @@ def publish(zero: Any) -> None:
         if zero.persistent_parameters:
             zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
     elif hasattr(zero, "fp32_groups"):
-        for masters, weights in zip(zero.fp32_groups, zero.fp16_groups, strict=True):
-            for master, weight in zip(masters, weights, strict=True):
-                weight.data.copy_(master)
+        for master, weight in masters_of(zero):
+            weight.copy_(master)

@@ -16,10 +16,11 @@ from muonmesh.checkpoint.record import Record
 from muonmesh.clip.limits import GradNorms, Limits
 from muonmesh.errors import LayoutError, StateError, explain_error
 from muonmesh.integrations.deepspeed.calls import Call, explain_step
-from muonmesh.integrations.deepspeed.checkpoint import engine_records, expert_names, publish
+from muonmesh.integrations.deepspeed.checkpoint import engine_records, expert_names, masters_of, publish
 from muonmesh.integrations.deepspeed.clipping import clip, measure
 from muonmesh.layout.matrix import as_tuples
 from muonmesh.numerics.rules import is_matrix_rule, rule_of, step_count
+from muonmesh.numerics.rules.parts import follow
 from muonmesh.report.explain import Explanation
 
 _IDENTITY = ("name", "algorithm", "parameters", "matrices")
@@ -41,6 +42,13 @@ def kept_as_moments(group: Mapping[str, Any]) -> Mapping[str, str]:
     if not is_matrix_rule(group["algorithm"]):
         return {key: key for key in _MOMENTS if key in keeps}
     return {"momentum_buffer": "exp_avg"} if keeps.get("momentum_buffer") == "momentum" else {}
+
+
+def _checksum(weights: Tensor) -> Tensor:
+    """Return sums of all bits, int64 (62,). Elements that change places change it, unless by a multiple of 61."""
+    bits = weights.reshape(-1).view(torch.int32)
+    whole = len(bits) // 61 * 61
+    return torch.cat([bits[:whole].view(-1, 61).sum(0), bits[whole:].sum(0, keepdim=True)])
 
 
 class EngineMuon(torch.optim.Optimizer):
@@ -69,6 +77,7 @@ class EngineMuon(torch.optim.Optimizer):
         self._limits: Limits | None = None
         self._coefficients: dict[int, Tensor] = {}
         self._engine: Any = None
+        self._left: dict[int, Tensor] = {}  # checksums of the engine's fp32 weights as they were left, by address
 
     def bind(self, calls: Sequence[Call], limits: Limits | None, engine: Any) -> None:
         """Take the calls of a step, the limits for clipping (None: none) and the engine, and create the state."""
@@ -84,6 +93,26 @@ class EngineMuon(torch.optim.Optimizer):
                     moments = {key: torch.zeros_like(tensor, requires_grad=False) for key in _MOMENTS}
                     self.state[tensor] = {"step": step_count(0.0), **moments}
         self.release_unused()
+        self._note(*calls)
+
+    def _masters(self, *calls: Call) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the fp32 weights that some calls step, each with the module's weights; see `masters_of`."""
+        stepped = {p.data_ptr() for call in calls for group in call.muon.param_groups for p in group["params"]}
+        return ((master, weight) for master, weight in masters_of(self._zero) if master.data_ptr() in stepped)
+
+    def _note(self, *calls: Call) -> None:
+        self._left.update({master.data_ptr(): _checksum(master) for master, _ in self._masters(*calls)})
+
+    def _follow(self, *calls: Call) -> None:
+        """Let the engine's fp32 weights follow the module's where other code has written these since the last step.
+
+        DeepSpeed would undo such a write: it rounds its fp32 weights into the module after each step. But its
+        `safe_set_full_fp32_param`, and a checkpoint that it loads, write only the fp32 weights. These then stay.
+        """
+        for master, weight in self._masters(*calls):
+            left = self._left.get(master.data_ptr())
+            if left is not None:
+                follow(master, weight, keep=(left != _checksum(master)).any())
 
     def _matrices(self, *calls: Call) -> Iterator[tuple[dict[str, Any], Tensor]]:
         """Yield the tensors of some calls that hold matrices, each with its group in the call."""
@@ -154,7 +183,9 @@ class EngineMuon(torch.optim.Optimizer):
             return
         if self._limits is not None:
             clip(call, self._limits, self._coefficients)
+        self._follow(call)
         call.muon.step()
+        self._note(call)
         self._show(call, steps=1)
 
     def _take(self, call: Call) -> None:
@@ -201,7 +232,13 @@ class EngineMuon(torch.optim.Optimizer):
             StateError: a step was interrupted while it wrote.
         """
         self.refuse_if_interrupted()
+        self._settle()
         return super().state_dict()
+
+    def _settle(self) -> None:
+        """Make the fp32 weights those of the module before they are saved."""
+        self._follow(*self.calls)
+        self._note(*self.calls)
 
     def refuse_if_interrupted(self) -> None:
         """Raise StateError if a step or a load was interrupted while it wrote, and no state has been loaded since."""
@@ -223,6 +260,7 @@ class EngineMuon(torch.optim.Optimizer):
 
     def checkpoint_records(self) -> list[Record]:
         """Return a `Record` of every parameter with its state, for `muonmesh.checkpoint`; see `Recorded`."""
+        self._settle()
         for call in self.calls:
             self._take(call)
         return list(engine_records(self.calls, self.param_groups))
@@ -247,6 +285,7 @@ class EngineMuon(torch.optim.Optimizer):
             self.state[tensor]["step"] = step_count(max(counts, default=0.0))  # only DeepSpeed's tools read it
         self.release_unused()
         publish(self._zero)
+        self._note(*self.calls)
 
     def whole(self, model: nn.Module, *, write: bool) -> AbstractContextManager[Any]:
         """Return a context in which frozen parameters, which stage 3 partitions, are whole. All ranks enter it.

@@ -196,6 +196,7 @@ class MegatronOptimizer(Base, OfMuon):  # type: ignore[misc]
         any rank. If one stage raised alone, the others would wait for its activations without end. So every stage
         first reads and checks all inputs of a step, takes part in the sum, and only then writes.
         """
+        self._settle()
         norms = list[GradNorms]()
         if self._groups.pp.size() > 1:
             self.runtime.everywhere = lambda raises: self._meet_stages(norms, clips=clips, raises=raises)
@@ -248,10 +249,18 @@ class MegatronOptimizer(Base, OfMuon):  # type: ignore[misc]
             raise PlanError(about("step", what))
         return None
 
+    def _settle(self) -> None:
+        """Round the master weights that Megatron has written into their weights."""
+        for holding in self._holdings:
+            master = getattr(holding.parameter, "main_param", None)
+            if isinstance(master, ShardedMaster) and master.written:
+                holding.tensor.detach().copy_(master.as_subclass(Tensor).view_as(holding.tensor))
+                master.written = False
+
     def _publish(self) -> None:
         """Make the modules compute with the updated parameters."""
         flat = self.config.use_distributed_optimizer
-        clips = flat and any(chunk.config.qk_clip for chunk in self.model_chunks)
+        clips = any(chunk.config.qk_clip for chunk in self.model_chunks)
         for holding in self._holdings:
             master = self.optimizer.state[holding.tensor].get("master")
             # Megatron's log of the parameters' norm reads main_param. For several experts in one parameter, and for
@@ -309,7 +318,7 @@ class MegatronOptimizer(Base, OfMuon):  # type: ignore[misc]
 
     @torch.no_grad()
     def reload_model_params(self, state_dict: Any = None) -> None:
-        """Copy the model's parameters to the fp32 master weights, after other code has changed the parameters.
+        """Copy the model's parameters to the fp32 master weights. A step does this by itself, for changed elements.
 
         Raises:
             StateError: ``state_dict`` is not None.
@@ -334,6 +343,7 @@ class MegatronOptimizer(Base, OfMuon):  # type: ignore[misc]
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state and groups, to load on the same rank of a run with the same layout."""
+        self._settle()
         found: dict[str, Any] = {"optimizer": self.optimizer.state_dict()}
         if self.grad_scaler is not None:
             found["grad_scaler"] = self.grad_scaler.state_dict()
@@ -353,6 +363,7 @@ class MegatronOptimizer(Base, OfMuon):  # type: ignore[misc]
             metadata: Ignored, since there is only one format.
         """
         self.refuse_if_interrupted()
+        self._settle()
         saved = {holding.name: (holding.saved, holding.copy, holding.resizes) for holding in self._holdings}
         found = checkpoint.sharded(self.optimizer, saved, self._first_holder, is_loading=is_loading)
         if self.grad_scaler is not None:

@@ -12,8 +12,13 @@ class ShardedMaster(Tensor):
     `clip_qk` of Megatron-Core 0.16 scales rows of ``main_param.data``, for which it needs the shape of the whole
     weight. Every rank scales its own elements by the same factors, so the result is bitwise equal to a whole master
     weight's.
+
+    Attributes:
+        written: Whether Megatron has written the master weight since it was published. Megatron then scales the weight
+            too, but from its rounded elements: the master weight is the better one of both.
     """
 
+    written: bool = False
     _parameter: Tensor
     _low: int
 
@@ -32,6 +37,7 @@ class ShardedMaster(Tensor):
         whole.view(-1)[mine] = shard.view(-1)
 
         def copy_(source: Tensor) -> Tensor:
+            self.written = True
             return shard.copy_(source.reshape(-1)[mine].view_as(shard))
 
         whole.copy_ = copy_  # type: ignore[method-assign, assignment]

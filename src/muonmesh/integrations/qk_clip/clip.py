@@ -22,6 +22,7 @@ from muonmesh.groups.logits import Attention, LogitRows, attentions, without_sof
 from muonmesh.integrations.qk_clip.attention import file_of_transformers, watch
 from muonmesh.integrations.qk_clip.logits import KernelBounds, largest_logits
 from muonmesh.names import canonical_name
+from muonmesh.numerics.rules.parts import follow
 from muonmesh.optimizer import Muon
 from muonmesh.step.connection import placed_members
 from muonmesh.table import aligned
@@ -204,6 +205,8 @@ class QKClip:
                 factors.setdefault(rows.name, []).append((rows, gamma[start + rows.head] ** rows.power))
         for name, storage, local, master in self._stored(optimizer):
             if name in factors:
+                if master is not None:
+                    follow(master, local)
                 scale_rows(local if master is None else master, storage, factors[name])
                 if master is not None:
                     local.copy_(master)

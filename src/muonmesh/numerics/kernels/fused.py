@@ -82,8 +82,8 @@ def apply(
 
     Args:
         weights: One a piece, any strides of at most 3 dims, or contiguous; bf16, fp16 or fp32; written, rounded once.
-        masters: Master weights, each of its weight's shape; they are updated and then rounded to the weight. Empty:
-            there are none.
+        masters: Master weights, each of its weight's shape; they take their weight where this is not the rounded
+            master, are updated, and then rounded to the weight. Empty: there are none.
         updates: Likewise, read only.
         active: 1-D bool on the device, one entry a piece or one that several pieces share.
         keep: What remains of a weight, 1 − lr·wd: 1-D fp32, likewise.

@@ -183,6 +183,13 @@ def _applied(w, u, keep, size):
 
 
 @triton.jit
+def _followed(p, w):
+    """A master, or its weight where this is not the rounded master: then other code has written it."""
+    rounded = p.to(w.dtype).to(tl.float32)
+    return tl.where(rounded == w.to(tl.float32), p, w.to(p.dtype))
+
+
+@triton.jit
 def _apply_blocks(row, first, keep, size, HAS_MASTERS, W, P, U, HIGH, TURNED):
     """Step the blocks of one program of a piece that is not flat; with TURNED its update lies transposed."""
     for block in range(first, tl.minimum(first + _BLOCKS, _blocks(row, HIGH))):
@@ -190,7 +197,8 @@ def _apply_blocks(row, first, keep, size, HAS_MASTERS, W, P, U, HIGH, TURNED):
         p_at, _ = _block(row, 1, P, block, HIGH, False)
         u_at, there = _block(row, 2, U, block, HIGH, TURNED)
         u = tl.load(u_at, mask=there, other=0.0)
-        old = tl.load(p_at if HAS_MASTERS else w_at, mask=inside, other=0.0)
+        held = tl.load(w_at, mask=inside, other=0.0)
+        old = _followed(tl.load(p_at, mask=inside, other=0.0), held) if HAS_MASTERS else held
         new = _applied(old, tl.trans(u) if TURNED else u, keep, size)
         if HAS_MASTERS:
             tl.store(p_at, new.to(P), mask=inside)
@@ -209,7 +217,7 @@ def apply(
     P: tl.constexpr,
     U: tl.constexpr,
 ):
-    """Weight ← weight·keep − size·update, one block of one piece, computed on the master where there is one."""
+    """Weight ← weight·keep − size·update, one block of one piece, computed on the master if there is one."""
     program = tl.program_id(0)
     row = row_of(table, pieces, program, _WIDTH, _FIRST_PROGRAM)
     first = (program - tl.load(row + _FIRST_PROGRAM)) * _BLOCKS
@@ -227,7 +235,8 @@ def apply(
             for block in range(first, tl.minimum(first + _BLOCKS, tl.cdiv(length, _SIZE))):
                 here = block * _SIZE + tl.arange(0, _SIZE)
                 if (block + 1) * _SIZE <= length:  # without a mask 16 bytes are moved at a time
-                    given = tl.load((p_flat if HAS_MASTERS else w_flat) + here)
+                    held = tl.load(w_flat + here)
+                    given = _followed(tl.load(p_flat + here), held) if HAS_MASTERS else held
                     whole = _applied(given, tl.load(u_flat + here), keep, size)
                     if HAS_MASTERS:
                         tl.store(p_flat + here, whole.to(P))
@@ -235,7 +244,8 @@ def apply(
                 else:
                     left = here < length
                     u_tail = tl.load(u_flat + here, mask=left, other=0.0)
-                    tail = tl.load((p_flat if HAS_MASTERS else w_flat) + here, mask=left, other=0.0)
+                    rest = tl.load(w_flat + here, mask=left, other=0.0)
+                    tail = _followed(tl.load(p_flat + here, mask=left, other=0.0), rest) if HAS_MASTERS else rest
                     changed = _applied(tail, u_tail, keep, size)
                     if HAS_MASTERS:
                         tl.store(p_flat + here, changed.to(P), mask=left)

@@ -82,8 +82,15 @@ class Updated(NamedTuple):
     def apply(self, rule: Rule, active: Tensor | None, *, measured: bool) -> list[Tensor]:
         """Step the weights by `parts.apply`; return the squares of the step if ``measured``."""
         squares: list[Tensor] | None = [] if measured else None
-        given = self.weights, self.update, self.state
-        parts.apply(rule, *given, scale=self.scale, active=active, sums=self.sums, told=self.told, squares=squares)
+        parts.apply(
+            *(rule, self.weights, self.update, self.state),
+            scale=self.scale,
+            active=active,
+            sums=self.sums,
+            told=self.told,
+            squares=squares,
+            rounded=self.rounded,
+        )
         return squares or []
 
 
@@ -213,14 +220,10 @@ def apply(pieces: Sequence[Updated], factors: Factors, *, measured: bool = False
             (in_one if _can_fuse(known, piece.weights, piece.rounded, piece.update) else rest).append(piece)
         _apply_fused(in_one, factors)
         _apply_plain(rest, factors)
-        pieces = rest  # the kernel has rounded the masters of the others
     else:
         for piece in pieces:
             own = piece.apply(rule, factors.active[piece.matrix], measured=measured)
             squares += [square / piece.copies for square in own]
-    masters = [piece.weights for piece in pieces if piece.rounded is not None]
-    if masters:
-        torch._foreach_copy_([piece.rounded for piece in pieces if piece.rounded is not None], masters)
     for piece, wide in zip(given, widened, strict=False):
         piece.round(wide)
     return torch.stack(squares).sum() if squares else None
@@ -268,7 +271,10 @@ def _apply_plain(pieces: Sequence[Updated], factors: Factors) -> None:
     for piece in pieces:
         exact = torch.promote_types(piece.weights.dtype, torch.float32)
         keep, change = (factor[piece.matrix] for factor in factors.applied(exact))
-        for weights, update in parts.in_cache(piece.weights, piece.update):
+        stored = () if piece.rounded is None else (piece.rounded,)
+        for weights, update, *low in parts.in_cache(piece.weights, piece.update, *stored):
+            for rounded in low:
+                parts.follow(weights, rounded)
             wide = weights.to(exact)
             if factors.arrives:
                 torch.addcmul(update, wide, keep, out=wide)
@@ -276,6 +282,8 @@ def _apply_plain(pieces: Sequence[Updated], factors: Factors) -> None:
                 wide.mul_(keep).addcmul_(update, change)
             if wide is not weights:
                 weights.copy_(wide)
+            for rounded in low:
+                rounded.copy_(weights)
 
 
 def _squares(pieces: Sequence[Updated], factors: Factors) -> Tensor:

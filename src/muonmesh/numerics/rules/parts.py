@@ -121,12 +121,13 @@ def apply(
     sums: tuple[Tensor, ...] = (),
     told: Mapping[str, Tensor] | None = None,
     squares: list[Tensor] | None = None,
+    rounded: Tensor | None = None,
 ) -> None:
     """Decay and update weights in place, computed in fp32 or wider and rounded once.
 
     Args:
         rule: The rule with `Rule.apply`, or `Rule.apply_with` if there are sums.
-        weights: Any shape, written.
+        weights: Any shape, written: the master weights if there are any.
         update: Same shape, any real dtype, read only.
         state: The state of kind "weights", each tensor of the same shape, written.
         scale: Update scale of the *whole* matrix that the update is a part of.
@@ -134,10 +135,16 @@ def apply(
         sums: The sums of the `Rule.summands` over the whole matrix, 0-d fp64 each.
         told: The state of kind "matrix", 0-d fp64 each, if there are sums.
         squares: If given, sums of squares of the step without decay are appended, 0-d fp64.
+        rounded: The weights of lower precision, of the same shape, which master weights follow (`follow`) and are then
+            rounded to; None if there are no master weights.
     """
     size = rule.lr * scale
     dtype = torch.promote_types(weights.dtype, torch.float32)
-    for p, u, *held in in_cache(weights, _contiguous(update), *state.values()):
+    stored = () if rounded is None else (rounded,)
+    for p, u, *held in in_cache(weights, _contiguous(update), *state.values(), *stored):
+        low = held.pop() if stored else None
+        if low is not None:
+            follow(p, low)
         wide = spare(u, dtype).copy_(u)
         fresh = p if active is None and p.dtype == dtype else p.to(dtype, copy=True)
         kept = dict(zip(state, held if active is None else [value.clone() for value in held], strict=True))
@@ -153,6 +160,38 @@ def apply(
                 old.copy_(torch.where(active, new, old))
         elif fresh is not p:
             p.copy_(fresh)
+        if low is not None:
+            low.copy_(p)
+
+
+def follow(masters: Tensor, weights: Tensor, *, keep: Tensor | None = None) -> None:
+    """Set master weights to their weights where these are not the rounded master weights, in place.
+
+    Such an element was written by other code after it was rounded, such as ``load_state_dict`` or ``clamp_``. All other
+    elements keep their precision. Each element is compared alone, so every sharding gives the same result, and a device
+    needs no flag that the CPU waits for.
+
+    Args:
+        masters: Any shape, a dtype that holds all values of the weights exactly, written.
+        weights: The same shape, on any device, read only.
+        keep: Whether the master weights stay as they are, 0-d bool tensor; None means False.
+    """
+    for master, weight in in_cache(masters, weights.detach().to(masters.device)):
+        if weight.device.type == "cpu":  # which reads faster than it writes, and can wait
+            rounded = scratch("rounded", weight.shape, dtype=weight.dtype, device=weight.device).copy_(master)
+            if torch.equal(*_in_words(rounded, weight)):
+                continue
+        else:
+            rounded = master.to(weight.dtype)
+        same = rounded == weight
+        master.copy_(torch.where(same if keep is None else same | keep, master, weight))
+
+
+def _in_words(*tensors: Tensor) -> Sequence[Tensor]:
+    """Return tensors as int64, several elements in each, which a CPU compares faster; or as they are."""
+    if any(not t.is_contiguous() or t.nbytes % 8 or t.data_ptr() % 8 for t in tensors):
+        return tensors
+    return [t.view(-1).view(torch.int64) for t in tensors]
 
 
 def exponents(rule: Rule, weights: Tensor, update: Tensor, state: Mapping[str, Tensor], *, scale: float) -> Tensor:
