@@ -17,6 +17,7 @@ from torch.distributed.tensor import Replicate
 
 from muonmesh.checkpoint.ranks import settled
 from muonmesh.clip.limits import ClipPolicy, Limits
+from muonmesh.clip.squares import half_of
 from muonmesh.comm.storage import Declared
 from muonmesh.comm.telling import tell_all
 from muonmesh.errors import LayoutError, PlanError, explain_error
@@ -89,11 +90,13 @@ def get_megatron_optimizer(
         shared = {key: settings.pop(key) for key in _SHARED if key in settings}
         refuse_state(shared, qk_clip=any(getattr(chunk.config, "qk_clip", False) for chunk in model_chunks))
         refuse_formats(flat=config.use_distributed_optimizer or bool(shared.get("shard_state")))
-        models = [unwrapped(chunk) for chunk in model_chunks]
-        boxes = {key: value for model in models for key, value in saved_boxes_of(model).items()}
+        ranks = max(group.size() for group in (axes.tp, getattr(axes, "expt_tp", None)) if group is not None)
+        boxes: dict[int, list[SavedBox]] = {}
+        for chunk in model_chunks:
+            boxes |= saved_boxes_of(unwrapped(chunk), ranks)
         groups, used, experts = find_groups(
             config,
-            models,
+            model_chunks,
             boxes,
             0 if getattr(axes, "ep", None) is None else axes.ep.rank(),
             config_overrides=config_overrides,
@@ -122,7 +125,7 @@ def get_megatron_optimizer(
         return MegatronOptimizer(optimizer, config, list(model_chunks), holdings, axes, limits), used
 
     built, here = settled(build, kind=PlanError)
-    groups = [(group["name"], group["algorithm"]) for group in built.param_groups if group["params"]]
+    groups = [(group["name"], half_of(group)) for group in built.param_groups if group["params"]]
     told = tell_all((here, built.limits, groups))
     unused = sorted(set(overrides or {}).difference(*(used for used, *_ in told)))
     if unused:

@@ -19,7 +19,7 @@ from muonmesh.checkpoint.ranks import settled
 from muonmesh.checkpoint.record import Record
 from muonmesh.clip.clipping import PlanAgain, clip_gradients
 from muonmesh.clip.limits import GradNorms, Limits
-from muonmesh.clip.squares import ERRORS, Slots, matrices_from
+from muonmesh.clip.squares import ERRORS, FELT, Slots, matrices_from
 from muonmesh.comm.storage import device_without_parameters, local_of
 from muonmesh.comm.telling import tell_all
 from muonmesh.errors import LayoutError, PlanError, StateError, about, explain_error
@@ -109,11 +109,12 @@ class MegatronOptimizer(Base, OfMuon):  # type: ignore[misc]
                 hysteresis=config.hysteresis,
             )
 
-    def meet(self, everyone: Sequence[tuple[Limits, Sequence[tuple[str, str]]]]) -> None:
+    def meet(self, everyone: Sequence[tuple[Limits, Sequence[tuple[str, int]]]]) -> None:
         """Compare limits and plans of all ranks. All ranks call it once.
 
         Args:
-            everyone: For each rank: its limits, and name and algorithm of each of its groups that has parameters.
+            everyone: For each rank: its limits, and for each of its groups that has parameters, its name and whether
+                clipping counts it as AdamW's (FELT) or Muon's.
 
         Raises:
             LayoutError, PlanError: on every rank, if ranks that share parameters have different plans for them.
@@ -127,7 +128,7 @@ class MegatronOptimizer(Base, OfMuon):  # type: ignore[misc]
                 raise ValueError(explain_error("get_megatron_optimizer", found, needed, write))
             for name, _ in groups:
                 self._first_holder.setdefault(name, rank)
-        clipped = limits.policy != "adamw_only" or any(kind == "adamw" for _, some in everyone for _, kind in some)
+        clipped = limits.policy != "adamw_only" or any(half == FELT for _, some in everyone for _, half in some)
         self._measures = clipped and min(limits.max_norm, limits.skip_above) < math.inf
 
         settled(lambda: connect(self.optimizer.param_groups, self.runtime), kind=PlanError)  # for each set of ranks
