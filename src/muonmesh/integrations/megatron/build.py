@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 import sys
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from contextlib import suppress
+from typing import Any, NoReturn
 
 import torch
 from megatron.core import optimizer as megatrons
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate
 
 from muonmesh.checkpoint.ranks import settled
-from muonmesh.clip.limits import ClipPolicy, Limits
+from muonmesh.clip.limits import ClipPolicy
 from muonmesh.clip.squares import half_of
 from muonmesh.comm.storage import Declared
 from muonmesh.comm.telling import tell_all
@@ -109,9 +109,6 @@ def get_megatron_optimizer(
         ranges = ranges_of(model_chunks) if config.use_distributed_optimizer else None
         holdings, layouts = _held(groups, experts, axes, boxes, ranges)
         intervals = {held.tensor: (held.parameter, held.low) for held in holdings if held.tensor is not held.parameter}
-        skip_above = getattr(config, "grad_norm_skip_threshold", None) or math.inf  # megatron-core 0.16.1 has none
-        limits = Limits(config.clip_grad if config.clip_grad > 0 else math.inf, policy, float(skip_above))
-        limits.check()
         optimizer = Muon(
             groups,
             config.lr,
@@ -122,7 +119,9 @@ def get_megatron_optimizer(
             gradients=MainGrad(intervals=intervals),
             **shared,
         )
-        return MegatronOptimizer(optimizer, config, list(model_chunks), holdings, axes, limits), used
+        built = MegatronOptimizer(optimizer, config, list(model_chunks), holdings, axes, policy)
+        built.limits.check()
+        return built, used
 
     built, here = settled(build, kind=PlanError)
     groups = [(group["name"], half_of(group)) for group in built.param_groups if group["params"]]
@@ -225,10 +224,24 @@ def install(**settings: Any) -> None:
         found, needed = f"the setting {unknown[0]!r}", f"one of {', '.join(known)}"
         raise TypeError(explain_error("install", found, needed, "Remove it"))
     theirs = getattr(megatrons.get_megatron_optimizer, "__wrapped_by_muonmesh__", megatrons.get_megatron_optimizer)
-    before = megatrons.get_megatron_optimizer
     ours = functools.wraps(get_megatron_optimizer)(functools.partial(get_megatron_optimizer, **settings))
     ours.__wrapped_by_muonmesh__ = theirs  # type: ignore[attr-defined]
+    _replace("get_megatron_optimizer", (theirs, megatrons.get_megatron_optimizer), ours)
+    with suppress(ImportError):
+        from megatron.core.optimizer.muon import get_megatron_muon_optimizer
+
+        _replace("get_megatron_muon_optimizer", (get_megatron_muon_optimizer,), _refuse_muon)
+
+
+def _replace(name: str, before: Collection[Any], now: Any) -> None:
+    """Replace a function of Megatron in every module that has it under its name."""
     for module in list(sys.modules.values()):
         # getattr would start the imports of modules that import on demand.
-        if getattr(module, "__dict__", {}).get("get_megatron_optimizer") in (theirs, before):
-            module.get_megatron_optimizer = ours  # type: ignore[attr-defined]
+        if getattr(module, "__dict__", {}).get(name) in before:
+            setattr(module, name, now)
+
+
+def _refuse_muon(config: Any, *_: Any, **__: Any) -> NoReturn:
+    """Stand for Megatron's function for its own Muon after `install`, whose settings would have no effect there."""
+    found, needed = f"{config.optimizer!r} after muonmesh's install()", "'adam', for which muonmesh trains"
+    raise ValueError(explain_error("--optimizer", found, needed, "Write --optimizer adam, or remove install()"))

@@ -22,6 +22,9 @@ from muonmesh.numerics.rules import is_matrix_rule
 EACH = ("params", "param_names", "matrices", "reasons")
 """Keys of a group with one entry for each of its parameters."""
 
+SCHEDULED = ("max_lr", "min_lr", "start_wd", "end_wd", "wd_mult", "default_config")
+"""Keys of a group between which Megatron's scheduler moves its rate and its decay."""
+
 EXPERTS = "[experts]"
 """The suffix of the name of a group of experts whose gradients other ranks average (``allreduce=False``)."""
 

@@ -91,6 +91,11 @@ def _refuse_fields(kind: str, config: Any, fields: Mapping[str, tuple[Any, str]]
             raise ValueError(explain_error(kind, f"{field}={found!r}", f"{needed!r}", write))
 
 
+def script_argument(name: str) -> Any:
+    """Return an argument of Megatron-LM's scripts; None outside of them, or if they have no such argument."""
+    return getattr(getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None), name, None)
+
+
 def refuse_formats(*, flat: bool) -> None:
     """Raise ValueError if the arguments of Megatron-LM's scripts choose a checkpoint format without support.
 
@@ -98,9 +103,8 @@ def refuse_formats(*, flat: bool) -> None:
         flat: Whether the data-parallel ranks have different parts of the state. The format "torch" saves only the part
             of the first rank.
     """
-    arguments = getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
     for field in ("ckpt_format", "ckpt_convert_format"):
-        chosen = getattr(arguments, field, None)
+        chosen = script_argument(field)
         if chosen in (None, "torch_dist") or (chosen == "torch" and not flat):
             continue
         flag, needed = "--" + field.replace("_", "-"), "'torch_dist', or 'torch' where every rank has all of its state"
