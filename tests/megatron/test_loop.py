@@ -416,6 +416,18 @@ def test_groups_may_be_passed(workers) -> None:
     assert workers(4).run(by_collection, Shape(tp=2, flat=True)) == [True] * 4
 
 
+def incomplete() -> None:
+    host.begin(Shape())
+    groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "dp"])
+    get_megatron_optimizer(host.optimizer_config(Shape()), host.chunks_of(Shape()), pg_collection=groups)
+
+
+def test_a_collection_without_a_group_says_which(workers) -> None:
+    for outcome in workers(2).run_expecting_errors(incomplete):
+        assert outcome.error is ValueError
+        assert "pg_collection: found no pp; needed tp, pp, and dp_cp or dp" in outcome.message
+
+
 def offered(shape: Shape) -> None:
     chunks, optimizer = made(shape)
     assert optimizer.chained_optimizers == [optimizer]
