@@ -85,6 +85,7 @@ def test_arguments_about_resuming(tmp_path: Path) -> None:
     """Rates of the checkpoint or of this run, with and without the optimizer's state, and ways to read and write it."""
     load = f"--load {tmp_path}/saved --ckpt-step 3 --lr 0.005 --min-lr 0.0005"
     files = "--ckpt-fully-parallel-load --disable-ckpt-fully-parallel-save --dist-ckpt-strictness raise_all"
+    files += " --disable-gloo-process-groups"
     (codes, whole, log), overridden, kept, new, finetuned, read = pretrain(
         tmp_path,
         f"--save {tmp_path}/saved --save-interval 3 --exit-interval 4",
@@ -92,7 +93,7 @@ def test_arguments_about_resuming(tmp_path: Path) -> None:
         f"{load} --use-checkpoint-opt-param-scheduler",
         f"{load} --no-load-optim",
         f"{load} --finetune --no-save-optim --save {tmp_path}/models --save-interval 5",
-        f"--load {tmp_path}/saved --ckpt-step 3 {files} --disable-gloo-process-groups --save {tmp_path}/again",
+        f"--load {tmp_path}/saved --ckpt-step 3 {files} --save {tmp_path}/again --save-interval 5",
     )
     assert codes == [0, 0], log
     runs = {"override": (overridden, 0.005), "checkpoint": (kept, 0.01), "no optimizer": (new, 0.005)}

@@ -71,7 +71,7 @@ def sharded(
         settings = {key: value for key, value in group.items() if key not in EACH}
         first = holders.get(group["name"], 0)
         number = (this_rank() - first) if this_rank() >= first else this_rank() + 1
-        for saved_as in (settings,) if is_loading else (settings, _other(settings)):
+        for saved_as in (settings, _other(settings)):
             name = saved_as["name"]
             if saved_as is settings or name not in holders:
                 key = f"optimizer.param_groups.{name}"

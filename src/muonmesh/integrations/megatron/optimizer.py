@@ -359,7 +359,7 @@ class MegatronOptimizer(Base, OfMuon):  # type: ignore[misc]
 
         Args:
             model_sharded_state_dict: Ignored.
-            is_loading: Whether a checkpoint will be loaded into the result, which then has only the groups of this run.
+            is_loading: Whether a checkpoint will be loaded into the result.
             metadata: Ignored, since there is only one format.
         """
         self.refuse_if_interrupted()
