@@ -49,9 +49,20 @@ OVERRIDES: dict[str, Any] = {
 }
 
 
+STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
+
+
 def scheduled(make: Any, config: Any, chunks: Any, overrides: Any) -> dict[str, list[float]]:
-    """For each parameter its rate and its decay at step 0 of ten, then at 3, 6 and 12."""
+    """For each parameter its rate and its decay at step 0 of ten, then at 3, 6 and 12, for each style of decaying."""
     optimizer = make(config, chunks, overrides)
+    found: dict[str, list[float]] = {}
+    for style in STYLES:
+        for name, values in of_style(optimizer, chunks, style).items():
+            found.setdefault(name, []).extend(values)
+    return found
+
+
+def of_style(optimizer: Any, chunks: Any, style: str) -> dict[str, list[float]]:
     scheduler = OptimizerParamScheduler(
         optimizer,
         init_lr=0.001,
@@ -59,11 +70,13 @@ def scheduled(make: Any, config: Any, chunks: Any, overrides: Any) -> dict[str, 
         min_lr=0.002,
         lr_warmup_steps=2,
         lr_decay_steps=10,
-        lr_decay_style="cosine",
+        lr_decay_style=style,
+        wsd_decay_steps=5,
+        lr_wsd_decay_style="minus_sqrt",
         start_wd=0.1,
         end_wd=0.3,
         wd_incr_steps=10,
-        wd_incr_style="cosine",
+        wd_incr_style="linear" if style == "linear" else "cosine",
     )
     names = {parameter: name for chunk in chunks for name, parameter in chunk.named_parameters()}
     found: dict[str, list[float]] = {}

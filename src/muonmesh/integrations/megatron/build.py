@@ -63,8 +63,8 @@ def get_megatron_optimizer(
         config: Megatron's OptimizerConfig: learning rate, weight decay, AdamW's betas and ε, clipping (``clip_grad``)
             and precision.
         model_chunks: This pipeline stage's chunks, each in Megatron's DistributedDataParallel.
-        config_overrides: Megatron's overrides, applied to Muon's and AdamW's parameters. None: Megatron's standard
-            overrides.
+        config_overrides: Megatron's overrides, applied to Muon's and AdamW's parameters. They decide about the weight
+            decay of vectors, except where ``overrides`` do. None: Megatron's standard overrides.
         use_gloo_process_groups: Ignored; accepted for Megatron's callers.
         pg_collection: Megatron's process groups; None: the groups of `parallel_state`.
         dump_param_to_param_group_map: Must be None; call ``optimizer.explain()`` instead.
@@ -215,7 +215,7 @@ def install(**settings: Any) -> None:
     """Replace Megatron's `get_megatron_optimizer` by muonmesh's, in every module that has imported it, permanently.
 
     Write two lines at the top of pretrain_gpt.py. Keep its argument ``--optimizer adam``, with or without
-    ``--use-distributed-optimizer``::
+    ``--use-distributed-optimizer``; Megatron's own Muon then raises an error::
 
         from muonmesh.integrations.megatron import install
         install(muon={"lr": 6e-4})
