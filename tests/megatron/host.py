@@ -76,6 +76,7 @@ class Shape:
         frozen_stage: Nor are those of this pipeline stage.
         vocabulary: Rows of embedding and output layer: Megatron pads them to a multiple that grows with `tp`.
         model: Settings of TransformerConfig.
+        ddp: Settings of DistributedDataParallelConfig.
     """
 
     tp: int = 1
@@ -92,6 +93,7 @@ class Shape:
     frozen_stage: int | None = None
     vocabulary: int = VOCABULARY
     model: tuple[tuple[str, Any], ...] = ()
+    ddp: tuple[tuple[str, Any], ...] = ()
 
     def but(self, **changes: Any) -> Shape:
         return replace(self, **changes)
@@ -258,11 +260,14 @@ def chunks_of(shape: Shape, *, seed: int = 7) -> list[DistributedDataParallel]:
         if shape.dtype != torch.float32:
             model = Float16Module(config, model)
         ddp = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True,
-            overlap_grad_reduce=shape.overlap,
-            use_distributed_optimizer=shape.flat,
-            overlap_param_gather=shape.late,
-            bucket_size=2000 if shape.overlap else None,
+            **{
+                "grad_reduce_in_fp32": True,
+                "overlap_grad_reduce": shape.overlap,
+                "use_distributed_optimizer": shape.flat,
+                "overlap_param_gather": shape.late,
+                "bucket_size": 2000 if shape.overlap else None,
+                **dict(shape.ddp),
+            }
         )
         wrapped = DistributedDataParallel(config, ddp, model)
         wrapped.broadcast_params()

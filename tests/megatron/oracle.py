@@ -46,6 +46,7 @@ class Oracle:
         settings: Of `muonmesh.Muon`, such as ``lr``.
         muon: Settings of Muon's groups.
         per_head: Whether attention weights are a matrix for each head.
+        rules: The end of a name: the rule of this parameter, if it is not Muon.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class Oracle:
         *,
         muon: dict[str, Any] | None = None,
         per_head: bool = False,
+        rules: dict[str, str] | None = None,
         **settings: Any,
     ) -> None:
         self._table = {**MATRICES, **(HEADS if per_head else {})}
@@ -63,12 +65,13 @@ class Oracle:
             kind = (
                 "muon" if any(name.endswith(end) for end in MATRICES) else "vectors" if value.ndim < 2 else "matrices"
             )
-            kinds[kind].append(name)
+            kind = next((rule for end, rule in (rules or {}).items() if name.endswith(end)), kind)
+            kinds.setdefault(kind, []).append(name)
         groups = []
         for kind, names in kinds.items():
             group: dict[str, Any] = {"name": kind, "params": [(name, self.parameters[name]) for name in names]}
-            group["algorithm"] = "muon" if kind == "muon" else "adamw"
-            if kind == "muon":
+            group["algorithm"] = "adamw" if kind in ("matrices", "vectors") else kind
+            if group["algorithm"] != "adamw":
                 group |= {"matrices": [self._matrices(name) for name in names], **(muon or {})}
             if kind == "vectors":
                 group["weight_decay"] = 0.0
@@ -76,7 +79,7 @@ class Oracle:
         self.optimizer = mm.Muon(groups, gradients=_Given(), **{"process_group": "local", **settings})
 
     def _matrices(self, name: str) -> Any:
-        matrices = next(value for end, value in self._table.items() if name.endswith(end))
+        matrices = next((value for end, value in self._table.items() if name.endswith(end)), "whole")
         rows = len(self.parameters[name])
         return ("rows", rows // 2, rows // 2) if matrices == "halves" else matrices
 

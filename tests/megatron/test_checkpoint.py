@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,10 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+from megatron.core.optimizer import get_megatron_optimizer as megatrons
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 from torch import Tensor, nn
+from torch.distributed.checkpoint import CheckpointException
 
 import muonmesh as mm
 from muonmesh.errors import StateError
@@ -100,6 +103,38 @@ def resumed(shape: Shape, others: list[Shape], folder: Path, muon: dict[str, Any
             alike and again == losses and all(torch.equal(after[name], parameters[name]) for name in parameters)
         )
     return same
+
+
+@host.writers()
+def of_adam(shape: Shape, path: Path) -> list[str]:
+    """What is said to who loads a checkpoint of Megatron's own Adam: in its two formats, and without keys."""
+    run = Run(shape, 7, {})
+    theirs = megatrons(host.optimizer_config(shape), run.chunks)
+    host.backward(shape, run.chunks, theirs, 0)
+    theirs.step()
+    ours, run.optimizer = run.optimizer, theirs
+    run.save(path)
+    run.optimizer = ours
+    before, told = run.held(), list[str]()
+    for load in (
+        lambda: run.load(path),
+        lambda: ours.load_state_dict(theirs.state_dict()),
+        lambda: ours.load_state_dict({**ours.sharded_state_dict(), "state": {}}),
+    ):
+        with pytest.raises((CheckpointException, StateError), match="write --no-load-optim") as caught:
+            load()
+        told.append(str(caught.value))
+    after = run.held()
+    assert before == {} or all(torch.equal(before[key], after[key]) for key in before)
+    return told
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=str)
+def test_a_checkpoint_of_megatrons_adam_names_the_argument(workers, tmp_path: Path, dtype: torch.dtype) -> None:
+    for told in workers(2).run(of_adam, Shape(dtype=dtype, model=ONE_LAYER), tmp_path / "saved", timeout=120.0):
+        assert re.search(r"KeyError: .*optimizer.state.momentum_buffer.[\w.]+\W+ \(To begin with new state, ", told[0])
+        assert "found the state of another optimizer; needed that of this one" in told[1]
+        assert "found no state of it" in told[2]
 
 
 def bag(values: Mapping[str, nn.Parameter]) -> nn.Module:

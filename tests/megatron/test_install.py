@@ -14,6 +14,7 @@ SCRIPT = """
 import warnings; warnings.filterwarnings("ignore")
 from megatron.core.optimizer import get_megatron_optimizer as theirs
 from megatron.core.optimizer import get_megatron_optimizer  # as megatron.training imports it
+from megatron.core.optimizer.muon import get_megatron_muon_optimizer
 from muonmesh.integrations.megatron import install
 install(muon={"lr": 0.5})
 import megatron.core.optimizer
@@ -34,6 +35,16 @@ optimizer = get_megatron_optimizer(host.optimizer_config(shape), chunks, None, u
 host.backward(shape, chunks, optimizer, 0)
 assert optimizer.step()[0]
 assert type(optimizer.optimizer).__name__ == "Muon"
+
+from megatron.core.optimizer import muon
+for function in (muon.get_megatron_muon_optimizer, get_megatron_muon_optimizer):
+    try:
+        function(host.optimizer_config(shape, optimizer="dist_muon"), chunks)
+    except ValueError as error:
+        assert "--optimizer: found 'dist_muon' after muonmesh's install()" in str(error), error
+        assert "Write --optimizer adam" in str(error)
+    else:
+        raise AssertionError("Megatron's own Muon was built")
 """
 
 

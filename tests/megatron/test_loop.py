@@ -416,6 +416,18 @@ def test_groups_may_be_passed(workers) -> None:
     assert workers(4).run(by_collection, Shape(tp=2, flat=True)) == [True] * 4
 
 
+def incomplete() -> None:
+    host.begin(Shape())
+    groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "dp"])
+    get_megatron_optimizer(host.optimizer_config(Shape()), host.chunks_of(Shape()), pg_collection=groups)
+
+
+def test_a_collection_without_a_group_says_which(workers) -> None:
+    for outcome in workers(2).run_expecting_errors(incomplete):
+        assert outcome.error is ValueError
+        assert "pg_collection: found no pp; needed tp, pp, and dp_cp or dp" in outcome.message
+
+
 def offered(shape: Shape) -> None:
     chunks, optimizer = made(shape)
     assert optimizer.chained_optimizers == [optimizer]
@@ -437,7 +449,6 @@ def offered(shape: Shape) -> None:
     optimizer.reload_model_params()
     assert all(bool((parameter.main_param == 0.5).all()) for parameter in parameters)
     assert "muon" in str(optimizer.explain())
-    assert [g["name"] for g in optimizer.param_groups if g.get("skip_grad_norm_clip")] == ["muon"]
     with pytest.raises(StateError, match=r"adamw.embeddings: found no state of it; needed that of all groups"):
         optimizer.load_state_dict({"state": {}, "param_groups": {}})
     with pytest.raises(StateError, match=r"reload_model_params: found a state dict to take masters from"):

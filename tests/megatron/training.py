@@ -40,6 +40,7 @@ def train(shape: host.Shape, steps: int = 3, **settings: Any) -> Trained:
         master_dtype=None if shape.dtype == torch.float32 else torch.float32,
         muon=settings.get("muon"),
         per_head="per_head" in settings,
+        rules=settings.get("overrides"),
     )
     losses, norms, expected = [], [], []
     for turn in range(steps):

@@ -79,3 +79,55 @@ def test_a_format_that_cannot_hold_the_state_is_refused_before_training(tmp_path
     assert 0 not in codes
     assert not losses
     assert "--ckpt-format: found 'torch', which would fail" in log
+
+
+def test_arguments_about_resuming(tmp_path: Path) -> None:
+    """Rates of the checkpoint or of this run, with and without the optimizer's state, and ways to read and write it."""
+    load = f"--load {tmp_path}/saved --ckpt-step 3 --lr 0.005 --min-lr 0.0005"
+    files = "--ckpt-fully-parallel-load --disable-ckpt-fully-parallel-save --dist-ckpt-strictness raise_all"
+    files += " --disable-gloo-process-groups"
+    (codes, whole, log), overridden, kept, new, finetuned, read = pretrain(
+        tmp_path,
+        f"--save {tmp_path}/saved --save-interval 3 --exit-interval 4",
+        f"{load} --override-opt-param-scheduler",
+        f"{load} --use-checkpoint-opt-param-scheduler",
+        f"{load} --no-load-optim",
+        f"{load} --finetune --no-save-optim --save {tmp_path}/models --save-interval 5",
+        f"--load {tmp_path}/saved --ckpt-step 3 {files} --save {tmp_path}/again --save-interval 5",
+    )
+    assert codes == [0, 0], log
+    runs = {"override": (overridden, 0.005), "checkpoint": (kept, 0.01), "no optimizer": (new, 0.005)}
+    for name, ((codes, losses, log), rate) in {**runs, "read": (read, 0.01)}.items():
+        assert codes == [0, 0], log
+        assert losses[4] == whole[4], name
+        assert {float(each) for each in re.findall(r"learning rate: (\S+)", log)} == {rate}, name
+    codes, losses, log = finetuned
+    assert codes == [0, 0], log
+    assert min(losses) == 1
+    assert "learning rate: 5.0" in log
+
+
+LISTED = "regularization, learning rate and weight decay, checkpointing, mixed precision, distributed, training"
+OPTIONS = """
+import argparse, json, sys, megatron, megatron.core
+megatron.__path__ = [*megatron.__path__, sys.argv[1] + "/megatron"]
+from megatron.training.arguments import add_megatron_arguments
+parser = argparse.ArgumentParser(allow_abbrev=False)
+add_megatron_arguments(parser)
+groups = {g.title: [a.option_strings for a in g._group_actions if a.option_strings] for g in parser._action_groups}
+print(json.dumps(groups))
+"""
+
+
+def test_every_argument_is_on_the_page() -> None:
+    """Of groups that have to do with the optimizer all, of others some, and none that there is not."""
+    command = [sys.executable, "-c", OPTIONS, os.environ["MEGATRON_LM"]]
+    told = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    groups: dict[str, list[list[str]]] = json.loads(told.splitlines()[-1])
+    page = (Path(__file__).parents[2] / "docs/reference/megatron-arguments.md").read_text()
+    rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `--")]
+    known = {name for row in rows for name in re.findall(r"`(--[\w-]+)`", row)}
+    for title in LISTED.split(", "):
+        missing = [names for names in groups[title] if known.isdisjoint(names)]
+        assert missing == [], title
+    assert known <= {name for options in groups.values() for names in options for name in names}

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 import sys
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from contextlib import suppress
+from typing import Any, NoReturn
 
 import torch
 from megatron.core import optimizer as megatrons
@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate
 
 from muonmesh.checkpoint.ranks import settled
-from muonmesh.clip.limits import ClipPolicy, Limits
+from muonmesh.clip.limits import ClipPolicy
+from muonmesh.clip.squares import half_of
 from muonmesh.comm.storage import Declared
 from muonmesh.comm.telling import tell_all
 from muonmesh.errors import LayoutError, PlanError, explain_error
@@ -62,8 +63,8 @@ def get_megatron_optimizer(
         config: Megatron's OptimizerConfig: learning rate, weight decay, AdamW's betas and ε, clipping (``clip_grad``)
             and precision.
         model_chunks: This pipeline stage's chunks, each in Megatron's DistributedDataParallel.
-        config_overrides: Megatron's overrides, applied to Muon's and AdamW's parameters. None: Megatron's standard
-            overrides.
+        config_overrides: Megatron's overrides, applied to Muon's and AdamW's parameters. They decide about the weight
+            decay of vectors, except where ``overrides`` do. None: Megatron's standard overrides.
         use_gloo_process_groups: Ignored; accepted for Megatron's callers.
         pg_collection: Megatron's process groups; None: the groups of `parallel_state`.
         dump_param_to_param_group_map: Must be None; call ``optimizer.explain()`` instead.
@@ -85,15 +86,18 @@ def get_megatron_optimizer(
     def build() -> tuple[MegatronOptimizer, set[str]]:
         refuse(config, model_chunks, dump_param_to_param_group_map)
         axes = pg_collection or ProcessGroupCollection.use_mpu_process_groups(_READ)
+        _check_axes(axes)
         settings = dict(muon or {})
         shared = {key: settings.pop(key) for key in _SHARED if key in settings}
         refuse_state(shared, qk_clip=any(getattr(chunk.config, "qk_clip", False) for chunk in model_chunks))
         refuse_formats(flat=config.use_distributed_optimizer or bool(shared.get("shard_state")))
-        models = [unwrapped(chunk) for chunk in model_chunks]
-        boxes = {key: value for model in models for key, value in saved_boxes_of(model).items()}
+        ranks = max(group.size() for group in (axes.tp, getattr(axes, "expt_tp", None)) if group is not None)
+        boxes: dict[int, list[SavedBox]] = {}
+        for chunk in model_chunks:
+            boxes |= saved_boxes_of(unwrapped(chunk), ranks)
         groups, used, experts = find_groups(
             config,
-            models,
+            model_chunks,
             boxes,
             0 if getattr(axes, "ep", None) is None else axes.ep.rank(),
             config_overrides=config_overrides,
@@ -106,9 +110,6 @@ def get_megatron_optimizer(
         ranges = ranges_of(model_chunks) if config.use_distributed_optimizer else None
         holdings, layouts = _held(groups, experts, axes, boxes, ranges)
         intervals = {held.tensor: (held.parameter, held.low) for held in holdings if held.tensor is not held.parameter}
-        skip_above = getattr(config, "grad_norm_skip_threshold", None) or math.inf  # megatron-core 0.16.1 has none
-        limits = Limits(config.clip_grad if config.clip_grad > 0 else math.inf, policy, float(skip_above))
-        limits.check()
         optimizer = Muon(
             groups,
             config.lr,
@@ -119,10 +120,12 @@ def get_megatron_optimizer(
             gradients=MainGrad(intervals=intervals),
             **shared,
         )
-        return MegatronOptimizer(optimizer, config, list(model_chunks), holdings, axes, limits), used
+        built = MegatronOptimizer(optimizer, config, list(model_chunks), holdings, axes, policy)
+        built.limits.check()
+        return built, used
 
     built, here = settled(build, kind=PlanError)
-    groups = [(group["name"], group["algorithm"]) for group in built.param_groups if group["params"]]
+    groups = [(group["name"], half_of(group)) for group in built.param_groups if group["params"]]
     told = tell_all((here, built.limits, groups))
     unused = sorted(set(overrides or {}).difference(*(used for used, *_ in told)))
     if unused:
@@ -130,6 +133,14 @@ def get_megatron_optimizer(
         raise ValueError(explain_error(f"overrides[{unused[0]!r}]", "no match on any rank", needed, "Correct it"))
     built.meet([(limits, groups) for _, limits, groups in told])
     return built
+
+
+def _check_axes(axes: Any) -> None:
+    """Raise ValueError if Megatron's process groups lack one that every model needs."""
+    for needed in (("tp",), ("pp",), ("dp_cp", "dp")):
+        if all(getattr(axes, name, None) is None for name in needed):
+            write = f"Set pg_collection.{needed[0]}, or leave pg_collection out for the groups of parallel_state"
+            raise ValueError(explain_error("pg_collection", f"no {needed[0]}", "tp, pp, and dp_cp or dp", write))
 
 
 def _held(
@@ -204,7 +215,7 @@ def install(**settings: Any) -> None:
     """Replace Megatron's `get_megatron_optimizer` by muonmesh's, in every module that has imported it, permanently.
 
     Write two lines at the top of pretrain_gpt.py. Keep its argument ``--optimizer adam``, with or without
-    ``--use-distributed-optimizer``::
+    ``--use-distributed-optimizer``; Megatron's own Muon then raises an error::
 
         from muonmesh.integrations.megatron import install
         install(muon={"lr": 6e-4})
@@ -222,10 +233,24 @@ def install(**settings: Any) -> None:
         found, needed = f"the setting {unknown[0]!r}", f"one of {', '.join(known)}"
         raise TypeError(explain_error("install", found, needed, "Remove it"))
     theirs = getattr(megatrons.get_megatron_optimizer, "__wrapped_by_muonmesh__", megatrons.get_megatron_optimizer)
-    before = megatrons.get_megatron_optimizer
     ours = functools.wraps(get_megatron_optimizer)(functools.partial(get_megatron_optimizer, **settings))
     ours.__wrapped_by_muonmesh__ = theirs  # type: ignore[attr-defined]
+    _replace("get_megatron_optimizer", (theirs, megatrons.get_megatron_optimizer), ours)
+    with suppress(ImportError):
+        from megatron.core.optimizer.muon import get_megatron_muon_optimizer
+
+        _replace("get_megatron_muon_optimizer", (get_megatron_muon_optimizer,), _refuse_muon)
+
+
+def _replace(name: str, before: Collection[Any], now: Any) -> None:
+    """Replace a function of Megatron in every module that has it under its name."""
     for module in list(sys.modules.values()):
         # getattr would start the imports of modules that import on demand.
-        if getattr(module, "__dict__", {}).get("get_megatron_optimizer") in (theirs, before):
-            module.get_megatron_optimizer = ours  # type: ignore[attr-defined]
+        if getattr(module, "__dict__", {}).get(name) in before:
+            setattr(module, name, now)
+
+
+def _refuse_muon(config: Any, *_: Any, **__: Any) -> NoReturn:
+    """Stand for Megatron's function for its own Muon after `install`, whose settings would have no effect there."""
+    found, needed = f"{config.optimizer!r} after muonmesh's install()", "'adam', for which muonmesh trains"
+    raise ValueError(explain_error("--optimizer", found, needed, "Write --optimizer adam, or remove install()"))

@@ -20,6 +20,21 @@ from muonmesh.step.members import Member
 from muonmesh.step.parameter_steps import ParameterStep, create_state
 from muonmesh.step.state_layout import COUNT, RUNNING
 
+ANOTHERS = "To begin with new state, as after another optimizer such as Megatron's Adam, write --no-load-optim"
+"""What to write if a checkpoint lacks state."""
+
+
+class _KeyToLoad(str):
+    """The key of a tensor to load, which says what to write when Megatron tells that a checkpoint lacks it.
+
+    Only `dist_checkpointing.load` knows what a checkpoint has. Its message formats the key; nothing else does.
+    """
+
+    __slots__ = ()
+
+    def __format__(self, _: str) -> str:
+        return f"{str(self)!r} ({ANOTHERS})"
+
 
 def sharded(
     optimizer: Muon, saved: Mapping[str, tuple[str, int, bool]], holders: Mapping[str, int], *, is_loading: bool
@@ -50,6 +65,7 @@ def sharded(
                 # would write values of a later step.
                 box = box.clone()
             whole = f"optimizer.state.{key}.{name}"
+            whole = _KeyToLoad(whole) if is_loading else whole
             entry[number] = ShardedTensor(
                 whole, box, box.dtype, tuple(box.shape), layout.shape, at, None, replica, allow_shape_mismatch=resizes
             )
@@ -59,7 +75,7 @@ def sharded(
         settings = {key: value for key, value in group.items() if key not in EACH}
         first = holders.get(group["name"], 0)
         number = (this_rank() - first) if this_rank() >= first else this_rank() + 1
-        for saved_as in (settings,) if is_loading else (settings, _other(settings)):
+        for saved_as in (settings, _other(settings)):
             name = saved_as["name"]
             if saved_as is settings or name not in holders:
                 key = f"optimizer.param_groups.{name}"
@@ -108,19 +124,20 @@ def restore(optimizer: Muon, loaded: Mapping[str, Any]) -> None:
     """Copy state and settings that dist_checkpointing has loaded for `sharded` into the optimizer.
 
     Raises:
-        StateError: a group is missing; nothing has been written then.
+        StateError: a group or a parameter's state is missing; nothing has been written then.
     """
+    optimizer.finish()
     groups = {group["name"]: group for group in optimizer.param_groups if group["params"]}
+    parts = [(*some, loaded["state"].get(some[0].name, {}).get(some[1], {})) for some in _stored(optimizer)]
     missing = sorted(groups.keys() - loaded["param_groups"].keys())
+    missing += [f"{key} of {member.name}" for member, key, _, boxes, found in parts if len(boxes) != len(found)]
     if missing:
-        write = "Load into an optimizer of the same model and settings"
+        write = f"Load into an optimizer of the same model and settings. {ANOTHERS}"
         raise StateError(explain_error(missing[0], "no state of it", "that of all groups and parameters", write))
     for name, group in groups.items():
         group.update({key: value for key, value in loaded["param_groups"][name].items() if key not in EACH})
-    optimizer.finish()
-    for member, key, _, boxes in _stored(optimizer):
-        parts = loaded["state"].get(member.name, {}).get(key, {})  # empty if this rank stores nothing
-        for box, part in zip(boxes.values(), parts.values(), strict=True):
+    for member, key, _, boxes, found in parts:
+        for box, part in zip(boxes.values(), found.values(), strict=True):
             box.copy_(part)
         if key == "master":
             local_of(member.tensor).copy_(local_of(optimizer.state[member.tensor][key]))

@@ -18,12 +18,14 @@ from muonmesh.checkpoint.of_muon import OfMuon
 from muonmesh.checkpoint.ranks import settled
 from muonmesh.checkpoint.record import Record
 from muonmesh.clip.clipping import PlanAgain, clip_gradients
-from muonmesh.clip.limits import GradNorms, Limits
-from muonmesh.clip.squares import ERRORS, Slots, matrices_from
+from muonmesh.clip.limits import ClipPolicy, GradNorms, Limits
+from muonmesh.clip.squares import ERRORS, FELT, Slots, matrices_from
 from muonmesh.comm.storage import device_without_parameters, local_of
 from muonmesh.comm.telling import tell_all
 from muonmesh.errors import LayoutError, PlanError, StateError, about, explain_error
 from muonmesh.integrations.megatron import checkpoint
+from muonmesh.integrations.megatron.param_groups import SCHEDULED
+from muonmesh.integrations.megatron.refusals import script_argument
 from muonmesh.integrations.megatron.sharded_master import ShardedMaster
 from muonmesh.names import canonical_name
 from muonmesh.optimizer import Muon
@@ -80,7 +82,7 @@ class MegatronOptimizer(Base, OfMuon):  # type: ignore[misc]
         chunks: list[Any],
         holdings: Sequence[Holding],
         groups: Any,
-        limits: Limits,
+        policy: ClipPolicy,
     ) -> None:
         Base.__init__(self, optimizer, config)
         OfMuon.__init__(self, optimizer)
@@ -89,11 +91,11 @@ class MegatronOptimizer(Base, OfMuon):  # type: ignore[misc]
         self.chained_optimizers = [self]
         self.grad_norms_by_group: dict[str, Tensor] = {}
         self._holdings = tuple(holdings)
-        self._groups, self.limits = groups, limits
+        self._groups, self._policy = groups, policy
         tensors = (*(h.parameter for h in holdings), *(p for chunk in chunks for p in chunk.parameters()))
         self._device = next((tensor.device for tensor in tensors), None) or device_without_parameters()
         self._one = torch.ones(1, dtype=torch.float32, device=self._device)
-        self._measures = True  # whether a step measures norms; `meet` sets it to whether a norm is needed to clip
+        self._clips = True  # whether the policy clips a parameter of any rank; `meet` finds out
         self._first_holder: dict[str, int] = {}
         self._slots: Slots | None = None  # the places of this stage's matrices in a sum over all ranks
         self.grad_scaler: Any = None
@@ -109,11 +111,12 @@ class MegatronOptimizer(Base, OfMuon):  # type: ignore[misc]
                 hysteresis=config.hysteresis,
             )
 
-    def meet(self, everyone: Sequence[tuple[Limits, Sequence[tuple[str, str]]]]) -> None:
+    def meet(self, everyone: Sequence[tuple[Limits, Sequence[tuple[str, int]]]]) -> None:
         """Compare limits and plans of all ranks. All ranks call it once.
 
         Args:
-            everyone: For each rank: its limits, and name and algorithm of each of its groups that has parameters.
+            everyone: For each rank: its limits, and for each of its groups that has parameters, its name and whether
+                clipping counts it as AdamW's (FELT) or Muon's.
 
         Raises:
             LayoutError, PlanError: on every rank, if ranks that share parameters have different plans for them.
@@ -127,12 +130,18 @@ class MegatronOptimizer(Base, OfMuon):  # type: ignore[misc]
                 raise ValueError(explain_error("get_megatron_optimizer", found, needed, write))
             for name, _ in groups:
                 self._first_holder.setdefault(name, rank)
-        clipped = limits.policy != "adamw_only" or any(kind == "adamw" for _, some in everyone for _, kind in some)
-        self._measures = clipped and min(limits.max_norm, limits.skip_above) < math.inf
+        self._clips = limits.policy != "adamw_only" or any(half == FELT for _, some in everyone for _, half in some)
 
         settled(lambda: connect(self.optimizer.param_groups, self.runtime), kind=PlanError)  # for each set of ranks
-        if self._measures and limits.policy == "per_matrix" and self._groups.pp.size() > 1:
+        if limits.policy == "per_matrix" and self._groups.pp.size() > 1:
             self._place_matrices()
+
+    @property
+    def limits(self) -> Limits:
+        """How the next step clips. Like Megatron's optimizers, it reads ``config.clip_grad`` in every step."""
+        largest = self.config.clip_grad or 0.0
+        skip_above = getattr(self.config, "grad_norm_skip_threshold", None) or math.inf  # 0.16.1 has none
+        return Limits(largest if largest > 0 else math.inf, self._policy, float(skip_above))
 
     def _place_matrices(self) -> None:
         """Exchange the number of matrices of each set of ranks, to place this set's matrices in one sum over all sets.
@@ -177,7 +186,8 @@ class MegatronOptimizer(Base, OfMuon):  # type: ignore[misc]
         """
         if self.prepare_grads():
             return False, None, None
-        norm = self._step(clips=self._measures)
+        limits = self.limits
+        norm = self._step(clips=self._clips and min(limits.max_norm, limits.skip_above) < math.inf)
         zeros = self.count_zeros() if self.config.log_num_zeros_in_grad else None
         self._publish()
         return not self.optimizer.skipped, norm, zeros
@@ -293,7 +303,7 @@ class MegatronOptimizer(Base, OfMuon):  # type: ignore[misc]
     @torch.no_grad()
     def clip_grad_norm(self, clip_grad: float) -> float:
         """Clip by ``policy`` to the largest norm ``clip_grad``; return the norm of all gradients. All ranks call it."""
-        return float(self.optimizer.clip_grad_norm_(clip_grad, policy=self.limits.policy, process_group="world"))
+        return float(self.optimizer.clip_grad_norm_(clip_grad, policy=self._policy, process_group="world"))
 
     @torch.no_grad()
     def count_zeros(self) -> int:
@@ -359,7 +369,7 @@ class MegatronOptimizer(Base, OfMuon):  # type: ignore[misc]
 
         Args:
             model_sharded_state_dict: Ignored.
-            is_loading: Whether a checkpoint will be loaded into the result, which then has only the groups of this run.
+            is_loading: Whether a checkpoint will be loaded into the result.
             metadata: Ignored, since there is only one format.
         """
         self.refuse_if_interrupted()
@@ -420,12 +430,26 @@ class MegatronOptimizer(Base, OfMuon):  # type: ignore[misc]
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a result of `state_dict`, or the state that dist_checkpointing has loaded for `sharded_state_dict`.
 
+        With ``--override-opt-param-scheduler`` of Megatron-LM's scripts, the groups keep the rates and decays of this
+        run between which the scheduler moves. Otherwise they get those of the checkpoint.
+
         Raises:
             StateError: the state is neither of both, or does not fit this optimizer.
         """
+        inner = state_dict.get("optimizer", state_dict) if isinstance(state_dict, Mapping) else {}
+        groups = inner.get("param_groups", [{}])
+        if not isinstance(groups, Mapping) and not all("algorithm" in group for group in groups):
+            found = "the state of another optimizer"
+            raise StateError(explain_error("load_state_dict", found, "that of this one", checkpoint.ANOTHERS))
+        overrides = script_argument("override_opt_param_scheduler")
+        kept = [{key: group[key] for key in SCHEDULED if key in group} for group in self.param_groups]
         if "optimizer" in state_dict:
-            self.optimizer.load_state_dict(state_dict["optimizer"])
+            self.optimizer.load_state_dict(inner)
         else:
             checkpoint.restore(self.optimizer, state_dict)
+        for group, before in zip(self.param_groups, kept, strict=True) if overrides else ():
+            for key in SCHEDULED:
+                group.pop(key, None)
+            group.update(before)
         if self.grad_scaler is not None and "grad_scaler" in state_dict:
             self.grad_scaler.load_state_dict(state_dict["grad_scaler"])

@@ -12,14 +12,18 @@ from torch import nn
 from muonmesh.errors import explain_error
 from muonmesh.groups import register, split_params, unregister
 from muonmesh.groups.fused_projections import WHOLE
-from muonmesh.groups.sites import Site, sites
+from muonmesh.groups.sites import Site, sites, unwrapped
 from muonmesh.integrations.megatron.global_names import expert_names, whole_name
 from muonmesh.integrations.megatron.roles import expert_role
 from muonmesh.integrations.megatron.saved_boxes import SavedBox
 from muonmesh.names import in_order
+from muonmesh.numerics.rules import is_matrix_rule
 
 EACH = ("params", "param_names", "matrices", "reasons")
 """Keys of a group with one entry for each of its parameters."""
+
+SCHEDULED = ("max_lr", "min_lr", "start_wd", "end_wd", "wd_mult", "default_config")
+"""Keys of a group between which Megatron's scheduler moves its rate and its decay."""
 
 EXPERTS = "[experts]"
 """The suffix of the name of a group of experts whose gradients other ranks average (``allreduce=False``)."""
@@ -27,7 +31,7 @@ EXPERTS = "[experts]"
 
 def find_groups(
     config: Any,
-    models: Sequence[nn.Module],
+    chunks: Sequence[nn.Module],
     boxes: Mapping[int, Sequence[SavedBox]],
     expert_rank: int,
     *,
@@ -40,14 +44,14 @@ def find_groups(
 
     Args:
         config: Megatron's OptimizerConfig.
-        models: The chunks without wrappers.
-        boxes: The boxes of their parameters in Megatron's checkpoints, by the parameter's ``id``.
+        chunks: The chunks in their wrappers.
+        boxes: The boxes of the parameters in Megatron's checkpoints, by the parameter's ``id``.
         expert_rank: The index of this rank among the expert-parallel ranks.
         config_overrides: Megatron's overrides: keys that match parameters → schedule settings. None: Megatron's
             standard overrides.
         overrides: Overrides as for `split_params`, by names of the whole model. An override that matches no parameter
             here may match on another stage.
-        rule: The name of the rule that steps matrices.
+        rule: The name of the rule that steps the matrices for which ``overrides`` name no other.
         split: The other arguments of `split_params`: ``muon``, ``adamw`` and ``per_head``.
 
     Returns:
@@ -59,7 +63,8 @@ def find_groups(
     keys = get_standard_config_overrides(config) if config_overrides is None else config_overrides
     groups: dict[Any, dict[str, Any]] = {}
     used, experts = set[str](), dict[str, int]()
-    for model in models:
+    for chunk in chunks:
+        model = unwrapped(chunk)
         held = [site for site in sites(model) if site.parameter.requires_grad]
         if not held:
             continue
@@ -67,14 +72,18 @@ def find_groups(
         here, matched = _for_names(overrides, held, names)
         used |= matched
         parts = {site.name: expert_names(site, names[site.name], expert_rank) for site in held}
+        theirs = {parameter: name for name, parameter in chunk.named_parameters()}  # what Megatron's keys match
         for group in _split(model, boxes, overrides=here, **split):
+            if group["algorithm"] == "muon":
+                group["algorithm"] = rule
+            given = split["muon" if is_matrix_rule(group["algorithm"]) else "adamw"]
             for i, parameter in enumerate(group["params"]):
                 local = group["param_names"][i]
-                schedule = _schedule(keys, parameter, local, group)
+                schedule = _schedule(keys, parameter, theirs[parameter], group, given, here.get(local, {}))
                 expert = not getattr(parameter, "allreduce", True)
                 key = group["name"], param_group_override_to_tuple(schedule), expert
                 if key not in groups:
-                    groups[key] = _group(config, group, schedule, expert=expert, rule=rule)
+                    groups[key] = _group(config, group, schedule, expert=expert)
                 for place, name in enumerate(parts[local]):
                     if name != names[local]:
                         experts[name] = place
@@ -83,7 +92,7 @@ def find_groups(
                             groups[key][each].append(name if each == "param_names" else group[each][i])
     if not groups:  # a stage with nothing to train: schedulers and logs need at least one group
         nothing = {"params": [], "param_names": [], "name": "nothing", "algorithm": "adamw"}
-        groups[()] = _group(config, nothing, {}, expert=False, rule=rule)
+        groups[()] = _group(config, nothing, {}, expert=False)
     return list(groups.values()), used, experts
 
 
@@ -120,57 +129,88 @@ def _for_names(
     return here, used
 
 
-def _schedule(keys: Mapping[Any, Any], parameter: nn.Parameter, name: str, group: Mapping[str, Any]) -> Any:
-    """Return the schedule settings of a parameter from Megatron's overrides, combined as Megatron combines them.
+_NO_EFFECT = {"lr": "max_lr", "weight_decay": "start_wd and end_wd", "lr_mult": "max_lr"}
+"""Keys of Megatron's overrides that its scheduler overwrites or does not read, and what to write instead."""
+
+_SAME = {"max_lr": "lr", "start_wd": "weight_decay", "end_wd": "weight_decay"}
+"""Keys of Megatron's overrides, and the settings of this package that mean the same."""
+
+
+def _schedule(
+    keys: Mapping[Any, Any],
+    parameter: nn.Parameter,
+    name: str,
+    group: Mapping[str, Any],
+    given: Mapping[str, Any] | None,
+    own: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Return the schedule settings of a parameter that differ from those of all other parameters of its kind.
+
+    Megatron's overrides are combined as Megatron combines them. They decide whether a vector has weight decay; the
+    standard ones set ``wd_mult=0`` for vectors. A decay that ``overrides=`` gives this parameter comes first.
+
+    Args:
+        keys: Megatron's overrides.
+        parameter: The parameter.
+        name: Its name in the wrapped chunk, by which Megatron matches.
+        group: Its group, from `split_params`.
+        given: The settings of its half, ``muon=`` or ``adamw=``.
+        own: The settings that ``overrides=`` gives it.
 
     Raises:
-        ValueError: the overrides and ``muon=``, ``adamw=`` or ``overrides=`` both set a learning rate.
+        ValueError: a key of Megatron's overrides has no effect, or Megatron's overrides and ``muon=``, ``adamw=`` or
+            ``overrides=`` both set a learning rate or a weight decay.
     """
     said = [override for key, override in keys.items() if key.matches(parameter, name)]
-    schedule = dict(combine_param_group_overrides(said)) if said else {}
-    if "lr" in schedule or ("max_lr" in schedule and "lr" in group):
-        found = f"a rate of its own from config_overrides and lr={group.get('lr')!r} from muon=, adamw= or overrides="
+    schedule: dict[str, Any] = dict(combine_param_group_overrides(said))
+    for key, write in _NO_EFFECT.items():
+        if key in schedule and (key, schedule[key]) != ("lr_mult", 1.0):
+            found, needed = f"{key}={schedule[key]!r}", "a setting that Megatron's scheduler reads"
+            raise ValueError(explain_error(f"config_overrides for {name}", found, needed, f"Write {write}"))
+    ours = {**(given or {}), **own}
+    decides, decay = "weight_decay" in own, ours.get("weight_decay")
+    vector = group["name"].startswith("adamw.vectors")
+    usual = 0.0 if vector or (group.get("weight_decay") == 0 and decay != 0) else 1.0
+    mult = schedule.pop("wd_mult", 1.0 if vector else usual)
+    both = next(((key, same) for key, same in _SAME.items() if key in schedule and same in ours), None)
+    if decides and mult not in (0, 1):
+        both = "wd_mult", "weight_decay"
+    if both is not None:
+        found = f"{both[0]} from config_overrides and {both[1]}={ours[both[1]]!r} from muon=, adamw= or overrides="
         raise ValueError(explain_error(name, found, "only one of them", "Remove one of the two"))
-    if group.get("weight_decay") == 0:
-        schedule.pop("wd_mult", None)  # vectors have no decay anyway
+    if not decides and mult != usual:
+        schedule["wd_mult"] = mult
+        if decay is not None:
+            schedule |= {"start_wd": float(decay), "end_wd": float(decay)}
     return schedule
 
 
-def _group(
-    config: Any, group: Mapping[str, Any], schedule: Mapping[str, Any], *, expert: bool, rule: str
-) -> dict[str, Any]:
+def _group(config: Any, group: Mapping[str, Any], schedule: Mapping[str, Any], *, expert: bool) -> dict[str, Any]:
     """Return an empty group with all keys that Megatron's scheduler, checkpoints and logs read.
 
     A learning rate of a single group keeps its ratio to the other rates while the scheduler runs. A weight decay of a
-    single group stays constant, and vectors have no decay. (At each step, the scheduler sets ``weight_decay`` to the
-    scheduled decay times ``wd_mult``.)
+    single group stays constant. (At each step, the scheduler sets ``weight_decay`` to the scheduled decay times
+    ``wd_mult``.) Without ``min_lr`` in Megatron's config, that of the scheduler counts.
     """
     settings = {key: value for key, value in group.items() if key not in EACH}
-    muon = group["algorithm"] == "muon"
     rate = float(settings.pop("lr", config.lr))
     decay = settings.pop("weight_decay", None)
-    found = {
-        "wd_mult": 1.0,
-        "lr_mult": 1.0,
-        "is_decoupled_lr": False,
-        "max_lr": rate,
-        "min_lr": (config.min_lr or 0.0) * rate / config.lr if config.lr else config.min_lr,
-        **schedule,
-    }
+    found: dict[str, Any] = {"wd_mult": 1.0, "lr_mult": 1.0, "is_decoupled_lr": False, "max_lr": rate}
+    if config.min_lr is not None:
+        found["min_lr"] = config.min_lr * rate / config.lr if config.lr else config.min_lr
     if decay == 0:
         found["wd_mult"] = 0.0
     elif decay is not None:
         found |= {"start_wd": float(decay), "end_wd": float(decay)}
+    found |= schedule
     name = group["name"] + "".join(f"[{key}={value!r}]" for key, value in sorted(schedule.items()))
-    whole: dict[str, Any] = {
+    return {
         **settings,
         **{key: [] for key in EACH if key in group},
         "name": name + (EXPERTS if expert else ""),
-        "algorithm": rule if muon else "adamw",
         "lr": found["max_lr"],
         "weight_decay": found.get("start_wd", config.weight_decay) * found["wd_mult"],
         "is_expert_parallel": expert,
         "default_config": found["max_lr"] == config.lr and "min_lr" not in schedule,
         **found,
     }
-    return {**whole, "skip_grad_norm_clip": True} if muon else whole

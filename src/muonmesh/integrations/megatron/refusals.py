@@ -17,8 +17,17 @@ _OPTIMIZER = {
     "use_precision_aware_optimizer": (False, "Remove it; write muon={'state_dtype': torch.bfloat16} for less memory"),
     "overlap_param_gather_with_optimizer_step": (False, "Remove it; overlap_param_gather alone may stay"),
     "reuse_grad_buf_for_mxfp8_param_ag": (False, "Remove it: parameters must be bf16, fp16 or fp32"),
+    # Of Megatron's own Muon. The momentum has two defaults, that of OptimizerConfig and that of Megatron-LM's scripts.
+    "muon_momentum": ((0.95, 0.9), "Write muon={'momentum': ...}"),
+    "muon_split_qkv": (True, "Write overrides={'linear_qkv': {'algorithm': 'muon', 'matrices': 'whole'}}"),
+    "muon_use_nesterov": (False, "Remove it; muon={'nesterov': True} is the default"),
+    "muon_scale_mode": ("spectral", "Write muon={'scale_mode': ...}"),
+    "muon_fp32_matmul_prec": ("medium", "Write muon={'compute_dtype': ...}"),
+    "muon_num_ns_steps": (5, "Write muon={'ns_steps': ...}"),
+    "muon_tp_mode": ("blockwise", "Remove it: each matrix is orthogonalized whole"),
+    "muon_extra_scale_factor": (1.0, "Write muon={'extra_scale_factor': ...}"),
 }
-"""Fields of OptimizerConfig: the value that each must have, and what to write if it has another."""
+"""Fields of OptimizerConfig: the value that each must have, or the values, and what to write if it has another."""
 
 _DDP = {
     "use_megatron_fsdp": (False, "Remove it; torch's fully_shard with muonmesh.Muon shards parameters too"),
@@ -57,6 +66,9 @@ def refuse(config: Any, chunks: Sequence[Any], dump: Any) -> None:
     from megatron.core.distributed import DistributedDataParallel
 
     _refuse_fields("OptimizerConfig", config, _OPTIMIZER)
+    if config.lr is None:
+        write = "Set lr=... (--lr), the rate of AdamW's parameters and of all others without their own"
+        raise ValueError(explain_error("OptimizerConfig", "lr=None", "a learning rate", write))
     if dump is not None:
         found, write = f"dump_param_to_param_group_map={dump!r}", "Write print(optimizer.explain()) instead"
         raise ValueError(explain_error("get_megatron_optimizer", found, "None", write))
@@ -74,8 +86,14 @@ def refuse(config: Any, chunks: Sequence[Any], dump: Any) -> None:
 def _refuse_fields(kind: str, config: Any, fields: Mapping[str, tuple[Any, str]]) -> None:
     """Raise ValueError if a field of a configuration has another value than it must; a missing field is accepted."""
     for field, (needed, write) in fields.items():
-        if (found := getattr(config, field, None)) not in (None, needed):
+        accepted = needed if isinstance(needed, tuple) else (needed,)
+        if (found := getattr(config, field, None)) not in (None, *accepted):
             raise ValueError(explain_error(kind, f"{field}={found!r}", f"{needed!r}", write))
+
+
+def script_argument(name: str) -> Any:
+    """Return an argument of Megatron-LM's scripts; None outside of them, or if they have no such argument."""
+    return getattr(getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None), name, None)
 
 
 def refuse_formats(*, flat: bool) -> None:
@@ -85,9 +103,8 @@ def refuse_formats(*, flat: bool) -> None:
         flat: Whether the data-parallel ranks have different parts of the state. The format "torch" saves only the part
             of the first rank.
     """
-    arguments = getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
     for field in ("ckpt_format", "ckpt_convert_format"):
-        chosen = getattr(arguments, field, None)
+        chosen = script_argument(field)
         if chosen in (None, "torch_dist") or (chosen == "torch" and not flat):
             continue
         flag, needed = "--" + field.replace("_", "-"), "'torch_dist', or 'torch' where every rank has all of its state"

@@ -7,6 +7,7 @@ by it.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -62,20 +63,38 @@ class Cut(NamedTuple):
     intervals: tuple[tuple[Interval, ...], ...] = ()
 
 
-def saved_boxes_of(model: nn.Module) -> dict[int, list[SavedBox]]:
+def saved_boxes_of(model: nn.Module, ranks: int) -> dict[int, list[SavedBox]]:
     """Return the boxes of each parameter, by its ``id``; parameters that checkpoints do not have are left out.
 
     Checkpoints may add axes of layers and experts in front; these axes are removed.
+
+    Args:
+        model: A chunk without wrappers.
+        ranks: The number of tensor-parallel ranks.
+
+    Raises:
+        LayoutError: the model has no ``sharded_state_dict``, and tensor parallelism may have cut its parameters.
     """
-    model_state: Any = model
-    found: dict[int, list[SavedBox]] = {}
+    read: Any = getattr(model, "sharded_state_dict", None)
+    if read is None:
+        if ranks == 1:
+            return {}
+        found = f"no sharded_state_dict() under tensor parallelism over {ranks} ranks"
+        needed = "this method of Megatron's modules, which says how parameters are cut"
+        write = (
+            "Derive the model from megatron.core.transformer.module.MegatronModule, or set the tensor-parallel size "
+        )
+        raise LayoutError(explain_error(type(model).__name__, found, needed, write + "to 1"))
     # Megatron's own save adds this group too. A stage with layers of multi-token prediction reads it.
-    metadata = ensure_metadata_has_dp_cp_group(None)
-    for entry in nested_values(model_state.sharded_state_dict(metadata=metadata)):
+    taken = inspect.signature(read).parameters
+    knows = "metadata" in taken or any(each.kind is each.VAR_KEYWORD for each in taken.values())
+    given = {"metadata": ensure_metadata_has_dp_cp_group(None)} if knows else {}
+    found_boxes: dict[int, list[SavedBox]] = {}
+    for entry in nested_values(read(**given)):
         if isinstance(entry, (ShardedTensor, ShardedTensorFactory)) and isinstance(entry.data, nn.Parameter):
             parts = [entry] if isinstance(entry, ShardedTensor) else tree_leaves(entry.build())
-            found[id(entry.data)] = [_saved_box(part, entry.data) for part in parts]
-    return found
+            found_boxes[id(entry.data)] = [_saved_box(part, entry.data) for part in parts]
+    return found_boxes
 
 
 def _saved_box(part: Any, parameter: Tensor) -> SavedBox:

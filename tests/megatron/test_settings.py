@@ -1,0 +1,299 @@
+"""Megatron's settings reach our groups: what its own optimizers make of a configuration, ours make of it too."""
+
+from __future__ import annotations
+
+import copy
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import ParamKey, get_standard_config_overrides
+from megatron.core.optimizer import get_megatron_optimizer as megatrons
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer import TransformerConfig
+from torch import nn
+
+import muonmesh as mm
+from muonmesh.integrations.megatron import get_megatron_optimizer
+from tests.megatron import host
+from tests.megatron.host import Shape
+from tests.megatron.shapes import ONE_LAYER
+from tests.megatron.training import train
+
+NORMS = Shape(model=(*ONE_LAYER, ("qk_layernorm", True), ("add_bias_linear", True)))
+ONLY_MUON = r"^(?!.*linear)"
+"""What to freeze."""
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["whole", "flat"])
+def test_an_override_names_a_rule(workers, flat: bool) -> None:
+    """Of matrices of Muon and AdamW; the update is that of one process whose groups have these rules."""
+    rules = {"linear_fc2.weight": "normuon", "linear_proj.weight": "adamuon", "output_layer.weight": "muon"}
+    for trained in workers(2).run(train, Shape(tp=2, flat=flat, model=ONE_LAYER), overrides=rules):
+        assert trained.differing == {}
+
+
+# ------------------------------------------------------------------ rates and decays
+
+OVERRIDES: dict[str, Any] = {
+    "standard": None,
+    "none": {},
+    "a name in the wrapped chunk": {ParamKey(name="module.decoder.layers.0.mlp.*"): {"max_lr": 0.5, "min_lr": 0.1}},
+    "a name without the wrapper": {ParamKey(name="decoder.layers.0.mlp.*"): {"max_lr": 0.5}},
+    "vectors decay": {ParamKey(name="*layernorm.weight"): {"wd_mult": 1.0}, ParamKey(name="*.bias"): {"wd_mult": 0.0}},
+    "parts of the decay": {ParamKey(name="*linear_fc?.*"): {"wd_mult": 0.25}},
+    "a decay of its own": {ParamKey(name="*linear_fc1.*"): {"start_wd": 0.5, "end_wd": 0.7}},
+}
+
+
+STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
+
+
+def scheduled(make: Any, config: Any, chunks: Any, overrides: Any) -> dict[str, list[float]]:
+    """For each parameter its rate and its decay at step 0 of ten, then at 3, 6 and 12, for each style of decaying."""
+    optimizer = make(config, chunks, overrides)
+    found: dict[str, list[float]] = {}
+    for style in STYLES:
+        for name, values in of_style(optimizer, chunks, style).items():
+            found.setdefault(name, []).extend(values)
+    return found
+
+
+def of_style(optimizer: Any, chunks: Any, style: str) -> dict[str, list[float]]:
+    scheduler = OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.001,
+        max_lr=0.02,
+        min_lr=0.002,
+        lr_warmup_steps=2,
+        lr_decay_steps=10,
+        lr_decay_style=style,
+        wsd_decay_steps=5,
+        lr_wsd_decay_style="minus_sqrt",
+        start_wd=0.1,
+        end_wd=0.3,
+        wd_incr_steps=10,
+        wd_incr_style="linear" if style == "linear" else "cosine",
+    )
+    names = {parameter: name for chunk in chunks for name, parameter in chunk.named_parameters()}
+    found: dict[str, list[float]] = {}
+    for increment in (0, 3, 3, 6):
+        scheduler.step(increment)
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                found.setdefault(names[parameter], []).extend((group["lr"], group["weight_decay"]))
+    return found
+
+
+def both(overrides: str, settings: dict[str, Any]) -> None:
+    host.begin(NORMS)
+    chunks, config = host.chunks_of(NORMS), host.optimizer_config(NORMS, **{"min_lr": 0.002, **settings})
+    theirs = scheduled(megatrons, config, chunks, OVERRIDES[overrides])
+    ours = scheduled(get_megatron_optimizer, config, chunks, OVERRIDES[overrides])
+    assert ours.keys() == theirs.keys()
+    differing = {name: (ours[name], theirs[name]) for name in ours if ours[name] != pytest.approx(theirs[name])}
+    assert differing == {}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "settings"),
+    [
+        *((name, {}) for name in OVERRIDES),
+        ("standard", {"apply_wd_to_qk_layernorm": True}),
+        ("standard", {"decoupled_lr": 0.005}),
+        ("standard", {"decoupled_lr": 0.005, "decoupled_min_lr": 0.001}),
+    ],
+    ids=[*OVERRIDES, "QK norms decay", "decoupled rate", "decoupled rates"],
+)
+def test_rates_and_decays_are_megatrons(workers, overrides: str, settings: dict[str, Any]) -> None:
+    """Its own optimizers, with its own scheduler, are the reference."""
+    workers(2).run(both, overrides, settings)
+
+
+def ours_alone(config: dict[str, Any], overrides: Any, arguments: dict[str, Any]) -> dict[str, tuple[str, float]]:
+    host.begin(NORMS)
+    chunks = host.chunks_of(NORMS)
+    optimizer = get_megatron_optimizer(host.optimizer_config(NORMS, **config), chunks, overrides, **arguments)
+    return {name: (g["name"], g["weight_decay"]) for g in optimizer.param_groups for name in g["param_names"]}
+
+
+def test_our_arguments_and_megatrons_decide_about_decay_together(workers) -> None:
+    """A decay by name comes first; that of a half is what ``wd_mult`` multiplies."""
+    config, norm = {"apply_wd_to_qk_layernorm": True}, "decoder.layers.0.self_attention.q_layernorm.weight"
+    named, bias = {"k_layernorm": {"weight_decay": 0.05}, "fc1.bias": {"weight_decay": 0.2}}, "linear_fc1.bias"
+    for found in workers(2).run(ours_alone, config, None, {"adamw": {"weight_decay": 0.4}, "overrides": named}):
+        by_end = {name.rpartition("layers.0.")[2]: decay for name, (_, decay) in found.items()}
+        assert found[norm] == ("adamw.vectors[end_wd=0.4][start_wd=0.4][wd_mult=1.0]", 0.4)
+        assert by_end["self_attention.k_layernorm.weight"] == 0.05
+        assert by_end[f"mlp.{bias}"] == 0.2
+        assert by_end["input_layernorm.weight"] == by_end["mlp.linear_fc2.bias"] == 0.0
+        assert by_end["mlp.linear_fc2.weight"] == 0.1
+
+
+def without_a_least_rate() -> None:
+    """OptimizerConfig without ``min_lr``, its default: the scheduler's counts."""
+    host.begin(NORMS)
+    found = scheduled(get_megatron_optimizer, host.optimizer_config(NORMS, min_lr=None), host.chunks_of(NORMS), None)
+    assert {values[-2] for values in found.values()} == {0.002}
+
+
+def test_the_least_rate_of_the_scheduler_counts(workers) -> None:
+    workers(2).run(without_a_least_rate)
+
+
+@pytest.mark.parametrize(
+    ("config", "overrides", "arguments", "message"),
+    [
+        ({"lr": None}, None, {}, r"lr=None; needed a learning rate\. Set lr="),
+        ({"muon_momentum": 0.8}, None, {}, r"muon_momentum=0\.8.*Write muon=\{'momentum'"),
+        ({"muon_scale_mode": "unit_rms_norm"}, None, {}, r"Write muon=\{'scale_mode'"),
+        ({"muon_split_qkv": False}, None, {}, "'matrices': 'whole'"),
+        ({"muon_use_nesterov": True}, None, {}, "'nesterov'"),
+        ({"muon_fp32_matmul_prec": "high"}, None, {}, "'compute_dtype'"),
+        ({"muon_num_ns_steps": 6}, None, {}, "'ns_steps'"),
+        ({"muon_tp_mode": "duplicated"}, None, {}, "each matrix is orthogonalized whole"),
+        ({"muon_extra_scale_factor": 0.2}, None, {}, "'extra_scale_factor'"),
+        ({}, {"lr": 0.1}, {}, "found lr=0.1; needed a setting that Megatron's scheduler reads. Write max_lr"),
+        ({}, {"lr_mult": 2.0}, {}, "Write max_lr"),
+        ({}, {"weight_decay": 0.1}, {}, "Write start_wd and end_wd"),
+        ({}, {"end_wd": 0.2}, {"muon": {"weight_decay": 0.1}}, "end_wd from config_overrides and weight_decay=0.1"),
+        ({}, {"wd_mult": 0.5}, {"overrides": {"fc1": {"weight_decay": 0.1}}}, "wd_mult from config_overrides"),
+        ({}, {"betas": 0.5}, {}, "betas"),
+        ({}, {"optimizer": "sgd"}, {}, "the key 'optimizer'"),
+    ],
+)
+def test_what_would_have_no_effect_is_refused(workers, config: Any, overrides: Any, arguments: Any, message: str):
+    keys = None if overrides is None else {ParamKey(name="*linear_fc1.weight"): overrides}
+    for outcome in workers(2).run_expecting_errors(ours_alone, config, keys, arguments):
+        assert outcome.error is ValueError
+        assert re.search(message, outcome.message)
+
+
+# ------------------------------------------------------------------ clipping
+
+
+def clipped(rule: str) -> tuple[list[float | None], list[float]]:
+    """Norms that steps return, and by how much they have scaled a gradient, with a limit that changes in between."""
+    shape = Shape(model=ONE_LAYER, frozen=ONLY_MUON)
+    host.begin(shape)
+    chunks, config = host.chunks_of(shape), host.optimizer_config(shape, clip_grad=0.0)
+    optimizer = get_megatron_optimizer(config, chunks, muon={"rule": rule})
+    norms, scaled = list[float | None](), list[float]()
+    for turn, config.clip_grad in enumerate((0.0, 1e-3, 0.0)):
+        host.backward(shape, chunks, optimizer, turn)
+        gradient = next(p for p in chunks[0].parameters() if p.requires_grad).main_grad
+        before = gradient.clone()
+        norms.append(optimizer.step()[1])
+        scaled.append(float(gradient.norm() / before.norm()))
+    return norms, scaled
+
+
+def test_a_limit_counts_from_the_step_that_has_it(workers) -> None:
+    """Also where no parameter is AdamW's, for a rule whose update depends on the gradients' size."""
+    for norms, scaled in workers(2).run(clipped, "dynmuon"):
+        assert norms[0] is norms[2] is None
+        assert norms[1] is not None
+        assert scaled == pytest.approx([1.0, 1e-3 / norms[1], 1.0], rel=1e-4)
+    for norms, scaled in workers(2).run(clipped, "muon"):
+        assert norms == [None] * 3
+        assert scaled == [1.0] * 3
+
+
+# ------------------------------------------------------------------ DistributedDataParallelConfig
+
+
+@pytest.mark.parametrize(
+    ("shape", "settings"),
+    [
+        (Shape(flat=True), {"pad_buckets_for_high_nccl_busbw": True}),
+        (Shape(flat=True, dtype=torch.bfloat16), {"reduce_scatter_with_fp32_accumulation": True}),
+        (Shape(flat=True, dtype=torch.bfloat16), {"grad_reduce_in_fp32": False}),
+        (Shape(dtype=torch.bfloat16), {"grad_reduce_in_fp32": False}),
+        (Shape(), {"check_for_nan_in_grad": True, "check_for_large_grads": True}),
+        (Shape(flat=True, overlap=True, late=True), {"align_param_gather": True}),
+    ],
+    ids=lambda value: ", ".join(value) if isinstance(value, dict) else "",
+)
+def test_how_gradients_are_reduced_is_megatrons(workers, shape: Shape, settings: dict[str, Any]) -> None:
+    for trained in workers(2).run(train, shape.but(model=ONE_LAYER, ddp=tuple(settings.items()))):
+        assert trained.differing == {}
+
+
+# ------------------------------------------------------------------ models of plain modules
+
+
+class Net(nn.Module):
+    """As in Megatron's own tests of optimizers: no ``sharded_state_dict``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.norm, self.fc2, self.fc3 = (
+            nn.Linear(16, 24),
+            nn.LayerNorm(24),
+            nn.Linear(24, 20),
+            nn.Linear(20, 4),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.fc2(self.norm(self.fc1(x)).relu())
+        return self.fc3(hidden.relu())
+
+
+class Described(Net):
+    """One whose method takes no argument."""
+
+    def sharded_state_dict(self) -> dict[str, Any]:
+        return {}
+
+
+def plain(kind: type[Net], shape: Shape) -> dict[str, float]:
+    """By how much parameters differ from those of one process after three steps with the same reduced gradients."""
+    host.begin(shape)
+    torch.manual_seed(5)
+    net = kind()
+    single = copy.deepcopy(net)
+    ddp = DistributedDataParallelConfig(use_distributed_optimizer=shape.flat)
+    chunk = DistributedDataParallel(TransformerConfig(num_layers=1, num_attention_heads=1), ddp, net)
+    config = host.optimizer_config(shape, clip_grad=0.0)
+    optimizer = get_megatron_optimizer(config, [chunk])
+    betas = config.adam_beta1, config.adam_beta2
+    reference = mm.from_model(single, 0.02, adamw_betas=betas, adamw_eps=config.adam_eps, process_group="local")
+    for turn in range(3):
+        chunk.zero_grad_buffer()
+        inputs = torch.randn(8, 16, generator=torch.Generator().manual_seed(10 * turn + dist.get_rank()))
+        chunk(inputs).square().mean().backward()
+        chunk.finish_grad_sync()
+        (buffer,) = chunk.buffers
+        reduced = buffer.grad_data.clone()
+        if shape.flat:
+            dist.all_gather_into_tensor(reduced, buffer.grad_data.chunk(dist.get_world_size())[dist.get_rank()].clone())
+        for parameter, other in zip(net.parameters(), single.parameters(), strict=True):
+            start, end, _ = buffer.param_index_map[parameter]
+            other.grad = reduced[start:end].view(parameter.shape).clone()
+        assert optimizer.step()[0]
+        reference.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert {*optimizer.sharded_state_dict()["state"]} == {name for name, _ in net.named_parameters()}
+    pairs = zip(net.named_parameters(), single.parameters(), strict=True)
+    return {name: float((a - b).abs().max()) for (name, a), b in pairs if not torch.equal(a, b)}
+
+
+@pytest.mark.parametrize("kind", [Net, Described])
+@pytest.mark.parametrize("flat", [False, True], ids=["whole", "flat"])
+def test_a_model_of_plain_modules(workers, flat: bool, kind: type[Net]) -> None:
+    assert workers(2).run(plain, kind, Shape(flat=flat)) == [{}, {}]
+
+
+def test_a_model_of_plain_modules_may_not_be_cut(workers) -> None:
+    for outcome in workers(2).run_expecting_errors(plain, Net, Shape(tp=2)):
+        assert "Net: found no sharded_state_dict() under tensor parallelism over 2 ranks" in outcome.message
+        assert "or set the tensor-parallel size to 1" in outcome.message
+
+
+def test_a_standard_override_is_what_the_scripts_pass() -> None:
+    """So ``None`` above stands for Megatron-LM's scripts too."""
+    keys = get_standard_config_overrides(host.optimizer_config(NORMS))
+    assert [dict(override) for override in keys.values()] == [{"wd_mult": 0.0}]
