@@ -14,6 +14,7 @@ import importlib
 import logging
 import math
 import os
+import re
 import unittest.mock
 import warnings
 from collections.abc import Iterator
@@ -38,7 +39,7 @@ from muonmesh.comm.agreement import group_of
 from muonmesh.integrations.deepspeed import initialize
 from muonmesh.integrations.deepspeed.calls import Call
 from muonmesh.integrations.deepspeed.checkpoint import expert_names
-from muonmesh.integrations.deepspeed.optimizer import EngineMuon
+from muonmesh.integrations.deepspeed.optimizer import EngineOptimizer
 from muonmesh.integrations.deepspeed.records import read_flats
 from muonmesh.numerics.coefficients import coefficient_schedule
 from muonmesh.step.state_layout import RUNNING
@@ -265,17 +266,24 @@ def dtype_of(config: dict[str, Any]) -> torch.dtype:
 
 
 def exactness(
-    config: dict[str, Any], *, zero_init: bool = False, heads: dict[str, int] | None = None, **optimizer: Any
+    config: dict[str, Any],
+    *,
+    zero_init: bool = False,
+    heads: dict[str, int] | None = None,
+    use_muon: str | None = None,
+    **optimizer: Any,
 ) -> list[str]:
     """Train some steps and return what differs from one process: weights, module, states.
 
     With ``heads`` the engine's parameters have DeepSpeed's tag of so many heads, and those of one process are told.
+    With ``use_muon`` those whose names it matches have DeepSpeed's tag of its own Muon, and the others deny it.
     """
     dtype = dtype_of(config)
     with fp16_on_cpu() if dtype == torch.float16 else contextlib.nullcontext():
-        model = build(zero_init={"train_micro_batch_size_per_gpu": 1, **config}) if zero_init else None
+        model = build(zero_init={"train_micro_batch_size_per_gpu": 1, **config}) if zero_init else build()
+        for name, parameter in model.named_parameters() if use_muon is not None else ():
+            parameter.use_muon = re.fullmatch(use_muon, name) is not None  # type: ignore[attr-defined]
         if heads is not None:
-            model = model or build()
             for name, count in heads.items():
                 model.get_parameter(name).muon_num_heads = count  # type: ignore[attr-defined]
         engine = engine_for(config, model, **optimizer)
@@ -856,7 +864,7 @@ def parallel(config: dict[str, Any], kind: str, folder: str | None = None) -> li
     return wrong
 
 
-def entries_of(optimizer: EngineMuon) -> Iterator[tuple[Call, str, Tensor, str]]:
+def entries_of(optimizer: EngineOptimizer) -> Iterator[tuple[Call, str, Tensor, str]]:
     """Yield each parameter's call, name, tensor (its own at stage 0, else the flat one) and algorithm."""
     for call in optimizer.calls:
         if call.layouts:

@@ -139,6 +139,19 @@ def test_deepspeed_s_tag_of_heads_counts_at_every_stage(pools: dict[int, Pool], 
     assert pools[2].run(ds.exactness, EXACT[name], heads=heads) == [[], []]
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("0", "0 bf16", "1 accumulation", "1 bf16, sums in fp32", "1 offload", "2", "2 offload", "2 round robin"),
+        *("3", "3 sub-groups", "3 offload", "3 parameters offloaded"),
+    ],
+)
+@pytest.mark.parametrize("tagged", [r".*\.weight(?<!norm\.weight)", ".*"], ids=["matrices", "everything"])
+def test_deepspeed_s_tag_of_its_own_muon_changes_nothing(pools: dict[int, Pool], name: str, tagged: str) -> None:
+    """Its stages 1 and 2 orthogonalize what carries ``use_muon``, if the name of the optimizer's class says Muon."""
+    assert pools[2].run(ds.exactness, EXACT[name], use_muon=tagged) == [[], []]
+
+
 @pytest.mark.parametrize("dtype", [{}, BF16], ids=["fp32", "bf16"])
 def test_a_model_made_under_zero_init(pools: dict[int, Pool], dtype: dict[str, Any]) -> None:
     assert pools[2].run(ds.exactness, zero(3) | dtype, zero_init=True) == [[], []]

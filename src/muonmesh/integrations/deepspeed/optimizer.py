@@ -1,4 +1,4 @@
-"""EngineMuon: the optimizer inside a DeepSpeed engine; it steps the tensors that the engine puts into its groups."""
+"""EngineOptimizer: the optimizer inside a DeepSpeed engine; it steps the tensors that the engine puts into its groups."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def kept_as_moments(group: Mapping[str, Any]) -> Mapping[str, str]:
     return {"momentum_buffer": "exp_avg"} if keeps.get("momentum_buffer") == "momentum" else {}
 
 
-class EngineMuon(torch.optim.Optimizer):
+class EngineOptimizer(torch.optim.Optimizer):
     """Muon and AdamW for a DeepSpeed engine, which lets the optimizer step flat fp32 tensors instead of parameters.
 
     1. DeepSpeed creates the optimizer inside the engine, and replaces the parameters in its groups by flat tensors. At
