@@ -214,12 +214,14 @@ def states(engine: Any) -> dict[str, Tensor]:
 
 
 class OneProcess:
-    """A single-process Muon on whole fp32 weights that is given the same reduced gradients."""
+    """A single-process Muon on whole weights, fp32 if not said, that is given the same reduced gradients."""
 
-    def __init__(self, dtype: torch.dtype, device: Any = "cpu", **optimizer: Any) -> None:
+    def __init__(
+        self, dtype: torch.dtype, device: Any = "cpu", *, weights: torch.dtype = torch.float32, **optimizer: Any
+    ) -> None:
         self.model = Model()
         for name, parameter in self.model.named_parameters():
-            parameter.data = values()[name].to(device, dtype).float()
+            parameter.data = values()[name].to(device, dtype).to(weights)
         settings = {"compute_dtype": torch.float32, **OPTIMIZER, **optimizer}
         self.optimizer = mm.from_model(self.model, process_group="local", **settings)
 
@@ -271,12 +273,14 @@ def exactness(
     zero_init: bool = False,
     heads: dict[str, int] | None = None,
     use_muon: str | None = None,
+    times: int = 1,
     **optimizer: Any,
 ) -> list[str]:
     """Train some steps and return what differs from one process: weights, module, states.
 
     With ``heads`` the engine's parameters have DeepSpeed's tag of so many heads, and those of one process are told.
     With ``use_muon`` those whose names it matches have DeepSpeed's tag of its own Muon, and the others deny it.
+    The gradients of one process are so many ``times`` as large.
     """
     dtype = dtype_of(config)
     with fp16_on_cpu() if dtype == torch.float16 else contextlib.nullcontext():
@@ -295,13 +299,27 @@ def exactness(
         wrong = [f"before: {line}" for line in differences(weights(engine), one.weights)]
         train(engine, range(STEPS))
         for step in range(STEPS):
-            one.step(reduced(step, engine.gradient_accumulation_steps()))
+            gradients = reduced(step, engine.gradient_accumulation_steps())
+            one.step({name: times * gradient for name, gradient in gradients.items()})
         wrong += differences(weights(engine), one.weights)
         now = {name: value.to(dtype).float() for name, value in one.weights.items()} | frozen
         wrong += [f"module: {line}" for line in differences(computed_with(engine), now)]
         if engine.zero_optimization():
             wrong += [f"state: {line}" for line in differences(states(engine), one.states)]
         engine.destroy()
+    return wrong
+
+
+def in_bf16(config: dict[str, Any]) -> list[str]:
+    """Train with master weights and state in bf16; what differs from one process whose weights and state are bf16."""
+    engine, one = engine_for(config), OneProcess(torch.bfloat16, state_dtype=torch.bfloat16, weights=torch.bfloat16)
+    train(engine, range(STEPS))
+    for step in range(STEPS):
+        one.step({name: gradient.bfloat16() for name, gradient in reduced(step, 1).items()})
+    wrong = differences(weights(engine), {name: value.float() for name, value in one.weights.items()})
+    found, needed = ({name: value.float() for name, value in some.items()} for some in (states(engine), one.states))
+    wrong += [f"state: {line}" for line in differences(found, needed)]
+    engine.destroy()
     return wrong
 
 

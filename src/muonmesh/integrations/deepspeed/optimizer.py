@@ -1,4 +1,4 @@
-"""EngineOptimizer: the optimizer inside a DeepSpeed engine; it steps the tensors that the engine puts into its groups."""
+"""EngineOptimizer: the optimizer inside a DeepSpeed engine; it steps the tensors that the engine puts into groups."""
 
 from __future__ import annotations
 
