@@ -323,6 +323,23 @@ def in_bf16(config: dict[str, Any]) -> list[str]:
     return wrong
 
 
+def away_and_back(config: dict[str, Any]) -> tuple[str, list[str]]:
+    """Move the engine's state to the host and back after two steps; what the engine says, and what then differs."""
+    engine, one, refused = engine_for(config), OneProcess(torch.float32), ""
+    for step in range(STEPS):
+        if step == 2:
+            try:
+                engine.offload_states()
+                engine.reload_states()
+            except AssertionError as error:
+                refused = str(error)
+        train(engine, range(step, step + 1))
+        one.step(reduced(step, 1))
+    wrong = differences(weights(engine), one.weights)
+    engine.destroy()
+    return refused, wrong
+
+
 def from_half(config: dict[str, Any]) -> bool:
     """Whether a model that was cast to fp16 before the engine was made trains on."""
     with fp16_on_cpu():

@@ -167,6 +167,14 @@ def test_gradients_that_are_summed_over_ranks(pools: dict[int, Pool], stage: int
     assert pools[2].run(ds.exactness, config, times=2) == [[], []]
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_states_that_leave_the_device_between_two_steps(pools: dict[int, Pool], stage: int) -> None:
+    """At stage 3 the engine moves those of its own Adam alone, and says so before it moves any."""
+    for refused, wrong in pools[2].run(ds.away_and_back, zero(stage)):
+        assert wrong == []
+        assert refused == ("Offloading is supported only for DeepSpeed FusedAdam." if stage == 3 else "")
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_computed_in_bf16_too(pools: dict[int, Pool], stage: int) -> None:
     assert pools[2].run(ds.exactness, zero(stage), compute_dtype=torch.bfloat16) == [[], []]
@@ -283,7 +291,7 @@ def test_padding_enters_nothing(pools: dict[int, Pool], stage: int) -> None:
         ("WarmupLR", {"warmup_max_lr": 0.04, "warmup_num_steps": 4, "warmup_type": "linear"}),
         ("WarmupDecayLR", {"total_num_steps": 9, "warmup_num_steps": 3}),
         ("WarmupCosineLR", {"total_num_steps": 9, "warmup_num_steps": 3}),
-        ("OneCycle", {"cycle_min_lr": 0.01, "cycle_max_lr": 0.1, "cycle_first_step_size": 3, "cycle_momentum": False}),
+        ("OneCycle", {"cycle_min_lr": 0.01, "cycle_max_lr": 0.1, "cycle_first_step_size": 3}),
         ("LRRangeTest", {"lr_range_test_min_lr": 0.01, "lr_range_test_step_size": 2}),
         ("CosineAnnealingLR", {"T_max": 5}),
     ],
@@ -291,6 +299,7 @@ def test_padding_enters_nothing(pools: dict[int, Pool], stage: int) -> None:
 def test_a_schedule_moves_both_halves_and_keeps_their_ratio(
     pools: dict[int, Pool], stage: int, name: str, params: dict[str, Any]
 ) -> None:
+    """DeepSpeed's OneCycle would cycle ``betas`` too, and warns that it does not, since the defaults have none."""
     config = zero(stage) | {"scheduler": {"type": name, "params": params}}
     rates, wrong = pools[2].run(ds.scheduled, config)[0]
     assert wrong == []
