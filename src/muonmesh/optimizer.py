@@ -345,9 +345,7 @@ class Muon(torch.optim.Optimizer):
         if flags.skip:
             yield None
             return
-        squares = runtime.update_squares
-        if squares is not None:
-            squares = runtime.update_squares = UpdateSquares(spectrum=squares.spectrum)
+        squares = runtime.update_squares = None if runtime.update_squares is None else UpdateSquares()
         kind = DeviceStep if runtime.works_together(planned) else HostStep
         precision, offload = runtime.precision, runtime.offload_of(planned)
         ready = ReadyParameters(planned, collected.muon, settings.rules, flags, precision, offload)
@@ -609,19 +607,12 @@ class Muon(torch.optim.Optimizer):
         return explain(self.param_groups, planned, runtime.precision, gradients)
 
     @plain_modes()
-    def metrics(self, *, spectrum: bool = False) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Return figures of the last step for any logger, by group; all ranks call it, since shards are summed.
 
         ``<group>/gradient_rms``, ``<group>/momentum_rms`` (the first moment of AdamW), ``<group>/update_rms`` (without
         decay) and ``<group>/update_to_weight`` (ratio of norms). Call it after ``step`` and before ``zero_grad``. The
         update is recorded from the first call on, so the last two appear after the following step.
-
-        After a call with ``spectrum``, steps also measure the singular values of each matrix, until a call without it.
-        The figures are means over the matrices of a group. Two describe the input of the orthogonalization (the
-        momentum, with Nesterov's part of the gradient): ``<group>/momentum_spectral`` (the largest singular value σ, by
-        power iteration) and ``momentum_stable_rank`` (Σσ² over the largest σ²). Two describe its result before scaling:
-        ``update_effective_rank`` (Σσ² squared over Σσ⁴) and ``polar_error`` (RMS of σ² - 1). The last two are estimated
-        with random signs if a matrix has more than 64 rows and columns.
 
         On a CPU the figures are floats. On a device they are 0-d fp64 tensors, and the CPU does not wait for them.
         Reading a tensor (``float(x)``, ``format``) does wait, so log it late. On a device a rank returns the figures of
@@ -635,6 +626,5 @@ class Muon(torch.optim.Optimizer):
             found = measure(connected, here, settings.error, runtime)
             if found is not None:
                 runtime.update_squares = runtime.update_squares or UpdateSquares()
-                runtime.update_squares.spectrum = spectrum
                 return found
             forget(runtime)

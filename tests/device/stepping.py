@@ -140,7 +140,7 @@ def steps(case: Case, device: str, found: SimulatedDevice | None = None) -> tupl
         if case.policy is not None:
             optimizer.clip_grad_norm_(0.5, policy=case.policy)
         optimizer.step()
-        figures = optimizer.metrics(spectrum=True) if case.metrics else {}
+        figures = optimizer.metrics() if case.metrics else {}
     waited = dict(found.waits) if found is not None else {}
     optimizer.finish()
     tensors = {

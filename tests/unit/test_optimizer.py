@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 import muonmesh as mm
 from muonmesh.numerics.coefficients import coefficient_schedule
-from muonmesh.step.update_squares import UpdateSquares, largest_of
 from tests import problem
 from tests.reference import reference_step
 
@@ -520,70 +519,6 @@ def test_explain_and_metrics_tell_the_size_of_a_step() -> None:
     assert figures["muon/momentum_rms"] == pytest.approx(0.05 * figures["muon/gradient_rms"], rel=1e-5)
     ratio = float(change.norm() / weight.detach().norm())
     assert figures["muon/update_to_weight"] == pytest.approx(ratio, rel=1e-3)
-
-
-@pytest.mark.parametrize("together", [False, True])
-def test_metrics_measure_singular_values_in_the_steps_after_they_are_asked_for(together: bool) -> None:
-    """Against torch.linalg.svdvals of the momentum and of what the weights really moved, in fp64."""
-    torch.manual_seed(0)
-    shapes = {"tall": (40, 24), "wide": (8, 48), "zero": (6, 6)}
-    weights = [nn.Parameter(torch.randn(shape)) for shape in shapes.values()]
-    group = {"params": weights, "param_names": [*shapes], "name": "muon"}
-    optimizer = mm.Muon([group], lr=0.1, weight_decay=0.0, compute_dtype=torch.float32, scale_mode="none")
-    optimizer._runtime.together = together  # the operations of a device, which multiplies results by the rate too
-
-    def step(asked: bool) -> tuple[dict[str, float], dict[str, float]]:
-        """Return what metrics say of a step, and what singular values say."""
-        before = [weight.detach().double() for weight in weights]
-        for weight in weights:
-            given = torch.randn(weight.shape) * torch.logspace(0, -2, weight.shape[1])
-            weight.grad = given if weight.shape != (6, 6) else torch.zeros(6, 6)
-        optimizer.step()
-        rows = []
-        for weight, old in zip(weights[:2], before, strict=False):
-            kept, grad = optimizer.state[weight]["momentum_buffer"].double(), weight.grad.double()
-            momenta = torch.linalg.svdvals(grad + 0.95 * (kept - grad))
-            moved = torch.linalg.svdvals((old - weight.detach().double()) / 0.1)
-            stable, squares = momenta.square().sum() / momenta[0] ** 2, moved.square()
-            effective = squares.sum() ** 2 / squares.square().sum()
-            rows.append([momenta[0], stable, effective, (squares - 1).square().mean().sqrt()])
-        names = ("momentum_spectral", "momentum_stable_rank", "update_effective_rank", "polar_error")
-        means = torch.tensor(rows).mean(0).tolist()
-        return optimizer.metrics(spectrum=asked), {f"muon/{name}": m for name, m in zip(names, means, strict=True)}
-
-    found, expected = step(True)
-    assert not expected.keys() & found.keys()  # it is the next step that measures
-    for asked in (True, False):
-        found, expected = step(asked)
-        tolerances = {"muon/momentum_spectral": 0.01, "muon/momentum_stable_rank": 0.02}  # found by power iteration
-        for name, value in expected.items():
-            assert found[name] == pytest.approx(value, rel=tolerances.get(name, 2e-4))
-        assert found["muon/momentum_spectral"] <= expected["muon/momentum_spectral"] * (1 + 1e-6)
-    found, expected = step(False)
-    assert not expected.keys() & found.keys()
-    optimizer.metrics(spectrum=True)
-    weights[0].grad = torch.full((40, 24), float("nan"))
-    optimizer.step()
-    assert math.isnan(optimizer.metrics()["muon/momentum_spectral"])  # said, and no error of a decomposition
-
-
-@pytest.mark.parametrize("rank", [3, 96])
-@pytest.mark.parametrize("scale", [1e-30, 1e30])
-def test_estimates_of_singular_values_are_near_them(rank: int, scale: float) -> None:
-    """Of matrices with so many rows that signs stand for the identity, momenta of any size, zeros beside them."""
-    torch.manual_seed(0)
-    u, v = (torch.linalg.qr(torch.randn(2, n, rank, dtype=torch.float64))[0] for n in (96, 160))
-    values = torch.linspace(1.2, 0.7, rank, dtype=torch.float64)
-    results, squares = ((u * values) @ v.mT).float(), values.square()
-    momenta = largest_of(torch.cat([results * scale, torch.zeros(1, 96, 160)]))
-    assert momenta[2, 0] == 0
-    figures = UpdateSquares(spectrum=True)
-    figures.add_spectra(0, momenta[:2], results, None)
-    (found,) = {tuple((sums / counts).tolist()) for sums, counts in [figures.spectra_of(0).unbind(1)]}
-    error = (((squares - 1).square().sum() + 96 - rank) / 96).sqrt()
-    expected = (1.2 * scale, squares.sum() / 1.44, squares.sum() ** 2 / squares.square().sum(), error)
-    for one, value, near in zip(found, expected, (0.02, 0.04, 0.05, 0.05), strict=True):
-        assert one == pytest.approx(float(value), rel=near)
 
 
 # ------------------------------------------------------------------ the state-creating step of torch's checkpoints

@@ -21,16 +21,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import muonmesh as mm
 from muonmesh.numerics import kernels, newton_schulz
 from muonmesh.numerics.kernels import batched, beside, fused, toolchain, triton, zeros
-from muonmesh.numerics.kernels.batched import torch_products
 from muonmesh.numerics.kernels.memory import download
 from muonmesh.numerics.kernels.recording import Recording, places_of, run_again
 from muonmesh.numerics.kernels.rows import in_three_dims
 from muonmesh.numerics.kernels.triton import triton_products
 from muonmesh.numerics.newton_schulz import orthogonalize
 from muonmesh.numerics.rules import on_device
-from muonmesh.step import device_step, preflight
+from muonmesh.step import preflight
 from muonmesh.step.device_step import DeviceStep
-from muonmesh.testing.device import Event, pretended_cuda
+from muonmesh.tools.testing.device import Event, pretended_cuda
 from tests.interpreter import interpreting
 
 Interpreter = Callable[..., Any]
@@ -514,55 +513,6 @@ def whole_and_apart(dtype: torch.dtype) -> tuple[bool, int, int]:
     return same and all(map(torch.equal, whole + moved, apart * 2)), some, none
 
 
-def in_its_room(rows: int, cols: int, method: Any, kernel: Any) -> bool:
-    """Whether a matrix that moves through the memory of its result ends with the bits that it has with two memories."""
-    torch.manual_seed(cols)
-    matrix, times = torch.randn(1, rows, cols).to(BF16) * 2.0**-50, torch.tensor([-0.3])
-    options: dict[str, Any] = {"method": method, "kernels": kernel, "coefficients": "polar_express", "steps": None}
-    with pytest.MonkeyPatch.context() as patch:
-        if kernel == "torch":  # those of a device
-            patch.setattr(newton_schulz, "select", lambda *_, **__: torch_products(at_once=1))
-        expected = orthogonalize(matrix.clone(), times=times, **options)
-        room, x = newton_schulz.room_for(rows, cols, dtype=BF16, device=matrix.device)
-        orthogonalizer = newton_schulz.Orthogonalizer.of(rows, cols, **options, dtype=BF16, device=matrix.device)
-        with torch.no_grad():
-            found = orthogonalizer(x.copy_(matrix), times=times, room=room)
-    within = room.untyped_storage().data_ptr() == found.untyped_storage().data_ptr()
-    return within and torch.equal(found, expected) and 0.2 < float(found.double().norm() / rows**0.5) < 0.4
-
-
-def stepped_in_rooms() -> tuple[float, int]:
-    """How far weights end that were stepped with one memory a matrix and with two, and how often the first was."""
-    results, taken = [], 0
-    take = DeviceStep._local_in_room
-
-    def counted(self: DeviceStep, batch: Any) -> bool:
-        nonlocal taken
-        found = take(self, batch)
-        taken += found
-        return found
-
-    for large in (0, 1 << 40):
-        torch.manual_seed(0)
-        weights = [nn.Parameter(torch.randn(shape)) for shape in ((24, 80), (70, 20))]
-        optimizer = mm.Muon(weights, lr=0.1, compute_dtype=FP32)
-        optimizer._runtime.waits, optimizer._runtime.together = False, True
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(device_step, "_LARGE", large)
-            patch.setattr(newton_schulz, "select", lambda *_, **__: triton_products(at_once=1))
-            patch.setattr(DeviceStep, "_local_in_room", counted)
-            for weight in weights:
-                weight.grad = torch.randn_like(weight)
-            before = [(weight._version, weight.grad._version) for weight in weights if weight.grad is not None]
-            optimizer.step()
-        for weight, (written, read) in zip(weights, before, strict=True):  # as autograd sees them
-            assert weight._version > written
-            assert weight.grad is not None
-            assert weight.grad._version == read
-        results.append(weights)
-    return max(float((a - b).detach().abs().max()) for a, b in zip(*results, strict=True)), taken
-
-
 def fused_refused() -> list[str]:
     """What is said of pieces that cannot be."""
     said = []
@@ -704,27 +654,6 @@ def test_matrices_in_order_are_stepped_like_pieces(interpreter: Interpreter, dty
     same, whole, apart = interpreter(whole_and_apart, dtype)
     assert same
     assert (whole, apart) == (20 + 3 * 21, 0)
-
-
-@pytest.mark.parametrize(
-    ("method", "kernel"),
-    [
-        ("standard", "torch"),
-        ("gram", "triton"),
-        *(pytest.param(*c, marks=pytest.mark.soak) for c in [("standard", "triton"), ("gram", "torch")]),
-    ],
-)
-def test_a_large_matrix_moves_through_the_memory_of_its_result(
-    interpreter: Interpreter, method: str, kernel: str
-) -> None:
-    """By three products and by five, so it ends on the left; in panels of which the last is narrower."""
-    assert interpreter(in_its_room, 33, 330, method, kernel)
-
-
-def test_large_matrices_are_stepped_in_one_memory(interpreter: Interpreter) -> None:
-    apart, taken = interpreter(stepped_in_rooms)
-    assert apart < 1e-6
-    assert taken == 2
 
 
 @pytest.mark.parametrize("dim", range(4))

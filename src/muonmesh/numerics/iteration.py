@@ -65,7 +65,6 @@ class Iteration:
         self._row_products = row_products if matmuls.exact is None else matmuls.exact.row_products
         self._squares: dict[str, Tensor] = {}
         self._square_term: Tensor | None = None
-        self._panels: list[slice] = []  # of columns that are multiplied one after the other; empty: all at once
 
     def run(self, matrices: Tensor, out: Tensor, times: Tensor | None, *, overwrite: bool) -> None:
         """Orthogonalize `matrices`, shape (batch, m, n), into `out`; the results are multiplied by `times`."""
@@ -80,16 +79,6 @@ class Iteration:
         if self.x is not out:
             exact = self._exact_for(out)
             (store if exact is None else exact.store)(self.x, out)
-
-    def run_in(self, room: Tensor, matrix: Tensor, times: Tensor | None) -> Tensor:
-        """Orthogonalize the matrix in the last columns of ``room`` (`room_for`); return a view of the result in it."""
-        cols = matrix.shape[2]
-        width = room.shape[2] - cols
-        self._shape, self._device = tuple(matrix.shape), matrix.device
-        self.x, self._next = matrix, room[..., :cols]
-        self._panels = [slice(start, min(start + width, cols)) for start in range(0, cols, width)]
-        self._iterate(matrix, times)
-        return self.x
 
     def _iterate(self, matrices: Tensor, times: Tensor | None) -> None:
         prepared, segments = self._prepared, self._segments
@@ -281,10 +270,7 @@ class Iteration:
         factor: float | Tensor = self._inverse if self._last else 1.0
         if self._last and self._times is not None:
             factor = self._inverse * self._times
-        for some in self._panels or [slice(None)]:
-            x = self.x[..., some]
-            self._matmuls.multiply(b, x, [(x, a)], self._next[..., some], scale=factor, symmetric=False)
-        self._panels.reverse()  # X goes back the way it came, its last panel first
+        self._matmuls.multiply(b, self.x, [(self.x, a)], self._next, scale=factor, symmetric=False)
         self.x, self._next = self._next, self.x
 
     def _without_constant(self, p: Polynomial, a: Tensor, out: str, spare: str) -> Tensor:

@@ -28,7 +28,7 @@ from muonmesh.numerics.coefficients import (
 )
 from muonmesh.numerics.dtypes import COMPUTE_DTYPES, HELD_DTYPES, NEEDED_COMPUTE, NEEDED_HELD
 from muonmesh.numerics.graphs import Graphs
-from muonmesh.numerics.iteration import ALIGNMENT, Iteration
+from muonmesh.numerics.iteration import Iteration
 from muonmesh.numerics.kernels import KernelName, Matmuls, resolve, select
 from muonmesh.numerics.kernels.recording import run_again
 from muonmesh.numerics.kernels.threads import run_on_one_thread
@@ -204,14 +204,11 @@ class Orthogonalizer:
         out: Tensor | None = None,
         overwrite: bool = False,
         times: Tensor | None = None,
-        room: Tensor | None = None,
         graphs: Graphs | None = None,
     ) -> Tensor:
         """Return the orthogonal factor of each matrix of this shape, in `plain_modes`; see `orthogonalize`.
 
-        With `graphs`, a recurring batch may be captured and replayed. `room` is the memory of `room_for` that holds x.
-        The result is then a view of `room`, and x is overwritten. This needs a single matrix on a device, a set that
-        begins with polynomials, and no `out`.
+        With `graphs`, a recurring batch may be captured and replayed.
         """
         like_x = out is None or (out.shape, out.dtype, out.device) == (x.shape, x.dtype, x.device)
         if out is not None and not (like_x and out.is_contiguous()):
@@ -221,8 +218,6 @@ class Orthogonalizer:
             raise ValueError(explain_error("out", found, needed, write))
         numbers = None if times is None else times.to(torch.promote_types(self.dtype, torch.float32))[:, None, None]
         with exact_fp32(self.dtype):
-            if room is not None:
-                return self._iteration().run_in(room, x, numbers)
             matrices = x.reshape(x.shape[:-2].numel(), *x.shape[-2:])
             result = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
             given = [tensor for tensor in (matrices, result.view(matrices.shape), numbers) if tensor is not None]
@@ -259,23 +254,6 @@ class Orthogonalizer:
 
     def _iteration(self) -> Iteration:
         return Iteration(self.prepared, self.segments, self.products, self.kernels, self.dtype)
-
-
-def room_for(rows: int, cols: int, *, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return memory for one large matrix and its result; it is only a sixteenth larger than the matrix.
-
-    In a product X ← a·X + B X, each column of the result depends only on the same column of X. So the product works on
-    panels of columns, and writes each panel next to the memory it was read from, which is no longer needed. X moves to
-    the left by one panel, and back to the right with the next product.
-
-    Returns:
-        The memory, (1, rows, cols + a panel), and the view in it for the matrix, (1, rows, cols).
-    """
-    least = -(-cols // (16 * ALIGNMENT)) * ALIGNMENT
-    # The last panel must not be so narrow that a kernel would use other tiles for it.
-    width = next(width for width in range(least, cols + least, ALIGNMENT) if not 0 < cols % width < min(least, 512))
-    room = torch.empty(1, rows, cols + width, dtype=dtype, device=device)
-    return room, room[..., width:]
 
 
 def resolve_method(

@@ -15,10 +15,8 @@ from muonmesh.numerics.kernels.memory import upload
 from muonmesh.numerics.normalize import sums_of_squares
 from muonmesh.step.planning import Connected, Planned
 from muonmesh.step.runtime import Runtime
-from muonmesh.step.update_squares import SPECTRUM
 
-_SQUARED = ("gradient", "momentum", "weight", "update")
-_FIGURES = (*_SQUARED, *SPECTRUM)
+_FIGURES = ("gradient", "momentum", "weight", "update")
 
 
 def measure(
@@ -45,8 +43,7 @@ def measure(
     (planned, exchange), waits = connected, runtime.host_waits(connected.planned)
     groups = here.param_groups if here is not None else ()
     names = planned.group_names([group["name"] for group in groups], exchange.group)
-    # Squares and elements, or sums over matrices and their number. The last row: whether any rank has changed, and
-    # whether any rank has found an error.
+    # Squares and numbers of elements. The last row: whether any rank has changed, and whether any has found an error.
     totals = torch.zeros(len(names) + 1, len(_FIGURES), 2, dtype=torch.float64, device=planned.device)
     known = set[tuple[int, str]]()
     if here is not None and error is None:
@@ -68,8 +65,7 @@ def measure(
         tell_all(None, error, group=exchange.group)
     if waits and bool(changed):
         return None
-    rms = summed[:-1, :, 0] / summed[:-1, :, 1]
-    rms[:, : len(_SQUARED)].sqrt_()
+    rms = (summed[:-1, :, 0] / summed[:-1, :, 1]).sqrt_()
     if waits:  # includes groups that only other ranks have
         known = {(place, _FIGURES[figure]) for place, figure in summed[:-1, :, 1].nonzero().tolist()}
         rms = rms.cpu()
@@ -80,9 +76,9 @@ def measure(
         of = dict(zip(_FIGURES, row, strict=True))
         if group_name not in mine:
             continue
-        for name in (*_SQUARED[:2], _SQUARED[3], *SPECTRUM):
+        for name in ("gradient", "momentum", "update"):
             if (place, name) in known:
-                figures[f"{group_name}/{name}{'_rms' * (name in _SQUARED)}"] = of[name]
+                figures[f"{group_name}/{name}_rms"] = of[name]
         if (place, "update") in known and not (waits and of["weight"] == 0):
             figures[f"{group_name}/update_to_weight"] = of["update"] / of["weight"]
     return figures
@@ -129,7 +125,4 @@ def _add(
             known.add((place, "update"))
             totals[place, 3, 0] = update
             totals[place, 3, 1] = totals[place, 2, 1]
-        if sums is not None and (spectra := sums.spectra_of(number)) is not None:
-            known.update((place, name) for name in SPECTRUM)
-            totals[place, len(_SQUARED) :] = spectra
     return known

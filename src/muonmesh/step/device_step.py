@@ -13,7 +13,6 @@ from muonmesh.comm.work import Local
 from muonmesh.numerics.kernels import fused
 from muonmesh.numerics.kernels.memory import upload
 from muonmesh.numerics.kernels.recording import places_of, run_again
-from muonmesh.numerics.newton_schulz import room_for
 from muonmesh.numerics.rules import on_device
 from muonmesh.numerics.rules.muon import MuonRule
 from muonmesh.numerics.rules.on_device import Factors, Folded, Updated
@@ -26,9 +25,6 @@ _Piece = TypeVar("_Piece", Folded, Updated)
 
 _FUSED = {("gradient", ""), ("momenta", "momentum_buffer"), ("weights", ""), ("rounded", "")}
 """Columns of a `Stack` that the fused kernels can read and write."""
-
-_LARGE = 1 << 26
-"""From this number of elements on, a matrix is multiplied in panels: this saves memory and takes more launches."""
 
 
 class DeviceStep(MuonStep):
@@ -67,7 +63,7 @@ class DeviceStep(MuonStep):
         batches: list[Sequence[Local]] = []
         for some in alike:
             shape = self._ready.plan.assignments[some[0].assignment].matrix.shape
-            size = 1 if shape[0] * shape[1] >= _LARGE else self.at_once(len(some), some[0].assignment)
+            size = self.at_once(len(some), some[0].assignment)
             if self._ready.copies is not None:
                 size = min(size, self._ready.copies.at_once(shape[0] * shape[1]))
             batches += [some[start : start + size] for start in range(0, len(some), size)]
@@ -79,8 +75,6 @@ class DeviceStep(MuonStep):
     def _local(self, batch: Sequence[Local]) -> None:
         numbers = [local.assignment for local in batch]
         shape = self._ready.plan.assignments[numbers[0]].matrix.shape
-        if len(batch) == 1 and shape[0] * shape[1] >= _LARGE and self._local_in_room(batch):
-            return
         x, out = self._memory(numbers, (len(batch), *shape))
         if (stack := self._stack(batch)) is not None:
             self._run_stack(stack, batch, x, out)
@@ -127,29 +121,6 @@ class DeviceStep(MuonStep):
                 return found
         x = torch.empty(shape, dtype=dtype, device=self._ready.device)
         return x, torch.empty_like(x)
-
-    def _local_in_room(self, batch: Sequence[Local]) -> bool:
-        """Do `_local` for one large matrix with little extra memory; return False if the general way is needed."""
-        (number,) = numbers = [local.assignment for local in batch]
-        rule, (rows, cols) = self._ready.rule(number), self._ready.plan.assignments[number].matrix.shape
-        orthogonalizer = self._ready.orthogonalizer(number)
-        # Only these kernels are known to give the same bits in panels as in a whole product, which another layout may
-        # use.
-        more = (
-            orthogonalizer.products.normalize is None
-            or rule.balances()
-            or rule.changes_matrices()
-            or not orthogonalizer.prepared.begins_with_polynomials
-        )
-        if more or not rule.orthogonalizes:
-            return False
-        room, x = room_for(rows, cols, dtype=self._ready.precision.compute, device=self._ready.device)
-        if (stack := self._stack(batch)) is None:
-            return False
-        self._fold_stack(stack, batch, x)
-        out = orthogonalizer(x, times=self.steps_of(numbers), room=room)
-        self._apply_stack(stack, batch, out)
-        return True
 
     def _stack(self, batch: Sequence[Local]) -> Stack | None:
         """Return a batch as a stack, which one kernel folds and one kernel applies; None if this is not possible.

@@ -23,7 +23,7 @@ from muonmesh.step.parameter_steps import Momenta, ParameterStep
 from muonmesh.step.ready import ReadyParameters
 from muonmesh.step.stack import SMALL, Stack
 from muonmesh.step.stored_companions import RuleSums, StoredCompanions
-from muonmesh.step.update_squares import UpdateSquares, largest_of
+from muonmesh.step.update_squares import UpdateSquares
 
 _WORTH_A_THREAD = 1 << 18
 """From this number of elements on, threads share a set of equal matrices. For fewer elements, waiting for the Python
@@ -55,7 +55,6 @@ class MuonStep(Work, ABC):
         squares: UpdateSquares | None,
     ) -> None:
         self._ready, self._elementwise, self._update_squares = ready, elementwise, squares
-        self._spectra = squares if squares is not None and squares.spectrum else None
         self.companions: StoredCompanions = StoredCompanions(ready)
         self.summands: RuleSums = RuleSums(ready, self.companions)
         self._agreed: Tensor | None = None  # the largest momenta of the blocks that ranks share
@@ -204,10 +203,7 @@ class MuonStep(Work, ABC):
                 with self.companions.of(assignment) as kept:
                     parts.change_whole(own.balance, matrix, kept, rows=planned.rows, cols=planned.cols)
         if rule.orthogonalizes:
-            momenta = None if self._spectra is None else largest_of(batch)  # which may be overwritten
             orthogonalizer(batch, out=out, overwrite=not rule.sees_direction, times=times, graphs=self._ready.graphs)
-            if self._spectra is not None and momenta is not None:
-                self._spectra.add_spectra(self._ready.group(assignments[0]), momenta, out, times)
         else:
             out.copy_(batch)
         if rule.changes_matrices():
