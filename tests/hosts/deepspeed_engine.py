@@ -14,6 +14,7 @@ import importlib
 import logging
 import math
 import os
+import re
 import unittest.mock
 import warnings
 from collections.abc import Iterator
@@ -38,7 +39,7 @@ from muonmesh.comm.agreement import group_of
 from muonmesh.integrations.deepspeed import initialize
 from muonmesh.integrations.deepspeed.calls import Call
 from muonmesh.integrations.deepspeed.checkpoint import expert_names
-from muonmesh.integrations.deepspeed.optimizer import EngineMuon
+from muonmesh.integrations.deepspeed.optimizer import EngineOptimizer
 from muonmesh.integrations.deepspeed.records import read_flats
 from muonmesh.numerics.coefficients import coefficient_schedule
 from muonmesh.step.state_layout import RUNNING
@@ -213,12 +214,14 @@ def states(engine: Any) -> dict[str, Tensor]:
 
 
 class OneProcess:
-    """A single-process Muon on whole fp32 weights that is given the same reduced gradients."""
+    """A single-process Muon on whole weights, fp32 if not said, that is given the same reduced gradients."""
 
-    def __init__(self, dtype: torch.dtype, device: Any = "cpu", **optimizer: Any) -> None:
+    def __init__(
+        self, dtype: torch.dtype, device: Any = "cpu", *, weights: torch.dtype = torch.float32, **optimizer: Any
+    ) -> None:
         self.model = Model()
         for name, parameter in self.model.named_parameters():
-            parameter.data = values()[name].to(device, dtype).float()
+            parameter.data = values()[name].to(device, dtype).to(weights)
         settings = {"compute_dtype": torch.float32, **OPTIMIZER, **optimizer}
         self.optimizer = mm.from_model(self.model, process_group="local", **settings)
 
@@ -265,17 +268,26 @@ def dtype_of(config: dict[str, Any]) -> torch.dtype:
 
 
 def exactness(
-    config: dict[str, Any], *, zero_init: bool = False, heads: dict[str, int] | None = None, **optimizer: Any
+    config: dict[str, Any],
+    *,
+    zero_init: bool = False,
+    heads: dict[str, int] | None = None,
+    use_muon: str | None = None,
+    times: int = 1,
+    **optimizer: Any,
 ) -> list[str]:
     """Train some steps and return what differs from one process: weights, module, states.
 
     With ``heads`` the engine's parameters have DeepSpeed's tag of so many heads, and those of one process are told.
+    With ``use_muon`` those whose names it matches have DeepSpeed's tag of its own Muon, and the others deny it.
+    The gradients of one process are so many ``times`` as large.
     """
     dtype = dtype_of(config)
     with fp16_on_cpu() if dtype == torch.float16 else contextlib.nullcontext():
-        model = build(zero_init={"train_micro_batch_size_per_gpu": 1, **config}) if zero_init else None
+        model = build(zero_init={"train_micro_batch_size_per_gpu": 1, **config}) if zero_init else build()
+        for name, parameter in model.named_parameters() if use_muon is not None else ():
+            parameter.use_muon = re.fullmatch(use_muon, name) is not None  # type: ignore[attr-defined]
         if heads is not None:
-            model = model or build()
             for name, count in heads.items():
                 model.get_parameter(name).muon_num_heads = count  # type: ignore[attr-defined]
         engine = engine_for(config, model, **optimizer)
@@ -287,7 +299,8 @@ def exactness(
         wrong = [f"before: {line}" for line in differences(weights(engine), one.weights)]
         train(engine, range(STEPS))
         for step in range(STEPS):
-            one.step(reduced(step, engine.gradient_accumulation_steps()))
+            gradients = reduced(step, engine.gradient_accumulation_steps())
+            one.step({name: times * gradient for name, gradient in gradients.items()})
         wrong += differences(weights(engine), one.weights)
         now = {name: value.to(dtype).float() for name, value in one.weights.items()} | frozen
         wrong += [f"module: {line}" for line in differences(computed_with(engine), now)]
@@ -295,6 +308,36 @@ def exactness(
             wrong += [f"state: {line}" for line in differences(states(engine), one.states)]
         engine.destroy()
     return wrong
+
+
+def in_bf16(config: dict[str, Any]) -> list[str]:
+    """Train with master weights and state in bf16; what differs from one process whose weights and state are bf16."""
+    engine, one = engine_for(config), OneProcess(torch.bfloat16, state_dtype=torch.bfloat16, weights=torch.bfloat16)
+    train(engine, range(STEPS))
+    for step in range(STEPS):
+        one.step({name: gradient.bfloat16() for name, gradient in reduced(step, 1).items()})
+    wrong = differences(weights(engine), {name: value.float() for name, value in one.weights.items()})
+    found, needed = ({name: value.float() for name, value in some.items()} for some in (states(engine), one.states))
+    wrong += [f"state: {line}" for line in differences(found, needed)]
+    engine.destroy()
+    return wrong
+
+
+def away_and_back(config: dict[str, Any]) -> tuple[str, list[str]]:
+    """Move the engine's state to the host and back after two steps; what the engine says, and what then differs."""
+    engine, one, refused = engine_for(config), OneProcess(torch.float32), ""
+    for step in range(STEPS):
+        if step == 2:
+            try:
+                engine.offload_states()
+                engine.reload_states()
+            except AssertionError as error:
+                refused = str(error)
+        train(engine, range(step, step + 1))
+        one.step(reduced(step, 1))
+    wrong = differences(weights(engine), one.weights)
+    engine.destroy()
+    return refused, wrong
 
 
 def from_half(config: dict[str, Any]) -> bool:
@@ -902,7 +945,7 @@ def parallel(config: dict[str, Any], kind: str, folder: str | None = None) -> li
     return wrong
 
 
-def entries_of(optimizer: EngineMuon) -> Iterator[tuple[Call, str, Tensor, str]]:
+def entries_of(optimizer: EngineOptimizer) -> Iterator[tuple[Call, str, Tensor, str]]:
     """Yield each parameter's call, name, tensor (its own at stage 0, else the flat one) and algorithm."""
     for call in optimizer.calls:
         if call.layouts:

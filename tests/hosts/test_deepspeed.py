@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import re
 import sys
@@ -24,6 +25,8 @@ from tests.workers import Pool
 BF16 = {"bf16": {"enabled": True}}
 FP16 = {"fp16": {"enabled": True, "loss_scale": 8.0}}
 CPU = {"device": "cpu"}
+MASTERS = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}
+STATES = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}
 
 
 def launch() -> Iterator[dict[int, Pool]]:
@@ -43,6 +46,30 @@ def pools() -> Iterator[dict[int, Pool]]:
 
 def zero(stage: int, **settings: Any) -> dict[str, Any]:
     return {"zero_optimization": {"stage": stage, **settings}}
+
+
+# What differs from DeepSpeed's defaults, and must not change the update.
+UNLIKE: dict[str, Any] = {
+    "allgather_partitions": False,
+    "use_multi_rank_bucket_allreduce": False,
+    "ignore_unused_parameters": False,
+    "load_from_fp32_weights": False,
+    "enable_sanity_checks": True,
+    "save_muon_momentum_buffer_in_memory": True,
+    "offload_optimizer": {"device": "cpu", "pipeline_read": True, "pipeline_write": True, "fast_init": True},
+}
+UNLIKE_GRADIENTS: dict[str, Any] = {
+    "communication_data_type": "fp32",
+    "managed_gradient_accumulation": False,
+    "bf16": {"enabled": True, "immediate_grad_update": True, "check_grad_overflow": False},
+}
+UNLIKE_STAGE_3: dict[str, Any] = {
+    "stage3_use_all_reduce_for_fetch_params": True,
+    "stage3_allgather_sequential": True,
+    "stage3_module_granularity_threshold": 100,
+    "memory_efficient_linear": False,
+    "override_module_apply": False,
+}
 
 
 EXACT: dict[str, dict[str, Any]] = {
@@ -71,6 +98,14 @@ EXACT |= {
     "1 round robin": zero(1, round_robin_gradients=True),
     "2 round robin": zero(2, round_robin_gradients=True),
     "2 round robin, aligned": zero(2, round_robin_gradients=True, parameter_alignment=True),
+    "1 cpu_offload": zero(1, cpu_offload=True),
+    "3 cpu_offload": zero(3, cpu_offload=True, cpu_offload_param=True) | BF16,
+    "1 unlike settings": zero(1, **UNLIKE) | UNLIKE_GRADIENTS | {"gradient_predivide_factor": 2.0},
+    "1 scaled sums": zero(1) | {"prescale_gradients": True, "gradient_predivide_factor": 2.0},
+    "2 scaled sums": zero(2, reduce_scatter=False, compute_grad_norm=False) | {"gradient_predivide_factor": 2.0},
+    "2 unlike settings": zero(2, **UNLIKE) | UNLIKE_GRADIENTS,
+    "3 unlike settings": zero(3, **UNLIKE, **UNLIKE_STAGE_3) | UNLIKE_GRADIENTS,
+    "3 secondary partitions": zero(3, zero_hpz_partition_size=2),
     "3 sub-groups": zero(3, sub_group_size=300),
     "3 nothing persists": zero(3, stage3_param_persistence_threshold=0),
     "3 parameters offloaded": zero(3, offload_param=CPU, offload_optimizer=CPU, stage3_param_persistence_threshold=0)
@@ -130,6 +165,26 @@ def test_a_model_that_is_fp16_already_trains_on_the_masters_that_the_engine_keep
     assert pools[2].run(ds.from_half, zero(1) | FP16) == [True, True]
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_master_weights_and_state_in_bf16(pools: dict[int, Pool], stage: int) -> None:
+    assert pools[2].run(ds.in_bf16, zero(stage) | STATES) == [[], []]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_gradients_that_are_summed_over_ranks(pools: dict[int, Pool], stage: int) -> None:
+    """As if each were so many times larger; stage 3 has no such setting."""
+    config = zero(stage) | {"gradient_allreduce_op": "sum"}
+    assert pools[2].run(ds.exactness, config, times=2) == [[], []]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_states_that_leave_the_device_between_two_steps(pools: dict[int, Pool], stage: int) -> None:
+    """At stage 3 the engine moves those of its own Adam alone, and says so before it moves any."""
+    for refused, wrong in pools[2].run(ds.away_and_back, zero(stage)):
+        assert wrong == []
+        assert refused == ("Offloading is supported only for DeepSpeed FusedAdam." if stage == 3 else "")
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_computed_in_bf16_too(pools: dict[int, Pool], stage: int) -> None:
     assert pools[2].run(ds.exactness, zero(stage), compute_dtype=torch.bfloat16) == [[], []]
@@ -147,6 +202,19 @@ def test_deepspeed_s_tag_of_heads_counts_at_every_stage(pools: dict[int, Pool], 
     """DeepSpeed's own Muon looks at it at three of the six places where it calls its update."""
     heads = {"up.weight": 3, "down.weight": 47}
     assert pools[2].run(ds.exactness, EXACT[name], heads=heads) == [[], []]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("0", "0 bf16", "1 accumulation", "1 bf16, sums in fp32", "1 offload", "2", "2 offload", "2 round robin"),
+        *("3", "3 sub-groups", "3 offload", "3 parameters offloaded"),
+    ],
+)
+@pytest.mark.parametrize("tagged", [r".*\.weight(?<!norm\.weight)", ".*"], ids=["matrices", "everything"])
+def test_deepspeed_s_tag_of_its_own_muon_changes_nothing(pools: dict[int, Pool], name: str, tagged: str) -> None:
+    """Its stages 1 and 2 orthogonalize what carries ``use_muon``, if the name of the optimizer's class says Muon."""
+    assert pools[2].run(ds.exactness, EXACT[name], use_muon=tagged) == [[], []]
 
 
 @pytest.mark.parametrize("dtype", [{}, BF16], ids=["fp32", "bf16"])
@@ -233,7 +301,7 @@ def test_padding_enters_nothing(pools: dict[int, Pool], stage: int) -> None:
         ("WarmupLR", {"warmup_max_lr": 0.04, "warmup_num_steps": 4, "warmup_type": "linear"}),
         ("WarmupDecayLR", {"total_num_steps": 9, "warmup_num_steps": 3}),
         ("WarmupCosineLR", {"total_num_steps": 9, "warmup_num_steps": 3}),
-        ("OneCycle", {"cycle_min_lr": 0.01, "cycle_max_lr": 0.1, "cycle_first_step_size": 3, "cycle_momentum": False}),
+        ("OneCycle", {"cycle_min_lr": 0.01, "cycle_max_lr": 0.1, "cycle_first_step_size": 3}),
         ("LRRangeTest", {"lr_range_test_min_lr": 0.01, "lr_range_test_step_size": 2}),
         ("CosineAnnealingLR", {"T_max": 5}),
     ],
@@ -241,6 +309,7 @@ def test_padding_enters_nothing(pools: dict[int, Pool], stage: int) -> None:
 def test_a_schedule_moves_both_halves_and_keeps_their_ratio(
     pools: dict[int, Pool], stage: int, name: str, params: dict[str, Any]
 ) -> None:
+    """DeepSpeed's OneCycle would cycle ``betas`` too, and warns that it does not, since the defaults have none."""
     config = zero(stage) | {"scheduler": {"type": name, "params": params}}
     rates, wrong = pools[2].run(ds.scheduled, config)[0]
     assert wrong == []
@@ -567,24 +636,43 @@ def test_different_records_are_an_error_when_the_engine_is_made(
         assert "Install deepspeed==" in outcome.message
 
 
+def offload(**settings: Any) -> dict[str, Any]:
+    return {"offload_optimizer": {**CPU, **settings}}
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"optimizer": {"type": "Muon"}}, "Remove it and write initialize"),
-        ({"zero_allow_untested_optimizer": False} | zero(1), "zero_allow_untested_optimizer"),
-        (FP16, 'Write "zero_optimization": {"stage": 1}'),
+        ({"optimizer": {"type": "Muon"}}, "found optimizer; .*Remove it and write initialize"),
+        ({"zero_allow_untested_optimizer": False} | zero(1), "found zero_allow_untested_optimizer false"),
+        (zero(2, **offload()) | {"zero_force_ds_cpu_optimizer": True}, "found zero_force_ds_cpu_optimizer true"),
+        (FP16, 'at stage 0. Write "zero_optimization": {"stage": 1}'),
         (zero(1) | {"torch_autocast": {"enabled": True, "dtype": "float16"}}, '"dtype": "bfloat16"'),
+        (zero(1) | {"torch_autocast": {"enabled": True, "dtype": torch.float16}}, "found torch_autocast.dtype"),
+        *((zero(stage) | MASTERS, 'Add "bf16_optimizer_states": true and remove offload') for stage in (1, 2, 3)),
+        (zero(2, **offload()) | STATES, "and no offload: .*or remove bf16_master_weights_and_grads"),
+        ({"bfloat16": MASTERS["bf16"], **zero(1, cpu_offload=True)}, "found bf16.bf16_master_weights_and_grads true"),
+        (
+            zero(3, **offload()) | {"fp16": {"fp16_master_weights_and_grads": True}},
+            "engine then has fp32 master weights",
+        ),
         (zero(1, elastic_checkpoint=True), "muonmesh.checkpoint.load"),
-        (zero(1) | {"checkpoint": {"load_universal": True}}, "found load_universal true"),
-        (zero(3, offload_optimizer={"device": "nvme"}), '"device": "cpu"'),
+        (zero(1) | {"checkpoint": {"load_universal": True}}, "found checkpoint.load_universal true"),
+        (zero(3, offload_optimizer={"device": "nvme"}), 'Write "offload_optimizer": {"device": "cpu"}'),
+        (zero(3, offload_param={"device": "nvme"}), 'Write "offload_param": {"device": "cpu"}'),
+        *((zero(stage, **offload(ratio=0.5)), "Remove ratio to offload everything, or") for stage in (1, 2, 3)),
         (zero(2, zenflow={"topk_ratio": 0.1}), "Remove zenflow"),
-        (zero(3, offload_optimizer={"device": "cpu", "super_offload": True}), "Remove super_offload"),
+        (zero(3, **offload(super_offload=True)), "Remove super_offload"),
+        (zero(3, mics_shard_size=2), "Remove mics_shard_size"),
+        (zero(3, zero_quantized_weights=True), "found zero_optimization.zero_quantized_weights true"),
         ({"scheduler": {"type": "Wishful"}}, "Rename it"),
     ],
 )
 def test_what_would_be_wrong_is_refused(config: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)):
+    before = copy.deepcopy(config)
+    with pytest.raises(ValueError, match="^config: .*" + re.sub(r"[{}]", r"\\\g<0>", message)):
         initialize(model=ds.Model(), config=config)
+    assert config == before
 
 
 @pytest.mark.parametrize(
@@ -619,3 +707,19 @@ def test_the_config_is_copied_and_what_is_set_is_said(monkeypatch: pytest.Monkey
     for key in ("zero_allow_untested_optimizer: true", "zero_force_ds_cpu_optimizer: false", "gradient_clipping: 0.0"):
         assert key in line
     assert prepare_config({"gradient_clipping": 3.0}, has_experts=False)["gradient_clipping"] == 3.0
+    assert prepare_config({"gradient_clipping": "auto"}, has_experts=False)["gradient_clipping"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("deprecated", "present"),
+    [
+        (zero(2, cpu_offload=True), zero(2, offload_optimizer=CPU)),
+        (zero(3, cpu_offload_param=True, cpu_offload=False), zero(3, offload_param=CPU)),
+        ({"zero_optimization": True}, zero(1)),
+        ({"zero_optimization": False}, zero(0)),
+        ({"bfloat16": {"enabled": True}}, {**BF16, "zero_optimization": {}}),
+    ],
+)
+def test_deprecated_settings_count(deprecated: dict[str, Any], present: dict[str, Any]) -> None:
+    found = prepare_config(read_config(deprecated), has_experts=False)
+    assert found == prepare_config(read_config(present), has_experts=False)

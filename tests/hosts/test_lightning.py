@@ -13,6 +13,7 @@ import torch
 from lightning.fabric.strategies import ModelParallelStrategy as FabricModelParallel
 from lightning.pytorch.callbacks import BaseFinetuning, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -174,6 +175,38 @@ def test_a_trainer_in_one_process(tmp_path: Path) -> None:
 def test_a_trainer_on_two_ranks(workers, how: str, tmp_path: Path) -> None:
     for found in workers(2).run(both, tmp_path, how, timeout=300):
         check(found)
+
+
+class Measured(Model):
+    """Keeps the norms by which it clips."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms: list[float] = []
+
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **settings: Any) -> None:
+        inner = getattr(optimizer, "optimizer", optimizer)
+        honest = inner.clip_grad_norm_
+        inner.clip_grad_norm_ = lambda *args, **settings: self.norms.append(float(honest(*args, **settings)))
+        MuonModule.configure_gradient_clipping(self, optimizer, *args, **settings)
+        del inner.clip_grad_norm_
+
+
+def test_gradients_are_unscaled_before_they_are_clipped(tmp_path: Path) -> None:
+    """Lightning leaves them scaled for an optimizer whose ``_step_supports_amp_scaling`` says that it unscales them."""
+    norms = []
+    for scale in (1.0, 1024.0):
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        module, _ = train(
+            tmp_path / str(scale),
+            module=Measured(),
+            plugins=[MixedPrecision("16-mixed", "cpu", scaler=scaler)],
+            max_epochs=1,
+            gradient_clip_val=1.0,
+        )
+        norms.append(module.norms)
+    assert len(norms[0]) == 3
+    assert norms[1] == pytest.approx(norms[0], rel=1e-3)
 
 
 # ------------------------------------------------------------------ what is said through the wrappers

@@ -17,7 +17,7 @@ from transformers import Trainer, TrainingArguments
 
 import muonmesh as mm
 from muonmesh.integrations.accelerate import from_model
-from muonmesh.integrations.deepspeed.optimizer import EngineMuon
+from muonmesh.integrations.deepspeed.optimizer import EngineOptimizer
 from muonmesh.integrations.transformers import MuonCallback, MuonFactory
 from tests.hosts.tiny import Tokens, llama
 from tests.hosts.world import accelerated, launched
@@ -108,7 +108,7 @@ def test_arguments_of_the_callback_are_checked_before_a_training_begins(wrong: d
 
 def test_metrics_are_refused_under_deepspeed() -> None:
     defaults = {"algorithm": "muon", "parameters": ["w"], "matrices": ["whole"], "name": "muon"}
-    engine_s = EngineMuon([{"params": [torch.nn.Parameter(torch.zeros(4))], **defaults}], {"lr": 0.1})
+    engine_s = EngineOptimizer([{"params": [torch.nn.Parameter(torch.zeros(4))], **defaults}], {"lr": 0.1})
     with pytest.raises(ValueError, match=r"MuonCallback: metrics=True does not work under DeepSpeed.*Remove metrics"):
         MuonCallback(metrics=True).on_train_begin(None, None, None, optimizer=engine_s)
 

@@ -194,8 +194,12 @@ def test_an_override_without_a_rate_or_with_an_unknown_setting_is_refused(tmp_pa
     made = titan.config(tmp_path, ["muonmesh.integrations.torchtitan.muon={}"])
     with pytest.raises(TypeError, match="no lr"):
         titan.apply_overrides(made.override, made)
-    from muonmesh.integrations.torchtitan import MuonContainer  # after titan has made torchtitan take the CPU
+    from muonmesh.integrations.torchtitan import MuonContainer, muon  # after titan has made torchtitan take the CPU
 
     config = MuonContainer.Config(settings={"lr": 1.0, "momentun": 0.9})
     with pytest.raises(TypeError, match=r"the argument 'momentun'; .* Write momentum="):
         MuonContainer(config, model_parts=[nn.Linear(4, 4)])
+    for_adam = MuonContainer.Config(implementation="fused_opt_states_bf16")
+    config = muon(for_adam, lr=1.0)
+    with pytest.raises(ValueError, match=r'found implementation=.*Write settings={"state_dtype": "bfloat16"}'):
+        config.build(model_parts=[nn.Linear(4, 4)])

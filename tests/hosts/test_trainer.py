@@ -104,9 +104,12 @@ def test_under_tensor_parallelism(workers: Any, tmp_path: Path) -> None:
     check(*first)
 
 
-def train_zero(folder: str, stage: int | None, resume: bool = False) -> tuple[dict[str, torch.Tensor], list[float]]:
+def train_zero(
+    folder: str, stage: int | None, *, offload: str = "none", resume: bool = False
+) -> tuple[dict[str, torch.Tensor], list[float]]:
     """The callback clips and skips, and a Trainer's own limit would stall AdamW; without a stage it is DDP."""
-    config: dict[str, Any] = {"zero_optimization": {"stage": stage}, "train_micro_batch_size_per_gpu": "auto"}
+    zero = {"stage": stage, "offload_optimizer": {"device": offload}}
+    config: dict[str, Any] = {"zero_optimization": zero, "train_micro_batch_size_per_gpu": "auto"}
     config |= {"gradient_accumulation_steps": "auto", "gradient_clipping": "auto", "train_batch_size": "auto"}
     engine = stage is not None
     more: dict[str, Any] = {"use_cpu": False, "deepspeed": config} if engine else {}
@@ -139,16 +142,19 @@ def ddp(workers: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[st
     return found
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_deepspeed_is_ddp(workers: Any, tmp_path: Path, ddp: Any, stage: int) -> None:
+@pytest.mark.parametrize(
+    ("stage", "offload"), [(0, "none"), (1, "none"), (2, "none"), (2, "cpu"), (3, "none")], ids=str
+)
+def test_deepspeed_is_ddp(workers: Any, tmp_path: Path, ddp: Any, stage: int, offload: str) -> None:
+    """With offload, Accelerate would replace any optimizer by DeepSpeed's Adam for the CPU."""
     expected, rates = ddp
     assert rates == [0.05 * (1 - 2 / STEPS)] * 4  # of four steps two were skipped: one before it was saved, one after
-    found, at = workers(2).run(train_zero, str(tmp_path), stage, timeout=90.0)[0]
+    found, at = workers(2).run(train_zero, str(tmp_path), stage, offload=offload, timeout=90.0)[0]
     if stage == 3:  # whose own backward rounds otherwise
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
     else:
         assert different(found, expected) == []
     assert at == rates
-    again, at = workers(2).run(train_zero, str(tmp_path), stage, resume=True, timeout=90.0)[0]
+    again, at = workers(2).run(train_zero, str(tmp_path), stage, offload=offload, resume=True, timeout=90.0)[0]
     assert different(again, found) == []
     assert at == rates

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.optim import lr_scheduler
 from torch.optim.optimizer import (
     _global_optimizer_post_hooks,
@@ -890,3 +891,29 @@ def _no_hooks_left() -> Iterator[None]:
     yield
     assert not _global_optimizer_pre_hooks
     assert not _global_optimizer_post_hooks
+
+
+def test_an_optimizer_for_each_parameter_that_steps_in_the_backward_pass() -> None:
+    """torch keeps them in an attribute of the parameter, by which FSDP1 and DDP know of them."""
+    model = nn.Sequential(nn.Linear(6, 10, bias=False), nn.Tanh(), nn.Linear(10, 4, bias=False))
+    twin, x = copy.deepcopy(model), torch.randn(3, 6)
+    _apply_optimizer_in_backward(mm.Muon, model.parameters(), {"lr": 0.1})
+    model(x).square().mean().backward()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    plain = mm.Muon(twin.parameters(), lr=0.1)
+    twin(x).square().mean().backward()
+    plain.step()
+    for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_tags_by_which_others_choose_their_muon_change_nothing() -> None:
+    """DeepSpeed's ``use_muon``; Megatron's ``is_qkv`` and ``expert_tp``, which its own Muon reads."""
+    models = [nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 4)) for _ in range(3)]
+    for model, tag in zip(models[1:], (True, False), strict=True):
+        for parameter in model.parameters():
+            for name in ("use_muon", "is_qkv", "expert_tp"):
+                setattr(parameter, name, tag)
+    found = [[(g["name"], g["param_names"], g.get("matrices")) for g in mm.split_params(model)] for model in models]
+    assert found[1] == found[0]
+    assert found[2] == found[0]

@@ -54,7 +54,7 @@ class MuonModule(LightningModule):  # type: ignore[misc]  # lightning is not che
         self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
         """Clip with `muonmesh.Muon.clip_grad_norm_`. Muon's gradients are not clipped unless ``muon_clip`` sets another
-        policy.
+        policy. Under a GradScaler (``precision="16-mixed"``), the gradients are unscaled first.
 
         Raises:
             ValueError: the Trainer's ``gradient_clip_algorithm`` is "value", or ``muon_clip`` has an argument other
@@ -67,6 +67,9 @@ class MuonModule(LightningModule):  # type: ignore[misc]  # lightning is not che
             found, needed = 'gradient_clip_algorithm="value"', "a norm to clip by"
             raise ValueError(explain_error("Trainer", found, needed, 'Write gradient_clip_algorithm="norm"'))
         if gradient_clip_val or self.muon_clip:
+            # Lightning unscales only for optimizers whose step cannot, which it reads off `_step_supports_amp_scaling`.
+            if (scaler := getattr(self.trainer.precision_plugin, "scaler", None)) is not None:
+                scaler.unscale_(getattr(optimizer, "optimizer", optimizer))
             optimizer.clip_grad_norm_(gradient_clip_val or math.inf, **self.muon_clip)
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:

@@ -43,6 +43,10 @@ class MuonContainer(OptimizersContainer):  # type: ignore[misc]  # torchtitan is
         settings: dict[str, Any] = field(default_factory=dict)
 
     def __init__(self, config: Config, *, model_parts: list[nn.Module]) -> None:
+        if config.implementation == "fused_opt_states_bf16":  # torchtitan's hook is for its own Adam and AdamW alone
+            found, needed = "implementation='fused_opt_states_bf16'", "another: it has no effect on Muon"
+            write = 'Write settings={"state_dtype": "bfloat16"} for momentum in bf16'
+            raise ValueError(explain_error("OptimizersContainer.Config", found, needed, write))
         self.model_parts = model_parts
         self.optimizers = [_optimizer_of(part, config.settings) for part in model_parts]
         held = [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
@@ -92,7 +96,7 @@ def muon(config: OptimizersContainer.Config, **settings: Any) -> MuonContainer.C
     if "lr" not in settings:
         write = "Write 'muonmesh.integrations.torchtitan.muon={\"lr\": 8e-4}'"
         raise TypeError(explain_error("muonmesh.integrations.torchtitan.muon", "no lr", "a learning rate", write))
-    return MuonContainer.Config(settings=settings)
+    return MuonContainer.Config(settings=settings, implementation=config.implementation)
 
 
 def _optimizer_of(part: nn.Module, settings: dict[str, Any]) -> Muon:

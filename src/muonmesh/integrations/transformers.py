@@ -27,7 +27,7 @@ from muonmesh.integrations.accelerate import for_deepspeed, tell_of_skipped_step
 from muonmesh.optimizer import Muon
 
 if TYPE_CHECKING:  # DeepSpeed need not be installed
-    from muonmesh.integrations.deepspeed.optimizer import EngineMuon
+    from muonmesh.integrations.deepspeed.optimizer import EngineOptimizer
 
 _DEFAULTS = ("adamw_torch", "adamw_torch_fused")
 """The default values of ``TrainingArguments.optim``; the version of torch decides which of them is used."""
@@ -174,7 +174,7 @@ def _logs_next(args: TrainingArguments, state: TrainerState) -> bool:
     return bool(step % state.logging_steps == 0 or step >= state.max_steps)
 
 
-def _optimizer_in(optimizer: Any) -> Muon | EngineMuon:
+def _optimizer_in(optimizer: Any) -> Muon | EngineOptimizer:
     """Return the optimizer inside the wrappers of Accelerate and DeepSpeed.
 
     Raises:
@@ -183,7 +183,7 @@ def _optimizer_in(optimizer: Any) -> Muon | EngineMuon:
     inner: Any = None
     for inner in layers_of(optimizer):
         if isinstance(inner, Muon) or hasattr(inner, "clip_by"):
-            held: Muon | EngineMuon = inner
+            held: Muon | EngineOptimizer = inner
             return held
     found, write = f"a {type(inner).__name__}", 'Write optimizer_cls_and_kwargs=(MuonFactory, {"args": args})'
     raise ValueError(explain_error("MuonCallback", found, "a Trainer whose optimizer is muonmesh.Muon", write))

@@ -27,7 +27,7 @@ from muonmesh.integrations.deepspeed.clipping import limits_of
 from muonmesh.integrations.deepspeed.config import prepare_config, read_config, take_scheduler
 from muonmesh.integrations.deepspeed.engine_parameters import EngineParameter, engine_parameter
 from muonmesh.integrations.deepspeed.mending import mend
-from muonmesh.integrations.deepspeed.optimizer import EngineMuon
+from muonmesh.integrations.deepspeed.optimizer import EngineOptimizer
 from muonmesh.integrations.deepspeed.records import Flat, prove, read_flats
 from muonmesh.layout import FlatParameter, FlatShards
 from muonmesh.names import canonical_name
@@ -83,7 +83,7 @@ def initialize(
     return assembly.initialize(deepspeed.initialize, assembly.make_optimizer, config, clip, deepspeed_kwargs)
 
 
-def hosted(model: nn.Module, optimizer: Mapping[str, Any]) -> EngineMuon:
+def hosted(model: nn.Module, optimizer: Mapping[str, Any]) -> EngineOptimizer:
     """Return an optimizer for a framework that gives it to `deepspeed.initialize` together with its model.
 
     `hosted` replaces `deepspeed.initialize` for the rest of the process. The new function treats this optimizer as
@@ -165,7 +165,7 @@ class Assembly:
     def initialize(
         self,
         original: Callable[..., tuple[Any, Any, Any, Any]],
-        optimizer: EngineMuon | Callable[[Any], EngineMuon],
+        optimizer: EngineOptimizer | Callable[[Any], EngineOptimizer],
         config: Any,
         clip: float | Mapping[str, Any] | None,
         others: Mapping[str, Any],
@@ -188,7 +188,7 @@ class Assembly:
         self.bind(engine, limits)
         return (engine, *rest)
 
-    def make_optimizer(self, _: Any = None) -> EngineMuon:
+    def make_optimizer(self, _: Any = None) -> EngineOptimizer:
         """Return the optimizer of the model's current parameters. DeepSpeed calls this method while it makes an engine.
 
         Raises:
@@ -222,7 +222,7 @@ class Assembly:
                     made[experts][key].append(value)
             groups += made.values()
             self._labels += [group["name"] if experts is None else f"{group['name']} {experts}" for experts in made]
-        return EngineMuon(groups, self._template.defaults)
+        return EngineOptimizer(groups, self._template.defaults)
 
     def _group(self, group: Mapping[str, Any], experts: str | None) -> dict[str, Any]:
         """Return a group without parameters. DeepSpeed requires the name of the experts' ranks as a group's name."""
@@ -240,7 +240,7 @@ class Assembly:
         Raises:
             LayoutError: DeepSpeed's records do not describe its flat tensors.
         """
-        optimizer: EngineMuon = engine.basic_optimizer
+        optimizer: EngineOptimizer = engine.basic_optimizer
         groups = optimizer.param_groups
         if not engine.zero_optimization():
             optimizer.bind(list(self._replicated(engine, groups)), limits, engine)

@@ -1,4 +1,4 @@
-"""EngineMuon: the optimizer inside a DeepSpeed engine; it steps the tensors that the engine puts into its groups."""
+"""EngineOptimizer: the optimizer inside a DeepSpeed engine; it steps the tensors that the engine puts into groups."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _checksum(weights: Tensor) -> Tensor:
     return torch.cat([bits[:whole].view(-1, 61).sum(0), bits[whole:].sum(0, keepdim=True)])
 
 
-class EngineMuon(torch.optim.Optimizer):
+class EngineOptimizer(torch.optim.Optimizer):
     """Muon and AdamW for a DeepSpeed engine, which lets the optimizer step flat fp32 tensors instead of parameters.
 
     1. DeepSpeed creates the optimizer inside the engine, and replaces the parameters in its groups by flat tensors. At
