@@ -18,8 +18,8 @@ import tempfile
 from datetime import UTC, datetime
 from pathlib import Path
 
-from muonmesh.cli.run_settings import load_config
-from muonmesh.cli.summary import summarise
+from muonmesh.tools.cli.run_settings import load_config
+from muonmesh.tools.cli.summary import summarise
 
 ADAMW_RATES = (1e-3, 2e-3, 3e-3, 5e-3, 1e-2)
 MUON_RATES = (3e-3, 6e-3, 9e-3, 1.2e-2, 2.4e-2)
@@ -27,7 +27,7 @@ MUON_RATES = (3e-3, 6e-3, 9e-3, 1.2e-2, 2.4e-2)
 
 def train(optimizer: str, rate: float, options: list[str], directory: Path) -> dict[str, object]:
     run = directory / f"{optimizer}-{rate:g}"
-    command = [sys.executable, "-c", "from muonmesh.cli import main; main()", "train"]
+    command = [sys.executable, "-c", "from muonmesh.tools.cli import main; main()", "train"]
     option = "--lr" if optimizer == "muon" else "--adamw-lr"
     command += ["--optimizer", optimizer, option, str(rate), "--out", str(run), "--checkpoint-every", "0", *options]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)

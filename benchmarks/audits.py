@@ -130,7 +130,7 @@ def main() -> None:
     page = PAGE.read_text()
     for maker, (title, ranks) in REPORTS.items():
         if given.only in (None, maker):
-            run = [sys.executable, "-c", "from muonmesh.cli import main; main()", "audit", f"{__file__}:{maker}"]
+            run = [sys.executable, "-c", "from muonmesh.tools.cli import main; main()", "audit", f"{__file__}:{maker}"]
             run = run if ranks == 1 else [
                 sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--rdzv-backend", "c10d",
                 "--rdzv-endpoint", "localhost:0", "--no-python", *run,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GPT2Config, LlamaConfig, MixtralConfig
 
-from muonmesh.cli.model import build_model
+from muonmesh.tools.cli.model import build_model
 
 VOCAB, CONTEXT, FILES = 256, 128, 60
 KINDS = ("gpt2", "llama", "convolutions", "experts")

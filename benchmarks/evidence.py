@@ -42,8 +42,8 @@ from benchmarks.sweep import BUDGETS, RULES, Job, chosen, final, left, middle, r
 from torch import Tensor, nn
 
 import muonmesh as mm
-from muonmesh.cli.corpus import load_corpus_of, prepare_corpus
 from muonmesh.numerics.rules.dynmuon import power_at
+from muonmesh.tools.cli.corpus import load_corpus_of, prepare_corpus
 
 VOCAB, POINTS = 2048, 20
 SIZES = {

@@ -32,9 +32,9 @@ from benchmarks import llama, sweep
 from benchmarks.trainings import Trainings
 from torch import Tensor
 
-from muonmesh.cli.corpus import prepare_corpus
 from muonmesh.numerics.newton_schulz import orthogonalize
 from muonmesh.step.muon_step import MuonStep
+from muonmesh.tools.cli.corpus import prepare_corpus
 
 WAYS = ("plain", "delayed", "corrected", "blocks of 4", "blocks of 8")
 MODELS = ("nano", "small")

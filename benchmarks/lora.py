@@ -29,11 +29,11 @@ from tokenizers import Tokenizer
 from torch import nn
 
 import muonmesh as mm
-from muonmesh.cli.configuration import model_config
-from muonmesh.cli.corpus import Windows, divide, prepare_corpus
-from muonmesh.cli.documents import documents_of, find_files, sources_of
-from muonmesh.cli.model import build_model
-from muonmesh.cli.tokenizer import END_OF_TEXT_ID
+from muonmesh.tools.cli.configuration import model_config
+from muonmesh.tools.cli.corpus import Windows, divide, prepare_corpus
+from muonmesh.tools.cli.documents import documents_of, find_files, sources_of
+from muonmesh.tools.cli.model import build_model
+from muonmesh.tools.cli.tokenizer import END_OF_TEXT_ID
 
 WAYS: dict[str, dict[str, str]] = {
     "AdamW": {"lora_[AB]": "adamw"},

@@ -32,10 +32,10 @@ from benchmarks.sweep import final
 from benchmarks.trainings import Trainings
 from torch import Tensor
 
-from muonmesh.cli.corpus import prepare_corpus
 from muonmesh.numerics import blockwise
 from muonmesh.numerics.newton_schulz import orthogonalize
 from muonmesh.step.muon_step import MuonStep
+from muonmesh.tools.cli.corpus import prepare_corpus
 
 GPT2 = {"model_type": "gpt2", "n_embd": 96, "n_layer": 3, "n_head": 4, "n_positions": 128}
 MODELS = ("nano", "small", "gpt2")

@@ -31,11 +31,11 @@ from report import write_json
 from torch import nn
 
 import muonmesh as mm
-from muonmesh.cli.cluster import Cluster
 from muonmesh.layout import MeshLayout, Parameter, Piece, Plan, make_plan
 from muonmesh.layout.balance import at_home, imbalance, least_imbalance
 from muonmesh.layout.routes import Routes, pieces
-from muonmesh.report.forecast import muon_parameter
+from muonmesh.tools.cli.cluster import Cluster
+from muonmesh.tools.forecasts.forecast import muon_parameter
 
 BUCKET_ELEMENTS = 1 << 23  # 16 MiB in bf16, as a budget of 128 MiB gives where matrices are gathered
 

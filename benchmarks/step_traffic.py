@@ -19,11 +19,11 @@ from typing import Any
 from contenders import Entries
 from report import print_rows, write_json
 
-from muonmesh.cli.cluster import EXPERTS, parse_cluster
-from muonmesh.cli.plan_command import weights_of
 from muonmesh.layout import MeshLayout, Replicate, split_matrices
-from muonmesh.report.device_rates import DeviceRates
-from muonmesh.report.forecast import Weight, forecast
+from muonmesh.tools.cli.cluster import EXPERTS, parse_cluster
+from muonmesh.tools.cli.plan_command import weights_of
+from muonmesh.tools.forecasts.device_rates import DeviceRates
+from muonmesh.tools.forecasts.forecast import Weight, forecast
 
 ITEM, ITERATIONS, MACHINE = 2, 5, 8
 DDP_BUCKET = 25 * 2**20  # bytes: torch's default

@@ -19,17 +19,17 @@ from typing import Any
 import torch
 
 import muonmesh.build
-import muonmesh.checkpoint.conversion
 import muonmesh.checkpoint.save_load
 import muonmesh.integrations.qk_clip
-import muonmesh.migration
 import muonmesh.numerics.newton_schulz
 import muonmesh.optimizer
+import muonmesh.tools.checkpoints.conversion
+import muonmesh.tools.migration
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 FUNCTIONS = {
     muonmesh.build: ("from_model", "split_params"),
-    muonmesh.checkpoint.conversion: ("convert",),
+    muonmesh.tools.checkpoints.conversion: ("convert",),
     muonmesh.checkpoint.save_load: ("load", "save"),
     muonmesh.numerics.newton_schulz: ("orthogonalize",),
 }

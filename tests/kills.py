@@ -31,17 +31,17 @@ from typing import Any
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from transformers.models.llama import modeling_llama
 
-from muonmesh.cli import launch as launching
-from muonmesh.cli import training, worker
-from muonmesh.cli.checkpoints import checkpoints_of, latest_step
-from muonmesh.cli.corpus import standard_library
-from muonmesh.cli.launch import RankFailed, launch
-from muonmesh.cli.lock import locked
-from muonmesh.cli.metrics_log import read_metrics
-from muonmesh.cli.run_settings import CONFIG_FILE, load_config, load_settings
+from muonmesh.tools.cli import launch as launching
+from muonmesh.tools.cli import training, worker
+from muonmesh.tools.cli.checkpoints import checkpoints_of, latest_step
+from muonmesh.tools.cli.corpus import standard_library
+from muonmesh.tools.cli.launch import RankFailed, launch
+from muonmesh.tools.cli.lock import locked
+from muonmesh.tools.cli.metrics_log import read_metrics
+from muonmesh.tools.cli.run_settings import CONFIG_FILE, load_config, load_settings
 
 IMPORTED = (training, modeling_llama)  # by this process, once for all its copies
-COMMAND = (sys.executable, "-c", "from muonmesh.cli import main; main()", "train")
+COMMAND = (sys.executable, "-c", "from muonmesh.tools.cli import main; main()", "train")
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 SECONDS_TO_END = 60.0  # for all processes of a run, once one was killed
 LISTENS = "0A"  # a state in /proc/net/tcp

@@ -7,9 +7,6 @@ import importlib.util
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from muonmesh.auditing.audit import Audit as Audit
-    from muonmesh.auditing.audit import AuditRow as AuditRow
-    from muonmesh.auditing.audit import audit as audit
     from muonmesh.build import from_model as from_model
     from muonmesh.build import split_params as split_params
     from muonmesh.clip.limits import ClipPolicy as ClipPolicy
@@ -27,8 +24,6 @@ if TYPE_CHECKING:
     from muonmesh.integrations.torch_muon import execute as execute
     from muonmesh.layout import FlatParameter as FlatParameter
     from muonmesh.layout import FlatShards as FlatShards
-    from muonmesh.migration import PackageName as PackageName
-    from muonmesh.migration import convert_settings as convert_settings
     from muonmesh.numerics.coefficients import CoefficientName as CoefficientName
     from muonmesh.numerics.coefficients import CoefficientSet as CoefficientSet
     from muonmesh.numerics.coefficients import register_coefficients as register_coefficients
@@ -45,14 +40,18 @@ if TYPE_CHECKING:
     from muonmesh.numerics.scale import update_scale as update_scale
     from muonmesh.optimizer import Muon as Muon
     from muonmesh.report.explain import Explanation as Explanation
-    from muonmesh.report.transfer import Transfer as Transfer
-    from muonmesh.report.transfer import TransferRow as TransferRow
-    from muonmesh.report.transfer import transfer as transfer
+    from muonmesh.tools.auditing.audit import Audit as Audit
+    from muonmesh.tools.auditing.audit import AuditRow as AuditRow
+    from muonmesh.tools.auditing.audit import audit as audit
+    from muonmesh.tools.forecasts.transfer import Transfer as Transfer
+    from muonmesh.tools.forecasts.transfer import TransferRow as TransferRow
+    from muonmesh.tools.forecasts.transfer import transfer as transfer
+    from muonmesh.tools.migration import PackageName as PackageName
+    from muonmesh.tools.migration import convert_settings as convert_settings
 
 # The module of each public name. A name is imported at its first use: half the time of importing everything is torch's
 # DTensor and its compiler, and `muonmesh plan` needs neither.
 _HOMES = {
-    "auditing.audit": "Audit AuditRow audit",
     "build": "from_model split_params",
     "clip.limits": "ClipPolicy GradNorms",
     "comm.gradients": "GradientSource",
@@ -61,7 +60,6 @@ _HOMES = {
     "integrations.qk_clip": "QKClip",
     "integrations.torch_muon": "ExecutedMuon execute",
     "layout": "FlatParameter FlatShards",
-    "migration": "PackageName convert_settings",
     "numerics.coefficients": "CoefficientName CoefficientSet register_coefficients",
     "numerics.kernels": "KernelName",
     "numerics.newton_schulz": "Method orthogonalize",
@@ -69,7 +67,9 @@ _HOMES = {
     "numerics.scale": "ScaleMode update_scale",
     "optimizer": "Muon",
     "report.explain": "Explanation",
-    "report.transfer": "Transfer TransferRow transfer",
+    "tools.auditing.audit": "Audit AuditRow audit",
+    "tools.forecasts.transfer": "Transfer TransferRow transfer",
+    "tools.migration": "PackageName convert_settings",
 }
 __all__ = sorted(" ".join(_HOMES.values()).split())
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
 WAITS = ("wait_event", "wait_stream", "record_stream", "synchronize")
-SKIPPED = ("testing/", "cli/")  # the device itself, and programs that may wait
+SKIPPED = ("tools/",)  # the device itself, and programs that may wait
 CASES = (
     "masters on the host",
     "metrics, state on the host",

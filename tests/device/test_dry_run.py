@@ -22,7 +22,7 @@ import muonmesh as mm
 from muonmesh.comm.storage import local_of
 from muonmesh.step.state_layout import RUNNING
 from muonmesh.testing import DryRun, HostSync, Rates, dry_run
-from muonmesh.testing.device import pretended_cuda
+from muonmesh.tools.testing.device import pretended_cuda
 from tests.figures import CASES, GPT2, LLAMA, STEPS, Model, bag, ours, row, table
 from tests.samples import one_in
 
@@ -167,7 +167,7 @@ def test_a_small_matrix_takes_few_calls_of_python() -> None:
         def seen(frame: FrameType, event: str, argument: object) -> None:
             nonlocal found
             file = frame.f_code.co_filename
-            found += event == "call" and file.startswith(files) and "/testing/" not in file
+            found += event == "call" and file.startswith(files) and "/tools/" not in file
 
         def step(optimizer: mm.Muon) -> None:
             nonlocal found
@@ -452,8 +452,8 @@ def test_launches_and_bytes_of_single_operations(
 ) -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from muonmesh.testing.device import pretended_cuda
-    from muonmesh.testing.launches import Launches
+    from muonmesh.tools.testing.device import pretended_cuda
+    from muonmesh.tools.testing.launches import Launches
 
     with pretended_cuda(), FakeTensorMode():
         x = torch.empty(100, 10, device="cuda")

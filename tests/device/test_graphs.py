@@ -19,7 +19,7 @@ from muonmesh.numerics.coefficients import DEFLATED_FROM_ROWS
 from muonmesh.numerics.graphs import MOST, Graphs
 from muonmesh.numerics.newton_schulz import Orthogonalizer
 from muonmesh.testing import RaceError, SimulatedDevice, dry_run
-from muonmesh.testing.device import Graph, Stream
+from muonmesh.tools.testing.device import Graph, Stream
 from tests.device import stepping
 from tests.device.stepping import CASES, Case, Found, simulated
 from tests.interpreter import interpreting

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from muonmesh.testing import Race, RaceError, SimulatedDevice
-from muonmesh.testing.device import Stream
+from muonmesh.tools.testing.device import Stream
 from tests.device.removals import objections
 from tests.device.stepping import CASES, differing, simulated
 from tests.interpreter import interpreting

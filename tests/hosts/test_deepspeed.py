@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from muonmesh.checkpoint.zero import read_zero
-from muonmesh.cli.diagnosis import diagnose
 from muonmesh.errors import FileError, LayoutError, StateError
 from muonmesh.integrations.deepspeed import initialize
 from muonmesh.integrations.deepspeed.config import prepare_config, read_config
+from muonmesh.tools.checkpoints.zero import read_zero
+from muonmesh.tools.cli.diagnosis import diagnose
 from tests.hosts import deepspeed_engine as ds
 from tests.hosts import elsewhere
 from tests.workers import Pool

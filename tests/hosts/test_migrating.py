@@ -142,8 +142,8 @@ def test_our_next_step_ends_where_the_package_s_does(theirs: Callable[[Weights],
 def test_the_defaults_are_the_package_s() -> None:
     from muonium import Muon
 
-    from muonmesh.migration.package import WITHOUT
-    from muonmesh.migration.packages import PACKAGES
+    from muonmesh.tools.migration.package import WITHOUT
+    from muonmesh.tools.migration.packages import PACKAGES
 
     known = {"muonium": Muon, "torch": torch.optim.Muon, "adamw": torch.optim.AdamW}
     if sys.version_info >= (3, 12):  # what Emerging-Optimizers needs

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from muonmesh.cli import rank, worker
+from muonmesh.tools.cli import rank, worker
 
 
 def work(run: Path) -> None:

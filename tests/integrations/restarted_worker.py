@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from muonmesh.cli.rank import join
+from muonmesh.tools.cli.rank import join
 
 LATE = 3.0  # seconds
 

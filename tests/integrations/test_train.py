@@ -26,23 +26,23 @@ from transformers import AutoConfig, AutoTokenizer
 from typer.testing import CliRunner
 
 from muonmesh.checkpoint import folder as checkpoint_folder
-from muonmesh.cli import launch as launching
-from muonmesh.cli.app import app
-from muonmesh.cli.checkpoints import checkpoints_of, latest_step
-from muonmesh.cli.configuration import PRESETS, model_config
-from muonmesh.cli.corpus import Windows, divide, load_corpus_of, prepare_corpus, standard_library
-from muonmesh.cli.documents import find_files
-from muonmesh.cli.launch import RankFailed, launch
-from muonmesh.cli.metrics_log import TIMES, append_metrics, cut_metrics, read_metrics
-from muonmesh.cli.model import blocks_of, build_model
-from muonmesh.cli.run import continuation, save_model
-from muonmesh.cli.run_settings import Settings, load_settings
-from muonmesh.cli.summary import Point, TrainingSummary, compare, crossing_of, summarise
-from muonmesh.cli.training import learning_rate_factor
 from muonmesh.errors import FileError
+from muonmesh.tools.cli import launch as launching
+from muonmesh.tools.cli.app import app
+from muonmesh.tools.cli.checkpoints import checkpoints_of, latest_step
+from muonmesh.tools.cli.configuration import PRESETS, model_config
+from muonmesh.tools.cli.corpus import Windows, divide, load_corpus_of, prepare_corpus, standard_library
+from muonmesh.tools.cli.documents import find_files
+from muonmesh.tools.cli.launch import RankFailed, launch
+from muonmesh.tools.cli.metrics_log import TIMES, append_metrics, cut_metrics, read_metrics
+from muonmesh.tools.cli.model import blocks_of, build_model
+from muonmesh.tools.cli.run import continuation, save_model
+from muonmesh.tools.cli.run_settings import Settings, load_settings
+from muonmesh.tools.cli.summary import Point, TrainingSummary, compare, crossing_of, summarise
+from muonmesh.tools.cli.training import learning_rate_factor
 from tests.pages import run as run_page
 
-COMMAND = (sys.executable, "-c", "from muonmesh.cli import main; main()", "train")
+COMMAND = (sys.executable, "-c", "from muonmesh.tools.cli import main; main()", "train")
 STEPS = 12
 # A whole run in seconds: a narrow model, short sequences, a small tokenizer.
 TINY = ("--steps", STEPS, "--batch", 8, "--seq", 32, "--vocab", 400, "--eval-every", 4, "--eval-sequences", 10)
@@ -317,7 +317,7 @@ def test_an_existing_directory_is_not_overwritten(tmp_path: Path) -> None:
 def test_help_is_grouped_and_needs_no_model_library() -> None:
     code = (
         "import sys; sys.argv = ['muonmesh', 'train', '--help']\n"
-        "from muonmesh.cli import main\n"
+        "from muonmesh.tools.cli import main\n"
         "try: main()\n"
         "finally: print('loaded:', sorted({'transformers', 'tokenizers', 'matplotlib'} & set(sys.modules)))"
     )
@@ -328,7 +328,7 @@ def test_help_is_grouped_and_needs_no_model_library() -> None:
 
 
 def test_without_the_extra_the_command_says_what_to_install() -> None:
-    code = "import sys; sys.modules['typer'] = None; from muonmesh.cli import main; main()"
+    code = "import sys; sys.modules['typer'] = None; from muonmesh.tools.cli import main; main()"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert result.returncode == 2
     assert "needs typer" in result.stderr

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from muonmesh.cli.checkpoints import checkpoints_of, latest_step
+from muonmesh.tools.cli.checkpoints import checkpoints_of, latest_step
 from tests.kills import COMMAND, begun_like, children, files, is_zombie, learn_from, losses, options
 
 
@@ -76,7 +76,7 @@ def test_torchrun_restarts_its_ranks_and_takes_them_along_when_it_is_killed(tmp_
 
     def torchrun(ranks: int, restarts: int) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", str(restarts)]
-        command += ["--nproc-per-node", str(ranks), "-m", "muonmesh.cli.worker", str(run)]
+        command += ["--nproc-per-node", str(ranks), "-m", "muonmesh.tools.cli.worker", str(run)]
         with log.open("w") as output:
             return subprocess.Popen(command, stdout=output, stderr=output)
 

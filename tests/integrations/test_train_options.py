@@ -18,19 +18,19 @@ from tokenizers import Tokenizer
 from typer.testing import CliRunner
 
 import muonmesh as mm
-from muonmesh.cli import rank
-from muonmesh.cli.app import app
-from muonmesh.cli.checkpoints import checkpoints_of
-from muonmesh.cli.configuration import model_config
-from muonmesh.cli.corpus import Windows, load_corpus_of, prepare_corpus, save_corpus_of
-from muonmesh.cli.metrics_log import read_metrics
-from muonmesh.cli.model import build_model
-from muonmesh.cli.run_settings import Settings, load_settings
-from muonmesh.cli.training import StopRequest
 from muonmesh.errors import FileError
+from muonmesh.tools.cli import rank
+from muonmesh.tools.cli.app import app
+from muonmesh.tools.cli.checkpoints import checkpoints_of
+from muonmesh.tools.cli.configuration import model_config
+from muonmesh.tools.cli.corpus import Windows, load_corpus_of, prepare_corpus, save_corpus_of
+from muonmesh.tools.cli.metrics_log import read_metrics
+from muonmesh.tools.cli.model import build_model
+from muonmesh.tools.cli.run_settings import Settings, load_settings
+from muonmesh.tools.cli.training import StopRequest
 from tests.workers import Pool
 
-COMMAND = (sys.executable, "-c", "from muonmesh.cli import main; main()", "train")
+COMMAND = (sys.executable, "-c", "from muonmesh.tools.cli import main; main()", "train")
 STEPS = 3
 TINY = ("--steps", STEPS, "--batch", 4, "--seq", 32, "--eval-every", 10, "--eval-sequences", 4, "--device", "cpu")
 TINY += ("--ranks", 1, "--parallel", "ddp", "--dtype", "fp32", "--optimizer", "muon")
@@ -87,7 +87,7 @@ def test_a_text_that_is_tokenised_in_many_parts_gives_the_same_tokens(
     lines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = prepare_corpus([str(lines)], vocab=300, cache=tmp_path / "whole", field="body")
-    monkeypatch.setattr("muonmesh.cli.corpus.CHARACTERS_AT_ONCE", 1000)
+    monkeypatch.setattr("muonmesh.tools.cli.corpus.CHARACTERS_AT_ONCE", 1000)
     parts = prepare_corpus([str(lines)], vocab=300, cache=tmp_path / "parts", field="body")
     assert parts.digest == whole.digest
 
@@ -195,7 +195,7 @@ def test_resume_auto_begins_a_run_or_goes_on_with_it(trained: Path, lines: Path,
 
 
 def test_resume_insists_on_the_same_settings(tmp_path: Path) -> None:
-    from muonmesh.cli.asked import _resumed
+    from muonmesh.tools.cli.asked import _resumed
 
     Settings(out=str(tmp_path), lr=0.003).save({})
     asked = {"ranks": 4, "lr": 0.003, "out": tmp_path, "device": "auto"}

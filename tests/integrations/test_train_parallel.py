@@ -14,11 +14,11 @@ import torch.distributed as dist
 from benchmarks.orthogonalize import momenta
 from torch.distributed.tensor import DTensor, Replicate
 
-from muonmesh.cli.checkpoints import checkpoints_of, latest_step
-from muonmesh.cli.corpus import Corpus, load_corpus_of, prepare_corpus, save_corpus_of, standard_library
-from muonmesh.cli.metrics_log import cut_metrics, read_metrics
-from muonmesh.cli.run_settings import Optimizer, Parallel, Settings, load_settings
-from muonmesh.cli.training import StopRequest, Training
+from muonmesh.tools.cli.checkpoints import checkpoints_of, latest_step
+from muonmesh.tools.cli.corpus import Corpus, load_corpus_of, prepare_corpus, save_corpus_of, standard_library
+from muonmesh.tools.cli.metrics_log import cut_metrics, read_metrics
+from muonmesh.tools.cli.run_settings import Optimizer, Parallel, Settings, load_settings
+from muonmesh.tools.cli.training import StopRequest, Training
 from tests.workers import Pool
 
 RANKS = 4

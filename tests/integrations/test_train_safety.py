@@ -24,13 +24,13 @@ import pytest
 from typer.testing import CliRunner
 
 from muonmesh.checkpoint.manifest import MANIFEST_FILE
-from muonmesh.cli.app import app
-from muonmesh.cli.checkpoints import checkpoints_of, latest_step
-from muonmesh.cli.corpus import prepare_corpus, standard_library
-from muonmesh.cli.metrics_log import read_metrics
+from muonmesh.tools.cli.app import app
+from muonmesh.tools.cli.checkpoints import checkpoints_of, latest_step
+from muonmesh.tools.cli.corpus import prepare_corpus, standard_library
+from muonmesh.tools.cli.metrics_log import read_metrics
 from tests.disks import small_disk
 
-COMMAND = (sys.executable, "-c", "from muonmesh.cli import main; main()", "train")
+COMMAND = (sys.executable, "-c", "from muonmesh.tools.cli import main; main()", "train")
 RANKS = 2
 VOCAB = 300
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from muonmesh.cli.checkpoints import checkpoints_of, latest_step
+from muonmesh.tools.cli.checkpoints import checkpoints_of, latest_step
 from tests.integrations import two_levels_worker
 from tests.kills import COMMAND, begun_like, learn_from, losses, options
 from tests.links import Host, two_hosts
@@ -26,7 +26,7 @@ CAUSES = ("did not meet in", "Timed out waiting", "Connection closed", "Connecti
 def torchrun(host: Host, number: int, first: Host, run: Path, log: Path) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
     command += ["--node-rank", str(number), "--master-addr", first.address, "--master-port", "29519"]
-    command += ["--local-addr", host.address, "-m", "muonmesh.cli.worker", str(run)]
+    command += ["--local-addr", host.address, "-m", "muonmesh.tools.cli.worker", str(run)]
     env = {**os.environ, "GLOO_SOCKET_IFNAME": host.interface}
     with log.open("w") as output:
         return host.start(*command, env=env, stdout=output, stderr=output)

@@ -194,7 +194,7 @@ def test_without_a_compiler_it_installs_and_torch_multiplies(clean: Path, tmp_pa
         code = STEP.replace(', kernels="compiled"', "")
         assert code != STEP
         assert call(clean, "-c", code, cwd=tmp_path).strip() == PROJECT["version"]
-        doctor = "from muonmesh.cli.installation import products_here; print(products_here().found)"
+        doctor = "from muonmesh.tools.cli.installation import products_here; print(products_here().found)"
         told = call(clean, "-c", doctor, cwd=tmp_path)
     finally:
         call(*pip, "uninstall", "--quiet", "--yes", "muonmesh", "typer")

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import muonmesh as mm
-from muonmesh.report.forecast import Weight, forecast
 from muonmesh.step.connection import placed_members
+from muonmesh.tools.forecasts.forecast import Weight, forecast
 from tests import layouts, problem
 from tests.meshes import machines, mesh_of
 from tests.samples import one_in

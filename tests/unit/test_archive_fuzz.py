@@ -19,8 +19,8 @@ import muonmesh as mm
 from muonmesh.checkpoint.archive import read_archive
 from muonmesh.checkpoint.manifest import MANIFEST_FILE, entry_of, write_manifest
 from muonmesh.checkpoint.metadata import METADATA_FILE, read_metadata
-from muonmesh.checkpoint.zero import load_inert
 from muonmesh.errors import FileError
+from muonmesh.tools.checkpoints.zero import load_inert
 from tests.alone import alone
 from tests.mutations import MANY, QUICK, mutate
 

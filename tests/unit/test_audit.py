@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import muonmesh as mm
-from muonmesh.auditing.judge import of_matrices, polar
-from muonmesh.auditing.probe import probing_gradient
 from muonmesh.layout.matrix import split_matrices
+from muonmesh.tools.auditing.judge import of_matrices, polar
+from muonmesh.tools.auditing.probe import probing_gradient
 from tests.audited import MATRICES, Net, backward, halves, torchs, verdicts
 
 # ------------------------------------------------------------------ what it compares with

@@ -12,7 +12,7 @@ import torch
 from muonmesh.checkpoint.folder import write
 from muonmesh.checkpoint.manifest import MANIFEST_FILE
 from muonmesh.checkpoint.place import before_at, forget_older, writing_at
-from muonmesh.cli.checkpoints import latest_step
+from muonmesh.tools.cli.checkpoints import latest_step
 from tests.folders import read
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from muonmesh.cli.app import app
+from muonmesh.tools.cli.app import app
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
@@ -104,7 +104,7 @@ def test_what_is_no_script_is_told(script: Path, target: str, told: str) -> None
 
 
 def on_two_ranks(target: str) -> subprocess.CompletedProcess[str]:
-    code = "from muonmesh.cli import main; main()"
+    code = "from muonmesh.tools.cli import main; main()"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     command = [*torchrun, "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", sys.executable, "-c", code]

@@ -17,17 +17,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from muonmesh.cli import failure, terminal
-from muonmesh.cli.corpus import Corpus, load_corpus_of, prepare_corpus, save_corpus_of
-from muonmesh.cli.failure import first_failure, make_room, record_failure
-from muonmesh.cli.lock import LOCK_FILE, locked
-from muonmesh.cli.metrics_log import cut_metrics, read_metrics
-from muonmesh.cli.model import check_model
-from muonmesh.cli.run import _environment
-from muonmesh.cli.run_settings import Settings, load_settings
-from muonmesh.cli.summary import summarise
 from muonmesh.errors import FileError
 from muonmesh.files import is_finite, write_text
+from muonmesh.tools.cli import failure, terminal
+from muonmesh.tools.cli.corpus import Corpus, load_corpus_of, prepare_corpus, save_corpus_of
+from muonmesh.tools.cli.failure import first_failure, make_room, record_failure
+from muonmesh.tools.cli.lock import LOCK_FILE, locked
+from muonmesh.tools.cli.metrics_log import cut_metrics, read_metrics
+from muonmesh.tools.cli.model import check_model
+from muonmesh.tools.cli.run import _environment
+from muonmesh.tools.cli.run_settings import Settings, load_settings
+from muonmesh.tools.cli.summary import summarise
 
 ANYTHING = st.one_of(
     st.none(),
@@ -282,8 +282,8 @@ def test_what_older_versions_wrote_is_read(fields: dict[str, Any], tmp_path: Pat
 
 def test_embeddings_that_a_head_shares_are_sharded_with_the_whole_model(tmp_path: Path) -> None:
     """bert names its embeddings a block, and FSDP2 refuses a parameter in two groups."""
-    from muonmesh.cli.configuration import model_config
-    from muonmesh.cli.model import blocks_of, build_model
+    from muonmesh.tools.cli.configuration import model_config
+    from muonmesh.tools.cli.model import blocks_of, build_model
 
     config = {"model_type": "bert", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     (tmp_path / "bert.json").write_text(json.dumps({**config, "intermediate_size": 128, "is_decoder": True}))
@@ -327,7 +327,7 @@ def test_a_run_has_one_process_at_a_time(tmp_path: Path) -> None:
 
 def test_a_lock_of_a_dead_process_does_not_matter(tmp_path: Path) -> None:
     code = (
-        "import os, signal, sys; from pathlib import Path; from muonmesh.cli.lock import locked\n"
+        "import os, signal, sys; from pathlib import Path; from muonmesh.tools.cli.lock import locked\n"
         "with locked(Path(sys.argv[1]), option='--out'): os.kill(os.getpid(), signal.SIGKILL)"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "run")], check=False)
@@ -431,7 +431,7 @@ def test_brackets_in_a_path_are_printed_as_they_are(capsys: pytest.CaptureFixtur
 
 def test_a_rank_without_torchrun_says_what_to_write() -> None:
     environment = {key: value for key, value in os.environ.items() if key != "RANK"}
-    command = [sys.executable, "-m", "muonmesh.cli.worker", "runs/x"]
+    command = [sys.executable, "-m", "muonmesh.tools.cli.worker", "runs/x"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert done.stderr.strip().endswith("found no RANK; needed torchrun. Or write: muonmesh train --resume RUN")

@@ -13,8 +13,8 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from muonmesh.cli import versions
-from muonmesh.cli.app import app
+from muonmesh.tools.cli import versions
+from muonmesh.tools.cli.app import app
 
 COMMANDS = sorted(typer.main.get_group(app).commands)  # type: ignore[attr-defined]
 

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from muonmesh.cli.app import app
-from muonmesh.cli.cluster import parse_cluster
-from muonmesh.cli.plan_command import weights_of
 from muonmesh.layout import Replicate, Shard
-from muonmesh.report.device_rates import DeviceRates
+from muonmesh.tools.cli.app import app
+from muonmesh.tools.cli.cluster import parse_cluster
+from muonmesh.tools.cli.plan_command import weights_of
+from muonmesh.tools.forecasts.device_rates import DeviceRates
 
 
 def test_a_model_is_built_without_memory(tmp_path: Path) -> None:
@@ -174,7 +174,7 @@ def test_a_known_model_has_the_parameters_that_it_is_known_for() -> None:
 @pytest.mark.slow
 @pytest.mark.soak
 def test_deepseek_v3_on_two_thousand_ranks() -> None:
-    from muonmesh.cli.plan_command import PlanRequest, planned
+    from muonmesh.tools.cli.plan_command import PlanRequest, planned
 
     asked = PlanRequest(model="deepseek-v3", mesh="hsdp=8x32,tp=8", experts="ddp=8,ep=32,fsdp=8")
     found = planned(asked)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import muonmesh as mm
 from muonmesh.checkpoint import convert
 from muonmesh.errors import FileError, StateError
-from muonmesh.migration import PackageName
+from muonmesh.tools.migration import PackageName
 from tests.mutations import MANY, QUICK, mutate_value
 
 MATRICES, REST = ("up.weight", "mid.weight"), ("embedding.weight", "up.bias", "head.weight")

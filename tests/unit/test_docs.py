@@ -31,11 +31,11 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import muonmesh as mm
-from muonmesh.cli.app import app
 from muonmesh.groups import unregister
 from muonmesh.layout import Interval, MeshLayout
 from muonmesh.step.connection import placed_members
 from muonmesh.step.profiled import NAMES
+from muonmesh.tools.cli.app import app
 from tests.pages import run, scripts, snippets
 from tests.samples import one_in
 from tests.workers import Pool

@@ -20,12 +20,12 @@ import muonmesh as mm
 from muonmesh.checkpoint.folder import write
 from muonmesh.checkpoint.manifest import MANIFEST_FILE
 from muonmesh.checkpoint.place import before_at
-from muonmesh.cli import installation
-from muonmesh.cli.app import app
-from muonmesh.cli.lock import LOCK_FILE
-from muonmesh.cli.metrics_log import append_metrics
-from muonmesh.cli.run_settings import Settings
 from muonmesh.numerics.kernels import auto_takes, compiled
+from muonmesh.tools.cli import installation
+from muonmesh.tools.cli.app import app
+from muonmesh.tools.cli.lock import LOCK_FILE
+from muonmesh.tools.cli.metrics_log import append_metrics
+from muonmesh.tools.cli.run_settings import Settings
 from tests.mutations import Acts
 from tests.workers import Pool
 

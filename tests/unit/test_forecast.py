@@ -11,8 +11,8 @@ from torch.distributed.tensor import Replicate, Shard
 
 import muonmesh as mm
 from muonmesh import layout
-from muonmesh.report.forecast import Weight, forecast
 from muonmesh.testing import Rates, dry_run
+from muonmesh.tools.forecasts.forecast import Weight, forecast
 
 LAYERS = [(4096, 4096), (1024, 4096), (14336, 4096), (4096, 14336)] * 4
 

@@ -23,7 +23,7 @@ from muonmesh.errors import LayoutError
 from muonmesh.layout import MeshLayout, Parameter, Plan, Replicate, Shard, make_plan, split_matrices
 from muonmesh.layout.balance import imbalance, least_imbalance, too_small
 from muonmesh.layout.routes import Leg, pieces
-from muonmesh.report.forecast import flops_of
+from muonmesh.tools.forecasts.forecast import flops_of
 
 REPOSITORY = Path(__file__).parents[2]
 

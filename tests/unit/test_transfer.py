@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 import muonmesh as mm
-from muonmesh.cli.app import app
+from muonmesh.tools.cli.app import app
 from tests.reference import split
 
 

@@ -29,7 +29,7 @@ from muonmesh.numerics.newton_schulz import orthogonalize
 from muonmesh.numerics.rules import on_device
 from muonmesh.step import preflight
 from muonmesh.step.device_step import DeviceStep
-from muonmesh.testing.device import Event, pretended_cuda
+from muonmesh.tools.testing.device import Event, pretended_cuda
 from tests.interpreter import interpreting
 
 Interpreter = Callable[..., Any]

@@ -2,7 +2,8 @@
 
     python docs/images/draw/house.py                   # writes docs/images/house.png
 
-Rooms are the folders and the files at the root of ``src/muonmesh``, and `numerics/kernels`, which is a room of its own.
+Rooms are the folders and the files at the root of ``src/muonmesh``. `numerics/kernels` is a room of its own, and so is
+each folder of `tools`.
 Arrows are read off the sources. A room stands one floor above the highest room that it imports. `errors` is left out:
 everybody imports it.
 """
@@ -19,16 +20,18 @@ from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
 SOURCE = Path(__file__).parents[3] / "src" / "muonmesh"
 SAID = {
-    "cli": "muonmesh train, plan",
+    "tools.cli": "muonmesh train, plan",
     "integrations": "DeepSpeed, Megatron,\nTrainer, Lightning, …",
-    "migration": "settings of others",
-    "auditing": "what a step of\nany optimizer does",
-    "testing": "prove_rule",
+    "tools.migration": "settings of others",
+    "tools.auditing": "what a step of\nany optimizer does",
+    "tools.testing": "prove_rule, dry runs,\na simulated device",
+    "tools.checkpoints": "convert",
+    "tools.forecasts": "a step on a cluster\nthat is not here",
     "build": "from_model",
     "optimizer": "one step on one screen",
     "checkpoint": "state to load and save,\nfiles that cannot execute",
     "clip": "norms, skipping",
-    "report": "explain, metrics,\nforecast",
+    "report": "explain, metrics",
     "step": "planning, preflight,\nparameters, muon, adamw",
     "comm": "storage, agreement,\nschedule, exchange",
     "groups": "who goes to Muon,\nwho to AdamW",
@@ -44,7 +47,7 @@ SAID = {
 
 def room_of(names: tuple[str, ...]) -> str:
     """The room of ``muonmesh.a.b.c``."""
-    return "numerics.kernels" if names[:2] == ("numerics", "kernels") else names[0]
+    return ".".join(names[:2]) if names[:2] == ("numerics", "kernels") or names[0] == "tools" else names[0]
 
 
 def arrows() -> dict[str, set[str]]:
@@ -52,7 +55,7 @@ def arrows() -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for file in sorted(SOURCE.rglob("*.py")):
         names = file.relative_to(SOURCE).with_suffix("").parts
-        if names in (("__init__",), ("__main__",)):
+        if names in (("__init__",), ("__main__",), ("testing",), ("tools", "__init__"), ("checkpoint", "__init__")):
             continue
         room = room_of(names)
         found.setdefault(room, set())

@@ -15,7 +15,7 @@ from canvas import IMAGES, INK, QUIET, save
 from matplotlib import pyplot
 from matplotlib.colors import LinearSegmentedColormap
 
-from muonmesh.cli.plan_command import PlanRequest, planned
+from muonmesh.tools.cli.plan_command import PlanRequest, planned
 
 WIDE = 64  # ranks in a row
 COLOURS = ("#f3f3f0", "#fbe3d6", "#f2a99b", "#d1495b")  # of no work, less than the mean, about it, much more

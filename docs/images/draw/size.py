@@ -89,7 +89,9 @@ def walked() -> tuple[set[str], set[tuple[str, str]], int]:
 def main() -> None:
     """Print all of it."""
     texts = {path: path.read_text() for path in sorted(SOURCE.rglob("*.py"))}
-    print(f"{sum(len(code_lines(text)) for text in texts.values()):,} lines of code in {len(texts)} files")
+    lines = {path: len(code_lines(text)) for path, text in texts.items()}
+    tools = sum(count for path, count in lines.items() if "tools" in path.parts)
+    print(f"{sum(lines.values()):,} lines of code in {len(texts)} files, {tools:,} of them in tools")
     found = nouns()
     print(f"{len(found)} nouns: {', '.join(found)}")
     files, seen, changes = walked()

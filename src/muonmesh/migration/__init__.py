@@ -1,6 +1,0 @@
-"""Migration: translates the settings and the state of other optimizers to muonmesh."""
-
-from muonmesh.migration.packages import PackageName
-from muonmesh.migration.setting_names import convert_settings
-
-__all__ = ["PackageName", "convert_settings"]

@@ -1,0 +1,376 @@
+"""Audit: watches one step of an optimizer on a model, and reports for each weight what the step does to it."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import textwrap
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from muonmesh.checkpoint.ranks import settled
+from muonmesh.comm.storage import Storage, device_without_parameters, local_of, storage_of, world_size
+from muonmesh.comm.telling import tell_all
+from muonmesh.errors import LayoutError, explain_error
+from muonmesh.groups import split_params
+from muonmesh.layout import Layout
+from muonmesh.names import canonical_name, starred
+from muonmesh.numerics.precision import plain_modes
+from muonmesh.table import aligned
+from muonmesh.tools.auditing.judge import AS_STORED, Seen, Verdict, judge
+from muonmesh.tools.auditing.probe import gathered, give_gradient, probing_gradient, restored, step_all
+
+
+@dataclass(frozen=True)
+class AuditRow:
+    """What one step does to one weight.
+
+    Attributes:
+        weight: Canonical name.
+        shape: Shape of the whole weight.
+        layout: How the weight is sharded; empty if every rank holds all of it.
+        verdict: What happens to the weight, see `muonmesh.audit`.
+        matrices: How many matrices are orthogonalized; 0 if none.
+        like: Cosine similarity between the step and the step that ``verdict`` describes; 1 is exact.
+        size: The size of the step divided by the size that the optimizer's scale mode asks for; NaN if the step
+            is no multiple of orthogonalized matrices.
+        rms: Root mean square of the step at a learning rate of 1.
+        gradient: Norm of the gradient that the weight had before the audit; 0 if it had none, NaN if no weight had a
+            gradient.
+        strength: The size of the step for a gradient of this norm, divided by the size for a gradient of norm 1.
+        mend: What is wrong, and the line to write; empty if nothing is wrong.
+    """
+
+    weight: str
+    shape: tuple[int, ...]
+    layout: str
+    verdict: Verdict
+    matrices: int
+    like: float
+    size: float
+    rms: float
+    gradient: float
+    strength: float
+    mend: str
+
+
+@dataclass(frozen=True)
+class Audit:
+    """The report of `muonmesh.audit`; ``print`` shows a table.
+
+    Attributes:
+        optimizer: The class of the audited optimizer.
+        ranks: The number of ranks that took part.
+        scale: The scale mode that fits the sizes of the steps best.
+        fit: The median of the steps' sizes, divided by the sizes that ``scale`` asks for.
+        raised: The error that the step raised; empty if it raised none.
+        rows: One `AuditRow` per trainable weight.
+        guesses: Names of weights that the audit treats as one matrix by a guess, as `muonmesh.split_params` warns.
+    """
+
+    optimizer: str
+    ranks: int
+    scale: str
+    fit: float
+    raised: str
+    rows: tuple[AuditRow, ...]
+    guesses: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Whether the step raised no error and no weight needs a change, provided that the guesses are right."""
+        return not self.raised and not any(row.mend for row in self.rows)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as plain data for `json.dumps`; NaN and infinity become None."""
+        plain = json.loads(json.dumps(asdict(self)), parse_constant=lambda _: None)
+        return {**plain, "ok": self.ok}
+
+    def __str__(self) -> str:
+        """Return a table of at most 80 columns, and a line for each fault. Equal layers share one row."""
+        mends = Counter(row.mend for row in self.rows if row.mend)
+        alike: dict[tuple[Any, ...], list[AuditRow]] = {}
+        for row in self.rows:
+            alike.setdefault((starred(row.weight), row.shape, row.verdict, row.matrices, row.mend), []).append(row)
+        table: list[tuple[str, ...]] = [("weight", "shape", "what happens to it", "like", "size")]
+        for (name, shape, verdict, matrices, mend), rows in alike.items():
+            note = f" [{[*mends].index(mend) + 1}]" if mend else ""
+            count = f"{len(rows)}x " if len(rows) > 1 else ""
+            many = f", {matrices} matrices" if matrices > 1 else ""
+            name = rows[0].weight if len(rows) == 1 else name
+            figures = min(row.like for row in rows), statistics.median(row.size for row in rows)
+            shown = (f"{figure:.2f}".replace("nan", "") for figure in figures)
+            table.append((name, count + "x".join(map(str, shape)), verdict + many + note, *shown))
+        lines = [f"{self.optimizer}, {self.ranks} rank{'' if self.ranks == 1 else 's'}"]
+        lines += [textwrap.fill(f"step raises {self.raised}", 80)] if self.raised else []
+        room = max(8, 78 - max(map(len, aligned([cells for _, *cells in table], right=(0, 2, 3)))))
+        table = [(name if len(name) <= room else "…" + name[1 - room :], *cells) for name, *cells in table]
+        lines += aligned(table, right=(1, 3, 4), ruled=True)
+        if self.scale:
+            lines.append(f"size 1.00 is scale {self.scale!r} times {self.fit:{'.2f' if _usual(self.fit) else '.2g'}}")
+        elif any(row.verdict == "orthogonalized" for row in self.rows):
+            lines.append("The sizes of the steps fit no scale mode that muonmesh knows.")
+        if not _usual(self.fit):
+            told = "If you set no such factor, something clips or scales the update after orthogonalization."
+            lines.append(textwrap.fill(told, 80))
+        if self.rows and math.isnan(self.rows[0].gradient):
+            lines.append("No gradients were there. To see whether they arrive, call backward first.")
+        for number, (mend, times) in enumerate(mends.items(), 1):
+            told = f"[{number}] {times} of {len(self.rows)} weights: {mend}."
+            lines.append(textwrap.fill(told, 80, subsequent_indent="    ", break_on_hyphens=False))
+        if self.guesses:
+            names = ", ".join(dict.fromkeys(map(starred, self.guesses)))
+            told = f"Taken for one matrix by a guess: {names}. If a weight is fused, write overrides= as "
+            told += "split_params(model) warns, and give its groups to the audit: groups=..."
+            lines.append(textwrap.fill(told, 80, break_on_hyphens=False))
+        if unknown := sum(row.verdict == "unknown" for row in self.rows):
+            lines.append(f"The audit does not know the steps of {unknown} of {len(self.rows)} weights.")
+        lines += [f"Nothing to mend{' if the guesses are right' * bool(self.guesses)}."] if self.ok else []
+        return "\n".join(lines)
+
+
+@plain_modes()
+def audit(
+    optimizer: Any,
+    model: nn.Module,
+    *,
+    groups: Sequence[Mapping[str, Any]] | None = None,
+    layouts: Mapping[str, Any] | None = None,
+) -> Audit:
+    """Watch one step of any optimizer on a model, and report for each weight what the step does to it.
+
+    The optimizer takes one step on gradients of known structure, without state and at a learning rate of 1. The whole
+    update is gathered and compared with the update of each verdict below. Class names do not matter. Afterwards
+    weights, gradients, optimizer state, groups and random numbers are as before, bit for bit. Call this function on
+    every rank.
+
+    If the weights have gradients, a second step uses gradients of the same norms. It shows whether the optimizer reads
+    the gradients, and whether they are too small for a full step, for example after clipping.
+
+    The verdicts:
+        "orthogonalized": each whole matrix is orthogonalized alone, as it should be.
+        "as one matrix": fused matrices (q, k and v), or a stack of experts, are orthogonalized as one matrix.
+        "in blocks": each piece of a matrix is orthogonalized alone.
+        "each shard alone": each rank orthogonalizes only the shard that it stores.
+        "elementwise": the step is the sign of the gradient, as in the first step of AdamW.
+        "follows the gradient": the step is proportional to the gradient and not orthogonalized.
+        "twice": the step is a sum of an orthogonalized and an elementwise step, or two optimizers hold the weight.
+        "only decays", "does not move", "not in the optimizer", "replicas differ", "not finite", "raises": as named.
+        "unreadable": ranks hold different shapes under one name, or no rank holds a part of the weight; ``layouts`` may
+            help.
+        "unknown": none of these.
+
+    Args:
+        optimizer: Any `torch.optim.Optimizer`, or a sequence of the optimizers that train the model together.
+        model: The model, wrapped and sharded as it is trained.
+        groups: How the weights should be treated, as param groups of muonmesh. Default: ``split_params(model)``.
+        layouts: Where plain local shards live, as for `Muon`.
+
+    Raises:
+        ValueError: weights lie on the meta device, or no weight is trained.
+        LayoutError: another rank found one of these errors.
+    """
+    optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
+    watch = settled(lambda: _Watch(optimizers, model, groups, layouts or {}), kind=LayoutError)
+    return watch.report()
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What the ranks exchange about a weight: shape (None if ranks have different shapes), layout, the number of
+    optimizers that hold it (``holders``), whether Muon should step it, and its matrices (``spec``).
+    """
+
+    shape: tuple[int, ...] | None
+    layout: Layout | None
+    holders: int
+    muon: bool
+    spec: Any
+
+
+class _Watch:
+    """The weights of this rank, how each should be treated, and a method that steps and reports.
+
+    Creating it finds the weights, and what the optimizers and the groups say about each; no communication.
+
+    Raises:
+        ValueError: weights lie on the meta device, or no weight is trained.
+    """
+
+    def __init__(
+        self, optimizers: list[Any], model: nn.Module, groups: Sequence[Mapping[str, Any]] | None, layouts: Any
+    ) -> None:
+        groups = split_params(model) if groups is None else groups
+        self.optimizers = optimizers
+        self.weights: dict[str, Tensor] = {}
+        self.storages: dict[str, Storage] = {}
+        self.known: dict[str, _Known] = {}
+        for given, parameter in model.named_parameters():
+            name = canonical_name(given)
+            if parameter.is_meta:
+                write = "Write model.to_empty(device=...) and load weights first"
+                raise ValueError(explain_error(name, "a weight on the meta device", "one with numbers", write))
+            if parameter.requires_grad:
+                self.weights[name] = parameter
+                self.storages[name] = storage_of(name, parameter, None, layouts.get(name), needed=False)
+        if not self.weights:
+            raise ValueError(explain_error("audit", "no weight that is trained", "at least one"))
+        self.guesses = tuple(getattr(groups, "guesses", ()))
+        right: dict[str, tuple[bool, Any]] = {}  # whether Muon steps it, and its matrices
+        for group in groups:
+            muon = group["algorithm"] != "adamw"
+            specs = group["matrices"] if muon and "matrices" in group else [None] * len(group["params"])
+            right |= {name: (muon, spec) for name, spec in zip(group["param_names"], specs, strict=True)}
+        held = [{id(one) for group in each.param_groups for one in group["params"]} for each in self.optimizers]
+        for name, storage in self.storages.items():
+            holders = sum(id(self.weights[name]) in ids for ids in held)
+            self.known[name] = _Known(storage.shape, storage.layout, holders, *right.get(name, (False, None)))
+
+    def report(self) -> Audit:
+        """Step, and return the report. All ranks call it."""
+        known: dict[str, _Known] = {}
+        for theirs in tell_all(self.known):
+            for name, one in theirs.items():
+                same = name not in known or known[name].shape == one.shape
+                known[name] = known.get(name, one) if same else replace(one, shape=None)
+        norms = self._norms()
+        raised, steps = self._step(dict.fromkeys(self.weights, 1.0))
+        strengths: dict[str, float] = {}
+        if not raised and norms:
+            raised, weaker = self._step(norms)
+            dots = _summed({name: float((weaker[name] * step).sum()) for name, step in steps.items()})
+            squares = _summed({name: float(step.square().sum()) for name, step in steps.items()})
+            strengths = {name: dots[name] / square for name, square in squares.items() if square}
+        seen = {
+            name: Seen("raises") if raised else self._seen(name, one, steps.get(name)) for name, one in known.items()
+        }
+        scale, fit = best_scale(list(seen.values()))
+        rows = []
+        for name, one in known.items():
+            what, shape = seen[name], one.shape or ()
+            size = what.sizes.get(scale.removesuffix(AS_STORED), math.nan) / fit
+            gradient, strength = norms.get(name, 0.0) if norms else math.nan, strengths.get(name, math.nan)
+            mend = mend_of(what.verdict, one.muon, gradient, strength, size)
+            told = "" if one.layout is None or world_size() == 1 else one.layout.describe()
+            numbers = what.matrices, what.like, size, what.rms, gradient, strength
+            rows.append(AuditRow(name, shape, told, what.verdict, *numbers, mend))
+        names = " and ".join(f"{type(one).__module__}.{type(one).__qualname__}" for one in self.optimizers)
+        return Audit(names, world_size(), scale, fit, raised, tuple(rows), self.guesses)
+
+    def _norms(self) -> dict[str, float]:
+        """Return the norms of the existing gradients, over whole weights; empty if no rank has a gradient."""
+        squares = {}
+        for name, parameter in self.weights.items():
+            if (gradient := parameter.grad) is not None:
+                local = local_of(gradient).detach()
+                dense = local.coalesce().values() if local.is_sparse else local
+                copies = world_size() if self.storages[name].layout is None else self.storages[name].copies
+                squares[name] = float(dense.double().square().sum()) / copies
+        return {name: math.sqrt(square) for name, square in _summed(squares).items()}
+
+    def _step(self, norms: Mapping[str, float]) -> tuple[str, dict[str, Tensor]]:
+        """Step on probing gradients of these norms; return the raised error ("" if none), and the local updates."""
+        with restored(self.optimizers, self.weights) as before:
+            for name, parameter in self.weights.items():
+                if name in norms:
+                    storage = self.storages[name]
+                    probe = probing_gradient(name, storage.shape, parameter.device) * norms[name]
+                    give_gradient(parameter, storage, probe)
+                else:
+                    parameter.grad = None
+            raised = step_all(self.optimizers)
+            after = {name: local_of(one).detach().float() for name, one in self.weights.items()}
+            return raised, {name: each - before[name].float() for name, each in after.items()}
+
+    def _seen(self, name: str, known: _Known, step: Tensor | None) -> Seen:
+        """Return what the step did to one weight. All ranks call it, also ranks without this weight."""
+        if known.shape is None:
+            return Seen("unreadable")
+        parameter, storage, shape = self.weights.get(name), self.storages.get(name), known.shape
+        device = device_without_parameters() if parameter is None else parameter.device
+        most, least = gathered(step, storage, shape, device)
+        weight, _ = gathered(None if parameter is None else local_of(parameter).detach(), storage, shape, device)
+        if bool((weight == -torch.inf).any()):
+            return Seen("unreadable")
+        if bool(most.isfinite().all()) and not torch.equal(most, least):
+            return Seen("replicas differ", rms=float((most - least).square().mean().sqrt()))
+        found = judge(most, probing_gradient(name, shape, device), weight, known.layout, known.spec)
+        if known.holders == 0 and found.verdict == "does not move":
+            return replace(found, verdict="not in the optimizer")
+        return replace(found, verdict="twice") if known.holders > 1 and found.verdict != "does not move" else found
+
+
+def _summed(mine: Mapping[str, float]) -> dict[str, float]:
+    """Return the sums of numbers over all ranks, by name. All ranks call it."""
+    everyone = tell_all(mine)
+    return {name: sum(theirs.get(name, 0.0) for theirs in everyone) for theirs in everyone for name in theirs}
+
+
+def best_scale(seen: Sequence[Seen]) -> tuple[str, float]:
+    """Return the scale mode that fits the steps best, and the median of the steps' sizes divided by its sizes.
+
+    Return "" and 1.0 if no mode fits.
+    """
+    sizes = [each.sizes for each in seen if each.sizes]
+    if not sizes:
+        return "", 1.0
+
+    def misfit(mode: str) -> float:
+        """Return how unequal the ratios are, plus, with less weight, how far they are from 1."""
+        logs = [math.log(max(each[mode], 1e-30)) for each in sizes]
+        middle = statistics.median(logs)
+        return statistics.fmean(abs(each - middle) for each in logs) + 0.3 * abs(middle)
+
+    best = min(sizes[0], key=misfit)
+    fit = statistics.median(each[best] for each in sizes)
+    alike = fit > 0 and all(0.6 < each[best] / fit < 1.6 for each in sizes)
+    return (best, fit) if alike or _usual(fit) else ("", 1.0)
+
+
+def _usual(fit: float) -> bool:
+    return 0.7 < fit < 1.4  # five Newton-Schulz steps leave singular values of 0.7 to 1.2
+
+
+FROM_MODEL = "Write optimizer = muonmesh.from_model(model, **muonmesh.convert_settings(...))"
+
+
+def mend_of(verdict: Verdict, muon: bool, gradient: float, strength: float, size: float) -> str:
+    """Return what is wrong with a weight, and the line to write; "" if nothing is wrong."""
+    if gradient == 0.0:
+        return "no gradient arrives. Use the weight in the loss, or write weight.requires_grad_(False)"
+    wrong = {
+        "as one matrix": f"fused matrices are orthogonalized as one. {FROM_MODEL}: it splits them",
+        "in blocks": f"a matrix is orthogonalized in blocks. {FROM_MODEL}",
+        "each shard alone": f"each rank orthogonalizes its shard. {FROM_MODEL} after sharding: it gathers",
+        "twice": "two rules step it. Give the weight to one optimizer, or write group['params'] without it",
+        "only decays": "it only decays: its gradient is not used. Look for the parameter that the optimizer holds",
+        "does not move": "the step leaves it. Make the optimizer after the model is sharded and wrapped",
+        "not in the optimizer": "no optimizer holds it. Make the optimizer after the model is sharded and wrapped",
+        "replicas differ": "ranks end with different weights. Write process_group='world' in muonmesh.from_model",
+        "not finite": "the step is not finite at a gradient of norm 1. Do not train with it",
+        "unreadable": "ranks hold different shapes of it. Write muonmesh.audit(..., layouts={name: (mesh, [...])})",
+        "raises": f"the step raises. {FROM_MODEL}",
+    }
+    if muon:
+        wrong |= {
+            "elementwise": f"a matrix that AdamW, or a rule like it, steps. {FROM_MODEL}",
+            "follows the gradient": f"a matrix that is not orthogonalized. {FROM_MODEL}",
+        }
+    elif verdict in ("in blocks", "each shard alone", "as one matrix", "orthogonalized"):
+        return "an embedding or another weight that AdamW should have. Write muonmesh.split_params(model)"
+    if verdict in wrong:
+        return wrong[verdict]
+    if strength < 0.5 and verdict in ("orthogonalized", "elementwise"):
+        return "crushed: with a gradient of this norm, the step has less than half of its size. Clip less"
+    if not 0.6 < size < 1.6 and not math.isnan(size):
+        return (
+            "its step has another size than the scale says. If it is stored in x out or is a convolution, the scale "
+            f"was computed from other rows and columns. {FROM_MODEL}, or check its group's settings"
+        )
+    return ""

@@ -1,0 +1,1 @@
+"""Checkpoints of other optimizers and of DeepSpeed's engine, read and converted."""

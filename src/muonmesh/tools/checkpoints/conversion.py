@@ -1,0 +1,304 @@
+"""Convert: turns the state of another optimizer into a state dict that `muonmesh.Muon` loads."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from muonmesh.checkpoint.archive import read_archive
+from muonmesh.checkpoint.form import PARAMETER, check_state_dict, misfit
+from muonmesh.checkpoint.state import check_values
+from muonmesh.comm.storage import local_of, local_part
+from muonmesh.errors import StateError, explain_error
+from muonmesh.names import canonical_name
+from muonmesh.numerics.precision import plain_modes
+from muonmesh.numerics.rules import is_matrix_rule
+from muonmesh.step.connection import placed_members
+from muonmesh.step.members import Member
+from muonmesh.step.runtime import Runtime
+from muonmesh.tools.checkpoints.zero import read_zero
+from muonmesh.tools.migration.packages import PACKAGES, PackageName, groups_of, package_of
+from muonmesh.tools.migration.state_keys import ParameterState
+
+_OR_NEW = ". To begin with new state there, write convert(..., strict=False)"
+
+Source: TypeAlias = Optimizer | Mapping[str, Any] | str | os.PathLike[str]
+Sources: TypeAlias = Source | Sequence[Source]
+
+
+class SourceState(NamedTuple):
+    """The state of another optimizer: its package (None if unknown), its groups and its state by parameter."""
+
+    package: PackageName | None
+    groups: Sequence[Mapping[str, Any]]
+    state: Mapping[Any, Mapping[str, Any]]
+
+
+@plain_modes()
+def convert(
+    source: Sources,
+    optimizer: Optimizer,
+    *,
+    package: PackageName | None = None,
+    params: Sequence[Sequence[str | Tensor]] | None = None,
+    strict: bool = True,
+) -> dict[str, Any]:
+    """Return the state of another optimizer as a state dict that `muonmesh.Muon` loads, without executing code from it.
+
+    With the settings of `muonmesh.convert_settings`, the next step of muonmesh is then the next step of the other Muon,
+    up to rounding. `convert` does not read settings: the optimizer that loads the state dict keeps its own::
+
+        optimizer = mm.from_model(model, **mm.convert_settings(muon, adamw))
+        optimizer.load_state_dict(muonmesh.checkpoint.convert([muon, adamw], optimizer))
+
+    Args:
+        source: An optimizer of a known package, with its state; or the result of its ``state_dict``; or a file of
+            ``torch.save`` with this result; or the folder of a DeepSpeed checkpoint. Pass a list if several sources
+            hold the state, such as torch's Muon and AdamW, or one file for each rank. From a file with several state
+            dicts, pass these: ``[saved["muon"], saved["adamw"]]``. All ranks make the same call.
+        optimizer: The optimizer of muonmesh that takes the state.
+        package: The package that wrote the state dict. Needed if its groups do not show the package.
+        params: Needed if the state has no names: for each group of the source a list of its parameters, or their names,
+            in the order in which the other optimizer got them. With several sources, first the groups of the first
+            source, then the groups of the second, and so on. If every source has as many groups as ``params``, such as
+            one file for each rank, ``params`` applies to each source.
+        strict: Whether every parameter must get state. If False, a parameter starts with new state if the source has
+            none of it, or the state of AdamW for a parameter that Muon trains here, or the reverse.
+
+    Returns:
+        ``{"state": ..., "param_groups": ...}`` by number, with names. Momentum is an average, in fp32 where it was a
+        sum. Each tensor has the layout of muonmesh's state: a DTensor stays a DTensor, and a whole tensor is cut into
+        shards.
+
+    Raises:
+        StateError: the state belongs to another model, is incomplete, or holds values that no step of Muon or AdamW
+            leaves.
+        FileError: a file cannot be read, holds more than data, or has changed since it was written.
+        TypeError, ValueError: the source belongs to no known package, or an argument is wrong.
+    """
+    if package is not None and package not in PACKAGES:
+        needed = "one of " + ", ".join(map(repr, PACKAGES))
+        raise ValueError(explain_error("package", f"{package!r}", needed, 'Write package="torch", or whose it is'))
+    recipients = _recipients(optimizer)
+    sources: Sequence[Any] = source if isinstance(source, list | tuple) else [source]
+    opened = [state for given in sources for state in _opened(given)]
+    orders = iter(_orders(params, [len(saved.groups) for saved in opened]))
+    found: dict[str, ParameterState] = {}
+    for saved in opened:
+        keys = PACKAGES[package or saved.package or package_of(saved.groups)].state_keys
+        for group, names in zip(saved.groups, _names(saved, orders, recipients), strict=True):
+            for key, name in zip(group["params"], names, strict=True):
+                if (entry := saved.state.get(key)) and name not in found:  # another source may have the missing state
+                    found[name] = keys.read(name, group, entry)
+    return _state_dict(optimizer.param_groups, recipients, found, strict=strict)
+
+
+# ---------------------------------------------------------------- muonmesh's optimizer
+
+
+def _recipients(optimizer: Optimizer) -> dict[str, Member]:
+    """Return each parameter of the muonmesh optimizer that takes the state, by name.
+
+    Raises:
+        TypeError: the optimizer is not muonmesh's.
+        StateError: a parameter is a flat or declared shard, or its rule keeps more than momentum.
+    """
+    if not isinstance(getattr(optimizer, "_runtime", None), Runtime):
+        found, write = f"a {type(optimizer).__name__}", "Write convert(source, muonmesh.from_model(model))"
+        raise TypeError(explain_error("optimizer", found, "a muonmesh.Muon over the model", write))
+    recipients: dict[str, Member] = {}
+    for member in placed_members(optimizer):
+        algorithm = optimizer.param_groups[member.group]["algorithm"]
+        if member.tensor.shape != torch.Size(member.storage.shape) and member.storage.mesh is None:
+            found = f"a flat or declared shard of shape {tuple(member.tensor.shape)}"
+            needed = "a whole parameter or a DTensor"
+            write = "Convert for the whole model, and load that with set_optimizer_state_dict"
+            raise StateError(explain_error(member.name, found, needed, write))
+        if algorithm != "adamw" and [*member.state_layouts] != ["momentum_buffer"]:
+            found = f"rule {algorithm!r}, which keeps {', '.join(member.state_layouts)}"
+            needed = "momentum alone, which all packages keep"
+            write = 'Write rule="muon", or train on with new state'
+            raise StateError(explain_error(member.name, found, needed, write))
+        recipients[member.name] = member
+    return recipients
+
+
+# ---------------------------------------------------------------- the other optimizer
+
+
+def _opened(source: Source) -> list[SourceState]:
+    """Return the states in a source: an optimizer, a state dict, a file, or a folder."""
+    if isinstance(source, Optimizer):
+        return _parts({"param_groups": source.param_groups, "state": source.state}, "source", groups_of(source)[0])
+    if not isinstance(source, str | os.PathLike):
+        return _parts(source, "source")
+    path = Path(source)
+    if path.is_dir():
+        return _parts(read_zero(path), str(path), "deepspeed")
+    write = "Load it yourself if you trust whoever wrote it, and hand over the state dict"
+    needed = "tensors and plain values alone, in a file by torch.save"
+    return _parts(read_archive(path, needed=needed, remedy=write), str(path))
+
+
+def _parts(given: Any, where: str, package: PackageName | None = None) -> list[SourceState]:
+    """Return the states in the result of an optimizer's ``state_dict``, after checking its form.
+
+    The result may be nested: Megatron chains and wraps optimizers.
+
+    Raises:
+        StateError: it has another form.
+    """
+    if isinstance(given, list | tuple):
+        return [part for each in given for part in _parts(each, where)]
+    if isinstance(given, Mapping) and "optimizer" in given and "param_groups" not in given:
+        return _parts(given["optimizer"], where)
+    if isinstance(given, Mapping) and "state" in given and "param_groups" in given:
+        check_state_dict(where, given, "Hand over what state_dict() returned, as it is")
+        return [SourceState(package, given["param_groups"], given["state"])]
+    keys = ", ".join(map(str, list(given)[:8])) if isinstance(given, Mapping) else ""
+    found = keys or f"an empty {type(given).__name__}" if isinstance(given, Mapping) else f"a {type(given).__name__}"
+    needed = "what an optimizer's state_dict() returned: state and param_groups"
+    write = "Write saved = torch.load(path, weights_only=True), and convert([saved[key], ...], optimizer) with its "
+    write += "key, or with the keys of all optimizers"
+    raise StateError(explain_error(where, found, needed, write))
+
+
+def _orders(
+    params: Sequence[Sequence[str | Tensor]] | None, groups: Sequence[int]
+) -> Sequence[Sequence[str | Tensor] | None]:
+    """Return for each group of all sources its parameters from the argument ``params``, or None without ``params``.
+
+    Raises:
+        ValueError: ``params`` has another form or another number of groups.
+    """
+    if params is None:
+        return [None] * sum(groups)
+    fault = misfit("params", params, [[PARAMETER]])
+    if fault is None and len(params) != sum(groups) and {*groups} != {len(params)}:
+        needed = f"those of {' + '.join(map(str, groups))} groups"
+        fault = "params", f"parameters for {len(params)} groups", needed
+    if fault is not None:
+        raise ValueError(explain_error(*fault, "Write params=[group, ...], a list for each group"))
+    return [*params] * (sum(groups) // max(1, len(params)))
+
+
+def _names(
+    saved: SourceState, orders: Iterator[Sequence[str | Tensor] | None], recipients: Mapping[str, Member]
+) -> list[Sequence[str]]:
+    """Return the names of the parameters of each group, in the order of the saved state.
+
+    Raises:
+        StateError: the state has no names, or names of other parameters than the recipients'.
+    """
+    ours = {id(recipient.tensor): recipient.name for recipient in recipients.values()}
+    names = []
+    for number, group in enumerate(saved.groups):
+        keys, order = group["params"], next(orders)
+        if order is not None:
+            given = [ours.get(id(key), "?") if isinstance(key, Tensor) else canonical_name(key) for key in order]
+        elif all(id(key) in ours for key in keys):  # an optimizer over this very model
+            given = [ours[id(key)] for key in keys]
+        elif group.get("param_names"):
+            given = list(map(canonical_name, group["param_names"]))
+        else:
+            found = f"{len(keys)} parameters in group {number} that have numbers instead of names"
+            needed = "their names, or the optimizer itself over the parameters of this model"
+            write = "Write params=[...], for each group its parameters in the order in which that optimizer was given "
+            write += "them"
+            raise StateError(explain_error("source", found, needed, write))
+        strangers = [name for name in given if name not in recipients]
+        if len(given) != len(keys) or strangers:
+            found = f"{len(keys)} parameters in group {number}, for which the names are {', '.join(given[:4])}"
+            needed = f"parameters of this model, not {strangers[0]}" if strangers else "as many names"
+            write = "Convert for the model and the groups that the state was saved with"
+            raise StateError(explain_error("source", found, needed, write))
+        names.append(_as_sorted(given, [saved.state.get(key, {}) for key in keys], recipients))
+    return names
+
+
+def _as_sorted(
+    names: Sequence[str], entries: Sequence[Mapping[str, Any]], recipients: Mapping[str, Member]
+) -> Sequence[str]:
+    """Return the names in the order of the state.
+
+    KellerJordan's distributed Muon sorts its matrices by shape, with a stable sort. If the shapes fit in the given
+    order, the given order is right.
+    """
+    shapes = [recipients[name].tensor.shape for name in names]
+    saved = [[value.shape for value in entry.values() if isinstance(value, Tensor) and value.ndim] for entry in entries]
+
+    def fits(order: Sequence[int]) -> bool:
+        return all(not found or shapes[number] in found for number, found in zip(order, saved, strict=True))
+
+    given = range(len(names))
+    order = sorted(given, key=lambda number: shapes[number], reverse=True)
+    return [names[number] for number in order] if not fits(given) and fits(order) else names
+
+
+# ---------------------------------------------------------------- translation
+
+
+def _state_dict(
+    groups: Sequence[Mapping[str, Any]],
+    recipients: Mapping[str, Member],
+    found: Mapping[str, ParameterState],
+    *,
+    strict: bool,
+) -> dict[str, Any]:
+    state: dict[int, dict[str, Tensor]] = {}
+    saved: list[dict[str, Any]] = []
+    for group in groups:
+        algorithm = "muon" if is_matrix_rule(group["algorithm"]) else "adamw"
+        first = sum(len(each["params"]) for each in saved)
+        numbers = range(first, first + len(group["params"]))
+        saved.append({"name": group["name"], "params": list(numbers), "param_names": list(group["param_names"])})
+        for number, name in zip(numbers, group["param_names"], strict=True):
+            recipient, remembered = recipients[name], found.get(name)
+            if not strict and (remembered is None or remembered.algorithm != algorithm):
+                continue
+            if remembered is None:
+                needed = "what its optimizer keeps after a step with a gradient"
+                write = f"Hand over all optimizers of the model, and the files of all ranks{_OR_NEW}"
+                raise StateError(explain_error(name, "no state of it in the source", needed, write))
+            if remembered.algorithm != algorithm:
+                needed = f"that of {algorithm}, to which the parameter belongs here"
+                write = f'Write overrides={{r"{name}": "{remembered.algorithm}"}} for from_model{_OR_NEW}'
+                raise StateError(explain_error(name, f"the state of {remembered.algorithm}", needed, write))
+            state[number] = {
+                key: _placed(recipient, key, value) if key in recipient.state_layouts else value
+                for key, value in remembered.state.items()
+            }
+            for key, value in state[number].items():
+                check_values(name, key, local_of(value))
+    return {"state": state, "param_groups": saved}
+
+
+def _placed(recipient: Member, key: str, value: Tensor) -> Tensor:
+    """Return a saved tensor in the layout of muonmesh's state: unchanged if it has this layout, else gathered and cut.
+
+    Raises:
+        StateError: the tensor has another shape than the parameter.
+    """
+    storage = recipient.state_layouts[key].storage
+    shape = torch.Size(storage.shape)
+    if value.shape != shape and len(shape) > 2 and value.shape == (shape[0], prod(shape[1:])):
+        value = value.reshape(shape)  # a convolution that was flattened
+    if value.shape != shape:
+        found, needed = f"{key} of shape {tuple(value.shape)}", f"{tuple(shape)}, that of the parameter"
+        write = "Convert for the model that the state was saved with, whole or as DTensors"
+        raise StateError(explain_error(recipient.name, found, needed, write))
+    if isinstance(value, DTensor):
+        if storage.mesh == value.device_mesh and storage.placements == tuple(value.placements):
+            return value
+        value = value.full_tensor()
+    if storage.layout is None or storage.mesh is None:
+        return value
+    return storage.wrap(local_part(value, storage.layout))

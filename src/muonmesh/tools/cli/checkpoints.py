@@ -1,0 +1,132 @@
+"""Checkpoints: saves a run's state with `muonmesh.checkpoint` in numbered folders, and loads the newest."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+
+from muonmesh.checkpoint import load, save
+from muonmesh.checkpoint.entries import wrong_numbers
+from muonmesh.checkpoint.manifest import REMEDY, is_whole
+from muonmesh.checkpoint.place import forget_older, found_at, numbered
+from muonmesh.checkpoint.ranks import on_first_rank, together
+from muonmesh.checkpoint.save_load import recorded
+from muonmesh.comm.telling import agreed
+from muonmesh.errors import FileError
+from muonmesh.tools.cli.engine import Engine
+from muonmesh.tools.cli.metrics_log import read_metrics
+from muonmesh.tools.cli.run_settings import Optimizer
+
+STEP = "step-"  # and eight digits
+
+
+class Checkpoints:
+    """The checkpoints of one training, in folders such as ``step-00000120``; the newest ``keep`` are kept.
+
+    Every method is called on all ranks. A checkpoint has only the model and the optimizer, since the schedule, the
+    order of the data and the random numbers are functions of the seed and the step. A checkpoint of four ranks under
+    FSDP2 loads into two ranks under DDP.
+    """
+
+    def __init__(self, directory: Path, *, keep: int = 1) -> None:
+        self.directory, self.keep = directory, keep
+        self.kept: int | None = None  # the step of the last checkpoint that this object knows
+
+    def latest(self) -> int | None:
+        """Return the step of the newest complete checkpoint, as rank 0 sees it, or None.
+
+        Raises:
+            FileError: on all ranks: there are checkpoints, and none is complete.
+        """
+
+        def look() -> int | None:
+            if dist.get_rank() != 0:
+                return None
+            found = latest_step(self.directory)
+            broken = [path for step, path in numbered(self.directory, STEP) if step > (found or 0)]
+            if broken and found is None:
+                raise FileError(
+                    f"{broken[0]}: found files missing or cut off, and no whole checkpoint beside it; needed one. "
+                    f"{REMEDY}"
+                )
+            for path in broken:
+                print(f"{path}: found files missing or cut off; goes on from step {found}", file=sys.stderr)
+
+            return found
+
+        self.kept = agreed(look, kind=FileError)[0]
+        return self.kept
+
+    def save(self, step: int, engine: Engine) -> None:
+        """Write a model and its optimizer, and then remove older checkpoints.
+
+        A state that is not finite is not saved, since it would replace a good checkpoint.
+
+        Raises:
+            FileError: on every rank: the state is not finite, or the checkpoint could not be written. The last
+                checkpoint is unchanged.
+        """
+        kept = "No checkpoint was there yet" if self.kept is None else f"The checkpoint of step {self.kept} is kept"
+        together(lambda: check_finite(engine, kept))
+        try:
+            save(self._folder(step), engine.model, engine.saved)
+        except FileError as error:
+            raise FileError(f"{error}. {kept}") from error
+        on_first_rank(lambda: forget_older(self._folder(step), self.keep))
+        self.kept = step
+
+    def load(self, step: int, engine: Engine) -> None:
+        """Load a model and its optimizer.
+
+        Raises:
+            FileError, StateError: on every rank: the checkpoint is damaged or does not fit; nothing has changed.
+        """
+        load(self._folder(step), engine.model, engine.saved)
+
+    def _folder(self, step: int) -> Path:
+        return self.directory / f"{STEP}{step:08d}"
+
+
+def check_finite(engine: Engine, kept: str) -> None:
+    """Check that all tensors that this rank would save are finite.
+
+    Args:
+        engine: The engine whose state would be saved.
+        kept: A sentence for the message: which checkpoint is kept.
+
+    Raises:
+        FileError: a tensor is not finite; the message names the first.
+    """
+    for record in recorded(engine.saved).checkpoint_records():
+        for name, share in record.shares():
+            if any(wrong_numbers(name, box) for box in share.boxes.values()):
+                raise FileError(
+                    f"{name}: not finite, so it is not saved. {kept}. Start again with a lower --lr or --adamw-lr"
+                )
+
+
+def checkpoints_of(run: Path, optimizer: Optimizer) -> Path:
+    """Return the folder with the checkpoints of one of a run's trainings."""
+    return run / "checkpoints" / optimizer
+
+
+def without_checkpoint(run: Path) -> list[str]:
+    """Return a sentence for each training of a run that has metrics and no checkpoint.
+
+    Raises:
+        FileError: the metrics are damaged.
+    """
+    last = {record["run"]: record["step"] for record in read_metrics(run)}
+    return [
+        f"metrics of {name} reach step {step}, but {name} has no checkpoint. A resume trains it again from step 0 and "
+        "replaces its metrics"
+        for name, step in last.items()
+        if not numbered(checkpoints_of(run, name), STEP)
+    ]
+
+
+def latest_step(directory: Path) -> int | None:
+    """Return the step of the newest complete checkpoint in ``directory``, or None."""
+    return next((step for step, path in numbered(directory, STEP) if is_whole(found_at(path))), None)

@@ -1,0 +1,254 @@
+"""Corpus: turns files into two token arrays, one to train on and one held out, the same on every machine.
+
+The result does not depend on the place of files, or on the order in which a file system lists them: a file is
+identified by the hash of its content. So machines with the same text get the same split, tokenizer and order of tokens.
+The ranks compare :attr:`Corpus.digest` before they train.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sysconfig
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from muonmesh.checkpoint.form import SIZE, TEXT, check_form, only
+from muonmesh.errors import FileError
+from muonmesh.files import kind_of, onto_disk, read_json, read_text, write_text, writing
+from muonmesh.tools.cli.documents import RECORDS, Source, documents_of, find_files, sources_of, walk
+from muonmesh.tools.cli.tokenizer import END_OF_TEXT_ID, train_tokenizer
+
+CHARACTERS_AT_ONCE = 1 << 24  # tokenized together, so that all cores have work
+HELD_OUT_SHARE = 0.05
+FILES_FOR_A_SPLIT = 40  # with fewer files than this, the end of each file is held out instead of whole files
+FORMAT = 3  # part of a folder's name: raise it if the same text gives other files
+NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
+DESCRIPTION_FILE = "corpus.json"
+TOKENIZER_FILE = "tokenizer.json"
+REMADE = "it is made again from the text"
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A prepared text: the folder of its tokens, and the numbers of files and tokens."""
+
+    directory: str
+    digest: str
+    source: str
+    files: int
+    vocab: int
+    train_tokens: int
+    validation_tokens: int
+
+    def train(self) -> np.ndarray:
+        """Return the training tokens, one-dimensional, mapped from disk.
+
+        Raises:
+            FileError: the file is missing or has another size.
+        """
+        return self._mapped("train.bin", self.train_tokens)
+
+    def validation(self) -> np.ndarray:
+        """Return the held-out tokens, one-dimensional, mapped from disk.
+
+        Raises:
+            FileError: the file is missing or has another size.
+        """
+        return self._mapped("validation.bin", self.validation_tokens)
+
+    def tokenizer(self) -> Tokenizer:
+        """Return the tokenizer of the tokens.
+
+        Raises:
+            FileError: the file is missing.
+        """
+        needed = f"the tokenizer of the tokens beside it. Remove its folder: {REMADE}"
+        return Tokenizer.from_str(read_text(Path(self.directory) / TOKENIZER_FILE, needed=needed))
+
+    def measured_digest(self) -> str:
+        """Return the digest of the tokens that are on disk now."""
+        digest = hashlib.sha256()
+        for tokens in (self.train(), self.validation()):
+            digest.update(tokens.data)
+        return digest.hexdigest()
+
+    def _mapped(self, name: str, count: int) -> np.ndarray:
+        path, dtype = Path(self.directory) / name, dtype_of(self.vocab)
+        found = kind_of(path) if not path.is_file() else f"{path.stat().st_size} bytes"
+        if found != f"{count * dtype.itemsize} bytes":
+            raise FileError(
+                f"{path}: found {found}; needed the {count} tokens that {DESCRIPTION_FILE} tells of. Remove its "
+                f"folder: {REMADE}"
+            )
+        return np.memmap(path, dtype, mode="r") if count else np.empty(0, dtype)
+
+
+def dtype_of(vocab: int) -> np.dtype:
+    """Return the dtype of the tokens of a vocabulary: uint16, or uint32 if it has more than 65,536 entries."""
+    return np.dtype(np.uint16 if vocab <= 2**16 else np.uint32)
+
+
+class Windows:
+    """Windows of ``length + 1`` tokens, cut from a token array; input and target are the same window, shifted by one.
+
+    The order depends only on the seed. Positions 0, 1, 2, ... go through one random permutation of the windows after
+    another. So a run that stops and resumes reads the same sequences as an uninterrupted run.
+    """
+
+    def __init__(self, tokens: np.ndarray, *, length: int, seed: int) -> None:
+        self.tokens, self.length, self.seed = tokens, length, seed
+        self.count = (len(tokens) - 1) // length
+        self._epoch, self._order = -1, np.empty(0, dtype=np.int64)
+
+    def shuffled(self, positions: Iterable[int]) -> np.ndarray:
+        """Return the windows at some positions of the endless shuffled order, int64 (len(positions), length + 1)."""
+        return self._cut([self._window_at(position) for position in positions])
+
+    def spread(self, count: int) -> np.ndarray:
+        """Return ``count`` windows at equal distances over the whole text, the same in every call."""
+        return self._cut([i * self.count // count for i in range(count)])
+
+    def _window_at(self, position: int) -> int:
+        epoch, place = divmod(position, self.count)
+        if epoch != self._epoch:
+            self._epoch, self._order = epoch, np.random.default_rng([self.seed, epoch]).permutation(self.count)
+        return int(self._order[place])
+
+    def _cut(self, windows: Sequence[int]) -> np.ndarray:
+        starts = [window * self.length for window in windows]
+        return np.stack([self.tokens[start : start + self.length + 1] for start in starts]).astype(np.int64)
+
+
+def standard_library() -> list[Path]:
+    """Return the source files of the running Python's standard library, without tests: text that every machine has."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    return [path for path in walk(root, skip=NOT_LIBRARY) if path.suffix == ".py"]
+
+
+def prepare_corpus(patterns: Sequence[str], *, vocab: int, cache: Path, field: str = "text") -> Corpus:
+    """Read, split and tokenize text, and store the result in ``cache`` by digest, where a second call finds it.
+
+    Without patterns, the text is :func:`standard_library`. Files that are no UTF-8 text are ignored. The text is read
+    twice, one document at a time, and tokens are written at once. So the text may be larger than the memory.
+
+    Args:
+        patterns: The values of ``--data``.
+        vocab: The vocabulary size of the tokenizer that is trained.
+        cache: The folder of prepared texts.
+        field: The field of JSONL records that contains the text.
+
+    Raises:
+        ValueError: a pattern finds no file, or no file is text; a file cannot be read, or ``cache`` cannot be written;
+            or the stored tokens have changed since they were written.
+    """
+    files = find_files(patterns) if patterns else standard_library()
+    source = " ".join(patterns) if patterns else "the Python standard library"
+    sources = sources_of(files, field=field)
+    known = [_is_held_out(name) for name, _ in documents_of(sources)]
+    if not known:
+        raise ValueError(f"--data {source}: found {len(files)} files, none of which is UTF-8 text with content.")
+    parts = [FORMAT, HELD_OUT_SHARE, vocab, [each.digest for each in sources]]
+    parts += [field] if any(each.file.suffix == RECORDS for each in sources) else []
+    directory = cache / hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+    if not (directory / DESCRIPTION_FILE).is_file():
+        # Whole documents are held out, chosen by their hash. With too few documents, the end of each is held out.
+        whole = len(known) >= FILES_FOR_A_SPLIT and 0 < sum(known) < len(known)
+        learnt = (each for name, text in documents_of(sources) for each in divide(name, text, whole=whole)[0])
+        _write(directory, train_tokenizer(learnt, vocab=vocab), sources, whole=whole, source=source)
+    corpus = replace(load_corpus_of(directory), directory=str(directory))  # the folder may have moved
+    if corpus.measured_digest() != corpus.digest:
+        raise FileError(f"{directory}: its tokens have changed since they were written. Remove the folder: {REMADE}")
+    return corpus
+
+
+def save_corpus_of(folder: Path, corpus: Corpus) -> None:
+    """Write the description of a corpus into a folder, such as a run's.
+
+    Raises:
+        FileError: the file cannot be written.
+    """
+    write_text(folder / DESCRIPTION_FILE, json.dumps(asdict(corpus), indent=2) + "\n")
+
+
+def load_corpus_of(folder: Path) -> Corpus:
+    """Return the corpus that a folder describes: a run's folder, or a folder that :func:`prepare_corpus` wrote.
+
+    Raises:
+        FileError: the description is missing or damaged.
+    """
+    path = folder / DESCRIPTION_FILE
+    content = read_json(path, needed="the description of a prepared text")
+    form = only({field.name: {"str": TEXT, "int": SIZE}[str(field.type)] for field in fields(Corpus)})
+    check_form(str(path), content, form, f"Remove the folder: {REMADE}", kind=FileError)
+    return Corpus(**content)
+
+
+def divide(name: str, text: str, *, whole: bool) -> tuple[list[str], list[str]]:
+    """Return (training texts, held-out texts) of a document: the whole document is one of them, or its end is held out.
+
+    Args:
+        name: The hash of the document.
+        text: The text of the document.
+        whole: Whether whole documents are held out; else the end of each document is held out.
+    """
+    if whole:
+        return ([], [text]) if _is_held_out(name) else ([text], [])
+    cut = max(1, round(len(text) * (1 - HELD_OUT_SHARE)))
+    return [text[:cut]], [text[cut:]] if cut < len(text) else []
+
+
+def _is_held_out(name: str) -> bool:
+    return int(name[:8], 16) < HELD_OUT_SHARE * 16**8
+
+
+def _batches(sources: Sequence[Source], *, whole: bool) -> Iterator[list[tuple[int, str]]]:
+    """Yield batches of (part, text); part is 0 for training and 1 for held out. A batch gives work to all cores."""
+    batch, characters = list[tuple[int, str]](), 0
+    for name, document in documents_of(sources):
+        for part, texts in enumerate(divide(name, document, whole=whole)):
+            batch += [(part, text) for text in texts]
+        characters += len(document)
+        if characters >= CHARACTERS_AT_ONCE:
+            yield batch
+            batch, characters = [], 0
+    yield batch
+
+
+def _write(directory: Path, tokenizer: Tokenizer, sources: Sequence[Source], *, whole: bool, source: str) -> None:
+    """Write a corpus to a temporary folder, and rename it, so that ``directory`` never has a half-written corpus.
+
+    Raises:
+        FileError: the corpus could not be written.
+    """
+    counts, size = [0, 0], tokenizer.get_vocab_size()
+    with writing(directory):
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        made = tempfile.TemporaryDirectory(prefix="preparing-", dir=directory.parent, ignore_cleanup_errors=True)
+    with made as above, writing(directory):
+        scratch = Path(above) / "text"
+        scratch.mkdir()
+        with (scratch / "train.bin").open("wb") as first, (scratch / "validation.bin").open("wb") as second:
+            for batch in _batches(sources, whole=whole):
+                texts = [text for _, text in batch]
+                encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+                for (part, _), encoding in zip(batch, encodings, strict=True):
+                    tokens = np.array([*encoding.ids, END_OF_TEXT_ID], dtype=dtype_of(size))
+                    (first, second)[part].write(tokens.tobytes())
+                    counts[part] += len(tokens)
+        with writing(directory, raised=Exception):
+            tokenizer.save(str(scratch / TOKENIZER_FILE))
+        corpus = Corpus(str(scratch), "", source, len(sources), size, *counts)
+        save_corpus_of(scratch, replace(corpus, directory=str(directory), digest=corpus.measured_digest()))
+        for file in scratch.iterdir():
+            onto_disk(file)
+        try:
+            scratch.rename(directory)
+        except OSError:  # another run has prepared the same text
+            if not (directory / DESCRIPTION_FILE).is_file():
+                raise

@@ -1,0 +1,226 @@
+"""Diagnosis: finds what is at a path and whether it is complete. Nothing at the path is executed or changed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from muonmesh.checkpoint.archive import MoreThanData, read_archive
+from muonmesh.checkpoint.entries import CheckpointReader, wrong_numbers
+from muonmesh.checkpoint.group_settings import check_saved
+from muonmesh.checkpoint.manifest import MANIFEST_FILE, REMEDY, SETTINGS_FILE, Entry, check_entries, read_manifest
+from muonmesh.checkpoint.metadata import METADATA_FILE, survey
+from muonmesh.checkpoint.place import found_at, numbered
+from muonmesh.errors import FileError, explain_error
+from muonmesh.files import kind_of, leaves, read_json, reason
+from muonmesh.tools.cli.checkpoints import STEP, checkpoints_of, without_checkpoint
+from muonmesh.tools.cli.lock import LOCK_FILE
+from muonmesh.tools.cli.metrics_log import METRICS_FILE
+from muonmesh.tools.cli.run_settings import CONFIG_FILE, load_config, load_settings
+
+ARCHIVE = b"PK\x03\x04"
+A_RUN = "a run of muonmesh train"
+OURS = "a checkpoint of muonmesh.checkpoint.save"
+TORCHS = "a checkpoint of torch.distributed.checkpoint"
+SAVED = "a file of torch.save"
+CHECKED = f"{A_RUN}, {OURS}, {TORCHS}, or {SAVED} with plain values and tensors alone"
+OTHERS = {
+    "DeepSpeed": r"latest|zero_to_fp32\.py|.*_(model|optim)_states\.pt",
+    "Megatron-Core": r"latest_checkpointed_iteration\.txt|common\.pt|mp_rank_\d+(_\d+)*|model_optim_rng\.pt",
+}
+"""Frameworks whose checkpoints are not checked, with the names of their files and folders."""
+
+
+@dataclass
+class Diagnosis:
+    """The result of `diagnose`: kind, faults and content of a checkpoint, a run or a file.
+
+    Attributes:
+        path: The path.
+        kind: The kind of the content, in words; empty if it is no checkpoint.
+        faults: The damages, one message each; if it is no checkpoint, one message that says why.
+        notes: Other information, one sentence each.
+        tensors: The tensors by name, on the meta device.
+        settings: The settings that were saved beside the tensors.
+        parts: For a run: the diagnoses of its checkpoints, the newest first.
+    """
+
+    path: str
+    kind: str = ""
+    faults: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+    parts: list[Diagnosis] = field(default_factory=list)
+
+    @property
+    def whole(self) -> bool:
+        """Whether nothing is damaged, parts included."""
+        return not self.faults and all(part.whole for part in self.parts)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return all attributes and ``whole`` as plain data for `json.dumps`. ``faults`` has those of all parts."""
+        tensors = {
+            name: {"shape": list(one.shape), "dtype": dtype_of(one), "size": one.nbytes}
+            for name, one in self.tensors.items()
+        }
+        parts = [part.as_json() for part in self.parts]
+        faults = [*self.faults, *(fault for part in parts for fault in part["faults"])]
+        return {**vars(self), "whole": self.whole, "faults": faults, "tensors": tensors, "parts": parts}
+
+    @contextlib.contextmanager
+    def noting(self) -> Iterator[None]:
+        """Return a context that turns a FileError into a fault, unless a fault says the same of the same file."""
+        try:
+            yield
+        except FileError as error:
+            found = str(error).partition("; needed")[0]
+            if not any(fault.startswith(found) for fault in self.faults):
+                self.faults.append(str(error))
+
+
+def dtype_of(tensor: Tensor) -> str:
+    """Return a dtype without ``torch.``."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def diagnose(path: Path) -> Diagnosis:
+    """Return the diagnosis of a run, a checkpoint or a file of `torch.save`."""
+    if _is_run(path):
+        return _run(path)
+    if found_at(path).is_dir():
+        return _folder(path)
+    if path.is_file():
+        return _file(path)
+    return Diagnosis(str(path), faults=[f"{path}: {kind_of(path)}; needed a folder or a file"])
+
+
+def _is_run(path: Path) -> bool:
+    begun = all(os.path.exists(path / name) for name in (LOCK_FILE, CONFIG_FILE))  # False where nobody may look
+    return begun or any(os.path.exists(path / name) for name in ("checkpoints", METRICS_FILE))
+
+
+def _run(run: Path) -> Diagnosis:
+    found = Diagnosis(str(run), A_RUN)
+    with found.noting():
+        load_settings(run)
+        found.settings = load_config(run)
+        found.notes += without_checkpoint(run)
+    for name in ("muon", "adamw"):
+        directory = checkpoints_of(run, name)
+        parts = [_folder(path) for _, path in numbered(directory, STEP)]
+        found.parts += [part for part in parts if Path(part.path).exists()]  # a run may remove old ones meanwhile
+        left = directory.glob(".*.writing")
+        found.notes += [f"{path}: left by a save that was cut off; the next one removes it" for path in left]
+    if not found.faults and (not found.parts or any(part.whole for part in found.parts)):
+        begins = "goes on" if found.parts else "no checkpoint is there. The run begins again"
+        found.notes.append(f"{begins} with: muonmesh train --resume {run}")
+    return found
+
+
+def _folder(path: Path) -> Diagnosis:
+    """Return the diagnosis of a folder, which may be a checkpoint."""
+    folder = found_at(path)
+    found = Diagnosis(str(path))
+    names = set(os.listdir(folder))
+    hidden_last = sorted(names, key=lambda name: (name.startswith("."), name))
+    name, framework = _by_another(() if MANIFEST_FILE in names else hidden_last)
+    if framework or names.isdisjoint({METADATA_FILE, MANIFEST_FILE}):
+        told = f"{name or hidden_last[0]!r} in it" if names else "nothing in it"
+        told += f", as in a checkpoint of {framework}" if framework else ""
+        run = next((folder / name for name in hidden_last if _is_run(folder / name)), None)
+        write = None if run is None else f"For a run in it, write: muonmesh doctor {run}"
+        found.faults = [explain_error(str(path), told, CHECKED, write)]
+        return found
+    entries: dict[str, Entry] | None = None
+    if names & {MANIFEST_FILE, SETTINGS_FILE}:  # torch's own checkpoints have neither file
+        with found.noting():
+            entries = read_manifest(folder)
+    found.kind = OURS if SETTINGS_FILE in names.union(entries or ()) else TORCHS
+    if found.kind == OURS:
+        with found.noting():
+            settings = read_json(folder / SETTINGS_FILE, needed=f"what save wrote there. {REMEDY}")
+            check_saved(folder / SETTINGS_FILE, settings)
+            found.settings = settings
+    if folder != path:
+        found.notes.append(f"lies at {folder}: the one that was to replace it never came. It loads from {path}")
+    if entries is None and not found.faults:
+        found.notes.append(
+            f"no {MANIFEST_FILE}: bytes that have changed are noticed where they make something unreadable"
+        )
+    for name in entries or ():
+        with found.noting():
+            check_entries(folder, entries or {}, [name])
+    _pieces(found, folder, entries)
+    return found
+
+
+def _by_another(names: Iterable[str]) -> tuple[str, str]:
+    """Return the first name that another framework gives its checkpoints, and the framework; else empty strings."""
+    found = ((name, framework) for framework, known in OTHERS.items() for name in names if re.fullmatch(known, name))
+    return next(found, ("", ""))
+
+
+def _pieces(found: Diagnosis, folder: Path, entries: Mapping[str, Entry] | None) -> None:
+    with found.noting():
+        metadata, others = survey(folder)
+        held: dict[str, Any] = metadata.state_dict_metadata
+        found.tensors = {
+            name: torch.empty(one.size, dtype=one.properties.dtype, device="meta") for name, one in held.items()
+        }
+        if others:
+            found.notes.append(
+                f"{len(others)} entries are no tensors, {others[0]} the first: torch would unpickle them, which can "
+                "run code. They are not looked into, and muonmesh loads no such checkpoint"
+            )
+        reader = CheckpointReader(folder, metadata)
+        if entries is not None:
+            reader.check_known(entries)
+        elif found.faults:
+            return
+        odd: dict[str, str] = {}
+
+        def note(name: str, tensor: Tensor) -> str:
+            if wrong := wrong_numbers(name, tensor):
+                odd.setdefault(name, wrong)
+            return ""
+
+        if not found.faults:
+            reader.check_tensors(share=0, of=1, wrong=note)
+        for name, wrong in odd.items():
+            refused = found.kind == OURS and ".state." in name
+            (found.faults if refused else found.notes).append(f"{name}: found {wrong}")
+
+
+def _file(path: Path) -> Diagnosis:
+    found = Diagnosis(str(path))
+    try:
+        with path.open("rb") as file:
+            begin = file.read(len(ARCHIVE))
+    except OSError as error:
+        found.faults.append(f"{path}: could not be read: {reason(error)}")
+        return found
+    if begin == ARCHIVE:
+        found.kind = SAVED
+        framework = _by_another([path.name])[1]
+        whose = f"{framework} gives its files such names. " if framework else ""
+        remedy = f"{whose}Its checksums are right. Its content was not read, since that could run code"
+        try:
+            content = read_archive(path, needed=CHECKED, remedy=remedy)
+            found.tensors = {name: one.to("meta") for name, one in leaves(content) if isinstance(one, Tensor)}
+        except FileError as error:
+            found.kind, found.faults = "" if isinstance(error, MoreThanData) else SAVED, [str(error)]
+    else:
+        found.faults.append(
+            f"{path}: found what torch.save does not write; needed a checkpoint. If torch before 1.6 "
+            "wrote it, it is a program, and is not opened"
+        )
+    return found

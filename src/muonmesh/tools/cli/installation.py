@@ -1,0 +1,196 @@
+"""Installation: checks this machine and this installation in about a minute, with one line for each check."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.spawn import ProcessException, spawn
+
+from muonmesh.numerics.kernels import auto_takes
+from muonmesh.numerics.kernels.compiled import NoLibrary, library
+from muonmesh.tools.cli.launch import usable_cores
+
+SECONDS = 120  # the longest time that two processes may take to connect
+LEAST_SHARED = 64 << 20  # Docker's default, which is too small for NCCL and data loaders
+LEAST_FREE = 1 << 30
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of one check: the subject, the finding, and what to do (empty if nothing is wrong)."""
+
+    looked_at: str
+    found: str
+    do: str = ""
+
+
+def look_around(folder: Path) -> list[Finding]:
+    """Run all checks and return their findings; a check that fails is a finding too.
+
+    Args:
+        folder: The folder for checkpoints, whose disk is checked.
+    """
+    looks: dict[str, Callable[[], Finding]] = {
+        "torch": lambda: Finding("torch", f"{torch.__version__}, Python {platform.python_version()}"),
+        "processor": _processor,
+        "compiled products": products_here,
+        "orthogonalize": _orthogonalize,
+        "gloo": _gloo,
+        "NCCL": _nccl,
+        "shared memory": _shared_memory,
+        "checkpoint folder": lambda: _disk(folder),
+    }
+    if os.environ.get("LOCAL_RANK", "0") != "0":  # only the first process of each machine checks the machine
+        looks = {}
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        looks["links"] = _links
+    return [_looked(name, look) for name, look in looks.items()]
+
+
+def _looked(name: str, look: Callable[[], Finding]) -> Finding:
+    try:
+        return look()
+    except Exception as error:
+        return Finding(name, f"{type(error).__name__}: {error}", "Mend this first")
+
+
+def _processor() -> Finding:
+    names = ", ".join(map(torch.cuda.get_device_name, range(torch.cuda.device_count()))) or "no GPU"
+    return Finding("processor", f"{torch.backends.cpu.get_cpu_capability()}, {usable_cores()} cores, {names}")
+
+
+def products_here() -> Finding:
+    """Return which variant of the compiled products this processor runs."""
+    try:
+        variant = library().variant
+    except NoLibrary as error:
+        told = f"none. Found {error}. torch multiplies. To have them, {error.mend}"
+        return Finding("compiled products", told)
+    order, gain = auto_takes()
+    taken = 'kernels="auto" takes torch\'s products, which may be faster on such a CPU'
+    if order:
+        upto = f"{gain.start} to {gain[-1]}" if gain.stop < sys.maxsize else f"{gain.start} or more"
+        taken = f'kernels="auto" takes them for bf16 matrices of {upto} rows'
+    return Finding("compiled products", f"variant {variant}. {taken}")
+
+
+def _orthogonalize() -> Finding:
+    """Compare the default iteration with this machine's bf16 products to the same iteration in fp64."""
+    import muonmesh as mm
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    x = torch.randn(96, 160, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu").to(device)
+    exact = mm.orthogonalize(x.double(), dtype=torch.float64, kernels="torch")
+    apart = float((mm.orthogonalize(x).double() - exact).norm() / exact.norm())
+    wrong = "" if apart < 0.03 else "Write kernels='torch', and report it"
+    return Finding("orthogonalize", f"bf16 products on {device} are {apart:.1%} from fp64", wrong)
+
+
+def meet(rank: int, place: str) -> None:
+    """Run an all-reduce in one of two processes.
+
+    Args:
+        rank: The rank of this process, 0 or 1.
+        place: The file through which both processes connect.
+    """
+    wait = timedelta(seconds=SECONDS)
+    dist.init_process_group("gloo", init_method=f"file://{place}", rank=rank, world_size=2, timeout=wait)
+    total = torch.full((1000,), rank + 1.0, dtype=torch.float32, device="cpu")
+    dist.all_reduce(total)
+    assert total.tolist() == [3.0] * 1000, total
+    dist.destroy_process_group()  # without it torch sometimes aborts at the end of a process
+
+
+def _gloo() -> Finding:
+    """Check gloo with a real all-reduce of two processes."""
+    begin = time.monotonic()
+    with tempfile.TemporaryDirectory() as place:
+        try:
+            spawn(meet, (f"{place}/store",), nprocs=2)  # type: ignore[no-untyped-call]
+        except ProcessException as error:
+            last = str(error).strip().splitlines()[-1]
+            return Finding("gloo", f"an all-reduce of two processes failed: {last}", "Write GLOO_SOCKET_IFNAME=lo")
+    seconds = time.monotonic() - begin
+    return Finding("gloo", f"an all-reduce of two processes works; to start both and connect them took {seconds:.1f} s")
+
+
+def _nccl() -> Finding:
+    if not torch.cuda.is_available():
+        return Finding("NCCL", "no GPU, not needed")
+    if not dist.is_nccl_available():
+        return Finding("NCCL", "torch was built without it", "Install torch for CUDA")
+    return Finding("NCCL", ".".join(map(str, torch.cuda.nccl.version())))  # type: ignore[no-untyped-call]
+
+
+def _shared_memory(place: str = "/dev/shm") -> Finding:
+    if not Path(place).is_dir():
+        return Finding("shared memory", f"no {place}")
+    total, _, free = shutil.disk_usage(place)
+    found = f"{place}: {total / 1e9:.2f} GB, {free / 1e9:.2f} GB free"
+    return Finding("shared memory", found, "In Docker write --shm-size=8g" if free <= LEAST_SHARED else "")
+
+
+def _disk(folder: Path) -> Finding:
+    """Check the disk: write, flush and read 64 MB in the folder for checkpoints."""
+    content = os.urandom(1 << 20)
+    with tempfile.TemporaryFile(dir=folder) as file:
+        begin = time.monotonic()
+        for _ in range(64):
+            file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+        rate = 64 * len(content) / max(time.monotonic() - begin, 1e-9) / 1e6
+        file.seek(63 << 20)
+        wrong = "" if file.read() == content else "It reads what was not written: use another disk"
+    free = shutil.disk_usage(folder).free
+    wrong = wrong or ("Make room, or write --folder" if free < LEAST_FREE else "")
+    return Finding("checkpoint folder", f"{folder}: {rate:.0f} MB/s written, {free / 1e9:.1f} GB free", wrong)
+
+
+def _links() -> Finding:
+    """Check the links between the ranks that torchrun has started."""
+    from muonmesh.tools.cli.rank import join
+
+    device = join("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return measured_links(device)
+    finally:
+        dist.destroy_process_group()
+
+
+def measured_links(device: torch.device) -> Finding:
+    """Return latency and bandwidth of an all-reduce, and the largest difference of clocks. All ranks call it."""
+    seconds = []
+    for numbers in (1, 4 << 20):
+        tensor = torch.ones(numbers, dtype=torch.float32, device=device)
+        for counted in (False, True):
+            dist.barrier()
+            begin = time.perf_counter()
+            for _ in range(3):
+                dist.all_reduce(tensor)
+            float(tensor[0])
+            seconds += [(time.perf_counter() - begin) / 3] * counted
+    dist.barrier()
+    clocks = [None] * dist.get_world_size()
+    dist.all_gather_object(clocks, time.time())
+    apart = max(clocks) - min(clocks)  # type: ignore[type-var, operator]
+    found = f"{len(clocks)} ranks: {seconds[0] * 1e3:.2f} ms, {16.8 / seconds[1]:.0f} MB/s an all-reduce"
+    wrong = "Set the machines' clocks: logs and timeouts compare them" if apart > 1.0 + seconds[0] else ""
+    return Finding("links", f"{found}, clocks {apart * 1e3:.0f} ms apart", wrong)
+
+
+def lines_of(findings: list[Finding]) -> Iterator[str]:
+    """Yield a line for each finding."""
+    for one in findings:
+        yield f"{'do  ' if one.do else 'ok  '}{one.looked_at}: {one.found}" + (f". {one.do}" if one.do else "")

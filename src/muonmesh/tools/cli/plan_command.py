@@ -1,0 +1,218 @@
+"""The command ``muonmesh plan``: the cost of an optimizer step on a cluster, without the cluster, as tables or JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import MISSING, asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from rich.filesize import decimal
+
+from muonmesh.errors import FileError
+from muonmesh.tools.cli.run_settings import Settings, check_fields_of, setting
+from muonmesh.tools.cli.terminal import complain, make_console, table_of
+
+if TYPE_CHECKING:
+    from muonmesh.tools.cli.cluster import Cluster
+    from muonmesh.tools.forecasts.forecast import Weight
+
+WHAT = "What to plan"
+WHERE = "Where it would run"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRequest:
+    """The options of ``muonmesh plan``: the model, and the cluster to plan for."""
+
+    model: str = setting(
+        MISSING,
+        WHAT,
+        "A transformers config.json or a folder with one, a known model (deepseek-v3, llama-3.1-8b, -70b, -405b), a "
+        "preset of muonmesh train, or a model type (gpt2).",
+    )
+    mesh: str = setting(MISSING, WHERE, "Mesh axes, the outermost first: ddp=N, fsdp=N, hsdp=REPLICASxSHARDS, tp=N.")
+    experts: str | None = setting(
+        None,
+        WHERE,
+        "Mesh axes of the same ranks for expert weights, such as ddp=8,ep=32,fsdp=8. Default: the axes of --mesh; "
+        "tensor parallelism then splits each expert.",
+    )
+    weights: Literal["fp32", "bf16"] = setting("fp32", WHAT, "Dtype of weights and gradients.")
+    to_owners: bool = setting(
+        False,
+        WHAT,
+        'Plan for gradients="to_owners": replicas add gradients up at the owner, which orthogonalizes the matrix.',
+    )
+    rule: str = setting(
+        "muon",
+        WHAT,
+        "The rule that updates matrices, with its default settings: of muonmesh or of an installed package.",
+    )
+    rank: int | None = setting(None, WHERE, "The rank to report. Default: the rank with the most work.", least=0)
+    machine: int = setting(
+        8, WHERE, "Ranks per machine. If replicas are on several machines, ranks pass results on inside each."
+    )
+    rates: Path | None = setting(
+        None,
+        WHERE,
+        "A JSON file with the rates of a device: flops, published, bytes, wire (per second), kernel, operation, view, "
+        "matrix, collective, message (seconds), memory (bytes). Default for each: one H100.",
+    )
+    memory_budget_mb: float | None = setting(
+        None,
+        WHAT,
+        "MiB that a step may use in addition to weights, gradients and state. Default: as in the optimizer.",
+        most=math.inf,
+    )
+    json: bool = setting(False, None, "Print every figure, and the owner of every matrix, as JSON.")
+
+    def __post_init__(self) -> None:
+        check_fields_of(self)
+
+
+def plan(**values: Any) -> None:
+    """Show what one optimizer step would cost on a cluster, without the cluster.
+
+    The command computes the plan that every rank would compute. FLOPs, bytes sent and stored memory are exact.
+
+    Kernel launches, the memory of a step and its time come from a model. Nothing is downloaded or run.
+    """
+    try:
+        found = planned(PlanRequest(**values))
+    except ValueError as error:
+        raise SystemExit(complain("plan", str(error), code=2)) from error
+    print_plan(found, as_json=values["json"])
+
+
+def planned(asked: PlanRequest) -> dict[str, Any]:
+    """Return the figures of a model on a mesh; see `muonmesh.tools.cli.figures.figures_of`.
+
+    Raises:
+        ValueError: an option is wrong.
+    """
+    from muonmesh.tools.cli.cluster import EXPERTS, parse_cluster
+    from muonmesh.tools.cli.figures import figures_of, load_rates
+    from muonmesh.tools.forecasts.forecast import forecast
+
+    mesh, experts, rank = asked.mesh, asked.experts, asked.rank
+    cluster = parse_cluster(mesh, experts)
+    if rank is not None and rank >= len(cluster.ranks):
+        raise FileError(f"--rank {rank}: needed a rank of --mesh {mesh}, below {len(cluster.ranks)}. Write: --rank 0")
+    rates = None if asked.rates is None else load_rates(asked.rates)
+    placed = weights_of(asked.model, cluster)
+    if experts is not None and not any(EXPERTS.search(weight.name) for weight in placed):
+        raise FileError(
+            f"--experts {experts}: found no experts in {asked.model}; needed a mixture of experts. Leave it out"
+        )
+    itemsize = 4 if asked.weights == "fp32" else 2
+    found = forecast(
+        placed,
+        rank=rank,
+        rates=rates,
+        itemsize=itemsize,
+        memory_budget_mb=asked.memory_budget_mb,
+        to_owners=asked.to_owners,
+        rule=asked.rule,
+        machine=asked.machine,
+    )
+    told = {name: getattr(asked, name) for name in ("model", "mesh", "experts", "weights", "rule", "machine")}
+    return {**told, "to owners": asked.to_owners, **figures_of(placed, found)}
+
+
+def weights_of(model: str, cluster: Cluster) -> list[Weight]:
+    """Return the parameters of a model with their layouts on a cluster, and the splits of `muonmesh.split_params`.
+
+    `transformers` builds the model on the meta device, without memory.
+
+    Raises:
+        ValueError: there is no such model, or it is no causal language model.
+    """
+    from muonmesh.build import split_params
+    from muonmesh.tools.cli.model import meta_model
+    from muonmesh.tools.forecasts.forecast import Weight
+
+    found = []
+    for group in split_params(meta_model(model, vocab=Settings.vocab, seq=Settings.seq)):
+        splits = group["matrices"] if group["algorithm"] == "muon" else [None] * len(group["params"])
+        for name, parameter, split in zip(group["param_names"], group["params"], splits, strict=True):
+            found.append(Weight(name, cluster.layout(name, tuple(parameter.shape), split), split))
+    return found
+
+
+def print_plan(found: dict[str, Any], *, as_json: bool = False) -> None:
+    """Print the kinds of parameters, and the figures of the cluster and of one rank; or all figures as JSON."""
+    console = make_console()
+    if as_json:
+        console.print(json.dumps(found, indent=1), soft_wrap=True, markup=False)
+        return
+    title = f"Cluster: {found['model']} on {found['mesh']} (ranks: {found['ranks']:,}), rule {found['rule']}"
+    console.print(title, style="bold")
+    headings = ("parameters", "shape", "matrices", "owners", "TFLOP", f"sent by\nrank {found['rank']}")
+    console.print(table_of(headings, rows_of(found)))
+    for title, figures in tables_of(found).items():
+        console.print(table_of((title, ""), figures.items()))
+    needed, there = found["modelled"]["bytes in total"], int(found["rates"]["memory"])
+    if needed > there:
+        console.print(
+            f"Rank {found['rank']} needs {decimal(needed)} even without activations, more than the {decimal(there)} of "
+            "its device (memory in --rates). Shard over more ranks: --mesh fsdp=N, hsdp=REPLICASxSHARDS or tp=N"
+        )
+
+
+def rows_of(found: dict[str, Any]) -> list[list[str]]:
+    """Return a row for each kind of matrices, for the whole cluster, except the last cell: what one rank sends."""
+    return [
+        [
+            _folded(kind["name"].removeprefix("model.").removesuffix(".weight")),
+            "×".join(map(str, kind["shape"])),
+            f"{kind['matrices']:,}",
+            f"{kind['owners']:,}",
+            f"{kind['flops'] / 1e12:{',.0f' if kind['flops'] > 1e15 else '.4g'}}",
+            decimal(kind["bytes sent"]) if kind["bytes sent"] else "",
+        ]
+        for kind in found["kinds"]
+        if kind["algorithm"] == "muon"
+    ]
+
+
+def _folded(name: str, width: int = 27) -> str:
+    """Return a name; a long name is broken after a dot into two lines, so that the table fits 80 columns."""
+    place = name.rfind(".", 0, width) + 1
+    return name if len(name) <= width else f"{name[:place]}\n  {name[place:]}"
+
+
+def tables_of(found: dict[str, Any]) -> dict[str, dict[str, str]]:
+    """Return the tables below the table of parameters, by title; each has figures by name."""
+    from muonmesh.tools.forecasts.device_rates import DeviceRates
+
+    adamw = sum(kind["count"] for kind in found["kinds"] if kind["algorithm"] == "adamw")
+    cluster = {name: found[name] for name in ("elements", "matrices", "buckets")}
+    device = "one H100" if found["rates"] == asdict(DeviceRates()) else "the rates given"
+    tables = {
+        "Cluster": {**cluster, "parameters that AdamW updates": adamw, **found["balance"]},
+        f"Rank {found['rank']}, counted": found["counted"],
+        f"Rank {found['rank']}, modelled for {device}": found["modelled"],
+    }
+    return {
+        title: {name.replace("seconds", "time"): _shown(name, value) for name, value in figures.items()}
+        for title, figures in tables.items()
+    }
+
+
+def _shown(name: str, value: Any) -> str:
+    """Return a figure in the unit that follows from its name; counts are abbreviated: 671B, 1.28M."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, dict):  # seconds, with products at best and as published
+        ends = [f"{end * 1e3:{',.0f' if end >= 1 else '.3g'}}" for end in sorted(value.values())]
+        return " to ".join(dict.fromkeys(ends)) + " ms"
+    if "bytes" in name:
+        return decimal(value)
+    if isinstance(value, float):
+        return f"{value:.3f}"
+    for unit, factor in (("T", 1e12), ("B", 1e9), ("M", 1e6)):
+        if value >= factor:
+            return f"{value / factor:,.4g}{unit}"
+    return f"{value:,}"

@@ -1,0 +1,248 @@
+"""Training: trains one model with one optimizer, from the first step or the last checkpoint to the end."""
+
+from __future__ import annotations
+
+import math
+import signal
+import time
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from muonmesh.checkpoint.save_load import reshard
+from muonmesh.errors import FileError, explain_error
+from muonmesh.tools.cli.checkpoints import Checkpoints, checkpoints_of
+from muonmesh.tools.cli.configuration import model_config
+from muonmesh.tools.cli.corpus import Corpus, Windows
+from muonmesh.tools.cli.engine import Engine
+from muonmesh.tools.cli.metrics_log import TIMES, append_metrics
+from muonmesh.tools.cli.model import build_model
+from muonmesh.tools.cli.progress import ProgressLine
+from muonmesh.tools.cli.run_settings import Optimizer, ScheduleName, Settings, option
+
+WSD_DECAY_SHARE = 0.2  # warmup-stable-decay (arXiv 2404.06395): the last fifth goes down to zero
+
+
+def learning_rate_factor(step: int, *, name: ScheduleName, steps: int, warmup: int) -> float:
+    """Return the learning rate at ``step`` (1-based) of ``steps``, as a share of its peak.
+
+    The rate rises linearly in the first ``warmup`` steps. Then ``cosine`` and ``linear`` fall to zero, ``wsd`` is
+    constant and falls to zero in the last fifth, and ``constant`` stays. The last step has a rate above zero; the step
+    after it would have zero.
+    """
+    if step <= warmup:
+        return step / warmup
+    done = (step - 1 - warmup) / (steps - warmup)  # 0 at the first step after warmup, below 1 at the last
+    match name:
+        case "cosine":
+            return 0.5 * (1.0 + math.cos(math.pi * done))
+        case "linear":
+            return 1.0 - done
+        case "wsd":
+            return min(1.0, (1.0 - done) / WSD_DECAY_SHARE)
+        case "constant":
+            return 1.0
+
+
+class StopRequest:
+    """A request to stop, set by SIGINT or SIGHUP on any rank; the training ends after the step that exchanges it."""
+
+    def __init__(self) -> None:
+        self.requested = False
+
+    def install(self) -> None:
+        """Install the handlers of SIGINT and SIGHUP; an ignored SIGHUP, as under nohup, stays ignored.
+
+        SIGTERM still ends the process, so that a rank that waits for a dead rank ends at once.
+        """
+        signal.signal(signal.SIGINT, self._on_signal)
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            signal.signal(signal.SIGHUP, self._on_signal)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.requested = True
+
+
+class Training:
+    """One training: a model, an optimizer, data and checkpoints.
+
+    The learning rate, the sequences and the random numbers are functions of the seed and the step. So two trainings
+    with different optimizers start from the same weights and read the same data, and a resumed training continues as if
+    it had never stopped.
+    """
+
+    def __init__(self, name: Optimizer, settings: Settings, corpus: Corpus, device: torch.device) -> None:
+        self.name, self.settings, self.device = name, settings, device
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        torch.manual_seed(settings.seed)
+        model = build_model(model_config(settings.model, vocab=corpus.vocab, seq=settings.seq))
+        self.engine = Engine(name, model, settings, device)
+        self.model = self.engine.model
+        self.peak_lrs = [float(group["lr"]) for group in self.engine.optimizer.param_groups]
+        self.train_windows = Windows(corpus.train(), length=settings.seq, seed=settings.seed)
+        validation = Windows(corpus.validation(), length=settings.seq, seed=settings.seed)
+        self.validation_windows = validation.spread(min(settings.eval_sequences, validation.count))
+        self.checkpoints = Checkpoints(checkpoints_of(settings.directory, name), keep=settings.keep)
+        self.start = 0
+        self.seconds = 0.0  # without evaluation and checkpoints; only rank 0 has the seconds before a resume
+        if isinstance(self.model, DistributedDataParallel):
+            self._settle_buckets()
+
+    def restore(self) -> None:
+        """Load the latest checkpoint, if there is one.
+
+        Raises:
+            FileError, StateError: on all ranks: the checkpoint is damaged or does not fit; no weight has changed.
+        """
+        step = self.checkpoints.latest()
+        if step is not None:
+            if step > self.settings.steps:
+                found, needed = f"a checkpoint of step {step}", f"none above step {self.settings.steps}, the last one"
+                write = "Move the checkpoint away"
+                raise FileError(explain_error(str(self.checkpoints.directory), found, needed, write))
+            self.checkpoints.load(step, self.engine)
+            self.start = step
+
+    def run(self, stop: StopRequest) -> bool:
+        """Train to the end, or until a rank has a request to stop. Both end with a checkpoint.
+
+        Each step reduces a flag over all ranks, so that all ranks stop after the same step.
+
+        Returns:
+            True if the last step is done, False if the training was stopped earlier.
+
+        Raises:
+            FileError: on all ranks: a loss or the state is not finite, or a file cannot be written. The last checkpoint
+                is unchanged.
+        """
+        settings = self.settings
+        with ProgressLine(self.name, settings, start=self.start, visible=self.rank == 0) as line:
+            if self.start == 0:
+                self._validate(0, line)
+            for step in range(self.start + 1, settings.steps + 1):
+                stopping = self._step(step, stop, line)
+                if step % settings.eval_every == 0 or step == settings.steps:
+                    self._validate(step, line)
+                every = settings.checkpoint_every
+                if stopping or step == settings.steps or (every and step % every == 0):
+                    self.checkpoints.save(step, self.engine)
+                if stopping:
+                    return step == settings.steps
+        return True
+
+    def evaluate(self) -> float:
+        """Return the mean loss over the held-out sequences, the same in every call. The ranks share the sequences."""
+        inner = self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
+        size = self.settings.micro_batch
+        mine = self.validation_windows[self.rank :: self.world]
+        most = -(-len(self.validation_windows) // self.world)  # FSDP2 needs equally many forwards on all ranks
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        inner.eval()
+        with torch.no_grad():
+            for first in range(0, most, size):
+                batch = mine[first : first + size]
+                loss = self._loss(inner, batch if len(batch) else self.validation_windows[:1])
+                total += loss.double() * len(batch)
+        inner.train()
+        reshard(inner)  # without a backward pass, the root stays gathered; a checkpoint needs shards
+        dist.all_reduce(total)
+        return float(total) / len(self.validation_windows)
+
+    def _step(self, step: int, stop: StopRequest, line: ProgressLine) -> bool:
+        """Take a step, write its metrics, and return whether any rank has a request to stop."""
+        settings = self.settings
+        factor = learning_rate_factor(step, name=settings.schedule, steps=settings.steps, warmup=settings.warmup)
+        groups, saved = self.engine.optimizer.param_groups, self.engine.saved.param_groups
+        for group, same, peak in zip(groups, saved, self.peak_lrs, strict=True):
+            group["lr"] = same["lr"] = peak * factor
+        seed = np.random.SeedSequence([settings.seed, step, self.rank]).generate_state(1)[0]
+        torch.manual_seed(int(seed))  # dropout, the same whether or not the run was interrupted
+
+        began = self._now()
+        loss = self._accumulate(step)
+        computed = self._now()
+        self.engine.update()
+        updated = self._now()
+        status = torch.stack([loss / self.world, torch.full_like(loss, float(stop.requested))])
+        dist.all_reduce(status)
+        mean, stop_flags = status.tolist()
+        self._need_finite("loss", step, mean)
+        seconds = self._now() - began
+        self.seconds += seconds
+        lr = max(group["lr"] for group in self.engine.optimizer.param_groups)
+        times = dict(zip(TIMES, (seconds, computed - began, updated - computed), strict=True))
+        self._append(step, loss=mean, lr=lr, **times)
+        line.step(step, mean, seconds)
+        return bool(stop_flags > 0)
+
+    def _now(self) -> float:
+        """Wait until the device has finished its work, and return the time."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+    def _accumulate(self, step: int) -> Tensor:
+        """Run forward and backward over this rank's sequences of a step; return their mean loss, 0-d fp64."""
+        settings = self.settings
+        self.engine.optimizer.zero_grad()  # here and not after the update, since `metrics` reads the gradients
+        first = (step - 1) * settings.batch
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for micro in range(settings.grad_accum):
+            last = micro == settings.grad_accum - 1
+            begin = first + (micro * self.world + self.rank) * settings.micro_batch
+            with self.engine.accumulating(last=last):
+                windows = self.train_windows.shuffled(range(begin, begin + settings.micro_batch))
+                loss = self._loss(self.model, windows)
+                (loss / settings.grad_accum).backward()  # type: ignore[no-untyped-call]
+            total += loss.detach() / settings.grad_accum
+        return total
+
+    def _loss(self, model: nn.Module, windows: np.ndarray) -> Tensor:
+        """Return the mean cross entropy in nats per token, 0-d fp32, of windows (n, seq + 1)."""
+        tokens = torch.from_numpy(windows).to(self.device, non_blocking=True)
+        autocast = self.settings.dtype == "bf16" and self.settings.parallel == "ddp"
+        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=autocast):
+            logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
+        return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+
+    def _validate(self, step: int, line: ProgressLine) -> None:
+        loss = self.evaluate()
+        self._need_finite("validation loss", step, loss)
+        details = self.engine.metrics() if step else {}
+        self._append(step, validation_loss=loss, **({"optimizer": details} if details else {}))
+        line.validation(loss)
+
+    def _append(self, step: int, **figures: Any) -> None:
+        if self.rank == 0:
+            tokens = step * self.settings.tokens_per_step
+            where = self.settings.directory
+            append_metrics(where, run=self.name, step=step, tokens=tokens, seconds=self.seconds, **figures)
+
+    def _need_finite(self, what: str, step: int, loss: float) -> None:
+        """Raise FileError unless a mean loss is finite. It is a mean over all ranks, so all ranks raise together."""
+        if math.isfinite(loss):
+            return
+        settings, last = self.settings, self.checkpoints.kept
+        kept = "There is no checkpoint yet" if last is None else f"The checkpoint of step {last} is kept"
+        rate = option("lr" if self.name == "muon" else "adamw_lr")
+        raise FileError(
+            f"{self.name}: the {what} of step {step} is {loss}; needed a finite one. {kept}. Start a new run with a "
+            f"lower {rate} (this one's is {settings.lr_of(self.name):g})"
+        )
+
+    def _settle_buckets(self) -> None:
+        """Make DDP rearrange its buckets before the first step, by two passes whose gradients are dropped.
+
+        DDP rearranges its buckets once, after the first backward pass, in the order in which gradients became ready.
+        Sums over three or more ranks round differently in other buckets. Without this method, the first step of a
+        resumed run would use the initial buckets, while the uninterrupted run uses rearranged buckets.
+        """
+        for _ in range(2):
+            self._loss(self.model, self.train_windows.shuffled(range(1))).backward()  # type: ignore[no-untyped-call]
+        self.engine.optimizer.zero_grad()

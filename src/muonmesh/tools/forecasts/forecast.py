@@ -1,0 +1,330 @@
+"""Forecast: the cost of a step of Muon on a cluster, computed from names, shapes and layouts only.
+
+The plan is the real plan, made by `make_plan` as on every rank before its first step. Figures that follow from the plan
+are counted: owners, FLOPs, bytes on the wire, collectives, and memory of weights, gradients and state. Launches,
+elementwise bytes and further memory of a step are modelled from the counts, by the constants below. The constants were
+fitted to dry runs of the real step (`muonmesh.testing.dry_run`); `tests/unit/test_forecast.py` compares the two.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from muonmesh.comm.gradients import PARAMETER_GRAD, GradientSource
+from muonmesh.comm.storage import Storage
+from muonmesh.comm.to_owners import ToOwners
+from muonmesh.comm.wire import Counts
+from muonmesh.errors import explain_error
+from muonmesh.layout import (
+    Budget,
+    Elementwise,
+    Layout,
+    MatrixSpec,
+    Parameter,
+    Plan,
+    cost,
+    make_plan,
+    split_matrices,
+)
+from muonmesh.layout.balance import imbalance
+from muonmesh.layout.companion import size_of
+from muonmesh.numerics.coefficients import CoefficientName, coefficient_schedule
+from muonmesh.numerics.kernels.portions import SMALL_COLS, SMALL_ROWS
+from muonmesh.numerics.newton_schulz import resolve_method
+from muonmesh.numerics.rules import RULES, MuonRule, Rule, by_defaults, is_known, is_matrix_rule
+from muonmesh.report.step_memory import step_memory
+from muonmesh.report.traffic import Traffic, traffic
+from muonmesh.step.state_layout import Stored, state_layouts_of
+from muonmesh.tools.forecasts.device_rates import DeviceRates, Timed
+
+COEFFICIENTS: CoefficientName = "polar_express"
+STEPS = 5
+DEGREES = tuple(len(step) for step in coefficient_schedule(COEFFICIENTS, STEPS))
+WIRE = 2  # bytes: directions travel and are orthogonalized in bf16
+STATE = 4  # bytes: Muon's momentum is fp32 whatever the weights are
+
+# Launches of torch's operators, counted by dry runs: for a step, extra with replicas, and for a batch of matrices; and
+# of muonmesh's own: for a step, for a bucket that travels, and for orthogonalizing a batch.
+LAUNCHES_OF_A_STEP, LAUNCHES_OF_REPLICAS, LAUNCHES_OF_A_BATCH = 40, 7, 2
+KERNELS_OF_A_STEP, KERNELS_OF_A_BUCKET, KERNELS_OF_A_BATCH = 5, 3, {"gram": 22, "standard": 14}
+VIEWS_OF_A_STEP, VIEWS_OF_A_BATCH, VIEWS_OF_A_MATRIX = 60, 40, (4, 21)  # that stays, that travels
+STEPPED_AT_ONCE = 320 * 2**16  # elements that one launch of AdamW's multi-tensor operation steps
+# Bytes read and written by everything except products, for each element that a rank orthogonalizes, counted by dry
+# runs.
+BYTES_OF_AN_OWNED_ELEMENT = 1
+BYTES_OF_AN_ASSEMBLED_ELEMENT = 8  # on top of it, where it arrives from other ranks and leaves for them
+ADAMW_PASSES = 7  # numbers that AdamW moves for each element: four reads (weight, gradient, moments), three writes
+NCCL_OF_A_PEER = 3_280_000_000 // 7  # bytes; seven peers of a machine with eight H100 (NVIDIA/nccl#1685)
+# torch.optim.Muon, counted by dry runs: launches and views of a matrix; it multiplies all of every square, by cuBLAS.
+LAUNCHES_OF_TORCH, VIEWS_OF_TORCH = 33, 12
+MUON = by_defaults(MuonRule)
+SQUARES = {"gram": 3, "standard": 2}  # rows × rows matrices that the iteration works in
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One parameter of a model.
+
+    Attributes:
+        name: Canonical name.
+        layout: The layout of the parameter.
+        matrices: How the parameter splits into matrices; None if AdamW updates it.
+    """
+
+    name: str
+    layout: Layout
+    matrices: MatrixSpec | None
+
+
+@dataclass(frozen=True)
+class Forecast(Timed):
+    """The cost of one step on one rank, and the balance of the work over ranks.
+
+    Attributes:
+        plan: The plan with the owner of each matrix; the same on every rank.
+        rank: The rank that this forecast describes.
+        owned: Numbers of the assignments that this rank orthogonalizes.
+        traffic: The matrices that this rank sends and receives, and state by row, column or matrix, in fp32; counted.
+        stored: Bytes that this rank stores from step to step, by their kind; "momentum" is the state of the rule.
+            Counted.
+        exchange: Peak memory of a step in addition to ``stored``, in bytes; modelled.
+        nccl: Bytes that NCCL allocates for the first all-to-all; modelled.
+        launches: Number of kernel launches; modelled.
+        kernels: Number of launches of muonmesh's own kernels among them; modelled.
+        views: Number of operations that start no kernel; modelled.
+        matrices: Number of Muon's parameters.
+        slow_flops: See `muonmesh.testing.DryRun`.
+        elementwise_bytes: Bytes read and written by everything except matrix products; modelled.
+        rates: The rates of the model of time.
+        gradients: The traffic that moves gradients to owners, if they do so; counted.
+    """
+
+    plan: Plan
+    rank: int
+    owned: tuple[int, ...]
+    traffic: Traffic
+    stored: dict[str, int]
+    exchange: int
+    nccl: int
+    launches: int
+    kernels: int
+    views: int
+    matrices: int
+    slow_flops: float
+    elementwise_bytes: int
+    rates: DeviceRates
+    gradients: Counts
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of the orthogonalizations of this rank."""
+        return self.plan.loads[self.rank]
+
+    @property
+    def imbalance(self) -> float:
+        """FLOPs of the busiest rank divided by the mean of all ranks; 1 is perfect."""
+        return imbalance(self.plan.loads)
+
+    @property
+    def collectives(self) -> int:
+        """Number of collectives in which this rank takes part, including the flags before a step."""
+        return self.traffic.collectives + self.traffic.carried.collectives + (len(self.plan.ranks) > 1)
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that this rank sends in a step; flags are not counted."""
+        return self.traffic.sent.total() * WIRE + self.traffic.carried.sent * STATE
+
+    @property
+    def bytes_received(self) -> int:
+        """Bytes that this rank receives in a step; flags are not counted."""
+        return self.traffic.received * WIRE + self.traffic.carried.received * STATE
+
+    @property
+    def messages(self) -> int:
+        """Number of ranks that this rank's all-to-alls reach, summed over the all-to-alls."""
+        return self.traffic.messages
+
+    def seconds_of_torch(self, *, published: bool = True) -> float:
+        """Modelled seconds of torch.optim.Muon without communication; every rank computes every matrix."""
+        shapes = [assignment.matrix.shape for assignment in self.plan.assignments]
+        flops = [STEPS * 2 * rows * rows * (2 * cols + rows) for rows, cols in shapes]
+        weights = [self.rates.weight_of(rows * rows, by_triton=False) for rows, _ in shapes]
+        products = sum(map(operator.mul, flops, weights)) / self.rates.published
+        each = LAUNCHES_OF_TORCH * self.rates.operation + VIEWS_OF_TORCH * self.rates.view
+        return max(products if published else sum(flops) / self.rates.flops, len(shapes) * each)
+
+    def seconds_of_adamw(self) -> float:
+        """Modelled seconds of fused torch.optim.AdamW for all parameters."""
+        return ADAMW_PASSES * self.stored["weights"] / self.rates.bytes
+
+
+def forecast(
+    weights: Sequence[Weight],
+    *,
+    rank: int | None = None,
+    rates: DeviceRates | None = None,
+    itemsize: int = 4,
+    memory_budget_mb: float | None = None,
+    to_owners: bool = False,
+    rule: str = "muon",
+    machine: int = 0,
+) -> Forecast:
+    """Plan a model and return the cost of a step, with the default settings of Muon and of the rule for its matrices.
+
+    Args:
+        weights: All parameters, in an order that is the same on every rank.
+        rank: The rank to report. Default: the rank with the most FLOPs.
+        rates: The rates of the device. Default: one H100.
+        itemsize: Bytes of one number of weights, gradients, and AdamW's moments.
+        memory_budget_mb: The memory in MiB that a step may take; see `Muon`.
+        to_owners: Whether replicas add up gradients at owners, as with ``gradients="to_owners"``.
+        rule: The rule of matrices. Its FLOPs, state and traffic are counted; launches and bytes are those of Muon.
+        machine: Number of ranks of each machine; 0: all ranks are on one machine.
+
+    Raises:
+        LayoutError: a layout, or the matrices of a weight, do not cover the weight exactly once.
+        ValueError: ``matrices`` of a weight is no valid split, or does not fit its shape.
+    """
+    tensors = {
+        w.name: torch.empty(0, dtype=torch.float32 if itemsize == 4 else torch.bfloat16, device="meta") for w in weights
+    }
+    source = ToOwners() if to_owners else PARAMETER_GRAD
+    matrices = [w for w in weights if w.matrices is not None]
+    places = source.place([(w.name, tensors[w.name], Storage(w.layout, w.layout.shape)) for w in matrices])
+    own = _rule(rule)
+    parameters = [
+        muon_parameter(w.name, w.layout, w.matrices, p.layout, own) for w, p in zip(matrices, places, strict=True)
+    ]
+    elementwise = [Elementwise(weight.name, weight.layout) for weight in weights if weight.matrices is None]
+    ranks = sorted(set[int]().union(*{id(w.layout.ranks): w.layout.ranks for w in weights}.values()))
+    budget = Budget.of(parameters, memory_budget_mb, itemsize=WIRE, host=False)
+    plan = make_plan(parameters, ranks=ranks, budget=budget, elementwise=elementwise, machine=machine)
+    if rank is None:
+        rank = max(plan.ranks, key=lambda r: (plan.loads[r], -r))
+    moved = traffic(plan, rank)
+    stored = sum(math.prod(p.target.local_shape(rank)) for p in parameters)
+    others = sum(math.prod(other.target.local_shape(rank)) for other in elementwise)
+    owned = tuple(number for number, one in enumerate(plan.assignments) if one.owner == rank)
+    rounds, kernels, slow_flops = _products(plan, [*(bucket.mine for bucket in moved.buckets), moved.staying])
+    assembled = sum(bucket.elements for bucket in moved.buckets)
+    buckets = len(moved.buckets) if any(bucket.mine for bucket in moved.buckets) else 0
+    kernels += KERNELS_OF_A_STEP + moved.collectives + KERNELS_OF_A_BUCKET * buckets
+    launches = LAUNCHES_OF_A_STEP + LAUNCHES_OF_A_BATCH * rounds + -(-others // STEPPED_AT_ONCE)
+    launches += LAUNCHES_OF_REPLICAS * any(p.target.copies() > 1 for p in parameters)
+    left = sum(plan.assignments[number].matrix.numel for number in moved.staying)
+    weight_bytes = (stored + others) * itemsize
+    momentum = _kept(own, plan, rank) * STATE
+    kept = {"weights": weight_bytes, "gradients": weight_bytes, "momentum": momentum}
+    kept["AdamW's moments"] = 2 * others * itemsize
+    # Gradient, momentum read and written, direction; result, weight read and written.
+    elementwise_bytes = BYTES_OF_AN_OWNED_ELEMENT * (assembled + left)
+    elementwise_bytes += BYTES_OF_AN_ASSEMBLED_ELEMENT * assembled
+    elementwise_bytes += stored * (2 * itemsize + 2 * STATE + itemsize + 2 * WIRE) + others * ADAMW_PASSES * itemsize
+    return Forecast(
+        plan,
+        rank,
+        owned,
+        moved,
+        kept,
+        step_memory(plan, moved, lambda n: SQUARES[resolve_method(*plan.assignments[n].matrix.shape)]),
+        NCCL_OF_A_PEER * min(7, len(plan.ranks) - 1) * (moved.messages > 0),
+        launches + kernels,
+        kernels,
+        VIEWS_OF_A_STEP + VIEWS_OF_A_BATCH * rounds + len(parameters) * VIEWS_OF_A_MATRIX[moved.messages > 0],
+        len(parameters),
+        slow_flops,
+        elementwise_bytes,
+        rates or DeviceRates(),
+        _gradients(source, weights, tensors, rank, budget.gradient_bytes),
+    )
+
+
+def _products(plan: Plan, buckets: Sequence[Sequence[int]]) -> tuple[int, int, float]:
+    """Return the number of batches of these matrices, of their launches, and their weighted FLOPs."""
+    rounds, kernels, slow_flops = 0, 0, 0.0
+    for some in (batch for numbers in buckets for batch in plan.alike(numbers)):
+        shape = plan.assignments[some[0]].matrix.shape
+        method = resolve_method(*shape)
+        count = -(-len(some) // plan.at_once(some[0], SQUARES[method]))
+        rounds += count
+        small = min(shape) <= SMALL_ROWS and max(shape) <= SMALL_COLS  # then one launch does all steps
+        kernels += count * (1 if small else KERNELS_OF_A_BATCH[method])
+        weight = DeviceRates.weight_of(len(some) / count * shape[0] ** 2, by_triton=True)
+        slow_flops += sum(plan.assignments[number].flops for number in some) * weight
+    return rounds, kernels, slow_flops
+
+
+def _gradients(
+    source: GradientSource, weights: Sequence[Weight], tensors: Mapping[str, Tensor], rank: int, bucket_bytes: int
+) -> Counts:
+    """Return the traffic that the source of gradients causes itself on one rank."""
+    several = [weight for weight in weights if weight.layout.copies() > 1]
+    replicated = {tensors[weight.name].resize_(weight.layout.local_shape(rank)): weight.name for weight in several}
+    least = min((weight.layout for weight in several), key=lambda layout: layout.copies(), default=None)
+    copy, copies = (0, 1) if least is None else (least.replica_number(rank), least.copies())
+    return source.traffic(replicated, copy=copy, copies=copies, bucket_bytes=bucket_bytes)
+
+
+def muon_parameter(
+    name: str, layout: Layout, spec: MatrixSpec, momentum: Layout | None = None, rule: Rule = MUON
+) -> Parameter:
+    """Return a parameter for the planner, with the default settings of a rule.
+
+    Args:
+        name, layout, spec: The name, layout and split of the parameter.
+        momentum: The layout of its momentum. Default: ``layout``.
+        rule: The rule, with its default settings.
+    """
+    matrices = split_matrices(name, layout.shape, spec)
+    costs = {size: flops_of(*size, rule) for size in {(matrix.rows, matrix.cols) for matrix in matrices}}
+    work = tuple(costs[matrix.rows, matrix.cols] for matrix in matrices)
+    settings = f"{COEFFICIENTS}, {STEPS} steps, auto"
+    held = (Storage(some, layout.shape) for some in (layout, momentum or layout))
+    companions = (kept.companion for kept in state_layouts_of(rule.keeps(), {0: Stored(name, spec, *held)})[0].values())
+    beside = tuple(companion for companion in companions if companion is not None)
+    return Parameter(name, momentum or layout, layout, matrices, work, settings, beside, rule.count_of_sums())
+
+
+def flops_of(rows: int, cols: int, rule: Rule = MUON) -> int:
+    """Return the FLOPs of one orthogonalization with Muon's defaults (Polar Express, 5 steps, bf16) and of a rule."""
+    if not rule.orthogonalizes:
+        return rule.flops(rows, cols) + 2 * rows * cols
+    return rule.flops(rows, cols) + cost(rows, cols, degrees=DEGREES, gram=resolve_method(rows, cols) == "gram")
+
+
+def _rule(name: str) -> Rule:
+    """Return a rule with its default settings.
+
+    Raises:
+        ValueError: there is no rule of this name, or it is no rule of matrices.
+    """
+    if not (is_known(name) and is_matrix_rule(name)):
+        needed = f"one of {', '.join(known for known in RULES if is_matrix_rule(known))}"
+        write = (
+            "For a rule of your own, install a package that declares it under the entry points muonmesh.rules, or call "
+            "muonmesh.testing.dry_run, which takes any optimizer"
+        )
+        raise ValueError(explain_error("rule", repr(name), needed, write))
+    return by_defaults(cast(type[Rule], RULES[name]))
+
+
+def _kept(rule: Rule, plan: Plan, rank: int) -> int:
+    """Return how many numbers of a rule's state a rank keeps."""
+    kinds = list(rule.keeps().values())
+    found = 0
+    for parameter in plan.parameters:
+        places = {"momentum": parameter.momentum_storage, "weights": parameter.target}
+        found += sum(math.prod(places[kind].local_shape(rank)) for kind in kinds if kind in places)
+        beside = (companion.layout for companion in parameter.companions if not companion.at_owner)
+        found += sum(math.prod(layout.local_shape(rank)) for layout in beside)
+    owned = [assignment.matrix for assignment in plan.assignments if assignment.owner == rank]
+    at_owner = [kind for kind in kinds if "×" in kind]
+    return found + sum(math.prod(size_of(kind, matrix.rows, matrix.cols)) for matrix in owned for kind in at_owner)

@@ -1,0 +1,153 @@
+"""Package: the names of another package's settings and of its state, and their meaning in muonmesh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from torch import Tensor
+
+from muonmesh.errors import explain_error
+from muonmesh.numerics.scale import ScaleMode
+from muonmesh.settings import FOREIGN_KEYS
+from muonmesh.tools.migration.state_keys import StateKeys
+
+Settings: TypeAlias = dict[str, Any]
+Halves: TypeAlias = dict[str, Settings]
+"""Settings of muonmesh that a group of another package gives, by algorithm: "muon", "adamw" or both."""
+
+_HALVES = {"muon": ("muon",), True: ("muon",), "adamw": ("adamw",), False: ("adamw",)}
+"""The algorithms of a group, by the value of its key "algorithm" or "use_muon"."""
+
+
+@dataclass(frozen=True)
+class Package:
+    """The settings and the state of one other package, and their meaning in muonmesh.
+
+    Attributes:
+        defaults: The settings that change a step, with the package's defaults.
+        halves: The algorithms ("muon", "adamw") of a group that has neither "algorithm" nor "use_muon".
+        rates: For each algorithm, the learning rate of a group that has none.
+        scales: muonmesh's scale mode for each value of the package's own setting.
+        coefficients: A function that returns the Newton–Schulz coefficients of a group.
+        adjust: A function that changes the translated settings where one by one translation is not enough.
+        beside: Settings that change no step, such as the device or the implementation.
+        state_keys: The keys of the package's state.
+    """
+
+    defaults: Mapping[str, Any]
+    halves: tuple[str, ...] = ("muon", "adamw")
+    rates: Mapping[str, float] = field(default_factory=dict)
+    scales: Mapping[str | None, ScaleMode] = field(default_factory=lambda: {None: "original"})
+    coefficients: Callable[[Settings], Any] = lambda group: "simple"
+    adjust: Callable[[Settings, Halves], None] = lambda group, halves: None
+    beside: frozenset[str] = frozenset()
+    state_keys: StateKeys = field(default_factory=StateKeys)
+
+    def read_group(self, given: Mapping[str, Any]) -> Halves:
+        """Return the settings of muonmesh for a group of the package, or for its settings without parameters.
+
+        Raises:
+            ValueError: a key is unknown, or its value has no counterpart in muonmesh.
+        """
+        rate = given.get("initial_lr", given.get("lr", self.defaults["lr"]))
+        group = {**self.defaults, **given, "lr": float(rate) if isinstance(rate, Tensor) else rate}
+        for key in [*group]:
+            group.setdefault(_plain(key), group[key])
+        for key, value in given.items():
+            matters = key not in _DECAYS or group["weight_decay"]
+            fine, write = WITHOUT.get(key, (None, ""))
+            if _plain(key) == "scale_mode":
+                fine, write = (*self.scales,), "Write one of them"
+            if fine is None:
+                if key not in self.defaults and key not in self.beside and key not in _COMMON | FOREIGN_KEYS:
+                    known = ", ".join(self.defaults)
+                    raise ValueError(explain_error("settings", f"{key!r}", f"some of {known}", "Correct or remove it"))
+            elif matters and not any(value is one or value == one for one in fine):
+                needed = " or ".join(map(repr, fine))
+                raise ValueError(explain_error(key, f"{value!r}, which muonmesh has no counterpart for", needed, write))
+        if "beta1" in group:
+            group["betas"] = (group["beta1"], group["beta2"])
+        chosen = group.get("algorithm", group.get("use_muon"))
+        read = {"muon": self._muon, "adamw": self._adamw}
+        halves = {half: read[half](group) for half in (self.halves if chosen is None else _HALVES[chosen])}
+        self.adjust(group, halves)
+        shapes = [tuple(parameter.shape) for parameter in given.get("params", ())]
+        vectors = bool(shapes) and all(sum(size > 1 for size in shape) <= 1 for shape in shapes)
+        for half in halves.values():
+            if vectors and half["weight_decay"] == 0:
+                half["exempt"] = True
+        return halves
+
+    def _rate(self, half: str, group: Settings) -> Any:
+        given = (group.get(key) for key in (f"{half.removesuffix('w')}_lr", "lr"))
+        return next((rate for rate in given if rate is not None), self.rates.get(half))
+
+    def _muon(self, group: Settings) -> Settings:
+        return {
+            "lr": self._rate("muon", group),
+            "momentum": group["momentum"],
+            "nesterov": group.get("nesterov", True),
+            "weight_decay": group["weight_decay"],
+            "decay_mode": "cautious" if group.get("cautious") else "full",
+            "scale_mode": self.scales[group.get("scale_mode")],
+            "extra_scale_factor": group.get("extra_scale_factor", 1.0),
+            "ns_coefficients": self.coefficients(group),
+            "ns_steps": group.get("ns_steps", 5),
+        }
+
+    def _adamw(self, group: Settings) -> Settings:
+        return {
+            "lr": self._rate("adamw", group),
+            "weight_decay": group["weight_decay"],
+            "decay_mode": "full",
+            "adamw_betas": tuple(group["betas"]),
+            "adamw_eps": group["eps"],
+        }
+
+
+def _plain(key: str) -> str:
+    """Return the name that this file uses for a setting of any package, without a prefix ``muon_`` or ``adam_``."""
+    plain = key.removeprefix("muon_").removeprefix("adam_")
+    return _NAMES.get(plain, plain)
+
+
+_NAMES = {
+    "mu": "momentum",
+    "use_nesterov": "nesterov",
+    "wd": "weight_decay",
+    "cautious_wd": "cautious",
+    "use_cautious_wd": "cautious",
+    "adjust_lr": "scale_mode",
+    "adjust_lr_fn": "scale_mode",
+    "num_ns_steps": "ns_steps",
+    "epsilon": "eps",
+}
+"""Other packages' names of settings → the names in this file. If a group has both, the name in this file counts."""
+
+_COMMON = frozenset({"params", "param_names", "name"})
+_OFF = (None, False)
+_DECOUPLED = ((True, "decoupled"), "Leave it out: our decay is decoupled")
+_DECAYS = dict.fromkeys(("weight_decay_method", "decoupled_weight_decay", "adam_w_mode", "is_adamw"), _DECOUPLED)
+
+WITHOUT: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    **_DECAYS,
+    "amsgrad": (_OFF, "Leave it out"),
+    "differentiable": (_OFF, "Leave it out"),
+    "newton_schulz_func": (_OFF, "Leave it out"),
+    "maximize": (_OFF, "Leave it out and negate the loss"),
+    "split_sizes": (_OFF, 'Leave it out and write overrides={name: {"matrices": ("rows", ...)}} for from_model'),
+    "num_heads": (_OFF, 'Leave it out and write overrides={name: {"matrices": ("heads", n, dim)}} for from_model'),
+    "use_gram_newton_schulz": (_OFF, "Leave it out: ns_method does this, with its own restarts"),
+    "coefficient_type": (
+        ("simple", "quintic", "polar_express", "cans", "deepseekv4"),
+        'Write coefficient_type="quintic", or set ns_coefficients afterwards',
+    ),
+    "algorithm": (
+        (None, "muon", "adamw"),
+        'Convert the settings of its Muon, and write rule="normuon" for from_model if that is meant',
+    ),
+}
+"""Settings of other packages that change a step and have no counterpart in muonmesh. Each has the values that change
+nothing, and what to write instead of other values. The settings in ``_DECAYS`` matter only with a weight decay."""
