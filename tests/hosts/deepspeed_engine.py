@@ -524,6 +524,31 @@ def resume(config: dict[str, Any], folder: str, how: str, *, steps: int = 2, **o
     return found
 
 
+def save_only(config: dict[str, Any], folder: str) -> dict[str, Tensor]:
+    """Train a step, save under two tags and return the weights, which move between them."""
+    engine = engine_for(config)
+    train(engine, range(1), sources=2)
+    engine.save_checkpoint(folder, tag="older")
+    train(engine, range(1, 2), sources=2)
+    engine.save_checkpoint(folder, tag="latest one")
+    found = computed_with(engine)
+    engine.destroy()
+    return found
+
+
+def load_only(config: dict[str, Any], folder: str, clip: Any = None, **how: Any) -> tuple[Any, ...]:
+    """Load; the weights before and after a step at rate 0, and the limit by which the engine itself clips."""
+    engine = engine_for(config, clip=clip)
+    engine.load_checkpoint(folder, **how)
+    before = computed_with(engine)
+    for group in engine.optimizer.param_groups:
+        group["lr"] = 0.0
+    train(engine, range(1), sources=2)
+    found = before, computed_with(engine), getattr(engine.optimizer, "clip_grad", None)
+    engine.destroy()
+    return found
+
+
 def converted(config: dict[str, Any], folder: str) -> dict[str, float]:
     """Two steps by DeepSpeed's own Muon, a checkpoint, and one more by each: how far apart they end, over the way."""
     rank = str(dist.get_rank())
@@ -781,14 +806,19 @@ def tampered(config: dict[str, Any], how: str) -> None:
 
 
 def consolidated(config: dict[str, Any], folder: str) -> list[str]:
-    """What differs between the weights and what `zero_to_fp32` makes of a checkpoint."""
-    engine = engine_for(config)
+    """What differs between the weights and what `zero_to_fp32` makes of a checkpoint, and what is read after a load."""
+    engine, other = engine_for(config), engine_for(config)
+    wrong = [f"new: {name}" for name, value in states(other).items() if value.any()]
     train(engine, range(2))
     engine.save_checkpoint(folder, tag="saved")
     found = get_fp32_state_dict_from_zero_checkpoint(folder, tag="saved")
     needed = weights(engine)
+    wrong += differences({name: found[name].float() for name in needed}, needed)
+    other.load_checkpoint(folder, tag="saved")
+    wrong += differences(snapshot(other), snapshot(engine))
     engine.destroy()
-    return differences({name: found[name].float() for name in needed}, needed)
+    other.destroy()
+    return wrong
 
 
 def oracle(config: dict[str, Any], dtype: torch.dtype) -> tuple[float, float]:

@@ -261,9 +261,10 @@ def test_near_the_oracle(pools: dict[int, Pool], stage: int, dtype: torch.dtype)
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_an_overflow_skips_the_step_on_every_rank(pools: dict[int, Pool], stage: int) -> None:
-    fp16 = {"enabled": True, "initial_scale_power": 4, "hysteresis": 1}
+    """And a scale that grows does not shrink the gradients that were multiplied by the one before."""
+    fp16 = {"enabled": True, "initial_scale_power": 4, "hysteresis": 1, "loss_scale_window": 1}
     wrong, skipped, scale = pools[2].run(ds.overflowing, zero(stage) | {"fp16": fp16}, 1)[0]
-    assert (wrong, skipped, scale) == ([], 1, 8.0)
+    assert (wrong, skipped, scale) == ([], 1, 16.0)
 
 
 # ---------------------------------------------------------------- what a step does
@@ -558,6 +559,51 @@ def test_state_of_other_groups_is_refused(pools: dict[int, Pool], tmp_path: Path
     for outcome in pools[2].run_expecting_errors(ds.resume, zero(2), str(tmp_path), "same", overrides=overrides):
         assert outcome.error is StateError
         assert "found matrices" in outcome.message
+
+
+@pytest.mark.parametrize(
+    ("saved", "loading"),
+    [(zero(2, round_robin_gradients=True), zero(1)), (zero(3), zero(3, sub_group_size=300))],
+    ids=["round robin", "sub-groups"],
+)
+def test_parameters_that_lie_elsewhere_are_not_mixed_up(
+    pools: dict[int, Pool], tmp_path: Path, saved: dict[str, Any], loading: dict[str, Any]
+) -> None:
+    pools[2].run(ds.save_only, saved, str(tmp_path))
+    for outcome in pools[2].run_expecting_errors(ds.load_only, loading, str(tmp_path)):
+        assert outcome.error is StateError
+        assert "parameters in other places of DeepSpeed's flat tensors" in outcome.message
+
+
+def test_a_folder_of_another_kind_of_engine_is_refused_on_every_rank(pools: dict[int, Pool], tmp_path: Path) -> None:
+    kinds = {"0": zero(0), "1": zero(1), "3": zero(3)}
+    for name, config in kinds.items():
+        pools[2].run(ds.save_only, config, str(tmp_path / name))
+
+    def refused(saved: str, config: dict[str, Any], told: str, world: int = 2, **how: Any) -> None:
+        for outcome in pools[world].run_expecting_errors(ds.load_only, config, str(tmp_path / saved), **how):
+            assert outcome.error is FileError, outcome
+            assert told in outcome.message
+
+    refused("0", zero(1), "found a checkpoint without zero_pp_rank_")
+    refused("1", zero(0), "found a checkpoint with zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    refused("1", zero(3), "found a checkpoint without zero_pp_rank_")
+    refused("3", zero(1), "found a checkpoint without mp_rank_00_model_states.pt")
+    refused("1", zero(1) | BF16, "found a checkpoint without bf16_zero_pp_rank_")
+    refused("1", zero(1), "found a checkpoint without zero_pp_rank_", world=4)
+    # What DeepSpeed would load nothing of, or another tag
+    refused("3", zero(3), "found load_module_only=True", load_module_only=True)
+    refused("3", zero(3), "with an older tag", tag="older", load_optimizer_states=False)
+
+
+@pytest.mark.parametrize("name", ["0 bf16", "1", "3"])
+def test_weights_without_state_stay(pools: dict[int, Pool], tmp_path: Path, name: str) -> None:
+    config = EXACT[name]
+    needed = pools[2].run(ds.save_only, config | {"gradient_clipping": 0.5}, str(tmp_path))[0]
+    before, after, _ = pools[2].run(ds.load_only, config, str(tmp_path), load_optimizer_states=False)[0]
+    assert ds.differences(before, needed) == ds.differences(after, needed) == []
+    *_, limit = pools[2].run(ds.load_only, config, str(tmp_path), clip=1.0)[0]
+    assert not limit  # that of the engine that saved would clip besides
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

@@ -30,7 +30,6 @@ from muonmesh.numerics.dtypes import COMPUTE_DTYPES, HELD_DTYPES, NEEDED_COMPUTE
 from muonmesh.numerics.graphs import Graphs
 from muonmesh.numerics.iteration import Iteration
 from muonmesh.numerics.kernels import KernelName, Matmuls, resolve, select
-from muonmesh.numerics.kernels.memory import ALIGNMENT
 from muonmesh.numerics.kernels.recording import run_again
 from muonmesh.numerics.kernels.threads import run_on_one_thread
 from muonmesh.numerics.kernels.toolchain import DTYPES

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import inspect
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import wraps
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -13,7 +16,9 @@ from deepspeed.utils import groups as deepspeed_groups
 from torch import Tensor, nn
 
 from muonmesh.checkpoint.of_muon import OfMuon
+from muonmesh.checkpoint.ranks import settled
 from muonmesh.checkpoint.record import Record
+from muonmesh.errors import FileError, explain_error
 from muonmesh.integrations.deepspeed.calls import Call
 from muonmesh.names import canonical_name
 
@@ -85,3 +90,59 @@ def publish(zero: Any) -> None:
     elif hasattr(zero, "fp32_groups"):
         for master, weight in masters_of(zero):
             weight.copy_(master)
+
+
+def checked_load(engine: Any) -> Callable[..., Any]:
+    """Return the method ``load_checkpoint`` of an engine, which now checks the folder before any rank reads.
+
+    DeepSpeed alone would end in errors without a cause, let ranks wait for others, or load no weights.
+
+    Raises:
+        FileError: on every rank, if an engine of another ZeRO stage, dtype or number of ranks saved the folder, or if
+            DeepSpeed would not load its weights.
+    """
+    load = engine.load_checkpoint
+    signature = inspect.signature(load)
+
+    @wraps(load)
+    def load_checkpoint(*arguments: Any, **named: Any) -> Any:
+        given = signature.bind(*arguments, **named)
+        given.apply_defaults()
+        settled(lambda: _check_folder(engine, **given.arguments), kind=FileError)
+        loaded = load(*arguments, **named)
+        if not given.arguments["load_optimizer_states"] and hasattr(engine.optimizer, "refresh_fp32_params"):
+            engine.optimizer.refresh_fp32_params()  # or at stage 0 the next step would return to the old masters
+        return loaded
+
+    return load_checkpoint
+
+
+def _check_folder(
+    engine: Any, load_dir: Any, tag: Any, load_optimizer_states: bool, load_module_only: bool, **_: Any
+) -> None:
+    pointer = Path(load_dir, "latest")
+    latest = pointer.read_text().strip() if pointer.is_file() else None
+    tag = latest if tag is None else str(tag)
+    names = {path.name for path in Path(load_dir, tag or "").glob("*_states.pt")}
+    if tag is None or not names:
+        return  # DeepSpeed says so
+    whole = load_optimizer_states and not load_module_only
+    own, foreign = {engine._get_ckpt_name(load_dir, tag)}, {name for name in names if "zero_pp_rank_" in name}
+    if engine.zero_optimization():
+        ranks, bf16 = dist.get_world_size(engine.optimizer.dp_process_group), engine.bfloat16_enabled()
+        beyond = engine._get_rank_zero_ckpt_name(load_dir, tag, engine.checkpoint_mp_rank, ranks, bf16)
+        own |= {engine._get_zero_ckpt_name(load_dir, tag)} if whole else set()
+        foreign = {Path(beyond).name}
+    wrong = [f"without {name}" for name in sorted({Path(path).name for path in own} - names)]
+    wrong += [f"with {name}" for name in sorted(foreign & names)] if whole else []
+    if wrong:
+        found, needed = f"a checkpoint {wrong[0]}", "one of an engine with the same ZeRO stage, dtype and ranks"
+        write = "In a run like the one that saved it, write muonmesh.checkpoint.save(folder, engine, engine), and here "
+        write += "muonmesh.checkpoint.load(folder, engine, engine)"
+        raise FileError(explain_error(f"{load_dir}/{tag}", found, needed, write))
+    if engine.zero_optimization_partition_weights() and not whole and (load_optimizer_states or tag != latest):
+        found = "load_module_only=True" if load_optimizer_states else "load_optimizer_states=False with an older tag"
+        needed = "the state too: at stage 3 DeepSpeed would load no weights, or those of the latest tag"
+        write = "Before initialize, write deepspeed.utils.zero_to_fp32.load_state_dict_from_zero_checkpoint(model, "
+        write += f"{str(load_dir)!r}, {tag!r})"
+        raise FileError(explain_error("load_checkpoint", found, needed, write))

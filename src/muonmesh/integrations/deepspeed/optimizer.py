@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -216,24 +217,41 @@ class EngineOptimizer(torch.optim.Optimizer):
         """Load state and settings. DeepSpeed makes this call for a checkpoint of the same world size.
 
         Raises:
-            StateError: the state belongs to other groups; nothing has been loaded.
+            StateError: the state belongs to other groups, or to flat tensors in which the parameters lie elsewhere;
+                nothing has been loaded.
         """
         self.check_groups(state_dict["param_groups"])
+        if state_dict.get("places", self._places) != self._places:
+            found, needed = "parameters in other places of DeepSpeed's flat tensors", "the places in this engine"
+            write = "Set round_robin_gradients, sub_group_size and parameter_alignment as when it was saved, or use "
+            write += "muonmesh.checkpoint.save and muonmesh.checkpoint.load"
+            raise StateError(explain_error("the state", found, needed, write))
         super().load_state_dict(state_dict)
+        if self._limits is not None:
+            self.clip_by(self._limits)  # DeepSpeed has loaded the clipping of the engine that saved
         self._count_on()
         self.release_unused()
         if self.calls:
             self._zero._hp_optimizer_states_linked = False  # DeepSpeed then links the new state at the next step
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state and the settings of the groups.
+        """Return the state and the settings of the groups, and a digest of where the parameters lie.
 
         Raises:
             StateError: a step was interrupted while it wrote.
         """
         self.refuse_if_interrupted()
         self._settle()
-        return super().state_dict()
+        return {**super().state_dict(), "places": self._places}
+
+    @property
+    def _places(self) -> str:
+        """A digest of where the parameters lie in the flat tensors of all ranks that share them.
+
+        DeepSpeed loads flat tensors of the same size, whatever lies in them.
+        """
+        layouts = [(name, shards.intervals) for call in self.calls for name, shards in call.layouts.items()]
+        return hashlib.sha256(repr(layouts).encode()).hexdigest()
 
     def _settle(self) -> None:
         """Make the fp32 weights those of the module before they are saved."""
