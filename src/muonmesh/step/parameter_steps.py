@@ -35,6 +35,8 @@ class ParameterStep:
         gradient: Local part of the gradient, contiguous, or None. A partial gradient stays a DTensor.
         matrices: How many matrices the tensor holds; None if the rule is elementwise. A flat tensor may hold several
             parameters; the matrices of all of them count.
+        present: Whether any rank has a gradient for the tensor; `preflight` asks the ranks of the plan. A 0-d bool
+            tensor if only the device knows, because the gradient could only be on another rank.
         ready: Whether `ReadyParameters` has prepared the parameter. ``gradient`` then has the elements whose momentum
             this rank stores; it is zero if only this rank has no gradient. The attributes below are then set; all
             their tensors are local and contiguous, so that pieces can index them.
@@ -51,6 +53,7 @@ class ParameterStep:
     state: dict[str, Any]
     gradient: Tensor | None
     matrices: int | None
+    present: bool | Tensor = False
     ready: bool = False
     weights: Tensor = field(init=False)
     momenta: Momenta | None = None
@@ -114,7 +117,9 @@ def collect(planned: Planned, optimizer: Optimizer, runtime: Runtime, loss_scale
         if gradient is not None and (type(gradient) is Tensor or not any(partial_axes(gradient))):
             gradient = gradient.contiguous()
         matrices = len(matrices_of.get(tensor, ())) if muon else None
-        entry = entries[id(member)] = ParameterStep(member, local_of(tensor), state[tensor], gradient, matrices)
+        present = gradient is not None
+        entry = ParameterStep(member, local_of(tensor), state[tensor], gradient, matrices, present)
+        entries[id(member)] = entry
         try:
             check_state(entry, runtime.precision, muon=muon)
             if muon and runtime.precision.int8:

@@ -76,6 +76,7 @@ class Runtime:
         together: Whether a step works on many pieces together; None: only if the parameters are not on a CPU.
         offload: Whether a step works on copies of the state; None: only if the state is not on the parameters' device.
         brought_back: The event after which the CPU may read state that was copied back; None: it may read it now.
+        absent: The tensors without a gradient on this rank in the last step, each with `ParameterStep.present`.
         stopped: Whether the last step changed nothing; a 0-d bool tensor if the CPU did not wait for the flags.
         interrupted: The step or the load that has begun to write and not ended; None: there is none.
         source: The source of gradients, names and process groups.
@@ -111,6 +112,7 @@ class Runtime:
     together: bool | None = None
     offload: bool | None = None
     brought_back: torch.cuda.Event | None = None
+    absent: Mapping[Tensor, bool | Tensor] = field(default_factory=dict)
     stopped: bool | Tensor = False
     interrupted: str | None = None
     source: GradientSource = PARAMETER_GRAD
