@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
@@ -25,6 +24,7 @@ from muonmesh.numerics.newton_schulz import Method, resolve_method
 from muonmesh.numerics.rules import RULES, DecayMode, Hyperparameters, check_keeps, is_known, is_matrix_rule
 from muonmesh.numerics.scale import ScaleMode
 from muonmesh.numerics.setting import (
+    LARGEST,
     NOT_NEGATIVE,
     Setting,
     choice,
@@ -206,15 +206,15 @@ class SettingsFound(NamedTuple):
     rules: list[Any]
 
     def wrong_on_device(self) -> Tensor:
-        """Return whether a learning rate on the device is negative or not finite, 0-d bool tensor."""
-        return torch.stack([~((lr >= 0) & lr.isfinite()).reshape(()) for _, lr in self.on_device]).any()
+        """Return whether a learning rate on the device is out of range, 0-d bool tensor."""
+        return torch.stack([~((lr >= 0) & (lr <= LARGEST)).reshape(()) for _, lr in self.on_device]).any()
 
     def late(self) -> Exception | None:
         """Return the error that `wrong_on_device` found, or None. The CPU waits for the device."""
         for where, lr in self.on_device:
             value = float(lr)
-            if not (math.isfinite(value) and value >= 0):
-                return ValueError(explain_error(f"{where}: lr", f"{value}", "a number of at least 0"))
+            if not 0 <= value <= LARGEST:
+                return ValueError(explain_error(f"{where}: lr", f"{value}", NOT_NEGATIVE))
         return None
 
 
@@ -310,7 +310,8 @@ def check_group(where: str, group: Mapping[str, Any], *, read: bool = True) -> A
             raise ValueError(explain_error(where, f"no {key!r}", "every setting", f"Set group[{key!r}] again"))
     lr = group["lr"]
     if isinstance(lr, Tensor):
-        _check(lr.numel() == 1 and not lr.is_complex(), f"{where}: lr", lr, "a real tensor of one element")
+        fits = lr.numel() == 1 and lr.is_floating_point()
+        _check(fits, f"{where}: lr", lr, "a floating-point tensor of one element")
     known_here = not isinstance(lr, Tensor) or ((lr.device.type == "cpu" or read) and not lr.is_meta)
     if known_here:
         value = float(lr.detach()) if isinstance(lr, Tensor) else lr

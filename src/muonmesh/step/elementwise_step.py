@@ -12,7 +12,7 @@ from muonmesh.comm.storage import local_of
 from muonmesh.numerics.rules import ElementwiseRule
 from muonmesh.step.flag_vector import Flags
 from muonmesh.step.offload import Offload
-from muonmesh.step.parameter_steps import ParameterStep, create_state
+from muonmesh.step.parameter_steps import ParameterStep, prepare_state
 from muonmesh.step.precision import Precision
 from muonmesh.step.state_layout import COUNT
 from muonmesh.step.stochastic_rounding import round_stored
@@ -38,7 +38,7 @@ def step_elementwise(
         offload: Copies the state to the device and back, if it is in CPU memory; else None.
     """
     for entry in entries:
-        create_state(entry, precision)
+        prepare_state(entry, precision)
     if offload is None:
         _step(entries, rule, flags, update_squares)
         return

@@ -21,7 +21,7 @@ from muonmesh.step.blocks import Blocks, Momentum
 from muonmesh.step.device_copies import DeviceCopies
 from muonmesh.step.flag_vector import Flags
 from muonmesh.step.offload import Offload
-from muonmesh.step.parameter_steps import ParameterStep, create_state
+from muonmesh.step.parameter_steps import ParameterStep, prepare_state
 from muonmesh.step.planning import Planned
 from muonmesh.step.precision import Precision
 
@@ -128,7 +128,7 @@ class ReadyParameters:
         wanted = dict.fromkeys([self.plan.assignments[number].parameter for number in numbers])
         fresh = {n: entry for n in wanted if (entry := self.entries[n]) is not None and not entry.ready}
         for entry in fresh.values():
-            self.create(entry)
+            self.prepare(entry)
         if self.copies is not None:
             self.copies.take(fresh.values())
         for entry in fresh.values():
@@ -140,10 +140,9 @@ class ReadyParameters:
         if self.copies is not None:
             self.copies.arrive(entry for entry in map(self.entry, numbers) if entry is not None)
 
-    def create(self, entry: ParameterStep) -> None:
-        """Create the missing state of a parameter, if any rank has a gradient or may have one that the device knows."""
-        if entry.present is not False:
-            create_state(entry, self.precision)
+    def prepare(self, entry: ParameterStep) -> None:
+        """Prepare the state of a parameter; create it unless the CPU knows that no rank has a gradient."""
+        prepare_state(entry, self.precision, create=entry.present is not False)
 
     def _make_ready(self, entry: ParameterStep) -> None:
         here: Mapping[str, Tensor] = {} if self.copies is None else self.copies.values(entry)
@@ -198,7 +197,7 @@ class ReadyParameters:
             if entry.ready and entry.weights is not entry.local:
                 entry.local.copy_(entry.weights)
             elif not entry.ready:
-                self.create(entry)
+                self.prepare(entry)
         if self.copies is not None:
             self.copies.finish()
 
