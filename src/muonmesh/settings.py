@@ -21,6 +21,7 @@ from muonmesh.numerics.coefficients import Coefficients
 from muonmesh.numerics.dtypes import COMPUTE_DTYPES, HELD_DTYPES, NEEDED_COMPUTE, NEEDED_HELD
 from muonmesh.numerics.kernels import KernelName, check_kernels
 from muonmesh.numerics.newton_schulz import Method, resolve_method
+from muonmesh.numerics.precision import plain_modes
 from muonmesh.numerics.rules import RULES, DecayMode, Hyperparameters, check_keeps, is_known, is_matrix_rule
 from muonmesh.numerics.scale import ScaleMode
 from muonmesh.numerics.setting import (
@@ -384,13 +385,47 @@ def read_settings(lr: float | Tensor, given: MuonSettings) -> tuple[dict[str, An
     return of_groups, shared
 
 
-def check_groups(groups: Sequence[Mapping[str, Any]]) -> SettingsFound:
-    """Check the current settings of all groups, in every step. An error is returned, so that all ranks learn of it."""
+@plain_modes()
+def keep_rates_apart(groups: Sequence[dict[str, Any]], replaced: dict[Tensor, int]) -> None:
+    """Give each group a learning rate of its own where several groups share one tensor.
+
+    Schedulers such as ReduceLROnPlateau write learning rates in place, group by group. In a tensor of several groups
+    they would count once for each group.
+
+    Args:
+        groups: The param groups, written.
+        replaced: The tensors that were replaced by copies, with their versions; written. No group gets one again.
+    """
+    rates = [group["lr"] for group in groups if isinstance(group["lr"], Tensor)]
+    for rate in rates:
+        if rate not in replaced and sum(rate is other for other in rates) > 1:
+            replaced[rate] = _version(rate)
+    for group in groups:
+        if isinstance(group["lr"], Tensor) and group["lr"] in replaced:
+            group["lr"] = group["lr"].detach().clone()
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def check_groups(groups: Sequence[Mapping[str, Any]], replaced: dict[Tensor, int]) -> SettingsFound:
+    """Check the current settings of all groups, in every step. An error is returned, so that all ranks learn of it.
+
+    Args:
+        groups: The param groups.
+        replaced: See `keep_rates_apart`. A tensor that was written since then is an error, once.
+    """
     error: Exception | None = None
     at_rest = True
     on_device: list[tuple[str, Tensor]] = []
     rules: list[Any] = [None] * len(groups)
     try:
+        if any(_version(tensor) != version for tensor, version in replaced.items()):
+            replaced.update({tensor: _version(tensor) for tensor in replaced})
+            found = "a change in place of a tensor that was given as lr of several groups, which have copies of it"
+            write = 'Write for group in optimizer.param_groups: group["lr"].fill_(...)'
+            raise ValueError(explain_error("lr", found, "a change of each group's own tensor", write))
         for number, group in enumerate(groups):
             where, lr = f"group {group.get('name')!r}", group.get("lr")
             check_structure(where, group)

@@ -22,13 +22,34 @@ from muonmesh.numerics.rules import RULES
 from muonmesh.settings import GROUP_SETTINGS
 
 NUMBERS: list[Any] = [
-    *(0, 1, -1, 0.5, 1 - 2**-53, 1e-320, 1e-30, 1e8, 1e9, 1.1e9, 1e20, 1e38, 3.5e38, 1e308, math.inf, -math.inf, math.nan),
+    *(
+        0,
+        1,
+        -1,
+        0.5,
+        1 - 2**-53,
+        1e-320,
+        1e-30,
+        1e8,
+        1e9,
+        1.1e9,
+        1e20,
+        1e38,
+        3.5e38,
+        1e308,
+        math.inf,
+        -math.inf,
+        math.nan,
+    ),
     *(10**400, Fraction(1, 3), Fraction(10**400), np.float32(0.1), np.float64(1e-3), np.int64(1), np.float16(0.1)),
     *(np.longdouble("1e400"), np.array(0.1), np.bool_(True), True, None, "0.1", 1j, [], {}, 2**64, 10**5000),
 ]
 TENSORS: list[Callable[[], Any]] = [
-    *(lambda value=value, dtype=dtype: torch.tensor(value, dtype=dtype) for value in (0.0, 0.1, -1.0, 1e38, 1e300, math.nan)
-      for dtype in (torch.float32, torch.float64)),
+    *(
+        lambda value=value, dtype=dtype: torch.tensor(value, dtype=dtype)
+        for value in (0.0, 0.1, -1.0, 1e38, 1e300, math.nan)
+        for dtype in (torch.float32, torch.float64)
+    ),
     lambda: torch.tensor([[0.1]], dtype=torch.bfloat16),
     lambda: torch.tensor([0.1, 0.2]),
     lambda: torch.tensor(1),
@@ -38,7 +59,17 @@ TENSORS: list[Callable[[], Any]] = [
     lambda: torch.tensor(0.1, requires_grad=True),
     lambda: torch.tensor([0.1]).to_sparse(),
 ]
-DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.float16, torch.float8_e4m3fn, torch.complex64, torch.int8, torch.int64, torch.bool]
+DTYPES = [
+    torch.float32,
+    torch.bfloat16,
+    torch.float64,
+    torch.float16,
+    torch.float8_e4m3fn,
+    torch.complex64,
+    torch.int8,
+    torch.int64,
+    torch.bool,
+]
 
 
 def inference(tensor: Tensor) -> Tensor:
@@ -66,7 +97,7 @@ VARIANTS: dict[str, Callable[[Tensor], Any]] = {
     "one number": lambda tensor: tensor.new_ones(()),
     "transposed": lambda tensor: tensor.mT.clone().mT if tensor.ndim > 1 else tensor.clone(),
     "every other": lambda tensor: torch.stack([tensor, tensor], -1)[..., 0],
-    "expanded": lambda tensor: tensor.reshape(-1)[:1].clone().expand(tensor.shape),
+    "expanded": lambda tensor: tensor.reshape(-1)[0].clone().expand(tensor.shape),
     "overlapping": overlapping,
     "sparse": lambda tensor: tensor.to_sparse(),
     "inference": inference,
@@ -85,7 +116,10 @@ VARIANTS: dict[str, Callable[[Tensor], Any]] = {
 
 def shapes(seed: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return {name: torch.randn(shape, generator=generator) for name, shape in {"a": (6, 4), "b": (3, 8), "c": (2, 3, 4), "v": (5,), "e": (4, 3)}.items()}
+    return {
+        name: torch.randn(shape, generator=generator)
+        for name, shape in {"a": (6, 4), "b": (3, 8), "c": (2, 3, 4), "v": (5,), "e": (4, 3)}.items()
+    }
 
 
 class Training:
@@ -128,7 +162,7 @@ def all_of(training: Training) -> Any:
     """All that a step may write, by bits."""
     optimizer = training.optimizer
     weights = {name: bits(weight) for name, weight in training.weights.items()}
-    state = {name: bits(optimizer.state.get(weight)) for name, weight in training.weights.items()}
+    state = {name: bits(optimizer.state.get(weight, {})) for name, weight in training.weights.items()}
     groups = [{key: bits(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     return weights, state, groups
 
@@ -200,7 +234,9 @@ def replace_state(draw: Any, training: Training) -> Undo:
     weight = training.weights[draw(st.sampled_from(sorted(training.weights)))]
     state = training.optimizer.state
     before = dict(state[weight])
-    key = draw(st.sampled_from([*sorted(before), "master", "step", "momentum_buffer", "exp_avg", "unknown", "all", "of all"]))
+    key = draw(
+        st.sampled_from([*sorted(before), "master", "step", "momentum_buffer", "exp_avg", "unknown", "all", "of all"])
+    )
     value = VARIANTS[draw(st.sampled_from(sorted(VARIANTS)))](before.get(key, torch.zeros(weight.shape)))
     if key == "all":
         state[weight] = value
@@ -223,7 +259,9 @@ def load(draw: Any, training: Training) -> Undo:
     bad = copy.deepcopy(good)
     group = draw(st.sampled_from(bad["param_groups"]))
     if draw(st.booleans()) or not bad["state"]:
-        group[draw(st.sampled_from(sorted(group)))] = draw(st.sampled_from([*map(lambda v: lambda: v, NUMBERS), *TENSORS]))()
+        group[draw(st.sampled_from(sorted(group)))] = draw(
+            st.sampled_from([*map(lambda v: lambda: v, NUMBERS), *TENSORS])
+        )()
     else:
         number = draw(st.sampled_from(sorted(bad["state"])))
         key = draw(st.sampled_from(sorted(bad["state"][number])))
@@ -242,9 +280,13 @@ ACTIONS = [set_a_setting, set_a_setting, replace_a_weight, replace_a_gradient, r
 
 @st.composite
 def trainings(draw: Any) -> Callable[[], Training]:
-    rule = draw(st.sampled_from([*(name for name in RULES if name != "adamw" and not name.startswith("test")), "muon", "muon"]))
+    rule = draw(
+        st.sampled_from([*(name for name in RULES if name != "adamw" and not name.startswith("test")), "muon", "muon"])
+    )
     dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float64]))
-    options: dict[str, Any] = {"state_dtype": draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float64, "int8"]))}
+    options: dict[str, Any] = {
+        "state_dtype": draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float64, "int8"]))
+    }
     options["compute_dtype"] = draw(st.sampled_from([torch.bfloat16, torch.float32]))
     if dtype != torch.float64 and draw(st.booleans()):
         options["master_dtype"] = torch.float32
@@ -264,20 +306,24 @@ def check(data: st.DataObject) -> None:
         for _ in range(seen):
             one.step()
         one.gradients()
-    action = data.draw(st.sampled_from(ACTIONS), label="action")
-    undo = action(data.draw, training)
+    several = data.draw(st.integers(0, 3))
+    actions = [set_a_setting] * several or [data.draw(st.sampled_from(ACTIONS), label="action")]
+    undone = [action(data.draw, training) for action in actions]
+    undone.reverse()
     before = all_of(training)
     try:
         training.optimizer.step()
     except Exception as error:
         after = all_of(training)
         assert after == before, str(error)
-        undo()
+        for undo in undone:
+            undo()
         for one in (training, twin):
             one.step()
         assert all_of(training) == all_of(twin)
     else:
-        undo()
+        for undo in undone:
+            undo()
         with contextlib.suppress(mm.StateError):  # of a step with weights of another shape
             training.step()
             return

@@ -890,3 +890,63 @@ def _no_hooks_left() -> Iterator[None]:
     yield
     assert not _global_optimizer_pre_hooks
     assert not _global_optimizer_post_hooks
+
+
+# ------------------------------------------------------------------ one tensor as the learning rate of several groups
+
+
+def by_from_model(model: nn.Module, lr: Tensor) -> torch.optim.Optimizer:
+    return mm.from_model(model, lr=lr)
+
+
+def by_two_calls(model: nn.Module, lr: Tensor) -> torch.optim.Optimizer:
+    first, *rest = mm.split_params(model)
+    optimizer = mm.Muon([first], lr=lr)
+    for group in rest:
+        optimizer.add_param_group({**group, "lr": lr})
+    return optimizer
+
+
+def by_deepcopy(model: nn.Module, lr: Tensor) -> torch.optim.Optimizer:
+    return copy.deepcopy(mm.from_model(model, lr=lr))
+
+
+def by_loading(model: nn.Module, lr: Tensor) -> torch.optim.Optimizer:
+    optimizer = mm.from_model(model, lr=0.5)
+    saved = optimizer.state_dict()
+    for group in saved["param_groups"]:
+        group["lr"] = lr
+    optimizer.load_state_dict(saved)
+    return optimizer
+
+
+@pytest.mark.parametrize("make", [by_from_model, by_two_calls, by_deepcopy, by_loading])
+def test_a_schedule_in_place_counts_once_for_each_group(make: Any) -> None:
+    model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
+    found = []
+    for optimizer in (make(model, torch.tensor(1e-3)), torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-3))):
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+        for _ in range(3):
+            plateau.step(1.0)
+        for group in optimizer.param_groups:
+            group["lr"].mul_(0.1)
+        optimizer.step()
+        found.append({round(float(group["lr"]), 9) for group in optimizer.param_groups})
+    assert found == [{2.5e-5}, {2.5e-5}]
+
+
+def test_a_tensor_that_groups_have_copies_of_says_so_when_it_is_written() -> None:
+    model, lr = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)), torch.tensor(1e-3)
+    optimizer = mm.from_model(model, lr=lr)
+    optimizer.step()
+    lr.fill_(1e-2)
+    with pytest.raises(ValueError, match=r"lr: found a change in place of a tensor.* group\[\"lr\"\]\.fill_"):
+        optimizer.step()
+    optimizer.step()  # said once
+
+    weight, lr = nn.Parameter(torch.ones(3, 3)), torch.tensor(0.0)
+    single = mm.Muon([weight], lr=lr)  # one group has the tensor itself, as in torch
+    lr.fill_(0.1)
+    weight.grad = torch.ones(3, 3)
+    single.step()
+    assert bool((weight < 1).all())

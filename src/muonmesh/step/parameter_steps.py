@@ -11,9 +11,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from muonmesh.comm.gradients import gradient_of, partial_axes, unscaled
-from muonmesh.comm.storage import local_of
+from muonmesh.comm.storage import is_freed, local_of
 from muonmesh.errors import LayoutError, StateError, about, explain_error
-from muonmesh.numerics.dtypes import HELD_DTYPES
 from muonmesh.step.blocks import Momentum
 from muonmesh.step.members import Member
 from muonmesh.step.offload import fresh_copy
@@ -205,7 +204,7 @@ def check_parameter(entry: ParameterStep, precision: Precision, *, muon: bool) -
         found = f"shape {tuple(held.shape)} with strides {held.stride()}, so that several elements share memory"
         write = "Write parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)"
         raise LayoutError(explain_error(name, found, "memory for each element", write))
-    if held.untyped_storage().nbytes() < held.nbytes and not held.is_meta:
+    if is_freed(held):
         what = "FSDP or ZeRO has freed the memory of this parameter. Reshard it before the step: module.reshard()"
         raise LayoutError(about(name, what))
     foreign = "exp_avg" if muon else "momentum_buffer"
@@ -215,16 +214,12 @@ def check_parameter(entry: ParameterStep, precision: Precision, *, muon: bool) -
         write = "Write del optimizer.state[parameter] to begin with fresh state, or set the group back"
         raise StateError(explain_error(name, found, f"state of {algorithm}", write))
     for key, layout in _layouts(entry, precision).items():
-        value: object = state.get(key)
+        value = state.get(key)
         if value is None:
             continue
-        dense = isinstance(value, Tensor) and local_of(value).layout is torch.strided
         codes = precision.int8 and layout.kept_as == "momentum"
-        if not (isinstance(value, Tensor) and dense and value.dtype in (*HELD_DTYPES, *[torch.int8] * codes)):
-            found = f"{key} of {value.dtype}, {value.layout}" if isinstance(value, Tensor) else f"{key} = {value!r}"
-            write = "Write del optimizer.state[parameter] to begin with fresh state, or load the state again"
-            raise StateError(explain_error(name, found, "a dense tensor of floating-point numbers", write))
-        local, shape = local_of(value), layout.shape_here(storage, held)
+        local = layout.local_of(f"{name}: {key}", value, *[torch.int8] * codes)
+        shape = layout.shape_here(storage, held)
         if local.shape != shape:
             found = f"{key} of shape {tuple(local.shape)} on this rank"
             write = "Write del optimizer.state[parameter] after resizing a parameter, which needs fresh state"

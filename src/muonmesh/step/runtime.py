@@ -68,6 +68,7 @@ class Runtime:
         warned: Whether a warning about rounding was given.
         unsuited_told: Names of parameters with a past warning that they do not suit their rule.
         idle: Counts the steps in which parameters have had no gradient.
+        replaced: Learning rates that several groups shared: see `keep_rates_apart`.
         counted: The groups in which the last step was counted (`Rule.steps_taken`).
         wrote: The blocks by which momentum in int8 was last written; None: none was written.
         creates_state: Whether a step with learning rate 0 and zero gradients only creates state (decision 3). False if
@@ -105,6 +106,7 @@ class Runtime:
     warned: bool = False
     unsuited_told: set[str] = field(default_factory=set)
     idle: IdleParameters = field(default_factory=IdleParameters)
+    replaced: dict[Tensor, int] = field(default_factory=dict)
     counted: list[dict[str, Any]] = field(default_factory=list)
     wrote: Blocks | None = None
     creates_state: bool = True
