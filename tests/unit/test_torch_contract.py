@@ -196,7 +196,8 @@ def test_every_scheduler_moves_both_halves_as_it_moves_adamw(scheduler: str, lr:
     """test_forloop_goes_right_direction_with_lrsched, for all of them: the rates are those that torch's AdamW gets."""
     held, twins = parameters(), parameters()
     optimizer = mm.Muon(groups(held), lr=copy.deepcopy(lr))
-    other = torch.optim.AdamW([{"params": g["params"]} for g in groups(twins)], lr=copy.deepcopy(lr))
+    # A tensor for each group: torch shares one between groups, where ReduceLROnPlateau counts once for each of them.
+    other = torch.optim.AdamW([{"params": g["params"], "lr": copy.deepcopy(lr)} for g in groups(twins)])
     schedule, twin = SCHEDULERS[scheduler](optimizer), SCHEDULERS[scheduler](other)
     moved = set()
     for step in range(8):
