@@ -248,13 +248,13 @@ def test_a_tensor_as_learning_rate_is_the_number_and_is_read_at_every_step(name:
         advance(held, optimizer, range(2))
         for group in optimizer.param_groups:
             if isinstance(lr, Tensor):
-                group["lr"].fill_(number / 4)  # one tensor for all groups
+                group["lr"].fill_(number / 4)
             else:
                 group["lr"] = number / 4
         advance(held, optimizer, range(2, 4))
         results.append([p.detach() for p in held.values()])
         if isinstance(lr, Tensor):
-            assert float(lr) == number / 4  # neither copied nor written
+            assert float(lr) == number  # each of the groups has a copy
     assert same(results[0], results[1])
     assert same(results[0], results[2])
 
