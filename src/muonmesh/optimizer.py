@@ -41,6 +41,7 @@ from muonmesh.settings import (
     algorithm_of,
     check_groups,
     check_process_group,
+    keep_rates_apart,
     read_settings,
     shows_settings,
 )
@@ -256,6 +257,7 @@ class Muon(torch.optim.Optimizer):
         except Exception:
             self.param_groups.pop()
             raise
+        keep_rates_apart(self.param_groups, self._runtime.replaced)
 
     # ---------------------------------------------------------------- the step
 
@@ -324,6 +326,7 @@ class Muon(torch.optim.Optimizer):
             settings = self._begin()
             agreed = self._agree(settings, clip)
         except Exception:
+            runtime.clip = clip._replace(error=None)  # the next step takes these gradients, which may be scaled
             if runtime.everywhere is not None:
                 runtime.everywhere(True)
             raise
@@ -386,7 +389,7 @@ class Muon(torch.optim.Optimizer):
             for group in counted:
                 group["steps_taken"] -= 1
             raise
-        return check_groups(groups)
+        return check_groups(groups, runtime.replaced)
 
     def _agree(self, settings: SettingsFound, clip: Clip) -> tuple[Planned, Exchange, Collected, Flags] | None:
         """Make a plan if needed, read the gradients, and agree with all ranks before anything is written.
@@ -481,7 +484,7 @@ class Muon(torch.optim.Optimizer):
         runtime, groups, ranks = self._runtime, self.param_groups, group_for(process_group)
         limits = Limits(max_norm, policy, skip_above, norms, norm_type)
         while True:
-            settings = check_groups(groups)
+            settings = check_groups(groups, runtime.replaced)
             before = outdated(groups, runtime, settings)
             connected, here = before or runtime.connected or connect(groups, runtime), None if before else self
             try:
@@ -507,6 +510,7 @@ class Muon(torch.optim.Optimizer):
         filled = isinstance(state_dict, Mapping) and state_dict.get("state")
         planned = plan(self.param_groups, runtime) if filled else None
         restore_state(self, state_dict, runtime.precision, planned, super().load_state_dict)
+        keep_rates_apart(self.param_groups, runtime.replaced)
         runtime.interrupted, runtime.loaded = None, planned is not None and bool(planned.members)
 
     def state_dict(self) -> dict[str, Any]:
@@ -594,7 +598,7 @@ class Muon(torch.optim.Optimizer):
             LayoutError, ValueError, TypeError: a step with the current groups is not possible.
         """
         self.finish()
-        if (error := check_groups(self.param_groups).error) is not None:
+        if (error := check_groups(self.param_groups, self._runtime.replaced).error) is not None:
             raise error
         planned, runtime = plan(self.param_groups, self._runtime), self._runtime
         ranks = replicas_of(runtime.holders) or (planned.rank,)
@@ -620,7 +624,7 @@ class Muon(torch.optim.Optimizer):
         """
         runtime, groups = self._runtime, self.param_groups
         while True:
-            settings = check_groups(groups)
+            settings = check_groups(groups, runtime.replaced)
             before = outdated(groups, runtime, settings)
             connected, here = before or runtime.connected or connect(groups, runtime), None if before else self
             found = measure(connected, here, settings.error, runtime)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
@@ -22,9 +21,11 @@ from muonmesh.numerics.coefficients import Coefficients
 from muonmesh.numerics.dtypes import COMPUTE_DTYPES, HELD_DTYPES, NEEDED_COMPUTE, NEEDED_HELD
 from muonmesh.numerics.kernels import KernelName, check_kernels
 from muonmesh.numerics.newton_schulz import Method, resolve_method
+from muonmesh.numerics.precision import plain_modes
 from muonmesh.numerics.rules import RULES, DecayMode, Hyperparameters, check_keeps, is_known, is_matrix_rule
 from muonmesh.numerics.scale import ScaleMode
 from muonmesh.numerics.setting import (
+    LARGEST,
     NOT_NEGATIVE,
     Setting,
     choice,
@@ -206,15 +207,15 @@ class SettingsFound(NamedTuple):
     rules: list[Any]
 
     def wrong_on_device(self) -> Tensor:
-        """Return whether a learning rate on the device is negative or not finite, 0-d bool tensor."""
-        return torch.stack([~((lr >= 0) & lr.isfinite()).reshape(()) for _, lr in self.on_device]).any()
+        """Return whether a learning rate on the device is out of range, 0-d bool tensor."""
+        return torch.stack([~((lr >= 0) & (lr <= LARGEST)).reshape(()) for _, lr in self.on_device]).any()
 
     def late(self) -> Exception | None:
         """Return the error that `wrong_on_device` found, or None. The CPU waits for the device."""
         for where, lr in self.on_device:
             value = float(lr)
-            if not (math.isfinite(value) and value >= 0):
-                return ValueError(explain_error(f"{where}: lr", f"{value}", "a number of at least 0"))
+            if not 0 <= value <= LARGEST:
+                return ValueError(explain_error(f"{where}: lr", f"{value}", NOT_NEGATIVE))
         return None
 
 
@@ -310,7 +311,8 @@ def check_group(where: str, group: Mapping[str, Any], *, read: bool = True) -> A
             raise ValueError(explain_error(where, f"no {key!r}", "every setting", f"Set group[{key!r}] again"))
     lr = group["lr"]
     if isinstance(lr, Tensor):
-        _check(lr.numel() == 1 and not lr.is_complex(), f"{where}: lr", lr, "a real tensor of one element")
+        fits = lr.numel() == 1 and lr.is_floating_point()
+        _check(fits, f"{where}: lr", lr, "a floating-point tensor of one element")
     known_here = not isinstance(lr, Tensor) or ((lr.device.type == "cpu" or read) and not lr.is_meta)
     if known_here:
         value = float(lr.detach()) if isinstance(lr, Tensor) else lr
@@ -383,13 +385,47 @@ def read_settings(lr: float | Tensor, given: MuonSettings) -> tuple[dict[str, An
     return of_groups, shared
 
 
-def check_groups(groups: Sequence[Mapping[str, Any]]) -> SettingsFound:
-    """Check the current settings of all groups, in every step. An error is returned, so that all ranks learn of it."""
+@plain_modes()
+def keep_rates_apart(groups: Sequence[dict[str, Any]], replaced: dict[Tensor, int]) -> None:
+    """Give each group a learning rate of its own where several groups share one tensor.
+
+    Schedulers such as ReduceLROnPlateau write learning rates in place, group by group. In a tensor of several groups
+    they would count once for each group.
+
+    Args:
+        groups: The param groups, written.
+        replaced: The tensors that were replaced by copies, with their versions; written. No group gets one again.
+    """
+    rates = [group["lr"] for group in groups if isinstance(group["lr"], Tensor)]
+    for rate in rates:
+        if rate not in replaced and sum(rate is other for other in rates) > 1:
+            replaced[rate] = _version(rate)
+    for group in groups:
+        if isinstance(group["lr"], Tensor) and group["lr"] in replaced:
+            group["lr"] = group["lr"].detach().clone()
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def check_groups(groups: Sequence[Mapping[str, Any]], replaced: dict[Tensor, int]) -> SettingsFound:
+    """Check the current settings of all groups, in every step. An error is returned, so that all ranks learn of it.
+
+    Args:
+        groups: The param groups.
+        replaced: See `keep_rates_apart`. A tensor that was written since then is an error, once.
+    """
     error: Exception | None = None
     at_rest = True
     on_device: list[tuple[str, Tensor]] = []
     rules: list[Any] = [None] * len(groups)
     try:
+        if any(_version(tensor) != version for tensor, version in replaced.items()):
+            replaced.update({tensor: _version(tensor) for tensor in replaced})
+            found = "a change in place of a tensor that was given as lr of several groups, which have copies of it"
+            write = 'Write for group in optimizer.param_groups: group["lr"].fill_(...)'
+            raise ValueError(explain_error("lr", found, "a change of each group's own tensor", write))
         for number, group in enumerate(groups):
             where, lr = f"group {group.get('name')!r}", group.get("lr")
             check_structure(where, group)

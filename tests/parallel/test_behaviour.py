@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 import muonmesh as mm
 from muonmesh.numerics import kernels
 from muonmesh.numerics.kernels import auto_takes, compiled
-from tests import pretended, problem
+from tests import gathered, pretended, problem
 
 
 def mesh() -> Any:
@@ -76,27 +76,42 @@ HOSTS = {"waits": (True, False), "does-not-wait": (False, False), "together": (F
 """Whether the host waits for the flags, and whether pieces are worked on together as on a device."""
 
 
-def missing_on_one_shard(host: str) -> tuple[bool, bool]:
-    """A shard without gradient counts as zero there."""
-    weight, twin = (nn.Parameter(distribute_tensor(torch.ones(8, 6), mesh(), [Shard(0)])) for _ in range(2))
-    optimizers = [mm.Muon([p], lr=0.1, compute_dtype=torch.float32) for p in (weight, twin)]
-    for optimizer in optimizers:
-        optimizer._runtime.waits, optimizer._runtime.together = HOSTS[host]
-    for step in range(3):
+@mm.register_rule("test-sum-of-gradients")
+@dataclasses.dataclass(frozen=True)
+class SumOfGradients(mm.ElementwiseRule):
+    def keeps(self) -> tuple[str, ...]:
+        return ("sum",)
+
+    def update(self, gradient: Tensor, state: Any, count: Tensor) -> Tensor:
+        return state["sum"].add_(gradient) / count
+
+
+def missing_on_one_shard(algorithm: str, host: str) -> tuple[list[str], list[str]]:
+    """Step a matrix in two shards, one of which has no gradient in some steps; compare it with one process."""
+    value = torch.randn(8, 6)
+    weight = nn.Parameter(distribute_tensor(value, mesh(), [Shard(0)], src_data_rank=None))
+    twin = nn.Parameter(value.clone())
+    sharded, single = (
+        mm.Muon([{"params": [p], "algorithm": algorithm}], lr=0.1, compute_dtype=torch.float32, process_group=group)
+        for p, group in ((weight, None), (twin, "local"))
+    )
+    sharded._runtime.waits, sharded._runtime.together = HOSTS[host]
+    single._runtime.together = sharded._runtime.together
+    for step in range(5):
         gradient = torch.randn(8, 6, generator=torch.Generator().manual_seed(step))
-        if step != 1:
-            gradient[4:] = 0.0
-        weight.grad = problem.placed_like(weight, gradient)
-        twin.grad = None if dist.get_rank() == 1 and step != 1 else problem.placed_like(weight, gradient)
-        for optimizer in optimizers:
-            optimizer.step()
-    momenta = [o.state[p]["momentum_buffer"] for o, p in zip(optimizers, (weight, twin), strict=True)]
-    return torch.equal(problem.whole(weight), problem.whole(twin)), torch.equal(*map(problem.whole, momenta))
+        missing = step in (0, 3, 4)
+        gradient[4:] *= not missing
+        twin.grad = None if step == 2 else gradient  # then no rank has one, and nothing moves
+        weight.grad = None if step == 2 or (missing and dist.get_rank()) else problem.placed_like(weight, gradient)
+        ours, theirs = ((optimizer.step(), optimizer.metrics())[1] for optimizer in (sharded, single))
+    found = [gathered.whole({"": p, **o.state[p]}) for o, p in ((sharded, weight), (single, twin))]
+    return problem.differing(*found), [name for name in theirs if float(ours[name]) != pytest.approx(theirs[name])]
 
 
 @pytest.mark.parametrize("host", HOSTS)
-def test_a_missing_shard_counts_as_zero(workers, host: str) -> None:
-    assert workers(2).run(missing_on_one_shard, host) == [(True, True)] * 2
+@pytest.mark.parametrize("algorithm", ["muon", "adamw", "test-sum-of-gradients"])
+def test_a_missing_shard_counts_as_zero(workers, algorithm: str, host: str) -> None:
+    assert workers(2).run(missing_on_one_shard, algorithm, host) == [([], [])] * 2
 
 
 def whole_gradient(shape: tuple[int, ...]) -> bool:

@@ -197,7 +197,8 @@ def test_every_scheduler_moves_both_halves_as_it_moves_adamw(scheduler: str, lr:
     """test_forloop_goes_right_direction_with_lrsched, for all of them: the rates are those that torch's AdamW gets."""
     held, twins = parameters(), parameters()
     optimizer = mm.Muon(groups(held), lr=copy.deepcopy(lr))
-    other = torch.optim.AdamW([{"params": g["params"]} for g in groups(twins)], lr=copy.deepcopy(lr))
+    # A tensor for each group: torch shares one between groups, where ReduceLROnPlateau counts once for each of them.
+    other = torch.optim.AdamW([{"params": g["params"], "lr": copy.deepcopy(lr)} for g in groups(twins)])
     schedule, twin = SCHEDULERS[scheduler](optimizer), SCHEDULERS[scheduler](other)
     moved = set()
     for step in range(8):
@@ -248,13 +249,13 @@ def test_a_tensor_as_learning_rate_is_the_number_and_is_read_at_every_step(name:
         advance(held, optimizer, range(2))
         for group in optimizer.param_groups:
             if isinstance(lr, Tensor):
-                group["lr"].fill_(number / 4)  # one tensor for all groups
+                group["lr"].fill_(number / 4)
             else:
                 group["lr"] = number / 4
         advance(held, optimizer, range(2, 4))
         results.append([p.detach() for p in held.values()])
         if isinstance(lr, Tensor):
-            assert float(lr) == number / 4  # neither copied nor written
+            assert float(lr) == number  # each of the groups has a copy
     assert same(results[0], results[1])
     assert same(results[0], results[2])
 
@@ -917,3 +918,63 @@ def test_tags_by_which_others_choose_their_muon_change_nothing() -> None:
     found = [[(g["name"], g["param_names"], g.get("matrices")) for g in mm.split_params(model)] for model in models]
     assert found[1] == found[0]
     assert found[2] == found[0]
+
+
+# ------------------------------------------------------------------ one tensor as the learning rate of several groups
+
+
+def by_from_model(model: nn.Module, lr: Tensor) -> torch.optim.Optimizer:
+    return mm.from_model(model, lr=lr)
+
+
+def by_two_calls(model: nn.Module, lr: Tensor) -> torch.optim.Optimizer:
+    first, *rest = mm.split_params(model)
+    optimizer = mm.Muon([first], lr=lr)
+    for group in rest:
+        optimizer.add_param_group({**group, "lr": lr})
+    return optimizer
+
+
+def by_deepcopy(model: nn.Module, lr: Tensor) -> torch.optim.Optimizer:
+    return copy.deepcopy(mm.from_model(model, lr=lr))
+
+
+def by_loading(model: nn.Module, lr: Tensor) -> torch.optim.Optimizer:
+    optimizer = mm.from_model(model, lr=0.5)
+    saved = optimizer.state_dict()
+    for group in saved["param_groups"]:
+        group["lr"] = lr
+    optimizer.load_state_dict(saved)
+    return optimizer
+
+
+@pytest.mark.parametrize("make", [by_from_model, by_two_calls, by_deepcopy, by_loading])
+def test_a_schedule_in_place_counts_once_for_each_group(make: Any) -> None:
+    model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
+    found = []
+    for optimizer in (make(model, torch.tensor(1e-3)), torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-3))):
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+        for _ in range(3):
+            plateau.step(1.0)
+        for group in optimizer.param_groups:
+            group["lr"].mul_(0.1)
+        optimizer.step()
+        found.append({round(float(group["lr"]), 9) for group in optimizer.param_groups})
+    assert found == [{2.5e-5}, {2.5e-5}]
+
+
+def test_a_tensor_that_groups_have_copies_of_says_so_when_it_is_written() -> None:
+    model, lr = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)), torch.tensor(1e-3)
+    optimizer = mm.from_model(model, lr=lr)
+    optimizer.step()
+    lr.fill_(1e-2)
+    with pytest.raises(ValueError, match=r"lr: found a change in place of a tensor.* group\[\"lr\"\]\.fill_"):
+        optimizer.step()
+    optimizer.step()  # said once
+
+    weight, lr = nn.Parameter(torch.ones(3, 3)), torch.tensor(0.0)
+    single = mm.Muon([weight], lr=lr)  # one group has the tensor itself, as in torch
+    lr.fill_(0.1)
+    weight.grad = torch.ones(3, 3)
+    single.step()
+    assert bool((weight < 1).all())

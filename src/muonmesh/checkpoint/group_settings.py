@@ -15,6 +15,7 @@ from muonmesh.checkpoint.record import Record
 from muonmesh.errors import FileError, StateError, about, explain_error
 from muonmesh.files import is_whole
 from muonmesh.layout.matrix import as_tuples
+from muonmesh.numerics.setting import plain
 from muonmesh.settings import check_group
 
 OWN_KEYS = ("params", "param_names", "parameters", "matrices", "reasons", "name", "algorithm", "use_muon", "moe")
@@ -132,6 +133,7 @@ def _plain(where: str, key: str, value: Any) -> Any:
         return value.item()
     if isinstance(value, (list, tuple)):
         return [_plain(where, key, entry) for entry in value]
+    value = plain(value)
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     needed = "numbers, strings, and lists of them"

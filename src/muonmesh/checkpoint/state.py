@@ -265,7 +265,8 @@ def _check_entry(
             needed = f"only {', '.join(known)}, which this optimizer reads, each a tensor"
             write = "Write Muon(..., master_dtype=torch.float32), or remove it" if key == "master" else "Remove it"
             raise StateError(explain_error(name, f"{found} in its state", needed, f"{write} from the state"))
-        layout, local = known[key], local_of(value.detach())
+        layout = known[key]
+        local = layout.local_of(f"{name}: {key}", value)
         found = _told(local.shape, value if isinstance(value, DTensor) else None)
         here = layout.shape_here(member.storage, local_of(member.tensor))
         needed = _told(here, layout.storage if layout.storage.mesh is not None else None)

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement
 from torch.distributed.tensor import Replicate as TorchReplicate
 from torch.distributed.tensor import Shard as TorchShard
 
-from muonmesh.comm.storage import PLAIN, Storage, local_of
+from muonmesh.comm.storage import PLAIN, Storage, is_freed, local_of
 from muonmesh.comm.wire import Counts
 from muonmesh.errors import LayoutError, explain_error
 from muonmesh.numerics.dtypes import HELD_DTYPES, NEEDED_HELD
@@ -167,6 +167,9 @@ def gradient_of(name: str, parameter: Tensor, source: GradientSource) -> Tensor 
     if gradient.layout is not torch.strided:
         found = f"a gradient with layout {gradient.layout}"
         raise TypeError(explain_error(name, found, "a dense gradient", "Write Embedding(..., sparse=False)"))
+    if is_freed(local_of(gradient)):
+        found, write = "a gradient whose memory was freed", "Call backward after the memory was freed, or zero_grad"
+        raise TypeError(explain_error(name, found, "one with data", write))
     if gradient.is_meta or gradient.device != parameter.device:
         found, needed = f"a gradient on {gradient.device}", "one with data, on the device of its parameter"
         raise TypeError(explain_error(name, found, needed, "Materialize the model before the backward pass"))

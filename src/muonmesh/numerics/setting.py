@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, field
 from numbers import Real
 from typing import Any, NamedTuple, get_args
 
-NOT_NEGATIVE = "a number of at least 0"
+LARGEST = 1e9
+"""The largest number in a setting. A step multiplies up to four of them, and divides by 1 − β; the result is then a
+finite fp32 number. For any other, torch would raise an error in the middle of a step."""
+
+NOT_NEGATIVE = f"a number of at least 0, at most {LARGEST:g}"
 """For messages."""
 
 
@@ -27,24 +30,34 @@ def choice(default: object, words: object, why: str = "") -> Setting:
     return Setting(default, lambda value: isinstance(value, str) and value in known, needed)
 
 
-def is_number(value: object) -> bool:
-    """Whether a value is a finite real number, and no bool."""
-    return not isinstance(value, bool) and isinstance(value, Real) and math.isfinite(value)
+def is_number(value: Any) -> bool:
+    """Whether a value is a real number of at most `LARGEST` in size, and no bool."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return False
+    number: Any = value
+    return bool(-LARGEST <= number <= LARGEST)
+
+
+def plain(value: Any) -> Any:
+    """Return a number of another library, such as NumPy, as a float, which torch's operations accept; others as is."""
+    if isinstance(value, (list, tuple)):
+        return tuple(map(plain, value))
+    return value if type(value) in (int, float, bool) or not isinstance(value, Real) else float(value)
 
 
 def number(default: float, fits: Callable[[float], bool], needed: str) -> Setting:
-    """Return a setting that is a finite number."""
+    """Return a setting that is a number, see `is_number`."""
     return Setting(default, lambda value: is_number(value) and fits(value), needed)
 
 
 def not_negative(default: float) -> Setting:
-    """Return a setting that is a finite number of at least 0."""
+    """Return a setting that is a number of at least 0."""
     return number(default, lambda value: value >= 0, NOT_NEGATIVE)
 
 
 def positive(default: float) -> Setting:
-    """Return a setting that is a finite number above 0."""
-    return number(default, lambda value: value > 0, "a positive number")
+    """Return a setting that is a number above 0."""
+    return number(default, lambda value: value > 0, f"a positive number, at most {LARGEST:g}")
 
 
 def fraction(default: float) -> Setting:
@@ -69,7 +82,9 @@ def switch(default: bool) -> Setting:
 def whole(default: int | None, least: int, needed: str) -> Setting:
     """Return a setting that is a whole number; None too, if that is the default."""
     return Setting(
-        default, lambda value: (value is None and default is None) or (type(value) is int and value >= least), needed
+        default,
+        lambda value: (value is None and default is None) or (type(value) is int and least <= value < 1 << 63),
+        needed,
     )
 
 

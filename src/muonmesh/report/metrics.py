@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from muonmesh.comm.storage import local_of
+from muonmesh.comm.storage import local_of, local_shape
 from muonmesh.comm.telling import tell_all
 from muonmesh.numerics.kernels.memory import upload
 from muonmesh.numerics.normalize import sums_of_squares
@@ -95,13 +95,17 @@ def _add(
     places, sums = [names.index(group["name"]) for group in here.param_groups], runtime.update_squares
     cells, parts, copies = list[int](), list[Tensor](), list[int]()
     known = set[tuple[int, str]]()
+    masks = dict[int, Tensor]()  # by number of a part: zeros that count if other shards have a gradient
     for member in planned.members:
         held = here.state.get(member.tensor, {})
         key = next(iter(member.state_layouts), "")  # the first state of a rule is its momentum
         momentum = held.get(key)
         if momentum is not None and local_of(momentum).dtype == torch.int8:
             momentum = planned.blocks.wide(member.name, member.tensor, key, held)
-        for figure, value in enumerate((runtime.source.gradient(member.tensor), momentum, member.tensor)):
+        gradient, present = runtime.source.gradient(member.tensor), runtime.absent.get(member.tensor, False)
+        if gradient is None and present is not False:  # missing on this shard only
+            gradient = totals.new_zeros(local_shape(member.gradient_storage))
+        for figure, value in enumerate((gradient, momentum, member.tensor)):
             if value is None:
                 continue
             known.add((places[member.group], _FIGURES[figure]))
@@ -110,6 +114,8 @@ def _add(
             home = member.gradient_storage if figure == 0 else member.storage
             storage = member.state_layouts[key].storage if figure == 1 else home
             for part in storage.parts(local_of(value.detach())):
+                if value is gradient and isinstance(present, Tensor):
+                    masks[len(parts)] = present
                 cells.append(places[member.group] * len(_FIGURES) + figure)
                 parts.append(part)
                 copies.append(storage.copies)
@@ -117,6 +123,8 @@ def _add(
         index = upload(cells, dtype=torch.int64, device=totals.device)
         counts = [[float(copy), part.numel() / copy] for part, copy in zip(parts, copies, strict=True)]
         told = upload(counts, dtype=torch.float64, device=totals.device)
+        for number, present in masks.items():
+            told[number, 1] *= present
         squares = sums_of_squares(parts) / told[:, 0]
         totals.view(-1, 2).index_add_(0, index, torch.stack([squares, told[:, 1]], dim=1))
     for number, place in enumerate(places):

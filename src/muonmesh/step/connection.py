@@ -59,7 +59,7 @@ def plan(groups: Groups, runtime: Runtime) -> Planned:
         check_structure(f"group {group.get('name')!r}", group)
     planned, _, error = _read(groups, runtime)
     if error is not None:  # the error of a missing setting names only its key; that of `check_groups` says more
-        raise check_groups(groups).error or error
+        raise check_groups(groups, runtime.replaced).error or error
     assert planned is not None
     return planned
 

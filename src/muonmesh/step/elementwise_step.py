@@ -12,7 +12,7 @@ from muonmesh.comm.storage import local_of
 from muonmesh.numerics.rules import ElementwiseRule, parts
 from muonmesh.step.flag_vector import Flags
 from muonmesh.step.offload import Offload
-from muonmesh.step.parameter_steps import ParameterStep, create_state
+from muonmesh.step.parameter_steps import ParameterStep, prepare_state
 from muonmesh.step.precision import Precision
 from muonmesh.step.state_layout import COUNT
 from muonmesh.step.stochastic_rounding import round_stored
@@ -38,7 +38,7 @@ def step_elementwise(
         offload: Copies the state to the device and back, if it is in CPU memory; else None.
     """
     for entry in entries:
-        create_state(entry, precision)
+        prepare_state(entry, precision)
     if offload is None:
         _step(entries, rule, flags, update_squares)
         return
@@ -50,23 +50,32 @@ def step_elementwise(
 def _step(
     entries: Sequence[ParameterStep], rule: ElementwiseRule, flags: Flags, update_squares: UpdateSquares | None
 ) -> None:
-    """Step parameters of one group whose state is on their device."""
-    entries = [entry for entry in entries if entry.gradient is not None]
-    if flags.only_creates_state or not entries:
+    """Step parameters of one group whose state is on their device.
+
+    A gradient that only other shards of the parameter have counts as zero here. If only the device knows whether they
+    have one, it masks the writes.
+    """
+    if flags.only_creates_state:
         return
     rounds = rule.stochastic_rounding is not None
     for entry in entries:
-        if "master" in entry.state:
+        if entry.present is not False and "master" in entry.state:
             parts.follow(local_of(entry.state["master"]), entry.local)
-    for some in [[entry] for entry in entries] if rounds else [entries]:  # copies of one parameter at a time
+    known = [entry for entry in entries if entry.present is True]
+    together = [[entry] for entry in known] if rounds else [known]  # copies of one parameter at a time
+    for some in filter(None, [*together, *([entry] for entry in entries if isinstance(entry.present, Tensor))]):
+        absent = ~some[0].present if isinstance(some[0].present, Tensor) else None
         stored = [_stored(entry, rule) for entry in some]
         used = [{key: _widened(tensor) if rounds else tensor for key, tensor in held.items()} for held in stored]
         squares = rule.step(
             [held[""] for held in used],
-            [e.gradient.to(held[""].dtype) for e, held in zip(some, used, strict=True) if e.gradient is not None],
+            [
+                torch.zeros_like(held[""]) if entry.gradient is None else entry.gradient.to(held[""].dtype)
+                for entry, held in zip(some, used, strict=True)
+            ],
             {key: [held[key] for held in used] for key in rule.keeps()},
             [entry.state[COUNT] for entry in some],
-            stop=flags.stop,
+            stop=flags.stop if absent is None or flags.stop is None else flags.stop | absent,
             measured=update_squares is not None,
         )
         for entry, square in zip(some, squares, strict=False):

@@ -225,6 +225,12 @@ class ReducedFlags:
         """Return whether any rank set a flag of `TAIL`, 0-d bool tensor."""
         return self.of(name) != 0
 
+    def present(self) -> Tensor:
+        """Return for each parameter of the plan whether any rank has a gradient, bool."""
+        counts = torch.zeros(len(self.flag_vector.mine), dtype=torch.int64, device=self.flags.device)
+        owners = self.flag_vector.constants(self.flags.device).owners
+        return counts.index_add_(0, owners, self.of("present").long()) != 0
+
     def half_missing(self) -> Tensor:
         """Return for each flag "present" whether some replicas have the gradient and others lack it.
 
@@ -259,8 +265,6 @@ class Flags:
     Attributes:
         nonzero: For each Matrix whether any rank has a non-zero gradient in it: booleans. If the CPU does not wait for
             the flags (CUDA), a bool tensor (n,), whose entries are false too if ``stop`` is true.
-        present: For each of Muon's parameters whether any rank has a gradient. If the CPU does not wait for the flags,
-            whether this rank has a gradient.
         skip: Whether any rank wants this step to change nothing.
         overflow: Whether any rank's GradScaler has found an overflow: a 0-d bool tensor. None: this rank shares no
             parameter with other ranks and has no GradScaler.
@@ -272,7 +276,6 @@ class Flags:
     """
 
     nonzero: list[bool] | Tensor
-    present: list[bool]
     overflow: Tensor | None
     skip: bool = False
     only_creates_state: bool = False

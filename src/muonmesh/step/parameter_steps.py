@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from muonmesh.comm.gradients import gradient_of, partial_axes, unscaled
-from muonmesh.comm.storage import local_of, local_shape
+from muonmesh.comm.storage import is_freed, local_of
 from muonmesh.errors import LayoutError, StateError, about, explain_error
 from muonmesh.step.blocks import Momentum
 from muonmesh.step.members import Member
@@ -18,7 +19,7 @@ from muonmesh.step.offload import fresh_copy
 from muonmesh.step.planning import Planned
 from muonmesh.step.precision import Precision
 from muonmesh.step.runtime import Runtime
-from muonmesh.step.state_layout import beside_rule
+from muonmesh.step.state_layout import StateLayout, beside_rule
 
 Momenta = Mapping[str, Tensor | Momentum]
 """The state that a rule keeps as "momentum", by key, in floating point or as int8 codes."""
@@ -35,6 +36,8 @@ class ParameterStep:
         gradient: Local part of the gradient, contiguous, or None. A partial gradient stays a DTensor.
         matrices: How many matrices the tensor holds; None if the rule is elementwise. A flat tensor may hold several
             parameters; the matrices of all of them count.
+        present: Whether any rank has a gradient for the tensor; `preflight` asks the ranks of the plan. A 0-d bool
+            tensor if only the device knows, because the gradient could only be on another rank.
         ready: Whether `ReadyParameters` has prepared the parameter. ``gradient`` then has the elements whose momentum
             this rank stores; it is zero if only this rank has no gradient. The attributes below are then set; all
             their tensors are local and contiguous, so that pieces can index them.
@@ -51,6 +54,7 @@ class ParameterStep:
     state: dict[str, Any]
     gradient: Tensor | None
     matrices: int | None
+    present: bool | Tensor = False
     ready: bool = False
     weights: Tensor = field(init=False)
     momenta: Momenta | None = None
@@ -114,12 +118,18 @@ def collect(planned: Planned, optimizer: Optimizer, runtime: Runtime, loss_scale
         if gradient is not None and (type(gradient) is Tensor or not any(partial_axes(gradient))):
             gradient = gradient.contiguous()
         matrices = len(matrices_of.get(tensor, ())) if muon else None
-        entry = entries[id(member)] = ParameterStep(member, local_of(tensor), state[tensor], gradient, matrices)
+        kept: object = state.setdefault(tensor, {})
+        if not isinstance(kept, dict):
+            said, write = f"{kept!r} as its state", "Write del optimizer.state[parameter] to begin with fresh state"
+            error, kept = error or StateError(explain_error(member.name, said, "a dict", write)), {}
+        present = gradient is not None
+        entry = ParameterStep(member, local_of(tensor), kept, gradient, matrices, present)
+        entries[id(member)] = entry
         try:
-            check_state(entry, runtime.precision, muon=muon)
+            check_parameter(entry, runtime.precision, muon=muon)
             if muon and runtime.precision.int8:
                 planned.blocks.check(runtime.wrote, member.name, tensor, entry.state)
-        except (LayoutError, StateError) as found:
+        except (LayoutError, StateError, TypeError) as found:
             error = error or found
         return entry
 
@@ -136,34 +146,65 @@ def collect(planned: Planned, optimizer: Optimizer, runtime: Runtime, loss_scale
     return Collected(muon, elementwise, adamw, error, missing, some)
 
 
-def create_state(entry: ParameterStep, precision: Precision) -> None:
-    """Create the missing state of a parameter: zeros, and the master weights if ``master_dtype`` asks for them.
+def prepare_state(entry: ParameterStep, precision: Precision, *, create: bool = True) -> None:
+    """Bring the state of a parameter into the form in which a step uses it, after the ranks have agreed on the step.
 
-    The running norms of `clip` are always created, so that a checkpoint has something to be loaded into.
+    State that is missing begins as zeros, master weights as a copy. A user, a checkpoint or ``model.to(dtype)`` may
+    have left state with another dtype or strides; it is copied. Momentum that is to be int8 stays: the step encodes
+    it. The running norms of `clip` are always created, so that a checkpoint has something to be loaded into.
+
+    Args:
+        entry: The parameter.
+        precision: The dtypes of state.
+        create: Whether to create what is missing.
     """
     local, state = entry.local, entry.state
-    for state_layouts in (entry.member.state_layouts, beside_rule(entry.matrices)):
-        for key, layout in state_layouts.items():
-            if key not in state:
+    for key, layout in _layouts(entry, precision).items():
+        held, dtype = state.get(key), layout.kept_dtype(precision)
+        if held is None:
+            state.pop(key, None)
+            if create and key == "master":
+                state[key] = layout.storage.wrap(fresh_copy(local, dtype, precision))
+            elif create:
                 shape = layout.shape_here(entry.member.storage, local)
-                state[key] = layout.fresh(shape, layout.kept_dtype(precision), local.device, precision)
-    if precision.master is not None and precision.master != local.dtype and "master" not in state:
-        state["master"] = entry.member.storage.wrap(fresh_copy(local, precision.master, precision))
+                state[key] = layout.fresh(shape, dtype, local.device, precision)
+            continue
+        kept = local_of(held)
+        dtype = kept.dtype if dtype == torch.int8 else dtype
+        if kept.dtype != dtype or not kept.is_contiguous() or kept.is_inference():
+            state[key] = layout.fresh(kept.shape, dtype, local.device, precision)
+            local_of(state[key]).copy_(kept)
 
 
-def check_state(entry: ParameterStep, precision: Precision, *, muon: bool) -> None:
-    """Check that a step can use the state of a parameter; make the state of matrices contiguous.
+def _layouts(entry: ParameterStep, precision: Precision) -> dict[str, StateLayout]:
+    """Return the layouts of all state that a step uses of a parameter, by key."""
+    found = {**entry.member.state_layouts, **beside_rule(entry.matrices)}
+    if "master" in entry.state or precision.master not in (None, entry.local.dtype):
+        found["master"] = StateLayout("weights", entry.member.storage, dtype=entry.local.dtype)
+    return found
 
-    A checkpoint or the user may have written the state, with other strides.
+
+def check_parameter(entry: ParameterStep, precision: Precision, *, muon: bool) -> None:
+    """Check that a step can write a parameter and use its state. Writes nothing.
 
     Raises:
-        LayoutError: the parameter's memory has been freed.
-        StateError: an entry is no tensor, its shape is not the shape on this rank, or it is on the wrong device; or the
-            state belongs to the other algorithm (Muon or AdamW).
+        LayoutError: the parameter's memory has been freed, or several of its elements share memory.
+        TypeError: the parameter is not dense, or an inference tensor.
+        StateError: an entry is no tensor of numbers, its shape is not the shape on this rank, or it is on the wrong
+            device; or the state belongs to the other algorithm (Muon or AdamW).
     """
     held, state = entry.local, entry.state
-    name, storage, state_layouts = entry.member.name, entry.member.storage, entry.member.state_layouts
-    if held.untyped_storage().nbytes() < held.nbytes and not held.is_meta:
+    name, storage = entry.member.name, entry.member.storage
+    if held.layout is not torch.strided or held.is_inference():
+        found = "an inference tensor" if held.is_inference() else f"a parameter with layout {held.layout}"
+        needed = "a dense tensor made outside of torch.inference_mode, which a step can write"
+        write = "Write parameter.data = parameter.data.to_dense().clone() outside of torch.inference_mode"
+        raise TypeError(explain_error(name, found, needed, write))
+    if not held.is_contiguous() and _shares_memory(held):
+        found = f"shape {tuple(held.shape)} with strides {held.stride()}, so that several elements share memory"
+        write = "Write parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)"
+        raise LayoutError(explain_error(name, found, "memory for each element", write))
+    if is_freed(held):
         what = "FSDP or ZeRO has freed the memory of this parameter. Reshard it before the step: module.reshard()"
         raise LayoutError(about(name, what))
     foreign = "exp_avg" if muon else "momentum_buffer"
@@ -172,25 +213,29 @@ def check_state(entry: ParameterStep, precision: Precision, *, muon: bool) -> No
         found = f"{foreign}, state of {other}, in a group of {algorithm}"
         write = "Write del optimizer.state[parameter] to begin with fresh state, or set the group back"
         raise StateError(explain_error(name, found, f"state of {algorithm}", write))
-    value: object
-    for key, value in state.items():
-        state_layout = state_layouts.get(key)
-        if value is None or (state_layout is None and key != "master"):
+    for key, layout in _layouts(entry, precision).items():
+        value = state.get(key)
+        if value is None:
             continue
-        if not isinstance(value, Tensor):
-            raise StateError(explain_error(name, f"{key} = {value!r}", "a tensor", "Load the state again"))
-        place = storage if state_layout is None else state_layout.storage
-        local = local_of(value)
-        needed = tuple(held.shape) if place is storage else local_shape(place)
-        if local.shape != needed:
+        codes = precision.int8 and layout.kept_as == "momentum"
+        local = layout.local_of(f"{name}: {key}", value, *[torch.int8] * codes)
+        shape = layout.shape_here(storage, held)
+        if local.shape != shape:
             found = f"{key} of shape {tuple(local.shape)} on this rank"
             write = "Write del optimizer.state[parameter] after resizing a parameter, which needs fresh state"
-            raise StateError(explain_error(name, found, f"{needed}, the shape in which this rank stores it", write))
-        companion = state_layout is not None and state_layout.companion is not None
-        device = held.device if companion or not precision.on_host else precision.kept_on(held.device)
+            raise StateError(explain_error(name, found, f"{shape}, the shape in which this rank stores it", write))
+        device = layout.device_beside(held.device, precision)
         if local.device != device:
             found, where = f"{key} on {local.device}", f"it on {device}"
             where += ", with its parameter" if device == held.device else ", as state_device says"
             raise StateError(explain_error(name, found, where, "Move it back, or load the state again"))
-        if muon and not local.is_contiguous():
-            state[key] = place.wrap(local.contiguous())
+
+
+def _shares_memory(tensor: Tensor) -> bool:
+    """Return whether several elements of a tensor may have the same place in memory."""
+    reach = 0  # the largest distance of two elements along the dims so far
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            return True
+        reach += stride * (size - 1)
+    return False

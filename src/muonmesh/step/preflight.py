@@ -106,7 +106,7 @@ def preflight(
     moves = moves or not runtime.creates_state  # gradients elsewhere may be no zeros
     if alone:
         exchange.wire.begin_step()
-        return _of_one_rank(nonzero, muon, skip, overflow, waits=waits, only_creates_state=at_rest and not moves)
+        return _of_one_rank(nonzero, skip, overflow, waits=waits, only_creates_state=at_rest and not moves)
     failed: bool | Tensor = error is not None
     if settings.on_device:
         failed = settings.wrong_on_device() | failed
@@ -126,30 +126,49 @@ def preflight(
     if not waits:
         stop = stops | answers.somebody("replan") | answers.somebody("skip") | overflowed
         active = (answers.of("nonzero") != 0) & ~stop
-        # The CPU knows only this rank's gradients now; ``active`` on the device also covers other shards.
-        present = [entry is not None and entry.gradient is not None for entry in muon]
+        runtime.absent = _absent(entries, answers, waits=False)
         _tell_later(runtime, answers, raise_errors)
-        return Flags(active, present, overflowed, stop=stop)
+        return Flags(active, overflowed, stop=stop)
     if bool(stops):
         raise_errors(answers)
     told = answers.told()
     nonzeros = [flag != 0 for flag in told["nonzero"]]
     if any(told["replan"]):
-        return Flags(nonzeros, [False] * len(muon), overflowed, replan=True)
+        return Flags(nonzeros, overflowed, replan=True)
     for number, first, count in flag_vector.axes:  # parameters of which some rank may have a partial gradient
         entry, axes = entries[number], tuple(max(0, op - 1) for op in told["said"][first : first + count])
         if entry is not None and any(axes):
             entry.gradient = reduced(entry.member.tensor, entry.gradient, axes).contiguous()
-    seen = {owner for owner, flag in zip(flag_vector.owners, told["present"], strict=True) if flag}
-    present = [number in seen for number in range(len(muon))]
+    runtime.absent = _absent(entries, answers, waits=True)
     only_creates_state = at_rest and not any(told["moves"]) and not any(nonzeros)
     skips = any(told["skip"] + told["overflow"])
-    return Flags(nonzeros, present, overflowed, skips, only_creates_state)
+    return Flags(nonzeros, overflowed, skips, only_creates_state)
+
+
+def _absent(
+    entries: Sequence[ParameterStep | None], answers: ReducedFlags, *, waits: bool
+) -> dict[Tensor, bool | Tensor]:
+    """Return the tensors without a gradient on this rank, each with `ParameterStep.present`, which this function sets.
+
+    If the CPU does not wait, only the device knows the flags. It is asked about shards only: either all replicas have a
+    gradient, or none of them has.
+    """
+    lacking = {number: entry for number, entry in enumerate(entries) if entry is not None and not entry.present}
+    if not lacking:
+        return {}
+    present: Sequence[bool] | Tensor = answers.present().tolist() if waits else answers.present()
+    absent = dict[Tensor, bool | Tensor]()  # a flat tensor has one gradient for all its parameters
+    for number, entry in lacking.items():
+        layout, tensor = entry.member.storage.layout, entry.member.tensor
+        known = waits or (layout is not None and layout.copies() < len(layout.ranks))
+        absent[tensor] = absent.get(tensor, False) | (present[number] if known else False)
+    for entry in lacking.values():
+        entry.present = absent[entry.member.tensor]
+    return absent
 
 
 def _of_one_rank(
     nonzero: Tensor,
-    muon: Sequence[ParameterStep | None],
     skip: Tensor | None,
     overflow: Tensor | None,
     *,
@@ -157,18 +176,17 @@ def _of_one_rank(
     only_creates_state: bool,
 ) -> Flags:
     """Return the flags of a rank that shares no parameter with others; arguments as in `preflight`."""
-    present = [entry is not None and entry.gradient is not None for entry in muon]
     stops = [flag for flag in (skip, overflow) if flag is not None]
     active = nonzero != 0
     if waits:
         nonzeros: list[bool] = active.tolist()
         skips = any(map(bool, stops))
-        return Flags(nonzeros, present, overflow, skips, only_creates_state and not any(nonzeros))
+        return Flags(nonzeros, overflow, skips, only_creates_state and not any(nonzeros))
     stop = None
     for flag in stops:
         stop = flag if stop is None else stop | flag
         active = active & ~flag
-    return Flags(active, present, overflow, stop=stop)
+    return Flags(active, overflow, stop=stop)
 
 
 def stand_aside(connected: Connected, settings: SettingsFound, runtime: Runtime) -> bool:

@@ -21,7 +21,7 @@ from muonmesh.step.blocks import Blocks, Momentum
 from muonmesh.step.device_copies import DeviceCopies
 from muonmesh.step.flag_vector import Flags
 from muonmesh.step.offload import Offload
-from muonmesh.step.parameter_steps import ParameterStep, create_state
+from muonmesh.step.parameter_steps import ParameterStep, prepare_state
 from muonmesh.step.planning import Planned
 from muonmesh.step.precision import Precision
 
@@ -127,8 +127,8 @@ class ReadyParameters:
         """
         wanted = dict.fromkeys([self.plan.assignments[number].parameter for number in numbers])
         fresh = {n: entry for n in wanted if (entry := self.entries[n]) is not None and not entry.ready}
-        for number, entry in fresh.items():
-            self.create(number, entry)
+        for entry in fresh.values():
+            self.prepare(entry)
         if self.copies is not None:
             self.copies.take(fresh.values())
         for entry in fresh.values():
@@ -140,10 +140,9 @@ class ReadyParameters:
         if self.copies is not None:
             self.copies.arrive(entry for entry in map(self.entry, numbers) if entry is not None)
 
-    def create(self, parameter: int, entry: ParameterStep) -> None:
-        """Create the missing state of a parameter, if the parameter may have a gradient."""
-        if self.flags.present[parameter] or self._another_may_have(entry):
-            create_state(entry, self.precision)
+    def prepare(self, entry: ParameterStep) -> None:
+        """Prepare the state of a parameter; create it unless the CPU knows that no rank has a gradient."""
+        prepare_state(entry, self.precision, create=entry.present is not False)
 
     def _make_ready(self, entry: ParameterStep) -> None:
         here: Mapping[str, Tensor] = {} if self.copies is None else self.copies.values(entry)
@@ -176,16 +175,6 @@ class ReadyParameters:
             self._coded[place] = found
         return self._coded[place]
 
-    def _another_may_have(self, entry: ParameterStep) -> bool:
-        """Whether another shard of the parameter may have a gradient that this rank does not know of.
-
-        If the CPU waits for the flags, ``flags.present`` says whether any rank has a gradient. If the CPU does not
-        wait, ``flags.present`` says only whether this rank has a gradient. So a shard has its state from the first step
-        on, and the device masks its writes. Either all replicas have a gradient, or none of them has.
-        """
-        layout = entry.member.storage.layout
-        return self.flags.stop is not None and layout is not None and entry.member.storage.copies < len(layout.ranks)
-
     # ---------------------------------------------------------------- when they are not needed any more
 
     def have_read(self, numbers: Iterable[int]) -> None:
@@ -204,13 +193,11 @@ class ReadyParameters:
         A rank may hold an empty shard, so that it has nothing to fold or to write. The state of this shard is empty
         too, but checkpoints look for it on every rank.
         """
-        for parameter, entry in enumerate(self.entries):
-            if entry is None:
-                continue
+        for entry in filter(None, self.entries):
             if entry.ready and entry.weights is not entry.local:
                 entry.local.copy_(entry.weights)
-            elif not entry.ready and self.flags.present[parameter]:
-                create_state(entry, self.precision)
+            elif not entry.ready:
+                self.prepare(entry)
         if self.copies is not None:
             self.copies.finish()
 

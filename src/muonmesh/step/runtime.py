@@ -68,6 +68,7 @@ class Runtime:
         warned: Whether a warning about rounding was given.
         unsuited_told: Names of parameters with a past warning that they do not suit their rule.
         idle: Counts the steps in which parameters have had no gradient.
+        replaced: Learning rates that several groups shared: see `keep_rates_apart`.
         counted: The groups in which the last step was counted (`Rule.steps_taken`).
         wrote: The blocks by which momentum in int8 was last written; None: none was written.
         creates_state: Whether a step with learning rate 0 and zero gradients only creates state (decision 3). False if
@@ -76,6 +77,7 @@ class Runtime:
         together: Whether a step works on many pieces together; None: only if the parameters are not on a CPU.
         offload: Whether a step works on copies of the state; None: only if the state is not on the parameters' device.
         brought_back: The event after which the CPU may read state that was copied back; None: it may read it now.
+        absent: The tensors without a gradient on this rank in the last step, each with `ParameterStep.present`.
         stopped: Whether the last step changed nothing; a 0-d bool tensor if the CPU did not wait for the flags.
         interrupted: The step or the load that has begun to write and not ended; None: there is none.
         source: The source of gradients, names and process groups.
@@ -104,6 +106,7 @@ class Runtime:
     warned: bool = False
     unsuited_told: set[str] = field(default_factory=set)
     idle: IdleParameters = field(default_factory=IdleParameters)
+    replaced: dict[Tensor, int] = field(default_factory=dict)
     counted: list[dict[str, Any]] = field(default_factory=list)
     wrote: Blocks | None = None
     creates_state: bool = True
@@ -111,6 +114,7 @@ class Runtime:
     together: bool | None = None
     offload: bool | None = None
     brought_back: torch.cuda.Event | None = None
+    absent: Mapping[Tensor, bool | Tensor] = field(default_factory=dict)
     stopped: bool | Tensor = False
     interrupted: str | None = None
     source: GradientSource = PARAMETER_GRAD

@@ -11,10 +11,12 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from muonmesh.comm.storage import Storage, local_shape
+from muonmesh.comm.storage import Storage, is_freed, local_of, local_shape
+from muonmesh.errors import StateError, explain_error
 from muonmesh.layout import FlatShards, Layout, MatrixSpec, MeshLayout, Plan
 from muonmesh.layout.companion import Companion, companion_matrices, companions_in_buffers
 from muonmesh.layout.flat import Interval
+from muonmesh.numerics.dtypes import HELD_DTYPES
 from muonmesh.numerics.rules import KeptAs
 from muonmesh.step.offload import fresh_zeros
 from muonmesh.step.precision import Precision
@@ -78,6 +80,28 @@ class StateLayout(NamedTuple):
             return device if device.type == "cuda" else torch.device("cpu")
         return precision.kept_on(device) if self.side == "element" else device
 
+    def local_of(self, name: str, value: object, *others: torch.dtype) -> Tensor:
+        """Return the local part of a value that this state may have.
+
+        Args:
+            name: What it is, for messages.
+            value: A tensor in any dtype for weights; whole numbers too if it is a count or a norm.
+            others: Other dtypes that it may have.
+
+        Raises:
+            StateError: the value is of another kind, or its memory was freed.
+        """
+        dtypes = (*HELD_DTYPES, *others, *_WHOLE) if self.kept_as in _BESIDE else (*HELD_DTYPES, *others)
+        if isinstance(value, Tensor) and value.layout is torch.strided and value.dtype in dtypes:
+            local = local_of(value.detach())
+            if not is_freed(local):
+                return local
+        found = type(value).__name__
+        if isinstance(value, Tensor):  # whose elements there may not be
+            found = f"a tensor of {value.dtype} and {value.layout}, perhaps freed"
+        write = "Write del optimizer.state[parameter] to begin with fresh state, or load the state again"
+        raise StateError(explain_error(name, found, "a dense tensor of floating-point numbers", write))
+
     def fresh(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, precision: Precision) -> Tensor:
         """Return new state of zeros for a parameter on ``device``, as a DTensor if the storage is a DTensor's."""
         if self.side == "element":
@@ -85,6 +109,7 @@ class StateLayout(NamedTuple):
         return self.storage.wrap(torch.zeros(shape, dtype=dtype, device=self.device_beside(device, precision)))
 
 
+_WHOLE = torch.int32, torch.int64
 _BESIDE = {"norm": "matrix", "count": "parameter"}
 
 

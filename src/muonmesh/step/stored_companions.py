@@ -37,7 +37,7 @@ class StoredCompanions(CompanionState):
     def read(self, assignment: int, key: str, piece: Piece, into: Tensor) -> None:
         """Write a matrix's companion (this rank's piece) into ``into``; zeros if there is no state here."""
         entry = self.ready.here(assignment)
-        self.ready.create(self.ready.plan.assignments[assignment].parameter, entry)  # prepare only this state
+        self.ready.prepare(entry)  # prepare only this state
         if entry.created:
             into.copy_(view_in_storage(local_of(entry.state[key]), piece))
         else:

@@ -17,7 +17,7 @@ from muonmesh.numerics.rules.parts import follow
 from muonmesh.optimizer import Muon
 from muonmesh.step.connection import placed_members, plan
 from muonmesh.step.members import Member
-from muonmesh.step.parameter_steps import ParameterStep, create_state
+from muonmesh.step.parameter_steps import ParameterStep, prepare_state
 from muonmesh.step.state_layout import COUNT, RUNNING
 
 ANOTHERS = "To begin with new state, as after another optimizer such as Megatron's Adam, write --no-load-optim"
@@ -116,7 +116,7 @@ def _create(optimizer: Muon) -> None:
         tensor = member.tensor
         matrices = len(planned.matrices_of[tensor]) if tensor in planned.matrices_of else None
         entry = ParameterStep(member, local_of(tensor), optimizer.state[tensor], None, matrices)
-        create_state(entry, runtime.precision)
+        prepare_state(entry, runtime.precision)
 
 
 @torch.no_grad()

@@ -43,11 +43,21 @@ class AdamWRule(ElementwiseRule):
     ) -> list[Tensor]:
         """Step by torch's AdamW; see `ElementwiseRule.step`."""
         fused, (beta1, beta2), decay = weights[0].device.type == "cuda", self.betas, self.weight_decay
+        if stop is not None and not fused:  # only torch's fused kernels have a mask
+            held = weights, *state.values(), counts
+            fresh, *kept, counted = ([tensor.clone() for tensor in some] for some in held)
+            squares = self.step(
+                fresh, gradients, dict(zip(state, kept, strict=True)), counted, stop=None, measured=measured
+            )
+            for old, new in zip(held, (fresh, *kept, counted), strict=True):
+                for tensor, stepped in zip(old, new, strict=True):
+                    tensor.copy_(torch.where(stop, tensor, stepped))
+            return squares
         if decay and self.decay_mode == "cautious":
             for weight, gradient, mean in zip(weights, gradients, state["exp_avg"], strict=True):
-                fresh = weight.clone()
-                self.decay(fresh, torch.lerp(mean, gradient, 1 - beta1))  # the update has the new moment's sign
-                weight.copy_(fresh if stop is None else torch.where(stop, weight, fresh))
+                decayed = weight.clone()
+                self.decay(decayed, torch.lerp(mean, gradient, 1 - beta1))  # the update has the new moment's sign
+                weight.copy_(decayed if stop is None else torch.where(stop, weight, decayed))
             decay = 0.0
         before = [weight.double() for weight in weights] if measured else []
         adamw(
@@ -59,7 +69,7 @@ class AdamWRule(ElementwiseRule):
             list(counts),
             foreach=not fused,
             fused=fused,
-            found_inf=stop.float() if fused and stop is not None else None,
+            found_inf=None if stop is None else stop.float(),
             amsgrad=False,
             maximize=False,
             beta1=beta1,

@@ -17,6 +17,7 @@ from muonmesh.errors import explain_error
 from muonmesh.numerics.coefficients import Coefficients
 from muonmesh.numerics.newton_schulz import Method
 from muonmesh.numerics.scale import ScaleMode, StepSize, update_scale
+from muonmesh.numerics.setting import plain, whole
 
 _scale_of = lru_cache(update_scale)  # pieces are many, shapes few
 
@@ -58,7 +59,7 @@ class Hyperparameters:
     weight_decay: float
     decay_mode: DecayMode
     stochastic_rounding: int | None = field(default=None, kw_only=True)
-    steps_taken: int = field(default=0, kw_only=True)
+    steps_taken: int = field(default=0, kw_only=True, metadata={"setting": whole(0, 0, "a whole number of at least 0")})
 
     @property
     def counts_steps(self) -> bool:
@@ -76,7 +77,7 @@ class Hyperparameters:
         for each in fields(cls):
             key = _key_of(each)
             if key in group or (each.default is MISSING and each.default_factory is MISSING):
-                values[each.name] = group[key]
+                values[each.name] = plain(group[key])
         if isinstance(values["lr"], Tensor):  # one with a dim would have weights computed in its own dtype
             values["lr"] = values["lr"].reshape(())
         return cls(**values)

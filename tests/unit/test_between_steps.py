@@ -1,0 +1,344 @@
+"""Whatever is set, moved, replaced or loaded between two steps: a step that raises has changed nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import muonmesh as mm
+from muonmesh.numerics.rules import RULES
+from muonmesh.settings import GROUP_SETTINGS
+
+NUMBERS: list[Any] = [
+    *(
+        0,
+        1,
+        -1,
+        0.5,
+        1 - 2**-53,
+        1e-320,
+        1e-30,
+        1e8,
+        1e9,
+        1.1e9,
+        1e20,
+        1e38,
+        3.5e38,
+        1e308,
+        math.inf,
+        -math.inf,
+        math.nan,
+    ),
+    *(10**400, Fraction(1, 3), Fraction(10**400), np.float32(0.1), np.float64(1e-3), np.int64(1), np.float16(0.1)),
+    *(np.longdouble("1e400"), np.array(0.1), np.bool_(True), True, None, "0.1", 1j, [], {}, 2**64, 10**5000),
+]
+TENSORS: list[Callable[[], Any]] = [
+    *(
+        lambda value=value, dtype=dtype: torch.tensor(value, dtype=dtype)
+        for value in (0.0, 0.1, -1.0, 1e38, 1e300, math.nan)
+        for dtype in (torch.float32, torch.float64)
+    ),
+    lambda: torch.tensor([[0.1]], dtype=torch.bfloat16),
+    lambda: torch.tensor([0.1, 0.2]),
+    lambda: torch.tensor(1),
+    lambda: torch.tensor(True),
+    lambda: torch.tensor(0.1j),
+    lambda: torch.tensor(0.1, device="meta"),
+    lambda: torch.tensor(0.1, requires_grad=True),
+    lambda: torch.tensor([0.1]).to_sparse(),
+]
+DTYPES = [
+    torch.float32,
+    torch.bfloat16,
+    torch.float64,
+    torch.float16,
+    torch.float8_e4m3fn,
+    torch.complex64,
+    torch.int8,
+    torch.int64,
+    torch.bool,
+]
+
+
+def inference(tensor: Tensor) -> Tensor:
+    with torch.inference_mode():
+        return tensor.clone()
+
+
+def freed(tensor: Tensor) -> Tensor:
+    tensor = tensor.clone()
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def overlapping(tensor: Tensor) -> Tensor:
+    return torch.zeros(64, dtype=tensor.dtype).as_strided(tensor.shape, [1] * tensor.ndim)
+
+
+VARIANTS: dict[str, Callable[[Tensor], Any]] = {
+    **{f"to {dtype}": (lambda tensor, dtype=dtype: tensor.to(dtype)) for dtype in DTYPES},
+    "meta": lambda tensor: tensor.to("meta"),
+    "larger": lambda tensor: torch.randn(*(size + 1 for size in tensor.shape)).to(tensor.dtype),
+    "one dim more": lambda tensor: tensor[None].clone(),
+    "flat": lambda tensor: tensor.reshape(-1).clone(),
+    "empty": lambda tensor: tensor.new_empty((0,) * tensor.ndim),
+    "one number": lambda tensor: tensor.new_ones(()),
+    "transposed": lambda tensor: tensor.mT.clone().mT if tensor.ndim > 1 else tensor.clone(),
+    "every other": lambda tensor: torch.stack([tensor, tensor], -1)[..., 0],
+    "expanded": lambda tensor: tensor.reshape(-1)[0].clone().expand(tensor.shape),
+    "overlapping": overlapping,
+    "sparse": lambda tensor: tensor.to_sparse(),
+    "inference": inference,
+    "freed": freed,
+    "requires grad": lambda tensor: tensor.clone().requires_grad_(),
+    "NaN": lambda tensor: torch.full_like(tensor, math.nan),
+    "infinite": lambda tensor: torch.full_like(tensor, math.inf),
+    "zero": torch.zeros_like,
+    "huge": lambda tensor: torch.full_like(tensor, 3e38),
+    "none": lambda tensor: None,
+    "number": lambda tensor: 3,
+    "text": lambda tensor: "x",
+    "numpy": lambda tensor: tensor.float().numpy(),
+}
+
+
+def shapes(seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.randn(shape, generator=generator)
+        for name, shape in {"a": (6, 4), "b": (3, 8), "c": (2, 3, 4), "v": (5,), "e": (4, 3)}.items()
+    }
+
+
+class Training:
+    """Some matrices and vectors, and the optimizer that trains them."""
+
+    def __init__(self, rule: str, dtype: torch.dtype, options: dict[str, Any]) -> None:
+        self.weights = {name: nn.Parameter(value.to(dtype)) for name, value in shapes(0).items()}
+        names = ("a", "b", "c"), ("v", "e")
+        groups = [
+            {"params": [(name, self.weights[name]) for name in some], "algorithm": algorithm, "name": algorithm}
+            for some, algorithm in zip(names, (rule, "adamw"), strict=True)
+        ]
+        self.optimizer = mm.Muon(groups, **{"lr": 0.01, **options})
+        self.steps = 0
+
+    def gradients(self) -> None:
+        self.steps += 1
+        for name, value in shapes(self.steps).items():
+            self.weights[name].grad = value.to(self.weights[name].dtype)
+
+    def step(self) -> None:
+        self.gradients()
+        self.optimizer.step()
+
+
+def bits(value: Any) -> Any:
+    """What a value is, to be compared: tensors by their bits."""
+    if isinstance(value, Tensor):
+        held = value.detach()
+        told = (held.dtype, tuple(held.shape), held.device.type, held.layout)
+        if held.is_meta or held.layout is not torch.strided or held.untyped_storage().nbytes() < held.nbytes:
+            return told
+        return *told, held.clone().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes()
+    if isinstance(value, dict):
+        return {key: bits(entry) for key, entry in value.items()}
+    return type(value).__name__, "" if isinstance(value, int) else str(value)[:99]
+
+
+def all_of(training: Training) -> Any:
+    """All that a step may write, by bits."""
+    optimizer = training.optimizer
+    weights = {name: bits(weight) for name, weight in training.weights.items()}
+    state = {name: bits(optimizer.state.get(weight, {})) for name, weight in training.weights.items()}
+    groups = [{key: bits(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    return weights, state, groups
+
+
+Undo = Callable[[], object]
+
+
+def set_a_setting(draw: Any, training: Training) -> Undo:
+    group = draw(st.sampled_from(training.optimizer.param_groups))
+    own = [*RULES[group["algorithm"]].settings(), *GROUP_SETTINGS, "lr", "lr", "weight_decay", "algorithm", "matrices"]
+    own += ["param_names", "name", "params", "steps_taken", "unknown"]
+    key = draw(st.sampled_from(own))
+    before, had = group.get(key), key in group
+    values = [*map(lambda value: lambda: value, NUMBERS), *TENSORS]
+    value = draw(st.sampled_from(values))()
+    if draw(st.booleans()) and isinstance(before, (tuple, list)):
+        value = [value] * len(before)
+    if draw(st.integers(0, 9)) == 0 and had:
+        del group[key]
+    else:
+        group[key] = value
+    return lambda: group.update({key: before}) if had else group.pop(key, None)
+
+
+def replace_a_weight(draw: Any, training: Training) -> Undo:
+    weight = training.weights[draw(st.sampled_from(sorted(training.weights)))]
+    held, gradient = weight.data, weight.grad
+
+    def undo() -> None:
+        weight.grad = None
+        weight.data = held
+        weight.grad = gradient
+
+    value = draw(st.sampled_from(sorted(VARIANTS)))
+    weight.grad = None
+    try:
+        weight.data = VARIANTS[value](held)
+        weight.grad = torch.ones_like(weight) if weight.is_floating_point() else None
+    except (RuntimeError, TypeError):  # torch's own: such data it does not take
+        undo()
+    return undo
+
+
+def move_all(draw: Any, training: Training) -> Undo:
+    model, held = nn.ParameterDict(training.weights), {name: weight.data for name, weight in training.weights.items()}
+    dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float64, torch.float16, "meta"]))
+    model.to(dtype)
+    state = {weight: dict(training.optimizer.state[weight]) for weight in training.weights.values()}
+
+    def undo() -> None:
+        for name, weight in training.weights.items():
+            weight.grad = None
+            weight.data = held[name]
+            training.optimizer.state[weight] = state[weight]
+
+    return undo
+
+
+def replace_a_gradient(draw: Any, training: Training) -> Undo:
+    weight = training.weights[draw(st.sampled_from(sorted(training.weights)))]
+    with contextlib.suppress(RuntimeError, TypeError):  # torch's own: such a gradient it does not take
+        weight.grad = VARIANTS[draw(st.sampled_from(sorted(VARIANTS)))](weight.data)
+    return lambda: None
+
+
+def replace_state(draw: Any, training: Training) -> Undo:
+    weight = training.weights[draw(st.sampled_from(sorted(training.weights)))]
+    state = training.optimizer.state
+    before = dict(state[weight])
+    key = draw(
+        st.sampled_from([*sorted(before), "master", "step", "momentum_buffer", "exp_avg", "unknown", "all", "of all"])
+    )
+    value = VARIANTS[draw(st.sampled_from(sorted(VARIANTS)))](before.get(key, torch.zeros(weight.shape)))
+    if key == "all":
+        state[weight] = value
+    elif key == "of all":
+        training.optimizer.state = {}
+    elif draw(st.integers(0, 9)):
+        state[weight][key] = value
+    else:
+        state[weight].pop(key, None)
+
+    def undo() -> None:
+        training.optimizer.state = state
+        state[weight] = before
+
+    return undo
+
+
+def load(draw: Any, training: Training) -> Undo:
+    good = copy.deepcopy(training.optimizer.state_dict())
+    bad = copy.deepcopy(good)
+    group = draw(st.sampled_from(bad["param_groups"]))
+    if draw(st.booleans()) or not bad["state"]:
+        group[draw(st.sampled_from(sorted(group)))] = draw(
+            st.sampled_from([*map(lambda v: lambda: v, NUMBERS), *TENSORS])
+        )()
+    else:
+        number = draw(st.sampled_from(sorted(bad["state"])))
+        key = draw(st.sampled_from(sorted(bad["state"][number])))
+        bad["state"][number][key] = VARIANTS[draw(st.sampled_from(sorted(VARIANTS)))](bad["state"][number][key])
+    before = all_of(training)
+    try:
+        training.optimizer.load_state_dict(bad)
+    except Exception:
+        assert all_of(training) == before
+        return lambda: None
+    return lambda: training.optimizer.load_state_dict(good)
+
+
+ACTIONS = [set_a_setting, set_a_setting, replace_a_weight, replace_a_gradient, replace_state, move_all, load]
+
+
+@st.composite
+def trainings(draw: Any) -> Callable[[], Training]:
+    rule = draw(
+        st.sampled_from([*(name for name in RULES if name != "adamw" and not name.startswith("test")), "muon", "muon"])
+    )
+    dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float64]))
+    options: dict[str, Any] = {
+        "state_dtype": draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float64, "int8"]))
+    }
+    options["compute_dtype"] = draw(st.sampled_from([torch.bfloat16, torch.float32]))
+    if dtype != torch.float64 and draw(st.booleans()):
+        options["master_dtype"] = torch.float32
+    elif draw(st.integers(0, 3)) == 0:
+        options["stochastic_rounding"] = 1
+    if draw(st.booleans()):
+        options["decay_mode"] = "cautious"
+    if draw(st.integers(0, 3)) == 0:
+        options["lr"] = torch.tensor(0.01, dtype=torch.float64)
+    return lambda: Training(rule, dtype, copy.deepcopy(options))
+
+
+def check(data: st.DataObject) -> None:
+    make, seen = data.draw(trainings()), data.draw(st.integers(0, 2))
+    training, twin = make(), make()
+    for one in (training, twin):
+        for _ in range(seen):
+            one.step()
+        one.gradients()
+    several = data.draw(st.integers(0, 3))
+    actions = [set_a_setting] * several or [data.draw(st.sampled_from(ACTIONS), label="action")]
+    undone = [action(data.draw, training) for action in actions]
+    undone.reverse()
+    before = all_of(training)
+    raised = None
+    try:
+        training.optimizer.step()
+    except Exception as error:  # any, by the property
+        raised = error
+    after = all_of(training)
+    for undo in undone:
+        undo()
+    if raised is not None:
+        assert after == before, str(raised)
+        for one in (training, twin):
+            one.step()
+        assert all_of(training) == all_of(twin)
+        return
+    with contextlib.suppress(mm.StateError):  # of a step with weights of another shape
+        training.step()
+        return
+    training.optimizer.state.clear()  # as the error says
+    training.step()
+
+
+@pytest.mark.filterwarnings("ignore")
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(st.data())
+def test_a_step_that_raises_has_changed_nothing(data: st.DataObject) -> None:
+    check(data)
+
+
+@pytest.mark.soak
+@pytest.mark.filterwarnings("ignore")
+@settings(max_examples=4000, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.data())
+def test_a_step_that_raises_has_changed_nothing_in_many_cases(data: st.DataObject) -> None:
+    check(data)
