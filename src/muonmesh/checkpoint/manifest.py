@@ -15,7 +15,7 @@ from muonmesh.files import kind_of, read_json, reason, replace_text
 
 MANIFEST_FILE = "manifest.json"
 SETTINGS_FILE = "settings.json"
-REMEDY = "Remove the folder, or bring an undamaged copy"
+REMEDY = "Load another checkpoint, or bring an undamaged copy"
 
 _FORMAT = 1
 _NAME = Kind("the name of a file in this folder", lambda name: name not in ("", ".", "..") and not {*name} & {*"/\\"})
@@ -41,7 +41,7 @@ def entry_of(path: Path) -> Entry:
 
 
 def unreadable(what: str, error: BaseException) -> FileError:
-    """Return the error for a file that could not be read; it advises to remove the folder only if files are damaged."""
+    """Return the error for a file that could not be read; a file that this user may not read is not damaged."""
     remedy = "Let the user of this process read it" if isinstance(error, PermissionError) else REMEDY
     return FileError(f"{what} could not be read: {reason(error)}. {remedy}")
 

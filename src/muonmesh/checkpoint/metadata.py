@@ -78,6 +78,11 @@ _FORM: Form = {
 pickles."""
 
 
+_DEPTH = 64
+"""How many marks may be open; torch's metadata open fewer than ten. Each costs Python a list, and a file of nothing else
+would keep it busy for a minute."""
+
+
 class _Operations(dict[int, Any]):
     def __missing__(self, code: int) -> Any:
         raise pickle.UnpicklingError(f"found the operation {code:#04x}, which no checkpoint of a training needs")
@@ -87,7 +92,13 @@ class _Operations(dict[int, Any]):
 class _Unpickler(pickle._Unpickler):
     """Unpickles into `Fields`."""
 
+    def load_mark(self) -> None:
+        if len(self.metastack) >= _DEPTH:
+            raise pickle.UnpicklingError(f"it nests deeper than {_DEPTH} levels")
+        super().load_mark()  # type: ignore[misc]
+
     dispatch = _Operations({code[0]: pickle._Unpickler.dispatch[code[0]] for code in _OPERATIONS})
+    dispatch[pickle.MARK[0]] = load_mark
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)):

@@ -94,13 +94,17 @@ def dtype_of(tensor: Tensor) -> str:
 
 def diagnose(path: Path) -> Diagnosis:
     """Return the diagnosis of a run, a checkpoint or a file of `torch.save`."""
-    if _is_run(path):
-        return _run(path)
-    if found_at(path).is_dir():
-        return _folder(path)
-    if path.is_file():
-        return _file(path)
-    return Diagnosis(str(path), faults=[f"{path}: {kind_of(path)}; needed a folder or a file"])
+    try:
+        if _is_run(path):
+            return _run(path)
+        if found_at(path).is_dir():
+            return _folder(path)
+        if path.is_file():
+            return _file(path)
+        what = kind_of(path)
+    except OSError as error:  # too long a name, or a folder that may not be listed
+        what = reason(error)
+    return Diagnosis(str(path), faults=[f"{path}: {what}; needed a folder or a file"])
 
 
 def _is_run(path: Path) -> bool:

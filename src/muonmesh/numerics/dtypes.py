@@ -17,3 +17,13 @@ NEEDED_HELD = "one of " + ", ".join(map(str, HELD_DTYPES))
 
 NEEDED_COMPUTE = f"one of {', '.join(map(str, COMPUTE_DTYPES))}, the dtypes that Newton–Schulz is computed in"
 """For messages."""
+
+
+_SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+
+
+def dtype_named(name: object) -> torch.dtype | None:
+    """Return the dtype that a string names, such as "bf16" or "torch.float32"; None for anything else. For messages."""
+    plain = name.removeprefix("torch.").lower() if isinstance(name, str) else ""
+    found = getattr(torch, _SHORT.get(plain, plain), None)
+    return found if isinstance(found, torch.dtype) else None

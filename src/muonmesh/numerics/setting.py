@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, field
 from numbers import Real
 from typing import Any, NamedTuple, get_args
 
+from muonmesh.errors import explain_error
+
 NOT_NEGATIVE = "a number of at least 0"
 """For messages."""
+
+TORCHS_NAMES = {"betas": "adamw_betas", "eps": "adamw_eps"}
+"""The names of torch.optim.AdamW for settings of muonmesh."""
 
 
 class Setting(NamedTuple):
@@ -29,7 +34,8 @@ def choice(default: object, words: object, why: str = "") -> Setting:
 
 def is_number(value: object) -> bool:
     """Whether a value is a finite real number, and no bool."""
-    return not isinstance(value, bool) and isinstance(value, Real) and math.isfinite(value)
+    most = sys.float_info.max  # not math.isfinite, which raises for a whole number beyond it
+    return not isinstance(value, bool) and isinstance(value, Real) and -most <= value <= most
 
 
 def number(default: float, fits: Callable[[float], bool], needed: str) -> Setting:
@@ -66,13 +72,37 @@ def switch(default: bool) -> Setting:
     return Setting(default, lambda value: isinstance(value, bool), "True or False")
 
 
-def whole(default: int | None, least: int, needed: str) -> Setting:
-    """Return a setting that is a whole number; None too, if that is the default."""
+def whole(default: int | None, least: int, needed: str, *, most: int) -> Setting:
+    """Return a setting that is a whole number from ``least`` to ``most``; None too, if that is the default."""
     return Setting(
-        default, lambda value: (value is None and default is None) or (type(value) is int and value >= least), needed
+        default,
+        lambda value: (value is None and default is None) or (type(value) is int and least <= value <= most),
+        needed,
     )
 
 
 def rule_field(key: str, setting: Setting) -> Any:
     """Return a dataclass field of a rule with its key in a param group; values are checked as ``setting`` declares."""
     return field(default=setting.default, metadata={"key": key, "setting": setting})
+
+
+def own_names(where: str, given: Mapping[str, Any], read: Collection[str] = ()) -> dict[str, Any]:
+    """Return settings with muonmesh's names in place of torch's (`TORCHS_NAMES`).
+
+    Args:
+        where: The function, argument or group that the settings were given to, for messages.
+        given: The settings by name.
+        read: The settings of the rule that reads them; a rule may have settings of these names itself.
+
+    Raises:
+        ValueError: a setting was given by both names, with different values.
+    """
+    found = dict(given)
+    for theirs, ours in TORCHS_NAMES.items():
+        if theirs in found and theirs not in read:
+            value = found.pop(theirs)
+            if ours in found and found[ours] != value:
+                said = f"{theirs}={value!r} and {ours}={found[ours]!r}"
+                raise ValueError(explain_error(where, said, "one of them", f"Remove {theirs}"))
+            found[ours] = value
+    return found

@@ -163,6 +163,9 @@ def check_state(entry: ParameterStep, precision: Precision, *, muon: bool) -> No
     """
     held, state = entry.local, entry.state
     name, storage, state_layouts = entry.member.name, entry.member.storage, entry.member.state_layouts
+    if 0 in held.stride() and any(size > 1 and not step for size, step in zip(held.shape, held.stride(), strict=True)):
+        what = "Elements of this parameter share memory, as expand() makes them. Write "
+        raise LayoutError(about(name, what + "torch.nn.Parameter(parameter.detach().clone()) in its place"))
     if held.untyped_storage().nbytes() < held.nbytes and not held.is_meta:
         what = "FSDP or ZeRO has freed the memory of this parameter. Reshard it before the step: module.reshard()"
         raise LayoutError(about(name, what))
