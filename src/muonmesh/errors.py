@@ -52,7 +52,7 @@ class FileError(MuonMeshError, ValueError):
 
 
 def escaped(text: str) -> str:
-    """Return a text with escapes such as ``\\x1b`` in place of all characters that a terminal would obey."""
+    r"""Return a text with escapes such as ``\x1b`` in place of all characters that a terminal would obey."""
     return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 

@@ -26,8 +26,8 @@ from muonmesh.numerics.rules import RULES, DecayMode, Hyperparameters, check_kee
 from muonmesh.numerics.scale import ScaleMode
 from muonmesh.numerics.setting import (
     NOT_NEGATIVE,
-    Setting,
     TORCHS_NAMES,
+    Setting,
     choice,
     fraction,
     is_number,

@@ -123,7 +123,7 @@ class _Piece(_ReaderView):
 
 def wrong_numbers(name: str, tensor: Tensor) -> str:
     """Return, in words, which wrong numbers a state tensor has: infinity, NaN, or negative squares; empty if none."""
-    if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+    if (tensor.is_floating_point() or tensor.is_complex()) and not bool(tensor.isfinite().all()):
         return "infinity or NaN"
     key = name.rpartition(".")[2]
     never = key in (COUNT, *RUNNING) or key in never_negative()

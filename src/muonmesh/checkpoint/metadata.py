@@ -27,11 +27,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from muonmesh.checkpoint.form import SIZE, TEXT, Fields, Form, Kind, misfit
-from muonmesh.checkpoint.manifest import REMEDY, check_file
+from muonmesh.checkpoint.manifest import METADATA_FILE, REMEDY, check_file
 from muonmesh.errors import FileError, explain_error
 from muonmesh.files import reason
 
-METADATA_FILE = ".metadata"
 DATA_FILE = re.compile(r"__\d+_\d+\.distcp")  # in the folder itself: no path leads out of it
 _Box: TypeAlias = tuple[tuple[int, int], ...]  # begin and length in each dim
 # Modules whose classes torch's metadata name, for one rank, DDP, FSDP2 and ZeRO. All classes become `Fields`.
@@ -79,8 +78,8 @@ pickles."""
 
 
 _DEPTH = 64
-"""How many marks may be open; torch's metadata open fewer than ten. Each costs Python a list, and a file of nothing else
-would keep it busy for a minute."""
+"""How many marks may be open; torch's metadata open fewer than ten. Each mark costs Python a list, and a file of
+marks alone would take a minute."""
 
 
 class _Operations(dict[int, Any]):

@@ -361,6 +361,8 @@ def _entries(model: nn.Module, heads: Collection[HeadPart], overrides: Any) -> t
     said = False
     for group in shared.values():
         roles = [role(site, known) for site in group]
+        if group[0].parameter.is_complex():  # its parts are stepped, as in torch.optim
+            roles = [replace(r, algorithm="adamw", guess=False, reason=f"complex numbers ({r.reason})") for r in roles]
         if any(_says_matrices(overrides, site) for site in group):
             said = True
         else:

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from muonmesh.comm.storage import local_of
 from muonmesh.comm.telling import tell_all
+from muonmesh.numerics.dtypes import real_of
 from muonmesh.numerics.kernels.memory import upload
 from muonmesh.numerics.normalize import sums_of_squares
 from muonmesh.step.planning import Connected, Planned
@@ -115,7 +116,7 @@ def _add(
             storage = member.state_layouts[key].storage if figure == 1 else home
             for part in storage.parts(local_of(value.detach())):
                 cells.append(places[member.group] * len(_FIGURES) + figure)
-                parts.append(part)
+                parts.append(real_of(part))
                 copies.append(storage.copies)
     if parts:  # all at once: one launch for many parts, and two copies to a device
         index = upload(cells, dtype=torch.int64, device=totals.device)

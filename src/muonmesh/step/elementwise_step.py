@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from muonmesh.comm.storage import local_of
+from muonmesh.numerics.dtypes import real_of
 from muonmesh.numerics.rules import ElementwiseRule
 from muonmesh.step.flag_vector import Flags
 from muonmesh.step.offload import Offload
@@ -60,7 +61,11 @@ def _step(
         used = [{key: _widened(tensor) if rounds else tensor for key, tensor in held.items()} for held in stored]
         squares = rule.step(
             [held[""] for held in used],
-            [e.gradient.to(held[""].dtype) for e, held in zip(some, used, strict=True) if e.gradient is not None],
+            [
+                real_of(e.gradient).to(held[""].dtype)
+                for e, held in zip(some, used, strict=True)
+                if e.gradient is not None
+            ],
             {key: [held[key] for held in used] for key in rule.keeps()},
             [entry.state[COUNT] for entry in some],
             stop=flags.stop,
@@ -76,7 +81,8 @@ def _step(
 def _stored(entry: ParameterStep, rule: ElementwiseRule) -> dict[str, Tensor]:
     """Return the tensor to step under the key "" (the master weights if there are any), and the rule's state by key."""
     kept = {key: local_of(entry.state[key]) for key in rule.keeps()}
-    return {"": local_of(entry.state.get("master", entry.member.tensor)), **kept}
+    stored = {"": local_of(entry.state.get("master", entry.member.tensor)), **kept}
+    return {key: real_of(tensor) for key, tensor in stored.items()}  # as torch.optim does it
 
 
 def _widened(stored: Tensor) -> Tensor:
@@ -94,4 +100,4 @@ def _write(
         elif tensor is not after[key]:
             tensor.copy_(after[key])
     if "master" in entry.state:
-        entry.local.copy_(stored[""])
+        real_of(entry.local).copy_(stored[""])

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from muonmesh.comm.gradients import gradient_of, partial_axes, unscaled
 from muonmesh.comm.storage import local_of, local_shape
 from muonmesh.errors import LayoutError, StateError, about, explain_error
+from muonmesh.numerics.dtypes import master_for
 from muonmesh.step.blocks import Momentum
 from muonmesh.step.members import Member
 from muonmesh.step.offload import fresh_copy
@@ -147,8 +148,9 @@ def create_state(entry: ParameterStep, precision: Precision) -> None:
             if key not in state:
                 shape = layout.shape_here(entry.member.storage, local)
                 state[key] = layout.fresh(shape, layout.kept_dtype(precision), local.device, precision)
-    if precision.master is not None and precision.master != local.dtype and "master" not in state:
-        state["master"] = entry.member.storage.wrap(fresh_copy(local, precision.master, precision))
+    master = master_for(local.dtype, precision.master)
+    if master is not None and "master" not in state:
+        state["master"] = entry.member.storage.wrap(fresh_copy(local, master, precision))
 
 
 def check_state(entry: ParameterStep, precision: Precision, *, muon: bool) -> None:
