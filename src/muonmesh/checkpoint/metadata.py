@@ -92,7 +92,7 @@ class _Unpickler(pickle._Unpickler):
     """Unpickles into `Fields`."""
 
     def load_mark(self) -> None:
-        if len(self.metastack) >= _DEPTH:
+        if len(self.metastack) >= _DEPTH:  # type: ignore[attr-defined]
             raise pickle.UnpicklingError(f"it nests deeper than {_DEPTH} levels")
         super().load_mark()  # type: ignore[misc]
 

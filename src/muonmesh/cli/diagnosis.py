@@ -16,8 +16,16 @@ from torch import Tensor
 from muonmesh.checkpoint.archive import MoreThanData, read_archive
 from muonmesh.checkpoint.entries import CheckpointReader, wrong_numbers
 from muonmesh.checkpoint.group_settings import check_saved
-from muonmesh.checkpoint.manifest import MANIFEST_FILE, REMEDY, SETTINGS_FILE, Entry, check_entries, read_manifest
-from muonmesh.checkpoint.metadata import METADATA_FILE, survey
+from muonmesh.checkpoint.manifest import (
+    MANIFEST_FILE,
+    METADATA_FILE,
+    REMEDY,
+    SETTINGS_FILE,
+    Entry,
+    check_entries,
+    read_manifest,
+)
+from muonmesh.checkpoint.metadata import survey
 from muonmesh.checkpoint.place import found_at, numbered
 from muonmesh.cli.checkpoints import STEP, checkpoints_of, without_checkpoint
 from muonmesh.cli.lock import LOCK_FILE

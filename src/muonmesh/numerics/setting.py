@@ -35,7 +35,7 @@ def choice(default: object, words: object, why: str = "") -> Setting:
 def is_number(value: object) -> bool:
     """Whether a value is a finite real number, and no bool."""
     most = sys.float_info.max  # not math.isfinite, which raises for a whole number beyond it
-    return not isinstance(value, bool) and isinstance(value, Real) and -most <= value <= most
+    return not isinstance(value, bool) and isinstance(value, Real) and bool(-most <= value <= most)  # type: ignore[operator]
 
 
 def number(default: float, fits: Callable[[float], bool], needed: str) -> Setting:

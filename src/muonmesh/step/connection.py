@@ -248,10 +248,8 @@ def _check_dtype(name: str, dtype: torch.dtype, master: torch.dtype | None, grou
         write = f'Write overrides={{{name!r}: "adamw"}}, or keep the weight as torch.view_as_real(weight) and write '
         raise TypeError(explain_error(name, f"dtype {dtype}", needed, write + "torch.view_as_complex where it is used"))
     if dtype not in HELD_DTYPES:
-        needed, write = (
-            f"a floating-point parameter, {NEEDED_HELD}",
-            "Call requires_grad_(False), or keep it in torch.bfloat16",
-        )
+        needed = f"a floating-point parameter, {NEEDED_HELD}"
+        write = "Call requires_grad_(False), or keep it in torch.bfloat16"
         raise TypeError(explain_error(name, f"dtype {dtype}", needed, f"{write} and cast it where it is used"))
     if master is not None and torch.promote_types(dtype, master) != master:
         wide = torch.promote_types(torch.promote_types(dtype, master), torch.float32)
