@@ -97,7 +97,7 @@ def test_alone_there_is_nothing_to_find() -> None:
 
 
 def join_uneven_data(throws: bool) -> list[str]:
-    """Train under `Join` with fewer batches on rank 1, with a step before it and then again in it; return the errors."""
+    """Train, then train under `Join` with fewer batches on rank 1; return the errors."""
     model = DistributedDataParallel(net())
     optimizer, said = mm.from_model(model, **FP32), list[str]()
     train(model, optimizer)

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 from torch import nn
+from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 
 import muonmesh as mm
 from muonmesh.checkpoint.metadata import survey
