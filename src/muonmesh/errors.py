@@ -26,9 +26,9 @@ _calling: ContextVar[str | None] = ContextVar("calling", default=None)
 class MuonMeshError(Exception):
     """Base class of the errors that muonmesh defines. Wrong arguments raise a plain ValueError or TypeError."""
 
-    def __init__(self, *args: object) -> None:
-        """Keep the arguments, with control characters in texts escaped."""
-        super().__init__(*[escaped(arg) if isinstance(arg, str) else arg for arg in args])
+    def __str__(self) -> str:
+        """Return the message with control characters escaped."""
+        return escaped(super().__str__())
 
 
 class LayoutError(MuonMeshError, ValueError):
