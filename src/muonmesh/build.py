@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from muonmesh.comm.meeting import telling_failure
 from muonmesh.comm.wrappers import average_instead, group_of_wrapper
-from muonmesh.errors import explain_error
+from muonmesh.errors import calling, explain_error
 from muonmesh.groups import HeadPart
 from muonmesh.groups import split_params as split_locally
 from muonmesh.optimizer import Muon
@@ -56,7 +56,7 @@ def from_model(
         write = "Write muonmesh.from_model(model, lr=...), or for a Trainer optimizer_cls_and_kwargs="
         write += '(muonmesh.integrations.transformers.MuonFactory, {"args": args})'
         raise TypeError(explain_error("from_model", "no model", "the model", write))
-    with telling_failure(alone=settings.get("process_group") == "local"):
+    with calling("from_model"), telling_failure(alone=settings.get("process_group") == "local"):
         groups = split_locally(model, muon=muon, adamw=adamw, overrides=overrides, per_head=per_head)
         for group in groups:
             if group["algorithm"] == "muon":

@@ -6,13 +6,29 @@ write. `explain_error` composes these four parts; `about` takes full sentences i
 
 from __future__ import annotations
 
+import contextlib
+import re
 import sys
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextvars import ContextVar
+
+_CONTROLS = re.compile(
+    "[\x00-\x1f\x7f-\x9f\xad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff"
+    "\U000e0000-\U000e007f]"
+)
+"""What a terminal obeys instead of showing it: control characters, line breaks, direction marks, characters without a
+width, and what is no character. Names in files and models may have them."""
+
+_calling: ContextVar[str | None] = ContextVar("calling", default=None)
 
 
 class MuonMeshError(Exception):
     """Base class of the errors that muonmesh defines. Wrong arguments raise a plain ValueError or TypeError."""
+
+    def __str__(self) -> str:
+        """Return the message with control characters escaped."""
+        return escaped(super().__str__())
 
 
 class LayoutError(MuonMeshError, ValueError):
@@ -35,6 +51,26 @@ class FileError(MuonMeshError, ValueError):
     """A file or a folder that could not be read or written, or that holds something else than is needed."""
 
 
+def escaped(text: str) -> str:
+    r"""Return a text with escapes such as ``\x1b`` in place of all characters that a terminal would obey."""
+    return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+@contextlib.contextmanager
+def calling(function: str) -> Iterator[None]:
+    """Return a context in which `called` returns the name of the function that the user called, the outermost one."""
+    token = _calling.set(_calling.get() or function)
+    try:
+        yield
+    finally:
+        _calling.reset(token)
+
+
+def called(function: str) -> str:
+    """Return the name of the public function that the user called, for messages; ``function`` if no other called it."""
+    return _calling.get() or function
+
+
 def explain_error(parameter: str, found: str, needed: str, write: str | None = None) -> str:
     """Compose a message of four parts; no part ends in a full stop.
 
@@ -44,12 +80,12 @@ def explain_error(parameter: str, found: str, needed: str, write: str | None = N
         needed: The value or state that is needed.
         write: The line to write, a sentence; None if ``needed`` already says it.
     """
-    return f"{parameter}: found {found}; needed {needed}" + ("" if write is None else f". {write}")
+    return escaped(f"{parameter}: found {found}; needed {needed}" + ("" if write is None else f". {write}"))
 
 
 def about(where: str, error: Exception | str) -> str:
     """Return a message or another error with its subject (parameter, group, argument or file) in front."""
-    return f"{where}: {error}"
+    return escaped(f"{where}: {error}")
 
 
 def warn(message: str) -> None:
@@ -59,7 +95,7 @@ def warn(message: str) -> None:
     torch, of this package and of decorators are skipped.
     """
     level, _ = caller(("muonmesh", "torch", "contextlib"))
-    warnings.warn(message, stacklevel=level)
+    warnings.warn(escaped(message), stacklevel=level)
 
 
 def caller(passed: Collection[str]) -> tuple[int, str]:

@@ -30,6 +30,7 @@ from muonmesh.errors import caller, explain_error, warn
 from muonmesh.groups import ParamGroups
 from muonmesh.numerics.graphs import capture_error
 from muonmesh.numerics.precision import plain_modes
+from muonmesh.numerics.setting import own_names
 from muonmesh.report.explain import Explanation, explain, summary
 from muonmesh.report.metrics import measure
 from muonmesh.settings import (
@@ -239,6 +240,8 @@ class Muon(torch.optim.Optimizer):
         pairs = [held] if isinstance(held, Tensor) else held if isinstance(held, set) else list(held)
         group["params"] = pairs
         group["algorithm"] = algorithm_of(group)
+        if group["algorithm"] == "adamw":
+            group = own_names(f"group {group.get('name')!r}", group)
         group.setdefault("name", f"group{len(self.param_groups)}")
         if any(other.get("name") == group["name"] for other in self.param_groups):
             found = f"{group['name']!r} twice"

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from muonmesh.comm.gradients import GradientSource, check_source
 from muonmesh.comm.storage import Declared
-from muonmesh.errors import about, explain_error
-from muonmesh.numerics.coefficients import Coefficients
-from muonmesh.numerics.dtypes import COMPUTE_DTYPES, HELD_DTYPES, NEEDED_COMPUTE, NEEDED_HELD
+from muonmesh.errors import about, called, explain_error
+from muonmesh.numerics.coefficients import MOST_STEPS, Coefficients
+from muonmesh.numerics.dtypes import COMPUTE_DTYPES, HELD_DTYPES, NEEDED_COMPUTE, NEEDED_HELD, dtype_named
 from muonmesh.numerics.kernels import KernelName, check_kernels
 from muonmesh.numerics.newton_schulz import Method, resolve_method
 from muonmesh.numerics.precision import plain_modes
@@ -27,11 +27,13 @@ from muonmesh.numerics.scale import ScaleMode
 from muonmesh.numerics.setting import (
     LARGEST,
     NOT_NEGATIVE,
+    TORCHS_NAMES,
     Setting,
     choice,
     fraction,
     is_number,
     not_negative,
+    own_names,
     positive,
     switch,
     two_fractions,
@@ -53,10 +55,11 @@ LOST_LAYOUTS: Any = {"layouts that were lost in pickling": None}
 """Stands for declared layouts, whose meshes cannot be pickled, in an unpickled optimizer."""
 
 
-_COMPUTE = f"{NEEDED_COMPUTE}. Write compute_dtype=torch.bfloat16"
-_STATE = f'{NEEDED_HELD}, or "int8". Write state_dtype=torch.float32'
-_MASTER = f"None or {NEEDED_HELD}. Write master_dtype=torch.float32"
-_STEPS = "a whole number of at least 1, or None for what the set is made for"
+def _dtype(default: object, *known: object, needed: str) -> Setting:
+    return Setting(default, lambda value: value in known, needed)
+
+
+_STEPS = f"a whole number from 1 to {MOST_STEPS}, or None for what the set is made for"
 _DEVICE = '"cpu", or None for where the parameters are'
 _LAYOUTS = "a mapping of names to (mesh, placements), FlatShards or a list of FlatParameter"
 
@@ -68,22 +71,22 @@ class GroupSettings(TypedDict, total=False):
     weight_decay: Annotated[float, not_negative(0.1)]
     scale_mode: Annotated[ScaleMode, choice("match_rms_adamw", ScaleMode)]
     ns_coefficients: Annotated[Coefficients, Setting("auto")]
-    ns_steps: Annotated[int | None, whole(None, 1, _STEPS)]
+    ns_steps: Annotated[int | None, whole(None, 1, _STEPS, most=MOST_STEPS)]
     adamw_betas: Annotated[tuple[float, float], two_fractions((0.9, 0.95))]
     adamw_eps: Annotated[float, not_negative(1e-8)]
     nesterov: Annotated[bool, switch(True)]
     decay_mode: Annotated[DecayMode, choice("full", DecayMode)]
     extra_scale_factor: Annotated[float, positive(1.0)]
     ns_method: Annotated[Method, choice("auto", Method)]
-    stochastic_rounding: Annotated[int | None, whole(None, 0, "a seed, a whole number, or None")]
+    stochastic_rounding: Annotated[int | None, whole(None, 0, "a seed, a whole number below 2**63, or None")]
 
 
 class OptimizerSettings(TypedDict, total=False):
     """Settings that all groups share; `Muon` describes them."""
 
-    compute_dtype: Annotated[torch.dtype, Setting(torch.bfloat16, lambda value: value in COMPUTE_DTYPES, _COMPUTE)]
-    state_dtype: Annotated[StateDtype, Setting(torch.float32, lambda value: value in (*HELD_DTYPES, "int8"), _STATE)]
-    master_dtype: Annotated[torch.dtype | None, Setting(None, lambda value: value in (None, *HELD_DTYPES), _MASTER)]
+    compute_dtype: Annotated[torch.dtype, _dtype(torch.bfloat16, *COMPUTE_DTYPES, needed=NEEDED_COMPUTE)]
+    state_dtype: Annotated[StateDtype, _dtype(torch.float32, *HELD_DTYPES, "int8", needed=f'{NEEDED_HELD}, or "int8"')]
+    master_dtype: Annotated[torch.dtype | None, _dtype(None, None, *HELD_DTYPES, needed=f"None or {NEEDED_HELD}")]
     process_group: Annotated[ProcessGroup, Setting(None)]
     layouts: Annotated[
         Mapping[str, Declared] | None,
@@ -118,9 +121,6 @@ GROUP_SETTINGS = _settings_of(GroupSettings)
 OPTIMIZER_SETTINGS = _settings_of(OptimizerSettings)
 SETTINGS = {**GROUP_SETTINGS, **OPTIMIZER_SETTINGS}
 """All declared settings by name, of groups and of the optimizer as a whole, without ``lr``."""
-
-TORCHS_NAMES = {"betas": "adamw_betas", "eps": "adamw_eps"}
-"""The names of torch.optim.AdamW for settings of muonmesh."""
 
 FIRST = 7, 5
 """How many settings of groups, and of the optimizer, signatures and the reference show first. They are set most often,
@@ -226,7 +226,12 @@ def _check_optimizer(given: Mapping[str, Any]) -> None:
         ValueError, TypeError: a setting is out of range, or this version of muonmesh does not support it.
     """
     for name, setting in OPTIMIZER_SETTINGS.items():
-        _check(setting.fits(given[name]), name, given[name], setting.needed)
+        if not setting.fits(given[name]):
+            write, meant = None, dtype_named(given[name])
+            if name.endswith("_dtype"):
+                meant = next(filter(setting.fits, [meant or torch.float32, torch.bfloat16]))
+                write = f"Write {name}={meant}"
+            raise ValueError(explain_error(name, f"{given[name]!r}", setting.needed, write))
     check_process_group(given["process_group"])
     if given["gradients"] != "to_owners":
         check_source(given["gradients"])
@@ -236,7 +241,9 @@ def _check_optimizer(given: Mapping[str, Any]) -> None:
     if given["state_device"] is not None and given["state_dtype"] == "int8":
         found, needed = 'state_device="cpu" with state_dtype="int8"', "momentum in floating point: ranks agree on the "
         needed += "blocks of all int8 momentum before the first bucket, so all of it would be on the device at once"
-        raise ValueError(explain_error("Muon", found, needed, "Write state_dtype=torch.bfloat16, or no state_device"))
+        raise ValueError(
+            explain_error(called("Muon"), found, needed, "Write state_dtype=torch.bfloat16, or no state_device")
+        )
     if given["kernels"] == "compiled":  # before anything is planned; whether parameters are on a CPU is known then
         check_kernels("compiled", device=torch.device("cpu"), dtype=given["compute_dtype"])
 
@@ -359,12 +366,8 @@ def read_settings(lr: float | Tensor, given: MuonSettings) -> tuple[dict[str, An
         ValueError: a setting is out of range, or was given by both names.
         TypeError: an argument is unknown.
     """
-    rest = dict[str, Any](given)
-    for theirs, ours in TORCHS_NAMES.items():
-        if theirs in rest:
-            if ours in rest:
-                raise ValueError(explain_error("Muon", f"{theirs}= and {ours}=", "one of them", f"Remove {theirs}="))
-            rest[ours] = rest.pop(theirs)
+    where = called("Muon")
+    rest = own_names(where, given)
     of_groups = {"lr": lr, **{name: rest.pop(name, each.default) for name, each in GROUP_SETTINGS.items()}}
     shared = {name: rest.pop(name, each.default) for name, each in OPTIMIZER_SETTINGS.items()}
     of_all = {*SETTINGS, *Hyperparameters.settings()}
@@ -373,15 +376,15 @@ def read_settings(lr: float | Tensor, given: MuonSettings) -> tuple[dict[str, An
         close = difflib.get_close_matches(name, ["lr", *SETTINGS, *_OF_FROM_MODEL, *own], 1)
         meant = name if name in own else _OTHER_NAMES.get(name) or next(iter(close), None)
         write = f"Leave {name}= out" if meant is None else f"Write {meant}="
-        if name in _OF_FROM_MODEL:
+        if name in _OF_FROM_MODEL:  # split_params may have been called apart
             write = f"Give {name}= to from_model"
         if name in ("muon_lr", "adamw_lr"):
             write = f'Write {name.removesuffix("_lr")}={{"lr": ...}} in from_model, or put it into a group'
         if meant in own:
             write = f'Write rule="{own[meant]}", muon={{"{meant}": ...}} in from_model, or put it into a group'
-        raise TypeError(explain_error("Muon", f"the argument {name!r}", "an argument of muonmesh.Muon", write))
+        raise TypeError(explain_error(where, f"the argument {name!r}", f"an argument of muonmesh.{where}", write))
     _check_optimizer(shared)
-    check_group("Muon", {**of_groups, **rest})
+    check_group(where, {**of_groups, **rest})
     return of_groups, shared
 
 
@@ -483,7 +486,7 @@ def _check_keys(where: str, group: Mapping[str, Any]) -> None:
             if value is not None and value is not False:
                 write = f"Leave {key} out: muonmesh chooses its kernels by itself"
                 if key not in ("foreach", "fused"):
-                    write = f"Leave {key} out"
+                    write = f"Leave {key} out" + (" and negate the loss" if key == "maximize" else "")
                 raise ValueError(explain_error(where, f"{key}={value!r}", "False: muonmesh has no such switch", write))
             continue
         readers = [name for name, other in RULES.items() if key in other.settings()]

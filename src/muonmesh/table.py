@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+from muonmesh.errors import escaped
+
 
 def aligned(rows: Sequence[Sequence[str]], *, right: Collection[int] = (), ruled: bool = False) -> list[str]:
     """Return the lines of a table, one for each row, with aligned columns.
@@ -13,6 +15,7 @@ def aligned(rows: Sequence[Sequence[str]], *, right: Collection[int] = (), ruled
         right: The numbers of the right-aligned columns; all others are left-aligned.
         ruled: Whether a horizontal line follows the first row.
     """
+    rows = [[escaped(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:

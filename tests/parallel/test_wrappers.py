@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 import muonmesh as mm
@@ -93,3 +94,29 @@ def test_alone_there_is_nothing_to_find() -> None:
         optimizer.clip_grad_norm_(1.0, process_group="auto")
     with pytest.raises(TypeError, match=r"found no model; needed the model\. Write .*MuonFactory"):
         mm.from_model()
+
+
+def join_uneven_data(throws: bool) -> list[str]:
+    """Train, then train under `Join` with fewer batches on rank 1; return the errors."""
+    model = DistributedDataParallel(net())
+    optimizer, said = mm.from_model(model, **FP32), list[str]()
+    train(model, optimizer)
+    try:
+        with Join([model], throw_on_early_termination=throws):
+            for _ in range(4 - 2 * dist.get_rank()):
+                optimizer.zero_grad()
+                model(torch.ones(4, 6)).square().sum().backward()
+                optimizer.step()
+    except (RuntimeError, ValueError) as error:
+        said.append(f"{type(error).__name__}: {error}")
+    return said
+
+
+def test_join_is_an_error_that_names_it(workers: Any) -> None:
+    for said in workers(2).run(join_uneven_data, False):
+        assert said
+        assert said[0].startswith("LayoutError")
+        assert "Write Join([model], throw_on_early_termination=True)" in said[0]
+    for said in workers(2).run(join_uneven_data, True):
+        assert said
+        assert said[0].startswith("RuntimeError")  # torch's own, once a rank has no more data

@@ -122,7 +122,6 @@ def test_messages_name_the_key_that_was_written(path: str, key: str, value: Any,
         ("method", "ns_method"),
         ("ns_step", "ns_steps"),
         ("momentun", "momentum"),
-        ("betas", "adamw_betas"),
     ],
 )
 @pytest.mark.parametrize("path", ["group", "muon=", "overrides=", "add_param_group", "step", "explain"])

@@ -23,6 +23,7 @@ from muonmesh.checkpoint.manifest import MANIFEST_FILE, REMEDY, unreadable
 from muonmesh.checkpoint.ranks import together
 from muonmesh.comm.storage import this_rank, world_size
 from muonmesh.errors import FileError
+from muonmesh.numerics.dtypes import real_of
 from muonmesh.numerics.rules import never_negative
 from muonmesh.step.state_layout import COUNT, RUNNING
 
@@ -123,11 +124,11 @@ class _Piece(_ReaderView):
 
 def wrong_numbers(name: str, tensor: Tensor) -> str:
     """Return, in words, which wrong numbers a state tensor has: infinity, NaN, or negative squares; empty if none."""
-    if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+    if (tensor.is_floating_point() or tensor.is_complex()) and not bool(tensor.isfinite().all()):
         return "infinity or NaN"
     key = name.rpartition(".")[2]
     never = key in (COUNT, *RUNNING) or key in never_negative()
-    return "a negative number" if never and bool((tensor < 0).any()) else ""
+    return "a negative number" if never and bool((real_of(tensor) < 0).any()) else ""
 
 
 def _told(shape: torch.Size, dtype: torch.dtype) -> str:

@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 
 from muonmesh.checkpoint.entries import CheckpointReader, quietly
 from muonmesh.checkpoint.manifest import (
+    METADATA_FILE,
     REMEDY,
     SETTINGS_FILE,
     Entry,
@@ -34,7 +35,7 @@ from muonmesh.checkpoint.manifest import (
     read_manifest,
     write_manifest,
 )
-from muonmesh.checkpoint.metadata import METADATA_FILE, read_metadata
+from muonmesh.checkpoint.metadata import read_metadata
 from muonmesh.checkpoint.place import found_at, put, writing_alone, writing_at
 from muonmesh.checkpoint.ranks import on_first_rank, together
 from muonmesh.comm.storage import this_rank, world_size

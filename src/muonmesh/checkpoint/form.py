@@ -43,7 +43,7 @@ class Fields(dict[Any, Any]):
 def _is_readable(value: object) -> bool:
     if not isinstance(value, Tensor):
         return True
-    odd = value.is_meta or value.is_nested or value.is_quantized or value.is_complex()
+    odd = value.is_meta or value.is_nested or value.is_quantized
     return value.layout == torch.strided and not odd
 
 
@@ -55,7 +55,7 @@ FINITE = Kind("a finite number", is_finite)
 POSITIVE = Kind("a positive, finite number", lambda value: is_finite(value) and value > 0)
 PARAMETER = Kind("a parameter or its name", lambda value: isinstance(value, str | Tensor))
 KEY = Kind("a parameter, its number or its name", lambda value: is_whole(value) or PARAMETER.holds(value))
-VALUE = Kind("a dense tensor of real numbers, or no tensor", _is_readable)
+VALUE = Kind("a dense tensor, or no tensor", _is_readable)
 
 STATE_DICT: Form = {
     "param_groups": [{"params": [KEY], "param_names": ([TEXT], None), TEXT: VALUE}],

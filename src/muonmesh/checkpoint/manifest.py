@@ -13,9 +13,10 @@ from muonmesh.checkpoint.form import SIZE, TEXT, Kind, check_form, one_of, only
 from muonmesh.errors import FileError, explain_error
 from muonmesh.files import kind_of, read_json, reason, replace_text
 
+METADATA_FILE = ".metadata"
 MANIFEST_FILE = "manifest.json"
 SETTINGS_FILE = "settings.json"
-REMEDY = "Remove the folder, or bring an undamaged copy"
+REMEDY = "Load another checkpoint, or bring an undamaged copy"
 
 _FORMAT = 1
 _NAME = Kind("the name of a file in this folder", lambda name: name not in ("", ".", "..") and not {*name} & {*"/\\"})
@@ -41,7 +42,7 @@ def entry_of(path: Path) -> Entry:
 
 
 def unreadable(what: str, error: BaseException) -> FileError:
-    """Return the error for a file that could not be read; it advises to remove the folder only if files are damaged."""
+    """Return the error for a file that could not be read; a file that this user may not read is not damaged."""
     remedy = "Let the user of this process read it" if isinstance(error, PermissionError) else REMEDY
     return FileError(f"{what} could not be read: {reason(error)}. {remedy}")
 
@@ -63,6 +64,15 @@ def read_manifest(folder: Path) -> dict[str, Entry]:
         FileError: the manifest is missing, or has another form than `write_manifest` writes.
     """
     path = folder / MANIFEST_FILE
+    if (names := set(os.listdir(folder))).isdisjoint({MANIFEST_FILE, SETTINGS_FILE}):
+        found, write = f"no {MANIFEST_FILE}", "Pass the folder that save was given"
+        if METADATA_FILE in names:
+            found = "a checkpoint of torch.distributed.checkpoint"
+            write = 'Load it as torch does: state = dict(zip(("model", "optimizer"), get_state_dict(model, '
+            write += "optimizer))), torch.distributed.checkpoint.load(state, checkpoint_id=path) with the keys that it "
+            write += 'was saved with, then set_state_dict(model, optimizer, model_state_dict=state["model"], '
+            write += 'optim_state_dict=state["optimizer"])'
+        raise FileError(explain_error(str(folder), found, "a checkpoint of muonmesh.checkpoint.save", write))
     needed = f"the sizes and hashes that save wrote there last. {REMEDY}"
     content = check_form(str(path), read_json(path, needed=needed), _FORM, REMEDY, kind=FileError)
     return {name: (entry["bytes"], entry["sha256"]) for name, entry in content["files"].items()}

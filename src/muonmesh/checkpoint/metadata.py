@@ -27,11 +27,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from muonmesh.checkpoint.form import SIZE, TEXT, Fields, Form, Kind, misfit
-from muonmesh.checkpoint.manifest import REMEDY, check_file
+from muonmesh.checkpoint.manifest import METADATA_FILE, REMEDY, check_file
 from muonmesh.errors import FileError, explain_error
 from muonmesh.files import reason
 
-METADATA_FILE = ".metadata"
 DATA_FILE = re.compile(r"__\d+_\d+\.distcp")  # in the folder itself: no path leads out of it
 _Box: TypeAlias = tuple[tuple[int, int], ...]  # begin and length in each dim
 # Modules whose classes torch's metadata name, for one rank, DDP, FSDP2 and ZeRO. All classes become `Fields`.
@@ -78,6 +77,11 @@ _FORM: Form = {
 pickles."""
 
 
+_DEPTH = 64
+"""How many marks may be open; torch's metadata open fewer than ten. Each mark costs Python a list, and a file of
+marks alone would take a minute."""
+
+
 class _Operations(dict[int, Any]):
     def __missing__(self, code: int) -> Any:
         raise pickle.UnpicklingError(f"found the operation {code:#04x}, which no checkpoint of a training needs")
@@ -87,7 +91,13 @@ class _Operations(dict[int, Any]):
 class _Unpickler(pickle._Unpickler):
     """Unpickles into `Fields`."""
 
+    def load_mark(self) -> None:
+        if len(self.metastack) >= _DEPTH:  # type: ignore[attr-defined]
+            raise pickle.UnpicklingError(f"it nests deeper than {_DEPTH} levels")
+        super().load_mark()  # type: ignore[misc]
+
     dispatch = _Operations({code[0]: pickle._Unpickler.dispatch[code[0]] for code in _OPERATIONS})
+    dispatch[pickle.MARK[0]] = load_mark
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)):

@@ -17,8 +17,8 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from muonmesh.checkpoint.manifest import MANIFEST_FILE, SETTINGS_FILE, is_whole, read_manifest
-from muonmesh.checkpoint.metadata import DATA_FILE, METADATA_FILE
+from muonmesh.checkpoint.manifest import MANIFEST_FILE, METADATA_FILE, SETTINGS_FILE, is_whole, read_manifest
+from muonmesh.checkpoint.metadata import DATA_FILE
 from muonmesh.errors import FileError, explain_error
 from muonmesh.files import kind_of, onto_disk
 

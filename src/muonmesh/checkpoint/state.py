@@ -279,7 +279,7 @@ def _check_entry(
 
 def check_values(name: str, key: str, local: Tensor) -> None:
     """Raise StateError for numbers that no step leaves in the state; a NaN in a momentum makes a whole matrix NaN."""
-    if key not in (COUNT, *RUNNING) and not (local.is_floating_point() and local.itemsize > 1):
+    if key not in (COUNT, *RUNNING) and not ((local.is_floating_point() or local.is_complex()) and local.itemsize > 1):
         found, needed = f"{key} of dtype {local.dtype}", "real floating-point numbers of 16 bits or more"
         raise StateError(explain_error(name, found, needed, "Save state_dict() as it is"))
     if wrong := wrong_numbers(key, local):

@@ -13,6 +13,7 @@ from muonmesh.comm.exchange import Exchange
 from muonmesh.comm.gradients import GradientSource, whole_gradient
 from muonmesh.comm.views import view_in_storage
 from muonmesh.errors import LayoutError, explain_error
+from muonmesh.numerics.dtypes import real_of
 from muonmesh.numerics.kernels.memory import upload
 from muonmesh.numerics.normalize import sums_of_squares
 from muonmesh.numerics.rules import RULES
@@ -138,7 +139,7 @@ def add_squares(
             gradients[number], norm_of[number] = gradient.contiguous(), half
             continue
         storage = member.gradient_storage
-        found += [(half, part, storage.copies) for part in storage.parts(gradient)]
+        found += [(half, part, storage.copies) for part in map(real_of, storage.parts(gradient))]
     for matrix, (assignment, pieces) in enumerate(
         zip(planned.plan.assignments, planned.gradient_holdings, strict=True)
     ):

@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard as TorchShard
 from muonmesh.comm.storage import PLAIN, Storage, is_freed, local_of
 from muonmesh.comm.wire import Counts
 from muonmesh.errors import LayoutError, explain_error
-from muonmesh.numerics.dtypes import HELD_DTYPES, NEEDED_HELD
+from muonmesh.numerics.dtypes import HELD_DTYPES, NEEDED_HELD, real_of
 
 
 class GradientSource(Protocol):
@@ -161,7 +161,7 @@ def gradient_of(name: str, parameter: Tensor, source: GradientSource) -> Tensor 
     gradient = source.gradient(parameter)
     if gradient is None or source.at_momentum(parameter):
         return gradient
-    if gradient.dtype not in HELD_DTYPES:
+    if gradient.dtype not in HELD_DTYPES and not (gradient.is_complex() and parameter.is_complex()):
         found = f"a gradient of dtype {gradient.dtype}"
         raise TypeError(explain_error(name, found, NEEDED_HELD, "Write parameter.grad = parameter.grad.float()"))
     if gradient.layout is not torch.strided:
@@ -259,6 +259,7 @@ def whole_gradient(name: str, parameter: Tensor, source: GradientSource) -> Tens
 
 def multiply(local: Tensor, coefficient: Tensor) -> None:
     """Multiply a tensor in place by a 0-d fp64 tensor, which is rounded to fp32 or the wider dtype of the tensor."""
+    local = real_of(local)
     local.mul_(coefficient.to(torch.promote_types(local.dtype, torch.float32)))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, Literal, TypeVar
 
 import torch.distributed as dist
@@ -61,6 +61,31 @@ def living(kind: type[Living]) -> list[Living]:
     """
     # Not isinstance: it reads the __class__ of some objects, and deprecated objects then give a warning.
     return [each for each in gc.get_objects() if issubclass(type(each), kind)]
+
+
+def wrappers_of(tensors: Collection[Tensor]) -> tuple[weakref.ref[DistributedDataParallel], ...]:
+    """Return the existing DistributedDataParallel wrappers that hold some of these parameters; see `living`."""
+    ours = set(map(id, tensors))
+    some = [each for each in living(DistributedDataParallel) if any(id(p) in ours for p in each.module.parameters())]
+    return tuple(map(weakref.ref, some))
+
+
+def refuse_join(wrappers: Iterable[weakref.ref[DistributedDataParallel]]) -> None:
+    """Raise an error if a wrapper is in torch's `Join`: a rank that has no more data would not take part in steps.
+
+    Such a rank repeats the collectives of its wrappers, and would meet those of a step in them. Torch's optimizers have
+    no collectives. Every rank raises this error by itself, since a collective could meet those of `Join`.
+
+    Raises:
+        LayoutError: a wrapper is in `Join`, which goes on when a rank has no more data.
+    """
+    for wrapper in wrappers:
+        config = getattr(wrapper(), "_join_config", None)
+        if config is not None and config.enable and not config.throw_on_early_termination:
+            found = "torch.distributed.algorithms.join.Join, in which ranks without data take no steps"
+            write = "Write Join([model], throw_on_early_termination=True), or give every rank as many batches"
+            needed = "all ranks in every step, because each owns some of the matrices"
+            raise LayoutError(explain_error("DistributedDataParallel", found, needed, write))
 
 
 def layers_of(optimizer: Any) -> Iterator[Any]:

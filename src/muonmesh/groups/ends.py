@@ -171,7 +171,7 @@ def _input_layers(model: nn.Module) -> Iterator[tuple[nn.Module, Kind, str]]:
         in_blocks = {out for block in blocks for m in block.modules() if (out := _outputs(m)) is not None}
 
     # An entry of a list with only linear layers and few outputs is a head, as for boxes, and no block.
-    entries = [entry for m in everything if isinstance(m, nn.ModuleList) for entry in m]
+    entries = [entry for m in everything if isinstance(m, nn.ModuleList) for entry in m.children()]
     chains = [[c for c in entry.modules() if next(c.parameters(recurse=False), None) is not None] for entry in entries]
     boxes = {id(chain[-1]) for chain in chains if chain and all(isinstance(c, nn.Linear) for c in chain)}
     entire, data = whole, Counter[int]()  # number of input layers by their number of inputs

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from muonmesh.errors import about, explain_error, warn
+from muonmesh.errors import about, called, explain_error, warn
 from muonmesh.groups.ends import GUESS, UNREAD, ends
 from muonmesh.groups.fused_projections import Matrices, global_shape
 from muonmesh.groups.heads import HeadPart, by_heads, parts_of, refuse_none
@@ -24,6 +24,7 @@ from muonmesh.groups.sites import Role, Site, sites, unwrapped
 from muonmesh.layout.matrix import as_tuples
 from muonmesh.names import canonical_name, in_order, names_matching, starred
 from muonmesh.numerics.rules import RULES, is_known, is_matrix_rule
+from muonmesh.numerics.setting import own_names
 from muonmesh.table import aligned
 
 _RESERVED = {"params", "param_names", "name", "reasons"}
@@ -322,7 +323,7 @@ def _reason(entry: _Entry) -> str:
 def _check_module(model: Any) -> None:
     if not isinstance(model, nn.Module):
         found = f"a {type(model).__name__}"
-        raise TypeError(explain_error("split_params", found, "a torch.nn.Module", "Pass the model"))
+        raise TypeError(explain_error(called("split_params"), found, "a torch.nn.Module", "Pass the model"))
 
 
 def _settings(algorithm: str, given: Any) -> dict[str, Any]:
@@ -330,13 +331,15 @@ def _settings(algorithm: str, given: Any) -> dict[str, Any]:
         return {}
     if not isinstance(given, Mapping):
         write = f'Write {algorithm}={{"lr": ...}}'
-        raise TypeError(explain_error("split_params", f"{algorithm}={given!r}", "settings by name", write))
+        raise TypeError(explain_error(called("split_params"), f"{algorithm}={given!r}", "settings by name", write))
     for key in given:
         if not isinstance(key, str) or key in _RESERVED | {"algorithm", "matrices"}:
             found = f"{key!r} in {algorithm}=, which is decided parameter by parameter"
             write = "Write it in overrides={...} where a parameter is meant"
-            raise ValueError(explain_error("split_params", found, 'settings of whole groups such as "lr"', write))
-    return dict(given)
+            raise ValueError(
+                explain_error(called("split_params"), found, 'settings of whole groups such as "lr"', write)
+            )
+    return own_names(f"{algorithm}=", given) if algorithm == "adamw" else dict(given)
 
 
 def _entries(model: nn.Module, heads: Collection[HeadPart], overrides: Any) -> tuple[list[_Entry], dict[str, str]]:
@@ -358,6 +361,8 @@ def _entries(model: nn.Module, heads: Collection[HeadPart], overrides: Any) -> t
     said = False
     for group in shared.values():
         roles = [role(site, known) for site in group]
+        if group[0].parameter.is_complex():  # its parts are stepped, as in torch.optim
+            roles = [replace(r, algorithm="adamw", guess=False, reason=f"complex numbers ({r.reason})") for r in roles]
         if any(_says_matrices(overrides, site) for site in group):
             said = True
         else:
@@ -404,18 +409,21 @@ def _override(entries: list[_Entry], frozen: dict[str, str], overrides: Any) -> 
         return
     if not isinstance(overrides, Mapping):
         needed, write = "a mapping from names or regular expressions", 'Write overrides={"lm_head.weight": "muon"}'
-        raise TypeError(explain_error("split_params", f"overrides={overrides!r}", needed, write))
+        raise TypeError(explain_error(called("split_params"), f"overrides={overrides!r}", needed, write))
     by_name = {name: entry for entry in entries for name in entry.names}
     ordered = list(in_order({key: _said(key, value) for key, value in overrides.items()}, by_name))
     for key, said, meant in ordered:
         if not meant:
             _refuse_unmatched(key, by_name, frozen)
         for entry in {id(by_name[name]): by_name[name] for name in meant}.values():
-            entry.settings.update(said)
+            rule = RULES.get(said.get("algorithm", entry.algorithm), RULES["adamw"])
+            entry.settings.update(own_names(f"overrides[{key!r}]", said, rule.settings()))
             if "algorithm" in said or "matrices" in said:
                 entry.overridden_by.append(key)
     for key, said, meant in ordered:
-        _check_read(f"overrides[{key!r}]", said, {by_name[name].half for name in meant})
+        _check_read(
+            f"overrides[{key!r}]", own_names(f"overrides[{key!r}]", said), {by_name[name].half for name in meant}
+        )
 
 
 def _check_read(where: str, given: Collection[str], halves: Collection[str]) -> None:

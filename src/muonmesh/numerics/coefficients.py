@@ -23,6 +23,10 @@ Coefficients: TypeAlias = CoefficientName | str | Sequence[Sequence[float]]
 one odd polynomial a step; the last polynomial of such a sequence is repeated."""
 
 
+MOST_STEPS = 100
+"""The most steps. Every set has converged long before, and a checkpoint's settings must not take all memory."""
+
+
 @dataclass(frozen=True)
 class CoefficientSet:
     """A set of Newton–Schulz coefficients: the polynomials, and what precedes and follows them.
@@ -248,16 +252,16 @@ def coefficient_schedule(coefficients: Coefficients, steps: int | None = None) -
         `steps` tuples (a, b, ...), the odd polynomials a·x + b·x³ + ...
 
     Raises:
-        ValueError: As `coefficient_set`, or `steps` is smaller than 1.
+        ValueError: As `coefficient_set`, or `steps` is smaller than 1 or larger than `MOST_STEPS`.
         TypeError: As `coefficient_set`, or `steps` is not an int.
     """
     if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int)):
         found = f"{steps!r} ({type(steps).__name__})"
         raise TypeError(explain_error("steps", found, "an int or None", "Write steps=5"))
-    if steps is not None and steps < 1:
-        raise ValueError(explain_error("steps", f"{steps}", "at least 1", "Write steps=5"))
     chosen = coefficient_set(coefficients)
     steps = chosen.steps if steps is None else steps
+    if not 1 <= steps <= MOST_STEPS:
+        raise ValueError(explain_error("steps", f"{steps}", f"at least 1 and at most {MOST_STEPS}", "Write steps=5"))
     polynomials = chosen.polynomials
     endless = cycle(polynomials) if chosen.past_end == "cycle" else chain(polynomials, repeat(polynomials[-1]))
     return tuple(islice(endless, steps))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, field
 from numbers import Real
 from typing import Any, NamedTuple, get_args
+
+from muonmesh.errors import explain_error
 
 LARGEST = 1e9
 """The largest number in a setting. A step multiplies up to four of them, and divides by 1 − β; the result is then a
@@ -13,6 +15,9 @@ finite fp32 number. For any other, torch would raise an error in the middle of a
 
 NOT_NEGATIVE = f"a number of at least 0, at most {LARGEST:g}"
 """For messages."""
+
+TORCHS_NAMES = {"betas": "adamw_betas", "eps": "adamw_eps"}
+"""The names of torch.optim.AdamW for settings of muonmesh."""
 
 
 class Setting(NamedTuple):
@@ -79,11 +84,11 @@ def switch(default: bool) -> Setting:
     return Setting(default, lambda value: isinstance(value, bool), "True or False")
 
 
-def whole(default: int | None, least: int, needed: str) -> Setting:
-    """Return a setting that is a whole number; None too, if that is the default."""
+def whole(default: int | None, least: int, needed: str, *, most: int = 2**63 - 1) -> Setting:
+    """Return a setting that is a whole number from ``least`` to ``most``; None too, if that is the default."""
     return Setting(
         default,
-        lambda value: (value is None and default is None) or (type(value) is int and least <= value < 1 << 63),
+        lambda value: (value is None and default is None) or (type(value) is int and least <= value <= most),
         needed,
     )
 
@@ -91,3 +96,25 @@ def whole(default: int | None, least: int, needed: str) -> Setting:
 def rule_field(key: str, setting: Setting) -> Any:
     """Return a dataclass field of a rule with its key in a param group; values are checked as ``setting`` declares."""
     return field(default=setting.default, metadata={"key": key, "setting": setting})
+
+
+def own_names(where: str, given: Mapping[str, Any], read: Collection[str] = ()) -> dict[str, Any]:
+    """Return settings with muonmesh's names in place of torch's (`TORCHS_NAMES`).
+
+    Args:
+        where: The function, argument or group that the settings were given to, for messages.
+        given: The settings by name.
+        read: The settings of the rule that reads them; a rule may have settings of these names itself.
+
+    Raises:
+        ValueError: a setting was given by both names, with different values.
+    """
+    found = dict(given)
+    for theirs, ours in TORCHS_NAMES.items():
+        if theirs in found and theirs not in read:
+            value = found.pop(theirs)
+            if ours in found and found[ours] != value:
+                said = f"{theirs}={value!r} and {ours}={found[ours]!r}"
+                raise ValueError(explain_error(where, said, "one of them", f"Remove {theirs}"))
+            found[ours] = value
+    return found

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from muonmesh.comm.storage import local_of, local_shape
 from muonmesh.comm.telling import tell_all
+from muonmesh.numerics.dtypes import real_of
 from muonmesh.numerics.kernels.memory import upload
 from muonmesh.numerics.normalize import sums_of_squares
 from muonmesh.step.planning import Connected, Planned
@@ -117,7 +118,7 @@ def _add(
                 if value is gradient and isinstance(present, Tensor):
                     masks[len(parts)] = present
                 cells.append(places[member.group] * len(_FIGURES) + figure)
-                parts.append(part)
+                parts.append(real_of(part))
                 copies.append(storage.copies)
     if parts:  # all at once: one launch for many parts, and two copies to a device
         index = upload(cells, dtype=torch.int64, device=totals.device)

@@ -22,11 +22,11 @@ from muonmesh.comm.meeting import connected
 from muonmesh.comm.published import global_shape
 from muonmesh.comm.storage import mesh_groups, refuse_flattened, this_rank, world_size
 from muonmesh.comm.telling import tell_all
-from muonmesh.comm.wrappers import group_that_averages
+from muonmesh.comm.wrappers import group_that_averages, refuse_join, wrappers_of
 from muonmesh.errors import LayoutError, about, explain_error, warn
 from muonmesh.layout import Budget, Parameter, Plan, make_plan, split_matrices
 from muonmesh.names import canonical_name
-from muonmesh.numerics.dtypes import HELD_DTYPES, NEEDED_HELD
+from muonmesh.numerics.dtypes import COMPLEX_DTYPES, HELD_DTYPES, NEEDED_HELD
 from muonmesh.numerics.graphs import Graphs
 from muonmesh.numerics.kernels import KernelName, auto_takes
 from muonmesh.numerics.rules import Rule, is_matrix_rule, rule_of
@@ -90,6 +90,9 @@ def connect(groups: Groups, runtime: Runtime, *, gradients: bool = True) -> Conn
     planned, sets, error = _read(groups, runtime)
     if planned is not None and planned.exchange is not None:
         return Connected(planned, planned.exchange)
+    if world_size() > 1 and error is None:
+        runtime.wrappers = wrappers_of([tensor for each in groups for tensor in each["params"]])
+        refuse_join(runtime.wrappers)
     ranks = connected(sets, alone=runtime.process_group == "local")
     candidates = mesh_groups([m.storage for m in planned.members]) if planned is not None else []
     tensors = [member.tensor for member in planned.members] if planned is not None else []
@@ -176,6 +179,7 @@ def outdated(groups: Groups, runtime: Runtime, settings: SettingsFound) -> Conne
         runtime: The runtime state of the optimizer.
         settings: The settings read from the groups. If they have an error, this rank cannot follow the plan.
     """
+    refuse_join(runtime.wrappers)
     before = runtime.connected
     if before is None:
         return None
@@ -237,8 +241,15 @@ def _check_dtype(name: str, dtype: torch.dtype, master: torch.dtype | None, grou
         ValueError: a master weight could not hold all values of this dtype; stochastic rounding is set together with
             master weights or fp16; or AdamW's ε would be 0 in the dtype of the moments.
     """
+    if dtype in COMPLEX_DTYPES and not is_matrix_rule(group["algorithm"]):  # stepped by their parts
+        dtype = dtype.to_real()
+    if dtype.is_complex:
+        needed = "a real matrix: one of torch.complex64 and torch.complex128 is AdamW's, by its parts"
+        write = f'Write overrides={{{name!r}: "adamw"}}, or keep the weight as torch.view_as_real(weight) and write '
+        raise TypeError(explain_error(name, f"dtype {dtype}", needed, write + "torch.view_as_complex where it is used"))
     if dtype not in HELD_DTYPES:
-        needed, write = f"a real floating-point parameter, {NEEDED_HELD}", "Leave it out, or keep it in torch.bfloat16"
+        needed = f"a floating-point parameter, {NEEDED_HELD}"
+        write = "Call requires_grad_(False), or keep it in torch.bfloat16"
         raise TypeError(explain_error(name, f"dtype {dtype}", needed, f"{write} and cast it where it is used"))
     if master is not None and torch.promote_types(dtype, master) != master:
         wide = torch.promote_types(torch.promote_types(dtype, master), torch.float32)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from muonmesh.comm.storage import local_of
+from muonmesh.numerics.dtypes import real_of
 from muonmesh.numerics.rules import ElementwiseRule, parts
 from muonmesh.step.flag_vector import Flags
 from muonmesh.step.offload import Offload
@@ -60,7 +61,7 @@ def _step(
     rounds = rule.stochastic_rounding is not None
     for entry in entries:
         if entry.present is not False and "master" in entry.state:
-            parts.follow(local_of(entry.state["master"]), entry.local)
+            parts.follow(real_of(local_of(entry.state["master"])), real_of(entry.local))
     known = [entry for entry in entries if entry.present is True]
     together = [[entry] for entry in known] if rounds else [known]  # copies of one parameter at a time
     for some in filter(None, [*together, *([entry] for entry in entries if isinstance(entry.present, Tensor))]):
@@ -70,7 +71,7 @@ def _step(
         squares = rule.step(
             [held[""] for held in used],
             [
-                torch.zeros_like(held[""]) if entry.gradient is None else entry.gradient.to(held[""].dtype)
+                torch.zeros_like(held[""]) if entry.gradient is None else real_of(entry.gradient).to(held[""].dtype)
                 for entry, held in zip(some, used, strict=True)
             ],
             {key: [held[key] for held in used] for key in rule.keeps()},
@@ -88,7 +89,8 @@ def _step(
 def _stored(entry: ParameterStep, rule: ElementwiseRule) -> dict[str, Tensor]:
     """Return the tensor to step under the key "" (the master weights if there are any), and the rule's state by key."""
     kept = {key: local_of(entry.state[key]) for key in rule.keeps()}
-    return {"": local_of(entry.state.get("master", entry.member.tensor)), **kept}
+    stored = {"": local_of(entry.state.get("master", entry.member.tensor)), **kept}
+    return {key: real_of(tensor) for key, tensor in stored.items()}  # as torch.optim does it
 
 
 def _widened(stored: Tensor) -> Tensor:
@@ -106,4 +108,4 @@ def _write(
         elif tensor is not after[key]:
             tensor.copy_(after[key])
     if "master" in entry.state:
-        entry.local.copy_(stored[""])
+        real_of(entry.local).copy_(stored[""])

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from muonmesh.comm.gradients import gradient_of, partial_axes, unscaled
 from muonmesh.comm.storage import is_freed, local_of
 from muonmesh.errors import LayoutError, StateError, about, explain_error
+from muonmesh.numerics.dtypes import master_for
 from muonmesh.step.blocks import Momentum
 from muonmesh.step.members import Member
 from muonmesh.step.offload import fresh_copy
@@ -179,7 +180,7 @@ def prepare_state(entry: ParameterStep, precision: Precision, *, create: bool = 
 def _layouts(entry: ParameterStep, precision: Precision) -> dict[str, StateLayout]:
     """Return the layouts of all state that a step uses of a parameter, by key."""
     found = {**entry.member.state_layouts, **beside_rule(entry.matrices)}
-    if "master" in entry.state or precision.master not in (None, entry.local.dtype):
+    if "master" in entry.state or master_for(entry.local.dtype, precision.master) is not None:
         found["master"] = StateLayout("weights", entry.member.storage, dtype=entry.local.dtype)
     return found
 

@@ -20,6 +20,7 @@ from muonmesh.comm.copies import Claim, Gradients, Sums
 from muonmesh.comm.gradients import GradientSource, gradient_of, partial_axes
 from muonmesh.comm.storage import Storage, local_of, this_rank
 from muonmesh.layout import FlatShards, MeshLayout
+from muonmesh.numerics.dtypes import real_of
 from muonmesh.step.members import Member
 from muonmesh.step.planning import Planned
 
@@ -108,7 +109,7 @@ def _gradient(member: Member, source: GradientSource) -> Tensor | None:
 def _sums_of(gradient: Tensor | None) -> Sums | None:
     if gradient is None:
         return None
-    flat = local_of(gradient.detach()).reshape(-1)
+    flat = real_of(local_of(gradient.detach())).reshape(-1)
     sums = torch.zeros(2, dtype=torch.float64, device=flat.device)
     # Norms of two large batches are nearly equal, and a plain sum is 0 for many weights, as before a LayerNorm.
     wave = torch.arange(min(len(flat), _AT_ONCE), dtype=torch.float64, device=flat.device).cos_()
@@ -129,7 +130,7 @@ def sum_of_bits(storage: Storage, tensor: Tensor, device: torch.device) -> Tenso
 
     Each element counts times its place. The sum is computed on ``device``; state in CPU memory is copied there.
     """
-    local = local_of(tensor.detach()).to(device, non_blocking=True)
+    local = real_of(local_of(tensor.detach())).to(device, non_blocking=True)
     whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[local.element_size()]
     total = torch.zeros((), dtype=torch.int64, device=local.device)
     for first, part in _placed(storage, local.reshape(-1)):

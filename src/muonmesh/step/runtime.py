@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from muonmesh.comm.gradients import PARAMETER_GRAD, GradientSource
 from muonmesh.comm.storage import Declared, ranks_of_a_machine
@@ -83,6 +85,7 @@ class Runtime:
         source: The source of gradients, names and process groups.
         machine: Number of ranks of each machine, if all ranks agree; 0: all are on one machine, or it is unknown.
         asked: The ``kernels`` that the user set; the kernels that all ranks use are in `precision`.
+        wrappers: The DistributedDataParallel wrappers of the parameters, found when the plan was compared.
         everywhere: A function that a step calls if other pipeline stages step too, after the ranks have agreed and
             before any rank writes; the CPU waits then. Its argument says whether these ranks raise an error. If they do
             not, it returns a clip by a norm of all stages (or None), and raises an error if ranks elsewhere do.
@@ -120,6 +123,7 @@ class Runtime:
     source: GradientSource = PARAMETER_GRAD
     found_group: dist.ProcessGroup | None = None
     machine: int = field(default_factory=ranks_of_a_machine)
+    wrappers: Sequence[weakref.ref[DistributedDataParallel]] = ()
     everywhere: Callable[[bool], Clip | None] | None = None
     asked: KernelName = field(init=False)
 

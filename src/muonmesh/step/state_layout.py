@@ -16,7 +16,7 @@ from muonmesh.errors import StateError, explain_error
 from muonmesh.layout import FlatShards, Layout, MatrixSpec, MeshLayout, Plan
 from muonmesh.layout.companion import Companion, companion_matrices, companions_in_buffers
 from muonmesh.layout.flat import Interval
-from muonmesh.numerics.dtypes import HELD_DTYPES
+from muonmesh.numerics.dtypes import HELD_DTYPES, master_for
 from muonmesh.numerics.rules import KeptAs
 from muonmesh.step.offload import fresh_zeros
 from muonmesh.step.precision import Precision
@@ -53,7 +53,7 @@ class StateLayout(NamedTuple):
         if self.kept_as in _BESIDE:
             return torch.float32
         if self.dtype is not None:
-            return precision.master or self.dtype
+            return master_for(self.dtype, precision.master) or self.dtype
         return precision.state if self.companion is None else precision.carried
 
     def kept_dtype(self, precision: Precision) -> torch.dtype:

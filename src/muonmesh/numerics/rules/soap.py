@@ -46,7 +46,7 @@ class SoapRule(MuonRule):
     never_negative: ClassVar[tuple[str, ...]] = ("second_moment",)
 
     beta2: float = rule_field("soap_beta2", fraction(0.9))
-    every: int = rule_field("soap_every", whole(1, 1, "a whole number of at least 1"))
+    every: int = rule_field("soap_every", whole(1, 1, "a whole number of at least 1, below 2**31", most=2**31 - 1))
 
     def keeps(self) -> Mapping[str, KeptAs]:
         """Return momentum, second moments, means of Gram matrices, bases and the unit of the gradients."""

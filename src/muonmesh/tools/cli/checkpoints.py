@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from muonmesh.checkpoint import load, save
 from muonmesh.checkpoint.entries import wrong_numbers
-from muonmesh.checkpoint.manifest import REMEDY, is_whole
+from muonmesh.checkpoint.manifest import is_whole
 from muonmesh.checkpoint.place import forget_older, found_at, numbered
 from muonmesh.checkpoint.ranks import on_first_rank, together
 from muonmesh.checkpoint.save_load import recorded
@@ -49,7 +49,7 @@ class Checkpoints:
             if broken and found is None:
                 raise FileError(
                     f"{broken[0]}: found files missing or cut off, and no whole checkpoint beside it; needed one. "
-                    f"{REMEDY}"
+                    "Bring an undamaged copy, or remove the folder to train from the start"
                 )
             for path in broken:
                 print(f"{path}: found files missing or cut off; goes on from step {found}", file=sys.stderr)

@@ -16,8 +16,16 @@ from torch import Tensor
 from muonmesh.checkpoint.archive import MoreThanData, read_archive
 from muonmesh.checkpoint.entries import CheckpointReader, wrong_numbers
 from muonmesh.checkpoint.group_settings import check_saved
-from muonmesh.checkpoint.manifest import MANIFEST_FILE, REMEDY, SETTINGS_FILE, Entry, check_entries, read_manifest
-from muonmesh.checkpoint.metadata import METADATA_FILE, survey
+from muonmesh.checkpoint.manifest import (
+    MANIFEST_FILE,
+    METADATA_FILE,
+    REMEDY,
+    SETTINGS_FILE,
+    Entry,
+    check_entries,
+    read_manifest,
+)
+from muonmesh.checkpoint.metadata import survey
 from muonmesh.checkpoint.place import found_at, numbered
 from muonmesh.errors import FileError, explain_error
 from muonmesh.files import kind_of, leaves, read_json, reason
@@ -94,13 +102,17 @@ def dtype_of(tensor: Tensor) -> str:
 
 def diagnose(path: Path) -> Diagnosis:
     """Return the diagnosis of a run, a checkpoint or a file of `torch.save`."""
-    if _is_run(path):
-        return _run(path)
-    if found_at(path).is_dir():
-        return _folder(path)
-    if path.is_file():
-        return _file(path)
-    return Diagnosis(str(path), faults=[f"{path}: {kind_of(path)}; needed a folder or a file"])
+    try:
+        if _is_run(path):
+            return _run(path)
+        if found_at(path).is_dir():
+            return _folder(path)
+        if path.is_file():
+            return _file(path)
+        what = kind_of(path)
+    except OSError as error:  # too long a name, or a folder that may not be listed
+        what = reason(error)
+    return Diagnosis(str(path), faults=[f"{path}: {what}; needed a folder or a file"])
 
 
 def _is_run(path: Path) -> bool:

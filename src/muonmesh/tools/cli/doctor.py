@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from muonmesh.errors import escaped
+
 if TYPE_CHECKING:
     from rich.console import Console
     from torch import Tensor
@@ -68,7 +70,7 @@ def print_diagnosis(console: Console, found: Diagnosis) -> None:
     """Print a diagnosis as text, and its tensors as a table."""
 
     def say(text: str, style: str = "") -> None:
-        console.print(text, style=style, soft_wrap=True, markup=False)
+        console.print(escaped(text), style=style, soft_wrap=True, markup=False)
 
     if not found.kind:
         say(found.faults[0])

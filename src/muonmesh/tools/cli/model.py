@@ -93,7 +93,7 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     blocks = [module for module in named if not _shares(model, module)]
     if blocks:
         return blocks
-    stacks = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList)]
+    stacks = [list(module.children()) for module in model.modules() if isinstance(module, nn.ModuleList)]
     return max(stacks, key=lambda stack: sum(p.numel() for b in stack for p in b.parameters()), default=[])
 
 

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import IO, TYPE_CHECKING, Any, TextIO, cast
 
+from muonmesh.errors import escaped
 from muonmesh.files import FULL
 
 if TYPE_CHECKING:
@@ -48,14 +49,19 @@ def table_of(headings: Sequence[str], rows: Iterable[Sequence[str]], *, left: Se
     for number, heading in enumerate(headings):
         table.add_column(heading, justify="left" if number in left else "right", overflow="fold")
     for row in rows:
-        table.add_row(*map(Text, row))
+        table.add_row(*[Text(escaped(cell)) for cell in row])
     return table
 
 
 def complain(command: str, message: str, *, code: int) -> int:
     """Print on stderr why a command ends, and return its exit code."""
-    Lasting(sys.stderr).write(f"{f'muonmesh {command}'.rstrip()}: {message}\n")
+    Lasting(sys.stderr).write(f"{f'muonmesh {command}'.rstrip()}: {_lines(message)}\n")
     return code
+
+
+def _lines(text: str) -> str:
+    """Return a text of several lines with control characters escaped."""
+    return "\n".join(map(escaped, text.split("\n")))
 
 
 def examples(*lines: str) -> str:
