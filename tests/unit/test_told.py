@@ -14,8 +14,8 @@ from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 
 import muonmesh as mm
 from muonmesh.checkpoint.metadata import survey
-from muonmesh.cli.diagnosis import diagnose
 from muonmesh.errors import FileError, explain_error
+from muonmesh.tools.cli.diagnosis import diagnose
 
 FORGED = "\x1b]0;title\x07\u202e\nwhole: yes"
 
@@ -129,8 +129,8 @@ def test_names_cannot_command_a_terminal(tmp_path: Path, capsys: pytest.CaptureF
     content = json.loads(path.read_text())
     content["files"][FORGED] = content["files"]["settings.json"]
     path.write_text(json.dumps(content))
-    from muonmesh.cli.doctor import print_diagnosis
-    from muonmesh.cli.terminal import make_console
+    from muonmesh.tools.cli.doctor import print_diagnosis
+    from muonmesh.tools.cli.terminal import make_console
 
     print_diagnosis(make_console(), diagnose(tmp_path / "saved"))
     printed = capsys.readouterr().out
