@@ -573,6 +573,24 @@ def test_replicas_whose_gradients_nothing_averaged_are_an_error_on_all(workers, 
     assert workers(2).run(gradients_of_own_batches, how, timeout=SOON) == [True, True]
 
 
+def other_widths(where: str) -> None:
+    """Each rank builds a model of another width; gradients differ too, which is not what is wrong."""
+    hidden, out = {"hidden": (6 + 2 * dist.get_rank(), 4), "out": (6, 4 + dist.get_rank())}[where]
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, hidden), nn.Linear(hidden, out))
+    optimizer = mm.from_model(model, process_group="world")
+    model(torch.ones(2, 8)).square().mean().backward()
+    before = values(model)
+    with pytest.raises(mm.PlanError, match=r"Rank 0 has '[01]\.weight: shape .* where rank 1 has '[01]\.weight: shape"):
+        optimizer.step()
+    assert same(before, values(model))
+
+
+@pytest.mark.parametrize("where", ["hidden", "out"])
+def test_models_of_other_widths_are_told_by_their_shapes(workers, where: str) -> None:
+    workers(2).run(other_widths, where, timeout=SOON)
+
+
 def save_replicas(path: str, how: str) -> tuple[str, bool]:
     """What a save warns of, and whether it saved; after a step whose gradients some ranks had for themselves."""
     model, optimizer = build()

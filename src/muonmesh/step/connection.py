@@ -110,7 +110,6 @@ def connect(groups: Groups, runtime: Runtime, *, gradients: bool = True) -> Conn
     told = dict(zip(order, tell_all(mine, error, group=group), strict=True))
     claims, takes, machines, averages = ({rank: facts[number] for rank, facts in told.items()} for number in range(4))
     copies = find_copies(claims)
-    insist_on_averages(averages, lambda: dict(zip(order, tell_all(replicas, group=group), strict=True)))
     if _take_what_all_have(runtime, takes, machines) or copies:
         planned, _, error = _read(groups, runtime, copies)
     error = error or unknown_matrix([] if planned is None else planned.members)
@@ -120,6 +119,8 @@ def connect(groups: Groups, runtime: Runtime, *, gradients: bool = True) -> Conn
         views = tell_all(View(planned.plan.parameters, planned.plan.elementwise), group=group)
         planned = runtime.planned = widened(planned, views, ranks, _planner(runtime))
         insist(group, planned.plan)
+    # Only now: tensors of other shapes have other gradients, and the difference of the plans says why.
+    insist_on_averages(averages, lambda: dict(zip(order, tell_all(replicas, group=group), strict=True)))
     on_device = enumerate(planned.plan.assignments) if planned.device.type != "cpu" else ()
     owned = [number for number, assignment in on_device if assignment.owner == planned.rank]
     planned.exchange = Exchange(
