@@ -47,7 +47,13 @@ def test_a_dtype_without_arithmetic_is_refused_at_construction(dtype: Any, algor
     with pytest.raises(ValueError, match=r"^compute_dtype: found .*Newton–Schulz"):
         build(algorithm, compute_dtype=dtype)
     if isinstance(dtype, torch.dtype) and (dtype.is_floating_point or dtype.is_complex):
-        with pytest.raises(TypeError, match=rf"^proj\.weight: found dtype {dtype}; needed .*{held}.* Leave it out"):
+        if dtype in (torch.complex64, torch.complex128) and algorithm == "adamw":
+            build(algorithm, dtype)  # stepped by its parts
+            return
+        needed = (
+            r"a real matrix.*torch\.view_as_real" if dtype.is_complex else rf"{held}.* Call requires_grad_\(False\)"
+        )
+        with pytest.raises(TypeError, match=rf"^proj\.weight: found dtype {dtype}; needed .*{needed}"):
             build(algorithm, dtype)
 
 

@@ -16,7 +16,7 @@ from muonmesh.errors import StateError, explain_error
 from muonmesh.layout import FlatShards, Layout, MatrixSpec, MeshLayout, Plan
 from muonmesh.layout.companion import Companion, companion_matrices, companions_in_buffers
 from muonmesh.layout.flat import Interval
-from muonmesh.numerics.dtypes import HELD_DTYPES, master_for
+from muonmesh.numerics.dtypes import COMPLEX_DTYPES, HELD_DTYPES, master_for
 from muonmesh.numerics.rules import KeptAs
 from muonmesh.step.offload import fresh_zeros
 from muonmesh.step.precision import Precision
@@ -91,11 +91,12 @@ class StateLayout(NamedTuple):
         Raises:
             StateError: the value is of another kind, or its memory was freed.
         """
-        dtypes = (*HELD_DTYPES, *others, *_WHOLE) if self.kept_as in _BESIDE else (*HELD_DTYPES, *others)
+        dtypes = (*HELD_DTYPES, *others, *(_WHOLE if self.kept_as in _BESIDE else ()))
+        dtypes += COMPLEX_DTYPES if self.dtype is not None and self.dtype.is_complex else ()
         if isinstance(value, Tensor) and value.layout is torch.strided and value.dtype in dtypes:
-            local = local_of(value.detach())
+            local = local_of(value)  # detaching a DTensor first would take torch longer than all else
             if not is_freed(local):
-                return local
+                return local.detach() if local.requires_grad else local
         found = type(value).__name__
         if isinstance(value, Tensor):  # whose elements there may not be
             found = f"a tensor of {value.dtype} and {value.layout}, perhaps freed"
