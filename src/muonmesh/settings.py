@@ -227,10 +227,10 @@ def _check_optimizer(given: Mapping[str, Any]) -> None:
     """
     for name, setting in OPTIMIZER_SETTINGS.items():
         if not setting.fits(given[name]):
-            write, meant = None, dtype_named(given[name])
+            write = None
             if name.endswith("_dtype"):
-                meant = next(filter(setting.fits, [meant or torch.float32, torch.bfloat16]))
-                write = f"Write {name}={meant}"
+                meant = dtype_named(given[name]), setting.default, torch.float32
+                write = f"Write {name}={next(each for each in meant if each is not None and setting.fits(each))}"
             raise ValueError(explain_error(name, f"{given[name]!r}", setting.needed, write))
     check_process_group(given["process_group"])
     if given["gradients"] != "to_owners":

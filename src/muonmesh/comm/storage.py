@@ -50,7 +50,10 @@ def is_freed(local: Tensor) -> bool:
     """Return whether the memory of a dense local tensor is smaller than its elements need, so that it was freed."""
     if local.is_meta or not local.numel():
         return False
-    last = sum((size - 1) * stride for size, stride in zip(local.shape, local.stride(), strict=True))
+    if local.is_contiguous():
+        last = local.numel() - 1
+    else:
+        last = sum((size - 1) * stride for size, stride in zip(local.shape, local.stride(), strict=True))
     return local.untyped_storage().nbytes() < (local.storage_offset() + last + 1) * local.itemsize
 
 

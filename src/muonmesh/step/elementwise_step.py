@@ -39,7 +39,8 @@ def step_elementwise(
         offload: Copies the state to the device and back, if it is in CPU memory; else None.
     """
     for entry in entries:
-        prepare_state(entry, precision)
+        if not entry.in_form:
+            prepare_state(entry, precision)
     if offload is None:
         _step(entries, rule, flags, update_squares)
         return

@@ -26,6 +26,53 @@ Momenta = Mapping[str, Tensor | Momentum]
 """The state that a rule keeps as "momentum", by key, in floating point or as int8 codes."""
 
 
+class StateForm(NamedTuple):
+    """The form in which a step uses one tensor of a parameter's state, worked out once for a plan.
+
+    Attributes:
+        key: Its key in the state of the parameter.
+        layout: Its layout.
+        shape: Its shape on this rank.
+        dtype: Its dtype in the optimizer's state.
+        device: Its device.
+    """
+
+    key: str
+    layout: StateLayout
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    def has(self, value: object) -> bool:
+        """Whether a value can be used as it is."""
+        if not isinstance(value, Tensor):
+            return False
+        local = value if type(value) is Tensor else local_of(value)
+        alike = local.dtype == self.dtype and local.shape == self.shape and local.device == self.device
+        if not (alike and local.layout is torch.strided and local.is_contiguous() and not local.is_inference()):
+            return False
+        return local.untyped_storage().nbytes() >= (local.storage_offset() + local.numel()) * local.itemsize
+
+
+def forms_of(
+    member: Member, local: Tensor, state: Mapping[str, Any], matrices: int | None, precision: Precision
+) -> tuple[StateForm, ...]:
+    """Return the forms of all state that a step uses of a parameter; see `ParameterStep` for the arguments."""
+    layouts = {**member.state_layouts, **beside_rule(matrices)}
+    if "master" in state or master_for(local.dtype, precision.master) is not None:
+        layouts["master"] = StateLayout("weights", member.storage, dtype=local.dtype)
+    return tuple(
+        StateForm(
+            key,
+            layout,
+            layout.shape_here(member.storage, local),
+            layout.kept_dtype(precision),
+            layout.device_beside(local.device, precision),
+        )
+        for key, layout in layouts.items()
+    )
+
+
 @dataclass(slots=True)
 class ParameterStep:
     """One parameter in one step.
@@ -37,6 +84,8 @@ class ParameterStep:
         gradient: Local part of the gradient, contiguous, or None. A partial gradient stays a DTensor.
         matrices: How many matrices the tensor holds; None if the rule is elementwise. A flat tensor may hold several
             parameters; the matrices of all of them count.
+        forms: The forms of its state (`forms_of`).
+        in_form: Whether all of its state was found in these forms.
         present: Whether any rank has a gradient for the tensor; `preflight` asks the ranks of the plan. A 0-d bool
             tensor if only the device knows, because the gradient could only be on another rank.
         ready: Whether `ReadyParameters` has prepared the parameter. ``gradient`` then has the elements whose momentum
@@ -55,6 +104,8 @@ class ParameterStep:
     state: dict[str, Any]
     gradient: Tensor | None
     matrices: int | None
+    forms: tuple[StateForm, ...]
+    in_form: bool = False
     present: bool | Tensor = False
     ready: bool = False
     weights: Tensor = field(init=False)
@@ -123,11 +174,13 @@ def collect(planned: Planned, optimizer: Optimizer, runtime: Runtime, loss_scale
         if not isinstance(kept, dict):
             said, write = f"{kept!r} as its state", "Write del optimizer.state[parameter] to begin with fresh state"
             error, kept = error or StateError(explain_error(member.name, said, "a dict", write)), {}
-        present = gradient is not None
-        entry = ParameterStep(member, local_of(tensor), kept, gradient, matrices, present)
+        local, place = local_of(tensor), (id(member), "master" in kept)
+        if (forms := planned.state_forms.get(place)) is None:
+            forms = planned.state_forms[place] = forms_of(member, local, kept, matrices, runtime.precision)
+        entry = ParameterStep(member, local, kept, gradient, matrices, forms, present=gradient is not None)
         entries[id(member)] = entry
         try:
-            check_parameter(entry, runtime.precision, muon=muon)
+            check_parameter(entry, muon=muon)
             if muon and runtime.precision.int8:
                 planned.blocks.check(runtime.wrote, member.name, tensor, entry.state)
         except (LayoutError, StateError, TypeError) as found:
@@ -160,32 +213,24 @@ def prepare_state(entry: ParameterStep, precision: Precision, *, create: bool = 
         create: Whether to create what is missing.
     """
     local, state = entry.local, entry.state
-    for key, layout in _layouts(entry, precision).items():
-        held, dtype = state.get(key), layout.kept_dtype(precision)
-        if held is None:
+    for form in entry.forms:
+        key, layout, dtype = form.key, form.layout, form.dtype
+        if (held := state.get(key)) is None:
             state.pop(key, None)
             if create and key == "master":
                 state[key] = layout.storage.wrap(fresh_copy(local, dtype, precision))
             elif create:
-                shape = layout.shape_here(entry.member.storage, local)
-                state[key] = layout.fresh(shape, dtype, local.device, precision)
+                state[key] = layout.fresh(form.shape, dtype, local.device, precision)
             continue
         kept = local_of(held)
         dtype = kept.dtype if dtype == torch.int8 else dtype
-        if kept.dtype != dtype or not kept.is_contiguous() or kept.is_inference():
-            state[key] = layout.fresh(kept.shape, dtype, local.device, precision)
-            local_of(state[key]).copy_(kept)
+        if not form._replace(dtype=dtype).has(held):
+            state[key] = layout.fresh(form.shape, dtype, local.device, precision)
+            if kept.shape == form.shape:
+                local_of(state[key]).copy_(kept)
 
 
-def _layouts(entry: ParameterStep, precision: Precision) -> dict[str, StateLayout]:
-    """Return the layouts of all state that a step uses of a parameter, by key."""
-    found = {**entry.member.state_layouts, **beside_rule(entry.matrices)}
-    if "master" in entry.state or master_for(entry.local.dtype, precision.master) is not None:
-        found["master"] = StateLayout("weights", entry.member.storage, dtype=entry.local.dtype)
-    return found
-
-
-def check_parameter(entry: ParameterStep, precision: Precision, *, muon: bool) -> None:
+def check_parameter(entry: ParameterStep, *, muon: bool) -> None:
     """Check that a step can write a parameter and use its state. Writes nothing.
 
     Raises:
@@ -195,7 +240,7 @@ def check_parameter(entry: ParameterStep, precision: Precision, *, muon: bool) -
             device; or the state belongs to the other algorithm (Muon or AdamW).
     """
     held, state = entry.local, entry.state
-    name, storage = entry.member.name, entry.member.storage
+    name = entry.member.name
     if held.layout is not torch.strided or held.is_inference():
         found = "an inference tensor" if held.is_inference() else f"a parameter with layout {held.layout}"
         needed = "a dense tensor made outside of torch.inference_mode, which a step can write"
@@ -214,18 +259,19 @@ def check_parameter(entry: ParameterStep, precision: Precision, *, muon: bool) -
         found = f"{foreign}, state of {other}, in a group of {algorithm}"
         write = "Write del optimizer.state[parameter] to begin with fresh state, or set the group back"
         raise StateError(explain_error(name, found, f"state of {algorithm}", write))
-    for key, layout in _layouts(entry, precision).items():
-        value = state.get(key)
+    entry.in_form = True
+    for form in entry.forms:
+        key, layout, shape, dtype, device = form
+        if form.has(value := state.get(key)):
+            continue
+        entry.in_form = False
         if value is None:
             continue
-        codes = precision.int8 and layout.kept_as == "momentum"
-        local = layout.local_of(f"{name}: {key}", value, *[torch.int8] * codes)
-        shape = layout.shape_here(storage, held)
-        if local.shape != shape:
+        local = layout.local_of(f"{name}: {key}", value, dtype)
+        if local.shape != shape and layout.kept_as != "norm":  # norms of other matrices begin anew
             found = f"{key} of shape {tuple(local.shape)} on this rank"
             write = "Write del optimizer.state[parameter] after resizing a parameter, which needs fresh state"
             raise StateError(explain_error(name, found, f"{shape}, the shape in which this rank stores it", write))
-        device = layout.device_beside(held.device, precision)
         if local.device != device:
             found, where = f"{key} on {local.device}", f"it on {device}"
             where += ", with its parameter" if device == held.device else ", as state_device says"

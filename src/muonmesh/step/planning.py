@@ -74,6 +74,8 @@ class Planned:
         exchange: The exchange that runs the plan; None until the ranks have compared their plans.
         recordings: Recorded kernel launches that later steps repeat, by their use (`recording.run_again`).
         graphs: CUDA graphs of batches that recur; None if they are not wanted.
+        state_forms: The forms of the state of each parameter, by the identity of its Member, and by whether it has
+            master weights (`parameter_steps.forms_of`).
     """
 
     signature: object
@@ -87,6 +89,7 @@ class Planned:
     exchange: Exchange | None = None
     recordings: dict[object, dict[Hashable, Any]] = field(default_factory=dict)
     graphs: Graphs | None = None
+    state_forms: dict[tuple[int, bool], Any] = field(default_factory=dict)
     _names: list[str] | None = field(default=None, init=False)
 
     def at_once(self, number: int) -> int:

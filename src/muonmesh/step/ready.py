@@ -128,7 +128,8 @@ class ReadyParameters:
         wanted = dict.fromkeys([self.plan.assignments[number].parameter for number in numbers])
         fresh = {n: entry for n in wanted if (entry := self.entries[n]) is not None and not entry.ready}
         for entry in fresh.values():
-            self.prepare(entry)
+            if not entry.in_form:
+                self.prepare(entry)
         if self.copies is not None:
             self.copies.take(fresh.values())
         for entry in fresh.values():
