@@ -187,7 +187,7 @@ def test_what_is_whole_is_told_and_every_tensor_named(name: str, tmp_path: Path)
         ("ours", lambda path: (path / "settings.json").write_text("{}"), "settings.json['groups']: found nothing"),
         ("ours", lambda path: (path / "settings.json").unlink(), "settings.json: found nothing there"),
         ("ours", lambda path: (path / ".metadata").unlink(), ".metadata: found nothing there"),
-        ("ours", lambda path: (path / MANIFEST_FILE).unlink(), "hashes that save wrote there last. Remove the folder"),
+        ("ours", lambda path: (path / MANIFEST_FILE).unlink(), "hashes that save wrote there last. Load another"),
         ("plain", cut, "__0_0.distcp: found"),
         ("plain", lose, "__0_0.distcp: found nothing there"),
         ("plain", act, ".metadata: not what a training writes: it names posix.mkdir"),

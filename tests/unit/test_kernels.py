@@ -128,6 +128,7 @@ class Multiples(torch.utils._python_dispatch.TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.own_ambient  # one thread, this one, which the mode watches
 @pytest.mark.parametrize(("rows", "cols", "batch"), [(384, 768, 1), (384, 400, 1), (256, 1024, 1)])
 def test_matrices_of_any_norm_are_multiplied_by_kernels_that_exist(
     rows: int, cols: int, batch: int, monkeypatch: pytest.MonkeyPatch
@@ -146,6 +147,7 @@ def test_matrices_of_any_norm_are_multiplied_by_kernels_that_exist(
     assert all(16 * math.log2(number) == pytest.approx(round(16 * math.log2(number)), abs=1e-9) for number in fresh)
 
 
+@pytest.mark.own_ambient  # one thread, this one, which the mode watches
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize(("rows", "cols", "batch"), [(384, 512, 1), (384, 400, 1), (256, 512, 2)])
 def test_a_matrix_that_is_not_finite_does_not_take_seconds(

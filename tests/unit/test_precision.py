@@ -71,6 +71,7 @@ CALLS: dict[str, Callable[[], object]] = {
 }
 
 
+@pytest.mark.own_ambient  # one thread, this one, which the mode watches
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_fp32_is_exact_inside_and_what_was_set_is_set_afterwards(
     call: Callable[[], object], before: tuple[str, ...]

@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rich.filesize import decimal
 
-from muonmesh.errors import FileError
+from muonmesh.errors import FileError, escaped
 from muonmesh.tools.cli.run_settings import Settings, check_fields_of, setting
 from muonmesh.tools.cli.terminal import complain, make_console, table_of
 
 if TYPE_CHECKING:
+    from rich.text import Text
+
     from muonmesh.tools.cli.cluster import Cluster
     from muonmesh.tools.forecasts.forecast import Weight
 
@@ -161,7 +163,7 @@ def print_plan(found: dict[str, Any], *, as_json: bool = False) -> None:
         )
 
 
-def rows_of(found: dict[str, Any]) -> list[list[str]]:
+def rows_of(found: dict[str, Any]) -> list[list[str | Text]]:
     """Return a row for each kind of matrices, for the whole cluster, except the last cell: what one rank sends."""
     return [
         [
@@ -177,10 +179,13 @@ def rows_of(found: dict[str, Any]) -> list[list[str]]:
     ]
 
 
-def _folded(name: str, width: int = 27) -> str:
+def _folded(name: str, width: int = 27) -> Text:
     """Return a name; a long name is broken after a dot into two lines, so that the table fits 80 columns."""
+    from rich.text import Text
+
+    name = escaped(name)
     place = name.rfind(".", 0, width) + 1
-    return name if len(name) <= width else f"{name[:place]}\n  {name[place:]}"
+    return Text(name if len(name) <= width else f"{name[:place]}\n  {name[place:]}")
 
 
 def tables_of(found: dict[str, Any]) -> dict[str, dict[str, str]]:

@@ -15,6 +15,7 @@ from muonmesh.files import FULL
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
 
 def print_plainly() -> None:
@@ -39,8 +40,11 @@ def make_console(*, record: bool = False) -> Console:
     return Console(file=cast(IO[str], Lasting(sys.stdout)), highlight=False, markup=False, record=record)
 
 
-def table_of(headings: Sequence[str], rows: Iterable[Sequence[str]], *, left: Sequence[int] = (0,)) -> Table:
-    """Return a table of plain text. Columns are right-aligned, except the columns with the indices ``left``."""
+def table_of(headings: Sequence[str], rows: Iterable[Sequence[str | Text]], *, left: Sequence[int] = (0,)) -> Table:
+    """Return a table of plain text. Columns are right-aligned, except the columns with the indices ``left``.
+
+    Control characters in a cell are escaped, unless it is a Text.
+    """
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
     from rich.text import Text
@@ -49,7 +53,7 @@ def table_of(headings: Sequence[str], rows: Iterable[Sequence[str]], *, left: Se
     for number, heading in enumerate(headings):
         table.add_column(heading, justify="left" if number in left else "right", overflow="fold")
     for row in rows:
-        table.add_row(*[Text(escaped(cell)) for cell in row])
+        table.add_row(*[Text(escaped(cell)) if isinstance(cell, str) else cell for cell in row])
     return table
 
 
