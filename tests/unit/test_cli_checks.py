@@ -256,7 +256,7 @@ def test_a_damaged_line_of_metrics_is_told_by_its_number(line: str, tmp_path: Pa
 
 def test_a_step_without_its_times_is_told(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"run": "muon", "step": 7, "seconds": 1.0, "tokens": 1, "loss": 5.0}\n')
-    with pytest.raises(FileError, match=r"line 1\[\'step_seconds\'\]: found nothing; needed a finite number"):
+    with pytest.raises(FileError, match=r"line 1\[\'step_seconds\'\]: found nothing; needed a positive, finite number"):
         summarise(tmp_path)
 
 
