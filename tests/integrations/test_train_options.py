@@ -102,6 +102,10 @@ def test_a_text_that_is_tokenised_in_many_parts_gives_the_same_tokens(
         ('{"body": "a"}\n', r"found fields body in line 1; needed an object with text in 'text'\."),
         ('{"text": "a"}\n{"te', r"found no JSON in line 2"),
         ('["a"]\n', r"found a list in line 1; needed an object"),
+        (
+            '{"text": "a"}\n{"text": "cut \\ud83d"}\n',
+            r"found half a character, such as .ud83d alone, in line 2; needed",
+        ),
     ],
 )
 def test_a_record_without_text_is_told_by_its_line(content: str, message: str, tmp_path: Path) -> None:

@@ -142,4 +142,6 @@ def test_an_optimizer_that_is_wrong_on_one_rank_is_told_on_all(workers: Any, tmp
 def test_what_another_user_may_read_is_not_called_damaged() -> None:
     denied = str(unreadable("weights.distcp:", PermissionError(13, "Permission denied")))
     assert denied == "weights.distcp: could not be read: Permission denied. Let the user of this process read it"
+    for short in (MemoryError("no room"), RuntimeError("DefaultCPUAllocator: can't allocate memory")):
+        assert str(unreadable("weights.distcp:", short)).endswith(". Free some memory and load again")
     assert str(unreadable("weights.distcp:", OSError(5, "Input/output error"))).endswith(REMEDY)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -56,6 +57,13 @@ def nothing():
 def leaves():
     raise SystemExit(0)
 
+def fails():
+    raise RuntimeError("of the script")
+
+def without_numbers():
+    model = net().to("meta")
+    return model, muonmesh.from_model(model)
+
 number = 3
 """
 
@@ -101,6 +109,19 @@ def test_what_is_no_script_is_told(script: Path, target: str, told: str) -> None
     assert result.exit_code == 2
     assert told in result.stderr
     assert "Write FILE.py:FUNCTION, such as train.py:make" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("function", "told"),
+    [
+        ("fails", "Traceback .*RuntimeError: of the script"),
+        ("without_numbers", "^muonmesh audit: .* on the meta device"),
+    ],
+)
+def test_an_error_has_not_the_exit_code_of_something_to_mend(script: Path, function: str, told: str) -> None:
+    result = command(f"{script}:{function}")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert re.search(told, result.stderr, re.DOTALL)
 
 
 def on_two_ranks(target: str) -> subprocess.CompletedProcess[str]:

@@ -23,7 +23,7 @@ from muonmesh.tools.cli import failure, terminal
 from muonmesh.tools.cli.corpus import Corpus, load_corpus_of, prepare_corpus, save_corpus_of
 from muonmesh.tools.cli.failure import first_failure, make_room, record_failure
 from muonmesh.tools.cli.lock import LOCK_FILE, locked
-from muonmesh.tools.cli.metrics_log import cut_metrics, read_metrics
+from muonmesh.tools.cli.metrics_log import TIMES, cut_metrics, read_metrics
 from muonmesh.tools.cli.model import check_model
 from muonmesh.tools.cli.run import _environment
 from muonmesh.tools.cli.run_settings import Settings, load_settings
@@ -199,7 +199,32 @@ def test_damaged_tokens_are_one_sentence(damage: str, prepared: tuple[Path, Path
         prepare_corpus([str(text)], vocab=300, cache=tmp_path / "cache")
 
 
+@pytest.mark.parametrize("content", ["", '{"model": 5}', '{"model": {"type": "BPE", "vocab": {}, "merges": []}}'])
+def test_a_damaged_tokenizer_is_one_sentence(content: str, prepared: tuple[Path, Path], tmp_path: Path) -> None:
+    text, place = prepared
+    (place / "tokenizer.json").write_text(content)
+    corpus = prepare_corpus([str(text)], vocab=300, cache=tmp_path / "cache")
+    with pytest.raises(FileError, match=r"tokenizer\.json: found .*; needed the tokenizer of the \d+ tokens beside it"):
+        corpus.tokenizer()
+
+
+def test_a_text_that_is_one_long_word_is_learnt_from_in_pieces(tmp_path: Path) -> None:
+    """The time to learn from a word grows with its square, so a genome would take days; ordinary text has no such."""
+    (tmp_path / "genome.txt").write_text("A" * 20_000)
+    tokenizer = prepare_corpus([str(tmp_path / "genome.txt")], vocab=300, cache=tmp_path / "cache").tokenizer()
+    assert max(map(len, tokenizer.get_vocab())) <= 1000
+    assert tokenizer.pre_tokenizer.pre_tokenize_str("A" * 5000) == [("A" * 5000, (0, 5000))], "encoded whole"
+
+
+def test_a_vocabulary_for_which_no_memory_suffices_is_refused() -> None:
+    """The library reserves memory for it before it learns, and would abort the process."""
+    with pytest.raises(ValueError, match=r"--vocab 2147483647: needed a whole number of at most 1048576"):
+        Settings(out="x", vocab=2**31 - 1)
+
+
 # --- metrics ----------------------------------------------------------------------------------------------------------
+
+STEP_DONE = {"run": "muon", "step": 1, "seconds": 1.0, "tokens": 1, "loss": 5.0, **dict.fromkeys(TIMES, 1.0)}
 
 
 @pytest.mark.parametrize(
@@ -217,6 +242,7 @@ def test_damaged_tokens_are_one_sentence(damage: str, prepared: tuple[Path, Path
         '{"run": "muon", "step": 1, "loss": "low"}',
         '{"run": "muon", "step": 1, "seconds": null}',
         '{"run": ["muon"], "step": 1}',
+        *(json.dumps(STEP_DONE | wrong) for wrong in ({"step": 0}, {"step_seconds": 0.0})),
     ],
 )
 def test_a_damaged_line_of_metrics_is_told_by_its_number(line: str, tmp_path: Path) -> None:
@@ -230,7 +256,7 @@ def test_a_damaged_line_of_metrics_is_told_by_its_number(line: str, tmp_path: Pa
 
 def test_a_step_without_its_times_is_told(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"run": "muon", "step": 7, "seconds": 1.0, "tokens": 1, "loss": 5.0}\n')
-    with pytest.raises(FileError, match=r"line 1\[\'step_seconds\'\]: found nothing; needed a finite number"):
+    with pytest.raises(FileError, match=r"line 1\[\'step_seconds\'\]: found nothing; needed a positive, finite number"):
         summarise(tmp_path)
 
 

@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from typer.testing import CliRunner
 
 from muonmesh.tools.cli import versions
 from muonmesh.tools.cli.app import app
+from muonmesh.tools.cli.terminal import shell_line
 
 COMMANDS = sorted(typer.main.get_group(app).commands)  # type: ignore[attr-defined]
 
@@ -82,6 +84,20 @@ def test_a_wrong_line_is_told_on_stderr(line: tuple[str, ...], message: str) -> 
     assert (done.returncode, done.stdout) == (2, "")
     assert message in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_an_interrupt_while_python_imports_ends_as_later_ones_do() -> None:
+    interrupts = "class Finder:\n    def find_spec(self, name, *_):\n"
+    interrupts += "        if name == 'muonmesh.tools.cli.app': os.kill(os.getpid(), signal.SIGINT)\n"
+    program = f"import os, signal, sys\n{interrupts}sys.meta_path.insert(0, Finder())\n"
+    program += "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # it may be ignored where the tests run
+    program += "from muonmesh.tools.cli import main\nmain()"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (130, "")
+
+
+def test_a_line_to_write_is_quoted_for_the_shell() -> None:
+    assert shlex.split(shell_line("doctor", Path("a b'$(x)"))) == ["muonmesh", "doctor", "a b'$(x)"]
 
 
 def test_the_version_is_that_of_the_package_and_of_torch() -> None:

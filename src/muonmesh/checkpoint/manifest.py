@@ -42,8 +42,10 @@ def entry_of(path: Path) -> Entry:
 
 
 def unreadable(what: str, error: BaseException) -> FileError:
-    """Return the error for a file that could not be read; a file that this user may not read is not damaged."""
+    """Return the error for a file that could not be read; without permission or memory, the file is not damaged."""
     remedy = "Let the user of this process read it" if isinstance(error, PermissionError) else REMEDY
+    if isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error):
+        remedy = "Free some memory and load again"
     return FileError(f"{what} could not be read: {reason(error)}. {remedy}")
 
 

@@ -173,7 +173,7 @@ def audit(
         layouts: Where plain local shards live, as for `Muon`.
 
     Raises:
-        ValueError: weights lie on the meta device, or no weight is trained.
+        ValueError: weights lie on the meta device (LayoutError), or no weight is trained.
         LayoutError: another rank found one of these errors.
     """
     optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
@@ -215,7 +215,7 @@ class _Watch:
             name = canonical_name(given)
             if parameter.is_meta:
                 write = "Write model.to_empty(device=...) and load weights first"
-                raise ValueError(explain_error(name, "a weight on the meta device", "one with numbers", write))
+                raise LayoutError(explain_error(name, "a weight on the meta device", "one with numbers", write))
             if parameter.requires_grad:
                 self.weights[name] = parameter
                 self.storages[name] = storage_of(name, parameter, None, layouts.get(name), needed=False)

@@ -23,10 +23,15 @@ def versions() -> str:
 
 
 def main() -> None:
-    """Run the ``muonmesh`` script; exit with 1 if a full disk has lost its output, except for ``train``."""
+    """Run the ``muonmesh`` script; exit with 1 if a full disk has lost its output, except for ``train``.
+
+    Ctrl-C while Python still imports, which takes seconds, exits with 130 as it does later.
+    """
     print_plainly()
     try:
         run_command()
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
     finally:
         sys.stdout.flush()
         if getattr(sys.stdout, "full", False) and sys.argv[1:2] != ["train"]:  # its run directory has all figures

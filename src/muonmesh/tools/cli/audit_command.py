@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -50,8 +51,11 @@ def audit(
                 "torch.distributed.init_process_group() in it"
             )
         report = watch(made[1], made[0])
-    except (FileError, LayoutError) as error:  # other errors come from the script, and keep their traceback
+    except (FileError, LayoutError) as error:
         raise SystemExit(complain("audit", str(error), code=NO_AUDIT)) from error
+    except Exception as error:  # from the script; with Python's own exit code 1, it would look like a result
+        traceback.print_exc()
+        raise SystemExit(NO_AUDIT) from error
     if not dist.is_initialized() or dist.get_rank() == 0:
         told = json.dumps(report.to_dict(), indent=1) if as_json else str(report)
         make_console().print(told, soft_wrap=True, markup=False)

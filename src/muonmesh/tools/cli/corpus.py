@@ -20,14 +20,14 @@ from tokenizers import Tokenizer
 
 from muonmesh.checkpoint.form import SIZE, TEXT, check_form, only
 from muonmesh.errors import FileError
-from muonmesh.files import kind_of, onto_disk, read_json, read_text, write_text, writing
+from muonmesh.files import kind_of, onto_disk, read_json, read_text, reason, write_text, writing
 from muonmesh.tools.cli.documents import RECORDS, Source, documents_of, find_files, sources_of, walk
 from muonmesh.tools.cli.tokenizer import END_OF_TEXT_ID, train_tokenizer
 
 CHARACTERS_AT_ONCE = 1 << 24  # tokenized together, so that all cores have work
 HELD_OUT_SHARE = 0.05
 FILES_FOR_A_SPLIT = 40  # with fewer files than this, the end of each file is held out instead of whole files
-FORMAT = 3  # part of a folder's name: raise it if the same text gives other files
+FORMAT = 4  # part of a folder's name: raise it if the same text gives other files
 NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
 DESCRIPTION_FILE = "corpus.json"
 TOKENIZER_FILE = "tokenizer.json"
@@ -66,10 +66,19 @@ class Corpus:
         """Return the tokenizer of the tokens.
 
         Raises:
-            FileError: the file is missing.
+            FileError: the file is missing or damaged, or has another number of tokens.
         """
-        needed = f"the tokenizer of the tokens beside it. Remove its folder: {REMADE}"
-        return Tokenizer.from_str(read_text(Path(self.directory) / TOKENIZER_FILE, needed=needed))
+        path = Path(self.directory) / TOKENIZER_FILE
+        needed = f"the tokenizer of the {self.vocab} tokens beside it. Remove its folder: {REMADE}"
+        try:
+            tokenizer = Tokenizer.from_str(read_text(path, needed=needed))
+        except FileError:
+            raise
+        except Exception as error:  # the library has no class of its own for its errors
+            raise FileError(f"{path}: found no tokenizer ({reason(error)}); needed {needed}") from error
+        if tokenizer.get_vocab_size() != self.vocab:
+            raise FileError(f"{path}: found {tokenizer.get_vocab_size()} tokens; needed {needed}")
+        return tokenizer
 
     def measured_digest(self) -> str:
         """Return the digest of the tokens that are on disk now."""

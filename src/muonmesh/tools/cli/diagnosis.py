@@ -33,6 +33,7 @@ from muonmesh.tools.cli.checkpoints import STEP, checkpoints_of, without_checkpo
 from muonmesh.tools.cli.lock import LOCK_FILE
 from muonmesh.tools.cli.metrics_log import METRICS_FILE
 from muonmesh.tools.cli.run_settings import CONFIG_FILE, load_config, load_settings
+from muonmesh.tools.cli.terminal import shell_line
 
 ARCHIVE = b"PK\x03\x04"
 A_RUN = "a run of muonmesh train"
@@ -134,7 +135,7 @@ def _run(run: Path) -> Diagnosis:
         found.notes += [f"{path}: left by a save that was cut off; the next one removes it" for path in left]
     if not found.faults and (not found.parts or any(part.whole for part in found.parts)):
         begins = "goes on" if found.parts else "no checkpoint is there. The run begins again"
-        found.notes.append(f"{begins} with: muonmesh train --resume {run}")
+        found.notes.append(f"{begins} with: {shell_line('train', '--resume', run)}")
     return found
 
 
@@ -149,7 +150,7 @@ def _folder(path: Path) -> Diagnosis:
         told = f"{name or hidden_last[0]!r} in it" if names else "nothing in it"
         told += f", as in a checkpoint of {framework}" if framework else ""
         run = next((folder / name for name in hidden_last if _is_run(folder / name)), None)
-        write = None if run is None else f"For a run in it, write: muonmesh doctor {run}"
+        write = None if run is None else f"For a run in it, write: {shell_line('doctor', run)}"
         found.faults = [explain_error(str(path), told, CHECKED, write)]
         return found
     entries: dict[str, Entry] | None = None

@@ -12,6 +12,7 @@ import hashlib
 import itertools
 import json
 import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from muonmesh.errors import FileError
 from muonmesh.files import kind_of, named, reason
 
 RECORDS = ".jsonl"
+HALF = re.compile("[\ud800-\udfff]")  # half of a character's escape in JSON, where its text was cut
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class Source:
             if self.file.suffix == RECORDS:
                 for text in self._lines():
                     if text.strip():
-                        yield hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest(), text
+                        yield hashlib.sha256(text.encode()).hexdigest(), text
                 return
             with contextlib.suppress(UnicodeDecodeError):
                 text = self.file.read_bytes().decode("utf-8")
@@ -64,6 +66,8 @@ class Source:
                 except (ValueError, RecursionError):
                     record, found = None, "no JSON"
                 text = record.get(self.field) if isinstance(record, dict) else None
+                if isinstance(text, str) and HALF.search(text):
+                    text, found = None, "half a character, such as \\ud83d alone,"
                 if not isinstance(text, str):
                     raise FileError(
                         f"--data {self.file}: found {found} in line {number}; needed an object with text in "

@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any, get_args
 
-from muonmesh.checkpoint.form import FINITE, SIZE, check_form, one_of
+from muonmesh.checkpoint.form import FINITE, POSITIVE, SIZE, Kind, check_form, one_of
 from muonmesh.errors import FileError
 from muonmesh.files import read_text, write_text, writing
 from muonmesh.tools.cli.run_settings import Optimizer
@@ -19,6 +19,8 @@ METRICS_FILE = "metrics.jsonl"
 TIMES = ("step_seconds", "forward_backward_seconds", "optimizer_seconds")
 OF_BOTH = {"run": one_of(get_args(Optimizer)), "step": SIZE, "seconds": FINITE}
 OF_A_STEP = {**OF_BOTH, "tokens": SIZE, "loss": FINITE, **dict.fromkeys(TIMES, FINITE)}
+OF_A_STEP |= {"step": Kind("a whole number of at least 1", lambda step: SIZE.holds(step) and step > 0)}
+OF_A_STEP |= {"step_seconds": POSITIVE}  # the report divides by both
 OF_A_VALIDATION = {**OF_BOTH, "validation_loss": FINITE}
 
 

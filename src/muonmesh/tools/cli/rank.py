@@ -23,6 +23,7 @@ from muonmesh.tools.cli.failure import LAUNCHER
 from muonmesh.tools.cli.lock import locked
 from muonmesh.tools.cli.metrics_log import cut_metrics
 from muonmesh.tools.cli.run_settings import Optimizer, Settings, load_settings
+from muonmesh.tools.cli.terminal import shell_line
 from muonmesh.tools.cli.training import StopRequest, Training
 
 
@@ -39,7 +40,8 @@ def work(run: Path) -> None:
     if dist.get_world_size() != settings.ranks:
         raise FileError(
             f"{run}: found --nproc-per-node {dist.get_world_size()}; needed the {settings.ranks} of the run. "
-            f"Write: --nproc-per-node {settings.ranks}, or change them: muonmesh train --resume {run} --ranks N"
+            f"Write: --nproc-per-node {settings.ranks}, or change them: "
+            f"{shell_line('train', '--resume', run)} --ranks N"
         )
     lock = contextlib.ExitStack()
     if LAUNCHER not in os.environ:  # the launcher holds the lock already

@@ -24,7 +24,7 @@ from muonmesh.tools.cli.metrics_log import read_metrics
 from muonmesh.tools.cli.model import check_model
 from muonmesh.tools.cli.report import write_report
 from muonmesh.tools.cli.run_settings import Settings, load_config
-from muonmesh.tools.cli.terminal import complain, make_console
+from muonmesh.tools.cli.terminal import complain, make_console, shell_line
 from muonmesh.tools.cli.tokenizer import END_OF_TEXT
 
 
@@ -99,7 +99,6 @@ def _headline(settings: Settings, parameters: int, corpus: Corpus) -> str:
 
 def _launch(run: Path, settings: Settings) -> int:
     """Launch the ranks, write the report, and return the exit code."""
-    stopped = False
     try:
         launch(run, ranks=settings.ranks)
     except RankKilled as error:
@@ -107,9 +106,9 @@ def _launch(run: Path, settings: Settings) -> int:
     except RankFailed as error:
         return complain("train", str(error), code=1)
     except KeyboardInterrupt:
-        stopped = True
+        pass  # the run may be complete all the same
     # A signal may also have reached a rank directly; then all ranks have stopped.
-    stopped = stopped or any(latest_step(checkpoints_of(run, name)) != settings.steps for name in settings.optimizers)
+    stopped = any(latest_step(checkpoints_of(run, name)) != settings.steps for name in settings.optimizers)
     try:
         report = write_report(run, settings)
     except FileError as error:
@@ -127,7 +126,7 @@ def continuation(run: Path, settings: Settings) -> str:
     latest = {name: latest_step(checkpoints_of(run, name)) for name in settings.optimizers}
     name = next((name for name, step in latest.items() if step != settings.steps), settings.optimizers[-1])
     where = f"from step {latest[name]}" if latest[name] else "from the start, since it has no checkpoint"
-    return f"Continue {name} {where}: muonmesh train --resume {run}"
+    return f"Continue {name} {where}: {shell_line('train', '--resume', run)}"
 
 
 def _environment(settings: Settings) -> dict[str, Any]:

@@ -26,6 +26,7 @@ ScheduleName = Literal["cosine", "linear", "wsd", "constant"]
 
 REPLICAS = 2  # of the model, under hsdp
 MOST_RANKS = 1024  # 100,000 ranks used up all memory of a machine before one failed
+MOST_VOCABULARY = 2**20  # the tokenizers library reserves memory for it, and aborts the process if there is too little
 MOST = 2**31 - 1  # beyond it, sizes and positions stop being exact or possible
 CONFIG_FILE = "config.json"
 MAY_CHANGE_ON_RESUME = {"ranks", "parallel", "timeout"}  # a checkpoint has no world size
@@ -131,7 +132,9 @@ class Settings:
         "model type (gpt2).",
     )
     # At least the 256 bytes and the end-of-text mark.
-    vocab: int = setting(2048, WHAT, "The vocabulary size of the tokenizer that is trained.", least=257)
+    vocab: int = setting(
+        2048, WHAT, "The vocabulary size of the tokenizer that is trained.", least=257, most=MOST_VOCABULARY
+    )
     seq: int = setting(128, WHAT, "Tokens per sequence.", least=2)
     optimizer: OptimizerChoice = setting(
         "both", HOW, "Which optimizer to train with. both trains twice from the same weights."

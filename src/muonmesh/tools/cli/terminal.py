@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import IO, TYPE_CHECKING, Any, TextIO, cast
@@ -66,6 +67,11 @@ def complain(command: str, message: str, *, code: int) -> int:
 def _lines(text: str) -> str:
     """Return a text of several lines with control characters escaped."""
     return "\n".join(map(escaped, text.split("\n")))
+
+
+def shell_line(*words: object) -> str:
+    """Return a command of muonmesh as a line to write in a shell: paths with spaces or quotes are quoted."""
+    return shlex.join(["muonmesh", *map(str, words)])
 
 
 def examples(*lines: str) -> str:

@@ -9,12 +9,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 END_OF_TEXT = "<|endoftext|>"
 END_OF_TEXT_ID = 0  # the trainer numbers special tokens first
 TRAINING_CHARACTERS = 50_000_000  # more text hardly changes the merges, and takes longer
+LONGEST_WORD = 1000  # bytes; the time to learn from a word grows with its square, and a file may be a single word
 
 
 def train_tokenizer(texts: Iterable[str], *, vocab: int) -> Tokenizer:
     """Return a byte-level BPE with at most ``vocab`` entries; equal texts in equal order give an equal tokenizer."""
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    words = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, pre_tokenizers.FixedLength(LONGEST_WORD)])
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab,
@@ -23,6 +25,7 @@ def train_tokenizer(texts: Iterable[str], *, vocab: int) -> Tokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator(_first(texts, TRAINING_CHARACTERS), trainer)
+    tokenizer.pre_tokenizer = words  # to encode, the time grows with the length alone
     return tokenizer
 
 
