@@ -9,8 +9,8 @@ import pty
 import re
 import resource
 import select
-import shutil
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
