@@ -9,6 +9,7 @@ import pty
 import re
 import resource
 import select
+import shlex
 import shutil
 import signal
 import socket
@@ -168,7 +169,7 @@ def test_a_run_that_ends_at_once_says_how_to_continue(killed: bool, long_run: Lo
     output, errors = process.communicate(timeout=60)
     step = latest_step(checkpoints_of(run, "muon"))
     where = f"from step {step}" if step else "from the start, since it has no checkpoint"
-    told = f"Continue muon {where}: muonmesh train --resume {run}\n"
+    told = f"Continue muon {where}: muonmesh train --resume {shlex.quote(str(run))}\n"
     if killed:
         assert process.returncode == 1
         assert errors.endswith(f"rank 1: ended by SIGKILL (out of memory?). {told}")
