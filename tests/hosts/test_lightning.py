@@ -353,5 +353,5 @@ def test_fabric_on_two_ranks(workers, how: str, tmp_path: Path) -> None:
 
 def test_a_setting_that_nobody_knows_is_refused() -> None:
     fabric = lightning.Fabric(accelerator="cpu", devices=1)
-    with pytest.raises(TypeError, match=r"Muon: found the argument 'momentun'; .* Write momentum="):
+    with pytest.raises(TypeError, match=r"from_model: found the argument 'momentun'; .* Write momentum="):
         from_model(fabric, llama(), momentun=0.9)

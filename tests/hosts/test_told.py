@@ -74,7 +74,7 @@ def trainer_for(folder: Path, pair: tuple[Any, dict[str, Any]], *callbacks: Any,
     [
         ((mm.from_model, {}), {}, "from_model: found no model; .*MuonFactory"),
         ((mm.Muon, {}), {}, "needed .*matri"),
-        ((MuonFactory, {"momentun": 0.9}), {}, "Muon: found the argument 'momentun'; .*Write momentum="),
+        ((MuonFactory, {"momentun": 0.9}), {}, "from_model: found the argument 'momentun'; .*Write momentum="),
         ((MuonFactory, {}), {"optim": "adafactor"}, "found optim='adafactor' and MuonFactory; .*remove optim="),
         ((MuonFactory, {}), {"optim_args": "rank=4"}, "TrainingArguments: found optim_args='rank=4'"),
     ],

@@ -227,7 +227,7 @@ def test_the_better_optimizer_is_compared_with_the_other_whichever_it_is() -> No
 
 
 def test_metrics_forget_what_a_resumed_run_writes_again(tmp_path: Path) -> None:
-    others = dict.fromkeys(("tokens", "seconds", *TIMES), 0)
+    others = dict.fromkeys(("tokens", "seconds", *TIMES), 1)
     for run in ("muon", "adamw"):
         for step in (1, 2, 3):
             append_metrics(tmp_path, run=run, step=step, loss=1 / 3, **others)

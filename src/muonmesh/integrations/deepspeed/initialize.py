@@ -282,15 +282,16 @@ class Assembly:
         parameters = tuple(self._parameters[id(parameter)] for parameter, _ in flat.held)
         title = f"{label} ({len(parameters)} parameters, flat tensor {number})"
         inner = [{**_settings(group), "params": [flat.tensor], "param_names": [title]}]
+        shared = {**self._shared, "state_dtype": flat.tensor.dtype}  # as DeepSpeed keeps it: bf16 with bf16 masters
         contents = [FlatParameter(known.name, layouts[known.name], known.matrices) for known in parameters]
         if is_matrix_rule(group["algorithm"]):
             offloaded = flat.tensor.device.type == "cpu"
             process_group = host_group(flat.process_group) if offloaded else flat.process_group
-            muon = told = Muon(inner, layouts={title: contents}, process_group=process_group, **self._shared)
+            muon = told = Muon(inner, layouts={title: contents}, process_group=process_group, **shared)
         else:  # AdamW is elementwise, so every rank steps its own elements alone
-            muon = Muon(inner, process_group="local", **self._shared)
+            muon = Muon(inner, process_group="local", **shared)
             muon._runtime.creates_state = False
-            told = Muon(inner, layouts={title: contents}, process_group=flat.process_group, **self._shared)
+            told = Muon(inner, layouts={title: contents}, process_group=flat.process_group, **shared)
             told.param_groups, told.state = muon.param_groups, muon.state
         return Call(muon, told, parameters, layouts)
 

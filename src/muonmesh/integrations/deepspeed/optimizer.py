@@ -47,7 +47,7 @@ def kept_as_moments(group: Mapping[str, Any]) -> Mapping[str, str]:
 
 def _checksum(weights: Tensor) -> Tensor:
     """Return sums of all bits, int64 (62,). Elements that change places change it, unless by a multiple of 61."""
-    bits = weights.reshape(-1).view(torch.int32)
+    bits = weights.reshape(-1).view(torch.int32 if weights.itemsize == 4 else torch.int16)
     whole = len(bits) // 61 * 61
     return torch.cat([bits[:whole].view(-1, 61).sum(0), bits[whole:].sum(0, keepdim=True)])
 
