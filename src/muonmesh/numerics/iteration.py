@@ -11,7 +11,7 @@ from torch import Tensor
 from muonmesh.numerics.coefficients import CoefficientSet, Polynomial, segments_of
 from muonmesh.numerics.deflation import deflate, departure
 from muonmesh.numerics.gram_form import factor_of_all, factored
-from muonmesh.numerics.kernels import Exact, KernelName, Matmuls
+from muonmesh.numerics.kernels import Exact, Matmuls
 from muonmesh.numerics.kernels.dense import scaled
 from muonmesh.numerics.kernels.memory import ALIGNMENT, scratch
 from muonmesh.numerics.normalize import load, rescale_rows, store, sums
@@ -52,12 +52,11 @@ class Iteration:
         prepared: CoefficientSet,
         segments: Sequence[tuple[Polynomial, ...]],
         matmuls: Matmuls,
-        kernels: KernelName,
         dtype: torch.dtype,
     ) -> None:
         """Set the coefficients, products and dtype that an `Orthogonalizer` has resolved."""
         self._prepared, self._segments, self._matmuls = prepared, segments, matmuls
-        self._kernels, self._dtype = kernels, dtype
+        self._dtype = dtype
         self._row_products = row_products if matmuls.exact is None else matmuls.exact.row_products
         self._squares: dict[str, Tensor] = {}
         self._square_term: Tensor | None = None

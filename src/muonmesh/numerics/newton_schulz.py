@@ -248,7 +248,7 @@ class Orthogonalizer:
             self._iteration().run(matrices, out, times, overwrite=overwrite)
 
     def _iteration(self) -> Iteration:
-        return Iteration(self.prepared, self.segments, self.products, self.kernels, self.dtype)
+        return Iteration(self.prepared, self.segments, self.products, self.dtype)
 
 
 def resolve_method(
