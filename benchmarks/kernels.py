@@ -26,6 +26,7 @@ from triton.runtime.driver import driver
 
 from muonmesh.numerics.coefficients import coefficient_schedule
 from muonmesh.numerics.kernels import fused, lines, small
+from muonmesh.numerics.kernels.rows import PieceRows, Place
 from muonmesh.numerics.kernels.tiles import multiplication
 from muonmesh.numerics.kernels.triton_launch import Launch
 
@@ -170,15 +171,18 @@ MATRICES = {
 def pairs() -> dict[str, Callable[..., Launch]]:
     """The elementwise kernels by name, with fp32 weights and momentum, bf16 on the wire."""
     wide, narrow = [torch.empty(64, 64)], [torch.empty(64, 64, dtype=torch.bfloat16)]
-    active, number, entries = torch.empty(1, dtype=torch.bool), torch.empty(1), [0]
+    active, number = torch.empty(1, dtype=torch.bool), torch.empty(1)
+    pieces = PieceRows([Place(0, 0, 0, (64, 64), 0, (64, 1), 0, (64, 1))])
 
     def first(launches: Iterator[Launch]) -> Launch:
         return next(launches)
 
     return {
-        "fold": lambda **_: first(fused._folding(wide, wide, narrow, entries, active, 0.95, True)),
-        "apply": lambda **_: first(fused._applying(wide, [], narrow, entries, active, number, number)),
-        "apply, masters": lambda **_: first(fused._applying(narrow, wide, narrow, entries, active, number, number)),
+        "fold": lambda **_: first(fused._folding(wide, wide, narrow, pieces.number, active, 0.95, True)),
+        "apply": lambda **_: first(fused._applying(wide, [], narrow, pieces.number, active, number, number)),
+        "apply, masters": lambda **_: first(
+            fused._applying(narrow, wide, narrow, pieces.number, active, number, number)
+        ),
     }
 
 
@@ -201,7 +205,7 @@ def whole() -> dict[str, Callable[..., Launch]]:
 
     def steps(rows: int, cols: int, dtype: torch.dtype = torch.bfloat16) -> Callable[..., Launch]:
         x = torch.empty(2, rows, cols, dtype=dtype)
-        return lambda **_: small.orthogonalizing(x, torch.empty_like(x), polynomials, None)
+        return lambda **_: small.orthogonalizing(x, torch.empty_like(x), polynomials)
 
     return {"64×64": steps(64, 64), "64×128": steps(64, 128), "63×127": steps(63, 127)}
 

@@ -113,7 +113,7 @@ def device() -> torch.optim.Optimizer:
     triton_launch.Launch.run = lambda self, device: None
     torch.ops.muonmesh.multiply = lambda *arguments: None  # the launch's arguments are a few for all matrices
     newton_schulz.select = muon_step.select = lambda *arguments, **options: triton_products(at_once=1 << 18)
-    optimizer._runtime.waits, optimizer._runtime.together = False, True
+    optimizer._runtime.waits = False
     return optimizer
 
 

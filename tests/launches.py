@@ -109,8 +109,8 @@ def beside(rows: int, cols: int) -> dict[str, Callable[[], Launch]]:
 
 
 def whole() -> Callable[[], Launch]:
-    x, out, times = *torch.zeros(2, 3, 48, 64, dtype=BF16), torch.ones(3, 2)[:, 1]
-    return lambda: small.orthogonalizing(x, out, (3.4445, -4.775, 2.0315) * 5, times)
+    x, out = torch.zeros(2, 3, 48, 64, dtype=BF16)
+    return lambda: small.orthogonalizing(x, out, (3.4445, -4.775, 2.0315) * 5)
 
 
 LAUNCHES: dict[str, Callable[[], Launch]] = {
@@ -127,19 +127,19 @@ LAUNCHES: dict[str, Callable[[], Launch]] = {
 }
 
 
-def again(method: str, *, timed: bool) -> dict[str, Any]:
+def again(method: str) -> dict[str, Any]:
     """Return what launches of an orthogonalization were given: worked out each time, and started again elsewhere.
 
     Addresses in what is given are told by their distance from its start, and the others only as addresses.
     """
     options = {"coefficients": "polar_express", "steps": 5, "method": method, "dtype": BF16, "kernels": "auto"}
     orthogonalizer = Orthogonalizer.of(64, 160, **options, device=torch.device("cpu"))
-    memory, numbers = torch.zeros(4, 2, 64, 160, dtype=BF16), torch.ones(2, 16)[:, :2] if timed else None
+    memory = torch.zeros(4, 2, 64, 160, dtype=BF16)
     found = []
     for turn in (0, 0, 0, 1, 0):  # the second is recorded, those after it are started again
-        given = [memory[2 * turn], memory[2 * turn + 1], *([] if numbers is None else [numbers[turn]])]
+        given = [memory[2 * turn], memory[2 * turn + 1]]
         Launcher.log = log = list[Any]()
-        orthogonalizer(given[0], out=given[1], overwrite=True, times=given[2] if timed else None)
+        orthogonalizer(given[0], out=given[1], overwrite=True)
 
         def place(address: object, given: list[torch.Tensor] = given) -> object:
             if not isinstance(address, int) or address < 1 << 32:
@@ -191,7 +191,7 @@ def main() -> None:
         driver.set_active(Driver(Launcher))
         triton_launch.device_of = lambda tensor: DEVICE
         newton_schulz.select = lambda *given, **options: triton_products(at_once=8)
-        print(json.dumps([again(method, timed=timed) for method in ("standard", "gram") for timed in (False, True)]))
+        print(json.dumps([again(method) for method in ("standard", "gram")]))
         return
     for name, make in LAUNCHES.items():
         launch = make()

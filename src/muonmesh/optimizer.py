@@ -47,12 +47,11 @@ from muonmesh.settings import (
     shows_settings,
 )
 from muonmesh.step.connection import check_members, connect, forget, outdated, plan
-from muonmesh.step.device_step import DeviceStep
 from muonmesh.step.elementwise_step import step_elementwise
 from muonmesh.step.flag_vector import Flags
 from muonmesh.step.makers import refuse_engine, refuse_makers
 from muonmesh.step.members import group_for, keep_gradients_of_views, replicas_of
-from muonmesh.step.muon_step import HostStep, MuonStep
+from muonmesh.step.muon_step import MuonStep
 from muonmesh.step.parameter_steps import Collected, collect
 from muonmesh.step.planning import Planned
 from muonmesh.step.precision import Precision
@@ -352,14 +351,13 @@ class Muon(torch.optim.Optimizer):
             yield None
             return
         squares = runtime.update_squares = None if runtime.update_squares is None else UpdateSquares()
-        kind = DeviceStep if runtime.works_together(planned) else HostStep
         precision, offload = runtime.precision, runtime.offload_of(planned)
         ready = ReadyParameters(planned, collected.muon, settings.rules, flags, precision, offload)
         elementwise = []
         for some in collected.adamw:
             rule = settings.rules[some[0].member.group]
             elementwise.append(partial(step_elementwise, rule, some, precision, flags, squares, offload))
-        work = kind(ready, elementwise, squares)
+        work = MuonStep(ready, elementwise, squares)
         runtime.interrupted = f"a step (number {exchange.wire.steps} of this plan)"
         yield planned, exchange, work
         ready.finish()

@@ -133,8 +133,6 @@ def steps(case: Case, device: str, found: SimulatedDevice | None = None) -> tupl
     elif case.layout == "replicas":
         settings["process_group"] = "world"
     optimizer = mm.Muon(groups, lr=0.02, weight_decay=0.1, **{"process_group": "local", **settings})
-    if device == "cpu":  # the operations of a device; but the host waits, and so asks before it writes
-        optimizer._runtime.together = True
     for step, some in enumerate(given):
         for name, parameter in parameters.items():
             parameter.grad = None if case.missing and step and name in ("wide", "bias") else some[name]

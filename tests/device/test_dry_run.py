@@ -284,7 +284,7 @@ def test_without_triton_bytes_stay_few(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"muonmesh.{place}.is_usable", lambda device: False)
     plain = dry_run(bag(*GPT2), matrices_only)
     assert plain.kernels < fused.kernels
-    assert fused.bytes_per_element < plain.bytes_per_element <= 60
+    assert fused.bytes_per_element < plain.bytes_per_element <= 140  # each part of a rule is masked by itself
 
 
 # ------------------------------------------------------------------ the host never waits

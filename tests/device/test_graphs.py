@@ -81,7 +81,7 @@ def test_what_is_captured_is_the_same_at_every_step(seed: int) -> None:
     dtype = draw.choice([torch.float32, torch.float64])
     method = draw.choice(["standard", "gram"])
     of = made(rows, cols, dtype, method=method, steps=draw.choice([None, 1, 2, 4]))
-    overwrite, timed = draw.random() < 0.5, draw.random() < 0.5
+    overwrite = draw.random() < 0.5
     generator = torch.Generator().manual_seed(seed)
     with Watched(seed, devices=1) as device:
         graphs, expected, found, kept = Graphs(CUDA), [], [], []
@@ -90,12 +90,11 @@ def test_what_is_captured_is_the_same_at_every_step(seed: int) -> None:
             host = torch.randn(batch, rows, cols, generator=generator, dtype=torch.float64)
             host[-1] *= draw.choice([1.0, 1e-30, 0.0, 1e20, float("nan")])
             x = host.to(CUDA, dtype)
-            times = torch.rand(batch, generator=generator, dtype=dtype).to(CUDA) if timed else None
             kept.append(torch.zeros(draw.randint(1, 3000), device=CUDA))  # so that memory moves
-            expected.append(of(x.clone(), times=times).cpu())
+            expected.append(of(x.clone()).cpu())
             device.issued.clear()
             out = torch.empty_like(x)
-            assert of(x, out=out, times=times, overwrite=overwrite, graphs=graphs) is out
+            assert of(x, out=out, overwrite=overwrite, graphs=graphs) is out
             captured += device.told(captured=True)
             ran.append(device.told(captured=False))
             found.append(out.cpu())
@@ -325,22 +324,22 @@ def test_batches_take_turns_in_the_memory_of_the_largest() -> None:
 
 
 def test_calls_that_start_something_else_have_another_graph() -> None:
-    """By shape, by dtype (fp32 is not cut to bf16), by factors, and by whether the matrices may be overwritten."""
+    """By shape, by dtype (fp32 is not cut to bf16), and by whether the matrices may be overwritten."""
     of = made(4, 6, steps=1)
-    changes: list[dict[str, Any]] = [{"dtype": torch.bfloat16}, {"rows": 3}, {"times": True}, {"overwrite": True}]
+    changes: list[dict[str, Any]] = [{"dtype": torch.bfloat16}, {"rows": 3}, {"overwrite": True}]
     for change in changes:
         with SimulatedDevice(0):
             graphs = Graphs(CUDA)
             for _ in range(4):
                 for asked in (change, {}):
-                    rows, times = asked.get("rows", 2), torch.full((2,), 0.3).to(CUDA) if "times" in asked else None
+                    rows = asked.get("rows", 2)
                     x = torch.randn(rows, 4, 6).to(CUDA, asked.get("dtype", torch.float32))
-                    before, expected = x.cpu(), of(x, times=times).cpu()
+                    before, expected = x.cpu(), of(x).cpu()
                     overwrite = "overwrite" in asked
-                    key = of.graph_key(x.shape, x.dtype, overwrite=overwrite, timed=times is not None)
+                    key = of.graph_key(x.shape, x.dtype, overwrite=overwrite)
                     if (memory := graphs.memory(*key)) is not None:
                         x = memory[0].copy_(x)
-                    assert torch.equal(of(x, times=times, overwrite=overwrite, graphs=graphs).cpu(), expected)
+                    assert torch.equal(of(x, overwrite=overwrite, graphs=graphs).cpu(), expected)
                     assert overwrite or torch.equal(x.cpu(), before)
             assert len(graphs) == 2
 

@@ -13,6 +13,7 @@ from muonmesh.numerics import kernels
 from muonmesh.numerics.coefficients import coefficient_schedule
 from muonmesh.numerics.kernels import fused
 from tests.gpu import DEVICE, pytestmark  # noqa: F401, the mark is read by pytest
+from tests.pieces import pieces_of
 from tests.reference import polar
 
 SHAPES = [(2, 512, 1024), (2, 511, 1023), (3, 64, 80), (1, 1, 7), (1, 288, 304)]
@@ -75,14 +76,14 @@ def test_the_fused_pair_computes_what_torch_does_piece_by_piece() -> None:
     # Every other direction lies transposed, as in an assembled tall matrix.
     directions = [torch.empty(s, dtype=torch.bfloat16, device=DEVICE) for s in shapes]
     directions[1] = torch.empty(70, 33, dtype=torch.bfloat16, device=DEVICE).mT
-    old = [m.clone() for m in momenta]
-    fused.fold(gradients, momenta, directions, active, momentum=0.95, nesterov=True, entries=range(len(shapes)))
+    old, pieces = [m.clone() for m in momenta], pieces_of(momenta, directions)
+    fused.fold(pieces, gradients, momenta, directions, active, momentum=0.95, nesterov=True)
     for g, m, d, before, on in zip(gradients, momenta, directions, old, active.tolist(), strict=True):
         expected = torch.lerp(before, g, 0.05) if on else before
         torch.testing.assert_close(m, expected, rtol=1e-6, atol=1e-6)
         torch.testing.assert_close(d, (torch.lerp(g, m, 0.95) if on else m).bfloat16(), rtol=2**-7, atol=1e-6)
     keep, size = torch.rand(len(shapes), device=DEVICE), torch.rand(len(shapes), device=DEVICE)
     old = [w.clone() for w in weights]
-    fused.apply(weights, [], updates, active, keep=keep, size=size, entries=range(len(shapes)))
+    fused.apply(pieces_of(weights, updates), weights, [], updates, active, keep=keep, size=size)
     for w, u, before, k, s, on in zip(weights, updates, old, keep, size, active.tolist(), strict=True):
         torch.testing.assert_close(w, before * k - u * s if on else before, rtol=0, atol=0)

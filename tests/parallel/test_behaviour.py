@@ -72,8 +72,8 @@ def test_a_gradient_that_is_zero_on_one_rank_only_counts_everywhere(workers) -> 
     assert workers(2).run(zero_on_some_ranks) == [True, True]
 
 
-HOSTS = {"waits": (True, False), "does-not-wait": (False, False), "together": (False, True)}
-"""Whether the host waits for the flags, and whether pieces are worked on together as on a device."""
+HOSTS = {"waits": True, "does-not-wait": False}
+"""Whether the host waits for the flags."""
 
 
 @mm.register_rule("test-sum-of-gradients")
@@ -95,8 +95,7 @@ def missing_on_one_shard(algorithm: str, host: str) -> tuple[list[str], list[str
         mm.Muon([{"params": [p], "algorithm": algorithm}], lr=0.1, compute_dtype=torch.float32, process_group=group)
         for p, group in ((weight, None), (twin, "local"))
     )
-    sharded._runtime.waits, sharded._runtime.together = HOSTS[host]
-    single._runtime.together = sharded._runtime.together
+    sharded._runtime.waits = HOSTS[host]
     for step in range(5):
         gradient = torch.randn(8, 6, generator=torch.Generator().manual_seed(step))
         missing = step in (0, 3, 4)
@@ -664,9 +663,9 @@ def pipeline() -> tuple[list[str], bool]:
     run = exchange.run
 
     def watched(work: Any) -> Any:
-        step_elementwise, orthogonalize, numbers = work.step_elementwise, work.orthogonalize, itertools.count()
+        step_elementwise, compute, numbers = work.step_elementwise, work.compute, itertools.count()
         work.step_elementwise = lambda: (events.append("adamw 0"), step_elementwise())
-        work.orthogonalize = lambda some: (orthogonalize(some), events.append(f"computed {next(numbers)}"))
+        work.compute = lambda some: (compute(some), events.append(f"computed {next(numbers)}"))
         return run(work)
 
     exchange.run = watched

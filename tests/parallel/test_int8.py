@@ -43,7 +43,7 @@ def made(dim: int | None, state_dtype: Any, *, device: bool = False, rounded: in
     kept: dict[str, Any] = {"state_dtype": state_dtype, "stochastic_rounding": rounded}
     optimizer = mm.Muon([group], lr=0.02, compute_dtype=torch.float32, process_group=where, **kept)
     if device:
-        optimizer._runtime.waits, optimizer._runtime.together = False, True
+        optimizer._runtime.waits = False
     return model, optimizer
 
 

@@ -28,7 +28,7 @@ def in_copies_on_a_device(optimizer: mm.Muon) -> None:
 
 
 def as_on_a_device(optimizer: mm.Muon) -> None:
-    optimizer._runtime.waits, optimizer._runtime.together = False, True
+    optimizer._runtime.waits = False
 
 
 def differing(layout: str, device: bool, param_dtype: torch.dtype, settings: dict[str, Any]) -> list[str]:

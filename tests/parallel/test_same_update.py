@@ -142,7 +142,7 @@ def test_what_some_matrices_need_more_of_is_bit_for_bit_too(workers, ranks: int,
 
 
 def as_on_a_device(optimizer: mm.Muon) -> None:
-    optimizer._runtime.waits, optimizer._runtime.together = False, True
+    optimizer._runtime.waits = False
 
 
 def run_together(layout: str, param_dtype: torch.dtype, **settings: Any) -> tuple[list[str], float]:

@@ -323,15 +323,11 @@ def test_deflated_raises_what_lies_far_below_a_plateau(kernels: Any) -> None:
 
 @pytest.mark.parametrize("kernels", ["auto", "compiled", "torch"])
 def test_what_deflation_needs_more_of_is_decided_for_each_matrix(kernels: Any) -> None:
-    """The bits of a batch of which some need more polynomials, whatever the results are multiplied by."""
+    """The bits of a batch of which some need more polynomials."""
     x = torch.stack([plateau(384, 800, count, rest) for count, rest in ((64, 0.01), (384, 1.0), (100, 0.01))])
-    times = torch.tensor([-2.0, 0.0, 0.25])
-    together = orthogonalize(x, coefficients="deflated", kernels=kernels, times=times)
-    for one, number, found in zip(x, times, together, strict=True):
-        alone = orthogonalize(one, coefficients="deflated", kernels=kernels, times=number[None])
-        assert bits(alone) == bits(found)
-        plain = orthogonalize(one, coefficients="deflated", kernels=kernels)
-        assert torch.equal(plain * number, found.to(torch.float32))  # powers of two round nothing
+    together = orthogonalize(x, coefficients="deflated", kernels=kernels)
+    for one, found in zip(x, together, strict=True):
+        assert bits(orthogonalize(one, coefficients="deflated", kernels=kernels)) == bits(found)
 
 
 @pytest.mark.parametrize(("method", "steps"), [("standard", 1), ("gram", 1), ("gram", 2)])
@@ -720,14 +716,6 @@ def test_gram_multiplies_the_last_pair_in_full() -> None:
     expected = oracle(x, "polar_express", 5)
     plain, gram = (error(orthogonalize(x, method=method), expected) for method in ("standard", "gram"))
     assert gram <= 1.3 * plain
-
-
-@pytest.mark.parametrize(("coefficients", "method"), [("polar_express", "standard"), ("quintic", "gram")])
-def test_results_are_multiplied_by_what_is_asked_for(coefficients: Any, method: Any) -> None:
-    x, times = torch.randn(3, 12, 20).double(), torch.tensor([0.5, 0.0, -3.0]).double()
-    ask = {"coefficients": coefficients, "method": method, "dtype": torch.float64}
-    found, plain = (orthogonalize(x, times=some, **ask) for some in (times, None))
-    torch.testing.assert_close(found, plain * times[:, None, None])
 
 
 def test_out_is_written_and_must_be_like_x() -> None:

@@ -15,12 +15,12 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 import muonmesh as mm
 from muonmesh.numerics.coefficients import coefficient_schedule
 from muonmesh.numerics.exact import total_of
-from muonmesh.numerics.rules import RULES, MuonRule, Rule, on_device, parts, register_rule, rule_of
+from muonmesh.numerics.rules import RULES, MuonRule, Rule, parts, register_rule
 from muonmesh.numerics.rules.dynmuon import power_at
 from muonmesh.numerics.rules.normuon import NorMuonRule
 from muonmesh.numerics.scale import StepSize
-from muonmesh.step import muon_step, stack
-from muonmesh.step.device_step import DeviceStep
+from muonmesh.step import muon_step, side_by_side
+from muonmesh.step.muon_step import MuonStep
 from muonmesh.testing import prove_rule
 from tests import reference
 from tests.problem import PARAMETERS
@@ -621,31 +621,14 @@ def test_a_group_may_change_its_rule_and_keeps_its_momentum() -> None:
     assert bool(optimizer.state[weight]["row_second_moment"].all())
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.95])
-@pytest.mark.parametrize("nesterov", [True, False])
-def test_pieces_that_are_only_read_have_the_scale_of_those_that_are_folded(nesterov: bool, momentum: float) -> None:
-    """A device takes them by other operations, and both may belong to one matrix."""
-    rule = rule_of({**mm.Muon([nn.Parameter(torch.ones(4, 4))], momentum=momentum, nesterov=nesterov).param_groups[0]})
-    gradient, kept = torch.randn(50), torch.randn(50)
-    read, twin, folded, other = torch.empty(4, 50).unbind()
-    state, same = {"momentum_buffer": kept.clone()}, {"momentum_buffer": kept.clone()}
-    parts.fold(rule, gradient, state, into=read, folds=False)
-    parts.fold(rule, gradient, state, into=folded)
-    factors = on_device.Factors(rule, torch.tensor([True]), torch.ones(1, dtype=torch.float64))
-    on_device.fold([on_device.Folded(gradient, same, 0, False, twin)], factors)
-    on_device.fold([on_device.Folded(gradient, same, 0, True, other)], factors)
-    torch.testing.assert_close(twin, read)
-    torch.testing.assert_close(other, folded)
-
-
 @pytest.mark.parametrize("rule", MATRIX_RULES)
 def test_every_rule_steps_on_a_device_as_on_a_cpu(rule: str) -> None:
     """By the device's operations, for the pieces of a bucket together and masked by flags; a matrix is left alone."""
     results = []
-    for together_ in (False, True):
+    for waits in (True, False):
         weights = [nn.Parameter(random(12, 20, seed=n).float()) for n in range(3)]
         optimizer = mm.Muon([{"params": weights, "algorithm": rule}], lr=0.1, compute_dtype=torch.float32)
-        optimizer._runtime.together, optimizer._runtime.waits = together_, not together_
+        optimizer._runtime.waits = waits
         for step in range(3):
             for number, weight in enumerate(weights):
                 weight.grad = random(12, 20, seed=10 * step + number).float() * (number != step)
@@ -872,14 +855,16 @@ def test_a_rule_is_proved_by_the_operations_of_a_device_in_every_part(
     own = OWN_PARTS[part]
     monkeypatch.setitem(RULES, "own", own)
     prove_rule("own", examples=5)
-    made = DeviceStep.__init__
+    made = MuonStep.__init__
 
     def ignoring(self: Any, ready: Any, *others: Any) -> None:
         plain = own.__mro__[1]
-        ready.rules = [rule and plain(**{f.name: getattr(rule, f.name) for f in fields(rule)}) for rule in ready.rules]
+        if isinstance(ready.nonzero, torch.Tensor):  # only a device knows it
+            given = [rule and {f.name: getattr(rule, f.name) for f in fields(rule)} for rule in ready.rules]
+            ready.rules = [rule and plain(**rule) for rule in given]
         made(self, ready, *others)
 
-    monkeypatch.setattr(DeviceStep, "__init__", ignoring)
+    monkeypatch.setattr(MuonStep, "__init__", ignoring)
     with pytest.raises(AssertionError, match="differ between the operations of a device and those of a CPU"):
         prove_rule("own", examples=5)
 
@@ -890,7 +875,7 @@ def test_a_decay_of_a_rule_s_own_is_obeyed_on_a_device(monkeypatch: pytest.Monke
     weight = nn.Parameter(random(6, 9).float())
     expected = weight.detach() - weight.detach().sign() * 0.05
     optimizer = mm.Muon([{"params": [weight], "algorithm": "own"}], lr=0.5, weight_decay=0.1, extra_scale_factor=1e-12)
-    optimizer._runtime.together, optimizer._runtime.waits = True, False
+    optimizer._runtime.waits = False
     weight.grad = random(6, 9, seed=1).float()
     optimizer.step()
     torch.testing.assert_close(weight.detach(), expected)
@@ -902,7 +887,7 @@ def test_a_step_that_clipping_stops_on_a_device_changes_nothing(rule: str, state
     """Everything runs there and is masked: what a gradient that is NaN makes may not reach weights or state."""
     weight = nn.Parameter(random(12, 20, seed=0).float())
     optimizer = mm.Muon([{"params": [weight], "algorithm": rule}], lr=0.1, state_dtype=state_dtype)
-    optimizer._runtime.together, optimizer._runtime.waits = True, False
+    optimizer._runtime.waits = False
     weight.grad = random(12, 20, seed=1).float()
     optimizer.step()
     before = [weight.detach().clone(), *(value.clone() for value in optimizer.state[weight].values())]
@@ -916,12 +901,12 @@ def test_a_step_that_clipping_stops_on_a_device_changes_nothing(rule: str, state
 def test_groups_of_a_batch_step_on_a_device_each_by_its_own_rate() -> None:
     """Results arrive as steps where nothing else is done to them; equal matrices are orthogonalized together."""
     results = []
-    for together_ in (False, True):
+    for waits in (True, False):
         weights = [nn.Parameter(random(12, 20, seed=n).float()) for n in range(3)]
         alone = ({"lr": 0.1}, {"lr": 0.3, "extra_scale_factor": 0.5}, {"lr": 0.2, "decay_mode": "cautious"})
         groups = [{"params": [weight], **settings} for weight, settings in zip(weights, alone, strict=True)]
         optimizer = mm.Muon(groups, weight_decay=0.1, compute_dtype=torch.float32)
-        optimizer._runtime.together, optimizer._runtime.waits = together_, not together_
+        optimizer._runtime.waits = waits
         for number, weight in enumerate(weights):
             weight.grad = random(12, 20, seed=10 + number).float()
         optimizer.metrics()
@@ -941,16 +926,17 @@ def test_small_matrices_side_by_side_have_the_bits_that_each_has_alone(
     """Wide and tall ones, experts, transposed memory, parts of a fused weight; one zero gradient and one missing."""
     shapes = [(9, 20)] * 4 + [(20, 9)] * 3 + [(3, 9, 20), (27, 20)]
     matrices: list[Any] = [*["whole"] * 7, "stack", ("rows", 9, 9, 9), "whole"]
-    results, applied = [], stack.Stack.apply
+    results, applied = [], side_by_side.apply_together
     taken: list[int] = []
 
-    def counted(self: stack.Stack, *arguments: Any) -> None:
-        taken.append(len(self.matrices))
-        applied(self, *arguments)
+    def counted(ready: Any, elements: Any, rows: Any) -> bool:
+        done = applied(ready, elements, rows)
+        taken.append(len(rows) if done else 0)
+        return done
 
-    monkeypatch.setattr(stack.Stack, "apply", counted)
-    for small in (stack.SMALL, 0):
-        monkeypatch.setattr(muon_step, "SMALL", small)
+    monkeypatch.setattr(muon_step, "apply_together", counted)
+    for small in (side_by_side.SMALL, 0):
+        monkeypatch.setattr(side_by_side, "SMALL", small)
         weights = [nn.Parameter(random(*shape, seed=n).to(dtype)) for n, shape in enumerate(shapes)]
         weights.append(nn.Parameter(random(20, 9, seed=20).to(dtype).t()))
         masters = torch.float32 if dtype == torch.bfloat16 else None
@@ -967,7 +953,7 @@ def test_small_matrices_side_by_side_have_the_bits_that_each_has_alone(
         results.append([*(weight.detach().clone() for weight in weights), *states])
     assert all(map(torch.equal, *results))
     asks = RULES[rule].asks_for_sums()  # for what needs a sum over the matrix before anything is written
-    assert (len(taken) == 0) == asks
+    assert (sum(taken) == 0) == asks
 
 
 # ---------------------------------------------------------------- rules for single elements

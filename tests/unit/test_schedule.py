@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from muonmesh.comm.elements import Elements
 from muonmesh.comm.schedule import Batch, Gather, Scatter, Schedule, Stage
 from muonmesh.comm.wire import Swap
 from muonmesh.layout import (
@@ -24,7 +25,7 @@ from muonmesh.layout import (
     make_plan,
 )
 from muonmesh.layout import split_matrices as split
-from muonmesh.layout.routes import Leg
+from muonmesh.layout.piece_table import Row
 
 CPU = torch.device("cpu")
 
@@ -125,9 +126,9 @@ def stored(plan: Plan, parameter: int, rank: int) -> Tensor:
     return local
 
 
-def elements(leg: Leg, storage: Tensor) -> Tensor:
-    """The elements of a leg in a flat local storage."""
-    return storage.as_strided(leg.piece.shape, leg.piece.storage_strides, leg.piece.storage_start)
+def elements(row: Row, storage: Tensor) -> Tensor:
+    """The elements of a row in a flat local storage."""
+    return storage.as_strided(row.piece.shape, row.piece.storage_strides, row.piece.storage_start)
 
 
 @pytest.mark.parametrize("bucket_elements", [1, 200, 10**6])
@@ -145,16 +146,21 @@ def test_all_ranks_together_replay_an_exchange(name: str, machine: int, bucket_e
     ranks = schedules(plan)
     done: list[list[Scatter]] = [[] for _ in ranks]
     for rank, schedule in enumerate(ranks):
-        local_of_stages = [alike for stage in schedule.stages for alike in stage.local]
-        for local in itertools.chain.from_iterable([*local_of_stages, *schedule.left]):
-            owned += 1
-            for leg, same in zip(local.read, local.write, strict=True):
-                elements(same, back[leg.parameter, rank]).copy_(-elements(leg, held[leg.parameter, rank]))
+        groups = [*(local for stage in schedule.stages for local in stage.local), *schedule.left]
+        for local in itertools.chain.from_iterable(group.cut(2) for group in groups):
+            owned += len(local.assignments)
+            assert len(local.assignments) <= 2
+            batch = torch.zeros(len(local.assignments), local.numel, dtype=torch.float64)
+            for row, into in Elements(local.reads, (batch,)):
+                into.copy_(elements(row, held[row.parameter, rank]))
+            assert all(len(matrix.unique()) == local.numel for matrix in batch)  # whole: each element once
+            for row, of in Elements(local.writes, (-batch,)):
+                elements(row, back[row.parameter, rank]).sub_(of, alpha=-1)
     for n in range(len(ranks[0].stages)):
         stages = [stages_of(schedule)[n] for schedule in ranks]
         for rank, one in enumerate(stages):
-            for leg, into in one.there.reads:
-                into.copy_(elements(leg, held[leg.parameter, rank]))
+            for row, into in one.there.reads:
+                into.copy_(elements(row, held[row.parameter, rank]))
         travel([one.there.swap for one in stages])
         for rank, one in enumerate(stages):
             for to, of in one.there.arriving:
@@ -168,8 +174,8 @@ def test_all_ranks_together_replay_an_exchange(name: str, machine: int, bucket_e
                     assert tuple(matrix.shape) == assignment.matrix.shape
                     assert len(matrix.unique()) == matrix.numel()  # whole: each element once
                 out.copy_(-x)
-            for leg, of in ranks[rank].staying(one.stage, one.results):
-                elements(leg, back[leg.parameter, rank]).sub_(of, alpha=-1)
+            for row, of in ranks[rank].staying(one.stage, one.results):
+                elements(row, back[row.parameter, rank]).sub_(of, alpha=-1)
         each = zip(ranks, stages, done, strict=True)
         for of_all in zip(*(rounds_of(*some) for some in each), strict=True):
             for turn in of_all:
@@ -177,8 +183,8 @@ def test_all_ranks_together_replay_an_exchange(name: str, machine: int, bucket_e
                     to.copy_(of)
             travel([turn.swap for turn in of_all])
             for rank, turn in enumerate(of_all):
-                for leg, of in turn.arrived:
-                    elements(leg, back[leg.parameter, rank]).sub_(of, alpha=-1)
+                for row, of in turn.arrived:
+                    elements(row, back[row.parameter, rank]).sub_(of, alpha=-1)
     assert owned == len(plan.assignments)
     for key in every:
         assert torch.equal(back[key], -held[key])
@@ -192,8 +198,8 @@ def test_matrices_of_one_rank_are_local_and_sorted_by_shape() -> None:
     ]
     schedule = Schedule(make_plan(parameters, bucket_elements=1), 0, (0,), torch.float32, CPU)
     assert schedule.stages == []
-    shapes = [{parameters[one.assignment].matrices[0].shape for one in alike} for alike in schedule.left]
-    assert sorted(map(len, schedule.left)) == [1, 3]  # a tall matrix is assembled wide
+    shapes = [{parameters[number].matrices[0].shape for number in alike.assignments} for alike in schedule.left]
+    assert sorted(len(alike.assignments) for alike in schedule.left) == [1, 3]  # a tall matrix is assembled wide
     assert sorted(shapes, key=str) == [{(4, 6)}, {(5, 5)}]
 
 
@@ -249,8 +255,8 @@ def test_results_for_many_replicas_travel_in_rounds() -> None:
         assert all(max(len(one.swap.send), len(one.swap.receive)) <= 64 * 96 for one in rounds)
         assert sum(memory.numel() for memory in schedule.memory.values()) <= (2 + 2 + 2 + 2) * 64 * 96
         # Nothing that two ranks exchange is cut: what this rank stores of each matrix comes once.
-        arrived = [leg.assignment for one in rounds for leg, _ in one.arrived]
-        staying = [leg.assignment for leg, _ in schedule.staying(found.stage, found.results)]
+        arrived = [row.assignment for one in rounds for row, _ in one.arrived]
+        staying = [row.assignment for row, _ in schedule.staying(found.stage, found.results)]
         assert sorted([*arrived, *staying]) == list(range(len(ranks)))
 
 
@@ -263,7 +269,7 @@ def test_a_device_keeps_no_memory_and_a_cpu_keeps_its_views() -> None:
     assert on_device.gather(first) is not on_device.gather(first)
     assert on_cpu.gather(on_cpu.stages[0]) is on_cpu.gather(on_cpu.stages[0])
     for mine, other in zip(stages_of(on_cpu), stages_of(on_device), strict=True):
-        views = [[(leg, view.shape) for leg, view in each.there.reads] for each in (mine, other)]
+        views = [[(row, view.shape) for row, view in each.there.reads] for each in (mine, other)]
         assert views[0] == views[1]
         for kept, given in zip(rounds_of(on_cpu, mine), rounds_of(on_device, other), strict=True):
             assert [to.stride() for to, _ in kept.leaving] == [to.stride() for to, _ in given.leaving]

@@ -60,10 +60,10 @@ def as_masters(model: nn.Module, exact: nn.Module) -> None:
 
 PATHS: dict[str, tuple[dict[str, Any], dict[str, bool]]] = {
     "cpu": ({}, {}),
-    "as on a device": ({}, {"waits": False, "together": True}),
+    "as on a device": ({}, {"waits": False}),
     "a matrix at a time": ({"memory_budget_mb": 0}, {}),
     "rules that need sums": ({"rule": "hyperball"}, {}),
-    "sums as on a device": ({"rule": "hyperball"}, {"waits": False, "together": True}),
+    "sums as on a device": ({"rule": "hyperball"}, {"waits": False}),
     "state beside the weights": ({"rule": "adamuon"}, {}),
     "int8": ({"state_dtype": "int8"}, {}),
 }
@@ -94,12 +94,12 @@ def test_masters_are_what_fp32_weights_would_be(how: str, path: str) -> None:
 
 
 @pytest.mark.parametrize("settings", [{"master_dtype": FP32}, {"stochastic_rounding": 0}, {}], ids=str)
-@pytest.mark.parametrize("together", [False, True], ids=["cpu", "as on a device"])
+@pytest.mark.parametrize("waits", [True, False], ids=["cpu", "as on a device"])
 @pytest.mark.filterwarnings("ignore:.*without masters")
-def test_a_step_after_a_load_is_a_step_of_the_loaded_weights(settings: dict[str, Any], together: bool) -> None:
+def test_a_step_after_a_load_is_a_step_of_the_loaded_weights(settings: dict[str, Any], waits: bool) -> None:
     """Against the oracle in fp64, after the best weights were loaded back."""
     model, optimizer = made(BF16, "muon", compute_dtype=FP32, **settings)
-    optimizer._runtime.waits, optimizer._runtime.together = not together, together
+    optimizer._runtime.waits = waits
     best = writers.copied(model)
     for step in range(4):
         give_gradients(model, step)
@@ -139,13 +139,13 @@ def test_what_was_written_is_saved(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float16])
-@pytest.mark.parametrize("together", [False, True], ids=["cpu", "as on a device"])
-def test_numbers_at_the_edge(dtype: torch.dtype, together: bool) -> None:
+@pytest.mark.parametrize("waits", [True, False], ids=["cpu", "as on a device"])
+def test_numbers_at_the_edge(dtype: torch.dtype, waits: bool) -> None:
     """Infinity, NaN, both zeros, a master beyond fp16 and one that rounds to 0: only what was written changes."""
     weight, vector = nn.Parameter(torch.ones(2, 8, dtype=dtype)), nn.Parameter(torch.ones(8, dtype=dtype))
     groups = [{"params": [weight]}, {"params": [vector], "algorithm": "adamw"}]
     optimizer = mm.Muon(groups, lr=0.0, weight_decay=0.0, master_dtype=FP32)
-    optimizer._runtime.waits, optimizer._runtime.together = not together, together
+    optimizer._runtime.waits = waits
 
     def step() -> None:
         for parameter in (weight, vector):

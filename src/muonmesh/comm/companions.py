@@ -12,12 +12,14 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from muonmesh.comm.passage import Passage, in_matrices
+from muonmesh.comm.elements import in_buffer
+from muonmesh.comm.passage import Passage
 from muonmesh.comm.views import memory_of
 from muonmesh.comm.wire import Wire
 from muonmesh.comm.work import CompanionState
 from muonmesh.layout import Piece
 from muonmesh.layout.companion_plan import CompanionPlan
+from muonmesh.layout.piece_table import NOWHERE, Row
 
 
 @dataclass
@@ -74,7 +76,7 @@ class CompanionExchange:
     def _move(self, name: str, stored: Callable[[int, str, Piece, Tensor], None]) -> None:
         """Move the companions in one direction; ``stored`` reads or writes the pieces that this rank stores."""
         (passage, moves), gathers = self._ways[name], name == "gather"
-        ends = in_matrices(passage.stored.get(self.wire.rank, ()), self._owned)
+        rows = [Row.in_matrix(leg, leg.assignment, 0) for leg in passage.stored.get(self.wire.rank, ())]
         send, receive = (memory_of(n, self.dtype, self.device) for n in (passage.sends, passage.receives))
         swap = passage.swap(f"the {name} of what rules keep", send, receive)
         copies = passage.copies(self._owned, receive if gathers else send)
@@ -82,9 +84,10 @@ class CompanionExchange:
             for numbers, view in copies:
                 view.copy_(numbers)
             self.wire.finish(self.wire.swap(swap))
-        for leg, view in ends + passage.on_wire(send if gathers else receive):
-            assignment, companion = self.carried.of[leg.assignment]
-            stored(assignment, companion.key, leg.piece, view)
+        buffers = {**self._owned, NOWHERE: send if gathers else receive}
+        for row in rows + passage.on_wire(NOWHERE):
+            assignment, companion = self.carried.of[row.assignment]
+            stored(assignment, companion.key, row.piece, in_buffer(buffers[row.buffer], row))
         if moves and gathers:
             self.wire.finish(self.wire.swap(swap))
             for numbers, view in copies:

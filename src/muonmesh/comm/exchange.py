@@ -11,11 +11,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from muonmesh.comm.companions import CompanionExchange
+from muonmesh.comm.elements import Elements
 from muonmesh.comm.matrix_sums import MatrixSums
 from muonmesh.comm.passage import CopyPairs
 from muonmesh.comm.schedule import Batch, Gather, Scatter, Schedule, Stage
 from muonmesh.comm.wire import Transfer, Wire
-from muonmesh.comm.work import LegViews, Work
+from muonmesh.comm.work import Work
 from muonmesh.layout import Plan
 from muonmesh.layout.companion_plan import CompanionPlan
 from muonmesh.numerics.kernels.threads import run_all
@@ -31,7 +32,7 @@ class _UnderWay:
         gather: The gather, until its matrices are orthogonalized.
         transfer: The transfer under way: first of the gather, later of the newest round of the scatter.
         results: The orthogonalized matrices, until they have been copied for the last time.
-        staying: The legs that are still to be written straight from the results, because this rank stores them.
+        staying: The pieces that are still to be written straight from the results, because this rank stores them.
         scatter: The newest round of the scatter.
     """
 
@@ -40,7 +41,7 @@ class _UnderWay:
     gather: Gather | None = None
     transfer: Transfer | None = None
     results: Sequence[Tensor] = ()
-    staying: LegViews = ()
+    staying: Elements | None = None
     scatter: Scatter | None = None
 
 
@@ -136,7 +137,7 @@ class Exchange:
         if stage.late:
             return _UnderWay(stage, stage.summed)
         gather = self.schedule.gather(stage)
-        work.read(stage.moving, gather.reads)
+        work.prepare(stage.moving, gather.reads)
         transfer = None if gather.swap is None else self.wire.swap(gather.swap)
         return _UnderWay(stage, stage.summed, gather, transfer)
 
@@ -155,7 +156,7 @@ class Exchange:
             del matrices
         else:
             for moving, reads, batches in self.schedule.portions(here.stage):
-                work.read(moving, reads)
+                work.prepare(moving, reads)
                 here.results = (*here.results, *self._orthogonalize(batches, work))
                 del reads, batches  # frees the matrices
                 self._receive(before, work)
@@ -164,7 +165,7 @@ class Exchange:
 
     def _orthogonalize(self, batches: Sequence[Batch], work: Work) -> tuple[Tensor, ...]:
         """Orthogonalize batches and return the results."""
-        work.orthogonalize(batches)
+        work.compute(batches)
         self.wire.counts.orthogonalized += sum(len(some) for _, _, some in batches)
         return tuple(out for _, out, _ in batches)
 
@@ -187,41 +188,42 @@ class Exchange:
         """
         rounds = here.stage.rounds
         if rounds.count and not rounds.near:  # this rank has all that its part of the sums needs
-            self._sum(here, (), work)
+            self._sum(here, None, work)
         for index in range(1, rounds.count):
-            arrived, transfer = here.scatter.arrived if here.scatter is not None else (), here.transfer
+            arrived, transfer = None if here.scatter is None else here.scatter.arrived, here.transfer
             self._scatter(here, index)
             self._write_what_stays(here, work)
             self.wire.finish(transfer)
             self._sum(here, arrived, work)
-            work.write(arrived)
+            if arrived is not None:
+                work.finalize(arrived)
 
     def _write_what_stays(self, here: _UnderWay, work: Work) -> None:
         """Write results that stayed on this rank while others travel, unless sums must be computed first."""
-        if not here.summed and here.staying:
-            work.write(here.staying)
-            here.staying = ()
+        if not here.summed and here.staying is not None:
+            work.finalize(here.staying)
+            here.staying = None
 
     def _receive(self, here: _UnderWay | None, work: Work) -> None:
         """Receive and write the results of a stage, if this has not been done."""
         if here is not None:
-            arrived = () if here.scatter is None else here.scatter.arrived
+            arrived = None if here.scatter is None else here.scatter.arrived
             self.wire.finish(here.transfer)
             here.scatter = here.transfer = None
             self._sum(here, arrived, work)
-            if arrived:
-                work.write(arrived)
+            if arrived is not None:
+                work.finalize(arrived)
 
-    def _sum(self, here: _UnderWay, arrived: LegViews, work: Work) -> None:
+    def _sum(self, here: _UnderWay, arrived: Elements | None, work: Work) -> None:
         """Compute the missing sums over the matrices of a stage, if any, and then write the results that stayed here.
 
         These matrices are not written before. All summands of this rank have stayed here or have arrived.
         """
         if here.summed:
-            legs = (*here.staying, *arrived)
-            self._matrix_sums.take(here.summed, legs, work.summands, what=here.stage.name)
-            work.write(here.staying)
-            here.summed, here.staying = {}, ()
+            views = [view for some in (here.staying, arrived) if some is not None for view in some]
+            self._matrix_sums.take(here.summed, views, work.summands, what=here.stage.name)
+            here.summed = {}
+            self._write_what_stays(here, work)
 
     def _copy(self, copies: CopyPairs) -> None:
         run_all([partial(to.copy_, of) for to, of in copies], device=self._device)

@@ -7,7 +7,7 @@ each bucket: one of the largest exponents, and one of the integers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache, partial
 
 import torch
@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from muonmesh.comm.wire import Wire
-from muonmesh.comm.work import LegViews, Summands
+from muonmesh.comm.work import Summands
 from muonmesh.layout import Plan
-from muonmesh.layout.routes import Leg
+from muonmesh.layout.piece_table import Row
 from muonmesh.numerics.exact import total_of
 from muonmesh.numerics.kernels.threads import run_all
 
@@ -36,32 +36,39 @@ class MatrixSums:
         self._plan, self._device, self._wire = plan, device, wire
         self._counts = cache(partial(plan.counts, rank=rank))
 
-    def take(self, asked: Mapping[int, int], legs: LegViews, summands: Summands, *, what: str = "a matrix") -> None:
+    def take(
+        self,
+        asked: Mapping[int, int],
+        updates: Iterable[tuple[Row, Tensor]],
+        summands: Summands,
+        *,
+        what: str = "a matrix",
+    ) -> None:
         """Compute sums over some matrices, and pass them to ``summands``. All ranks call this for the same matrices.
 
         Args:
             asked: `Plan.summed` of the matrices, at least one.
-            legs: The updates of the pieces that this rank stores. Pieces that do not count (`Plan.counts`), and pieces
-                of other matrices, are ignored.
+            updates: The updates of the pieces that this rank stores. Pieces that do not count (`Plan.counts`), and
+                pieces of other matrices, are ignored.
             summands: Computes this rank's contributions, and receives the sums.
             what: The name of the matrices in errors.
         """
-        counted = [end for end in legs if end[0].assignment in asked and self._counts(end[0].assignment)]
+        counted = [end for end in updates if end[0].assignment in asked and self._counts(end[0].assignment)]
         sizes, total = list(asked.values()), sum(asked.values())
 
-        def of_each(shape: tuple[int, ...], write: Callable[[Leg, Tensor, Tensor], None]) -> list[tuple[Leg, Tensor]]:
-            """Return each counted leg with the int64 tensor (sums, *shape) that ``write`` fills for it."""
-            legs = [leg for leg, _ in counted]
-            found = [torch.zeros(asked[leg.assignment], *shape, dtype=torch.int64, device=self._device) for leg in legs]
+        def of_each(shape: tuple[int, ...], write: Callable[[Row, Tensor, Tensor], None]) -> list[tuple[Row, Tensor]]:
+            """Return each counted row with the int64 tensor (sums, *shape) that ``write`` fills for it."""
+            rows = [row for row, _ in counted]
+            found = [torch.zeros(asked[row.assignment], *shape, dtype=torch.int64, device=self._device) for row in rows]
             tasks = [partial(write, *end, into) for end, into in zip(counted, found, strict=True)]
             run_all(tasks, device=self._device)
-            return list(zip(legs, found, strict=True))
+            return list(zip(rows, found, strict=True))
 
         # The sums over all matrices are one vector; each matrix has a view of it.
         exponents = torch.zeros(total, dtype=torch.int64, device=self._device)
         exponents_of = dict(zip(asked, torch.split(exponents, sizes), strict=True))
-        for leg, found in of_each((), summands.exponents):
-            mine = exponents_of[leg.assignment]
+        for row, found in of_each((), summands.exponents):
+            mine = exponents_of[row.assignment]
             torch.maximum(mine, found, out=mine)
         if self._wire is not None:
             self._wire.reduce(exponents, dist.ReduceOp.MAX, f"the largest numbers in the sums over {what}")
@@ -76,11 +83,11 @@ class MatrixSums:
         for number, told in told_of.items():
             summands.tell(number, told)
 
-        def add(leg: Leg, update: Tensor, into: Tensor) -> None:
-            summands.limbs(leg, update, exponents_of[leg.assignment], into)
+        def add(row: Row, update: Tensor, into: Tensor) -> None:
+            summands.limbs(row, update, exponents_of[row.assignment], into)
 
-        for leg, found in of_each((2,), add):
-            limbs_of[leg.assignment].add_(found)
+        for row, found in of_each((2,), add):
+            limbs_of[row.assignment].add_(found)
         if self._wire is not None:
             self._wire.reduce(numbers, dist.ReduceOp.SUM, f"the sums over {what}")
 

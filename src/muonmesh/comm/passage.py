@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
 from torch import Tensor
 
-from muonmesh.comm.views import view_in_matrix, view_in_storage
+from muonmesh.comm.elements import in_buffer
+from muonmesh.comm.views import view_in_storage
 from muonmesh.comm.wire import Swap
-from muonmesh.layout import Piece
+from muonmesh.layout.piece_table import Row, joined
 from muonmesh.layout.region import row_major
 from muonmesh.layout.routes import Leg, Routes
 
@@ -63,10 +64,9 @@ class Passage:
 
     def passed_on(self, arrived: Passage, receive: Tensor, send: Tensor) -> CopyPairs:
         """Return the copies for results that are passed on: from the previous receive buffer to the send buffer."""
-        found = {(leg.assignment, leg.piece): view for leg, view in arrived.on_wire(receive)}
-        return tuple(
-            (_contiguous(send, leg.piece, start), found[leg.assignment, leg.piece]) for leg, start in self._passed_on
-        )
+        found = {(row.assignment, row.piece): row for row in arrived.on_wire(0)}
+        rows = [(Row.on_wire(leg, 0, start), found[leg.assignment, leg.piece]) for leg, start in self._passed_on]
+        return tuple((in_buffer(send, to), in_buffer(receive, of)) for to, of in rows)
 
     def sends_as(self, other: Passage) -> bool:
         """Whether this passage and another one send the same elements of this rank's matrices in the same order."""
@@ -76,19 +76,19 @@ class Passage:
         """Return the collective of this passage; ``send`` and ``receive`` must be large enough."""
         return Swap(what, send[: self.sends], receive[: self.receives], self._sent, self._received)
 
-    def on_wire(self, buffer: Tensor) -> list[tuple[Leg, Tensor]]:
-        """Return the legs that leave or reach this rank's storage, with their elements in a wire buffer."""
+    def on_wire(self, buffer: int) -> list[Row]:
+        """Return the rows that leave or reach this rank's storage; ``buffer`` is the number of the wire buffer."""
         return [
-            (leg, _contiguous(buffer, leg.piece, self._starts_held[peer] + leg.start))
+            Row.on_wire(leg, buffer, self._starts_held[peer] + leg.start)
             for peer, some in self.stored.items()
             if peer != self._rank
             for leg in some
         ]
 
-    def copies(self, matrices: Mapping[int, Tensor], buffer: Tensor) -> CopyPairs:
+    def copies(self, matrices: Mapping[int, Tensor], wire: Tensor) -> CopyPairs:
         """Return pairs of views of this rank's travelling elements: in their matrix, and in a wire buffer."""
         return tuple(
-            (view_in_matrix(piece, matrices[number]), view_in_storage(buffer, piece)) for number, piece in self._copies
+            (in_buffer(matrices[row.assignment], row), view_in_storage(wire, row.piece)) for row in self._copies
         )
 
     @property
@@ -99,52 +99,11 @@ class Passage:
                 yield leg, self._starts_assembled[peer] + leg.start
 
     @cached_property
-    def _copies(self) -> list[tuple[int, Piece]]:
-        """The pieces of this rank's matrices that travel, by assignment, as they are stored in a wire buffer."""
-        found: dict[int, list[Piece]] = {}
+    def _copies(self) -> tuple[Row, ...]:
+        """The rows of this rank's matrices that travel, by assignment; their storage is the wire buffer."""
+        found: dict[int, list[Row]] = {}
         for leg, start in self._leaving:
             if leg.assignment in self._owned:
                 piece = replace(leg.piece, storage_start=start, storage_strides=row_major(leg.piece.shape))
-                found.setdefault(leg.assignment, []).append(piece)
-        return [(number, piece) for number, some in found.items() for piece in _joined(some)]
-
-
-def in_matrices(legs: Iterable[Leg], matrices: Mapping[int, Tensor]) -> list[tuple[Leg, Tensor]]:
-    """Return legs with views of their elements in ``matrices``, a mapping from assignment to matrix."""
-    return [(leg, view_in_matrix(leg.piece, matrices[leg.assignment])) for leg in legs]
-
-
-def _contiguous(buffer: Tensor, piece: Piece, start: int) -> Tensor:
-    return buffer.as_strided(piece.shape, row_major(piece.shape), buffer.storage_offset() + start)
-
-
-def _joined(copies: Sequence[Piece]) -> Sequence[Piece]:
-    """Return the same copies as fewer pieces: equal pieces at even distances are joined into one with another dim.
-
-    So the rows that all ranks of FSDP hold of a matrix arrive in a single copy, not in one copy for each rank. Results
-    for the ranks of each replica leave in a single copy, not in one copy for each replica.
-    """
-    fewer: list[Piece] = []
-    first = 0
-    while first < len(copies):
-        one, end, steps = copies[first], first + 1, (0, 0)
-        while end < len(copies) and _alike(one, copies[end]):
-            apart = _distance(copies[end - 1], copies[end])
-            if apart[0] < 0 or (end > first + 1 and apart != steps):  # as_strided takes no negative strides
-                break
-            steps, end = apart, end + 1
-        if end > first + 1:  # a step of 0 if each replica gets the same elements
-            shape, on_wire = (end - first, *one.shape), (steps[1], *one.storage_strides)
-            one = Piece(shape, one.storage_start, on_wire, one.matrix_start, (steps[0], *one.matrix_strides))
-        fewer.append(one)
-        first = end
-    return fewer if len(fewer) == len(copies) else _joined(fewer)
-
-
-def _alike(one: Piece, other: Piece) -> bool:
-    moved = replace(other, storage_start=one.storage_start, matrix_start=one.matrix_start)
-    return moved == one
-
-
-def _distance(one: Piece, other: Piece) -> tuple[int, int]:
-    return other.matrix_start - one.matrix_start, other.storage_start - one.storage_start
+                found.setdefault(leg.assignment, []).append(Row.in_matrix(replace(leg, piece=piece), 0, 0))
+        return joined(itertools.chain.from_iterable(found.values()))

@@ -2,8 +2,8 @@
 
 Every step reads the same pieces into the same memory, makes the same copies, orthogonalizes the same matrices and
 writes the same pieces. So the first step computes these lists, and later steps reuse them. The user's tensors may
-move from step to step, so the schedule keeps no views of them. Its legs give the places of pieces in a tensor
-(`muonmesh.layout.Piece`).
+move from step to step, so the schedule keeps no views of them. Its tables (`muonmesh.layout.piece_table`) give the
+places of pieces in a tensor.
 
 On a CPU the memory is kept too. There are two buffers for each role, such as "the send buffer of a gather", because
 buckets take turns. Each is as large as its largest bucket needs, and its views are kept as well. On a device, torch's
@@ -16,26 +16,28 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from muonmesh.comm.passage import CopyPairs, Passage, in_matrices
+from muonmesh.comm.elements import Elements
+from muonmesh.comm.passage import CopyPairs, Passage
 from muonmesh.comm.views import memory_of
 from muonmesh.comm.wire import Swap
-from muonmesh.comm.work import LegViews, Local
+from muonmesh.comm.work import Local
 from muonmesh.layout import Plan
+from muonmesh.layout.piece_table import NOWHERE, PieceTable, Row
 from muonmesh.layout.rounds import Rounds
 from muonmesh.layout.routes import Leg, Routes, append
 
 Batch = tuple[Tensor, Tensor, tuple[int, ...]]
 """Matrices (b, rows, cols), the tensor for their results, and their assignments."""
 
-Portion = tuple[tuple[int, ...], LegViews, tuple[Batch, ...]]
-"""Assignments whose gradients are folded now, the legs to read with their views, and at most one batch."""
+Portion = tuple[tuple[int, ...], Elements, tuple[Batch, ...]]
+"""Assignments whose gradients are folded now, the elements to read, and at most one batch."""
 
 
 @dataclass(frozen=True)
@@ -46,20 +48,23 @@ class Stage:
         number: The number of the stage.
         name: Its name in errors, with the number of its bucket in the plan.
         moving: The assignments whose matrices need a transfer.
-        local: Local matrices that are computed in this stage, grouped by shape and settings.
+        local: Local matrices that are computed in this stage, by shape and settings.
         passage: The transfer to the owners.
         gathers: Whether anything travels to the owners.
         late: Whether nothing is gathered, on a device. Then gradients are read only when they are needed (`portions`).
         back: The routes of the results back, in ``rounds``.
         first: The number of the first of these rounds, counted over all stages.
         summed: Assignments whose matrices need sums before they are written, see `Plan.summed`.
+        reads: The pieces whose momentum this rank stores. Their buffers are this rank's ``batches``, and then the send
+            buffer; pieces that this rank does not send are in no buffer.
+        staying: The pieces that this rank writes straight from the results of its ``batches``.
         batches, shapes: The assignments that this rank orthogonalizes, equal matrices together, and their shapes.
     """
 
     number: int
     name: str
     moving: tuple[int, ...]
-    local: tuple[tuple[Local, ...], ...]
+    local: tuple[Local, ...]
     passage: Passage
     gathers: bool
     late: bool
@@ -67,6 +72,8 @@ class Stage:
     rounds: Rounds
     first: int
     summed: Mapping[int, int]
+    reads: PieceTable = field(default_factory=PieceTable)
+    staying: PieceTable = field(default_factory=PieceTable)
     batches: Sequence[tuple[int, ...]] = ()
     shapes: Sequence[tuple[int, int]] = ()
 
@@ -98,13 +105,13 @@ class Gather:
     """The transfer of one bucket to the owners; the attributes are in the order of their use.
 
     Attributes:
-        reads: The legs that this rank stores, with views of their target: the send buffer, or this rank's matrices.
+        reads: The pieces that this rank stores, with their target: this rank's matrices, or the send buffer.
         swap: The collective; None if nothing travels.
         arriving: The copies from the receive buffer into the matrices.
         matrices: The matrices that this rank orthogonalizes, equal matrices together: (b, rows, cols) each.
     """
 
-    reads: LegViews
+    reads: Elements
     swap: Swap | None
     arriving: CopyPairs
     matrices: tuple[Tensor, ...]
@@ -117,13 +124,13 @@ class Scatter:
     Attributes:
         leaving: The copies into the send buffer: from the results, and from the previous receive buffer, if any.
         swap: The collective.
-        arrived: The legs that are written from the receive buffer.
+        arrived: The pieces that are written from the receive buffer.
         passes: Whether this rank passes on results that arrived in the previous round.
     """
 
     leaving: CopyPairs
     swap: Swap
-    arrived: LegViews
+    arrived: Elements
     passes: bool
 
 
@@ -147,7 +154,7 @@ class Schedule:
 
     Attributes:
         stages: The stages, in their order.
-        left: Local matrices after the last stage, grouped by shape and settings.
+        left: Local matrices after the last stage, by shape and settings.
         local_count: The number of local matrices.
         relays: Whether this rank passes on results of other owners.
         memory: The buffers that are kept between steps, by role; empty on a device.
@@ -164,11 +171,13 @@ class Schedule:
     ) -> None:
         """Compute the schedule, and allocate the buffers on a CPU."""
         self.stages, self.left = _stages(plan, rank, peers, at_once, on_device=device.type != "cpu")
-        self.local_count = sum(map(len, itertools.chain(self.left, *(stage.local for stage in self.stages))))
+        groups = itertools.chain(self.left, *(stage.local for stage in self.stages))
+        self.local_count = sum(len(local.assignments) for local in groups)
         self._passages = _passages(plan, rank, peers, self.stages)
         self.relays = any(passage.passes for passage in self._passages)
         self._rank, self._dtype, self._device = rank, dtype, device
         self._filling = _fillings(self._passages, [stage.first for stage in self.stages])
+        self._arriving = [PieceTable(tuple(passage.on_wire(0))) for passage in self._passages]
         self._views: dict[tuple[int, int | str], Any] = {}
         numels: dict[str, int] = {}
         for role, turn, numel in self._turns() if device.type == "cpu" else ():
@@ -180,39 +189,45 @@ class Schedule:
 
         def make() -> Gather:
             matrices = stage.assembled(self._memory("matrices", stage.number, stage.numel))
-            of, passage = stage.by_assignment(matrices), stage.passage
-            reads = in_matrices(passage.stored.get(self._rank, ()), of)
             if not stage.gathers:
-                return Gather(tuple(reads), None, (), matrices)
+                return Gather(Elements(stage.reads, matrices), None, (), matrices)
+            passage = stage.passage
             send = self._memory("gather.send", stage.number, passage.sends)
             receive = self._memory("gather.receive", stage.number, passage.receives)
             swap = passage.swap(f"the gather of {stage.name}", send, receive)
-            reads += passage.on_wire(swap.send)
-            return Gather(tuple(reads), swap, passage.copies(of, swap.receive), matrices)
+            arriving = passage.copies(stage.by_assignment(matrices), swap.receive)
+            return Gather(Elements(stage.reads, (*matrices, swap.send)), swap, arriving, matrices)
 
         return self._once(stage, "gather", make)
 
     def portions(self, stage: Stage) -> Iterator[Portion]:
-        """Yield the batches of a late stage with the legs that are read into them, each in memory of its own.
+        """Yield the batches of a late stage with the pieces that are read into them, each in memory of its own.
 
         The first portion also has the bucket's assignments that other ranks own.
         """
-        owned = {number for batch in stage.batches for number in batch}
-        others = tuple(number for number in stage.moving if number not in owned)
-        reads = _legs_by_assignment(stage.passage.stored.get(self._rank, ()))
-        for batch, shape in zip(stage.batches, stage.shapes, strict=True):
-            legs = [leg for number in batch for leg in reads[number]]
-            yield (*batch, *others), *self._portion(batch, shape, legs)
-            others = ()
-        if others:
-            yield others, (), ()
+        for (numbers, table), batch, shape in zip(self._tables(stage), stage.batches, stage.shapes, strict=False):
+            numel = len(batch) * math.prod(shape)
+            x, out = (memory_of(numel, self._dtype, self._device).view(-1, *shape) for _ in range(2))
+            yield numbers, Elements(table, (x,)), ((x, out, batch),)
+        if not stage.batches:
+            yield stage.moving, Elements(stage.reads, ()), ()
 
-    def _portion(
-        self, batch: tuple[int, ...], shape: tuple[int, int], legs: Sequence[Leg]
-    ) -> tuple[LegViews, tuple[Batch]]:
-        numel = len(batch) * math.prod(shape)
-        x, out = (memory_of(numel, self._dtype, self._device).view(-1, *shape) for _ in range(2))
-        return tuple(in_matrices(legs, dict(zip(batch, x.unbind(), strict=True)))), ((x, out, batch),)
+    def _tables(self, stage: Stage) -> list[tuple[tuple[int, ...], PieceTable]]:
+        """Return for each batch of a late stage the assignments that are folded with it, and their table."""
+
+        def make() -> list[tuple[tuple[int, ...], PieceTable]]:
+            owned = {number for batch in stage.batches for number in batch}
+            others = tuple(number for number in stage.moving if number not in owned)
+            found = []
+            for number, batch in enumerate(stage.batches):
+                some = {*batch, *others} if number == 0 else {*batch}
+                rows = (row for row in stage.reads.rows if row.assignment in some)
+                table = PieceTable(tuple(replace(row, buffer=min(row.buffer, 0)) for row in rows))
+                found.append(((*batch, *others) if number == 0 else batch, table))
+            return found
+
+        found: list[tuple[tuple[int, ...], PieceTable]] = stage.reads.once("portions", make)
+        return found
 
     def batches(self, stage: Stage, matrices: Sequence[Tensor]) -> tuple[Batch, ...]:
         """Return the batches of a gathered stage, with buffers for their results."""
@@ -221,10 +236,9 @@ class Schedule:
         )
         return tuple(zip(matrices, results, stage.batches, strict=True))
 
-    def staying(self, stage: Stage, results: Sequence[Tensor]) -> LegViews:
-        """Return the legs of this rank that are written straight from the results of a stage, with their views."""
-        legs = stage.back.stored.get(self._rank, ())
-        return self._once(stage, "staying", lambda: tuple(in_matrices(legs, stage.by_assignment(results))))
+    def staying(self, stage: Stage, results: Sequence[Tensor]) -> Elements:
+        """Return the pieces of this rank that are written straight from the results of a stage."""
+        return self._once(stage, "staying", lambda: Elements(stage.staying, results))
 
     def last_filling(self, stage: Stage) -> int:
         """Return the last round of a stage that copies from its results; -1 if there is no such round."""
@@ -255,7 +269,7 @@ class Schedule:
             if passage.passes:
                 assert before is not None
                 leaving += passage.passed_on(self._passages[turn - 1], before.swap.receive, swap.send)
-            return Scatter(leaving, swap, tuple(passage.on_wire(swap.receive)), passage.passes)
+            return Scatter(leaving, swap, Elements(self._arriving[turn], (swap.receive,)), passage.passes)
 
         return self._once(stage, index, make)
 
@@ -311,25 +325,26 @@ def _fillings(passages: Sequence[Passage], first_of_stages: Sequence[int]) -> li
 
 def _stages(
     plan: Plan, rank: int, peers: Sequence[int], at_once: Mapping[int, int], *, on_device: bool
-) -> tuple[list[Stage], tuple[tuple[Local, ...], ...]]:
+) -> tuple[list[Stage], tuple[Local, ...]]:
     """Return a stage for each bucket with transfers, and the local matrices after the last bucket.
 
     Each stage has the local matrices before it. If results are passed on after the last bucket, there is one more
     stage.
     """
-    stages, waiting, first = list[Stage](), list[Local](), 0
+    stages, waiting, first = list[Stage](), dict[int, tuple[Sequence[Leg], Sequence[Leg]]](), 0
 
-    def taken() -> tuple[tuple[Local, ...], ...]:
-        of = {local.assignment: local for local in waiting}
+    def taken() -> tuple[Local, ...]:
+        of = dict(waiting)
         waiting.clear()
-        return tuple(tuple(of[number] for number in alike) for alike in plan.alike(of))
+        numel = {number: plan.assignments[number].matrix.numel for number in of}
+        return tuple(Local.of([(number, *of[number]) for number in alike], numel[alike[0]]) for alike in plan.alike(of))
 
     for number, bucket in enumerate(plan.buckets):
         moving = tuple(index for index in bucket if plan.moves(index))
         own = [index for index in bucket if plan.assignments[index].owner == rank and not plan.moves(index)]
         kept = [plan.routes(number, rank, gather=there, numbers=own).stored for there in (True, False)]
         reads, writes = (_legs_by_assignment(stored.get(rank, ())) for stored in kept)
-        waiting += [Local(index, reads[index], writes[index]) for index in own]
+        waiting.update({index: (reads[index], writes[index]) for index in own})
         if moving:
             there, back = (plan.routes(number, rank, gather=way, numbers=moving) for way in (True, False))
             passage = Passage("gather", there, rank, peers)
@@ -339,13 +354,37 @@ def _stages(
             shapes = [plan.assignments[batch[0]].matrix.shape for batch in batches]
             gathers, rounds, summed = plan.gathers(number), plan.rounds(number), plan.summed(moving)
             what = len(stages), f"bucket {number}", moving, taken(), passage, gathers, on_device and not gathers
-            stages.append(Stage(*what, back, rounds, first, summed, batches, shapes))
+            places = {
+                index: (buffer, place * math.prod(shapes[buffer]))
+                for buffer, batch in enumerate(batches)
+                for place, index in enumerate(batch)
+            }
+            reads_here = _in_matrices(there.stored.get(rank, ()), places) + passage.on_wire(len(batches))
+            held = _not_sent(plan, rank, moving, reads_here)
+            staying = _in_matrices(back.stored.get(rank, ()), places)
+            tables = PieceTable((*reads_here, *held)), PieceTable(tuple(staying))
+            stages.append(Stage(*what, back, rounds, first, summed, *tables, batches, shapes))
             first += rounds.count
     if plan.late:
         nothing = Routes({}, {})
         what = len(stages), "what is passed on", (), (), Passage("gather", nothing, rank, peers), False, on_device
         stages.append(Stage(*what, nothing, Rounds(plan.late), first, {}))
     return stages, taken()
+
+
+def _in_matrices(legs: Sequence[Leg], places: Mapping[int, tuple[int, int]]) -> list[Row]:
+    """Return the rows of legs whose matrices this rank owns, from the buffer and the place of each matrix."""
+    return [Row.in_matrix(leg, *places[leg.assignment]) for leg in legs]
+
+
+def _not_sent(plan: Plan, rank: int, moving: Sequence[int], reads: Sequence[Row]) -> list[Row]:
+    """Return rows for the other pieces whose momentum this rank stores: those that another replica sends."""
+    known, found = {(row.assignment, row.piece) for row in reads}, list[Row]()
+    for number in moving:
+        for piece in plan.holdings(number, rank):
+            if (number, piece) not in known:
+                found.append(Row(number, plan.assignments[number].parameter, piece, NOWHERE, 0, piece.matrix_strides))
+    return found
 
 
 def _legs_by_assignment(legs: Sequence[Leg]) -> dict[int, tuple[Leg, ...]]:

@@ -2,46 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Literal
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from muonmesh.comm.elements import Elements
 from muonmesh.layout import Piece
-from muonmesh.layout.region import row_major
+from muonmesh.layout.piece_table import PieceTable, Row
 from muonmesh.layout.routes import Leg
 
-LegViews = tuple[tuple[Leg, Tensor], ...]
-"""Legs whose storage is on this rank, each with the view that its elements are read into or written from."""
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Local:
-    """A Matrix that only one rank holds and owns, so that this matrix needs no transfer."""
+    """Matrices of equal shape and settings that only one rank holds and owns, so that they need no transfer.
 
-    assignment: int
-    read: tuple[Leg, ...]
-    write: tuple[Leg, ...]
+    Attributes:
+        assignments: The matrices.
+        numel: The number of elements of each.
+        reads, writes: Their pieces. The buffer is a batch of the matrices, in their order.
+    """
 
-    @cached_property
-    def stored(self) -> Literal["as it is", "transposed", "in pieces"]:
-        """How the matrix is stored from `start` on, compared with the assembled matrix."""
-        first, *rest = {leg.piece for leg in (*self.read, *self.write)}
-        dims = [dim for dim, size in enumerate(first.shape) if size != 1]
-        shape = tuple(first.shape[dim] for dim in dims)
-        there, here = (tuple(strides[d] for d in dims) for strides in (first.storage_strides, first.matrix_strides))
-        if rest or first.matrix_start or there != row_major(shape):
-            return "in pieces"
-        if here == there:
-            return "as it is"
-        return "transposed" if len(shape) == 2 and here == (1, shape[0]) else "in pieces"
+    assignments: tuple[int, ...]
+    numel: int
+    reads: PieceTable
+    writes: PieceTable
 
-    @cached_property
-    def start(self) -> int:
-        """The place of the matrix's first element in the storage, if it is not stored in pieces."""
-        return self.read[0].piece.storage_start
+    @staticmethod
+    def of(legs: Iterable[tuple[int, Sequence[Leg], Sequence[Leg]]], numel: int) -> Local:
+        """Return some matrices, each given as its assignment, the legs that are read, and those that are written."""
+        some = [(place * numel, *one) for place, one in enumerate(legs)]
+        reads = [Row.in_matrix(leg, 0, start) for start, _, read, _ in some for leg in read]
+        writes = [Row.in_matrix(leg, 0, start) for start, _, _, write in some for leg in write]
+        return Local(
+            tuple(number for _, number, *_ in some), numel, PieceTable(tuple(reads)), PieceTable(tuple(writes))
+        )
+
+    def cut(self, size: int) -> Sequence[Local]:
+        """Return these matrices in batches of at most ``size``, each with tables of its own."""
+
+        def make() -> Sequence[Local]:
+            if size >= len(self.assignments):
+                return (self,)
+            cuts = [self.assignments[start : start + size] for start in range(0, len(self.assignments), size)]
+            tables = (_cut(table, cuts, size * self.numel) for table in (self.reads, self.writes))
+            return [Local(some, self.numel, *two) for some, *two in zip(cuts, *tables, strict=True)]
+
+        found: Sequence[Local] = self.reads.once(("cut", size), make)
+        return found
+
+
+def _cut(table: PieceTable, cuts: Sequence[Sequence[int]], apart: int) -> list[PieceTable]:
+    of = {number: turn for turn, some in enumerate(cuts) for number in some}
+    found: list[list[Row]] = [[] for _ in cuts]
+    for row in table.rows:
+        turn = of[row.assignment]
+        found[turn].append(replace(row, start=row.start - turn * apart))
+    return [PieceTable(tuple(rows)) for rows in found]
 
 
 class CompanionState:
@@ -73,20 +90,20 @@ class Summands:
     This base class is for a rank that contributes nothing.
     """
 
-    def exponents(self, leg: Leg, update: Tensor, into: Tensor) -> None:
-        """Write the largest exponent of a leg's summands, for each sum over its matrix.
+    def exponents(self, row: Row, update: Tensor, into: Tensor) -> None:
+        """Write the largest exponent of a row's summands, for each sum over its matrix.
 
         Args:
-            leg: A leg of a matrix with sums (`Plan.summed`).
+            row: Elements of a matrix with sums (`Plan.summed`).
             update: The update of its elements, in the shape of its piece; contiguous on a CPU.
             into: int64 (sums,); zeros before.
         """
 
-    def limbs(self, leg: Leg, update: Tensor, exponents: Tensor, into: Tensor) -> None:
-        """Write the contribution of a leg's elements to each sum, as integers; see `muonmesh.numerics.exact`.
+    def limbs(self, row: Row, update: Tensor, exponents: Tensor, into: Tensor) -> None:
+        """Write the contribution of a row's elements to each sum, as integers; see `muonmesh.numerics.exact`.
 
         Args:
-            leg: A leg of a matrix with sums (`Plan.summed`).
+            row: Elements of a matrix with sums (`Plan.summed`).
             update: The update of its elements, in the shape of its piece; contiguous on a CPU.
             exponents: The largest exponents over the whole matrix, int64 (sums,).
             into: int64 (sums, 2); zeros before.
@@ -110,8 +127,8 @@ class Work:
     This base class is the work of a rank that only takes part in the collectives of the other ranks: it sends zeros,
     and writes nothing.
 
-    A `Leg` names elements of one matrix: their places in the local storage of parameter number ``leg.parameter`` of the
-    plan, read as a contiguous array, and their places in the assembled matrix.
+    The rows of `Elements` name elements of one matrix each: their places in the local storage of parameter number
+    ``row.parameter`` of the plan, read as a contiguous array, and in a buffer.
 
     Attributes:
         companions: State of rules by row, column or matrix.
@@ -131,22 +148,16 @@ class Work:
     def fetch(self, assignments: Sequence[int]) -> None:
         """Begin to copy state of matrices from CPU memory to the device; called one bucket before they are read."""
 
-    def read(self, assignments: Sequence[int], legs: LegViews) -> None:
-        """Fold the gradients of matrices into their momenta, and write the input of the orthogonalization for each leg.
+    def prepare(self, assignments: Sequence[int], elements: Elements) -> None:
+        """Fold the gradients of matrices into their momenta, and write the input of the orthogonalization.
 
-        Each matrix that needs a transfer is read once in a step, on every rank, even if the rank stores nothing of it.
-        The view of a leg has the shape of its piece, with any strides.
+        Each matrix that needs a transfer is prepared once in a step, on every rank, even if the rank stores nothing of
+        it. ``elements`` are all pieces whose momentum this rank stores, some of them in no buffer.
         """
-        for _, into in legs:
+        for _, into in elements:
             into.zero_()
 
-    def run_local(self, alike: Sequence[Sequence[Local]]) -> None:
-        """Read, orthogonalize and write matrices that only this rank holds; `read` has not been called for them.
-
-        The matrices of each inner sequence have the same shape and the same settings.
-        """
-
-    def orthogonalize(self, batches: Sequence[tuple[Tensor, Tensor, Sequence[int]]]) -> None:
+    def compute(self, batches: Sequence[tuple[Tensor, Tensor, Sequence[int]]]) -> None:
         """Orthogonalize batches: matrices (b, rows, cols), the tensor for their results, and their assignments.
 
         The matrices of a batch have the same settings.
@@ -154,8 +165,11 @@ class Work:
         for _, out, _ in batches:
             out.zero_()
 
-    def write(self, legs: LegViews) -> None:
-        """Apply an update to each leg's elements; its view has the shape of the leg's piece, with any strides."""
+    def finalize(self, elements: Elements) -> None:
+        """Apply the updates in the buffers to the elements that this rank stores."""
+
+    def run_local(self, groups: Sequence[Local]) -> None:
+        """Prepare, compute and finalize matrices that only this rank holds; `prepare` is not called for them."""
 
     def step_elementwise(self) -> None:
         """Step AdamW's parameters, which need no exchange, while the first transfer is under way."""

@@ -15,6 +15,7 @@ from muonmesh.layout.flat import Layout
 from muonmesh.layout.matrix import Matrix
 from muonmesh.layout.owners import KnownMatrix, assign_owners
 from muonmesh.layout.parameter import Elementwise, Parameter, describe
+from muonmesh.layout.region import Piece
 from muonmesh.layout.relay import Relay
 from muonmesh.layout.rounds import Rounds
 from muonmesh.layout.routes import Leg, Routes, append, pieces
@@ -91,6 +92,11 @@ class Plan:
                 for piece in mine:
                     append(stored.setdefault(sender, []), Leg(number, parameter, piece, 0))
         return Routes(stored, assembled)
+
+    def holdings(self, number: int, rank: int) -> tuple[Piece, ...]:
+        """Return the pieces of a matrix whose momentum a rank stores."""
+        assignment = self.assignments[number]
+        return pieces(self._layout(assignment, gather=True), rank, assignment.matrix)
 
     def gathers(self, bucket: int) -> bool:
         """Whether any owner in the bucket needs pieces from another rank."""

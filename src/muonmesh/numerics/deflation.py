@@ -48,8 +48,8 @@ def deflate(x: Tensor, vectors: int) -> None:
     run_on_one_thread(each, device=x.device)
 
 
-def departure(x: Tensor, times: float, vectors: int) -> float:
-    """Estimate the mean of (1 − σ²)² over the singular values σ of one matrix, (rows, cols), divided by `times`.
+def departure(x: Tensor, vectors: int) -> float:
+    """Estimate the mean of (1 − σ²)² over the singular values σ of one matrix, (rows, cols).
 
     The estimate is ‖(1 − X Xᵀ) Ω‖² / (rows · vectors), where Ω has random signs (Hutchinson), with thin products. On a
     CPU it uses one thread.
@@ -59,8 +59,7 @@ def departure(x: Tensor, times: float, vectors: int) -> float:
         wide = _multiplied(x)
         rows = probe(wide, vectors)
         with exact_fp32(torch.promote_types(x.dtype, torch.float32)):
-            # Divided twice: the square of a small number may vanish.
-            rest = (wide @ (rows @ wide).div_(times).mT).to(torch.promote_types(x.dtype, torch.float32)).div_(times)
+            rest = (wide @ (rows @ wide).mT).to(torch.promote_types(x.dtype, torch.float32))
             return rest.sub_(rows.mT).square_().mean().item()
 
     return run_on_one_thread(measure, device=x.device)

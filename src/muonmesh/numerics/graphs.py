@@ -67,7 +67,7 @@ class Graphs:
             call: A function that starts the same kernels whatever the values of the tensors are. It may overwrite the
                 first tensor, and its only result is written into the second. The CPU must not wait in it, and it must
                 not communicate.
-            given: The matrices, their results, and further inputs with one number for each matrix.
+            given: The matrices and their results.
             key: Equal for calls that start the same kernels; it includes shapes and dtypes of the tensors.
 
         Returns:
@@ -128,23 +128,21 @@ class _Batch:
     """A batch that recurs, with its graph.
 
     Attributes:
-        given: Matrices, results and further inputs, at fixed addresses.
+        given: Matrices and results, at fixed addresses.
     """
 
     def __init__(self, memory: _Memory, given: Sequence[Tensor]) -> None:
-        matrices, _, *numbers = given
+        matrices, _ = given
         halves = memory.long[: matrices.nbytes], memory.long[_aligned(matrices.nbytes) :][: matrices.nbytes]
         self.given = [half.view(matrices.dtype).view(matrices.shape) for half in halves]
-        self.given += [torch.empty_like(each) for each in numbers]
         self._memory, self._warm = memory, False
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def run(self, call: Callable[..., object], given: Sequence[Tensor]) -> None:
         """Run the batch, see `Graphs.run`. The first run compiles and loads kernels."""
-        matrices, results, *numbers = zip(self.given, given, strict=True)
-        for own, theirs in (matrices, *numbers):
-            if not _is_one(own, theirs):
-                own.copy_(theirs)
+        matrices, results = zip(self.given, given, strict=True)
+        if not _is_one(*matrices):
+            matrices[0].copy_(matrices[1])
         if self._warm and self._graph is None:
             self._graph = self._memory.capture(call, self.given)
         if self._graph is None:

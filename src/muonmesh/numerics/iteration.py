@@ -61,20 +61,20 @@ class Iteration:
         self._squares: dict[str, Tensor] = {}
         self._square_term: Tensor | None = None
 
-    def run(self, matrices: Tensor, out: Tensor, times: Tensor | None, *, overwrite: bool) -> None:
-        """Orthogonalize `matrices`, shape (batch, m, n), into `out`; the results are multiplied by `times`."""
+    def run(self, matrices: Tensor, out: Tensor, *, overwrite: bool) -> None:
+        """Orthogonalize `matrices`, shape (batch, m, n), into `out`."""
         self._shape = len(matrices), *sorted(matrices.shape[1:])
         self._device = matrices.device
         first = matrices if overwrite and self._serves(matrices) else self._long(0)
         second = out if self._serves(out) else self._long(1)
         # X alternates between the two, and should end in `out`.
         self.x, self._next = (first, second) if len(self._segments) % 2 else (second, first)
-        self._iterate(matrices, times)
+        self._iterate(matrices)
         if self.x is not out:
             exact = self._exact_for(out)
             (store if exact is None else exact.store)(self.x, out)
 
-    def _iterate(self, matrices: Tensor, times: Tensor | None) -> None:
+    def _iterate(self, matrices: Tensor) -> None:
         prepared, segments = self._prepared, self._segments
         if self._matmuls.normalize is not None and prepared.begins_with_polynomials and matrices.dtype == self.x.dtype:
             if self.x is not matrices:
@@ -82,7 +82,7 @@ class Iteration:
             self._inverse, self._inverse_square = self._matmuls.normalize(self.x)
         else:
             self._norm_is(self._load(matrices))
-        self._last, self._times = False, times
+        self._last = False
         if prepared.preconditioner == "aol":
             rescale_rows(self.x, self._gram())
         if prepared.deflated:
@@ -116,10 +116,8 @@ class Iteration:
         Only the result shows how many values the polynomials left low. The CPU reads a number to decide, which would
         be a wait on a device.
         """
-        times = 1.0 if self._times is None else self._times.item()
-        if not departure(self.x[0], times, self._prepared.deflated) > _DEPARTURE:  # NaN too, as where `times` is 0
+        if not departure(self.x[0], self._prepared.deflated) > _DEPARTURE:  # NaN too
             return
-        scaled(self.x, 1 / times)
         self._norm_is(torch.ones_like(self._norm))
         self._take(tuple(segments_of(self._prepared.finish, method)))
 
@@ -251,7 +249,7 @@ class Iteration:
         return self._matmuls.multiply(self.x, None, [], self._square("a"), scale=self._inverse_square)
 
     def _apply(self, b: Tensor, a: float | Tensor) -> None:
-        """X ← a·X + B X; in the last segment also divided by ν and multiplied by the caller's ``times``.
+        """X ← a·X + B X; in the last segment also divided by ν.
 
         If a depends on the data and the products only take factors that the CPU knows, X ← X + B/a X, and ν is changed
         by a. The sum is then rounded once, and B is rounded once more, which is smaller than X.
@@ -260,8 +258,6 @@ class Iteration:
             self._norm_is(self._norm / a)
             b, a = b.div_(a), 1.0
         factor: float | Tensor = self._inverse if self._last else 1.0
-        if self._last and self._times is not None:
-            factor = self._inverse * self._times
         self._matmuls.multiply(b, self.x, [(self.x, a)], self._next, scale=factor, symmetric=False)
         self.x, self._next = self._next, self.x
 

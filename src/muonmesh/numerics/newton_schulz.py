@@ -54,7 +54,6 @@ def orthogonalize(
     kernels: KernelName = "auto",
     out: Tensor | None = None,
     overwrite: bool = False,
-    times: Tensor | None = None,
 ) -> Tensor:
     """Return the orthogonal factor of each matrix: same singular vectors, all singular values near 1.
 
@@ -75,8 +74,6 @@ def orthogonalize(
             "torch": torch's products. "triton" and "compiled": this code, or an error if it cannot run.
         out: Contiguous tensor of x's shape, dtype and device to write, not overlapping x.
         overwrite: Whether x may be used as working memory; its contents are lost then.
-        times: Factors of the results: 1-D, fp32 or wider, one number for each matrix. They enter a factor that is
-            applied anyway, so they cost no extra operation and no extra rounding.
 
     Returns:
         `out`, or a new contiguous tensor of x's shape, dtype and device. It carries no gradient.
@@ -96,7 +93,7 @@ def orthogonalize(
         kernels=kernels,
         device=x.device,
     )
-    return resolved(x, out=out, overwrite=overwrite, times=times)
+    return resolved(x, out=out, overwrite=overwrite)
 
 
 @dataclass(frozen=True)
@@ -198,7 +195,6 @@ class Orthogonalizer:
         *,
         out: Tensor | None = None,
         overwrite: bool = False,
-        times: Tensor | None = None,
         graphs: Graphs | None = None,
     ) -> Tensor:
         """Return the orthogonal factor of each matrix of this shape, in `plain_modes`; see `orthogonalize`.
@@ -211,15 +207,14 @@ class Orthogonalizer:
             needed = f"x's {tuple(x.shape)}, {x.dtype} on {x.device}, contiguous"
             write = "Write out=torch.empty_like(x, memory_format=torch.contiguous_format)"
             raise ValueError(explain_error("out", found, needed, write))
-        numbers = None if times is None else times.to(torch.promote_types(self.dtype, torch.float32))[:, None, None]
         with exact_fp32(self.dtype):
             matrices = x.reshape(x.shape[:-2].numel(), *x.shape[-2:])
             result = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
-            given = [tensor for tensor in (matrices, result.view(matrices.shape), numbers) if tensor is not None]
+            given = [matrices, result.view(matrices.shape)]
             run, at_once = partial(self._run, overwrite=overwrite), self.at_once
             fits = 0 < len(matrices) <= at_once
             if graphs is not None and fits and self.prepared.begins_with_polynomials:
-                key = self.graph_key(matrices.shape, matrices.dtype, overwrite=overwrite, timed=times is not None)
+                key = self.graph_key(matrices.shape, matrices.dtype, overwrite=overwrite)
                 if graphs.run(run, given, *key):
                     return result
 
@@ -235,17 +230,15 @@ class Orthogonalizer:
                 run_all()
         return result
 
-    def graph_key(
-        self, shape: Sequence[int], dtype: torch.dtype, *, overwrite: bool, timed: bool
-    ) -> tuple[Hashable, ...]:
+    def graph_key(self, shape: Sequence[int], dtype: torch.dtype, *, overwrite: bool) -> tuple[Hashable, ...]:
         """Return the key of a batch in `Graphs`; it includes this method."""
-        return id(self), tuple(shape), dtype, overwrite, timed
+        return id(self), tuple(shape), dtype, overwrite
 
-    def _run(self, matrices: Tensor, out: Tensor, times: Tensor | None = None, *, overwrite: bool) -> None:
+    def _run(self, matrices: Tensor, out: Tensor, *, overwrite: bool) -> None:
         if self.products.small is not None and self.quintics and matrices.dtype in DTYPES:
-            self.products.small(matrices, out, self.quintics, times)
+            self.products.small(matrices, out, self.quintics)
         else:
-            self._iteration().run(matrices, out, times, overwrite=overwrite)
+            self._iteration().run(matrices, out, overwrite=overwrite)
 
     def _iteration(self) -> Iteration:
         return Iteration(self.prepared, self.segments, self.products, self.dtype)

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from torch import Tensor
 
 from muonmesh.comm.storage import local_of, this_rank
-from muonmesh.comm.work import LegViews
 from muonmesh.layout import Plan
+from muonmesh.layout.piece_table import Row
 from muonmesh.step.offload import DeviceCopy, Offload
 from muonmesh.step.parameter_steps import ParameterStep
 from muonmesh.step.planning import Holdings
@@ -84,12 +84,12 @@ class DeviceCopies:
                 for each in self._sharing[entry.member.tensor]:
                     each.momenta = {}
 
-    def have_written(self, legs: LegViews) -> None:
-        """Note that these legs are written; copy other state of completely written tensors back to the CPU."""
-        for leg, _ in legs:
-            entry = self._entries[leg.parameter]
+    def have_written(self, rows: Iterable[Row]) -> None:
+        """Note that these rows are written; copy other state of completely written tensors back to the CPU."""
+        for row in rows:
+            entry = self._entries[row.parameter]
             assert entry is not None
-            self._unwritten[entry.member.tensor] -= leg.piece.numel
+            self._unwritten[entry.member.tensor] -= row.piece.numel
             if self._unwritten[entry.member.tensor] == 0:
                 copy = self._copies[entry.member.tensor]
                 self._offload.give_back(copy, [key for key in copy.values if key not in _momentum(entry)])

@@ -72,7 +72,8 @@ class Planned:
             `device_without_parameters`.
         orthogonalizers: The orthogonalizers of each Muon group of this rank, by group and shape.
         exchange: The exchange that runs the plan; None until the ranks have compared their plans.
-        recordings: Recorded kernel launches that later steps repeat, by their use (`recording.run_again`).
+        kept: What a step has made and later steps use again, by its use: recorded launches (`recording.run_again`),
+            factors on the device.
         graphs: CUDA graphs of batches that recur; None if they are not wanted.
         state_forms: The forms of the state of each parameter, by the identity of its Member, and by whether it has
             master weights (`parameter_steps.forms_of`).
@@ -87,7 +88,7 @@ class Planned:
     device: torch.device
     orthogonalizers: Orthogonalizers
     exchange: Exchange | None = None
-    recordings: dict[object, dict[Hashable, Any]] = field(default_factory=dict)
+    kept: dict[str, dict[Hashable, Any]] = field(default_factory=dict)
     graphs: Graphs | None = None
     state_forms: dict[tuple[int, bool], Any] = field(default_factory=dict)
     _names: list[str] | None = field(default=None, init=False)

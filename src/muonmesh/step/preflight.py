@@ -300,7 +300,7 @@ def _nonzero_on_device(planned: Planned, entries: Sequence[ParameterStep | None]
             found.index_add_(0, upload(numbers, dtype=torch.int64, device=device), (norms != 0).to(torch.int32))
 
     if is_usable(device):
-        run_again(planned.recordings.setdefault("nonzero", {}), look, [found], places_of(*gradients))
+        run_again(planned.kept.setdefault("nonzero", {}), look, [found], places_of(*gradients))
     else:
         look(found)
     return found

@@ -8,9 +8,9 @@ from typing import Any
 from torch.profiler import record_function
 
 NAMES = {
-    "read": "gradients into matrices",
-    "orthogonalize": "orthogonalization",
-    "write": "updates into weights",
+    "prepare": "gradients into matrices",
+    "compute": "orthogonalization",
+    "finalize": "updates into weights",
     "run_local": "matrices that stay on this rank",
     "step_elementwise": "AdamW and other elementwise rules",
 }

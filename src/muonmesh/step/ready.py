@@ -10,10 +10,9 @@ from torch import Tensor
 
 from muonmesh.comm.storage import Storage, local_of, local_shape, this_rank
 from muonmesh.comm.views import view_in_matrix, view_in_storage
-from muonmesh.comm.work import LegViews
 from muonmesh.layout import Layout, Matrix
+from muonmesh.layout.piece_table import PieceTable, Row
 from muonmesh.layout.region import overlap
-from muonmesh.layout.routes import Leg
 from muonmesh.names import phase_of
 from muonmesh.numerics.newton_schulz import Orthogonalizer
 from muonmesh.numerics.rules import Rule
@@ -46,7 +45,7 @@ class ReadyParameters:
         device: The device of the parameters.
         blocks: The blocks of momentum in int8; None if momentum is kept in a floating-point dtype.
         nonzero: `Flags.nonzero`: for each matrix whether its gradient is not zero.
-        recordings, graphs, at_once: See `Planned`.
+        kept, graphs, at_once: See `Planned`.
         copies: Device copies of state in CPU memory; None if state is on the device of the parameters.
     """
 
@@ -62,7 +61,7 @@ class ReadyParameters:
         self.plan, self.holdings, self.device = planned.plan, planned.momentum_holdings, planned.device
         self.entries, self.rules, self.flags, self.precision = entries, rules, flags, precision
         self.blocks = planned.blocks if precision.int8 else None
-        self._orthogonalizers, self.recordings = planned.orthogonalizers, planned.recordings
+        self._orthogonalizers, self.kept = planned.orthogonalizers, planned.kept
         self.graphs, self.at_once = planned.graphs, planned.at_once
         self.nonzero: Sequence[bool] | Tensor = flags.nonzero
         self.copies = None if offload is None else DeviceCopies(offload, self.plan, self.holdings, entries)
@@ -108,9 +107,21 @@ class ReadyParameters:
         matrix = self.matrix(number)
         return self.rule(number).scale(matrix.rows, matrix.cols)
 
-    def changes(self, leg: Leg) -> bool:
-        """Whether a leg's elements may change: there is state, and the gradient is not known to be zero."""
-        return self.nonzero[leg.assignment] is not False and self.here(leg.assignment).created
+    def changes(self, row: Row) -> bool:
+        """Whether a row's elements may change: there is state, and the gradient is not known to be zero."""
+        return self.nonzero[row.assignment] is not False and self.here(row.assignment).created
+
+    def weights(self, row: Row) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
+        """Return views of a row's weights, of the weights that they are rounded to, and of the state beside them.
+
+        The weights are the master weights if there are any; they are rounded to the weights of lower precision.
+        """
+        entry, piece = self.here(row.assignment), row.piece
+        weights, beside = view_in_storage(entry.weights, piece), entry.beside.items()
+        state = {key: view_in_storage(kept, piece) for key, kept in beside}
+        return (
+            (weights, None, state) if entry.master is None else (view_in_storage(entry.master, piece), weights, state)
+        )
 
     def mask(self, number: int) -> Tensor | None:
         """Return whether a matrix is written, a 0-d bool tensor; None if the CPU knows that it is written."""
@@ -183,10 +194,10 @@ class ReadyParameters:
         if self.copies is not None:
             self.copies.have_read(numbers)
 
-    def have_written(self, legs: LegViews) -> None:
-        """Note that these legs have been written, so that the other state can be copied back to CPU memory."""
+    def have_written(self, table: PieceTable) -> None:
+        """Note that these rows have been written, so that the other state can be copied back to CPU memory."""
         if self.copies is not None:
-            self.copies.have_written(legs)
+            self.copies.have_written(table.rows)
 
     def finish(self) -> None:
         """Write back contiguous copies of weights, and create the state of parameters that the step did not work on.

@@ -76,7 +76,6 @@ class Runtime:
         creates_state: Whether a step with learning rate 0 and zero gradients only creates state (decision 3). False if
             this optimizer sees a part of the gradients and cannot know whether the others are zero.
         waits: Whether the CPU waits for the flags; None: only if the parameters are on a CPU.
-        together: Whether a step works on many pieces together; None: only if the parameters are not on a CPU.
         offload: Whether a step works on copies of the state; None: only if the state is not on the parameters' device.
         brought_back: The event after which the CPU may read state that was copied back; None: it may read it now.
         absent: The tensors without a gradient on this rank in the last step, each with `ParameterStep.present`.
@@ -114,7 +113,6 @@ class Runtime:
     wrote: Blocks | None = None
     creates_state: bool = True
     waits: bool | None = None
-    together: bool | None = None
     offload: bool | None = None
     brought_back: torch.cuda.Event | None = None
     absent: Mapping[Tensor, bool | Tensor] = field(default_factory=dict)
@@ -163,10 +161,6 @@ class Runtime:
             if arrived is not None:
                 arrived.synchronize()
             say(value)
-
-    def works_together(self, planned: Planned) -> bool:
-        """Whether a step works on the pieces of many matrices together, and not one after the other in a cache."""
-        return planned.device.type != "cpu" if self.together is None else self.together
 
     def host_waits(self, planned: Planned) -> bool:
         """Whether the CPU waits for reduced flags and sums: by default only if the parameters are on a CPU."""

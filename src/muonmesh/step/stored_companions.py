@@ -12,14 +12,12 @@ from torch import Tensor
 
 from muonmesh.comm.storage import local_of
 from muonmesh.comm.views import view_in_storage
-from muonmesh.comm.work import CompanionState, LegViews, Summands
+from muonmesh.comm.work import CompanionState, Summands
 from muonmesh.layout import Piece
 from muonmesh.layout.companion import size_of
-from muonmesh.layout.routes import Leg
+from muonmesh.layout.piece_table import Row
 from muonmesh.numerics.rules import parts
-from muonmesh.numerics.rules.on_device import Updated
 from muonmesh.step.ready import ReadyParameters
-from muonmesh.step.stochastic_rounding import rounding_of
 
 
 @dataclass
@@ -105,38 +103,26 @@ class RuleSums(Summands):
     # By assignment: its sums, and the state that its rule keeps as one number for the matrix.
     _found: dict[int, tuple[tuple[Tensor, ...], Mapping[str, Tensor]]] = field(default_factory=dict)
 
-    def updates(self, legs: LegViews) -> list[Updated]:
-        """Return the changing pieces of weights of these legs, with their updates and sums."""
-        return [self._updated(leg, update) for leg, update in legs if self.ready.changes(leg)]
+    def found(self, assignment: int) -> tuple[tuple[Tensor, ...], Mapping[str, Tensor]]:
+        """Return the sums over a matrix, and the state that its rule keeps as one number; empty if it takes none."""
+        return self._found.get(assignment, ((), {}))
 
-    def _updated(self, leg: Leg, update: Tensor) -> Updated:
-        entry, piece = self.ready.here(leg.assignment), leg.piece
-        kept = view_in_storage(entry.weights, piece)
-        weights, rounded = (kept, None) if entry.master is None else (view_in_storage(entry.master, piece), kept)
-        beside = {key: view_in_storage(kept, piece) for key, kept in entry.beside.items()}
-        scale, member, rounding = self.ready.scale(leg.assignment), entry.member, None
-        if weights.dtype == torch.bfloat16:
-            rounding = rounding_of(member.name, member.storage, self.ready.rule(leg.assignment), piece)
-        sums, told = self._found.get(leg.assignment, ((), {}))
-        return Updated(
-            *(weights, update, beside, leg.assignment, scale, rounded, sums, told), member.storage.copies, rounding
-        )
+    def exponents(self, row: Row, update: Tensor, into: Tensor) -> None:
+        """Write the largest exponent of a row's summands, for each sum of its rule."""
+        if self.ready.changes(row):
+            weights, rounded, state = self.ready.weights(row)
+            if rounded is not None:
+                parts.follow(weights, rounded)
+            rule, scale = self.ready.rule(row.assignment), self.ready.scale(row.assignment)
+            into.copy_(parts.exponents(rule, weights, update, state, scale=scale))
 
-    def exponents(self, leg: Leg, update: Tensor, into: Tensor) -> None:
-        """Write the largest exponent of a leg's summands, for each sum of its rule."""
-        if self.ready.changes(leg):
-            some = self._updated(leg, update)
-            if some.rounded is not None:
-                parts.follow(some.weights, some.rounded)
-            rule = self.ready.rule(leg.assignment)
-            into.copy_(parts.exponents(rule, some.weights, update, some.state, scale=some.scale))
-
-    def limbs(self, leg: Leg, update: Tensor, exponents: Tensor, into: Tensor) -> None:
-        """Write the contribution of a leg's elements to each sum of its rule."""
-        if self.ready.changes(leg):
-            some, count = self._updated(leg, update), self.ready.matrix(leg.assignment).numel
-            rule = self.ready.rule(leg.assignment)
-            into.copy_(parts.limbs(rule, some.weights, update, some.state, exponents, scale=some.scale, count=count))
+    def limbs(self, row: Row, update: Tensor, exponents: Tensor, into: Tensor) -> None:
+        """Write the contribution of a row's elements to each sum of its rule."""
+        if self.ready.changes(row):
+            weights, _, state = self.ready.weights(row)
+            rule, scale = self.ready.rule(row.assignment), self.ready.scale(row.assignment)
+            count = self.ready.matrix(row.assignment).numel
+            into.copy_(parts.limbs(rule, weights, update, state, exponents, scale=scale, count=count))
 
     def tell(self, assignment: int, into: Tensor) -> None:
         """Write the state that a rule keeps as one number for a matrix, if this rank owns the matrix."""

@@ -1,8 +1,8 @@
 """Triton kernels for elementwise work on many pieces in one launch. Importing this file imports Triton.
 
 Each program reads from a table which piece is its own and where its elements lie. The table holds `WIDTH` numbers a
-piece, in this order: three addresses, the piece's entry in vectors, its first program, its kind, three lengths, and
-three strides for each address.
+piece, in this order: the numbers of three addresses in ``bases``, the piece's entry in vectors, its first program, its
+kind, where it starts in its storage and in its buffer, three lengths, and three strides in each of the two.
 """
 
 # Triton gives the arguments of a kernel their types when it compiles, from what the kernel is called with.
@@ -23,6 +23,7 @@ from muonmesh.numerics.kernels.rows import (
     KIND,
     LENGTHS,
     ROWS,
+    STARTS,
     STRIDED_ROWS,
     STRIDES,
     TRANSPOSED,
@@ -33,7 +34,7 @@ TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: 
 
 _WIDTH = tl.constexpr(WIDTH)
 _ENTRY, _FIRST_PROGRAM, _KIND = tl.constexpr(ENTRY), tl.constexpr(FIRST_PROGRAM), tl.constexpr(KIND)
-_LENGTHS, _STRIDES = tl.constexpr(LENGTHS), tl.constexpr(STRIDES)
+_STARTS, _LENGTHS, _STRIDES = tl.constexpr(STARTS), tl.constexpr(LENGTHS), tl.constexpr(STRIDES)
 _FLAT, _TRANSPOSED = tl.constexpr(FLAT), tl.constexpr(TRANSPOSED)
 _ROWS, _COLS, _STRIDED_ROWS = tl.constexpr(ROWS), tl.constexpr(COLS), tl.constexpr(STRIDED_ROWS)
 _SIZE, _BLOCKS = tl.constexpr(ROWS * COLS), tl.constexpr(BLOCKS)
@@ -60,7 +61,26 @@ def _blocks(row, HIGH: tl.constexpr):
 
 
 @triton.jit
-def _block(row, which: tl.constexpr, TYPE: tl.constexpr, block, HIGH: tl.constexpr, TURNED: tl.constexpr):
+def _first(bases, row, which: tl.constexpr, SIDE: tl.constexpr, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    """Where the first element of a piece lies in one of its tensors; SIDE is 0 for a storage and 1 for a buffer."""
+    base = tl.load(bases + tl.load(row + which)).to(tl.pointer_type(TYPE))
+    start = tl.load(row + _STARTS + SIDE)
+    if ALIGNED:  # told here, since the compiler forgets what it is told of the result of a call
+        base, start = tl.multiple_of(base, 16), tl.multiple_of(start, 16)
+    return base + start
+
+
+@triton.jit
+def _block(
+    bases,
+    row,
+    which: tl.constexpr,
+    SIDE: tl.constexpr,
+    TYPE: tl.constexpr,
+    block,
+    HIGH: tl.constexpr,
+    TURNED: tl.constexpr,
+):
     """Where the elements of a block of a piece that is not flat lie in one of its tensors, and which of them exist.
 
     A block of `_ROWS` is one of a transposed piece, of which the compiler is told that all is aligned. With TURNED its
@@ -70,13 +90,13 @@ def _block(row, which: tl.constexpr, TYPE: tl.constexpr, block, HIGH: tl.constex
     wide = tl.cdiv(across, _COLS)
     in_plane = tl.cdiv(down, HIGH) * wide
     top, left = block % in_plane // wide * HIGH, block % wide * _COLS
-    strides = row + _STRIDES + 3 * which
+    strides = row + _STRIDES + 3 * SIDE
     plane, next_row, next_col = tl.load(strides), tl.load(strides + 1), tl.load(strides + 2)
-    here = tl.load(row + which).to(tl.pointer_type(TYPE))
+    here = _first(bases, row, which, SIDE, TYPE, HIGH == _ROWS)
     if HIGH == _ROWS:
         down, across = tl.multiple_of(down, 16), tl.multiple_of(across, 16)
         top, left = tl.multiple_of(top, 16), tl.multiple_of(left, 16)
-        plane, here = tl.multiple_of(plane, 16), tl.multiple_of(here, 16)
+        plane = tl.multiple_of(plane, 16)
         if TURNED:
             next_row, next_col = 1, tl.multiple_of(next_col, 16)
         else:
@@ -115,12 +135,12 @@ def _folded(g, m, weight, momentum, on, NESTEROV: tl.constexpr, TINY: tl.constex
 
 
 @triton.jit
-def _fold_blocks(row, first, weight, momentum, on, DIRECTS, NESTEROV, TINY, G, M, D, HIGH, TURNED):
+def _fold_blocks(bases, row, first, weight, momentum, on, DIRECTS, NESTEROV, TINY, G, M, D, HIGH, TURNED):
     """Fold the blocks of one program of a piece that is not flat; with TURNED its direction lies transposed."""
     for block in range(first, tl.minimum(first + _BLOCKS, _blocks(row, HIGH))):
-        g_at, inside = _block(row, 0, G, block, HIGH, False)
-        m_at, _ = _block(row, 1, M, block, HIGH, False)
-        d_at, there = _block(row, 2, D, block, HIGH, TURNED)
+        g_at, inside = _block(bases, row, 0, 0, G, block, HIGH, False)
+        m_at, _ = _block(bases, row, 1, 0, M, block, HIGH, False)
+        d_at, there = _block(bases, row, 2, 1, D, block, HIGH, TURNED)
         g, m = tl.load(g_at, mask=inside, other=0.0), tl.load(m_at, mask=inside, other=0.0)
         m, d = _folded(g, m, weight, momentum, on, NESTEROV=NESTEROV, TINY=TINY)
         tl.store(m_at, m, mask=inside & on)
@@ -131,6 +151,7 @@ def _fold_blocks(row, first, weight, momentum, on, DIRECTS, NESTEROV, TINY, G, M
 @triton.jit(do_not_specialize=["pieces"])
 def fold(
     table,
+    bases,
     pieces,
     active,
     weight,
@@ -147,9 +168,9 @@ def fold(
     row = row_of(table, pieces, program, _WIDTH, _FIRST_PROGRAM)
     first = (program - tl.load(row + _FIRST_PROGRAM)) * _BLOCKS
     kind = tl.load(row + _KIND)
-    g_flat = tl.multiple_of(tl.load(row + 0).to(tl.pointer_type(G)), 16)
-    m_flat = tl.multiple_of(tl.load(row + 1).to(tl.pointer_type(M)), 16)
-    d_flat = tl.multiple_of(tl.load(row + 2).to(tl.pointer_type(D)), 16)
+    g_flat = _first(bases, row, 0, 0, G, True)
+    m_flat = _first(bases, row, 1, 0, M, True)
+    d_flat = _first(bases, row, 2, 1, D, True)
     on = tl.load(active + tl.load(row + _ENTRY)) != 0
     if kind == _FLAT:
         length = tl.load(row + _LENGTHS + 2)
@@ -171,9 +192,9 @@ def fold(
                 if DIRECTS:
                     tl.store(d_flat + here, d_tail.to(D), mask=left)
     elif kind == _TRANSPOSED:
-        _fold_blocks(row, first, weight, momentum, on, DIRECTS, NESTEROV, TINY, G, M, D, _ROWS, True)
+        _fold_blocks(bases, row, first, weight, momentum, on, DIRECTS, NESTEROV, TINY, G, M, D, _ROWS, True)
     else:
-        _fold_blocks(row, first, weight, momentum, on, DIRECTS, NESTEROV, TINY, G, M, D, _STRIDED_ROWS, False)
+        _fold_blocks(bases, row, first, weight, momentum, on, DIRECTS, NESTEROV, TINY, G, M, D, _STRIDED_ROWS, False)
 
 
 @triton.jit
@@ -190,12 +211,12 @@ def _followed(p, w):
 
 
 @triton.jit
-def _apply_blocks(row, first, keep, size, HAS_MASTERS, W, P, U, HIGH, TURNED):
+def _apply_blocks(bases, row, first, keep, size, HAS_MASTERS, W, P, U, HIGH, TURNED):
     """Step the blocks of one program of a piece that is not flat; with TURNED its update lies transposed."""
     for block in range(first, tl.minimum(first + _BLOCKS, _blocks(row, HIGH))):
-        w_at, inside = _block(row, 0, W, block, HIGH, False)
-        p_at, _ = _block(row, 1, P, block, HIGH, False)
-        u_at, there = _block(row, 2, U, block, HIGH, TURNED)
+        w_at, inside = _block(bases, row, 0, 0, W, block, HIGH, False)
+        p_at, _ = _block(bases, row, 1, 0, P, block, HIGH, False)
+        u_at, there = _block(bases, row, 2, 1, U, block, HIGH, TURNED)
         u = tl.load(u_at, mask=there, other=0.0)
         held = tl.load(w_at, mask=inside, other=0.0)
         old = _followed(tl.load(p_at, mask=inside, other=0.0), held) if HAS_MASTERS else held
@@ -208,6 +229,7 @@ def _apply_blocks(row, first, keep, size, HAS_MASTERS, W, P, U, HIGH, TURNED):
 @triton.jit(do_not_specialize=["pieces"])
 def apply(
     table,
+    bases,
     pieces,
     active,
     keeps,
@@ -223,9 +245,9 @@ def apply(
     first = (program - tl.load(row + _FIRST_PROGRAM)) * _BLOCKS
     kind = tl.load(row + _KIND)
     entry = tl.load(row + _ENTRY)
-    w_flat = tl.multiple_of(tl.load(row + 0).to(tl.pointer_type(W)), 16)
-    p_flat = tl.multiple_of(tl.load(row + 1).to(tl.pointer_type(P)), 16)
-    u_flat = tl.multiple_of(tl.load(row + 2).to(tl.pointer_type(U)), 16)
+    w_flat = _first(bases, row, 0, 0, W, True)
+    p_flat = _first(bases, row, 1, 0, P, True)
+    u_flat = _first(bases, row, 2, 1, U, True)
     keep = tl.load(keeps + entry)
     size = tl.load(sizes + entry)
     on = tl.load(active + entry) != 0
@@ -251,6 +273,6 @@ def apply(
                         tl.store(p_flat + here, changed.to(P), mask=left)
                     tl.store(w_flat + here, (changed.to(P) if HAS_MASTERS else changed).to(W), mask=left)
         elif kind == _TRANSPOSED:
-            _apply_blocks(row, first, keep, size, HAS_MASTERS, W, P, U, _ROWS, True)
+            _apply_blocks(bases, row, first, keep, size, HAS_MASTERS, W, P, U, _ROWS, True)
         else:
-            _apply_blocks(row, first, keep, size, HAS_MASTERS, W, P, U, _STRIDED_ROWS, False)
+            _apply_blocks(bases, row, first, keep, size, HAS_MASTERS, W, P, U, _STRIDED_ROWS, False)

@@ -1,24 +1,31 @@
-"""Tables of pieces: the places of the elements of many tensors, as numbers that one copy uploads to a device."""
+"""Tables of pieces: the places of many pieces in the tensors that hold them, as numbers that a kernel reads.
+
+A table is made once and stays on the device. The tensors may move from step to step, so a table has no addresses, but
+the numbers of addresses in a second, short vector, which is uploaded again only when one of them has changed.
+"""
 
 from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterable, Sequence
-from itertools import accumulate
+from collections.abc import Sequence
+from itertools import accumulate, count
+from typing import NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
 from muonmesh.numerics.kernels.memory import pinned
+from muonmesh.numerics.kernels.triton_launch import device_of, stream_of
 
-WIDTH = 18
-"""Numbers of each piece in a table: three addresses, and the numbers named below."""
-ENTRY, FIRST_PROGRAM, KIND, LENGTHS, STRIDES = 3, 4, 5, 6, 9
+WIDTH = 17
+"""Numbers of each piece in a table: the numbers of three addresses, and the numbers named below."""
+ENTRY, FIRST_PROGRAM, KIND, STARTS, LENGTHS, STRIDES = 3, 4, 5, 6, 8, 11
 
 FLAT, STRIDED, TRANSPOSED = 0, 1, 2
-"""Kinds: contiguous everywhere, in any order, and with contiguous rows but for the last tensor, which has contiguous
-columns. All that is flat or transposed can be moved 16 bytes at a time."""
+"""Kinds: contiguous everywhere, in any order, and with contiguous rows in the storage and contiguous columns in the
+buffer. All that is flat or transposed can be moved 16 bytes at a time."""
 
 ROWS, COLS, STRIDED_ROWS = 64, 32, 16
 """A block of a matrix; of a flat piece it is as many elements, and of a strided one it has fewer rows."""
@@ -27,128 +34,143 @@ BLOCKS = 4
 """Number of blocks that one program works on, one after the other."""
 
 _ALIGNMENT = 16
-_ONES, _MISSING = [(1,) * (3 - dims) for dims in range(4)], [(0,) * (3 - dims) for dims in range(4)]
+"""Bytes of an address, and elements of starts and strides, which is enough for every dtype."""
+
+Sizes = tuple[int, ...]
 
 
-class Rows:
-    """The rows of pieces whose tensors have the same dtypes; they are launched together."""
+class Place(NamedTuple):
+    """Where a piece lies: in a tensor of each of the first two columns, and in a buffer, the third column.
 
-    def __init__(self) -> None:
-        self.numbers = array("q")
-        self.programs = 0
-
-    @staticmethod
-    def in_order(entries: Sequence[int], *columns: Sequence[Tensor]) -> Rows | None:
-        """Return the rows of pieces of one size that lie one after the other in few tensors, in few operations.
-
-        Args:
-            entries: As in `add`.
-            columns: Three times tensors that hold all pieces in their order, contiguous; one or more pieces each.
-
-        Returns:
-            None where an address is not aligned, so that the pieces have to be added one by one.
-        """
-        count = len(entries)
-        size = sum(map(Tensor.numel, columns[0])) // count
-        addresses = array("q")
-        for tensors in columns:
-            if len(tensors) == count:
-                addresses.extend(map(Tensor.data_ptr, tensors))
-                continue
-            for tensor in tensors:
-                start, width = tensor.data_ptr(), tensor.element_size()
-                addresses.extend(range(start, start + tensor.numel() * width, size * width))
-        places = _numbers(addresses).view(len(columns), count)
-        if (places % _ALIGNMENT).any():
-            return None
-        found, each = Rows(), -(-size // (ROWS * COLS * BLOCKS))
-        found.programs = count * each
-        found.numbers = array("q", (0, 0, 0, 0, 0, FLAT, 1, 1, size, *[0] * (WIDTH - STRIDES))) * count
-        table = _numbers(found.numbers).view(count, WIDTH)
-        table[:, : len(columns)] = places.T
-        table[:, ENTRY] = _numbers(entries)
-        table[:, FIRST_PROGRAM] = torch.arange(count, dtype=torch.int64, device="cpu") * each
-        return found
-
-    @property
-    def pieces(self) -> int:
-        """The number of pieces."""
-        return len(self.numbers) // WIDTH
-
-    def add(self, pieces: Iterable[tuple[int, int, Tensor, Tensor, Tensor]]) -> None:
-        """Add pieces; it is done for every piece at every step, so it is written to take little time.
-
-        Args:
-            pieces: For each its number among all pieces, for errors; the place of its entry in vectors with one entry
-                for one or more pieces; and three tensors of one shape, any strides that `in_three_dims` can do with.
-                The same tensor may be given twice where one is not wanted.
-
-        Raises:
-            ValueError: The shapes of a piece differ, or they have no 3 dims (`in_three_dims`).
-        """
-        for number, entry, a, b, c in pieces:
-            shape = a.shape
-            if shape == b.shape and shape == c.shape and a.is_contiguous() and b.is_contiguous() and c.is_contiguous():
-                x, y, z, size, start = a.data_ptr(), b.data_ptr(), c.data_ptr(), a.numel(), self.programs
-                if not (x | y | z) % _ALIGNMENT:
-                    if size:
-                        self.numbers.extend((x, y, z, entry, start, FLAT, 1, 1, size, 0, 0, 0, 0, 0, 0, 0, 0, 0))
-                        self.programs = start - -size // (ROWS * COLS * BLOCKS)
-                    continue
-            self._add_strided(number, entry, a, b, c)
-
-    def _add_strided(self, number: int, entry: int, a: Tensor, b: Tensor, c: Tensor) -> None:
-        shape, dims = a.shape, a.ndim
-        alike = shape == b.shape == c.shape
-        views = in_three_dims(a, b, c) if alike else None
-        if views is None:
-            found = ", ".join(str(tuple(tensor.shape)) for tensor in (a, b, c))
-            write = "Flatten its tensors, or cut them alike"
-            raise ValueError(f"piece {number}: found shapes {found}; needed one shape, in at most 3 dims. {write}")
-        if not a.numel():
-            return
-        if dims > 3:
-            return self.add([(number, entry, views[0], views[1], views[2])])
-        if dims > 1 and a.stride(-2) == 1 != a.stride(-1):  # neighbors in memory to neighboring threads
-            return self.add([(number, entry, a.mT, b.mT, c.mT)])
-        missing = _MISSING[dims]
-        planes, rows, cols = lengths = _ONES[dims] + shape
-        strides = missing + a.stride() + missing + b.stride() + missing + c.stride()
-        addresses = a.data_ptr(), b.data_ptr(), c.data_ptr()
-        ones = strides[2] == strides[5] == strides[7] == 1
-        steps = *addresses, rows, cols, strides[0], strides[1], strides[3], strides[4], strides[6], strides[8]
-        kind = STRIDED if not ones or any(step % _ALIGNMENT for step in steps) else TRANSPOSED
-        high = ROWS if kind == TRANSPOSED else STRIDED_ROWS
-        self.numbers.extend((*addresses, entry, self.programs, kind, *lengths, *strides))
-        self.programs -= -planes * -(-rows // high) * -(-cols // COLS) // BLOCKS
-
-
-def in_three_dims(*tensors: Tensor) -> Sequence[Tensor] | None:
-    """Return views of tensors of one shape, in at most 3 dims, with their elements in one order; None if there is none.
-
-    Dims whose elements follow each other evenly in all of the tensors become one.
+    Attributes:
+        tensor: The number of its tensor in the first and in the second column.
+        buffer: The number of its buffer.
+        entry: Its entry in vectors with one entry for one or more pieces.
+        shape: Its shape.
+        start, strides: Its first element and its strides in the tensors.
+        buffer_start, buffer_strides: Likewise in the buffer.
     """
-    first, dims = tensors[0], list[list[int]]()
-    if first.ndim <= 3:
-        return tensors
-    for dim in range(first.ndim):
-        if dims and all(tensor.stride(dims[-1][-1]) == tensor.stride(dim) * first.shape[dim] for tensor in tensors):
-            dims[-1].append(dim)
-        elif first.shape[dim] != 1:
-            dims.append([dim])
-    shape = [math.prod(first.shape[dim] for dim in some) for some in dims]
-    views = [tensor.as_strided(shape, [tensor.stride(some[-1]) for some in dims]) for tensor in tensors]
-    return views if len(dims) <= 3 else None
+
+    tensor: int
+    buffer: int
+    entry: int
+    shape: Sizes
+    start: int
+    strides: Sizes
+    buffer_start: int
+    buffer_strides: Sizes
 
 
-def on_device(groups: Sequence[Rows], device: torch.device) -> list[Tensor]:
-    """Return one int64 table for each group, uploaded in a single copy for which the CPU does not wait."""
-    numbers = groups[0].numbers if len(groups) == 1 else sum((group.numbers for group in groups), array("q"))
-    table = pinned(_numbers(numbers), device)
-    ends = accumulate(len(group.numbers) for group in groups)
-    return [table[end - len(group.numbers) : end] for group, end in zip(groups, ends, strict=True)]
+class PieceRows:
+    """The pieces that one launch works on, and what it needs of them on a device.
+
+    Args:
+        places: The pieces. Empty ones are left out.
+
+    Attributes:
+        number: A number by which operators name this object, as torch's operators take no others (`rows_of`).
+        numel: The number of elements of all pieces.
+
+    Raises:
+        ValueError: a piece has no 3 dims (`in_three_dims`).
+    """
+
+    def __init__(self, places: Sequence[Place]) -> None:
+        self._places = [place for place in places if 0 not in place.shape]
+        for number, place in enumerate(self._places):
+            if in_three_dims(place.shape, place.strides, place.buffer_strides) is None:
+                found, write = f"shape {place.shape} with strides {place.strides}", "Step it by torch's operations"
+                raise ValueError(f"piece {number}: found {found}; needed at most 3 dims. {write}")
+        self._tables: dict[object, tuple[Tensor, int]] = {}
+        self._addresses: dict[object, tuple[list[int], Tensor]] = {}
+        self.numel = sum(math.prod(place.shape) for place in self._places)
+        self.number = next(_numbers)
+        _living[self.number] = self
+
+    def __len__(self) -> int:
+        """Return the number of pieces that are not empty."""
+        return len(self._places)
+
+    def of(self, *columns: Sequence[Tensor]) -> tuple[Tensor, Tensor, int, int]:
+        """Return the table and the addresses on the device, the number of pieces, and the number of programs.
+
+        Args:
+            columns: The tensors of the first two columns, in the same order, and the buffers; on one device.
+        """
+        addresses = [tensor.data_ptr() for column in columns for tensor in column]
+        device = device_of(columns[0][0])
+        where = device, stream_of(device)  # the stream that has written them
+        last, bases = self._addresses.get(where, (None, None))
+        if bases is None or last != addresses:
+            bases = pinned(torch.frombuffer(array("q", addresses), dtype=torch.int64), device)
+            self._addresses[where] = addresses, bases
+        aligned = not any(address % _ALIGNMENT for address in addresses)
+        if (*where, aligned) not in self._tables:
+            starts = [0, *accumulate(len(column) for column in columns)]
+            numbers, programs = self._encoded(starts[1], starts[2], aligned=aligned)
+            self._tables[*where, aligned] = pinned(torch.frombuffer(numbers, dtype=torch.int64), device), programs
+        table, programs = self._tables[*where, aligned]
+        return table, bases, len(self), programs
+
+    def _encoded(self, second: int, third: int, *, aligned: bool) -> tuple[array[int], int]:
+        """Return the numbers of all pieces, and how many programs work on them; see `of` for ``aligned``.
+
+        Args:
+            second, third: The numbers of the first addresses of the second and third column.
+        """
+        numbers, programs = array("q"), 0
+        for place in self._places:
+            kind, lengths, strides, blocks = _form(place, aligned=aligned)
+            bases = place.tensor, second + place.tensor, third + place.buffer
+            numbers.extend((*bases, place.entry, programs, kind, place.start, place.buffer_start, *lengths, *strides))
+            programs -= -blocks // BLOCKS
+        return numbers, programs
 
 
-def _numbers(numbers: Sequence[int]) -> Tensor:
-    """Return int64; from an array they are shared. ``torch.tensor`` takes five times as long."""
-    return torch.frombuffer(numbers if isinstance(numbers, array) else array("q", numbers), dtype=torch.int64)
+_numbers = count()
+_living: WeakValueDictionary[int, PieceRows] = WeakValueDictionary()
+
+
+def rows_of(number: int) -> PieceRows:
+    """Return the pieces with a number."""
+    return _living[number]
+
+
+def in_three_dims(shape: Sizes, *strides: Sizes) -> Sequence[Sizes] | None:
+    """Return a shape and strides of at most 3 dims for the same elements in the same order; None if there are none.
+
+    Of more than 3 dims, those whose elements follow each other evenly everywhere become one.
+    """
+    if len(shape) <= 3:
+        return shape, *strides
+    found = _merged(shape, *strides)
+    return found if len(found[0]) <= 3 else None
+
+
+def _merged(shape: Sizes, *strides: Sizes) -> Sequence[Sizes]:
+    dims: list[tuple[int, ...]] = []  # size, and one stride each
+    for size, *steps in zip(shape, *strides, strict=True):
+        if dims and all(before == step * size for before, step in zip(dims[-1][1:], steps, strict=True)):
+            dims[-1] = dims[-1][0] * size, *steps
+        elif size != 1:
+            dims.append((size, *steps))
+    return tuple(zip(*dims, strict=True)) if dims else ((),) * (1 + len(strides))
+
+
+def _form(place: Place, *, aligned: bool) -> tuple[int, Sizes, Sizes, int]:
+    """Return kind, lengths and strides of a piece, the strides of the tensors first, and its number of blocks."""
+    shape, a, b = _merged(place.shape, place.strides, place.buffer_strides)
+    starts = place.start, place.buffer_start
+    if aligned and a in ((), (1,)) and b in ((), (1,)) and not any(start % _ALIGNMENT for start in starts):
+        numel = shape[0] if shape else 1
+        return FLAT, (1, 1, numel), (0,) * 6, -(-numel // (ROWS * COLS))
+    shape, a, b = in_three_dims(place.shape, place.strides, place.buffer_strides) or (shape, a, b)
+    if len(shape) > 1 and a[-2] == 1 != a[-1]:  # neighbors in memory to neighboring threads
+        shape, a, b = ((*sizes[:-2], sizes[-1], sizes[-2]) for sizes in (shape, a, b))
+    missing = 3 - len(shape)
+    planes, rows, cols = lengths = (1,) * missing + shape
+    a, b = (0,) * missing + a, (0,) * missing + b
+    steps = *starts, rows, cols, a[0], a[1], b[0], b[2]
+    transposed = aligned and a[2] == b[1] == 1 and not any(step % _ALIGNMENT for step in steps)
+    kind, high = (TRANSPOSED, ROWS) if transposed else (STRIDED, STRIDED_ROWS)
+    return kind, lengths, (*a, *b), planes * -(-rows // high) * -(-cols // COLS)

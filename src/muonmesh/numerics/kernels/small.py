@@ -22,10 +22,8 @@ _ROWS = tl.constexpr(SMALL_ROWS)
 
 
 @triton.jit
-def orthogonalize(
-    x, out, times, rows, cols, times_batch, POLYNOMIALS: tl.constexpr, TALL: tl.constexpr, COLS: tl.constexpr
-):
-    """Write the orthogonal factor of one matrix, times a number: rounded to bf16 where products one by one round."""
+def orthogonalize(x, out, rows, cols, POLYNOMIALS: tl.constexpr, TALL: tl.constexpr, COLS: tl.constexpr):
+    """Write the orthogonal factor of one matrix, rounded to bf16 where products one by one round."""
     STEPS: tl.constexpr = len(POLYNOMIALS) // 3
     z = tl.program_id(0).to(tl.int64)
     x += z * rows * cols
@@ -45,7 +43,6 @@ def orthogonalize(
     total = tl.sum(tl.reshape(squares, (_ROWS * _ROWS,)), 0)
     # 1/∞ is 0, and the ∞ in X Xᵀ times 0 is NaN, which is everywhere after a step.
     inverse = tl.div_rn(1.0, tl.sqrt_rn(tl.where(total == 0, 1.0, total)))
-    last = inverse if times is None else inverse * tl.load(times + z * times_batch).to(tl.float32)
     for step in range(STEPS):
         a = 0.0
         b = 0.0
@@ -56,15 +53,14 @@ def orthogonalize(
             c = tl.where(step == number, POLYNOMIALS[3 * number + 2], c)
         gram = (tl.dot(held, tl.trans(held)) * (inverse * inverse)).to(tl.bfloat16)
         factor = (tl.dot(gram, gram) * c + b * gram.to(tl.float32)).to(tl.bfloat16)
-        scale = tl.where(step == STEPS - 1, last, 1.0)
+        scale = tl.where(step == STEPS - 1, inverse, 1.0)
         held = ((tl.dot(factor, held) + a * held.to(tl.float32)) * scale).to(tl.bfloat16)
     tl.store(out + places, held.to(out.dtype.element_ty), mask=inside)
 
 
-def orthogonalizing(x: Tensor, out: Tensor, polynomials: Sequence[float], times: Tensor | None) -> Launch:
+def orthogonalizing(x: Tensor, out: Tensor, polynomials: Sequence[float]) -> Launch:
     """Return the launch of `orthogonalize`; see `Matmuls.small`."""
     batch, (rows, cols), tall = len(x), sorted(x.shape[1:]), x.shape[1] > x.shape[2]
-    numbers = rows, cols, 0 if times is None else times.stride(0)
     width = SMALL_ROWS if cols <= SMALL_ROWS else 2 * SMALL_ROWS
-    arguments = (x.contiguous(), out, times, *numbers, tuple(polynomials), tall, width)
+    arguments = (x.contiguous(), out, rows, cols, tuple(polynomials), tall, width)
     return Launch(orthogonalize, batch, arguments, {"num_warps": 4})

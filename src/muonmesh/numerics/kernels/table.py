@@ -61,7 +61,7 @@ class Matmuls:
             zeros, and as NaN where an entry is not finite. None: likewise.
         exact: Further operations of this hardware; None: products are rounded to the compute dtype, and torch's
             operations are used.
-        small: `small(X, out, polynomials, times)`: all steps of small matrices at once, written to contiguous memory;
+        small: `small(X, out, polynomials)`: all steps of small matrices at once, written to contiguous memory;
             three coefficients a step, and what results are multiplied by, (batch, 1, 1) or None. None: it cannot.
         sparing: Whether memory traffic is what elementwise operations cost, as on a device. Then a number that follows
             from the data is divided out of B instead of multiplied by X, and left to the last product.
@@ -74,5 +74,5 @@ class Matmuls:
     join: Callable[..., tuple[Tensor, Tensor]] | None = None
     normalize: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
     exact: Exact | None = None
-    small: Callable[[Tensor, Tensor, Sequence[float], Tensor | None], None] | None = None
+    small: Callable[[Tensor, Tensor, Sequence[float]], None] | None = None
     sparing: bool = False

@@ -80,7 +80,7 @@ def join(z: Tensor, w: Tensor, p0: float, q0: float, out: Tensor, *, symmetric: 
 
 
 small = operator(
-    "orthogonalize(Tensor x, Tensor(a!) out, float[] polynomials, Tensor? times)",
+    "orthogonalize(Tensor x, Tensor(a!) out, float[] polynomials)",
     lambda *given: [importlib.import_module("muonmesh.numerics.kernels.small").orthogonalizing(*given)],
 )
 

@@ -54,7 +54,7 @@ def fold(
             rule.fold(g, MappingProxyType(fresh))
             if active is not None:
                 for key, value in kept.items():
-                    value.copy_(torch.where(active, fresh[key], value))
+                    torch.where(active, fresh[key], value, out=value)
         if flat is not None:
             held[-1].copy_(rule.direction(g, kept))
     if into is not None and flat is not None:
@@ -155,9 +155,9 @@ def apply(
         if squares is not None:
             squares.append(wide.double().square_().sum())
         if active is not None:
-            p.copy_(torch.where(active, fresh.to(p.dtype), p))
+            torch.where(active, fresh.to(p.dtype), p, out=p)
             for old, new in zip(held, kept.values(), strict=True):
-                old.copy_(torch.where(active, new, old))
+                torch.where(active, new, old, out=old)
         elif fresh is not p:
             p.copy_(fresh)
         if low is not None:

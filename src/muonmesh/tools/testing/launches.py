@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from muonmesh.numerics.kernels.portions import FIRST, LOOKED
+from muonmesh.numerics.kernels.rows import rows_of
 from muonmesh.tools.forecasts.device_rates import DeviceRates
 
 _NOTHING = re.compile(
@@ -218,6 +219,11 @@ def _bytes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: Sequ
     """
     if func._schema.name == "muonmesh::rescale":
         return
+    if func._schema.name in ("muonmesh::fold", "muonmesh::apply"):
+        numel, folds = rows_of(args[3]).numel, func._schema.name == "muonmesh::fold"
+        first, second, buffer = (sum(t.element_size() for t in column[:1]) for column in args[:3])
+        yield numel * (first + 2 * second + buffer if folds else 2 * (first + second) + buffer)
+        return
     if func._schema.name == "muonmesh::mark_nonzero":
         yield from (math.ceil(g.numel() / LOOKED) * min(g.numel(), FIRST) * g.element_size() for g in args[0])
         return
@@ -235,7 +241,7 @@ def _bytes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: Sequ
             yield _size(tensor)
 
 
-_OURS = ("diagonal", "directions", "exponents", "found", "inverse", "inverse_square", "mean", "out", "power", "squares")
+_OURS = ("diagonal", "exponents", "found", "inverse", "inverse_square", "mean", "out", "power", "squares")
 """Arguments of muonmesh's own operators that are written without being read."""
 
 _OVERWRITES = re.compile(r"(_foreach_)?(copy|zero)_|(fill|random|normal|uniform)_")

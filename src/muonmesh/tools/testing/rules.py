@@ -145,7 +145,7 @@ def _case(generator: random.Random) -> SimpleNamespace:
             "compute_dtype": generator.choice([torch.float32, torch.bfloat16]),
             "memory_budget_mb": generator.choice([None, 0.016]),
         },
-        gradients=[generator.choice(["given", "given", "given", "none", "zero"]) for _ in range(_STEPS)],
+        gradients=[generator.choice(["given", "given", "given", "none", "zero", "in part"]) for _ in range(_STEPS)],
         shard_state=generator.random() < 0.5,
         seed=generator.randrange(10**6),
     )
@@ -196,12 +196,14 @@ def _stepped(
     for parameter, held in ((alone, {"process_group": "local"}), (shared, {**where, "shard_state": case.shard_state})):
         entry = {**group, "params": [parameter], "param_names": ["parameter"], "matrices": [case.spec]}
         optimizer = Muon([entry], lr=0.02, **case.options, **held)
-        optimizer._runtime.together, optimizer._runtime.waits = together, not together
+        optimizer._runtime.waits = not together
         optimizers.append(optimizer)
     for kind in case.gradients:
         gradient = _randn(case.shape, random_numbers)
         if kind == "zero":
             gradient.zero_()
+        elif kind == "in part":  # a row and a column of every matrix, if it is not split
+            gradient[..., :1, :] = gradient[..., :1] = 0
         alone.grad = gradient if kind != "none" else None
         shared.grad = storage.wrap(local_part(gradient, layout)) if kind != "none" else None
         for optimizer in optimizers:

@@ -1,0 +1,103 @@
+"""PieceTable: the pieces of matrices that a rank reads or writes at one time, with their places in its buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from muonmesh.layout.region import Piece, row_major
+from muonmesh.layout.routes import Leg
+
+NOWHERE = -1
+"""The buffer of a row whose elements are in no buffer: they are only folded into the momentum."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Elements of one matrix: their places in the storage of a parameter, and in one of several buffers.
+
+    Attributes:
+        assignment: Number of the matrix's assignment in its plan.
+        parameter: Number of its parameter in the plan.
+        piece: The places of the elements in the storage and in the assembled matrix.
+        buffer: The number of the buffer, or `NOWHERE`.
+        start: The place of the first element in the buffer.
+        strides: The strides in the buffer.
+    """
+
+    assignment: int
+    parameter: int
+    piece: Piece
+    buffer: int
+    start: int
+    strides: tuple[int, ...]
+
+    @staticmethod
+    def in_matrix(leg: Leg, buffer: int, start: int) -> Row:
+        """Return the row of a leg whose assembled matrix begins at an element of a buffer."""
+        return Row(
+            leg.assignment, leg.parameter, leg.piece, buffer, start + leg.piece.matrix_start, leg.piece.matrix_strides
+        )
+
+    @staticmethod
+    def on_wire(leg: Leg, buffer: int, start: int) -> Row:
+        """Return the row of a leg whose elements follow each other from an element of a buffer on."""
+        return Row(leg.assignment, leg.parameter, leg.piece, buffer, start, row_major(leg.piece.shape))
+
+
+@dataclass(frozen=True, eq=False)
+class PieceTable:
+    """Rows, made once for a plan. Whoever runs them may keep what it made of them in ``kept``, by a key of its own."""
+
+    rows: tuple[Row, ...] = ()
+    kept: dict[Hashable, Any] = field(default_factory=dict)
+
+    @cached_property
+    def parameters(self) -> dict[int, int]:
+        """The parameters of the rows, each with its place among them."""
+        numbers = dict.fromkeys(row.parameter for row in self.rows)
+        return {parameter: place for place, parameter in enumerate(numbers)}
+
+    def once(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """Return what ``make`` returned when this was first called with the key."""
+        if key not in self.kept:
+            self.kept[key] = make()
+        return self.kept[key]
+
+
+def joined(rows: Iterable[Row]) -> tuple[Row, ...]:
+    """Return the same elements as fewer rows: equal rows at even distances are joined into one with another dim.
+
+    So the rows that all ranks of FSDP hold of a matrix arrive in a single copy, not in one copy for each rank. Results
+    for the ranks of each replica leave in a single copy, not in one copy for each replica.
+    """
+    some = tuple(rows)
+    fewer: list[Row] = []
+    first = 0
+    while first < len(some):
+        one, end, steps = some[first], first + 1, (0, 0)
+        while end < len(some) and _alike(one, some[end]):
+            apart = _distance(some[end - 1], some[end])
+            if apart[0] < 0 or (end > first + 1 and apart != steps):  # as_strided takes no negative strides
+                break
+            steps, end = apart, end + 1
+        if end > first + 1:  # a step of 0 if each replica gets the same elements
+            shape, piece = (end - first, *one.piece.shape), one.piece
+            piece = replace(piece, shape=shape, storage_strides=(steps[1], *piece.storage_strides))
+            one = replace(one, piece=piece, strides=(steps[0], *one.strides))
+        fewer.append(one)
+        first = end
+    return tuple(fewer) if len(fewer) == len(some) else joined(fewer)
+
+
+def _alike(one: Row, other: Row) -> bool:
+    form, form_of_other = (
+        (row.assignment, row.buffer, row.strides, row.piece.shape, row.piece.storage_strides) for row in (one, other)
+    )
+    return form == form_of_other
+
+
+def _distance(one: Row, other: Row) -> tuple[int, int]:
+    return other.start - one.start, other.piece.storage_start - one.piece.storage_start

@@ -1,0 +1,234 @@
+"""ByKernel: folds and applies all pieces of a table by one kernel launch, for rules and dtypes that have kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from muonmesh.comm.elements import Elements
+from muonmesh.layout.piece_table import NOWHERE, PieceTable, Row
+from muonmesh.numerics.kernels import fused
+from muonmesh.numerics.kernels.memory import upload
+from muonmesh.numerics.kernels.rows import PieceRows, Place, in_three_dims
+from muonmesh.numerics.kernels.toolchain import is_usable
+from muonmesh.numerics.rules import Rule
+from muonmesh.numerics.rules.muon import MuonRule
+from muonmesh.step.ready import ReadyParameters
+from muonmesh.step.update_squares import UpdateSquares
+
+_Form = tuple[torch.dtype, torch.dtype | None] | None
+"""The dtypes of a parameter's tensors in the first two columns of a launch; None: it is not stepped by a kernel."""
+
+
+class _Launch(NamedTuple):
+    """Rows of a table that one launch takes.
+
+    Attributes:
+        group: The number of their param group.
+        buffered: Whether they are in a buffer.
+        parameters: The places of their parameters in the table.
+        rows: The rows.
+        pieces: What the kernel reads of them.
+    """
+
+    group: int
+    buffered: bool
+    parameters: Sequence[int]
+    rows: Sequence[Row]
+    pieces: PieceRows
+
+
+class ByKernel:
+    """Folds and applies pieces by one launch for each group and set of dtypes, and tells which rows it leaves.
+
+    The launches of a table are worked out once. A step only reads which tensors its parameters have now.
+
+    Args:
+        ready: The parameters of the step.
+        squares: Adds up the squares of the updates; None if no metrics are wanted.
+    """
+
+    def __init__(self, ready: ReadyParameters, squares: UpdateSquares | None) -> None:
+        self._ready, self._update_squares = ready, squares
+        self._usable = ready.blocks is None and is_usable(ready.device)
+        self._folding = [_folds_as_muon(rule) for rule in ready.rules]
+        self._adding = [_adds(rule) for rule in ready.rules]
+
+    def fold(self, elements: Elements) -> Sequence[Row]:
+        """Fold gradients into momenta and write directions; return the rows that are left."""
+        if not self._usable:
+            return elements.table.rows
+        columns: list[tuple[Tensor, Tensor] | None] = []
+        for number in elements.table.parameters:
+            entry = self._ready.entries[number]
+            held, momenta = None, None if entry is None else entry.momenta
+            if entry is not None and momenta is not None and self._folding[entry.member.group]:
+                gradient, momentum = entry.gradient, momenta["momentum_buffer"]
+                assert gradient is not None
+                assert isinstance(momentum, Tensor)
+                held = gradient, momentum
+            columns.append(held)
+        launches, left = self._launches("fold", elements, columns)
+        for launch in launches:
+            rule = self._ready.rules[launch.group]
+            assert isinstance(rule, MuonRule)
+            tensors = _of(columns, launch.parameters)
+            some = launch.pieces, *tensors, elements.buffers if launch.buffered else (), self._active
+            fused.fold(*some, momentum=rule.momentum, nesterov=rule.nesterov)
+        return left
+
+    def apply(self, elements: Elements) -> Sequence[Row]:
+        """Decay and update weights, and return the rows that are left."""
+        if not self._usable:
+            return elements.table.rows
+        columns: list[tuple[Tensor, Tensor | None] | None] = []
+        for number in elements.table.parameters:
+            entry = self._ready.entries[number]
+            steps = entry is not None and self._adding[entry.member.group] and entry.created
+            columns.append((entry.weights, entry.master) if entry is not None and steps else None)
+        launches, left = self._launches("apply", elements, columns)
+        keep, size = self._factors if launches else (None, None)
+        for launch in launches:
+            assert keep is not None
+            assert size is not None
+            if self._update_squares is not None:
+                self._measure(elements, launch, size, self._update_squares)
+            weights, masters = _of(columns, launch.parameters)
+            some = launch.pieces, weights, [] if masters[0] is None else masters, elements.buffers, self._active
+            fused.apply(*some, keep=keep, size=size)
+        return left
+
+    def _launches(
+        self, what: str, elements: Elements, columns: Sequence[tuple[Tensor, Tensor | None] | None]
+    ) -> tuple[Sequence[_Launch], Sequence[Row]]:
+        """Return the launches for a table, and the rows that no launch takes.
+
+        Args:
+            what: The kernel.
+            elements: The rows with their buffers.
+            columns: For each parameter of the table its tensors in the first two columns; None: no kernel takes it.
+        """
+        forms = tuple(
+            [None if held is None else (held[0].dtype, None if held[1] is None else held[1].dtype) for held in columns]
+        )
+        kind = elements.buffers[0].dtype if elements.buffers else None
+        table, device = elements.table, self._ready.device
+        found: tuple[Sequence[_Launch], Sequence[Row]] = table.once(
+            (what, kind, forms), lambda: _launches(self._ready, table, device, kind, forms)
+        )
+        return found
+
+    @cached_property
+    def _active(self) -> Tensor:
+        """For each matrix whether anything is written, bool (n,), on the device."""
+        nonzero = self._ready.nonzero
+        return nonzero if isinstance(nonzero, Tensor) else upload(nonzero, dtype=torch.bool, device=self._ready.device)
+
+    @cached_property
+    def _factors(self) -> tuple[Tensor, Tensor]:
+        """For each matrix the factors of weights and of updates, fp32 (n,) each; uploaded if one has changed."""
+        ready, known = self._ready, self._ready.kept.setdefault("factors", {})
+        rules = [rule if adds else None for rule, adds in zip(ready.rules, self._adding, strict=True)]
+        rates = [None if rule is None else rule.lr for rule in rules]
+        settings: list[object] = [
+            rule and (rule.weight_decay, rule.extra_scale_factor, rule.scale_mode) for rule in rules
+        ]
+        here = torch.cuda.current_stream(ready.device) if ready.device.type == "cuda" else None  # it writes the vectors
+        settings.append(here)
+        if known.get("settings") != settings:
+            groups, scales = [], list[float]()
+            for assignment in ready.plan.assignments:
+                entry = ready.entries[assignment.parameter]
+                rule = None if entry is None else rules[entry.member.group]
+                matrix = assignment.matrix
+                groups.append(0 if entry is None else entry.member.group)
+                scales.append(0.0 if rule is None else rule.scale(matrix.rows, matrix.cols))
+            known.clear()
+            known["groups"] = upload(groups, dtype=torch.int64, device=ready.device)
+            known["scales"] = upload(scales, dtype=torch.float64, device=ready.device)
+            known["settings"] = settings
+        if any(isinstance(rate, Tensor) for rate in rates) or known.get("rates") != rates:
+            numbers = [0.0 if rate is None else rate for rate in rates]
+            lr = _vector(numbers, ready.device)
+            decays = [0.0 if rule is None else rule.weight_decay for rule in rules]
+            decay = upload(decays, dtype=torch.float64, device=ready.device)
+            keep = (1 - lr * decay)[known["groups"]].float()
+            known["factors"] = keep, (lr[known["groups"]] * known["scales"]).float()
+            known["rates"] = None if any(isinstance(rate, Tensor) for rate in rates) else rates
+        factors: tuple[Tensor, Tensor] = known["factors"]
+        return factors
+
+    def _measure(self, elements: Elements, launch: _Launch, size: Tensor, squares: UpdateSquares) -> None:
+        """Add up the squares of the steps of a launch, without decay, each element counted once among its copies."""
+        device, numbers = self._ready.device, [row.assignment for row in launch.rows]
+        views = [view for row in launch.rows if (view := elements.view(row)) is not None]
+        norms = torch.stack(torch._foreach_norm(views, 2, dtype=torch.float64))
+        places = upload(numbers, dtype=torch.int64, device=device)
+        copies = [self._ready.here(number).member.storage.copies for number in numbers]
+        steps = torch.where(self._active, size, 0.0)[places] * norms
+        squares.add(launch.group, (steps.square() / upload(copies, dtype=torch.float64, device=device)).sum())
+
+
+def _launches(
+    ready: ReadyParameters, table: PieceTable, device: torch.device, kind: torch.dtype | None, forms: Sequence[_Form]
+) -> tuple[Sequence[_Launch], Sequence[Row]]:
+    taken: dict[tuple[int, bool, _Form], list[Row]] = {}
+    left = list[Row]()
+    for row in table.rows:
+        form, buffered = forms[table.parameters[row.parameter]], row.buffer != NOWHERE
+        dtypes = [dtype for dtype in (*(form or ()), kind if buffered else None) if dtype is not None]
+        if form is None or not fused.can_fuse(device, dtypes) or not _fits(row):
+            left.append(row)
+        else:
+            taken.setdefault((ready.group(row.assignment), buffered, form), []).append(row)
+    launches = []
+    for (group, buffered, _), rows in taken.items():
+        places = list(dict.fromkeys(table.parameters[row.parameter] for row in rows))
+        numbers = {place: number for number, place in enumerate(places)}
+        pieces = PieceRows([_place(row, numbers[table.parameters[row.parameter]]) for row in rows])
+        if len(pieces):
+            launches.append(_Launch(group, buffered, places, rows, pieces))
+    return launches, left
+
+
+def _of(columns: Sequence[tuple[Tensor, Any] | None], places: Sequence[int]) -> tuple[list[Tensor], list[Any]]:
+    """Return the two columns of some parameters."""
+    held = [pair for place in places if (pair := columns[place]) is not None]
+    return [first for first, _ in held], [second for _, second in held]
+
+
+def _fits(row: Row) -> bool:
+    return in_three_dims(row.piece.shape, row.piece.storage_strides, row.strides) is not None
+
+
+def _place(row: Row, tensor: int) -> Place:
+    here, there = (row.piece.storage_start, row.piece.storage_strides), (row.start, row.strides)
+    buffer = max(row.buffer, 0)
+    if row.buffer == NOWHERE:
+        there = here
+    return Place(tensor, buffer, row.assignment, row.piece.shape, *here, *there)
+
+
+def _folds_as_muon(rule: Any) -> bool:
+    """Whether the kernel folds as a rule does."""
+    return isinstance(rule, MuonRule) and (type(rule).fold, type(rule).direction) == (MuonRule.fold, MuonRule.direction)
+
+
+def _adds(rule: Any) -> bool:
+    """Whether a rule only decays weights in full and subtracts a multiple of the update, as the kernel does."""
+    kind = type(rule)
+    if not isinstance(rule, Rule) or (kind.apply, kind.decay) != (Rule.apply, Rule.decay) or kind.asks_for_sums():
+        return False
+    return rule.decay_mode == "full" and rule.stochastic_rounding is None
+
+
+def _vector(numbers: Sequence[float | Tensor], device: torch.device) -> Tensor:
+    """Return numbers, some of which may be 0-d tensors on the device, as one fp64 vector there."""
+    if not any(isinstance(number, Tensor) for number in numbers):
+        return upload(numbers, dtype=torch.float64, device=device)
+    found = [n if isinstance(n, Tensor) else torch.full((), n, dtype=torch.float64, device=device) for n in numbers]
+    return torch.stack([number.to(device, torch.float64) for number in found])
