@@ -195,7 +195,7 @@ def beside() -> dict[str, Callable[..., Launch]]:
         "norms": lambda **_: lines.finding_norms(exponents, number[:, 0], number, number, number),
         "powers of two": lambda **_: lines.rescaling(x, number),
         "diagonal": lambda **_: lines.centring(number[:, 0], x.diagonal(dim1=1, dim2=2), 1.0, number),
-        "any not zero": lambda **_: lines.finding_nonzero(table, 1, 1, exponents[:, 0], torch.float32),
+        "any not zero": lambda **_: lines.finding_nonzero(table, table, 1, 1, exponents[:, 0], torch.float32),
     }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -59,6 +59,12 @@ class PieceTable:
         """The parameters of the rows, each with its place among them."""
         numbers = dict.fromkeys(row.parameter for row in self.rows)
         return {parameter: place for place, parameter in enumerate(numbers)}
+
+    def numbered(self, rows: Sequence[Row]) -> tuple[list[int], list[int]]:
+        """Return the places of rows among `parameters`, each once, and for each row the number of its place."""
+        numbers: dict[int, int] = {}
+        of_rows = [numbers.setdefault(self.parameters[row.parameter], len(numbers)) for row in rows]
+        return list(numbers), of_rows
 
     def once(self, key: Hashable, make: Callable[[], Any]) -> Any:
         """Return what ``make`` returned when this was first called with the key."""

@@ -131,7 +131,7 @@ class ByKernel:
     @cached_property
     def _factors(self) -> tuple[Tensor, Tensor]:
         """For each matrix the factors of weights and of updates, fp32 (n,) each; uploaded if one has changed."""
-        ready, known = self._ready, self._ready.kept.setdefault("factors", {})
+        ready, known = self._ready, self._ready.kept_factors
         rules = [rule if adds else None for rule, adds in zip(ready.rules, self._adding, strict=True)]
         rates = [None if rule is None else rule.lr for rule in rules]
         settings: list[object] = [
@@ -187,9 +187,8 @@ def _launches(
             taken.setdefault((ready.group(row.assignment), buffered, form), []).append(row)
     launches = []
     for (group, buffered, _), rows in taken.items():
-        places = list(dict.fromkeys(table.parameters[row.parameter] for row in rows))
-        numbers = {place: number for number, place in enumerate(places)}
-        pieces = PieceRows([_place(row, numbers[table.parameters[row.parameter]]) for row in rows])
+        places, numbers = table.numbered(rows)
+        pieces = PieceRows([_place(row, number) for row, number in zip(rows, numbers, strict=True)])
         if len(pieces):
             launches.append(_Launch(group, buffered, places, rows, pieces))
     return launches, left

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple, get_args
@@ -31,6 +31,7 @@ from muonmesh.layout import (
     cost,
     split_matrices,
 )
+from muonmesh.layout.piece_table import NOWHERE, PieceTable, Row
 from muonmesh.layout.routes import pieces
 from muonmesh.numerics.coefficients import CoefficientName, choose, coefficient_schedule, coefficient_set
 from muonmesh.numerics.graphs import Graphs
@@ -72,8 +73,7 @@ class Planned:
             `device_without_parameters`.
         orthogonalizers: The orthogonalizers of each Muon group of this rank, by group and shape.
         exchange: The exchange that runs the plan; None until the ranks have compared their plans.
-        kept: What a step has made and later steps use again, by its use: recorded launches (`recording.run_again`),
-            factors on the device.
+        factors: The factors of weights and updates on the device, with what they were made of.
         graphs: CUDA graphs of batches that recur; None if they are not wanted.
         state_forms: The forms of the state of each parameter, by the identity of its Member, and by whether it has
             master weights (`parameter_steps.forms_of`).
@@ -88,7 +88,7 @@ class Planned:
     device: torch.device
     orthogonalizers: Orthogonalizers
     exchange: Exchange | None = None
-    kept: dict[str, dict[Hashable, Any]] = field(default_factory=dict)
+    factors: dict[str, Any] = field(default_factory=dict)
     graphs: Graphs | None = None
     state_forms: dict[tuple[int, bool], Any] = field(default_factory=dict)
     _names: list[str] | None = field(default=None, init=False)
@@ -177,6 +177,18 @@ class Planned:
         """The pieces of each Matrix whose gradient this rank has: `holdings` or `momentum_holdings`."""
         there = any(member is not None and member.at_momentum for member in self.muon)
         return self.momentum_holdings if there else self.holdings
+
+    @cached_property
+    def gradient_table(self) -> PieceTable:
+        """The pieces of `gradient_holdings`, in no buffer."""
+        every = zip(self.plan.assignments, self.gradient_holdings, strict=True)
+        return PieceTable(
+            tuple(
+                Row(number, assignment.parameter, piece, NOWHERE, 0, piece.storage_strides)
+                for number, (assignment, some) in enumerate(every)
+                for piece in some
+            )
+        )
 
     @property
     def members(self) -> list[Member]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from muonmesh.comm.agreement import insist_on_equal
@@ -13,24 +12,17 @@ from muonmesh.comm.exchange import Exchange
 from muonmesh.comm.gradients import partial_axes, reduced
 from muonmesh.comm.storage import local_of
 from muonmesh.comm.telling import tell_all
-from muonmesh.comm.views import view_in_storage
 from muonmesh.comm.work import Work
 from muonmesh.errors import PlanError, about
-from muonmesh.layout import Elementwise, Parameter, Piece
-from muonmesh.numerics.kernels.memory import upload
-from muonmesh.numerics.kernels.recording import places_of, run_again
-from muonmesh.numerics.kernels.toolchain import DTYPES, is_usable
-from muonmesh.numerics.kernels.zeros import mark_nonzero
+from muonmesh.layout import Elementwise, Parameter
 from muonmesh.settings import SettingsFound
 from muonmesh.step.flag_vector import Flags, ReducedFlags
+from muonmesh.step.nonzero import nonzero_of
 from muonmesh.step.parameter_steps import Collected, ParameterStep
-from muonmesh.step.planning import Connected, Planned
+from muonmesh.step.planning import Connected
 from muonmesh.step.replicas import Fingerprint
 from muonmesh.step.runtime import Runtime
 from muonmesh.step.settings_digest import digests, lines
-
-_PROBE = 64
-"""Number of elements of a gradient that are checked first for being exactly zero; nearly always enough."""
 
 
 def _tell_later(runtime: Runtime, answers: ReducedFlags, raise_errors: Callable[[ReducedFlags], None]) -> None:
@@ -85,7 +77,7 @@ def preflight(
             if ranks that share a parameter have different settings for it.
     """
     planned, exchange = connected
-    plan, device, muon = planned.plan, planned.device, collected.muon
+    plan, muon = planned.plan, collected.muon
     entries, flag_vector = [*muon, *collected.elementwise], planned.flag_vector
     at_rest, error = settings.at_rest, settings.error or collected.error or error
     waits = at_rest or runtime.host_waits(planned)
@@ -99,8 +91,7 @@ def preflight(
             if any(axes := partial_axes(entry.gradient)):
                 entry.gradient = reduced(entry.member.tensor, entry.gradient, axes).contiguous()
     # A partial gradient is not summed yet: its matrix counts as non-zero if any rank has a non-zero summand.
-    look = _nonzero_on_host if device.type == "cpu" and waits else _nonzero_on_device
-    nonzero = look(planned, muon, device)
+    nonzero = nonzero_of(planned, muon, waits=waits)
     gradients = (entry.gradient for entry in collected.elementwise if entry is not None)
     moves = at_rest and any(bool(local_of(gradient).any()) for gradient in gradients if gradient is not None)
     moves = moves or not runtime.creates_state  # gradients elsewhere may be no zeros
@@ -256,61 +247,3 @@ def _raise_errors(
         what += "parameter.grad = parameter.grad.redistribute(placements=parameter.placements)"
         raise PlanError(about(parameter.name, what))
     insist_on_equal(exchange.group, lines())
-
-
-def _nonzero_on_host(planned: Planned, entries: Sequence[ParameterStep | None], device: torch.device) -> Tensor:
-    """Return for each Matrix whether this rank's gradient has a non-zero (or NaN) element in it, uint8."""
-    plan, holdings = planned.plan, planned.gradient_holdings
-    found = [0] * len(plan.assignments)
-    gradients = [None if entry is None or entry.gradient is None else local_of(entry.gradient) for entry in entries]
-    probes: dict[tuple[int, torch.dtype], tuple[list[int], list[Tensor]]] = {}
-    for number, (assignment, parts) in enumerate(zip(plan.assignments, holdings, strict=True)):
-        gradient = gradients[assignment.parameter]
-        if gradient is not None and parts:
-            # Take the first elements of the first row; equal counts of several matrices are checked together.
-            row, first = parts[0].shape[-1], gradient.storage_offset() + parts[0].storage_start
-            count = min(row, _PROBE)
-            numbers, views = probes.setdefault((count, gradient.dtype), ([], []))
-            numbers.append(number)
-            views.append(gradient.as_strided((count,), parts[0].storage_strides[-1:], first))
-    for numbers, views in probes.values():
-        for number, any_nonzero in zip(numbers, torch.stack(views).any(1).tolist(), strict=True):
-            gradient = gradients[plan.assignments[number].parameter]
-            found[number] = int(any_nonzero or (gradient is not None and _any_nonzero(gradient, holdings[number])))
-    return torch.tensor(found, dtype=torch.uint8, device=device)
-
-
-def _nonzero_on_device(planned: Planned, entries: Sequence[ParameterStep | None], device: torch.device) -> Tensor:
-    """Return for each Matrix whether this rank's gradient is not zero: int32 above 0; the CPU does not wait."""
-    gradients = [None if entry is None or entry.gradient is None else local_of(entry.gradient) for entry in entries]
-    # Counts of int32: with uint8, 256 non-zero pieces of one matrix would be none.
-    found = torch.zeros(len(planned.plan.assignments), dtype=torch.int32, device=device)
-
-    def look(found: Tensor) -> None:
-        numbers, views = list[int](), list[Tensor]()
-        for number, assignment in enumerate(planned.plan.assignments):
-            if (gradient := gradients[assignment.parameter]) is not None:
-                parts = planned.gradient_holdings[number]
-                numbers += [number] * len(parts)
-                views += [view_in_storage(gradient, piece) for piece in parts]
-        if views and _can_mark(views):
-            mark_nonzero(views, numbers, found)
-        elif views:
-            norms = torch.stack(torch._foreach_norm(views, float("inf")))
-            found.index_add_(0, upload(numbers, dtype=torch.int64, device=device), (norms != 0).to(torch.int32))
-
-    if is_usable(device):
-        run_again(planned.kept.setdefault("nonzero", {}), look, [found], places_of(*gradients))
-    else:
-        look(found)
-    return found
-
-
-def _any_nonzero(gradient: Tensor, parts: Sequence[Piece]) -> bool:
-    return any(bool(view_in_storage(gradient, piece).any()) for piece in parts)
-
-
-def _can_mark(gradients: Sequence[Tensor]) -> bool:
-    """Whether `mark_nonzero` accepts these tensors: they are contiguous, and Triton can read their dtypes."""
-    known = {gradient.dtype for gradient in gradients} <= set(DTYPES)
-    return known and is_usable(gradients[0].device) and all(map(Tensor.is_contiguous, gradients))

@@ -45,7 +45,7 @@ class ReadyParameters:
         device: The device of the parameters.
         blocks: The blocks of momentum in int8; None if momentum is kept in a floating-point dtype.
         nonzero: `Flags.nonzero`: for each matrix whether its gradient is not zero.
-        kept, graphs, at_once: See `Planned`.
+        kept_factors, graphs, at_once: See `Planned`.
         copies: Device copies of state in CPU memory; None if state is on the device of the parameters.
     """
 
@@ -61,7 +61,7 @@ class ReadyParameters:
         self.plan, self.holdings, self.device = planned.plan, planned.momentum_holdings, planned.device
         self.entries, self.rules, self.flags, self.precision = entries, rules, flags, precision
         self.blocks = planned.blocks if precision.int8 else None
-        self._orthogonalizers, self.kept = planned.orthogonalizers, planned.kept
+        self._orthogonalizers, self.kept_factors = planned.orthogonalizers, planned.factors
         self.graphs, self.at_once = planned.graphs, planned.at_once
         self.nonzero: Sequence[bool] | Tensor = flags.nonzero
         self.copies = None if offload is None else DeviceCopies(offload, self.plan, self.holdings, entries)

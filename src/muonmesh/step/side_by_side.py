@@ -63,36 +63,33 @@ class SideBySide:
         rule = ready.rule(rows[0].assignment)
         if ready.blocks is not None or rule.stochastic_rounding is not None or rule.asks_for_sums():
             return None
-        if any(ready.nonzero[row.assignment] is not True for row in rows):
-            return None
-        entries = [ready.here(row.assignment) for row in rows]
-        return entries if all(entry.created for entry in entries) else None
+        nonzero, entries = ready.nonzero, [ready.here(row.assignment) for row in rows]
+        changes = all([nonzero[row.assignment] is True for row in rows])
+        return entries if changes and all([entry.created for entry in entries]) else None
 
     def add(self, name: str, tensors: Sequence[Tensor | None], *, buffered: bool = False) -> bool:
         """Add a column: for each piece the storage, or the buffer, that it lies in; False if they are not alike."""
-        first, rows = tensors[0], self._rows
-        if first is None or any(tensor is None or tensor.dtype != first.dtype for tensor in tensors):
+        held, rows = [tensor for tensor in tensors if tensor is not None], self._rows
+        if len(held) < len(rows) or len({tensor.dtype for tensor in held}) > 1:
             return False
-        starts = [row.start if buffered else row.piece.storage_start for row in rows]
-        apart = starts[1] - starts[0]
-        if all(tensor is first for tensor in tensors) and starts == [starts[0] + k * apart for k in range(len(rows))]:
-            strides = rows[0].strides if buffered else rows[0].piece.storage_strides
-            shape = len(rows), *rows[0].piece.shape
-            self._columns[name] = first.as_strided(shape, (apart, *strides), first.storage_offset() + starts[0])
-            return True
-        views = [
-            in_buffer(tensor, row) if buffered else view_in_storage(tensor, row.piece)
-            for tensor, row in zip(tensors, rows, strict=True)
-            if tensor is not None
-        ]
+        first = held[0]
+        if held[-1] is first:  # they may be adjacent
+            starts = [row.start if buffered else row.piece.storage_start for row in rows]
+            apart, strides = starts[1] - starts[0], rows[0].strides if buffered else rows[0].piece.storage_strides
+            if starts == list(range(starts[0], starts[-1] + 1, apart or 1)) and all([one is first for one in held]):
+                shape = len(rows), *rows[0].piece.shape
+                self._columns[name] = first.as_strided(shape, (apart, *strides), first.storage_offset() + starts[0])
+                return True
+        pairs = zip(held, rows, strict=True)
+        views = [in_buffer(one, row) if buffered else view_in_storage(one, row.piece) for one, row in pairs]
         self._columns[name], self._apart[name] = parts.side_by_side(name, views), views
         return True
 
     def add_all(self, name: str, columns: Sequence[Mapping[str, Any]]) -> bool:
         """Add columns that each piece has by key, such as its state; False if they are not alike."""
         keys = columns[0].keys()
-        alike = all(column.keys() == keys for column in columns)
-        return alike and all(self.add(f"{name} {key}", [column[key] for column in columns]) for key in keys)
+        alike = all([column.keys() == keys for column in columns])
+        return alike and all([self.add(f"{name} {key}", [column[key] for column in columns]) for key in keys])
 
     def of(self, name: str) -> Tensor | None:
         """Return a column, (pieces, *shape); None if there is none."""
@@ -113,7 +110,7 @@ class SideBySide:
 def fold_together(ready: ReadyParameters, elements: Elements, rows: Sequence[Row]) -> bool:
     """Fold the gradients of a run and write the directions; False if nothing was done, because the rows differ."""
     entries, one = SideBySide.entries(ready, rows), SideBySide(rows)
-    if entries is None or any(entry.momenta is None for entry in entries):
+    if entries is None or any([entry.momenta is None for entry in entries]):
         return False
     found = (
         one.add("gradient", [entry.gradient for entry in entries])

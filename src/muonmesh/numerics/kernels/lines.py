@@ -122,14 +122,14 @@ def centre(diagonal, out, constant, mean, rows, batch_stride, stride, BLOCK: tl.
 
 
 @triton.jit(do_not_specialize=["pieces"])
-def nonzero(table, pieces, found, TYPE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+def nonzero(table, bases, pieces, found, TYPE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
     """Store 1 if a part of a piece has a non-zero element, unless another part has stored it already."""
     program = tl.program_id(0)
-    row = row_of(table, pieces, program, 4, 2)
-    start = tl.load(row).to(tl.pointer_type(TYPE))
-    entry = found + tl.load(row + 1)
-    length = tl.load(row + 3)
-    first = (program - tl.load(row + 2)) * CHUNK
+    row = row_of(table, pieces, program, 5, 3)
+    start = tl.load(bases + tl.load(row)).to(tl.pointer_type(TYPE)) + tl.load(row + 1)
+    entry = found + tl.load(row + 2)
+    length = tl.load(row + 4)
+    first = (program - tl.load(row + 3)) * CHUNK
     end = tl.minimum(first + CHUNK, length)
     while first < end:
         here = first + tl.arange(0, BLOCK)
@@ -142,10 +142,12 @@ def nonzero(table, pieces, found, TYPE: tl.constexpr, CHUNK: tl.constexpr, BLOCK
             first = end
 
 
-def finding_nonzero(table: Tensor, pieces: int, programs: int, found: Tensor, dtype: torch.dtype) -> Launch:
+def finding_nonzero(
+    table: Tensor, bases: Tensor, pieces: int, programs: int, found: Tensor, dtype: torch.dtype
+) -> Launch:
     """Return the launch of `nonzero`."""
-    code = "nonzero", dtype, are_aligned(table, found)
-    return Launch(nonzero, programs, (table, pieces, found, TYPES[dtype], LOOKED, FIRST), {}, code)
+    code = "nonzero", dtype, are_aligned(table, bases, found)
+    return Launch(nonzero, programs, (table, bases, pieces, found, TYPES[dtype], LOOKED, FIRST), {}, code)
 
 
 def measuring(x: Tensor, exponents: Tensor, squares: Tensor) -> Launch:

@@ -20,12 +20,8 @@ from muonmesh.numerics.kernels.triton_launch import STREAM, Launch, on, stream_o
 
 _MOST = 64
 """Largest number of layouts of one function that are kept; further layouts are prepared anew in every step."""
-_REPEATED = (
-    *("multiply", "orthogonalize", "measure", "norms", "rescale", "centre", "copy_", "lerp", "mul"),
-    *("fold", "apply", "mark_nonzero"),
-)
-"""Operators that start the same for one layout, and touch no memory but that of their tensors or, the last three, what
-the addresses in their tables say."""
+_REPEATED = ("multiply", "orthogonalize", "measure", "norms", "rescale", "centre", "copy_", "lerp", "mul")
+"""Operators that start the same for one layout, and touch no memory but that of their tensors."""
 
 
 def run_again(found: dict[Hashable, Any], call: Callable[..., object], given: Sequence[Tensor], key: Hashable) -> None:
@@ -34,10 +30,9 @@ def run_again(found: dict[Hashable, Any], call: Callable[..., object], given: Se
     Args:
         found: The recordings of one function; an empty dict at first.
         call: A function that starts the same kernels in this thread whatever the values of the tensors are. It reads
-            and writes only these tensors, and memory at the addresses in ``key``.
+            and writes only these tensors.
         given: Tensors on one device. They share no memory.
-        key: Equal for calls that start the same kernels on tensors of one layout. It includes `places_of` all tensors
-            that are passed to `fused.fold`, `fused.apply` or `zeros.mark_nonzero`.
+        key: Equal for calls that start the same kernels on tensors of one layout.
     """
     layouts = [(tensor.shape, tensor.stride(), tensor.dtype, tensor.data_ptr() % 64) for tensor in given]
     key = key, given[0].device, threading.get_ident(), *layouts
@@ -56,19 +51,6 @@ def run_again(found: dict[Hashable, Any], call: Callable[..., object], given: Se
         found[key] = recording if recording.whole else None
     else:
         known.start(given)
-
-
-def places_of(*tensors: Tensor | None) -> tuple[Hashable, ...]:
-    """Return where tensors lie whose lengths are known, as a key of calls to whose operators their addresses are given.
-
-    A tensor without memory, such as a fake one, lies where none has been or will be.
-    """
-    plain = {type(tensor) for tensor in tensors if tensor is not None} <= {Tensor, torch.nn.Parameter}
-    places = [(tensor.data_ptr(), tensor.dtype) if plain and tensor is not None else None for tensor in tensors]
-    device = next((triton_launch.device_of(tensor) for tensor in tensors if tensor is not None), None)
-    if not plain or device is None:
-        return (object(),)
-    return stream_of(device), *places  # the stream has written the tables
 
 
 class _Place(NamedTuple):
@@ -102,7 +84,6 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._parts: list[tuple[Callable[..., Any], list[Any], dict[str, Any] | None]] = []
         self._moving: list[tuple[list[Any], int, int, int]] = []
         self._last: list[int] = []  # the stream, and the addresses of the bases, that the arguments have
-        self._tables: list[Tensor] = []
         self._own: dict[int, int] = {}  # where each storage of the call's own lies in its memory
         self.alive: list[object] = []
         ends = [sum((n - 1) * by for n, by in zip(t.shape, t.stride(), strict=True)) + 1 for t in given]
@@ -127,7 +108,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for launch in launches:
             prepared = launch.prepare(self._device)
             run, before = prepared or (launch._replace(arguments=()).run_on, [self._device])
-            self._add(run, [*before, *map(self._argument, launch.arguments)], None if prepared else {})
+            self._add(run, [*before, *map(self._placed, launch.arguments)], None if prepared else {})
         if not launches:
             into = kwargs if writes else {**kwargs, "out": result}
             options = {name: self._placed(value, writes=True) for name, value in into.items()}
@@ -138,19 +119,8 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._parts.append((run, arguments, options))
         if options is None:
             places = [(number, value) for number, value in enumerate(arguments) if isinstance(value, _Place)]
-            for number, table in enumerate(arguments):
-                if isinstance(table, Tensor):
-                    self._tables.append(table)
-                    arguments[number] = table.data_ptr()
             self._moving.append((arguments, STREAM, 0, 0))
             self._moving += [(arguments, number, place.base + 1, place.offset) for number, place in places]
-
-    def _argument(self, value: Any) -> Any:
-        """Return a `_Place` for a tensor, or the tensor: a table of addresses, which the operator has made itself."""
-        known = not isinstance(value, Tensor) or value.dtype != torch.int64  # which tables alone are
-        known = known or value.untyped_storage().data_ptr() in self._own
-        here = known or any(value.data_ptr() in addresses for addresses in self._given)
-        return self._placed(value) if here else value
 
     def _placed(self, value: Any, *, writes: bool = False) -> Any:
         """Return a `_Place` for a tensor. Memory of the call's own is written before anything reads it."""

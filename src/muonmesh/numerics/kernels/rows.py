@@ -7,6 +7,7 @@ the numbers of addresses in a second, short vector, which is uploaded again only
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Sequence
 from itertools import accumulate, count
@@ -61,41 +62,33 @@ class Place(NamedTuple):
     buffer_strides: Sizes
 
 
-class PieceRows:
-    """The pieces that one launch works on, and what it needs of them on a device.
+class Rows(ABC):
+    """The rows of pieces that one launch works on, and what it needs of them on a device.
 
     Args:
-        places: The pieces. Empty ones are left out.
+        numels: The number of elements of each piece.
 
     Attributes:
         number: A number by which operators name this object, as torch's operators take no others (`rows_of`).
-        numel: The number of elements of all pieces.
-
-    Raises:
-        ValueError: a piece has no 3 dims (`in_three_dims`).
+        numels: See above.
     """
 
-    def __init__(self, places: Sequence[Place]) -> None:
-        self._places = [place for place in places if 0 not in place.shape]
-        for number, place in enumerate(self._places):
-            if in_three_dims(place.shape, place.strides, place.buffer_strides) is None:
-                found, write = f"shape {place.shape} with strides {place.strides}", "Step it by torch's operations"
-                raise ValueError(f"piece {number}: found {found}; needed at most 3 dims. {write}")
+    def __init__(self, numels: Sequence[int]) -> None:
+        self.numels = numels
         self._tables: dict[object, tuple[Tensor, int]] = {}
         self._addresses: dict[object, tuple[list[int], Tensor]] = {}
-        self.numel = sum(math.prod(place.shape) for place in self._places)
         self.number = next(_numbers)
         _living[self.number] = self
 
     def __len__(self) -> int:
-        """Return the number of pieces that are not empty."""
-        return len(self._places)
+        """Return the number of rows."""
+        return len(self.numels)
 
     def of(self, *columns: Sequence[Tensor]) -> tuple[Tensor, Tensor, int, int]:
-        """Return the table and the addresses on the device, the number of pieces, and the number of programs.
+        """Return the table and the addresses on the device, the number of rows, and the number of programs.
 
         Args:
-            columns: The tensors of the first two columns, in the same order, and the buffers; on one device.
+            columns: The tensors of the columns, on one device; the first two, if there are several, in the same order.
         """
         addresses = [tensor.data_ptr() for column in columns for tensor in column]
         device = device_of(columns[0][0])
@@ -104,21 +97,64 @@ class PieceRows:
         if bases is None or last != addresses:
             bases = pinned(torch.frombuffer(array("q", addresses), dtype=torch.int64), device)
             self._addresses[where] = addresses, bases
-        aligned = not any(address % _ALIGNMENT for address in addresses)
+        aligned = not any([address % _ALIGNMENT for address in addresses])
         if (*where, aligned) not in self._tables:
-            starts = [0, *accumulate(len(column) for column in columns)]
-            numbers, programs = self._encoded(starts[1], starts[2], aligned=aligned)
+            numbers, programs = self._encoded([0, *accumulate(map(len, columns))], aligned=aligned)
             self._tables[*where, aligned] = pinned(torch.frombuffer(numbers, dtype=torch.int64), device), programs
         table, programs = self._tables[*where, aligned]
         return table, bases, len(self), programs
 
-    def _encoded(self, second: int, third: int, *, aligned: bool) -> tuple[array[int], int]:
-        """Return the numbers of all pieces, and how many programs work on them; see `of` for ``aligned``.
+    @abstractmethod
+    def _encoded(self, firsts: Sequence[int], *, aligned: bool) -> tuple[array[int], int]:
+        """Return the numbers of all rows, and how many programs work on them.
 
         Args:
-            second, third: The numbers of the first addresses of the second and third column.
+            firsts: The number of the first address of each column.
+            aligned: Whether all addresses are multiples of 16.
         """
+
+
+class FlatRows(Rows):
+    """Rows of contiguous pieces of one column: number of the address, start, entry, first program, elements.
+
+    Args:
+        places: For each piece, which is not empty, the number of its tensor, its entry in vectors, its first element,
+            and its number of elements.
+        portion: The number of elements that one program works on.
+    """
+
+    def __init__(self, places: Sequence[tuple[int, int, int, int]], portion: int) -> None:
+        super().__init__([numel for *_, numel in places])
+        self._places, self._portion = places, portion
+
+    def _encoded(self, firsts: Sequence[int], *, aligned: bool) -> tuple[array[int], int]:
         numbers, programs = array("q"), 0
+        for tensor, entry, start, numel in self._places:
+            numbers.extend((tensor, start, entry, programs, numel))
+            programs -= -numel // self._portion
+        return numbers, programs
+
+
+class PieceRows(Rows):
+    """Rows of pieces of two columns and of buffers, of any strides; see `WIDTH`.
+
+    Args:
+        places: The pieces. Empty ones are left out.
+
+    Raises:
+        ValueError: a piece has no 3 dims (`in_three_dims`).
+    """
+
+    def __init__(self, places: Sequence[Place]) -> None:
+        self._places = [place for place in places if 0 not in place.shape]
+        super().__init__([math.prod(place.shape) for place in self._places])
+        for number, place in enumerate(self._places):
+            if in_three_dims(place.shape, place.strides, place.buffer_strides) is None:
+                found, write = f"shape {place.shape} with strides {place.strides}", "Step it by torch's operations"
+                raise ValueError(f"piece {number}: found {found}; needed at most 3 dims. {write}")
+
+    def _encoded(self, firsts: Sequence[int], *, aligned: bool) -> tuple[array[int], int]:
+        (_, second, third, *_), numbers, programs = firsts, array("q"), 0
         for place in self._places:
             kind, lengths, strides, blocks = _form(place, aligned=aligned)
             bases = place.tensor, second + place.tensor, third + place.buffer
@@ -128,11 +164,11 @@ class PieceRows:
 
 
 _numbers = count()
-_living: WeakValueDictionary[int, PieceRows] = WeakValueDictionary()
+_living: WeakValueDictionary[int, Rows] = WeakValueDictionary()
 
 
-def rows_of(number: int) -> PieceRows:
-    """Return the pieces with a number."""
+def rows_of(number: int) -> Rows:
+    """Return the rows with a number."""
     return _living[number]
 
 

@@ -2,36 +2,36 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterator, Sequence
 
-import torch
 from torch import Tensor
 
-from muonmesh.numerics.kernels.memory import pinned
 from muonmesh.numerics.kernels.portions import LOOKED
+from muonmesh.numerics.kernels.rows import FlatRows, rows_of
 from muonmesh.numerics.kernels.triton_launch import Launch, operator
 
 
-def _nonzero(gradients: Sequence[Tensor], entries: Sequence[int], found: Tensor) -> Iterator[Launch]:
+def flat_rows(places: Sequence[tuple[int, int, int, int]]) -> FlatRows:
+    """Return the rows of pieces for `mark_nonzero`."""
+    return FlatRows(places, LOOKED)
+
+
+def mark_nonzero(pieces: FlatRows, gradients: Sequence[Tensor], found: Tensor) -> None:
+    """Write 1 to the entry of each piece with an element that is not zero, or is NaN; leave the other entries.
+
+    Args:
+        pieces: The pieces, at least one; several may share an entry.
+        gradients: The tensors that hold them, of one of `toolchain.DTYPES`, on one device.
+        found: int32 (n,) on that device.
+    """
+    _mark_nonzero(gradients, pieces.number, found)
+
+
+def _nonzero(gradients: Sequence[Tensor], pieces: int, found: Tensor) -> Iterator[Launch]:
     from muonmesh.numerics.kernels import lines
 
-    tables: dict[torch.dtype, tuple[array[int], int]] = {}
-    for gradient, entry in zip(gradients, entries, strict=True):
-        if count := gradient.numel():
-            rows, programs = tables.get(dtype := gradient.dtype) or (array("q"), 0)
-            rows.extend((gradient.data_ptr(), entry, programs, count))
-            tables[dtype] = rows, programs - -count // LOOKED
-    for dtype, (rows, programs) in tables.items():
-        table = pinned(torch.frombuffer(rows, dtype=torch.int64), found.device)
-        yield lines.finding_nonzero(table, len(rows) // 4, programs, found, dtype)
+    table, bases, count, programs = rows_of(pieces).of(gradients)
+    yield lines.finding_nonzero(table, bases, count, programs, found, gradients[0].dtype)
 
 
-mark_nonzero = operator("mark_nonzero(Tensor[] gradients, int[] entries, Tensor(a!) found)", _nonzero)
-"""Write 1 to the entry of each gradient with an element that is not zero, or is NaN; leave the other entries.
-
-Args:
-    gradients: Contiguous; of `toolchain.DTYPES`; on one device.
-    entries: The entry of each; several may share one.
-    found: int32 (n,) on that device.
-"""
+_mark_nonzero = operator("mark_nonzero(Tensor[] gradients, int pieces, Tensor(a!) found)", _nonzero)

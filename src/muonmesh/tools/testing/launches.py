@@ -220,12 +220,13 @@ def _bytes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: Sequ
     if func._schema.name == "muonmesh::rescale":
         return
     if func._schema.name in ("muonmesh::fold", "muonmesh::apply"):
-        numel, folds = rows_of(args[3]).numel, func._schema.name == "muonmesh::fold"
+        numel, folds = sum(rows_of(args[3]).numels), func._schema.name == "muonmesh::fold"
         first, second, buffer = (sum(t.element_size() for t in column[:1]) for column in args[:3])
         yield numel * (first + 2 * second + buffer if folds else 2 * (first + second) + buffer)
         return
     if func._schema.name == "muonmesh::mark_nonzero":
-        yield from (math.ceil(g.numel() / LOOKED) * min(g.numel(), FIRST) * g.element_size() for g in args[0])
+        numels, size = rows_of(args[1]).numels, args[0][0].element_size()
+        yield from (math.ceil(numel / LOOKED) * min(numel, FIRST) * size for numel in numels)
         return
     name, written = func._schema.name.split("::")[1], set()
     for argument, value, writes in arguments(func, args, kwargs):

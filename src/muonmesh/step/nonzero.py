@@ -1,0 +1,104 @@
+"""Finds the matrices whose gradient is exactly zero on this rank, before the ranks agree on it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from muonmesh.comm.storage import local_of
+from muonmesh.comm.views import view_in_storage
+from muonmesh.layout.piece_table import PieceTable, Row
+from muonmesh.layout.region import row_major
+from muonmesh.numerics.kernels.memory import upload
+from muonmesh.numerics.kernels.rows import FlatRows
+from muonmesh.numerics.kernels.toolchain import DTYPES, is_usable
+from muonmesh.numerics.kernels.zeros import flat_rows, mark_nonzero
+from muonmesh.step.parameter_steps import ParameterStep
+from muonmesh.step.planning import Planned
+
+_PROBE = 64
+"""Number of elements of a gradient that are checked first for being exactly zero; nearly always enough."""
+
+
+def nonzero_of(planned: Planned, entries: Sequence[ParameterStep | None], *, waits: bool) -> Tensor:
+    """Return for each Matrix whether this rank's gradient has an element in it that is not zero, or is NaN.
+
+    Args:
+        planned: The plan.
+        entries: The parameters in the order of the plan.
+        waits: Whether the CPU waits for a device.
+
+    Returns:
+        Whole numbers (matrices,) on the device, above 0 where an element is not zero.
+    """
+    gradients = [None if entry is None or entry.gradient is None else local_of(entry.gradient) for entry in entries]
+    if planned.device.type == "cpu" and waits:
+        return _on_host(planned, gradients)
+    # Counts of int32: with uint8, 256 non-zero pieces of one matrix would be none.
+    found = torch.zeros(len(planned.plan.assignments), dtype=torch.int32, device=planned.device)
+    left = _by_kernel(planned.gradient_table, gradients, found) if is_usable(planned.device) else None
+    rows = planned.gradient_table.rows if left is None else left
+    pairs = [(row, gradient) for row in rows if (gradient := gradients[row.parameter]) is not None]
+    if pairs:
+        norms = torch._foreach_norm([view_in_storage(gradient, row.piece) for row, gradient in pairs], float("inf"))
+        numbers = upload([row.assignment for row, _ in pairs], dtype=torch.int64, device=planned.device)
+        found.index_add_(0, numbers, (torch.stack(norms) != 0).to(torch.int32))
+    return found
+
+
+def _on_host(planned: Planned, gradients: Sequence[Tensor | None]) -> Tensor:
+    """Look at the first elements of each matrix, of many matrices at once, and only then at all others."""
+    found = [0] * len(planned.plan.assignments)
+    rows_of: dict[int, list[tuple[Row, Tensor]]] = {}
+    for row in planned.gradient_table.rows:
+        if (gradient := gradients[row.parameter]) is not None:
+            rows_of.setdefault(row.assignment, []).append((row, gradient))
+    probes: dict[tuple[int, torch.dtype], tuple[list[int], list[Tensor]]] = {}
+    for number, pairs in rows_of.items():
+        (row, gradient), piece = pairs[0], pairs[0][0].piece
+        count = min(piece.shape[-1], _PROBE)
+        numbers, views = probes.setdefault((count, gradient.dtype), ([], []))
+        numbers.append(number)
+        start = gradient.storage_offset() + row.piece.storage_start
+        views.append(gradient.as_strided((count,), piece.storage_strides[-1:], start))
+    for numbers, views in probes.values():
+        for number, any_nonzero in zip(numbers, torch.stack(views).any(1).tolist(), strict=True):
+            found[number] = int(any_nonzero or any(_has_nonzero(*pair) for pair in rows_of[number]))
+    return torch.tensor(found, dtype=torch.uint8, device=planned.device)
+
+
+def _has_nonzero(row: Row, gradient: Tensor) -> bool:
+    return bool(view_in_storage(gradient, row.piece).any())
+
+
+def _by_kernel(table: PieceTable, gradients: Sequence[Tensor | None], found: Tensor) -> Sequence[Row]:
+    """Look by one launch for each dtype, and return the rows that no kernel takes."""
+    held = [gradients[number] for number in table.parameters]
+    forms = tuple([None if gradient is None else gradient.dtype for gradient in held])
+    found_once: tuple[list[tuple[list[int], FlatRows]], list[Row]]
+    found_once = table.once(("nonzero", forms), lambda: _launches(table, forms))
+    launches, left = found_once
+    for places, pieces in launches:
+        mark_nonzero(pieces, [gradient for place in places if (gradient := held[place]) is not None], found)
+    return left
+
+
+def _launches(
+    table: PieceTable, forms: Sequence[torch.dtype | None]
+) -> tuple[list[tuple[list[int], FlatRows]], list[Row]]:
+    """Return the launches, each with the places of its parameters in the table; and the other rows with a gradient."""
+    taken: dict[torch.dtype, list[Row]] = {}
+    left = list[Row]()
+    for row in table.rows:
+        dtype = forms[table.parameters[row.parameter]]
+        if dtype is not None and row.piece.numel:
+            flat = row.piece.storage_strides == row_major(row.piece.shape)
+            (taken.setdefault(dtype, []) if flat and dtype in DTYPES else left).append(row)
+    launches = []
+    for rows in taken.values():
+        places, tensors = table.numbered(rows)
+        starts = [(row.assignment, row.piece.storage_start, row.piece.numel) for row in rows]
+        launches.append((places, flat_rows([(t, *start) for t, start in zip(tensors, starts, strict=True)])))
+    return launches, left
