@@ -75,7 +75,7 @@ def pretend_device(shrunk: int) -> None:
     from muonmesh.numerics import kernels, newton_schulz
     from muonmesh.numerics.kernels import fused, triton_launch
     from muonmesh.numerics.kernels.triton import triton_products
-    from muonmesh.step import muon_step
+    from muonmesh.step import by_kernel, muon_step, nonzero
 
     driver.set_active(launches.Driver())
     torch.cuda.device = launches.on  # type: ignore[assignment,misc]
