@@ -307,10 +307,16 @@ class Muon(torch.optim.Optimizer):
 
     @plain_modes()
     def _take_step(self, scaler: torch.amp.grad_scaler.GradScaler | None) -> None:
-        with self._agreed_step(scaler) as agreed:
-            if agreed is not None:
-                _, exchange, work = agreed
-                exchange.run(cast(MuonStep, Profiled(work)) if torch.autograd.profiler._is_profiler_enabled else work)
+        try:
+            with self._agreed_step(scaler) as agreed:
+                if agreed is not None:
+                    _, exchange, work = agreed
+                    watched = torch.autograd.profiler._is_profiler_enabled
+                    exchange.run(cast(MuonStep, Profiled(work)) if watched else work)
+        finally:
+            if self._runtime.planned is not None:
+                for entry in self._runtime.planned.steps.values():
+                    entry.gradient = None  # the user may free it
 
     @contextmanager
     def _agreed_step(

@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from muonmesh.comm.gradients import gradient_of, partial_axes, unscaled
+from muonmesh.comm.gradients import PARAMETER_GRAD, gradient_of, partial_axes, unscaled
 from muonmesh.comm.storage import is_freed, local_of
 from muonmesh.errors import LayoutError, StateError, about, explain_error
 from muonmesh.numerics.dtypes import master_for
@@ -73,6 +74,38 @@ def forms_of(
     )
 
 
+class Held(NamedTuple):
+    """A tensor of a parameter as a step has found it; see `ParameterStep.goes_on`.
+
+    Attributes:
+        key: Its key in the state; "": the parameter.
+        tensor: The tensor.
+        local: Its part on this rank.
+        address, dtype, shape: Of that part.
+    """
+
+    key: str
+    tensor: Tensor
+    local: Tensor
+    address: int
+    dtype: torch.dtype
+    shape: torch.Size
+
+    @staticmethod
+    def of(key: str, tensor: Tensor) -> Held:
+        """Return a tensor as it is now."""
+        local = local_of(tensor)
+        return Held(key, tensor, local, local.data_ptr(), local.dtype, local.shape)
+
+    def stays(self, tensor: object) -> bool:
+        """Whether this is still the same tensor, in the same place and form."""
+        if tensor is not self.tensor:
+            return False
+        local = local_of(self.tensor)
+        same = local is self.local and local.data_ptr() == self.address
+        return same and local.dtype == self.dtype and local.shape == self.shape
+
+
 @dataclass(slots=True)
 class ParameterStep:
     """One parameter in one step.
@@ -97,6 +130,7 @@ class ParameterStep:
             not wait for the flags, None if this rank has had no gradient and no other shard can have one.
         beside: The state that the rule keeps as "weights", by key, written in place together with the weights.
         master: The master weights, written in place and then rounded to the weights; None if there are none.
+        last: The tensors of the last step, if the next step may use this object again (`remember`).
     """
 
     member: Member
@@ -112,6 +146,37 @@ class ParameterStep:
     momenta: Momenta | None = None
     beside: Mapping[str, Tensor] = field(default_factory=dict)
     master: Tensor | None = None
+    last: tuple[Held, ...] = ()
+
+    def remember(self) -> None:
+        """Note the tensors of this step, after which the next step may use this object again; see `goes_on`."""
+        held = {"": self.member.tensor, **self.state}
+        self.last = tuple(Held.of(key, tensor) for key, tensor in held.items())
+
+    def goes_on(self, state: object, gradient: Tensor | None) -> bool:
+        """Use this object for another step, with a gradient of the parameter, if nothing else has changed.
+
+        Returns:
+            False if any tensor is another one, lies elsewhere or has another form than in the last step, or if the
+            gradient has another form than its parameter. Then the step looks at everything again.
+        """
+        tensor = self.member.tensor
+        if not self.last or state is not self.state or len(self.state) != len(self.last) - 1 or gradient is None:
+            return False
+        if not all([held.stays(tensor if held.key == "" else self.state.get(held.key)) for held in self.last]):
+            return False
+        if type(gradient) is not Tensor:
+            if type(gradient) is not DTensor or not isinstance(tensor, DTensor):
+                return False
+            if gradient.placements != tensor.placements or gradient.device_mesh != tensor.device_mesh:
+                return False
+        local, own = local_of(gradient), self.local
+        if local.shape != own.shape or local.dtype != own.dtype or local.device != own.device:
+            return False
+        if local.layout is not torch.strided or not local.is_contiguous() or is_freed(local):
+            return False
+        self.gradient, self.present = local, True
+        return True
 
     @property
     def created(self) -> bool:
@@ -153,12 +218,17 @@ def collect(planned: Planned, optimizer: Optimizer, runtime: Runtime, loss_scale
     entries: dict[int, ParameterStep] = {}
     missing: dict[str, Tensor] = {}
     matrices_of, state = planned.matrices_of, optimizer.state
+    steady = loss_scale is None and runtime.source is PARAMETER_GRAD
 
     def entry_of(member: Member, *, muon: bool = False) -> ParameterStep:
         nonlocal error
         if (known := entries.get(id(member))) is not None:
             return known
         tensor, gradient = member.tensor, None
+        last: ParameterStep | None = planned.steps.get(id(member)) if steady else None
+        if last is not None and last.goes_on(state.get(tensor), tensor.grad):
+            entries[id(member)] = last
+            return last
         try:
             gradient = gradient_of(member.name, tensor, runtime.source)
         except Exception as found:  # whatever a source raises: the other ranks wait for this rank

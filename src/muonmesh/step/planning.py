@@ -75,6 +75,8 @@ class Planned:
         exchange: The exchange that runs the plan; None until the ranks have compared their plans.
         factors: The factors of weights and updates on the device, with what they were made of.
         graphs: CUDA graphs of batches that recur; None if they are not wanted.
+        steps: The parameters of the last step that the next step may use again, by the identity of their Member
+            (`parameter_steps.ParameterStep.goes_on`).
         state_forms: The forms of the state of each parameter, by the identity of its Member, and by whether it has
             master weights (`parameter_steps.forms_of`).
     """
@@ -90,6 +92,7 @@ class Planned:
     exchange: Exchange | None = None
     factors: dict[str, Any] = field(default_factory=dict)
     graphs: Graphs | None = None
+    steps: dict[int, Any] = field(default_factory=dict)
     state_forms: dict[tuple[int, bool], Any] = field(default_factory=dict)
     _names: list[str] | None = field(default=None, init=False)
 

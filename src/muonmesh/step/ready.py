@@ -61,6 +61,7 @@ class ReadyParameters:
         self.plan, self.holdings, self.device = planned.plan, planned.momentum_holdings, planned.device
         self.entries, self.rules, self.flags, self.precision = entries, rules, flags, precision
         self.blocks = planned.blocks if precision.int8 else None
+        self._steps: dict[int, ParameterStep] = planned.steps
         self._orthogonalizers, self.kept_factors = planned.orthogonalizers, planned.factors
         self.graphs, self.at_once = planned.graphs, planned.at_once
         self.nonzero: Sequence[bool] | Tensor = flags.nonzero
@@ -210,8 +211,18 @@ class ReadyParameters:
                 entry.local.copy_(entry.weights)
             elif not entry.ready:
                 self.prepare(entry)
+            elif not entry.last and self._lasts(entry):
+                entry.remember()
+                self._steps[id(entry.member)] = entry
         if self.copies is not None:
             self.copies.finish()
+
+    def _lasts(self, entry: ParameterStep) -> bool:
+        """Whether the next step may use a ready parameter again: it has no tensors but its own and its state's."""
+        member, alone = entry.member, self.blocks is None and self.copies is None
+        whole = member.momentum_storage is member.gradient_storage and not member.at_momentum
+        plain = all(isinstance(value, Tensor) for value in entry.state.values())
+        return alone and whole and plain and entry.created and entry.present is True
 
 
 def _layout(storage: Storage) -> Layout:

@@ -1,0 +1,154 @@
+"""Steps in which nothing has moved use again what the last step has looked at, and whatever has moved is looked at."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import muonmesh as mm
+from muonmesh.step import parameter_steps
+
+
+def made() -> tuple[list[nn.Parameter], mm.Muon]:
+    torch.manual_seed(0)
+    weights = [nn.Parameter(torch.randn(6, 9)), nn.Parameter(torch.randn(9, 6))]
+    return weights, mm.Muon(weights, lr=0.1)
+
+
+def step(weights: list[nn.Parameter], optimizer: mm.Muon, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for weight in weights:
+        weight.grad = torch.randn(weight.shape, generator=generator).to(weight.dtype)
+    optimizer.step()
+
+
+def looked_at(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the parameters whose state a step checks."""
+    found: list[str] = []
+    check = parameter_steps.check_parameter
+
+    def counted(entry: Any, *, muon: bool) -> None:
+        found.append(entry.member.name)
+        check(entry, muon=muon)
+
+    monkeypatch.setattr(parameter_steps, "check_parameter", counted)
+    return found
+
+
+def test_a_steady_step_looks_at_nothing_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, (weights, optimizer) = looked_at(monkeypatch), made()
+    step(weights, optimizer, 0)
+    assert len(found) == 2
+    for number in range(1, 4):
+        step(weights, optimizer, number)
+    assert len(found) == 2
+
+
+def momentum_of(weights: list[nn.Parameter], optimizer: mm.Muon) -> Any:
+    return optimizer.state[weights[0]]
+
+
+def clone_weight(weights: list[nn.Parameter], optimizer: mm.Muon) -> None:
+    weights[0].data = weights[0].data.clone()
+
+
+def clone_momentum(weights: list[nn.Parameter], optimizer: mm.Muon) -> None:
+    kept = momentum_of(weights, optimizer)
+    kept["momentum_buffer"] = kept["momentum_buffer"].clone()
+
+
+def move_momentum(weights: list[nn.Parameter], optimizer: mm.Muon) -> None:
+    kept = momentum_of(weights, optimizer)["momentum_buffer"]
+    kept.data = kept.data.clone()
+
+
+def load_itself(weights: list[nn.Parameter], optimizer: mm.Muon) -> None:
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+def spread_weight(weights: list[nn.Parameter], optimizer: mm.Muon) -> None:
+    weights[0].data = torch.empty(9, 6).t().copy_(weights[0].data)
+
+
+def widen(weights: list[nn.Parameter], optimizer: mm.Muon) -> None:
+    kept = momentum_of(weights, optimizer)
+    kept["momentum_buffer"] = kept["momentum_buffer"].double()
+
+
+CHANGES = [clone_weight, clone_momentum, move_momentum, load_itself, spread_weight, widen]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_what_has_moved_is_looked_at(
+    monkeypatch: pytest.MonkeyPatch, change: Callable[[list[nn.Parameter], mm.Muon], None]
+) -> None:
+    """And the step computes on it: with the bits of an optimizer in which nothing moved."""
+    (weights, optimizer), (others, other) = made(), made()
+    for number in range(2):
+        step(weights, optimizer, number)
+        step(others, other, number)
+    found = looked_at(monkeypatch)
+    change(weights, optimizer)
+    before = [weight.detach().clone() for weight in weights]
+    for number in range(2, 5):
+        step(weights, optimizer, number)
+    assert found
+    found.clear()
+    for number in range(2, 5):
+        step(others, other, number)
+    assert found == []
+    for weight, twin, old in zip(weights, others, before, strict=True):
+        assert torch.equal(weight, twin)
+        assert not torch.equal(weight, old)
+        assert torch.equal(optimizer.state[weight]["momentum_buffer"], other.state[twin]["momentum_buffer"])
+
+
+@pytest.mark.parametrize("kind", ["missing", "transposed", "another dtype", "freed"])
+def test_a_gradient_of_another_form_is_looked_at(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights, optimizer = made()
+    for number in range(2):
+        step(weights, optimizer, number)
+    found = looked_at(monkeypatch)
+    momentum = momentum_of(weights, optimizer)["momentum_buffer"]
+    before, weights[1].grad = momentum.clone(), torch.zeros_like(weights[1])
+    gradient = torch.randn(6, 9)
+    if kind == "missing":
+        weights[0].grad = None
+    elif kind == "transposed":
+        weights[0].grad = torch.empty(9, 6).t().copy_(gradient)
+    elif kind == "another dtype":
+        weights[0] = weights[0]
+        weights[0].grad = None
+        weights[0].data = weights[0].data.bfloat16()
+        weights[0].grad = gradient.bfloat16()
+    else:
+        weights[0].grad = gradient
+        weights[0].grad.untyped_storage().resize_(0)
+    if kind == "freed":
+        with pytest.raises(TypeError, match="a gradient whose memory was freed"):
+            optimizer.step()
+        assert torch.equal(momentum, before)
+    else:
+        optimizer.step()
+        assert torch.equal(momentum, before) == (kind == "missing")
+    assert len(found) == (2 if kind == "another dtype" else 1)  # which needs another plan
+
+
+def test_a_step_keeps_no_gradient() -> None:
+    """After zero_grad the gradients are freed, also after a step that changed nothing."""
+    weights, optimizer = made()
+    for skipped in (False, False, True):
+        for weight in weights:
+            weight.grad = torch.full_like(weight, torch.nan) if skipped else torch.randn_like(weight)
+        if skipped:
+            optimizer.clip_grad_norm_(1.0, skip_above=1e9)
+        gradients = [weakref.ref(weight.grad) for weight in weights]
+        optimizer.step()
+        assert optimizer.skipped == skipped
+        optimizer.zero_grad()
+        assert [gradient() for gradient in gradients] == [None, None]
