@@ -165,11 +165,11 @@ class ParameterStep:
             return False
         if not all([held.stays(tensor if held.key == "" else self.state.get(held.key)) for held in self.last]):
             return False
-        if type(gradient) is not Tensor:
-            if type(gradient) is not DTensor or not isinstance(tensor, DTensor):
-                return False
+        if isinstance(gradient, DTensor) and isinstance(tensor, DTensor):
             if gradient.placements != tensor.placements or gradient.device_mesh != tensor.device_mesh:
                 return False
+        elif isinstance(gradient, DTensor) or isinstance(tensor, DTensor):
+            return False
         local, own = local_of(gradient), self.local
         if local.shape != own.shape or local.dtype != own.dtype or local.device != own.device:
             return False
