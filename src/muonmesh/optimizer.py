@@ -23,11 +23,11 @@ from muonmesh.clip.running import keep_running_norms
 from muonmesh.comm.exchange import Exchange
 from muonmesh.comm.gradients import PARAMETER_GRAD, GradientSource, check_source
 from muonmesh.comm.meeting import telling_failure, withdraw_failure
-from muonmesh.comm.storage import Declared
 from muonmesh.comm.to_owners import ToOwners
 from muonmesh.comm.wire import Counts
 from muonmesh.errors import caller, explain_error, warn
 from muonmesh.groups import ParamGroups
+from muonmesh.layout import Declared
 from muonmesh.numerics.graphs import capture_error
 from muonmesh.numerics.precision import plain_modes
 from muonmesh.numerics.setting import own_names

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from muonmesh.comm.gradients import GradientSource, check_source
-from muonmesh.comm.storage import Declared
 from muonmesh.errors import about, called, explain_error
+from muonmesh.layout import Declared
 from muonmesh.numerics.coefficients import MOST_STEPS, Coefficients
 from muonmesh.numerics.dtypes import COMPUTE_DTYPES, HELD_DTYPES, NEEDED_COMPUTE, NEEDED_HELD, dtype_named
 from muonmesh.numerics.kernels import KernelName, check_kernels
