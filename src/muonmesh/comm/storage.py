@@ -194,7 +194,10 @@ def nobody_said(name: str) -> LayoutError:
     what += "Under DDP, or if your loop averages the gradients of all ranks, write "
     what += 'Muon(..., process_group="world"). If every rank trains its own copy, write process_group="local". If some '
     what += "ranks share it, pass their ProcessGroup. If it is a shard, make it a DTensor (fully_shard), or declare "
-    what += f"it: layouts={{{name!r}: (mesh, placements)}}"
+    what += (
+        f"it: layouts={{{name!r}: (mesh, placements)}}. Leave out ZeroRedundancyOptimizer: ranks share the work, and "
+    )
+    what += "with shard_state=True the state"
     return LayoutError(about(name, what))
 
 
