@@ -162,9 +162,13 @@ def storage_of(
         return Storage(entry, entry.shape, tensor.device_mesh, tuple(tensor.placements))
     if entry is not None:
         if isinstance(tensor, DTensor):
-            found = "a DTensor with a mesh and placements in layouts= or from a layout reader"
-            write = "Remove the entry: a DTensor says where it lives"
-            raise LayoutError(explain_error(name, found, "a plain local shard, or a FlatShards", write))
+            found, write = "a DTensor with an entry in layouts=", "Remove the entry: a DTensor says where it lives"
+            if declared is None:
+                found, write = (
+                    "a DTensor with a mesh from its layout reader",
+                    "Let the reader return None or a FlatShards",
+                )
+            raise LayoutError(explain_error(name, found, "a plain local shard", write))
         return _declared(name, tensor, entry, "layouts entry" if declared is not None else "layout reader's answer")
     if isinstance(tensor, DTensor):
         mesh: DeviceMesh = tensor.device_mesh
