@@ -102,6 +102,11 @@ class Marked:
     """As FlexShard's `GroupedRaggedShard` would be without its units: says nothing that can be read."""
 
 
+def read_said(name: str, tensor: Any) -> Any:
+    """Read tensors that tests have marked."""
+    return getattr(tensor, "said", None)
+
+
 def refused(what: str) -> str:
     mesh, value = mesh_of((2,)), torch.randn(6, 4)
     if what == "buffer":
@@ -116,6 +121,7 @@ def refused(what: str) -> str:
             "unknown": Unheard,
             "derived": lambda: Ours(0),
             "buffer": lambda: Shard(0),
+            "answer": lambda: Shard(0),
             "partial": Partial,
             "uneven": lambda: Shard(0),
             "units": lambda: RaggedShard((0,), (1, 1, 1)),
@@ -127,6 +133,9 @@ def refused(what: str) -> str:
         parameter = dtensor(local, mesh, [placement], value)
         if what == "buffer":  # as of a Megatron-FSDP that keeps its buffers elsewhere
             parameter.megatron_fsdp_dist_index = SimpleNamespace(dp_shard_dim="inner", dp_outer_dim="outer")
+        if what == "answer":
+            mm.register_layout_reader(read_said)
+            parameter.said = mesh, [Shard(0)]
     groups = [{"params": [("weight", parameter)], "matrices": ["whole"]}]
     parameter.grad = local.clone() if what == "flex" else dtensor(local.clone(), mesh, [placement], value)
     with pytest.raises((mm.LayoutError, PlanError)) as raised:  # of another rank's error a rank says that rank
@@ -141,6 +150,7 @@ def refused(what: str) -> str:
         ("derived", "a Ours of tests.parallel.test_layout_readers"),
         ("buffer", "raised by the layout reader muonmesh.integrations.megatron_fsdp.read_layout"),
         ("flex", "Marked"),
+        ("answer", "found a DTensor with a mesh from its layout reader; "),
         ("partial", "redistribute"),
         ("uneven", "(4, 4) on rank 1"),
         ("units", "a unit for each rank"),
@@ -179,13 +189,9 @@ class Rows(nn.Parameter):
     """A shard of a framework of one's own: a plain tensor that knows its mesh and the shape of the whole."""
 
 
-def read_rows(name: str, tensor: Any) -> Any:
-    return tensor.said if type(tensor) is Rows else None
-
-
 def stepped_by_rows(said: str) -> str:
     """Three steps of all parameters, of which a registered reader says where they lie; return what differs."""
-    assert mm.register_layout_reader(read_rows) is read_rows
+    assert mm.register_layout_reader(read_said) is read_said
     mesh, rank = mesh_of((2,)), dist.get_rank()
 
     def make(name: str, value: torch.Tensor) -> tuple[torch.Tensor, Any]:
