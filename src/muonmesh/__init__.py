@@ -6,6 +6,8 @@ import importlib.metadata
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
+from muonmesh.comm.layout_readers import register_layout_reader as register_layout_reader
+
 if TYPE_CHECKING:
     from muonmesh.build import from_model as from_model
     from muonmesh.build import split_params as split_params
@@ -55,6 +57,7 @@ _HOMES = {
     "build": "from_model split_params",
     "clip.limits": "ClipPolicy GradNorms",
     "comm.gradients": "GradientSource",
+    "comm.layout_readers": "register_layout_reader",
     "errors": "FileError LayoutError MuonMeshError PlanError StateError",
     "groups": "HeadPart ParamGroups",
     "integrations.qk_clip": "QKClip",
@@ -72,6 +75,9 @@ _HOMES = {
     "tools.migration": "PackageName convert_settings",
 }
 __all__ = sorted(" ".join(_HOMES.values()).split())
+
+for _reader in ("megatron_fsdp", "ragged_shards"):
+    register_layout_reader(f"{__name__}.integrations.{_reader}:read_layout")
 
 
 def __getattr__(name: str) -> Any:

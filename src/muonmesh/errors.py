@@ -10,7 +10,7 @@ import contextlib
 import re
 import sys
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextvars import ContextVar
 
 _CONTROLS = re.compile(
@@ -94,19 +94,9 @@ def warn(message: str) -> None:
     Torch wraps `step`, and schedulers wrap it once more, so the number of calls in between is unknown. All calls of
     torch, of this package and of decorators are skipped.
     """
-    level, _ = caller(("muonmesh", "torch", "contextlib"))
-    warnings.warn(escaped(message), stacklevel=level)
-
-
-def caller(passed: Collection[str]) -> tuple[int, str]:
-    """Return the ``stacklevel`` and the module of the nearest caller outside some packages.
-
-    Args:
-        passed: Names of the packages, or modules, to skip.
-    """
     level, frame = 1, sys._getframe(1)
-    while True:
-        name = str(frame.f_globals.get("__name__", ""))
-        if frame.f_back is None or not {name, name.partition(".")[0]} & {*passed}:
-            return level, name
+    while frame.f_back is not None:
+        if str(frame.f_globals.get("__name__", "")).partition(".")[0] not in ("muonmesh", "torch", "contextlib"):
+            break
         level, frame = level + 1, frame.f_back
+    warnings.warn(escaped(message), stacklevel=level + 1)

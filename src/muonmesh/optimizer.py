@@ -23,11 +23,11 @@ from muonmesh.clip.running import keep_running_norms
 from muonmesh.comm.exchange import Exchange
 from muonmesh.comm.gradients import PARAMETER_GRAD, GradientSource, check_source
 from muonmesh.comm.meeting import telling_failure, withdraw_failure
-from muonmesh.comm.storage import Declared
 from muonmesh.comm.to_owners import ToOwners
 from muonmesh.comm.wire import Counts
-from muonmesh.errors import caller, explain_error, warn
+from muonmesh.errors import explain_error, warn
 from muonmesh.groups import ParamGroups
+from muonmesh.layout import Declared
 from muonmesh.numerics.graphs import capture_error
 from muonmesh.numerics.precision import plain_modes
 from muonmesh.numerics.setting import own_names
@@ -49,7 +49,6 @@ from muonmesh.settings import (
 from muonmesh.step.connection import check_members, connect, forget, outdated, plan
 from muonmesh.step.elementwise_step import step_elementwise
 from muonmesh.step.flag_vector import Flags
-from muonmesh.step.makers import refuse_engine, refuse_makers
 from muonmesh.step.members import group_for, keep_gradients_of_views, replicas_of
 from muonmesh.step.muon_step import MuonStep
 from muonmesh.step.parameter_steps import Collected, collect
@@ -166,7 +165,6 @@ class Muon(torch.optim.Optimizer):
             if isinstance(params, (set, frozenset)):  # parameters without names are known by their order
                 needed = "ordered collections, the same order on every rank"
                 raise TypeError(explain_error("params", "a set", needed, "Write a list"))
-            refuse_makers(sys._getframe(1))
             precision, group = Precision.of(shared), shared["process_group"]
             # A copy of the layouts, so that later changes of the caller's mapping have no effect here.
             layouts, budget = dict(shared["layouts"] or {}), shared["memory_budget_mb"]
@@ -206,15 +204,6 @@ class Muon(torch.optim.Optimizer):
     def gradients(self, source: GradientSource) -> None:
         check_source(source)
         self._runtime.source = source
-
-    def __bool__(self) -> bool:
-        """Return True, as for any object.
-
-        Raises:
-            TypeError: DeepSpeed's engine calls this. The engine does so first, while it is built.
-        """
-        refuse_engine(sys._getframe(1).f_globals.get("__name__", ""))
-        return True
 
     # ---------------------------------------------------------------- groups
 
@@ -327,8 +316,6 @@ class Muon(torch.optim.Optimizer):
         on_device = runtime.planned is not None and runtime.planned.device.type == "cuda"
         if on_device and torch.cuda.is_current_stream_capturing():
             raise capture_error()
-        if runtime.connected is None:
-            refuse_engine(caller((__name__, "torch", "contextlib"))[1])
         clip, runtime.clip = runtime.clip, Clip()
         try:
             settings = self._begin()

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from muonmesh.comm.gradients import GradientSource, check_source
-from muonmesh.comm.storage import Declared
 from muonmesh.errors import about, called, explain_error
+from muonmesh.layout import Declared
 from muonmesh.numerics.coefficients import MOST_STEPS, Coefficients
 from muonmesh.numerics.dtypes import COMPUTE_DTYPES, HELD_DTYPES, NEEDED_COMPUTE, NEEDED_HELD, dtype_named
 from muonmesh.numerics.kernels import KernelName, check_kernels
@@ -462,7 +462,11 @@ def check_structure(where: str, group: Mapping[str, Any]) -> None:
         raise TypeError(explain_error(f"{where}: param_names", f"{names!r}", "a list of strings"))
     if len(names) != count:
         found = f"{len(names)} param_names for {count} parameters"
-        write = "Leave param_names out or give all of them; add parameters by add_param_group"
+        write = (
+            "Leave param_names out or give all of them; add parameters by add_param_group. If DeepSpeed has put flat "
+        )
+        write += "tensors in their place, write muonmesh.integrations.deepspeed.initialize(model=model, config=config, "
+        write += 'optimizer={"lr": 3e-4}). Instead of ZeroRedundancyOptimizer write Muon(..., shard_state=True)'
         raise ValueError(explain_error(where, found, "one each", write))
     fits = {}
     for key in ("reasons", "matrices"):

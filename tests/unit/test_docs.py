@@ -790,7 +790,7 @@ def what_the_new_framework_trains(path: str) -> dict[str, Tensor]:
     """Run the page about a framework of one's own; return its weights, and the largest difference to one process."""
     gradients: list[dict[str, Tensor]] = []
     torch.manual_seed(0)
-    written = run("docs/new-framework.md", *[{"path": path} for _ in range(7)])
+    written = run("docs/new-framework.md", *[{"path": path} for _ in range(8)])
     next(written)
     names = next(written)
     host, groups = names["framework"], names["groups"]
@@ -815,7 +815,7 @@ def what_the_new_framework_trains(path: str) -> dict[str, Tensor]:
         for name, spec in zip(group["param_names"], group["matrices"], strict=True)
     }
     assert splits["fused"] == ("rows", 32, 32, 32)
-    assert len([*written]) == 5
+    assert len([*written]) == 6
     one = mm.from_model(alone, lr=0.02, process_group="local", overrides=FUSED)
     for given in gradients:
         for name, parameter in alone.named_parameters():

@@ -12,8 +12,9 @@ from torch.distributed.tensor import DTensor
 
 from muonmesh.checkpoint.entries import wrong_numbers
 from muonmesh.checkpoint.form import check_state_dict
-from muonmesh.comm.storage import Declared, Storage, local_of, world_size
+from muonmesh.comm.storage import Storage, local_of, world_size
 from muonmesh.errors import StateError, explain_error
+from muonmesh.layout import Declared
 from muonmesh.layout.matrix import as_tuples
 from muonmesh.names import canonical_name
 from muonmesh.numerics.rules import is_matrix_rule, rule_of, step_count

@@ -1,6 +1,6 @@
 """All communication between ranks, and the layouts of tensors as parts of whole parameters.
 
-- Reading: `storage` finds the layout of a tensor, and `published` reads layouts that other packages write on tensors.
+- Reading: `storage` finds the layout of a tensor, and `layout_readers` asks what integrations know of it.
   `gradients` finds the gradient of a parameter. `views` cuts pieces out of memory. `wrappers` finds the DDP that
   averages plain tensors.
 - Meeting: in `meeting`, ranks wait for each other, and errors name the missing ranks. In `agreement`, they compare

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,17 +21,9 @@ from torch.distributed.tensor import Shard as TorchShard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from muonmesh.comm.published import DECLARE, published, published_mesh
+from muonmesh.comm.layout_readers import DECLARE, read_layout
 from muonmesh.errors import LayoutError, about, explain_error
-from muonmesh.layout import (
-    FlatParameter,
-    FlatShards,
-    Layout,
-    MeshLayout,
-    Placement,
-    Replicate,
-    Shard,
-)
+from muonmesh.layout import Declared, FlatShards, Layout, MeshLayout, Placement, Replicate, Shard
 from muonmesh.layout.region import row_major
 
 OF_TORCH = (TorchReplicate, TorchShard, _StridedShard)
@@ -61,19 +54,19 @@ def placements_of(name: str, placements: Sequence[TorchPlacement]) -> tuple[Plac
     """Translate torch's placements.
 
     Raises:
-        LayoutError: a placement is partial or unknown.
+        LayoutError: a placement is partial or unknown. A subclass of torch's is unknown: it may cut otherwise.
     """
     translated: list[Placement] = []
     for placement in placements:
-        if isinstance(placement, TorchReplicate):
+        if type(placement) is TorchReplicate:
             translated.append(Replicate())
-        elif isinstance(placement, TorchShard | _StridedShard):  # _StridedShard need not be a subclass of Shard
+        elif type(placement) is TorchShard or type(placement) is _StridedShard:
             translated.append(Shard(placement.dim, getattr(placement, "split_factor", 1)))
         else:
             found, needed = f"placement {placement!r} in {tuple(placements)}", "Replicate, Shard or _StridedShard"
             if not isinstance(placement, TorchPartial):  # not is_partial(), which ends the process in some classes
                 found = f"{found}, a {type(placement).__qualname__} of {type(placement).__module__}"
-                raise LayoutError(explain_error(name, found, f"{needed}, or one that muonmesh knows", DECLARE))
+                raise LayoutError(explain_error(name, found, f"{needed}, or a layout reader that knows it", DECLARE))
             write = "Write parameter.redistribute(placements=[Replicate()]) before you make the optimizer"
             raise LayoutError(explain_error(name, found, f"{needed}: a partial value is not a parameter", write))
     return tuple(translated)
@@ -144,11 +137,6 @@ def local_part(whole: Tensor, layout: Layout) -> Tensor:
     return local
 
 
-Declared = tuple[Any, ...] | Layout | Sequence[FlatParameter]
-"""An entry of ``layouts=``: (mesh, placements) or (mesh, placements, shape) of a plain local shard; its Layout, such as
-FlatShards for a flat shard; or the FlatParameters that share a flat buffer."""
-
-
 def storage_of(
     name: str, tensor: Tensor, replicas: Sequence[int] | None, declared: Declared | None = None, *, needed: bool = True
 ) -> Storage:
@@ -166,23 +154,27 @@ def storage_of(
             while several ranks run.
     """
     shape = tuple(tensor.shape)
-    said = published(name, tensor) if declared is None else declared
-    if isinstance(said, (FlatShards, MeshLayout)):
-        _check_local(name, tensor, said)
+    entry = read_layout(name, tensor) if declared is None else declared
+    if isinstance(entry, (FlatShards, MeshLayout)):
+        _check_local(name, tensor, entry, read=declared is None)
         if not isinstance(tensor, DTensor) or not all(isinstance(each, OF_TORCH) for each in tensor.placements):
-            return Storage(said, said.shape)  # state is plain: torch cannot copy DTensors of other placements
-        return Storage(said, said.shape, tensor.device_mesh, tuple(tensor.placements))
-    if declared is not None:
+            return Storage(entry, entry.shape)  # state is plain: torch cannot copy DTensors of other placements
+        return Storage(entry, entry.shape, tensor.device_mesh, tuple(tensor.placements))
+    if entry is not None:
         if isinstance(tensor, DTensor):
             found, write = "a DTensor with an entry in layouts=", "Remove the entry: a DTensor says where it lives"
+            if declared is None:
+                found, write = (
+                    "a DTensor with a mesh from its layout reader",
+                    "Let the reader return None or a FlatShards",
+                )
             raise LayoutError(explain_error(name, found, "a plain local shard", write))
-        return _declared(name, tensor, declared)
+        return _declared(name, tensor, entry, "layouts entry" if declared is not None else "layout reader's answer")
     if isinstance(tensor, DTensor):
         mesh: DeviceMesh = tensor.device_mesh
-        ranks = _ranks(mesh)
-        layout = MeshLayout(shape, tuple(mesh.mesh.shape), ranks, placements_of(name, tensor.placements))
+        layout = mesh_layout(mesh, shape, placements_of(name, tensor.placements))
         _check_local(name, tensor, layout)
-        if replicas is not None and not set(replicas) <= set(ranks):
+        if replicas is not None and not set(replicas) <= set(layout.ranks):
             layout = _replicated_outside(name, layout, mesh, replicas)
         return Storage(layout, shape, mesh, tuple(tensor.placements))
     if replicas is not None:
@@ -206,7 +198,10 @@ def nobody_said(name: str) -> LayoutError:
     what += "Under DDP, or if your loop averages the gradients of all ranks, write "
     what += 'Muon(..., process_group="world"). If every rank trains its own copy, write process_group="local". If some '
     what += "ranks share it, pass their ProcessGroup. If it is a shard, make it a DTensor (fully_shard), or declare "
-    what += f"it: layouts={{{name!r}: (mesh, placements)}}"
+    what += (
+        f"it: layouts={{{name!r}: (mesh, placements)}}. Leave out ZeroRedundancyOptimizer: ranks share the work, and "
+    )
+    what += "with shard_state=True the state"
     return LayoutError(about(name, what))
 
 
@@ -224,26 +219,50 @@ def refuse_flattened(name: str, tensor: Tensor) -> None:
         raise LayoutError(about(name, what))
 
 
-def ranks_of(tensor: Tensor, replicas: Sequence[int] | None, declared: Any = None) -> tuple[int, ...]:
+def ranks_of(
+    name: str, tensor: Tensor, replicas: Sequence[int] | None, declared: Declared | None = None
+) -> tuple[int, ...]:
     """Return the ranks that share a parameter whose layout has an error, as far as they are known."""
-    if isinstance(declared, FlatShards):
-        return declared.ranks
-    if isinstance(declared, (tuple, list)) and declared and isinstance(declared[0], DeviceMesh):
-        return _ranks(declared[0])
-    mesh = published_mesh(tensor)
-    return tuple(replicas or ()) if mesh is None else _ranks(mesh)
+    entry: Any = declared
+    if declared is None and not isinstance(tensor, DTensor):
+        with suppress(LayoutError):
+            entry = read_layout(name, tensor)
+    if isinstance(entry, (FlatShards, MeshLayout)):
+        return entry.ranks
+    if isinstance(entry, (tuple, list)) and entry and isinstance(entry[0], DeviceMesh):
+        return _ranks(entry[0])
+    return _ranks(tensor.device_mesh) if isinstance(tensor, DTensor) else tuple(replicas or ())
+
+
+def shape_if_known(name: str, tensor: Tensor) -> tuple[int, ...] | None:
+    """Return the global shape of a tensor without an entry in ``layouts=``; None if only the first step knows it.
+
+    Raises:
+        LayoutError: a layout reader raises an error.
+    """
+    entry = None if isinstance(tensor, DTensor) else read_layout(name, tensor)
+    if entry is None:
+        return tuple(tensor.shape)
+    if isinstance(entry, (FlatShards, MeshLayout)):
+        return entry.shape
+    return tuple(entry[2]) if isinstance(entry, tuple) and len(entry) == 3 else None
+
+
+def mesh_layout(mesh: DeviceMesh, shape: tuple[int, ...], placements: tuple[Placement, ...]) -> MeshLayout:
+    """Return the layout of a tensor of global ``shape`` on the ranks of a mesh."""
+    return MeshLayout(shape, tuple(mesh.mesh.shape), _ranks(mesh), placements)
 
 
 def _ranks(mesh: DeviceMesh) -> tuple[int, ...]:
     return tuple(int(rank) for rank in mesh.mesh.flatten().tolist())
 
 
-def _declared(name: str, tensor: Tensor, declared: Any) -> Storage:
+def _declared(name: str, tensor: Tensor, declared: Any, what: str) -> Storage:
     """Return the storage of a plain local shard declared as (mesh, placements) or (mesh, placements, shape)."""
     fits = isinstance(declared, (tuple, list)) and len(declared) in (2, 3) and isinstance(declared[0], DeviceMesh)
     placements = declared[1] if fits and isinstance(declared[1], (tuple, list)) else None
     if placements is None or not all(isinstance(placement, TorchPlacement) for placement in placements):
-        found = f"layouts entry {declared!r}"
+        found = f"{what} {declared!r}"
         needed = "(mesh, placements), (mesh, placements, global shape), a FlatShards, or a list of FlatParameter"
         write = "Write (init_device_mesh('cuda', (8,)), [Shard(0)])"
         raise LayoutError(explain_error(name, found, needed, write))
@@ -257,21 +276,21 @@ def _declared(name: str, tensor: Tensor, declared: Any) -> Storage:
             if not isinstance(placement, Replicate) and placement.dim < len(shape):
                 shape[placement.dim] *= size
     try:
-        layout = MeshLayout(tuple(shape), tuple(mesh.mesh.shape), _ranks(mesh), translated)
+        layout = mesh_layout(mesh, tuple(shape), translated)
     except LayoutError as error:
-        raise LayoutError(about(f"{name}: layouts entry", error)) from None
+        raise LayoutError(about(f"{name}: {what}", error)) from None
     _check_local(name, tensor, layout)
     return Storage(layout, layout.shape, mesh, tuple(placements))
 
 
-def _check_local(name: str, tensor: Tensor, layout: Layout) -> None:
+def _check_local(name: str, tensor: Tensor, layout: Layout, *, read: bool = False) -> None:
     rank, local = this_rank(), local_of(tensor)
     expected = layout.local_shape(rank) if rank in layout.ranks else None
     if expected == tuple(local.shape) or (expected is None and isinstance(tensor, DTensor)):
         return
     write = "Correct the entry; where shards are uneven write (mesh, placements, global shape)"
-    if published_mesh(tensor) is not None:
-        # Local tensors of ragged placements keep their inner dims; a tensor without elements may have any shape.
+    if read or isinstance(tensor, DTensor):
+        # Such local tensors keep their inner dims; a tensor without elements may have any shape.
         if isinstance(layout, FlatShards) and expected == (local.numel(),):
             return
         write = DECLARE

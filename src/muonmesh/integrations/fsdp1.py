@@ -19,9 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import Replicate
 
-from muonmesh.comm.storage import Declared, this_rank, world_size
+from muonmesh.comm.storage import this_rank, world_size
 from muonmesh.errors import LayoutError, explain_error
-from muonmesh.layout import FlatShards, Interval, MeshLayout
+from muonmesh.layout import Declared, FlatShards, Interval, MeshLayout
 from muonmesh.names import canonical_name
 
 

@@ -5,7 +5,7 @@ Region → Layout → Matrix → Plan; nothing flows back. See ``docs/internals/
 
 from muonmesh.layout.budget import Budget
 from muonmesh.layout.cost import cost
-from muonmesh.layout.flat import FlatParameter, FlatShards, Interval, Layout
+from muonmesh.layout.flat import Declared, FlatParameter, FlatShards, Interval, Layout
 from muonmesh.layout.layout import MeshLayout, Placement, Replicate, Shard
 from muonmesh.layout.matrix import Matrix, MatrixSpec, split_matrices
 from muonmesh.layout.parameter import Elementwise, Parameter
@@ -14,6 +14,7 @@ from muonmesh.layout.region import Piece
 
 __all__ = [
     "Budget",
+    "Declared",
     "Elementwise",
     "FlatParameter",
     "FlatShards",

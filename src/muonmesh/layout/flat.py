@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
 from muonmesh.errors import LayoutError, NotCovered, explain_error
-from muonmesh.layout.layout import MeshLayout
+from muonmesh.layout.layout import MeshLayout, Replicate
 from muonmesh.layout.region import Block, Region, overlap, row_major
 
 
@@ -83,6 +83,23 @@ class FlatShards:
         """Return the layout of a parameter that is alone in its buffers: rank i holds [borders[i], borders[i + 1])."""
         intervals = tuple((Interval(low, high - low, 0),) for low, high in itertools.pairwise(borders))
         return FlatShards(MeshLayout.replicated(tuple(shape), tuple(ranks)), intervals)
+
+    @staticmethod
+    def on_axes(within: MeshLayout, axes: Sequence[int], held: Callable[[int, Sequence[int]], Interval]) -> FlatShards:
+        """Return the layout of a parameter that some axes of a mesh cut by intervals, alone in its buffers.
+
+        Args:
+            within: The layout with the parameter replicated along these axes.
+            axes: The axes of the mesh that cut the flattened local tensors of ``within``.
+            held: Returns the interval that a rank holds, from the rank and its place on each axis.
+        """
+        copied = [n for n, each in enumerate(within.placements) if n not in axes and isinstance(each, Replicate)]
+        intervals, replicas = [], dict[tuple[int, ...], list[int]]()
+        for rank in within.ranks:
+            at = within.at(rank)
+            intervals.append((held(rank, at),))
+            replicas.setdefault(tuple(at[axis] for axis in copied), []).append(rank)
+        return FlatShards(within, tuple(intervals), replicas=tuple(map(tuple, replicas.values())))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -210,6 +227,11 @@ class FlatParameter:
     name: str
     layout: FlatShards
     matrices: Any = None
+
+
+Declared: TypeAlias = tuple[Any, ...] | Layout | Sequence[FlatParameter]
+"""An entry of ``layouts=``: (mesh, placements) or (mesh, placements, shape) of a plain local shard; its Layout, such as
+FlatShards for a flat shard; or the FlatParameters that share a flat buffer."""
 
 
 def _boxes(shape: tuple[int, ...], low: int, high: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:

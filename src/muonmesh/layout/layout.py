@@ -149,14 +149,14 @@ class MeshLayout:
                 cuts[placement.dim].append((axis, size, placement.split_factor))
         return tuple(tuple(cut) for cut in cuts)
 
-    def _at(self, rank: int) -> tuple[int, ...]:
+    def at(self, rank: int) -> tuple[int, ...]:
         """Return the place of a rank on each mesh axis."""
         index = self.place_of[rank]
         return tuple(index // stride % size for size, stride in zip(self.mesh, row_major(self.mesh), strict=True))
 
     def _spans(self, rank: int) -> tuple[Spans, ...]:
         """Return the indices that a rank stores, dim by dim."""
-        at, pairs = self._at(rank), zip(self.shape, self._cuts, strict=True)
+        at, pairs = self.at(rank), zip(self.shape, self._cuts, strict=True)
         return tuple(_split(size, cut, tuple(at[axis] for axis, _, _ in cut)) for size, cut in pairs)
 
     def blocks(self, rank: int) -> tuple[Block, ...]:
@@ -169,7 +169,7 @@ class MeshLayout:
 
     def replica(self, rank: int) -> tuple[int, ...]:
         """Return the ranks with the same coordinates as ``rank`` on the replicated axes."""
-        axes = zip(self._at(rank), self.mesh, self.placements, strict=True)
+        axes = zip(self.at(rank), self.mesh, self.placements, strict=True)
         some = tuple((at,) if isinstance(placement, Replicate) else range(size) for at, size, placement in axes)
         return _ranks_at(self, some)
 
@@ -191,7 +191,7 @@ class MeshLayout:
 
     def _number(self, rank: int, *, replicated: bool) -> int:
         number = 0
-        for at, size, placement in zip(self._at(rank), self.mesh, self.placements, strict=True):
+        for at, size, placement in zip(self.at(rank), self.mesh, self.placements, strict=True):
             if isinstance(placement, Replicate) == replicated:
                 number = number * size + at
         return number

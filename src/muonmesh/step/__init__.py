@@ -11,7 +11,6 @@
    matrices together, `stored_companions` reads state by row, column or matrix, `blocks` holds int8 momentum, `offload`
    and `device_copies` copy state from CPU memory, and `stochastic_rounding` numbers the elements.
 
-`runtime` holds the runtime state of an optimizer between steps, and `precision` its dtypes. `makers` refuses
-frameworks that construct a Muon with parameters other than the model's. `update_squares` adds up what `Muon.metrics`
-reports. `untrained` warns of parameters that do not learn.
+`runtime` holds the runtime state of an optimizer between steps, and `precision` its dtypes. `update_squares` adds
+up what `Muon.metrics` reports. `untrained` warns of parameters that do not learn.
 """

@@ -19,8 +19,7 @@ from muonmesh.comm.agreement import View, group_of, insist
 from muonmesh.comm.copies import Copies, added, find_copies, insist_on_averages
 from muonmesh.comm.exchange import Exchange
 from muonmesh.comm.meeting import connected
-from muonmesh.comm.published import global_shape
-from muonmesh.comm.storage import mesh_groups, refuse_flattened, this_rank, world_size
+from muonmesh.comm.storage import mesh_groups, refuse_flattened, shape_if_known, this_rank, world_size
 from muonmesh.comm.telling import tell_all
 from muonmesh.comm.wrappers import group_that_averages, refuse_join, wrappers_of
 from muonmesh.errors import LayoutError, about, explain_error, warn
@@ -229,9 +228,9 @@ def check_members(group: dict[str, Any], groups: Groups, runtime: Runtime) -> No
     if specs is None:
         specs = group["matrices"] = [None] * len(tensors)
     for name, tensor, spec in zip(names, tensors, specs, strict=True):
-        if name in runtime.layouts:
-            continue  # shards: the whole shape is known at the first step, together with the ranks
-        split_matrices(name, global_shape(tensor), spec)
+        # Of declared shards the whole shape is known at the first step, together with the ranks.
+        if name not in runtime.layouts and (shape := shape_if_known(name, tensor)) is not None:
+            split_matrices(name, shape, spec)
 
 
 def _check_dtype(name: str, dtype: torch.dtype, master: torch.dtype | None, group: Mapping[str, Any]) -> None:

@@ -14,7 +14,6 @@ from torch import Tensor
 from muonmesh.comm.copies import Copies
 from muonmesh.comm.gradients import GradientSource
 from muonmesh.comm.storage import (
-    Declared,
     Storage,
     nobody_said,
     ranks_of,
@@ -24,7 +23,7 @@ from muonmesh.comm.storage import (
     world_size,
 )
 from muonmesh.errors import LayoutError, about, explain_error
-from muonmesh.layout import FlatParameter, FlatShards, MeshLayout
+from muonmesh.layout import Declared, FlatParameter, FlatShards, MeshLayout
 from muonmesh.numerics.rules import is_matrix_rule, rule_of
 from muonmesh.settings import LOST_GROUP, LOST_LAYOUTS, ProcessGroup
 from muonmesh.step.state_layout import StateLayout, Stored, state_layouts_of
@@ -119,7 +118,7 @@ def members_of(
                     storage = storage_of(part, tensor, replicas, layout, needed=False)
                 except LayoutError as found:
                     error = error or found
-                    sets.append(ranks_of(tensor, replicas, layout))
+                    sets.append(ranks_of(part, tensor, replicas, layout))
                     continue
                 said = layout is not None or own is not None or process_group == "local"
                 holders: Holders = "unknown" if storage.layout is None else "known" if said else "open"
@@ -219,10 +218,10 @@ def likely_sets(
         names = group.get("param_names")
         for number, tensor in enumerate(group.get("params") or ()):
             if isinstance(tensor, Tensor):
-                name = names[number] if isinstance(names, list) and number < len(names) else None
+                name = str(names[number]) if isinstance(names, list) and number < len(names) else ""
                 own = source.group(tensor)
                 replicas = replicas_of(process_group if own is None else own)
-                sets.append(ranks_of(tensor, replicas, layouts.get(name) if isinstance(name, str) else None))
+                sets.append(ranks_of(name, tensor, replicas, layouts.get(name)))
     return sets
 
 

@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from muonmesh.comm.gradients import PARAMETER_GRAD, GradientSource
-from muonmesh.comm.storage import Declared, ranks_of_a_machine
+from muonmesh.comm.storage import ranks_of_a_machine
 from muonmesh.errors import StateError, explain_error
+from muonmesh.layout import Declared
 from muonmesh.layout.owners import KnownMatrix
 from muonmesh.numerics.kernels import KernelName
 from muonmesh.numerics.kernels.memory import download

@@ -18,7 +18,6 @@ from torch.distributed.tensor import Replicate
 from muonmesh.checkpoint.ranks import settled
 from muonmesh.clip.limits import ClipPolicy
 from muonmesh.clip.squares import half_of
-from muonmesh.comm.storage import Declared
 from muonmesh.comm.telling import tell_all
 from muonmesh.errors import LayoutError, PlanError, explain_error
 from muonmesh.groups.heads import HeadPart
@@ -30,6 +29,7 @@ from muonmesh.integrations.megatron.optimizer import Holding, MegatronOptimizer
 from muonmesh.integrations.megatron.param_groups import find_groups
 from muonmesh.integrations.megatron.refusals import refuse, refuse_formats, refuse_state
 from muonmesh.integrations.megatron.saved_boxes import Cut, SavedBox, cut_of, expert_of, saved_boxes_of
+from muonmesh.layout import Declared
 from muonmesh.optimizer import Muon
 
 _SHARED = ("compute_dtype", "kernels", "state_dtype", "state_device", "memory_budget_mb", "shard_state", "cuda_graphs")

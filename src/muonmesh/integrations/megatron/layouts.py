@@ -9,9 +9,9 @@ from typing import Any
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 
-from muonmesh.comm.storage import Declared, placements_of
+from muonmesh.comm.storage import placements_of
 from muonmesh.integrations.megatron.saved_boxes import Cut
-from muonmesh.layout import FlatShards, Interval, MeshLayout
+from muonmesh.layout import Declared, FlatShards, Interval, MeshLayout
 
 Ranges = Sequence[tuple[int, int]]
 """For each data-parallel rank: begin and end of the elements of the flattened shard that the rank keeps."""

@@ -1,14 +1,16 @@
-"""Placements that torch does not have: read off the parameters themselves, and stepped with the bits of one process."""
+"""Layouts that readers find on tensors of other frameworks, stepped with the bits of one process; and refusals."""
 
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 import muonmesh as mm
@@ -92,12 +94,23 @@ class Unheard(Placement):
         return "Unheard()"
 
 
+class Ours(Shard):
+    """A Shard of somebody's own, which may cut otherwise than torch's."""
+
+
 class Marked:
     """As FlexShard's `GroupedRaggedShard` would be without its units: says nothing that can be read."""
 
 
+def read_said(name: str, tensor: Any) -> Any:
+    """Read tensors that tests have marked."""
+    return getattr(tensor, "said", None)
+
+
 def refused(what: str) -> str:
     mesh, value = mesh_of((2,)), torch.randn(6, 4)
+    if what == "buffer":
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("inner",))
     rank = dist.get_rank()
     local = value[rank * 3 :][:3].clone()
     if what == "flex":
@@ -106,6 +119,9 @@ def refused(what: str) -> str:
     else:
         placement = {
             "unknown": Unheard,
+            "derived": lambda: Ours(0),
+            "buffer": lambda: Shard(0),
+            "answer": lambda: Shard(0),
             "partial": Partial,
             "uneven": lambda: Shard(0),
             "units": lambda: RaggedShard((0,), (1, 1, 1)),
@@ -115,6 +131,11 @@ def refused(what: str) -> str:
         if what == "uneven":  # the rows of a rank are not those that the placement says; on one of the ranks alone
             local = value[:3].clone() if rank == 0 else value[2:].clone()
         parameter = dtensor(local, mesh, [placement], value)
+        if what == "buffer":  # as of a Megatron-FSDP that keeps its buffers elsewhere
+            parameter.megatron_fsdp_dist_index = SimpleNamespace(dp_shard_dim="inner", dp_outer_dim="outer")
+        if what == "answer":
+            mm.register_layout_reader(read_said)
+            parameter.said = mesh, [Shard(0)]
     groups = [{"params": [("weight", parameter)], "matrices": ["whole"]}]
     parameter.grad = local.clone() if what == "flex" else dtensor(local.clone(), mesh, [placement], value)
     with pytest.raises((mm.LayoutError, PlanError)) as raised:  # of another rank's error a rank says that rank
@@ -126,7 +147,10 @@ def refused(what: str) -> str:
     ("what", "said"),
     [
         ("unknown", "Unheard"),
+        ("derived", "a Ours of tests.parallel.test_layout_readers"),
+        ("buffer", "raised by the layout reader muonmesh.integrations.megatron_fsdp.read_layout"),
         ("flex", "Marked"),
+        ("answer", "found a DTensor with a mesh from its layout reader; "),
         ("partial", "redistribute"),
         ("uneven", "(4, 4) on rank 1"),
         ("units", "a unit for each rank"),
@@ -159,3 +183,45 @@ def described() -> list[bool]:
 
 def test_layouts_may_describe_a_dtensor(workers) -> None:
     assert workers(2).run(described) == [[True], [True]]
+
+
+class Rows(nn.Parameter):
+    """A shard of a framework of one's own: a plain tensor that knows its mesh and the shape of the whole."""
+
+
+def stepped_by_rows(said: str) -> str:
+    """Three steps of all parameters, of which a registered reader says where they lie; return what differs."""
+    assert mm.register_layout_reader(read_said) is read_said
+    mesh, rank = mesh_of((2,)), dist.get_rank()
+
+    def make(name: str, value: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        def cut(whole: torch.Tensor) -> torch.Tensor:
+            return whole.tensor_split([-(-len(whole) // 2)])[rank].clone()
+
+        parameter: Any = Rows(cut(value))
+        whole = tuple(value.shape)
+        parameter.said = (mesh, [Shard(0)], whole) if said == "placements" else 7
+        return parameter, cut
+
+    held = held_by(make, problem.PARAMETERS, problem.initial())
+    settings = {**problem.SETTINGS, "compute_dtype": torch.float32}
+    try:
+        optimizer = mm.Muon(held.groups, **settings)
+        for step in range(3):
+            held.give(problem.gradients(step))
+            optimizer.step()
+    except (mm.LayoutError, PlanError) as error:
+        return str(error)
+    return str(problem.differing(held.whole(optimizer), problem.alone(3, **settings)))
+
+
+def test_a_reader_of_ones_own_says_where_plain_shards_lie(workers: Any) -> None:
+    assert workers(2).run(stepped_by_rows, "placements") == ["[]"] * 2
+    for told in workers(2).run(stepped_by_rows, "a number"):
+        assert "found layout reader's answer 7; needed (mesh, placements)" in told, told
+
+
+def test_what_is_no_reader_is_refused() -> None:
+    for given in (None, "muonmesh.integrations.megatron_fsdp", 7):
+        with pytest.raises(TypeError, match=r"^register_layout_reader: found .*needed a function of \(name, tensor\)"):
+            mm.register_layout_reader(given)  # type: ignore[arg-type]

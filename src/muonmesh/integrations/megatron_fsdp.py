@@ -1,0 +1,62 @@
+"""Megatron-FSDP: reads where its parameters lie, v1 of megatron-core 0.16.1 and the experimental v2.
+
+Its parameters are DTensors, but mesh axes cut whole buffers, in which parameters lie end to end. So a rank seldom holds
+the rows that ``Shard(0)`` of a parameter describes. Where a parameter begins in its buffer, Megatron-FSDP keeps beside
+it: v1 in ``orig_param._gbuf``, and v2 in the ``main_weight.layout`` of ``_mfsdp_parameter_group``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import Shard as TorchShard
+
+from muonmesh.comm.storage import mesh_layout, placements_of
+from muonmesh.layout import FlatShards, Interval, Layout
+
+_OF_V1, _OF_V2 = "megatron_fsdp_dist_index", "_mfsdp_parameter_group"
+"""The attributes by which parameters of each version are known."""
+
+
+def read_layout(name: str, tensor: Tensor) -> Layout | None:
+    """Return the layout of a parameter that Megatron-FSDP shards; None for other tensors.
+
+    Raises:
+        LayoutError: an axis that does not cut the buffer has a placement that is not torch's.
+    """
+    if not isinstance(tensor, DTensor) or not (hasattr(tensor, _OF_V1) or hasattr(tensor, _OF_V2)):
+        return None
+    mesh, axes, given = tensor.device_mesh, [*range(tensor.device_mesh.ndim)], tensor.placements
+    if (dims := getattr(tensor, _OF_V1, None)) is not None:
+        axes = [axis for axis in axes if (mesh.mesh_dim_names or ())[axis] in (dims.dp_outer_dim, dims.dp_shard_dim)]
+    cut = [axis for axis in axes if isinstance(given[axis], TorchShard)]  # v2's Flat is a Shard too
+    if not cut:
+        return None  # whole parameters: their placements are right
+    size, whole = _place_in_buffer(tensor)
+    left = [Replicate() if axis in cut else placement for axis, placement in enumerate(given)]
+    within = mesh_layout(mesh, tuple(tensor.shape), placements_of(name, left))
+
+    def held(_: int, at: Sequence[int]) -> Interval:
+        low, length = 0, size
+        for axis in reversed(cut):  # the last axis cuts first
+            length //= within.mesh[axis]
+            low += at[axis] * length
+        return whole.part(low, low + length)._replace(start=0)
+
+    return FlatShards.on_axes(within, cut, held)
+
+
+def _place_in_buffer(tensor: Any) -> tuple[int, Interval]:
+    """Return the size of the buffer with a parameter, and the place of the parameter in it."""
+    if hasattr(tensor, _OF_V1):
+        one = tensor.orig_param
+        item = one._gbuf.item_index_map[one._item_id]
+        return one._gbuf.bucket_index.size, Interval(0, item.size, item.global_data_index)
+    group = tensor._mfsdp_parameter_group()
+    layout = group.main_weight.layout
+    index = next(i for i, each in enumerate(group.fsdp_parameters) if each.sharded is tensor)
+    return layout.size, Interval(0, math.prod(layout.tensor_shapes[index]), layout.tensor_to_offset[index])
