@@ -32,9 +32,9 @@ def runs(ready: ReadyParameters, table: PieceTable) -> Iterator[Sequence[Row]]:
 def _runs(ready: ReadyParameters, rows: Sequence[Row]) -> list[tuple[int, int]]:
     found, last, numel = list[tuple[int, int]](), None, 0
     for number, row in enumerate(rows):
-        shape, group = row.piece.shape, ready.group(row.assignment)
+        shape, group, matrix = row.piece.shape, ready.group(row.assignment), ready.matrix(row.assignment)
         small = row.piece.numel <= SMALL and row.piece.storage_strides == row_major(shape) and row.buffer != NOWHERE
-        form = (shape, row.strides, row.buffer, group, ready.matrix(row.assignment).rows) if small else None
+        form = (shape, row.strides, row.buffer, group, matrix.rows, matrix.cols) if small else None  # of one scale
         numel += row.piece.numel
         if form is not None and form == last and numel <= _MOST:
             found[-1] = found[-1][0], number + 1
