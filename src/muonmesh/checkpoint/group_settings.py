@@ -16,7 +16,7 @@ from muonmesh.errors import FileError, StateError, about, explain_error
 from muonmesh.files import is_whole
 from muonmesh.layout.matrix import as_tuples
 from muonmesh.numerics.setting import plain
-from muonmesh.settings import check_group
+from muonmesh.settings import FRESH_MEANS, NORM_MEANS, check_group
 
 OWN_KEYS = ("params", "param_names", "parameters", "matrices", "reasons", "name", "algorithm", "use_muon", "moe")
 """Keys of a group that are no settings: they identify the group, and follow from the model."""
@@ -111,7 +111,7 @@ def fitting_settings(group: Mapping[str, Any], records: Iterable[Record], saved:
                 found = f"{first} saved with {key}={settings.get(key)!r}, {name} with {key}={others.get(key)!r}"
                 write = "Give them groups of their own, as when they were saved"
                 raise StateError(explain_error(where, found, "one value for all parameters of a group", write))
-    settings = {key: as_tuples(value) for key, value in settings.items()}
+    settings = {NORM_MEANS: FRESH_MEANS, **{key: as_tuples(value) for key, value in settings.items()}}
     try:
         check_group(where, {**group, **settings})
     except (TypeError, ValueError) as error:
