@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from muonmesh.checkpoint.group_settings import fitting_settings, set_group
+from muonmesh.checkpoint.group_settings import fitting_means, fitting_settings, set_group
 from muonmesh.checkpoint.record import MODEL, STATE, Part, Record, wanted
 from muonmesh.checkpoint.share import Share
 from muonmesh.comm.storage import local_of, this_rank
@@ -121,8 +121,9 @@ def fit(
         if record.group:
             groups.setdefault(id(record.group), []).append(record)
     here, there_products = set[str](), saved.get("products")
+    means = fitting_means([record for record in records if record.group], saved)
     for some in groups.values():
-        settings = fitting_settings(some[0].group, some, saved)
+        settings = fitting_settings(some[0].group, some, saved, means)
         found.settings.append((some[0].group, settings))
         here |= {replace(one, group=one.group | settings).products for one in some if one.is_matrix}
     if there_products and not here <= {*there_products}:
