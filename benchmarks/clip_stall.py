@@ -154,10 +154,10 @@ CLIPPINGS: dict[str, dict[str, Clipping]] = {
     "torch.optim.Muon": {**EVERYBODY, "torch, each half": by_optimizer},
     "muonmesh": {
         **EVERYBODY,
-        **{policy: by_policy(policy=policy) for policy in ("all", "adamw_only", "separate", "per_matrix")},
+        **{policy: by_policy(policy=policy) for policy in ("all", "adamw_only", "separate")},
     },
 }
-SKIPPING = {"adamw_only, skip_above": by_policy(skip_above=SKIP_ABOVE)}
+SKIPPING = {f"adamw_only, skip_above={above}": by_policy(skip_above=above) for above in (SKIP_ABOVE, "4x")}
 
 
 # ---------------------------------------------------------------- a huge gradient
