@@ -262,7 +262,7 @@ def print_spike(console: Console, place: str | None, rows: Sequence[Row]) -> Non
 # ---------------------------------------------------------------- the command
 
 COLOURS = {"AdamW": "#30638e", "torch.optim.Muon": "#3d9970", "muonmesh": "#d1495b"}
-DASHES = {"none": "-", "torch": ":", "adamw_only": "--", "per_matrix": "-."}
+DASHES = {"none": "-", "torch": ":", "adamw_only": "--", "separate": "-."}
 
 
 def draw(path: Path, idle: Sequence[Row], spiked: Sequence[Row]) -> None:
