@@ -203,12 +203,12 @@ def test_all_reduces_of_a_step(
     ids=["TP", "experts", "a stage without parameters", "flat"],
 )
 def test_a_multiple_of_the_mean_skips_on_all_stages(workers, shape: Shape) -> None:
-    """As one process with all gradients skips: after the warm-up, half of the usual norms are above their mean."""
-    for found in workers(4).run(train, shape, 15, policy="all", skip_above="1.0x"):
+    """As one process with all gradients skips: after the warm-up, norms above half of their mean."""
+    for found in workers(4).run(train, shape, 15, policy="all", skip_above="0.5x"):
         assert found.differing == {}
         assert found.norms == pytest.approx(found.expected)
         assert not any(found.skipped[:10])
-        assert any(found.skipped[10:])
+        assert any(found.skipped[10:]), found.norms
 
 
 def test_experts_are_no_group_of_their_own(workers) -> None:
