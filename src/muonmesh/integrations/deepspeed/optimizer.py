@@ -171,10 +171,10 @@ class EngineOptimizer(torch.optim.Optimizer):
             self._run(call)
         for group, _, inner in shown:
             group.update({key: value for key, value in inner.items() if key == "steps_taken"})
+        if self._means is not None:
+            keep_means(self.param_groups, self._means)  # of the groups that DeepSpeed has not hidden
         if self.calls[-1] in visible and self.norms is not None:
             self._zero.overflow = bool(self.norms.skipped)
-            if self._means is not None:
-                keep_means(self.param_groups, self._means)
 
     def _find(self, tensor: Tensor) -> tuple[Call, dict[str, Any]]:
         if id(tensor) not in self._call_of:
