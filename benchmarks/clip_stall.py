@@ -154,10 +154,10 @@ CLIPPINGS: dict[str, dict[str, Clipping]] = {
     "torch.optim.Muon": {**EVERYBODY, "torch, each half": by_optimizer},
     "muonmesh": {
         **EVERYBODY,
-        **{policy: by_policy(policy=policy) for policy in ("all", "adamw_only", "separate", "per_matrix")},
+        **{policy: by_policy(policy=policy) for policy in ("all", "adamw_only", "separate")},
     },
 }
-SKIPPING = {"adamw_only, skip_above": by_policy(skip_above=SKIP_ABOVE)}
+SKIPPING = {f"adamw_only, skip_above={above}": by_policy(skip_above=above) for above in (SKIP_ABOVE, "4x")}
 
 
 # ---------------------------------------------------------------- a huge gradient
@@ -262,7 +262,7 @@ def print_spike(console: Console, place: str | None, rows: Sequence[Row]) -> Non
 # ---------------------------------------------------------------- the command
 
 COLOURS = {"AdamW": "#30638e", "torch.optim.Muon": "#3d9970", "muonmesh": "#d1495b"}
-DASHES = {"none": "-", "torch": ":", "adamw_only": "--", "per_matrix": "-."}
+DASHES = {"none": "-", "torch": ":", "adamw_only": "--", "separate": "-."}
 
 
 def draw(path: Path, idle: Sequence[Row], spiked: Sequence[Row]) -> None:

@@ -16,9 +16,8 @@ from torch.distributed.tensor import Placement, Replicate, Shard, distribute_ten
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from muonmesh.comm.storage import placements_of
-from muonmesh.layout import FlatParameter, FlatShards, Interval, MeshLayout, split_matrices
+from muonmesh.layout import FlatParameter, FlatShards, Interval, MeshLayout
 from muonmesh.step.connection import placed_members
-from muonmesh.step.state_layout import RUNNING
 from tests import gathered
 
 # name: (mesh, placements of a matrix by its number of dims); a dim that is not there is dim 0
@@ -213,22 +212,16 @@ def flat(
         result, held, shapes = {}, {}, {}
         state_layouts = {member.name: member.state_layouts for member in placed_members(optimizer)}
         for buffer, tensor in tensors.items():
-            first = 0  # of the entry's matrices among the buffer's
             for entry in contents[buffer]:
                 held[entry.name], shapes[entry.name] = elements(tensor, entry.layout), entry.layout.shape
-                count = len(split_matrices(entry.name, entry.layout.shape, entry.matrices)) if buffer == "muon" else 0
                 for key, value in optimizer.state[tensor].items():
-                    if key in RUNNING:
-                        value = value.view(-1)[first : first + count]
-                        result[f"{entry.name}.{key}"] = value.clone().view(() if count == 1 else (count,))
-                    elif value.ndim:
+                    if value.ndim:
                         home = state_layouts[entry.name].get(key)  # rows and columns lie in buffers of their own
                         layout = entry.layout if home is None else home.storage.layout
                         held[f"{entry.name}.{key}"] = elements(value, layout)
                         shapes[f"{entry.name}.{key}"] = layout.shape
                     else:
                         result[f"{entry.name}.{key}"] = value.clone()
-                first += count
         return {**gathered.join(held, shapes), **result}
 
     return Held(groups, {"layouts": contents}, give, whole, dict(tensors))

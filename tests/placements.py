@@ -20,7 +20,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from muonmesh.step.state_layout import RUNNING
 from tests import gathered
 from tests.layouts import Held, _groups
 from tests.meshes import mesh_of
@@ -197,7 +196,7 @@ def held_by(make: Making, parameters: dict[str, tuple[tuple[int, ...], Any]], va
             for key, value in (("", parameter), *optimizer.state[parameter].items()):
                 local = getattr(value, "_local_tensor", value).detach()
                 called = f"{name}.{key}" if key else name
-                if key in RUNNING or not (local.ndim or key == ""):
+                if not (local.ndim or key == ""):
                     rest[called] = local.clone()
                 else:
                     held[called], shapes[called] = (numbers, local.flatten()), values[name].shape

@@ -19,7 +19,7 @@ from torch._compile import _disable_dynamo
 from muonmesh.checkpoint.state import SavedGroup, refuse_torn, restore_state, widen_state
 from muonmesh.clip.clipping import PlanAgain, clip_gradients
 from muonmesh.clip.limits import ClipPolicy, GradNorms, Limits
-from muonmesh.clip.running import keep_running_norms
+from muonmesh.clip.norm_means import bring_to_host, keep_means, means_of
 from muonmesh.comm.exchange import Exchange
 from muonmesh.comm.gradients import PARAMETER_GRAD, GradientSource, check_source
 from muonmesh.comm.meeting import telling_failure, withdraw_failure
@@ -340,6 +340,9 @@ class Muon(torch.optim.Optimizer):
             self._tell_scaler(scaler, flags, found_inf)
         runtime.idle.count(collected.missing, self.param_groups, some=collected.some)
         runtime.stopped = flags.skip if flags.stop is None else flags.stop
+        if clip.means is not None and clip.skip is not None:  # a step that clipping skips counts, unlike others
+            before, lost = means_of(self.param_groups, clip.means.device), ~clip.skip & runtime.stopped
+            keep_means(self.param_groups, torch.where(lost, before, clip.means))
         if flags.skip:
             yield None
             return
@@ -356,8 +359,6 @@ class Muon(torch.optim.Optimizer):
         ready.finish()
         runtime.wrote = ready.blocks
         runtime.brought_back = None if offload is None else offload.last
-        if clip.running:
-            keep_running_norms(clip, self.state, flags.stop)
         runtime.interrupted = None
         if work.summands.unsuited:
             unsuited, told = work.summands.unsuited, runtime.unsuited_told
@@ -366,11 +367,13 @@ class Muon(torch.optim.Optimizer):
     def finish(self) -> None:
         """Wait until state in CPU memory (``state_device="cpu"``) has been copied back after a step.
 
-        ``state_dict()`` and all other methods that read state wait by themselves. Call this method before you read
-        ``optimizer.state`` yourself. It starts no collective, so a single rank may call it.
+        The running means of ``clip_grad_norm_(skip_above="4x")`` in the groups become plain numbers. ``state_dict()``
+        and all other methods that read state wait by themselves. Call this method before you read ``optimizer.state``
+        yourself. It starts no collective, so a single rank may call it.
         """
         if self._runtime.brought_back is not None:
             self._runtime.brought_back.synchronize()
+        bring_to_host(self.param_groups)
 
     def _begin(self) -> SettingsFound:
         """Raise errors that the device has found since the last step, and read the settings of this step."""
@@ -436,7 +439,7 @@ class Muon(torch.optim.Optimizer):
         max_norm: float,
         *,
         policy: ClipPolicy = "adamw_only",
-        skip_above: float = math.inf,
+        skip_above: float | str = math.inf,
         norms: bool = True,
         norm_type: float = 2.0,
         process_group: ProcessGroup = None,
@@ -451,13 +454,12 @@ class Muon(torch.optim.Optimizer):
             max_norm: Largest norm; inf only measures.
             policy: "adamw_only": AdamW's gradients by their own norm. Groups whose rule is not `scale_invariant` count
                 as AdamW's. "all": all gradients by the total norm, as ``torch.nn.utils.clip_grad_norm_``. "separate":
-                Muon's gradients and AdamW's, each by their own norm. "per_matrix": AdamW's gradients as in
-                "adamw_only", and the gradient of each of Muon's matrices is limited to ``max_norm`` times its own
-                running norm. This is a mean over about twenty gradients, kept in the state. The first ten gradients of
-                a matrix are only measured (see `muonmesh.clip.running`).
+                Muon's gradients and AdamW's, each by their own norm.
             skip_above: The next step changes nothing, on any rank, if a norm by which the policy clips is above this,
                 or if anything measured is not finite. The CPU does not wait for this decision. Weights, momentum and
-                step counters stay as they are, bit for bit.
+                step counters stay as they are, bit for bit. "4x" is 4 times the running mean of the same norm, over
+                about twenty norms. Each step counts the norms of the last call before it. The first ten norms skip
+                nothing, later ones count as at most twice the mean (see `muonmesh.clip.norm_means`).
             norms: False leaves out the norms that the policy does not need. A non-finite gradient of Muon is then seen
                 only by policies that measure it, or with ``skip_above``.
             norm_type: Must be 2: only Euclidean norms are computed. It is here because torch's function has it.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
@@ -47,6 +48,12 @@ StateDevice = Literal["cpu"] | None
 """The device that keeps per-element state; None: the device of the parameter."""
 
 ProcessGroup = Literal["world", "local", "auto"] | dist.ProcessGroup | None
+
+NORM_MEANS = "norm_means"
+"""Key of every group: the running means of gradient norms, see `muonmesh.clip.norm_means`. No setting."""
+
+FRESH_MEANS = ((0.0, 0.0, 0.0), (0.0, 0.0, 0.0))
+"""Their value before a norm has been counted."""
 
 LOST_GROUP: Any = "a ProcessGroup that was lost in pickling"
 """Stands for a ProcessGroup, which cannot be pickled, in an unpickled optimizer."""
@@ -155,6 +162,7 @@ _GROUP_KEYS = (
     "name",
     "reasons",
     "use_muon",
+    NORM_MEANS,
 )
 _OF_FROM_MODEL = ("overrides", "per_head", "rule", "muon", "adamw")
 _OTHER_NAMES = {
@@ -329,6 +337,9 @@ def check_group(where: str, group: Mapping[str, Any], *, read: bool = True) -> A
         if not setting.fits(group[key]):
             raise ValueError(explain_error(f"{where}: {key}", f"{group[key]!r}", setting.needed))
     _check_keys(where, group)
+    if (means := group.get(NORM_MEANS, FRESH_MEANS)) is not FRESH_MEANS:
+        needed = f"means and counts of three norms, finite numbers of at least 0; {FRESH_MEANS} begins anew"
+        _check(_are_means(means), f"{where}: {NORM_MEANS}", means, needed)
     steps = group["ns_steps"]
     coefficients, method = group["ns_coefficients"], group["ns_method"]
     try:  # whether the method fits the polynomials depends on neither shape nor dtype
@@ -346,6 +357,16 @@ def check_group(where: str, group: Mapping[str, Any], *, read: bool = True) -> A
     except ValueError as error:
         raise ValueError(about(where, str(error))) from None
     return rule
+
+
+def _are_means(means: Any) -> bool:
+    if isinstance(means, Tensor):
+        return means.dtype == torch.float64 and means.shape == (2, 3)
+    if not isinstance(means, (list, tuple)) or not all(isinstance(row, (list, tuple)) for row in means):
+        return False
+    return [len(row) for row in means] == [3, 3] and all(
+        type(one) in (int, float) and 0 <= one < math.inf for row in means for one in row
+    )
 
 
 _check_named = lru_cache(resolve_method)
@@ -369,6 +390,7 @@ def read_settings(lr: float | Tensor, given: MuonSettings) -> tuple[dict[str, An
     where = called("Muon")
     rest = own_names(where, given)
     of_groups = {"lr": lr, **{name: rest.pop(name, each.default) for name, each in GROUP_SETTINGS.items()}}
+    of_groups[NORM_MEANS] = FRESH_MEANS
     shared = {name: rest.pop(name, each.default) for name, each in OPTIMIZER_SETTINGS.items()}
     of_all = {*SETTINGS, *Hyperparameters.settings()}
     own = {name: rule for rule in reversed(RULES) for name in RULES[rule].settings() if name not in of_all}

@@ -213,24 +213,23 @@ def test_gradients_are_unscaled_before_they_are_clipped(tmp_path: Path) -> None:
 
 
 def test_what_is_said_through_lightnings_wrapper_reaches_the_optimizer(tmp_path: Path) -> None:
-    """A step above ``skip_above`` changes nothing, and the running norms of ``per_matrix`` are kept."""
+    """A step above ``skip_above`` changes nothing, and the running means of norms are kept."""
 
     class Skipping(Model):
-        muon_clip: ClassVar = {"skip_above": 1e-9, "policy": "per_matrix"}
+        muon_clip: ClassVar = {"skip_above": 1e-9, "policy": "separate"}
 
     before = weights(Skipping())
     skipped, _ = train(tmp_path, module=Skipping(), callbacks=[], gradient_clip_val=None)
     assert different(before, weights(skipped)) == []
 
     class Limited(Model):
-        muon_clip: ClassVar = {"policy": "per_matrix"}
+        muon_clip: ClassVar = {"skip_above": "4x"}
 
     limited, trainer = train(tmp_path, module=Limited(), callbacks=[], gradient_clip_val=1.0)
     assert different(before, weights(limited)) == list(before)
     optimizer = trainer.optimizers[0]
-    matrix = limited.model.model.layers[0].mlp.up_proj.weight
-    assert float(optimizer.state[matrix]["running_norm"]) > 0
-    assert int(optimizer.state[matrix]["running_norm_steps"]) == STEPS
+    optimizer.finish()
+    assert {group["norm_means"][1] for group in optimizer.param_groups} == {(STEPS, STEPS, STEPS)}
 
     class Wrong(Model):
         muon_clip: ClassVar = {"max_norm": 1.0}

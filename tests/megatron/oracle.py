@@ -83,11 +83,11 @@ class Oracle:
         rows = len(self.parameters[name])
         return ("rows", rows // 2, rows // 2) if matrices == "halves" else matrices
 
-    def step(self, gradients: dict[str, Tensor], max_norm: float = 1.0, policy: Any = "adamw_only") -> float:
-        """Take a step; return the norm before clipping."""
+    def step(self, gradients: dict[str, Tensor], max_norm: float = 1.0, **options: Any) -> float:
+        """Take a step, clipped with these options; return the norm before clipping."""
         for name, parameter in self.parameters.items():
             parameter.given = gradients[name].clone()  # type: ignore[attr-defined]
-        norms = self.optimizer.clip_grad_norm_(max_norm, policy=policy)
+        norms = self.optimizer.clip_grad_norm_(max_norm, **options)
         self.optimizer.step()
         return float(norms)
 

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.optimizer import get_megatron_optimizer as megatrons
 from torch import Tensor
 
@@ -102,6 +101,20 @@ def limited(config: Any, chunks: Any) -> Any:
     return get_megatron_optimizer(config, chunks)
 
 
+def limited_twice() -> None:
+    shape = Shape()
+    host.begin(shape)
+    config = host.optimizer_config(shape)
+    config.grad_norm_skip_threshold = 9.0
+    get_megatron_optimizer(config, host.chunks_of(shape), skip_above="4x")
+
+
+def test_two_limits_are_refused(workers) -> None:
+    for outcome in workers(2).run_expecting_errors(limited_twice):
+        assert outcome.error is ValueError
+        assert "skip_above: found skip_above='4x' and config.grad_norm_skip_threshold 9.0" in outcome.message
+
+
 @pytest.mark.parametrize("flat", [False, True], ids=["whole", "flat"])
 def test_a_step_is_skipped_for_the_half_that_is_clipped(workers, flat: bool) -> None:
     shape = Shape(tp=2, flat=flat)
@@ -159,7 +172,7 @@ ONLY_MUON = r"^(?!.*linear)"
         (Shape(pp=2), "adamw_only", {}, 2, True),
         (Shape(pp=2, tp=2, flat=True), "adamw_only", {}, 2, True),
         (Shape(pp=2), "adamw_only", {"clip_grad": 0.0}, 2, False),
-        (Shape(pp=2, tp=2), "per_matrix", {}, 2, True),
+        (Shape(pp=2, tp=2), "separate", {}, 2, True),
     ],
     ids=[
         "TP",
@@ -171,7 +184,7 @@ ONLY_MUON = r"^(?!.*linear)"
         "stages",
         "stages, flat",
         "stages, not clipped",
-        "stages, matrices",
+        "stages, separate",
     ],
 )
 def test_all_reduces_of_a_step(
@@ -186,53 +199,16 @@ def test_all_reduces_of_a_step(
 
 @pytest.mark.parametrize(
     "shape",
-    [Shape(pp=2, tp=2), Shape(pp=2, ep=2, model=MOE), Shape(pp=2, frozen_stage=0)],
-    ids=["TP", "experts", "a stage without parameters"],
+    [Shape(pp=2, tp=2), Shape(pp=2, ep=2, model=MOE), Shape(pp=2, frozen_stage=0), Shape(tp=2, flat=True)],
+    ids=["TP", "experts", "a stage without parameters", "flat"],
 )
-def test_matrices_of_all_stages_are_limited_by_their_own_norms(workers, shape: Shape) -> None:
-    """Each stage has room of its own in the sum over the world; after the warm-up the limit is half the usual norm."""
-    for found in workers(4).run(train, shape, 12, policy="per_matrix", config={"clip_grad": 0.5}):
+def test_a_multiple_of_the_mean_skips_on_all_stages(workers, shape: Shape) -> None:
+    """As one process with all gradients skips: after the warm-up, norms above a tenth of their mean."""
+    for found in workers(4).run(train, shape, 15, policy="all", skip_above="0.1x"):
         assert found.differing == {}
         assert found.norms == pytest.approx(found.expected)
-
-
-def planned_again(shape: Shape) -> tuple[list[int], list[tuple[float, float]]]:
-    """Take four steps, before the third of which the first stage gives a matrix to AdamW.
-
-    Returns:
-        How many all-reduces each makes; and of each parameter that is one matrix the running norm, and the mean norm.
-    """
-    host.begin(shape)
-    chunks = host.chunks_of(shape)
-    optimizer = get_megatron_optimizer(host.optimizer_config(shape), chunks, policy="per_matrix")
-    named = gathered.named(chunks)
-    counts, norms = list[int](), list[dict[str, float]]()
-    for turn in range(4):
-        optimizer.zero_grad()
-        host.backward(shape, chunks, optimizer, turn)
-        reduced = gathered.gather(gathered.held(named, gathered.gradients(chunks)))
-        norms.append({name: float(value.double().norm()) for name, value in reduced.items()})
-        if turn == 2 and parallel_state.is_pipeline_first_stage():
-            muon, adamw = (
-                next(g for g in optimizer.param_groups if g["algorithm"] == kind) for kind in ("muon", "adamw")
-            )
-            number = next(i for i, name in enumerate(muon["param_names"]) if "linear_qkv" in name)
-            del muon["matrices"][number], optimizer.optimizer.state[muon["params"][number]]
-            for key in ("params", "param_names", "reasons"):
-                adamw[key].append(muon[key].pop(number))
-        with counted() as calls:
-            optimizer.step()
-        counts.append(len(calls))
-    state = optimizer.optimizer.state
-    whole = [name for name in named if "linear_proj" in name or "linear_fc2" in name]
-    return counts, [(float(state[named[n]]["running_norm"]), sum(each[n] for each in norms) / 4) for n in whole]
-
-
-def test_a_stage_that_plans_again_tells_anew_how_many_matrices_it_has(workers) -> None:
-    for (*_, again, last), norms in workers(4).run(planned_again, Shape(pp=2, tp=2)):
-        assert again > last == 2
-        assert len(norms) == 2
-        assert all(running == pytest.approx(mean, rel=1e-6) for running, mean in norms)
+        assert not any(found.skipped[:10])
+        assert any(found.skipped[10:]), found.norms
 
 
 def test_experts_are_no_group_of_their_own(workers) -> None:

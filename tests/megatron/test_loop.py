@@ -283,8 +283,8 @@ def stopped(what: str, policy: str, **config: Any) -> tuple[str, bool, bool, boo
 
 @pytest.mark.parametrize(
     ("policy", "config"),
-    [("all", {}), ("all", {"clip_grad": 0.0}), ("per_matrix", {})],
-    ids=["clipped", "not clipped", "matrices"],
+    [("all", {}), ("all", {"clip_grad": 0.0}), ("separate", {})],
+    ids=["clipped", "not clipped", "separate"],
 )
 @pytest.mark.parametrize(
     ("what", "message"),
@@ -316,6 +316,7 @@ def refused(config: dict[str, Any], arguments: dict[str, Any]) -> None:
         ({"decoupled_weight_decay": False}, {}, "Set decoupled_weight_decay=True"),
         ({}, {"dump_param_to_param_group_map": "x"}, r"Write print\(optimizer.explain\(\)\)"),
         ({}, {"policy": "sometimes"}, "policy: found 'sometimes'"),
+        ({}, {"skip_above": "often"}, "skip_above: found 'often'"),
         ({}, {"overrides": {"(": "adamw"}}, "Use re.escape on what is meant literally"),
         ({"decoupled_lr": 0.1}, {"adamw": {"lr": 0.2}}, "Remove one"),
     ],

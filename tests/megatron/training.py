@@ -19,6 +19,7 @@ class Trained(NamedTuple):
     norms: list[float | None]
     expected: list[float]
     moved: float
+    skipped: list[bool]
 
 
 def train(shape: host.Shape, steps: int = 3, **settings: Any) -> Trained:
@@ -42,16 +43,19 @@ def train(shape: host.Shape, steps: int = 3, **settings: Any) -> Trained:
         per_head="per_head" in settings,
         rules=settings.get("overrides"),
     )
-    losses, norms, expected = [], [], []
+    losses, norms, expected, skipped = [], [], [], []
+    options = {key: settings[key] for key in ("policy", "skip_above") if key in settings}
     for turn in range(steps):
         optimizer.zero_grad()
         losses.append(host.backward(shape, chunks, optimizer, turn))
         reduced = gathered.gather(gathered.held(once, gathered.gradients(chunks)))
         scale = float(optimizer.get_loss_scale())
-        _, norm, _ = optimizer.step()
+        taken, norm, _ = optimizer.step()
+        skipped.append(not taken)
         norms.append(norm)
         given = {name: gradient / scale for name, gradient in reduced.items()}
-        expected.append(oracle.step(given, config.clip_grad, settings.get("policy", "adamw_only")))
+        expected.append(oracle.step(given, config.clip_grad, **options))
+        assert skipped[-1] == oracle.optimizer.skipped
     if shape.late:
         for chunk in chunks:
             chunk.start_param_sync(force_sync=True)  # no forward pass comes any more
@@ -60,4 +64,4 @@ def train(shape: host.Shape, steps: int = 3, **settings: Any) -> Trained:
     if copy is not None:
         assert torch.equal(copy, after["embedding.word_embeddings.weight"]), "tied copies have drifted apart"
     moved = max(float((after[name].float() - wholes[name].float()).abs().max()) for name in wholes)
-    return Trained(oracle.differing(after), losses, norms, expected, moved)
+    return Trained(oracle.differing(after), losses, norms, expected, moved, skipped)

@@ -32,7 +32,6 @@ from muonmesh.comm.storage import local_of
 from muonmesh.numerics import rules
 from muonmesh.numerics.rules import register_rule
 from muonmesh.step.connection import placed_members
-from muonmesh.step.state_layout import RUNNING
 from muonmesh.testing import prove_rule
 from tests import layouts, problem
 from tests import soap as theirs
@@ -106,7 +105,7 @@ def differing(optimizer: mm.Muon, rule: str, settings: dict[str, Any]) -> list[s
         expected = {"weights": weights[member.name], **state[member.name]}
         assert found.keys() == expected.keys()
         for key, value in found.items():
-            if key in RUNNING or key == "step":  # neither sharded nor of a rule
+            if key == "step":  # neither sharded nor of a rule
                 continue
             layout = (member.state_layouts[key].storage if key in member.state_layouts else member.storage).layout
             assert layout is not None

@@ -57,7 +57,7 @@ def settings(seed: int) -> dict[str, Any]:
     deflated = numbers.random() < 0.3
     return {
         "rule": numbers.choice(RULES),
-        "policy": numbers.choice([None, "all", "per_matrix", "separate"]),
+        "policy": numbers.choice([None, "all", "adamw_only", "separate"]),
         "compute_dtype": torch.bfloat16 if narrow else numbers.choice([torch.float32, torch.float64]),
         "kernels": "compiled" if compiled else "auto",
         "ns_coefficients": "deflated" if deflated else numbers.choice(["polar_express", "quintic", "aol"]),

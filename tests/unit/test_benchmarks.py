@@ -130,7 +130,7 @@ def test_clip_stall_shows_who_feels_the_clipping(script: Callable[[str], ModuleT
     """Four steps are enough for the sizes of updates; losses come apart later."""
     found = {(row["optimizer"], row["clipping"]): row for row in script("clip_stall").stall("muon", 4)}
     policies = {clipping for optimizer, clipping in found if optimizer == "muonmesh"}
-    assert policies == {"none", "torch", "all", "adamw_only", "separate", "per_matrix"}
+    assert policies == {"none", "torch", "all", "adamw_only", "separate"}
     for (optimizer, clipping), row in found.items():
         assert (row["adamw"]["least"] < 0.05) == (clipping in ("torch", "all"))
         if optimizer == "muonmesh":
@@ -234,9 +234,11 @@ def test_the_clip_stall_command_writes_its_figures_and_its_picture(
     script("clip_stall").main()
     assert picture.read_bytes().startswith(b"\x89PNG")
     written = json.loads(file.read_text())
-    assert {place: len(rows) for place, rows in written["stall"].items()} == {"muon": 11, "adamw": 11}
+    assert {place: len(rows) for place, rows in written["stall"].items()} == {"muon": 10, "adamw": 10}
     assert {place: len(rows) for place, rows in written["spike"].items()} == {"nothing": 12, "muon": 7}
     for row in written["spike"]["nothing"]:
+        if row["clipping"].endswith("4x"):  # a bad batch in the third step is still in the warm-up
+            continue
         if "skip_above" in row["clipping"]:
             assert row["highest"] == row["before"], "the step after the bad batch did not find the same weights"
         else:

@@ -11,14 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from muonmesh.checkpoint.group_settings import fitting_settings, set_group
+from muonmesh.checkpoint.group_settings import fitting_means, fitting_settings, set_group
 from muonmesh.checkpoint.record import MODEL, STATE, Part, Record, wanted
 from muonmesh.checkpoint.share import Share
-from muonmesh.comm.storage import Storage, local_of, this_rank
+from muonmesh.comm.storage import local_of, this_rank
 from muonmesh.errors import StateError, explain_error, warn
 from muonmesh.layout import split_matrices
 from muonmesh.layout.matrix import as_tuples
-from muonmesh.step.state_layout import RUNNING
 
 _SHOWN = 8  # the number of faults in one message
 
@@ -33,8 +32,6 @@ class Fit:
         state: The parts of the state to write, each with the name of its saved tensor. None instead of a name: the part
             is reset to its value before the first step.
         settings: The groups, each with its new settings.
-        measured: The parameters that split into other matrices than at the save. Each has the name of the saved tensor
-            with the number of gradients in the running norms of its matrices.
         told: A warning for the user; empty if there is none.
     """
 
@@ -42,21 +39,14 @@ class Fit:
     weights: list[Record] = field(default_factory=list)
     state: list[tuple[Record, Part, str | None]] = field(default_factory=list)
     settings: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
-    measured: list[tuple[Record, str]] = field(default_factory=list)
     told: str = ""
 
     def check(self) -> None:
         """Check the tensors that were read, and warn if the run will continue with different bits.
 
         Raises:
-            StateError: parameters of one flat tensor have different step counts, or a parameter that now splits into
-                other matrices has measured running norms.
+            StateError: parameters of one flat tensor have different step counts.
         """
-        for record, name in self.measured:
-            if bool(self.shares[name].boxes[(0,) * self.shares[name].ndim].any()):
-                found = "running norms of other matrices than it splits into here"
-                needed = "the same matrices: each has a norm of its own"
-                raise StateError(explain_error(record.name, found, needed, "Split it as when it was saved"))
         counts: dict[tuple[Tensor, str], tuple[str, float]] = {}
         for record, part, key in self.state:
             if part.layout.side != "parameter":
@@ -124,7 +114,6 @@ def fit(
         raise StateError(explain_error(str(path), "; ".join(wrong[:_SHOWN]) + more, needed, write))
     sources = [(f"{MODEL}.{one.name}", one.storage, local_of(one.tensor).device) for one in found.weights]
     sources += [(name, part.layout.storage, part.device) for _, part, name in found.state if name is not None]
-    sources += [(name, Storage(None, tuple(held[name].size)), torch.device("cpu")) for _, name in found.measured]
     for name, storage, device in sources:
         found.shares[name] = wanted(storage, held[name].properties.dtype, device)
     groups: dict[int, list[Record]] = {}
@@ -132,8 +121,9 @@ def fit(
         if record.group:
             groups.setdefault(id(record.group), []).append(record)
     here, there_products = set[str](), saved.get("products")
+    means = fitting_means([record for record in records if record.group], saved)
     for some in groups.values():
-        settings = fitting_settings(some[0].group, some, saved)
+        settings = fitting_settings(some[0].group, some, saved, means)
         found.settings.append((some[0].group, settings))
         here |= {replace(one, group=one.group | settings).products for one in some if one.is_matrix}
     if there_products and not here <= {*there_products}:
@@ -193,18 +183,14 @@ def _state(
     wrong = []
     for part in record.parts:
         name = f"{STATE}.{record.name}.{part.key}"
-        if other and part.key in RUNNING:
-            if part.key == RUNNING[1] and part.key in held:
-                found.measured.append((record, name))
-            found.state.append((record, part, None))
-        elif other and part.layout.side not in ("element", "parameter"):
+        if other and part.layout.side not in ("element", "parameter"):
             now, then = record.spec or "whole", as_tuples(entry["matrices"]) or "whole"
             had, needed = f"{part.key} of matrices {then!r}", f"that of {now!r}: it has a number for each of their "
             needed += {"rows": "rows", "cols": "columns"}.get(part.layout.side, "matrices")
             raise StateError(explain_error(record.name, had, needed, "Split it as when it was saved"))
         elif part.key not in held:
             found.state.append((record, part, None))
-            wrong += [f"no {name}"] if part.layout.kept_as != "norm" and strict else []
+            wrong += [f"no {name}"] if strict else []
         elif tuple(held[part.key].size) != part.layout.storage.shape:
             wrong.append(f"{name} of shape {tuple(held[part.key].size)}, where {part.layout.storage.shape} is needed")
         else:

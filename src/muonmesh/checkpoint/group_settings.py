@@ -16,7 +16,7 @@ from muonmesh.errors import FileError, StateError, about, explain_error
 from muonmesh.files import is_whole
 from muonmesh.layout.matrix import as_tuples
 from muonmesh.numerics.setting import plain
-from muonmesh.settings import check_group
+from muonmesh.settings import FRESH_MEANS, NORM_MEANS, check_group
 
 OWN_KEYS = ("params", "param_names", "parameters", "matrices", "reasons", "name", "algorithm", "use_muon", "moe")
 """Keys of a group that are no settings: they identify the group, and follow from the model."""
@@ -93,8 +93,24 @@ def check_saved(path: Path, saved: dict[str, Any]) -> None:
     check_form(str(path), saved, form, REMEDY, kind=FileError)
 
 
-def fitting_settings(group: Mapping[str, Any], records: Iterable[Record], saved: Mapping[str, Any]) -> dict[str, Any]:
+def fitting_means(records: Iterable[Record], saved: Mapping[str, Any]) -> Any:
+    """Return the saved norm means, if all these parameters have the same; else fresh ones: they were clipped apart."""
+    entries = filter(None, (saved["parameters"].get(record.name) for record in records))
+    settings = [saved["groups"][number]["settings"] for number in sorted({entry["group"] for entry in entries})]
+    means = [as_tuples(each.get(NORM_MEANS, FRESH_MEANS)) for each in settings]
+    return means[0] if means and means.count(means[0]) == len(means) else FRESH_MEANS
+
+
+def fitting_settings(
+    group: Mapping[str, Any], records: Iterable[Record], saved: Mapping[str, Any], means: Any
+) -> dict[str, Any]:
     """Return the saved settings for a group: the settings of its parameters' saved groups, which must be equal.
+
+    Args:
+        group: The group.
+        records: Its parameters.
+        saved: The checkpoint's settings, see `settings_of`.
+        means: The norm means of all groups, see `fitting_means`.
 
     Raises:
         StateError: these settings differ, or are out of range.
@@ -106,12 +122,12 @@ def fitting_settings(group: Mapping[str, Any], records: Iterable[Record], saved:
         return {}
     first, settings = next(iter(given.items()))
     for name, others in given.items():
-        for key in sorted(settings.keys() | others.keys()):
+        for key in sorted((settings.keys() | others.keys()) - {NORM_MEANS}):
             if settings.get(key) != others.get(key):
                 found = f"{first} saved with {key}={settings.get(key)!r}, {name} with {key}={others.get(key)!r}"
                 write = "Give them groups of their own, as when they were saved"
                 raise StateError(explain_error(where, found, "one value for all parameters of a group", write))
-    settings = {key: as_tuples(value) for key, value in settings.items()}
+    settings = {**{key: as_tuples(value) for key, value in settings.items()}, NORM_MEANS: means}
     try:
         check_group(where, {**group, **settings})
     except (TypeError, ValueError) as error:

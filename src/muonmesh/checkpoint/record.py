@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from muonmesh.checkpoint.share import Share, boxes_of
 from muonmesh.comm.storage import Storage, local_of, local_shape, this_rank
 from muonmesh.errors import StateError, explain_error
-from muonmesh.layout import FlatShards, split_matrices
+from muonmesh.layout import FlatShards
 from muonmesh.numerics.coefficients import choose
 from muonmesh.numerics.kernels import told_products
 from muonmesh.numerics.rules import is_matrix_rule
@@ -22,7 +22,7 @@ from muonmesh.numerics.rules.parts import follow
 from muonmesh.step.offload import fresh_copy
 from muonmesh.step.planning import Planned
 from muonmesh.step.precision import Precision
-from muonmesh.step.state_layout import StateLayout, beside_rule
+from muonmesh.step.state_layout import COUNTED, StateLayout
 
 MODEL = "model"
 STATE = "optimizer.state"
@@ -42,8 +42,6 @@ class Part:
         local: The shape of the local tensor, which may also contain the numbers of other parameters.
         dtype: The dtype in which it is saved.
         device: The device that stores it.
-        positions: The slice of this parameter's numbers, if the local tensor contains the numbers of all parameters of
-            a flat tensor. None: the local tensor has only this parameter's numbers.
     """
 
     key: str
@@ -51,11 +49,6 @@ class Part:
     local: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
-    positions: slice | None = None
-
-    def view(self, stored: Tensor) -> Tensor:
-        """Return the numbers of this parameter in a contiguous local tensor, as a view."""
-        return stored if self.positions is None else stored.view(-1)[self.positions]
 
 
 @dataclass(frozen=True)
@@ -132,7 +125,7 @@ class Record:
         yield f"{MODEL}.{self.name}", _written(self.weights, self.storage)
         for part in self.parts:
             if part.key in self.state:
-                local = part.view(local_of(self.state[part.key]).detach().contiguous())
+                local = local_of(self.state[part.key]).detach().contiguous()
                 yield f"{STATE}.{self.name}.{part.key}", _written(local, part.layout.storage)
 
     def take_weights(self, share: Share) -> None:
@@ -155,10 +148,10 @@ class Record:
             self.states[self.tensor][part.key] = held
         local = local_of(held)
         if share is None:
-            for box in boxes_of(part.view(local), part.layout.storage.layout, part.layout.storage.shape).values():
+            for box in boxes_of(local, part.layout.storage.layout, part.layout.storage.shape).values():
                 box.zero_()
         else:
-            fill(part.view(local), part.layout.storage, share)
+            fill(local, part.layout.storage, share)
 
 
 def _written(local: Tensor, storage: Storage) -> Share:
@@ -236,24 +229,14 @@ def records_of(planned: Planned, optimizer: torch.optim.Optimizer, precision: Pr
         StateError: a parameter has state that the optimizer does not read.
     """
     state = optimizer.state
-    first: dict[int, int] = {}  # by tensor, the number of matrices of its earlier parameters
     for member in planned.members:
         group = optimizer.param_groups[member.group]
         local = local_of(member.tensor)
-        shape = tuple(member.storage.shape)
-        every = count = positions = None
-        if is_matrix_rule(group["algorithm"]):
-            every = len(planned.matrices_of[member.tensor])
-            count = len(split_matrices(member.name, shape, member.spec))
-            begin = first.setdefault(id(member.tensor), 0)
-            first[id(member.tensor)] += count
-            positions = None if count == every else slice(begin, begin + count)
-        parts, of_tensor = [], beside_rule(every)  # the tensor may hold other parameters too
-        for key, layout in (*member.state_layouts.items(), *beside_rule(count).items()):
-            held = of_tensor.get(key, layout).shape_here(member.storage, local)
+        parts = []
+        for key, layout in {**member.state_layouts, **({} if is_matrix_rule(group["algorithm"]) else COUNTED)}.items():
             device = layout.device_beside(local.device, precision)
-            where = positions if key in of_tensor else None
-            parts.append(Part(key, layout, held, layout.saved_dtype(precision), device, where))
+            shape = layout.shape_here(member.storage, local)
+            parts.append(Part(key, layout, shape, layout.saved_dtype(precision), device))
         known = {*(part.key for part in parts), "master"}
         if strangers := [key for key in state.get(member.tensor, ()) if key not in known]:
             found = f"{strangers[0]!r} in its state"

@@ -40,9 +40,9 @@ def save(path: str | os.PathLike[str], model: nn.Module, optimizer: Any) -> None
 
     All ranks call it. Each rank writes its shards; of several replicas only one rank writes. The checkpoint has
     parameters, buffers, frozen weights, the modules' extra state, momentum, AdamW's moments, state of rules by row,
-    column or matrix, the norms that ``clip_grad_norm_(policy="per_matrix")`` has measured, and the settings of the
-    groups. Where a weight has an fp32 master weight, the master weight is saved. Parameters have their canonical names,
-    so DDP, torch.compile and activation checkpointing leave no trace.
+    column or matrix, the settings of the groups, and the running means of ``clip_grad_norm_(skip_above="4x")``. Where a
+    weight has an fp32 master weight, the master weight is saved. Parameters have their canonical names, so DDP,
+    torch.compile and activation checkpointing leave no trace.
 
     The checkpoint has no learning-rate scheduler, loss scale, random numbers or place in the data. With an engine of
     DeepSpeed, it has no counts of the engine. Save these in a file next to the folder, and load them after `load`::
@@ -97,8 +97,7 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Any, *, stri
     values after loading. Parameters may be in other groups than at the save, if all parameters of a group had equal
     settings. If the saved run had an override, write the same override here.
 
-    A parameter may be split into other matrices than at the save, unless its rule keeps state by row, column or matrix,
-    or ``clip_grad_norm_(policy="per_matrix")`` has measured the norms of its matrices.
+    A parameter may be split into other matrices than at the save, unless its rule keeps state by row, column or matrix.
 
     Args:
         path: The folder.

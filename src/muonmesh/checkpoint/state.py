@@ -18,12 +18,12 @@ from muonmesh.layout import Declared
 from muonmesh.layout.matrix import as_tuples
 from muonmesh.names import canonical_name
 from muonmesh.numerics.rules import is_matrix_rule, rule_of, step_count
-from muonmesh.settings import check_group, check_structure
+from muonmesh.settings import FRESH_MEANS, NORM_MEANS, check_group, check_structure
 from muonmesh.step.blocks import SCALE, Blocks
 from muonmesh.step.members import Member, flat_layouts
 from muonmesh.step.planning import Planned
 from muonmesh.step.precision import Precision
-from muonmesh.step.state_layout import COUNT, RUNNING, StateLayout, beside_rule
+from muonmesh.step.state_layout import COUNT, COUNTED, StateLayout
 
 _RESHARD = "Load it with torch.distributed.checkpoint.state_dict.set_optimizer_state_dict, which reshards"
 
@@ -145,8 +145,8 @@ def restore_state(
     members = {} if planned is None else {member.tensor: member for member in planned.members}
     layouts: dict[Tensor, dict[str, StateLayout]] = {}
     for parameter, member in members.items():
-        matrices = planned.matrices_of.get(parameter) if planned else None
-        layouts[parameter] = {**beside_rule(None if matrices is None else len(matrices)), **member.state_layouts}
+        of_matrices = is_matrix_rule(before[member.group]["algorithm"])
+        layouts[parameter] = {**({} if of_matrices else COUNTED), **member.state_layouts}
         if precision.master is not None:
             layouts[parameter]["master"] = StateLayout("weights", member.storage, dtype=parameter.dtype)
 
@@ -161,7 +161,7 @@ def restore_state(
         for number, old in enumerate(before):
             # Lists by parameter keep their values, since a checkpoint may have turned tuples into lists.
             own = {key: old[key] for key in _LEFT_OUT if key in old}
-            optimizer.param_groups[number] = {**old, **optimizer.param_groups[number], **own}
+            optimizer.param_groups[number] = {**old, NORM_MEANS: FRESH_MEANS, **optimizer.param_groups[number], **own}
         for _group, _name, parameter, saved in _entries(before, given):
             for key, value in saved.items():
                 local, layout = local_of(_tensor(key, value).detach()), layouts[parameter][key]
@@ -193,9 +193,9 @@ def _entries(
 
 
 def _tensor(key: str, value: Any) -> Any:
-    """Return a value of the state; if other code has saved a step count or a norm as a number, as a tensor."""
+    """Return a value of the state; if other code has saved a step count as a number, as a tensor."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return step_count(value) if is_number and key in (COUNT, *RUNNING) else value
+    return step_count(value) if is_number and key == COUNT else value
 
 
 _AS_SAVED = "Build the groups as when the state was saved"
@@ -254,7 +254,7 @@ def _check_entry(
     name: str, member: Member, known: Mapping[str, StateLayout], algorithm: str, entry: Mapping[str, Any]
 ) -> None:
     """Raise StateError unless saved state has the keys, shapes, layouts and values that a parameter's state needs."""
-    missing = [key for key in known if key not in entry and key not in (*RUNNING, "master")]
+    missing = [key for key in known if key not in entry and key != "master"]
     if missing:
         found, needed = f"state {sorted(map(str, entry))}", f"{missing[0]!r}: the parameter belongs to {algorithm}"
         write = "Load the state of an optimizer of the same kind, or start with fresh state"
@@ -273,14 +273,13 @@ def _check_entry(
         needed = _told(here, layout.storage if layout.storage.mesh is not None else None)
         # The ranks agree on the owners of matrices in the first step, which then checks the state that owners keep.
         if found != needed and not (layout.companion is not None and layout.companion.at_owner):
-            write = "Split it as when it was saved" if key in RUNNING else _RESHARD
-            raise StateError(explain_error(name, f"{key} {found}", f"{needed}, as this optimizer stores it", write))
+            raise StateError(explain_error(name, f"{key} {found}", f"{needed}, as this optimizer stores it", _RESHARD))
         check_values(name, key, local)
 
 
 def check_values(name: str, key: str, local: Tensor) -> None:
     """Raise StateError for numbers that no step leaves in the state; a NaN in a momentum makes a whole matrix NaN."""
-    if key not in (COUNT, *RUNNING) and not ((local.is_floating_point() or local.is_complex()) and local.itemsize > 1):
+    if key != COUNT and not ((local.is_floating_point() or local.is_complex()) and local.itemsize > 1):
         found, needed = f"{key} of dtype {local.dtype}", "real floating-point numbers of 16 bits or more"
         raise StateError(explain_error(name, found, needed, "Save state_dict() as it is"))
     if wrong := wrong_numbers(key, local):

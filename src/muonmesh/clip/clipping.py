@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.optim import Optimizer
 
 from muonmesh.clip.limits import GradNorms, Limits, scale_groups
-from muonmesh.clip.running import limit_matrices
+from muonmesh.clip.norm_means import counted, means_of
 from muonmesh.clip.squares import (
     ALIKE,
     ERRORS,
@@ -17,9 +16,8 @@ from muonmesh.clip.squares import (
     RANKS,
     REPLAN,
     SQUARED,
-    Slots,
     add_squares,
-    matrices_from,
+    norms_of,
     reduce_squares,
     stops,
     unequal,
@@ -43,7 +41,6 @@ def clip_gradients(
     limits: Limits,
     runtime: Runtime,
     process_group: dist.ProcessGroup | None,
-    slots: Slots | None = None,
 ) -> tuple[GradNorms, Clip]:
     """Implement `Muon.clip_grad_norm_`: measure the gradients, add up one fp64 vector over the ranks, and scale.
 
@@ -58,27 +55,25 @@ def clip_gradients(
         error: An error in the groups of this rank; None if there is none.
         limits: The arguments of the call.
         runtime: The runtime of the optimizer.
-        process_group: Other ranks to clip with by a common norm, over which the head of the vector is added up too;
-            None if there are none.
-        slots: The places of this set's matrices in the sum over ``process_group``, if their squares are added up there
-            too.
+        process_group: Other ranks to clip with by a common norm, over which the vector is added up too; None if there
+            are none.
 
     Raises:
         Exception: the error of this rank, after it has taken part in the sum for which the others wait.
         PlanError: another rank found an error. No gradient has been scaled then.
-        PlanAgain: a rank must make a new plan, or ``slots`` belong to another plan than the current one.
+        PlanAgain: a rank must make a new plan.
     """
     (planned, exchange), source, waits = connected, runtime.source, runtime.host_waits(connected.planned)
-    apart, matrices, sums = source.norms_apart, matrices_from(source), zeros_for(planned, source)
+    apart, sums = source.norms_apart, zeros_for(source, planned.device)
     if not _reduces(planned, limits, process_group):
         if here is None:
             raise error or PlanAgain
         limits.check()
         return limits.told(sums, torch.zeros_like(sums[0], dtype=torch.bool), apart), Clip()
-    by_matrix, said = limits.policy == "per_matrix", dict.fromkeys(range(matrices), 0)
+    said = dict.fromkeys(range(len(sums)), 0)
     wrong: Exception | None = None  # a wrong argument, which all ranks have
     if here is not None:
-        error = add_squares(planned, here.param_groups, source, limits.measured, sums, matrices=by_matrix)
+        error = add_squares(planned, here.param_groups, source, limits.measured, sums)
         try:
             limits.check()
             said[RANKS], said[ALIKE], said[SQUARED] = 1, limits.digest, limits.digest**2
@@ -86,10 +81,9 @@ def clip_gradients(
             error = wrong = found
     if error is not None and sums.is_meta:
         raise error  # parameters on the meta device: no communication is possible
-    unplaced = here is None or (slots is not None and slots.planned is not planned)
-    said[ERRORS], said[REPLAN] = int(error is not None), int(unplaced and error is None)
-    sums[:matrices] += upload(list(said.values()), dtype=sums.dtype, device=sums.device)
-    reduce_squares(sums, exchange, source, process_group, matrices=by_matrix and not unplaced, slots=slots)
+    said[ERRORS], said[REPLAN] = int(error is not None), int(here is None and error is None)
+    sums += upload(list(said.values()), dtype=sums.dtype, device=sums.device)
+    reduce_squares(sums, exchange, process_group)
     if wrong is not None and not waits:
         raise wrong
     if waits and float(sums[ERRORS]):
@@ -103,13 +97,14 @@ def clip_gradients(
         write = "Call it with the same arguments everywhere, or replicas would drift apart"
         other, needed = f"{arguments} here and other arguments on other ranks", "the same arguments on every rank"
         raise PlanError(explain_error("clip_grad_norm_", other, needed, write))
-    skip = limits.skips(sums, apart) | stops(sums)
-    running: tuple[tuple[Tensor, Tensor], ...] = ()
+    means = fresh = None
+    if limits.multiple is not None:
+        means = means_of([] if here is None else here.param_groups, sums.device)
+        fresh = torch.where(stops(sums), means, counted(means, torch.stack([*norms_of(sums).values()])))
+    skip = limits.skips(sums, apart, means) | stops(sums)
     if here is not None and error is None:
         scale_groups(here.param_groups, source, limits.coefficients(sums, skip, apart))
-        if by_matrix:
-            running = limit_matrices(planned, here.state, source, sums[matrices:], skip, limits.max_norm)
-    return limits.told(sums, skip, apart), Clip(skip, running, error)
+    return limits.told(sums, skip, apart), Clip(skip, fresh, error)
 
 
 def _reduces(planned: Planned, limits: Limits, process_group: dist.ProcessGroup | None) -> bool:

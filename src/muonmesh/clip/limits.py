@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
+from muonmesh.clip.norm_means import limits_from
 from muonmesh.clip.squares import FELT, INVARIANT, half_of, norms_of, number_of
 from muonmesh.comm.gradients import GradientSource, multiply
 from muonmesh.comm.storage import local_of
@@ -52,7 +55,7 @@ class GradNorms:
         return format(float(self), spec)
 
 
-ClipPolicy = Literal["adamw_only", "all", "separate", "per_matrix"]
+ClipPolicy = Literal["adamw_only", "all", "separate"]
 """Which gradients `Muon.clip_grad_norm_` scales down, and by which norm; its docstring describes each policy."""
 
 
@@ -62,7 +65,7 @@ class Limits:
 
     max_norm: float = math.inf
     policy: ClipPolicy = "adamw_only"
-    skip_above: float = math.inf
+    skip_above: float | str = math.inf
     norms: bool = True
     norm_type: float = 2.0
 
@@ -71,12 +74,13 @@ class Limits:
         if self.policy not in get_args(ClipPolicy):
             known = ", ".join(f'"{policy}"' for policy in get_args(ClipPolicy))
             raise ValueError(explain_error("policy", f"{self.policy!r}", f"one of {known}"))
-        for name, value, meaning in (
-            ("max_norm", self.max_norm, "to measure only"),
-            ("skip_above", self.skip_above, "to skip none but non-finite ones"),
-        ):
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
-                raise ValueError(explain_error(name, f"{value!r}", f"a number of at least 0, or inf {meaning}"))
+        if not _is_limit(self.max_norm):
+            needed = "a number of at least 0, or inf to measure only"
+            raise ValueError(explain_error("max_norm", f"{self.max_norm!r}", needed))
+        if not (_is_limit(self.skip_above) if self.multiple is None else 0 < self.multiple < math.inf):
+            needed = "a number of at least 0, inf to skip none but non-finite ones, or a multiple of the norm's mean"
+            write = 'Write skip_above="4x" to skip a step whose norm is above 4 times its running mean'
+            raise ValueError(explain_error("skip_above", f"{self.skip_above!r}", needed, write))
         if not isinstance(self.norms, bool):
             raise ValueError(explain_error("norms", f"{self.norms!r}", "True or False"))
         if self.norm_type != 2:
@@ -84,12 +88,25 @@ class Limits:
             raise ValueError(explain_error("norm_type", f"{self.norm_type!r}", "2: Euclidean norms alone", write))
 
     @property
+    def multiple(self) -> float | None:
+        """The factor N of ``skip_above="Nx"``; NaN for another string, None for a number."""
+        if not isinstance(self.skip_above, str):
+            return None
+        fits = re.fullmatch(r"([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]+)?x", self.skip_above)
+        return float(self.skip_above.removesuffix("x")) if fits else math.nan
+
+    @property
+    def skips_large(self) -> bool:
+        """Whether a step may be skipped because a finite norm is large."""
+        return self.multiple is not None or self.skip_above != math.inf
+
+    @property
     def measured(self) -> set[int]:
         """The kinds of gradients to measure, as places in the sums: FELT (AdamW's), and INVARIANT (Muon's) if needed.
 
         Muon's gradients are measured if ``norms`` is True, if the policy needs them, or with ``skip_above``.
         """
-        both = self.norms or self.policy != "adamw_only" or self.skip_above < math.inf
+        both = self.norms or self.policy != "adamw_only" or self.skips_large
         return {INVARIANT, FELT} if both else {FELT}
 
     @property
@@ -106,16 +123,26 @@ class Limits:
     @property
     def digest(self) -> int:
         """A hash of the arguments, below 2**20. The ranks add it up to compare their arguments."""
-        text = f"{self.policy} {float(self.max_norm)} {float(self.skip_above)}"
+        above = float(self.skip_above) if self.multiple is None else f"{self.multiple}x"
+        text = f"{self.policy} {float(self.max_norm)} {above}"
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest()) % 2**20
 
-    def skips(self, sums: Tensor, apart: Sequence[str] = ()) -> Tensor:
+    def skips(self, sums: Tensor, apart: Sequence[str] = (), means: Tensor | None = None) -> Tensor:
         """Return whether the step is skipped, 0-d bool: a norm is above ``skip_above`` or not finite.
 
         Norms that are measured apart skip the step only if they are not finite.
+
+        Args:
+            sums: The vector, added up.
+            apart: The names of the norms that are measured apart.
+            means: `means_of` the groups, if ``skip_above`` is a multiple of them.
         """
         norms = norms_of(sums)
-        above = [norms[name] > self.skip_above for name in self.protects]
+        limits: Iterable[Any] = repeat(self.skip_above)
+        if means is not None and self.multiple is not None:
+            limits = limits_from(means, self.multiple)
+        limit_of = dict(zip(norms, limits, strict=False))
+        above = [norms[name] > limit_of[name] for name in self.protects]
         infinite = [~norms_of(sums, number)["total"].isfinite() for number in range(1 + len(apart))]
         return torch.stack([*above, *infinite]).any()
 
@@ -135,6 +162,10 @@ class Limits:
         known = {name: norm if self.norms or name in self.protects else None for name, norm in norms_of(sums).items()}
         others = {name: norms_of(sums, number)["total"] for number, name in enumerate(apart, 1)}
         return GradNorms(**known, skipped=skip, apart=others)
+
+
+def _is_limit(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0
 
 
 def scale_groups(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,7 +12,6 @@ from torch import Tensor
 
 from muonmesh.comm.exchange import Exchange
 from muonmesh.comm.gradients import GradientSource, whole_gradient
-from muonmesh.comm.views import view_in_storage
 from muonmesh.errors import LayoutError, explain_error
 from muonmesh.numerics.dtypes import real_of
 from muonmesh.numerics.kernels.memory import upload
@@ -19,7 +19,7 @@ from muonmesh.numerics.normalize import sums_of_squares
 from muonmesh.numerics.rules import RULES
 from muonmesh.step.planning import Planned
 
-ERRORS, REPLAN, RANKS, ALIKE, SQUARED, INVARIANT, FELT, MATRICES = range(8)
+ERRORS, REPLAN, RANKS, ALIKE, SQUARED, INVARIANT, FELT, APART = range(8)
 """Places in the vector, which is fp64.
 
 - ERRORS: the number of ranks that found an error.
@@ -29,23 +29,8 @@ ERRORS, REPLAN, RANKS, ALIKE, SQUARED, INVARIANT, FELT, MATRICES = range(8)
 - INVARIANT: the squared gradient norm of groups whose rule is `scale_invariant`, reported as "muon".
 - FELT: the squared gradient norm of all other groups, reported as "adamw": AdamW's groups, and rules for matrices that
   depend on the scale of gradients.
-- From MATRICES on: INVARIANT and FELT again for each of the source's `norms_apart`. Then, from `matrices_from` on, the
-  squared gradient norm of each matrix of the plan.
+- From APART on: INVARIANT and FELT again for each of the source's `norms_apart`.
 """
-
-
-class Slots(NamedTuple):
-    """The places of a connected set's matrices in one sum over several sets, such as pipeline stages.
-
-    Attributes:
-        planned: The plan for which the places were agreed on; with another plan all sets must agree again.
-        first: The number of matrices in all earlier sets.
-        total: The number of matrices in all sets.
-    """
-
-    planned: Planned
-    first: int
-    total: int
 
 
 def half_of(group: Mapping[str, Any]) -> int:
@@ -53,18 +38,12 @@ def half_of(group: Mapping[str, Any]) -> int:
     return INVARIANT if RULES[group["algorithm"]].scale_invariant else FELT
 
 
-def matrices_from(source: GradientSource) -> int:
-    """Return the place in the vector at which the squared norms of the matrices begin."""
-    return MATRICES + 2 * len(source.norms_apart)
-
-
-def zeros_for(planned: Planned, source: GradientSource) -> Tensor:
-    """Return a vector of zeros, fp64, in the length that the plan needs.
+def zeros_for(source: GradientSource, device: torch.device) -> Tensor:
+    """Return a vector of zeros, fp64, in the length that a source needs.
 
     The length is the same for every policy. So ranks with different policies can still add their vectors up, and raise.
     """
-    length = matrices_from(source) + len(planned.plan.assignments)
-    return torch.zeros(length, dtype=torch.float64, device=planned.device)
+    return torch.zeros(APART + 2 * len(source.norms_apart), dtype=torch.float64, device=device)
 
 
 def number_of(name: str, parameter: Tensor, source: GradientSource) -> int:
@@ -99,8 +78,6 @@ def add_squares(
     source: GradientSource,
     measured: set[int],
     sums: Tensor,
-    *,
-    matrices: bool,
 ) -> Exception | None:
     """Add the squared norms of this rank's gradients to the sums.
 
@@ -112,7 +89,6 @@ def add_squares(
         source: The source of the gradients.
         measured: The kinds of gradients to measure, as places in the sums.
         sums: The fp64 vector to add to; see `ERRORS` for its places.
-        matrices: Whether to add the squared norm of each matrix too.
 
     Returns:
         The first error in a gradient, or None. All other gradients are still read, since ranks may have to reduce a
@@ -120,9 +96,7 @@ def add_squares(
     """
     error: Exception | None = None
     found = list[tuple[int, Tensor, int]]()  # place in the sums, elements, ranks that store them
-    gradients, norm_of = dict[int, Tensor](), dict[int, int]()
-    first = matrices_from(source)
-    for number, member in [*enumerate(planned.muon), *((-1, member) for some in planned.adamw for member in some)]:
+    for member in itertools.chain(planned.muon, *planned.adamw):
         if member is None or (half := half_of(groups[member.group])) not in measured:
             continue
         if not source.counted(member.tensor):
@@ -135,75 +109,36 @@ def add_squares(
             continue
         if gradient is None:
             continue
-        if matrices and number >= 0:
-            gradients[number], norm_of[number] = gradient.contiguous(), half
-            continue
         storage = member.gradient_storage
         found += [(half, part, storage.copies) for part in map(real_of, storage.parts(gradient))]
-    for matrix, (assignment, pieces) in enumerate(
-        zip(planned.plan.assignments, planned.gradient_holdings, strict=True)
-    ):
-        if assignment.parameter in gradients:
-            member = planned.muon[assignment.parameter]
-            assert member is not None
-            gradient, copied = gradients[assignment.parameter], member.gradient_storage.copies
-            found += [(first + matrix, view_in_storage(gradient, piece), copied) for piece in pieces]
     if found:
         places, parts, copies = zip(*found, strict=True)
         index = upload(places, dtype=torch.int64, device=sums.device)
         stored_by = upload(copies, dtype=torch.float64, device=sums.device)
         sums.index_add_(0, index, sums_of_squares(parts) / stored_by)
-    # For a matrix that this rank does not hold, nothing has been added, so any place is right.
-    halves = [norm_of.get(assignment.parameter, INVARIANT) for assignment in planned.plan.assignments]
-    for half in dict.fromkeys(halves) if matrices else ():
-        which = [first + matrix for matrix, its in enumerate(halves) if its == half]
-        sums[half] += sums[upload(which, dtype=torch.int64, device=sums.device)].sum()
     return error
 
 
-def reduce_squares(
-    sums: Tensor,
-    exchange: Exchange,
-    source: GradientSource,
-    group: dist.ProcessGroup | None,
-    *,
-    matrices: bool,
-    slots: Slots | None = None,
-) -> None:
+def reduce_squares(sums: Tensor, exchange: Exchange, group: dist.ProcessGroup | None) -> None:
     """Add the vector up over the ranks, in place: over the connected set of ranks, and over other sets in a group.
 
-    If the group has all ranks of the set, one reduction over the group does both for the head of the vector. Else the
-    set adds up first, and each of its ranks in the group contributes an equal part of the result.
+    If the group has all ranks of the set, one reduction over the group does both. Else the set adds up first, and each
+    of its ranks in the group contributes an equal part of the result.
 
     Args:
         sums: The vector.
         exchange: The exchange of the connected set.
-        source: The source of the gradients.
         group: The process group with other sets to clip with; None if there are none.
-        matrices: Whether to add up the squared norms of the matrices too, which each set has for itself.
-        slots: The places of this set's matrices in the sum over the group; None: the set adds them up separately.
     """
-    first = matrices_from(source)
-    if slots is not None:
-        told = torch.cat([sums[:first], sums.new_zeros(slots.total)])
-        count = len(sums) - first if matrices else 0
-        its, own = told[first + slots.first :][:count], sums[first:][:count]
-        its.copy_(own)
-        dist.all_reduce(told, group=group)
-        sums[:first], own[:] = told[:first], its
-        return
     ranks = [] if group is None else dist.get_process_group_ranks(group)
     here = sum(rank in exchange.plan.ranks for rank in ranks)
-    if here == len(ranks):  # the same length for every policy, so that unequal policies cannot block each other
+    if here == len(ranks):
         exchange.reduce_sums(sums)
         return
-    head, whole = sums[:first], here == len(exchange.plan.ranks)
-    if not whole:
-        exchange.reduce_sums(head)
-        head /= here
-    dist.all_reduce(head, group=group)
-    if matrices and not bool(stops(sums)):
-        exchange.reduce_sums(sums[first:])
+    if here < len(exchange.plan.ranks):
+        exchange.reduce_sums(sums)
+        sums /= here
+    dist.all_reduce(sums, group=group)
 
 
 def unequal(sums: Tensor) -> Tensor:

@@ -95,7 +95,7 @@ class MuonCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
             callback sets the Trainer's ``max_grad_norm`` to 0, because the norm of clipped gradients says nothing.
         policy: Which gradients are clipped, see `muonmesh.Muon.clip_grad_norm_`.
         skip_above: A step with a larger norm, or a norm that is not finite, changes nothing on any rank, and the
-            learning-rate schedule does not advance.
+            learning-rate schedule does not advance. "4x" is 4 times the running mean of the norm.
         metrics: Whether to log `muonmesh.Muon.metrics` at each log of the Trainer. Not possible under DeepSpeed, whose
             engine has freed the gradients by then.
 
@@ -109,7 +109,7 @@ class MuonCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         *,
         clip: float | None = None,
         policy: ClipPolicy = "adamw_only",
-        skip_above: float = math.inf,
+        skip_above: float | str = math.inf,
         metrics: bool = False,
     ) -> None:
         self._limits = Limits(math.inf if clip is None else clip, policy, skip_above)
@@ -117,7 +117,7 @@ class MuonCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
             self._limits.check()
         except ValueError as error:
             raise ValueError(about("MuonCallback", str(error).replace("max_norm", "clip"))) from None
-        self.clips = clip is not None or skip_above < math.inf
+        self.clips = clip is not None or self._limits.skips_large
         self.metrics = metrics
         self._figures: dict[str, float] = {}
 

@@ -27,8 +27,7 @@ def state_bytes_of(planned: Planned, precision: Precision) -> dict[str, tuple[in
         master = precision.master if precision.master not in (None, local.dtype) else None
         # `shaped`: bytes of per-element state; `few`: bytes of state by row, column, matrix or parameter
         shaped = _elements(member, member.storage) * master.itemsize if master is not None else 0
-        # The count of steps, or the running norms.
-        few = _FP32 * 2 * len(planned.matrices_of[member.tensor]) if member.tensor in planned.matrices_of else _FP32
+        few = 0 if member.tensor in planned.matrices_of else _FP32  # the count of steps
         for state_layout in member.state_layouts.values():
             size = _elements(member, state_layout.storage) * state_layout.kept_dtype(precision).itemsize
             shaped, few = (shaped + size, few) if state_layout.companion is None else (shaped, few + size)

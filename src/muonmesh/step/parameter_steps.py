@@ -21,7 +21,7 @@ from muonmesh.step.offload import fresh_copy
 from muonmesh.step.planning import Planned
 from muonmesh.step.precision import Precision
 from muonmesh.step.runtime import Runtime
-from muonmesh.step.state_layout import StateLayout, beside_rule
+from muonmesh.step.state_layout import COUNTED, StateLayout
 
 Momenta = Mapping[str, Tensor | Momentum]
 """The state that a rule keeps as "momentum", by key, in floating point or as int8 codes."""
@@ -56,10 +56,10 @@ class StateForm(NamedTuple):
 
 
 def forms_of(
-    member: Member, local: Tensor, state: Mapping[str, Any], matrices: int | None, precision: Precision
+    member: Member, local: Tensor, state: Mapping[str, Any], muon: bool, precision: Precision
 ) -> tuple[StateForm, ...]:
     """Return the forms of all state that a step uses of a parameter; see `ParameterStep` for the arguments."""
-    layouts = {**member.state_layouts, **beside_rule(matrices)}
+    layouts = {**member.state_layouts, **({} if muon else COUNTED)}
     if "master" in state or master_for(local.dtype, precision.master) is not None:
         layouts["master"] = StateLayout("weights", member.storage, dtype=local.dtype)
     return tuple(
@@ -115,8 +115,7 @@ class ParameterStep:
         local: The part of the parameter that this rank stores.
         state: The parameter's entry in the optimizer's state.
         gradient: Local part of the gradient, contiguous, or None. A partial gradient stays a DTensor.
-        matrices: How many matrices the tensor holds; None if the rule is elementwise. A flat tensor may hold several
-            parameters; the matrices of all of them count.
+        muon: Whether its rule is one for matrices.
         forms: The forms of its state (`forms_of`).
         in_form: Whether all of its state was found in these forms.
         present: Whether any rank has a gradient for the tensor; `preflight` asks the ranks of the plan. A 0-d bool
@@ -137,7 +136,7 @@ class ParameterStep:
     local: Tensor
     state: dict[str, Any]
     gradient: Tensor | None
-    matrices: int | None
+    muon: bool
     forms: tuple[StateForm, ...]
     in_form: bool = False
     present: bool | Tensor = False
@@ -217,7 +216,7 @@ def collect(planned: Planned, optimizer: Optimizer, runtime: Runtime, loss_scale
     error: Exception | None = None
     entries: dict[int, ParameterStep] = {}
     missing: dict[str, Tensor] = {}
-    matrices_of, state = planned.matrices_of, optimizer.state
+    state = optimizer.state
     steady = loss_scale is None and runtime.source is PARAMETER_GRAD
 
     def entry_of(member: Member, *, muon: bool = False) -> ParameterStep:
@@ -239,18 +238,17 @@ def collect(planned: Planned, optimizer: Optimizer, runtime: Runtime, loss_scale
             gradient = unscaled(gradient, loss_scale)
         if gradient is not None and (type(gradient) is Tensor or not any(partial_axes(gradient))):
             gradient = gradient.contiguous()
-        matrices = len(matrices_of.get(tensor, ())) if muon else None
         kept: object = state.setdefault(tensor, {})
         if not isinstance(kept, dict):
             said, write = f"{kept!r} as its state", "Write del optimizer.state[parameter] to begin with fresh state"
             error, kept = error or StateError(explain_error(member.name, said, "a dict", write)), {}
         local, place = local_of(tensor), (id(member), "master" in kept)
         if (forms := planned.state_forms.get(place)) is None:
-            forms = planned.state_forms[place] = forms_of(member, local, kept, matrices, runtime.precision)
-        entry = ParameterStep(member, local, kept, gradient, matrices, forms, present=gradient is not None)
+            forms = planned.state_forms[place] = forms_of(member, local, kept, muon, runtime.precision)
+        entry = ParameterStep(member, local, kept, gradient, muon, forms, present=gradient is not None)
         entries[id(member)] = entry
         try:
-            check_parameter(entry, muon=muon)
+            check_parameter(entry)
             if muon and runtime.precision.int8:
                 planned.blocks.check(runtime.wrote, member.name, tensor, entry.state)
         except (LayoutError, StateError, TypeError) as found:
@@ -275,7 +273,7 @@ def prepare_state(entry: ParameterStep, precision: Precision, *, create: bool = 
 
     State that is missing begins as zeros, master weights as a copy. A user, a checkpoint or ``model.to(dtype)`` may
     have left state with another dtype or strides; it is copied. Momentum that is to be int8 stays: the step encodes
-    it. The running norms of `clip` are always created, so that a checkpoint has something to be loaded into.
+    it.
 
     Args:
         entry: The parameter.
@@ -300,7 +298,7 @@ def prepare_state(entry: ParameterStep, precision: Precision, *, create: bool = 
                 local_of(state[key]).copy_(kept)
 
 
-def check_parameter(entry: ParameterStep, *, muon: bool) -> None:
+def check_parameter(entry: ParameterStep) -> None:
     """Check that a step can write a parameter and use its state. Writes nothing.
 
     Raises:
@@ -323,9 +321,9 @@ def check_parameter(entry: ParameterStep, *, muon: bool) -> None:
     if is_freed(held):
         what = "FSDP or ZeRO has freed the memory of this parameter. Reshard it before the step: module.reshard()"
         raise LayoutError(about(name, what))
-    foreign = "exp_avg" if muon else "momentum_buffer"
+    foreign = "exp_avg" if entry.muon else "momentum_buffer"
     if foreign in state:
-        algorithm, other = ("muon", "adamw") if muon else ("adamw", "muon")
+        algorithm, other = ("muon", "adamw") if entry.muon else ("adamw", "muon")
         found = f"{foreign}, state of {other}, in a group of {algorithm}"
         write = "Write del optimizer.state[parameter] to begin with fresh state, or set the group back"
         raise StateError(explain_error(name, found, f"state of {algorithm}", write))
@@ -338,7 +336,7 @@ def check_parameter(entry: ParameterStep, *, muon: bool) -> None:
         if value is None:
             continue
         local = layout.local_of(f"{name}: {key}", value, dtype)
-        if local.shape != shape and layout.kept_as != "norm":  # norms of other matrices begin anew
+        if local.shape != shape:
             found = f"{key} of shape {tuple(local.shape)} on this rank"
             write = "Write del optimizer.state[parameter] after resizing a parameter, which needs fresh state"
             raise StateError(explain_error(name, found, f"{shape}, the shape in which this rank stores it", write))

@@ -33,12 +33,12 @@ class Clip(NamedTuple):
 
     Attributes:
         skip: 0-d bool tensor, whether the next step changes nothing; None: it is not skipped.
-        running: For each tensor its running norms after the next step, fp32 (2, matrices): see `muonmesh.clip.running`.
+        means: The running means of the norms after the next step, see `muonmesh.clip.norm_means`; None: they stay.
         error: An error of this rank that the next step raises, because the CPU has not waited for the other ranks.
     """
 
     skip: Tensor | None = None
-    running: tuple[tuple[Tensor, Tensor], ...] = ()
+    means: Tensor | None = None
     error: Exception | None = None
 
 

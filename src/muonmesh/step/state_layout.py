@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import NamedTuple, cast
 
 import torch
@@ -21,9 +20,6 @@ from muonmesh.numerics.rules import KeptAs
 from muonmesh.step.offload import fresh_zeros
 from muonmesh.step.precision import Precision
 
-RUNNING = ("running_norm", "running_norm_steps")
-"""State of `clip`: for each matrix of a tensor the running norm of its gradients, and how many gradients it counts."""
-
 COUNT = "step"
 """State of elementwise rules: how many steps have been taken, fp32, 0-d."""
 
@@ -32,8 +28,7 @@ class StateLayout(NamedTuple):
     """The layout of one tensor in the state of a parameter.
 
     Attributes:
-        kept_as: The kind of its shape, see `KeptAs`. For state that belongs to no rule: "norm" (one number for each
-            matrix of a tensor) or "count" (one number for the tensor), see `beside_rule`.
+        kept_as: The kind of its shape, see `KeptAs`; or "count", one number for the tensor, see `COUNTED`.
         storage: The storage (layout and shapes) of this tensor.
         companion: How this tensor travels to the owners of the matrices, or which owner keeps which part. None for
             per-element state, which is read and written where it is stored.
@@ -50,7 +45,7 @@ class StateLayout(NamedTuple):
 
         AdamW's moments have the dtype of the master weights or, without master weights, of the parameter.
         """
-        if self.kept_as in _BESIDE:
+        if self.kept_as == "count":
             return torch.float32
         if self.dtype is not None:
             return master_for(self.dtype, precision.master) or self.dtype
@@ -63,13 +58,15 @@ class StateLayout(NamedTuple):
     @property
     def side(self) -> str:
         """The unit with one number each, as checkpoints name it: "element", "rows", "cols", "matrix" or "parameter"."""
-        return _BESIDE.get(self.kept_as) or ("element" if self.companion is None else self.companion.side)
+        if self.kept_as == "count":
+            return "parameter"
+        return "element" if self.companion is None else self.companion.side
 
     def shape_here(self, storage: Storage, local: Tensor) -> tuple[int, ...]:
         """Return the shape of this state on this rank, for a parameter in ``storage`` whose local part is ``local``."""
         if self.storage is storage:
             return tuple(local.shape)
-        return self.storage.shape if self.kept_as in _BESIDE else local_shape(self.storage)
+        return self.storage.shape if self.kept_as == "count" else local_shape(self.storage)
 
     def device_beside(self, device: torch.device, precision: Precision) -> torch.device:
         """Return the device of this state, for a parameter on ``device``.
@@ -85,13 +82,13 @@ class StateLayout(NamedTuple):
 
         Args:
             name: What it is, for messages.
-            value: A tensor in any dtype for weights; whole numbers too if it is a count or a norm.
+            value: A tensor in any dtype for weights; whole numbers too if it is a count.
             others: Other dtypes that it may have.
 
         Raises:
             StateError: the value is of another kind, or its memory was freed.
         """
-        dtypes = (*HELD_DTYPES, *others, *(_WHOLE if self.kept_as in _BESIDE else ()))
+        dtypes = (*HELD_DTYPES, *others, *(_WHOLE if self.kept_as == "count" else ()))
         dtypes += COMPLEX_DTYPES if self.dtype is not None and self.dtype.is_complex else ()
         if isinstance(value, Tensor) and value.layout is torch.strided and value.dtype in dtypes:
             local = local_of(value)  # detaching a DTensor first would take torch longer than all else
@@ -111,23 +108,9 @@ class StateLayout(NamedTuple):
 
 
 _WHOLE = torch.int32, torch.int64
-_BESIDE = {"norm": "matrix", "count": "parameter"}
 
-
-@lru_cache(maxsize=1024)
-def beside_rule(matrices: int | None) -> Mapping[str, StateLayout]:
-    """Return the layouts of a tensor's state other than the state of its rule and the master weights, by key.
-
-    Args:
-        matrices: How many matrices the tensor holds; None if its rule is elementwise.
-
-    Returns:
-        The layouts of the running norms of its matrices (0-d for a single matrix), or of the count of its steps.
-    """
-    if matrices is None:
-        return {COUNT: StateLayout("count", Storage(None, ()))}
-    norms = StateLayout("norm", Storage(None, () if matrices == 1 else (matrices,)))
-    return dict.fromkeys(RUNNING, norms)
+COUNTED = {COUNT: StateLayout("count", Storage(None, ()))}
+"""The layout of the count that a parameter of an elementwise rule has besides the state of its rule."""
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from muonmesh.clip.limits import GradNorms, Limits, scale_groups
-from muonmesh.clip.squares import MATRICES, half_of
+from muonmesh.clip.limits import GradNorms, Limits
+from muonmesh.clip.norm_means import counted, means_of
+from muonmesh.clip.squares import APART, half_of, norms_of
 from muonmesh.errors import explain_error
 from muonmesh.integrations.deepspeed.calls import Call
 from muonmesh.numerics.normalize import sums_of_squares
-from muonmesh.numerics.rules import is_matrix_rule
 
 _ARGUMENTS = ("max_norm", "policy", "skip_above")
 
@@ -46,9 +46,11 @@ def limits_of(clip: float | Mapping[str, Any] | None, config: Mapping[str, Any])
 
 
 def measure(
-    limits: Limits, zero: Any, calls: Sequence[Call], visible: Sequence[Call]
-) -> tuple[GradNorms, dict[int, Tensor]]:
-    """Return the norms of the gradients of all calls, and the factors for `clip`. All ranks call it.
+    limits: Limits, zero: Any, calls: Sequence[Call], visible: Sequence[Call], groups: Sequence[Mapping[str, Any]]
+) -> tuple[GradNorms, dict[int, Tensor], Tensor | None]:
+    """Return the norms of the gradients of all calls, the factors to scale them, and the new `means_of` the groups.
+
+    All ranks call it. There are no new means if ``skip_above`` is no multiple of them.
 
     DeepSpeed has prepared the gradients only of the visible calls. The gradients of the other flat tensors lie where
     the ZeRO stage keeps them, still multiplied by the loss scale. `measure` reads them there.
@@ -58,8 +60,9 @@ def measure(
         zero: DeepSpeed's own optimizer.
         calls: All calls of a step.
         visible: The calls whose gradients DeepSpeed has prepared.
+        groups: The param groups of the engine's optimizer, which have the running means of the norms.
     """
-    sums = torch.zeros(MATRICES, dtype=torch.float64, device=calls[0].tensor.device)
+    sums = torch.zeros(APART, dtype=torch.float64, device=calls[0].tensor.device)
     for number, call in enumerate(calls):
         prepared = call in visible
         scale = 1.0 if prepared else float(getattr(zero, "loss_scale", 1.0))
@@ -72,17 +75,10 @@ def measure(
                         squares = sums_of_squares([part])[0].to(sums.device)
                         sums[half] += squares / (scale * scale * storage.copies)
     dist.all_reduce(sums)
-    skip = limits.skips(sums)
-    return limits.told(sums, skip), limits.coefficients(sums, skip)
-
-
-def clip(call: Call, limits: Limits, coefficients: Mapping[int, Tensor]) -> None:
-    """Scale the gradients of a call just before its step."""
-    scale_groups(call.muon.param_groups, call.muon.gradients, coefficients)
-    if limits.policy == "per_matrix" and any(is_matrix_rule(g["algorithm"]) for g in call.muon.param_groups):
-        # At stage 0 one call has Muon's and AdamW's gradients. AdamW's are scaled already, so their norm is at most
-        # max_norm and this second clipping does not change them.
-        call.muon.clip_grad_norm_(limits.max_norm, policy="per_matrix")
+    means = None if limits.multiple is None else means_of(groups, sums.device)
+    skip = limits.skips(sums, means=means)
+    fresh = None if means is None else counted(means, torch.stack([*norms_of(sums).values()]))
+    return limits.told(sums, skip), limits.coefficients(sums, skip), fresh
 
 
 def _pending(zero: Any, number: int, tensor: Tensor) -> Tensor:

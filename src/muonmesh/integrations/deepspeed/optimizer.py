@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from muonmesh.checkpoint.group_settings import OWN_KEYS
 from muonmesh.checkpoint.of_muon import OfMuon
 from muonmesh.checkpoint.record import Record
-from muonmesh.clip.limits import GradNorms, Limits
+from muonmesh.clip.limits import GradNorms, Limits, scale_groups
+from muonmesh.clip.norm_means import bring_to_host, keep_means
 from muonmesh.errors import LayoutError, StateError, explain_error
 from muonmesh.integrations.deepspeed.calls import Call, explain_step
 from muonmesh.integrations.deepspeed.checkpoint import engine_records, expert_names, masters_of, publish
-from muonmesh.integrations.deepspeed.clipping import clip, measure
+from muonmesh.integrations.deepspeed.clipping import measure
 from muonmesh.layout.matrix import as_tuples
 from muonmesh.numerics.rules import is_matrix_rule, rule_of, step_count
 from muonmesh.numerics.rules.parts import follow
@@ -77,6 +78,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         self._call_of: dict[int, tuple[Call, dict[str, Any]]] = {}
         self._limits: Limits | None = None
         self._coefficients: dict[int, Tensor] = {}
+        self._means: Tensor | None = None  # of the norms, after this step
         self._engine: Any = None
         self._left: dict[int, Tensor] = {}  # checksums of the engine's fp32 weights as they were left, by address
 
@@ -163,11 +165,14 @@ class EngineOptimizer(torch.optim.Optimizer):
             inner.update({key: group[key] for key in inner.keys() - {*OWN_KEYS, "steps_taken"}})
         visible = list(dict.fromkeys(call for _, call, _ in shown))
         if self._limits is not None and self.calls[0] in visible:
-            self.norms, self._coefficients = measure(self._limits, self._zero, self.calls, visible)
+            measured = measure(self._limits, self._zero, self.calls, visible, self.param_groups)
+            self.norms, self._coefficients, self._means = measured
         for call in visible:
             self._run(call)
         for group, _, inner in shown:
             group.update({key: value for key, value in inner.items() if key == "steps_taken"})
+        if self._means is not None:
+            keep_means(self.param_groups, self._means)  # of the groups that DeepSpeed has not hidden
         if self.calls[-1] in visible and self.norms is not None:
             self._zero.overflow = bool(self.norms.skipped)
 
@@ -183,7 +188,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         if self.norms is not None and bool(self.norms.skipped):
             return
         if self._limits is not None:
-            clip(call, self._limits, self._coefficients)
+            scale_groups(call.muon.param_groups, call.muon.gradients, self._coefficients)
         self._follow(call)
         call.muon.step()
         self._note(call)
@@ -254,7 +259,8 @@ class EngineOptimizer(torch.optim.Optimizer):
         return hashlib.sha256(repr(layouts).encode()).hexdigest()
 
     def _settle(self) -> None:
-        """Make the fp32 weights those of the module before they are saved."""
+        """Make the fp32 weights those of the module, and norm means plain numbers, before they are saved."""
+        bring_to_host(self.param_groups)
         self._follow(*self.calls)
         self._note(*self.calls)
 

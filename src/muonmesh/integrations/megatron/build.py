@@ -51,6 +51,7 @@ def get_megatron_optimizer(
     adamw: Mapping[str, Any] | None = None,
     overrides: Mapping[str, Any] | None = None,
     policy: ClipPolicy = "adamw_only",
+    skip_above: float | str | None = None,
     per_head: bool | Collection[HeadPart] = False,
 ) -> MegatronOptimizer:
     """Return one optimizer for Muon's and AdamW's parameters, experts included. All ranks of the world call it.
@@ -75,6 +76,8 @@ def get_megatron_optimizer(
         overrides: Name or regular expression → "muon", "adamw" or settings, as for `split_params`. Layers and experts
             in the names have their numbers in the whole model.
         policy: Which gradients ``config.clip_grad`` clips, see `Muon.clip_grad_norm_`.
+        skip_above: A step with a larger norm changes nothing, see `Muon.clip_grad_norm_`; "4x" is 4 times the norm's
+            running mean. None: ``config.grad_norm_skip_threshold``, in versions of Megatron that have it.
         per_head: Which attention weights are one matrix for each head, as for `split_params`. ``linear_qkv`` is then
             one matrix for each head of queries, keys and values.
 
@@ -120,7 +123,7 @@ def get_megatron_optimizer(
             gradients=MainGrad(intervals=intervals),
             **shared,
         )
-        built = MegatronOptimizer(optimizer, config, list(model_chunks), holdings, axes, policy)
+        built = MegatronOptimizer(optimizer, config, list(model_chunks), holdings, axes, policy, skip_above)
         built.limits.check()
         return built, used
 
@@ -222,7 +225,7 @@ def install(**settings: Any) -> None:
 
     Args:
         settings: The arguments of `get_megatron_optimizer` that Megatron's function does not have: ``muon``,
-            ``adamw``, ``overrides``, ``policy``, ``per_head``.
+            ``adamw``, ``overrides``, ``policy``, ``skip_above``, ``per_head``.
 
     Raises:
         TypeError: an argument has another name.

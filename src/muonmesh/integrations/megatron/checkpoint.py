@@ -13,12 +13,13 @@ from muonmesh.comm.storage import local_of, this_rank
 from muonmesh.errors import StateError, explain_error
 from muonmesh.integrations.megatron.param_groups import EACH, EXPERTS
 from muonmesh.layout import Layout, MeshLayout
+from muonmesh.numerics.rules import is_matrix_rule
 from muonmesh.numerics.rules.parts import follow
 from muonmesh.optimizer import Muon
 from muonmesh.step.connection import placed_members, plan
 from muonmesh.step.members import Member
 from muonmesh.step.parameter_steps import ParameterStep, forms_of, prepare_state
-from muonmesh.step.state_layout import COUNT, RUNNING
+from muonmesh.step.state_layout import COUNT
 
 ANOTHERS = "To begin with new state, as after another optimizer such as Megatron's Adam, write --no-load-optim"
 """What to write if a checkpoint lacks state."""
@@ -95,14 +96,14 @@ def _other(settings: Mapping[str, Any]) -> dict[str, Any]:
 def _stored(optimizer: Muon) -> Iterator[tuple[Member, str, Layout, Boxes]]:
     """Yield all state of this rank: the parameter, the key, the layout, and the boxes that this rank stores.
 
-    Master weights have the parameter's layout. Step counts and norms are the same on all ranks that have the parameter.
+    Master weights have the parameter's layout. Step counts are the same on all ranks that have the parameter.
     """
     for member in placed_members(optimizer):
         for key, value in optimizer.state[member.tensor].items():
             local, state_layout = local_of(value), member.state_layouts.get(key)
             layout = (member if state_layout is None else state_layout).storage.layout
             assert layout is not None
-            if key == COUNT or key in RUNNING:
+            if key == COUNT:
                 local, layout = local.view(-1), MeshLayout.replicated((local.numel(),), layout.ranks)
             yield member, key, layout, boxes_of(local, layout, layout.shape)
 
@@ -114,10 +115,10 @@ def _create(optimizer: Muon) -> None:
     planned = plan(optimizer.param_groups, runtime)
     for member in planned.members:
         tensor = member.tensor
-        matrices = len(planned.matrices_of[tensor]) if tensor in planned.matrices_of else None
+        muon = is_matrix_rule(optimizer.param_groups[member.group]["algorithm"])
         local, state = local_of(tensor), optimizer.state[tensor]
-        forms = forms_of(member, local, state, matrices, runtime.precision)
-        entry = ParameterStep(member, local, state, None, matrices, forms)
+        forms = forms_of(member, local, state, muon, runtime.precision)
+        entry = ParameterStep(member, local, state, None, muon, forms)
         prepare_state(entry, runtime.precision)
 
 

@@ -17,11 +17,10 @@ from torch import Tensor, nn
 from muonmesh.checkpoint.of_muon import OfMuon
 from muonmesh.checkpoint.ranks import settled
 from muonmesh.checkpoint.record import Record
-from muonmesh.clip.clipping import PlanAgain, clip_gradients
+from muonmesh.clip.clipping import clip_gradients
 from muonmesh.clip.limits import ClipPolicy, GradNorms, Limits
-from muonmesh.clip.squares import ERRORS, FELT, Slots, matrices_from
+from muonmesh.clip.squares import ERRORS, FELT, zeros_for
 from muonmesh.comm.storage import device_without_parameters, local_of
-from muonmesh.comm.telling import tell_all
 from muonmesh.errors import LayoutError, PlanError, StateError, about, explain_error
 from muonmesh.integrations.megatron import checkpoint
 from muonmesh.integrations.megatron.param_groups import SCHEDULED
@@ -83,6 +82,7 @@ class MegatronOptimizer(Base, OfMuon):  # type: ignore[misc]
         holdings: Sequence[Holding],
         groups: Any,
         policy: ClipPolicy,
+        skip_above: float | str | None = None,
     ) -> None:
         Base.__init__(self, optimizer, config)
         OfMuon.__init__(self, optimizer)
@@ -91,13 +91,12 @@ class MegatronOptimizer(Base, OfMuon):  # type: ignore[misc]
         self.chained_optimizers = [self]
         self.grad_norms_by_group: dict[str, Tensor] = {}
         self._holdings = tuple(holdings)
-        self._groups, self._policy = groups, policy
+        self._groups, self._policy, self._skip_above = groups, policy, skip_above
         tensors = (*(h.parameter for h in holdings), *(p for chunk in chunks for p in chunk.parameters()))
         self._device = next((tensor.device for tensor in tensors), None) or device_without_parameters()
         self._one = torch.ones(1, dtype=torch.float32, device=self._device)
         self._clips = True  # whether the policy clips a parameter of any rank; `meet` finds out
         self._first_holder: dict[str, int] = {}
-        self._slots: Slots | None = None  # the places of this stage's matrices in a sum over all ranks
         self.grad_scaler: Any = None
         if config.loss_scale:
             self.grad_scaler = ConstantGradScaler(config.loss_scale)
@@ -133,26 +132,19 @@ class MegatronOptimizer(Base, OfMuon):  # type: ignore[misc]
         self._clips = limits.policy != "adamw_only" or any(half == FELT for _, some in everyone for _, half in some)
 
         settled(lambda: connect(self.optimizer.param_groups, self.runtime), kind=PlanError)  # for each set of ranks
-        if limits.policy == "per_matrix" and self._groups.pp.size() > 1:
-            self._place_matrices()
 
     @property
     def limits(self) -> Limits:
         """How the next step clips. Like Megatron's optimizers, it reads ``config.clip_grad`` in every step."""
         largest = self.config.clip_grad or 0.0
-        skip_above = getattr(self.config, "grad_norm_skip_threshold", None) or math.inf  # 0.16.1 has none
-        return Limits(largest if largest > 0 else math.inf, self._policy, float(skip_above))
-
-    def _place_matrices(self) -> None:
-        """Exchange the number of matrices of each set of ranks, to place this set's matrices in one sum over all sets.
-
-        All ranks of the world call it.
-        """
-        assert self.runtime.connected is not None
-        planned, exchange = self.runtime.connected
-        me = exchange.plan.ranks[0]
-        counts = dict(tell_all((me, len(planned.plan.assignments))))
-        self._slots = Slots(planned, sum(counts[rank] for rank in counts if rank < me), sum(counts.values()))
+        threshold = getattr(self.config, "grad_norm_skip_threshold", None) or None  # 0.16.1 has none
+        if threshold is not None and self._skip_above is not None:
+            found = f"skip_above={self._skip_above!r} and config.grad_norm_skip_threshold {threshold}"
+            raise ValueError(explain_error("skip_above", found, "only one of them", "Remove one of them"))
+        skip_above = self._skip_above if threshold is None else threshold
+        return Limits(
+            largest if largest > 0 else math.inf, self._policy, math.inf if skip_above is None else skip_above
+        )
 
     # ---------------------------------------------------------------- the step
 
@@ -187,7 +179,7 @@ class MegatronOptimizer(Base, OfMuon):  # type: ignore[misc]
         if self.prepare_grads():
             return False, None, None
         limits = self.limits
-        norm = self._step(clips=self._clips and min(limits.max_norm, limits.skip_above) < math.inf)
+        norm = self._step(clips=self._clips and (limits.max_norm < math.inf or limits.skips_large))
         zeros = self.count_zeros() if self.config.log_num_zeros_in_grad else None
         self._publish()
         return not self.optimizer.skipped, norm, zeros
@@ -241,17 +233,10 @@ class MegatronOptimizer(Base, OfMuon):  # type: ignore[misc]
         muon, runtime = self.optimizer, self.runtime
         if clips and not raises:
             assert runtime.connected is not None
-            try:
-                world, slots = dist.group.WORLD, self._slots
-                found, clip = clip_gradients(runtime.connected, muon, None, self.limits, runtime, world, slots)
-            except PlanAgain:  # the matrices of a stage have changed since the last exchange
-                self._place_matrices()
-                return self._meet_stages(norms, clips=clips, raises=raises)
+            found, clip = clip_gradients(runtime.connected, muon, None, self.limits, runtime, dist.group.WORLD)
             norms.append(found)
             return clip
-        # The same length as the vector that `clip_gradients` adds up on other stages.
-        length = matrices_from(muon.gradients) + (0 if self._slots is None else self._slots.total)
-        told = torch.zeros(length, dtype=torch.float64, device=self._device)
+        told = zeros_for(muon.gradients, self._device)  # what `clip_gradients` adds up on other stages
         told[ERRORS] = raises
         dist.all_reduce(told)
         if not raises and float(told[ERRORS]):
