@@ -123,7 +123,7 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Any, *, stri
         records, extra = settled(lambda: _records(host, model))
         names = {name for some in tell_all([record.name for record in records]) for name in some}
         found = settled(lambda: fit(path, contents.held, contents.settings, records, names, strict=strict))
-        contents.read(dict(found.shares), wrong=_wrong)
+        contents.read(found.shares, wrong=_wrong)
         settled(found.check)
 
         def change() -> None:

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from muonmesh.checkpoint.archive import read_archive
 from muonmesh.checkpoint.form import PARAMETER, check_state_dict, misfit
 from muonmesh.checkpoint.state import check_values
 from muonmesh.comm.storage import local_of, local_part
@@ -24,6 +23,7 @@ from muonmesh.numerics.rules import is_matrix_rule
 from muonmesh.step.connection import placed_members
 from muonmesh.step.members import Member
 from muonmesh.step.runtime import Runtime
+from muonmesh.tools.checkpoints.archive import read_archive
 from muonmesh.tools.checkpoints.zero import read_zero
 from muonmesh.tools.migration.packages import PACKAGES, PackageName, groups_of, package_of
 from muonmesh.tools.migration.state_keys import ParameterState
