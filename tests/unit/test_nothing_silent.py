@@ -109,7 +109,7 @@ def test_a_resized_parameter_is_planned_anew_or_refused_while_it_has_state() -> 
     step_once(optimizer, 0)
     matrix.data = torch.randn(6, 4)
     before = everything(optimizer)
-    with pytest.raises(mm.StateError, match=r"matrix: found momentum_buffer of shape \(8, 12\).*\(6, 4\)"):
+    with pytest.raises(mm.StateError, match=r"matrix: found momentum_buffer .* of shape \(8, 12\).*\(6, 4\)"):
         step_once(optimizer, 1)
     assert equal(before, everything(optimizer))
     del optimizer.state[matrix]
@@ -488,7 +488,7 @@ def test_the_state_of_torch_optim_muon_is_refused_at_once_with_what_to_write() -
             "infinity or NaN in momentum_buffer",
         ),
         (0, "momentum_buffer", lambda t: t.T, r"momentum_buffer a plain tensor of shape \(12, 8\)"),
-        (0, "momentum_buffer", lambda t: t.tolist(), "'momentum_buffer' ="),
+        (0, "momentum_buffer", lambda t: t.tolist(), "momentum_buffer: found list"),
         (0, "running_norm", lambda t: t - 1, "a negative number in running_norm"),
         (0, "running_norm", lambda t: t.expand(3), "running_norm a plain tensor of shape"),
         (0, "second_momentum", lambda t: torch.zeros(8), "'second_momentum' in its state"),

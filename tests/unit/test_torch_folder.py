@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from muonmesh.checkpoint.entries import wrong_numbers
 from muonmesh.checkpoint.manifest import METADATA_FILE, check_entries, entry_of, read_manifest, write_manifest
 from muonmesh.errors import FileError
+from muonmesh.step.state_form import wrong_numbers
 from muonmesh.tools.checkpoints.torch_folder import check_tensors, survey
 
 STATE: dict[str, Any] = {

@@ -16,9 +16,6 @@ from muonmesh.checkpoint.share import Share
 from muonmesh.comm.storage import this_rank, world_size
 from muonmesh.errors import FileError
 from muonmesh.layout.region import Block, Region, overlap
-from muonmesh.numerics.dtypes import real_of
-from muonmesh.numerics.rules import never_negative
-from muonmesh.step.state_layout import COUNT, RUNNING
 
 Wrong = Callable[[str, Tensor], str]
 """A function of a tensor's name and a piece of the tensor that returns the fault of the piece, empty if it has none."""
@@ -80,12 +77,3 @@ class CheckpointReader:
                     assert elements is not None
                     target = box.as_strided(common.shape, common.storage_strides, common.storage_start)
                     target.copy_(elements.as_strided(common.shape, common.matrix_strides, common.matrix_start))
-
-
-def wrong_numbers(name: str, tensor: Tensor) -> str:
-    """Return, in words, which wrong numbers a state tensor has: infinity, NaN, or negative squares; empty if none."""
-    if (tensor.is_floating_point() or tensor.is_complex()) and not bool(tensor.isfinite().all()):
-        return "infinity or NaN"
-    key = name.rpartition(".")[2]
-    never = key in (COUNT, *RUNNING) or key in never_negative()
-    return "a negative number" if never and bool((real_of(tensor) < 0).any()) else ""

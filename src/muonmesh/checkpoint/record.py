@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from muonmesh.checkpoint.share import Share, boxes_of
 from muonmesh.comm.storage import Storage, local_of, local_shape, this_rank
-from muonmesh.errors import StateError, explain_error
 from muonmesh.layout import FlatShards, split_matrices
 from muonmesh.numerics.coefficients import choose
 from muonmesh.numerics.kernels import told_products
@@ -22,6 +21,7 @@ from muonmesh.numerics.rules.parts import follow
 from muonmesh.step.offload import fresh_copy
 from muonmesh.step.planning import Planned
 from muonmesh.step.precision import Precision
+from muonmesh.step.state_form import check_state, forms_of
 from muonmesh.step.state_layout import StateLayout, beside_rule
 
 MODEL = "model"
@@ -248,15 +248,11 @@ def records_of(planned: Planned, optimizer: torch.optim.Optimizer, precision: Pr
             begin = first.setdefault(id(member.tensor), 0)
             first[id(member.tensor)] += count
             positions = None if count == every else slice(begin, begin + count)
-        parts, of_tensor = [], beside_rule(every)  # the tensor may hold other parameters too
-        for key, layout in (*member.state_layouts.items(), *beside_rule(count).items()):
-            held = of_tensor.get(key, layout).shape_here(member.storage, local)
-            device = layout.device_beside(local.device, precision)
-            where = positions if key in of_tensor else None
-            parts.append(Part(key, layout, held, layout.saved_dtype(precision), device, where))
-        known = {*(part.key for part in parts), "master"}
-        if strangers := [key for key in state.get(member.tensor, ()) if key not in known]:
-            found = f"{strangers[0]!r} in its state"
-            needed = f"only {', '.join(sorted(known))}, which this optimizer reads"
-            raise StateError(explain_error(member.name, found, needed, "Remove it from the state"))
+        forms = forms_of(member, local, every, precision, master=True)
+        check_state(member.name, forms, state.get(member.tensor, {}), {"stranger": "Remove it from the state"})
+        own, parts = beside_rule(count), []  # the tensor may hold other parameters too
+        for key, layout, held, _, device in forms:
+            if key != "master":
+                dtype, where = layout.saved_dtype(precision), positions if key in own else None
+                parts.append(Part(key, own.get(key, layout), held or (), dtype, device, where))
         yield Record(member.name, member.tensor, member.storage, state, tuple(parts), group, member.spec, precision)

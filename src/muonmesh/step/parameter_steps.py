@@ -13,64 +13,25 @@ from torch.optim import Optimizer
 from muonmesh.comm.gradients import gradient_of, partial_axes, unscaled
 from muonmesh.comm.storage import is_freed, local_of
 from muonmesh.errors import LayoutError, StateError, about, explain_error
-from muonmesh.numerics.dtypes import master_for
 from muonmesh.step.blocks import Momentum
 from muonmesh.step.members import Member
 from muonmesh.step.offload import fresh_copy
 from muonmesh.step.planning import Planned
 from muonmesh.step.precision import Precision
 from muonmesh.step.runtime import Runtime
-from muonmesh.step.state_layout import StateLayout, beside_rule
+from muonmesh.step.state_form import Refused, StateForm, check_state, forms_of
 
 Momenta = Mapping[str, Tensor | Momentum]
 """The state that a rule keeps as "momentum", by key, in floating point or as int8 codes."""
 
 
-class StateForm(NamedTuple):
-    """The form in which a step uses one tensor of a parameter's state, worked out once for a plan.
-
-    Attributes:
-        key: Its key in the state of the parameter.
-        layout: Its layout.
-        shape: Its shape on this rank.
-        dtype: Its dtype in the optimizer's state.
-        device: Its device.
-    """
-
-    key: str
-    layout: StateLayout
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-    def has(self, value: object) -> bool:
-        """Whether a value can be used as it is."""
-        if not isinstance(value, Tensor):
-            return False
-        local = value if type(value) is Tensor else local_of(value)
-        alike = local.dtype == self.dtype and local.shape == self.shape and local.device == self.device
-        if not (alike and local.layout is torch.strided and local.is_contiguous() and not local.is_inference()):
-            return False
-        return local.untyped_storage().nbytes() >= (local.storage_offset() + local.numel()) * local.itemsize
-
-
-def forms_of(
-    member: Member, local: Tensor, state: Mapping[str, Any], matrices: int | None, precision: Precision
-) -> tuple[StateForm, ...]:
-    """Return the forms of all state that a step uses of a parameter; see `ParameterStep` for the arguments."""
-    layouts = {**member.state_layouts, **beside_rule(matrices)}
-    if "master" in state or master_for(local.dtype, precision.master) is not None:
-        layouts["master"] = StateLayout("weights", member.storage, dtype=local.dtype)
-    return tuple(
-        StateForm(
-            key,
-            layout,
-            layout.shape_here(member.storage, local),
-            layout.kept_dtype(precision),
-            layout.device_beside(local.device, precision),
-        )
-        for key, layout in layouts.items()
-    )
+_RESIZED = "Write del optimizer.state[parameter] after resizing a parameter, which needs fresh state"
+REFUSED: Refused = {
+    "shape": _RESIZED,
+    "owned": _RESIZED,
+    "device": "Move it back, or load the state again",
+}
+"""What a step refuses of a state, and what to write; what is missing, and norms of other matrices, begin anew."""
 
 
 @dataclass(slots=True)
@@ -176,7 +137,9 @@ def collect(planned: Planned, optimizer: Optimizer, runtime: Runtime, loss_scale
             error, kept = error or StateError(explain_error(member.name, said, "a dict", write)), {}
         local, place = local_of(tensor), (id(member), "master" in kept)
         if (forms := planned.state_forms.get(place)) is None:
-            forms = planned.state_forms[place] = forms_of(member, local, kept, matrices, runtime.precision)
+            forms = planned.state_forms[place] = forms_of(
+                member, local, matrices, runtime.precision, master="master" in kept
+            )
         entry = ParameterStep(member, local, kept, gradient, matrices, forms, present=gradient is not None)
         entries[id(member)] = entry
         try:
@@ -259,23 +222,9 @@ def check_parameter(entry: ParameterStep, *, muon: bool) -> None:
         found = f"{foreign}, state of {other}, in a group of {algorithm}"
         write = "Write del optimizer.state[parameter] to begin with fresh state, or set the group back"
         raise StateError(explain_error(name, found, f"state of {algorithm}", write))
-    entry.in_form = True
-    for form in entry.forms:
-        key, layout, shape, dtype, device = form
-        if form.has(value := state.get(key)):
-            continue
-        entry.in_form = False
-        if value is None:
-            continue
-        local = layout.local_of(f"{name}: {key}", value, dtype)
-        if local.shape != shape and layout.kept_as != "norm":  # norms of other matrices begin anew
-            found = f"{key} of shape {tuple(local.shape)} on this rank"
-            write = "Write del optimizer.state[parameter] after resizing a parameter, which needs fresh state"
-            raise StateError(explain_error(name, found, f"{shape}, the shape in which this rank stores it", write))
-        if local.device != device:
-            found, where = f"{key} on {local.device}", f"it on {device}"
-            where += ", with its parameter" if device == held.device else ", as state_device says"
-            raise StateError(explain_error(name, found, where, "Move it back, or load the state again"))
+    entry.in_form = all([form.has(state.get(form.key)) for form in entry.forms])
+    if not entry.in_form:
+        check_state(name, entry.forms, state, REFUSED)
 
 
 def _shares_memory(tensor: Tensor) -> bool:

@@ -17,7 +17,8 @@ from muonmesh.numerics.rules.parts import follow
 from muonmesh.optimizer import Muon
 from muonmesh.step.connection import placed_members, plan
 from muonmesh.step.members import Member
-from muonmesh.step.parameter_steps import ParameterStep, forms_of, prepare_state
+from muonmesh.step.parameter_steps import ParameterStep, prepare_state
+from muonmesh.step.state_form import forms_of
 from muonmesh.step.state_layout import COUNT, RUNNING
 
 ANOTHERS = "To begin with new state, as after another optimizer such as Megatron's Adam, write --no-load-optim"
@@ -116,7 +117,7 @@ def _create(optimizer: Muon) -> None:
         tensor = member.tensor
         matrices = len(planned.matrices_of[tensor]) if tensor in planned.matrices_of else None
         local, state = local_of(tensor), optimizer.state[tensor]
-        forms = forms_of(member, local, state, matrices, runtime.precision)
+        forms = forms_of(member, local, matrices, runtime.precision, master="master" in state)
         entry = ParameterStep(member, local, state, None, matrices, forms)
         prepare_state(entry, runtime.precision)
 

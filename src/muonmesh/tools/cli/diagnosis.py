@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from muonmesh.checkpoint.entries import CheckpointReader, wrong_numbers
+from muonmesh.checkpoint.entries import CheckpointReader
 from muonmesh.checkpoint.group_settings import check_saved
 from muonmesh.checkpoint.index import read_index
 from muonmesh.checkpoint.manifest import (
@@ -28,6 +28,7 @@ from muonmesh.checkpoint.manifest import (
 from muonmesh.checkpoint.place import found_at, numbered
 from muonmesh.errors import FileError, explain_error
 from muonmesh.files import kind_of, leaves, read_json, reason
+from muonmesh.step.state_form import wrong_numbers
 from muonmesh.tools.checkpoints.archive import MoreThanData, read_archive
 from muonmesh.tools.checkpoints.torch_folder import check_tensors, survey
 from muonmesh.tools.cli.checkpoints import STEP, checkpoints_of, without_checkpoint
