@@ -187,7 +187,7 @@ def prepare_state(entry: ParameterStep, precision: Precision, *, create: bool = 
             continue
         kept = local_of(held)
         dtype = kept.dtype if dtype == torch.int8 else dtype
-        if not form._replace(dtype=dtype).has(held):
+        if not _has(form._replace(dtype=dtype), held):
             state[key] = layout.fresh(form.shape, dtype, local.device, precision)
             if kept.shape == form.shape:
                 local_of(state[key]).copy_(kept)
@@ -222,9 +222,23 @@ def check_parameter(entry: ParameterStep, *, muon: bool) -> None:
         found = f"{foreign}, state of {other}, in a group of {algorithm}"
         write = "Write del optimizer.state[parameter] to begin with fresh state, or set the group back"
         raise StateError(explain_error(name, found, f"state of {algorithm}", write))
-    entry.in_form = all([form.has(state.get(form.key)) for form in entry.forms])
-    if not entry.in_form:
-        check_state(name, entry.forms, state, REFUSED)
+    entry.in_form = True
+    for form in entry.forms:
+        if not _has(form, state.get(form.key)):
+            entry.in_form = False
+            check_state(name, entry.forms, state, REFUSED)
+            break
+
+
+def _has(form: StateForm, value: object) -> bool:
+    """Return whether a step can use a value of the state as it is."""
+    if not isinstance(value, Tensor):
+        return False
+    local = value if type(value) is Tensor else local_of(value)
+    alike = local.dtype == form.dtype and local.shape == form.shape and local.device == form.device
+    if not (alike and local.layout is torch.strided and local.is_contiguous() and not local.is_inference()):
+        return False
+    return local.untyped_storage().nbytes() >= (local.storage_offset() + local.numel()) * local.itemsize
 
 
 def _shares_memory(tensor: Tensor) -> bool:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from muonmesh.comm.storage import Storage, local_of
+from muonmesh.comm.storage import Storage
 from muonmesh.errors import StateError, explain_error
 from muonmesh.numerics.dtypes import master_for, real_of
 from muonmesh.numerics.rules import never_negative
@@ -47,16 +47,6 @@ class StateForm(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
-
-    def has(self, value: object) -> bool:
-        """Whether a value can be used as it is."""
-        if not isinstance(value, Tensor):
-            return False
-        local = value if type(value) is Tensor else local_of(value)
-        alike = local.dtype == self.dtype and local.shape == self.shape and local.device == self.device
-        if not (alike and local.layout is torch.strided and local.is_contiguous() and not local.is_inference()):
-            return False
-        return local.untyped_storage().nbytes() >= (local.storage_offset() + local.numel()) * local.itemsize
 
 
 def forms_of(
