@@ -511,6 +511,17 @@ def test_state_that_no_step_leaves_behind_is_refused(
     assert equal(before, everything(optimizer))
 
 
+def test_state_on_another_device_is_refused_by_a_step() -> None:
+    _, _, optimizer = pair()
+    step_once(optimizer, 0)
+    weight = optimizer.param_groups[0]["params"][0]
+    optimizer.state[weight]["momentum_buffer"] = optimizer.state[weight]["momentum_buffer"].to("meta")
+    before = weight.detach().clone()
+    with pytest.raises(mm.StateError, match=r"found momentum_buffer on meta; needed it on cpu, as its .* Move it back"):
+        step_once(optimizer, 1)
+    assert torch.equal(weight, before)
+
+
 def test_state_of_parameters_that_no_group_has_is_refused() -> None:
     _, _, optimizer = pair()
     step_once(optimizer, 0)
