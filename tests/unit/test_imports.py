@@ -270,7 +270,7 @@ def test_what_the_design_allows_is_not_found(module: str, source: str) -> None:
 
 def test_no_test_imports_another() -> None:
     """What two test files need stands in a file of its own, beside the folders of tests."""
-    folders = ("unit", "parallel", "integrations", "gpu")
+    folders = ("unit", "parallel", "integrations", "tools", "gpu")
     found = []
     for file in sorted(Path(__file__).parents[1].rglob("test_*.py")):
         for line, _, full in imports(file.stem, ast.parse(file.read_text()), is_package=False):
