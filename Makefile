@@ -6,10 +6,11 @@ ARGS ?=
 N ?= 20000
 SEED ?= $(shell $(PYTHON) -c 'import random; print(random.randrange(10**9))')
 
-.PHONY: help setup train test test-processors test-megatron test-megatron-lm test-hosts test-hosts-all test-timm soak check fuzz test-gpu bench guard package docs clean
+.PHONY: help setup train test test-tools test-processors test-megatron test-megatron-lm test-hosts test-hosts-all test-timm soak check fuzz test-gpu bench guard package docs clean
 help:
 	@echo "make train       train a small language model with Muon and with AdamW on two ranks (ARGS=... passes options)"
-	@echo "make test        every test that needs no GPU and no other framework"
+	@echo "make test        every test of what trains that needs no GPU and no other framework, and of muonmesh train"
+	@echo "make test-tools  the tests of the other tools: audit, plan, doctor, conversion, forecasts"
 	@echo "make test-processors the tests that multiply, as on a CPU with AMX, AVX-512 without bf16, and AVX2 alone"
 	@echo "make test-megatron   the tests with Megatron-Core, in an environment of their own"
 	@echo "make test-hosts      the tests with DeepSpeed, Trainer, TRL, PEFT, Accelerate, Lightning and torchtitan, likewise"
@@ -38,17 +39,21 @@ train: setup
 	$(BIN)/muonmesh train $(ARGS)
 
 # Elsewhere than in tests/gpu, torch and the frameworks would choose a GPU that they see, for ranks that outnumber it too.
-test test-processors check soak fuzz test-megatron test-hosts test-hosts-all test-timm: export CUDA_VISIBLE_DEVICES :=
+test test-tools test-processors check soak fuzz test-megatron test-hosts test-hosts-all test-timm: export CUDA_VISIBLE_DEVICES :=
 
 # Two processes, one of them for all tests that use ranks (tests/conftest.py). ARGS="-n 0" makes it one, as --pdb needs.
 test: setup
 	$(BIN)/python -m pytest -n 2 --no-loadscope-reorder $(ARGS)
 
+# What the core does not import: a change of the core alone need not wait for them.
+test-tools: setup
+	$(BIN)/python -m pytest -n 2 --no-loadscope-reorder tests/tools $(ARGS)
+
 # What depends on the processor, on processors that this one may not be (tests/pretended.py). Less of it can be pretended
 # than there is: ARGS may name other files.
 MULTIPLY := tests/unit/test_orthogonalize.py tests/unit/test_form_of_products.py tests/unit/test_kernels.py \
 	tests/unit/test_compiled.py tests/unit/test_threads.py tests/unit/test_rules.py tests/unit/test_optimizer.py \
-	tests/unit/test_doctor.py tests/unit/test_ambient.py tests/parallel/test_behaviour.py tests/parallel/test_same_update.py \
+	tests/tools/test_doctor.py tests/unit/test_ambient.py tests/parallel/test_behaviour.py tests/parallel/test_same_update.py \
 	tests/parallel/test_rules.py
 test-processors: setup
 	for processor in amx avx512 avx2; do \
@@ -141,7 +146,7 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q -m "not slow" tests/unit $(ARGS)
+	$(BIN)/python -m pytest -q -m "not slow" tests/unit tests/tools $(ARGS)
 
 # The command that make prints names the seed.
 fuzz: setup
@@ -150,6 +155,7 @@ fuzz: setup
 # What would make `make test` too long: more cases of the same, and commands that take minutes.
 soak: setup
 	$(BIN)/python -m pytest -n 2 --no-loadscope-reorder -m soak $(ARGS)
+	$(BIN)/python -m pytest -m soak tests/tools $(ARGS)
 	$(BIN)/python -m pytest -m soak tests/hosts/test_deepspeed.py $(ARGS)
 
 test-gpu: setup

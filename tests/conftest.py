@@ -77,7 +77,7 @@ def hostile_ambient(request: pytest.FixtureRequest) -> Iterator[None]:
     Not the tests that set such state themselves, which are marked `own_ambient`, and those that use ranks.
     """
     node = request.node
-    of_one_process = "/unit/" in str(node.path) and "workers" not in request.fixturenames
+    of_one_process = node.path.parent.name in ("unit", "tools") and "workers" not in request.fixturenames
     seed = os.environ.get("AMBIENT", "0")
     drawn = ambient.Ambient.drawn(f"{seed} {node.nodeid}")
     with ambient.around_entries(drawn if of_one_process and not node.get_closest_marker("own_ambient") else None):

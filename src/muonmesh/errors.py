@@ -52,7 +52,12 @@ class FileError(MuonMeshError, ValueError):
 
 
 def escaped(text: str) -> str:
-    r"""Return a text with escapes such as ``\x1b`` in place of all characters that a terminal would obey."""
+    r"""Return a text with escapes such as ``\x1b`` in place of all characters that a terminal would obey.
+
+    Of a text of more than 4,000 characters, the middle is left out: files may have names and values of any length.
+    """
+    if len(text) > 4000:
+        text = f"{text[:2000]} ... {text[-1000:]}"
     return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 

@@ -10,6 +10,7 @@ import re
 import shutil
 import stat
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -187,7 +188,7 @@ def kind_of(path: Path) -> str:
 def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     content = dict(pairs)
     if len(content) < len(pairs):
-        double = next(name for name in content if sum(name == other for other, _ in pairs) > 1)
+        double = Counter(name for name, _ in pairs).most_common(1)[0][0]
         raise ValueError(f"{double!r} is there twice")
     return content
 

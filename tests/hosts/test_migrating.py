@@ -1,7 +1,7 @@
 """convert_settings and checkpoint.convert against the packages themselves: our steps end where theirs do.
 
 All of them compute in bf16, and so do we here, so two steps of the same formula differ by about a percent; a setting
-that is read wrongly differs by five or more. The formulas are compared to 1e-5 in `tests/unit/test_migration.py`.
+that is read wrongly differs by five or more. The formulas are compared to 1e-5 in `tests/tools/test_migration.py`.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import io
 import json
 import os
 import pickle
@@ -23,7 +22,8 @@ from torch.distributed.tensor import DTensor
 from typer.testing import CliRunner
 
 import muonmesh as mm
-from muonmesh.checkpoint.manifest import MANIFEST_FILE, entry_of, read_manifest, write_manifest
+from muonmesh.checkpoint.index import read_index
+from muonmesh.checkpoint.manifest import INDEX_FILE, MANIFEST_FILE, entry_of, read_manifest, write_manifest
 from muonmesh.checkpoint.ranks import insist_on_the_same, on_first_rank, together
 from muonmesh.errors import FileError
 from muonmesh.tools.cli.app import app
@@ -156,23 +156,17 @@ def forge_manifest(place: Path) -> None:
 def nan_in_a_file(place: Path) -> None:
     file = place / "__1_0.distcp"
     content = bytearray(file.read_bytes())
-    metadata = pickle.loads((place / ".metadata").read_bytes())
-    pieces = metadata.storage_data.items()
-    info = next(i for at, i in pieces if i.relative_path == file.name and at.fqn.endswith("momentum_buffer"))
-    piece = bytes(content[info.offset : info.offset + info.length])
-    tensor = torch.load(io.BytesIO(piece), weights_only=True)
-    tensor.view(-1)[:16] = float("nan")
-    written = io.BytesIO()
-    torch.save(tensor, written)
-    assert len(written.getvalue()) == info.length
-    content[info.offset : info.offset + info.length] = written.getvalue()
+    tensors = read_index(place, read_manifest(place)).values()
+    pieces = (piece for tensor in tensors if tensor.name.endswith("momentum_buffer") for piece in tensor.pieces)
+    start = next(piece.start for piece in pieces if piece.file == file.name)
+    content[start : start + 64] = torch.full((16,), float("nan")).numpy().tobytes()
     file.write_bytes(bytes(content))
     forge_manifest(place)
 
 
 def cut(place: Path) -> None:
     file = place / "__0_0.distcp"
-    file.write_bytes(file.read_bytes()[:-100])
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
 
 
 def settings(content: str) -> Callable[[Path], None]:
@@ -187,7 +181,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "64 bytes": (scatter_bytes, "__1_0.distcp: its content has changed since it was written"),
     "nan with a forged manifest": (nan_in_a_file, "__1_0.distcp: found infinity or NaN in "),
     "cut": (cut, "__0_0.distcp: found"),
-    "cut with a forged manifest": (lambda place: (cut(place), forge_manifest(place)), "__0_0.distcp: found"),
+    "cut with a forged manifest": (lambda place: (cut(place), forge_manifest(place)), " of __0_0.distcp, which has "),
     "no manifest": (
         lambda place: (place / MANIFEST_FILE).unlink(),
         f"{MANIFEST_FILE}: found nothing there; needed the sizes and hashes",
@@ -228,6 +222,7 @@ def test_what_is_saved_is_loaded(small: Path, pool: Pool) -> None:
         ".metadata",
         "__0_0.distcp",
         "__1_0.distcp",
+        INDEX_FILE,
         MANIFEST_FILE,
         "settings.json",
     }
@@ -281,7 +276,7 @@ def test_no_weight_changes_where_a_checkpoint_is_damaged(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("parallel", ["fsdp", "hsdp"])
-def test_a_checkpoint_whose_metadata_act_is_refused(
+def test_metadata_that_act_are_not_read(
     parallel: Parallel, saved: Callable[[Parallel], Path], pool: Pool, prepare: Callable[..., Path], folder: Path
 ) -> None:
     run = prepare(f"older-{parallel}", parallel=parallel)
@@ -290,9 +285,7 @@ def test_a_checkpoint_whose_metadata_act_is_refused(
     mark = folder / f"it acted {parallel}"
     (place / ".metadata").write_bytes(pickle.dumps(_Evil(mark)))
     forge_manifest(place)
-    for message, same in pool.run(restore, run):
-        assert ".metadata: not what a training writes: it names posix.mkdir" in message
-        assert same
+    assert pool.run(restore, run) == [("", False)] * RANKS
     assert not mark.exists()
 
 

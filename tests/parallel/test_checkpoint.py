@@ -18,7 +18,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.tensor import Shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import muonmesh as mm
 from tests import layouts, problem
@@ -199,6 +200,25 @@ def test_state_of_another_layout_is_refused_by_load_state_dict(workers) -> None:
         assert "plain tensor" in plain
         assert "set_optimizer_state_dict" in plain
         assert "placed (Shard(dim=1),)" in other
+
+
+def placed_otherwise() -> str:
+    """State with this rank's shape and other placements, on an axis of one rank."""
+    mesh, optimizers = init_device_mesh("cpu", (dist.get_world_size(), 1)), []
+    for placement in (Replicate(), Shard(1)):
+        weight = nn.Parameter(distribute_tensor(torch.ones(6, 4), mesh, [Shard(0), placement]))
+        optimizers.append(mm.Muon([weight]))
+        weight.grad = torch.ones_like(weight)
+        optimizers[-1].step()
+    with pytest.raises(mm.StateError) as found:
+        optimizers[1].load_state_dict(optimizers[0].state_dict())
+    return str(found.value)
+
+
+def test_state_with_other_placements_is_refused_by_load_state_dict(workers) -> None:
+    for said in workers(2).run(placed_otherwise):
+        assert "placed (Shard(dim=0), Replicate()), (3, 4) here; needed a DTensor" in said
+        assert "placed (Shard(dim=0), Shard(dim=1)), (3, 4) here. Load it with torch.distributed.checkpoint" in said
 
 
 class Late(dcp.FileSystemWriter):

@@ -232,6 +232,7 @@ def test_no_name_is_given_before_all_is_on_the_disk(tmp_path: Path, monkeypatch:
     assert {Path(name).name.removesuffix(".writing").removesuffix(".tmp").strip(".") for name in waited} >= {
         "__0_0.distcp",
         "metadata",
+        "index.json",
         "settings.json",
         "state",
     }

@@ -327,7 +327,7 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     ),
     "too much": (
         lambda state: state["state"]["norm.bias"].update(stuff=torch.ones(5)),
-        "norm.bias: found 'stuff' in its state; needed only step, exp_avg, exp_avg_sq, which this optimizer reads",
+        "norm.bias: found 'stuff' in its state; needed only exp_avg, exp_avg_sq, step, which this optimizer reads",
     ),
 }
 

@@ -180,7 +180,14 @@ BY_HAND = {
     "checkpoint/state.py": {"str(error)"},
 }
 """Files with the messages, by how they begin or as they are written, that are not composed there, and why."""
-OTHERS = ("tools/cli/", "files.py", "checkpoint/metadata.py", "numerics/rules", "comm/exchange.py")
+OTHERS = (
+    "tools/cli/",
+    "files.py",
+    "checkpoint/index.py",
+    "tools/checkpoints/torch_folder.py",
+    "numerics/rules",
+    "comm/exchange.py",
+)
 """Not read here: what is said of files and options begins with their names, and the last two are being written anew."""
 
 

@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 
 import muonmesh as mm
-from muonmesh.checkpoint.metadata import survey
 from muonmesh.errors import FileError, explain_error
+from muonmesh.tools.checkpoints.torch_folder import survey
 from muonmesh.tools.cli.diagnosis import diagnose
 
 FORGED = "\x1b]0;title\x07\u202e\nwhole: yes"

@@ -6,12 +6,14 @@ import difflib
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from muonmesh.checkpoint.group_settings import fitting_means, fitting_settings, set_group
+from muonmesh.checkpoint.index import SavedTensor
 from muonmesh.checkpoint.record import MODEL, STATE, Part, Record, wanted
 from muonmesh.checkpoint.share import Share
 from muonmesh.comm.storage import local_of, this_rank
@@ -72,7 +74,7 @@ class Fit:
 
 def fit(
     path: str | os.PathLike[str],
-    held: Mapping[str, Any],
+    held: Mapping[str, SavedTensor],
     saved: Mapping[str, Any],
     records: Sequence[Record],
     everyone: Collection[str],
@@ -83,7 +85,7 @@ def fit(
 
     Args:
         path: The path of the checkpoint, for messages.
-        held: torch's record of each tensor in the checkpoint, by name.
+        held: The tensors in the checkpoint, by name.
         saved: The checkpoint's settings, see `settings_of`.
         records: The parameters of this rank, and the tensors that no optimizer steps.
         everyone: The names of the records of all ranks.
@@ -94,7 +96,7 @@ def fit(
     """
     found = Fit()
     there = {name.removeprefix(f"{MODEL}."): entry for name, entry in held.items() if name.startswith(f"{MODEL}.")}
-    states: dict[str, dict[str, Any]] = {}
+    states: dict[str, dict[str, SavedTensor]] = {}
     for name, entry in held.items():
         if name.startswith(f"{STATE}."):
             owner, key = name.removeprefix(f"{STATE}.").rsplit(".", 1)
@@ -115,7 +117,7 @@ def fit(
     sources = [(f"{MODEL}.{one.name}", one.storage, local_of(one.tensor).device) for one in found.weights]
     sources += [(name, part.layout.storage, part.device) for _, part, name in found.state if name is not None]
     for name, storage, device in sources:
-        found.shares[name] = wanted(storage, held[name].properties.dtype, device)
+        found.shares[name] = wanted(storage, held[name].dtype, device)
     groups: dict[int, list[Record]] = {}
     for record in records:
         if record.group:
@@ -141,29 +143,37 @@ def _names(
     """Return messages about names that only the checkpoint or only this run has, each with the most similar name."""
     spare, lost = [name for name in there if name not in everyone], [name for name in here if name not in there]
     strays = [name for name in states if name not in there and name not in everyone]
-    said = [f"no {MODEL}.{name}{nearest(name, spare or there)}" for name in lost]
-    said += [f"{MODEL}.{name}, which nothing here has{nearest(name, lost or here)}" for name in spare]
-    return said + [f"state of {name}, which nothing here has{nearest(name, here)}" for name in strays]
+    said: list[tuple[str, str, Iterable[str]]] = [(f"no {MODEL}.{name}", name, spare or there) for name in lost]
+    said += [(f"{MODEL}.{name}, which nothing here has", name, lost or here) for name in spare]
+    said += [(f"state of {name}, which nothing here has", name, here) for name in strays]
+    # Only for what the message will show: with many names, the search for all could take hours.
+    shown = [told + nearest(name, among) for told, name, among in said[:_SHOWN]]
+    return shown + [told for told, _, _ in said[_SHOWN:]]
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
     """Return the most similar name, in brackets for a message; empty if no name is similar."""
-    close = difflib.get_close_matches(name, list(names), 1, 0.5)
+    close = difflib.get_close_matches(name, list(islice(names, 5000)), 1, 0.5)
     return f" (the nearest is {close[0]})" if close else ""
 
 
-def _entry(name: str, entry: Any, shape: Sequence[int], dtype: torch.dtype) -> list[str]:
+def _entry(name: str, entry: SavedTensor, shape: Sequence[int], dtype: torch.dtype) -> list[str]:
     """Return messages about saved weights of another shape, or of a precision that loading would round."""
-    held = entry.properties.dtype
-    if tuple(entry.size) != tuple(shape):
-        return [f"{name} of shape {tuple(entry.size)}, where {tuple(shape)} is needed"]
+    held = entry.dtype
+    if entry.shape != tuple(shape):
+        return [f"{name} of shape {entry.shape}, where {tuple(shape)} is needed"]
     if torch.promote_types(held, dtype) != dtype:
         return [f"{name} in {_told(held)}, which {_told(dtype)} would round (keep masters: master_dtype={held})"]
     return []
 
 
 def _state(
-    found: Fit, record: Record, saved: Mapping[str, Any], states: Mapping[str, Mapping[str, Any]], *, strict: bool
+    found: Fit,
+    record: Record,
+    saved: Mapping[str, Any],
+    states: Mapping[str, Mapping[str, SavedTensor]],
+    *,
+    strict: bool,
 ) -> list[str]:
     """Add the state of one parameter to ``found``, and return messages about entries that do not fit.
 
@@ -191,8 +201,8 @@ def _state(
         elif part.key not in held:
             found.state.append((record, part, None))
             wrong += [f"no {name}"] if strict else []
-        elif tuple(held[part.key].size) != part.layout.storage.shape:
-            wrong.append(f"{name} of shape {tuple(held[part.key].size)}, where {part.layout.storage.shape} is needed")
+        elif held[part.key].shape != part.layout.storage.shape:
+            wrong.append(f"{name} of shape {held[part.key].shape}, where {part.layout.storage.shape} is needed")
         else:
             found.state.append((record, part, name))
     strangers = sorted(held.keys() - {part.key for part in record.parts})

@@ -3,12 +3,13 @@
 The folder contains::
 
     __0_0.distcp ...   the tensors, in the files of `torch.distributed.checkpoint`, one for each rank
-    .metadata          the place of each piece of each tensor; a pickle of torch, read without running it
+    index.json         the place of each piece of each tensor, see `index`
+    .metadata          the same for torch.distributed.checkpoint, a pickle; muonmesh writes it and never reads it
     settings.json      all other saved data, as JSON
     manifest.json      the size and the SHA-256 of all other files, written last
 
 The hashes detect damage, not intended changes: a program that can write into the folder can also write a new manifest.
-Even then no code runs, and names, shapes, dtypes and files are checked.
+Even then no code can run, and names, shapes, dtypes and places are checked.
 """
 
 from __future__ import annotations
@@ -16,16 +17,23 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 
-from muonmesh.checkpoint.entries import CheckpointReader, quietly
+from muonmesh.checkpoint.entries import CheckpointReader
+from muonmesh.checkpoint.index import Starts, read_index, starts_of, write_index
 from muonmesh.checkpoint.manifest import (
+    INDEX_FILE,
     METADATA_FILE,
     REMEDY,
     SETTINGS_FILE,
@@ -35,7 +43,6 @@ from muonmesh.checkpoint.manifest import (
     read_manifest,
     write_manifest,
 )
-from muonmesh.checkpoint.metadata import read_metadata
 from muonmesh.checkpoint.place import found_at, put, writing_alone, writing_at
 from muonmesh.checkpoint.ranks import on_first_rank, together
 from muonmesh.comm.storage import this_rank, world_size
@@ -44,6 +51,15 @@ from muonmesh.errors import FileError, explain_error
 from muonmesh.files import cannot_write, kind_of, onto_disk, read_json, replace_text, writing
 
 AGAIN = "save again"
+_BESIDE = (INDEX_FILE, METADATA_FILE, SETTINGS_FILE)
+
+
+class _RowMajor(DefaultSavePlanner):
+    """Lets torch write the elements of all tensors in row-major order, as the index says."""
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        data = super().resolve_data(write_item)
+        return data.resolve_conj().resolve_neg().contiguous() if isinstance(data, Tensor) else data
 
 
 def write(
@@ -83,15 +99,15 @@ def write(
                 if not (scratch / name).is_file():
                     found, needed = f"no {name} here, which another rank wrote", "a folder that all ranks share"
                     raise FileError(explain_error(str(place), found, needed, "Pass the same path on every rank"))
+            write_index(scratch, metadata, starts, entries)
             replace_text(scratch / SETTINGS_FILE, text)
-            everything = {**entries, **{name: entry_of(scratch / name) for name in (METADATA_FILE, SETTINGS_FILE)}}
-            write_manifest(scratch, everything)
+            write_manifest(scratch, entries | {name: entry_of(scratch / name) for name in _BESIDE})
             onto_disk(scratch)
             put(scratch, place)
 
     with contextlib.ExitStack() as stack:
         on_first_rank(lock)
-        entries = _write_tensors(place, dict(tensors))
+        metadata, entries, starts = _write_tensors(place, dict(tensors))
         on_first_rank(finish)
 
 
@@ -113,20 +129,21 @@ def look(path: str | os.PathLike[str]) -> CheckpointReader:
             what = "a link" if folder.is_symlink() else kind_of(folder)
             raise FileError(explain_error(str(place), what, "the folder of a checkpoint"))
         entries = read_manifest(folder)
-        for name in (METADATA_FILE, SETTINGS_FILE):
+        for name in _BESIDE:
             if name not in entries:
                 raise FileError(f"{folder}: its manifest does not tell of {name}. {REMEDY}")
-        check_entries(folder, entries, [METADATA_FILE, SETTINGS_FILE, *sorted(entries)[this_rank() :: world_size()]])
+        check_entries(folder, entries, [*_BESIDE, *sorted(entries)[this_rank() :: world_size()]])
         settings = read_json(folder / SETTINGS_FILE, needed=f"what save wrote there. {REMEDY}")
-        reader = CheckpointReader(folder, read_metadata(folder), settings)
-        reader.check_known(entries)
-        return reader
+        return CheckpointReader(folder, read_index(folder, entries), settings)
 
     return together(inspect)
 
 
-def _write_tensors(place: Path, tensors: dict[str, Any]) -> dict[str, Entry]:
-    """Write the tensors into the locked folder, and return size and hash of all ranks' files by name.
+def _write_tensors(place: Path, tensors: dict[str, Any]) -> tuple[Metadata, dict[str, Entry], Starts]:
+    """Write the tensors into the locked folder.
+
+    Returns:
+        torch's metadata, and of all ranks' files the size and hash by name, and the places of all pieces.
 
     Raises:
         FileError: on every rank: a file could not be written.
@@ -134,15 +151,21 @@ def _write_tensors(place: Path, tensors: dict[str, Any]) -> dict[str, Entry]:
     scratch = writing_at(place)
     failed: str | None = None
     try:
-        with quietly():
-            torch_save(tensors, storage_writer=FileSystemWriter(scratch))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # in a single process
+            metadata = torch_save(tensors, storage_writer=FileSystemWriter(scratch), planner=_RowMajor())
     except CheckpointException as error:
         failed = cannot_write(place, next(iter(error.failures.values()))[0], again=AGAIN)
 
-    def hash_own() -> dict[str, Entry]:
+    def read_own() -> tuple[dict[str, Entry], Starts]:
         if failed is not None:
             raise FileError(failed)
         with writing(place, again=AGAIN):
-            return {file.name: entry_of(file) for file in scratch.glob(f"__{this_rank()}_*.distcp")}
+            own = {file.name: entry_of(file) for file in scratch.glob(f"__{this_rank()}_*.distcp")}
+            return own, starts_of(scratch, metadata, own)
 
-    return {name: entry for each in tell_all(together(hash_own)) for name, entry in each.items()}
+    entries, starts = dict[str, Entry](), Starts()
+    for some, begin in tell_all(together(read_own)):
+        entries |= some
+        starts |= begin
+    return metadata, entries, starts

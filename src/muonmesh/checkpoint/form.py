@@ -27,19 +27,6 @@ whose entries have this form. ``(form, ...)``: one of these forms. A dict: a dic
 with a value of its form; a Kind as key applies to all keys."""
 
 
-class Fields(dict[Any, Any]):
-    """The fields of a pickled object of another program's class. No code of that class runs."""
-
-    __hash__ = object.__hash__  # type: ignore[assignment]
-
-    def __init__(self, *_: Any) -> None:
-        """Ignore the arguments of the constructor."""
-        super().__init__()
-
-    def __setstate__(self, state: Any) -> None:
-        self.update(state if isinstance(state, dict) else {"state": state})
-
-
 def _is_readable(value: object) -> bool:
     if not isinstance(value, Tensor):
         return True

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from muonmesh.checkpoint.form import ANYTHING, TEXT, TRUTH, Kind, check_form, only
+from muonmesh.checkpoint.form import TEXT, TRUTH, Kind, check_form, only
 from muonmesh.checkpoint.manifest import REMEDY
 from muonmesh.checkpoint.record import Record
 from muonmesh.errors import FileError, StateError, about, explain_error
@@ -76,6 +76,17 @@ def merged(some: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {"groups": list(map(json.loads, numbers)), "parameters": numbered, "products": products}
 
 
+def _is_plain(value: Any, depth: int = 8) -> bool:
+    """Return whether a value is a number, a string or nothing, or nested lists of these, not deeper than ``depth``."""
+    if isinstance(value, list):
+        return depth > 0 and all(_is_plain(one, depth - 1) for one in value)
+    return value is None or (isinstance(value, bool | int | float | str) and value == value)  # no NaN
+
+
+_PLAIN = Kind("a number, a string, or lists of them, not nested deeper than 8", _is_plain)
+_SETTING = Kind("the name of a setting", lambda name: name not in OWN_KEYS)
+
+
 def check_saved(path: Path, saved: dict[str, Any]) -> None:
     """Check that settings from a file have the form of the result of `merged`.
 
@@ -85,8 +96,8 @@ def check_saved(path: Path, saved: dict[str, Any]) -> None:
     number = Kind("the number of a group", lambda value: is_whole(value) and 0 <= value < len(saved["groups"]))
     form = only(
         {
-            "groups": [only({"name": TEXT, "algorithm": TEXT, "settings": {}})],
-            "parameters": {TEXT: only({"group": number, "matrices": ANYTHING, "fresh": TRUTH})},
+            "groups": [only({"name": TEXT, "algorithm": TEXT, "settings": {_SETTING: _PLAIN}})],
+            "parameters": {TEXT: only({"group": number, "matrices": _PLAIN, "fresh": TRUTH})},
             "products": [TEXT],
         }
     )

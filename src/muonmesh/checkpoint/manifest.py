@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import stat
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,12 +15,15 @@ from muonmesh.errors import FileError, explain_error
 from muonmesh.files import kind_of, read_json, reason, replace_text
 
 METADATA_FILE = ".metadata"
+INDEX_FILE = "index.json"
 MANIFEST_FILE = "manifest.json"
 SETTINGS_FILE = "settings.json"
+DATA_FILE = re.compile(r"__[0-9]{1,9}_[0-9]{1,9}\.distcp")  # in the folder itself: no path leads out of it
 REMEDY = "Load another checkpoint, or bring an undamaged copy"
 
-_FORMAT = 1
-_NAME = Kind("the name of a file in this folder", lambda name: name not in ("", ".", "..") and not {*name} & {*"/\\"})
+_FORMAT = 2
+_OWN = (METADATA_FILE, INDEX_FILE, SETTINGS_FILE)
+_NAME = Kind("the name of a file of a checkpoint", lambda name: name in _OWN or DATA_FILE.fullmatch(name) is not None)
 _FORM = only(
     {
         "format": one_of([_FORMAT], ": another version wrote it"),

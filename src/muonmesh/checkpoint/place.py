@@ -17,8 +17,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from muonmesh.checkpoint.manifest import MANIFEST_FILE, METADATA_FILE, SETTINGS_FILE, is_whole, read_manifest
-from muonmesh.checkpoint.metadata import DATA_FILE
+from muonmesh.checkpoint.manifest import DATA_FILE, INDEX_FILE, MANIFEST_FILE, METADATA_FILE, SETTINGS_FILE, is_whole
 from muonmesh.errors import FileError, explain_error
 from muonmesh.files import kind_of, onto_disk
 
@@ -165,9 +164,7 @@ def forget_older(path: Path, keep: int) -> None:
 
 def _own(path: Path) -> set[str]:
     """Return the names of the files in a folder that are part of a checkpoint."""
-    known = {MANIFEST_FILE, METADATA_FILE, SETTINGS_FILE}
-    with contextlib.suppress(FileError):
-        known |= {*read_manifest(path)}
+    known = {MANIFEST_FILE, METADATA_FILE, INDEX_FILE, SETTINGS_FILE}
     return known | {name for name in os.listdir(path) if DATA_FILE.fullmatch(name)}
 
 

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from muonmesh.checkpoint.share import Share, boxes_of
 from muonmesh.comm.storage import Storage, local_of, local_shape, this_rank
-from muonmesh.errors import StateError, explain_error
 from muonmesh.layout import FlatShards
 from muonmesh.numerics.coefficients import choose
 from muonmesh.numerics.kernels import told_products
@@ -22,7 +21,8 @@ from muonmesh.numerics.rules.parts import follow
 from muonmesh.step.offload import fresh_copy
 from muonmesh.step.planning import Planned
 from muonmesh.step.precision import Precision
-from muonmesh.step.state_layout import COUNTED, StateLayout
+from muonmesh.step.state_form import check_state, forms_of
+from muonmesh.step.state_layout import StateLayout
 
 MODEL = "model"
 STATE = "optimizer.state"
@@ -232,14 +232,11 @@ def records_of(planned: Planned, optimizer: torch.optim.Optimizer, precision: Pr
     for member in planned.members:
         group = optimizer.param_groups[member.group]
         local = local_of(member.tensor)
-        parts = []
-        for key, layout in {**member.state_layouts, **({} if is_matrix_rule(group["algorithm"]) else COUNTED)}.items():
-            device = layout.device_beside(local.device, precision)
-            shape = layout.shape_here(member.storage, local)
-            parts.append(Part(key, layout, shape, layout.saved_dtype(precision), device))
-        known = {*(part.key for part in parts), "master"}
-        if strangers := [key for key in state.get(member.tensor, ()) if key not in known]:
-            found = f"{strangers[0]!r} in its state"
-            needed = f"only {', '.join(sorted(known))}, which this optimizer reads"
-            raise StateError(explain_error(member.name, found, needed, "Remove it from the state"))
+        forms = forms_of(member, local, is_matrix_rule(group["algorithm"]), precision, master=True)
+        check_state(member.name, forms, state.get(member.tensor, {}), {"stranger": "Remove it from the state"})
+        parts = [
+            Part(key, layout, held or (), layout.saved_dtype(precision), device)
+            for key, layout, held, _, device in forms
+            if key != "master"
+        ]
         yield Record(member.name, member.tensor, member.storage, state, tuple(parts), group, member.spec, precision)

@@ -15,7 +15,6 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from muonmesh.checkpoint.entries import wrong_numbers
 from muonmesh.checkpoint.extra import Extra, extra_of, give_back
 from muonmesh.checkpoint.fitting import fit
 from muonmesh.checkpoint.folder import look, write
@@ -32,6 +31,7 @@ from muonmesh.names import canonical_name
 from muonmesh.numerics.precision import plain_modes
 from muonmesh.step.replicas import sum_of_bits
 from muonmesh.step.runtime import Runtime
+from muonmesh.step.state_form import wrong_numbers
 
 
 @plain_modes()
@@ -122,7 +122,7 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Any, *, stri
         records, extra = settled(lambda: _records(host, model))
         names = {name for some in tell_all([record.name for record in records]) for name in some}
         found = settled(lambda: fit(path, contents.held, contents.settings, records, names, strict=strict))
-        contents.read(dict(found.shares), wrong=_wrong)
+        contents.read(found.shares, wrong=_wrong)
         settled(found.check)
 
         def change() -> None:

@@ -8,11 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from muonmesh.checkpoint.entries import wrong_numbers
 from muonmesh.checkpoint.form import check_state_dict
-from muonmesh.comm.storage import Storage, local_of, world_size
+from muonmesh.comm.storage import local_of, world_size
 from muonmesh.errors import StateError, explain_error
 from muonmesh.layout import Declared
 from muonmesh.layout.matrix import as_tuples
@@ -20,13 +18,23 @@ from muonmesh.names import canonical_name
 from muonmesh.numerics.rules import is_matrix_rule, rule_of, step_count
 from muonmesh.settings import FRESH_MEANS, NORM_MEANS, check_group, check_structure
 from muonmesh.step.blocks import SCALE, Blocks
-from muonmesh.step.members import Member, flat_layouts
+from muonmesh.step.members import flat_layouts
 from muonmesh.step.planning import Planned
 from muonmesh.step.precision import Precision
-from muonmesh.step.state_layout import COUNT, COUNTED, StateLayout
+from muonmesh.step.state_form import Refused, StateForm, check_state, forms_of
+from muonmesh.step.state_layout import COUNT
 
 _RESHARD = "Load it with torch.distributed.checkpoint.state_dict.set_optimizer_state_dict, which reshards"
 
+REFUSED: Refused = {
+    "missing": "Load the state of an optimizer of the same kind, or start with fresh state",
+    "stranger": "Remove it from the state. Masters need Muon(..., master_dtype=torch.float32)",
+    "shape": _RESHARD,
+    "place": _RESHARD,
+    "numbers": "Load an older checkpoint: this one was saved after training had diverged, or was damaged since",
+}
+"""What a load refuses of a state, and what to write; devices and dtypes become those of this optimizer. What
+owners keep is checked by the first step, in which the ranks agree on the owners."""
 
 _WORKED_OUT = ("matrices", "reasons")
 """Keys of groups with lists by parameter. They follow from the model, so a saved group has None for them."""
@@ -143,18 +151,18 @@ def restore_state(
     given: dict[str, Any] = {}
     before = [dict(group) for group in optimizer.param_groups]
     members = {} if planned is None else {member.tensor: member for member in planned.members}
-    layouts: dict[Tensor, dict[str, StateLayout]] = {}
+    forms: dict[Tensor, dict[str, StateForm]] = {}
     for parameter, member in members.items():
-        of_matrices = is_matrix_rule(before[member.group]["algorithm"])
-        layouts[parameter] = {**({} if of_matrices else COUNTED), **member.state_layouts}
-        if precision.master is not None:
-            layouts[parameter]["master"] = StateLayout("weights", member.storage, dtype=parameter.dtype)
+        of_matrices, master = is_matrix_rule(before[member.group]["algorithm"]), precision.master is not None
+        each = forms_of(member, local_of(parameter), of_matrices, precision, master=master)
+        forms[parameter] = {form.key: form for form in each}
 
     def inspect(_: torch.optim.Optimizer, seen: dict[str, Any]) -> dict[str, Any]:
         given.update(seen)
         _check_groups(before, seen)
-        for group, name, parameter, entry in _entries(before, seen):
-            _check_entry(name, members[parameter], layouts[parameter], group["algorithm"], entry)
+        for name, parameter, entry in _entries(before, seen):
+            tensors = {key: _tensor(key, value) for key, value in entry.items()}
+            check_state(name, forms[parameter].values(), tensors, REFUSED)
         return {**seen, "state": {key: {} for key in seen["state"]}}  # torch would cast state tensors on the device
 
     def mend(_: torch.optim.Optimizer) -> None:
@@ -162,9 +170,9 @@ def restore_state(
             # Lists by parameter keep their values, since a checkpoint may have turned tuples into lists.
             own = {key: old[key] for key in _LEFT_OUT if key in old}
             optimizer.param_groups[number] = {**old, NORM_MEANS: FRESH_MEANS, **optimizer.param_groups[number], **own}
-        for _group, _name, parameter, saved in _entries(before, given):
+        for _name, parameter, saved in _entries(before, given):
             for key, value in saved.items():
-                local, layout = local_of(_tensor(key, value).detach()), layouts[parameter][key]
+                local, layout = local_of(_tensor(key, value).detach()), forms[parameter][key].layout
                 fresh = layout.fresh(local.shape, layout.saved_dtype(precision), parameter.device, precision)
                 local_of(fresh).copy_(local)
                 optimizer.state[parameter][key] = fresh
@@ -184,12 +192,12 @@ def restore_state(
 
 def _entries(
     groups: list[dict[str, Any]], state_dict: Mapping[str, Any]
-) -> Iterator[tuple[dict[str, Any], str, Tensor, Mapping[str, Any]]]:
-    """Yield for each parameter with saved state: its group, its name, its tensor and the saved state."""
+) -> Iterator[tuple[str, Tensor, Mapping[str, Any]]]:
+    """Yield for each parameter with saved state: its name, its tensor and the saved state."""
     for group, saved in zip(groups, state_dict["param_groups"], strict=True):
         for name, parameter, key in zip(group["param_names"], group["params"], saved["params"], strict=True):
             if entry := state_dict["state"].get(key):
-                yield group, name, parameter, entry
+                yield name, parameter, entry
 
 
 def _tensor(key: str, value: Any) -> Any:
@@ -248,48 +256,3 @@ def _moved(saved: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any
         if there.get(name) != here.get(name)
     ]
     return "".join(told[:3]) if there else ""
-
-
-def _check_entry(
-    name: str, member: Member, known: Mapping[str, StateLayout], algorithm: str, entry: Mapping[str, Any]
-) -> None:
-    """Raise StateError unless saved state has the keys, shapes, layouts and values that a parameter's state needs."""
-    missing = [key for key in known if key not in entry and key != "master"]
-    if missing:
-        found, needed = f"state {sorted(map(str, entry))}", f"{missing[0]!r}: the parameter belongs to {algorithm}"
-        write = "Load the state of an optimizer of the same kind, or start with fresh state"
-        raise StateError(explain_error(name, found, needed, write))
-    for key, given in entry.items():
-        value = _tensor(key, given)
-        if key not in known or not isinstance(value, Tensor):
-            found = f"{key!r} = {given!r}" if not isinstance(given, Tensor) else repr(key)
-            needed = f"only {', '.join(known)}, which this optimizer reads, each a tensor"
-            write = "Write Muon(..., master_dtype=torch.float32), or remove it" if key == "master" else "Remove it"
-            raise StateError(explain_error(name, f"{found} in its state", needed, f"{write} from the state"))
-        layout = known[key]
-        local = layout.local_of(f"{name}: {key}", value)
-        found = _told(local.shape, value if isinstance(value, DTensor) else None)
-        here = layout.shape_here(member.storage, local_of(member.tensor))
-        needed = _told(here, layout.storage if layout.storage.mesh is not None else None)
-        # The ranks agree on the owners of matrices in the first step, which then checks the state that owners keep.
-        if found != needed and not (layout.companion is not None and layout.companion.at_owner):
-            raise StateError(explain_error(name, f"{key} {found}", f"{needed}, as this optimizer stores it", _RESHARD))
-        check_values(name, key, local)
-
-
-def check_values(name: str, key: str, local: Tensor) -> None:
-    """Raise StateError for numbers that no step leaves in the state; a NaN in a momentum makes a whole matrix NaN."""
-    if key != COUNT and not ((local.is_floating_point() or local.is_complex()) and local.itemsize > 1):
-        found, needed = f"{key} of dtype {local.dtype}", "real floating-point numbers of 16 bits or more"
-        raise StateError(explain_error(name, found, needed, "Save state_dict() as it is"))
-    if wrong := wrong_numbers(key, local):
-        needed = "finite numbers, of at least 0 where a step makes no others"
-        write = "Load an older checkpoint: this one was saved after training had diverged, or was damaged since"
-        raise StateError(explain_error(name, f"{wrong} in {key}", needed, write))
-
-
-def _told(local: Sequence[int], whole: DTensor | Storage | None) -> str:
-    """Return a description of a tensor: a plain tensor if ``whole`` is None, else a DTensor with its local shape."""
-    if whole is None:
-        return f"a plain tensor of shape {tuple(local)}"
-    return f"a DTensor of shape {tuple(whole.shape)} placed {tuple(whole.placements)}, {tuple(local)} here"

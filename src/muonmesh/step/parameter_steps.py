@@ -14,64 +14,25 @@ from torch.optim import Optimizer
 from muonmesh.comm.gradients import PARAMETER_GRAD, gradient_of, partial_axes, unscaled
 from muonmesh.comm.storage import is_freed, local_of
 from muonmesh.errors import LayoutError, StateError, about, explain_error
-from muonmesh.numerics.dtypes import master_for
 from muonmesh.step.blocks import Momentum
 from muonmesh.step.members import Member
 from muonmesh.step.offload import fresh_copy
 from muonmesh.step.planning import Planned
 from muonmesh.step.precision import Precision
 from muonmesh.step.runtime import Runtime
-from muonmesh.step.state_layout import COUNTED, StateLayout
+from muonmesh.step.state_form import Refused, StateForm, check_state, forms_of
 
 Momenta = Mapping[str, Tensor | Momentum]
 """The state that a rule keeps as "momentum", by key, in floating point or as int8 codes."""
 
 
-class StateForm(NamedTuple):
-    """The form in which a step uses one tensor of a parameter's state, worked out once for a plan.
-
-    Attributes:
-        key: Its key in the state of the parameter.
-        layout: Its layout.
-        shape: Its shape on this rank.
-        dtype: Its dtype in the optimizer's state.
-        device: Its device.
-    """
-
-    key: str
-    layout: StateLayout
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-    def has(self, value: object) -> bool:
-        """Whether a value can be used as it is."""
-        if not isinstance(value, Tensor):
-            return False
-        local = value if type(value) is Tensor else local_of(value)
-        alike = local.dtype == self.dtype and local.shape == self.shape and local.device == self.device
-        if not (alike and local.layout is torch.strided and local.is_contiguous() and not local.is_inference()):
-            return False
-        return local.untyped_storage().nbytes() >= (local.storage_offset() + local.numel()) * local.itemsize
-
-
-def forms_of(
-    member: Member, local: Tensor, state: Mapping[str, Any], muon: bool, precision: Precision
-) -> tuple[StateForm, ...]:
-    """Return the forms of all state that a step uses of a parameter; see `ParameterStep` for the arguments."""
-    layouts = {**member.state_layouts, **({} if muon else COUNTED)}
-    if "master" in state or master_for(local.dtype, precision.master) is not None:
-        layouts["master"] = StateLayout("weights", member.storage, dtype=local.dtype)
-    return tuple(
-        StateForm(
-            key,
-            layout,
-            layout.shape_here(member.storage, local),
-            layout.kept_dtype(precision),
-            layout.device_beside(local.device, precision),
-        )
-        for key, layout in layouts.items()
-    )
+_RESIZED = "Write del optimizer.state[parameter] after resizing a parameter, which needs fresh state"
+REFUSED: Refused = {
+    "shape": _RESIZED,
+    "owned": _RESIZED,
+    "device": "Move it back, or load the state again",
+}
+"""What a step refuses of a state, and what to write; what is missing begins anew."""
 
 
 class Held(NamedTuple):
@@ -244,7 +205,8 @@ def collect(planned: Planned, optimizer: Optimizer, runtime: Runtime, loss_scale
             error, kept = error or StateError(explain_error(member.name, said, "a dict", write)), {}
         local, place = local_of(tensor), (id(member), "master" in kept)
         if (forms := planned.state_forms.get(place)) is None:
-            forms = planned.state_forms[place] = forms_of(member, local, kept, muon, runtime.precision)
+            forms = forms_of(member, local, muon, runtime.precision, master="master" in kept)
+            planned.state_forms[place] = forms
         entry = ParameterStep(member, local, kept, gradient, muon, forms, present=gradient is not None)
         entries[id(member)] = entry
         try:
@@ -292,7 +254,7 @@ def prepare_state(entry: ParameterStep, precision: Precision, *, create: bool = 
             continue
         kept = local_of(held)
         dtype = kept.dtype if dtype == torch.int8 else dtype
-        if not form._replace(dtype=dtype).has(held):
+        if not _has(form._replace(dtype=dtype), held):
             state[key] = layout.fresh(form.shape, dtype, local.device, precision)
             if kept.shape == form.shape:
                 local_of(state[key]).copy_(kept)
@@ -329,21 +291,21 @@ def check_parameter(entry: ParameterStep) -> None:
         raise StateError(explain_error(name, found, f"state of {algorithm}", write))
     entry.in_form = True
     for form in entry.forms:
-        key, layout, shape, dtype, device = form
-        if form.has(value := state.get(key)):
-            continue
-        entry.in_form = False
-        if value is None:
-            continue
-        local = layout.local_of(f"{name}: {key}", value, dtype)
-        if local.shape != shape:
-            found = f"{key} of shape {tuple(local.shape)} on this rank"
-            write = "Write del optimizer.state[parameter] after resizing a parameter, which needs fresh state"
-            raise StateError(explain_error(name, found, f"{shape}, the shape in which this rank stores it", write))
-        if local.device != device:
-            found, where = f"{key} on {local.device}", f"it on {device}"
-            where += ", with its parameter" if device == held.device else ", as state_device says"
-            raise StateError(explain_error(name, found, where, "Move it back, or load the state again"))
+        if not _has(form, state.get(form.key)):
+            entry.in_form = False
+            check_state(name, entry.forms, state, REFUSED)
+            break
+
+
+def _has(form: StateForm, value: object) -> bool:
+    """Return whether a step can use a value of the state as it is."""
+    if not isinstance(value, Tensor):
+        return False
+    local = value if type(value) is Tensor else local_of(value)
+    alike = local.dtype == form.dtype and local.shape == form.shape and local.device == form.device
+    if not (alike and local.layout is torch.strided and local.is_contiguous() and not local.is_inference()):
+        return False
+    return local.untyped_storage().nbytes() >= (local.storage_offset() + local.numel()) * local.itemsize
 
 
 def _shares_memory(tensor: Tensor) -> bool:

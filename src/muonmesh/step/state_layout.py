@@ -56,6 +56,11 @@ class StateLayout(NamedTuple):
         return torch.int8 if precision.int8 and self.kept_as == "momentum" else self.saved_dtype(precision)
 
     @property
+    def at_owner(self) -> bool:
+        """Whether only the owner of a matrix keeps this state."""
+        return self.companion is not None and self.companion.at_owner
+
+    @property
     def side(self) -> str:
         """The unit with one number each, as checkpoints name it: "element", "rows", "cols", "matrix" or "parameter"."""
         if self.kept_as == "count":

@@ -18,7 +18,8 @@ from muonmesh.numerics.rules.parts import follow
 from muonmesh.optimizer import Muon
 from muonmesh.step.connection import placed_members, plan
 from muonmesh.step.members import Member
-from muonmesh.step.parameter_steps import ParameterStep, forms_of, prepare_state
+from muonmesh.step.parameter_steps import ParameterStep, prepare_state
+from muonmesh.step.state_form import forms_of
 from muonmesh.step.state_layout import COUNT
 
 ANOTHERS = "To begin with new state, as after another optimizer such as Megatron's Adam, write --no-load-optim"
@@ -117,7 +118,7 @@ def _create(optimizer: Muon) -> None:
         tensor = member.tensor
         muon = is_matrix_rule(optimizer.param_groups[member.group]["algorithm"])
         local, state = local_of(tensor), optimizer.state[tensor]
-        forms = forms_of(member, local, state, muon, runtime.precision)
+        forms = forms_of(member, local, muon, runtime.precision, master="master" in state)
         entry = ParameterStep(member, local, state, None, muon, forms)
         prepare_state(entry, runtime.precision)
 

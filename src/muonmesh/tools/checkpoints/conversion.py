@@ -13,9 +13,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from muonmesh.checkpoint.archive import read_archive
 from muonmesh.checkpoint.form import PARAMETER, check_state_dict, misfit
-from muonmesh.checkpoint.state import check_values
+from muonmesh.checkpoint.state import REFUSED
 from muonmesh.comm.storage import local_of, local_part
 from muonmesh.errors import StateError, explain_error
 from muonmesh.names import canonical_name
@@ -24,6 +23,8 @@ from muonmesh.numerics.rules import is_matrix_rule
 from muonmesh.step.connection import placed_members
 from muonmesh.step.members import Member
 from muonmesh.step.runtime import Runtime
+from muonmesh.step.state_form import NUMBERS, wrong_state
+from muonmesh.tools.checkpoints.archive import read_archive
 from muonmesh.tools.checkpoints.zero import read_zero
 from muonmesh.tools.migration.packages import PACKAGES, PackageName, groups_of, package_of
 from muonmesh.tools.migration.state_keys import ParameterState
@@ -277,7 +278,8 @@ def _state_dict(
                 for key, value in remembered.state.items()
             }
             for key, value in state[number].items():
-                check_values(name, key, local_of(value))
+                if wrong := wrong_state(key, local_of(value)):
+                    raise StateError(explain_error(name, f"{wrong} in {key}", NUMBERS, REFUSED["numbers"]))
     return {"state": state, "param_groups": saved}
 
 

@@ -17,10 +17,10 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from muonmesh.checkpoint.archive import read_archive
-from muonmesh.checkpoint.form import SIZE, STATE_DICT, TEXT, Fields, Form, check_form
+from muonmesh.checkpoint.form import SIZE, STATE_DICT, TEXT, Form, check_form
 from muonmesh.errors import FileError, StateError, explain_error
 from muonmesh.files import kind_of, read_text
+from muonmesh.tools.checkpoints.archive import Fields, read_archive
 
 _STATES = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _SHAPES = re.compile(r"(?:zero_pp_rank_0_)?mp_rank_00_model_states\.pt")

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from muonmesh.checkpoint.archive import MoreThanData, read_archive
-from muonmesh.checkpoint.entries import CheckpointReader, wrong_numbers
+from muonmesh.checkpoint.entries import CheckpointReader
 from muonmesh.checkpoint.group_settings import check_saved
+from muonmesh.checkpoint.index import read_index
 from muonmesh.checkpoint.manifest import (
     MANIFEST_FILE,
     METADATA_FILE,
@@ -25,10 +25,12 @@ from muonmesh.checkpoint.manifest import (
     check_entries,
     read_manifest,
 )
-from muonmesh.checkpoint.metadata import survey
 from muonmesh.checkpoint.place import found_at, numbered
 from muonmesh.errors import FileError, explain_error
 from muonmesh.files import kind_of, leaves, read_json, reason
+from muonmesh.step.state_form import wrong_numbers
+from muonmesh.tools.checkpoints.archive import MoreThanData, read_archive
+from muonmesh.tools.checkpoints.torch_folder import check_tensors, survey
 from muonmesh.tools.cli.checkpoints import STEP, checkpoints_of, without_checkpoint
 from muonmesh.tools.cli.lock import LOCK_FILE
 from muonmesh.tools.cli.metrics_log import METRICS_FILE
@@ -183,34 +185,38 @@ def _by_another(names: Iterable[str]) -> tuple[str, str]:
 
 
 def _pieces(found: Diagnosis, folder: Path, entries: Mapping[str, Entry] | None) -> None:
-    with found.noting():
+    odd: dict[str, str] = {}
+
+    def note(name: str, tensor: Tensor) -> str:
+        if wrong := wrong_numbers(name, tensor):
+            odd.setdefault(name, wrong)
+        return ""
+
+    with found.noting():  # torch reads it, of our own folders too
         metadata, others = survey(folder)
-        held: dict[str, Any] = metadata.state_dict_metadata
-        found.tensors = {
-            name: torch.empty(one.size, dtype=one.properties.dtype, device="meta") for name, one in held.items()
-        }
-        if others:
-            found.notes.append(
-                f"{len(others)} entries are no tensors, {others[0]} the first: torch would unpickle them, which can "
-                "run code. They are not looked into, and muonmesh loads no such checkpoint"
-            )
-        reader = CheckpointReader(folder, metadata)
-        if entries is not None:
-            reader.check_known(entries)
-        elif found.faults:
-            return
-        odd: dict[str, str] = {}
-
-        def note(name: str, tensor: Tensor) -> str:
-            if wrong := wrong_numbers(name, tensor):
-                odd.setdefault(name, wrong)
-            return ""
-
-        if not found.faults:
-            reader.check_tensors(share=0, of=1, wrong=note)
-        for name, wrong in odd.items():
-            refused = found.kind == OURS and ".state." in name
-            (found.faults if refused else found.notes).append(f"{name}: found {wrong}")
+        if found.kind == TORCHS:
+            held: dict[str, Any] = dict(metadata.state_dict_metadata)
+            found.tensors = {
+                name: torch.empty(one.size, dtype=one.properties.dtype, device="meta") for name, one in held.items()
+            }
+            if others:
+                found.notes.append(
+                    f"{len(others)} entries are no tensors, {others[0]} the first: torch would unpickle them, which "
+                    "can run code. They are not looked into, and muonmesh loads no such checkpoint"
+                )
+            if not found.faults:
+                check_tensors(folder, metadata, wrong=note)
+    if found.kind == OURS and entries is not None:
+        with found.noting():
+            tensors = read_index(folder, entries)
+            found.tensors = {
+                name: torch.empty(one.shape, dtype=one.dtype, device="meta") for name, one in tensors.items()
+            }
+            if not found.faults:
+                CheckpointReader(folder, tensors, {}).check(share=0, of=1, wrong=note)
+    for name, wrong in odd.items():
+        refused = found.kind == OURS and ".state." in name
+        (found.faults if refused else found.notes).append(f"{name}: found {wrong}")
 
 
 def _file(path: Path) -> Diagnosis:

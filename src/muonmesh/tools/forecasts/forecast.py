@@ -3,7 +3,7 @@
 The plan is the real plan, made by `make_plan` as on every rank before its first step. Figures that follow from the plan
 are counted: owners, FLOPs, bytes on the wire, collectives, and memory of weights, gradients and state. Launches,
 elementwise bytes and further memory of a step are modelled from the counts, by the constants below. The constants were
-fitted to dry runs of the real step (`muonmesh.testing.dry_run`); `tests/unit/test_forecast.py` compares the two.
+fitted to dry runs of the real step (`muonmesh.testing.dry_run`); `tests/tools/test_forecast.py` compares the two.
 """
 
 from __future__ import annotations

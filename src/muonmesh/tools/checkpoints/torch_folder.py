@@ -1,4 +1,4 @@
-"""Metadata: reads which tensors a checkpoint holds, without running code from the checkpoint.
+"""TorchFolder: checks a folder of `torch.distributed.checkpoint` without running code from it.
 
 `torch.distributed.checkpoint` pickles its metadata, and a pickle is a program. This module turns the pickled classes
 into objects without behavior, and refuses all other names. From these objects it builds torch's own, field by field.
@@ -9,14 +9,13 @@ from __future__ import annotations
 import io
 import math
 import operator
+import os
 import pickle
-import re
-from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -25,14 +24,16 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.utils import _ReaderView
 
-from muonmesh.checkpoint.form import SIZE, TEXT, Fields, Form, Kind, misfit
-from muonmesh.checkpoint.manifest import METADATA_FILE, REMEDY, check_file
+from muonmesh.checkpoint.entries import Wrong
+from muonmesh.checkpoint.form import SIZE, TEXT, Form, Kind, misfit
+from muonmesh.checkpoint.index import check_cover
+from muonmesh.checkpoint.manifest import DATA_FILE, METADATA_FILE, REMEDY, check_file, unreadable
 from muonmesh.errors import FileError, explain_error
 from muonmesh.files import reason
+from muonmesh.tools.checkpoints.archive import Fields, read_undamaged
 
-DATA_FILE = re.compile(r"__\d+_\d+\.distcp")  # in the folder itself: no path leads out of it
-_Box: TypeAlias = tuple[tuple[int, int], ...]  # begin and length in each dim
 # Modules whose classes torch's metadata name, for one rank, DDP, FSDP2 and ZeRO. All classes become `Fields`.
 _MODULES = {
     "torch.distributed.checkpoint.metadata",
@@ -107,19 +108,6 @@ class _Unpickler(pickle._Unpickler):
         return Fields
 
 
-def read_metadata(folder: Path) -> Metadata:
-    """Return the metadata of a checkpoint, which must have only plain tensors in files of ``folder``.
-
-    Raises:
-        FileError: there are no metadata, they have other entries than tensors, or they are inconsistent or do not fit
-            the files.
-    """
-    metadata, others = survey(folder)
-    if others:
-        raise _not_ours(folder / METADATA_FILE, f"{others[0]} is not a tensor")
-    return metadata
-
-
 def survey(folder: Path) -> tuple[Metadata, tuple[str, ...]]:
     """Return the metadata of tensors in any program's checkpoint, and the names of entries that torch would unpickle.
 
@@ -167,50 +155,11 @@ def _metadata(top: Any) -> tuple[Metadata, tuple[str, ...]]:
         if index["fqn"] not in others
     }
     for name, tensor in tensors.items():
-        _check_cover(name, tensor)
+        check_cover(name, tensor.size, [(chunk.offsets, chunk.sizes) for chunk in tensor.chunks])
         for chunk in tensor.chunks:
             if math.prod(chunk.sizes) and MetadataIndex(name, chunk.offsets) not in places:
                 raise ValueError(f"nothing says where {name} is from {tuple(chunk.offsets)} on")
     return Metadata(tensors, planner_data=None, storage_data=places), tuple(others)
-
-
-def _check_cover(name: str, tensor: TensorStorageMetadata) -> None:
-    """Raise ValueError unless the pieces of a tensor lie inside it, do not overlap, and cover it completely.
-
-    Without this check, loading would leave elements of a missing piece unchanged.
-    """
-    for chunk in tensor.chunks:
-        box = zip(chunk.offsets, chunk.sizes, tensor.size, strict=True)
-        if any(offset < 0 or size < 0 or offset + size > whole for offset, size, whole in box):
-            raise ValueError(f"a piece of {name} lies outside of it")
-    filled = [chunk for chunk in tensor.chunks if chunk.sizes.numel()]
-    boxes: Counter[_Box] = Counter(tuple(zip(chunk.offsets, chunk.sizes, strict=True)) for chunk in filled)
-    held = sum(chunk.sizes.numel() for chunk in tensor.chunks)
-    if tensor.size.numel():
-        boxes[tuple((0, size) for size in tensor.size)] -= 1
-    if not _add_up_to_nothing(boxes):
-        what = "a piece of {} is missing" if held < tensor.size.numel() else "two pieces of {} overlap"
-        raise ValueError(what.format(name))
-
-
-def _add_up_to_nothing(boxes: Mapping[_Box, int]) -> bool:
-    """Return whether, at every point, the weights of the boxes that contain it add up to 0.
-
-    Along the first dim, the sum changes only where a box begins or ends. So the sum is 0 everywhere if every change is
-    0, and a change is again a sum of boxes, with one dim less. If one box ends with the face with which its neighbor
-    begins, both cancel at once. So for the shards of a mesh, the time grows only linearly with the number of pieces.
-    """
-    changes: dict[int, Counter[_Box]] = {}
-    for box, weight in boxes.items():
-        if not weight:
-            continue
-        if not box:
-            return False
-        (start, size), face = box[0], box[1:]
-        changes.setdefault(start, Counter())[face] += weight
-        changes.setdefault(start + size, Counter())[face] -= weight
-    # All changes add up to 0, so the last change is 0 if the others are.
-    return all(_add_up_to_nothing(changes[at]) for at in sorted(changes)[:-1])
 
 
 def _check_files(folder: Path, metadata: Metadata) -> None:
@@ -224,3 +173,45 @@ def _check_files(folder: Path, metadata: Metadata) -> None:
         check_file(path, f"the {end} bytes that {METADATA_FILE} tells of")
         if (size := path.stat().st_size) < end:
             raise FileError(explain_error(str(path), f"{size} bytes", f"{end}", REMEDY))
+
+
+def check_tensors(folder: Path, metadata: Metadata, *, wrong: Wrong) -> None:
+    """Read and check all tensors of a folder.
+
+    Raises:
+        FileError: a piece is no tensor, has another shape or dtype, or is faulty; the message names the tensor.
+    """
+    held: dict[str, Any] = dict(metadata.state_dict_metadata)
+    for name, entry in held.items():
+        for chunk in entry.chunks:
+            if not math.prod(chunk.sizes):
+                continue
+            place = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
+            path = folder / place.relative_path
+            try:
+                with path.open("rb") as file:
+                    tensor = read_undamaged(_Piece(file, place.offset, place.length))
+            except Exception as error:  # damaged bytes can raise any error in the reader
+                raise unreadable(f"{path}: {name}", error) from error
+            expected = _told(chunk.sizes, entry.properties.dtype)
+            is_tensor = type(tensor) is Tensor and tensor.layout is torch.strided
+            told = _told(tensor.shape, tensor.dtype) if is_tensor else f"a {type(tensor).__name__}"
+            if told != expected:
+                raise FileError(f"{path}: found {told} for {name}; needed a tensor, {expected}. {REMEDY}")
+            if found := wrong(name, tensor):
+                raise FileError(f"{path}: found {found} in {name}; needed finite numbers. {REMEDY}")
+
+
+class _Piece(_ReaderView):
+    """A part of a file that can be read like a file.
+
+    Unlike torch's own class, it can seek from its end, and never seeks beyond its end.
+    """
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self.tell(), os.SEEK_END: self.len}[whence]
+        return super().seek(min(self.len, max(0, base + offset))) - self.offset
+
+
+def _told(shape: torch.Size, dtype: torch.dtype) -> str:
+    return f"{str(dtype).removeprefix('torch.')} of shape {tuple(shape)}"

@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself is read without running it, and its tensors are looked at before one is loaded."""
+"""A folder of `torch.distributed.checkpoint`: its pickle is read without running it, and its tensors are checked."""
 
 from __future__ import annotations
 
@@ -9,26 +9,20 @@ import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from muonmesh.checkpoint.entries import CheckpointReader, wrong_numbers
-from muonmesh.checkpoint.manifest import check_entries, entry_of, read_manifest, write_manifest
-from muonmesh.checkpoint.metadata import METADATA_FILE, _check_cover, read_metadata
+from muonmesh.checkpoint.manifest import METADATA_FILE, check_entries, entry_of, read_manifest, write_manifest
 from muonmesh.errors import FileError
+from muonmesh.step.state_form import wrong_numbers
+from muonmesh.tools.checkpoints.torch_folder import check_tensors, survey
 
-Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]  # where it begins, and its size
 STATE: dict[str, Any] = {
     "model": {"weight": torch.arange(600.0).view(20, 30), "bias": torch.ones(3, dtype=torch.bfloat16)},
     "optimizer": {"state": {"weight": {"exp_avg_sq": torch.ones(20, 30), "step": torch.tensor(3.0)}}},
@@ -50,13 +44,12 @@ def folder(written: Path, tmp_path: Path) -> Path:
 
 
 def look(folder: Path) -> None:
-    reader = CheckpointReader(folder, read_metadata(folder))
-    reader.check_tensors(share=0, of=1, wrong=wrong_numbers)
+    check_tensors(folder, survey(folder)[0], wrong=wrong_numbers)
 
 
 def test_what_torch_writes_is_read_as_torch_reads_it(folder: Path) -> None:
     look(folder)
-    found, expected = read_metadata(folder), pickle.loads((folder / METADATA_FILE).read_bytes())
+    (found, _), expected = survey(folder), pickle.loads((folder / METADATA_FILE).read_bytes())
     assert found.state_dict_metadata == expected.state_dict_metadata
     assert found.storage_data == expected.storage_data
 
@@ -73,18 +66,19 @@ def test_a_pickle_that_acts_is_refused_and_does_not_act(folder: Path, tmp_path: 
     mark = tmp_path / "it acted"
     (folder / METADATA_FILE).write_bytes(pickle.dumps(Evil(mark)))
     with pytest.raises(FileError, match=r"\.metadata: not what a training writes: it names posix\.mkdir"):
-        read_metadata(folder)
+        survey(folder)
     assert not mark.exists()
     pickle.loads((folder / METADATA_FILE).read_bytes())
     assert mark.exists(), "it would have"
 
 
-def test_an_entry_that_is_no_tensor_is_refused_by_name(tmp_path: Path) -> None:
+def test_an_entry_that_is_no_tensor_is_named_and_not_read(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         save({"model": {"weight": torch.ones(3), "extra": Evil(tmp_path / "mark")}}, checkpoint_id=tmp_path / "step")
-    with pytest.raises(FileError, match=r"model\.extra is not a tensor"):
-        read_metadata(tmp_path / "step")
+    metadata, others = survey(tmp_path / "step")
+    assert others == ("model.extra",)
+    check_tensors(tmp_path / "step", metadata, wrong=wrong_numbers)
     assert not (tmp_path / "mark").exists()
 
 
@@ -93,7 +87,7 @@ def test_a_pickle_cannot_change_torchs_classes(folder: Path) -> None:
     attack = b"ctorch.distributed.checkpoint.metadata\nMetadata\n(N(dS'mark'\nI1\nstb."
     (folder / METADATA_FILE).write_bytes(attack)
     with pytest.raises(FileError, match="not what a training writes"):
-        read_metadata(folder)
+        survey(folder)
     assert not hasattr(Metadata, "mark")
 
 
@@ -107,7 +101,7 @@ def test_a_pickle_cannot_take_memory(attack: bytes, folder: Path) -> None:
     (folder / METADATA_FILE).write_bytes(attack)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(FileError, match="not what a training writes"):
-        read_metadata(folder)
+        survey(folder)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000, "kilobytes"
 
 
@@ -162,9 +156,9 @@ CHANGES: dict[str, tuple[Callable[[Any], None], str]] = {
     "absolute": (lambda m: leave(m, "/etc/passwd"), r"it names the file '/etc/passwd'"),
     "hidden": (lambda m: leave(m, ".metadata"), r"it names the file '\.metadata'"),
     "absent": (lambda m: leave(m, "__7_0.distcp"), r"__7_0\.distcp: found nothing there"),
-    "half": (halve, r"a piece of model\.weight is missing"),
+    "half": (halve, r"no piece of model\.weight for some elements"),
     "twice": (twice, r"two pieces of model\.weight overlap"),
-    "outside": (outside, r"a piece of model\.weight lies outside"),
+    "outside": (outside, r"a piece of model\.weight that lies outside"),
     "swapped": (swap, r"__0_0\.distcp: found .* of shape .* for model\.\w+; needed"),
     "dtype": (retype, r"found bfloat16 of shape \(3,\) for model\.bias; needed a tensor, float16"),
     "shape": (
@@ -264,90 +258,3 @@ def test_changed_bytes_are_noticed_by_the_manifest_wherever_they_are(written: Pa
     (folder / name).write_bytes(bytes(content))
     with pytest.raises(FileError, match=message):
         check_entries(folder, entries, names)
-
-
-def tensor_of(size: tuple[int, ...], boxes: list[Box]) -> TensorStorageMetadata:
-    pieces = [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in boxes]
-    return TensorStorageMetadata(TensorProperties(dtype=torch.float32), torch.Size(size), pieces)
-
-
-@st.composite
-def cut_anyhow(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box]]:
-    """A tensor in boxes, cut again and again, of which some may then be lost, copied or shifted."""
-    size = tuple(draw(st.lists(st.integers(0, 4), max_size=4)))
-    boxes: list[Box] = [((0,) * len(size), size)]
-    for _ in range(draw(st.integers(0, 6)) if size else 0):
-        offsets, sizes = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
-        dim = draw(st.integers(0, len(size) - 1))
-        at = draw(st.integers(0, sizes[dim]))
-        for start, length in ((0, at), (at, sizes[dim] - at)):
-            box = [*offsets], [*sizes]
-            box[0][dim], box[1][dim] = box[0][dim] + start, length
-            boxes.append((tuple(box[0]), tuple(box[1])))
-    for _ in range(draw(st.integers(0, 2))):
-        offsets, sizes = box = draw(st.sampled_from(boxes))
-        if draw(st.booleans()):
-            boxes.remove(box)
-        if draw(st.booleans()) or not boxes:
-            moved = tuple(draw(st.integers(0, n - m)) for n, m in zip(size, sizes, strict=True))
-            boxes.append((moved, sizes))
-    return size, boxes
-
-
-@settings(max_examples=100, deadline=None)
-@given(cut_anyhow())
-def test_pieces_are_taken_for_a_tensor_exactly_if_they_cover_each_element_once(
-    cut: tuple[tuple[int, ...], list[Box]],
-) -> None:
-    size, boxes = cut
-    painted = torch.zeros(size, dtype=torch.int64)
-    for offsets, sizes in boxes:
-        painted[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))] += 1
-    if bool((painted == 1).all()):
-        _check_cover("weight", tensor_of(size, boxes))
-    else:
-        with pytest.raises(ValueError, match=r"a piece of weight is missing|two pieces of weight overlap"):
-            _check_cover("weight", tensor_of(size, boxes))
-
-
-def test_twenty_thousand_pieces_are_looked_at_and_not_each_beside_each_other() -> None:
-    """200 million pairs would take minutes."""
-    boxes: list[Box] = [((row, column, 0), (1, 1, 3)) for row in range(200) for column in range(100)]
-    _check_cover("weight", tensor_of((200, 100, 3), boxes))
-    _check_cover("weight", tensor_of((3, 5000), [((0, column), (3, 1)) for column in range(5000)]))
-    boxes[777] = boxes[778]
-    with pytest.raises(ValueError, match="two pieces of weight overlap"):
-        _check_cover("weight", tensor_of((200, 100, 3), boxes))
-    # However many dims a hostile file tells of.
-    dims = 48
-    halves: list[Box] = [((0,) * dims, (2,) * (dims - 1) + (1,)), ((0,) * (dims - 1) + (1,), (2,) * (dims - 1) + (1,))]
-    _check_cover("weight", tensor_of((2,) * dims, halves))
-    with pytest.raises(ValueError, match="two pieces of weight overlap"):
-        _check_cover("weight", tensor_of((2,) * dims, halves[:1] * 2))
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("{", "not JSON"),
-        ("[]", "found a list"),
-        ('{"format": 2, "files": {}}', r"\['format'\]: found 2; needed 1: another version wrote it"),
-        ('{"format": true, "files": {}}', r"\['format'\]: found True"),
-        ('{"format": 1}', r"\['files'\]: found nothing; needed a dict"),
-        (
-            '{"format": 1, "files": {"../x": {"bytes": 1, "sha256": ""}}}',
-            "found '../x'; needed the name of a file in this folder",
-        ),
-        ('{"format": 1, "files": {"x": 3}}', r"\['x'\]: found 3; needed a dict"),
-        (
-            '{"format": 1, "files": {"x": {"bytes": -1, "sha256": ""}}}',
-            r"\['bytes'\]: found -1; needed a whole number of at least 0",
-        ),
-        ('{"format": 1, "files": {"x": {"bytes": 1}}}', r"\['sha256'\]: found nothing; needed a string"),
-        ('{"format": 1, "format": 1, "files": {}}', "'format' is there twice"),
-    ],
-)
-def test_a_broken_manifest_is_one_sentence(content: str, message: str, tmp_path: Path) -> None:
-    (tmp_path / "manifest.json").write_text(content)
-    with pytest.raises(FileError, match=rf"manifest\.json.*{message}"):
-        read_manifest(tmp_path)

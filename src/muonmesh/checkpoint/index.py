@@ -1,0 +1,245 @@
+"""Index: which tensors a checkpoint has, and where in its files the bytes of each piece are, as JSON.
+
+`torch.distributed.checkpoint` writes the same into `.metadata`, as a pickle, which muonmesh never reads. It writes each
+piece as a file of `torch.save` inside a larger file. Such a file stores the elements uncompressed in row-major order,
+so the index names the place of the first byte, and nothing around the elements is read.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.utils import _create_file_view
+
+from muonmesh.checkpoint.form import SIZE, Kind, check_form, one_of, only
+from muonmesh.checkpoint.manifest import DATA_FILE, INDEX_FILE, REMEDY, Entry, unreadable
+from muonmesh.errors import FileError, explain_error
+from muonmesh.files import read_json, replace_text
+from muonmesh.layout.region import Block, Region, row_major
+
+Sizes: TypeAlias = tuple[int, ...]
+Starts: TypeAlias = dict[tuple[str, Sizes], tuple[str, int]]
+"""By name and offset of a piece: its file, and the place of its first byte."""
+
+_Box: TypeAlias = tuple[tuple[int, int], ...]  # begin and length in each dim
+
+_DTYPES = {str(one).removeprefix("torch."): one for one in vars(torch).values() if isinstance(one, torch.dtype)}
+_DTYPES = {name: one for name, one in _DTYPES.items() if not name.startswith(("q", "bits"))}  # these need a scale
+_NAME = Kind("a name of at most 1,000 characters", lambda name: len(name) <= 1000)
+_FILE = Kind("the name of a file with tensors", lambda name: isinstance(name, str) and bool(DATA_FILE.fullmatch(name)))
+
+
+def _is_shape(value: Any) -> bool:
+    return isinstance(value, list) and len(value) <= 16 and all(map(SIZE.holds, value))
+
+
+_SHAPE = Kind("a list of at most 16 whole numbers of at least 0", _is_shape)
+_FORM = only(
+    {
+        "byteorder": one_of([sys.byteorder], ", as on this machine"),
+        "tensors": {
+            _NAME: only(
+                {
+                    "dtype": Kind("a dtype", lambda name: isinstance(name, str) and name in _DTYPES),
+                    "shape": _SHAPE,
+                    "pieces": [only({"offset": _SHAPE, "shape": _SHAPE, "file": _FILE, "start": SIZE})],
+                }
+            )
+        },
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SavedPiece:
+    """A box of a saved tensor, which is never empty: its offset, its shape, its file, and its first byte there."""
+
+    offset: Sizes
+    shape: Sizes
+    file: str
+    start: int
+
+    @property
+    def block(self) -> Block:
+        """The box, and the places of its elements in the memory that `SavedTensor.read` returns."""
+        return Block(Region.box(self.offset, self.shape), 0, row_major(self.shape))
+
+
+@dataclass(frozen=True, slots=True)
+class SavedTensor:
+    """A tensor in a checkpoint: its name, its dtype, its whole shape, and the pieces that it is cut into."""
+
+    name: str
+    dtype: torch.dtype
+    shape: Sizes
+    pieces: tuple[SavedPiece, ...]
+
+    def bytes_of(self, piece: SavedPiece) -> int:
+        """Return the size of a piece in bytes."""
+        return math.prod(piece.shape) * self.dtype.itemsize
+
+    def read(self, folder: Path, piece: SavedPiece) -> Tensor:
+        """Return the elements of a piece as a contiguous tensor on the CPU.
+
+        Raises:
+            FileError: the file could not be read, or a bool is neither 0 nor 1.
+        """
+        path, held = folder / piece.file, bytearray()
+        try:
+            with path.open("rb") as file:
+                file.seek(piece.start)
+                held = bytearray(self.bytes_of(piece))
+                if file.readinto(held) < len(held):
+                    raise EOFError("it ends too early")
+        except (OSError, MemoryError, EOFError) as error:
+            raise unreadable(f"{path}: {self.name}", error) from error
+        if self.dtype is torch.bool and max(held) > 1:
+            raise FileError(explain_error(str(path), f"a byte {max(held)} in {self.name}", "0 and 1 in a bool", REMEDY))
+        return torch.frombuffer(held, dtype=self.dtype).view(piece.shape)
+
+
+def starts_of(folder: Path, metadata: Metadata, files: Collection[str]) -> Starts:
+    """Return the places of all pieces in some files that `torch.distributed.checkpoint` has written."""
+    found: Starts = {}
+    for name in files:
+        with (folder / name).open("rb") as file:
+            for index, place in metadata.storage_data.items():
+                if place.relative_path == name:
+                    view: Any = _create_file_view(file, place.offset, place.length)
+                    archive: Any = torch._C.PyTorchFileReader(view)
+                    start = place.offset + archive.get_record_offset("data/0")
+                    found[index.fqn, tuple(index.offset or ())] = name, start
+    return found
+
+
+def write_index(folder: Path, metadata: Metadata, starts: Starts, entries: Mapping[str, Entry]) -> None:
+    """Write the index of a checkpoint.
+
+    Args:
+        folder: The folder.
+        metadata: What `torch.distributed.checkpoint` has written there.
+        starts: The places of all pieces (`starts_of`, of all ranks).
+        entries: The sizes and hashes of the files.
+
+    Raises:
+        OSError: the index cannot be written.
+        FileError: `read_index` would refuse the index, and nobody could load the checkpoint.
+        TypeError: the checkpoint has other entries than tensors.
+    """
+    tensors = {}
+    for name, entry in metadata.state_dict_metadata.items():
+        if not isinstance(entry, TensorStorageMetadata):
+            raise TypeError(explain_error(name, "an entry that is no tensor", "tensors alone"))
+        pieces = [
+            dict(zip(("offset", "shape", "file", "start"), (at, shape, *starts[name, at]), strict=True))
+            for at, shape in ((tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks)
+            if math.prod(shape)
+        ]
+        dtype = str(entry.properties.dtype).removeprefix("torch.")
+        tensors[name] = {"dtype": dtype, "shape": tuple(entry.size), "pieces": pieces}
+    text = json.dumps({"byteorder": sys.byteorder, "tensors": tensors})
+    _checked(folder / INDEX_FILE, json.loads(text), entries)
+    replace_text(folder / INDEX_FILE, text)
+
+
+def read_index(folder: Path, entries: Mapping[str, Entry]) -> dict[str, SavedTensor]:
+    """Return the tensors of a checkpoint by name.
+
+    Args:
+        folder: The folder.
+        entries: The sizes and hashes of its files, from the manifest.
+
+    Raises:
+        FileError: the index has another form than `write_index` writes, or its pieces do not fit the files, do not
+            cover the tensors, or overlap.
+    """
+    path = folder / INDEX_FILE
+    return _checked(path, read_json(path, needed=f"what save wrote there. {REMEDY}"), entries)
+
+
+def _checked(path: Path, content: Any, entries: Mapping[str, Entry]) -> dict[str, SavedTensor]:
+    check_form(str(path), content, _FORM, REMEDY, kind=FileError)
+    tensors = {}
+    for name, entry in content["tensors"].items():
+        pieces = (
+            SavedPiece(tuple(one["offset"]), tuple(one["shape"]), one["file"], one["start"]) for one in entry["pieces"]
+        )
+        tensors[name] = SavedTensor(name, _DTYPES[entry["dtype"]], tuple(entry["shape"]), tuple(pieces))
+    try:
+        for tensor in tensors.values():
+            check_cover(tensor.name, tensor.shape, [(piece.offset, piece.shape) for piece in tensor.pieces])
+        _check_places(tensors.values(), entries)
+    except ValueError as error:
+        raise FileError(explain_error(str(path), str(error), "pieces as save wrote them", REMEDY)) from None
+    return tensors
+
+
+def _check_places(tensors: Iterable[SavedTensor], entries: Mapping[str, Entry]) -> None:
+    """Raise ValueError unless all pieces lie in their files, and none in another.
+
+    So all tensors together are not larger than the files.
+    """
+    ends = {name: 0 for name in entries}
+    places = ((piece.file, piece.start, tensor, piece) for tensor in tensors for piece in tensor.pieces)
+    for file, start, tensor, piece in sorted(places, key=lambda place: place[:2]):
+        end = start + tensor.bytes_of(piece)
+        if file not in entries:
+            raise ValueError(f"a piece of {tensor.name} in {file}, which the manifest does not tell of")
+        if end > entries[file][0]:
+            raise ValueError(f"a piece of {tensor.name} up to byte {end} of {file}, which has {entries[file][0]}")
+        if start < ends[file]:
+            raise ValueError(f"a piece of {tensor.name} in another piece, at byte {start} of {file}")
+        ends[file] = end
+
+
+def check_cover(name: str, shape: Sequence[int], boxes: Sequence[tuple[Sequence[int], Sequence[int]]]) -> None:
+    """Raise ValueError unless boxes of a tensor lie inside it, do not overlap, and cover it completely.
+
+    Without this check, loading would leave elements of a missing piece unchanged.
+
+    Args:
+        name: The tensor's name, for messages.
+        shape: Its shape.
+        boxes: Offset and shape of each box.
+    """
+    for offset, sizes in boxes:
+        if not len(offset) == len(sizes) == len(shape):
+            raise ValueError(f"a piece of {name} with another number of dims")
+        if any(at < 0 or size < 0 or at + size > whole for at, size, whole in zip(offset, sizes, shape, strict=True)):
+            raise ValueError(f"a piece of {name} that lies outside of it")
+    counted = Counter[_Box](tuple(zip(*box, strict=True)) for box in boxes if math.prod(box[1]))
+    held, whole = sum(math.prod(sizes) for _, sizes in boxes), math.prod(shape)
+    if whole:
+        counted[tuple((0, size) for size in shape)] -= 1
+    if not _add_up_to_nothing(counted):
+        raise ValueError(f"no piece of {name} for some elements" if held < whole else f"two pieces of {name} overlap")
+
+
+def _add_up_to_nothing(boxes: Mapping[_Box, int]) -> bool:
+    """Return whether, at every point, the weights of the boxes that contain it add up to 0.
+
+    Along the first dim, the sum changes only where a box begins or ends. So the sum is 0 everywhere if every change is
+    0, and a change is again a sum of boxes, with one dim less. If one box ends with the face with which its neighbor
+    begins, both cancel at once. So for the shards of a mesh, the time grows only linearly with the number of pieces.
+    """
+    changes: dict[int, Counter[_Box]] = {}
+    for box, weight in boxes.items():
+        if not weight:
+            continue
+        if not box:
+            return False
+        (start, size), face = box[0], box[1:]
+        changes.setdefault(start, Counter())[face] += weight
+        changes.setdefault(start + size, Counter())[face] -= weight
+    # All changes add up to 0, so the last change is 0 if the others are.
+    return all(_add_up_to_nothing(changes[at]) for at in sorted(changes)[:-1])
