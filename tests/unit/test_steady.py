@@ -32,9 +32,9 @@ def looked_at(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found: list[str] = []
     check = parameter_steps.check_parameter
 
-    def counted(entry: Any, *, muon: bool) -> None:
+    def counted(entry: Any) -> None:
         found.append(entry.member.name)
-        check(entry, muon=muon)
+        check(entry)
 
     monkeypatch.setattr(parameter_steps, "check_parameter", counted)
     return found
