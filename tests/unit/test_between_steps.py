@@ -171,7 +171,9 @@ Undo = Callable[[], object]
 
 def set_a_setting(draw: Any, training: Training) -> Undo:
     group = draw(st.sampled_from(training.optimizer.param_groups))
-    own = [*RULES[group["algorithm"]].settings(), *GROUP_SETTINGS, "lr", "lr", "weight_decay", "algorithm", "matrices"]
+    kinds = [kind for name, kind in RULES.items() if name is group.get("algorithm")]  # it may be set to anything before
+    own = [key for kind in kinds for key in kind.settings()]
+    own += [*GROUP_SETTINGS, "lr", "lr", "weight_decay", "algorithm", "matrices"]
     own += ["param_names", "name", "params", "steps_taken", "unknown"]
     key = draw(st.sampled_from(own))
     before, had = group.get(key), key in group

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -139,10 +140,28 @@ def test_names_cannot_command_a_terminal(tmp_path: Path, capsys: pytest.CaptureF
     class Odd(nn.Module):
         pass
 
-    odd = Odd()
-    odd.register_module(FORGED.replace(".", ""), nn.Linear(8, 8))
+    def named(*sizes: int) -> nn.Module:
+        odd = Odd()
+        for number, size in enumerate(sizes):
+            odd.register_module(f"{number}{FORGED}", nn.Linear(size, size))
+        return odd
+
+    odd = named(8, 8, 8)
+    odd.get_submodule(f"0{FORGED}").requires_grad_(False)  # named among what is left out
     groups = mm.split_params(odd)
-    told += [str(groups), str(mm.Muon(groups).explain())]
+    told += [
+        str(groups),
+        str(mm.Muon(groups).explain()),
+        str(mm.transfer(mm.from_model(named(8, 8)), mm.from_model(odd))),
+    ]
+
+    def step(closure: Any = None) -> None:
+        raise ValueError(FORGED)
+
+    failing = mm.Muon(groups)
+    failing.step = step  # type: ignore[assignment]
+    report = mm.audit(failing, odd)
+    told += [str(replace(report, guesses=(FORGED,))), str(replace(report, raised=f"{FORGED}: error"))]
     for text in told:
         assert "whole: yes" in text
         assert "\nwhole: yes" not in text
