@@ -108,6 +108,52 @@ def test_complex_weights_are_stepped_as_torch_steps_them(tmp_path: Path) -> None
         mm.from_model(Spectral(), overrides={"weights": {"algorithm": "muon", "matrices": "stack"}})
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"master_dtype": torch.float64},
+        {"state_dtype": "int8"},
+        {"state_dtype": torch.bfloat16, "state_device": "cpu"},
+        {"stochastic_rounding": 1},
+    ],
+    ids=["masters", "int8", "offload", "rounding"],
+)
+def test_complex_weights_beside_settings_of_precision_are_stepped_as_torch_steps_them(settings: dict[str, Any]) -> None:
+    """The state of AdamW has the dtype of its weights; masters are weights of a wider dtype."""
+    torch.manual_seed(0)
+    ours, theirs = Spectral(), Spectral()
+    theirs.load_state_dict(ours.state_dict())
+    optimizer = mm.from_model(ours, lr=1e-2, **settings)
+    if "state_device" in settings:
+        optimizer._runtime.offload = True  # this CPU's state goes through the copies that a device works on
+    wide = torch.complex128 if "master_dtype" in settings else torch.complex64
+    weights = theirs.weights.detach().to(wide).requires_grad_()
+    reference = torch.optim.AdamW([weights], lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
+    for step in range(3):
+        for parameter in ours.parameters():
+            parameter.grad = torch.randn_like(parameter) + step
+        assert ours.weights.grad is not None
+        weights.grad = ours.weights.grad.to(wide)
+        optimizer.step()
+        reference.step()
+    assert torch.equal(ours.weights, weights.to(torch.complex64))
+    for key in ("exp_avg", "exp_avg_sq"):
+        assert torch.equal(optimizer.state[ours.weights][key], reference.state[weights][key])
+
+
+def test_torchs_scaler_takes_no_complex_gradients_whatever_the_optimizer() -> None:
+    for make in (mm.from_model, lambda model: torch.optim.AdamW(model.parameters())):
+        model = Spectral()
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        scaler, optimizer = torch.amp.grad_scaler.GradScaler("cpu"), make(model)
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        scaler.scale(torch.zeros(()))
+        with pytest.raises(NotImplementedError, match="not implemented for 'Complex"):
+            scaler.step(optimizer)
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
 def test_a_healthy_checkpoint_of_torch_is_not_to_be_removed(tmp_path: Path) -> None:
     model = nn.Linear(4, 4)
     torch_save({"model": model.state_dict()}, checkpoint_id=tmp_path / "torchs")
