@@ -65,6 +65,89 @@ def same(a: list[Tensor], b: list[Tensor]) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
+# ------------------------------------------------------------------ parameters and state that cannot be used
+
+
+def freed(model: Two, optimizer: mm.Muon) -> None:
+    model.vector.untyped_storage().resize_(0)
+
+
+def overlapping(model: Two, optimizer: mm.Muon) -> None:
+    model.vector.data = torch.ones(1).expand(5)
+
+
+def of_inference(model: Two, optimizer: mm.Muon) -> None:
+    with torch.inference_mode():
+        value = torch.ones(5)
+    model.vector.data = value
+
+
+def foreign(model: Two, optimizer: mm.Muon) -> None:
+    optimizer.state[model.matrix]["exp_avg"] = torch.zeros(model.matrix.shape)
+
+
+def resized(model: Two, optimizer: mm.Muon) -> None:
+    optimizer.state[model.vector]["exp_avg"] = torch.zeros(6)
+
+
+def elsewhere(model: Two, optimizer: mm.Muon) -> None:
+    optimizer.state[model.vector]["exp_avg"] = torch.zeros(5, device="meta")
+
+
+UNUSABLE: dict[Any, tuple[str, type[Exception]]] = {
+    freed: ("has freed the memory", mm.LayoutError),
+    overlapping: ("several elements share memory", mm.LayoutError),
+    of_inference: ("an inference tensor", TypeError),
+    foreign: ("exp_avg, state of adamw, in a group of muon", mm.StateError),
+    resized: (r"exp_avg of shape \(6,\) on this rank", mm.StateError),
+    elsewhere: ("exp_avg on meta", mm.StateError),
+}
+
+
+def unusable(spoil: Any, told: str, kind: type[Exception]) -> list[str]:
+    """Spoil a parameter or its state on rank 1 alone, mend it after the step has raised, and go on."""
+    model, optimizer = build("fsdp")
+    twin, other = build("fsdp")
+    for some, one in ((model, optimizer), (twin, other)):
+        give(some, 0)
+        one.step()
+    held, vector = model.vector.data, model.vector.detach().clone()
+    state = {p: dict(kept) for p, kept in optimizer.state.items()}
+    give(model, 1)
+    matrix = problem.whole(model.matrix)
+    kept = {key: problem.whole(value).clone() for key, value in state[model.matrix].items()}
+    if dist.get_rank() == 1:
+        model.vector.grad = None
+        spoil(model, optimizer)
+        model.vector.grad = None if spoil is freed else torch.ones(5)
+    with pytest.raises(kind if dist.get_rank() == 1 else mm.PlanError, match=told):
+        optimizer.step()
+    assert torch.equal(problem.whole(model.matrix), matrix)
+    assert all(torch.equal(problem.whole(optimizer.state[model.matrix][key]), value) for key, value in kept.items())
+    model.vector.grad = None
+    if spoil is freed:
+        held.untyped_storage().resize_(held.numel() * 4)
+    model.vector.data = held.copy_(vector)
+    for parameter, whole in state.items():
+        optimizer.state[parameter].clear()
+        optimizer.state[parameter].update(whole)
+    for some, one in ((model, optimizer), (twin, other)):
+        give(some, 1)
+        one.step()
+    return [
+        name
+        for name, value in model.named_parameters()
+        if not torch.equal(*map(problem.whole, (value, twin.get_parameter(name))))
+    ]
+
+
+@pytest.mark.parametrize("spoil", UNUSABLE, ids=lambda spoil: spoil.__name__)
+def test_a_parameter_that_one_rank_cannot_use_is_an_error_on_all_and_changes_nothing(workers, spoil: Any) -> None:
+    began = time.monotonic()
+    assert workers(2).run(unusable, spoil, *UNUSABLE[spoil]) == [[], []]
+    assert time.monotonic() - began < SOON
+
+
 # ------------------------------------------------------------------ settings that differ
 
 DIFFERENT: dict[str, Any] = {
