@@ -60,6 +60,11 @@ TENSORS: list[Callable[[], Any]] = [
     lambda: torch.tensor(0.1, requires_grad=True),
     lambda: torch.tensor([0.1]).to_sparse(),
 ]
+POLYNOMIALS: list[Callable[[], Any]] = [
+    lambda value=value, count=count: ((value, 1.0, value),) * count
+    for value in (1.0, 1e9, 1.1e9, 1e39, 1e308, 10**400)
+    for count in (1, 3, 101)
+]
 DTYPES = [
     torch.float32,
     torch.bfloat16,
@@ -104,10 +109,10 @@ VARIANTS: dict[str, Callable[[Tensor], Any]] = {
     "inference": inference,
     "freed": freed,
     "requires grad": lambda tensor: tensor.clone().requires_grad_(),
-    "NaN": lambda tensor: torch.full_like(tensor, math.nan),
-    "infinite": lambda tensor: torch.full_like(tensor, math.inf),
+    "NaN": lambda tensor: torch.full(tensor.shape, math.nan).to(tensor.dtype),
+    "infinite": lambda tensor: torch.full(tensor.shape, math.inf).to(tensor.dtype),
     "zero": torch.zeros_like,
-    "huge": lambda tensor: torch.full_like(tensor, 3e38),
+    "huge": lambda tensor: torch.full(tensor.shape, 3e38).to(tensor.dtype),
     "none": lambda tensor: None,
     "number": lambda tensor: 3,
     "text": lambda tensor: "x",
@@ -181,7 +186,7 @@ def set_a_setting(draw: Any, training: Training) -> Undo:
     own += ["param_names", "name", "params", "steps_taken", "unknown"]
     key = draw(st.sampled_from(own))
     before, had = group.get(key), key in group
-    values = [*map(lambda value: lambda: value, NUMBERS), *TENSORS]
+    values = [*map(lambda value: lambda: value, NUMBERS), *TENSORS, *POLYNOMIALS]
     value = draw(st.sampled_from(values))()
     if draw(st.booleans()) and isinstance(before, (tuple, list)):
         value = [value] * len(before)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 
 import muonmesh as mm
+from muonmesh.checkpoint.manifest import entry_of, read_manifest, write_manifest
 from muonmesh.checkpoint.metadata import survey
 from muonmesh.errors import FileError, explain_error
 from muonmesh.tools.cli.diagnosis import diagnose
@@ -212,6 +214,56 @@ def test_names_cannot_command_a_terminal(tmp_path: Path, capsys: pytest.CaptureF
         assert "whole: yes" in text
         assert "\nwhole: yes" not in text
         assert not {*text} & {*"\x1b\x07\u202e"}
+
+
+BOUNDS: list[tuple[str, str, str]] = [
+    ("lr", "1e38", "a number of at least 0, at most 1e\\+09"),
+    ("lr", "1" + "0" * 400, "needed"),
+    ("lr", "-1.0", "a number of at least 0"),
+    ("lr", "NaN", "needed"),
+    ("weight_decay", "1e30", "at most 1e\\+09"),
+    ("extra_scale_factor", "1e300", "at most 1e\\+09"),
+    ("momentum", "1.0", r"a number in \[0, 1\)"),
+    ("ns_steps", "1000000000", "a whole number from 1 to 100"),
+    ("ns_steps", "1e9", "a whole number from 1 to 100"),
+    ("adamw_betas", "[0.9, 1.0]", "adamw_betas"),
+    ("adamw_eps", "1e39", "at most 1e\\+09"),
+    ("stochastic_rounding", "1" + "0" * 5000, "4300 digits"),
+    ("ns_coefficients", "[[1e39, 1.0, 1.0]]", "at most 1e\\+09 in size"),
+    ("ns_coefficients", json.dumps([[3.4445, -4.775, 2.0315]] * 101), "at most 100"),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "needed"), BOUNDS, ids=lambda value: value[:20])
+def test_settings_of_a_file_have_the_bounds_of_settings(key: str, value: str, needed: str, tmp_path: Path) -> None:
+    """A forged settings.json costs no time and changes nothing, and the next good step is as without it."""
+
+    def made() -> tuple[nn.Module, mm.Muon]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
+        return model, mm.from_model(model, lr=0.01)
+
+    def stepped(model: nn.Module, optimizer: mm.Muon) -> list[torch.Tensor]:
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+    (model, optimizer), (twin, other) = made(), made()
+    for one in ((model, optimizer), (twin, other)):
+        stepped(*one)
+    mm.checkpoint.save(tmp_path / "saved", model, optimizer)
+    path = tmp_path / "saved" / "settings.json"
+    content = json.loads(path.read_text())
+    for group in content["groups"]:
+        group["settings"][key] = "forged"
+    path.write_text(json.dumps(content).replace('"forged"', value))
+    write_manifest(path.parent, {name: entry_of(path.parent / name) for name in read_manifest(path.parent)})
+    began = time.monotonic()
+    with pytest.raises((mm.StateError, FileError), match=needed):
+        mm.checkpoint.load(tmp_path / "saved", model, optimizer)
+    assert time.monotonic() - began < 5
+    assert all(map(torch.equal, stepped(model, optimizer), stepped(twin, other)))
 
 
 @pytest.mark.parametrize("name", ["n" * 300, "a/" * 3000, os.fsdecode(b"\xff"), "loop"])
