@@ -448,3 +448,17 @@ def test_a_rule_that_raises_is_named_and_no_step_follows_until_state_is_loaded(
         one.steps = 1
         one.step()
     assert all_of(training) == all_of(twin)
+
+
+def test_a_freed_tensor_in_place_of_a_state_is_not_read() -> None:
+    """Python would end: torch reads the memory to print a tensor."""
+    training = Training("muon", torch.float32, {})
+    training.step()
+    weight = training.weights["a"]
+    before, held = all_of(training), training.optimizer.state[weight]
+    training.gradients()
+    training.optimizer.state[weight] = freed(torch.ones(3000))  # type: ignore[assignment]
+    with pytest.raises(mm.StateError, match="a: found a Tensor as its state; needed a dict"):
+        training.optimizer.step()
+    training.optimizer.state[weight] = held
+    assert all_of(training) == before
