@@ -355,8 +355,12 @@ class Muon(torch.optim.Optimizer):
             elementwise.append(partial(step_elementwise, rule, some, precision, flags, squares, offload))
         work = MuonStep(ready, elementwise, squares)
         runtime.interrupted = f"a step (number {exchange.wire.steps} of this plan)"
-        yield planned, exchange, work
-        ready.finish()
+        try:
+            yield planned, exchange, work
+            ready.finish()
+        except Exception as error:
+            runtime.explain_interruption(error)
+            raise
         runtime.wrote = ready.blocks
         runtime.brought_back = None if offload is None else offload.last
         runtime.interrupted = None

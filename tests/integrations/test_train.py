@@ -466,6 +466,17 @@ def test_a_run_learns_from_the_same_start_with_both_optimizers(finished: Path) -
 
 
 @pytest.mark.slow
+def test_a_run_that_is_stopped_after_its_last_step_is_whole(runs: Path, text: Path) -> None:
+    """Ctrl-C in the last validation, which is long: the run has nothing to go on with, and says nothing of stopping."""
+    run = runs / "stopped at the end"
+    options = (*TINY, "--data", text, "--out", run, "--optimizer", "muon", "--eval-sequences", 400)
+    assert stop_after(run, "muon", STEPS, *options) == 0
+    assert latest_step(run / "checkpoints" / "muon") == STEPS
+    assert losses(run)["muon", STEPS, "validation_loss"] > 0
+    assert (run / "report.html").is_file()
+
+
+@pytest.mark.slow
 def test_a_run_leaves_a_report_that_needs_nothing_else(finished: Path) -> None:
     run = finished
     output = (run / "output.txt").read_text()

@@ -95,3 +95,26 @@ def test_a_group_without_this_rank_is_refused(workers: Callable[[int], Pool]) ->
     member, stranger = workers(2).run(_refused, "not a member", timeout=60)
     assert member == ""
     assert stranger.startswith("process_group: found a group without this rank")
+
+
+def kept_norms() -> list[str]:
+    """Norms of three clipped steps, read when they were measured and after all steps; return what differs."""
+    weight, bias = nn.Parameter(torch.ones(4, 6)), nn.Parameter(torch.ones(5))
+    groups = [{"params": [weight], "name": "muon"}, {"params": [bias], "name": "adamw", "algorithm": "adamw"}]
+    optimizer = mm.Muon(groups, lr=0.1, process_group="world")
+    kept, read = [], []
+    for step in range(3):
+        weight.grad, bias.grad = torch.full((4, 6), 3.0 + step), torch.full((5,), 2.0 - step)
+        norms = optimizer.clip_grad_norm_(1.0, policy="all", skip_above=18.0)
+        kept.append(norms)
+        read.append([float(norms), *map(float, (norms.muon, norms.adamw, norms.skipped))])
+        optimizer.step()
+        optimizer.zero_grad()
+    again = [[float(norms), *map(float, (norms.muon, norms.adamw, norms.skipped))] for norms in kept]
+    assert [figures[-1] for figures in read] == [0.0, 1.0, 1.0]
+    return [f"{one} {other}" for one, other in zip(read, again, strict=True) if one != other]
+
+
+def test_norms_that_are_kept_over_steps_stay_as_they_were_measured(workers: Callable[[int], Pool]) -> None:
+    """Loops log them later: no step may write into the tensors of an earlier one."""
+    assert workers(2).run(kept_norms) == [[], []]

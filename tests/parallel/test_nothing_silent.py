@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -18,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import muonmesh as mm
 from muonmesh.comm import meeting
@@ -63,6 +65,89 @@ def values(model: nn.Module) -> list[Tensor]:
 
 def same(a: list[Tensor], b: list[Tensor]) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+# ------------------------------------------------------------------ parameters and state that cannot be used
+
+
+def freed(model: Two, optimizer: mm.Muon) -> None:
+    model.vector.untyped_storage().resize_(0)
+
+
+def overlapping(model: Two, optimizer: mm.Muon) -> None:
+    model.vector.data = torch.ones(1).expand(5)
+
+
+def of_inference(model: Two, optimizer: mm.Muon) -> None:
+    with torch.inference_mode():
+        value = torch.ones(5)
+    model.vector.data = value
+
+
+def foreign(model: Two, optimizer: mm.Muon) -> None:
+    optimizer.state[model.matrix]["exp_avg"] = torch.zeros(model.matrix.shape)
+
+
+def resized(model: Two, optimizer: mm.Muon) -> None:
+    optimizer.state[model.vector]["exp_avg"] = torch.zeros(6)
+
+
+def elsewhere(model: Two, optimizer: mm.Muon) -> None:
+    optimizer.state[model.vector]["exp_avg"] = torch.zeros(5, device="meta")
+
+
+UNUSABLE: dict[Any, tuple[str, type[Exception]]] = {
+    freed: ("has freed the memory", mm.LayoutError),
+    overlapping: ("several elements share memory", mm.LayoutError),
+    of_inference: ("an inference tensor", TypeError),
+    foreign: ("exp_avg, state of adamw, in a group of muon", mm.StateError),
+    resized: (r"exp_avg of shape \(6,\) on this rank", mm.StateError),
+    elsewhere: ("exp_avg on meta", mm.StateError),
+}
+
+
+def unusable(spoil: Any, told: str, kind: type[Exception]) -> list[str]:
+    """Spoil a parameter or its state on rank 1 alone, mend it after the step has raised, and go on."""
+    model, optimizer = build("fsdp")
+    twin, other = build("fsdp")
+    for some, one in ((model, optimizer), (twin, other)):
+        give(some, 0)
+        one.step()
+    held, vector = model.vector.data, model.vector.detach().clone()
+    state = {p: dict(kept) for p, kept in optimizer.state.items()}
+    give(model, 1)
+    matrix = problem.whole(model.matrix)
+    kept = {key: problem.whole(value).clone() for key, value in state[model.matrix].items()}
+    if dist.get_rank() == 1:
+        model.vector.grad = None
+        spoil(model, optimizer)
+        model.vector.grad = None if spoil is freed else torch.ones(5)
+    began = time.monotonic()
+    with pytest.raises(kind if dist.get_rank() == 1 else mm.PlanError, match=told):
+        optimizer.step()
+    assert time.monotonic() - began < SOON
+    assert torch.equal(problem.whole(model.matrix), matrix)
+    assert all(torch.equal(problem.whole(optimizer.state[model.matrix][key]), value) for key, value in kept.items())
+    model.vector.grad = None
+    if spoil is freed:
+        held.untyped_storage().resize_(held.numel() * 4)
+    model.vector.data = held.copy_(vector)
+    for parameter, whole in state.items():
+        optimizer.state[parameter].clear()
+        optimizer.state[parameter].update(whole)
+    for some, one in ((model, optimizer), (twin, other)):
+        give(some, 1)
+        one.step()
+    return [
+        name
+        for name, value in model.named_parameters()
+        if not torch.equal(*map(problem.whole, (value, twin.get_parameter(name))))
+    ]
+
+
+@pytest.mark.parametrize("spoil", UNUSABLE, ids=lambda spoil: spoil.__name__)
+def test_a_parameter_that_one_rank_cannot_use_is_an_error_on_all_and_changes_nothing(workers, spoil: Any) -> None:
+    assert workers(2).run(unusable, spoil, *UNUSABLE[spoil]) == [[], []]
 
 
 # ------------------------------------------------------------------ settings that differ
@@ -759,3 +844,48 @@ def unused_while_unsharded() -> None:
 
 def test_a_parameter_that_is_whole_in_its_module_and_unused_is_not_taken_for_another(workers) -> None:
     workers(2).run(unused_while_unsharded, timeout=SOON)
+
+
+# ------------------------------------------------------------------ memory that one rank lacks
+
+
+class Lacks(TorchDispatchMode):
+    """A rank on which memory runs out in the operations of one name."""
+
+    def __init__(self, operation: str) -> None:
+        super().__init__()
+        self.operation = operation
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.operation in str(func):
+            raise MemoryError("no memory here")
+        return func(*args, **(kwargs or {}))
+
+
+def lacking(operation: str, steps: int) -> bool:
+    """Let memory run out on rank 1, in a step after so many others; return whether anything was written."""
+    model, optimizer = build()
+    for step in range(steps):
+        give(model, step)
+        optimizer.step()
+    give(model, steps)
+    model.matrix.grad = problem.whole(model.matrix.grad).mT.contiguous().mT  # so that a step needs a copy of it
+    before, began = values(model), time.monotonic()
+    with (
+        Lacks(operation) if dist.get_rank() == 1 else contextlib.nullcontext(),
+        pytest.raises((MemoryError, mm.PlanError), match="no memory here") as error,
+    ):
+        optimizer.step()
+    assert isinstance(error.value, MemoryError if dist.get_rank() == 1 else mm.PlanError)
+    assert time.monotonic() - began < SOON
+    written = not same(before, values(model))
+    optimizer.step()
+    return written
+
+
+@pytest.mark.parametrize(("operation", "steps"), [("dot", 0), ("clone", 0), ("clone", 1)])
+def test_memory_that_one_rank_lacks_before_anything_is_written_is_an_error_on_all(
+    workers, operation: str, steps: int
+) -> None:
+    """In the comparison of replicas at a first step, and where gradients are read. The next step goes on."""
+    assert workers(2).run(lacking, operation, steps) == [False, False]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import io
 import json
 import multiprocessing
@@ -453,6 +454,26 @@ def test_a_closed_stdout_and_a_terminal_without_columns_end_nothing(monkeypatch:
 def test_brackets_in_a_path_are_printed_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
     terminal.make_console().print("runs/[/first] of [data]/*.txt", soft_wrap=True)
     assert capsys.readouterr().out == "runs/[/first] of [data]/*.txt\n"
+
+
+def test_names_cannot_command_a_terminal_nor_forge_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    name = "\x1b]0;title\x07\u202e\nwhole: yes"
+    terminal.say(terminal.make_console(), f"first {name}", "second\r")
+    terminal.note(name)
+    assert terminal.complain("train", name, "second", code=1) == 1
+    printed = capsys.readouterr()
+    shown = r"\x1b]0;title\x07\u202e\nwhole: yes"
+    assert printed.out == f"first {shown}\nsecond\\r\n"
+    assert printed.err == f"{shown}\nmuonmesh train: {shown}\nsecond\n"
+
+
+def test_every_command_prints_by_what_escapes() -> None:
+    """Only `say`, `complain` and `note` print text; tables, which escape their cells, go to a console as they are."""
+    for path in sorted(Path(terminal.__file__).parent.glob("*.py")):
+        calls = [call for call in ast.walk(ast.parse(path.read_text())) if isinstance(call, ast.Call)]
+        printed = [ast.unparse(call) for call in calls if ast.unparse(call.func).rpartition(".")[2] == "print"]
+        others = [call for call in printed if not call.startswith(("console.print(table_of(", "console.print(_table("))]
+        assert path.name == "terminal.py" or others in ([], ["print(versions())"]), path.name
 
 
 def test_a_rank_without_torchrun_says_what_to_write() -> None:

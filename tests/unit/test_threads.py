@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import muonmesh as mm
-from muonmesh.numerics.kernels.threads import run_all
+from muonmesh.numerics.kernels.threads import run_all, run_each, run_parts
 from muonmesh.numerics.newton_schulz import Orthogonalizer
 
 CPU = torch.device("cpu")
@@ -199,3 +199,31 @@ def test_threads_that_share_an_orthogonalizer_have_memory_of_their_own() -> None
         for _ in range(5):
             found = list(threads.map(shared, batches))
             assert all(map(torch.equal, found, alone))
+
+
+@pytest.mark.parametrize("how", ["all", "parts", "each"])
+def test_an_error_is_raised_when_no_task_runs_any_more(how: str) -> None:
+    """The tasks of a step write weights: one that runs on would write into what the user loads meanwhile."""
+    torch.set_num_threads(2)
+    running = threading.Event()
+    done: list[int] = []
+
+    def task(number: int) -> None:
+        if number == 0:
+            assert running.wait(10)
+            raise MemoryError("no memory")
+        running.set()
+        time.sleep(0.3)
+        done.append(number)
+
+    run: dict[str, Callable[[], None]] = {
+        "all": lambda: run_all([lambda: task(0), lambda: task(1), *[lambda: task(2)] * 20], device=CPU),
+        "parts": lambda: run_parts(lambda number, _: task(number)),
+        "each": lambda: run_each(task, range(2)),
+    }
+    with pytest.raises(MemoryError, match="no memory"):
+        run[how]()
+    after = list(done)
+    assert 1 in after
+    time.sleep(0.5)
+    assert done == after

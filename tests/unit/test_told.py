@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 
 import muonmesh as mm
+from muonmesh.checkpoint.manifest import entry_of, read_manifest, write_manifest
 from muonmesh.errors import FileError, explain_error
 from muonmesh.tools.checkpoints.torch_folder import survey
 from muonmesh.tools.cli.diagnosis import diagnose
@@ -107,6 +110,52 @@ def test_complex_weights_are_stepped_as_torch_steps_them(tmp_path: Path) -> None
         mm.from_model(Spectral(), overrides={"weights": {"algorithm": "muon", "matrices": "stack"}})
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"master_dtype": torch.float64},
+        {"state_dtype": "int8"},
+        {"state_dtype": torch.bfloat16, "state_device": "cpu"},
+        {"stochastic_rounding": 1},
+    ],
+    ids=["masters", "int8", "offload", "rounding"],
+)
+def test_complex_weights_beside_settings_of_precision_are_stepped_as_torch_steps_them(settings: dict[str, Any]) -> None:
+    """The state of AdamW has the dtype of its weights; masters are weights of a wider dtype."""
+    torch.manual_seed(0)
+    ours, theirs = Spectral(), Spectral()
+    theirs.load_state_dict(ours.state_dict())
+    optimizer = mm.from_model(ours, lr=1e-2, **settings)
+    if "state_device" in settings:
+        optimizer._runtime.offload = True  # this CPU's state goes through the copies that a device works on
+    wide = torch.complex128 if "master_dtype" in settings else torch.complex64
+    weights = theirs.weights.detach().to(wide).requires_grad_()
+    reference = torch.optim.AdamW([weights], lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
+    for step in range(3):
+        for parameter in ours.parameters():
+            parameter.grad = torch.randn_like(parameter) + step
+        assert ours.weights.grad is not None
+        weights.grad = ours.weights.grad.to(wide)
+        optimizer.step()
+        reference.step()
+    assert torch.equal(ours.weights, weights.to(torch.complex64))
+    for key in ("exp_avg", "exp_avg_sq"):
+        assert torch.equal(optimizer.state[ours.weights][key], reference.state[weights][key])
+
+
+def test_torchs_scaler_takes_no_complex_gradients_whatever_the_optimizer() -> None:
+    for make in (mm.from_model, lambda model: torch.optim.AdamW(model.parameters())):
+        model = Spectral()
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        scaler, optimizer = torch.amp.grad_scaler.GradScaler("cpu"), make(model)
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        scaler.scale(torch.zeros(()))
+        with pytest.raises(NotImplementedError, match="not implemented for 'Complex"):
+            scaler.step(optimizer)
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
 def test_a_healthy_checkpoint_of_torch_is_not_to_be_removed(tmp_path: Path) -> None:
     model = nn.Linear(4, 4)
     torch_save({"model": model.state_dict()}, checkpoint_id=tmp_path / "torchs")
@@ -139,14 +188,82 @@ def test_names_cannot_command_a_terminal(tmp_path: Path, capsys: pytest.CaptureF
     class Odd(nn.Module):
         pass
 
-    odd = Odd()
-    odd.register_module(FORGED.replace(".", ""), nn.Linear(8, 8))
+    def named(*sizes: int) -> nn.Module:
+        odd = Odd()
+        for number, size in enumerate(sizes):
+            odd.register_module(f"{number}{FORGED}", nn.Linear(size, size))
+        return odd
+
+    odd = named(8, 8, 8)
+    odd.get_submodule(f"0{FORGED}").requires_grad_(False)  # named among what is left out
     groups = mm.split_params(odd)
-    told += [str(groups), str(mm.Muon(groups).explain())]
+    told += [
+        str(groups),
+        str(mm.Muon(groups).explain()),
+        str(mm.transfer(mm.from_model(named(8, 8)), mm.from_model(odd))),
+    ]
+
+    def step(closure: Any = None) -> None:
+        raise ValueError(FORGED)
+
+    failing = mm.Muon(groups)
+    failing.step = step  # type: ignore[assignment]
+    report = mm.audit(failing, odd)
+    told += [str(replace(report, guesses=(FORGED,))), str(replace(report, raised=f"{FORGED}: error"))]
     for text in told:
         assert "whole: yes" in text
         assert "\nwhole: yes" not in text
         assert not {*text} & {*"\x1b\x07\u202e"}
+
+
+BOUNDS: list[tuple[str, str, str]] = [
+    ("lr", "1e38", "a number of at least 0, at most 1e\\+09"),
+    ("lr", "1" + "0" * 400, "needed"),
+    ("lr", "-1.0", "a number of at least 0"),
+    ("lr", "NaN", "needed"),
+    ("weight_decay", "1e30", "at most 1e\\+09"),
+    ("extra_scale_factor", "1e300", "at most 1e\\+09"),
+    ("momentum", "1.0", r"a number in \[0, 1\)"),
+    ("ns_steps", "1000000000", "a whole number from 1 to 100"),
+    ("ns_steps", "1e9", "a whole number from 1 to 100"),
+    ("adamw_betas", "[0.9, 1.0]", "adamw_betas"),
+    ("adamw_eps", "1e39", "at most 1e\\+09"),
+    ("stochastic_rounding", "1" + "0" * 5000, "4300 digits"),
+    ("ns_coefficients", "[[1e39, 1.0, 1.0]]", "at most 1e\\+09 in size"),
+    ("ns_coefficients", json.dumps([[3.4445, -4.775, 2.0315]] * 101), "at most 100"),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "needed"), BOUNDS, ids=lambda value: value[:20])
+def test_settings_of_a_file_have_the_bounds_of_settings(key: str, value: str, needed: str, tmp_path: Path) -> None:
+    """A forged settings.json costs no time and changes nothing, and the next good step is as without it."""
+
+    def made() -> tuple[nn.Module, mm.Muon]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
+        return model, mm.from_model(model, lr=0.01)
+
+    def stepped(model: nn.Module, optimizer: mm.Muon) -> list[torch.Tensor]:
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+    (model, optimizer), (twin, other) = made(), made()
+    for one in ((model, optimizer), (twin, other)):
+        stepped(*one)
+    mm.checkpoint.save(tmp_path / "saved", model, optimizer)
+    path = tmp_path / "saved" / "settings.json"
+    content = json.loads(path.read_text())
+    for group in content["groups"]:
+        group["settings"][key] = "forged"
+    path.write_text(json.dumps(content).replace('"forged"', value))
+    write_manifest(path.parent, {name: entry_of(path.parent / name) for name in read_manifest(path.parent)})
+    began = time.monotonic()
+    with pytest.raises((mm.StateError, FileError), match=needed):
+        mm.checkpoint.load(tmp_path / "saved", model, optimizer)
+    assert time.monotonic() - began < 5
+    assert all(map(torch.equal, stepped(model, optimizer), stepped(twin, other)))
 
 
 @pytest.mark.parametrize("name", ["n" * 300, "a/" * 3000, os.fsdecode(b"\xff"), "loop"])

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from muonmesh.errors import about, called, explain_error, warn
+from muonmesh.errors import about, called, escaped, explain_error, warn
 from muonmesh.groups.ends import GUESS, UNREAD, ends
 from muonmesh.groups.fused_projections import Matrices, global_shape
 from muonmesh.groups.heads import HeadPart, by_heads, parts_of, refuse_none
@@ -122,9 +122,11 @@ class ParamGroups(list[dict[str, Any]]):
             count, elements = len(group["params"]), sum(prod(global_shape(p)) for p in group["params"])
             settings = {k: v for k, v in group.items() if k not in _RESERVED | {"algorithm", "matrices"}}
             shown = "".join(f", {k}={v!r}" for k, v in settings.items())
-            text.append(f"{group['name']}: {count} tensor{'' if count == 1 else 's'}, {elements:,} elements{shown}")
+            text.append(
+                escaped(f"{group['name']}: {count} tensor{'' if count == 1 else 's'}, {elements:,} elements{shown}")
+            )
         frozen = Counter((starred(name), reason) for name, reason in self.frozen.items())
-        text += [f"left out: {name} ({count}): {reason}" for (name, reason), count in frozen.items()]
+        text += [escaped(f"left out: {name} ({count}): {reason}") for (name, reason), count in frozen.items()]
         return "\n".join(text)
 
 

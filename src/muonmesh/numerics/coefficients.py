@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, cycle, islice, repeat
-from math import isfinite
-from typing import Literal, TypeAlias, get_args
+from math import inf
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 
 from muonmesh.errors import explain_error
+from muonmesh.numerics.setting import LARGEST
 
 CoefficientName: TypeAlias = Literal["simple", "quintic", "polar_express", "cans", "deepseekv4", "aol", "deflated"]
 """The published sets of Newton–Schulz coefficients, by the names that their authors or first users gave them."""
@@ -205,6 +206,14 @@ def register_coefficients(name: str, chosen: CoefficientSet) -> None:
     COEFFICIENT_SETS[name] = replace(chosen, polynomials=polynomials)
 
 
+def _as_float(value: Any) -> float:
+    """Return a number as a float; infinity for a whole number that no float holds."""
+    try:
+        return float(value)
+    except OverflowError:
+        return inf
+
+
 def coefficient_set(coefficients: Coefficients) -> CoefficientSet:
     """Look up a published or registered set by name, or check and wrap a sequence of polynomials.
 
@@ -216,7 +225,7 @@ def coefficient_set(coefficients: Coefficients) -> CoefficientSet:
 
     Raises:
         ValueError: The name is unknown, the sequence is empty, a polynomial has fewer than two coefficients, or
-            a coefficient is not finite.
+            a coefficient is not finite, or above 1e9 in size.
         TypeError: `coefficients` is neither a name nor a sequence of sequences of numbers.
     """
     if isinstance(coefficients, str):
@@ -227,15 +236,16 @@ def coefficient_set(coefficients: Coefficients) -> CoefficientSet:
             raise ValueError(explain_error("coefficients", found, needed, write))
         return COEFFICIENT_SETS[coefficients]
     try:
-        polynomials = tuple(tuple(float(value) for value in polynomial) for polynomial in coefficients)
+        polynomials = tuple(tuple(map(_as_float, polynomial)) for polynomial in coefficients)
     except (TypeError, ValueError) as error:
         needed = "the name of a published set, or a sequence with one tuple of numbers a step"
         raise TypeError(explain_error("coefficients", f"{coefficients!r}", needed, _EXAMPLE)) from error
     if not polynomials:
         raise ValueError(explain_error("coefficients", "an empty sequence", "at least one polynomial", _EXAMPLE))
     for polynomial in polynomials:
-        if len(polynomial) < 2 or not all(isfinite(value) for value in polynomial):
-            found, needed = f"the polynomial {polynomial}", "two or more finite numbers, the factors of x, x³, …"
+        if len(polynomial) < 2 or not all(-LARGEST <= value <= LARGEST for value in polynomial):
+            found = f"the polynomial {polynomial}"
+            needed = f"two or more numbers of at most {LARGEST:g} in size, the factors of x, x³, …"
             raise ValueError(explain_error("coefficients", found, needed, "Write for example (1.5, -0.5)"))
     return CoefficientSet(polynomials, "repeat_last", steps=len(polynomials))
 

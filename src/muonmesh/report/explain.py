@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from muonmesh.comm.wire import Counts
+from muonmesh.errors import escaped
 from muonmesh.layout.balance import imbalance
 from muonmesh.numerics.graphs import MOST
 from muonmesh.numerics.rules import RULES, is_matrix_rule, rule_of
@@ -147,7 +148,7 @@ class Explanation:
             table.append(f"results of {self.relayed} parameters enter each machine once and are passed on there")
         if self.open:
             more = f" and {len(self.open) - 3} more" if len(self.open) > 3 else ""
-            table.append(f"the first step looks for copies on other ranks of {', '.join(self.open[:3])}{more}")
+            table.append(escaped(f"the first step looks for copies on other ranks of {', '.join(self.open[:3])}{more}"))
         if self.state_bytes:
             host = f", {self.host_bytes / 1e6:.3g} MB of it in CPU memory" if self.host_bytes else ""
             table.append(f"rank {self.rank} stores {self.state_bytes / 1e6:.3g} MB of optimizer state{host}")

@@ -22,7 +22,7 @@ from muonmesh.comm.meeting import connected
 from muonmesh.comm.storage import mesh_groups, refuse_flattened, shape_if_known, this_rank, world_size
 from muonmesh.comm.telling import tell_all
 from muonmesh.comm.wrappers import group_that_averages, refuse_join, wrappers_of
-from muonmesh.errors import LayoutError, about, explain_error, warn
+from muonmesh.errors import about, explain_error, warn
 from muonmesh.layout import Budget, Parameter, Plan, make_plan, split_matrices
 from muonmesh.names import canonical_name
 from muonmesh.numerics.dtypes import COMPLEX_DTYPES, HELD_DTYPES, NEEDED_HELD
@@ -101,10 +101,13 @@ def connect(groups: Groups, runtime: Runtime, *, gradients: bool = True) -> Conn
     mine: Any = None
     if planned is not None:
         bf16 = planned.device.type == "cpu" and runtime.precision.compute == torch.bfloat16
-        products = runtime.asked, auto_takes() if bf16 else None
-        replicas = gradients_of_replicas(planned, ranks, runtime.source) if gradients else {}
-        claims_here = claims_of(planned, ranks, runtime.source if gradients else None)
-        mine = claims_here, products, runtime.machine, added(replicas)
+        try:
+            products = runtime.asked, auto_takes() if bf16 else None
+            replicas = gradients_of_replicas(planned, ranks, runtime.source) if gradients else {}
+            claims_here = claims_of(planned, ranks, runtime.source if gradients else None)
+            mine = claims_here, products, runtime.machine, added(replicas)
+        except Exception as found:  # such as a lack of memory: the other ranks wait for this rank
+            error = error or found
     order = ranks if group is None else dist.get_process_group_ranks(group)
     told = dict(zip(order, tell_all(mine, error, group=group), strict=True))
     claims, takes, machines, averages = ({rank: facts[number] for rank, facts in told.items()} for number in range(4))
@@ -283,7 +286,7 @@ def _read(
             check_members(group, groups, runtime)
         runtime.found_group = _group_found(groups, runtime)
         signature = _signature(groups, runtime)  # with the names as they are now
-    except (KeyError, TypeError, ValueError) as wrong:  # this rank still meets the other ranks, which wait for it
+    except Exception as wrong:  # this rank still meets the other ranks, which wait for it
         if runtime.connected is not None:
             return None, runtime.connected.planned.sets, wrong
         return None, likely_sets(groups, runtime.holders, runtime.layouts, runtime.source), wrong
@@ -296,7 +299,7 @@ def _read(
         planned = plan_members(groups, members, signature, runtime.precision, _planner(runtime))
         planned.graphs = Graphs(planned.device) if runtime.cuda_graphs and planned.muon else None
         runtime.planned = planned
-    except (LayoutError, ValueError) as found:
+    except Exception as found:  # whatever a rule's own methods raise
         return None, sets, found
     return runtime.planned, runtime.planned.sets, None
 

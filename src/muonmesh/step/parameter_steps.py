@@ -191,17 +191,18 @@ def collect(planned: Planned, optimizer: Optimizer, runtime: Runtime, loss_scale
             return last
         try:
             gradient = gradient_of(member.name, tensor, runtime.source)
-        except Exception as found:  # whatever a source raises: the other ranks wait for this rank
+            if gradient is not None and loss_scale is not None:
+                gradient = unscaled(gradient, loss_scale)
+            if gradient is not None and (type(gradient) is Tensor or not any(partial_axes(gradient))):
+                gradient = gradient.contiguous()
+        except Exception as found:  # whatever a source raises, or a lack of memory: the other ranks wait for this rank
             error = error or found
         if gradient is None:
             missing[member.name] = tensor
-        if gradient is not None and loss_scale is not None:
-            gradient = unscaled(gradient, loss_scale)
-        if gradient is not None and (type(gradient) is Tensor or not any(partial_axes(gradient))):
-            gradient = gradient.contiguous()
         kept: object = state.setdefault(tensor, {})
         if not isinstance(kept, dict):
-            said, write = f"{kept!r} as its state", "Write del optimizer.state[parameter] to begin with fresh state"
+            said = f"a {type(kept).__name__} as its state"  # its text may be that of a tensor whose memory is freed
+            write = "Write del optimizer.state[parameter] to begin with fresh state"
             error, kept = error or StateError(explain_error(member.name, said, "a dict", write)), {}
         local, place = local_of(tensor), (id(member), "master" in kept)
         if (forms := planned.state_forms.get(place)) is None:

@@ -14,11 +14,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from muonmesh.comm.gradients import PARAMETER_GRAD, GradientSource
 from muonmesh.comm.storage import ranks_of_a_machine
-from muonmesh.errors import StateError, explain_error
+from muonmesh.errors import StateError, about, explain_error
 from muonmesh.layout import Declared
 from muonmesh.layout.owners import KnownMatrix
 from muonmesh.numerics.kernels import KernelName
 from muonmesh.numerics.kernels.memory import download
+from muonmesh.numerics.rules import rule_method_of
 from muonmesh.settings import ProcessGroup
 from muonmesh.step.blocks import Blocks
 from muonmesh.step.offload import Offload
@@ -26,6 +27,9 @@ from muonmesh.step.planning import Connected, Planned
 from muonmesh.step.precision import Precision
 from muonmesh.step.untrained import IdleParameters
 from muonmesh.step.update_squares import UpdateSquares
+
+_TORN = "so some weights and their state are of another step than others"
+_LOAD = "Load model and optimizer from a checkpoint (load_state_dict; a new optimizer for torch.distributed.checkpoint)"
 
 
 class Clip(NamedTuple):
@@ -138,11 +142,19 @@ class Runtime:
     def refuse_if_interrupted(self) -> None:
         """Raise a StateError if a step or a load was interrupted while it wrote, and no state was loaded afterwards."""
         if self.interrupted is not None:
-            found = f"{self.interrupted} that was interrupted while it wrote, so some weights and their state are of "
-            found += "another step than others"
-            write = "Load model and optimizer from a checkpoint (load_state_dict; a new optimizer for "
-            write += "torch.distributed.checkpoint)"
-            raise StateError(explain_error("the optimizer", found, "those of one step", write))
+            found = f"{self.interrupted} that was interrupted while it wrote, {_TORN}"
+            raise StateError(explain_error("the optimizer", found, "those of one step", _LOAD))
+
+    def explain_interruption(self, error: Exception) -> None:
+        """Add to the error that ends a step which has begun to write: which rule raised it, and what to do.
+
+        The error itself stays, since programs may catch it by its class. The note stands below it in the traceback.
+        """
+        method = rule_method_of(error)
+        if method is not None:
+            self.interrupted = f"{self.interrupted}, ended by an error in {method},"
+        where = f"This error was raised{'' if method is None else f' in {method}'} after the step had begun to write"
+        error.add_note(about("muonmesh", f"{where}, {_TORN}. {_LOAD}"))
 
     def tell(self, value: Tensor, say: Callable[[Tensor], None], *, first: bool = False) -> None:
         """Call ``say`` with ``value`` in CPU memory: now if it is there, else when the next step begins. No waiting.

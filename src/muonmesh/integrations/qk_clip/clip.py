@@ -17,7 +17,7 @@ from torch.distributed.tensor.placement_types import Shard
 from muonmesh.checkpoint.share import boxes_of
 from muonmesh.comm.storage import Storage, local_of, storage_of, this_rank
 from muonmesh.comm.wrappers import layers_of
-from muonmesh.errors import explain_error
+from muonmesh.errors import escaped, explain_error
 from muonmesh.groups.logits import Attention, LogitRows, attentions, without_softmax
 from muonmesh.integrations.qk_clip.attention import file_of_transformers, watch
 from muonmesh.integrations.qk_clip.logits import KernelBounds, largest_logits
@@ -171,7 +171,7 @@ class QKClip:
         ]
         lines = aligned([("attention", "heads", "S is"), *known], right=(1,))
         if self._without:
-            lines.append("left out, without a softmax: " + ", ".join(self._without))
+            lines.append(escaped("left out, without a softmax: " + ", ".join(self._without)))
         return "\n".join(lines)
 
     def step(self) -> None:

@@ -11,7 +11,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TypeVar
 
 import torch
@@ -44,7 +44,7 @@ def run_all(
     if alone and costs is not None:
         alone = _how_many_alone(costs, threads)
     if alone:
-        list(_threads(threads).map(_run, tasks[:alone]))  # consumed, so that errors are raised here
+        _finish([_threads(threads).submit(_run, task) for task in tasks[:alone]])
     for task in tasks[alone:]:
         task()
 
@@ -59,7 +59,7 @@ def run_parts(part: Callable[[int, int], None]) -> None:
     if parts == 1:
         part(0, 1)
     else:
-        list(_threads(parts).map(part, range(parts), [parts] * parts))
+        _finish([_threads(parts).submit(part, number, parts) for number in range(parts)])
 
 
 def run_each(task: Callable[[int], object], numbers: Iterable[int]) -> None:
@@ -89,7 +89,21 @@ def run_on_one_thread(task: Callable[[], T], *, device: torch.device) -> T:
         Exception: what the task raised.
     """
     threads = torch.get_num_threads() if device.type == "cpu" else 1
-    return task() if threads == 1 else _threads(threads).submit(_run, task).result()
+    return task() if threads == 1 else _finish([_threads(threads).submit(_run, task)])[0]
+
+
+def _finish(tasks: Sequence[Future[T]]) -> list[T]:
+    """Return the results of tasks in a pool. An error is raised when no task runs any more, since it would still write.
+
+    Raises:
+        BaseException: the first error of a task, or Ctrl-C, which does not wait for tasks that have not begun.
+    """
+    try:
+        return [task.result() for task in tasks]
+    finally:
+        for task in tasks:
+            task.cancel()
+        wait(tasks)
 
 
 def _how_many_alone(costs: Sequence[float], threads: int) -> int:

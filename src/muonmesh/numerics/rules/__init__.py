@@ -11,6 +11,7 @@ from muonmesh.numerics.rules.registry import (
     is_matrix_rule,
     never_negative,
     register_rule,
+    rule_method_of,
     rule_of,
 )
 from muonmesh.numerics.rules.rule import DecayMode, Hyperparameters, KeptAs, Rule, check_keeps
@@ -30,6 +31,7 @@ __all__ = [
     "is_matrix_rule",
     "never_negative",
     "register_rule",
+    "rule_method_of",
     "rule_of",
     "step_count",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import MISSING, fields
@@ -48,6 +49,17 @@ ENTRY_POINTS = "muonmesh.rules"
 """The group of entry points by which packages declare rules of their own."""
 
 AnyRule = TypeVar("AnyRule", bound=Rule | ElementwiseRule)
+
+
+def rule_method_of(error: BaseException) -> str | None:
+    """Return the method of a rule outside muonmesh that has raised an error, such as "EvenRows.whole"; else None."""
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    for frame in frames:
+        first = next(iter(frame.f_code.co_varnames), "")  # of a method: the rule, whatever name it has there
+        rule, module = frame.f_locals.get(first), str(frame.f_globals.get("__name__", ""))
+        if isinstance(rule, Hyperparameters) and module.partition(".")[0] != "muonmesh":
+            return f"{type(rule).__name__}.{frame.f_code.co_name}"
+    return None
 
 
 def register_rule(algorithm: str) -> Callable[[type[AnyRule]], type[AnyRule]]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from muonmesh.checkpoint.ranks import settled
 from muonmesh.comm.storage import Storage, device_without_parameters, local_of, storage_of, world_size
 from muonmesh.comm.telling import tell_all
-from muonmesh.errors import LayoutError, explain_error
+from muonmesh.errors import LayoutError, escaped, explain_error
 from muonmesh.groups import split_params
 from muonmesh.layout import Layout
 from muonmesh.names import canonical_name, starred
@@ -107,8 +107,8 @@ class Audit:
             figures = min(row.like for row in rows), statistics.median(row.size for row in rows)
             shown = (f"{figure:.2f}".replace("nan", "") for figure in figures)
             table.append((name, count + "x".join(map(str, shape)), verdict + many + note, *shown))
-        lines = [f"{self.optimizer}, {self.ranks} rank{'' if self.ranks == 1 else 's'}"]
-        lines += [textwrap.fill(f"step raises {self.raised}", 80)] if self.raised else []
+        lines = [escaped(f"{self.optimizer}, {self.ranks} rank{'' if self.ranks == 1 else 's'}")]
+        lines += [textwrap.fill(escaped(f"step raises {self.raised}"), 80)] if self.raised else []
         room = max(8, 78 - max(map(len, aligned([cells for _, *cells in table], right=(0, 2, 3)))))
         table = [(name if len(name) <= room else "…" + name[1 - room :], *cells) for name, *cells in table]
         lines += aligned(table, right=(1, 3, 4), ruled=True)
@@ -125,7 +125,7 @@ class Audit:
             told = f"[{number}] {times} of {len(self.rows)} weights: {mend}."
             lines.append(textwrap.fill(told, 80, subsequent_indent="    ", break_on_hyphens=False))
         if self.guesses:
-            names = ", ".join(dict.fromkeys(map(starred, self.guesses)))
+            names = escaped(", ".join(dict.fromkeys(map(starred, self.guesses))))
             told = f"Taken for one matrix by a guess: {names}. If a weight is fused, write overrides= as "
             told += "split_params(model) warns, and give its groups to the audit: groups=..."
             lines.append(textwrap.fill(told, 80, break_on_hyphens=False))

@@ -38,7 +38,7 @@ def audit(
     import torch.distributed as dist
 
     from muonmesh.tools.auditing.audit import audit as watch
-    from muonmesh.tools.cli.terminal import complain, make_console
+    from muonmesh.tools.cli.terminal import complain, make_console, say
 
     try:
         made = made_at(target)
@@ -58,7 +58,7 @@ def audit(
         raise SystemExit(NO_AUDIT) from error
     if not dist.is_initialized() or dist.get_rank() == 0:
         told = json.dumps(report.to_dict(), indent=1) if as_json else str(report)
-        make_console().print(told, soft_wrap=True, markup=False)
+        say(make_console(), *told.split("\n"))
     if dist.is_initialized():
         dist.destroy_process_group()
     raise SystemExit(OK if report.ok else TO_MEND)

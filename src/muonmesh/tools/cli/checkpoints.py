@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import torch.distributed as dist
@@ -18,6 +17,7 @@ from muonmesh.step.state_form import wrong_numbers
 from muonmesh.tools.cli.engine import Engine
 from muonmesh.tools.cli.metrics_log import read_metrics
 from muonmesh.tools.cli.run_settings import Optimizer
+from muonmesh.tools.cli.terminal import note
 
 STEP = "step-"  # and eight digits
 
@@ -52,8 +52,7 @@ class Checkpoints:
                     "Bring an undamaged copy, or remove the folder to train from the start"
                 )
             for path in broken:
-                print(f"{path}: found files missing or cut off; goes on from step {found}", file=sys.stderr)
-
+                note(f"{path}: found files missing or cut off; goes on from step {found}")
             return found
 
         self.kept = agreed(look, kind=FileError)[0]

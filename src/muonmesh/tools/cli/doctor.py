@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from muonmesh.errors import escaped
-
 if TYPE_CHECKING:
     from rich.console import Console
     from torch import Tensor
@@ -47,7 +45,7 @@ def doctor(
     To check the links between ranks too, write: torchrun --nproc-per-node 2 --no-python muonmesh doctor
     """
     from muonmesh.tools.cli.diagnosis import diagnose
-    from muonmesh.tools.cli.terminal import make_console
+    from muonmesh.tools.cli.terminal import make_console, say
 
     console = make_console()
     if path is None:
@@ -55,12 +53,12 @@ def doctor(
 
         findings = look_around(folder)
         if os.environ.get("LOCAL_RANK", "0") == "0":
-            text = json.dumps([asdict(one) for one in findings], indent=1) if as_json else "\n".join(lines_of(findings))
-            console.print(text, soft_wrap=True, markup=False)
+            told = json.dumps([asdict(one) for one in findings], indent=1).split("\n")
+            say(console, *(told if as_json else lines_of(findings)))
         raise SystemExit(DAMAGED if any(one.do for one in findings) else WHOLE)
     found = diagnose(path)
     if as_json:
-        console.print(json.dumps(found.as_json(), indent=1), soft_wrap=True, markup=False)
+        say(console, *json.dumps(found.as_json(), indent=1).split("\n"))
     else:
         print_diagnosis(console, found)
     raise SystemExit(NO_CHECKPOINT if not found.kind else WHOLE if found.whole else DAMAGED)
@@ -68,19 +66,17 @@ def doctor(
 
 def print_diagnosis(console: Console, found: Diagnosis) -> None:
     """Print a diagnosis as text, and its tensors as a table."""
-
-    def say(text: str, style: str = "") -> None:
-        console.print(escaped(text), style=style, soft_wrap=True, markup=False)
+    from muonmesh.tools.cli.terminal import say
 
     if not found.kind:
-        say(found.faults[0])
+        say(console, found.faults[0])
         return
-    say(f"{found.path}: {found.kind}, {_state(found)}", "bold")
+    say(console, f"{found.path}: {found.kind}, {_state(found)}", style="bold")
     for title, lines in (("damaged", found.faults), ("note", found.notes)):
         for line in lines:
-            say(f"  {title}: {line}", "red" if title == "damaged" else "")
+            say(console, f"  {title}: {line}", style="red" if title == "damaged" else "")
     for line in _settings(found.settings):
-        say(f"  {line}")
+        say(console, f"  {line}")
     if found.tensors:
         console.print(_table(found))
     for part in found.parts:

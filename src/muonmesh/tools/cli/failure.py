@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
-import sys
 import time
 import traceback
 from pathlib import Path
 
 from muonmesh.errors import FileError
+from muonmesh.tools.cli.terminal import complain
 
 LAUNCHER = "MUONMESH_LAUNCHER"  # environment: the process that started the ranks
 FOLDER = "errors"  # the folder in a run's directory, while its ranks run
@@ -35,8 +35,7 @@ def record_failure(run: Path, rank: int, error: BaseException) -> None:
         with (run / FOLDER / str(rank)).open("r+b") as stream:  # overwrites the reserved space
             stream.write(json.dumps([time.time_ns(), text], ensure_ascii=False).encode("utf-8", "replace"))
     except OSError:
-        with contextlib.suppress(OSError):
-            print(f"muonmesh train: {text}", file=sys.stderr)
+        complain("train", *text.split("\n"), code=1)
 
 
 def first_failure(run: Path) -> str | None:

@@ -12,7 +12,7 @@ from rich.filesize import decimal
 
 from muonmesh.errors import FileError, escaped
 from muonmesh.tools.cli.run_settings import Settings, check_fields_of, setting
-from muonmesh.tools.cli.terminal import complain, make_console, table_of
+from muonmesh.tools.cli.terminal import complain, make_console, say, table_of
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -147,19 +147,20 @@ def print_plan(found: dict[str, Any], *, as_json: bool = False) -> None:
     """Print the kinds of parameters, and the figures of the cluster and of one rank; or all figures as JSON."""
     console = make_console()
     if as_json:
-        console.print(json.dumps(found, indent=1), soft_wrap=True, markup=False)
+        say(console, *json.dumps(found, indent=1).split("\n"))
         return
     title = f"Cluster: {found['model']} on {found['mesh']} (ranks: {found['ranks']:,}), rule {found['rule']}"
-    console.print(title, style="bold")
+    say(console, title, style="bold")
     headings = ("parameters", "shape", "matrices", "owners", "TFLOP", f"sent by\nrank {found['rank']}")
     console.print(table_of(headings, rows_of(found)))
     for title, figures in tables_of(found).items():
         console.print(table_of((title, ""), figures.items()))
     needed, there = found["modelled"]["bytes in total"], int(found["rates"]["memory"])
     if needed > there:
-        console.print(
+        say(
+            console,
             f"Rank {found['rank']} needs {decimal(needed)} even without activations, more than the {decimal(there)} of "
-            "its device (memory in --rates). Shard over more ranks: --mesh fsdp=N, hsdp=REPLICASxSHARDS or tp=N"
+            "its device (memory in --rates). Shard over more ranks: --mesh fsdp=N, hsdp=REPLICASxSHARDS or tp=N",
         )
 
 

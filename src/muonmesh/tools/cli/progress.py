@@ -7,7 +7,7 @@ import time
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from muonmesh.tools.cli.run_settings import Settings
-from muonmesh.tools.cli.terminal import make_console
+from muonmesh.tools.cli.terminal import make_console, say
 
 PLAIN_SECONDS = 15.0  # without a terminal: the longest silence between two lines
 
@@ -33,7 +33,7 @@ class ProgressLine(Progress):
         now = time.monotonic()
         if self._plain and (step == self.settings.steps or now - self._last_print >= PLAIN_SECONDS):
             self._last_print = now
-            self.console.print(f"{self.name:>5} {step}/{self.settings.steps} {said}", soft_wrap=True)
+            say(self.console, f"{self.name:>5} {step}/{self.settings.steps} {said}")
 
     def validation(self, loss: float) -> None:
         """Set the validation loss to show from the next step on."""

@@ -13,7 +13,7 @@ import numpy as np
 from muonmesh.files import write_text, writing
 from muonmesh.tools.cli.run_settings import Settings
 from muonmesh.tools.cli.summary import LABELS, TrainingSummary, compare, summarise
-from muonmesh.tools.cli.terminal import make_console, table_of
+from muonmesh.tools.cli.terminal import make_console, say, table_of
 
 REPORT_FILE, FIGURES_FILE, PICTURE = "report.html", "report.json", "loss.png"
 COLOURS = {"muon": "#d1495b", "adamw": "#30638e"}  # of different brightness, for print and for color-blind readers
@@ -40,7 +40,7 @@ def write_report(run: Path, settings: Settings) -> Path | None:
     console = make_console(record=True)
     console.print(table_of(["", *(LABELS[summary.name] for summary in summaries)], _rows(settings, summaries)))
     if comparison is not None:
-        console.print(str(comparison), style="bold", soft_wrap=True)
+        say(console, str(comparison), style="bold")
     picture = base64.b64encode((run / PICTURE).read_bytes()).decode("ascii")
     tag = f'<body><img alt="losses" src="data:image/png;base64,{picture}">'
     write_text(run / REPORT_FILE, console.export_html().replace("<body>", tag))

@@ -24,7 +24,7 @@ from muonmesh.tools.cli.metrics_log import read_metrics
 from muonmesh.tools.cli.model import check_model
 from muonmesh.tools.cli.report import write_report
 from muonmesh.tools.cli.run_settings import Settings, load_config
-from muonmesh.tools.cli.terminal import complain, make_console, shell_line
+from muonmesh.tools.cli.terminal import complain, make_console, note, say, shell_line
 from muonmesh.tools.cli.tokenizer import END_OF_TEXT
 
 
@@ -46,8 +46,8 @@ def train_run(settings: Settings, *, resuming: bool) -> int:
         save_corpus_of(run, corpus)
         save_model(settings, corpus)
         for line in without_checkpoint(run):
-            print(f"{run}: {line}", file=sys.stderr)
-        make_console().print(_headline(settings, parameters, corpus), soft_wrap=True)
+            note(f"{run}: {line}")
+        say(make_console(), _headline(settings, parameters, corpus))
         return _launch(run, settings)
 
 
@@ -104,7 +104,7 @@ def _launch(run: Path, settings: Settings) -> int:
     except RankKilled as error:
         return complain("train", f"{error}. {continuation(run, settings)}", code=1)
     except RankFailed as error:
-        return complain("train", str(error), code=1)
+        return complain("train", *str(error).split("\n"), code=1)
     except KeyboardInterrupt:
         pass  # the run may be complete all the same
     # A signal may also have reached a rank directly; then all ranks have stopped.
@@ -115,9 +115,9 @@ def _launch(run: Path, settings: Settings) -> int:
         return complain("train", f"{error}. The training itself is whole", code=1)
     console = make_console()
     if stopped:
-        console.print(f"Stopped. {continuation(run, settings)}", soft_wrap=True)
+        say(console, f"Stopped. {continuation(run, settings)}")
     if report is not None:
-        console.print(f"Report: {report}", soft_wrap=True)
+        say(console, f"Report: {report}")
     return 130 if stopped else 0
 
 

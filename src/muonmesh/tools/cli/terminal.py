@@ -58,15 +58,20 @@ def table_of(headings: Sequence[str], rows: Iterable[Sequence[str | Text]], *, l
     return table
 
 
-def complain(command: str, message: str, *, code: int) -> int:
-    """Print on stderr why a command ends, and return its exit code."""
-    Lasting(sys.stderr).write(f"{f'muonmesh {command}'.rstrip()}: {_lines(message)}\n")
+def say(console: Console, *lines: str, style: str = "") -> None:
+    """Print lines without wrapping them. Control characters and line breaks inside a line are escaped."""
+    console.print("\n".join(map(escaped, lines)), style=style, soft_wrap=True)
+
+
+def complain(command: str, *lines: str, code: int) -> int:
+    """Print on stderr why a command ends, as `say` does, and return its exit code."""
+    note(f"{f'muonmesh {command}'.rstrip()}: {lines[0]}", *lines[1:])
     return code
 
 
-def _lines(text: str) -> str:
-    """Return a text of several lines with control characters escaped."""
-    return "\n".join(map(escaped, text.split("\n")))
+def note(*lines: str) -> None:
+    """Print lines on stderr, as `say` does."""
+    Lasting(sys.stderr).write("\n".join((*map(escaped, lines), "")))
 
 
 def shell_line(*words: object) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from muonmesh.errors import explain_error
+from muonmesh.errors import escaped, explain_error
 from muonmesh.layout.matrix import split_matrices
 from muonmesh.names import starred
 from muonmesh.numerics.rules import is_matrix_rule, rule_of
@@ -116,7 +116,7 @@ class Transfer:
 
     def __str__(self) -> str:
         """Return a table, and notes on what it leaves out."""
-        new = [f"not in the small model, so nothing is known: {', '.join(self.new)}"] if self.new else []
+        new = [escaped(f"not in the small model, so nothing is known: {', '.join(self.new)}")] if self.new else []
         return "\n".join([*aligned([_HEAD, *map(_cells, self.rows)], ruled=True), *new, _END])
 
 
