@@ -68,10 +68,9 @@ def prove_rule(
     ``scale_invariant`` makes the same steps of larger gradients. Then it generates ``examples`` cases.
     In each case, one process holds a whole parameter, and all ranks hold the same parameter in a generated layout
     (replicated, sharded on a mesh of one or two axes, or flat; with or without ``shard_state``). Both take a few steps,
-    some without a gradient, first with the operations of a CPU, then with those of a GPU. The two kinds of operations
-    round differently, so in fp32 their results may differ by 1e-5 of the largest number of each tensor; in bf16 they
-    are not compared with each other. One process without torch.distributed checks the elementwise parts and compares
-    the two kinds of operations.
+    some without a gradient or with one that is zero in part: first as on a CPU, then as on a device, where flags mask
+    all writes. In fp32 the two may differ by 1e-5 of the largest number of each tensor; in bf16 they are not compared
+    with each other. One process without torch.distributed checks the elementwise parts and compares the two.
 
     Args:
         rule: The rule, or the algorithm that it is registered as.
