@@ -101,7 +101,7 @@ UNUSABLE: dict[Any, tuple[str, type[Exception]]] = {
     overlapping: ("several elements share memory", mm.LayoutError),
     of_inference: ("an inference tensor", TypeError),
     foreign: ("exp_avg, state of adamw, in a group of muon", mm.StateError),
-    resized: (r"exp_avg of shape \(6,\) on this rank", mm.StateError),
+    resized: (r"exp_avg a plain tensor of shape \(6,\)", mm.StateError),
     elsewhere: ("exp_avg on meta", mm.StateError),
 }
 

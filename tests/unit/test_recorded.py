@@ -388,8 +388,10 @@ def test_the_model_of_time_beside_steps_on_a_gpu() -> None:
             run = dry_run(weights, lambda model, make=make: make(list(model.parameters()), lr=1e-3))
             least, most = (run.parts(published=published)["device"] * 1e3 for published in (False, True))
             host, found = run.parts()["host"] * 1e3, table["contenders"][optimizer]
-            # Measured before a third of the step's views was taken out, so our modelled host is the lower one.
-            assert host == pytest.approx(found["host_ms"], rel=0.4)
+            # Ours was measured when a step still made a view of each piece, and has less to do now.
+            assert host == pytest.approx(found["host_ms"], rel=0.4) or (
+                optimizer == "muonmesh" and host < found["host_ms"]
+            )
             assert name == "gpt2-small" or least < found["median_ms"] < most
             who = optimizer if optimizer != "muonmesh" else f"{title}, {optimizer}"
             figures = f"{host:.1f} | {found['host_ms']:.1f} | {least:.1f} to {most:.1f} | {found['median_ms']:.1f}"
