@@ -16,6 +16,7 @@ from muonmesh.layout import Layout, MeshLayout
 from muonmesh.numerics.rules import is_matrix_rule
 from muonmesh.numerics.rules.parts import follow
 from muonmesh.optimizer import Muon
+from muonmesh.settings import NORM_MEANS
 from muonmesh.step.connection import placed_members, plan
 from muonmesh.step.members import Member
 from muonmesh.step.parameter_steps import ParameterStep, prepare_state
@@ -82,7 +83,11 @@ def sharded(
             if saved_as is settings or name not in holders:
                 key = f"optimizer.param_groups.{name}"
                 groups[name] = ShardedObject(key, saved_as, (1,), (0,), replica_id=number)
-    return {"state": state, "param_groups": groups}
+    # Stages are clipped by a common norm, so a stage without anything to train has the means too.
+    means = ShardedObject(
+        f"optimizer.{NORM_MEANS}", optimizer.param_groups[0][NORM_MEANS], (1,), (0,), replica_id=this_rank()
+    )
+    return {"state": state, "param_groups": groups, NORM_MEANS: means}
 
 
 def _other(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -140,6 +145,8 @@ def restore(optimizer: Muon, loaded: Mapping[str, Any]) -> None:
         raise StateError(explain_error(missing[0], "no state of it", "that of all groups and parameters", write))
     for name, group in groups.items():
         group.update({key: value for key, value in loaded["param_groups"][name].items() if key not in EACH})
+    for group in optimizer.param_groups:
+        group[NORM_MEANS] = loaded[NORM_MEANS]
     for member, key, _, boxes, found in parts:
         for box, part in zip(boxes.values(), found.values(), strict=True):
             box.copy_(part)
