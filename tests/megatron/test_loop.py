@@ -233,7 +233,7 @@ def test_an_override_may_name_what_one_stage_has(workers) -> None:
         ("a limit", r"max_norm=inf, policy='adamw_only', .* on rank 1; needed the same"),
         ("a group", "momentum"),
         ("a gradient", "gradient of local shape"),
-        ("a state", "momentum_buffer of shape"),
+        ("a state", "momentum_buffer a plain tensor of shape"),
         ("no main_grad", "a gradient in grad and no main_grad"),
     ],
 )
@@ -292,7 +292,7 @@ def stopped(what: str, policy: str, **config: Any) -> tuple[str, bool, bool, boo
         ("no gradient", r"Some of the ranks .2, 3. have a gradient"),
         ("a rate", "on rank 2 and .* on rank 3"),
         ("a setting", "momentum"),
-        ("a state", "momentum_buffer of shape"),
+        ("a state", "momentum_buffer a plain tensor of shape"),
     ],
 )
 def test_nothing_is_written_on_any_stage(workers, what: str, message: str, policy: str, config: dict[str, Any]) -> None:
