@@ -509,6 +509,9 @@ class Muon(torch.optim.Optimizer):
         # Frameworks load an empty state before they replace the parameters.
         filled = isinstance(state_dict, Mapping) and state_dict.get("state")
         planned = plan(self.param_groups, runtime) if filled else None
+        for known in (runtime.planned, planned):
+            if known is not None:
+                known.steps.clear()  # they hold the old state, for which there may be no memory beside the new one
         restore_state(self, state_dict, runtime.precision, planned, super().load_state_dict)
         keep_rates_apart(self.param_groups, runtime.replaced)
         runtime.interrupted, runtime.loaded = None, planned is not None and bool(planned.members)

@@ -152,3 +152,14 @@ def test_a_step_keeps_no_gradient() -> None:
         assert optimizer.skipped == skipped
         optimizer.zero_grad()
         assert [gradient() for gradient in gradients] == [None, None]
+
+
+def test_loading_frees_the_state_before() -> None:
+    weights, optimizer = made()
+    for number in range(2):
+        step(weights, optimizer, number)
+    saved = {"state": {}, **optimizer.state_dict()}
+    saved["state"] = {number: {k: v.clone() for k, v in kept.items()} for number, kept in saved["state"].items()}
+    before = [weakref.ref(optimizer.state[weight]["momentum_buffer"]) for weight in weights]
+    optimizer.load_state_dict(saved)
+    assert [momentum() for momentum in before] == [None, None]
