@@ -88,7 +88,7 @@ def test_a_forecast_of_a_rule_is_what_the_real_step_does(rule: str) -> None:
     assert found.plan.loads == told[-1].flops
     assert (found.bytes_sent, found.collectives) == (run.bytes_sent, run.collectives)
     assert found.bytes_received == told[-1].bytes_received
-    assert found.stored["momentum"] + 8 * len(shapes) == told[-1].state_bytes  # and the running norms
+    assert found.stored["momentum"] == told[-1].state_bytes
     with pytest.raises(ValueError, match="rule: found 'adamw'; needed one of muon, normuon"):
         forecast(weights, rule="adamw")
 
@@ -112,7 +112,7 @@ def test_the_modelled_time_follows_the_rates() -> None:
 
 
 def test_what_torch_would_take_is_what_a_dry_run_of_it_takes() -> None:
-    """One process. Small matrices are the host's time, of which ours costs more for a few, and less for many."""
+    """One process. Small matrices are the host's time, of which ours costs less."""
     for shapes in ([(768, 768)] * 3, [(64, 64)] * 200, LAYERS):
         model = nn.Module()
         for number, shape in enumerate(shapes):
@@ -122,7 +122,7 @@ def test_what_torch_would_take_is_what_a_dry_run_of_it_takes() -> None:
         found = forecast([Weight(f"weight{number}", where, "whole") for number, where in enumerate(place)])
         assert found.seconds_of_torch() == pytest.approx(run.seconds, rel=0.25)
         assert found.seconds_of_torch(published=False) == pytest.approx(run.best_seconds, rel=0.25)
-        assert (found.seconds < found.seconds_of_torch()) == (len(shapes) > 3)
+        assert found.seconds < found.seconds_of_torch()
 
 
 def test_what_adamw_would_take_is_what_a_dry_run_of_it_takes() -> None:

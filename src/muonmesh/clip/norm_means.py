@@ -65,4 +65,5 @@ def keep_means(groups: Sequence[dict[str, Any]], means: object) -> None:
 
 def bring_to_host(groups: Sequence[dict[str, Any]]) -> None:
     """Make the means of the groups plain numbers, as checkpoints keep them. The CPU waits for the device."""
-    keep_means(groups, as_tuples(means_of(groups, torch.device("cpu")).tolist()))
+    if any(isinstance(group.get(NORM_MEANS), Tensor) for group in groups):
+        keep_means(groups, as_tuples(means_of(groups, torch.device("cpu")).tolist()))

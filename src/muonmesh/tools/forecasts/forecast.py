@@ -50,11 +50,11 @@ DEGREES = tuple(len(step) for step in coefficient_schedule(COEFFICIENTS, STEPS))
 WIRE = 2  # bytes: directions travel and are orthogonalized in bf16
 STATE = 4  # bytes: Muon's momentum is fp32 whatever the weights are
 
-# Launches of torch's operators, counted by dry runs: for a step, extra with replicas, and for a batch of matrices; and
-# of muonmesh's own: for a step, for a bucket that travels, and for orthogonalizing a batch.
-LAUNCHES_OF_A_STEP, LAUNCHES_OF_REPLICAS, LAUNCHES_OF_A_BATCH = 40, 7, 2
+# Launches of operators of torch, counted by dry runs: for a step, extra if anything travels, for each batch of matrices
+# then, and with replicas; and of our own kernels: for a step, for a bucket that travels, for orthogonalizing a batch.
+LAUNCHES_OF_A_STEP, LAUNCHES_OF_TRAVEL, LAUNCHES_OF_A_BATCH, LAUNCHES_OF_REPLICAS = 6, 22, 2, 7
 KERNELS_OF_A_STEP, KERNELS_OF_A_BUCKET, KERNELS_OF_A_BATCH = 5, 3, {"gram": 22, "standard": 14}
-VIEWS_OF_A_STEP, VIEWS_OF_A_BATCH, VIEWS_OF_A_MATRIX = 60, 40, (4, 21)  # that stays, that travels
+VIEWS_OF_A_STEP, VIEWS_OF_A_BATCH, VIEWS_OF_A_MATRIX = 90, 20, (0, 9)  # that stays, that travels
 STEPPED_AT_ONCE = 320 * 2**16  # elements that one launch of AdamW's multi-tensor operation steps
 # Bytes read and written by everything except products, for each element that a rank orthogonalizes, counted by dry
 # runs.
@@ -217,7 +217,8 @@ def forecast(
     assembled = sum(bucket.elements for bucket in moved.buckets)
     buckets = len(moved.buckets) if any(bucket.mine for bucket in moved.buckets) else 0
     kernels += KERNELS_OF_A_STEP + moved.collectives + KERNELS_OF_A_BUCKET * buckets
-    launches = LAUNCHES_OF_A_STEP + LAUNCHES_OF_A_BATCH * rounds + -(-others // STEPPED_AT_ONCE)
+    launches = LAUNCHES_OF_A_STEP + -(-others // STEPPED_AT_ONCE)
+    launches += (LAUNCHES_OF_TRAVEL + LAUNCHES_OF_A_BATCH * rounds) * (moved.messages > 0)
     launches += LAUNCHES_OF_REPLICAS * any(p.target.copies() > 1 for p in parameters)
     left = sum(plan.assignments[number].matrix.numel for number in moved.staying)
     weight_bytes = (stored + others) * itemsize
