@@ -10,7 +10,7 @@ SEED ?= $(shell $(PYTHON) -c 'import random; print(random.randrange(10**9))')
 help:
 	@echo "make train       train a small language model with Muon and with AdamW on two ranks (ARGS=... passes options)"
 	@echo "make test        every test of what trains that needs no GPU and no other framework, and of muonmesh train"
-	@echo "make test-tools  the tests of the other tools: audit, plan, doctor, conversion, forecasts"
+	@echo "make test-tools  the tests of the other tools: audit, plan, doctor, conversion, forecasts, benchmarks"
 	@echo "make test-processors the tests that multiply, as on a CPU with AMX, AVX-512 without bf16, and AVX2 alone"
 	@echo "make test-megatron   the tests with Megatron-Core, in an environment of their own"
 	@echo "make test-hosts      the tests with DeepSpeed, Trainer, TRL, PEFT, Accelerate, Lightning and torchtitan, likewise"
