@@ -1,7 +1,7 @@
 """`state_device="cpu"`: state that lies on the host is worked on in copies, and has the bits of state that stays.
 
 No device is needed to show it: told to work in copies, a CPU brings them and gives them back by the same code, bucket
-by bucket. `tests/device/test_dry_run.py` shows what of that a device would hold and copy.
+by bucket. `tests/tools/test_dry_run.py` shows what of that a device would hold and copy.
 """
 
 from __future__ import annotations
