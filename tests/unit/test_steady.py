@@ -16,8 +16,9 @@ from muonmesh.step import parameter_steps
 
 def made() -> tuple[list[nn.Parameter], mm.Muon]:
     torch.manual_seed(0)
-    weights = [nn.Parameter(torch.randn(6, 9)), nn.Parameter(torch.randn(9, 6))]
-    return weights, mm.Muon(weights, lr=0.1)
+    weights = [nn.Parameter(torch.randn(*shape)) for shape in ((6, 9), (9, 6), (6, 6))]
+    groups = [{"params": weights, "matrices": [None, None, ("rows", 2, 4)]}]
+    return weights, mm.Muon(groups, lr=0.1)
 
 
 def step(weights: list[nn.Parameter], optimizer: mm.Muon, seed: int) -> None:
@@ -43,10 +44,10 @@ def looked_at(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_a_steady_step_looks_at_nothing_again(monkeypatch: pytest.MonkeyPatch) -> None:
     found, (weights, optimizer) = looked_at(monkeypatch), made()
     step(weights, optimizer, 0)
-    assert len(found) == 2
+    assert len(found) == 3
     for number in range(1, 4):
         step(weights, optimizer, number)
-    assert len(found) == 2
+    assert len(found) == 3
 
 
 def momentum_of(weights: list[nn.Parameter], optimizer: mm.Muon) -> Any:
@@ -80,7 +81,15 @@ def widen(weights: list[nn.Parameter], optimizer: mm.Muon) -> None:
     kept["momentum_buffer"] = kept["momentum_buffer"].double()
 
 
-CHANGES = [clone_weight, clone_momentum, move_momentum, load_itself, spread_weight, widen]
+def transpose_in_place(weights: list[nn.Parameter], optimizer: mm.Muon) -> None:
+    """A square matrix keeps its address, dtype and shape; it is written back transposed, so its values stay."""
+    square = weights[2]
+    values = square.data.clone()
+    square.data = square.data.t()
+    square.data.copy_(values)
+
+
+CHANGES = [transpose_in_place, clone_weight, clone_momentum, move_momentum, load_itself, spread_weight, widen]
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
@@ -115,7 +124,9 @@ def test_a_gradient_of_another_form_is_looked_at(kind: str, monkeypatch: pytest.
         step(weights, optimizer, number)
     found = looked_at(monkeypatch)
     momentum = momentum_of(weights, optimizer)["momentum_buffer"]
-    before, weights[1].grad = momentum.clone(), torch.zeros_like(weights[1])
+    before = momentum.clone()
+    for weight in weights[1:]:
+        weight.grad = torch.zeros_like(weight)
     gradient = torch.randn(6, 9)
     if kind == "missing":
         weights[0].grad = None
@@ -136,7 +147,7 @@ def test_a_gradient_of_another_form_is_looked_at(kind: str, monkeypatch: pytest.
     else:
         optimizer.step()
         assert torch.equal(momentum, before) == (kind == "missing")
-    assert len(found) == (2 if kind == "another dtype" else 1)  # which needs another plan
+    assert len(found) == (3 if kind == "another dtype" else 1)  # which needs another plan
 
 
 def test_a_step_keeps_no_gradient() -> None:
@@ -151,7 +162,7 @@ def test_a_step_keeps_no_gradient() -> None:
         optimizer.step()
         assert optimizer.skipped == skipped
         optimizer.zero_grad()
-        assert [gradient() for gradient in gradients] == [None, None]
+        assert [gradient() for gradient in gradients] == [None] * 3
 
 
 def test_loading_frees_the_state_before() -> None:
@@ -162,4 +173,4 @@ def test_loading_frees_the_state_before() -> None:
     saved["state"] = {number: {k: v.clone() for k, v in kept.items()} for number, kept in saved["state"].items()}
     before = [weakref.ref(optimizer.state[weight]["momentum_buffer"]) for weight in weights]
     optimizer.load_state_dict(saved)
-    assert [momentum() for momentum in before] == [None, None]
+    assert [momentum() for momentum in before] == [None] * 3

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -517,6 +518,31 @@ def still_and_moving(dtype: torch.dtype) -> tuple[bool, int]:
     return len(still) == len(moved) and all(map(torch.equal, still, moved)), taken
 
 
+def boosted() -> list[float]:
+    """How long steps are, over the first: of a rule whose scale reads a setting of its own, which changes twice."""
+
+    @mm.register_rule("test-boosted")
+    @dataclass(frozen=True)
+    class Boosted(mm.MuonRule):
+        boost: float = 1.0
+
+        def scale(self, rows: int, cols: int) -> float:
+            return self.boost
+
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.zeros(16, 24))
+    groups = [{"params": [weight], "algorithm": "test-boosted", "boost": 1.0}]
+    optimizer = mm.Muon(groups, lr=0.1, weight_decay=0.0, momentum=0.0)
+    optimizer._runtime.waits = False
+    weight.grad, steps = torch.randn(16, 24), list[float]()
+    for boost in (1.0, 1.0, 3.0, 0.5):
+        before = weight.detach().clone()
+        optimizer.param_groups[0]["boost"] = boost
+        optimizer.step()
+        steps.append(float((weight.detach() - before).norm()))
+    return [step / steps[0] for step in steps]
+
+
 def refused() -> dict[str, str]:
     """What is said where Triton is asked for what it cannot do."""
     found = {}
@@ -638,6 +664,10 @@ def test_kernels_take_all_matrices_of_a_rank_wherever_their_tensors_move(
     same, taken = interpreter(still_and_moving, dtype)
     assert same
     assert taken == 20 + 3 * 21
+
+
+def test_a_scale_of_a_rule_s_own_is_read_at_every_step(interpreter: Interpreter) -> None:
+    assert interpreter(boosted) == pytest.approx([1.0, 1.0, 3.0, 0.5], rel=1e-5)
 
 
 @pytest.mark.parametrize("dim", range(4))

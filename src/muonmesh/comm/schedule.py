@@ -6,9 +6,9 @@ move from step to step, so the schedule keeps no views of them. Its tables (`muo
 places of pieces in a tensor.
 
 On a CPU the memory is kept too. There are two buffers for each role, such as "the send buffer of a gather", because
-buckets take turns. Each is as large as its largest bucket needs, and its views are kept as well. On a device, torch's
-allocator keeps freed memory for reuse, and other parts of a training run need the memory between two steps. So on a
-device each bucket allocates its memory when it begins to travel, and frees it as early as possible.
+buckets take turns. Each is as large as its largest bucket needs, and the views of its copies are kept as well. On a
+device, torch's allocator keeps freed memory for reuse, and other parts of a training run need the memory between two
+steps. So on a device each bucket allocates its memory when it begins to travel, and frees it as early as possible.
 """
 
 from __future__ import annotations

@@ -132,33 +132,30 @@ class ByKernel:
     def _factors(self) -> tuple[Tensor, Tensor]:
         """For each matrix the factors of weights and of updates, fp32 (n,) each; uploaded if one has changed."""
         ready, known = self._ready, self._ready.kept_factors
-        rules = [rule if adds else None for rule, adds in zip(ready.rules, self._adding, strict=True)]
-        rates = [None if rule is None else rule.lr for rule in rules]
-        settings: list[object] = [
-            rule and (rule.weight_decay, rule.extra_scale_factor, rule.scale_mode) for rule in rules
-        ]
-        here = torch.cuda.current_stream(ready.device) if ready.device.type == "cuda" else None  # it writes the vectors
-        settings.append(here)
-        if known.get("settings") != settings:
-            groups, scales = [], list[float]()
+        where = (
+            torch.cuda.current_stream(ready.device) if ready.device.type == "cuda" else None
+        )  # it writes the vectors
+        if known.get("where", ()) != where:
+            kinds: dict[tuple[int | None, int, int], int] = {}  # most matrices are of few groups and shapes
+            places = []
             for assignment in ready.plan.assignments:
-                entry = ready.entries[assignment.parameter]
-                rule = None if entry is None else rules[entry.member.group]
-                matrix = assignment.matrix
-                groups.append(0 if entry is None else entry.member.group)
-                scales.append(0.0 if rule is None else rule.scale(matrix.rows, matrix.cols))
+                entry, matrix = ready.entries[assignment.parameter], assignment.matrix
+                kind = None if entry is None else entry.member.group, matrix.rows, matrix.cols
+                places.append(kinds.setdefault(kind, len(kinds)))
             known.clear()
-            known["groups"] = upload(groups, dtype=torch.int64, device=ready.device)
-            known["scales"] = upload(scales, dtype=torch.float64, device=ready.device)
-            known["settings"] = settings
-        if any(isinstance(rate, Tensor) for rate in rates) or known.get("rates") != rates:
-            numbers = [0.0 if rate is None else rate for rate in rates]
-            lr = _vector(numbers, ready.device)
-            decays = [0.0 if rule is None else rule.weight_decay for rule in rules]
-            decay = upload(decays, dtype=torch.float64, device=ready.device)
-            keep = (1 - lr * decay)[known["groups"]].float()
-            known["factors"] = keep, (lr[known["groups"]] * known["scales"]).float()
-            known["rates"] = None if any(isinstance(rate, Tensor) for rate in rates) else rates
+            known.update(where=where, kinds=list(kinds), places=upload(places, dtype=torch.int64, device=ready.device))
+        rates, decays, scales = list[float | Tensor](), list[float](), list[float]()
+        for group, rows, cols in known["kinds"]:
+            rule = ready.rules[group] if group is not None and self._adding[group] else None
+            rates.append(0.0 if rule is None else rule.lr)
+            decays.append(0.0 if rule is None else rule.weight_decay)
+            scales.append(0.0 if rule is None else rule.scale(rows, cols))  # a rule may have a scale of its own
+        moves = any([isinstance(rate, Tensor) for rate in rates])
+        if moves or known.get("numbers") != (rates, decays, scales):
+            lr = _vector(rates, ready.device)
+            decay, scale = (upload(some, dtype=torch.float64, device=ready.device) for some in (decays, scales))
+            known["factors"] = tuple(each.float()[known["places"]] for each in (1 - lr * decay, lr * scale))
+            known["numbers"] = None if moves else (rates, decays, scales)
         factors: tuple[Tensor, Tensor] = known["factors"]
         return factors
 

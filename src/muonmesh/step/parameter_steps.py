@@ -42,7 +42,8 @@ class Held(NamedTuple):
         key: Its key in the state; "": the parameter.
         tensor: The tensor.
         local: Its part on this rank.
-        address, dtype, shape: Of that part.
+        address, dtype, shape, strides: Of that part. A square matrix that is transposed in place differs in strides
+            alone.
     """
 
     key: str
@@ -51,12 +52,13 @@ class Held(NamedTuple):
     address: int
     dtype: torch.dtype
     shape: torch.Size
+    strides: tuple[int, ...]
 
     @staticmethod
     def of(key: str, tensor: Tensor) -> Held:
         """Return a tensor as it is now."""
         local = local_of(tensor)
-        return Held(key, tensor, local, local.data_ptr(), local.dtype, local.shape)
+        return Held(key, tensor, local, local.data_ptr(), local.dtype, local.shape, local.stride())
 
     def stays(self, tensor: object) -> bool:
         """Whether this is still the same tensor, in the same place and form."""
@@ -64,7 +66,7 @@ class Held(NamedTuple):
             return False
         local = local_of(self.tensor)
         same = local is self.local and local.data_ptr() == self.address
-        return same and local.dtype == self.dtype and local.shape == self.shape
+        return same and local.dtype == self.dtype and local.shape == self.shape and local.stride() == self.strides
 
 
 @dataclass(slots=True)
