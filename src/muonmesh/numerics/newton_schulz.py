@@ -32,7 +32,6 @@ from muonmesh.numerics.iteration import Iteration
 from muonmesh.numerics.kernels import KernelName, Matmuls, resolve, select
 from muonmesh.numerics.kernels.recording import run_again
 from muonmesh.numerics.kernels.threads import run_on_one_thread
-from muonmesh.numerics.kernels.toolchain import DTYPES
 from muonmesh.numerics.precision import exact_fp32, plain_modes
 
 Method: TypeAlias = Literal["auto", "standard", "gram"]
@@ -235,13 +234,12 @@ class Orthogonalizer:
         return id(self), tuple(shape), dtype, overwrite
 
     def _run(self, matrices: Tensor, out: Tensor, *, overwrite: bool) -> None:
-        if self.products.small is not None and self.quintics and matrices.dtype in DTYPES:
-            self.products.small(matrices, out, self.quintics)
+        small = self.products.small
+        if small is not None and self.quintics and matrices.dtype in small.dtypes:
+            small.run(matrices, out, self.quintics)
         else:
-            self._iteration().run(matrices, out, overwrite=overwrite)
-
-    def _iteration(self) -> Iteration:
-        return Iteration(self.prepared, self.segments, self.products, self.dtype)
+            iteration = Iteration(self.prepared, self.segments, self.products, self.dtype)
+            iteration.run(matrices, out, overwrite=overwrite)
 
 
 def resolve_method(
