@@ -20,8 +20,8 @@ from torch import Tensor
 import muonmesh as mm
 from muonmesh.numerics import kernels
 from muonmesh.numerics.coefficients import coefficient_schedule
-from muonmesh.numerics.kernels import compiled
 from muonmesh.numerics.iteration import Iteration
+from muonmesh.numerics.kernels import compiled
 from muonmesh.numerics.kernels.compiled import compiled_products
 from muonmesh.numerics.newton_schulz import Orthogonalizer, orthogonalize
 from muonmesh.numerics.normalize import load
@@ -233,9 +233,10 @@ def step_by_step(whole: Orthogonalizer, x: Tensor) -> Tensor:
     return out
 
 
-@pytest.mark.parametrize(
-    "coefficients", ["polar_express", "simple", "cans", [(1.5, -0.5)], [(2.0, 0.0, -0.5), (1.5, -0.5, 0.0)], [(0.0, 1.0)]]
-)
+OWN = [[(1.5, -0.5)], [(2.0, 0.0, -0.5), (1.5, -0.5, 0.0)], [(0.0, 1.0)]]
+
+
+@pytest.mark.parametrize("coefficients", ["polar_express", "simple", "cans", *OWN])
 def test_all_steps_in_one_call_have_the_bits_of_single_steps(
     coefficients: mm.Coefficients, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -41,7 +41,7 @@ class Small:
     """All steps of small matrices in one call.
 
     Attributes:
-        run: `run(X, out, polynomials)`: three coefficients a step; ``out`` is contiguous, with the shape and dtype of X.
+        run: `run(X, out, polynomials)`: three coefficients a step; ``out`` is contiguous, of X's shape and dtype.
         dtypes: The dtypes of matrices that it takes.
     """
 
