@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from muonmesh.numerics.preconditioner import Preconditioner
-
-if TYPE_CHECKING:
-    from muonmesh.numerics.iteration import Iteration
+from muonmesh.numerics.preconditioner import Iterates, Preconditioner
 
 
 @dataclass(frozen=True)
 class RowRescaling(Preconditioner):
     """Rescales the rows first, so that the result is the polar factor of the rescaled matrix."""
 
-    def before(self, iteration: Iteration) -> None:
+    def before(self, iteration: Iterates) -> None:
         """Rescale the rows."""
         rescale_rows(iteration.x, iteration.gram())
 

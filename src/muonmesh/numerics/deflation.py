@@ -10,7 +10,6 @@ algorithm 4.3).
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,11 +18,8 @@ from muonmesh.numerics import kernels
 from muonmesh.numerics.kernels.memory import keep, pinned, scratch
 from muonmesh.numerics.kernels.threads import run_on_one_thread
 from muonmesh.numerics.precision import exact_fp32
-from muonmesh.numerics.preconditioner import Preconditioner
+from muonmesh.numerics.preconditioner import Iterates, Preconditioner
 from muonmesh.numerics.stochastic import mixed
-
-if TYPE_CHECKING:
-    from muonmesh.numerics.iteration import Iteration
 
 _FLOOR = 1 / 32
 """Values are not reduced below this fraction of the largest: in bf16, rounding leaves some thousandths of it."""
@@ -61,11 +57,11 @@ class Deflation(Preconditioner):
         """Return what is done on a device, see `Preconditioner.on`."""
         return self if device.type == "cpu" and not shortened else replace(self, finish=())
 
-    def before(self, iteration: Iteration) -> None:
+    def before(self, iteration: Iterates) -> None:
         """Reduce the largest singular values."""
         deflate(iteration.x, self.vectors)
 
-    def after(self, iteration: Iteration) -> None:
+    def after(self, iteration: Iterates) -> None:
         """Apply `finish` where it is needed; for one matrix on a CPU."""
         if not self.finish or iteration.loaded_norm > _NARROWED * iteration.norm:
             return

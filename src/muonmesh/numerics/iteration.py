@@ -37,8 +37,7 @@ class Iteration:
     Attributes:
         x: The iterates of the matrices divided by ν, times ν; at first the loaded matrices. Shape (batch, rows, cols),
             rows ≤ cols, compute dtype.
-        loaded_norm: ν of the loaded matrices, (batch, 1, 1); only after a `Preconditioner` that reads values.
-        norm: ν now, likewise.
+        loaded_norm, norm: See `Iterates`.
     """
 
     def __init__(
@@ -100,7 +99,7 @@ class Iteration:
                 self.step(*segment)
 
     def take_more(self, polynomials: tuple[Polynomial, ...]) -> None:
-        """Apply further polynomials to the result, whose singular values are at most near 1."""
+        """Do `Iterates.take_more`."""
         self._norm_is(torch.ones_like(self.norm))
         by_gram = len(self._segments) < self._prepared.steps
         self._take(tuple(segments_of(polynomials, "gram" if by_gram else "standard")))

@@ -3,12 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar, Protocol
 
 import torch
+from torch import Tensor
 
-if TYPE_CHECKING:
-    from muonmesh.numerics.iteration import Iteration
+
+class Iterates(Protocol):
+    """What the hooks may read and change of an iteration: `muonmesh.numerics.iteration.Iteration`.
+
+    Attributes:
+        x: The matrices times a power of two, and later the iterates; (batch, rows, cols), rows ≤ cols, compute dtype.
+        loaded_norm: The Frobenius norms of the loaded matrices, (batch, 1, 1); only if `Preconditioner.reads_values`.
+        norm: What ``x`` is divided by in the polynomials, likewise.
+    """
+
+    x: Tensor
+    loaded_norm: Tensor
+    norm: Tensor
+
+    def gram(self) -> Tensor:
+        """Return X Xᵀ of the matrices divided by their norm, (batch, rows, rows)."""
+
+    def take_more(self, polynomials: tuple[tuple[float, ...], ...]) -> None:
+        """Apply further polynomials to the result, whose singular values are at most near 1."""
 
 
 @dataclass(frozen=True)
@@ -37,11 +55,11 @@ class Preconditioner:
         """Return what is done on a device; ``shortened`` says that the steps are not the number that the set is for."""
         return self
 
-    def before(self, iteration: Iteration) -> None:
-        """Change `Iteration.x` in place: the loaded matrices, times a power of two."""
+    def before(self, iteration: Iterates) -> None:
+        """Change `Iterates.x` in place: the loaded matrices, times a power of two."""
 
-    def after(self, iteration: Iteration) -> None:
-        """Change the result, for example by more polynomials (`Iteration.take_more`)."""
+    def after(self, iteration: Iterates) -> None:
+        """Change the result, for example by more polynomials (`Iterates.take_more`)."""
 
 
 NO_PRECONDITIONER = Preconditioner()
