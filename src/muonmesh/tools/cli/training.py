@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from muonmesh.checkpoint.ranks import on_first_rank
 from muonmesh.checkpoint.save_load import reshard
 from muonmesh.errors import FileError, explain_error
 from muonmesh.tools.cli.checkpoints import Checkpoints, checkpoints_of
@@ -90,6 +91,7 @@ class Training:
         self.validation_windows = validation.spread(min(settings.eval_sequences, validation.count))
         self.checkpoints = Checkpoints(checkpoints_of(settings.directory, name), keep=settings.keep)
         self.start = 0
+        self.unwritten: FileError | None = None  # the metrics that only rank 0 writes
         self.seconds = 0.0  # without evaluation and checkpoints; only rank 0 has the seconds before a resume
         if isinstance(self.model, DistributedDataParallel):
             self._settle_buckets()
@@ -131,6 +133,7 @@ class Training:
                     self._validate(step, line)
                 every = settings.checkpoint_every
                 if stopping or step == settings.steps or (every and step % every == 0):
+                    on_first_rank(self._need_written)
                     self.checkpoints.save(step, self.engine)
                 if stopping:
                     return step == settings.steps
@@ -169,9 +172,12 @@ class Training:
         computed = self._now()
         self.engine.update()
         updated = self._now()
-        status = torch.stack([loss / self.world, torch.full_like(loss, float(stop.requested))])
+        flags = (torch.full_like(loss, float(flag)) for flag in (stop.requested, self.unwritten is not None))
+        status = torch.stack([loss / self.world, *flags])
         dist.all_reduce(status)
-        mean, stop_flags = status.tolist()
+        mean, stop_flags, unwritten = status.tolist()
+        if unwritten:
+            on_first_rank(self._need_written)
         self._need_finite("loss", step, mean)
         seconds = self._now() - began
         self.seconds += seconds
@@ -219,10 +225,18 @@ class Training:
         line.validation(loss)
 
     def _append(self, step: int, **figures: Any) -> None:
-        if self.rank == 0:
+        if self.rank == 0 and self.unwritten is None:
             tokens = step * self.settings.tokens_per_step
             where = self.settings.directory
-            append_metrics(where, run=self.name, step=step, tokens=tokens, seconds=self.seconds, **figures)
+            try:
+                append_metrics(where, run=self.name, step=step, tokens=tokens, seconds=self.seconds, **figures)
+            except FileError as error:
+                self.unwritten = error  # the other ranks wait in a collective, so all of them raise it at the next
+
+    def _need_written(self) -> None:
+        """Raise the error of the metrics that could not be written, if there is one."""
+        if self.unwritten is not None:
+            raise self.unwritten
 
     def _need_finite(self, what: str, step: int, loss: float) -> None:
         """Raise FileError unless a mean loss is finite. It is a mean over all ranks, so all ranks raise together."""
