@@ -113,6 +113,11 @@ class Storage:
         """The number of ranks that hold each element, as far as muonmesh knows."""
         return 1 if self.layout is None else self.layout.copies()
 
+    @property
+    def replicated(self) -> bool:
+        """Whether several ranks are known to hold the tensor, and each of them all of it."""
+        return self.layout is not None and self.layout.copies() == len(self.layout.ranks) > 1
+
     def parts(self, local: Tensor) -> Sequence[Tensor]:
         """Return the stored elements that belong to the parameter, without a flat buffer's neighbors and padding."""
         if not isinstance(self.layout, FlatShards):
