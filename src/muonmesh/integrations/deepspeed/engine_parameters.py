@@ -23,7 +23,6 @@ class EngineParameter:
         name: Canonical name, unique over all ranks: an expert has its number among the experts of all ranks.
         shape: Global shape.
         matrices: How the parameter splits into matrices, see `split_matrices`; None for AdamW's parameters.
-        reason: Why the parameter is in its group.
         tensor_parallel: The number of tensor-parallel ranks.
         placement: The torch placement of the parameter over the tensor-parallel ranks.
     """
@@ -31,7 +30,6 @@ class EngineParameter:
     name: str
     shape: tuple[int, ...]
     matrices: Any
-    reason: str
     tensor_parallel: int
     placement: Placement
 
@@ -65,7 +63,7 @@ class EngineParameter:
 
 
 def engine_parameter(
-    parameter: Any, name: str, shape: tuple[int, ...], matrices: Any, reason: str, *, tensor_parallel: int
+    parameter: Any, name: str, shape: tuple[int, ...], matrices: Any, *, tensor_parallel: int
 ) -> EngineParameter:
     """Return the description of a parameter after the engine has configured its modules.
 
@@ -74,14 +72,13 @@ def engine_parameter(
         name: See `EngineParameter`.
         shape: The global shape, from before the engine was made.
         matrices: See `EngineParameter`.
-        reason: See `EngineParameter`.
         tensor_parallel: The number of tensor-parallel ranks.
 
     Raises:
         LayoutError: DeepSpeed has cut the parameter in a way that muonmesh does not know.
     """
     placement = _placement(name, getattr(parameter, DS_AUTOTP_UC_META, None) or {}, shape, tensor_parallel)
-    known = EngineParameter(name, shape, matrices, reason, tensor_parallel, placement)
+    known = EngineParameter(name, shape, matrices, tensor_parallel, placement)
     peers = MeshLayout(shape, (tensor_parallel,), tuple(range(tensor_parallel)), placements_of(name, (placement,)))
     needed = peers.local_shape(dist.get_rank() % tensor_parallel)
     held = tuple(getattr(parameter, "ds_shape", parameter.shape))
