@@ -12,7 +12,6 @@ from torch import Tensor
 
 from muonmesh.comm.wire import Counts
 from muonmesh.errors import escaped
-from muonmesh.layout.balance import imbalance
 from muonmesh.numerics.graphs import MOST
 from muonmesh.numerics.rules import RULES, rule_of
 from muonmesh.report.state_bytes import state_bytes_of
@@ -58,6 +57,16 @@ class Row:
     spectral: float
     state: int = 0
     sets: dict[str, int] = field(default_factory=dict)
+
+
+def imbalance(loads: Mapping[int, int]) -> float:
+    """Return the load of the busiest rank divided by the mean load; 1 is perfect. Without any work the result is 1.
+
+    Args:
+        loads: FLOPs of each rank of a plan (`Plan.loads`).
+    """
+    total = sum(loads.values())
+    return max(loads.values()) * len(loads) / total if total else 1.0
 
 
 @dataclass(frozen=True)

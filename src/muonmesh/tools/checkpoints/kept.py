@@ -9,9 +9,10 @@ import contextlib
 import os
 import re
 import shutil
+import stat
 from pathlib import Path
 
-from muonmesh.checkpoint.manifest import is_whole
+from muonmesh.checkpoint.manifest import read_manifest
 from muonmesh.checkpoint.place import before_at, check_replaceable, found_at, lock_folder, remove_folder
 from muonmesh.errors import FileError
 
@@ -30,6 +31,16 @@ def numbered(directory: Path, family: str) -> list[tuple[int, Path]]:
         if match is not None and match["family"] == family:
             found[int(match["number"])] = directory / inner
     return sorted(found.items(), reverse=True)
+
+
+def is_whole(folder: Path) -> bool:
+    """Return whether every file of the manifest exists with its full size; contents are not read."""
+    try:
+        entries = read_manifest(folder)
+        found = {name: os.stat(folder / name, follow_symlinks=False) for name in entries}
+    except (OSError, FileError):
+        return False
+    return all(stat.S_ISREG(one.st_mode) and one.st_size == entries[name][0] for name, one in found.items())
 
 
 def forget_older(path: Path, keep: int) -> None:

@@ -33,12 +33,12 @@ from muonmesh.layout import (
     make_plan,
     split_matrices,
 )
-from muonmesh.layout.balance import imbalance
 from muonmesh.layout.companion import size_of
 from muonmesh.numerics.coefficients import CoefficientName, coefficient_schedule
 from muonmesh.numerics.kernels.portions import SMALL_COLS, SMALL_ROWS
 from muonmesh.numerics.newton_schulz import resolve_method
 from muonmesh.numerics.rules import RULES, MuonRule, Rule, by_defaults, is_known, is_matrix_rule
+from muonmesh.report.explain import imbalance
 from muonmesh.report.step_memory import step_memory
 from muonmesh.report.traffic import Traffic, traffic
 from muonmesh.step.members import Member
