@@ -23,7 +23,8 @@ from muonmesh.checkpoint.manifest import SETTINGS_FILE
 from muonmesh.checkpoint.of_muon import OfMuon
 from muonmesh.checkpoint.ranks import settled
 from muonmesh.checkpoint.record import STATE, Record, Recorded
-from muonmesh.comm.storage import refuse_flattened, storage_of, this_rank
+from muonmesh.comm.placing import refuse_flattened, storage_of
+from muonmesh.comm.storage import this_rank
 from muonmesh.comm.telling import agreed, tell_all
 from muonmesh.comm.wrappers import layers_of
 from muonmesh.errors import StateError, about, explain_error, warn

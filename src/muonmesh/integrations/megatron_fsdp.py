@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import Shard as TorchShard
 
-from muonmesh.comm.storage import mesh_layout, placements_of
+from muonmesh.comm.placing import mesh_layout, placements_of
 from muonmesh.layout import FlatShards, Interval, Layout
 
 _OF_V1, _OF_V2 = "megatron_fsdp_dist_index", "_mfsdp_parameter_group"

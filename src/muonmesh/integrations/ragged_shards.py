@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from muonmesh.comm.layout_readers import DECLARE
-from muonmesh.comm.storage import mesh_layout, placements_of
+from muonmesh.comm.placing import mesh_layout, placements_of
 from muonmesh.errors import LayoutError, explain_error
 from muonmesh.layout import FlatShards, Interval, Layout
 

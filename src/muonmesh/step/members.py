@@ -13,15 +13,9 @@ from torch import Tensor
 
 from muonmesh.comm.copies import Copies
 from muonmesh.comm.gradients import GradientSource
-from muonmesh.comm.storage import (
-    Storage,
-    nobody_said,
-    ranks_of,
-    sharded_over_replicas,
-    storage_of,
-    this_rank,
-    world_size,
-)
+from muonmesh.comm.placing import nobody_said, ranks_of, storage_of
+from muonmesh.comm.sharing import sharded_over_replicas
+from muonmesh.comm.storage import Storage, this_rank, world_size
 from muonmesh.errors import LayoutError, about, explain_error
 from muonmesh.layout import Declared, FlatParameter, FlatShards, MeshLayout
 from muonmesh.layout.matrix import MatrixSpec

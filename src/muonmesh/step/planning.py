@@ -15,12 +15,8 @@ from torch import Tensor
 
 from muonmesh.comm.agreement import View, merged, union
 from muonmesh.comm.exchange import Exchange
-from muonmesh.comm.storage import (
-    connected_ranks,
-    device_without_parameters,
-    local_of,
-    this_rank,
-)
+from muonmesh.comm.ranks import connected_ranks, device_without_parameters
+from muonmesh.comm.storage import local_of, this_rank
 from muonmesh.errors import LayoutError, explain_error
 from muonmesh.layout import (
     Elementwise,

@@ -10,7 +10,7 @@ from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META
 from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from muonmesh.comm.storage import placements_of
+from muonmesh.comm.placing import placements_of
 from muonmesh.errors import LayoutError, explain_error
 from muonmesh.layout import MeshLayout
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 
-from muonmesh.comm.storage import placements_of
+from muonmesh.comm.placing import placements_of
 from muonmesh.integrations.megatron.saved_boxes import Cut
 from muonmesh.layout import Declared, FlatShards, Interval, MeshLayout
 
