@@ -50,8 +50,8 @@ def read_layout(name: str, tensor: Tensor) -> tuple[Any, ...] | Layout | None:
     within = mesh_layout(mesh, tuple(shape), placements_of(name, left))
     size = within.mesh[ragged[0]]
 
-    def held(rank: int, at: Sequence[int]) -> Interval:
-        return _of_units(name, one, within.local_shape(rank), size, at[ragged[0]])
+    def held(rank: int, at: Sequence[int]) -> list[Interval]:
+        return [_of_units(name, one, within.local_shape(rank), size, at[ragged[0]])]
 
     return FlatShards.on_axes(within, ragged, held)
 

@@ -55,12 +55,6 @@ class EngineParameter:
         placements = placements_of(self.name, (Replicate(), self.placement))
         return MeshLayout(self.shape, (len(ranks), size), tuple(grid), placements)
 
-    def replicas(self, within: MeshLayout) -> tuple[tuple[int, ...], ...]:
-        """Return the sets of ranks that together hold one whole copy of the parameter."""
-        if self.tensor_parallel > 1 and isinstance(self.placement, Replicate):
-            return tuple(within.ranks[peer :: self.tensor_parallel] for peer in range(self.tensor_parallel))
-        return (within.ranks,)
-
 
 def engine_parameter(
     parameter: Any, name: str, shape: tuple[int, ...], matrices: Any, *, tensor_parallel: int
