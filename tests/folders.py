@@ -7,7 +7,8 @@ from typing import Any
 
 from muonmesh.checkpoint.folder import look
 from muonmesh.checkpoint.record import fill, wanted
-from muonmesh.comm.storage import local_of, storage_of
+from muonmesh.comm.placing import storage_of
+from muonmesh.comm.storage import local_of
 from muonmesh.errors import FileError
 
 

@@ -218,7 +218,7 @@ def test_no_file_imports_itself_through_others() -> None:
         ("muonmesh.comm.exchange", "from muonmesh.optimizer import Muon"),
         ("muonmesh.comm.exchange", "from ..clip import clip_grad_norm_"),
         ("muonmesh.clip", "from .checkpoint import restore_state"),
-        ("muonmesh.groups", "from muonmesh.comm.storage import storage_of"),
+        ("muonmesh.groups", "from muonmesh.comm.placing import storage_of"),
         ("muonmesh.step.muon_step", "from muonmesh.clip import clip_gradients"),
         ("muonmesh.settings", "from muonmesh.step.parameter_steps import ParameterStep"),
         ("muonmesh.groups", "import transformers"),

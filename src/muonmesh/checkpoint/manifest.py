@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import re
-import stat
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -82,16 +81,6 @@ def read_manifest(folder: Path) -> dict[str, Entry]:
     needed = f"the sizes and hashes that save wrote there last. {REMEDY}"
     content = check_form(str(path), read_json(path, needed=needed), _FORM, REMEDY, kind=FileError)
     return {name: (entry["bytes"], entry["sha256"]) for name, entry in content["files"].items()}
-
-
-def is_whole(folder: Path) -> bool:
-    """Return whether every file of the manifest exists with its full size; contents are not read."""
-    try:
-        entries = read_manifest(folder)
-        found = {name: os.stat(folder / name, follow_symlinks=False) for name in entries}
-    except (OSError, FileError):
-        return False
-    return all(stat.S_ISREG(one.st_mode) and one.st_size == entries[name][0] for name, one in found.items())
 
 
 def check_file(path: Path, needed: str) -> None:

@@ -19,7 +19,9 @@ from muonmesh.comm.agreement import View, group_of, insist
 from muonmesh.comm.copies import Copies, added, find_copies, insist_on_averages
 from muonmesh.comm.exchange import Exchange
 from muonmesh.comm.meeting import connected
-from muonmesh.comm.storage import mesh_groups, refuse_flattened, shape_if_known, this_rank, world_size
+from muonmesh.comm.placing import refuse_flattened, shape_if_known
+from muonmesh.comm.ranks import mesh_groups
+from muonmesh.comm.storage import this_rank, world_size
 from muonmesh.comm.telling import tell_all
 from muonmesh.comm.wrappers import group_that_averages, refuse_join, wrappers_of
 from muonmesh.errors import about, explain_error, warn

@@ -15,12 +15,8 @@ from torch import Tensor
 
 from muonmesh.comm.agreement import View, merged, union
 from muonmesh.comm.exchange import Exchange
-from muonmesh.comm.storage import (
-    connected_ranks,
-    device_without_parameters,
-    local_of,
-    this_rank,
-)
+from muonmesh.comm.ranks import connected_ranks, device_without_parameters
+from muonmesh.comm.storage import local_of, this_rank
 from muonmesh.errors import LayoutError, explain_error
 from muonmesh.layout import (
     Elementwise,
@@ -37,12 +33,12 @@ from muonmesh.numerics.coefficients import CoefficientName, choose, coefficient_
 from muonmesh.numerics.graphs import Graphs
 from muonmesh.numerics.kernels import check_kernels
 from muonmesh.numerics.newton_schulz import Orthogonalizer
-from muonmesh.numerics.rules import Rule, is_matrix_rule, rule_of
+from muonmesh.numerics.rules import Rule, rule_of
 from muonmesh.step.blocks import Blocks
 from muonmesh.step.flag_vector import FlagVector
-from muonmesh.step.members import Member, with_state_layouts
+from muonmesh.step.members import Member
+from muonmesh.step.placed_state import with_owners, with_state_layouts
 from muonmesh.step.precision import Precision
-from muonmesh.step.state_layout import kept_at_owners
 
 Holdings = tuple[tuple[Piece, ...], ...]
 """For each Matrix of a plan, the pieces of it that this rank stores."""
@@ -219,14 +215,12 @@ def plan_members(
         LayoutError: Muon's parameters are on several devices, or a layout cannot be mapped to whole matrices.
     """
     members = with_state_layouts(groups, members)
-    muon = tuple(member for member in members if is_matrix_rule(groups[member.group]["algorithm"]))
+    muon = tuple(member for member in members if member.is_matrix)
     devices = {member.tensor.device for member in muon}
     if len(devices) > 1:
         found, write = f"Muon parameters on {sorted(map(str, devices))}", "Give each device an optimizer of its own"
         raise LayoutError(explain_error("the groups", found, "one device per process", write))
-    elementwise = tuple(
-        m for m in members if not is_matrix_rule(groups[m.group]["algorithm"]) and m.storage.layout is not None
-    )
+    elementwise = tuple(m for m in members if not m.is_matrix and m.storage.layout is not None)
     orthogonalizers: Orthogonalizers = {}
     parameters = [_parameter(groups[member.group], member, precision, orthogonalizers) for member in muon]
     devices_here = (member.tensor.device for member in (*muon, *members))
@@ -237,14 +231,10 @@ def plan_members(
         ranks=connected_ranks([member.storage for member in members]),
         elementwise=[Elementwise(m.name, m.storage.layout) for m in elementwise if m.storage.layout is not None],
     )
-    adamw = tuple(
-        tuple(m for m in members if m.group == number and not is_matrix_rule(group["algorithm"]))
-        for number, group in enumerate(groups)
-    )
+    adamw = tuple(tuple(m for m in members if m.group == n and not m.is_matrix) for n in range(len(groups)))
     if muon:
         check_kernels(precision.kernels, device=device, dtype=precision.compute)
-    placed = _with_owners(plan, muon)
-    return Planned(signature, placed, elementwise, adamw, plan, this_rank(), device, orthogonalizers)
+    return Planned(signature, with_owners(plan, muon), elementwise, adamw, plan, this_rank(), device, orthogonalizers)
 
 
 def widened(planned: Planned, views: Sequence[View], ranks: Sequence[int], planner: Planner) -> Planned:
@@ -270,18 +260,8 @@ def widened(planned: Planned, views: Sequence[View], ranks: Sequence[int], plann
     def own(parameter: Parameter | Elementwise) -> Member | None:
         return mine.get((parameter.name, parameter.target.ranks)) if planned.rank in parameter.target.ranks else None
 
-    muon, rest = _with_owners(plan, list(map(own, parameters))), tuple(map(own, elementwise))
+    muon, rest = with_owners(plan, list(map(own, parameters))), tuple(map(own, elementwise))
     return replace(planned, muon=muon, elementwise=rest, plan=plan)
-
-
-def _with_owners(plan: Plan, muon: Sequence[Member | None]) -> tuple[Member | None, ...]:
-    """Return the members of a plan, with the layouts of the state that the owners of their matrices keep."""
-    mine = [(number, member.tensor, member.state_layouts) for number, member in enumerate(muon) if member is not None]
-    kept = kept_at_owners(plan, mine)
-    return tuple(
-        None if member is None else replace(member, state_layouts={**member.state_layouts, **kept.get(number, {})})
-        for number, member in enumerate(muon)
-    )
 
 
 def _parameter(

@@ -42,9 +42,7 @@ def fingerprints(planned: Planned, state: Mapping[Tensor, Mapping[str, Any]]) ->
     """
     found = dict[int, Fingerprint]()
     for number, member in enumerate((*planned.muon, *planned.elementwise)):
-        if member is None or member.storage.layout is None:
-            continue
-        if member.storage.copies == len(member.storage.layout.ranks) > 1:
+        if member is not None and member.storage.replicated:
             stored = (("weights", member.tensor, member.storage), *_state(member, state))
             found[number] = {key: sum_of_bits(where, value, member.tensor.device) for key, value, where in stored}
     return found
@@ -91,7 +89,7 @@ def gradients_of_replicas(planned: Planned, ranks: Sequence[int], source: Gradie
     for member in planned.members:
         storage = member.storage  # a flat buffer may hold other parameters beside this one
         known = isinstance(storage.layout, MeshLayout) and not member.may_have_copies(ranks)
-        if not (known and storage.copies == len(member.ranks) > 1):
+        if not (known and storage.replicated):
             continue
         gradient = _gradient(member, source)
         if (slopes := _sums_of(gradient)) is not None and not any(partial_axes(gradient)):

@@ -13,7 +13,6 @@ from muonmesh.comm.storage import local_of, this_rank
 from muonmesh.errors import StateError, explain_error
 from muonmesh.integrations.megatron.param_groups import EACH, EXPERTS
 from muonmesh.layout import Layout, MeshLayout
-from muonmesh.numerics.rules import is_matrix_rule
 from muonmesh.numerics.rules.parts import follow
 from muonmesh.optimizer import Muon
 from muonmesh.settings import NORM_MEANS
@@ -120,12 +119,9 @@ def _create(optimizer: Muon) -> None:
     runtime = optimizer._runtime
     planned = plan(optimizer.param_groups, runtime)
     for member in planned.members:
-        tensor = member.tensor
-        muon = is_matrix_rule(optimizer.param_groups[member.group]["algorithm"])
-        local, state = local_of(tensor), optimizer.state[tensor]
-        forms = forms_of(member, local, muon, runtime.precision, master="master" in state)
-        entry = ParameterStep(member, local, state, None, muon, forms)
-        prepare_state(entry, runtime.precision)
+        state = optimizer.state[member.tensor]
+        forms = forms_of(member, runtime.precision, master="master" in state)
+        prepare_state(ParameterStep(member, local_of(member.tensor), state, None, forms), runtime.precision)
 
 
 @torch.no_grad()

@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Shard
 
 from muonmesh.checkpoint.share import boxes_of
-from muonmesh.comm.storage import Storage, local_of, storage_of, this_rank
+from muonmesh.comm.placing import storage_of
+from muonmesh.comm.storage import Storage, local_of, this_rank
 from muonmesh.comm.wrappers import layers_of
 from muonmesh.errors import escaped, explain_error
 from muonmesh.groups.logits import Attention, LogitRows, attentions, without_softmax

@@ -7,13 +7,13 @@ from pathlib import Path
 import torch.distributed as dist
 
 from muonmesh.checkpoint import load, save
-from muonmesh.checkpoint.manifest import is_whole
-from muonmesh.checkpoint.place import forget_older, found_at, numbered
+from muonmesh.checkpoint.place import found_at
 from muonmesh.checkpoint.ranks import on_first_rank, together
 from muonmesh.checkpoint.save_load import recorded
 from muonmesh.comm.telling import agreed
 from muonmesh.errors import FileError
 from muonmesh.step.state_form import wrong_numbers
+from muonmesh.tools.checkpoints.kept import forget_older, is_whole, numbered
 from muonmesh.tools.cli.engine import Engine
 from muonmesh.tools.cli.metrics_log import read_metrics
 from muonmesh.tools.cli.run_settings import Optimizer

@@ -25,11 +25,12 @@ from muonmesh.checkpoint.manifest import (
     check_entries,
     read_manifest,
 )
-from muonmesh.checkpoint.place import found_at, numbered
+from muonmesh.checkpoint.place import found_at
 from muonmesh.errors import FileError, explain_error
 from muonmesh.files import kind_of, leaves, read_json, reason
 from muonmesh.step.state_form import wrong_numbers
 from muonmesh.tools.checkpoints.archive import MoreThanData, read_archive
+from muonmesh.tools.checkpoints.kept import numbered
 from muonmesh.tools.checkpoints.torch_folder import check_tensors, survey
 from muonmesh.tools.cli.checkpoints import STEP, checkpoints_of, without_checkpoint
 from muonmesh.tools.cli.lock import LOCK_FILE
