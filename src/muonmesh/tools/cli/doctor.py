@@ -23,8 +23,8 @@ def doctor(
     path: Annotated[
         Path | None,
         typer.Argument(
-            help="A run of muonmesh train, a folder of muonmesh.checkpoint.save or of torch.distributed.checkpoint, or "
-            "a file of torch.save. Without a path: this machine and this installation.",
+            help="A run of muonmesh train, a folder of muonmesh.checkpoint.save, or a file of torch.save. Without a "
+            "path: this machine and this installation.",
             show_default=False,
         ),
     ] = None,
