@@ -172,9 +172,8 @@ def test_names_cannot_command_a_terminal(tmp_path: Path, capsys: pytest.CaptureF
     content["files"][FORGED] = content["files"]["settings.json"]
     path.write_text(json.dumps(content))
     from muonmesh.tools.cli.doctor import print_diagnosis
-    from muonmesh.tools.cli.terminal import make_console
 
-    print_diagnosis(make_console(), diagnose(tmp_path / "saved"))
+    print_diagnosis(diagnose(tmp_path / "saved"))
     printed = capsys.readouterr().out
     told = [printed, str(FileError(FORGED)), explain_error(FORGED, FORGED, FORGED)]
 
