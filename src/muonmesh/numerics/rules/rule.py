@@ -5,10 +5,10 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import MISSING, Field, dataclass, field, fields
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, field, fields
 from functools import lru_cache
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from muonmesh.errors import explain_error
 from muonmesh.numerics.coefficients import Coefficients
 from muonmesh.numerics.newton_schulz import Method
 from muonmesh.numerics.scale import ScaleMode, StepSize, update_scale
-from muonmesh.numerics.setting import plain, whole
+from muonmesh.numerics.setting import Setting, plain, whole
 
 _scale_of = lru_cache(update_scale)  # pieces are many, shapes few
 
@@ -73,11 +73,7 @@ class Hyperparameters:
         Raises:
             KeyError: the group lacks the key of a field without a default.
         """
-        values = {}
-        for each in fields(cls):
-            key = _key_of(each)
-            if key in group or (each.default is MISSING and each.default_factory is MISSING):
-                values[each.name] = plain(group[key])
+        values = {each.name: plain(group[each.key]) for each in _read(cls) if each.needed or each.key in group}
         if isinstance(values["lr"], Tensor):  # one with a dim would have weights computed in its own dtype
             values["lr"] = values["lr"].reshape(())
         return cls(**values)
@@ -85,7 +81,7 @@ class Hyperparameters:
     @classmethod
     def settings(cls) -> tuple[str, ...]:
         """Return the keys of a param group that this rule reads."""
-        return tuple(_key_of(each) for each in fields(cls) if each.name != "phase")
+        return tuple(each.key for each in _read(cls))
 
     def check(self) -> None:
         """Check that the settings have allowed values.
@@ -93,10 +89,10 @@ class Hyperparameters:
         Raises:
             ValueError: a setting is out of range.
         """
-        for each in fields(self):
-            setting, value = each.metadata.get("setting"), getattr(self, each.name)
-            if setting is not None and not setting.fits(value):
-                raise ValueError(explain_error(_key_of(each), f"{value!r}", setting.needed))
+        for each in _read(type(self)):
+            value = getattr(self, each.name)
+            if each.setting is not None and not each.setting.fits(value):
+                raise ValueError(explain_error(each.key, f"{value!r}", each.setting.needed))
 
     def decay(self, weights: Tensor, update: Tensor) -> None:
         """Decay weights in place.
@@ -119,10 +115,30 @@ class Hyperparameters:
             weights.copy_(torch.where(agree, weights * keep, weights))
 
 
-def _key_of(field: Field[Any]) -> str:
-    """Return the key of a group that holds a field: its name, unless it declares another."""
-    key: str = field.metadata.get("key", field.name)
-    return key
+class _Read(NamedTuple):
+    """A field of a rule that is read from a param group: its key there, whether it must be there, and its check."""
+
+    name: str
+    key: str
+    needed: bool
+    setting: Setting | None
+
+
+def _fields_read(rule: Any) -> tuple[_Read, ...]:
+    """Return the fields of a rule that are read from a group. The key is the field's name, unless it has another."""
+    return tuple(
+        _Read(
+            each.name,
+            each.metadata.get("key", each.name),
+            each.default is MISSING and each.default_factory is MISSING,
+            each.metadata.get("setting"),
+        )
+        for each in fields(rule)
+        if each.name != "phase"
+    )
+
+
+_read: Callable[[Any], tuple[_Read, ...]] = lru_cache(_fields_read)  # rules are few, and groups are read often
 
 
 @dataclass(frozen=True, slots=True)
