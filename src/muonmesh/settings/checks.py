@@ -30,17 +30,8 @@ from muonmesh.settings.declared import (
     MuonSettings,
 )
 
-_GROUP_KEYS = (
-    "lr",
-    *GROUP_SETTINGS,
-    "algorithm",
-    "matrices",
-    "params",
-    "param_names",
-    "name",
-    "reasons",
-    "use_muon",
-    NORM_MEANS,
+_GROUP_KEYS = dict.fromkeys(
+    ("lr", *GROUP_SETTINGS, "algorithm", "matrices", "params", "param_names", "name", "reasons", "use_muon", NORM_MEANS)
 )
 _OF_FROM_MODEL = ("overrides", "per_head", "rule", "muon", "adamw")
 _OTHER_NAMES = {

@@ -14,15 +14,14 @@ from muonmesh.numerics.precision import plain_modes
 from muonmesh.numerics.rules import RULES, Rule
 from muonmesh.numerics.setting import LARGEST, NOT_NEGATIVE
 from muonmesh.settings.checks import check_group, check_structure
-from muonmesh.settings.declared import FOREIGN_KEYS, NORM_MEANS
+from muonmesh.settings.declared import FOREIGN_KEYS, FRESH_MEANS, NORM_MEANS
 
 
 class GroupRead(NamedTuple):
     """A param group as a step has read it.
 
     Attributes:
-        copies: Its keys, and copies of their values (`_copied`), by which a change is seen.
-        ignored: Its keys of other frameworks (`FOREIGN_KEYS`), whose values nothing reads.
+        copies: Copies of its values, by which a change is seen (`_copies`).
         held: Its values and parameters, which stay alive, so that no other object takes the identity of one of them.
         rule: The snapshot of its rule.
         at_rest: Whether its learning rate is exactly 0, as far as the CPU knows.
@@ -30,8 +29,7 @@ class GroupRead(NamedTuple):
         terms: What a plan depends on, see `plan_terms`.
     """
 
-    copies: object
-    ignored: frozenset[str]
+    copies: Mapping[str, object]
     held: object
     rule: Any
     at_rest: bool
@@ -39,8 +37,8 @@ class GroupRead(NamedTuple):
     terms: object
 
     @staticmethod
-    def of(group: Mapping[str, Any]) -> GroupRead:
-        """Check a group and read it.
+    def of(group: Mapping[str, Any], copies: Mapping[str, object]) -> GroupRead:
+        """Check a group and read it; ``copies`` are its copies.
 
         Raises:
             ValueError, TypeError: an entry is missing, unknown or has no allowed value.
@@ -50,13 +48,8 @@ class GroupRead(NamedTuple):
         rule, lr = check_group(where, group, read=False), group["lr"]
         on_device = (where, lr.detach()) if isinstance(lr, Tensor) and lr.device.type != "cpu" else None
         at_rest = on_device is None and float(lr) == 0
-        ignored = frozenset(group.keys() & FOREIGN_KEYS - {*rule.settings()})
         held = [*group.values(), *group["params"]]
-        return GroupRead(_copies(group, ignored), ignored, held, rule, at_rest, on_device, plan_terms(group, rule))
-
-    def stays(self, group: Mapping[str, Any]) -> bool:
-        """Whether reading a group would give the same result."""
-        return _copies(group, self.ignored) == self.copies and RULES.get(group["algorithm"]) is type(self.rule)
+        return GroupRead(copies, held, rule, at_rest, on_device, plan_terms(group, rule))
 
 
 class SettingsFound(NamedTuple):
@@ -112,8 +105,10 @@ def read_groups(
             write = 'Write for group in optimizer.param_groups: group["lr"].fill_(...)'
             raise ValueError(explain_error("lr", what, "a change of each group's own tensor", write))
         for number, group in enumerate(groups):
-            stays = number < len(before) and before[number].stays(group)
-            found.append(before[number] if stays else GroupRead.of(group))
+            copies, read = _copies(group), before[number] if number < len(before) else None
+            if read is None or read.copies != copies or RULES.get(group["algorithm"]) is not type(read.rule):
+                read = GroupRead.of(group, copies)
+            found.append(read)
     except (TypeError, ValueError) as wrong:
         error = wrong
     if last is not None and last.error is error is None and [*map(id, found)] == [*map(id, before)]:
@@ -145,14 +140,21 @@ def plan_terms(group: Mapping[str, Any], rule: Any) -> object:
 
 # ------------------------------------------------------------------ copies, by which a change of a group is seen
 
-_EXACT = {str, int, type(None)}
-"""Types of values that differ if they are not equal, and that nobody can change in place."""
+_SCALARS = {int, float, bool, str, type(None)}
+"""Types of values that nobody can change in place."""
+
+_EXACT = {int, str, type(None)}
+"""Those of them whose values differ if they are not equal, whatever their type."""
 
 
-def _copies(group: Mapping[str, Any], ignored: frozenset[str]) -> object:
-    """Return the keys of a group, and copies of their values."""
-    values = [None if key in ignored else _COPY.get(key, _copied)(value) for key, value in group.items()]
-    return [*group], values
+def _copies(group: Mapping[str, Any]) -> Mapping[str, object]:
+    """Return copies of the values of a group, by key, without those of other frameworks, which nothing reads."""
+    skipped = {key for key in group.keys() & FOREIGN_KEYS if not _is_setting(key, group.get("algorithm"))}
+    return {
+        key: (type(value), value or str(value)) if type(value) in _SCALARS else _COPY.get(key, _copied)(value)
+        for key, value in group.items()
+        if key not in skipped
+    }
 
 
 def _copied(value: Any) -> object:
@@ -161,14 +163,18 @@ def _copied(value: Any) -> object:
     Numbers are compared with their types, and zeros with their signs. A tensor on a device is not read, since the
     device checks its number in every step. An object that could change unseen gets a copy that equals no other.
     """
+    if (kind := type(value)) in _SCALARS or isinstance(value, (str, Real)):
+        return kind, value or str(value)
     if isinstance(value, (list, tuple)):
         return tuple(value) if set(map(type, value)) <= _EXACT else tuple(map(_copied, value))
-    if value is None or isinstance(value, (str, Real)):
-        return type(value), value or str(value)
     if type(value) not in (Tensor, nn.Parameter) or value.layout is not torch.strided or value.numel() != 1:
         return object()
     number = None if value.device.type != "cpu" else _copied(value.item())
     return id(value), value.data_ptr(), value.dtype, value.shape, value.device, number
+
+
+def _is_setting(key: str, algorithm: Any) -> bool:
+    return isinstance(algorithm, str) and algorithm in RULES and key in RULES[algorithm].settings()
 
 
 def _identities(parameters: Any) -> object:
@@ -177,6 +183,8 @@ def _identities(parameters: Any) -> object:
 
 def _form_of_means(means: Any) -> object:
     """Return a copy of the norm means. As a tensor they may be on a device, and only their form is checked."""
+    if means is FRESH_MEANS:
+        return means
     return (means.dtype, means.shape) if isinstance(means, Tensor) else _copied(means)
 
 

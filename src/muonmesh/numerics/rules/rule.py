@@ -73,7 +73,8 @@ class Hyperparameters:
         Raises:
             KeyError: the group lacks the key of a field without a default.
         """
-        values = {each.name: plain(group[each.key]) for each in _read(cls) if each.needed or each.key in group}
+        read = _read(cls).items()
+        values = {each.name: plain(group[key]) for key, each in read if each.needed or key in group}
         if isinstance(values["lr"], Tensor):  # one with a dim would have weights computed in its own dtype
             values["lr"] = values["lr"].reshape(())
         return cls(**values)
@@ -81,7 +82,7 @@ class Hyperparameters:
     @classmethod
     def settings(cls) -> tuple[str, ...]:
         """Return the keys of a param group that this rule reads."""
-        return tuple(each.key for each in _read(cls))
+        return tuple(_read(cls))
 
     def check(self) -> None:
         """Check that the settings have allowed values.
@@ -89,10 +90,9 @@ class Hyperparameters:
         Raises:
             ValueError: a setting is out of range.
         """
-        for each in _read(type(self)):
-            value = getattr(self, each.name)
-            if each.setting is not None and not each.setting.fits(value):
-                raise ValueError(explain_error(each.key, f"{value!r}", each.setting.needed))
+        for key, each in _read(type(self)).items():
+            if each.setting is not None and not each.setting.fits(value := getattr(self, each.name)):
+                raise ValueError(explain_error(key, f"{value!r}", each.setting.needed))
 
     def decay(self, weights: Tensor, update: Tensor) -> None:
         """Decay weights in place.
@@ -116,29 +116,25 @@ class Hyperparameters:
 
 
 class _Read(NamedTuple):
-    """A field of a rule that is read from a param group: its key there, whether it must be there, and its check."""
+    """A field of a rule that is read from a param group: whether its key must be there, and the check of its value."""
 
     name: str
-    key: str
     needed: bool
     setting: Setting | None
 
 
-def _fields_read(rule: Any) -> tuple[_Read, ...]:
-    """Return the fields of a rule that are read from a group. The key is the field's name, unless it has another."""
-    return tuple(
-        _Read(
-            each.name,
-            each.metadata.get("key", each.name),
-            each.default is MISSING and each.default_factory is MISSING,
-            each.metadata.get("setting"),
+def _fields_read(rule: Any) -> dict[str, _Read]:
+    """Return the fields of a rule that are read from a group, by their keys. A key is the name, unless declared."""
+    return {
+        each.metadata.get("key", each.name): _Read(
+            each.name, each.default is MISSING and each.default_factory is MISSING, each.metadata.get("setting")
         )
         for each in fields(rule)
         if each.name != "phase"
-    )
+    }
 
 
-_read: Callable[[Any], tuple[_Read, ...]] = lru_cache(_fields_read)  # rules are few, and groups are read often
+_read: Callable[[Any], dict[str, _Read]] = lru_cache(_fields_read)  # rules are few, and groups are read often
 
 
 @dataclass(frozen=True, slots=True)
