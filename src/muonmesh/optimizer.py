@@ -32,19 +32,9 @@ from muonmesh.numerics.precision import plain_modes
 from muonmesh.numerics.setting import own_names
 from muonmesh.report.explain import Explanation, explain, summary
 from muonmesh.report.metrics import measure
-from muonmesh.settings import (
-    LOST_GROUP,
-    LOST_LAYOUTS,
-    MuonSettings,
-    ProcessGroup,
-    SettingsFound,
-    algorithm_of,
-    check_process_group,
-    keep_rates_apart,
-    read_groups,
-    read_settings,
-    shows_settings,
-)
+from muonmesh.settings import LOST_GROUP, LOST_LAYOUTS, MuonSettings, ProcessGroup, shows_settings
+from muonmesh.settings.checks import algorithm_of, check_process_group, read_settings
+from muonmesh.settings.reading import SettingsFound, keep_rates_apart, read_groups
 from muonmesh.step.connection import check_members, connect, forget, outdated, plan
 from muonmesh.step.elementwise_step import step_elementwise
 from muonmesh.step.flag_vector import Flags

@@ -20,7 +20,7 @@ from muonmesh.numerics.kernels import check_kernels
 from muonmesh.numerics.newton_schulz import resolve_method
 from muonmesh.numerics.rules import RULES, Hyperparameters, check_keeps, is_known, is_matrix_rule
 from muonmesh.numerics.setting import NOT_NEGATIVE, TORCHS_NAMES, is_number, own_names
-from muonmesh.settings.declared import (
+from muonmesh.settings import (
     FOREIGN_KEYS,
     FRESH_MEANS,
     GROUP_SETTINGS,

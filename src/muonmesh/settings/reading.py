@@ -13,8 +13,8 @@ from muonmesh.errors import explain_error
 from muonmesh.numerics.precision import plain_modes
 from muonmesh.numerics.rules import RULES, Rule
 from muonmesh.numerics.setting import LARGEST, NOT_NEGATIVE
+from muonmesh.settings import FOREIGN_KEYS, FRESH_MEANS, NORM_MEANS
 from muonmesh.settings.checks import check_group, check_structure
-from muonmesh.settings.declared import FOREIGN_KEYS, FRESH_MEANS, NORM_MEANS
 
 
 class GroupRead(NamedTuple):

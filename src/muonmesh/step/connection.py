@@ -27,7 +27,8 @@ from muonmesh.numerics.dtypes import COMPLEX_DTYPES, HELD_DTYPES, NEEDED_HELD
 from muonmesh.numerics.graphs import Graphs
 from muonmesh.numerics.kernels import KernelName, auto_takes
 from muonmesh.numerics.rules import is_matrix_rule, rule_of
-from muonmesh.settings import SettingsFound, check_group, check_structure, plan_terms, read_groups
+from muonmesh.settings.checks import check_group, check_structure
+from muonmesh.settings.reading import SettingsFound, plan_terms, read_groups
 from muonmesh.step.members import (
     Member,
     group_for,

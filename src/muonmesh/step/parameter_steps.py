@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from muonmesh.comm.gradients import PARAMETER_GRAD, gradient_of, partial_axes, unscaled
-from muonmesh.comm.storage import is_freed, local_of
+from muonmesh.comm.storage import PLAIN, is_freed, local_of
 from muonmesh.errors import LayoutError, StateError, about, explain_error
 from muonmesh.step.blocks import Momentum
 from muonmesh.step.members import Member
@@ -36,44 +36,10 @@ REFUSED: Refused = {
 """What a step refuses of a state, and what to write; what is missing begins anew."""
 
 
-class Held(NamedTuple):
-    """A tensor of a parameter as a step has found it; see `ParameterStep.goes_on`.
-
-    Attributes:
-        key: Its key in the state; "": the parameter.
-        tensor: The tensor.
-        placed: Mesh and placements of a DTensor; else None.
-        local: Its part on this rank.
-        address, dtype, shape, strides, device: Of that part. A square matrix that is transposed in place differs in
-            strides alone.
-    """
-
-    key: str
-    tensor: Tensor
-    placed: object
-    local: Tensor
-    address: int
-    dtype: torch.dtype
-    shape: torch.Size
-    strides: tuple[int, ...]
-    device: torch.device
-
-    @staticmethod
-    def of(key: str, tensor: Tensor) -> Held:
-        """Return a tensor as it is now."""
-        local = local_of(tensor)
-        form = local.data_ptr(), local.dtype, local.shape, local.stride(), local.device
-        return Held(key, tensor, _placed(tensor), local, *form)
-
-    def stays(self, tensor: Any) -> bool:
-        """Whether this is still the same tensor, in the same place and form."""
-        local = self.local
-        if tensor is not self.tensor or (
-            local is not tensor and (local_of(tensor) is not local or _placed(tensor) != self.placed)
-        ):
-            return False
-        same = local.data_ptr() == self.address and local.dtype == self.dtype and local.device == self.device
-        return same and local.shape == self.shape and local.stride() == self.strides
+def _place_of(tensor: Tensor) -> tuple[object, ...]:
+    """Return where a tensor lies and in which form. A square matrix that is transposed in place differs in strides."""
+    local, placed = (tensor, None) if type(tensor) in PLAIN else (local_of(tensor), _placed(tensor))
+    return id(local), local.data_ptr(), local.dtype, local.shape, local.stride(), local.device, placed
 
 
 def _placed(tensor: Tensor) -> object:
@@ -103,7 +69,8 @@ class ParameterStep:
             not wait for the flags, None if this rank has had no gradient and no other shard can have one.
         beside: The state that the rule keeps as "weights", by key, written in place together with the weights.
         master: The master weights, written in place and then rounded to the weights; None if there are none.
-        last: The tensors of the last step, if the next step may use this object again (`remember`).
+        last: The tensors of the last step with their places, by key in the state ("": the parameter), if the next step
+            may use this object again (`remember`).
     """
 
     member: Member
@@ -119,12 +86,13 @@ class ParameterStep:
     momenta: Momenta | None = None
     beside: Mapping[str, Tensor] = field(default_factory=dict)
     master: Tensor | None = None
-    last: tuple[Held, ...] = ()
+    last: Mapping[str, tuple[Tensor, object]] = field(default_factory=dict)
 
     def remember(self) -> None:
         """Note the tensors of this step, after which the next step may use this object again; see `goes_on`."""
         held = {"": self.member.tensor, **self.state}
-        self.last, self.in_form = tuple(Held.of(key, tensor) for key, tensor in held.items()), True
+        self.last = {key: (tensor, _place_of(tensor)) for key, tensor in held.items()}
+        self.in_form = True
 
     def goes_on(self, state: Any, gradient: Tensor | None) -> bool:
         """Use this object for another step, with a gradient of the parameter, if nothing else has changed.
@@ -136,8 +104,8 @@ class ParameterStep:
         if not self.last or state is not self.state or len(state) != len(self.last) - 1 or gradient is None:
             return False
         own, tensor, local = self.local, self.member.tensor, gradient
-        for held in self.last:
-            if not held.stays(state.get(held.key) if held.key else tensor):
+        for key, (held, place) in self.last.items():
+            if (state.get(key) if key else tensor) is not held or _place_of(held) != place:
                 return False
         if own is not tensor or type(gradient) is not Tensor:
             if _placed(gradient) != _placed(tensor):

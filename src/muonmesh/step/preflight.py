@@ -15,7 +15,7 @@ from muonmesh.comm.telling import tell_all
 from muonmesh.comm.work import Work
 from muonmesh.errors import PlanError, about
 from muonmesh.layout import Elementwise, Parameter
-from muonmesh.settings import SettingsFound
+from muonmesh.settings.reading import SettingsFound
 from muonmesh.step.flag_vector import Flags, ReducedFlags
 from muonmesh.step.nonzero import nonzero_of
 from muonmesh.step.parameter_steps import Collected, ParameterStep

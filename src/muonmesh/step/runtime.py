@@ -20,7 +20,8 @@ from muonmesh.layout.owners import KnownMatrix
 from muonmesh.numerics.kernels import KernelName
 from muonmesh.numerics.kernels.memory import download
 from muonmesh.numerics.rules import rule_method_of
-from muonmesh.settings import ProcessGroup, SettingsFound
+from muonmesh.settings import ProcessGroup
+from muonmesh.settings.reading import SettingsFound
 from muonmesh.step.blocks import Blocks
 from muonmesh.step.offload import Offload
 from muonmesh.step.planning import Connected, Planned

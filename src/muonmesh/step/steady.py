@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from muonmesh.comm.gradients import PARAMETER_GRAD
 from muonmesh.comm.wrappers import refuse_join
-from muonmesh.settings import SettingsFound
+from muonmesh.settings.reading import SettingsFound
 from muonmesh.step.parameter_steps import Collected
 from muonmesh.step.runtime import Runtime
 
