@@ -25,6 +25,7 @@ import muonmesh as mm
 from muonmesh.comm import meeting
 from muonmesh.comm.storage import local_of
 from muonmesh.layout import FlatShards
+from muonmesh.tools.testing.host_waits import HostWaits
 from tests import meshes, problem
 from tests.workers import RankFailure
 
@@ -168,7 +169,7 @@ DIFFERENT: dict[str, Any] = {
 def different_setting(key: str, value: Any, waits: bool) -> bool:
     """Set a hyperparameter otherwise on rank 1 only, after a step; return whether anything was written."""
     model, optimizer = build()
-    optimizer._runtime.waits = waits
+    optimizer._runtime.driver = HostWaits(waits)
     give(model, 0)
     optimizer.step()
     if dist.get_rank() == 1:
@@ -197,7 +198,7 @@ def mended(what: str, waits: bool) -> tuple[list[int], bool]:
     for wrong in (False, True):
         model, optimizer = build(stochastic_rounding=3)
         model.bfloat16()
-        optimizer._runtime.waits = waits
+        optimizer._runtime.driver = HostWaits(waits)
         for step in range(4):
             if wrong and step == 2:
                 give(model, 0)
@@ -273,7 +274,7 @@ def test_the_same_settings_in_other_words_are_the_same(workers) -> None:
 
 def different_clip(key: str, waits: bool) -> None:
     model, optimizer = build()
-    optimizer._runtime.waits = waits
+    optimizer._runtime.driver = HostWaits(waits)
     arguments: dict[str, Any] = {"max_norm": 1.0, "policy": "all", "skip_above": 50.0}
     if dist.get_rank() == 1:
         arguments[key] = {"max_norm": 2.0, "policy": "separate", "skip_above": 60.0}[key]
@@ -301,7 +302,7 @@ def changed(how: str, then: str, waits: bool, algorithm: str = "muon") -> str:
     # Under DDP only the first rank would count in the sums that AdaMuon asks for.
     model, optimizer = build("fsdp" if how == "swap" or algorithm == "adamuon" else "ddp")
     optimizer.param_groups[0]["algorithm"] = algorithm
-    optimizer._runtime.waits = waits
+    optimizer._runtime.driver = HostWaits(waits)
     give(model, 0)
     optimizer.step()
     if dist.get_rank() == 1:
@@ -365,7 +366,7 @@ def test_a_group_that_breaks_on_one_rank_is_an_error_on_all(workers, then: str, 
 def changed_and_mended(others: str) -> list[str]:
     """Change the plan on rank 1 only, and nothing or something else on the others; undo it when all have been told."""
     model, optimizer = build()
-    optimizer._runtime.waits = False
+    optimizer._runtime.driver = HostWaits(False)
     group, said = optimizer.param_groups[0], []
     odd = dist.get_rank() == 1
     for step in range(6):
@@ -395,7 +396,7 @@ def changed_everywhere(waits: bool) -> list[str]:
     results = []
     for group in ("world", "local"):
         model, optimizer = build(process_group=group)
-        optimizer._runtime.waits = waits
+        optimizer._runtime.driver = HostWaits(waits)
         for step in range(4):
             if step == 2:
                 model.late = nn.Parameter(torch.ones(6, 4))
@@ -786,7 +787,7 @@ def train_replaced(by: str, order: str, waits: bool) -> str | None:
     if order == "after":
         replace_parameters(model, by)
     optimizer = mm.from_model(model, process_group="world", **settings)
-    optimizer._runtime.waits = waits
+    optimizer._runtime.driver = HostWaits(waits)
     if order == "before":
         replace_parameters(model, by)
     other = mm.from_model(alone, process_group="local", **settings)

@@ -426,6 +426,9 @@ def test_a_rule_that_raises_is_named_and_no_step_follows_until_state_is_loaded(
         if method == "update":
             one.optimizer.param_groups[1]["algorithm"] = "fragile"
         one.step()
+    for one in (training, twin):
+        for group in one.optimizer.param_groups:
+            group["lr"] = 0.02  # a rule is checked again when a setting of its group has changed
     saved, weights = copy.deepcopy(training.optimizer.state_dict()), copy.deepcopy(training.weights)
     training.gradients()
     before = all_of(training)

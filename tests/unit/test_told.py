@@ -18,6 +18,7 @@ import muonmesh as mm
 from muonmesh.checkpoint.manifest import entry_of, read_manifest, write_manifest
 from muonmesh.errors import FileError, explain_error
 from muonmesh.tools.cli.diagnosis import diagnose
+from tests.in_copies import work_in_copies
 
 FORGED = "\x1b]0;title\x07\u202e\nwhole: yes"
 
@@ -126,7 +127,7 @@ def test_complex_weights_beside_settings_of_precision_are_stepped_as_torch_steps
     theirs.load_state_dict(ours.state_dict())
     optimizer = mm.from_model(ours, lr=1e-2, **settings)
     if "state_device" in settings:
-        optimizer._runtime.offload = True  # this CPU's state goes through the copies that a device works on
+        work_in_copies(optimizer)  # this CPU's state goes through the copies that a device works on
     wide = torch.complex128 if "master_dtype" in settings else torch.complex64
     weights = theirs.weights.detach().to(wide).requires_grad_()
     reference = torch.optim.AdamW([weights], lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)

@@ -26,6 +26,19 @@ PATIENCE = 100
 
 
 @dataclass
+class Told:
+    """What the user was told once.
+
+    Attributes:
+        rounding: Whether a warning about rounding was given, or is not wanted.
+        unsuited: The names of parameters with a past warning that they do not suit their rule.
+    """
+
+    rounding: bool = False
+    unsuited: set[str] = field(default_factory=set)
+
+
+@dataclass
 class IdleParameters:
     """Counts for how many steps each parameter has had no gradient.
 
