@@ -189,7 +189,7 @@ def _records(host: Recorded, model: nn.Module) -> tuple[list[Record], Extra]:
             untrained[name] = tensor
     untrained |= {name: tensor for name, (_, tensor) in extra.items()}
     for name, tensor in untrained.items():
-        storage = storage_of(name, tensor, None, needed=False)
+        storage = storage_of(name, tensor, None)
         records.append(Record(Member(name, tensor, storage, storage)))
     return records, extra
 

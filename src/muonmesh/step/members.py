@@ -15,11 +15,12 @@ from muonmesh.comm.copies import Copies
 from muonmesh.comm.gradients import GradientSource
 from muonmesh.comm.placing import nobody_said, ranks_of, storage_of
 from muonmesh.comm.sharing import sharded_over_replicas
-from muonmesh.comm.storage import Storage, this_rank, world_size
+from muonmesh.comm.storage import Storage, local_of, this_rank, world_size
 from muonmesh.errors import LayoutError, about, explain_error
 from muonmesh.layout import Declared, FlatParameter, FlatShards, MeshLayout
 from muonmesh.layout.matrix import MatrixSpec
 from muonmesh.numerics.rules import is_matrix_rule
+from muonmesh.numerics.rules.parts import follow
 from muonmesh.settings import LOST_GROUP, LOST_LAYOUTS, ProcessGroup
 from muonmesh.step.state_layout import StateLayout
 
@@ -63,6 +64,16 @@ class Member:
     def is_matrix(self) -> bool:
         """Whether a rule for matrices steps the parameter, and not an elementwise one such as AdamW's."""
         return is_matrix_rule(self.algorithm)
+
+    def weights(self, state: Mapping[str, Any]) -> Tensor:
+        """Return the weights that this rank stores, in the precision in which they are trained: the master weight, if
+        there is one, after it has followed the parameter.
+        """
+        local = local_of(self.tensor).detach()
+        if (master := state.get("master")) is None:
+            return local
+        follow(local_of(master), local)
+        return local_of(master).detach()
 
     @cached_property
     def gradient_storage(self) -> Storage:
@@ -125,7 +136,7 @@ def members_of(
             replicas = ranks_by_group[id(shared)]
             for part, layout, split in _contents(name, declared, spec):
                 try:
-                    storage = storage_of(part, tensor, replicas, layout, needed=False)
+                    storage = storage_of(part, tensor, replicas, layout)
                 except LayoutError as found:
                     error = error or found
                     sets.append(ranks_of(part, tensor, replicas, layout))

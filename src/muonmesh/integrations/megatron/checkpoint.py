@@ -13,7 +13,6 @@ from muonmesh.comm.storage import local_of, this_rank
 from muonmesh.errors import StateError, explain_error
 from muonmesh.integrations.megatron.param_groups import EACH, EXPERTS
 from muonmesh.layout import Layout, MeshLayout
-from muonmesh.numerics.rules.parts import follow
 from muonmesh.optimizer import Muon
 from muonmesh.settings import NORM_MEANS
 from muonmesh.step.connection import placed_members, plan
@@ -53,8 +52,7 @@ def sharded(
     _create(optimizer)
     optimizer.finish()
     for member in placed_members(optimizer):
-        if (master := optimizer.state[member.tensor].get("master")) is not None:
-            follow(local_of(master), local_of(member.tensor))
+        member.weights(optimizer.state[member.tensor])  # a master weight follows its weights
     state: dict[str, dict[str, Any]] = {}
     for member, key, layout, boxes in _stored(optimizer):
         name, copy, resizes = saved[member.name]
