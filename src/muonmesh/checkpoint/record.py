@@ -16,7 +16,7 @@ from muonmesh.comm.storage import Storage, local_of, local_shape, this_rank
 from muonmesh.layout import FlatShards
 from muonmesh.numerics.coefficients import choose
 from muonmesh.numerics.kernels import told_products
-from muonmesh.step.members import Member
+from muonmesh.step.members import OptimizedParameter
 from muonmesh.step.offload import fresh_copy
 from muonmesh.step.planning import Planned
 from muonmesh.step.precision import Precision
@@ -43,7 +43,7 @@ class Record:
         precision: The dtype of master weights, the device of per-element state, and the kernels of matrix products.
     """
 
-    parameter: Member
+    parameter: OptimizedParameter
     states: MutableMapping[Tensor, dict[str, Any]] = field(default_factory=dict)
     parts: tuple[StateForm, ...] = ()
     group: dict[str, Any] = field(default_factory=dict)

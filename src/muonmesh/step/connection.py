@@ -33,7 +33,7 @@ from muonmesh.numerics.kernels import KernelName, auto_takes
 from muonmesh.numerics.rules import Rule, is_matrix_rule, rule_of
 from muonmesh.settings import SettingsFound, check_group, check_groups, check_structure
 from muonmesh.step.members import (
-    Member,
+    OptimizedParameter,
     group_for,
     likely_sets,
     members_of,
@@ -65,7 +65,7 @@ def plan(groups: Groups, runtime: Runtime) -> Planned:
     return planned
 
 
-def placed_members(optimizer: Any) -> list[Member]:
+def placed_members(optimizer: Any) -> list[OptimizedParameter]:
     """Return all parameters that a `Muon` steps on this rank, with their layouts. No communication.
 
     Raises:

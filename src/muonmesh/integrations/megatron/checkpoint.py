@@ -16,7 +16,7 @@ from muonmesh.layout import Layout, MeshLayout
 from muonmesh.optimizer import Muon
 from muonmesh.settings import NORM_MEANS
 from muonmesh.step.connection import placed_members, plan
-from muonmesh.step.members import Member
+from muonmesh.step.members import OptimizedParameter
 from muonmesh.step.parameter_steps import ParameterStep, prepare_state
 from muonmesh.step.state_form import forms_of
 from muonmesh.step.state_layout import COUNT
@@ -96,7 +96,7 @@ def _other(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {**settings, "name": name + (EXPERTS if experts else ""), "is_expert_parallel": experts}
 
 
-def _stored(optimizer: Muon) -> Iterator[tuple[Member, str, Layout, Boxes]]:
+def _stored(optimizer: Muon) -> Iterator[tuple[OptimizedParameter, str, Layout, Boxes]]:
     """Yield all state of this rank: the parameter, the key, the layout, and the boxes that this rank stores.
 
     Master weights have the parameter's layout. Step counts are the same on all ranks that have the parameter.

@@ -25,7 +25,7 @@ from muonmesh.integrations.qk_clip.logits import KernelBounds, largest_logits
 from muonmesh.names import canonical_name
 from muonmesh.optimizer import Muon
 from muonmesh.step.connection import placed_members
-from muonmesh.step.members import Member
+from muonmesh.step.members import OptimizedParameter
 from muonmesh.table import aligned
 
 
@@ -212,7 +212,7 @@ class QKClip:
                 if state.get("master") is not None:
                     local_of(parameter.tensor.detach()).copy_(weights)
 
-    def _parameters(self, optimizer: Muon | None) -> Iterator[Member]:
+    def _parameters(self, optimizer: Muon | None) -> Iterator[OptimizedParameter]:
         """Yield each parameter of this rank."""
         if optimizer is not None:
             yield from placed_members(optimizer)
@@ -220,7 +220,7 @@ class QKClip:
         for key, tensor in self._model.named_parameters():
             name, replicas = canonical_name(key), None if isinstance(tensor, DTensor) else (this_rank(),)
             storage = storage_of(name, tensor, replicas)
-            yield Member(name, tensor, storage, storage)
+            yield OptimizedParameter(name, tensor, storage, storage)
 
 
 def _muons(optimizer: Any) -> list[Muon]:
