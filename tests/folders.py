@@ -17,7 +17,7 @@ def read(path: Path, tensors: dict[str, Any]) -> dict[str, Any]:
     contents = look(path)
     shares, storages = {}, {}
     for name, tensor in tensors.items():
-        saved, storage = contents.held.get(name), storage_of(name, tensor, None, needed=False)
+        saved, storage = contents.held.get(name), storage_of(name, tensor, None)
         if saved is None or saved.shape != tuple(storage.shape):
             raise FileError(f"{path}: {name} is not there, or of another shape")
         storages[name] = storage

@@ -16,8 +16,7 @@ from muonmesh.comm.storage import Storage, local_of, local_shape, this_rank
 from muonmesh.layout import FlatShards
 from muonmesh.numerics.coefficients import choose
 from muonmesh.numerics.kernels import told_products
-from muonmesh.numerics.rules.parts import follow
-from muonmesh.step.members import Member
+from muonmesh.step.members import OptimizedParameter
 from muonmesh.step.offload import fresh_copy
 from muonmesh.step.planning import Planned
 from muonmesh.step.precision import Precision
@@ -44,7 +43,7 @@ class Record:
         precision: The dtype of master weights, the device of per-element state, and the kernels of matrix products.
     """
 
-    parameter: Member
+    parameter: OptimizedParameter
     states: MutableMapping[Tensor, dict[str, Any]] = field(default_factory=dict)
     parts: tuple[StateForm, ...] = ()
     group: dict[str, Any] = field(default_factory=dict)
@@ -70,15 +69,6 @@ class Record:
         return f"{products}, {named}" if asked == "auto" else products
 
     @property
-    def weights(self) -> Tensor:
-        """The weights that this rank stores, in the precision in which they are trained: the master weight, if any.
-
-        So a checkpoint has no separate master weights. On loading, a master weight takes the saved weights, and the
-        parameter takes the same weights rounded, as after every step.
-        """
-        return local_of(self.state.get("master", self.parameter.tensor)).detach()
-
-    @property
     def dtype(self) -> torch.dtype:
         """The dtype in which its weights are trained."""
         return self.precision.master or self.parameter.tensor.dtype
@@ -89,10 +79,13 @@ class Record:
         return any(part.key in self.state for part in self.parts)
 
     def shares(self) -> Iterator[tuple[str, Share]]:
-        """Yield the shares of weights and state that this rank writes, by name. Master weights follow their weights."""
-        if "master" in self.state:
-            follow(local_of(self.state["master"]), local_of(self.parameter.tensor).detach())
-        yield f"{MODEL}.{self.name}", _written(self.weights, self.parameter.storage)
+        """Yield the shares of weights and state that this rank writes, by name.
+
+        The weights are those in the precision in which they are trained, so a checkpoint has no separate master
+        weights. On loading, a master weight takes the saved weights, and the parameter takes the same weights rounded,
+        as after every step.
+        """
+        yield f"{MODEL}.{self.name}", _written(self.parameter.weights(self.state), self.parameter.storage)
         for part in self.parts:
             if part.key in self.state:
                 local = local_of(self.state[part.key]).detach().contiguous()

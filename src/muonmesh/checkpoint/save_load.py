@@ -30,7 +30,7 @@ from muonmesh.comm.wrappers import layers_of
 from muonmesh.errors import StateError, about, explain_error, warn
 from muonmesh.names import canonical_name
 from muonmesh.numerics.precision import plain_modes
-from muonmesh.step.members import Member
+from muonmesh.step.members import OptimizedParameter
 from muonmesh.step.replicas import sum_of_bits
 from muonmesh.step.runtime import Runtime
 from muonmesh.step.state_form import wrong_numbers
@@ -189,8 +189,8 @@ def _records(host: Recorded, model: nn.Module) -> tuple[list[Record], Extra]:
             untrained[name] = tensor
     untrained |= {name: tensor for name, (_, tensor) in extra.items()}
     for name, tensor in untrained.items():
-        storage = storage_of(name, tensor, None, needed=False)
-        records.append(Record(Member(name, tensor, storage, storage)))
+        storage = storage_of(name, tensor, None)
+        records.append(Record(OptimizedParameter(name, tensor, storage, storage)))
     return records, extra
 
 

@@ -45,21 +45,17 @@ def placements_of(name: str, placements: Sequence[TorchPlacement]) -> tuple[Plac
     return tuple(translated)
 
 
-def storage_of(
-    name: str, tensor: Tensor, replicas: Sequence[int] | None, declared: Declared | None = None, *, needed: bool = True
-) -> Storage:
-    """Return the storage of a parameter. No communication.
+def storage_of(name: str, tensor: Tensor, replicas: Sequence[int] | None, declared: Declared | None = None) -> Storage:
+    """Return the storage of a parameter; without a layout for a plain tensor with unknown ranks. No communication.
 
     Args:
         name: The parameter's name, for messages.
         tensor: The parameter. A DTensor has its own layout.
         replicas: Global ranks that each hold a plain tensor whole, or the same shard of a DTensor; None if unknown.
         declared: The parameter's entry in ``layouts=``; None if there is none.
-        needed: Whether a plain tensor with unknown ranks is an error.
 
     Raises:
-        LayoutError: the tensor is partial, does not fit its declared layout, or is a plain tensor with unknown ranks
-            while several ranks run.
+        LayoutError: the tensor is partial, or does not fit its declared layout.
     """
     shape = tuple(tensor.shape)
     entry = read_layout(name, tensor) if declared is None else declared
@@ -92,11 +88,7 @@ def storage_of(
             what += "Muon(..., layouts=muonmesh.integrations.megatron.declared_layouts(...))"
             raise LayoutError(about(name, what))
         return Storage(MeshLayout.replicated(shape, tuple(replicas)), shape)
-    if world_size() > 1:
-        if not needed:
-            return Storage(None, shape)
-        raise nobody_said(name)
-    return Storage(MeshLayout.replicated(shape, (0,)), shape)
+    return Storage(None if world_size() > 1 else MeshLayout.replicated(shape, (0,)), shape)
 
 
 def nobody_said(name: str) -> LayoutError:

@@ -32,7 +32,7 @@ from muonmesh.numerics.rules import is_matrix_rule, rule_of
 from muonmesh.settings.checks import check_group, check_structure
 from muonmesh.settings.reading import SettingsFound, plan_terms, read_groups
 from muonmesh.step.members import (
-    Member,
+    OptimizedParameter,
     group_for,
     likely_sets,
     members_of,
@@ -65,7 +65,7 @@ def plan(groups: Groups, runtime: Runtime) -> Planned:
     return planned
 
 
-def placed_members(optimizer: Any) -> list[Member]:
+def placed_members(optimizer: Any) -> list[OptimizedParameter]:
     """Return all parameters that a `Muon` steps on this rank, with their layouts. No communication.
 
     Raises:

@@ -15,22 +15,23 @@ from muonmesh.comm.copies import Copies
 from muonmesh.comm.gradients import GradientSource
 from muonmesh.comm.placing import nobody_said, ranks_of, storage_of
 from muonmesh.comm.sharing import sharded_over_replicas
-from muonmesh.comm.storage import Storage, this_rank, world_size
+from muonmesh.comm.storage import Storage, local_of, this_rank, world_size
 from muonmesh.errors import LayoutError, about, explain_error
 from muonmesh.layout import Declared, FlatParameter, FlatShards, MeshLayout
 from muonmesh.layout.matrix import MatrixSpec
 from muonmesh.numerics.rules import is_matrix_rule
+from muonmesh.numerics.rules.parts import follow
 from muonmesh.settings import LOST_GROUP, LOST_LAYOUTS, ProcessGroup
 from muonmesh.step.state_layout import StateLayout
 
 E = TypeVar("E", bound=Exception)
 
 Holders = Literal["known", "open", "unknown"]
-"""Whether muonmesh knows which ranks hold a parameter; `Member.holders` explains the values."""
+"""Whether muonmesh knows which ranks hold a parameter; `OptimizedParameter.holders` explains the values."""
 
 
 @dataclass(frozen=True)
-class Member:
+class OptimizedParameter:
     """The facts about one parameter, which plan, step and checkpoint read; several may share one flat tensor.
 
     Attributes:
@@ -64,6 +65,16 @@ class Member:
         """Whether a rule for matrices steps the parameter, and not an elementwise one such as AdamW's."""
         return is_matrix_rule(self.algorithm)
 
+    def weights(self, state: Mapping[str, Any]) -> Tensor:
+        """Return the weights that this rank stores, in the precision in which they are trained: the master weight, if
+        there is one, after it has followed the parameter.
+        """
+        local = local_of(self.tensor).detach()
+        if (master := state.get("master")) is None:
+            return local
+        follow(local_of(master), local)
+        return local_of(master).detach()
+
     @cached_property
     def gradient_storage(self) -> Storage:
         """The storage (layout and shapes) of the parameter's gradient."""
@@ -78,7 +89,7 @@ class Member:
         """Whether other ranks of a connected set may hold copies of this parameter that muonmesh does not know of."""
         return self.holders != "known" and not set(self.ranks) >= set(ranks)
 
-    def copied(self, copies: Copies) -> Member:
+    def copied(self, copies: Copies) -> OptimizedParameter:
         """Return this member with the copies that ranks have found. The copies do not share its momentum."""
         found = copies.get((self.name, self.ranks))
         if found is None:
@@ -96,7 +107,7 @@ def members_of(
     copies: Copies,
     *,
     shard_state: bool,
-) -> tuple[list[Member], list[tuple[int, ...]], Exception | None]:
+) -> tuple[list[OptimizedParameter], list[tuple[int, ...]], Exception | None]:
     """Return the parameters of all groups in order, with their layouts and with the copies that ranks have found.
 
     Returns:
@@ -107,7 +118,7 @@ def members_of(
     if layouts == LOST_LAYOUTS:
         what = "This optimizer was unpickled, and its layouts are lost, because meshes cannot be pickled. Write "
         raise ValueError(about("layouts", what + "optimizer.layouts = layouts before the first step"))
-    members: list[Member] = []
+    members: list[OptimizedParameter] = []
     sets: list[tuple[int, ...]] = []
     error: Exception | None = None
     unknown = dict(layouts)
@@ -125,7 +136,7 @@ def members_of(
             replicas = ranks_by_group[id(shared)]
             for part, layout, split in _contents(name, declared, spec):
                 try:
-                    storage = storage_of(part, tensor, replicas, layout, needed=False)
+                    storage = storage_of(part, tensor, replicas, layout)
                 except LayoutError as found:
                     error = error or found
                     sets.append(ranks_of(part, tensor, replicas, layout))
@@ -138,7 +149,7 @@ def members_of(
                 if shard_state and muon:
                     state = sharded_over_replicas(storage, group_for(shared), tensor.device.type)
                 algorithm = settings["algorithm"]
-                member = Member(part, tensor, storage, state, split, number, algorithm, holders=holders)
+                member = OptimizedParameter(part, tensor, storage, state, split, number, algorithm, holders=holders)
                 members.append(member.copied(copies))
                 storage = members[-1].storage
                 names[part, () if storage.layout is None else tuple(storage.layout.ranks)] += 1
@@ -178,7 +189,7 @@ def named_alike(kind: type[E], name: str, found: str) -> E:
     return kind(explain_error(name, found, needed, write))
 
 
-def _with_momentum_placed(members: Sequence[Member], source: GradientSource) -> list[Member]:
+def _with_momentum_placed(members: Sequence[OptimizedParameter], source: GradientSource) -> list[OptimizedParameter]:
     """Return the members with the momentum of matrices placed as the gradient source wants."""
     matrices = [number for number, member in enumerate(members) if member.is_matrix]
     places = source.place([(members[n].name, members[n].tensor, members[n].momentum_storage) for n in matrices])
@@ -190,7 +201,7 @@ def _with_momentum_placed(members: Sequence[Member], source: GradientSource) -> 
     return found
 
 
-def unknown_matrix(members: Sequence[Member]) -> Exception | None:
+def unknown_matrix(members: Sequence[OptimizedParameter]) -> Exception | None:
     """Return the error for the first matrix whose ranks are unknown; None if there is no such matrix."""
     found = (member for member in members if member.holders == "unknown" and member.storage.layout is not None)
     return next((nobody_said(member.name) for member in found), None)

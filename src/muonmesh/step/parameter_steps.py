@@ -16,7 +16,7 @@ from muonmesh.comm.gradients import PARAMETER_GRAD, gradient_of, partial_axes, u
 from muonmesh.comm.storage import PLAIN, is_freed, local_of
 from muonmesh.errors import LayoutError, StateError, about, explain_error
 from muonmesh.step.blocks import Momentum
-from muonmesh.step.members import Member
+from muonmesh.step.members import OptimizedParameter
 from muonmesh.step.offload import fresh_copy
 from muonmesh.step.planning import Planned
 from muonmesh.step.precision import Precision
@@ -72,7 +72,7 @@ class ParameterStep:
             may use this object again (`remember`).
     """
 
-    member: Member
+    member: OptimizedParameter
     local: Tensor
     state: dict[str, Any]
     gradient: Tensor | None
@@ -179,7 +179,7 @@ def collect(planned: Planned, optimizer: Optimizer, runtime: Runtime, loss_scale
     state = optimizer.state
     steady = loss_scale is None and runtime.source is PARAMETER_GRAD
 
-    def entry_of(member: Member) -> ParameterStep:
+    def entry_of(member: OptimizedParameter) -> ParameterStep:
         nonlocal error
         if (known := entries.get(id(member))) is not None:
             return known

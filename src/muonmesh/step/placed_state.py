@@ -12,11 +12,13 @@ from muonmesh.layout import FlatShards, Layout, MeshLayout, Plan
 from muonmesh.layout.companion import Companion, companion_matrices, companions_in_buffers
 from muonmesh.layout.flat import Interval
 from muonmesh.numerics.rules import KeptAs, rule_of
-from muonmesh.step.members import Member
+from muonmesh.step.members import OptimizedParameter
 from muonmesh.step.state_layout import StateLayout
 
 
-def with_state_layouts(groups: Sequence[Mapping[str, Any]], members: Sequence[Member]) -> list[Member]:
+def with_state_layouts(
+    groups: Sequence[Mapping[str, Any]], members: Sequence[OptimizedParameter]
+) -> list[OptimizedParameter]:
     """Return the members with their state layouts.
 
     Raises:
@@ -39,7 +41,9 @@ def with_state_layouts(groups: Sequence[Mapping[str, Any]], members: Sequence[Me
     return found
 
 
-def state_layouts_of(keeps: Mapping[str, KeptAs], together: Sequence[Member]) -> list[dict[str, StateLayout]]:
+def state_layouts_of(
+    keeps: Mapping[str, KeptAs], together: Sequence[OptimizedParameter]
+) -> list[dict[str, StateLayout]]:
     """Return the state layouts of the parameters that one tensor holds: one parameter, or several if it is flat.
 
     State by row, column or matrix follows the momentum: it is placed on the mesh of the momentum, or it is in a flat
@@ -77,7 +81,7 @@ def state_layouts_of(keeps: Mapping[str, KeptAs], together: Sequence[Member]) ->
     return found
 
 
-def with_owners(plan: Plan, members: Sequence[Member | None]) -> tuple[Member | None, ...]:
+def with_owners(plan: Plan, members: Sequence[OptimizedParameter | None]) -> tuple[OptimizedParameter | None, ...]:
     """Return the members of a plan, with the layouts of the state that the owners of their matrices keep.
 
     Args:

@@ -36,7 +36,7 @@ from muonmesh.numerics.newton_schulz import Orthogonalizer
 from muonmesh.numerics.rules import Rule, rule_of
 from muonmesh.step.blocks import Blocks
 from muonmesh.step.flag_vector import FlagVector
-from muonmesh.step.members import Member
+from muonmesh.step.members import OptimizedParameter
 from muonmesh.step.placed_state import with_owners, with_state_layouts
 from muonmesh.step.precision import Precision
 
@@ -71,17 +71,17 @@ class Planned:
         exchange: The exchange that runs the plan; None until the ranks have compared their plans.
         factors: The factors of weights and updates on the device, with what they were made of.
         graphs: CUDA graphs of batches that recur; None if they are not wanted.
-        steps: The parameters of the last step that the next step may use again, by the identity of their Member
-            (`parameter_steps.ParameterStep.goes_on`).
+        steps: The parameters of the last step that the next step may use again, by the identity of their
+            OptimizedParameter (`parameter_steps.ParameterStep.goes_on`).
         collected: All parameters of the last step, if the next step may use all of them again.
-        state_forms: The forms of the state of each parameter, by the identity of its Member, and by whether it has
-            master weights (`parameter_steps.forms_of`).
+        state_forms: The forms of the state of each parameter, by the identity of its OptimizedParameter, and by whether
+            it has master weights (`parameter_steps.forms_of`).
     """
 
     signature: Any
-    muon: tuple[Member | None, ...]
-    elementwise: tuple[Member | None, ...]
-    adamw: tuple[tuple[Member, ...], ...]
+    muon: tuple[OptimizedParameter | None, ...]
+    elementwise: tuple[OptimizedParameter | None, ...]
+    adamw: tuple[tuple[OptimizedParameter, ...], ...]
     plan: Plan
     rank: int
     device: torch.device
@@ -197,7 +197,7 @@ class Planned:
         )
 
     @property
-    def members(self) -> list[Member]:
+    def members(self) -> list[OptimizedParameter]:
         """All parameters of this rank, Muon's parameters first."""
         return [member for member in self.muon if member is not None] + [m for some in self.adamw for m in some]
 
@@ -211,7 +211,7 @@ class Connected(NamedTuple):
 
 def plan_members(
     groups: Sequence[Mapping[str, Any]],
-    members: Sequence[Member],
+    members: Sequence[OptimizedParameter],
     signature: object,
     precision: Precision,
     planner: Planner,
@@ -264,7 +264,7 @@ def widened(planned: Planned, views: Sequence[View], ranks: Sequence[int], plann
     }
     plan = planner(parameters, host=planned.device.type == "cpu", ranks=ranks, elementwise=elementwise)
 
-    def own(parameter: Parameter | Elementwise) -> Member | None:
+    def own(parameter: Parameter | Elementwise) -> OptimizedParameter | None:
         return mine.get((parameter.name, parameter.target.ranks)) if planned.rank in parameter.target.ranks else None
 
     muon, rest = with_owners(plan, list(map(own, parameters))), tuple(map(own, elementwise))
@@ -272,7 +272,7 @@ def widened(planned: Planned, views: Sequence[View], ranks: Sequence[int], plann
 
 
 def _parameter(
-    group: Mapping[str, Any], member: Member, precision: Precision, orthogonalizers: Orthogonalizers
+    group: Mapping[str, Any], member: OptimizedParameter, precision: Precision, orthogonalizers: Orthogonalizers
 ) -> Parameter:
     assert member.storage.layout is not None
     assert member.momentum_storage.layout is not None

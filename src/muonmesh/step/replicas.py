@@ -21,7 +21,7 @@ from muonmesh.comm.gradients import GradientSource, gradient_of, partial_axes
 from muonmesh.comm.storage import Storage, local_of, this_rank
 from muonmesh.layout import FlatShards, MeshLayout
 from muonmesh.numerics.dtypes import real_of
-from muonmesh.step.members import Member
+from muonmesh.step.members import OptimizedParameter
 from muonmesh.step.planning import Planned
 
 _AT_ONCE = 2**18
@@ -48,7 +48,9 @@ def fingerprints(planned: Planned, state: Mapping[Tensor, Mapping[str, Any]]) ->
     return found
 
 
-def _state(member: Member, state: Mapping[Tensor, Mapping[str, Any]]) -> Iterable[tuple[str, Tensor, Storage]]:
+def _state(
+    member: OptimizedParameter, state: Mapping[Tensor, Mapping[str, Any]]
+) -> Iterable[tuple[str, Tensor, Storage]]:
     """Yield the state with as many copies as the parameter has; without state that other parameters share."""
     flat = isinstance(member.storage.layout, FlatShards)
     for key, value in sorted(state.get(member.tensor, {}).items()):
@@ -97,7 +99,7 @@ def gradients_of_replicas(planned: Planned, ranks: Sequence[int], source: Gradie
     return {zlib.crc32(repr((held, list(sums))).encode()): sums for held, sums in found.items()}
 
 
-def _gradient(member: Member, source: GradientSource) -> Tensor | None:
+def _gradient(member: OptimizedParameter, source: GradientSource) -> Tensor | None:
     try:
         return gradient_of(member.name, member.tensor, source)
     except Exception:  # the step raises this error later, on every rank

@@ -18,7 +18,7 @@ from muonmesh.comm.storage import Storage, local_of
 from muonmesh.errors import StateError, explain_error
 from muonmesh.numerics.dtypes import master_for, real_of
 from muonmesh.numerics.rules import never_negative
-from muonmesh.step.members import Member
+from muonmesh.step.members import OptimizedParameter
 from muonmesh.step.precision import Precision
 from muonmesh.step.state_layout import COUNT, COUNTED, StateLayout
 
@@ -49,7 +49,7 @@ class StateForm(NamedTuple):
     device: torch.device
 
 
-def forms_of(member: Member, precision: Precision, *, master: bool = False) -> tuple[StateForm, ...]:
+def forms_of(member: OptimizedParameter, precision: Precision, *, master: bool = False) -> tuple[StateForm, ...]:
     """Return the forms of all state that a step uses of a parameter.
 
     Args:

@@ -14,7 +14,7 @@ from muonmesh.layout import FlatShards
 from muonmesh.optimizer import Muon
 from muonmesh.report.explain import Explanation
 from muonmesh.step.connection import placed_members
-from muonmesh.step.members import Member
+from muonmesh.step.members import OptimizedParameter
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,7 +40,7 @@ class Call:
         return tensor
 
     @cached_property
-    def parameters(self) -> list[Member]:
+    def parameters(self) -> list[OptimizedParameter]:
         """The parameters in the tensors that the call steps."""
         return placed_members(self.told)
 

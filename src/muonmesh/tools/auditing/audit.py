@@ -220,7 +220,7 @@ class _Watch:
                 raise LayoutError(explain_error(name, "a weight on the meta device", "one with numbers", write))
             if parameter.requires_grad:
                 self.weights[name] = parameter
-                self.storages[name] = storage_of(name, parameter, None, layouts.get(name), needed=False)
+                self.storages[name] = storage_of(name, parameter, None, layouts.get(name))
         if not self.weights:
             raise ValueError(explain_error("audit", "no weight that is trained", "at least one"))
         self.guesses = tuple(getattr(groups, "guesses", ()))

@@ -41,7 +41,7 @@ from muonmesh.numerics.rules import RULES, MuonRule, Rule, by_defaults, is_known
 from muonmesh.report.explain import imbalance
 from muonmesh.report.step_memory import step_memory
 from muonmesh.report.traffic import Traffic, traffic
-from muonmesh.step.members import Member
+from muonmesh.step.members import OptimizedParameter
 from muonmesh.step.placed_state import state_layouts_of
 from muonmesh.tools.forecasts.device_rates import DeviceRates, Timed
 
@@ -290,7 +290,9 @@ def muon_parameter(
     work = tuple(costs[matrix.rows, matrix.cols] for matrix in matrices)
     settings = f"{COEFFICIENTS}, {STEPS} steps, auto"
     here, there = (Storage(some, layout.shape) for some in (layout, momentum or layout))
-    (kept,) = state_layouts_of(rule.keeps(), [Member(name, torch.empty(0, device="meta"), here, there, spec)])
+    (kept,) = state_layouts_of(
+        rule.keeps(), [OptimizedParameter(name, torch.empty(0, device="meta"), here, there, spec)]
+    )
     beside = tuple(each.companion for each in kept.values() if each.companion is not None)
     return Parameter(name, momentum or layout, layout, matrices, work, settings, beside, rule.count_of_sums())
 
