@@ -159,7 +159,10 @@ class SimulatedDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
             (toolchain, "is_installed", lambda: installed and toolchain.is_interpreted()),
         )
         with ExitStack() as stack:
-            stack.enter_context(pretended_cuda(self._timeline, *replaced))
+            stack.enter_context(pretended_cuda(self._timeline))
+            for owner, name, other in replaced:
+                stack.callback(setattr, owner, name, getattr(owner, name))
+                setattr(owner, name, other)
             toolchain.is_usable.cache_clear()
             stack.callback(toolchain.is_usable.cache_clear)
             if dist.is_available() and dist.is_initialized():  # a CPU that waits for another one must not block both

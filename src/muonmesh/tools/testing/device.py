@@ -141,14 +141,13 @@ def devices() -> Devices:
 
 
 @contextmanager
-def pretended_cuda(own: Devices | None = None, *replaced: tuple[Any, str, Any]) -> Iterator[Devices]:
+def pretended_cuda(own: Devices | None = None) -> Iterator[Devices]:
     """Allow fake tensors on CUDA devices, even if this torch was built without CUDA.
 
     This changes global state of the process, so nothing else may use torch meanwhile. The state is restored afterwards.
 
     Args:
         own: The devices, with their streams and events.
-        replaced: Further replacements meanwhile: an object, the name of its attribute, and the replacement.
     """
     own = own or Devices()
     library = ctypes.CDLL(os.path.join(os.path.dirname(torch.__file__), "lib", "libc10.so"))
@@ -172,7 +171,7 @@ def pretended_cuda(own: Devices | None = None, *replaced: tuple[Any, str, Any]) 
         stack.callback(guards.__setitem__, _CUDA, guards[_CUDA])
         guards[_CUDA] = guards[_META]
         workspaces = torch._C, "_cuda_clearCublasWorkspaces", lambda: None
-        for owner, name, other in (*((torch.cuda, *each) for each in stands.items()), workspaces, *replaced):
+        for owner, name, other in (*((torch.cuda, *each) for each in stands.items()), workspaces):
             back = (setattr, owner, name, getattr(owner, name)) if hasattr(owner, name) else (delattr, owner, name)
             stack.callback(*back)
             setattr(owner, name, other)
