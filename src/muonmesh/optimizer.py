@@ -41,7 +41,7 @@ from muonmesh.step.flag_vector import Flags
 from muonmesh.step.members import group_for, keep_gradients_of_views, replicas_of
 from muonmesh.step.muon_step import MuonStep
 from muonmesh.step.parameter_steps import Collected, collect
-from muonmesh.step.planning import Planned
+from muonmesh.step.planning import Connected, Planned
 from muonmesh.step.precision import Precision
 from muonmesh.step.preflight import preflight, stand_aside
 from muonmesh.step.profiled import Profiled
@@ -329,7 +329,7 @@ class Muon(torch.optim.Optimizer):
 
     def _begin(self) -> SettingsFound:
         """Raise errors that the device has found since the last step, and read the settings of this step."""
-        runtime, groups = self._runtime, self.param_groups
+        runtime = self._runtime
         runtime.refuse_if_interrupted()
         counted, runtime.last.counted = runtime.last.counted, []
         try:
@@ -338,8 +338,22 @@ class Muon(torch.optim.Optimizer):
             for group in counted:
                 group["steps_taken"] -= 1
             raise
-        runtime.last.settings = read_groups(groups, runtime.replaced, runtime.last.settings)
+        return self._read()
+
+    def _read(self) -> SettingsFound:
+        runtime = self._runtime
+        runtime.last.settings = read_groups(self.param_groups, runtime.replaced, runtime.last.settings)
         return runtime.last.settings
+
+    def _meet(self) -> tuple[Connected, Muon | None, Exception | None]:
+        """Return the plan that clipping and metrics follow, this optimizer, and the error of its settings.
+
+        None stands for the optimizer if this rank can no longer follow the plan, and only takes part.
+        """
+        runtime, groups, settings = self._runtime, self.param_groups, self._read()
+        if (before := outdated(groups, runtime, settings)) is not None:
+            return before, None, settings.error
+        return runtime.connected or connect(groups, runtime), self, settings.error
 
     def _preflight(self, settings: SettingsFound, clip: Clip) -> _Agreed | None:
         """Make a plan if needed, read the gradients, and agree with all ranks.
@@ -487,14 +501,12 @@ class Muon(torch.optim.Optimizer):
             PlanError: another rank raised, or ranks were given different arguments.
         """
         check_process_group(process_group, ("world", "local"))
-        runtime, groups, ranks = self._runtime, self.param_groups, group_for(process_group)
+        runtime, ranks = self._runtime, group_for(process_group)
         limits = Limits(max_norm, policy, skip_above, norms, norm_type)
         while True:
-            settings = runtime.last.settings = read_groups(groups, runtime.replaced, runtime.last.settings)
-            before = outdated(groups, runtime, settings)
-            connected, here = before or runtime.connected or connect(groups, runtime), None if before else self
+            connected, here, error = self._meet()
             try:
-                found, runtime.clip = clip_gradients(connected, here, settings.error, limits, runtime, ranks)
+                found, runtime.clip = clip_gradients(connected, here, error, limits, runtime, ranks)
             except PlanAgain:
                 forget(runtime)
                 continue
@@ -629,12 +641,9 @@ class Muon(torch.optim.Optimizer):
         Reading a tensor (``float(x)``, ``format``) does wait, so log it late. On a device a rank returns the figures of
         groups of which it stores a part. They are NaN if another rank had an error, which the next step raises.
         """
-        runtime, groups = self._runtime, self.param_groups
+        runtime = self._runtime
         while True:
-            settings = runtime.last.settings = read_groups(groups, runtime.replaced, runtime.last.settings)
-            before = outdated(groups, runtime, settings)
-            connected, here = before or runtime.connected or connect(groups, runtime), None if before else self
-            found = measure(connected, here, settings.error, runtime)
+            found = measure(*self._meet(), runtime)
             if found is not None:
                 runtime.last.squares = runtime.last.squares or UpdateSquares()
                 return found
