@@ -40,6 +40,7 @@ from muonmesh.step.elementwise_step import step_elementwise
 from muonmesh.step.flag_vector import Flags
 from muonmesh.step.members import group_for, keep_gradients_of_views, replicas_of
 from muonmesh.step.muon_step import MuonStep
+from muonmesh.step.offload import Offload
 from muonmesh.step.parameter_steps import Collected, collect
 from muonmesh.step.planning import Connected, Planned
 from muonmesh.step.precision import Precision
@@ -168,9 +169,10 @@ class Muon(torch.optim.Optimizer):
                 raise TypeError(explain_error("params", "a set", needed, "Write a list"))
             asked = Asked(*(shared[name] for name in Asked._fields))
             # A copy of the layouts, so that later changes of the caller's mapping have no effect here.
-            layouts, source = dict(shared["layouts"] or {}), shared["gradients"] or PARAMETER_GRAD
-            source = ToOwners() if source == "to_owners" else source
-            self._runtime = Runtime(Precision.of(shared), shared["process_group"], layouts, asked, source)
+            layouts = dict(shared["layouts"] or {})
+            self._runtime = Runtime(Precision.of(shared), shared["process_group"], layouts, asked)
+            source = ToOwners() if shared["gradients"] == "to_owners" else shared["gradients"]
+            self._runtime.source = PARAMETER_GRAD if source is None else source
             if isinstance(params, ParamGroups):
                 self._runtime.idle = IdleParameters(params.model, params.frozen)
             super().__init__(params, defaults)
@@ -406,7 +408,9 @@ class Muon(torch.optim.Optimizer):
     def _run(self, agreed: _Agreed) -> None:
         """Run the exchange with the work of this rank, and end the step."""
         runtime, (planned, exchange, settings, collected, flags, _) = self._runtime, agreed
-        precision, offload = runtime.precision, runtime.offload_of(planned)
+        precision, offload = runtime.precision, None
+        if precision.leaves(planned.device):
+            offload = Offload(planned.device, elements=planned.plan.budget.elements_on_device)
         squares = runtime.last.squares = None if runtime.last.squares is None else UpdateSquares()
         ready = ReadyParameters(planned, collected.muon, settings.rules, flags, precision, offload)
         elementwise = []
@@ -428,7 +432,7 @@ class Muon(torch.optim.Optimizer):
         if collected is not planned.collected:
             collected.remember(planned)
         if work.summands.unsuited:
-            warn_of_unsuited(planned, settings.rules, work.summands.unsuited, runtime.told.unsuited, runtime.tell)
+            warn_of_unsuited(planned, settings.rules, work.summands.unsuited, runtime.told, runtime.tell)
 
     def finish(self) -> None:
         """Wait until state in CPU memory (``state_device="cpu"``) has been copied back after a step.
