@@ -40,8 +40,9 @@ from muonmesh.step.elementwise_step import step_elementwise
 from muonmesh.step.flag_vector import Flags
 from muonmesh.step.members import group_for, keep_gradients_of_views, replicas_of
 from muonmesh.step.muon_step import MuonStep
+from muonmesh.step.offload import Offload
 from muonmesh.step.parameter_steps import Collected, collect
-from muonmesh.step.planning import Planned
+from muonmesh.step.planning import Connected, Planned
 from muonmesh.step.precision import Precision
 from muonmesh.step.preflight import preflight, stand_aside
 from muonmesh.step.profiled import Profiled
@@ -168,9 +169,10 @@ class Muon(torch.optim.Optimizer):
                 raise TypeError(explain_error("params", "a set", needed, "Write a list"))
             asked = Asked(*(shared[name] for name in Asked._fields))
             # A copy of the layouts, so that later changes of the caller's mapping have no effect here.
-            layouts, source = dict(shared["layouts"] or {}), shared["gradients"] or PARAMETER_GRAD
-            source = ToOwners() if source == "to_owners" else source
-            self._runtime = Runtime(Precision.of(shared), shared["process_group"], layouts, asked, source)
+            layouts = dict(shared["layouts"] or {})
+            self._runtime = Runtime(Precision.of(shared), shared["process_group"], layouts, asked)
+            source = ToOwners() if shared["gradients"] == "to_owners" else shared["gradients"]
+            self._runtime.source = PARAMETER_GRAD if source is None else source
             if isinstance(params, ParamGroups):
                 self._runtime.idle = IdleParameters(params.model, params.frozen)
             super().__init__(params, defaults)
@@ -329,7 +331,7 @@ class Muon(torch.optim.Optimizer):
 
     def _begin(self) -> SettingsFound:
         """Raise errors that the device has found since the last step, and read the settings of this step."""
-        runtime, groups = self._runtime, self.param_groups
+        runtime = self._runtime
         runtime.refuse_if_interrupted()
         counted, runtime.last.counted = runtime.last.counted, []
         try:
@@ -338,8 +340,22 @@ class Muon(torch.optim.Optimizer):
             for group in counted:
                 group["steps_taken"] -= 1
             raise
-        runtime.last.settings = read_groups(groups, runtime.replaced, runtime.last.settings)
+        return self._read()
+
+    def _read(self) -> SettingsFound:
+        runtime = self._runtime
+        runtime.last.settings = read_groups(self.param_groups, runtime.replaced, runtime.last.settings)
         return runtime.last.settings
+
+    def _meet(self) -> tuple[Connected, Muon | None, Exception | None]:
+        """Return the plan that clipping and metrics follow, this optimizer, and the error of its settings.
+
+        None stands for the optimizer if this rank can no longer follow the plan, and only takes part.
+        """
+        runtime, groups, settings = self._runtime, self.param_groups, self._read()
+        if (before := outdated(groups, runtime, settings)) is not None:
+            return before, None, settings.error
+        return runtime.connected or connect(groups, runtime), self, settings.error
 
     def _preflight(self, settings: SettingsFound, clip: Clip) -> _Agreed | None:
         """Make a plan if needed, read the gradients, and agree with all ranks.
@@ -392,7 +408,9 @@ class Muon(torch.optim.Optimizer):
     def _run(self, agreed: _Agreed) -> None:
         """Run the exchange with the work of this rank, and end the step."""
         runtime, (planned, exchange, settings, collected, flags, _) = self._runtime, agreed
-        precision, offload = runtime.precision, runtime.offload_of(planned)
+        precision, offload = runtime.precision, None
+        if precision.leaves(planned.device):
+            offload = Offload(planned.device, elements=planned.plan.budget.elements_on_device)
         squares = runtime.last.squares = None if runtime.last.squares is None else UpdateSquares()
         ready = ReadyParameters(planned, collected.muon, settings.rules, flags, precision, offload)
         elementwise = []
@@ -414,7 +432,7 @@ class Muon(torch.optim.Optimizer):
         if collected is not planned.collected:
             collected.remember(planned)
         if work.summands.unsuited:
-            warn_of_unsuited(planned, settings.rules, work.summands.unsuited, runtime.told.unsuited, runtime.tell)
+            warn_of_unsuited(planned, settings.rules, work.summands.unsuited, runtime.told, runtime.tell)
 
     def finish(self) -> None:
         """Wait until state in CPU memory (``state_device="cpu"``) has been copied back after a step.
@@ -487,14 +505,12 @@ class Muon(torch.optim.Optimizer):
             PlanError: another rank raised, or ranks were given different arguments.
         """
         check_process_group(process_group, ("world", "local"))
-        runtime, groups, ranks = self._runtime, self.param_groups, group_for(process_group)
+        runtime, ranks = self._runtime, group_for(process_group)
         limits = Limits(max_norm, policy, skip_above, norms, norm_type)
         while True:
-            settings = runtime.last.settings = read_groups(groups, runtime.replaced, runtime.last.settings)
-            before = outdated(groups, runtime, settings)
-            connected, here = before or runtime.connected or connect(groups, runtime), None if before else self
+            connected, here, error = self._meet()
             try:
-                found, runtime.clip = clip_gradients(connected, here, settings.error, limits, runtime, ranks)
+                found, runtime.clip = clip_gradients(connected, here, error, limits, runtime, ranks)
             except PlanAgain:
                 forget(runtime)
                 continue
@@ -629,12 +645,9 @@ class Muon(torch.optim.Optimizer):
         Reading a tensor (``float(x)``, ``format``) does wait, so log it late. On a device a rank returns the figures of
         groups of which it stores a part. They are NaN if another rank had an error, which the next step raises.
         """
-        runtime, groups = self._runtime, self.param_groups
+        runtime = self._runtime
         while True:
-            settings = runtime.last.settings = read_groups(groups, runtime.replaced, runtime.last.settings)
-            before = outdated(groups, runtime, settings)
-            connected, here = before or runtime.connected or connect(groups, runtime), None if before else self
-            found = measure(connected, here, settings.error, runtime)
+            found = measure(*self._meet(), runtime)
             if found is not None:
                 runtime.last.squares = runtime.last.squares or UpdateSquares()
                 return found

@@ -139,8 +139,8 @@ def connect(groups: Groups, runtime: Runtime, *, gradients: bool = True) -> Conn
     runtime.connected, runtime.ranks.keepers = Connected(planned, planned.exchange), planned.plan.keepers
     runtime.source.bind(planned.replicated, group_for(runtime.holders), planned.plan.budget.gradient_bytes)
     runtime.source.complete(planned.exchange.wire.steps)
-    if not runtime.told.rounding:
-        runtime.told.rounding = True
+    if "rounding" not in runtime.told:
+        runtime.told.add("rounding")
         warn_of_rounding(planned, groups, runtime.precision, runtime.tell)
     return runtime.connected
 

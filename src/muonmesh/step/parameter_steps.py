@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from muonmesh.comm.gradients import PARAMETER_GRAD, gradient_of, partial_axes, unscaled
@@ -38,12 +37,13 @@ REFUSED: Refused = {
 
 def _place_of(tensor: Tensor) -> tuple[object, ...]:
     """Return where a tensor lies and in which form. A square matrix that is transposed in place differs in strides."""
-    local, placed = (tensor, None) if type(tensor) in PLAIN else (local_of(tensor), _placed(tensor))
+    local = tensor if type(tensor) in PLAIN else local_of(tensor)
+    placed = None if local is tensor else _placed(tensor)
     return id(local), local.data_ptr(), local.dtype, local.shape, local.stride(), local.device, placed
 
 
-def _placed(tensor: Tensor) -> object:
-    return (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
+def _placed(tensor: Any) -> object:
+    return tensor.device_mesh, tensor.placements
 
 
 @dataclass(slots=True)
@@ -101,14 +101,13 @@ class ParameterStep:
         """
         if not self.last or state is not self.state or len(state) != len(self.last) - 1 or gradient is None:
             return False
-        own, tensor, local = self.local, self.member.tensor, gradient
+        own, tensor = self.local, self.member.tensor
         for key, (held, place) in self.last.items():
             if (state.get(key) if key else tensor) is not held or _place_of(held) != place:
                 return False
-        if own is not tensor or type(gradient) is not Tensor:
-            if _placed(gradient) != _placed(tensor):
-                return False
-            local = local_of(gradient)
+        local = gradient if type(gradient) is Tensor else local_of(gradient)
+        if (own is tensor) != (local is gradient) or (own is not tensor and _placed(gradient) != _placed(tensor)):
+            return False
         if local.shape != own.shape or local.dtype != own.dtype or local.device != own.device:
             return False
         if local.layout is not torch.strided or not local.is_contiguous() or is_freed(local):

@@ -23,10 +23,9 @@ from muonmesh.numerics.rules import rule_method_of
 from muonmesh.settings import ProcessGroup
 from muonmesh.settings.reading import SettingsFound
 from muonmesh.step.blocks import Blocks
-from muonmesh.step.offload import Offload
 from muonmesh.step.planning import Connected, Planned
 from muonmesh.step.precision import Precision
-from muonmesh.step.untrained import IdleParameters, Told
+from muonmesh.step.untrained import IdleParameters
 from muonmesh.step.update_squares import UpdateSquares
 
 _TORN = "so some weights and their state are of another step than others"
@@ -160,7 +159,7 @@ class Runtime:
             the event after which it can be read (None: now), and the function to call with the tensor.
         interrupted: The step or the load that has begun to write and not ended; None: there is none.
         replaced: Learning rates that several groups shared: see `keep_rates_apart`.
-        told: What the user was told once.
+        told: What the user was told, or need not be told: "rounding", and parameters that do not suit their rule.
         idle: Counts the steps in which parameters have had no gradient.
     """
 
@@ -180,7 +179,7 @@ class Runtime:
     late: list[tuple[Tensor, torch.cuda.Event | None, Callable[[Tensor], None]]] = field(default_factory=list)
     interrupted: str | None = None
     replaced: dict[Tensor, int] = field(default_factory=dict)
-    told: Told = field(default_factory=Told)
+    told: set[object] = field(default_factory=set)
     idle: IdleParameters = field(default_factory=IdleParameters)
 
     @property
@@ -223,9 +222,3 @@ class Runtime:
             if arrived is not None:
                 arrived.synchronize()
             say(value)
-
-    def offload_of(self, planned: Planned) -> Offload | None:
-        """Return the `Offload` that copies the state of this step to the device and back; None if it is there."""
-        if not self.precision.leaves(planned.device):
-            return None
-        return Offload(planned.device, elements=planned.plan.budget.elements_on_device)

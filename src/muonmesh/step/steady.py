@@ -21,7 +21,7 @@ class Signature(NamedTuple):
 
     Attributes:
         setup: The process group, the declared layouts and the source of gradients.
-        terms: For each param group what a plan depends on (`muonmesh.settings.plan_terms`).
+        terms: For each param group what a plan depends on (`muonmesh.settings.reading.plan_terms`).
         tensors: The form of each parameter.
         groups: The process group that the source of gradients knows for each parameter.
     """
