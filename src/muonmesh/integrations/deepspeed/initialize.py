@@ -22,7 +22,7 @@ from muonmesh.errors import LayoutError, explain_error
 from muonmesh.groups import split_params
 from muonmesh.groups.fused_projections import global_shape
 from muonmesh.integrations.deepspeed.calls import Call
-from muonmesh.integrations.deepspeed.checkpoint import checked_load, expert_names
+from muonmesh.integrations.deepspeed.checkpoint import checked_load, checked_save, expert_names
 from muonmesh.integrations.deepspeed.clipping import limits_of
 from muonmesh.integrations.deepspeed.config import prepare_config, read_config, take_scheduler
 from muonmesh.integrations.deepspeed.engine_parameters import EngineParameter, engine_parameter
@@ -244,7 +244,7 @@ class Assembly:
         """
         optimizer: EngineOptimizer = engine.basic_optimizer
         groups = optimizer.param_groups
-        engine.load_checkpoint = checked_load(engine)
+        engine.load_checkpoint, engine.save_checkpoint = checked_load(engine), checked_save(engine)
         if not engine.zero_optimization():
             optimizer.bind(list(self._replicated(engine, groups)), limits, engine)
             return
