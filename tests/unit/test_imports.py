@@ -291,4 +291,4 @@ def test_loading_never_executes() -> None:
                 safe = {word.arg: ast.unparse(word.value) for word in node.keywords}.get("weights_only") == "True"
                 loads.append((file.relative_to(SOURCE / "muonmesh").as_posix(), safe))
     assert loads == [("tools/checkpoints/archive.py", True)]  # one place reads archives, and the core reads none
-    assert sorted(set(unpicklers)) == ["archive.py", "torch_folder.py"]
+    assert set(unpicklers) == {"archive.py"}  # the class of an error

@@ -16,7 +16,8 @@ from muonmesh.errors import FileError, StateError, about, explain_error
 from muonmesh.files import is_whole
 from muonmesh.layout.matrix import as_tuples
 from muonmesh.numerics.setting import plain
-from muonmesh.settings import FRESH_MEANS, NORM_MEANS, check_group
+from muonmesh.settings import FRESH_MEANS, NORM_MEANS
+from muonmesh.settings.checks import check_group
 
 OWN_KEYS = ("params", "param_names", "parameters", "matrices", "reasons", "name", "algorithm", "use_muon", "moe")
 """Keys of a group that are no settings: they identify the group, and follow from the model."""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from muonmesh.checkpoint.form import SIZE, TEXT, Kind, check_form, one_of, only
 from muonmesh.errors import FileError, explain_error
-from muonmesh.files import kind_of, read_json, reason, replace_text
+from muonmesh.files import kind_of, lacks_memory, read_json, reason, replace_text
 
 METADATA_FILE = ".metadata"
 INDEX_FILE = "index.json"
@@ -47,7 +47,7 @@ def entry_of(path: Path) -> Entry:
 def unreadable(what: str, error: BaseException) -> FileError:
     """Return the error for a file that could not be read; without permission or memory, the file is not damaged."""
     remedy = "Let the user of this process read it" if isinstance(error, PermissionError) else REMEDY
-    if isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error):
+    if lacks_memory(error):
         remedy = "Free some memory and load again"
     return FileError(f"{what} could not be read: {reason(error)}. {remedy}")
 

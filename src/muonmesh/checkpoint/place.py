@@ -74,19 +74,17 @@ def writing_alone(path: Path) -> Iterator[Path]:
 
 
 def check_replaceable(path: Path) -> None:
-    """Check that a path is free, or has only a checkpoint, which may be replaced.
+    """Check that a path is free, or has only a checkpoint, which may be replaced; likewise both temporary paths.
 
     Raises:
-        FileError: the path has something else, which the message names.
+        FileError: one of the paths has something else, which the message names.
     """
-    if not os.path.lexists(path):
-        return
-    found = "a link" if path.is_symlink() else "" if path.is_dir() else kind_of(path)
-    if not found and (others := sorted(set(os.listdir(path)) - _own(path))):
-        found = f"{others[0]!r} in it, which is not part of a checkpoint"
-    if found:
-        needed = "nothing there, or a checkpoint to replace"
-        raise FileError(explain_error(str(path), found, needed, "Save under another name"))
+    for place in (path, writing_at(path), before_at(path)):
+        if found := foreign_at(place):
+            needed, write = "nothing there, or a checkpoint to replace", "Save under another name"
+            if place != path:
+                needed, write = "nothing there, or the rest of an interrupted save", f"Move it away, or {write.lower()}"
+            raise FileError(explain_error(str(place), found, needed, write))
 
 
 def put(scratch: Path, path: Path) -> None:
@@ -113,10 +111,19 @@ def put(scratch: Path, path: Path) -> None:
         remove_folder(before)
 
 
-def _own(path: Path) -> set[str]:
-    """Return the names of the files in a folder that are part of a checkpoint."""
+def foreign_at(path: Path) -> str:
+    """Return what a path has besides the files of a checkpoint, finished or not; empty if there is nothing else."""
+    if path.is_symlink() or not path.is_dir():
+        return "a link" if path.is_symlink() else kind_of(path) if os.path.lexists(path) else ""
+    others = sorted(name for name in os.listdir(path) if not _is_own(name))
+    return f"{others[0]!r} in it, which is not part of a checkpoint" if others else ""
+
+
+def _is_own(name: str) -> bool:
+    """Return whether this is the name of a file of a checkpoint, finished or not; NFS renames what is still open."""
+    inner = name.removeprefix(".").removesuffix(".writing") if name.endswith(".writing") else name.removesuffix(".tmp")
     known = {MANIFEST_FILE, METADATA_FILE, INDEX_FILE, SETTINGS_FILE}
-    return known | {name for name in os.listdir(path) if DATA_FILE.fullmatch(name)}
+    return inner in known or DATA_FILE.fullmatch(inner) is not None or name.startswith(".nfs")
 
 
 def remove_folder(path: Path) -> None:

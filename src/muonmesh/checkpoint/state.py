@@ -16,7 +16,8 @@ from muonmesh.layout import Declared
 from muonmesh.layout.matrix import as_tuples
 from muonmesh.names import canonical_name
 from muonmesh.numerics.rules import is_matrix_rule, rule_of, step_count
-from muonmesh.settings import FRESH_MEANS, NORM_MEANS, check_group, check_structure
+from muonmesh.settings import FRESH_MEANS, NORM_MEANS
+from muonmesh.settings.checks import check_group, check_structure
 from muonmesh.step.blocks import SCALE, Blocks
 from muonmesh.step.members import flat_layouts
 from muonmesh.step.planning import Planned

@@ -57,7 +57,7 @@ class Planned:
     This object keeps the parameters alive, so that a new one cannot take an old one's identity.
 
     Attributes:
-        signature: The facts that the plan was made for (`muonmesh.step.connection`).
+        signature: The facts that the plan was made for (`muonmesh.step.steady.Signature`).
         muon: Members of the Muon groups in the order of the plan; None for a parameter that only other ranks of the
             connected set hold.
         elementwise: Members of the AdamW groups whose ranks are known, in the order of the plan. Ranks agree on their
@@ -73,11 +73,12 @@ class Planned:
         graphs: CUDA graphs of batches that recur; None if they are not wanted.
         steps: The parameters of the last step that the next step may use again, by the identity of their
             OptimizedParameter (`parameter_steps.ParameterStep.goes_on`).
+        collected: All parameters of the last step, if the next step may use all of them again.
         state_forms: The forms of the state of each parameter, by the identity of its OptimizedParameter, and by whether
             it has master weights (`parameter_steps.forms_of`).
     """
 
-    signature: object
+    signature: Any
     muon: tuple[OptimizedParameter | None, ...]
     elementwise: tuple[OptimizedParameter | None, ...]
     adamw: tuple[tuple[OptimizedParameter, ...], ...]
@@ -89,8 +90,14 @@ class Planned:
     factors: dict[str, Any] = field(default_factory=dict)
     graphs: Graphs | None = None
     steps: dict[int, Any] = field(default_factory=dict)
+    collected: Any = None
     state_forms: dict[tuple[int, bool], Any] = field(default_factory=dict)
     _names: list[str] | None = field(default=None, init=False)
+
+    def forget_steps(self) -> None:
+        """Forget what the last step has found of the parameters. It holds their state."""
+        self.steps.clear()
+        self.collected = None
 
     def at_once(self, number: int) -> int:
         """Return how many matrices of the shape of this one the device orthogonalizes at a time. This rank owns it."""
@@ -287,8 +294,8 @@ def _parameter(
                 kernels=precision.kernels,
                 device=device,
             )
-        gram, at_once = resolved.method == "gram", resolved.whole
-        own = cost(*shape, degrees=resolved.degrees, gram=gram, at_once=at_once, deflated=resolved.prepared.deflated)
+        how = {"gram": resolved.method == "gram", "at_once": resolved.whole}
+        own = cost(*shape, degrees=resolved.degrees, deflated=resolved.prepared.preconditioner.width, **how)
         # Without orthogonalization a rule makes one or two passes over the elements.
         flops[shape] = rule.flops(*shape) + (own if rule.orthogonalizes else 2 * math.prod(shape))
     if isinstance(named, str) and named not in get_args(CoefficientName):  # a user's set, which may differ on ranks

@@ -34,6 +34,7 @@ from muonmesh.names import canonical_name
 from muonmesh.numerics.rules import is_matrix_rule
 from muonmesh.optimizer import Muon
 from muonmesh.settings import OPTIMIZER_SETTINGS
+from muonmesh.step.runtime import Driver
 
 _SPLIT = frozenset(inspect.signature(split_params).parameters) - {"model"}
 _ENGINES = {"process_group", "layouts", "shard_state", "master_dtype", "state_dtype", "state_device", "gradients"}
@@ -289,10 +290,16 @@ class Assembly:
             muon = told = Muon(inner, layouts={title: contents}, process_group=process_group, **shared)
         else:  # AdamW is elementwise, so every rank steps its own elements alone
             muon = Muon(inner, process_group="local", **shared)
-            muon._runtime.creates_state = False
+            muon._runtime.driver = _OfOneRank()
             told = Muon(inner, layouts={title: contents}, process_group=flat.process_group, **shared)
             told.param_groups, told.state = muon.param_groups, muon.state
         return Call(muon, told, self._reasons)
+
+
+class _OfOneRank(Driver):
+    """Steps a part of the elements, and cannot know whether the gradients of the others are zero."""
+
+    creates_state = False
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import stat
 from pathlib import Path
 
 from muonmesh.checkpoint.manifest import read_manifest
-from muonmesh.checkpoint.place import before_at, check_replaceable, found_at, lock_folder, remove_folder
+from muonmesh.checkpoint.place import before_at, check_replaceable, foreign_at, found_at, lock_folder, remove_folder
 from muonmesh.errors import FileError
 
 NUMBERED = re.compile(r"(?P<family>.*?)(?P<number>\d+)", re.DOTALL)
@@ -71,6 +71,6 @@ def forget_older(path: Path, keep: int) -> None:
         inner = NUMBERED.fullmatch(scratch.name.removeprefix(".").removesuffix(".writing"))
         if inner is not None and inner["family"] == own["family"]:
             with contextlib.suppress(OSError):
-                if (held := lock_folder(scratch, make=False)) is not None:
+                if not foreign_at(scratch) and (held := lock_folder(scratch, make=False)) is not None:
                     shutil.rmtree(scratch, ignore_errors=True)
                     os.close(held)

@@ -103,7 +103,7 @@ def train(name: Optimizer, settings: Settings, corpus: Corpus, device: torch.dev
     run = settings.directory
     training = Training(name, settings, corpus, device)
     training.restore()
-    explanation = training.engine.explain()
+    explanation = training.explain()
 
     def write() -> None:
         training.seconds = cut_metrics(run, name, training.start if training.start else -1)

@@ -27,6 +27,7 @@ from muonmesh.numerics.rules import RULES, ElementwiseRule, Rule, is_known
 from muonmesh.optimizer import Muon
 from muonmesh.step.connection import placed_members
 from muonmesh.tools.local_part import local_part
+from muonmesh.tools.testing.host_waits import HostWaits
 
 _SPECS: tuple[tuple[tuple[int, ...], Any], ...] = (
     ((1, 1), "whole"),
@@ -197,7 +198,7 @@ def _stepped(
     for parameter, held in ((alone, {"process_group": "local"}), (shared, {**where, "shard_state": case.shard_state})):
         entry = {**group, "params": [parameter], "param_names": ["parameter"], "matrices": [case.spec]}
         optimizer = Muon([entry], lr=0.02, **case.options, **held)
-        optimizer._runtime.waits = not together
+        optimizer._runtime.driver = HostWaits(not together)
         optimizers.append(optimizer)
     for kind in case.gradients:
         gradient = _randn(case.shape, random_numbers)
