@@ -314,8 +314,8 @@ def _parameter(
                 kernels=precision.kernels,
                 device=device,
             )
-        gram, at_once = resolved.method == "gram", resolved.whole
-        own = cost(*shape, degrees=resolved.degrees, gram=gram, at_once=at_once, deflated=resolved.prepared.deflated)
+        how = {"gram": resolved.method == "gram", "at_once": resolved.whole}
+        own = cost(*shape, degrees=resolved.degrees, deflated=resolved.prepared.preconditioner.width, **how)
         # Without orthogonalization a rule makes one or two passes over the elements.
         flops[shape] = rule.flops(*shape) + (own if rule.orthogonalizes else 2 * math.prod(shape))
     if isinstance(named, str) and named not in get_args(CoefficientName):  # a user's set, which may differ on ranks
