@@ -251,14 +251,7 @@ def test_another_rule_by_the_same_name_is_taken_at_once(monkeypatch: pytest.Monk
     assert torch.equal(weights[0], before)
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "message"),
-    [
-        ("stochastic_rounding", 1, "stochastic_rounding with masters; needed weights in bf16 without masters"),
-        ("adamw_eps", 1e-50, "adamw_eps=1e-50 for moments in torch.float32, where it is 0"),
-    ],
-)
-def test_what_does_not_fit_a_parameter_is_refused_between_steps(key: str, value: Any, message: str) -> None:
+def test_rounding_that_does_not_fit_a_parameter_is_refused_between_steps() -> None:
     torch.manual_seed(0)
     weights = [nn.Parameter(torch.randn(6, 9)), nn.Parameter(torch.randn(5).bfloat16())]
     groups = [{"params": [weight], "algorithm": rule} for weight, rule in zip(weights, ("muon", "adamw"), strict=True)]
@@ -266,7 +259,7 @@ def test_what_does_not_fit_a_parameter_is_refused_between_steps(key: str, value:
     for number in range(3):
         step(weights, optimizer, number)
     before = [weight.detach().clone() for weight in weights]
-    optimizer.param_groups[1][key] = value
-    with pytest.raises(ValueError, match=message):
+    optimizer.param_groups[1]["stochastic_rounding"] = 1
+    with pytest.raises(ValueError, match="stochastic_rounding with masters; needed weights in bf16 without masters"):
         step(weights, optimizer, 3)
     assert all(map(torch.equal, weights, before))
