@@ -18,10 +18,11 @@ from muonmesh.errors import LayoutError
 from muonmesh.numerics.deflation import Deflation
 from muonmesh.numerics.graphs import MOST, Graphs
 from muonmesh.numerics.newton_schulz import Orthogonalizer
-from muonmesh.testing import RaceError, SimulatedDevice, dry_run
-from muonmesh.tools.testing.device import Graph, Stream
+from muonmesh.testing import dry_run
 from tests.device import stepping
+from tests.device.simulated import RaceError, SimulatedDevice
 from tests.device.stepping import CASES, Case, Found, simulated
+from tests.device.timeline import Graph, Stream
 from tests.interpreter import interpreting
 
 pytestmark = pytest.mark.filterwarnings(

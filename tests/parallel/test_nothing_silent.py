@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import muonmesh as mm
 from muonmesh.comm import meeting
+from muonmesh.comm.storage import local_of
 from muonmesh.layout import FlatShards
 from muonmesh.tools.testing.host_waits import HostWaits
 from tests import meshes, problem
@@ -890,3 +891,47 @@ def test_memory_that_one_rank_lacks_before_anything_is_written_is_an_error_on_al
 ) -> None:
     """In the comparison of replicas at a first step, and where gradients are read. The next step goes on."""
     assert workers(2).run(lacking, operation, steps) == [False, False]
+
+
+def local_values(model: nn.Module) -> list[Tensor]:
+    return [local_of(parameter).detach().clone() for parameter in model.parameters()]
+
+
+def lacking_while_it_writes(file: str) -> list[str]:
+    """Let memory run out on rank 1 after AdamW has written its moments; that rank then ends, as by an error."""
+    model, optimizer = build("fsdp")
+    meeting.PATIENCE = 1.0
+    for step in range(2):
+        give(model, step)
+        if step == 0:
+            optimizer.step()
+    before, told = local_values(model), list[str]()
+    with Lacks("addcdiv") if dist.get_rank() == 1 else contextlib.nullcontext():
+        for name in ("step", "step", "state_dict"):
+            with pytest.raises((MemoryError, mm.PlanError, mm.StateError)) as error:
+                getattr(optimizer, name)()
+            told.append(f"{type(error.value).__name__}: {error.value} {getattr(error.value, '__notes__', '')}")
+            if dist.get_rank() == 1 and name == "state_dict":
+                Path(f"{file}.1").write_text(json.dumps([told, same(before, local_values(model))]))
+                os._exit(1)
+    Path(f"{file}.0").write_text(json.dumps([told, same(before, local_values(model))]))
+    return told
+
+
+def test_memory_that_one_rank_lacks_while_it_writes_is_an_error_on_all(workers, tmp_path: Path) -> None:
+    """What is half written is neither saved nor built upon, on no rank."""
+    file = tmp_path / "told"
+    with pytest.raises(RankFailure):
+        workers(2).run(lacking_while_it_writes, str(file), timeout=SOON)
+    for _ in range(100):
+        if Path(f"{file}.0").exists():
+            break
+        time.sleep(0.1)
+    for rank, first in enumerate(("PlanError: step 2: The ranks 0, 1 did not meet in ", "MemoryError: no memory here")):
+        told, unchanged = json.loads(Path(f"{file}.{rank}").read_text())
+        assert told[0].startswith(first), told
+        assert "some weights and their state are of another step than others" in told[0], told
+        for each in told[1:]:
+            assert each.startswith("StateError: "), each
+            assert "Load model and optimizer from a checkpoint" in each
+        assert rank == 0 or not unchanged  # else there was nothing to tell of

@@ -42,11 +42,11 @@ def settings_of(records: Iterable[Record]) -> dict[str, Any]:
         if id(group) not in texts:
             where = f"group {group['name']!r}"
             settings = {key: _plain(where, key, value) for key, value in group.items() if key not in OWN_KEYS}
-            said = {"name": group["name"], "algorithm": record.algorithm, "settings": settings}
+            said = {"name": group["name"], "algorithm": record.parameter.algorithm, "settings": settings}
             texts[id(group)] = json.dumps(said, sort_keys=True)
-        matrices = _plain(record.name, "matrices", record.spec)
+        matrices = _plain(record.name, "matrices", record.parameter.spec)
         parameters[record.name] = {"group": texts[id(group)], "matrices": matrices, "fresh": not record.created}
-        if record.is_matrix and record.created:
+        if record.parameter.is_matrix and record.created:
             products.add(record.products)
     return {"parameters": parameters, "products": sorted(products)}
 

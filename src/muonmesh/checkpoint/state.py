@@ -154,8 +154,7 @@ def restore_state(
     members = {} if planned is None else {member.tensor: member for member in planned.members}
     forms: dict[Tensor, dict[str, StateForm]] = {}
     for parameter, member in members.items():
-        of_matrices, master = is_matrix_rule(before[member.group]["algorithm"]), precision.master is not None
-        each = forms_of(member, local_of(parameter), of_matrices, precision, master=master)
+        each = forms_of(member, precision, master=precision.master is not None)
         forms[parameter] = {form.key: form for form in each}
 
     def inspect(_: torch.optim.Optimizer, seen: dict[str, Any]) -> dict[str, Any]:

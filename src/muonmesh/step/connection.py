@@ -17,7 +17,9 @@ from muonmesh.comm.agreement import View, group_of, insist
 from muonmesh.comm.copies import Copies, added, find_copies, insist_on_averages
 from muonmesh.comm.exchange import Exchange
 from muonmesh.comm.meeting import connected
-from muonmesh.comm.storage import mesh_groups, refuse_flattened, shape_if_known, this_rank, world_size
+from muonmesh.comm.placing import refuse_flattened, shape_if_known
+from muonmesh.comm.ranks import mesh_groups
+from muonmesh.comm.storage import this_rank, world_size
 from muonmesh.comm.telling import tell_all
 from muonmesh.comm.wrappers import group_that_averages, refuse_join, wrappers_of
 from muonmesh.errors import about, explain_error, warn
@@ -30,7 +32,7 @@ from muonmesh.numerics.rules import is_matrix_rule, rule_of
 from muonmesh.settings.checks import check_group, check_structure
 from muonmesh.settings.reading import SettingsFound, plan_terms, read_groups
 from muonmesh.step.members import (
-    Member,
+    OptimizedParameter,
     group_for,
     likely_sets,
     members_of,
@@ -63,7 +65,7 @@ def plan(groups: Groups, runtime: Runtime) -> Planned:
     return planned
 
 
-def placed_members(optimizer: Any) -> list[Member]:
+def placed_members(optimizer: Any) -> list[OptimizedParameter]:
     """Return all parameters that a `Muon` steps on this rank, with their layouts. No communication.
 
     Raises:

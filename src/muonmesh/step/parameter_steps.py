@@ -15,7 +15,7 @@ from muonmesh.comm.gradients import PARAMETER_GRAD, gradient_of, partial_axes, u
 from muonmesh.comm.storage import PLAIN, is_freed, local_of
 from muonmesh.errors import LayoutError, StateError, about, explain_error
 from muonmesh.step.blocks import Momentum
-from muonmesh.step.members import Member
+from muonmesh.step.members import OptimizedParameter
 from muonmesh.step.offload import fresh_copy
 from muonmesh.step.planning import Planned
 from muonmesh.step.precision import Precision
@@ -55,7 +55,6 @@ class ParameterStep:
         local: The part of the parameter that this rank stores.
         state: The parameter's entry in the optimizer's state.
         gradient: Local part of the gradient, contiguous, or None. A partial gradient stays a DTensor.
-        muon: Whether its rule is one for matrices.
         forms: The forms of its state (`forms_of`).
         in_form: Whether all of its state was found in these forms.
         present: Whether any rank has a gradient for the tensor; `preflight` asks the ranks of the plan. A 0-d bool
@@ -73,11 +72,10 @@ class ParameterStep:
             may use this object again (`remember`).
     """
 
-    member: Member
+    member: OptimizedParameter
     local: Tensor
     state: dict[str, Any]
     gradient: Tensor | None
-    muon: bool
     forms: tuple[StateForm, ...]
     in_form: bool = False
     present: bool | Tensor = False
@@ -180,7 +178,7 @@ def collect(planned: Planned, optimizer: Optimizer, runtime: Runtime, loss_scale
     state = optimizer.state
     steady = loss_scale is None and runtime.source is PARAMETER_GRAD
 
-    def entry_of(member: Member, *, muon: bool = False) -> ParameterStep:
+    def entry_of(member: OptimizedParameter) -> ParameterStep:
         nonlocal error
         if (known := entries.get(id(member))) is not None:
             return known
@@ -206,19 +204,19 @@ def collect(planned: Planned, optimizer: Optimizer, runtime: Runtime, loss_scale
             error, kept = error or StateError(explain_error(member.name, said, "a dict", write)), {}
         local, place = local_of(tensor), (id(member), "master" in kept)
         if (forms := planned.state_forms.get(place)) is None:
-            forms = forms_of(member, local, muon, runtime.precision, master="master" in kept)
+            forms = forms_of(member, runtime.precision, master="master" in kept)
             planned.state_forms[place] = forms
-        entry = ParameterStep(member, local, kept, gradient, muon, forms, present=gradient is not None)
+        entry = ParameterStep(member, local, kept, gradient, forms, present=gradient is not None)
         entries[id(member)] = entry
         try:
             check_parameter(entry)
-            if muon and runtime.precision.int8:
+            if member.is_matrix and runtime.precision.int8:
                 planned.blocks.check(runtime.last.blocks, member.name, tensor, entry.state)
         except (LayoutError, StateError, TypeError) as found:
             error = error or found
         return entry
 
-    muon = [None if member is None else entry_of(member, muon=True) for member in planned.muon]
+    muon = [None if member is None else entry_of(member) for member in planned.muon]
     elementwise = [None if member is None else entry_of(member) for member in planned.elementwise]
     adamw, alone = [], True
     for members in filter(None, planned.adamw):
@@ -285,9 +283,9 @@ def check_parameter(entry: ParameterStep) -> None:
     if is_freed(held):
         what = "FSDP or ZeRO has freed the memory of this parameter. Reshard it before the step: module.reshard()"
         raise LayoutError(about(name, what))
-    foreign = "exp_avg" if entry.muon else "momentum_buffer"
+    foreign = "exp_avg" if entry.member.is_matrix else "momentum_buffer"
     if foreign in state:
-        algorithm, other = ("muon", "adamw") if entry.muon else ("adamw", "muon")
+        algorithm, other = ("muon", "adamw") if entry.member.is_matrix else ("adamw", "muon")
         found = f"{foreign}, state of {other}, in a group of {algorithm}"
         write = "Write del optimizer.state[parameter] to begin with fresh state, or set the group back"
         raise StateError(explain_error(name, found, f"state of {algorithm}", write))

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from muonmesh.comm.gradients import PARAMETER_GRAD, GradientSource
-from muonmesh.comm.storage import ranks_of_a_machine
+from muonmesh.comm.ranks import ranks_of_a_machine
 from muonmesh.errors import StateError, about, explain_error
 from muonmesh.layout import Declared
 from muonmesh.layout.owners import KnownMatrix

@@ -21,7 +21,8 @@ from muonmesh.checkpoint.record import Record
 from muonmesh.clip.clipping import clip_gradients
 from muonmesh.clip.limits import ClipPolicy, GradNorms, Limits
 from muonmesh.clip.squares import ERRORS, FELT, zeros_for
-from muonmesh.comm.storage import device_without_parameters, local_of
+from muonmesh.comm.ranks import device_without_parameters
+from muonmesh.comm.storage import local_of
 from muonmesh.errors import LayoutError, PlanError, StateError, about, explain_error
 from muonmesh.integrations.megatron import checkpoint
 from muonmesh.integrations.megatron.param_groups import SCHEDULED
