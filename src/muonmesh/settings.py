@@ -164,7 +164,7 @@ _GROUP_KEYS = (
     "use_muon",
     NORM_MEANS,
 )
-_OF_FROM_MODEL = ("overrides", "per_head", "rule", "muon", "adamw")
+_OF_FROM_MODEL = ("overrides", "per_head", "rule", "example", "muon", "adamw")
 _OTHER_NAMES = {
     **TORCHS_NAMES,
     "learning_rate": "lr",
