@@ -49,8 +49,8 @@ def seen_in(model: nn.Module, example: Any) -> dict[int, Seen]:
         twin = _on_meta(model)
         inputs = tree_map(lambda v: v.detach().to("meta") if isinstance(v, Tensor) else v, (args, kwargs))
         with torch.device("meta"):
-            if found := _read(model, twin, lambda: twin(*inputs[0], **inputs[1])):
-                return found
+            if seen := _read(model, twin, lambda: twin(*inputs[0], **inputs[1])):
+                return seen
     return _read(model, model, lambda: model(*args, **kwargs))
 
 

@@ -485,7 +485,7 @@ def _stored(use: _Use) -> Literal["out×in", "in×out"] | None:
         return None
     if kind_of(use.node) in _LAYERS:
         return "out×in" if use.out == 0 else None
-    sides = {((shape[-2], shape[-1]),): "rows", ((shape[-1], 1),): "cols"} if len(shape) < 4 else {}
+    sides: dict[Any, str] = {((shape[-2], shape[-1]),): "rows", ((shape[-1], 1),): "cols"} if len(shape) < 4 else {}
     out, inner = (sides.get(_one_of_stack(use, dim)) for dim in (use.out, use.inner))
     return "out×in" if (out, inner) == ("rows", "cols") else "in×out" if (out, inner) == ("cols", "rows") else None
 

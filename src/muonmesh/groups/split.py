@@ -232,7 +232,7 @@ def split_params(
     for entry in entries:
         _check_possible(entry)
     guesses = [entry for entry in entries if entry.guessed]
-    _warn_of_guesses(model, entries, guesses)
+    _warn_of_guesses(model, entries, guesses, facts is not None)
     groups: dict[str, dict[str, Any]] = {name: {} for name in _NAMES}
     for entry in entries:
         algorithm, half = entry.algorithm, entry.half
@@ -265,8 +265,11 @@ def split_params(
     return ParamGroups(sorted(filled, key=_order), frozen=frozen, shared=further, guesses=names, model=model)
 
 
-def _warn_of_guesses(model: nn.Module, entries: Sequence[_Entry], guesses: Sequence[_Entry]) -> None:
-    """Warn of guesses on rank 0, and of guesses that would be wrong for a pipeline stage."""
+def _warn_of_guesses(model: nn.Module, entries: Sequence[_Entry], guesses: Sequence[_Entry], ran: bool) -> None:
+    """Warn of guesses on rank 0, and of guesses that would be wrong for a pipeline stage.
+
+    `ran`: whether a forward was looked at, which did not show it.
+    """
     ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     guessed: dict[str, list[_Entry]] = {}
     for entry in guesses if ranks == 1 or dist.get_rank() == 0 else ():
@@ -274,16 +277,13 @@ def _warn_of_guesses(model: nn.Module, entries: Sequence[_Entry], guesses: Seque
     for of, alike in guessed.items():
         entry, named = alike[0], [each.name.split(".") for each in alike]
         key = r"\.".join(r"\d+" if len(set(some)) > 1 else re.escape(some[0]) for some in zip(*named, strict=True))
-        shape, stored = global_shape(entry.parameter), str(entry.role.matrices)
-        rows = shape[0 if "flatten" in stored else -1 if "transposed" in stored else -2]
-        count = 3 if rows % 3 == 0 and re.search("qkv|attn", entry.name) else 2
-        cut = ("rows", *[rows // count] * (count - 1), rows - rows // count * (count - 1))
-        split = str(_cut(entry.role.matrices or "whole", cut)).replace("'", '"')
-        write = (
-            f'overrides={{r"{key}": {{"algorithm": "muon", "matrices": {split}}}}} if a weight holds {count} matrices '
-            f'one below the other, {{r"{key}": "muon"}} if it is one matrix, {{r"{key}": "adamw"}} if it is none'
+        form = str(_cut(entry.role.matrices or "whole", ("rows", ...))).replace("'", '"').replace("Ellipsis", "...")
+        write = "Write " if ran else "Write example=(inputs,), and a forward shows how their outputs are cut; or write "
+        write += (
+            f'overrides={{r"{key}": "muon"}} if a weight is one matrix, {{r"{key}": "adamw"}} if it is none, '
+            f'{{r"{key}": {{"algorithm": "muon", "matrices": {form}}}}} with the sizes of the parts if it holds several'
         )
-        what = f"Muon trains these weights as one matrix each by a guess: {of}. Write {write}"
+        what = f"Muon trains these weights as one matrix each by a guess: {of}. {write}"
         warn(about(type(model).__name__, what))
     for entry in entries:
         if entry.role.reason.endswith(UNREAD) and not entry.overridden_by and _speaks(model, entry.parameter):
