@@ -6,6 +6,7 @@ import contextlib
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -84,7 +85,8 @@ def _read(model: nn.Module, runs: nn.Module, forward: Callable[[], Any]) -> dict
         for _, parameter in named:  # what frozen layers make is no input
             if parameter.is_floating_point() or parameter.is_complex():
                 parameter.requires_grad_()
-        handle = runs.register_forward_pre_hook(_ask_for_gradients, with_kwargs=True)
+        inputs: list[Tensor] = []
+        handle = runs.register_forward_pre_hook(partial(_ask_for_gradients, inputs), with_kwargs=True)
         try:
             outputs = list(_tensors(forward()))
         except Exception as error:
@@ -96,7 +98,7 @@ def _read(model: nn.Module, runs: nn.Module, forward: Callable[[], Any]) -> dict
             raise
         finally:
             handle.remove()
-        seen = seen_by(outputs, named)
+        seen = seen_by(outputs, named, inputs)
     if not seen and runs is model:
         found = "example=, with which the model returns no tensor that depends on a weight"
         needed = "its outputs or its loss, with their graph"
@@ -105,12 +107,13 @@ def _read(model: nn.Module, runs: nn.Module, forward: Callable[[], Any]) -> dict
     return {id(own[name]): facts for name, facts in seen.items()}
 
 
-def _ask_for_gradients(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Give a model inputs that require gradients, so that the graph shows where they are read."""
+def _ask_for_gradients(inputs: list[Tensor], module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Give a model inputs that require gradients, so that the graph shows where they are read; add them to a list."""
 
     def leaf(value: Any) -> Any:
-        if isinstance(value, Tensor) and value.is_floating_point() and not value.requires_grad:
-            return value.detach().requires_grad_().clone()  # no leaf, which could not be written in place
+        if isinstance(value, Tensor) and value.is_floating_point():
+            inputs.append(value.detach().requires_grad_())
+            return inputs[-1].clone()  # no leaf, which could not be written in place
         return value
 
     found: tuple[Any, Any] = tree_map(leaf, (args, kwargs))

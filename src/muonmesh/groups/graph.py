@@ -8,7 +8,7 @@ without doubt is None, and `split_params` then goes by its other rules.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Literal, NamedTuple
@@ -198,6 +198,7 @@ class _Walk:
 
     roots: list[Any]
     parameters: Mapping[int, str]
+    inputs: Collection[int]
     order: dict[Any, int] = field(default_factory=dict)
     users: dict[Any, list[tuple[Any, int, int]]] = field(default_factory=lambda: defaultdict(list))
     uses: dict[Any, list[_Use]] = field(default_factory=lambda: defaultdict(list))
@@ -232,8 +233,8 @@ class _Walk:
             )
 
     def is_data(self, node: Any) -> bool:
-        """Whether a node is a leaf that is no parameter of the model: an input."""
-        return hasattr(node, "variable") and id(node.variable) not in self.parameters
+        """Whether a node is an input of the model."""
+        return hasattr(node, "variable") and id(node.variable) in self.inputs
 
     @staticmethod
     def is_opaque(node: Any) -> bool:
@@ -304,19 +305,21 @@ class _Walk:
         return None
 
 
-def seen_by(outputs: Iterable[Tensor], named: Iterable[tuple[str, nn.Parameter]]) -> dict[str, Seen]:
+def seen_by(
+    outputs: Iterable[Tensor], named: Collection[tuple[str, nn.Parameter]], inputs: Collection[Tensor]
+) -> dict[str, Seen]:
     """Return what the graph behind some outputs shows of each parameter, by name.
 
     Outputs that are computed on by others, such as hidden states or keys beside logits, do not count as outputs.
 
     Args:
-        outputs: The tensors that a forward returned. If inputs are to be told from fixed numbers, the inputs required
-            gradients.
+        outputs: The tensors that a forward returned.
         named: The parameters with their names; frozen ones that did not require gradients are not seen.
+        inputs: The inputs, which required gradients. What is made of none is a fixed number, or hidden from the graph.
     """
     names = {id(parameter): name for name, parameter in named}
     roots = list(dict.fromkeys(out.grad_fn for out in outputs if out.grad_fn is not None))
-    walk = _Walk(roots, names)
+    walk = _Walk(roots, names, {id(tensor) for tensor in inputs})
     walk.roots = [node for node in roots if not walk.users.get(node)]
     found: dict[str, Seen] = defaultdict(Seen)
     facts: dict[str, list[tuple[_Use, bool | None, bool | None]]] = defaultdict(list)
@@ -362,7 +365,7 @@ def _below(walk: _Walk) -> tuple[set[Any], set[Any]]:
     for node in walk.order:
         below = {before for before, _ in node.next_functions if before is not None}
         own = bool(walk.uses.get(node)) or kind_of(node) in _LOOK_UP
-        if hasattr(node, "variable") and not walk.is_data(node):
+        if hasattr(node, "variable") and id(node.variable) in walk.parameters:
             own = sum(size > 1 for size in node.variable.shape) > 1
         if own or not below.isdisjoint(learned):
             learned.add(node)
