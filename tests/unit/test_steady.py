@@ -139,8 +139,12 @@ def read_elsewhere(weights: list[nn.Parameter], optimizer: mm.Muon) -> None:
     optimizer.gradients = Source()
 
 
+def train_alone(weights: list[nn.Parameter], optimizer: mm.Muon) -> None:
+    optimizer.process_group = "local"
+
+
 CHANGES = [transpose_in_place, clone_weight, clone_momentum, move_momentum, load_itself, spread_weight, widen]
-CHANGES += [clone_vector, clone_moment, move_moment, read_elsewhere]
+CHANGES += [clone_vector, clone_moment, move_moment, read_elsewhere, train_alone]
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
