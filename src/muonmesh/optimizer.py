@@ -319,7 +319,7 @@ class Muon(torch.optim.Optimizer):
             raise capture_error()
         clip, runtime.clip = runtime.clip, Clip()
         try:
-            agreed = self._preflight(self._begin(), clip)
+            agreed = self._preflight(clip)
         except Exception:
             runtime.clip = clip._replace(error=None)  # the next step takes these gradients, which may be scaled
             runtime.driver.meet(raises=True)
@@ -331,7 +331,7 @@ class Muon(torch.optim.Optimizer):
 
     def _begin(self) -> SettingsFound:
         """Raise errors that the device has found since the last step, and read the settings of this step."""
-        runtime = self._runtime
+        runtime, groups = self._runtime, self.param_groups
         runtime.refuse_if_interrupted()
         counted, runtime.last.counted = runtime.last.counted, []
         try:
@@ -340,30 +340,28 @@ class Muon(torch.optim.Optimizer):
             for group in counted:
                 group["steps_taken"] -= 1
             raise
-        return self._read()
-
-    def _read(self) -> SettingsFound:
-        runtime = self._runtime
-        runtime.last.settings = read_groups(self.param_groups, runtime.replaced, runtime.last.settings)
-        return runtime.last.settings
+        settings = runtime.last.settings = read_groups(groups, runtime.replaced, runtime.last.settings)
+        return settings
 
     def _meet(self) -> tuple[Connected, Muon | None, Exception | None]:
         """Return the plan that clipping and metrics follow, this optimizer, and the error of its settings.
 
         None stands for the optimizer if this rank can no longer follow the plan, and only takes part.
         """
-        runtime, groups, settings = self._runtime, self.param_groups, self._read()
+        runtime, groups = self._runtime, self.param_groups
+        settings = runtime.last.settings = read_groups(groups, runtime.replaced, runtime.last.settings)
         if (before := outdated(groups, runtime, settings)) is not None:
             return before, None, settings.error
         return runtime.connected or connect(groups, runtime), self, settings.error
 
-    def _preflight(self, settings: SettingsFound, clip: Clip) -> _Agreed | None:
-        """Make a plan if needed, read the gradients, and agree with all ranks.
+    def _preflight(self, clip: Clip) -> _Agreed | None:
+        """Read the settings, make a plan if needed, read the gradients, and agree with all ranks.
 
         Return None if this rank could not follow the plan and the CPU does not wait for the flags: see `stand_aside`.
         """
         runtime, groups = self._runtime, self.param_groups
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        settings = self._begin()
         collected = steady(self, runtime, settings, scale)
         if collected is None and (before := outdated(groups, runtime, settings)) is not None:
             if stand_aside(before, settings, runtime):

@@ -139,8 +139,12 @@ def read_elsewhere(weights: list[nn.Parameter], optimizer: mm.Muon) -> None:
     optimizer.gradients = Source()
 
 
+def train_alone(weights: list[nn.Parameter], optimizer: mm.Muon) -> None:
+    optimizer.process_group = "local"
+
+
 CHANGES = [transpose_in_place, clone_weight, clone_momentum, move_momentum, load_itself, spread_weight, widen]
-CHANGES += [clone_vector, clone_moment, move_moment, read_elsewhere]
+CHANGES += [clone_vector, clone_moment, move_moment, read_elsewhere, train_alone]
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
@@ -263,3 +267,44 @@ def test_rounding_that_does_not_fit_a_parameter_is_refused_between_steps() -> No
     with pytest.raises(ValueError, match="stochastic_rounding with masters; needed weights in bf16 without masters"):
         step(weights, optimizer, 3)
     assert all(map(torch.equal, weights, before))
+
+
+@pytest.mark.parametrize(
+    ("key", "before", "after"),
+    [
+        ("weight_decay", 0.0, -0.0),
+        ("nesterov", True, 1),
+        ("ns_steps", 1, True),
+        ("ns_steps", 1, 1.0),
+        ("adamw_betas", [0.0, 0.5], [False, 0.5]),
+    ],
+)
+def test_values_that_are_equal_and_not_the_same_are_read_again(key: str, before: Any, after: Any) -> None:
+    _, optimizer = made()
+    groups = optimizer.param_groups
+    groups[0][key] = before
+    last = reading.read_groups(groups, {})
+    assert last.error is None
+    assert reading.read_groups(groups, {}, last) is last
+    groups[0][key] = after
+    again, anew = reading.read_groups(groups, {}, last), reading.read_groups(groups, {})
+    assert (str(again.error), repr(again.rules)) == (str(anew.error), repr(anew.rules))
+    assert (str(again.error), repr(again.rules)) != (str(last.error), repr(last.rules))
+
+
+def test_gradients_of_another_source_are_read_there_in_every_step() -> None:
+    """Also if the parameters have gradients of their own."""
+    (weights, optimizer), (others, other) = made(), made()
+
+    class Source(mm.GradientSource):
+        def gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
+            return 2 * parameter.grad if parameter.grad is not None else None
+
+    optimizer.gradients = Source()
+    for number in range(4):
+        step(weights, optimizer, number)
+        step_with = torch.Generator().manual_seed(number)
+        for weight in others:
+            weight.grad = 2 * torch.randn(weight.shape, generator=step_with)
+        other.step()
+    assert all(map(torch.equal, weights, others))
