@@ -431,6 +431,21 @@ def test_an_autoencoder_whose_decoder_is_not_registered_last() -> None:
     assert found["unquantize.weight"] == found["decoder.0.weight"] == "flatten"
 
 
+def test_keys_of_a_text_that_each_block_reads_are_no_input_layers() -> None:
+    def forward(self: Any, x: Tensor, text: Tensor) -> Tensor:
+        x = self.stem(x)
+        for q, k, v, o in zip(self.q, self.k, self.v, self.o, strict=True):
+            x = x + o(attention(q(x), k(text), v(text)))
+        out: Tensor = self.out(x)
+        return out
+
+    lists = {name: nn.ModuleList(nn.Linear(6 if name in "kv" else 16, 16) for _ in range(2)) for name in "qkvo"}
+    model = Calls(forward, stem=nn.Linear(3, 16), **lists, out=nn.Linear(16, 3))
+    found = roles(model, (torch.randn(2, 5, 3), torch.randn(2, 7, 6)))
+    assert {found[f"{name}.{i}.weight"] for name in lists for i in range(2)} == {"whole"}
+    assert found["stem.weight"] == INPUT
+
+
 def test_blocks_without_ends_stay_blocks() -> None:
     layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
     found = roles(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), (torch.randn(2, 5, 16),))
