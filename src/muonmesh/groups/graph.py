@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from math import prod
 from typing import Any, Literal, NamedTuple
 
@@ -126,7 +127,12 @@ class Form(NamedTuple):
 
 def kind_of(node: Any) -> str:
     """Return the name of the operation behind a node: "Addmm" for AddmmBackward0."""
-    return str(node.name()).partition("Backward")[0].strip("_")
+    return _kind(node.name())
+
+
+@cache
+def _kind(name: str) -> str:
+    return name.partition("Backward")[0].strip("_")
 
 
 def _dim(saved: int) -> int:
