@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.nn.utils import prune
 
 import muonmesh as mm
 from muonmesh.groups.example import seen_in
 from tests.reference import split
+from tests.workers import Pool
 
 HEAD, INPUT, VECTOR, ADAMW = "adamw.head", "adamw.embeddings", "adamw.vectors", "adamw.matrices"
 
@@ -641,6 +643,29 @@ def test_a_model_on_meta() -> None:
 def test_wrappers_are_looked_into() -> None:
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
     assert roles(torch.compile(model), (torch.randn(2, 8),)) == {"0.weight": INPUT, "2.weight": HEAD}
+
+
+def _sharded() -> list[Any]:
+    model = cut_of(48, permuted)
+    with torch.device("meta"):
+        plain = cut_of(48, permuted)
+    wrapped = nn.parallel.DistributedDataParallel(copy.deepcopy(model))
+    found = [roles(wrapped, IDS)]
+    fully_shard(model)
+    with pytest.raises(ValueError, match=r"held_by\(model\)"):
+        mm.split_params(model, example=IDS)
+    held = mm.split_params(plain, example=IDS).held_by(model)
+    for group in held:
+        assert all(p is model.get_parameter(n) for p, n in zip(group["params"], group["param_names"], strict=True))
+    muon = held[0]
+    return [*found, dict(zip(muon["param_names"], muon["matrices"], strict=True))]
+
+
+def test_replicated_and_sharded_models(workers: Callable[[int], Pool]) -> None:
+    for replicated, sharded in workers(2).run(_sharded):
+        assert replicated[FUSED] == sharded[FUSED] == ("rows", 16, 16, 16)
+        assert replicated["out.weight"] == HEAD
+        assert "out.weight" not in sharded
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
