@@ -666,8 +666,12 @@ def test_the_page_about_qk_clip() -> None:
     "ignore:Model. Muon trains these weights"
 )  # the code of what is not in a file cannot be read
 def test_the_page_about_groups() -> None:
-    written = run("docs/groups.md", {}, {}, {}, {})
+    written = run("docs/groups.md", {}, {}, {}, {}, {})
     assert [group["lr"] for group in next(written)["optimizer"].param_groups][:2] == [6e-4, 3e-4]
+    shown = next(written)["groups"]
+    reasons = {name: text for g in shown for name, text in zip(g["param_names"], g["reasons"], strict=True)}
+    assert reasons["blocks.1.qkv.weight"] == "linear, fused: a forward cuts its output into 3 parts"
+    assert reasons["head.weight"] == "output layer: in a forward, no other layer reads what it makes"
     groups = {name: group for group in next(written)["groups"] for name in group["param_names"]}
     assert groups["head.weight"]["algorithm"] == "muon"
     assert groups["blocks.0.norm.weight"]["lr"] == 1e-4

@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.nn.utils import prune
 
 import muonmesh as mm
 from muonmesh.groups.example import seen_in
 from tests.reference import split
+from tests.workers import Pool
 
 HEAD, INPUT, VECTOR, ADAMW = "adamw.head", "adamw.embeddings", "adamw.vectors", "adamw.matrices"
 
@@ -431,6 +433,21 @@ def test_an_autoencoder_whose_decoder_is_not_registered_last() -> None:
     assert found["unquantize.weight"] == found["decoder.0.weight"] == "flatten"
 
 
+def test_keys_of_a_text_that_each_block_reads_are_no_input_layers() -> None:
+    def forward(self: Any, x: Tensor, text: Tensor) -> Tensor:
+        x = self.stem(x)
+        for q, k, v, o in zip(self.q, self.k, self.v, self.o, strict=True):
+            x = x + o(attention(q(x), k(text), v(text)))
+        out: Tensor = self.out(x)
+        return out
+
+    lists = {name: nn.ModuleList(nn.Linear(6 if name in "kv" else 16, 16) for _ in range(2)) for name in "qkvo"}
+    model = Calls(forward, stem=nn.Linear(3, 16), **lists, out=nn.Linear(16, 3))
+    found = roles(model, (torch.randn(2, 5, 3), torch.randn(2, 7, 6)))
+    assert {found[f"{name}.{i}.weight"] for name in lists for i in range(2)} == {"whole"}
+    assert found["stem.weight"] == INPUT
+
+
 def test_blocks_without_ends_stay_blocks() -> None:
     layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
     found = roles(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), (torch.randn(2, 5, 16),))
@@ -626,6 +643,29 @@ def test_a_model_on_meta() -> None:
 def test_wrappers_are_looked_into() -> None:
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
     assert roles(torch.compile(model), (torch.randn(2, 8),)) == {"0.weight": INPUT, "2.weight": HEAD}
+
+
+def _sharded() -> list[Any]:
+    model = cut_of(48, permuted)
+    with torch.device("meta"):
+        plain = cut_of(48, permuted)
+    wrapped = nn.parallel.DistributedDataParallel(copy.deepcopy(model))
+    found = [roles(wrapped, IDS)]
+    fully_shard(model)
+    with pytest.raises(ValueError, match=r"held_by\(model\)"):
+        mm.split_params(model, example=IDS)
+    held = mm.split_params(plain, example=IDS).held_by(model)
+    for group in held:
+        assert all(p is model.get_parameter(n) for p, n in zip(group["params"], group["param_names"], strict=True))
+    muon = held[0]
+    return [*found, dict(zip(muon["param_names"], muon["matrices"], strict=True))]
+
+
+def test_replicated_and_sharded_models(workers: Callable[[int], Pool]) -> None:
+    for replicated, sharded in workers(2).run(_sharded):
+        assert replicated[FUSED] == sharded[FUSED] == ("rows", 16, 16, 16)
+        assert replicated["out.weight"] == HEAD
+        assert "out.weight" not in sharded
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from math import prod
 from typing import Any, Literal, NamedTuple
 
@@ -126,7 +127,12 @@ class Form(NamedTuple):
 
 def kind_of(node: Any) -> str:
     """Return the name of the operation behind a node: "Addmm" for AddmmBackward0."""
-    return str(node.name()).partition("Backward")[0].strip("_")
+    return _kind(node.name())
+
+
+@cache
+def _kind(name: str) -> str:
+    return name.partition("Backward")[0].strip("_")
 
 
 def _dim(saved: int) -> int:
@@ -325,10 +331,18 @@ def seen_by(
     facts: dict[str, list[tuple[_Use, bool | None, bool | None]]] = defaultdict(list)
     learned, data = _below(walk)
     ends = _above(walk)
+    deep: set[Any] = set()  # nodes that a weight takes part in which itself reads what another weight has made
+    for node in walk.order:
+        below = {before for before, _ in node.next_functions if before is not None}
+        reads_learned = any(use.reads is not None and use.reads[0] in learned for use in walk.uses.get(node, ()))
+        if reads_learned or not below.isdisjoint(deep):
+            deep.add(node)
     for uses in walk.uses.values():
         for use in uses:
             reads = use.reads[0] if use.reads is not None else None
             first = None if reads is None else False if reads in learned else (reads in data or None)
+            if first and _is_late(walk, use.node, deep):
+                first = None
             facts[names[id(use.parameter)]].append((use, first, ends.get(use.node)))
     for node in walk.order:
         if hasattr(node, "variable") and id(node.variable) in names:
@@ -405,6 +419,22 @@ def _above(walk: _Walk) -> dict[Any, bool | None]:
         else:
             found[node] = True
     return found
+
+
+def _is_late(walk: _Walk, product: Any, deep: set[Any]) -> bool:
+    """Whether what a layer makes of inputs only meets what deep layers make: keys of a text, in each block of a net."""
+    todo, met, late = [product], {product}, False
+    while todo:
+        for user, place, _ in walk.users.get(todo.pop(), ()):
+            if walk.uses.get(user) and not _is_biased(user, place):
+                return False
+            others = {other for i, (other, _) in enumerate(user.next_functions) if i != place}
+            if _is_product(user) and not others.isdisjoint(deep):
+                late = True
+            elif user not in met:
+                met.add(user)
+                todo.append(user)
+    return late
 
 
 def _is_product(node: Any) -> bool:
