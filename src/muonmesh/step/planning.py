@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from muonmesh.comm.agreement import View, merged, union
 from muonmesh.comm.exchange import Exchange
+from muonmesh.comm.same_plan import View, merged, union
 from muonmesh.comm.storage import (
     connected_ranks,
     device_without_parameters,
