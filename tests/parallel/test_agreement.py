@@ -65,9 +65,7 @@ def expected(said: list[dict[str, Any]]) -> dict[str, Any]:
     """The same by hand."""
 
     def each(name: str) -> list[list[int]]:
-        width = AGREEMENT.width(name)
-        rows = [some.get(name) for some in said]
-        rows = [[SILENT if name in ("alike", "number") else 0] * width if row is None else row for row in rows]
+        rows = [list(AGREEMENT.silence(name)) if some.get(name) is None else some[name] for some in said]
         return [list(column) for column in zip(*([r] if isinstance(r, bool) else list(r) for r in rows), strict=True)]
 
     yes = {
@@ -134,6 +132,21 @@ def stances(changed: list[bool], failed: list[bool], waits: bool) -> bool:
 )
 def test_ranks_plan_again_together(workers, changed, failed, waits: bool, again: list[bool]) -> None:
     assert workers(RANKS).run(stances, changed, failed, waits) == again
+
+
+def test_silence_says_nothing() -> None:
+    assert {name: list(AGREEMENT.silence(name)) for name in ("some", "alike", "none")} == {
+        "some": [0] * 3,
+        "alike": [SILENT] * 4,
+        "none": [],
+    }
+    said = {name: AGREEMENT.silence(name) for name in AGREEMENT.ones}
+    assert not AGREEMENT.vector(said, torch.device("cpu")).any()
+
+
+def test_answers_of_another_number_are_refused() -> None:
+    with pytest.raises(ValueError, match="different structures"):
+        AGREEMENT.vector({"alike": [0, 1, 0]}, torch.device("cpu"))
 
 
 def test_hashes_of_texts_are_64_answers() -> None:

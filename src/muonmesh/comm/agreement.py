@@ -82,9 +82,9 @@ class Agreement:
                 self.zeros[name], self.ones[name] = slice(first, after), slice(first + self.pairs, after + self.pairs)
             ends[kind] = after
 
-    def width(self, name: str) -> int:
-        """Return the number of questions of a name."""
-        return int(self.ones[name].stop - self.ones[name].start)
+    def silence(self, name: str) -> bytearray:
+        """Return the answers of a rank that has nothing to say to the questions of a name."""
+        return bytearray([SILENT if name in self.zeros else 0]) * int(self.ones[name].stop - self.ones[name].start)
 
     def vector(self, said: Mapping[str, Said], device: torch.device) -> Tensor:
         """Return the flags of this rank, uint8.

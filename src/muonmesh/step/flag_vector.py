@@ -9,7 +9,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from muonmesh.comm.agreement import SILENT, STANDING, Agreed, Agreement, Field
+from muonmesh.comm.agreement import STANDING, Agreed, Agreement, Field
 from muonmesh.comm.gradients import REDUCTIONS, partial_axes
 from muonmesh.layout import Elementwise, Parameter, Plan
 
@@ -100,8 +100,7 @@ class FlagVector:
         Args:
             entries: The parameters with their gradients, as the plan numbers them; None: others hold the parameter.
         """
-        agreement = self.agreement
-        said = {name: bytearray([silent]) * agreement.width(name) for name, silent in _SILENT.items()}
+        said = {name: self.agreement.silence(name) for name in ("present", "shard", "placed")}
         for number, (shards, entry) in enumerate(zip(self.mine, entries, strict=True)):
             if entry is None:
                 continue
@@ -125,9 +124,6 @@ class FlagVector:
         ops = [sum(bit << place for place, bit in enumerate(some)) for some in digits]
         found = {number: [ops[axis] for axis in axes] for number, axes in self.axes.items()}
         return {number: over for number, over in found.items() if any(over)}
-
-
-_SILENT = {"present": 0, "shard": SILENT, "placed": SILENT}
 
 
 @dataclass

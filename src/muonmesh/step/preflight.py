@@ -79,7 +79,9 @@ def preflight(
     moves = _moves(collected, settings, runtime)
     if alone:
         exchange.wire.begin_step()
-        return _of_one_rank(nonzero, skip, overflow, waits=waits, only_creates_state=settings.at_rest and not moves)
+        flags = [flag for flag in (skip, overflow) if flag is not None]
+        stop = reduce(operator.or_, flags) if flags else None
+        return _flags(nonzero, stop, overflow, waits=waits, only_creates_state=settings.at_rest and not moves)
     # The current values, without the runtime: it may keep these terms until the next step, and would then hold itself.
     terms, flag_vector = (planned, settings, replicas, runtime.precision, runtime.loaded), planned.flag_vector
     said: dict[str, Said] = {
@@ -92,19 +94,19 @@ def preflight(
         said["error"] = settings.wrong_on_device() | (error is not None)
     agreed = exchange.wire.agree(flag_vector.agreement, said, planned.device)
     raise_errors = partial(_raise_errors, exchange, flag_vector, error, partial(lines, *terms), settings)
+    active, overflowed = agreed.each("nonzero"), agreed.any("overflow")
     if not waits:
         _tell_later(runtime, agreed, raise_errors)
         runtime.absent = _absent(entries, agreed, waits=False)
-        stop = _stops(agreed, "replan", "skip", "overflow")
-        return Flags(agreed.each("nonzero") & ~stop, agreed.any("overflow"), stop=stop)
+        return _flags(active, _stops(agreed, "replan", "skip", "overflow"), overflowed, waits=False)
     raise_errors(agreed)
     if bool(agreed.any("replan")):
         return Flags([], None, replan=True)
     _reduce(entries, flag_vector.partial(agreed))
     runtime.absent = _absent(entries, agreed, waits=True)
-    nonzeros = agreed.each("nonzero").tolist()
-    only_creates_state = settings.at_rest and not bool(agreed.any("moves")) and not any(nonzeros)
-    return Flags(nonzeros, agreed.any("overflow"), bool(agreed.any("skip", "overflow")), only_creates_state)
+    only_creates_state = settings.at_rest and not bool(agreed.any("moves"))
+    stop = agreed.any("skip", "overflow")
+    return _flags(active, stop, overflowed, waits=True, only_creates_state=only_creates_state)
 
 
 def _moves(collected: Collected, settings: SettingsFound, runtime: Runtime) -> bool:
@@ -141,24 +143,14 @@ def _absent(entries: Entries, agreed: Agreed, *, waits: bool) -> dict[Tensor, bo
     return absent
 
 
-def _of_one_rank(
-    active: Tensor,
-    skip: Tensor | None,
-    overflow: Tensor | None,
-    *,
-    waits: bool,
-    only_creates_state: bool,
+def _flags(
+    active: Tensor, stop: Tensor | None, overflow: Tensor | None, *, waits: bool, only_creates_state: bool = False
 ) -> Flags:
-    """Return the flags of a rank that shares no parameter with others; ``active`` are the matrices that move."""
-    stops = [flag for flag in (skip, overflow) if flag is not None]
-    if waits:
-        nonzeros: list[bool] = active.tolist()
-        skips = any(map(bool, stops))
-        return Flags(nonzeros, overflow, skips, only_creates_state and not any(nonzeros))
-    if not stops:
-        return Flags(active, overflow)
-    stop = reduce(operator.or_, stops)
-    return Flags(active & ~stop, overflow, stop=stop)
+    """Return the flags of a step, given the matrices that move and whether it stops; None: nothing can stop it."""
+    if not waits:
+        return Flags(active if stop is None else active & ~stop, overflow, stop=stop)
+    nonzeros: list[bool] = active.tolist()
+    return Flags(nonzeros, overflow, stop is not None and bool(stop), only_creates_state and not any(nonzeros))
 
 
 def stand_aside(connected: Connected, settings: SettingsFound, runtime: Runtime) -> bool:
