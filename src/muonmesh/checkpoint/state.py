@@ -16,7 +16,8 @@ from muonmesh.layout import Declared
 from muonmesh.layout.matrix import as_tuples
 from muonmesh.names import canonical_name
 from muonmesh.numerics.rules import is_matrix_rule, rule_of, step_count
-from muonmesh.settings import FRESH_MEANS, NORM_MEANS, check_group, check_structure
+from muonmesh.settings import FRESH_MEANS, NORM_MEANS
+from muonmesh.settings.checks import check_group, check_structure
 from muonmesh.step.blocks import SCALE, Blocks
 from muonmesh.step.members import flat_layouts
 from muonmesh.step.planning import Planned
@@ -153,8 +154,7 @@ def restore_state(
     members = {} if planned is None else {member.tensor: member for member in planned.members}
     forms: dict[Tensor, dict[str, StateForm]] = {}
     for parameter, member in members.items():
-        of_matrices, master = is_matrix_rule(before[member.group]["algorithm"]), precision.master is not None
-        each = forms_of(member, local_of(parameter), of_matrices, precision, master=master)
+        each = forms_of(member, precision, master=precision.master is not None)
         forms[parameter] = {form.key: form for form in each}
 
     def inspect(_: torch.optim.Optimizer, seen: dict[str, Any]) -> dict[str, Any]:

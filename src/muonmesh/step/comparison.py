@@ -42,8 +42,8 @@ def facts_of(planned: Planned, ranks: Sequence[int], runtime: Runtime, sums: Gra
     bf16 = planned.device.type == "cpu" and runtime.precision.compute == torch.bfloat16
     return Facts(
         claims_of(planned, ranks, runtime.source if gradients else None),
-        (runtime.asked, auto_takes() if bf16 else None),
-        runtime.machine,
+        (runtime.asked.kernels, auto_takes() if bf16 else None),
+        runtime.ranks.machine,
         added(sums),
     )
 
@@ -58,15 +58,15 @@ def take_what_all_have(runtime: Runtime, told: Mapping[int, Facts]) -> bool:
         runtime: The runtime state of the optimizer; its ``precision`` and ``machine`` are written.
         told: What each rank of the connected set has told.
     """
-    machine, (first, mine), *_ = runtime.machine, *told.items()
-    runtime.machine = machine if len({each.machine for each in told.values()}) == 1 else 0
+    machine, (first, mine), *_ = runtime.ranks.machine, *told.items()
+    runtime.ranks.machine = machine if len({each.machine for each in told.values()}) == 1 else 0
     other = next((rank for rank, each in told.items() if each.products != mine.products), None)
     free = all(each.products[0] == "auto" for each in told.values())
-    kernels: KernelName = "torch" if free and other is not None else runtime.asked
+    kernels: KernelName = "torch" if free and other is not None else runtime.asked.kernels
     if kernels == runtime.precision.kernels:
-        return runtime.machine != machine
+        return runtime.ranks.machine != machine
     runtime.precision = replace(runtime.precision, kernels=kernels)
-    if kernels != runtime.asked and this_rank() == first:
+    if kernels != runtime.asked.kernels and this_rank() == first:
         what = f"The ranks {first} and {other} have different compiled products, so all ranks use torch's products. "
         what += 'Install the same wheel on machines with the same kind of CPU, or write kernels="torch"'
         warn(about('kernels="auto"', what))

@@ -17,7 +17,7 @@ from muonmesh.comm.telling import tell_all
 from muonmesh.comm.work import Work
 from muonmesh.errors import PlanError, about
 from muonmesh.layout import Elementwise, Parameter
-from muonmesh.settings import SettingsFound
+from muonmesh.settings.reading import SettingsFound
 from muonmesh.step.flag_vector import PLACED, Flags, FlagVector
 from muonmesh.step.nonzero import nonzero_of
 from muonmesh.step.parameter_steps import Collected, ParameterStep
@@ -67,7 +67,10 @@ def preflight(
             if ranks that share a parameter have different settings for it.
     """
     (planned, exchange), entries = connected, [*collected.muon, *collected.elementwise]
-    error, waits = settings.error or collected.error or error, settings.at_rest or runtime.host_waits(planned)
+    error, waits = (
+        settings.error or collected.error or error,
+        settings.at_rest or runtime.driver.host_waits(planned.device),
+    )
     alone = len(exchange.plan.ranks) == 1 and not settings.on_device  # the CPU knows all but the tensors' values
     if alone and error is not None:
         raise error
@@ -97,23 +100,22 @@ def preflight(
     active, overflowed = agreed.each("nonzero"), agreed.any("overflow")
     if not waits:
         _tell_later(runtime, agreed, raise_errors)
-        runtime.absent = _absent(entries, agreed, waits=False)
+        runtime.last.absent = _absent(entries, agreed, waits=False)
         return _flags(active, _stops(agreed, "replan", "skip", "overflow"), overflowed, waits=False)
     raise_errors(agreed)
     if bool(agreed.any("replan")):
         return Flags([], None, replan=True)
     _reduce(entries, flag_vector.partial(agreed))
-    runtime.absent = _absent(entries, agreed, waits=True)
-    only_creates_state = settings.at_rest and not bool(agreed.any("moves"))
-    stop = agreed.any("skip", "overflow")
-    return _flags(active, stop, overflowed, waits=True, only_creates_state=only_creates_state)
+    runtime.last.absent = _absent(entries, agreed, waits=True)
+    rests = settings.at_rest and not bool(agreed.any("moves"))
+    return _flags(active, agreed.any("skip", "overflow"), overflowed, waits=True, only_creates_state=rests)
 
 
 def _moves(collected: Collected, settings: SettingsFound, runtime: Runtime) -> bool:
     """Return whether this is no step that only creates state, as far as this rank knows of AdamW's gradients."""
     gradients = (entry.gradient for entry in collected.elementwise if entry is not None)
     moves = settings.at_rest and any(bool(local_of(some).any()) for some in gradients if some is not None)
-    return moves or not runtime.creates_state  # gradients elsewhere may be no zeros
+    return moves or not runtime.driver.creates_state  # gradients elsewhere may be no zeros
 
 
 def _reduce(entries: Entries, partial_gradients: Mapping[int, Sequence[int]]) -> None:
@@ -175,7 +177,7 @@ def stand_aside(connected: Connected, settings: SettingsFound, runtime: Runtime)
     """
     (planned, exchange), error = connected, settings.error
     # At learning rate 0 the CPUs of all ranks wait, as in `preflight`: see `SettingsFound.at_rest`.
-    waits, flag_vector = settings.at_rest or runtime.host_waits(planned), planned.flag_vector
+    waits, flag_vector = settings.at_rest or runtime.driver.host_waits(planned.device), planned.flag_vector
     agreed = exchange.wire.agree(flag_vector.agreement, standing(error, follows=False), planned.device)
     raise_errors = partial(_raise_errors, exchange, flag_vector, error, dict, settings)
     if waits:

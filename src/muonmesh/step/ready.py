@@ -221,8 +221,7 @@ class ReadyParameters:
         """Whether the next step may use a ready parameter again: it has no tensors but its own and its state's."""
         member, alone = entry.member, self.blocks is None and self.copies is None
         whole = member.momentum_storage is member.gradient_storage and not member.at_momentum
-        plain = all(isinstance(value, Tensor) for value in entry.state.values())
-        return alone and whole and plain and entry.created and entry.present is True
+        return alone and whole and entry.lasts
 
 
 def _layout(storage: Storage) -> Layout:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from muonmesh.comm.agreement import SILENT, bits_of
 from muonmesh.comm.storage import local_of
-from muonmesh.settings import SettingsFound
+from muonmesh.settings.reading import SettingsFound
 from muonmesh.step.flag_vector import DIGEST
 from muonmesh.step.planning import Planned
 from muonmesh.step.precision import Precision

@@ -33,8 +33,8 @@ def engine_records(calls: Iterable[Call], groups: Iterable[dict[str, Any]]) -> I
     group_of = {name: group for group in groups for name in group["parameters"]}
     for call in calls:
         for record in OfMuon(call.told).checkpoint_records():
-            held = {key: value.dtype for key, value in call.muon.state[record.tensor].items()}
-            parts = tuple(replace(part, dtype=held.get(part.key, part.dtype)) for part in record.parts)
+            held = {key: value.dtype for key, value in call.muon.state[record.parameter.tensor].items()}
+            parts = tuple(part._replace(dtype=held.get(part.key, part.dtype)) for part in record.parts)
             yield replace(record, parts=parts, group=group_of[record.name])
 
 

@@ -143,26 +143,24 @@ def _place(
     number: int, flat: Flat, parameters: dict[int, EngineParameter], everyone: Sequence[Any]
 ) -> dict[str, FlatShards]:
     ranks = tuple(dist.get_process_group_ranks(flat.process_group))
-    layouts = {}
-    for parameter, _ in flat.held:
-        known = parameters[id(parameter)]
-        within = known.within(ranks)
-        intervals, sizes = [], []
-        for rank in within.ranks:
-            size, held_there = everyone[rank][number] if number < len(everyone[rank]) else (0, {})
-            if known.name not in held_there:
-                found = f"no record of it in flat tensor {number} of rank {rank}"
-                raise LayoutError(explain_error(known.name, found, f"one, as on rank {dist.get_rank()}", _DIFFERENT))
-            intervals.append((held_there[known.name],))
-            sizes.append(size)
-        replicas = known.replicas(within)
-        try:
-            layouts[known.name] = FlatShards(within, tuple(intervals), tuple(sizes), replicas)
-            layouts[known.name].prove_cover()
-        except LayoutError as error:
-            once = "each element held exactly once"
-            raise LayoutError(explain_error(known.name, str(error), once, _DIFFERENT)) from None
-    return layouts
+    known = [parameters[id(parameter)] for parameter, _ in flat.held]
+    return {each.name: _layout_of(each, ranks, number, everyone) for each in known}
+
+
+def _layout_of(known: EngineParameter, ranks: tuple[int, ...], number: int, everyone: Sequence[Any]) -> FlatShards:
+    within = known.within(ranks)
+    told = {rank: everyone[rank][number] if number < len(everyone[rank]) else (0, {}) for rank in within.ranks}
+    for rank, (_, held) in told.items():
+        if known.name not in held:
+            found = f"no record of it in flat tensor {number} of rank {rank}"
+            raise LayoutError(explain_error(known.name, found, f"one, as on rank {dist.get_rank()}", _DIFFERENT))
+    sizes = [size for size, _ in told.values()]
+    try:
+        layout = FlatShards.on_axes(within, [0], lambda rank, _: [told[rank][1][known.name]], sizes)
+        layout.prove_cover()
+    except LayoutError as error:
+        raise LayoutError(explain_error(known.name, str(error), "each element held exactly once", _DIFFERENT)) from None
+    return layout
 
 
 def _compare(flats: Sequence[Flat], parameters: dict[int, EngineParameter]) -> None:
