@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial, reduce
+from functools import partial
 
 from torch import Tensor
 
@@ -75,15 +74,13 @@ def preflight(
     if alone and error is not None:
         raise error
     if alone or not waits:
-        axes_of = {number: partial_axes(entry.gradient) for number, entry in enumerate(entries) if entry is not None}
-        _reduce(entries, {number: axes for number, axes in axes_of.items() if any(axes)})
+        _reduce(entries, _partial_here(entries))
     # If partial gradients are not summed yet, a matrix counts as non-zero if any rank has a non-zero summand.
     nonzero = nonzero_of(planned, collected.muon, waits=waits) != 0
     moves = _moves(collected, settings, runtime)
     if alone:
         exchange.wire.begin_step()
-        flags = [flag for flag in (skip, overflow) if flag is not None]
-        stop = reduce(operator.or_, flags) if flags else None
+        stop = skip if overflow is None else overflow if skip is None else skip | overflow
         return _flags(nonzero, stop, overflow, waits=waits, only_creates_state=settings.at_rest and not moves)
     # The current values, without the runtime: it may keep these terms until the next step, and would then hold itself.
     terms, flag_vector = (planned, settings, replicas, runtime.precision, runtime.loaded), planned.flag_vector
@@ -116,6 +113,12 @@ def _moves(collected: Collected, settings: SettingsFound, runtime: Runtime) -> b
     gradients = (entry.gradient for entry in collected.elementwise if entry is not None)
     moves = settings.at_rest and any(bool(local_of(some).any()) for some in gradients if some is not None)
     return moves or not runtime.driver.creates_state  # gradients elsewhere may be no zeros
+
+
+def _partial_here(entries: Entries) -> dict[int, Sequence[int]]:
+    """Return the parameters whose gradient is partial on this rank, as `FlagVector.partial` does of all ranks."""
+    axes_of = {number: partial_axes(entry.gradient) for number, entry in enumerate(entries) if entry is not None}
+    return {number: axes for number, axes in axes_of.items() if any(axes)}
 
 
 def _reduce(entries: Entries, partial_gradients: Mapping[int, Sequence[int]]) -> None:
