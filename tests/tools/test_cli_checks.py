@@ -329,6 +329,16 @@ def test_a_file_is_whole_or_as_it_was(tmp_path: Path) -> None:
     assert (tmp_path / "file").read_text() == "first"
 
 
+def test_a_link_at_a_temporary_path_is_not_followed(tmp_path: Path) -> None:
+    """Whoever may write in the folder could have had another file of the user overwritten."""
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / ".file.writing").symlink_to(tmp_path / "mine")
+    write_text(tmp_path / "file", "first")
+    assert (tmp_path / "mine").read_text() == "mine"
+    assert (tmp_path / "file").read_text() == "first"
+    assert not (tmp_path / "file").is_symlink()
+
+
 @given(value=ANYTHING)
 def test_a_finite_number_is_one(value: Any) -> None:
     number = isinstance(value, int | float) and not isinstance(value, bool)

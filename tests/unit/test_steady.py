@@ -249,3 +249,17 @@ def test_another_rule_by_the_same_name_is_taken_at_once(monkeypatch: pytest.Monk
     before = weights[0].detach().clone()
     step(weights, optimizer, 5)
     assert torch.equal(weights[0], before)
+
+
+def test_rounding_that_does_not_fit_a_parameter_is_refused_between_steps() -> None:
+    torch.manual_seed(0)
+    weights = [nn.Parameter(torch.randn(6, 9)), nn.Parameter(torch.randn(5).bfloat16())]
+    groups = [{"params": [weight], "algorithm": rule} for weight, rule in zip(weights, ("muon", "adamw"), strict=True)]
+    optimizer = mm.Muon(groups, lr=0.1, master_dtype=torch.float32)
+    for number in range(3):
+        step(weights, optimizer, number)
+    before = [weight.detach().clone() for weight in weights]
+    optimizer.param_groups[1]["stochastic_rounding"] = 1
+    with pytest.raises(ValueError, match="stochastic_rounding with masters; needed weights in bf16 without masters"):
+        step(weights, optimizer, 3)
+    assert all(map(torch.equal, weights, before))

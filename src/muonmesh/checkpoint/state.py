@@ -151,11 +151,10 @@ def restore_state(
     """
     given: dict[str, Any] = {}
     before = [dict(group) for group in optimizer.param_groups]
-    members = {} if planned is None else {member.tensor: member for member in planned.members}
-    forms: dict[Tensor, dict[str, StateForm]] = {}
-    for parameter, member in members.items():
+    forms = dict[Tensor, dict[str, StateForm]]()
+    for member in planned.members if planned is not None else ():
         each = forms_of(member, precision, master=precision.master is not None)
-        forms[parameter] = {form.key: form for form in each}
+        forms[member.tensor] = {form.key: form for form in each}
 
     def inspect(_: torch.optim.Optimizer, seen: dict[str, Any]) -> dict[str, Any]:
         given.update(seen)

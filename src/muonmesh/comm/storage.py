@@ -99,16 +99,6 @@ def local_shape(storage: Storage) -> tuple[int, ...]:
     return storage.layout.local_shape(this_rank())
 
 
-def local_part(whole: Tensor, layout: Layout) -> Tensor:
-    """Return this rank's part of a whole tensor in memory of its own, with zeros outside the layout's blocks."""
-    local = whole.new_zeros(layout.local_shape(this_rank()))
-    for block in layout.blocks(this_rank()):
-        region = block.region
-        box = tuple(slice(low, low + size) for low, size in zip(region.offset, region.shape, strict=True))
-        local.as_strided(region.shape, block.strides, block.start).copy_(whole[box])
-    return local
-
-
 def copied(layout: MeshLayout, copies: Sequence[tuple[int, ...]]) -> MeshLayout:
     """Return a layout with a replicate axis in front: the same on the ranks of each copy."""
     everyone = tuple(rank for copy in copies for rank in copy)

@@ -33,7 +33,7 @@ from muonmesh.settings import (
 _GROUP_KEYS = dict.fromkeys(
     ("lr", *GROUP_SETTINGS, "algorithm", "matrices", "params", "param_names", "name", "reasons", "use_muon", NORM_MEANS)
 )
-_OF_FROM_MODEL = ("overrides", "per_head", "rule", "muon", "adamw")
+_OF_FROM_MODEL = ("overrides", "per_head", "rule", "example", "muon", "adamw")
 _OTHER_NAMES = {
     **TORCHS_NAMES,
     "learning_rate": "lr",

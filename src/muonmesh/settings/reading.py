@@ -134,7 +134,7 @@ def plan_terms(group: Mapping[str, Any], rule: Any) -> object:
         str(group["ns_coefficients"]),
         group["ns_steps"],
         group["ns_method"],
-        (group["stochastic_rounding"], group["adamw_eps"]),  # checked with the dtypes of parameters
+        group["stochastic_rounding"] is None,  # parameters of some dtypes cannot have it
         (*rule.keeps().items(), rule.count_of_sums()) if isinstance(rule, Rule) else (),
     )
 

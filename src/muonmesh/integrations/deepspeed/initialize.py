@@ -22,14 +22,14 @@ from muonmesh.errors import LayoutError, explain_error
 from muonmesh.groups import split_params
 from muonmesh.groups.fused_projections import global_shape
 from muonmesh.integrations.deepspeed.calls import Call
-from muonmesh.integrations.deepspeed.checkpoint import checked_load, expert_names
+from muonmesh.integrations.deepspeed.checkpoint import checked_load, checked_save, expert_names
 from muonmesh.integrations.deepspeed.clipping import limits_of
 from muonmesh.integrations.deepspeed.config import prepare_config, read_config, take_scheduler
 from muonmesh.integrations.deepspeed.engine_parameters import EngineParameter, engine_parameter
 from muonmesh.integrations.deepspeed.mending import mend
 from muonmesh.integrations.deepspeed.optimizer import EngineOptimizer
 from muonmesh.integrations.deepspeed.records import Flat, prove, read_flats
-from muonmesh.layout import FlatParameter, FlatShards
+from muonmesh.layout import FlatParameter
 from muonmesh.names import canonical_name
 from muonmesh.numerics.rules import is_matrix_rule
 from muonmesh.optimizer import Muon
@@ -244,7 +244,7 @@ class Assembly:
         """
         optimizer: EngineOptimizer = engine.basic_optimizer
         groups = optimizer.param_groups
-        engine.load_checkpoint = checked_load(engine)
+        engine.load_checkpoint, engine.save_checkpoint = checked_load(engine), checked_save(engine)
         if not engine.zero_optimization():
             optimizer.bind(list(self._replicated(engine, groups)), limits, engine)
             return
@@ -277,15 +277,13 @@ class Assembly:
             yield Call(muon, muon, self._reasons)
 
     def _flat(
-        self, number: int, flat: Flat, layouts: Mapping[str, FlatShards], groups: Sequence[Mapping[str, Any]]
+        self, number: int, flat: Flat, contents: Sequence[FlatParameter], groups: Sequence[Mapping[str, Any]]
     ) -> Call:
         """Return the call of one flat tensor, which holds Muon's parameters or AdamW's."""
         group, label = groups[flat.group], self._labels[flat.group]
-        parameters = tuple(self._parameters[id(parameter)] for parameter, _ in flat.held)
-        title = f"{label} ({len(parameters)} parameters, flat tensor {number})"
+        title = f"{label} ({len(contents)} parameters, flat tensor {number})"
         inner = [{**_settings(group), "params": [flat.tensor], "param_names": [title]}]
         shared = {**self._shared, "state_dtype": flat.tensor.dtype}  # as DeepSpeed keeps it: bf16 with bf16 masters
-        contents = [FlatParameter(known.name, layouts[known.name], known.matrices) for known in parameters]
         if is_matrix_rule(group["algorithm"]):
             offloaded = flat.tensor.device.type == "cpu"
             process_group = host_group(flat.process_group) if offloaded else flat.process_group

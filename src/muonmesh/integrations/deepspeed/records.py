@@ -22,7 +22,7 @@ from muonmesh.checkpoint.ranks import settled
 from muonmesh.comm.telling import agreed
 from muonmesh.errors import LayoutError, explain_error
 from muonmesh.integrations.deepspeed.engine_parameters import EngineParameter
-from muonmesh.layout import FlatShards, Interval
+from muonmesh.layout import FlatParameter, FlatShards, Interval
 
 _READ = "0.19.8"
 _DIFFERENT = f"Install deepspeed=={_READ}, whose records are known, or report this version to muonmesh"
@@ -104,8 +104,8 @@ def _read_stage_3(zero: Any) -> Iterator[Flat]:
 
 def prove(
     read: Callable[[], list[Flat]], parameters: dict[int, EngineParameter]
-) -> list[tuple[Flat, dict[str, FlatShards]]]:
-    """Return each flat tensor with the layouts of its parameters by name, after both checks. All ranks call it.
+) -> list[tuple[Flat, list[FlatParameter]]]:
+    """Return each flat tensor with its parameters, after both checks. All ranks call it.
 
     Args:
         read: Returns the flat tensors of this rank.
@@ -141,10 +141,10 @@ def _told(flats: Sequence[Flat], parameters: dict[int, EngineParameter]) -> list
 
 def _place(
     number: int, flat: Flat, parameters: dict[int, EngineParameter], everyone: Sequence[Any]
-) -> dict[str, FlatShards]:
+) -> list[FlatParameter]:
     ranks = tuple(dist.get_process_group_ranks(flat.process_group))
     known = [parameters[id(parameter)] for parameter, _ in flat.held]
-    return {each.name: _layout_of(each, ranks, number, everyone) for each in known}
+    return [FlatParameter(each.name, _layout_of(each, ranks, number, everyone), each.matrices) for each in known]
 
 
 def _layout_of(known: EngineParameter, ranks: tuple[int, ...], number: int, everyone: Sequence[Any]) -> FlatShards:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from muonmesh.checkpoint.form import PARAMETER, check_state_dict, misfit
 from muonmesh.checkpoint.state import REFUSED
-from muonmesh.comm.storage import local_of, local_part
+from muonmesh.comm.storage import local_of
 from muonmesh.errors import StateError, explain_error
 from muonmesh.names import canonical_name
 from muonmesh.numerics.precision import plain_modes
@@ -26,6 +26,7 @@ from muonmesh.step.runtime import Runtime
 from muonmesh.step.state_form import NUMBERS, wrong_state
 from muonmesh.tools.checkpoints.archive import read_archive
 from muonmesh.tools.checkpoints.zero import read_zero
+from muonmesh.tools.local_part import local_part
 from muonmesh.tools.migration.packages import PACKAGES, PackageName, groups_of, package_of
 from muonmesh.tools.migration.state_keys import ParameterState
 

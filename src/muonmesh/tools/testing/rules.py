@@ -19,13 +19,14 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from muonmesh.comm.placing import placements_of
-from muonmesh.comm.storage import Storage, local_of, local_part, world_size
+from muonmesh.comm.storage import Storage, local_of, world_size
 from muonmesh.comm.telling import tell_all
 from muonmesh.errors import explain_error
 from muonmesh.layout import FlatShards, Layout, MeshLayout
 from muonmesh.numerics.rules import RULES, ElementwiseRule, Rule, is_known
 from muonmesh.optimizer import Muon
 from muonmesh.step.connection import placed_members
+from muonmesh.tools.local_part import local_part
 from muonmesh.tools.testing.host_waits import HostWaits
 
 _SPECS: tuple[tuple[tuple[int, ...], Any], ...] = (
