@@ -104,7 +104,8 @@ class Agreement:
                     told = bytes([answers] if isinstance(answers, bool) else answers)
                     host[places[name]] = told.translate(_IS[answer])
         # As torch.tensor does, which reads one Python number at a time. A copy: no collective keeps Python's memory.
-        vector = pinned(torch.ops.aten.lift_fresh(torch.frombuffer(host, dtype=torch.uint8)).clone(), device)
+        lifted = torch.ops.aten.lift_fresh(torch.frombuffer(host, dtype=torch.uint8))
+        vector = pinned(lifted.to("cpu", copy=True), device)
         for place, flags in later:
             vector[place] = flags
         return vector
