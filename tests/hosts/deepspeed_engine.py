@@ -36,7 +36,7 @@ from torch.distributed.tensor import distribute_tensor
 import muonmesh as mm
 from muonmesh import checkpoint
 from muonmesh.clip.norm_means import means_of
-from muonmesh.comm.agreement import group_of
+from muonmesh.comm.process_groups import group_of
 from muonmesh.integrations.deepspeed import initialize
 from muonmesh.integrations.deepspeed.calls import Call
 from muonmesh.integrations.deepspeed.checkpoint import expert_names

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import time
 import warnings
@@ -363,7 +364,7 @@ def test_a_group_that_breaks_on_one_rank_is_an_error_on_all(workers, then: str, 
     assert other.startswith("PlanError: rank 1"), other
 
 
-def changed_and_mended(others: str) -> list[str]:
+def changed_and_mended(others: str, then: str) -> list[str]:
     """Change the plan on rank 1 only, and nothing or something else on the others; undo it when all have been told."""
     model, optimizer = build()
     optimizer._runtime.driver = HostWaits(False)
@@ -373,6 +374,9 @@ def changed_and_mended(others: str) -> list[str]:
         group["ns_steps"] = 3 if odd and step in (1, 2) else 5
         group["lr"] = -1.0 if others == "broken" and not odd and step in (1, 2) else 0.1
         give(model, step)
+        if then == "metrics":
+            figures = optimizer.metrics()
+            assert step not in (1, 2) or all(math.isnan(figure) for figure in figures.values()), figures
         try:
             optimizer.step()
             said.append("stepped")
@@ -384,9 +388,10 @@ def changed_and_mended(others: str) -> list[str]:
     return said
 
 
+@pytest.mark.parametrize("then", ["step", "metrics"])
 @pytest.mark.parametrize("others", ["as they were", "broken"])
-def test_ranks_stay_in_step_when_the_plan_changed_on_one_of_them(workers, others: str) -> None:
-    for told in workers(2).run(changed_and_mended, others, timeout=SOON):
+def test_ranks_stay_in_step_when_the_plan_changed_on_one_of_them(workers, others: str, then: str) -> None:
+    for told in workers(2).run(changed_and_mended, others, then, timeout=SOON):
         assert [what == "stepped" for what in told] == [True, True, False, True, True, True], told
         assert ("lr" if others == "broken" else "changed their param groups") in told[2], told
 

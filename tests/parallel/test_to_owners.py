@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import muonmesh as mm
-from muonmesh.comm.agreement import host_group
+from muonmesh.comm.process_groups import host_group
 from muonmesh.comm.to_owners import ToOwners, on_replica
 from muonmesh.layout import MeshLayout
 from muonmesh.tools.forecasts.forecast import Weight, forecast

@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
 from muonmesh.clip.limits import GradNorms, Limits, scale_groups
 from muonmesh.clip.norm_means import counted, means_of
-from muonmesh.clip.squares import (
-    ALIKE,
-    ERRORS,
-    FELT,
-    INVARIANT,
-    RANKS,
-    REPLAN,
-    SQUARED,
-    add_squares,
-    norms_of,
-    reduce_squares,
-    stops,
-    unequal,
-    zeros_for,
-)
+from muonmesh.clip.squares import AGREEMENT, FELT, INVARIANT, add_squares, norms_of, reduce_squares, zeros_for
+from muonmesh.comm.agreement import standing
 from muonmesh.comm.telling import tell_all
 from muonmesh.errors import PlanError, explain_error
-from muonmesh.numerics.kernels.memory import upload
 from muonmesh.step.planning import Connected, Planned
 from muonmesh.step.runtime import Clip, Runtime
 
@@ -64,44 +52,46 @@ def clip_gradients(
         PlanAgain: a rank must make a new plan.
     """
     (planned, exchange), source, waits = connected, runtime.source, runtime.driver.host_waits(connected.planned.device)
-    apart, sums = source.norms_apart, zeros_for(source, planned.device)
+    apart, follows = source.norms_apart, here is not None
+    sums = zeros_for(apart, planned.device)
     if not _reduces(planned, limits, process_group):
-        if here is None:
+        if not follows:
             raise error or PlanAgain
         limits.check()
         return limits.told(sums, torch.zeros_like(sums[0], dtype=torch.bool), apart), Clip()
-    said = dict.fromkeys(range(len(sums)), 0)
     wrong: Exception | None = None  # a wrong argument, which all ranks have
     if here is not None:
         error = add_squares(planned, here.param_groups, source, limits.measured, sums)
         try:
             limits.check()
-            said[RANKS], said[ALIKE], said[SQUARED] = 1, limits.digest, limits.digest**2
         except (TypeError, ValueError) as found:
             error = wrong = found
     if error is not None and sums.is_meta:
         raise error  # parameters on the meta device: no communication is possible
-    said[ERRORS], said[REPLAN] = int(error is not None), int(here is None and error is None)
-    sums += upload(list(said.values()), dtype=sums.dtype, device=sums.device)
-    reduce_squares(sums, exchange, process_group)
+    arguments = limits.bits if follows and wrong is None else None
+    said = {**standing(error, follows=follows), "arguments": arguments}
+    reduce = partial(reduce_squares, exchange=exchange, group=process_group)
+    sums, agreed = AGREEMENT.ask(said, sums, reduce)
     if wrong is not None and not waits:
         raise wrong
-    if waits and float(sums[ERRORS]):
+    if waits and bool(agreed.any("error")):
         tell_all(None, error, group=exchange.group)
         told, write = "an error on another rank of process_group=", "Read that rank's message, which names it"
         raise PlanError(explain_error("clip_grad_norm_", told, "no error on any rank", write))
-    if float(sums[REPLAN]) if waits else here is None and not float(sums[RANKS] + sums[ERRORS]):
+    if agreed.plan_again(waits=waits, follows=follows):
         raise PlanAgain
-    if waits and bool(unequal(sums)):
-        arguments = f"policy={limits.policy!r}, max_norm={limits.max_norm}, skip_above={limits.skip_above}"
+    unequal = agreed.differs().any()
+    if waits and bool(unequal):
+        given = f"policy={limits.policy!r}, max_norm={limits.max_norm}, skip_above={limits.skip_above}"
         write = "Call it with the same arguments everywhere, or replicas would drift apart"
-        other, needed = f"{arguments} here and other arguments on other ranks", "the same arguments on every rank"
+        other, needed = f"{given} here and other arguments on other ranks", "the same arguments on every rank"
         raise PlanError(explain_error("clip_grad_norm_", other, needed, write))
+    stops = agreed.any("error", "replan") | unequal
     means = fresh = None
     if limits.multiple is not None:
         means = means_of([] if here is None else here.param_groups, sums.device)
-        fresh = torch.where(stops(sums), means, counted(means, torch.stack([*norms_of(sums).values()])))
-    skip = limits.skips(sums, apart, means) | stops(sums)
+        fresh = torch.where(stops, means, counted(means, torch.stack([*norms_of(sums).values()])))
+    skip = limits.skips(sums, apart, means) | stops
     if here is not None and error is None:
         scale_groups(here.param_groups, source, limits.coefficients(sums, skip, apart))
     return limits.told(sums, skip, apart), Clip(skip, fresh, error)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from muonmesh.clip.norm_means import limits_from
 from muonmesh.clip.squares import FELT, INVARIANT, half_of, norms_of, number_of
+from muonmesh.comm.agreement import bits_of
 from muonmesh.comm.gradients import GradientSource, multiply
 from muonmesh.comm.storage import local_of
 from muonmesh.errors import explain_error
@@ -121,11 +121,10 @@ class Limits:
         return by.get(self.policy, {FELT: "adamw"})
 
     @property
-    def digest(self) -> int:
-        """A hash of the arguments, below 2**20. The ranks add it up to compare their arguments."""
+    def bits(self) -> bytes:
+        """A hash of the arguments, by which ranks compare them."""
         above = float(self.skip_above) if self.multiple is None else f"{self.multiple}x"
-        text = f"{self.policy} {float(self.max_norm)} {above}"
-        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest()) % 2**20
+        return bits_of(f"{self.policy} {float(self.max_norm)} {above}")
 
     def skips(self, sums: Tensor, apart: Sequence[str] = (), means: Tensor | None = None) -> Tensor:
         """Return whether the step is skipped, 0-d bool: a norm is above ``skip_above`` or not finite.

@@ -1,4 +1,4 @@
-"""Squares: the vector of squared gradient norms and flags that all ranks add up when gradients are clipped."""
+"""Squares: the vector of squared gradient norms that all ranks add up when gradients are clipped."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from muonmesh.comm.agreement import STANDING, Agreement, Field
 from muonmesh.comm.exchange import Exchange
 from muonmesh.comm.gradients import GradientSource, whole_gradient
 from muonmesh.errors import LayoutError, explain_error
@@ -19,18 +20,17 @@ from muonmesh.numerics.normalize import sums_of_squares
 from muonmesh.numerics.rules import RULES
 from muonmesh.step.planning import Planned
 
-ERRORS, REPLAN, RANKS, ALIKE, SQUARED, INVARIANT, FELT, APART = range(8)
-"""Places in the vector, which is fp64.
+INVARIANT, FELT = range(2)
+"""Places in the vector of squares, which is fp64. Both come again for each of the source's `norms_apart`.
 
-- ERRORS: the number of ranks that found an error.
-- REPLAN: the number of ranks that must make a new plan.
-- RANKS: the number of ranks with valid arguments.
-- ALIKE and SQUARED: a hash of the arguments, and its square. Their sums show whether all ranks have equal arguments.
 - INVARIANT: the squared gradient norm of groups whose rule is `scale_invariant`, reported as "muon".
 - FELT: the squared gradient norm of all other groups, reported as "adamw": AdamW's groups, and rules for matrices that
   depend on the scale of gradients.
-- From APART on: INVARIANT and FELT again for each of the source's `norms_apart`.
 """
+
+AGREEMENT = Agreement(*STANDING, Field("arguments", 64, "equal"))
+"""What ranks ask each other together with the squares. The questions are the same for every policy, so ranks with
+different policies can still add their vectors up, and raise."""
 
 
 def half_of(group: Mapping[str, Any]) -> int:
@@ -38,12 +38,9 @@ def half_of(group: Mapping[str, Any]) -> int:
     return INVARIANT if RULES[group["algorithm"]].scale_invariant else FELT
 
 
-def zeros_for(source: GradientSource, device: torch.device) -> Tensor:
-    """Return a vector of zeros, fp64, in the length that a source needs.
-
-    The length is the same for every policy. So ranks with different policies can still add their vectors up, and raise.
-    """
-    return torch.zeros(APART + 2 * len(source.norms_apart), dtype=torch.float64, device=device)
+def zeros_for(apart: Sequence[str], device: torch.device) -> Tensor:
+    """Return a vector of zeros, fp64, for the usual norms and those of the names ``apart``."""
+    return torch.zeros(2 + 2 * len(apart), dtype=torch.float64, device=device)
 
 
 def number_of(name: str, parameter: Tensor, source: GradientSource) -> int:
@@ -88,7 +85,7 @@ def add_squares(
         groups: The param groups.
         source: The source of the gradients.
         measured: The kinds of gradients to measure, as places in the sums.
-        sums: The fp64 vector to add to; see `ERRORS` for its places.
+        sums: The fp64 vector to add to; see `FELT` for its places.
 
     Returns:
         The first error in a gradient, or None. All other gradients are still read, since ranks may have to reduce a
@@ -119,37 +116,28 @@ def add_squares(
     return error
 
 
-def reduce_squares(sums: Tensor, exchange: Exchange, group: dist.ProcessGroup | None) -> None:
-    """Add the vector up over the ranks, in place: over the connected set of ranks, and over other sets in a group.
+def reduce_squares(vector: Tensor, exchange: Exchange, group: dist.ProcessGroup | None) -> Tensor:
+    """Add a vector up over the ranks, in place: over the connected set of ranks, and over other sets in a group.
 
     If the group has all ranks of the set, one reduction over the group does both. Else the set adds up first, and each
     of its ranks in the group contributes an equal part of the result.
 
     Args:
-        sums: The vector.
+        vector: The squares, and what this rank says.
         exchange: The exchange of the connected set.
         group: The process group with other sets to clip with; None if there are none.
     """
     ranks = [] if group is None else dist.get_process_group_ranks(group)
     here = sum(rank in exchange.plan.ranks for rank in ranks)
     if here == len(ranks):
-        exchange.reduce_sums(sums)
-        return
+        return exchange.reduce_sums(vector)
     if here < len(exchange.plan.ranks):
-        exchange.reduce_sums(sums)
-        sums /= here
-    dist.all_reduce(sums, group=group)
+        exchange.reduce_sums(vector)
+        vector /= here
+    return reduce_beyond(vector, group)
 
 
-def unequal(sums: Tensor) -> Tensor:
-    """Return whether ranks have different arguments, 0-d bool."""
-    ranks, alike, squared = (sums[place].round().long() for place in (RANKS, ALIKE, SQUARED))
-    return ranks * squared != alike**2  # for whole numbers, n Σd² = (Σd)² says that all are equal
-
-
-def stops(sums: Tensor) -> Tensor:
-    """Return whether gradients must not be scaled, 0-d bool: an error, a new plan, or unequal arguments on any rank.
-
-    The result is the same on all ranks that have added up.
-    """
-    return (sums[ERRORS] != 0) | (sums[REPLAN] != 0) | unequal(sums)
+def reduce_beyond(vector: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Add a vector up over a process group, in place, without an exchange: a rank that has none takes part so."""
+    dist.all_reduce(vector, group=group)
+    return vector

@@ -1,175 +1,157 @@
-"""Agreement: checks that all ranks of a connected set made the same plan, and makes their process groups."""
+"""Agreement: named questions that ranks answer together, in one vector of flags that a single collective reduces."""
 
 from __future__ import annotations
 
-import itertools
-import re
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from datetime import timedelta
-from typing import Any, NamedTuple
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal, NamedTuple
 
-import torch.distributed as dist
-from torch.distributed import distributed_c10d
+import torch
+from torch import Tensor
 
-from muonmesh.comm.meeting import seconds_of_collectives
-from muonmesh.comm.telling import tell_all
-from muonmesh.errors import PlanError, about, explain_error
-from muonmesh.layout import Elementwise, Parameter, Plan
-from muonmesh.layout.parameter import describe
+from muonmesh.numerics.kernels.memory import pinned
 
-CHECKSUM = " with the checksum "
-"""Stands between the name of a tensor and its checksum in a line of `insist_on_equal`."""
+Said = bool | Sequence[int] | Tensor | None
+"""What a rank says to the questions of one name: numbers that the CPU knows, or a tensor, for which the CPU does not
+wait. Each is 0, 1 or `SILENT`. None: nothing."""
 
-_made: Counter[tuple[int, ...]] = Counter()
-"""Number of process groups that this process has made for each set of ranks; equal on all ranks of the set."""
+SILENT = 2
+"""The answer of a rank that has nothing to say to a question of kind "equal"."""
 
-_kept: dict[tuple[int, ...], dist.ProcessGroup] = {}
-"""The process groups that optimizers use, by their ranks."""
+_IS = bytes([1, 0] + [0] * 254), bytes([0, 1] + [0] * 254)
+"""Tables for `bytes.translate`: where an answer is 0, and where it is 1."""
 
 
-class View(NamedTuple):
-    """The parameters of one rank, which it sends to the other ranks of its connected set."""
+class Field(NamedTuple):
+    """Questions of one name.
 
-    parameters: tuple[Parameter, ...]
-    elementwise: tuple[Elementwise, ...]
-
-
-def insist_on_equal(group: dist.ProcessGroup | None, lines: Mapping[str, str]) -> None:
-    """Raise an error on every rank of a group that names the first difference; called when digests differ.
-
-    Args:
-        group: The ranks; None for one rank.
-        lines: The settings, and the checksums if the step compares them, of each parameter on this rank as text, by
-            the parameter's name.
-
-    Raises:
-        PlanError: always.
+    Attributes:
+        name: The name.
+        width: The number of questions, such as one for each matrix.
+        kind: "any": a rank says yes or nothing, and all learn whether any rank says yes. "equal": a rank says 0, 1 or
+            nothing (`SILENT`), and all learn whether ranks that say something say the same.
     """
-    ranks = [0] if group is None else dist.get_process_group_ranks(group)
-    everyone = tell_all(dict(lines), group=group)
-    for name in dict.fromkeys(name for some in everyone for name in some):
-        told = {rank: some[name] for rank, some in zip(ranks, everyone, strict=True) if name in some}
-        first, *rest = told
-        other = next((rank for rank in rest if told[rank] != told[first]), None)
-        if other is not None:
-            mine, theirs = _difference(told[first], told[other])
-            found = f"{mine} on rank {first} and {theirs} on rank {other}"
-            needed = "the same settings and dtypes on every rank that holds it"
-            write = "Set the groups alike on every rank; a schedule must not depend on the rank"
-            if mine.startswith("state loaded=") or CHECKSUM in mine:
-                needed = "the same weights and state on every rank that holds it"
-                write = "Seed alike before you build the model, or broadcast its weights. Load state on every rank"
-            raise PlanError(explain_error(name, found, needed, write))
-    what = "The settings of the param groups differ between ranks. Set them alike on every rank"
-    raise PlanError(about("the groups", what))
+
+    name: str
+    width: int = 1
+    kind: Literal["any", "equal"] = "any"
 
 
-def union(group: dist.ProcessGroup | None, names: Sequence[str]) -> list[str]:
-    """Return the names of all ranks of a group, each name once and in the same order on every rank."""
-    return list(dict.fromkeys(name for some in tell_all(list(names), group=group) for name in some))
+STANDING = (Field("error"), Field("replan"), Field("follows"))
+"""How a rank stands to the plan: it found an error; its parameters have changed, so all must plan again; it follows the
+plan. If only some ranks have changed, "replan" and "follows" are both true after the reduction."""
 
 
-def merged(views: Sequence[View], ranks: Sequence[int]) -> View:
-    """Return all parameters of a connected set.
+def standing(error: Exception | None, *, follows: bool) -> dict[str, bool]:
+    """Return a rank's answers to the questions of `STANDING`."""
+    return {"error": error is not None, "replan": error is None and not follows, "follows": follows}
 
-    Args:
-        views: The parameters of each rank.
-        ranks: The ranks of the connected set, in the order of ``views``.
 
-    Raises:
-        PlanError: a rank lacks a parameter that it shares according to another rank, or describes it differently. The
-            message names the first difference.
+def bits(number: int) -> bytes:
+    """Return a number below 2⁶⁴ as answers to 64 questions of kind "equal"."""
+    return bytes(map(int, f"{number:064b}"))
+
+
+def bits_of(text: str) -> bytes:
+    """Return a hash of a text as answers to 64 questions of kind "equal"."""
+    return bits(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()))
+
+
+class Agreement:
+    """The place of each question in a vector of flags, the same on all ranks that reduce it.
+
+    The vector has a flag for each question of kind "any". Then it has two flags for each question of kind "equal":
+    whether a rank says 0, and whether a rank says 1. After the reduction a flag is not zero if any rank has set it,
+    whether the reduction is a maximum or a sum, and whatever the dtype. Ranks differ where both flags are set.
+
+    Attributes:
+        zeros, ones: The place of the flags that say 0, by name, and of the flags that say yes, or 1. Only names of kind
+            "equal" are in ``zeros``.
+        single: The number of flags of kind "any". After them come all flags that say 0, and then all that say 1.
+        pairs: The number of questions of kind "equal".
     """
-    lines = [{_key(p): describe(p) for some in view for p in some} for view in views]
-    place = {rank: number for number, rank in enumerate(ranks)}
-    everything = {_key(p): p for view in views for some in view for p in some}
-    for key, parameter in everything.items():
-        told = {rank: lines[place[rank]].get(key) for rank in parameter.target.ranks if rank in place}
-        if len(set(told.values())) > 1:
-            first, *rest = told
-            other = next(rank for rank in rest if told[rank] != told[first])
-            a, b = lines[place[first]], lines[place[other]]
-            raise _first_difference(first, list(a.values()), other, list(b.values()))
-    if all(list(a) == list(lines[0]) for a in lines):
-        return views[0]
-    names = sorted(everything)
-    return View(
-        tuple(p for key in names if isinstance(p := everything[key], Parameter)),
-        tuple(p for key in names if isinstance(p := everything[key], Elementwise)),
-    )
+
+    def __init__(self, *fields: Field) -> None:
+        self.single, self.pairs = (sum(f.width for f in fields if f.kind == kind) for kind in ("any", "equal"))
+        self.zeros, self.ones = dict[str, slice](), dict[str, slice]()
+        ends = {"any": 0, "equal": self.single}
+        for name, width, kind in fields:
+            first, after = ends[kind], ends[kind] + width
+            self.ones[name] = slice(first, after)
+            if kind == "equal":
+                self.zeros[name], self.ones[name] = slice(first, after), slice(first + self.pairs, after + self.pairs)
+            ends[kind] = after
+
+    def silence(self, name: str) -> bytearray:
+        """Return the answers of a rank that has nothing to say to the questions of a name."""
+        return bytearray([SILENT if name in self.zeros else 0]) * int(self.ones[name].stop - self.ones[name].start)
+
+    def vector(self, said: Mapping[str, Said], device: torch.device) -> Tensor:
+        """Return the flags of this rank, uint8.
+
+        Args:
+            said: What this rank says, by name; nothing to other questions.
+            device: The device of the result.
+        """
+        host, later = memoryview(bytearray(self.single + 2 * self.pairs)), list[tuple[slice, Tensor]]()
+        for name, answers in said.items():
+            for answer, places in enumerate((self.zeros, self.ones)):
+                if answers is None or name not in places:
+                    continue
+                if isinstance(answers, Tensor):
+                    later.append((places[name], answers == answer))
+                else:
+                    told = bytes([answers] if isinstance(answers, bool) else answers)
+                    host[places[name]] = told.translate(_IS[answer])
+        # As torch.tensor does, which reads one Python number at a time. A copy: no collective keeps Python's memory.
+        lifted = torch.ops.aten.lift_fresh(torch.frombuffer(host, dtype=torch.uint8))
+        vector = pinned(lifted.to("cpu", copy=True), device)
+        for place, flags in later:
+            vector[place] = flags
+        return vector
+
+    def ask(
+        self, said: Mapping[str, Said], values: Tensor, reduce: Callable[[Tensor], Tensor]
+    ) -> tuple[Tensor, Agreed]:
+        """Reduce other values and the flags of this rank in one vector; return both, reduced.
+
+        Args:
+            said: As for `vector`.
+            values: The other values; may be empty.
+            reduce: Reduces a vector over all ranks, by a sum or a maximum.
+        """
+        reduced = reduce(torch.cat([values.reshape(-1), self.vector(said, values.device)]))
+        return reduced[: values.numel()].view(values.shape), Agreed(self, reduced[values.numel() :])
 
 
-def insist(group: dist.ProcessGroup | None, plan: Plan) -> None:
-    """Check that all ranks of a group made the same plan.
+class Agreed(NamedTuple):
+    """The reduced flags of an `Agreement`. Answers are bool tensors on the device, for which the CPU does not wait."""
 
-    Raises:
-        PlanError: the plans differ. Every rank raises this error, which names the first difference.
-    """
-    if len(set(tell_all(plan.digest, group=group))) > 1:
-        descriptions, ranks = tell_all(plan.description(), group=group), dist.get_process_group_ranks(group)
-        other = next(i for i, lines in enumerate(descriptions) if lines != descriptions[0])
-        raise _first_difference(ranks[0], descriptions[0], ranks[other], descriptions[other])
+    agreement: Agreement
+    flags: Tensor
 
+    def each(self, name: str) -> Tensor:
+        """Return for each question of a name whether any rank says yes, or 1."""
+        return self.flags[self.agreement.ones[name]] != 0
 
-def _difference(a: str, b: str) -> tuple[str, str]:
-    """Return the first pair of entries that differ between two lines; the entries are separated by ", " and a letter.
+    def any(self, *names: str) -> Tensor:
+        """Return whether any rank says yes to any question of these names, 0-d."""
+        return torch.cat([self.flags[self.agreement.ones[name]] for name in names]).ne(0).any()
 
-    The numbers of a tuple, such as AdamW's betas, are one entry.
-    """
-    pairs = zip(*(re.split(r", (?=[A-Za-z_])", line) for line in (a, b)), strict=False)
-    return next(((one, two) for one, two in pairs if one != two), (a, b))
+    def differs(self, name: str | None = None) -> Tensor:
+        """Return for each question of a name, or for all of kind "equal", whether ranks say different things."""
+        first, pairs = self.agreement.single, self.agreement.pairs
+        place = slice(first, first + pairs) if name is None else self.agreement.zeros[name]
+        return self.flags[place] * self.flags[place.start + pairs : place.stop + pairs] != 0
 
+    def plan_again(self, *, waits: bool, follows: bool) -> bool:
+        """Return whether all ranks must plan again.
 
-def _key(parameter: Parameter | Elementwise) -> tuple[str, tuple[int, ...]]:
-    return parameter.name, tuple(parameter.target.ranks)
-
-
-def _first_difference(a: int, lines_a: list[str], b: int, lines_b: list[str]) -> PlanError:
-    pairs = itertools.zip_longest(lines_a, lines_b, fillvalue="nothing more")
-    found = next((pair for pair in pairs if pair[0] != pair[1]), ("?", "?"))
-    what = f"Rank {a} has '{found[0]}', where rank {b} has '{found[1]}'. Every rank needs the same parameters, in the "
-    what += "same order, with the same settings. Build the model and the param groups in the same way on every rank"
-    return PlanError(about("the plans differ", what))
-
-
-def group_of(ranks: Sequence[int], candidates: Sequence[dist.ProcessGroup]) -> dist.ProcessGroup | None:
-    """Return a process group of exactly these ranks: a candidate, the default group, or a new group.
-
-    Only the members make a new group (``use_local_synchronization``); other ranks do not take part. The group is kept
-    for the next optimizer, because each group costs threads or a communicator. None for a single rank.
-    """
-    if len(ranks) == 1:
-        return None
-    for candidate in (*candidates, dist.group.WORLD):
-        if candidate is not None and sorted(dist.get_process_group_ranks(candidate)) == sorted(ranks):
-            return candidate
-    key = tuple(sorted(ranks))
-    if _kept.get(key) not in distributed_c10d._world.pg_map:  # there is no group, or it has been destroyed
-        _kept[key] = new_group(ranks)
-    return _kept[key]
-
-
-def new_group(ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
-    """Return a new process group with the timeout of the default group. All members, and no other ranks, call this.
-
-    With local synchronization, torch derives the group's name from its ranks and from the number of groups of this
-    process. If one member is in more groups than another, the two would wait for each other under different names
-    forever. So this function gives the group the same name on all members.
-    """
-    key, timeout = tuple(sorted(ranks)), timedelta(seconds=seconds_of_collectives())
-    honest: Any = getattr(distributed_c10d, "_hash_ranks_to_str", None)
-    name = f"muonmesh {key} {_made[key]}"
-    _made[key] += 1
-    distributed_c10d._hash_ranks_to_str = lambda ranks: name
-    try:
-        made: dist.ProcessGroup = dist.new_group(key, timeout, backend, use_local_synchronization=True)
-    finally:
-        distributed_c10d._hash_ranks_to_str = honest
-    return made
-
-
-def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Return a group of the same ranks that can reduce CPU tensors: ``group``, or a new group of all its ranks."""
-    takes = "cpu:" in dist.get_backend_config(group)
-    return group if takes else new_group(dist.get_process_group_ranks(group), "gloo")
+        Args:
+            waits: Whether the CPUs wait for the answer. If not, only a rank that has changed reads it. Ranks that
+                follow the plan go on, so this rank plans again only if no rank follows it.
+            follows: Whether this rank follows the plan.
+        """
+        if waits:
+            return bool(self.any("replan"))
+        return not follows and not bool(self.any("follows", "error"))

@@ -7,6 +7,7 @@ from typing import Any, Literal, TypeVar
 
 import torch.distributed as dist
 
+from muonmesh.comm.storage import this_rank
 from muonmesh.errors import MuonMeshError, PlanError, about
 
 T = TypeVar("T")
@@ -48,6 +49,12 @@ def tell_all(
         if told is not None:
             raise kind(about(f"rank {rank}", told))
     return [value for value, _ in everyone]
+
+
+def tell_by_rank(mine: T, error: Exception | None = None, *, group: dist.ProcessGroup | None) -> dict[int, T]:
+    """Gather an object from every rank of a group as `tell_all` does; return the objects by rank."""
+    ranks = [this_rank()] if group is None else dist.get_process_group_ranks(group)
+    return dict(zip(ranks, tell_all(mine, error, group=group), strict=True))
 
 
 def agreed(work: Callable[[], T], *, kind: type[MuonMeshError] = PlanError) -> list[T]:

@@ -16,9 +16,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from muonmesh.comm.agreement import host_group, new_group
+from muonmesh.comm.agreement import Agreement, Field, Said, bits
 from muonmesh.comm.gradients import PARAMETER_GRAD, GradientSource, gradient_of
+from muonmesh.comm.process_groups import host_group, new_group
 from muonmesh.comm.storage import Storage, local_of
+from muonmesh.comm.telling import tell_all
 from muonmesh.comm.wire import Counts, Swap, Transfer, Wire
 from muonmesh.errors import LayoutError, PlanError, about, explain_error
 from muonmesh.layout import FlatShards, MeshLayout
@@ -292,32 +294,40 @@ class ToOwners(GradientSource):
         if self._talk is None:
             return
         matrices, shared = self._matrices, [tensor for tensor in self._names if tensor not in self._owners]
-        rounds = int(bool(self._seen)) + any(tensor.grad is not None for tensor in matrices)
-        dropped = len(self._dropped)
-        present = [tensor in self._seen or tensor.grad is not None for tensor in matrices]
-        fresh = [tensor.grad is not None and not self._is_reduced(tensor) for tensor in shared]
-        counted = [rounds, dropped + rounds, dropped, -dropped, *present, *fresh]
-        told = torch.tensor(counted, dtype=torch.int32, device="cpu")
-        told = self._talk.reduce(told, dist.ReduceOp.MAX, "the agreement on gradients")
-        rounds, every, most, least, *flags = told.tolist()
-        if most != -least:  # all ranks send equally often, so that the next gradients match between ranks
+        agreement = Agreement(
+            Field("rounds", 2),
+            Field("present", len(matrices)),
+            Field("fresh", len(shared)),
+            Field("dropped", 64, "equal"),
+        )
+        here = bool(self._seen) + any(tensor.grad is not None for tensor in matrices)
+        said: dict[str, Said] = {
+            "rounds": [here > 0, here > 1],
+            "present": [tensor in self._seen or tensor.grad is not None for tensor in matrices],
+            "fresh": [tensor.grad is not None and not self._is_reduced(tensor) for tensor in shared],
+            "dropped": bits(len(self._dropped)),
+        }
+        agreed = self._talk.ask(agreement, said, torch.device("cpu"), "the agreement on gradients")
+        if differ := bool(agreed.differs().any()):  # all ranks send equally often, so that the next gradients match
+            every = max(tell_all(len(self._dropped) + here, group=self._talk.group))
             while len(self._dropped) < every:
                 self._dropped.append(self._all_sent())
         for sent in itertools.chain(*self._dropped):
             self._arrived(sent)
         self._dropped = []
-        if most != -least:
+        if differ:
             what = "zero_grad() dropped gradients on some ranks and not on others. Call zero_grad() on all ranks, "
             raise PlanError(about("the gradients", what + "after the same backward passes"))
+        rounds = sum(agreed.each("rounds").tolist())
         if rounds and self._step != step:
             self._held.clear()
         self._step = step if rounds else self._step
         self._ready = set()
-        some = {tensor for tensor, flag in zip(matrices, flags, strict=False) if flag}
+        present = set(itertools.compress(matrices, agreed.each("present").tolist()))
         for _ in range(rounds):
             for bucket, sent in zip(self._buckets, self._all_sent(), strict=True):
-                self._add(bucket, self._arrived(sent), some)
-        self._average([tensor for tensor, flag in zip(shared, flags[len(matrices) :], strict=True) if flag])
+                self._add(bucket, self._arrived(sent), present)
+        self._average(list(itertools.compress(shared, agreed.each("fresh").tolist())))
 
     def _add(self, bucket: Sequence[Sequence[Tensor]], parts: Sequence[Tensor], present: set[Tensor]) -> None:
         """Average the received gradients of this rank's matrices; matrices of other owners get an empty tensor."""

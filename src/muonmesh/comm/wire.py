@@ -2,7 +2,7 @@
 
 Three kinds of communication do not use the wire: the sum of a partial gradient, which DTensor sends over its own mesh
 (`gradients`); the norms of other pipeline stages (`muonmesh.clip.squares`); and the messages between ranks once for
-each plan, or after an error (`agreement`, `meeting`).
+each plan, or after an error (`same_plan`, `meeting`).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import functools
 import itertools
 import time
 from collections import Counter
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from muonmesh.comm.agreement import Agreed, Agreement, Said
 from muonmesh.comm.meeting import meeting
 
 _made: Counter[tuple[int, ...]] = Counter()
@@ -130,10 +132,14 @@ class Wire:
         self.steps += 1
         self.counts = Counts()
 
-    def agree(self, flags: Tensor) -> Tensor:
-        """Begin a step: return the elementwise maximum of small integer flags over all ranks."""
+    def ask(self, agreement: Agreement, said: Mapping[str, Said], device: torch.device, what: str) -> Agreed:
+        """Return what all ranks say; ``said`` is what this rank says, and ``what`` names the reduction in errors."""
+        return Agreed(agreement, self.reduce(agreement.vector(said, device), dist.ReduceOp.MAX, what))
+
+    def agree(self, agreement: Agreement, said: Mapping[str, Said], device: torch.device) -> Agreed:
+        """Begin a step: return what all ranks say before it."""
         self.begin_step()
-        return self.reduce(flags, dist.ReduceOp.MAX, "the agreement before the step")
+        return self.ask(agreement, said, device, "the agreement before the step")
 
     def swap(self, swap: Swap) -> Transfer:
         """Start to move elements between all ranks of the connected set. All these ranks call this.

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from muonmesh.comm.agreement import STANDING, Agreement, standing
 from muonmesh.comm.storage import local_of, local_shape
 from muonmesh.comm.telling import tell_all
 from muonmesh.numerics.dtypes import real_of
@@ -18,6 +20,7 @@ from muonmesh.step.planning import Connected, Planned
 from muonmesh.step.runtime import Runtime
 
 _FIGURES = ("gradient", "momentum", "weight", "update")
+_AGREEMENT = Agreement(*STANDING)
 
 
 def measure(
@@ -44,34 +47,29 @@ def measure(
     (planned, exchange), waits = connected, runtime.driver.host_waits(connected.planned.device)
     groups = here.param_groups if here is not None else ()
     names = planned.group_names([group["name"] for group in groups], exchange.group)
-    # Squares and numbers of elements. The last row: whether any rank has changed, and whether any has found an error.
-    totals = torch.zeros(len(names) + 1, len(_FIGURES), 2, dtype=torch.float64, device=planned.device)
-    known = set[tuple[int, str]]()
+    totals = torch.zeros(len(names), len(_FIGURES), 2, dtype=torch.float64, device=planned.device)
+    known, follows = set[tuple[int, str]](), here is not None
     if here is not None and error is None:
         try:
             known = _add(totals, names, planned, here, runtime)
         except Exception as found:  # whatever a source raises: the other ranks wait for this rank
             error = found
-    for place, told_of in enumerate((here is None, error is not None)):
-        totals[-1, place, 0].fill_(told_of)
-    summed = exchange.reduce_sums(totals, what="the sum of the metrics")
-    mine = {group["name"] for group in groups}
-    if not waits:
-        if error is not None and len(exchange.plan.ranks) == 1:
-            raise error
-        if here is None and error is None and float(summed[-1, 0, 0]) == len(exchange.plan.ranks):
-            return None
-    changed, failed = summed[-1, :2, 0]
-    if waits and bool(failed):
+    if error is not None and not waits and len(exchange.plan.ranks) == 1:
+        raise error
+    reduce = partial(exchange.reduce_sums, what="the sum of the metrics")
+    summed, agreed = _AGREEMENT.ask(standing(error, follows=follows), totals, reduce)
+    if waits and bool(agreed.any("error")):
         tell_all(None, error, group=exchange.group)
-    if waits and bool(changed):
+    if agreed.plan_again(waits=waits, follows=follows):
         return None
-    rms = (summed[:-1, :, 0] / summed[:-1, :, 1]).sqrt_()
+    mine = {group["name"] for group in groups}
+    squares, elements = summed.unbind(-1)
+    rms = (squares / elements).sqrt_()
     if waits:  # includes groups that only other ranks have
-        known = {(place, _FIGURES[figure]) for place, figure in summed[:-1, :, 1].nonzero().tolist()}
+        known = {(place, _FIGURES[figure]) for place, figure in elements.nonzero().tolist()}
         rms = rms.cpu()
     else:  # the CPU reads nothing, so only figures to which this rank contributes
-        rms = torch.where((changed != 0) | (failed != 0), torch.nan, rms)
+        rms = torch.where(agreed.any("error", "replan"), torch.nan, rms)
     figures: dict[str, Any] = {}
     for place, (group_name, row) in enumerate(zip(names, rms.tolist() if waits else rms.unbind(), strict=True)):
         of = dict(zip(_FIGURES, row, strict=True))

@@ -7,30 +7,29 @@ their plans, once for these parameters. `outdated` says whether the ranks must d
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
-from muonmesh.comm.agreement import View, group_of, insist
-from muonmesh.comm.copies import Copies, added, find_copies, insist_on_averages
+from muonmesh.comm.copies import Copies, Gradients, find_copies, insist_on_averages
 from muonmesh.comm.exchange import Exchange
 from muonmesh.comm.meeting import connected
 from muonmesh.comm.placing import refuse_flattened, shape_if_known
+from muonmesh.comm.process_groups import group_of
 from muonmesh.comm.ranks import mesh_groups
-from muonmesh.comm.storage import this_rank, world_size
-from muonmesh.comm.telling import tell_all
+from muonmesh.comm.storage import world_size
+from muonmesh.comm.telling import tell_by_rank
 from muonmesh.comm.wrappers import group_that_averages, refuse_join, wrappers_of
-from muonmesh.errors import about, explain_error, warn
+from muonmesh.errors import explain_error
 from muonmesh.layout import Budget, Parameter, Plan, make_plan, split_matrices
 from muonmesh.names import canonical_name
 from muonmesh.numerics.dtypes import COMPLEX_DTYPES, HELD_DTYPES, NEEDED_HELD
 from muonmesh.numerics.graphs import Graphs
-from muonmesh.numerics.kernels import KernelName, auto_takes
 from muonmesh.numerics.rules import is_matrix_rule, rule_of
 from muonmesh.settings.checks import check_group, check_structure
 from muonmesh.settings.reading import SettingsFound, plan_terms, read_groups
+from muonmesh.step.comparison import Facts, facts_of, plan_of_all, take_what_all_have
 from muonmesh.step.members import (
     OptimizedParameter,
     group_for,
@@ -38,10 +37,9 @@ from muonmesh.step.members import (
     members_of,
     named_alike,
     replicas_of,
-    unknown_matrix,
 )
-from muonmesh.step.planning import Connected, Planned, Planner, plan_members, widened
-from muonmesh.step.replicas import claims_of, gradients_of_replicas
+from muonmesh.step.planning import Connected, Planned, Planner, plan_members
+from muonmesh.step.replicas import gradients_of_replicas
 from muonmesh.step.runtime import Runtime
 from muonmesh.step.steady import Signature
 from muonmesh.step.untrained import warn_of_rounding
@@ -95,36 +93,43 @@ def connect(groups: Groups, runtime: Runtime, *, gradients: bool = True) -> Conn
         runtime.ranks.wrappers = wrappers_of([tensor for each in groups for tensor in each["params"]])
         refuse_join(runtime.ranks.wrappers)
     ranks = connected(sets, alone=runtime.process_group == "local")
-    candidates = mesh_groups([m.storage for m in planned.members]) if planned is not None else []
-    tensors = [member.tensor for member in planned.members] if planned is not None else []
-    given = dict.fromkeys([runtime.holders, *map(runtime.source.group, tensors)])
-    candidates[:0] = [group for group in given if isinstance(group, dist.ProcessGroup)]
-    group = group_of(ranks, candidates)
-    mine: Any = None
+    group = group_of(ranks, _groups_known(planned, runtime))
+    facts: Facts | None = None
+    sums: Gradients = {}
     if planned is not None:
-        bf16 = planned.device.type == "cpu" and runtime.precision.compute == torch.bfloat16
         try:
-            products = runtime.asked.kernels, auto_takes() if bf16 else None
-            replicas = gradients_of_replicas(planned, ranks, runtime.source) if gradients else {}
-            claims_here = claims_of(planned, ranks, runtime.source if gradients else None)
-            mine = claims_here, products, runtime.ranks.machine, added(replicas)
-        except Exception as found:  # such as a lack of memory: the other ranks wait for this rank
-            error = error or found
-    order = ranks if group is None else dist.get_process_group_ranks(group)
-    told = dict(zip(order, tell_all(mine, error, group=group), strict=True))
-    claims, takes, machines, averages = ({rank: facts[number] for rank, facts in told.items()} for number in range(4))
-    copies = find_copies(claims)
-    if _take_what_all_have(runtime, takes, machines) or copies:
+            sums = gradients_of_replicas(planned, ranks, runtime.source) if gradients else {}
+            facts = facts_of(planned, ranks, runtime, sums, gradients=gradients)
+        except Exception as wrong:  # such as a lack of memory: the other ranks wait for this rank
+            error = error or wrong
+    told = cast(dict[int, Facts], tell_by_rank(facts, error, group=group))
+    copies = find_copies({rank: each.claims for rank, each in told.items()})
+    if take_what_all_have(runtime, told) or copies:
         planned, _, error = _read(groups, runtime, copies)
-    error = error or unknown_matrix([] if planned is None else planned.members)
-    plans = tell_all(None if planned is None else planned.plan.digest, error, group=group)
-    assert planned is not None
-    if len(set(plans)) > 1 or ranks != planned.plan.ranks:  # other ranks hold other parameters: plan all
-        views = tell_all(View(planned.plan.parameters, planned.plan.elementwise), group=group)
-        planned = runtime.planned = widened(planned, views, ranks, _planner(runtime))
-        insist(group, planned.plan)
+    planned = runtime.planned = plan_of_all(planned, error, ranks, group, _planner(runtime))
     # Only now: tensors of other shapes have other gradients, and the difference of the plans says why.
-    insist_on_averages(averages, lambda: dict(zip(order, tell_all(replicas, group=group), strict=True)))
+    averages = {rank: each.averages for rank, each in told.items()}
+    insist_on_averages(averages, lambda: tell_by_rank(sums, group=group))
+    found = runtime.connected = Connected(planned, _exchange(planned, group, runtime))
+    runtime.ranks.keepers = planned.plan.keepers
+    runtime.source.bind(planned.replicated, group_for(runtime.holders), planned.plan.budget.gradient_bytes)
+    runtime.source.complete(found.exchange.wire.steps)
+    if "rounding" not in runtime.told:
+        runtime.told.add("rounding")
+        warn_of_rounding(planned, groups, runtime.precision, runtime.tell)
+    return found
+
+
+def _groups_known(planned: Planned | None, runtime: Runtime) -> list[dist.ProcessGroup]:
+    """Return process groups that may have the ranks of a connected set: of the user, the source and meshes."""
+    members = [] if planned is None else planned.members
+    given = dict.fromkeys([runtime.holders, *(runtime.source.group(member.tensor) for member in members)])
+    meshes = mesh_groups([member.storage for member in members])
+    return [group for group in given if isinstance(group, dist.ProcessGroup)] + meshes
+
+
+def _exchange(planned: Planned, group: dist.ProcessGroup | None, runtime: Runtime) -> Exchange:
+    """Make the exchange of a plan that all ranks have compared."""
     on_device = enumerate(planned.plan.assignments) if planned.device.type != "cpu" else ()
     owned = [number for number, assignment in on_device if assignment.owner == planned.rank]
     planned.exchange = Exchange(
@@ -136,42 +141,7 @@ def connect(groups: Groups, runtime: Runtime, *, gradients: bool = True) -> Conn
         blocks=planned.blocks.count if runtime.precision.int8 else 0,
         at_once={number: planned.at_once(number) for number in owned},
     )
-    runtime.connected, runtime.ranks.keepers = Connected(planned, planned.exchange), planned.plan.keepers
-    runtime.source.bind(planned.replicated, group_for(runtime.holders), planned.plan.budget.gradient_bytes)
-    runtime.source.complete(planned.exchange.wire.steps)
-    if "rounding" not in runtime.told:
-        runtime.told.add("rounding")
-        warn_of_rounding(planned, groups, runtime.precision, runtime.tell)
-    return runtime.connected
-
-
-def _take_what_all_have(
-    runtime: Runtime, products: Mapping[int, tuple[KernelName, object]], machines: Mapping[int, int]
-) -> bool:
-    """Make all ranks use the same kernels and the same number of ranks of a machine; return whether this rank changes.
-
-    If ``kernels="auto"`` on all ranks stands for different compiled products, all ranks use torch's products. If the
-    launchers report different numbers of ranks of a machine, the number becomes 0 (unknown).
-
-    Args:
-        runtime: The runtime state of the optimizer; its ``precision`` and ``machine`` are written.
-        products: For each rank the ``kernels`` that its user set, and the compiled products that "auto" stands for on
-            this rank.
-        machines: For each rank the number of ranks of a machine that its launcher reports.
-    """
-    machine, first = runtime.ranks.machine, next(iter(products))
-    runtime.ranks.machine = machine if len(set(machines.values())) == 1 else 0
-    other = next((rank for rank, takes in products.items() if takes != products[first]), None)
-    free = all(asked == "auto" for asked, _ in products.values())
-    kernels: KernelName = "torch" if free and other is not None else runtime.asked.kernels
-    if kernels == runtime.precision.kernels:
-        return runtime.ranks.machine != machine
-    runtime.precision = replace(runtime.precision, kernels=kernels)
-    if kernels != runtime.asked.kernels and this_rank() == first:
-        what = f"The ranks {first} and {other} have different compiled products, so all ranks use torch's products. "
-        what += 'Install the same wheel on machines with the same kind of CPU, or write kernels="torch"'
-        warn(about('kernels="auto"', what))
-    return True
+    return planned.exchange
 
 
 def outdated(groups: Groups, runtime: Runtime, settings: SettingsFound) -> Connected | None:

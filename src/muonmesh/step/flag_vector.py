@@ -1,30 +1,23 @@
-"""FlagVector: the flags by which the ranks of a connected set agree before any rank writes. Flags: the result."""
+"""FlagVector: the questions that the ranks of a connected set answer before any rank writes. Flags: the result."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
-import torch
 from torch import Tensor
 
-from muonmesh.comm.gradients import partial_axes
+from muonmesh.comm.agreement import STANDING, Agreed, Agreement, Field
+from muonmesh.comm.gradients import REDUCTIONS, partial_axes
 from muonmesh.layout import Elementwise, Parameter, Plan
-from muonmesh.numerics.kernels.memory import pinned, upload
 
-TAIL = ("skip", "overflow", "moves", "error", "replan", "stays")
-"""Flags of a rank rather than of a parameter.
+PLACED = (len(REDUCTIONS) - 1).bit_length()
+"""Questions about the place of a gradient along one mesh axis: the bits of its index in `REDUCTIONS`."""
 
-"skip": this step shall change nothing. "overflow": the rank's GradScaler has found an overflow. "moves": every learning
-rate is 0, and a gradient of AdamW's parameters is not zero, so this is not the step that only creates state. "error":
-the rank found an error. "replan": the rank's parameters have changed since they were planned. "stays": they have not
-changed. If only some ranks have changed, both flags are set after the reduction."""
-
-DIGEST = 16
-"""Bytes by which ranks compare their settings: 8 of values that the CPU knows, 8 of values that only the device
-knows."""
+DIGEST = 64
+"""Questions about the settings that the CPU knows, and again about those that only the device knows."""
 
 
 class HasGradient(Protocol):
@@ -33,229 +26,104 @@ class HasGradient(Protocol):
     gradient: Tensor | None
 
 
-class Constants(NamedTuple):
-    """Numbers of a `FlagVector` that never change, kept as tensors on a device.
-
-    Attributes:
-        replicated: `FlagVector.replicated`, uint8.
-        owners: `FlagVector.owners`, int64.
-        axes: For each byte that says how a gradient is placed, the number of its parameter, int64.
-        stored: For each byte of the digests, whether this rank belongs to the digest's set of ranks, uint8.
-    """
-
-    replicated: Tensor
-    owners: Tensor
-    axes: Tensor
-    stored: Tensor
-
-
 @dataclass(frozen=True)
 class FlagVector:
-    """The place of each flag in the vector that ranks with shared parameters reduce by maximum.
+    """The questions before a step, which follow from its plan.
 
-    The parts of the vector have the same length on every rank. "nonzero" is a flag for each Matrix. "present" and
-    "missing" say for each parameter whether a rank has its gradient or lacks it; with replicas, there is one pair of
-    flags for each shard. "said" has bytes that must be equal on all ranks that set them, and "inverse" has 255 minus
-    each byte, so that the two maxima add up to 255 only if all these ranks agree. The flags of `TAIL` come last. The
-    bytes of "said" are: for each axis of a mesh with replicas, how the gradient is placed (1: whole; more: 1 + its
-    index in `REDUCTIONS`), and then `DIGEST` bytes of settings for each set of ranks that share parameters.
+    - `STANDING`.
+    - "skip": does a rank want this step to change nothing? "overflow": has its GradScaler found an overflow? "moves":
+      is every learning rate 0, and a gradient of AdamW's parameters not zero, so that this is not the step that only
+      creates state?
+    - "nonzero": for each Matrix, does a rank have a gradient in it that is not zero?
+    - "present": for each parameter, does a rank have a gradient?
+    - "shard": for each shard that replicas hold, do all of them have a gradient (1) or all lack it (0)? A rank with a
+      partial gradient says nothing, because a missing summand is zero.
+    - "placed": for each mesh axis of a parameter with replicas, is its gradient partial in the same way?
+    - "settings", "values": for each set of ranks that share parameters, are the hashes of their settings equal?
 
     Attributes:
         matrices: Number of Matrices of the plan.
-        mine: For each parameter, Muon's first and then AdamW's, the flags in "present" that this rank sets.
-        replicated: For each flag in "present" whether all replicas must have the same value.
-        owners: For each flag in "present" the number of its parameter.
-        axes: Parameters whose gradient may be partial: each with its number, its first byte in "said", and how many
-            bytes it has there, one for each axis of its mesh.
+        mine: For each parameter, Muon's first and then AdamW's, the places in "shard" of what this rank stores.
+        shards: For each shard that replicas hold, the number of its parameter.
+        axes: For each parameter with replicas by its number, its mesh axes as places among those of all parameters.
         shared: For each set of ranks that share parameters the numbers of those parameters.
         stored: For each of these sets whether this rank belongs to it.
     """
 
     matrices: int
     mine: tuple[tuple[int, ...], ...]
-    replicated: tuple[bool, ...]
-    owners: tuple[int, ...]
-    axes: tuple[tuple[int, int, int], ...]
+    shards: tuple[int, ...]
+    axes: dict[int, range]
     shared: tuple[tuple[int, ...], ...]
     stored: tuple[bool, ...]
-    _constants: dict[torch.device, Constants] = field(default_factory=dict, compare=False)
 
     @staticmethod
     def of(plan: Plan, rank: int) -> FlagVector:
         """Lay out the flags of a plan; only ``mine`` and ``stored`` differ between the ranks of the connected set."""
         parameters: list[Parameter | Elementwise] = [*plan.parameters, *plan.elementwise]
-        mine, owners, replicated = list[tuple[int, ...]](), list[int](), list[bool]()
+        mine, shards, axes, width = list[tuple[int, ...]](), list[int](), dict[int, range](), 0
         shared: dict[tuple[int, ...], list[int]] = {}
-        axes, width = list[tuple[int, int, int]](), 0
         for number, parameter in enumerate(parameters):
-            target = parameter.target
-            several = target.copies() > 1
-            first, count = len(replicated), target.part_count() if several else 1
-            parts = target.parts(rank) if several and rank in target.ranks else (0,)
-            mine.append(tuple(first + part for part in parts))
-            owners += [number] * count
-            replicated += [several] * count
-            if several and len(target.ranks) > 1:
-                mesh = getattr(target, "mesh", ())
-                axes.append((number, width, len(mesh)))
-                width += len(mesh)
-            ranks = tuple(target.ranks)
+            target, ranks, first = parameter.target, tuple(parameter.target.ranks), len(shards)
+            stores = target.copies() > 1 and rank in ranks
+            mine.append(tuple(first + part for part in target.parts(rank)) if stores else ())
+            if target.copies() > 1:
+                shards += [number] * target.part_count()
+                axes[number] = range(width, width + len(getattr(target, "mesh", ())))
+                width = axes[number].stop
             if len(ranks) > 1:
                 shared.setdefault(ranks, []).append(number)
-        return FlagVector(
-            len(plan.assignments),
-            tuple(mine),
-            tuple(replicated),
-            tuple(owners),
-            tuple(axes),
-            tuple(map(tuple, shared.values())),
-            tuple(rank in ranks for ranks in shared),
-        )
+        belongs = tuple(rank in ranks for ranks in shared)
+        sets = tuple(map(tuple, shared.values()))
+        return FlagVector(len(plan.assignments), tuple(mine), tuple(shards), axes, sets, belongs)
 
     @cached_property
-    def slices(self) -> dict[str, slice]:
-        """The place of each part of the vector, by name."""
-        lengths = {
-            "nonzero": self.matrices,
-            **dict.fromkeys(("present", "missing"), len(self.replicated)),
-            **dict.fromkeys(("said", "inverse"), self.width + DIGEST * len(self.shared)),
-            **dict.fromkeys(TAIL, 1),
-        }
-        places, start = dict[str, slice](), 0
-        for name, length in lengths.items():
-            places[name] = slice(start, start + length)
-            start += length
-        return places
+    def agreement(self) -> Agreement:
+        """The place of each question in the vector."""
+        width = sum(map(len, self.axes.values()))
+        return Agreement(
+            *STANDING,
+            Field("skip"),
+            Field("overflow"),
+            Field("moves"),
+            Field("nonzero", self.matrices),
+            Field("present", len(self.mine)),
+            Field("shard", len(self.shards), "equal"),
+            Field("placed", PLACED * width, "equal"),
+            Field("settings", DIGEST * len(self.shared), "equal"),
+            Field("values", DIGEST * len(self.shared), "equal"),
+        )
 
-    @property
-    def width(self) -> int:
-        """The number of bytes that say how gradients are placed."""
-        return sum(count for _, _, count in self.axes)
-
-    def counted(self, entries: Sequence[HasGradient | None]) -> tuple[list[int], list[int]]:
-        """Return this rank's "present" and "missing", one after the other, and its bytes of placements."""
-        present, missing = [0] * len(self.replicated), [0] * len(self.replicated)
-        for places, entry in zip(self.mine, entries, strict=True):
-            if entry is not None:
-                found = missing if entry.gradient is None else present
-                for place in places:
-                    found[place] = 1
-        placed = [0] * self.width
-        for number, first, count in self.axes:
-            entry = entries[number]
-            if entry is not None and entry.gradient is not None:
-                over = partial_axes(entry.gradient)
-                over = (0,) * (count - len(over)) + over  # replicas outside a DTensor's mesh stand in front
-                placed[first : first + count] = [1 + op for op in over]
-        return present + missing, placed
-
-    def vector(
-        self,
-        nonzero: Tensor,
-        entries: Sequence[HasGradient | None],
-        settings: Tensor,
-        tail: Mapping[str, bool | Tensor | None],
-    ) -> Tensor:
-        """Return this rank's flags, uint8 on the device of ``nonzero``.
+    def of_gradients(self, entries: Sequence[HasGradient | None]) -> dict[str, bytearray]:
+        """Return what this rank says of its gradients.
 
         Args:
-            nonzero: uint8, for each Matrix whether this rank has a non-zero gradient in it.
-            entries: The parameters with their gradients, as the plan numbers them.
-            settings: uint8, `DIGEST` bytes for each shared set. The bytes of sets without this rank do not count.
-            tail: The flags of `TAIL` that may be set. The CPU does not wait for tensors on the device.
+            entries: The parameters with their gradients, as the plan numbers them; None: others hold the parameter.
         """
-        device, on_host = nonzero.device, settings.device.type == "cpu"
-        counted, placed = self.counted(entries)
-        told = placed + (settings.tolist() if on_host else [0] * len(settings))
-        says = [byte > 0 for byte in placed] + [flag and on_host for flag in self.stored for _ in range(DIGEST)]
-        said = [flag * byte for flag, byte in zip(says, told, strict=True)]
-        inverse = [flag * (255 - byte) for flag, byte in zip(says, told, strict=True)]
-        known = [int(tail.get(name) is True) for name in TAIL]
-        host = [0] * self.matrices + counted + said + inverse + known
-        flags = torch.tensor(host, dtype=torch.uint8, device="cpu")
-        if device.type != "cpu":
-            flags = pinned(flags, device)  # in one copy
-        flags[: self.matrices] = nonzero
-        if not on_host:
-            mask = self.constants(device).stored
-            for name, digests in (("said", settings), ("inverse", 255 - settings)):
-                flags[self.slices[name]][self.width :] = digests * mask
-        for name, flag in tail.items():
-            if isinstance(flag, Tensor):
-                flags[self.slices[name]] = flag
-        return flags
+        said = {name: self.agreement.silence(name) for name in ("present", "shard", "placed")}
+        for number, (shards, entry) in enumerate(zip(self.mine, entries, strict=True)):
+            if entry is None:
+                continue
+            present, over = entry.gradient is not None, partial_axes(entry.gradient)
+            said["present"][number] = present
+            if not any(over):
+                for shard in shards:
+                    said["shard"][shard] = present
+            if present and (axes := self.axes.get(number)):
+                # Replicas outside a DTensor's mesh stand in front.
+                for axis, op in zip(axes, (0,) * (len(axes) - len(over)) + over, strict=True):
+                    said["placed"][PLACED * axis : PLACED * (axis + 1)] = [op >> bit & 1 for bit in range(PLACED)]
+        return said
 
-    def only(self, flag: str, device: torch.device) -> Tensor:
-        """Return the flags of a rank that sets a single flag of `TAIL` and nothing else."""
-        flags = torch.zeros(self.slices[TAIL[-1]].stop, dtype=torch.uint8, device=device)
-        flags[self.slices[flag]] = 1
-        return flags
-
-    def constants(self, device: torch.device) -> Constants:
-        """Return the constants of this vector on a device; they are uploaded once for each device."""
-        if device not in self._constants:
-            numbers = [number for number, _, count in self.axes for _ in range(count)]
-            self._constants[device] = Constants(
-                upload(self.replicated, dtype=torch.uint8, device=device),
-                upload(self.owners, dtype=torch.int64, device=device),
-                upload(numbers, dtype=torch.int64, device=device),
-                upload([flag for flag in self.stored for _ in range(DIGEST)], dtype=torch.uint8, device=device),
-            )
-        return self._constants[device]
-
-
-@dataclass(frozen=True)
-class ReducedFlags:
-    """A `FlagVector` after its reduction: a flag is set if any rank has set it. Only `told` waits for the device."""
-
-    flag_vector: FlagVector
-    flags: Tensor
-
-    def of(self, name: str) -> Tensor:
-        """Return a part of the vector; one of `TAIL` as a 0-d tensor."""
-        part = self.flags[self.flag_vector.slices[name]]
-        return part[0] if name in TAIL else part
-
-    def told(self) -> dict[str, list[int]]:
-        """Return all parts of the vector by name, as numbers. The CPU waits for the device."""
-        numbers = self.flags.tolist()
-        return {name: numbers[part] for name, part in self.flag_vector.slices.items()}
-
-    def somebody(self, name: str) -> Tensor:
-        """Return whether any rank set a flag of `TAIL`, 0-d bool tensor."""
-        return self.of(name) != 0
-
-    def present(self) -> Tensor:
-        """Return for each parameter of the plan whether any rank has a gradient, bool."""
-        counts = torch.zeros(len(self.flag_vector.mine), dtype=torch.int64, device=self.flags.device)
-        owners = self.flag_vector.constants(self.flags.device).owners
-        return counts.index_add_(0, owners, self.of("present").long()) != 0
-
-    def half_missing(self) -> Tensor:
-        """Return for each flag "present" whether some replicas have the gradient and others lack it.
-
-        Gradients that are partial on a rank do not count: a missing summand is zero.
-        """
-        replicated, owners, axes, _ = self.flag_vector.constants(self.flags.device)
-        both = self.of("present") * self.of("missing") * replicated
-        if len(axes):
-            summed = torch.zeros(len(self.flag_vector.mine), dtype=torch.int64, device=self.flags.device)
-            summed.index_add_(0, axes, (self.of("said")[: self.flag_vector.width] > 1).long())
-            both = both * (summed[owners] == 0)
-        return both != 0
-
-    def mixed(self) -> Tensor:
-        """Return for each byte of placements whether the gradient is placed differently on different ranks."""
-        return self._differing()[: self.flag_vector.width]
-
-    def _differing(self) -> Tensor:
-        """Return for each byte of placements, and then of the digests, whether its value differs between ranks."""
-        total = self.of("said").short() + self.of("inverse")
-        return (total != 255) & (total != 0)
-
-    def stops(self) -> Tensor:
-        """Return whether the step ends in an error on every rank, 0-d bool tensor; `preflight` finds the error."""
-        return self.somebody("error") | self.half_missing().any() | self._differing().any()
+    def partial(self, agreed: Agreed) -> dict[int, list[int]]:
+        """Return the parameters of which a rank has a partial gradient, by number: its reduction along each axis."""
+        bits = agreed.each("placed").tolist()
+        if not any(bits):
+            return {}
+        digits = [bits[first : first + PLACED] for first in range(0, len(bits), PLACED)]
+        ops = [sum(bit << place for place, bit in enumerate(some)) for some in digits]
+        found = {number: [ops[axis] for axis in axes] for number, axes in self.axes.items()}
+        return {number: over for number, over in found.items() if any(over)}
 
 
 @dataclass

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from muonmesh.comm.agreement import View, merged, union
 from muonmesh.comm.exchange import Exchange
 from muonmesh.comm.ranks import connected_ranks, device_without_parameters
+from muonmesh.comm.same_plan import View, merged, union
 from muonmesh.comm.storage import local_of, this_rank
 from muonmesh.errors import LayoutError, explain_error
 from muonmesh.layout import (

@@ -7,37 +7,26 @@ from functools import partial
 
 from torch import Tensor
 
-from muonmesh.comm.agreement import insist_on_equal
+from muonmesh.comm.agreement import Agreed, Said, standing
 from muonmesh.comm.exchange import Exchange
 from muonmesh.comm.gradients import partial_axes, reduced
+from muonmesh.comm.same_plan import insist_on_equal
 from muonmesh.comm.storage import local_of
 from muonmesh.comm.telling import tell_all
 from muonmesh.comm.work import Work
 from muonmesh.errors import PlanError, about
 from muonmesh.layout import Elementwise, Parameter
 from muonmesh.settings.reading import SettingsFound
-from muonmesh.step.flag_vector import Flags, ReducedFlags
+from muonmesh.step.flag_vector import PLACED, Flags, FlagVector
 from muonmesh.step.nonzero import nonzero_of
 from muonmesh.step.parameter_steps import Collected, ParameterStep
 from muonmesh.step.planning import Connected
 from muonmesh.step.replicas import Fingerprint
 from muonmesh.step.runtime import Runtime
-from muonmesh.step.settings_digest import digests, lines
+from muonmesh.step.settings_digest import lines, said_of_settings
 
-
-def _tell_later(runtime: Runtime, answers: ReducedFlags, raise_errors: Callable[[ReducedFlags], None]) -> None:
-    """Make every rank raise the errors of the flags when its next step begins, because the CPU does not wait now."""
-
-    def say(flags: Tensor) -> None:
-        found = ReducedFlags(answers.flag_vector, flags)
-        if bool(found.somebody("replan")) and not bool(found.somebody("error")):
-            what = "Some ranks changed their param groups or parameters since the last step, and other ranks did not. "
-            what += "Call add_param_group, and replace parameters, on every rank that shares them, before the same step"
-            raise PlanError(about("the groups", what))
-        if bool(found.stops()):
-            raise_errors(found)
-
-    runtime.tell(answers.flags, say, first=True)
+Entries = Sequence[ParameterStep | None]
+"""The parameters of a plan with their gradients, Muon's first; None for a parameter that only other ranks hold."""
 
 
 def preflight(
@@ -76,69 +65,70 @@ def preflight(
         PlanError: on the other ranks; and on every rank if some replicas lack a gradient that other replicas have, or
             if ranks that share a parameter have different settings for it.
     """
-    planned, exchange = connected
-    plan, muon = planned.plan, collected.muon
-    entries, flag_vector = [*muon, *collected.elementwise], planned.flag_vector
-    at_rest, error = settings.at_rest, settings.error or collected.error or error
-    waits = at_rest or runtime.driver.host_waits(planned.device)
-    alone = len(plan.ranks) == 1 and not settings.on_device  # then the CPU knows everything except the tensors' values
+    (planned, exchange), entries = connected, [*collected.muon, *collected.elementwise]
+    error, waits = (
+        settings.error or collected.error or error,
+        settings.at_rest or runtime.driver.host_waits(planned.device),
+    )
+    alone = len(exchange.plan.ranks) == 1 and not settings.on_device  # the CPU knows all but the tensors' values
     if alone and error is not None:
         raise error
     if alone or not waits:
-        for entry in entries:
-            if entry is None or type(entry.gradient) is Tensor:
-                continue
-            if any(axes := partial_axes(entry.gradient)):
-                entry.gradient = reduced(entry.member.tensor, entry.gradient, axes).contiguous()
-    # A partial gradient is not summed yet: its matrix counts as non-zero if any rank has a non-zero summand.
-    nonzero = nonzero_of(planned, muon, waits=waits)
-    gradients = (entry.gradient for entry in collected.elementwise if entry is not None)
-    moves = at_rest and any(bool(local_of(gradient).any()) for gradient in gradients if gradient is not None)
-    moves = moves or not runtime.driver.creates_state  # gradients elsewhere may be no zeros
+        _reduce(entries, _partial_here(entries))
+    # If partial gradients are not summed yet, a matrix counts as non-zero if any rank has a non-zero summand.
+    nonzero = nonzero_of(planned, collected.muon, waits=waits) != 0
+    moves = _moves(collected, settings, runtime)
     if alone:
         exchange.wire.begin_step()
-        return _of_one_rank(nonzero, skip, overflow, waits=waits, only_creates_state=at_rest and not moves)
-    failed: bool | Tensor = error is not None
-    if settings.on_device:
-        failed = settings.wrong_on_device() | failed
-    tail = {
-        "skip": skip,
-        "overflow": overflow,
-        "moves": moves,
-        "error": failed,
-        "stays": True,
-    }
+        stop = skip if overflow is None else overflow if skip is None else skip | overflow
+        return _flags(nonzero, stop, overflow, waits=waits, only_creates_state=settings.at_rest and not moves)
     # The current values, without the runtime: it may keep these terms until the next step, and would then hold itself.
-    terms = planned, settings, replicas, runtime.precision, runtime.loaded
-    flags = exchange.wire.agree(flag_vector.vector(nonzero.clamp(max=1), entries, digests(*terms), tail))
-    answers = ReducedFlags(flag_vector, flags)
-    raise_errors = partial(_raise_errors, exchange, error, partial(lines, *terms), settings)
-    overflowed, stops = answers.somebody("overflow"), answers.stops()
+    terms, flag_vector = (planned, settings, replicas, runtime.precision, runtime.loaded), planned.flag_vector
+    said: dict[str, Said] = {
+        **standing(error, follows=True),
+        **flag_vector.of_gradients(entries),
+        **said_of_settings(*terms),
+        **{"skip": skip, "overflow": overflow, "moves": moves, "nonzero": nonzero},
+    }
+    if settings.on_device:
+        said["error"] = settings.wrong_on_device() | (error is not None)
+    agreed = exchange.wire.agree(flag_vector.agreement, said, planned.device)
+    raise_errors = partial(_raise_errors, exchange, flag_vector, error, partial(lines, *terms), settings)
+    active, overflowed = agreed.each("nonzero"), agreed.any("overflow")
     if not waits:
-        stop = stops | answers.somebody("replan") | answers.somebody("skip") | overflowed
-        active = (answers.of("nonzero") != 0) & ~stop
-        runtime.last.absent = _absent(entries, answers, waits=False)
-        _tell_later(runtime, answers, raise_errors)
-        return Flags(active, overflowed, stop=stop)
-    if bool(stops):
-        raise_errors(answers)
-    told = answers.told()
-    nonzeros = [flag != 0 for flag in told["nonzero"]]
-    if any(told["replan"]):
-        return Flags(nonzeros, overflowed, replan=True)
-    for number, first, count in flag_vector.axes:  # parameters of which some rank may have a partial gradient
-        entry, axes = entries[number], tuple(max(0, op - 1) for op in told["said"][first : first + count])
-        if entry is not None and any(axes):
+        _tell_later(runtime, agreed, raise_errors)
+        runtime.last.absent = _absent(entries, agreed, waits=False)
+        return _flags(active, _stops(agreed, "replan", "skip", "overflow"), overflowed, waits=False)
+    raise_errors(agreed)
+    if bool(agreed.any("replan")):
+        return Flags([], None, replan=True)
+    _reduce(entries, flag_vector.partial(agreed))
+    runtime.last.absent = _absent(entries, agreed, waits=True)
+    rests = settings.at_rest and not bool(agreed.any("moves"))
+    return _flags(active, agreed.any("skip", "overflow"), overflowed, waits=True, only_creates_state=rests)
+
+
+def _moves(collected: Collected, settings: SettingsFound, runtime: Runtime) -> bool:
+    """Return whether this is no step that only creates state, as far as this rank knows of AdamW's gradients."""
+    gradients = (entry.gradient for entry in collected.elementwise if entry is not None)
+    moves = settings.at_rest and any(bool(local_of(some).any()) for some in gradients if some is not None)
+    return moves or not runtime.driver.creates_state  # gradients elsewhere may be no zeros
+
+
+def _partial_here(entries: Entries) -> dict[int, Sequence[int]]:
+    """Return the parameters whose gradient is partial on this rank, as `FlagVector.partial` does of all ranks."""
+    axes_of = {number: partial_axes(entry.gradient) for number, entry in enumerate(entries) if entry is not None}
+    return {number: axes for number, axes in axes_of.items() if any(axes)}
+
+
+def _reduce(entries: Entries, partial_gradients: Mapping[int, Sequence[int]]) -> None:
+    """Sum partial gradients, given by the numbers of their parameters with the reduction along each axis."""
+    for number, axes in partial_gradients.items():
+        if (entry := entries[number]) is not None:
             entry.gradient = reduced(entry.member.tensor, entry.gradient, axes).contiguous()
-    runtime.last.absent = _absent(entries, answers, waits=True)
-    only_creates_state = at_rest and not any(told["moves"]) and not any(nonzeros)
-    skips = any(told["skip"] + told["overflow"])
-    return Flags(nonzeros, overflowed, skips, only_creates_state)
 
 
-def _absent(
-    entries: Sequence[ParameterStep | None], answers: ReducedFlags, *, waits: bool
-) -> dict[Tensor, bool | Tensor]:
+def _absent(entries: Entries, agreed: Agreed, *, waits: bool) -> dict[Tensor, bool | Tensor]:
     """Return the tensors without a gradient on this rank, each with `ParameterStep.present`, which this function sets.
 
     If the CPU does not wait, only the device knows the flags. It is asked about shards only: either all replicas have a
@@ -147,7 +137,7 @@ def _absent(
     lacking = {number: entry for number, entry in enumerate(entries) if entry is not None and not entry.present}
     if not lacking:
         return {}
-    present: Sequence[bool] | Tensor = answers.present().tolist() if waits else answers.present()
+    present: Sequence[bool] | Tensor = agreed.each("present").tolist() if waits else agreed.each("present")
     absent = dict[Tensor, bool | Tensor]()  # a flat tensor has one gradient for all its parameters
     for number, entry in lacking.items():
         layout, tensor = entry.member.storage.layout, entry.member.tensor
@@ -158,26 +148,14 @@ def _absent(
     return absent
 
 
-def _of_one_rank(
-    nonzero: Tensor,
-    skip: Tensor | None,
-    overflow: Tensor | None,
-    *,
-    waits: bool,
-    only_creates_state: bool,
+def _flags(
+    active: Tensor, stop: Tensor | None, overflow: Tensor | None, *, waits: bool, only_creates_state: bool = False
 ) -> Flags:
-    """Return the flags of a rank that shares no parameter with others; arguments as in `preflight`."""
-    stops = [flag for flag in (skip, overflow) if flag is not None]
-    active = nonzero != 0
-    if waits:
-        nonzeros: list[bool] = active.tolist()
-        skips = any(map(bool, stops))
-        return Flags(nonzeros, overflow, skips, only_creates_state and not any(nonzeros))
-    stop = None
-    for flag in stops:
-        stop = flag if stop is None else stop | flag
-        active = active & ~flag
-    return Flags(active, overflow, stop=stop)
+    """Return the flags of a step, given the matrices that move and whether it stops; None: nothing can stop it."""
+    if not waits:
+        return Flags(active if stop is None else active & ~stop, overflow, stop=stop)
+    nonzeros: list[bool] = active.tolist()
+    return Flags(nonzeros, overflow, stop is not None and bool(stop), only_creates_state and not any(nonzeros))
 
 
 def stand_aside(connected: Connected, settings: SettingsFound, runtime: Runtime) -> bool:
@@ -203,35 +181,54 @@ def stand_aside(connected: Connected, settings: SettingsFound, runtime: Runtime)
     (planned, exchange), error = connected, settings.error
     # At learning rate 0 the CPUs of all ranks wait, as in `preflight`: see `SettingsFound.at_rest`.
     waits, flag_vector = settings.at_rest or runtime.driver.host_waits(planned.device), planned.flag_vector
-    vector = flag_vector.only("replan" if error is None else "error", planned.device)
-    answers = ReducedFlags(flag_vector, exchange.wire.agree(vector))
-    raise_errors = partial(_raise_errors, exchange, error, dict, settings)
+    agreed = exchange.wire.agree(flag_vector.agreement, standing(error, follows=False), planned.device)
+    raise_errors = partial(_raise_errors, exchange, flag_vector, error, dict, settings)
     if waits:
-        if bool(answers.stops()):
-            raise_errors(answers)
+        raise_errors(agreed)
         return False
-    if not (followed := bool(answers.somebody("stays"))) and not bool(answers.somebody("error")):
-        return False  # all ranks have changed, so all plan again
-    if followed:
+    if agreed.plan_again(waits=False, follows=False):
+        return False
+    if bool(agreed.any("follows")):
         exchange.run(Work())
-    _tell_later(runtime, answers, raise_errors)
+    _tell_later(runtime, agreed, raise_errors)
     return True
+
+
+def _tell_later(runtime: Runtime, agreed: Agreed, raise_errors: Callable[[Agreed], None]) -> None:
+    """Make every rank raise the errors of the flags when its next step begins, because the CPU does not wait now."""
+
+    def say(flags: Tensor) -> None:
+        found = agreed._replace(flags=flags)
+        if bool(found.any("replan")) and not bool(found.any("error")):
+            what = "Some ranks changed their param groups or parameters since the last step, and other ranks did not. "
+            what += "Call add_param_group, and replace parameters, on every rank that shares them, before the same step"
+            raise PlanError(about("the groups", what))
+        raise_errors(found)
+
+    runtime.tell(agreed.flags, say, first=True)
+
+
+def _stops(agreed: Agreed, *names: str) -> Tensor:
+    """Return whether a step ends in an error on every rank, or any rank says yes to one of ``names``: 0-d bool."""
+    return agreed.any("error", *names) | agreed.differs().any()
 
 
 def _raise_errors(
     exchange: Exchange,
+    flag_vector: FlagVector,
     error: Exception | None,
     lines: Callable[[], Mapping[str, str]],
     settings: SettingsFound,
-    answers: ReducedFlags,
+    agreed: Agreed,
 ) -> None:
-    """Raise the error that the flags report. All ranks of the exchange call this function if the flags stop a step."""
-    flag_vector, plan = answers.flag_vector, exchange.plan
-    if bool(answers.somebody("error")):
+    """Raise the error that the flags report, if any. All ranks of the exchange call this. The CPU waits."""
+    if not bool(_stops(agreed)):
+        return
+    if bool(agreed.any("error")):
         tell_all(None, error or settings.late(), group=exchange.group)
-    parameters: list[Parameter | Elementwise] = [*plan.parameters, *plan.elementwise]
-    for flag in answers.half_missing().nonzero().flatten().tolist():
-        parameter = parameters[flag_vector.owners[flag]]
+    parameters: list[Parameter | Elementwise] = [*exchange.plan.parameters, *exchange.plan.elementwise]
+    for shard in agreed.differs("shard").nonzero().flatten().tolist():
+        parameter = parameters[flag_vector.shards[shard]]
         what = f"Some of the ranks {parameter.target.ranks} have a gradient and others have none, so their replicas "
         what += "would drift apart. Every replica needs a gradient, or none. If some ranks do not use the parameter, "
         what += (
@@ -239,9 +236,8 @@ def _raise_errors(
         )
         what += "the parameter a gradient of zeros there"
         raise PlanError(about(parameter.name, what))
-    axes = [number for number, _, count in flag_vector.axes for _ in range(count)]
-    for flag in answers.mixed().nonzero().flatten().tolist():
-        parameter = parameters[axes[flag]]
+    for bit in agreed.differs("placed").nonzero().flatten().tolist():
+        parameter = parameters[next(number for number, axes in flag_vector.axes.items() if bit // PLACED in axes)]
         what = f"The gradient is placed differently on the ranks {parameter.target.ranks}: partial on some and whole "
         what += "on others, or partial with different reductions. Write "
         what += "parameter.grad = parameter.grad.redistribute(placements=parameter.placements)"

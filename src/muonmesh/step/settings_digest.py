@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
@@ -10,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from muonmesh.comm.agreement import SILENT, bits_of
 from muonmesh.comm.storage import local_of
-from muonmesh.numerics.kernels.memory import upload
 from muonmesh.settings.reading import SettingsFound
 from muonmesh.step.flag_vector import DIGEST
 from muonmesh.step.planning import Planned
@@ -21,15 +20,17 @@ from muonmesh.step.replicas import Fingerprint, text_of
 _MIX = 6364136223846793005
 """Odd, so that no bit of a sum of products with its powers is lost (Knuth's MMIX generator)."""
 
+_SILENT = bytes([SILENT]) * DIGEST
 
-def digests(
+
+def said_of_settings(
     planned: Planned, settings: SettingsFound, replicas: Mapping[int, Fingerprint], precision: Precision, loaded: bool
-) -> Tensor:
-    """Return a digest of this rank's settings for each set of ranks that share parameters: `DIGEST` bytes each, uint8.
+) -> dict[str, bytes | Tensor]:
+    """Return what this rank says of its settings, for each set of ranks that share parameters: see `FlagVector`.
 
     If learning rate, momentum, scale or dtype differed between the ranks that hold a parameter, replicas would drift
-    apart without an error, and several rules would update one matrix. Half of the bytes are for values that only the
-    device knows: learning rates on the device, and fingerprints. The CPU does not wait for these values.
+    apart without an error, and several rules would update one matrix. The CPU does not wait for values that only the
+    device knows: learning rates on the device, and fingerprints.
 
     Args:
         planned: The plan with the parameters that are compared (`FlagVector.shared`).
@@ -38,25 +39,26 @@ def digests(
         precision: The optimizer's dtypes.
         loaded: Whether state has been loaded since the last step.
     """
-    sets, said = list[list[int]](), list(map(_said, settings.rules))
-    for groups, static in planned.terms:
-        text = f"{static} {precision} {loaded} {[said[group] for group in groups]}"
-        sets.append(list(hashlib.blake2b(text.encode(), digest_size=DIGEST // 2).digest()))
-    if not sets or not (replicas or settings.on_device):
-        zeros = [0] * (DIGEST // 2)
-        return torch.tensor([some + zeros for some in sets], dtype=torch.uint8, device="cpu").view(-1)
-    rest = []
-    for numbers, (groups, _) in zip(planned.flag_vector.shared, planned.terms, strict=True):
-        mixed = torch.zeros(1, dtype=torch.int64, device=planned.device)
-        for group in groups:
-            if (rule := settings.rules[group]) is not None and _on_device(rule.lr):
-                mixed = mixed * _MIX + rule.lr.detach().double().reshape(1).view(torch.int64)
-        # A set without fingerprints adds nothing, so its digest does not depend on fingerprints of other sets.
-        for value in (value for number in numbers for value in replicas.get(number, {}).values()):
-            mixed = mixed * _MIX + value
-        rest.append(mixed.view(torch.uint8))
-    host = upload(sets, dtype=torch.uint8, device=planned.device).view(-1, DIGEST // 2)
-    return torch.cat([host, torch.stack(rest)], dim=1).view(-1)
+    flag_vector, texts = planned.flag_vector, list(map(_said, settings.rules))
+    sets = [
+        bits_of(f"{static} {precision} {loaded} {[texts[group] for group in groups]}") if belongs else _SILENT
+        for belongs, (groups, static) in zip(flag_vector.stored, planned.terms, strict=True)
+    ]
+    if not (replicas or settings.on_device):
+        return {"settings": b"".join(sets)}
+    values = torch.full((len(sets), DIGEST), SILENT, dtype=torch.uint8, device=planned.device)
+    bits = torch.arange(DIGEST, dtype=torch.int64, device=planned.device)
+    for place, belongs in enumerate(flag_vector.stored):
+        if belongs:
+            mixed = torch.zeros((), dtype=torch.int64, device=planned.device)
+            for group in planned.terms[place][0]:
+                if (rule := settings.rules[group]) is not None and _on_device(rule.lr):
+                    mixed = mixed * _MIX + rule.lr.detach().double().reshape(()).view(torch.int64)
+            # A set without fingerprints adds nothing, so its digest does not depend on fingerprints of other sets.
+            for value in (value for number in flag_vector.shared[place] for value in replicas.get(number, {}).values()):
+                mixed = mixed * _MIX + value
+            values[place] = mixed >> bits & 1
+    return {"settings": b"".join(sets), "values": values.view(-1)}
 
 
 def lines(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from muonmesh.clip.limits import GradNorms, Limits
 from muonmesh.clip.norm_means import counted, means_of
-from muonmesh.clip.squares import APART, half_of, norms_of
+from muonmesh.clip.squares import half_of, norms_of, zeros_for
 from muonmesh.errors import explain_error
 from muonmesh.integrations.deepspeed.calls import Call
 from muonmesh.numerics.normalize import sums_of_squares
@@ -62,7 +62,7 @@ def measure(
         visible: The calls whose gradients DeepSpeed has prepared.
         groups: The param groups of the engine's optimizer, which have the running means of the norms.
     """
-    sums = torch.zeros(APART, dtype=torch.float64, device=calls[0].tensor.device)
+    sums = zeros_for((), calls[0].tensor.device)
     for number, call in enumerate(calls):
         prepared = call in visible
         scale = 1.0 if prepared else float(getattr(zero, "loss_scale", 1.0))

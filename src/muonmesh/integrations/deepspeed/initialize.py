@@ -17,7 +17,7 @@ from torch.distributed.tensor import Replicate
 
 from muonmesh.checkpoint.group_settings import OWN_KEYS
 from muonmesh.clip.limits import Limits
-from muonmesh.comm.agreement import host_group
+from muonmesh.comm.process_groups import host_group
 from muonmesh.errors import LayoutError, explain_error
 from muonmesh.groups import split_params
 from muonmesh.groups.fused_projections import global_shape

@@ -20,7 +20,7 @@ from muonmesh.checkpoint.ranks import settled
 from muonmesh.checkpoint.record import Record
 from muonmesh.clip.clipping import clip_gradients
 from muonmesh.clip.limits import ClipPolicy, GradNorms, Limits
-from muonmesh.clip.squares import ERRORS, FELT, zeros_for
+from muonmesh.clip.squares import AGREEMENT, FELT, reduce_beyond, zeros_for
 from muonmesh.comm.ranks import device_without_parameters
 from muonmesh.comm.storage import local_of
 from muonmesh.errors import LayoutError, PlanError, StateError, about, explain_error
@@ -257,10 +257,9 @@ class MegatronOptimizer(Base, OfMuon):  # type: ignore[misc]
             found, clip = clip_gradients(runtime.connected, muon, None, self.limits, runtime, dist.group.WORLD)
             norms.append(found)
             return clip
-        told = zeros_for(muon.gradients, self._device)  # what `clip_gradients` adds up on other stages
-        told[ERRORS] = raises
-        dist.all_reduce(told)
-        if not raises and float(told[ERRORS]):
+        none = zeros_for(muon.gradients.norms_apart, self._device)  # what `clip_gradients` adds up on other stages
+        _, agreed = AGREEMENT.ask({"error": raises}, none, partial(reduce_beyond, group=dist.group.WORLD))
+        if not raises and bool(agreed.any("error")):
             what = "Another rank found an error, so every rank stops. Read the message of that rank"
             raise PlanError(about("step", what))
         return None

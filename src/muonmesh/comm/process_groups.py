@@ -1,0 +1,61 @@
+"""Process groups: finds or makes the groups in which ranks communicate, and keeps them for the next optimizer."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from muonmesh.comm.meeting import seconds_of_collectives
+
+_made: Counter[tuple[int, ...]] = Counter()
+"""Number of process groups that this process has made for each set of ranks; equal on all ranks of the set."""
+
+_kept: dict[tuple[int, ...], dist.ProcessGroup] = {}
+"""The process groups that optimizers use, by their ranks."""
+
+
+def group_of(ranks: Sequence[int], candidates: Sequence[dist.ProcessGroup]) -> dist.ProcessGroup | None:
+    """Return a process group of exactly these ranks: a candidate, the default group, or a new group.
+
+    Only the members make a new group (``use_local_synchronization``); other ranks do not take part. The group is kept
+    for the next optimizer, because each group costs threads or a communicator. None for a single rank.
+    """
+    if len(ranks) == 1:
+        return None
+    for candidate in (*candidates, dist.group.WORLD):
+        if candidate is not None and sorted(dist.get_process_group_ranks(candidate)) == sorted(ranks):
+            return candidate
+    key = tuple(sorted(ranks))
+    if _kept.get(key) not in distributed_c10d._world.pg_map:  # there is no group, or it has been destroyed
+        _kept[key] = new_group(ranks)
+    return _kept[key]
+
+
+def new_group(ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
+    """Return a new process group with the timeout of the default group. All members, and no other ranks, call this.
+
+    With local synchronization, torch derives the group's name from its ranks and from the number of groups of this
+    process. If one member is in more groups than another, the two would wait for each other under different names
+    forever. So this function gives the group the same name on all members.
+    """
+    key, timeout = tuple(sorted(ranks)), timedelta(seconds=seconds_of_collectives())
+    honest: Any = getattr(distributed_c10d, "_hash_ranks_to_str", None)
+    name = f"muonmesh {key} {_made[key]}"
+    _made[key] += 1
+    distributed_c10d._hash_ranks_to_str = lambda ranks: name
+    try:
+        made: dist.ProcessGroup = dist.new_group(key, timeout, backend, use_local_synchronization=True)
+    finally:
+        distributed_c10d._hash_ranks_to_str = honest
+    return made
+
+
+def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Return a group of the same ranks that can reduce CPU tensors: ``group``, or a new group of all its ranks."""
+    takes = "cpu:" in dist.get_backend_config(group)
+    return group if takes else new_group(dist.get_process_group_ranks(group), "gloo")
