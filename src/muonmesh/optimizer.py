@@ -356,6 +356,7 @@ class Muon(torch.optim.Optimizer):
         work = MuonStep(ready, elementwise, squares)
         runtime.interrupted = f"a step (number {exchange.wire.steps} of this plan)"
         try:
+            ready.begin(exchange.wire)
             yield planned, exchange, work
             ready.finish()
         except Exception as error:

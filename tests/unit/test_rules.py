@@ -19,7 +19,7 @@ from muonmesh.numerics.rules import RULES, MuonRule, Rule, parts, register_rule
 from muonmesh.numerics.rules.dynmuon import power_at
 from muonmesh.numerics.rules.normuon import NorMuonRule
 from muonmesh.numerics.scale import StepSize
-from muonmesh.step import muon_step, side_by_side
+from muonmesh.step import by_parts
 from muonmesh.step.muon_step import MuonStep
 from muonmesh.testing import prove_rule
 from tests import reference
@@ -926,17 +926,17 @@ def test_small_matrices_side_by_side_have_the_bits_that_each_has_alone(
     """Wide and tall ones, experts, transposed memory, parts of a fused weight; one zero gradient and one missing."""
     shapes = [(9, 20)] * 4 + [(20, 9)] * 3 + [(3, 9, 20), (27, 20)]
     matrices: list[Any] = [*["whole"] * 7, "stack", ("rows", 9, 9, 9), "whole"]
-    results, applied = [], side_by_side.apply_together
+    results, applied = [], by_parts._apply_together
     taken: list[int] = []
 
-    def counted(ready: Any, elements: Any, rows: Any) -> bool:
-        done = applied(ready, elements, rows)
+    def counted(elements: Any, rows: Any, ones: Any) -> bool:
+        done = applied(elements, rows, ones)
         taken.append(len(rows) if done else 0)
         return done
 
-    monkeypatch.setattr(muon_step, "apply_together", counted)
-    for small in (side_by_side.SMALL, 0):
-        monkeypatch.setattr(side_by_side, "SMALL", small)
+    monkeypatch.setattr(by_parts, "_apply_together", counted)
+    for small in (by_parts.SMALL, 0):
+        monkeypatch.setattr(by_parts, "SMALL", small)
         weights = [nn.Parameter(random(*shape, seed=n).to(dtype)) for n, shape in enumerate(shapes)]
         weights.append(nn.Parameter(random(20, 9, seed=20).to(dtype).t()))
         masters = torch.float32 if dtype == torch.bfloat16 else None

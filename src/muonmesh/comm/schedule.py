@@ -17,7 +17,6 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -149,13 +148,11 @@ class Schedule:
         peers: All ranks of the plan, in the order of their process group.
         dtype: The dtype of wire buffers and matrices.
         device: The device of wire buffers and matrices.
-        at_once: For each matrix that this rank owns, how many equal matrices are orthogonalized together. A missing
-            entry means all of them.
+        at_once: How many equal matrices are gathered into one batch (`Batching.at_once`); None: all of them.
 
     Attributes:
         stages: The stages, in their order.
         left: Local matrices after the last stage, by shape and settings.
-        local_count: The number of local matrices.
         relays: Whether this rank passes on results of other owners.
         memory: The buffers that are kept between steps, by role; empty on a device.
     """
@@ -167,12 +164,10 @@ class Schedule:
         peers: Sequence[int],
         dtype: torch.dtype,
         device: torch.device,
-        at_once: Mapping[int, int] = MappingProxyType({}),
+        at_once: Callable[[int, int], int] | None = None,
     ) -> None:
         """Compute the schedule, and allocate the buffers on a CPU."""
         self.stages, self.left = _stages(plan, rank, peers, at_once, on_device=device.type != "cpu")
-        groups = itertools.chain(self.left, *(stage.local for stage in self.stages))
-        self.local_count = sum(len(local.assignments) for local in groups)
         self._passages = _passages(plan, rank, peers, self.stages)
         self.relays = any(passage.passes for passage in self._passages)
         self._rank, self._dtype, self._device = rank, dtype, device
@@ -324,7 +319,7 @@ def _fillings(passages: Sequence[Passage], first_of_stages: Sequence[int]) -> li
 
 
 def _stages(
-    plan: Plan, rank: int, peers: Sequence[int], at_once: Mapping[int, int], *, on_device: bool
+    plan: Plan, rank: int, peers: Sequence[int], at_once: Callable[[int, int], int] | None, *, on_device: bool
 ) -> tuple[list[Stage], tuple[Local, ...]]:
     """Return a stage for each bucket with transfers, and the local matrices after the last bucket.
 
@@ -336,8 +331,14 @@ def _stages(
     def taken() -> tuple[Local, ...]:
         of = dict(waiting)
         waiting.clear()
-        numel = {number: plan.assignments[number].matrix.numel for number in of}
-        return tuple(Local.of([(number, *of[number]) for number in alike], numel[alike[0]]) for alike in plan.alike(of))
+        return tuple(
+            Local.of(
+                [(number, *of[number]) for number in alike],
+                plan.assignments[alike[0]].matrix.shape,
+                plan.summed(alike),
+            )
+            for alike in plan.alike(of)
+        )
 
     for number, bucket in enumerate(plan.buckets):
         moving = tuple(index for index in bucket if plan.moves(index))
@@ -349,7 +350,8 @@ def _stages(
             there, back = (plan.routes(number, rank, gather=way, numbers=moving) for way in (True, False))
             passage = Passage("gather", there, rank, peers)
             owned = plan.alike(index for index in moving if plan.assignments[index].owner == rank)
-            cuts = [(some, range(0, len(some), at_once.get(some[0], len(some)))) for some in owned]
+            sizes = [len(some) if at_once is None else at_once(some[0], len(some)) for some in owned]
+            cuts = [(some, range(0, len(some), size)) for some, size in zip(owned, sizes, strict=True)]
             batches = [some[start : start + starts.step] for some, starts in cuts for start in starts]
             shapes = [plan.assignments[batch[0]].matrix.shape for batch in batches]
             gathers, rounds, summed = plan.gathers(number), plan.rounds(number), plan.summed(moving)

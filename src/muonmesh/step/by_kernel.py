@@ -17,6 +17,7 @@ from muonmesh.numerics.kernels.rows import PieceRows, Place, in_three_dims
 from muonmesh.numerics.kernels.toolchain import is_usable
 from muonmesh.numerics.rules import Rule
 from muonmesh.numerics.rules.muon import MuonRule
+from muonmesh.step.columns import rounds_to_nearest
 from muonmesh.step.ready import ReadyParameters
 from muonmesh.step.update_squares import UpdateSquares
 
@@ -54,7 +55,7 @@ class ByKernel:
 
     def __init__(self, ready: ReadyParameters, squares: UpdateSquares | None) -> None:
         self._ready, self._update_squares = ready, squares
-        self._usable = ready.blocks is None and is_usable(ready.device)
+        self._usable = is_usable(ready.device)
         self._folding = [_folds_as_muon(rule) for rule in ready.rules]
         self._adding = [_adds(rule) for rule in ready.rules]
 
@@ -65,12 +66,11 @@ class ByKernel:
         columns: list[tuple[Tensor, Tensor] | None] = []
         for number in elements.table.parameters:
             entry = self._ready.entries[number]
-            held, momenta = None, None if entry is None else entry.momenta
-            if entry is not None and momenta is not None and self._folding[entry.member.group]:
-                gradient, momentum = entry.gradient, momenta["momentum_buffer"]
+            held = None
+            if entry is not None and entry.momenta is not None and self._folding[entry.member.group]:
+                gradient, momentum = entry.gradient, entry.momenta["momentum_buffer"]
                 assert gradient is not None
-                assert isinstance(momentum, Tensor)
-                held = gradient, momentum
+                held = (gradient, momentum) if isinstance(momentum, Tensor) else None
             columns.append(held)
         launches, left = self._launches("fold", elements, columns)
         for launch in launches:
@@ -165,7 +165,7 @@ class ByKernel:
         views = [view for row in launch.rows if (view := elements.view(row)) is not None]
         norms = torch.stack(torch._foreach_norm(views, 2, dtype=torch.float64))
         places = upload(numbers, dtype=torch.int64, device=device)
-        copies = [self._ready.here(number).member.storage.copies for number in numbers]
+        copies = [self._ready.of(number).entry.member.storage.copies for number in numbers]
         steps = torch.where(self._active, size, 0.0)[places] * norms
         squares.add(launch.group, (steps.square() / upload(copies, dtype=torch.float64, device=device)).sum())
 
@@ -181,7 +181,7 @@ def _launches(
         if form is None or not fused.can_fuse(device, dtypes) or not _fits(row):
             left.append(row)
         else:
-            taken.setdefault((ready.group(row.assignment), buffered, form), []).append(row)
+            taken.setdefault((ready.of(row.assignment).entry.member.group, buffered, form), []).append(row)
     launches = []
     for (group, buffered, _), rows in taken.items():
         places, numbers = table.numbered(rows)
@@ -219,7 +219,7 @@ def _adds(rule: Any) -> bool:
     kind = type(rule)
     if not isinstance(rule, Rule) or (kind.apply, kind.decay) != (Rule.apply, Rule.decay) or kind.asks_for_sums():
         return False
-    return rule.decay_mode == "full" and rule.stochastic_rounding is None
+    return rule.decay_mode == "full" and rounds_to_nearest(rule)
 
 
 def _vector(numbers: Sequence[float | Tensor], device: torch.device) -> Tensor:

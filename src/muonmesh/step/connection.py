@@ -39,7 +39,7 @@ from muonmesh.step.members import (
     replicas_of,
     unknown_matrix,
 )
-from muonmesh.step.planning import Connected, Planned, Planner, plan_members, widened
+from muonmesh.step.planning import Batches, Connected, Planned, Planner, plan_members, widened
 from muonmesh.step.replicas import claims_of, gradients_of_replicas
 from muonmesh.step.runtime import Runtime
 from muonmesh.step.untrained import warn_of_rounding
@@ -123,16 +123,13 @@ def connect(groups: Groups, runtime: Runtime, *, gradients: bool = True) -> Conn
         insist(group, planned.plan)
     # Only now: tensors of other shapes have other gradients, and the difference of the plans says why.
     insist_on_averages(averages, lambda: dict(zip(order, tell_all(replicas, group=group), strict=True)))
-    on_device = enumerate(planned.plan.assignments) if planned.device.type != "cpu" else ()
-    owned = [number for number, assignment in on_device if assignment.owner == planned.rank]
     planned.exchange = Exchange(
         planned.plan,
         group=group,
         dtype=runtime.precision.compute,
         companion_dtype=runtime.precision.carried,
         device=planned.device,
-        blocks=planned.blocks.count if runtime.precision.int8 else 0,
-        at_once={number: planned.at_once(number) for number in owned},
+        batching=Batches(planned, runtime.precision.on_host),
     )
     runtime.connected, runtime.keepers = Connected(planned, planned.exchange), planned.plan.keepers
     runtime.source.bind(planned.replicated, group_for(runtime.holders), planned.plan.budget.gradient_bytes)

@@ -213,6 +213,8 @@ def stand_aside(connected: Connected, settings: SettingsFound, runtime: Runtime)
     if not (followed := bool(answers.somebody("stays"))) and not bool(answers.somebody("error")):
         return False  # all ranks have changed, so all plan again
     if followed:
+        if runtime.precision.int8:
+            planned.blocks.agree(exchange.wire)
         exchange.run(Work())
     _tell_later(runtime, answers, raise_errors)
     return True
