@@ -512,6 +512,7 @@ class Muon(torch.optim.Optimizer):
         planned = plan(self.param_groups, runtime) if filled else None
         for known in (runtime.planned, planned):
             if known is not None:
+                known.columns.clear()
                 known.steps.clear()  # they hold the old state, for which there may be no memory beside the new one
         restore_state(self, state_dict, runtime.precision, planned, super().load_state_dict)
         keep_rates_apart(self.param_groups, runtime.replaced)

@@ -20,7 +20,7 @@ from muonmesh.numerics.rules.dynmuon import power_at
 from muonmesh.numerics.rules.normuon import NorMuonRule
 from muonmesh.numerics.scale import StepSize
 from muonmesh.step import by_parts
-from muonmesh.step.muon_step import MuonStep
+from muonmesh.step.ready import ReadyParameters
 from muonmesh.testing import prove_rule
 from tests import reference
 from tests.problem import PARAMETERS
@@ -855,16 +855,16 @@ def test_a_rule_is_proved_by_the_operations_of_a_device_in_every_part(
     own = OWN_PARTS[part]
     monkeypatch.setitem(RULES, "own", own)
     prove_rule("own", examples=5)
-    made = MuonStep.__init__
+    made = ReadyParameters.__init__
 
-    def ignoring(self: Any, ready: Any, *others: Any) -> None:
-        plain = own.__mro__[1]
-        if isinstance(ready.nonzero, torch.Tensor):  # only a device knows it
-            given = [rule and {f.name: getattr(rule, f.name) for f in fields(rule)} for rule in ready.rules]
-            ready.rules = [rule and plain(**rule) for rule in given]
-        made(self, ready, *others)
+    def ignoring(self: Any, planned: Any, entries: Any, rules: Any, flags: Any, *others: Any) -> None:
+        if isinstance(flags.nonzero, torch.Tensor):  # only a device knows it
+            plain = own.__mro__[1]
+            given = [rule and {f.name: getattr(rule, f.name) for f in fields(rule)} for rule in rules]
+            rules = [rule and plain(**rule) for rule in given]
+        made(self, planned, entries, rules, flags, *others)
 
-    monkeypatch.setattr(MuonStep, "__init__", ignoring)
+    monkeypatch.setattr(ReadyParameters, "__init__", ignoring)
     with pytest.raises(AssertionError, match="differ between the operations of a device and those of a CPU"):
         prove_rule("own", examples=5)
 

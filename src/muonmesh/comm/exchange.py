@@ -11,14 +11,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from muonmesh.comm.companions import CompanionExchange
-from muonmesh.comm.elements import Elements
 from muonmesh.comm.matrix_sums import MatrixSums
 from muonmesh.comm.passage import CopyPairs
 from muonmesh.comm.schedule import Batch, Gather, Scatter, Schedule, Stage
+from muonmesh.comm.views import Elements
 from muonmesh.comm.wire import Transfer, Wire
 from muonmesh.comm.work import Batching, Local, Work
 from muonmesh.layout import Plan
 from muonmesh.layout.companion_plan import CompanionPlan
+from muonmesh.numerics.kernels.memory import scratch
 from muonmesh.numerics.kernels.threads import run_all
 
 
@@ -83,6 +84,7 @@ class Exchange:
         self._local_sums = MatrixSums(plan, rank=self.wire.rank, device=device)
         beside = CompanionPlan.beside(plan)
         self._carried = None if beside is None else CompanionExchange(beside, self.wire, companion_dtype, device)
+        self._batches: dict[tuple[int, int], list[Local]] = {}  # local matrices that one task computes
         self._latest: Scatter | None = None  # kept if this rank may pass on results that arrive in it
 
     @cached_property
@@ -142,18 +144,29 @@ class Exchange:
         On a CPU each task has a thread of its own, and each operation finds the result of the previous operation in the
         cache. On a device the batches follow each other.
         """
-        batches = [some for each in groups for some in each.cut(self._at_once(each.assignments, stays=True))]
+        if not groups:
+            return
+        key = groups[0].assignments[0], torch.get_num_threads()  # a matrix is in one of the groups of a step
+        if key not in self._batches:
+            self._batches[key] = [
+                some for each in groups for some in each.cut(self._at_once(each.assignments, stays=True))
+            ]
+        batches = self._batches[key]
         tasks: list[tuple[Sequence[int], Callable[[], None]]] = []
         for number, batch in enumerate(batches):
             ahead = batches[number + 1].assignments if number + 1 < len(batches) else ()
             tasks.append((batch.assignments, partial(self._run_batch, batch, ahead, work)))
+            self.wire.counts.orthogonalized += len(batch.assignments)
         self._run_costly(tasks)
-        self.wire.counts.orthogonalized += sum(len(batch.assignments) for batch in batches)
 
     def _run_batch(self, batch: Local, ahead: Sequence[int], work: Work) -> None:
         numbers = batch.assignments
         shape = len(numbers), *batch.shape
-        x, out = self._batching.memory(numbers[0], shape, self._dtype, self._device)
+        memory = None if self._device.type == "cpu" else self._batching.memory(numbers[0], shape, self._dtype)
+        if memory is None:
+            x = scratch("matrices", shape, dtype=self._dtype, device=self._device)
+            memory = x, scratch("results", shape, dtype=self._dtype, device=self._device)
+        x, out = memory
         work.prepare(numbers, Elements(batch.reads, (x,)), ahead)
         work.compute(numbers, x, out)
         updates = Elements(batch.writes, (out,))

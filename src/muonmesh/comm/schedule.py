@@ -22,9 +22,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from muonmesh.comm.elements import Elements
 from muonmesh.comm.passage import CopyPairs, Passage
-from muonmesh.comm.views import memory_of
+from muonmesh.comm.views import Elements, memory_of
 from muonmesh.comm.wire import Swap
 from muonmesh.comm.work import Local
 from muonmesh.layout import Plan

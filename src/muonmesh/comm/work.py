@@ -9,11 +9,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from muonmesh.comm.elements import Elements
+from muonmesh.comm.views import Elements
 from muonmesh.layout import Piece
 from muonmesh.layout.piece_table import PieceTable, Row
 from muonmesh.layout.routes import Leg
-from muonmesh.numerics.kernels.memory import scratch
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,15 +80,9 @@ class Batching:
         """
         return count
 
-    def memory(
-        self, number: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device
-    ) -> tuple[Tensor, Tensor]:
-        """Return memory for some matrices that are equal to matrix ``number`` and stay on their rank, and for results.
-
-        It is in use until the thread asks for the next.
-        """
-        x, out = (scratch(role, shape, dtype=dtype, device=device) for role in ("matrices", "results"))
-        return x, out
+    def memory(self, number: int, shape: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
+        """Return the device's memory for matrices equal to matrix ``number``, and for results; None if any will do."""
+        return None
 
 
 class CompanionState:

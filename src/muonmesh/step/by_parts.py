@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from muonmesh.comm.elements import Elements, in_buffer
-from muonmesh.comm.views import view_in_storage
-from muonmesh.layout.piece_table import NOWHERE, PieceTable, Row
+from muonmesh.comm.views import Elements, in_buffer
+from muonmesh.layout.piece_table import NOWHERE, PieceTable, Row, evenly
 from muonmesh.layout.region import row_major
 from muonmesh.numerics.kernels.threads import run_all
 from muonmesh.numerics.rules import parts
@@ -62,35 +61,43 @@ class ByParts:
         """Decay and update the weights of rows."""
         self._run(partial(self._apply, elements), elements.table, rows)
 
-    def _run(self, task: Callable[[Sequence[Row]], None], table: PieceTable, rows: Sequence[Row]) -> None:
+    def _run(self, task: Callable[[Run], None], table: PieceTable, rows: Sequence[Row]) -> None:
         """Run a task for some rows of a table: small equal rows together, all others one by one."""
         if rows is table.rows and self._squares is None:
-            some: Sequence[Sequence[Row]] = table.once(("runs", SMALL), lambda: _runs(self._ready, rows))
+            runs: Sequence[Run] = table.once(("runs", SMALL), lambda: _runs(self._ready, rows))
         else:
-            some = [(row,) for row in rows]
-        if len(some) == 1:
-            task(some[0])
+            runs = [Run((row,)) for row in rows]
+        if len(runs) == 1:
+            task(runs[0])
         else:
-            run_all([partial(task, each) for each in some], device=self._ready.device)
+            run_all([partial(task, run) for run in runs], device=self._ready.device)
 
-    def _fold(self, elements: Elements, folded: bool, rows: Sequence[Row]) -> None:
-        ones = [self._ready.of(row.assignment) for row in rows]
-        if len(rows) > 1 and not folded and _fold_together(elements, rows, ones):
-            return
+    def _fold(self, elements: Elements, folded: bool, run: Run) -> None:
+        ones = [self._ready.of(row.assignment) for row in run.rows]
+        rows: Sequence[Row] = run.rows
+        if len(rows) > 1 and not folded and _change(ones):
+            if run.joined is not None:
+                rows, ones = (run.joined,), ones[:1]
+            elif _fold_together(elements, rows, ones):
+                return
         for row, one in zip(rows, ones, strict=True):
             into = elements.view(row)
             if one.entry.momenta is not None:
                 folds = not folded and one.nonzero is not False
                 if folds or into is not None:
                     state = one.momenta(row.piece)
-                    parts.fold(one.rule, one.gradient(row.piece), state, active=one.mask, into=into, folds=folds)
+                    parts.fold(one.kind.rule, one.gradient(row.piece), state, active=one.mask, into=into, folds=folds)
             elif into is not None:  # without state no gradient has ever been folded in, so the direction is zero
                 into.zero_()
 
-    def _apply(self, elements: Elements, rows: Sequence[Row]) -> None:
-        ones = [self._ready.of(row.assignment) for row in rows]
-        if len(rows) > 1 and _apply_together(elements, rows, ones):
-            return
+    def _apply(self, elements: Elements, run: Run) -> None:
+        ones = [self._ready.of(row.assignment) for row in run.rows]
+        rows: Sequence[Row] = run.rows
+        if len(rows) > 1 and ones[0].kind.rounds_to_nearest and _change(ones):
+            if run.joined is not None:
+                rows, ones = (run.joined,), ones[:1]
+            elif _apply_together(elements, rows, ones):
+                return
         for row, one in zip(rows, ones, strict=True):
             if one.changes:
                 self._apply_one(row, one, elements)
@@ -98,11 +105,11 @@ class ByParts:
     def _apply_one(self, row: Row, one: MatrixStep, elements: Elements) -> None:
         update, weights, member = elements.view(row), one.weights(row.piece), one.entry.member
         assert update is not None
-        sums, told = self._sums(row.assignment)
+        sums, told = self._sums(row.assignment) if one.kind.sums else ((), None)
         squares: list[Tensor] | None = None if self._squares is None else []
         parts.apply(
-            *(one.rule, weights.values, update, weights.beside),
-            scale=one.scale,
+            *(one.kind.rule, weights.values, update, weights.beside),
+            scale=one.kind.scale,
             active=one.mask,
             sums=sums,
             told=told,
@@ -118,8 +125,20 @@ class ByParts:
 # ---------------------------------------------------------------- small equal pieces together
 
 
-def _runs(ready: ReadyParameters, rows: Sequence[Row]) -> list[Sequence[Row]]:
-    """Return rows in their order, with those that may be taken together in one sequence."""
+class Run(NamedTuple):
+    """Rows that may be taken together.
+
+    Attributes:
+        rows: Small rows of equal form, one after the other in a table; or any row.
+        joined: All of them as one row, if they lie evenly in one parameter.
+    """
+
+    rows: tuple[Row, ...]
+    joined: Row | None = None
+
+
+def _runs(ready: ReadyParameters, rows: Sequence[Row]) -> list[Run]:
+    """Return rows in their order, with those that may be taken together in one run."""
     found, last, numel = list[list[Row]](), None, 0
     for row in rows:
         shape, one = row.piece.shape, ready.find(row.assignment)
@@ -133,99 +152,58 @@ def _runs(ready: ReadyParameters, rows: Sequence[Row]) -> list[Sequence[Row]]:
         else:
             found.append([row])
             last, numel = form, row.piece.numel
-    return [tuple(some) for some in found]
-
-
-class SideBySide:
-    """Small pieces of equal shape and group, all of which change in this step, as one tensor for each of their columns.
-
-    Adjacent pieces of one tensor are used where they are. All others are copied side by side, and back afterwards.
-
-    Args:
-        rows: The pieces.
-    """
-
-    def __init__(self, rows: Sequence[Row]) -> None:
-        self._rows, self._apart = rows, dict[str, list[Tensor]]()
-        self._columns: dict[str, Tensor] = {}
-
-    def add(self, name: str, tensors: Sequence[Any], *, buffered: bool = False) -> bool:
-        """Add a column: for each piece the storage, or the buffer, that it lies in; False if they are not alike."""
-        rows, first = self._rows, tensors[0]
-        if not all([isinstance(tensor, Tensor) for tensor in tensors]) or len({t.dtype for t in tensors}) > 1:
-            return False
-        if tensors[-1] is first:  # they may be adjacent
-            starts = [row.start if buffered else row.piece.storage_start for row in rows]
-            apart, strides = starts[1] - starts[0], rows[0].strides if buffered else rows[0].piece.storage_strides
-            if starts == list(range(starts[0], starts[-1] + 1, apart or 1)) and all([one is first for one in tensors]):
-                shape = len(rows), *rows[0].piece.shape
-                self._columns[name] = first.as_strided(shape, (apart, *strides), first.storage_offset() + starts[0])
-                return True
-        pairs = zip(tensors, rows, strict=True)
-        views = [in_buffer(one, row) if buffered else view_in_storage(one, row.piece) for one, row in pairs]
-        self._columns[name], self._apart[name] = parts.side_by_side(name, views), views
-        return True
-
-    def add_all(self, name: str, columns: Sequence[Mapping[str, Any]]) -> bool:
-        """Add columns that each piece has by key, such as its state; False if they are not alike."""
-        keys = columns[0].keys()
-        alike = all([column.keys() == keys for column in columns])
-        return alike and all([self.add(f"{name} {key}", [column[key] for column in columns]) for key in keys])
-
-    def of(self, name: str) -> Tensor | None:
-        """Return a column, (pieces, *shape); None if there is none."""
-        return self._columns.get(name)
-
-    def all_of(self, name: str) -> dict[str, Tensor]:
-        """Return the columns of `add_all` by key."""
-        start = f"{name} "
-        return {key.removeprefix(start): column for key, column in self._columns.items() if key.startswith(start)}
-
-    def give_back(self, *names: str) -> None:
-        """Copy columns with these first words back to where their pieces lie."""
-        for name, views in self._apart.items():
-            if name.partition(" ")[0] in names:
-                parts.give_back(self._columns[name], views)
+    return [Run(tuple(some), evenly(some)) for some in found]
 
 
 def _change(ones: Sequence[MatrixStep]) -> bool:
     """Whether all of some matrices of one rule change, each by itself, as the CPU knows."""
-    return not ones[0].rule.asks_for_sums() and all([one.nonzero is True and one.entry.created for one in ones])
+    return not ones[0].kind.sums and all([one.changes and one.mask is None for one in ones])
 
 
 def _fold_together(elements: Elements, rows: Sequence[Row], ones: Sequence[MatrixStep]) -> bool:
-    """Fold the gradients of a run and write the directions; False if nothing was done, because the rows differ."""
-    side = SideBySide(rows)
-    found = (
-        _change(ones)
-        and side.add_all("momenta", [one.entry.momenta or {} for one in ones])
-        and side.add("gradient", [one.entry.gradient for one in ones])
-        and side.add("into", [elements.buffers[row.buffer] for row in rows], buffered=True)
-    )
-    gradient, into = side.of("gradient"), side.of("into")
-    if not found or gradient is None:
+    """Fold the gradients of a run, and write the directions; False if nothing was done, because the rows differ."""
+    state = _by_key([one.momenta(row.piece) for row, one in zip(rows, ones, strict=True)])
+    gradients = [one.gradient(row.piece) for row, one in zip(rows, ones, strict=True)]
+    if state is None or not _alike(gradients):
         return False
-    parts.fold(ones[0].rule, gradient, side.all_of("momenta"), into=into)
-    side.give_back("momenta", "into")
+    into = [in_buffer(elements.buffers[row.buffer], row) for row in rows]
+    held = {key: parts.side_by_side(f"momenta {key}", views) for key, views in state.items()}
+    directions = parts.side_by_side("into", into)
+    parts.fold(ones[0].kind.rule, parts.side_by_side("gradient", gradients), held, into=directions)
+    for key, views in state.items():
+        parts.give_back(held[key], views)
+    parts.give_back(directions, into)
     return True
 
 
 def _apply_together(elements: Elements, rows: Sequence[Row], ones: Sequence[MatrixStep]) -> bool:
     """Decay and update the weights of a run; False if nothing was done, because the rows differ."""
-    side, first, entries = SideBySide(rows), ones[0], [one.entry for one in ones]
-    wide = first.entry.master is not None
-    alike = _change(ones) and first.rounds_to_nearest and all([(e.master is not None) == wide for e in entries])
-    found = (
-        alike
-        and side.add("weights", [entry.master if wide else entry.weights for entry in entries])
-        and (not wide or side.add("rounded", [entry.weights for entry in entries]))
-        and side.add_all("beside", [entry.beside for entry in entries])
-        and side.add("update", [elements.buffers[row.buffer] for row in rows], buffered=True)
-    )
-    weights, update = side.of("weights"), side.of("update")
-    if not found or weights is None or update is None:
+    first = ones[0]
+    views = [one.weights(row.piece) for row, one in zip(rows, ones, strict=True)]
+    weights, rounded = [each.values for each in views], [each.rounded for each in views if each.rounded is not None]
+    state = _by_key([each.beside for each in views])
+    if state is None or not _alike(weights) or (rounded and (len(rounded) < len(rows) or not _alike(rounded))):
         return False
-    rounded = side.of("rounded")
-    parts.apply(first.rule, weights, update, side.all_of("beside"), scale=first.scale, rounded=rounded)
-    side.give_back("weights", "beside", "rounded")
+    values = parts.side_by_side("weights", weights)
+    low = parts.side_by_side("rounded", rounded) if rounded else None
+    beside = {key: parts.side_by_side(f"beside {key}", some) for key, some in state.items()}
+    update = parts.side_by_side("update", [in_buffer(elements.buffers[row.buffer], row) for row in rows])
+    parts.apply(first.kind.rule, values, update, beside, scale=first.kind.scale, rounded=low)
+    parts.give_back(values, weights)
+    if low is not None:
+        parts.give_back(low, rounded)
+    for key, some in state.items():
+        parts.give_back(beside[key], some)
     return True
+
+
+def _by_key(states: Sequence[Mapping[str, Tensor]]) -> dict[str, list[Tensor]] | None:
+    """Return tensors that each piece has by key, such as its state, in a list for each key; None if they differ."""
+    if any([state.keys() != states[0].keys() for state in states]):
+        return None
+    found = {key: [state[key] for state in states] for key in states[0]}
+    return found if all([_alike(some) for some in found.values()]) else None
+
+
+def _alike(tensors: Sequence[Tensor]) -> bool:
+    return len({tensor.dtype for tensor in tensors}) == 1

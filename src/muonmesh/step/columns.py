@@ -18,6 +18,7 @@ from muonmesh.names import phase_of
 from muonmesh.numerics.newton_schulz import Orthogonalizer
 from muonmesh.numerics.rules import Rule
 from muonmesh.step.parameter_steps import ParameterStep
+from muonmesh.step.planning import Planned
 from muonmesh.step.stochastic_rounding import rounding_of
 
 
@@ -37,6 +38,24 @@ class WeightViews(NamedTuple):
     write: Callable[[], None] | None
 
 
+class Kind(NamedTuple):
+    """What matrices of one group and size have in common in a step.
+
+    Attributes:
+        rule: The snapshot of their rule.
+        orthogonalizer: Orthogonalizes them.
+        scale: The update scale of the whole matrix.
+        sums: Whether the rule needs sums over a matrix before its weights are written.
+        rounds_to_nearest: Whether weights are rounded as casts round them.
+    """
+
+    rule: Rule
+    orthogonalizer: Orthogonalizer
+    scale: float
+    sums: bool
+    rounds_to_nearest: bool
+
+
 class MatrixStep(NamedTuple):
     """A matrix in one step, of which this rank stores something.
 
@@ -44,42 +63,24 @@ class MatrixStep(NamedTuple):
         number: The number of its assignment.
         matrix: The matrix.
         entry: Its parameter.
-        rule: The snapshot of its rule.
-        orthogonalizer: Orthogonalizes it.
+        kind: What it shares with others.
         nonzero: Whether its gradient is not zero; a 0-d bool tensor if only the device knows.
+        mask: The same if only the device knows; else None.
+        changes: Whether its elements may change: there is state, and the gradient is not known to be zero.
     """
 
     number: int
     matrix: Matrix
     entry: ParameterStep
-    rule: Rule
-    orthogonalizer: Orthogonalizer
+    kind: Kind
     nonzero: bool | Tensor
-
-    @property
-    def changes(self) -> bool:
-        """Whether its elements may change: there is state, and the gradient is not known to be zero."""
-        return self.nonzero is not False and self.entry.created
-
-    @property
-    def mask(self) -> Tensor | None:
-        """Whether it is written, a 0-d bool tensor; None if the CPU knows that it is."""
-        return self.nonzero if isinstance(self.nonzero, Tensor) else None
-
-    @property
-    def scale(self) -> float:
-        """The update scale of the whole matrix."""
-        return self.rule.scale(self.matrix.rows, self.matrix.cols)
-
-    @property
-    def rounds_to_nearest(self) -> bool:
-        """Whether its weights are rounded as casts round them."""
-        return rounds_to_nearest(self.rule)
+    mask: Tensor | None
+    changes: bool
 
     @property
     def rule_in_turn(self) -> Rule:
         """The rule with the phase of the matrix, by which `Rule.turn` decides whether this step is its turn."""
-        rule, matrix = self.rule, self.matrix
+        rule, matrix = self.kind.rule, self.matrix
         return replace(rule, phase=phase_of(matrix.parameter, matrix.index)) if rule.takes_turns else rule
 
     def gradient(self, piece: Piece) -> Tensor:
@@ -89,28 +90,74 @@ class MatrixStep(NamedTuple):
 
     def momenta(self, piece: Piece) -> dict[str, Tensor]:
         """Return the momenta of a piece by key: views, or what a codec reads."""
-        return {
-            key: view_in_storage(kept, piece) if isinstance(kept, Tensor) else kept.read(self.number, piece)
-            for key, kept in (self.entry.momenta or {}).items()
-        }
+        found = {}
+        for key, kept in (self.entry.momenta or {}).items():
+            found[key] = view_in_storage(kept, piece) if isinstance(kept, Tensor) else kept.read(self.number, piece)
+        return found
 
     def weights(self, piece: Piece) -> WeightViews:
         """Return the weights of a piece."""
-        entry, seed = self.entry, self.rule.stochastic_rounding
+        entry = self.entry
         weights = view_in_storage(entry.weights, piece)
         beside = {key: view_in_storage(kept, piece) for key, kept in entry.beside.items()}
         if entry.master is not None:
             return WeightViews(view_in_storage(entry.master, piece), weights, beside, None)
-        if seed is None or weights.dtype != torch.bfloat16:
+        if self.kind.rounds_to_nearest or weights.dtype != torch.bfloat16:
             return WeightViews(weights, None, beside, None)
         exact = weights.float()
 
         def write() -> None:
-            rounding = rounding_of(entry.member.name, entry.member.storage, self.rule, piece)
+            rounding = rounding_of(entry.member.name, entry.member.storage, self.kind.rule, piece)
             assert rounding is not None
             rounding.write(exact, weights)
 
         return WeightViews(exact, None, beside, write)
+
+
+class Matrices:
+    """The matrices of a step by their numbers in the plan, each made when it is first asked for.
+
+    Args:
+        planned: The plan.
+        entries: The parameters in the order of the plan; None for a parameter that only other ranks hold.
+        rules: For each param group the snapshot of its rule.
+        nonzero: For each matrix whether its gradient is not zero.
+    """
+
+    def __init__(
+        self,
+        planned: Planned,
+        entries: Sequence[ParameterStep | None],
+        rules: Sequence[Rule | None],
+        nonzero: Sequence[bool] | Tensor,
+    ) -> None:
+        self._assignments, self._orthogonalizers = planned.plan.assignments, planned.orthogonalizers
+        self._entries, self._rules, self._nonzero = entries, rules, nonzero
+        self._known: dict[int, MatrixStep] = {}
+        self._kinds: dict[tuple[int, int, int], Kind] = {}
+
+    def find(self, number: int) -> MatrixStep | None:
+        """Return a matrix; None if this rank stores nothing of it."""
+        return None if self._entries[self._assignments[number].parameter] is None else self.of(number)
+
+    def of(self, number: int) -> MatrixStep:
+        """Return a matrix of which this rank stores something."""
+        if (known := self._known.get(number)) is not None:
+            return known
+        assignment, nonzero = self._assignments[number], self._nonzero[number]
+        entry, matrix = self._entries[assignment.parameter], assignment.matrix
+        assert entry is not None
+        place = entry.member.group, matrix.rows, matrix.cols
+        if (kind := self._kinds.get(place)) is None:
+            rule = self._rules[entry.member.group]
+            assert rule is not None
+            facts = rule.scale(matrix.rows, matrix.cols), rule.asks_for_sums(), rounds_to_nearest(rule)
+            kind = Kind(rule, self._orthogonalizers[entry.member.group, matrix.shape], *facts)
+            self._kinds[place] = kind
+        mask = nonzero if isinstance(nonzero, Tensor) else None
+        found = MatrixStep(number, matrix, entry, kind, nonzero, mask, nonzero is not False and entry.created)
+        self._known[number] = found
+        return found
 
 
 def rounds_to_nearest(rule: Rule) -> bool:
@@ -130,19 +177,10 @@ def bind(entry: ParameterStep, here: Mapping[str, Tensor]) -> None:
 
 
 class StateCodec:
-    """How a step reads and writes state that is kept otherwise than it is computed with.
-
-    This base class is for state that is computed with as it is kept.
-
-    Attributes:
-        lasts: Whether a parameter keeps the tensors that it is bound to until the next step.
-    """
-
-    lasts = True
+    """How a step reads and writes state that is kept otherwise than it is computed with."""
 
     def bind(self, entry: ParameterStep) -> None:
-        """Let a parameter step with its state; called before the step begins."""
-        bind(entry, {})
+        """Let a parameter step with its state, if it can be bound before the step begins."""
 
     def begin(self, wire: Wire) -> None:
         """Begin the step, when all parameters are bound. All ranks call this."""

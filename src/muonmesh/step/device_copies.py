@@ -31,8 +31,6 @@ class DeviceCopies(StateCodec):
         entries: The parameters in the order of the plan; None for a parameter that only other ranks hold.
     """
 
-    lasts = False
-
     def __init__(
         self, offload: Offload, plan: Plan, holdings: Holdings, entries: Sequence[ParameterStep | None]
     ) -> None:
@@ -52,9 +50,6 @@ class DeviceCopies(StateCodec):
             held = entries[assignment.parameter]
             if held is not None and holdings[number]:
                 self._unread.setdefault(held.member.tensor, set()).add(number)
-
-    def bind(self, entry: ParameterStep) -> None:
-        """Do nothing before the state of the parameter is copied."""
 
     def _take(self, numbers: Iterable[int]) -> None:
         """Begin to copy the state of the parameters of matrices to the device, unless this step has copied it."""

@@ -24,8 +24,6 @@ class Int8Codec(StateCodec):
         of: Returns a matrix of this step by its number; None if this rank stores nothing of it.
     """
 
-    lasts = False
-
     def __init__(self, blocks: Blocks, of: Callable[[int], MatrixStep | None]) -> None:
         self._blocks, self._of = blocks, of
         self._agreed: Tensor | None = None  # the largest momenta of the blocks that several pieces share
@@ -78,7 +76,7 @@ class Int8Codec(StateCodec):
         """Return the momenta of a piece, decoded and with the gradient folded in."""
         state = one.momenta(piece)
         if one.nonzero is not False:
-            parts.fold(one.rule, one.gradient(piece), state, active=one.mask)
+            parts.fold(one.kind.rule, one.gradient(piece), state, active=one.mask)
         return state
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from muonmesh.comm.elements import Elements
+from muonmesh.comm.views import Elements
 from muonmesh.comm.work import Work
 from muonmesh.numerics.rules import parts
 from muonmesh.step.by_kernel import ByKernel
@@ -43,7 +43,8 @@ class MuonStep(Work):
         self._ready, self._elementwise = ready, elementwise
         self.companions: StoredCompanions = StoredCompanions(ready)
         self.summands: RuleSums = RuleSums(ready, self.companions)
-        self._by_kernel, self._by_parts = ByKernel(ready, squares), ByParts(ready, self.summands.found, squares)
+        self._by_kernel = ByKernel.where_usable(ready, squares)
+        self._by_parts = ByParts(ready, self.summands.found, squares)
 
     def step_elementwise(self) -> None:
         """Step the parameters of elementwise rules, such as AdamW's parameters."""
@@ -52,31 +53,33 @@ class MuonStep(Work):
 
     def prepare(self, assignments: Sequence[int], elements: Elements, ahead: Sequence[int] = ()) -> None:
         """Fold the gradients of matrices into their momenta, and write the directions."""
-        codec = self._ready.codec
-        codec.arrive(assignments, ahead)
-        folded = codec.fold(elements.table)  # first, because directions are computed from decoded codes
-        self._by_parts.fold(elements, self._by_kernel.fold(elements), folded=folded)
-        codec.have_read(assignments)
+        codec, folded = self._ready.codec, False
+        if codec is not None:
+            codec.arrive(assignments, ahead)
+            folded = codec.fold(elements.table)  # first, because directions are computed from decoded codes
+        rows = elements.table.rows if self._by_kernel is None else self._by_kernel.fold(elements)
+        self._by_parts.fold(elements, rows, folded=folded)
+        if codec is not None:
+            codec.have_read(assignments)
 
     def compute(self, matrices: Sequence[int], batch: Tensor, out: Tensor) -> None:
         """Orthogonalize matrices of one group and shape, including what their rule does before and afterwards."""
-        first = self._ready.of(matrices[0])
-        if first.rule.balances():
+        rule, orthogonalizer, *_ = self._ready.of(matrices[0]).kind
+        if rule.balances():
             for number, matrix in zip(matrices, batch.unbind(), strict=True):
                 one = self._ready.of(number)
                 with self.companions.of(one) as kept:
                     parts.change_whole(
                         one.rule_in_turn.balance, matrix, kept, rows=one.matrix.rows, cols=one.matrix.cols
                     )
-        if first.rule.orthogonalizes:
-            overwrite = not first.rule.sees_direction
-            first.orthogonalizer(batch, out=out, overwrite=overwrite, graphs=self._ready.graphs)
+        if rule.orthogonalizes:
+            orthogonalizer(batch, out=out, overwrite=not rule.sees_direction, graphs=self._ready.graphs)
         else:
             out.copy_(batch)
-        if first.rule.changes_matrices():
+        if rule.changes_matrices():
             for number, direction, matrix in zip(matrices, batch.unbind(), out.unbind(), strict=True):
                 one = self._ready.of(number)
-                seen = direction if one.rule.sees_direction else None
+                seen = direction if rule.sees_direction else None
                 with self.companions.of(one) as kept:
                     parts.change_whole(
                         one.rule_in_turn.whole, matrix, kept, rows=one.matrix.rows, cols=one.matrix.cols, direction=seen
@@ -84,5 +87,7 @@ class MuonStep(Work):
 
     def finalize(self, elements: Elements) -> None:
         """Decay and update the elements of a table, unless their matrix stays unchanged."""
-        self._by_parts.apply(elements, self._by_kernel.apply(elements))
-        self._ready.codec.have_written(elements.table)
+        rows = elements.table.rows if self._by_kernel is None else self._by_kernel.apply(elements)
+        self._by_parts.apply(elements, rows)
+        if self._ready.codec is not None:
+            self._ready.codec.have_written(elements.table)

@@ -82,6 +82,7 @@ class Planned:
         graphs: CUDA graphs of batches that recur; None if they are not wanted.
         steps: The parameters of the last step that the next step may use again, by the identity of their Member
             (`parameter_steps.ParameterStep.goes_on`).
+        columns: Tensors of these parameters, by kernel and table; they are not gradients.
         state_forms: The forms of the state of each parameter, by the identity of its Member, and by whether it has
             master weights (`parameter_steps.forms_of`).
     """
@@ -98,6 +99,7 @@ class Planned:
     factors: dict[str, Any] = field(default_factory=dict)
     graphs: Graphs | None = None
     steps: dict[int, Any] = field(default_factory=dict)
+    columns: dict[Any, Any] = field(default_factory=dict)
     state_forms: dict[tuple[int, bool], Any] = field(default_factory=dict)
     _names: list[str] | None = field(default=None, init=False)
 
@@ -227,16 +229,13 @@ class Batches(Batching):
         found = plan.at_once(number, one.squares)
         return min(found, max(1, plan.budget.elements_on_device // numel)) if stays and self.on_host else found
 
-    def memory(
-        self, number: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device
-    ) -> tuple[Tensor, Tensor]:
-        """Return memory for matrices and their results: the memory of their CUDA graph, if they have a graph."""
-        if (graphs := self.planned.graphs) is not None:
-            one = self.planned.orthogonalizer(number)
-            for overwrite in (True, False):  # as their rule needs it
-                if (found := graphs.memory(*one.graph_key(shape, dtype, overwrite=overwrite))) is not None:
-                    return found
-        return super().memory(number, shape, dtype, device)
+    def memory(self, number: int, shape: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
+        """Return the memory of the CUDA graph of matrices and of their results; None if they have no graph."""
+        if (graphs := self.planned.graphs) is None:
+            return None
+        one = self.planned.orthogonalizer(number)
+        keys = [one.graph_key(shape, dtype, overwrite=overwrite) for overwrite in (True, False)]  # as their rule needs
+        return graphs.memory(*keys[0]) or graphs.memory(*keys[1])
 
 
 class Connected(NamedTuple):

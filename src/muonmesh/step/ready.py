@@ -13,7 +13,7 @@ from muonmesh.comm.wire import Wire
 from muonmesh.layout import Layout
 from muonmesh.layout.region import overlap
 from muonmesh.numerics.rules import Rule
-from muonmesh.step.columns import MatrixStep, StateCodec
+from muonmesh.step.columns import Matrices, StateCodec, bind
 from muonmesh.step.device_copies import DeviceCopies
 from muonmesh.step.flag_vector import Flags
 from muonmesh.step.int8_codec import Int8Codec
@@ -39,8 +39,10 @@ class ReadyParameters:
         device: The device of the parameters.
         blocks: The blocks of momentum in int8; None if momentum is kept in a floating-point dtype.
         nonzero: `Flags.nonzero`: for each matrix whether its gradient is not zero.
-        kept_factors, graphs: See `Planned`.
-        codec: Reads and writes state that is kept otherwise than it is computed with.
+        kept_factors, columns, graphs: See `Planned`.
+        steady: Whether all parameters are those of the last step, with all their tensors but gradients.
+        of, find: See `Matrices`.
+        codec: Reads and writes state that is kept otherwise than it is computed with; None if there is no such state.
     """
 
     def __init__(
@@ -60,34 +62,16 @@ class ReadyParameters:
         )
         self.entries, self.rules, self.precision, self.nonzero = entries, rules, precision, flags.nonzero
         self.blocks = planned.blocks if precision.int8 else None
-        self.codec = StateCodec()
+        matrices = Matrices(planned, entries, rules, self.nonzero)
+        self.of, self.find = matrices.of, matrices.find
+        self.codec: StateCodec | None = None
         if self.blocks is not None:
             self.codec = Int8Codec(self.blocks, self.find)
         elif offload is not None:
             self.codec = DeviceCopies(offload, self.plan, planned.momentum_holdings, entries)
-        self._orthogonalizers, self._steps = planned.orthogonalizers, planned.steps
-        self._known: dict[int, MatrixStep] = {}
+        self._steps, self.columns = planned.steps, planned.columns
+        self.steady = False
         self._fresh: list[ParameterStep] = []  # those that the last step has not made ready
-
-    def find(self, number: int) -> MatrixStep | None:
-        """Return a matrix by its number in the plan; None if this rank stores nothing of it."""
-        if (known := self._known.get(number)) is not None:
-            return known
-        assignment = self.plan.assignments[number]
-        entry, matrix = self.entries[assignment.parameter], assignment.matrix
-        if entry is None:
-            return None
-        rule = self.rules[entry.member.group]
-        assert rule is not None
-        orthogonalizer = self._orthogonalizers[entry.member.group, matrix.shape]
-        found = MatrixStep(number, matrix, entry, rule, orthogonalizer, self.nonzero[number])
-        return self._known.setdefault(number, found)
-
-    def of(self, number: int) -> MatrixStep:
-        """Return a matrix of which this rank stores something."""
-        found = self.find(number)
-        assert found is not None
-        return found
 
     # ---------------------------------------------------------------- before and after the step
 
@@ -97,12 +81,19 @@ class ReadyParameters:
             if entry is not None and not entry.ready:
                 self._fresh.append(entry)
                 self._make_ready(entry)
-        self.codec.begin(wire)
+        self.steady = not self._fresh
+        if not self.steady:
+            self.columns.clear()
+        if self.codec is not None:
+            self.codec.begin(wire)
 
     def _make_ready(self, entry: ParameterStep) -> None:
         if not entry.in_form:  # state is created unless the CPU knows that no rank has a gradient
             prepare_state(entry, self.precision, create=entry.present is not False)
-        self.codec.bind(entry)
+        if self.codec is None:
+            bind(entry, {})
+        else:
+            self.codec.bind(entry)
         if entry.created:
             if entry.gradient is None:  # missing on this shard only: counts as zero
                 shape = local_shape(entry.member.momentum_storage)
@@ -117,10 +108,11 @@ class ReadyParameters:
         for entry in self._fresh:
             if entry.weights is not entry.local:
                 entry.local.copy_(entry.weights)
-            elif self.codec.lasts and _lasts(entry):
+            elif self.codec is None and _lasts(entry):
                 entry.remember()
                 self._steps[id(entry.member)] = entry
-        self.codec.finish()
+        if self.codec is not None:
+            self.codec.finish()
 
 
 def _lasts(entry: ParameterStep) -> bool:

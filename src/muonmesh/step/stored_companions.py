@@ -113,15 +113,15 @@ class RuleSums(Summands):
             weights, rounded, state, _ = one.weights(row.piece)
             if rounded is not None:
                 parts.follow(weights, rounded)
-            into.copy_(parts.exponents(one.rule, weights, update, state, scale=one.scale))
+            into.copy_(parts.exponents(one.kind.rule, weights, update, state, scale=one.kind.scale))
 
     def limbs(self, row: Row, update: Tensor, exponents: Tensor, into: Tensor) -> None:
         """Write the contribution of a row's elements to each sum of its rule."""
         one = self.ready.of(row.assignment)
         if one.changes:
             weights, _, state, _ = one.weights(row.piece)
-            some, count = (one.rule, weights, update, state, exponents), one.matrix.numel
-            into.copy_(parts.limbs(*some, scale=one.scale, count=count))
+            some, count = (one.kind.rule, weights, update, state, exponents), one.matrix.numel
+            into.copy_(parts.limbs(*some, scale=one.kind.scale, count=count))
 
     def tell(self, assignment: int, into: Tensor) -> None:
         """Write the state that a rule keeps as one number for a matrix, if this rank owns the matrix."""
@@ -136,7 +136,7 @@ class RuleSums(Summands):
         self._found[assignment] = found, dict(zip(keys, told.unbind(), strict=True))
         if (one := self.ready.find(assignment)) is None:
             return
-        rule, kept = one.rule, self.companions.owned.get(assignment, {})
+        rule, kept = one.kind.rule, self.companions.owned.get(assignment, {})
         if all(key in kept for key in keys):
             rule.keep({key: kept[key].view(()) for key in keys}, found)
         unsuited, flag = rule.unsuited(found), one.nonzero
