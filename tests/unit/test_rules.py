@@ -929,9 +929,9 @@ def test_small_matrices_side_by_side_have_the_bits_that_each_has_alone(
     results, applied = [], by_parts._apply_together
     taken: list[int] = []
 
-    def counted(elements: Any, rows: Any, ones: Any) -> bool:
-        done = applied(elements, rows, ones)
-        taken.append(len(rows) if done else 0)
+    def counted(elements: Any, run: Any, entries: Any, kind: Any) -> bool:
+        done = applied(elements, run, entries, kind)
+        taken.append(len(run.rows) if done else 0)
         return done
 
     monkeypatch.setattr(by_parts, "_apply_together", counted)

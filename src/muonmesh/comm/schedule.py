@@ -342,11 +342,10 @@ def _stages(
     for number, bucket in enumerate(plan.buckets):
         moving = tuple(index for index in bucket if plan.moves(index))
         own = [index for index in bucket if plan.assignments[index].owner == rank and not plan.moves(index)]
-        kept = [plan.routes(number, rank, gather=there, numbers=own).stored for there in (True, False)]
-        reads, writes = (_legs_by_assignment(stored.get(rank, ())) for stored in kept)
+        reads, writes = (_legs_by_assignment(way.stored.get(rank, ())) for way in _ways(plan, number, rank, own))
         waiting.update({index: (reads[index], writes[index]) for index in own})
         if moving:
-            there, back = (plan.routes(number, rank, gather=way, numbers=moving) for way in (True, False))
+            there, back = _ways(plan, number, rank, moving)
             passage = Passage("gather", there, rank, peers)
             owned = plan.alike(index for index in moving if plan.assignments[index].owner == rank)
             sizes = [len(some) if at_once is None else at_once(some[0], len(some)) for some in owned]
@@ -361,7 +360,7 @@ def _stages(
                 for place, index in enumerate(batch)
             }
             reads_here = _in_matrices(there.stored.get(rank, ()), places) + passage.on_wire(len(batches))
-            held = _not_sent(plan, rank, moving, reads_here)
+            held = () if there is back else _not_sent(plan, rank, moving, reads_here)
             staying = _in_matrices(back.stored.get(rank, ()), places)
             tables = PieceTable((*reads_here, *held)), PieceTable(tuple(staying))
             stages.append(Stage(*what, back, rounds, first, summed, *tables, batches, shapes))
@@ -371,6 +370,12 @@ def _stages(
         what = len(stages), "what is passed on", (), (), Passage("gather", nothing, rank, peers), False, on_device
         stages.append(Stage(*what, nothing, Rounds(plan.late), first, {}))
     return stages, taken()
+
+
+def _ways(plan: Plan, bucket: int, rank: int, numbers: Sequence[int]) -> tuple[Routes, Routes]:
+    """Return the routes of a rank to the owners of some matrices, and back; one object if they are the same."""
+    there = plan.routes(bucket, rank, gather=True, numbers=numbers)
+    return there, there if plan.returns(numbers) else plan.routes(bucket, rank, gather=False, numbers=numbers)
 
 
 def _in_matrices(legs: Sequence[Leg], places: Mapping[int, tuple[int, int]]) -> list[Row]:

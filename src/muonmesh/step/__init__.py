@@ -5,8 +5,8 @@
 2. `parameter_steps` collects the local part of each parameter, with its gradient and its state.
 3. `preflight` lets all ranks agree before any rank writes, by the `flag_vector`, the `settings_digest` and the
    `replicas`.
-4. `ready` creates missing state and makes local tensors contiguous. `muon_step` prepares, computes and finalizes for the
-   exchange: by the parts of rules in `by_parts`, or by one launch of a kernel in `by_kernel`. `columns` has what a
+4. `ready` creates missing state and makes local tensors contiguous. `muon_step` prepares, computes and finalizes for
+   the exchange: by the parts of rules in `by_parts`, or by one launch of a kernel in `by_kernel`. `columns` has what a
    matrix is in a step, and `stored_companions` its state by row, column or matrix. `elementwise_step` steps AdamW's
    parameters during the first gather.
 5. State that is kept otherwise than it is computed with has a codec: `int8_codec`, on the `blocks` of int8 momentum,

@@ -13,12 +13,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from muonmesh.comm.views import Elements, in_buffer
+from muonmesh.comm.views import Elements, view_in_storage
 from muonmesh.layout.piece_table import NOWHERE, PieceTable, Row, evenly
 from muonmesh.layout.region import row_major
 from muonmesh.numerics.kernels.threads import run_all
 from muonmesh.numerics.rules import parts
-from muonmesh.step.columns import MatrixStep
+from muonmesh.step.columns import Kind, MatrixStep
+from muonmesh.step.parameter_steps import ParameterStep
 from muonmesh.step.ready import ReadyParameters
 from muonmesh.step.update_squares import UpdateSquares
 
@@ -73,34 +74,49 @@ class ByParts:
             run_all([partial(task, run) for run in runs], device=self._ready.device)
 
     def _fold(self, elements: Elements, folded: bool, run: Run) -> None:
-        ones = [self._ready.of(row.assignment) for row in run.rows]
-        rows: Sequence[Row] = run.rows
-        if len(rows) > 1 and not folded and _change(ones):
+        if not folded and (entries := self._changing(run)):
+            first = self._ready.of(run.rows[0].assignment)
             if run.joined is not None:
-                rows, ones = (run.joined,), ones[:1]
-            elif _fold_together(elements, rows, ones):
+                self._fold_one(run.joined, first, elements, folds=True)
                 return
-        for row, one in zip(rows, ones, strict=True):
-            into = elements.view(row)
-            if one.entry.momenta is not None:
-                folds = not folded and one.nonzero is not False
-                if folds or into is not None:
-                    state = one.momenta(row.piece)
-                    parts.fold(one.kind.rule, one.gradient(row.piece), state, active=one.mask, into=into, folds=folds)
-            elif into is not None:  # without state no gradient has ever been folded in, so the direction is zero
+            if _fold_together(elements, run, entries, first.kind):
+                return
+        for row in run.rows:
+            one = self._ready.of(row.assignment)
+            self._fold_one(row, one, elements, folds=not folded and one.nonzero is not False)
+
+    def _fold_one(self, row: Row, one: MatrixStep, elements: Elements, *, folds: bool) -> None:
+        into = elements.view(row)
+        if one.entry.momenta is None:
+            if into is not None:  # without state no gradient has ever been folded in, so the direction is zero
                 into.zero_()
+        elif folds or into is not None:
+            state = one.momenta(row.piece)
+            parts.fold(one.kind.rule, one.gradient(row.piece), state, active=one.mask, into=into, folds=folds)
 
     def _apply(self, elements: Elements, run: Run) -> None:
-        ones = [self._ready.of(row.assignment) for row in run.rows]
-        rows: Sequence[Row] = run.rows
-        if len(rows) > 1 and ones[0].kind.rounds_to_nearest and _change(ones):
+        first = self._ready.of(run.rows[0].assignment)
+        if first.kind.rounds_to_nearest and (entries := self._changing(run)):
             if run.joined is not None:
-                rows, ones = (run.joined,), ones[:1]
-            elif _apply_together(elements, rows, ones):
+                self._apply_one(run.joined, first, elements)
                 return
-        for row, one in zip(rows, ones, strict=True):
+            if _apply_together(elements, run, entries, first.kind):
+                return
+        for row in run.rows:
+            one = self._ready.of(row.assignment)
             if one.changes:
                 self._apply_one(row, one, elements)
+
+    def _changing(self, run: Run) -> list[ParameterStep]:
+        """Return the parameters of rows that may be taken together: all change, each by itself, as the CPU knows."""
+        nonzero, entries = self._ready.nonzero, self._ready.entries
+        if len(run.rows) == 1 or isinstance(nonzero, Tensor):
+            return []
+        if not all([nonzero[row.assignment] for row in run.rows]) or self._ready.of(run.rows[0].assignment).kind.sums:
+            return []
+        rows = run.rows if run.joined is None else run.rows[:1]
+        found = [entry for row in rows if (entry := entries[row.parameter]) is not None and entry.created]
+        return found if len(found) == len(rows) else []
 
     def _apply_one(self, row: Row, one: MatrixStep, elements: Elements) -> None:
         update, weights, member = elements.view(row), one.weights(row.piece), one.entry.member
@@ -129,12 +145,19 @@ class Run(NamedTuple):
     """Rows that may be taken together.
 
     Attributes:
-        rows: Small rows of equal form, one after the other in a table; or any row.
+        rows: Small rows of equal form, one after the other in a table and evenly in a buffer; or any row.
         joined: All of them as one row, if they lie evenly in one parameter.
     """
 
     rows: tuple[Row, ...]
     joined: Row | None = None
+
+    def buffered(self, elements: Elements) -> Tensor:
+        """Return a view of several rows in their buffer, (rows, *shape)."""
+        first, second, *_ = self.rows
+        buffer, apart = elements.buffers[first.buffer], second.start - first.start
+        shape = len(self.rows), *first.piece.shape
+        return buffer.as_strided(shape, (apart, *first.strides), buffer.storage_offset() + first.start)
 
 
 def _runs(ready: ReadyParameters, rows: Sequence[Row]) -> list[Run]:
@@ -147,7 +170,7 @@ def _runs(ready: ReadyParameters, rows: Sequence[Row]) -> list[Run]:
         if small and one is not None:  # of one scale
             form = shape, row.strides, row.buffer, one.entry.member.group, one.matrix.rows, one.matrix.cols
         numel += row.piece.numel
-        if form is not None and form == last and numel <= _MOST:
+        if form is not None and form == last and numel <= _MOST and _follows(row, found[-1]):
             found[-1].append(row)
         else:
             found.append([row])
@@ -155,55 +178,62 @@ def _runs(ready: ReadyParameters, rows: Sequence[Row]) -> list[Run]:
     return [Run(tuple(some), evenly(some)) for some in found]
 
 
-def _change(ones: Sequence[MatrixStep]) -> bool:
-    """Whether all of some matrices of one rule change, each by itself, as the CPU knows."""
-    return not ones[0].kind.sums and all([one.changes and one.mask is None for one in ones])
+def _follows(row: Row, run: Sequence[Row]) -> bool:
+    """Whether a row lies as far behind the last row of a run, in their buffer, as that behind the row before it."""
+    apart = row.start - run[-1].start
+    return apart > 0 and (len(run) == 1 or apart == run[-1].start - run[-2].start)
 
 
-def _fold_together(elements: Elements, rows: Sequence[Row], ones: Sequence[MatrixStep]) -> bool:
+def _fold_together(elements: Elements, run: Run, entries: Sequence[ParameterStep], kind: Kind) -> bool:
     """Fold the gradients of a run, and write the directions; False if nothing was done, because the rows differ."""
-    state = _by_key([one.momenta(row.piece) for row, one in zip(rows, ones, strict=True)])
-    gradients = [one.gradient(row.piece) for row, one in zip(rows, ones, strict=True)]
-    if state is None or not _alike(gradients):
+    gradients = _views([entry.gradient for entry in entries], run.rows)
+    momenta = _by_key([entry.momenta or {} for entry in entries], run.rows)
+    if gradients is None or momenta is None:
         return False
-    into = [in_buffer(elements.buffers[row.buffer], row) for row in rows]
-    held = {key: parts.side_by_side(f"momenta {key}", views) for key, views in state.items()}
-    directions = parts.side_by_side("into", into)
-    parts.fold(ones[0].kind.rule, parts.side_by_side("gradient", gradients), held, into=directions)
-    for key, views in state.items():
+    held = {key: parts.side_by_side(f"momenta {key}", views) for key, views in momenta.items()}
+    parts.fold(kind.rule, parts.side_by_side("gradient", gradients), held, into=run.buffered(elements))
+    for key, views in momenta.items():
         parts.give_back(held[key], views)
-    parts.give_back(directions, into)
     return True
 
 
-def _apply_together(elements: Elements, rows: Sequence[Row], ones: Sequence[MatrixStep]) -> bool:
+def _apply_together(elements: Elements, run: Run, entries: Sequence[ParameterStep], kind: Kind) -> bool:
     """Decay and update the weights of a run; False if nothing was done, because the rows differ."""
-    first = ones[0]
-    views = [one.weights(row.piece) for row, one in zip(rows, ones, strict=True)]
-    weights, rounded = [each.values for each in views], [each.rounded for each in views if each.rounded is not None]
-    state = _by_key([each.beside for each in views])
-    if state is None or not _alike(weights) or (rounded and (len(rounded) < len(rows) or not _alike(rounded))):
+    wide, rows = entries[0].master is not None, run.rows
+    weights = _views([entry.master if wide else entry.weights for entry in entries], rows)
+    rounded = _views([entry.weights for entry in entries], rows) if wide else []
+    beside = _by_key([entry.beside for entry in entries], rows)
+    if (
+        weights is None
+        or rounded is None
+        or beside is None
+        or (not wide and any([e.master is not None for e in entries]))
+    ):
         return False
     values = parts.side_by_side("weights", weights)
     low = parts.side_by_side("rounded", rounded) if rounded else None
-    beside = {key: parts.side_by_side(f"beside {key}", some) for key, some in state.items()}
-    update = parts.side_by_side("update", [in_buffer(elements.buffers[row.buffer], row) for row in rows])
-    parts.apply(first.kind.rule, values, update, beside, scale=first.kind.scale, rounded=low)
-    parts.give_back(values, weights)
-    if low is not None:
-        parts.give_back(low, rounded)
-    for key, some in state.items():
-        parts.give_back(beside[key], some)
+    held = {key: parts.side_by_side(f"beside {key}", views) for key, views in beside.items()}
+    parts.apply(kind.rule, values, run.buffered(elements), held, scale=kind.scale, rounded=low)
+    for together, views in ((values, weights), (low, rounded), *((held[key], beside[key]) for key in held)):
+        if together is not None:
+            parts.give_back(together, views)
     return True
 
 
-def _by_key(states: Sequence[Mapping[str, Tensor]]) -> dict[str, list[Tensor]] | None:
-    """Return tensors that each piece has by key, such as its state, in a list for each key; None if they differ."""
-    if any([state.keys() != states[0].keys() for state in states]):
-        return None
-    found = {key: [state[key] for state in states] for key in states[0]}
-    return found if all([_alike(some) for some in found.values()]) else None
+def _views(tensors: Sequence[object], rows: Sequence[Row]) -> list[Tensor] | None:
+    """Return views of rows in their tensors; None if these are not all tensors of one dtype."""
+    found = [
+        view_in_storage(tensor, row.piece)
+        for tensor, row in zip(tensors, rows, strict=True)
+        if isinstance(tensor, Tensor)
+    ]
+    return found if len(found) == len(rows) and len({view.dtype for view in found}) == 1 else None
 
 
-def _alike(tensors: Sequence[Tensor]) -> bool:
-    return len({tensor.dtype for tensor in tensors}) == 1
+def _by_key(states: Sequence[Mapping[str, object]], rows: Sequence[Row]) -> dict[str, list[Tensor]] | None:
+    """Return views of rows in tensors that each has by key, such as its state; None if these are not alike."""
+    found, keys = dict[str, list[Tensor]](), states[0].keys()
+    for key in keys if all([state.keys() == keys for state in states]) else ():
+        if (views := _views([state[key] for state in states], rows)) is not None:
+            found[key] = views
+    return found if len(found) == len(keys) else None
