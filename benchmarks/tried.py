@@ -38,6 +38,7 @@ from torch import Tensor
 from muonmesh.layout import cost
 from muonmesh.numerics import deflation, newton_schulz
 from muonmesh.numerics.coefficients import COEFFICIENT_SETS, CoefficientSet, Polynomial
+from muonmesh.numerics.deflation import Deflation
 from muonmesh.numerics.gram_form import factored
 from muonmesh.numerics.iteration import Iteration
 from muonmesh.numerics.newton_schulz import Method, orthogonalize
@@ -147,7 +148,7 @@ def by_set(x: Tensor, name: str) -> Tensor:
 def add_set() -> None:
     """Make "fixed" known."""
     made = tuple(map(tuple, polynomials(FIXED)))
-    COEFFICIENT_SETS["fixed"] = CoefficientSet(made, "repeat_last", deflated=VECTORS, steps=3)
+    COEFFICIENT_SETS["fixed"] = CoefficientSet(made, "repeat_last", Deflation(VECTORS), steps=3)
 
 
 CONTENDERS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -33,3 +33,14 @@ def read_only(disk: Path) -> Iterator[None]:
         yield
     finally:
         subprocess.run(["mount", "-o", "remount,rw", disk], check=True)
+
+
+@contextmanager
+def read_only_for_new_files(disk: Path) -> Iterator[None]:
+    """A mounted file system in which nothing is opened for writing for a while, though files are open for it now."""
+    subprocess.run(["mount", "--bind", disk, disk], check=True)
+    try:
+        subprocess.run(["mount", "-o", "remount,bind,ro", disk], check=True)
+        yield
+    finally:
+        subprocess.run(["umount", disk], check=True)

@@ -7,7 +7,8 @@ from typing import Any
 
 from muonmesh.checkpoint.folder import look
 from muonmesh.checkpoint.record import fill, wanted
-from muonmesh.comm.storage import local_of, storage_of
+from muonmesh.comm.placing import storage_of
+from muonmesh.comm.storage import local_of
 from muonmesh.errors import FileError
 
 
@@ -16,7 +17,7 @@ def read(path: Path, tensors: dict[str, Any]) -> dict[str, Any]:
     contents = look(path)
     shares, storages = {}, {}
     for name, tensor in tensors.items():
-        saved, storage = contents.held.get(name), storage_of(name, tensor, None, needed=False)
+        saved, storage = contents.held.get(name), storage_of(name, tensor, None)
         if saved is None or saved.shape != tuple(storage.shape):
             raise FileError(f"{path}: {name} is not there, or of another shape")
         storages[name] = storage

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from muonmesh.comm.storage import placements_of
+from muonmesh.comm.placing import placements_of
 from muonmesh.layout import FlatParameter, FlatShards, Interval, MeshLayout
 from muonmesh.step.connection import placed_members
 from tests import gathered

@@ -67,13 +67,13 @@ def torch_muon(
     ns_steps: int = 5,
     adjust_lr_fn: str | None = None,
 ) -> Step:
-    """torch.optim.Muon 2.13; docs.pytorch.org/docs/2.13/generated/torch.optim.Muon.html."""
+    """torch.optim.Muon 2.13, and 2.15's third scale; docs.pytorch.org/docs/2.13/generated/torch.optim.Muon.html."""
 
     def step(p: Tensor, g: Tensor, state: dict[str, Any]) -> Tensor:
         rows, cols = p.shape
-        ratio = (
-            0.2 * math.sqrt(max(rows, cols)) if adjust_lr_fn == "match_rms_adamw" else math.sqrt(max(1, rows / cols))
-        )
+        unclamped = math.sqrt(rows / cols)
+        scales = {"match_rms_adamw": 0.2 * math.sqrt(max(rows, cols)), "spectral_unclamped": unclamped}
+        ratio = scales.get(str(adjust_lr_fn), max(1.0, unclamped))
         update = orthogonal(average(g, state, momentum, nesterov), [ns_coefficients] * ns_steps)
         return p * (1 - lr * weight_decay) - lr * ratio * update
 

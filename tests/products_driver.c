@@ -22,6 +22,8 @@ void OURS(muonmesh_multiply)(long, long, long, long, const matrix[6], int, const
 void OURS(muonmesh_row_products)(long, long, const bf16 *, const bf16 *, float *);
 void OURS(muonmesh_transpose)(long, long, long, const bf16 *, bf16 *);
 void OURS(muonmesh_load)(long, long, long, const bf16 *, bf16 *, float *);
+long OURS(muonmesh_room_of_all)(long, long);
+void OURS(muonmesh_orthogonalize)(long, long, long, const bf16 *, bf16 *, long, const double *, void *);
 
 __attribute__((weak)) const char *muonmesh_variant(void);
 
@@ -143,6 +145,27 @@ static double passes(int kind) {
   return worst;
 }
 
+/* Singular values of the result are near 1, so its square has about as many on its diagonal as it has rows. */
+static double all_steps(int kind) {
+  static const double polynomials[] = {4.0848, -6.8946, 2.9270, 3.9505, -6.3029, 2.6377, 1.5, -0.5, 0, 1.875, -1.25, 0.375};
+  long batch = upto(3), rows = upto(70), cols = upto(70), count = rows * cols, steps = upto(4);
+  bf16 *x = malloc(batch * count * 2), *out = malloc(batch * count * 2);
+  double *numbers = malloc(steps * 3 * sizeof(double)), worst = 0;
+  memcpy(numbers, polynomials, steps * 3 * sizeof(double));
+  for (long i = 0; i < batch * count; i++) x[i] = value(kind, 0);
+  void *room = NULL;
+  if (posix_memalign(&room, 64, OURS(muonmesh_room_of_all)(rows, cols))) exit(2);
+  OURS(muonmesh_orthogonalize)(batch, rows, cols, x, out, steps, numbers, room);
+  note(out, batch * count);
+  for (long b = 0; b < batch && kind == USUAL && steps == 4; b++) {
+    double sum = 0;
+    for (long i = b * count; i < (b + 1) * count; i++) sum += wide(out[i]) * wide(out[i]);
+    worst = fmax(worst, sum / (1.5 * (rows < cols ? rows : cols)));
+  }
+  free(x), free(out), free(room), free(numbers);
+  return worst;
+}
+
 int main(int n, char **arguments) {
   if (n == 1 && muonmesh_variant) return puts(muonmesh_variant()) < 0;
   if (n != 3) return 2;
@@ -152,6 +175,7 @@ int main(int n, char **arguments) {
     int kind = i % 4 == 3 ? ANY : i % 4 == 2 ? TINY : USUAL;
     worst = fmax(worst, product(kind));
     worst = fmax(worst, passes(kind));
+    worst = fmax(worst, all_steps(kind));
   }
   printf("%g %016llx\n", worst, (unsigned long long)bits);
   return 0;

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from muonmesh.comm.meeting import telling_failure
 from muonmesh.comm.wrappers import average_instead, group_of_wrapper
 from muonmesh.errors import calling, explain_error
-from muonmesh.groups import HeadPart
+from muonmesh.groups import Example, HeadPart
 from muonmesh.groups import split_params as split_locally
 from muonmesh.optimizer import Muon
 from muonmesh.settings import MuonSettings, shows_settings
@@ -29,6 +29,7 @@ def from_model(
     overrides: Mapping[str, Any] | None = None,
     per_head: bool | Collection[HeadPart] = False,
     rule: str = "muon",
+    example: Example | None = None,
     **settings: Unpack[MuonSettings],
 ) -> Muon:
     """Return a `Muon` for a model: Muon for its matrices, AdamW for embeddings, heads and vectors.
@@ -43,6 +44,8 @@ def from_model(
         overrides: Other rules or settings for single parameters, by name; see `split_params`.
         per_head: Which attention weights are one matrix for each head; see `split_params`.
         rule: The rule of the matrices: "muon", "normuon", another rule of muonmesh, or a name given to `register_rule`.
+        example: One forward of the model, from which the groups are read: its arguments as a tuple, its keyword
+            arguments as a dict, or a function that returns its loss; see `split_params`.
         settings: Further arguments of `Muon`, such as ``momentum``, ``weight_decay`` and ``process_group``, which its
             docstring describes. If ``model`` is a DistributedDataParallel, its process group is the default of
             ``process_group``.
@@ -57,7 +60,8 @@ def from_model(
         write += '(muonmesh.integrations.transformers.MuonFactory, {"args": args})'
         raise TypeError(explain_error("from_model", "no model", "the model", write))
     with calling("from_model"), telling_failure(alone=settings.get("process_group") == "local"):
-        groups = split_locally(model, muon=muon, adamw=adamw, overrides=overrides, per_head=per_head)
+        split: dict[str, Any] = {"muon": muon, "adamw": adamw, "overrides": overrides}
+        groups = split_locally(model, **split, per_head=per_head, example=example)
         for group in groups:
             if group["algorithm"] == "muon":
                 group["algorithm"] = rule

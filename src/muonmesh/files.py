@@ -47,12 +47,14 @@ def writing(path: Path, *, raised: type[Exception] = OSError, again: str = AGAIN
 def cannot_write(path: Path, error: BaseException, *, again: str = AGAIN) -> str:
     """Return the sentence about a file that could not be written: its path, the cause, and what to do."""
     number = error.errno if isinstance(error, OSError) else None
-    if number is None and (_room_at(path) < NEARLY_NOTHING or TOOK_LESS.search(str(error))):
+    memory = lacks_memory(error)
+    if number is None and not memory and (_room_at(path) < NEARLY_NOTHING or TOOK_LESS.search(str(error))):
         # Space may be free again because another rank removed its unfinished file. A limit on file sizes stays.
         number = errno.EFBIG if _sizes_are_limited() and _room_at(path) >= NEARLY_NOTHING else errno.ENOSPC
     full = number in FULL
     why = reason(error) if number is None or not full else os.strerror(number)
-    remedy = "Free some space there" if full else "Choose a place that can be written"
+    remedy = "Free some memory" if memory else "Choose a place that can be written"
+    remedy = "Free some space there" if full else remedy
     return f"{path}: could not be written: {why}. {remedy}, then {again}"
 
 
@@ -73,6 +75,11 @@ def reason(error: BaseException) -> str:
     return lines[0].rstrip(".") if lines else type(error).__name__
 
 
+def lacks_memory(error: BaseException) -> bool:
+    """Whether memory was missing: Python's, numpy's, or that of a tensor, for which torch raises a RuntimeError."""
+    return isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error) or "out of memory" in str(error)
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a whole file, or leave the old file unchanged.
 
@@ -89,7 +96,8 @@ def replace_text(path: Path, text: str) -> None:
     """Write a whole file as `write_text` does, but raise the OSError itself if this fails."""
     scratch = path.with_name(f".{path.name}.writing")
     try:
-        with scratch.open("w", encoding="utf-8", errors="replace") as file:
+        scratch.unlink(missing_ok=True)  # the rest of an interrupted write; or a link, which would lead elsewhere
+        with scratch.open("x", encoding="utf-8", errors="replace") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

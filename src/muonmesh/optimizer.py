@@ -5,11 +5,10 @@ from __future__ import annotations
 import copy
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, Unpack, cast
+from typing import Any, NamedTuple, Unpack, cast
 
 import torch
 import torch.distributed as dist
@@ -33,34 +32,37 @@ from muonmesh.numerics.precision import plain_modes
 from muonmesh.numerics.setting import own_names
 from muonmesh.report.explain import Explanation, explain, summary
 from muonmesh.report.metrics import measure
-from muonmesh.settings import (
-    LOST_GROUP,
-    LOST_LAYOUTS,
-    MuonSettings,
-    ProcessGroup,
-    SettingsFound,
-    algorithm_of,
-    check_groups,
-    check_process_group,
-    keep_rates_apart,
-    read_settings,
-    shows_settings,
-)
+from muonmesh.settings import LOST_GROUP, LOST_LAYOUTS, MuonSettings, ProcessGroup, shows_settings
+from muonmesh.settings.checks import algorithm_of, check_process_group, read_settings
+from muonmesh.settings.reading import SettingsFound, keep_rates_apart, read_groups
 from muonmesh.step.connection import check_members, connect, forget, outdated, plan
 from muonmesh.step.elementwise_step import step_elementwise
 from muonmesh.step.flag_vector import Flags
 from muonmesh.step.members import group_for, keep_gradients_of_views, replicas_of
 from muonmesh.step.muon_step import MuonStep
+from muonmesh.step.offload import Offload
 from muonmesh.step.parameter_steps import Collected, collect
-from muonmesh.step.planning import Planned
+from muonmesh.step.planning import Connected, Planned
 from muonmesh.step.precision import Precision
 from muonmesh.step.preflight import preflight, stand_aside
 from muonmesh.step.profiled import Profiled
 from muonmesh.step.ready import ReadyParameters
 from muonmesh.step.replicas import fingerprints
-from muonmesh.step.runtime import Clip, Runtime
+from muonmesh.step.runtime import Asked, Clip, Runtime
+from muonmesh.step.steady import steady
 from muonmesh.step.untrained import IdleParameters, warn_of_unsuited
 from muonmesh.step.update_squares import UpdateSquares
+
+
+class _Agreed(NamedTuple):
+    """A step that all ranks have agreed on: their plan, and what this rank has read for it."""
+
+    planned: Planned
+    exchange: Exchange
+    settings: SettingsFound
+    collected: Collected
+    flags: Flags
+    clip: Clip
 
 
 class Muon(torch.optim.Optimizer):
@@ -165,10 +167,10 @@ class Muon(torch.optim.Optimizer):
             if isinstance(params, (set, frozenset)):  # parameters without names are known by their order
                 needed = "ordered collections, the same order on every rank"
                 raise TypeError(explain_error("params", "a set", needed, "Write a list"))
-            precision, group = Precision.of(shared), shared["process_group"]
+            asked = Asked(*(shared[name] for name in Asked._fields))
             # A copy of the layouts, so that later changes of the caller's mapping have no effect here.
-            layouts, budget = dict(shared["layouts"] or {}), shared["memory_budget_mb"]
-            self._runtime = Runtime(precision, group, layouts, shared["shard_state"], budget, shared["cuda_graphs"])
+            layouts = dict(shared["layouts"] or {})
+            self._runtime = Runtime(Precision.of(shared), shared["process_group"], layouts, asked)
             source = ToOwners() if shared["gradients"] == "to_owners" else shared["gradients"]
             self._runtime.source = PARAMETER_GRAD if source is None else source
             if isinstance(params, ParamGroups):
@@ -296,78 +298,142 @@ class Muon(torch.optim.Optimizer):
 
     @plain_modes()
     def _take_step(self, scaler: torch.amp.grad_scaler.GradScaler | None) -> None:
+        """Agree with all ranks, and let the exchange do the rest, bucket by bucket.
+
+        That is: fold gradients into the momentum, gather matrices at their owners, orthogonalize, scatter, update.
+        """
         try:
-            with self._agreed_step(scaler) as agreed:
-                if agreed is not None:
-                    _, exchange, work = agreed
-                    watched = torch.autograd.profiler._is_profiler_enabled
-                    exchange.run(cast(MuonStep, Profiled(work)) if watched else work)
+            agreed = self._agree()
+            if agreed is not None and not self._note(agreed, scaler):
+                self._run(agreed)
         finally:
             if self._runtime.planned is not None:
                 for entry in self._runtime.planned.steps.values():
                     entry.gradient = None  # the user may free it
 
-    @contextmanager
-    def _agreed_step(
-        self, scaler: torch.amp.grad_scaler.GradScaler | None = None
-    ) -> Iterator[tuple[Planned, Exchange, MuonStep] | None]:
-        """Agree with all ranks on a step, yield its work (None if there is nothing to do), and then end the step."""
+    def _agree(self) -> _Agreed | None:
+        """Agree with all ranks on a step before anything is written; None if this rank can only stand aside."""
         runtime = self._runtime
         on_device = runtime.planned is not None and runtime.planned.device.type == "cuda"
         if on_device and torch.cuda.is_current_stream_capturing():
             raise capture_error()
         clip, runtime.clip = runtime.clip, Clip()
         try:
-            settings = self._begin()
-            agreed = self._agree(settings, clip)
+            agreed = self._preflight(self._begin(), clip)
         except Exception:
             runtime.clip = clip._replace(error=None)  # the next step takes these gradients, which may be scaled
-            if runtime.everywhere is not None:
-                runtime.everywhere(True)
+            runtime.driver.meet(raises=True)
             raise
-        if agreed is None:
-            yield None
-            return
-        planned, exchange, collected, flags = agreed
-        if runtime.everywhere is not None and (found := runtime.everywhere(False)) is not None:
-            clip, flags.skip = found, flags.skip or bool(found.skip)
-        for group, rule in zip(self.param_groups, settings.rules, strict=True):  # steps that raise count on no rank
-            if rule is not None and rule.counts_steps:  # torch's checkpoints load only keys that a group has at rest
-                group["steps_taken"] = rule.steps_taken + (not settings.at_rest)
-                if not settings.at_rest:
-                    runtime.counted.append(group)
+        if agreed is None or (met := runtime.driver.meet(raises=False)) is None:
+            return agreed
+        agreed.flags.skip = agreed.flags.skip or bool(met.skip)
+        return agreed._replace(clip=met)
+
+    def _begin(self) -> SettingsFound:
+        """Raise errors that the device has found since the last step, and read the settings of this step."""
+        runtime = self._runtime
+        runtime.refuse_if_interrupted()
+        counted, runtime.last.counted = runtime.last.counted, []
+        try:
+            runtime.hear()
+        except Exception:  # the rank that found the error has not counted the last step
+            for group in counted:
+                group["steps_taken"] -= 1
+            raise
+        return self._read()
+
+    def _read(self) -> SettingsFound:
+        runtime = self._runtime
+        runtime.last.settings = read_groups(self.param_groups, runtime.replaced, runtime.last.settings)
+        return runtime.last.settings
+
+    def _meet(self) -> tuple[Connected, Muon | None, Exception | None]:
+        """Return the plan that clipping and metrics follow, this optimizer, and the error of its settings.
+
+        None stands for the optimizer if this rank can no longer follow the plan, and only takes part.
+        """
+        runtime, groups, settings = self._runtime, self.param_groups, self._read()
+        if (before := outdated(groups, runtime, settings)) is not None:
+            return before, None, settings.error
+        return runtime.connected or connect(groups, runtime), self, settings.error
+
+    def _preflight(self, settings: SettingsFound, clip: Clip) -> _Agreed | None:
+        """Make a plan if needed, read the gradients, and agree with all ranks.
+
+        Return None if this rank could not follow the plan and the CPU does not wait for the flags: see `stand_aside`.
+        """
+        runtime, groups = self._runtime, self.param_groups
+        scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        collected = steady(self, runtime, settings, scale)
+        if collected is None and (before := outdated(groups, runtime, settings)) is not None:
+            if stand_aside(before, settings, runtime):
+                return None
+            forget(runtime)
+        error = None if found_inf is None else runtime.source.scaler_error()
+        overflow = None if found_inf is None else found_inf != 0
+        while True:
+            connected = planned, exchange = runtime.connected or connect(groups, runtime)
+            collected = collected or collect(planned, self, runtime, scale)
+            idle = runtime.idle.error(collected.missing, some=collected.some) if collected.missing else None
+            # Equal replicas stay equal. Only a new plan, or loaded state, may have made them differ.
+            look = runtime.loaded or runtime.ranks.compared is not planned
+            replicas = fingerprints(planned, self.state) if look else {}
+            wrong = clip.error or error or idle
+            flags = preflight(
+                connected, collected, settings, runtime, replicas, error=wrong, skip=clip.skip, overflow=overflow
+            )
+            runtime.ranks.compared, runtime.loaded = planned, False
+            if not flags.replan:
+                return _Agreed(planned, exchange, settings, collected, flags, clip)
+            forget(runtime)  # another rank's parameters have changed, so all plan again
+            collected = None
+
+    def _note(self, agreed: _Agreed, scaler: torch.amp.grad_scaler.GradScaler | None) -> bool:
+        """Note the step that all ranks have agreed on, and return whether it changes nothing."""
+        runtime, (_, _, settings, collected, flags, clip) = self._runtime, agreed
+        for number in settings.counting:  # steps that raise count on no rank
+            group, taken = self.param_groups[number], settings.rules[number].steps_taken
+            group["steps_taken"] = taken + (not settings.at_rest)
+            if not settings.at_rest:
+                runtime.last.counted.append(group)
         if (found_inf := getattr(self, "found_inf", None)) is not None:
             self._tell_scaler(scaler, flags, found_inf)
         runtime.idle.count(collected.missing, self.param_groups, some=collected.some)
-        runtime.stopped = flags.skip if flags.stop is None else flags.stop
+        runtime.last.stopped = flags.skip if flags.stop is None else flags.stop
         if clip.means is not None and clip.skip is not None:  # a step that clipping skips counts, unlike others
-            before, lost = means_of(self.param_groups, clip.means.device), ~clip.skip & runtime.stopped
+            before, lost = means_of(self.param_groups, clip.means.device), ~clip.skip & runtime.last.stopped
             keep_means(self.param_groups, torch.where(lost, before, clip.means))
-        if flags.skip:
-            yield None
-            return
-        squares = runtime.update_squares = None if runtime.update_squares is None else UpdateSquares()
-        precision, offload = runtime.precision, runtime.offload_of(planned)
+        return flags.skip
+
+    def _run(self, agreed: _Agreed) -> None:
+        """Run the exchange with the work of this rank, and end the step."""
+        runtime, (planned, exchange, settings, collected, flags, _) = self._runtime, agreed
+        precision, offload = runtime.precision, None
+        if precision.leaves(planned.device):
+            offload = Offload(planned.device, elements=planned.plan.budget.elements_on_device)
+        squares = runtime.last.squares = None if runtime.last.squares is None else UpdateSquares()
         ready = ReadyParameters(planned, collected.muon, settings.rules, flags, precision, offload)
         elementwise = []
         for some in collected.adamw:
             rule = settings.rules[some[0].member.group]
             elementwise.append(partial(step_elementwise, rule, some, precision, flags, squares, offload))
         work = MuonStep(ready, elementwise, squares)
+        watched = torch.autograd.profiler._is_profiler_enabled
         runtime.interrupted = f"a step (number {exchange.wire.steps} of this plan)"
         try:
             ready.begin(exchange.wire)
-            yield planned, exchange, work
+            exchange.run(cast(MuonStep, Profiled(work)) if watched else work)
             ready.finish()
         except Exception as error:
             runtime.explain_interruption(error)
             raise
-        runtime.wrote = ready.blocks
-        runtime.brought_back = None if offload is None else offload.last
+        runtime.last.blocks = ready.blocks
+        runtime.last.brought_back = None if offload is None else offload.last
         runtime.interrupted = None
+        if collected is not planned.collected:
+            collected.remember(planned)
         if work.summands.unsuited:
-            unsuited, told = work.summands.unsuited, runtime.unsuited_told
-            warn_of_unsuited(planned, settings.rules, unsuited, told, runtime.tell)
+            warn_of_unsuited(planned, settings.rules, work.summands.unsuited, runtime.told, runtime.tell)
 
     def finish(self) -> None:
         """Wait until state in CPU memory (``state_device="cpu"``) has been copied back after a step.
@@ -376,51 +442,9 @@ class Muon(torch.optim.Optimizer):
         and all other methods that read state wait by themselves. Call this method before you read ``optimizer.state``
         yourself. It starts no collective, so a single rank may call it.
         """
-        if self._runtime.brought_back is not None:
-            self._runtime.brought_back.synchronize()
+        if self._runtime.last.brought_back is not None:
+            self._runtime.last.brought_back.synchronize()
         bring_to_host(self.param_groups)
-
-    def _begin(self) -> SettingsFound:
-        """Raise errors that the device has found since the last step, and read the settings of this step."""
-        runtime, groups = self._runtime, self.param_groups
-        runtime.refuse_if_interrupted()
-        counted, runtime.counted = runtime.counted, []
-        try:
-            runtime.hear()
-        except Exception:  # the rank that found the error has not counted the last step
-            for group in counted:
-                group["steps_taken"] -= 1
-            raise
-        return check_groups(groups, runtime.replaced)
-
-    def _agree(self, settings: SettingsFound, clip: Clip) -> tuple[Planned, Exchange, Collected, Flags] | None:
-        """Make a plan if needed, read the gradients, and agree with all ranks before anything is written.
-
-        Return None if this rank could not follow the plan and the CPU does not wait for the flags: see `stand_aside`.
-        """
-        runtime, groups = self._runtime, self.param_groups
-        if (before := outdated(groups, runtime, settings)) is not None:
-            if stand_aside(before, settings, runtime):
-                return None
-            forget(runtime)
-        scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        error = None if found_inf is None else runtime.source.scaler_error()
-        while True:
-            connected = planned, exchange = runtime.connected or connect(groups, runtime)
-            collected = collect(planned, self, runtime, scale)
-            idle = runtime.idle.error(collected.missing, some=collected.some) if collected.missing else None
-            # Equal replicas stay equal. Only a new plan, or loaded state, may have made them differ.
-            look = runtime.loaded or runtime.compared is not planned
-            replicas = fingerprints(planned, self.state) if look else {}
-            overflow = None if found_inf is None else found_inf != 0
-            wrong = clip.error or error or idle
-            flags = preflight(
-                connected, collected, settings, runtime, replicas, error=wrong, skip=clip.skip, overflow=overflow
-            )
-            runtime.compared, runtime.loaded = planned, False
-            if not flags.replan:
-                return planned, exchange, collected, flags
-            forget(runtime)  # another rank's parameters have changed, so all plan again
 
     def _tell_scaler(self, scaler: torch.amp.grad_scaler.GradScaler | None, flags: Flags, found_inf: Tensor) -> None:
         """Tell the GradScaler whether any rank overflowed; warn if its scale will differ."""
@@ -482,14 +506,12 @@ class Muon(torch.optim.Optimizer):
             PlanError: another rank raised, or ranks were given different arguments.
         """
         check_process_group(process_group, ("world", "local"))
-        runtime, groups, ranks = self._runtime, self.param_groups, group_for(process_group)
+        runtime, ranks = self._runtime, group_for(process_group)
         limits = Limits(max_norm, policy, skip_above, norms, norm_type)
         while True:
-            settings = check_groups(groups, runtime.replaced)
-            before = outdated(groups, runtime, settings)
-            connected, here = before or runtime.connected or connect(groups, runtime), None if before else self
+            connected, here, error = self._meet()
             try:
-                found, runtime.clip = clip_gradients(connected, here, settings.error, limits, runtime, ranks)
+                found, runtime.clip = clip_gradients(connected, here, error, limits, runtime, ranks)
             except PlanAgain:
                 forget(runtime)
                 continue
@@ -512,8 +534,7 @@ class Muon(torch.optim.Optimizer):
         planned = plan(self.param_groups, runtime) if filled else None
         for known in (runtime.planned, planned):
             if known is not None:
-                known.columns.clear()
-                known.steps.clear()  # they hold the old state, for which there may be no memory beside the new one
+                known.forget_steps()  # they hold the old state, for which there may be no memory beside the new one
         restore_state(self, state_dict, runtime.precision, planned, super().load_state_dict)
         keep_rates_apart(self.param_groups, runtime.replaced)
         runtime.interrupted, runtime.loaded = None, planned is not None and bool(planned.members)
@@ -531,7 +552,7 @@ class Muon(torch.optim.Optimizer):
             self.finish()
             self._runtime.refuse_if_interrupted()
             if self._runtime.precision.int8:
-                widen_state(self.state, plan(self.param_groups, self._runtime), self._runtime.wrote)
+                widen_state(self.state, plan(self.param_groups, self._runtime), self._runtime.last.blocks)
             found = super().state_dict()
             found["param_groups"] = [SavedGroup.of(group) for group in found["param_groups"]]
             return found
@@ -542,16 +563,14 @@ class Muon(torch.optim.Optimizer):
         runtime = self._runtime
         lost = isinstance(runtime.process_group, dist.ProcessGroup)
         fresh = Runtime(
-            replace(runtime.precision, kernels=runtime.asked),
+            replace(runtime.precision, kernels=runtime.asked.kernels),
             LOST_GROUP if lost else runtime.process_group,
             LOST_LAYOUTS if runtime.layouts else {},
-            runtime.shard_state,
-            runtime.memory_budget_mb,
-            runtime.cuda_graphs,
+            runtime.asked,
+            runtime.source,
             complete=runtime.complete,
-            warned=runtime.warned,
             interrupted=runtime.interrupted,
-            source=runtime.source,
+            told=runtime.told,
         )
         return {**super().__getstate__(), "_runtime": fresh}
 
@@ -578,12 +597,12 @@ class Muon(torch.optim.Optimizer):
 
         The value is the same on all ranks that share parameters, so schedules that depend on it stay equal.
         """
-        return bool(self._runtime.stopped)
+        return bool(self._runtime.last.stopped)
 
     @property
     def stopped(self) -> bool | Tensor:
         """The value of `skipped` without waiting: a 0-d bool tensor if only the device knows the value."""
-        return self._runtime.stopped
+        return self._runtime.last.stopped
 
     @property
     def counts(self) -> Counts:
@@ -603,7 +622,7 @@ class Muon(torch.optim.Optimizer):
             LayoutError, ValueError, TypeError: a step with the current groups is not possible.
         """
         self.finish()
-        if (error := check_groups(self.param_groups, self._runtime.replaced).error) is not None:
+        if (error := read_groups(self.param_groups, self._runtime.replaced).error) is not None:
             raise error
         planned, runtime = plan(self.param_groups, self._runtime), self._runtime
         ranks = replicas_of(runtime.holders) or (planned.rank,)
@@ -627,13 +646,10 @@ class Muon(torch.optim.Optimizer):
         Reading a tensor (``float(x)``, ``format``) does wait, so log it late. On a device a rank returns the figures of
         groups of which it stores a part. They are NaN if another rank had an error, which the next step raises.
         """
-        runtime, groups = self._runtime, self.param_groups
+        runtime = self._runtime
         while True:
-            settings = check_groups(groups, runtime.replaced)
-            before = outdated(groups, runtime, settings)
-            connected, here = before or runtime.connected or connect(groups, runtime), None if before else self
-            found = measure(connected, here, settings.error, runtime)
+            found = measure(*self._meet(), runtime)
             if found is not None:
-                runtime.update_squares = runtime.update_squares or UpdateSquares()
+                runtime.last.squares = runtime.last.squares or UpdateSquares()
                 return found
             forget(runtime)

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard
 import muonmesh as mm
 from muonmesh.comm.storage import local_of
 from muonmesh.numerics.rules.registry import Algorithm
-from muonmesh.testing import Race, SimulatedDevice
+from tests.device.simulated import Race, SimulatedDevice
 
 # name: (shape, matrices); None instead of matrices puts the parameter into the AdamW group.
 PARAMETERS: dict[str, tuple[tuple[int, ...], Any]] = {

@@ -15,13 +15,14 @@ from torch import Tensor, nn
 
 import muonmesh as mm
 from muonmesh.errors import LayoutError
-from muonmesh.numerics.coefficients import DEFLATED_FROM_ROWS
+from muonmesh.numerics.deflation import Deflation
 from muonmesh.numerics.graphs import MOST, Graphs
 from muonmesh.numerics.newton_schulz import Orthogonalizer
-from muonmesh.testing import RaceError, SimulatedDevice, dry_run
-from muonmesh.tools.testing.device import Graph, Stream
+from muonmesh.testing import dry_run
 from tests.device import stepping
+from tests.device.simulated import RaceError, SimulatedDevice
 from tests.device.stepping import CASES, Case, Found, simulated
+from tests.device.timeline import Graph, Stream
 from tests.interpreter import interpreting
 
 pytestmark = pytest.mark.filterwarnings(
@@ -447,9 +448,9 @@ def test_orthogonalize_can_be_captured_by_its_caller() -> None:
 def test_sets_that_decompose_are_not_captured(coefficients: str) -> None:
     """Solvers may read numbers on the host and have memory of their own."""
     with SimulatedDevice(0):
-        graphs, of = Graphs(CUDA), made(DEFLATED_FROM_ROWS, 400, coefficients=coefficients)
+        graphs, of = Graphs(CUDA), made(Deflation.from_rows, 400, coefficients=coefficients)
         for _ in range(4):
-            x = torch.randn(1, DEFLATED_FROM_ROWS, 400).to(CUDA)
+            x = torch.randn(1, Deflation.from_rows, 400).to(CUDA)
             assert torch.equal(of(x, graphs=graphs).cpu(), of(x).cpu())
         assert len(graphs) == (coefficients != "deflated")
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from muonmesh.testing import Race, RaceError, SimulatedDevice
-from muonmesh.tools.testing.device import Stream
 from tests.device.removals import objections
+from tests.device.simulated import Race, RaceError, SimulatedDevice
 from tests.device.stepping import CASES, differing, simulated
+from tests.device.timeline import Stream
 from tests.interpreter import interpreting
 
 pytestmark = pytest.mark.filterwarnings(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,7 @@ def test_adapters_train_and_are_saved_and_loaded(tmp_path: Path) -> None:
 
 
 Q = ["q_proj"]
+RATE: dict[str, Any] = {"lr": 0.05, "compute_dtype": torch.float32}
 ADAPTERS: list[tuple[peft.PeftConfig, str]] = [
     (peft.OFTConfig(target_modules=Q, oft_block_size=4, r=0), "adamw.matrices"),
     (peft.HRAConfig(target_modules=Q, r=4), "adamw.matrices"),
@@ -64,6 +66,47 @@ def test_what_other_adapters_add_is_adamws(case: tuple[peft.PeftConfig, str]) ->
     config, group = case
     groups = mm.split_params(get_peft_model(llama(), config))
     assert {g["name"] for g in groups} == {group}
+
+
+PROMPT: dict[str, Any] = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 4}
+MORE: dict[str, peft.PeftConfig] = {
+    "DoRA": LoraConfig(**LORA, use_dora=True),
+    "rsLoRA": LoraConfig(**LORA, use_rslora=True),
+    "PiSSA": LoraConfig(**LORA, init_lora_weights="pissa"),
+    "biases": LoraConfig(**LORA, bias="all", lora_bias=True),
+    "AdaLoRA": peft.AdaLoraConfig(target_modules=Q, init_r=6, target_r=2, total_step=20),  # without its pruning
+    "VeRA": peft.VeraConfig(target_modules=Q, r=4),
+    "IA3": peft.IA3Config(target_modules=[*Q, "down_proj"], feedforward_modules=["down_proj"]),
+    "BOFT": peft.BOFTConfig(target_modules=Q, boft_block_size=4),
+    "prompt tuning": peft.PromptTuningConfig(**PROMPT),
+    "prefix tuning": peft.PrefixTuningConfig(**PROMPT),
+    "p-tuning": peft.PromptEncoderConfig(**PROMPT, encoder_hidden_size=16),
+}
+
+
+@pytest.mark.parametrize("name", [*MORE, *(type(config).__name__ for config, _ in ADAPTERS)])
+def test_adapters_of_every_kind_train_and_go_on_bit_for_bit(name: str, tmp_path: Path) -> None:
+    """All that is trained moves, the base does not, and a checkpoint goes on as if nothing had been between."""
+    config = MORE.get(name) or next(config for config, _ in ADAPTERS if type(config).__name__ == name)
+    settings = {**RATE, "overrides": {"lora_[AB]": "muon"} if name in {"DoRA", "rsLoRA", "PiSSA", "AdaLoRA"} else {}}
+
+    def adapted() -> tuple[nn.Module, mm.Muon]:
+        torch.manual_seed(0)  # some adapters have random numbers that they do not train and PEFT does not save
+        model = get_peft_model(llama(), copy.deepcopy(config))
+        return model, mm.from_model(model, **settings)
+
+    model, optimizer = adapted()
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    train(model, optimizer, range(2))
+    moved = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+    assert moved == {name for name, p in model.named_parameters() if p.requires_grad}
+    mm.checkpoint.save(tmp_path / "saved", model, optimizer)
+    train(model, optimizer, range(2, 4))
+
+    again, resumed = adapted()
+    mm.checkpoint.load(tmp_path / "saved", again, resumed)
+    train(again, resumed, range(2, 4))
+    assert different(weights(again), weights(model)) == []
 
 
 def test_saved_modules_are_what_they_copy() -> None:
@@ -85,7 +128,6 @@ BASES: dict[str, tuple[Any, str]] = {
     "torchao, 8 bits": (TorchAoConfig(Int8WeightOnlyConfig()), "Int8Tensor"),
     "quanto, 8 bits": (QuantoConfig(weights="int8"), "QLinear"),
 }
-RATE = {"lr": 0.05, "compute_dtype": torch.float32}
 
 
 def bits(model: nn.Module) -> dict[str, Tensor]:

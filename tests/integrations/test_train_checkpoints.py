@@ -11,7 +11,6 @@ import shutil
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,12 +23,13 @@ from typer.testing import CliRunner
 import muonmesh as mm
 from muonmesh.checkpoint.index import read_index
 from muonmesh.checkpoint.manifest import INDEX_FILE, MANIFEST_FILE, entry_of, read_manifest, write_manifest
-from muonmesh.checkpoint.ranks import insist_on_the_same, on_first_rank, together
+from muonmesh.checkpoint.ranks import on_first_rank, together
 from muonmesh.errors import FileError
 from muonmesh.tools.cli.app import app
 from muonmesh.tools.cli.checkpoints import Checkpoints, checkpoints_of
 from muonmesh.tools.cli.corpus import Corpus, load_corpus_of, prepare_corpus, save_corpus_of, standard_library
 from muonmesh.tools.cli.model import check_parameters, parallelise
+from muonmesh.tools.cli.rank import insist_on_the_same
 from muonmesh.tools.cli.run_settings import Parallel, Settings, load_settings
 from muonmesh.tools.cli.training import StopRequest, Training
 from tests.workers import Pool
@@ -39,8 +39,8 @@ VOCAB = 300
 STEP = 4
 
 
-def small_engine(value: float) -> Any:
-    """What an engine has for a checkpoint, after a step; each rank holds a part, in a file of its own."""
+def stepped(value: float) -> tuple[torch.nn.Module, mm.Muon]:
+    """A model and its optimizer after a step; each rank holds a part, in a file of its own."""
     model = torch.nn.Sequential(torch.nn.Linear(64, 64, bias=False), torch.nn.Linear(64, 64, bias=False))
     for number, parameter in enumerate(model.parameters()):
         torch.nn.init.constant_(parameter, value + number)
@@ -49,22 +49,22 @@ def small_engine(value: float) -> Any:
     optimizer = mm.Muon(mm.split_params(model, overrides={"1.weight": "adamw", "0.weight": "muon"}))
     model(torch.arange(64.0)).sum().backward()
     optimizer.step()
-    return SimpleNamespace(model=model, saved=optimizer)
+    return model, optimizer
 
 
 def save_small(directory: Path) -> None:
-    Checkpoints(directory).save(STEP, small_engine(1.0))
+    Checkpoints(directory).save(STEP, *stepped(1.0))
 
 
 def load_small(directory: Path) -> tuple[str, bool]:
     """What this rank says when it loads, and whether what it loads into is as it was."""
-    engine, message = small_engine(0.0), ""
-    before = [parameter.detach().clone() for parameter in engine.model.parameters()]
+    (model, optimizer), message = stepped(0.0), ""
+    before = [parameter.detach().clone() for parameter in model.parameters()]
     try:
-        Checkpoints(directory).load(STEP, engine)
+        Checkpoints(directory).load(STEP, model, optimizer)
     except FileError as error:
         message = str(error)
-    return message, all(map(_equal, before, engine.model.parameters()))
+    return message, all(map(_equal, before, model.parameters()))
 
 
 @pytest.fixture(scope="module")
@@ -210,14 +210,14 @@ def saved(pool: Pool, prepare: Callable[..., Path]) -> Callable[[Parallel], Path
 
 
 @pytest.fixture(scope="module")
-def small(pool: Pool, folder: Path) -> Path:
+def saved_small(pool: Pool, folder: Path) -> Path:
     pool.run(save_small, folder / "small")
     return folder / "small"
 
 
-def test_what_is_saved_is_loaded(small: Path, pool: Pool) -> None:
-    assert pool.run(load_small, small) == [("", False)] * RANKS
-    place = small / f"step-{STEP:08d}"
+def test_what_is_saved_is_loaded(saved_small: Path, pool: Pool) -> None:
+    assert pool.run(load_small, saved_small) == [("", False)] * RANKS
+    place = saved_small / f"step-{STEP:08d}"
     assert {path.name for path in place.iterdir()} == {
         ".metadata",
         "__0_0.distcp",
@@ -230,10 +230,10 @@ def test_what_is_saved_is_loaded(small: Path, pool: Pool) -> None:
 
 @pytest.mark.parametrize("name", DAMAGE)
 def test_a_damaged_checkpoint_is_one_sentence_on_every_rank_before_anything_changes(
-    name: str, small: Path, pool: Pool, tmp_path: Path
+    name: str, saved_small: Path, pool: Pool, tmp_path: Path
 ) -> None:
     how, expected = DAMAGE[name]
-    shutil.copytree(small, tmp_path / "muon")
+    shutil.copytree(saved_small, tmp_path / "muon")
     how(tmp_path / "muon" / f"step-{STEP:08d}")
     for message, same in pool.run(load_small, tmp_path / "muon"):
         assert expected in message
@@ -352,24 +352,24 @@ def save_poisoned(directory: Path) -> list[str]:
     """Save a state, then one of which only rank 1 holds a NaN, then one that does not fit on the disk."""
     messages = []
     checkpoints = Checkpoints(directory)
-    checkpoints.save(1, small_engine(1.0))
-    poisoned = small_engine(1.0)
+    checkpoints.save(1, *stepped(1.0))
+    poisoned = stepped(1.0)
     if dist.get_rank() == 1:
         with torch.no_grad():
-            poisoned.model[0].weight.to_local()[3, 3] = float("nan")
-    for step, engine in ((2, poisoned), (3, small_engine(1.0))):
+            poisoned[0][0].weight.to_local()[3, 3] = float("nan")
+    for step, state in ((2, poisoned), (3, stepped(1.0))):
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
         if step == 3:
             resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 12, limits[1]))
         try:
-            checkpoints.save(step, engine)
+            checkpoints.save(step, *state)
         except FileError as error:
             messages.append(str(error))
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    back = small_engine(0.0)
-    checkpoints.load(1, back)
-    assert all(map(_equal, small_engine(1.0).model.parameters(), back.model.parameters()))
+    back = stepped(0.0)
+    checkpoints.load(1, *back)
+    assert all(map(_equal, stepped(1.0)[0].parameters(), back[0].parameters()))
     return messages
 
 

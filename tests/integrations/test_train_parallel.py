@@ -122,7 +122,7 @@ def train_both(run: Path) -> list[str]:
 def train(run: Path, optimizer: Optimizer, stop_after: int = STEPS) -> list[str]:
     training = Training(optimizer, load_settings(run), load_corpus_of(run), torch.device("cpu"))
     training.restore()
-    training.engine.explain()
+    training.explain()
     if dist.get_rank() == 0:
         cut_metrics(run, optimizer, training.start if training.start else -1)
     training.run(StopAfter(stop_after))
@@ -269,4 +269,4 @@ def explained(run: Path) -> str:
     """Take two steps of Muon; what the optimizer says of them."""
     training = Training("muon", load_settings(run), load_corpus_of(run), torch.device("cpu"))
     training.run(StopAfter(2))
-    return training.engine.explain()
+    return training.explain()

@@ -29,7 +29,7 @@ from muonmesh.tools.cli.app import app
 from muonmesh.tools.cli.checkpoints import checkpoints_of, latest_step
 from muonmesh.tools.cli.corpus import prepare_corpus, standard_library
 from muonmesh.tools.cli.metrics_log import read_metrics
-from tests.disks import small_disk
+from tests.disks import read_only_for_new_files, small_disk
 
 COMMAND = (sys.executable, "-c", "from muonmesh.tools.cli import main; main()", "train")
 RANKS = 2
@@ -220,6 +220,37 @@ def test_a_full_disk_is_one_sentence_and_the_last_checkpoint_is_whole(disk: Path
     result = subprocess.run([*COMMAND, "--resume", str(run)], capture_output=True, text=True, check=False, timeout=300)
     assert result.returncode == 0, result.stderr
     assert latest_step(checkpoints_of(run, "muon")) == 6
+
+
+@pytest.mark.slow
+@pytest.mark.soak
+def test_a_disk_that_becomes_read_only_is_one_sentence_on_every_rank(disk: Path, folder: Path) -> None:
+    """Metrics are written by rank 0, whose error reached the others as gloo's traceback of a lost connection."""
+    run = disk / "run"
+    options = ("--steps", 10_000, "--eval-every", 10_000, "--checkpoint-every", 3)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen(line(run, folder / "text", *options), text=True, **pipes)
+    try:
+        wait_for(lambda: process.poll() is not None or any(r["step"] >= 4 for r in read_metrics(run)))
+        with read_only_for_new_files(disk):
+            _, told = process.communicate(timeout=120)
+            assert process.returncode == 1
+            assert "Traceback" not in told
+            assert "gloo" not in told
+            *ranks, last = told.strip().splitlines()
+            needed = "could not be written: Read-only file system. Choose a place that can be written"
+            assert all(needed in each for each in ranks), told
+            assert len(ranks) == RANKS
+            assert last.endswith("its own output is above")
+            assert latest_step(checkpoints_of(run, "muon")) in range(3, 10_000, 3)
+            resumed = [*COMMAND, "--resume", str(run)]
+            result = subprocess.run(resumed, capture_output=True, text=True, check=False, timeout=300)
+            assert result.returncode == 2
+            assert len(result.stderr.strip().splitlines()) == 1
+            assert needed in result.stderr
+    finally:
+        process.kill()
+        process.communicate()
 
 
 @pytest.mark.slow

@@ -39,7 +39,7 @@ def main(file: Path, interface: str, machine: str) -> None:
     dist.barrier()
     left = (int(counter.read_text()) - before) / STEPS
     print_ = [hash(w.detach().numpy().tobytes()) for w in weights]
-    found = {"left": left, "machine": optimizer._runtime.machine, "weights": print_}
+    found = {"left": left, "machine": optimizer._runtime.ranks.machine, "weights": print_}
     file.with_suffix(f".{dist.get_rank()}.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()

@@ -24,6 +24,7 @@ import muonmesh as mm
 from muonmesh.errors import StateError
 from muonmesh.integrations.megatron import get_megatron_optimizer
 from muonmesh.step.connection import placed_members
+from tests.in_copies import work_in_copies
 from tests.megatron import cpu, gathered, host
 from tests.megatron.host import Shape
 from tests.megatron.oracle import Oracle
@@ -42,7 +43,7 @@ class Run:
             host.optimizer_config(shape), self.chunks, muon=muon, policy="all", skip_above="1e9x"
         )
         if "state_device" in muon:
-            self.optimizer.optimizer._runtime.offload = True  # told to, a CPU works in copies too
+            work_in_copies(self.optimizer.optimizer)  # told to, a CPU works in copies too
 
     def state(self, is_loading: bool) -> dict[str, Any]:
         (chunk,) = self.chunks

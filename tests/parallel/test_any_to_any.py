@@ -31,6 +31,7 @@ from muonmesh.comm.storage import local_of
 from muonmesh.integrations import fsdp1
 from muonmesh.step.connection import placed_members
 from tests import gathered, layouts, problem
+from tests.in_copies import work_in_copies
 from tests.layouts import R, S, strided
 from tests.meshes import machines, mesh_of
 
@@ -83,7 +84,7 @@ def optimizer_of(
             group.update(RULES[rule])
     optimizer = mm.Muon(groups, **settings)
     if in_copies:
-        optimizer._runtime.offload = True
+        work_in_copies(optimizer)
     return optimizer
 
 

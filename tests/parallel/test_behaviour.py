@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 import muonmesh as mm
 from muonmesh.numerics import kernels
 from muonmesh.numerics.kernels import auto_takes, compiled
+from muonmesh.tools.testing.host_waits import HostWaits
 from tests import gathered, pretended, problem
 
 
@@ -40,7 +41,7 @@ def step_zeroed(layout: str, wait: bool) -> list[str]:
     for held, waits in ((layout, wait), ("local", True)):
         model, group = problem.hold(held, problem.initial())
         optimizer = mm.Muon(problem.groups(model), process_group=group, **problem.SETTINGS)
-        optimizer._runtime.waits = waits
+        optimizer._runtime.driver = HostWaits(waits)
         for step in range(4):
             for name, gradient in problem.zeroed(step).items():
                 parameter = model.get_parameter(name)
@@ -95,7 +96,7 @@ def missing_on_one_shard(algorithm: str, host: str) -> tuple[list[str], list[str
         mm.Muon([{"params": [p], "algorithm": algorithm}], lr=0.1, compute_dtype=torch.float32, process_group=group)
         for p, group in ((weight, None), (twin, "local"))
     )
-    sharded._runtime.waits = HOSTS[host]
+    sharded._runtime.driver = HostWaits(HOSTS[host])
     for step in range(5):
         gradient = torch.randn(8, 6, generator=torch.Generator().manual_seed(step))
         missing = step in (0, 3, 4)
@@ -150,9 +151,8 @@ def mistake(kind: str) -> None:
     """Make a mistake on rank 1 only, in the second step; every rank must raise and nothing be written."""
     model, group = problem.hold("ddp" if kind in ("missing", "sparse") else "fsdp", problem.initial())
     optimizer = mm.Muon(problem.groups(model), process_group=group, **problem.SETTINGS)
-    if kind.startswith("late "):
-        optimizer._runtime.waits = False
-        kind = kind.removeprefix("late ")
+    late, kind = kind.startswith("late "), kind.removeprefix("late ")
+    optimizer._runtime.driver = HostWaits(False if late else None)
     for step in range(2):
         for name, gradient in problem.gradients(step).items():
             model.get_parameter(name).grad = problem.placed_like(model.get_parameter(name), gradient)
@@ -169,7 +169,7 @@ def mistake(kind: str) -> None:
             parameter.grad = distribute_tensor(torch.ones(64, 96), everyone, [Shard(1)], src_data_rank=None)
     try:
         optimizer.step()
-        if optimizer._runtime.waits is False:
+        if late:
             optimizer.step()  # the flags of the last step have arrived
     finally:
         after = problem.result(model, optimizer)

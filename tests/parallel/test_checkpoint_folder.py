@@ -15,8 +15,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from muonmesh.checkpoint.folder import look, write
-from muonmesh.checkpoint.place import writing_at
+from muonmesh.checkpoint.place import before_at, writing_at
 from muonmesh.errors import FileError
+from tests.alone import files_of_at_most
+from tests.disks import read_only, small_disk
 from tests.folders import read
 from tests.workers import Pool
 
@@ -119,3 +121,92 @@ def test_what_somebody_else_has_there_stays(pool: Pool, tmp_path: Path) -> None:
     pool.run(written, path, 2.0)  # the other is gone
     assert not writing_at(path).exists()
     assert pool.run(read_back, path)[0][0] == SETTINGS
+
+
+LEFT = {"a link": Path.symlink_to, "a file": Path.hardlink_to, "'notes.txt' in it": None}
+
+
+@pytest.mark.parametrize("beside", [writing_at, before_at])
+@pytest.mark.parametrize("found", LEFT)
+def test_what_somebody_else_has_at_a_temporary_path_stays(
+    beside: Callable[[Path], Path], found: str, pool: Pool, tmp_path: Path
+) -> None:
+    """A save ended in "Not a directory" there, or removed the files of somebody else."""
+    path, notes = tmp_path / "state", tmp_path / "notes.txt"
+    place = beside(path)
+    pool.run(written, path)
+    notes.write_text("mine")
+    if (make := LEFT[found]) is None:
+        place.mkdir()
+        shutil.copy(notes, place)
+    else:
+        make(place, tmp_path if found == "a link" else notes)
+    needed = "nothing there, or the rest of an interrupted save. Move it away, or save under another name"
+    for message in pool.run(refused, path):
+        assert message.startswith(f"{place}: found {found}"), message
+        assert message.endswith(f"needed {needed}"), message
+    assert os.path.lexists(place)
+    assert (place / "notes.txt").exists() or place.read_text() == "mine"
+    assert pool.run(read_back, path)[0][0] == SETTINGS
+
+
+def tried(path: Path, factor: float) -> str:
+    """The sentence of a save that could not be done, empty for one that was."""
+    try:
+        written(path, factor)
+    except FileError as error:
+        return str(error)
+    return ""
+
+
+def test_a_disk_that_is_full_anywhere_or_read_only_is_one_sentence_on_every_rank(pool: Pool, tmp_path: Path) -> None:
+    """Whichever file of whichever rank is the first without room: the old checkpoint is there, then the new one."""
+    page = os.sysconf("SC_PAGESIZE")
+    with small_disk(tmp_path / "disk", megabytes=1) as disk:
+        path, ballast = disk / "state", disk / "ballast"
+        pool.run(written, path)
+        refusals = 0
+        for pages in range(40):
+            ballast.write_bytes(b"")
+            ballast.write_bytes(bytes(shutil.disk_usage(disk).free - pages * page))
+            first, *others = pool.run(tried, path, 2.0)
+            assert others == [first] * (RANKS - 1)
+            assert pool.run(read_back, path)[0][1]["state.weight.step"] == (2.0 if first else 4.0)
+            if not first:
+                break
+            refusals += 1
+            assert (
+                first
+                == f"{path}: could not be written: No space left on device. Free some space there, then save again"
+            )
+            assert sorted(os.listdir(disk)) == ["ballast", "state"]
+        assert not first
+        assert refusals >= 5  # one for each file that a save writes
+        ballast.unlink()
+        with read_only(disk):
+            assert set(pool.run(tried, path, 3.0)) == {
+                f"{path}: could not be written: Read-only file system. Choose a place that can be written, then save "
+                "again"
+            }
+            assert pool.run(read_back, path)[0][1]["state.weight.step"] == 4.0
+        assert pool.run(tried, path, 3.0) == [""] * RANKS
+
+
+def tried_by_a_limited_rank(limited: int, path: Path) -> str:
+    if dist.get_rank() != limited:
+        return tried(path, 2.0)
+    with files_of_at_most(100, deadly=False):
+        return tried(path, 2.0)
+
+
+@pytest.mark.parametrize("limited", range(RANKS))
+def test_a_limit_of_one_rank_is_the_cause_that_every_rank_tells(limited: int, pool: Pool, tmp_path: Path) -> None:
+    """Rank 0 guessed at the cause, which only the other knew, and told of a full disk."""
+    path = tmp_path / "state"
+    pool.run(written, path)
+    for message in pool.run(tried_by_a_limited_rank, limited, path):
+        assert message.startswith(f"{path}: could not be written: File too large. Free some space there, then "), (
+            message
+        )
+    assert pool.run(read_back, path)[0][1]["state.weight.step"] == 2.0
+    assert os.listdir(tmp_path) == ["state"]

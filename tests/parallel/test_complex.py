@@ -11,6 +11,7 @@ from torch.distributed.fsdp import fully_shard
 
 import muonmesh as mm
 from tests import gathered
+from tests.in_copies import work_in_copies
 
 
 class Spectral(nn.Module):
@@ -46,7 +47,7 @@ def trained(settings: dict[str, Any]) -> dict[str, Tensor]:
     fully_shard(net)
     optimizer = mm.from_model(net, lr=1e-2, **settings)
     if "state_device" in settings:
-        optimizer._runtime.offload = True
+        work_in_copies(optimizer)
     for _ in range(3):
         net().backward()
         optimizer.step()

@@ -117,7 +117,7 @@ def with_sums(name: str, machine: int, bucket: float) -> list[str]:
             held.give(problem.gradients(step))
             optimizer.step()
         found.append(held.whole(optimizer))
-        assert optimizer._runtime.machine == ranks
+        assert optimizer._runtime.ranks.machine == ranks
     return problem.differing(*found)
 
 
@@ -212,7 +212,7 @@ def stepped_where(told: list[tuple[int, int]]) -> tuple[int, bool]:
         os.environ["LOCAL_RANK"] = str(told[dist.get_rank()][1])
         optimizer = mm.Muon(list(weights.items()))
     optimizer.step()
-    return optimizer._runtime.machine, optimizer._runtime.connected.exchange.schedule.relays
+    return optimizer._runtime.ranks.machine, optimizer._runtime.connected.exchange.schedule.relays
 
 
 @pytest.mark.parametrize(

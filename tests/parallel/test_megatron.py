@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from muonmesh.comm.storage import placements_of
+from muonmesh.comm.placing import placements_of
 from muonmesh.errors import LayoutError
 from muonmesh.integrations.megatron import declared_layouts
 from muonmesh.layout import MeshLayout

@@ -23,7 +23,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import muonmesh as mm
 from muonmesh.comm import meeting
+from muonmesh.comm.storage import local_of
 from muonmesh.layout import FlatShards
+from muonmesh.tools.testing.host_waits import HostWaits
 from tests import meshes, problem
 from tests.workers import RankFailure
 
@@ -167,7 +169,7 @@ DIFFERENT: dict[str, Any] = {
 def different_setting(key: str, value: Any, waits: bool) -> bool:
     """Set a hyperparameter otherwise on rank 1 only, after a step; return whether anything was written."""
     model, optimizer = build()
-    optimizer._runtime.waits = waits
+    optimizer._runtime.driver = HostWaits(waits)
     give(model, 0)
     optimizer.step()
     if dist.get_rank() == 1:
@@ -196,7 +198,7 @@ def mended(what: str, waits: bool) -> tuple[list[int], bool]:
     for wrong in (False, True):
         model, optimizer = build(stochastic_rounding=3)
         model.bfloat16()
-        optimizer._runtime.waits = waits
+        optimizer._runtime.driver = HostWaits(waits)
         for step in range(4):
             if wrong and step == 2:
                 give(model, 0)
@@ -272,7 +274,7 @@ def test_the_same_settings_in_other_words_are_the_same(workers) -> None:
 
 def different_clip(key: str, waits: bool) -> None:
     model, optimizer = build()
-    optimizer._runtime.waits = waits
+    optimizer._runtime.driver = HostWaits(waits)
     arguments: dict[str, Any] = {"max_norm": 1.0, "policy": "all", "skip_above": 50.0}
     if dist.get_rank() == 1:
         arguments[key] = {"max_norm": 2.0, "policy": "separate", "skip_above": 60.0}[key]
@@ -300,7 +302,7 @@ def changed(how: str, then: str, waits: bool, algorithm: str = "muon") -> str:
     # Under DDP only the first rank would count in the sums that AdaMuon asks for.
     model, optimizer = build("fsdp" if how == "swap" or algorithm == "adamuon" else "ddp")
     optimizer.param_groups[0]["algorithm"] = algorithm
-    optimizer._runtime.waits = waits
+    optimizer._runtime.driver = HostWaits(waits)
     give(model, 0)
     optimizer.step()
     if dist.get_rank() == 1:
@@ -364,7 +366,7 @@ def test_a_group_that_breaks_on_one_rank_is_an_error_on_all(workers, then: str, 
 def changed_and_mended(others: str) -> list[str]:
     """Change the plan on rank 1 only, and nothing or something else on the others; undo it when all have been told."""
     model, optimizer = build()
-    optimizer._runtime.waits = False
+    optimizer._runtime.driver = HostWaits(False)
     group, said = optimizer.param_groups[0], []
     odd = dist.get_rank() == 1
     for step in range(6):
@@ -394,7 +396,7 @@ def changed_everywhere(waits: bool) -> list[str]:
     results = []
     for group in ("world", "local"):
         model, optimizer = build(process_group=group)
-        optimizer._runtime.waits = waits
+        optimizer._runtime.driver = HostWaits(waits)
         for step in range(4):
             if step == 2:
                 model.late = nn.Parameter(torch.ones(6, 4))
@@ -785,7 +787,7 @@ def train_replaced(by: str, order: str, waits: bool) -> str | None:
     if order == "after":
         replace_parameters(model, by)
     optimizer = mm.from_model(model, process_group="world", **settings)
-    optimizer._runtime.waits = waits
+    optimizer._runtime.driver = HostWaits(waits)
     if order == "before":
         replace_parameters(model, by)
     other = mm.from_model(alone, process_group="local", **settings)
@@ -889,3 +891,47 @@ def test_memory_that_one_rank_lacks_before_anything_is_written_is_an_error_on_al
 ) -> None:
     """In the comparison of replicas at a first step, and where gradients are read. The next step goes on."""
     assert workers(2).run(lacking, operation, steps) == [False, False]
+
+
+def local_values(model: nn.Module) -> list[Tensor]:
+    return [local_of(parameter).detach().clone() for parameter in model.parameters()]
+
+
+def lacking_while_it_writes(file: str) -> list[str]:
+    """Let memory run out on rank 1 after AdamW has written its moments; that rank then ends, as by an error."""
+    model, optimizer = build("fsdp")
+    meeting.PATIENCE = 1.0
+    for step in range(2):
+        give(model, step)
+        if step == 0:
+            optimizer.step()
+    before, told = local_values(model), list[str]()
+    with Lacks("addcdiv") if dist.get_rank() == 1 else contextlib.nullcontext():
+        for name in ("step", "step", "state_dict"):
+            with pytest.raises((MemoryError, mm.PlanError, mm.StateError)) as error:
+                getattr(optimizer, name)()
+            told.append(f"{type(error.value).__name__}: {error.value} {getattr(error.value, '__notes__', '')}")
+            if dist.get_rank() == 1 and name == "state_dict":
+                Path(f"{file}.1").write_text(json.dumps([told, same(before, local_values(model))]))
+                os._exit(1)
+    Path(f"{file}.0").write_text(json.dumps([told, same(before, local_values(model))]))
+    return told
+
+
+def test_memory_that_one_rank_lacks_while_it_writes_is_an_error_on_all(workers, tmp_path: Path) -> None:
+    """What is half written is neither saved nor built upon, on no rank."""
+    file = tmp_path / "told"
+    with pytest.raises(RankFailure):
+        workers(2).run(lacking_while_it_writes, str(file), timeout=SOON)
+    for _ in range(100):
+        if Path(f"{file}.0").exists():
+            break
+        time.sleep(0.1)
+    for rank, first in enumerate(("PlanError: step 2: The ranks 0, 1 did not meet in ", "MemoryError: no memory here")):
+        told, unchanged = json.loads(Path(f"{file}.{rank}").read_text())
+        assert told[0].startswith(first), told
+        assert "some weights and their state are of another step than others" in told[0], told
+        for each in told[1:]:
+            assert each.startswith("StateError: "), each
+            assert "Load model and optimizer from a checkpoint" in each
+        assert rank == 0 or not unchanged  # else there was nothing to tell of

@@ -12,14 +12,16 @@ import pytest
 import torch
 
 import muonmesh as mm
+from muonmesh.tools.testing.host_waits import HostWaits
 from tests import problem
+from tests.in_copies import work_in_copies
 
 BF16 = {"param_dtype": torch.bfloat16, "master_dtype": torch.float32}
 FP32 = {"param_dtype": torch.float32}
 
 
 def in_copies(optimizer: mm.Muon) -> None:
-    optimizer._runtime.offload = True
+    work_in_copies(optimizer)
 
 
 def in_copies_on_a_device(optimizer: mm.Muon) -> None:
@@ -28,7 +30,7 @@ def in_copies_on_a_device(optimizer: mm.Muon) -> None:
 
 
 def as_on_a_device(optimizer: mm.Muon) -> None:
-    optimizer._runtime.waits = False
+    optimizer._runtime.driver = HostWaits(False)
 
 
 def differing(layout: str, device: bool, param_dtype: torch.dtype, settings: dict[str, Any]) -> list[str]:

@@ -14,6 +14,8 @@ from torch import Tensor
 import muonmesh as mm
 from muonmesh.numerics import kernels
 from muonmesh.numerics.coefficients import COEFFICIENT_SETS
+from muonmesh.numerics.deflation import Deflation
+from muonmesh.tools.testing.host_waits import HostWaits
 from tests import problem
 from tests.workers import Pool
 
@@ -111,7 +113,7 @@ def plateaus(step: int) -> dict[str, Tensor | None]:
 def run_guarded(layout: str, threads: int) -> tuple[list[str], list[bool]]:
     """Step in a layout, and alone on one thread; return what differs, and which matrices got more polynomials."""
     before, known = torch.get_num_threads(), dict(problem.PARAMETERS)
-    unguarded = replace(COEFFICIENT_SETS["deflated"], finish=())
+    unguarded = replace(COEFFICIENT_SETS["deflated"], preconditioner=Deflation())
     mm.register_coefficients("test-unguarded", unguarded)
     problem.PARAMETERS.update({name: (shape, "whole") for name, shape in GUARDED.items()})
     try:
@@ -142,7 +144,7 @@ def test_what_some_matrices_need_more_of_is_bit_for_bit_too(workers, ranks: int,
 
 
 def as_on_a_device(optimizer: mm.Muon) -> None:
-    optimizer._runtime.waits = False
+    optimizer._runtime.driver = HostWaits(False)
 
 
 def run_together(layout: str, param_dtype: torch.dtype, **settings: Any) -> tuple[list[str], float]:

@@ -24,8 +24,8 @@ import muonmesh as mm
 from muonmesh.comm.agreement import host_group
 from muonmesh.comm.to_owners import ToOwners, on_replica
 from muonmesh.layout import MeshLayout
-from muonmesh.testing import SimulatedDevice
 from muonmesh.tools.forecasts.forecast import Weight, forecast
+from tests.device.simulated import SimulatedDevice
 from tests.samples import one_in
 from tests.sent import Sent
 

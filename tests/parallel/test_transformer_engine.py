@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import Placement, Replicate
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from muonmesh.comm.storage import placements_of
+from muonmesh.comm.placing import placements_of
 from muonmesh.integrations.megatron import declared_layouts
 from muonmesh.layout import MeshLayout
 from tests.stamps import shard, stamped

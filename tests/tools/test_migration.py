@@ -58,6 +58,11 @@ MUON: list[tuple[Any, Any, dict[str, Any]]] = [
             "adjust_lr_fn": "match_rms_adamw",
         },
     ),
+    (
+        peers.torch_muon,
+        "torch",
+        {"lr": 0.01, "weight_decay": 0.1, "momentum": 0.9, "nesterov": True, "adjust_lr_fn": "spectral_unclamped"},
+    ),
     (peers.keller_jordan, "keller_jordan", {"lr": 0.05, "weight_decay": 0.3, "momentum": 0.9}),
     (peers.keller_jordan, "deepspeed", {"lr": 0.05, "weight_decay": 0.3, "momentum": 0.9}),
     (

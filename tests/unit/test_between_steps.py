@@ -7,7 +7,7 @@ import copy
 import math
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from fractions import Fraction
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 import muonmesh as mm
 from muonmesh.numerics.rules import RULES
 from muonmesh.settings import GROUP_SETTINGS
+from muonmesh.settings.reading import SettingsFound, read_groups
 
 NUMBERS: list[Any] = [
     *(
@@ -132,6 +133,7 @@ class Training:
     """Some matrices and vectors, and the optimizer that trains them."""
 
     def __init__(self, rule: str, dtype: torch.dtype, options: dict[str, Any]) -> None:
+        self.options = options
         self.weights = {name: nn.Parameter(value.to(dtype)) for name, value in shapes(0).items()}
         names = ("a", "b", "c"), ("v", "e")
         groups = [
@@ -426,6 +428,9 @@ def test_a_rule_that_raises_is_named_and_no_step_follows_until_state_is_loaded(
         if method == "update":
             one.optimizer.param_groups[1]["algorithm"] = "fragile"
         one.step()
+    for one in (training, twin):
+        for group in one.optimizer.param_groups:
+            group["lr"] = 0.02  # a rule is checked again when a setting of its group has changed
     saved, weights = copy.deepcopy(training.optimizer.state_dict()), copy.deepcopy(training.weights)
     training.gradients()
     before = all_of(training)
@@ -462,3 +467,154 @@ def test_a_freed_tensor_in_place_of_a_state_is_not_read() -> None:
         training.optimizer.step()
     training.optimizer.state[weight] = held
     assert all_of(training) == before
+
+
+# ------------------------------------------------------------------ what is set is seen at once
+
+
+def fill_rate(draw: Any, groups: list[dict[str, Any]]) -> None:
+    """Set the learning rate of all groups, in place if it is a tensor, and so that torch's version does not tell."""
+    value = draw(st.sampled_from([0.0, -0.0, 0.02, 0.5, -1.0, math.nan]))
+    how = draw(st.sampled_from(["fill_", "numpy", "data", "number"]))
+    for group in groups:
+        rate = group["lr"]
+        if not isinstance(rate, Tensor) or how == "number":
+            group["lr"] = value
+        elif how == "fill_":
+            rate.fill_(value)
+        elif how == "numpy":
+            rate.numpy()[...] = value
+        else:
+            rate.data = torch.full_like(rate, value)
+
+
+def change_a_list(draw: Any, groups: list[dict[str, Any]]) -> None:
+    """Change an entry of a list, or of a list in a list, in place."""
+    group = draw(st.sampled_from(groups))
+    lists = [value for key, value in group.items() if isinstance(value, list) and value and key != "params"]
+    changed = draw(st.sampled_from(lists))
+    if isinstance(changed[0], list) and changed[0] and draw(st.booleans()):
+        changed = changed[0]
+    value = draw(
+        st.sampled_from([0.5, 0.25, True, 1, -1.0, math.nan, "whole", None, "new", ["rows", 3, 3], np.float32(0.5)])
+    )
+    changed[draw(st.integers(0, len(changed) - 1))] = value
+
+
+def set_a_number(draw: Any, groups: list[dict[str, Any]]) -> None:
+    group = draw(st.sampled_from(groups))
+    keys = ["weight_decay", "momentum", "extra_scale_factor", "ns_steps", "nesterov", "adamw_eps", "steps_taken"]
+    keys += ["stochastic_rounding"]
+    values: list[Any] = [0, 0.0, -0.0, 1, 1.0, True, False, 2, 0.5, np.float64(0.5), Fraction(1, 2), None, math.nan]
+    group[draw(st.sampled_from(keys))] = draw(st.sampled_from(values))
+
+
+def set_a_key(draw: Any, groups: list[dict[str, Any]]) -> None:
+    """Add a key, that of a framework, of another rule, of torch, or of nobody; or remove one."""
+    group = draw(st.sampled_from(groups))
+    if draw(st.booleans()):
+        group.pop(draw(st.sampled_from(sorted(group))))
+        return
+    key = draw(
+        st.sampled_from(["initial_lr", "default_config", "fused", "maximize", "betas", "unknown", "normuon_beta2"])
+    )
+    group[key] = draw(st.sampled_from([None, False, True, 0.5, {}, [1.0]]))
+
+
+def set_algorithm(draw: Any, groups: list[dict[str, Any]]) -> None:
+    draw(st.sampled_from(groups))["algorithm"] = draw(st.sampled_from(["muon", "adamw", "normuon", "no such", 3]))
+
+
+def move_groups(draw: Any, groups: list[dict[str, Any]]) -> None:
+    how = draw(st.sampled_from(["reverse", "copy", "drop", "parameters", "key order"]))
+    if how == "reverse":
+        groups.reverse()
+    elif how == "copy":
+        groups[:] = [dict(group) for group in groups]
+    elif how == "drop":
+        groups.pop()
+    elif how == "parameters":
+        groups[0]["params"].reverse()
+    else:
+        groups[0]["lr"] = groups[0].pop("lr")
+
+
+CHANGES = [fill_rate, fill_rate, change_a_list, change_a_list, set_a_number, set_a_key, set_algorithm, move_groups]
+LISTS: dict[str, Callable[[], Any]] = {
+    "adamw_betas": lambda: [0.9, 0.95],
+    "ns_coefficients": lambda: [[3.4445, -4.775, 2.0315], [3.0, -4.0, 2.0]],
+    "norm_means": lambda: [[0.0, 0.0, 0.0], [0.0, 0.0, 0.0]],
+}
+
+
+def anew(training: Training) -> Training:
+    """The same weights, gradients, state and groups in an optimizer that has not stepped."""
+    twin = copy.copy(training)
+    twin.weights = {name: nn.Parameter(weight.detach().clone()) for name, weight in training.weights.items()}
+    mine = {id(weight): twin.weights[name] for name, weight in training.weights.items()}
+    for name, weight in training.weights.items():
+        twin.weights[name].grad = weight.grad
+    twin.optimizer = mm.Muon([{"params": list(twin.weights.values()), "algorithm": "adamw"}], **training.options)
+    twin.optimizer.param_groups = [
+        {
+            key: [mine[id(one)] for one in value] if key == "params" else copy.deepcopy(value)
+            for key, value in group.items()
+        }
+        for group in training.optimizer.param_groups
+    ]
+    for name, weight in training.weights.items():
+        twin.optimizer.state[twin.weights[name]] = copy.deepcopy(training.optimizer.state[weight])
+    return twin
+
+
+def outcome(training: Training) -> Any:
+    try:
+        training.optimizer.step()
+    except Exception:  # a first step may say of the same mistake what its plan lacks
+        return "raised"
+    return all_of(training)
+
+
+def told(found: SettingsFound) -> Any:
+    rules = [rule and (type(rule), [bits(getattr(rule, each.name)) for each in fields(rule)]) for rule in found.rules]
+    return str(found.error), found.at_rest, found.counting, len(found.on_device), rules, found.terms
+
+
+def check_reading(data: st.DataObject) -> None:
+    rule, tensor = data.draw(st.sampled_from(["muon", "muon", "normuon", "soap"])), data.draw(st.booleans())
+    dtype, master = data.draw(st.sampled_from([torch.float32, torch.float32, torch.float16])), data.draw(st.booleans())
+    options = {
+        "lr": torch.tensor(0.01) if tensor else 0.01,
+        "master_dtype": torch.float32 if master else None,
+        "adamw_eps": 1e-4,
+    }
+    training = Training(rule, dtype, options)
+    for group in training.optimizer.param_groups:
+        for key in data.draw(st.sets(st.sampled_from(sorted(LISTS)))):
+            group[key] = LISTS[key]()
+    for _ in range(3):
+        training.step()
+    training.gradients()
+    groups, before = training.optimizer.param_groups, training.optimizer._runtime.last.settings
+    for change in data.draw(st.lists(st.sampled_from(CHANGES), min_size=1, max_size=2), label="changes"):
+        with contextlib.suppress(KeyError, TypeError):  # of a key that a change before it has removed or set
+            change(data.draw, groups)
+    assert told(read_groups(groups, {}, before)) == told(read_groups(groups, {}))
+    fresh = anew(training)
+    assert outcome(training) == outcome(fresh)
+
+
+@pytest.mark.filterwarnings("ignore")
+@settings(max_examples=80, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(st.data())
+def test_a_steady_step_sees_what_is_set_as_a_first_step_does(data: st.DataObject) -> None:
+    """Whatever has been set, by whatever means: the same bits, or the same error."""
+    check_reading(data)
+
+
+@pytest.mark.soak
+@pytest.mark.filterwarnings("ignore")
+@settings(max_examples=10000, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.data())
+def test_a_steady_step_sees_what_is_set_as_a_first_step_does_in_many_cases(data: st.DataObject) -> None:
+    check_reading(data)

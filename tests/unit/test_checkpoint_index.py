@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import resource
+import shutil
 import time
 import warnings
 from collections.abc import Callable
@@ -26,6 +27,7 @@ from muonmesh.checkpoint.manifest import (
     MANIFEST_FILE,
     METADATA_FILE,
     SETTINGS_FILE,
+    check_entries,
     entry_of,
     read_manifest,
     write_manifest,
@@ -358,6 +360,35 @@ def test_a_broken_manifest_is_one_sentence(content: str, message: str, tmp_path:
     (tmp_path / MANIFEST_FILE).write_text(content)
     with pytest.raises(FileError, match=rf"manifest\.json.*{message}"):
         read_manifest(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoint") / "step"
+    write(folder, {"weight": torch.arange(600.0).view(20, 30)}, {})
+    return folder
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_changed_bytes_are_noticed_by_the_manifest_wherever_they_are(written: Path, data: st.DataObject) -> None:
+    folder = written.with_name("changed")
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(written, folder)
+    entries = read_manifest(folder)
+    check_entries(folder, entries, list(entries))
+    name = data.draw(st.sampled_from([METADATA_FILE, "__0_0.distcp"]))
+    content = bytearray((folder / name).read_bytes())
+    at = data.draw(st.integers(0, len(content) - 1))
+    if data.draw(st.booleans()):
+        content[at] ^= data.draw(st.integers(1, 255))
+        message = "its content has changed"
+    else:
+        del content[at:]
+        message = f"found {at} bytes"
+    (folder / name).write_bytes(bytes(content))
+    with pytest.raises(FileError, match=message):
+        check_entries(folder, entries, [name])
 
 
 def test_a_manifest_that_leaves_out_a_file_is_refused(saved: Saved) -> None:

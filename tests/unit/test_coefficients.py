@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 import muonmesh as mm
+from muonmesh.numerics.aol import RowRescaling
 from muonmesh.numerics.coefficients import (
     COEFFICIENT_SETS,
     CoefficientName,
@@ -20,6 +21,7 @@ from muonmesh.numerics.coefficients import (
     choose,
     coefficient_schedule,
 )
+from muonmesh.numerics.deflation import Deflation
 
 JORDAN = (3.4445, -4.7750, 2.0315)
 # As other implementations print it: the paper's polynomials at x / 1.01, to four decimals; the last is the limit.
@@ -73,7 +75,7 @@ def test_deepseekv4_is_eight_steps_of_jordan_s_and_two_that_converge() -> None:
 
 
 def test_only_aol_asks_for_a_preconditioner() -> None:
-    assert {name for name, chosen in COEFFICIENT_SETS.items() if chosen.preconditioner == "aol"} == {"aol"}
+    assert {name for name, chosen in COEFFICIENT_SETS.items() if chosen.preconditioner == RowRescaling()} == {"aol"}
 
 
 @pytest.mark.parametrize("name", sorted(COEFFICIENT_SETS))
@@ -148,8 +150,8 @@ def test_a_set_of_one_s_own_is_known_by_its_name() -> None:
     with pytest.raises(ValueError, match=r"the polynomial \(1.0,\)"):
         mm.register_coefficients("test-short", CoefficientSet(((1.0,),), "cycle"))
     for first in ((1.5, -0.5), (3.0, -3.2, 1.2, 0.1, 0.01)):
-        with pytest.raises(ValueError, match=r"first, of a set that deflates; needed three numbers"):
-            mm.register_coefficients("test-deflating", CoefficientSet((first,), "cycle", deflated=8))
+        with pytest.raises(ValueError, match=r"first, after Deflation\(.*\); needed three numbers"):
+            mm.register_coefficients("test-deflating", CoefficientSet((first,), "cycle", Deflation(8)))
 
 
 def test_ranks_compare_a_set_of_one_s_own_by_its_polynomials(workers) -> None:

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -19,14 +20,15 @@ from torch import Tensor
 import muonmesh as mm
 from muonmesh.numerics import kernels
 from muonmesh.numerics.coefficients import coefficient_schedule
+from muonmesh.numerics.iteration import Iteration
 from muonmesh.numerics.kernels import compiled
 from muonmesh.numerics.kernels.compiled import compiled_products
-from muonmesh.numerics.newton_schulz import orthogonalize
+from muonmesh.numerics.newton_schulz import Orthogonalizer, orthogonalize
 from muonmesh.numerics.normalize import load
 
 pytestmark = pytest.mark.usefixtures("products")
 
-TABLE = compiled_products(at_once=3)
+TABLE = compiled_products(rows=8, cols=8, at_once=3)
 # Tiles of 12 or 4 rows and 32 or 16 columns, groups of four panels, 3072 elements of depth at a time.
 SIZES = [(1, 1), (13, 1), (1, 13), (3, 50), (12, 32), (37, 39), (128, 128), (130, 259), (40, 3073), (401, 530)]
 
@@ -222,6 +224,57 @@ def test_it_is_as_near_to_the_polar_factor_as_torch_s(shape: tuple[int, ...], co
     assert torch.equal(tall, wide.mT)
 
 
+SMALL = [(1, 1), (1, 9), (13, 5), (64, 64), (37, 130), (200, 33), (65, 128), (255, 255)]
+
+
+def step_by_step(whole: Orthogonalizer, x: Tensor) -> Tensor:
+    out = torch.empty_like(x)
+    Iteration(whole.prepared, whole.segments, whole.products, whole.dtype).run(x.clone(), out, overwrite=False)
+    return out
+
+
+OWN = [[(1.5, -0.5)], [(2.0, 0.0, -0.5), (1.5, -0.5, 0.0)], [(0.0, 1.0)]]
+
+
+@pytest.mark.parametrize("coefficients", ["polar_express", "simple", "cans", *OWN])
+def test_all_steps_in_one_call_have_the_bits_of_single_steps(
+    coefficients: mm.Coefficients, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On all variants that run here; with zeros, numbers that are not finite, tiny and huge matrices and rows."""
+    best = compiled.library().variant
+    options: dict[str, Any] = {"steps": None, "method": "auto", "dtype": torch.bfloat16, "kernels": "compiled"}
+    for shape in SMALL:
+        x = random(7, *shape).float()
+        x[1:4] *= torch.tensor([1e-38, 1e37, 0.0])[:, None, None]
+        x[4] *= 10.0 ** torch.linspace(-12, 0, shape[0])[:, None]
+        x[5, -1, 0], x[6, 0, -1] = math.inf, math.nan
+        x = x.bfloat16()
+        for variant in VARIANTS[best]:
+            with monkeypatch.context() as patch:
+                patch.setattr(compiled, "library", functools.partial(compiled.library, variant))
+                whole = Orthogonalizer.of(*shape, coefficients=coefficients, device=x.device, **options)
+                assert whole.products.small is not None
+                out = torch.full_like(x, 7.0)
+                whole.products.small.run(x, out, whole.quintics)
+                for found, expected in ((whole(x), out), (out, step_by_step(whole, x))):
+                    assert torch.equal(found.isnan(), expected.isnan())
+                    assert torch.equal(found.nan_to_num(), expected.nan_to_num())
+                assert not out[5:].isfinite().any()
+                assert not out[3].any()
+                apart = torch.empty(3, *shape[::-1], dtype=x.dtype).mT.copy_(x[:3])
+                assert torch.equal(whole(apart), out[:3])
+
+
+def test_a_matrix_of_another_batch_does_not_decide_what_is_added() -> None:
+    """0 times infinity is NaN, so that a summand whose factor is 0 is left out for each matrix or for none."""
+    x, a = random(2, 5, 9), symmetric(5, 2, 1)
+    x[0, 0, 0] = math.inf
+    scale = torch.tensor([1.0, math.nan])[:, None, None]
+    both = TABLE.multiply(a, x, [(x, 0.0)], torch.empty_like(x), scale=scale, symmetric=False)
+    one = TABLE.multiply(a[:1], x[:1], [(x[:1], 0.0)], torch.empty_like(x[:1]), scale=scale[:1], symmetric=False)
+    assert torch.equal(both[0].nan_to_num(), one[0].nan_to_num())
+
+
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.soak), pytest.param(2, marks=pytest.mark.soak)])
 def test_all_steps_on_one_gram_matrix_are_as_accurate_as_one_by_one(seed: int) -> None:
     """Spectra over which bf16 Gram matrices alone would be off; singular values stay below 1.2 (1.37 without `low`)."""
@@ -313,8 +366,8 @@ FOREIGN = struct.pack("<16sHHIQQQIHHHHHH", b"\x7fELF\x02\x01\x01", 3, 0xF3, 1, 0
         (lambda: FOREIGN, "cannot open shared object file"),
         (lambda: LIBRARY.read_bytes()[:30_000], "it ends after 30,000 bytes of "),  # the loader would die of SIGBUS
         (
-            lambda: LIBRARY.read_bytes().replace(b"muonmesh_load_", b"muonmesh_lost_"),
-            "undefined symbol: muonmesh_load_",
+            lambda: LIBRARY.read_bytes().replace(b"muonmesh_row_products_", b"muonmesh_old_products_"),
+            "undefined symbol: muonmesh_row_products_",
         ),
     ],
 )

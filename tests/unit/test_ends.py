@@ -290,11 +290,13 @@ def test_a_fused_weight_is_cut_as_its_code_cuts_it(case: tuple[Any, ...]) -> Non
 
 def test_what_is_only_suspected_warns_with_the_line_to_paste() -> None:
     model = nn.ModuleDict({"blocks": nn.ModuleList([Unreadable(), Unreadable()]), "head": nn.Linear(8, 5)})
-    with pytest.warns(UserWarning, match=r"by a guess: blocks\.\*\.qkv\.weight\. Write") as caught:
+    with pytest.warns(UserWarning, match=r"by a guess: blocks\.\*\.qkv\.weight\. Write example=") as caught:
         found = placed(split_params(model))
     assert found["blocks.0.qkv.weight"] == ("muon", "whole")
     assert len(caught) == 1
-    pasted = eval(re.search(r"overrides=(\{.*?\}\})", str(caught[0].message))[1])  # type: ignore[index]
+    assert not re.search(r"\d", str(caught[0].message).replace(r"\d+", ""))  # no sizes, which would be a guess too
+    key, form = re.search(r"\{(r\"\S+\"): (\{[^}]*\})\} with", str(caught[0].message)).groups()  # type: ignore[union-attr]
+    pasted = eval(f"{{{key}: {form.replace('...', '8, 8, 8')}}}")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         found = placed(split_params(model, overrides=pasted))
@@ -320,7 +322,8 @@ class Cascade(nn.Module):
 def test_a_fused_weight_in_a_list_is_suspected_by_the_name_of_the_list() -> None:
     with pytest.warns(UserWarning, match=r"by a guess: .*qkvs\.\*") as caught:
         split_params(nn.ModuleList([Cascade()]))
-    pasted = eval(re.search(r"overrides=(\{.*?\}\})", str(caught[0].message))[1])  # type: ignore[index]
+    key, form = re.search(r"\{(r\"\S+\"): (\{[^}]*\})\} with", str(caught[0].message)).groups()  # type: ignore[union-attr]
+    pasted = eval(f"{{{key}: {form.replace('...', '8, 8, 8')}}}")
     found = placed(split_params(nn.ModuleList([Cascade()]), overrides=pasted))
     assert found["0.qkvs.0.0.weight"] == ("muon", ("flatten", ("rows", 8, 8, 8)))
 

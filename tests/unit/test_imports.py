@@ -218,7 +218,7 @@ def test_no_file_imports_itself_through_others() -> None:
         ("muonmesh.comm.exchange", "from muonmesh.optimizer import Muon"),
         ("muonmesh.comm.exchange", "from ..clip import clip_grad_norm_"),
         ("muonmesh.clip", "from .checkpoint import restore_state"),
-        ("muonmesh.groups", "from muonmesh.comm.storage import storage_of"),
+        ("muonmesh.groups", "from muonmesh.comm.placing import storage_of"),
         ("muonmesh.step.muon_step", "from muonmesh.clip import clip_gradients"),
         ("muonmesh.settings", "from muonmesh.step.parameter_steps import ParameterStep"),
         ("muonmesh.groups", "import transformers"),
@@ -291,4 +291,4 @@ def test_loading_never_executes() -> None:
                 safe = {word.arg: ast.unparse(word.value) for word in node.keywords}.get("weights_only") == "True"
                 loads.append((file.relative_to(SOURCE / "muonmesh").as_posix(), safe))
     assert loads == [("tools/checkpoints/archive.py", True)]  # one place reads archives, and the core reads none
-    assert sorted(set(unpicklers)) == ["archive.py", "torch_folder.py"]
+    assert set(unpicklers) == {"archive.py"}  # the class of an error

@@ -183,7 +183,6 @@ OTHERS = (
     "tools/cli/",
     "files.py",
     "checkpoint/index.py",
-    "tools/checkpoints/torch_folder.py",
     "numerics/rules",
     "comm/exchange.py",
 )

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import muonmesh as mm
+from muonmesh.layout import Interval, MeshLayout
 from muonmesh.numerics.coefficients import coefficient_schedule
 from tests import problem
 from tests.reference import reference_step
@@ -397,7 +398,7 @@ def test_copies_keep_all_settings_and_continue_alike(how: str) -> None:
     twin, other = copy.deepcopy(pair) if how == "deepcopy" else pickle.loads(pickle.dumps(pair))
     assert other.process_group == "local"
     assert other._runtime.precision == optimizer._runtime.precision
-    assert other._runtime.memory_budget_mb == 48.0
+    assert other._runtime.asked.memory_budget_mb == 48.0
     assert train(model, optimizer, 3, first=2) == train(twin, other, 3, first=2)
 
 
@@ -756,3 +757,22 @@ def test_explain_tells_the_bytes_of_state_that_a_step_leaves(settings: dict[str,
     assert f"stores {told.state_bytes / 1e6:.3g} MB of optimizer state" in str(told)
     tight = replace(told, step_bytes=2 * 10**6, budget_bytes=64 << 20)
     assert "a step takes 2 MB more, of memory_budget_mb=64\n" in str(tight)
+
+
+def test_a_flat_tensor_is_explained_parameter_by_parameter() -> None:
+    """Its parameters have names, shapes and state of their own, whichever rule steps them."""
+    shapes = {"first": (4, 3), "second": (6,)}
+    flat, contents, start = nn.Parameter(torch.randn(20)), list[mm.FlatParameter](), 0
+    for name, shape in shapes.items():
+        held = ((Interval(0, math.prod(shape), start),),)
+        contents.append(mm.FlatParameter(name, mm.FlatShards(MeshLayout.replicated(shape, (0,)), held, (20,))))
+        start += math.prod(shape)
+    group = {"params": [flat], "param_names": ["flat"], "algorithm": "adamw", "reasons": ["as it is flat"]}
+    told = mm.Muon([group], layouts={"flat": contents}).explain()
+    assert [(row.parameter, row.matrices, row.reason) for row in told.rows] == [
+        ("first", "4×3", "as it is flat"),
+        ("second", "6", "as it is flat"),
+    ]
+    count = 4  # of steps, for each
+    assert [row.state for row in told.rows] == [2 * 4 * math.prod(shape) + count for shape in shapes.values()]
+    assert sum(row.state for row in told.rows) == told.state_bytes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -11,13 +12,19 @@ import torch
 from torch import nn
 
 import muonmesh as mm
+from muonmesh.numerics.rules import RULES
+from muonmesh.settings import reading
+from muonmesh.settings.checks import check_group
 from muonmesh.step import parameter_steps
 
 
 def made() -> tuple[list[nn.Parameter], mm.Muon]:
     torch.manual_seed(0)
-    weights = [nn.Parameter(torch.randn(*shape)) for shape in ((6, 9), (9, 6), (6, 6))]
-    groups = [{"params": weights, "matrices": [None, None, ("rows", 2, 4)]}]
+    weights = [nn.Parameter(torch.randn(*shape)) for shape in ((6, 9), (9, 6), (6, 6), (5,))]
+    groups = [
+        {"params": weights[:3], "matrices": [None, None, ("rows", 2, 4)], "name": "muon"},
+        {"params": weights[3:], "algorithm": "adamw", "name": "adamw"},
+    ]
     return weights, mm.Muon(groups, lr=0.1)
 
 
@@ -44,10 +51,29 @@ def looked_at(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_a_steady_step_looks_at_nothing_again(monkeypatch: pytest.MonkeyPatch) -> None:
     found, (weights, optimizer) = looked_at(monkeypatch), made()
     step(weights, optimizer, 0)
-    assert len(found) == 3
+    assert len(found) == 4
     for number in range(1, 4):
         step(weights, optimizer, number)
-    assert len(found) == 3
+    assert len(found) == 4
+
+
+def test_a_steady_step_reads_only_groups_that_have_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights, optimizer = made()
+    for number in range(3):
+        step(weights, optimizer, number)
+    read, found = [], looked_at(monkeypatch)
+
+    def checked(where: str, group: Any, **options: Any) -> Any:
+        read.append(where)
+        return check_group(where, group, **options)
+
+    monkeypatch.setattr(reading, "check_group", checked)
+    for rate in (None, 0.05, 0.02):
+        if rate is not None:
+            optimizer.param_groups[1]["lr"] = rate  # as schedules do
+        step(weights, optimizer, 3)
+    assert read == ["group 'adamw'"] * 2
+    assert found == []
 
 
 def momentum_of(weights: list[nn.Parameter], optimizer: mm.Muon) -> Any:
@@ -89,7 +115,32 @@ def transpose_in_place(weights: list[nn.Parameter], optimizer: mm.Muon) -> None:
     square.data.copy_(values)
 
 
+def clone_vector(weights: list[nn.Parameter], optimizer: mm.Muon) -> None:
+    weights[3].data = weights[3].data.clone()
+
+
+def clone_moment(weights: list[nn.Parameter], optimizer: mm.Muon) -> None:
+    kept = optimizer.state[weights[3]]
+    kept["exp_avg"] = kept["exp_avg"].clone()
+
+
+def move_moment(weights: list[nn.Parameter], optimizer: mm.Muon) -> None:
+    kept = optimizer.state[weights[3]]["exp_avg_sq"]
+    kept.data = kept.data.clone()
+
+
+def read_elsewhere(weights: list[nn.Parameter], optimizer: mm.Muon) -> None:
+    """Another source of gradients, which counts what it is asked for."""
+
+    class Source(mm.GradientSource):
+        def gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
+            return parameter.grad
+
+    optimizer.gradients = Source()
+
+
 CHANGES = [transpose_in_place, clone_weight, clone_momentum, move_momentum, load_itself, spread_weight, widen]
+CHANGES += [clone_vector, clone_moment, move_moment, read_elsewhere]
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
@@ -114,7 +165,8 @@ def test_what_has_moved_is_looked_at(
     for weight, twin, old in zip(weights, others, before, strict=True):
         assert torch.equal(weight, twin)
         assert not torch.equal(weight, old)
-        assert torch.equal(optimizer.state[weight]["momentum_buffer"], other.state[twin]["momentum_buffer"])
+        for key, value in optimizer.state[weight].items():
+            assert torch.equal(value, other.state[twin][key])
 
 
 @pytest.mark.parametrize("kind", ["missing", "transposed", "another dtype", "freed"])
@@ -147,7 +199,7 @@ def test_a_gradient_of_another_form_is_looked_at(kind: str, monkeypatch: pytest.
     else:
         optimizer.step()
         assert torch.equal(momentum, before) == (kind == "missing")
-    assert len(found) == (3 if kind == "another dtype" else 1)  # which needs another plan
+    assert len(found) == (4 if kind == "another dtype" else 1)  # which needs another plan
 
 
 def test_a_step_keeps_no_gradient() -> None:
@@ -162,7 +214,7 @@ def test_a_step_keeps_no_gradient() -> None:
         optimizer.step()
         assert optimizer.skipped == skipped
         optimizer.zero_grad()
-        assert [gradient() for gradient in gradients] == [None] * 3
+        assert [gradient() for gradient in gradients] == [None] * 4
 
 
 def test_loading_frees_the_state_before() -> None:
@@ -171,6 +223,43 @@ def test_loading_frees_the_state_before() -> None:
         step(weights, optimizer, number)
     saved = {"state": {}, **optimizer.state_dict()}
     saved["state"] = {number: {k: v.clone() for k, v in kept.items()} for number, kept in saved["state"].items()}
-    before = [weakref.ref(optimizer.state[weight]["momentum_buffer"]) for weight in weights]
+    before = [weakref.ref(next(iter(optimizer.state[weight].values()))) for weight in weights]
     optimizer.load_state_dict(saved)
-    assert [momentum() for momentum in before] == [None] * 3
+    assert [momentum() for momentum in before] == [None] * 4
+
+
+def test_another_rule_by_the_same_name_is_taken_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights, optimizer = made()
+    for number in range(3):
+        step(weights, optimizer, number)
+
+    @dataclass(frozen=True, slots=True)
+    class Still(mm.MuonRule):
+        def scale(self, rows: int, cols: int) -> float:
+            return 0.0
+
+    monkeypatch.setitem(RULES, "muon", Still)
+    optimizer.param_groups[0]["weight_decay"] = 0.0
+    step(weights, optimizer, 3)
+    before = weights[0].detach().clone()
+    monkeypatch.undo()
+    step(weights, optimizer, 4)
+    assert not torch.equal(weights[0], before)
+    monkeypatch.setitem(RULES, "muon", Still)
+    before = weights[0].detach().clone()
+    step(weights, optimizer, 5)
+    assert torch.equal(weights[0], before)
+
+
+def test_rounding_that_does_not_fit_a_parameter_is_refused_between_steps() -> None:
+    torch.manual_seed(0)
+    weights = [nn.Parameter(torch.randn(6, 9)), nn.Parameter(torch.randn(5).bfloat16())]
+    groups = [{"params": [weight], "algorithm": rule} for weight, rule in zip(weights, ("muon", "adamw"), strict=True)]
+    optimizer = mm.Muon(groups, lr=0.1, master_dtype=torch.float32)
+    for number in range(3):
+        step(weights, optimizer, number)
+    before = [weight.detach().clone() for weight in weights]
+    optimizer.param_groups[1]["stochastic_rounding"] = 1
+    with pytest.raises(ValueError, match="stochastic_rounding with masters; needed weights in bf16 without masters"):
+        step(weights, optimizer, 3)
+    assert all(map(torch.equal, weights, before))

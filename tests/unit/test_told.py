@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 import muonmesh as mm
 from muonmesh.checkpoint.manifest import entry_of, read_manifest, write_manifest
 from muonmesh.errors import FileError, explain_error
-from muonmesh.tools.checkpoints.torch_folder import survey
 from muonmesh.tools.cli.diagnosis import diagnose
+from tests.in_copies import work_in_copies
 
 FORGED = "\x1b]0;title\x07\u202e\nwhole: yes"
 
@@ -127,7 +127,7 @@ def test_complex_weights_beside_settings_of_precision_are_stepped_as_torch_steps
     theirs.load_state_dict(ours.state_dict())
     optimizer = mm.from_model(ours, lr=1e-2, **settings)
     if "state_device" in settings:
-        optimizer._runtime.offload = True  # this CPU's state goes through the copies that a device works on
+        work_in_copies(optimizer)  # this CPU's state goes through the copies that a device works on
     wide = torch.complex128 if "master_dtype" in settings else torch.complex64
     weights = theirs.weights.detach().to(wide).requires_grad_()
     reference = torch.optim.AdamW([weights], lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
@@ -164,12 +164,6 @@ def test_a_healthy_checkpoint_of_torch_is_not_to_be_removed(tmp_path: Path) -> N
     assert "emove" not in str(error.value)
 
 
-def test_a_file_of_marks_is_refused_at_the_first_that_no_checkpoint_has(tmp_path: Path) -> None:
-    (tmp_path / ".metadata").write_bytes(b"(" * 3_000_000)
-    with pytest.raises(FileError, match="nests deeper than 64"):
-        survey(tmp_path)
-
-
 def test_names_cannot_command_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = nn.Linear(8, 8)
     optimizer = mm.from_model(model)
@@ -179,9 +173,8 @@ def test_names_cannot_command_a_terminal(tmp_path: Path, capsys: pytest.CaptureF
     content["files"][FORGED] = content["files"]["settings.json"]
     path.write_text(json.dumps(content))
     from muonmesh.tools.cli.doctor import print_diagnosis
-    from muonmesh.tools.cli.terminal import make_console
 
-    print_diagnosis(make_console(), diagnose(tmp_path / "saved"))
+    print_diagnosis(diagnose(tmp_path / "saved"))
     printed = capsys.readouterr().out
     told = [printed, str(FileError(FORGED)), explain_error(FORGED, FORGED, FORGED)]
 

@@ -14,12 +14,13 @@ from torch import Tensor
 
 from muonmesh.checkpoint.group_settings import fitting_means, fitting_settings, set_group
 from muonmesh.checkpoint.index import SavedTensor
-from muonmesh.checkpoint.record import MODEL, STATE, Part, Record, wanted
+from muonmesh.checkpoint.record import MODEL, STATE, Record, wanted
 from muonmesh.checkpoint.share import Share
 from muonmesh.comm.storage import local_of, this_rank
 from muonmesh.errors import StateError, explain_error, warn
 from muonmesh.layout import split_matrices
 from muonmesh.layout.matrix import as_tuples
+from muonmesh.step.state_form import StateForm
 
 _SHOWN = 8  # the number of faults in one message
 
@@ -39,7 +40,7 @@ class Fit:
 
     shares: dict[str, Share] = field(default_factory=dict)
     weights: list[Record] = field(default_factory=list)
-    state: list[tuple[Record, Part, str | None]] = field(default_factory=list)
+    state: list[tuple[Record, StateForm, str | None]] = field(default_factory=list)
     settings: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
     told: str = ""
 
@@ -54,7 +55,7 @@ class Fit:
             if part.layout.side != "parameter":
                 continue
             count = 0.0 if key is None else float(self.shares[key].boxes[()])
-            first, expected = counts.setdefault((record.tensor, part.key), (record.name, count))
+            first, expected = counts.setdefault((record.parameter.tensor, part.key), (record.name, count))
             if count != expected:
                 found = f"{part.key} {count:g}, and {expected:g} of {first}, which is in the same flat tensor"
                 needed = "one count for all of a flat tensor"
@@ -104,7 +105,7 @@ def fit(
     wrong = _names([record.name for record in records], there, states, everyone) if strict else []
     for record in records:
         if record.name in there:
-            wrong += _entry(f"{MODEL}.{record.name}", there[record.name], record.storage.shape, record.dtype)
+            wrong += _entry(f"{MODEL}.{record.name}", there[record.name], record.parameter.storage.shape, record.dtype)
             found.weights.append(record)
             if record.group:
                 wrong += _state(found, record, saved, states, strict=strict)
@@ -114,7 +115,8 @@ def fit(
         write = f"Load it into the model and the optimizer that it was saved with{other}"
         needed = "what this model and this optimizer hold"
         raise StateError(explain_error(str(path), "; ".join(wrong[:_SHOWN]) + more, needed, write))
-    sources = [(f"{MODEL}.{one.name}", one.storage, local_of(one.tensor).device) for one in found.weights]
+    written = [record.parameter for record in found.weights]
+    sources = [(f"{MODEL}.{each.name}", each.storage, local_of(each.tensor).device) for each in written]
     sources += [(name, part.layout.storage, part.device) for _, part, name in found.state if name is not None]
     for name, storage, device in sources:
         found.shares[name] = wanted(storage, held[name].dtype, device)
@@ -127,7 +129,7 @@ def fit(
     for some in groups.values():
         settings = fitting_settings(some[0].group, some, saved, means)
         found.settings.append((some[0].group, settings))
-        here |= {replace(one, group=one.group | settings).products for one in some if one.is_matrix}
+        here |= {replace(one, group=one.group | settings).products for one in some if one.parameter.is_matrix}
     if there_products and not here <= {*there_products}:
         told = f"a run that orthogonalized matrices by the products {', '.join(map(repr, there_products))}"
         needed = f"those of this process, {', '.join(map(repr, sorted(here)))}, for the same bits"
@@ -185,8 +187,8 @@ def _state(
         found.state += [(record, part, None) for part in record.parts]
         return [f"no state of {record.name}, which nobody trained"] if entry is None and strict else []
     algorithm = saved["groups"][entry["group"]]["algorithm"]
-    if algorithm != record.algorithm:
-        needed = f"that of rule {record.algorithm!r}, by which this optimizer updates it"
+    if algorithm != record.parameter.algorithm:
+        needed = f"that of rule {record.parameter.algorithm!r}, by which this optimizer updates it"
         write = "Build the groups as when it was saved, or load the weights alone, by torch.distributed.checkpoint"
         raise StateError(explain_error(record.name, f"state of rule {algorithm!r}", needed, write))
     other = _splits_otherwise(record, entry["matrices"])
@@ -194,7 +196,7 @@ def _state(
     for part in record.parts:
         name = f"{STATE}.{record.name}.{part.key}"
         if other and part.layout.side not in ("element", "parameter"):
-            now, then = record.spec or "whole", as_tuples(entry["matrices"]) or "whole"
+            now, then = record.parameter.spec or "whole", as_tuples(entry["matrices"]) or "whole"
             had, needed = f"{part.key} of matrices {then!r}", f"that of {now!r}: it has a number for each of their "
             needed += {"rows": "rows", "cols": "columns"}.get(part.layout.side, "matrices")
             raise StateError(explain_error(record.name, had, needed, "Split it as when it was saved"))
@@ -211,11 +213,11 @@ def _state(
 
 def _splits_otherwise(record: Record, saved: Any) -> bool:
     """Return whether a parameter was saved as other matrices than here; several specs can mean the same matrices."""
-    if not record.is_matrix:
+    if not record.parameter.is_matrix:
         return False
-    shape, then = record.storage.shape, as_tuples(saved)
+    shape, then = record.parameter.storage.shape, as_tuples(saved)
     try:
-        return split_matrices(record.name, shape, then) != split_matrices(record.name, shape, record.spec)
+        return split_matrices(record.name, shape, then) != split_matrices(record.name, shape, record.parameter.spec)
     except ValueError:  # another shape; another message reports it
         return True
 

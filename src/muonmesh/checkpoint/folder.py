@@ -149,17 +149,21 @@ def _write_tensors(place: Path, tensors: dict[str, Any]) -> tuple[Metadata, dict
         FileError: on every rank: a file could not be written.
     """
     scratch = writing_at(place)
-    failed: str | None = None
+    metadata: Metadata | None = None
+    failures: dict[int, BaseException] = {}
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # in a single process
             metadata = torch_save(tensors, storage_writer=FileSystemWriter(scratch), planner=_RowMajor())
     except CheckpointException as error:
-        failed = cannot_write(place, next(iter(error.failures.values()))[0], again=AGAIN)
+        failures = {rank: failure for rank, (failure, _) in error.failures.items()}
 
     def read_own() -> tuple[dict[str, Entry], Starts]:
-        if failed is not None:
-            raise FileError(failed)
+        # The rank that failed says why, since only that rank knows its limits.
+        if this_rank() in failures:
+            raise FileError(cannot_write(place, failures[this_rank()], again=AGAIN))
+        if metadata is None:
+            return {}, Starts()
         with writing(place, again=AGAIN):
             own = {file.name: entry_of(file) for file in scratch.glob(f"__{this_rank()}_*.distcp")}
             return own, starts_of(scratch, metadata, own)
@@ -168,4 +172,5 @@ def _write_tensors(place: Path, tensors: dict[str, Any]) -> tuple[Metadata, dict
     for some, begin in tell_all(together(read_own)):
         entries |= some
         starts |= begin
+    assert metadata is not None, failures
     return metadata, entries, starts

@@ -16,7 +16,8 @@ from muonmesh.errors import FileError, StateError, about, explain_error
 from muonmesh.files import is_whole
 from muonmesh.layout.matrix import as_tuples
 from muonmesh.numerics.setting import plain
-from muonmesh.settings import FRESH_MEANS, NORM_MEANS, check_group
+from muonmesh.settings import FRESH_MEANS, NORM_MEANS
+from muonmesh.settings.checks import check_group
 
 OWN_KEYS = ("params", "param_names", "parameters", "matrices", "reasons", "name", "algorithm", "use_muon", "moe")
 """Keys of a group that are no settings: they identify the group, and follow from the model."""
@@ -41,11 +42,11 @@ def settings_of(records: Iterable[Record]) -> dict[str, Any]:
         if id(group) not in texts:
             where = f"group {group['name']!r}"
             settings = {key: _plain(where, key, value) for key, value in group.items() if key not in OWN_KEYS}
-            said = {"name": group["name"], "algorithm": record.algorithm, "settings": settings}
+            said = {"name": group["name"], "algorithm": record.parameter.algorithm, "settings": settings}
             texts[id(group)] = json.dumps(said, sort_keys=True)
-        matrices = _plain(record.name, "matrices", record.spec)
+        matrices = _plain(record.name, "matrices", record.parameter.spec)
         parameters[record.name] = {"group": texts[id(group)], "matrices": matrices, "fresh": not record.created}
-        if record.is_matrix and record.created:
+        if record.parameter.is_matrix and record.created:
             products.add(record.products)
     return {"parameters": parameters, "products": sorted(products)}
 

@@ -6,13 +6,12 @@ import hashlib
 import json
 import os
 import re
-import stat
 from collections.abc import Iterable
 from pathlib import Path
 
 from muonmesh.checkpoint.form import SIZE, TEXT, Kind, check_form, one_of, only
 from muonmesh.errors import FileError, explain_error
-from muonmesh.files import kind_of, read_json, reason, replace_text
+from muonmesh.files import kind_of, lacks_memory, read_json, reason, replace_text
 
 METADATA_FILE = ".metadata"
 INDEX_FILE = "index.json"
@@ -48,7 +47,7 @@ def entry_of(path: Path) -> Entry:
 def unreadable(what: str, error: BaseException) -> FileError:
     """Return the error for a file that could not be read; without permission or memory, the file is not damaged."""
     remedy = "Let the user of this process read it" if isinstance(error, PermissionError) else REMEDY
-    if isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error):
+    if lacks_memory(error):
         remedy = "Free some memory and load again"
     return FileError(f"{what} could not be read: {reason(error)}. {remedy}")
 
@@ -82,16 +81,6 @@ def read_manifest(folder: Path) -> dict[str, Entry]:
     needed = f"the sizes and hashes that save wrote there last. {REMEDY}"
     content = check_form(str(path), read_json(path, needed=needed), _FORM, REMEDY, kind=FileError)
     return {name: (entry["bytes"], entry["sha256"]) for name, entry in content["files"].items()}
-
-
-def is_whole(folder: Path) -> bool:
-    """Return whether every file of the manifest exists with its full size; contents are not read."""
-    try:
-        entries = read_manifest(folder)
-        found = {name: os.stat(folder / name, follow_symlinks=False) for name in entries}
-    except (OSError, FileError):
-        return False
-    return all(stat.S_ISREG(one.st_mode) and one.st_size == entries[name][0] for name, one in found.items())
 
 
 def check_file(path: Path, needed: str) -> None:

@@ -43,7 +43,7 @@ class OfMuon:
         if planned.exchange is None and planned.plan.keepers:
             planned, _ = connect(optimizer.param_groups, runtime, gradients=False)
         if runtime.precision.int8:
-            widen_state(optimizer.state, planned, runtime.wrote)
+            widen_state(optimizer.state, planned, runtime.last.blocks)
         return list(records_of(planned, optimizer, runtime.precision))
 
     def checkpoint_changing(self) -> None:

@@ -1,7 +1,7 @@
-"""Place: the path of a checkpoint, the temporary path where it is written, and the order of several checkpoints.
+"""Place: the path of a checkpoint, and the temporary path where it is written.
 
-A checkpoint is written under a temporary name next to its path, and then renamed. The order of checkpoints follows from
-the numbers in their names, never from clocks. Next to a checkpoint ``NAME``, two hidden folders may exist::
+A checkpoint is written under a temporary name next to its path, and then renamed. Next to a checkpoint ``NAME``, two
+hidden folders may exist::
 
     .NAME.writing   a checkpoint that is being written, or the rest of an interrupted save
     .NAME.before    the old checkpoint NAME, between the two renames that replace it
@@ -12,16 +12,14 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from muonmesh.checkpoint.manifest import DATA_FILE, INDEX_FILE, MANIFEST_FILE, METADATA_FILE, SETTINGS_FILE, is_whole
+from muonmesh.checkpoint.manifest import DATA_FILE, INDEX_FILE, MANIFEST_FILE, METADATA_FILE, SETTINGS_FILE
 from muonmesh.errors import FileError, explain_error
 from muonmesh.files import kind_of, onto_disk
 
-NUMBERED = re.compile(r"(?P<family>.*?)(?P<number>\d+)", re.DOTALL)
 # Errors of file systems that cannot lock a folder, such as NFS. There, a second writer is not detected.
 CANNOT_LOCK = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF, errno.EINVAL}
 
@@ -61,7 +59,7 @@ def writing_alone(path: Path) -> Iterator[Path]:
     for folder in missing:
         onto_disk(folder.parent)
     scratch = writing_at(path)
-    held = _locked(scratch, make=True)
+    held = lock_folder(scratch, make=True)
     if held is None:
         needed, write = "one writer at a time", "Wait for its end, or save under another name"
         raise FileError(explain_error(str(path), "another process that is writing it", needed, write))
@@ -76,19 +74,17 @@ def writing_alone(path: Path) -> Iterator[Path]:
 
 
 def check_replaceable(path: Path) -> None:
-    """Check that a path is free, or has only a checkpoint, which may be replaced.
+    """Check that a path is free, or has only a checkpoint, which may be replaced; likewise both temporary paths.
 
     Raises:
-        FileError: the path has something else, which the message names.
+        FileError: one of the paths has something else, which the message names.
     """
-    if not os.path.lexists(path):
-        return
-    found = "a link" if path.is_symlink() else "" if path.is_dir() else kind_of(path)
-    if not found and (others := sorted(set(os.listdir(path)) - _own(path))):
-        found = f"{others[0]!r} in it, which is not part of a checkpoint"
-    if found:
-        needed = "nothing there, or a checkpoint to replace"
-        raise FileError(explain_error(str(path), found, needed, "Save under another name"))
+    for place in (path, writing_at(path), before_at(path)):
+        if found := foreign_at(place):
+            needed, write = "nothing there, or a checkpoint to replace", "Save under another name"
+            if place != path:
+                needed, write = "nothing there, or the rest of an interrupted save", f"Move it away, or {write.lower()}"
+            raise FileError(explain_error(str(place), found, needed, write))
 
 
 def put(scratch: Path, path: Path) -> None:
@@ -100,7 +96,7 @@ def put(scratch: Path, path: Path) -> None:
     before = before_at(path)
     replacing = os.path.lexists(path)
     if replacing:
-        _remove(before)
+        remove_folder(before)
         path.rename(before)
     try:
         scratch.rename(path)
@@ -112,63 +108,25 @@ def put(scratch: Path, path: Path) -> None:
             before.rename(path)
         raise
     with contextlib.suppress(OSError):  # the old checkpoint is not read while the new one exists
-        _remove(before)
+        remove_folder(before)
 
 
-def numbered(directory: Path, family: str) -> list[tuple[int, Path]]:
-    """Return number and path of all entries named ``family`` plus a number, the highest number first.
-
-    Checkpoints whose replacement was interrupted are included.
-    """
-    found: dict[int, Path] = {}
-    for name in os.listdir(directory) if directory.is_dir() else ():
-        inner = name.removeprefix(".").removesuffix(".before") if name.endswith(".before") else name
-        match = NUMBERED.fullmatch(inner)
-        if match is not None and match["family"] == family:
-            found[int(match["number"])] = directory / inner
-    return sorted(found.items(), reverse=True)
+def foreign_at(path: Path) -> str:
+    """Return what a path has besides the files of a checkpoint, finished or not; empty if there is nothing else."""
+    if path.is_symlink() or not path.is_dir():
+        return "a link" if path.is_symlink() else kind_of(path) if os.path.lexists(path) else ""
+    others = sorted(name for name in os.listdir(path) if not _is_own(name))
+    return f"{others[0]!r} in it, which is not part of a checkpoint" if others else ""
 
 
-def forget_older(path: Path, keep: int) -> None:
-    """Remove old checkpoints whose names differ from ``path`` only in the final number; keep the newest ones.
-
-    Only complete checkpoints count for ``keep``. Checkpoints with a higher number are removed: they belong to an
-    abandoned continuation of the run. Folders with other files in them stay, and folders that cannot be removed.
-
-    Args:
-        path: The checkpoint that has just been written; it always stays.
-        keep: The number of checkpoints to keep, ``path`` included.
-    """
-    own = NUMBERED.fullmatch(path.name)
-    if own is None:
-        return
-    kept = 1
-    for number, other in numbered(path.parent, own["family"]):
-        if other == path or found_at(other).is_symlink():
-            continue
-        if number < int(own["number"]) and kept < keep and is_whole(found_at(other)):
-            kept += 1
-            continue
-        with contextlib.suppress(OSError, FileError):
-            check_replaceable(other)
-            for folder in (other, before_at(other)):
-                _remove(folder)
-    for scratch in sorted(path.parent.glob(".*.writing")):
-        inner = NUMBERED.fullmatch(scratch.name.removeprefix(".").removesuffix(".writing"))
-        if inner is not None and inner["family"] == own["family"]:
-            with contextlib.suppress(OSError):
-                if (held := _locked(scratch, make=False)) is not None:
-                    shutil.rmtree(scratch, ignore_errors=True)
-                    os.close(held)
-
-
-def _own(path: Path) -> set[str]:
-    """Return the names of the files in a folder that are part of a checkpoint."""
+def _is_own(name: str) -> bool:
+    """Return whether this is the name of a file of a checkpoint, finished or not; NFS renames what is still open."""
+    inner = name.removeprefix(".").removesuffix(".writing") if name.endswith(".writing") else name.removesuffix(".tmp")
     known = {MANIFEST_FILE, METADATA_FILE, INDEX_FILE, SETTINGS_FILE}
-    return known | {name for name in os.listdir(path) if DATA_FILE.fullmatch(name)}
+    return inner in known or DATA_FILE.fullmatch(inner) is not None or name.startswith(".nfs")
 
 
-def _remove(path: Path) -> None:
+def remove_folder(path: Path) -> None:
     """Remove a folder, if it exists.
 
     An interrupted removal leaves no valid checkpoint, since the manifest then names missing files or is missing itself.
@@ -177,7 +135,7 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path)
 
 
-def _locked(folder: Path, *, make: bool) -> int | None:
+def lock_folder(folder: Path, *, make: bool) -> int | None:
     """Open and lock a folder, and return its file descriptor; None if another process holds the lock."""
     import fcntl  # there is none on Windows, where the rest of the package can be imported
 

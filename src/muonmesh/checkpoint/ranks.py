@@ -6,12 +6,11 @@ all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import TypeVar
 
 from muonmesh.comm.storage import this_rank
-from muonmesh.comm.telling import agreed, tell_all
+from muonmesh.comm.telling import agreed
 from muonmesh.errors import FileError, MuonMeshError, StateError
 
 T = TypeVar("T")
@@ -55,17 +54,3 @@ def together(work: Callable[[], T]) -> T:
 def on_first_rank(work: Callable[[], None]) -> None:
     """Run work on rank 0 only; if it fails, raise on all ranks. Called on all ranks."""
     together(work if this_rank() == 0 else lambda: None)
-
-
-def insist_on_the_same(run: Path, given: Mapping[str, Any]) -> None:
-    """Check that all ranks have the same values. Called on all ranks.
-
-    Raises:
-        FileError: on every rank: values differ; the message names the first.
-    """
-    everyone = tell_all(given)
-    for name in sorted({name for other in everyone for name in other}):
-        found = [other.get(name) for other in everyone]
-        if any(value != found[0] for value in found):
-            values = ", ".join(map(repr, found))
-            raise FileError(f"{run}: the ranks were given different {name}: {values}; needed the same on each of them")

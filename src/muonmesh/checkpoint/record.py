@@ -16,13 +16,11 @@ from muonmesh.comm.storage import Storage, local_of, local_shape, this_rank
 from muonmesh.layout import FlatShards
 from muonmesh.numerics.coefficients import choose
 from muonmesh.numerics.kernels import told_products
-from muonmesh.numerics.rules import is_matrix_rule
-from muonmesh.numerics.rules.parts import follow
+from muonmesh.step.members import OptimizedParameter
 from muonmesh.step.offload import fresh_copy
 from muonmesh.step.planning import Planned
 from muonmesh.step.precision import Precision
-from muonmesh.step.state_form import check_state, forms_of
-from muonmesh.step.state_layout import StateLayout
+from muonmesh.step.state_form import StateForm, check_state, forms_of
 
 MODEL = "model"
 STATE = "optimizer.state"
@@ -33,85 +31,47 @@ IN_PLACE = Precision(torch.float32, torch.float32, None)
 
 
 @dataclass(frozen=True)
-class Part:
-    """One tensor in the state of a parameter.
-
-    Attributes:
-        key: Its key in the state.
-        layout: What its numbers mean, and where the numbers of this parameter live.
-        local: The shape of the local tensor, which may also contain the numbers of other parameters.
-        dtype: The dtype in which it is saved.
-        device: The device that stores it.
-    """
-
-    key: str
-    layout: StateLayout
-    local: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-
-@dataclass(frozen=True)
 class Record:
     """One parameter with its state, as a checkpoint saves and loads them; or a tensor that no optimizer steps.
 
     Attributes:
-        name: Canonical name.
-        tensor: The tensor that the optimizer steps: the parameter, or a flat tensor that contains the parameter.
-        storage: Where the parameter lives.
+        parameter: The facts about the parameter, or about the tensor.
         states: The optimizer's state by tensor. Loading a checkpoint adds missing entries.
-        parts: The tensors that the state of this parameter may have, besides the master weight.
+        parts: The forms of the tensors that the state of this parameter may have, besides the master weight, with the
+            dtype in which each is saved. The local tensor may also contain the numbers of other parameters.
         group: The param group, whose settings are saved too; empty for a tensor that no optimizer steps.
-        spec: How the parameter splits into matrices.
         precision: The dtype of master weights, the device of per-element state, and the kernels of matrix products.
     """
 
-    name: str
-    tensor: Tensor
-    storage: Storage
+    parameter: OptimizedParameter
     states: MutableMapping[Tensor, dict[str, Any]] = field(default_factory=dict)
-    parts: tuple[Part, ...] = ()
+    parts: tuple[StateForm, ...] = ()
     group: dict[str, Any] = field(default_factory=dict)
-    spec: Any = None
     precision: Precision = IN_PLACE
 
     @property
+    def name(self) -> str:
+        """The name of the parameter."""
+        return self.parameter.name
+
+    @property
     def state(self) -> dict[str, Any]:
-        """The state of ``tensor``; empty before the first step."""
-        return self.states.get(self.tensor, {})
-
-    @property
-    def algorithm(self) -> str:
-        """The name of the rule that steps the parameter, or "adamw"."""
-        return str(self.group["algorithm"])
-
-    @property
-    def is_matrix(self) -> bool:
-        """Whether a rule for matrices steps the parameter, and not AdamW."""
-        return is_matrix_rule(self.algorithm)
+        """The state of the tensor; empty before the first step."""
+        return self.states.get(self.parameter.tensor, {})
 
     @property
     def products(self) -> str:
         """The implementation of the products of its matrices; with ns_coefficients "auto", also the chosen set."""
-        told, device = self.precision, local_of(self.tensor).device
+        told, device = self.precision, self.parameter.tensor.device
         asked, steps = self.group["ns_coefficients"], self.group["ns_steps"]
         named = choose(asked, steps, device=device, dtype=told.compute)
         products = told_products(told.kernels, device=device, dtype=told.compute)
         return f"{products}, {named}" if asked == "auto" else products
 
     @property
-    def weights(self) -> Tensor:
-        """The weights that this rank stores, in the precision in which they are trained: the master weight, if any.
-
-        So a checkpoint has no separate master weights. On loading, a master weight takes the saved weights, and the
-        parameter takes the same weights rounded, as after every step.
-        """
-        return local_of(self.state.get("master", self.tensor)).detach()
-
-    @property
     def dtype(self) -> torch.dtype:
         """The dtype in which its weights are trained."""
-        return self.precision.master or self.tensor.dtype
+        return self.precision.master or self.parameter.tensor.dtype
 
     @property
     def created(self) -> bool:
@@ -119,10 +79,13 @@ class Record:
         return any(part.key in self.state for part in self.parts)
 
     def shares(self) -> Iterator[tuple[str, Share]]:
-        """Yield the shares of weights and state that this rank writes, by name. Master weights follow their weights."""
-        if "master" in self.state:
-            follow(local_of(self.state["master"]), local_of(self.tensor).detach())
-        yield f"{MODEL}.{self.name}", _written(self.weights, self.storage)
+        """Yield the shares of weights and state that this rank writes, by name.
+
+        The weights are those in the precision in which they are trained, so a checkpoint has no separate master
+        weights. On loading, a master weight takes the saved weights, and the parameter takes the same weights rounded,
+        as after every step.
+        """
+        yield f"{MODEL}.{self.name}", _written(self.parameter.weights(self.state), self.parameter.storage)
         for part in self.parts:
             if part.key in self.state:
                 local = local_of(self.state[part.key]).detach().contiguous()
@@ -130,22 +93,23 @@ class Record:
 
     def take_weights(self, share: Share) -> None:
         """Copy weights that were read from a checkpoint into the parameter and its master weight."""
-        fill(local_of(self.tensor).detach(), self.storage, share)
-        if self.dtype != self.tensor.dtype:
-            state = self.states[self.tensor]
+        tensor, storage = self.parameter.tensor, self.parameter.storage
+        fill(local_of(tensor).detach(), storage, share)
+        if self.dtype != tensor.dtype:
+            state = self.states[tensor]
             if "master" not in state:
-                copy = fresh_copy(local_of(self.tensor), self.dtype, self.precision, wait=True)  # the CPU writes it
-                state["master"] = self.storage.wrap(copy)
-            fill(local_of(state["master"]), self.storage, share)
+                copy = fresh_copy(local_of(tensor), self.dtype, self.precision, wait=True)  # the CPU writes it
+                state["master"] = storage.wrap(copy)
+            fill(local_of(state["master"]), storage, share)
 
-    def take_state(self, part: Part, share: Share | None) -> None:
+    def take_state(self, part: StateForm, share: Share | None) -> None:
         """Copy a part of the state that was read from a checkpoint; None resets it as before the first step."""
         held = self.state.get(part.key)
         if share is None and held is None:
             return
-        if held is None or local_of(held).dtype != part.dtype or tuple(local_of(held).shape) != part.local:
-            held = part.layout.fresh(part.local, part.dtype, local_of(self.tensor).device, self.precision)
-            self.states[self.tensor][part.key] = held
+        if held is None or local_of(held).dtype != part.dtype or tuple(local_of(held).shape) != part.shape:
+            held = part.layout.fresh(part.shape, part.dtype, self.parameter.tensor.device, self.precision)
+            self.states[self.parameter.tensor][part.key] = held
         local = local_of(held)
         if share is None:
             for box in boxes_of(local, part.layout.storage.layout, part.layout.storage.shape).values():
@@ -231,12 +195,7 @@ def records_of(planned: Planned, optimizer: torch.optim.Optimizer, precision: Pr
     state = optimizer.state
     for member in planned.members:
         group = optimizer.param_groups[member.group]
-        local = local_of(member.tensor)
-        forms = forms_of(member, local, is_matrix_rule(group["algorithm"]), precision, master=True)
+        forms = forms_of(member, precision, master=True)
         check_state(member.name, forms, state.get(member.tensor, {}), {"stranger": "Remove it from the state"})
-        parts = [
-            Part(key, layout, held or (), layout.saved_dtype(precision), device)
-            for key, layout, held, _, device in forms
-            if key != "master"
-        ]
-        yield Record(member.name, member.tensor, member.storage, state, tuple(parts), group, member.spec, precision)
+        parts = [each._replace(dtype=each.layout.saved_dtype(precision)) for each in forms if each.key != "master"]
+        yield Record(member, state, tuple(parts), group, precision)

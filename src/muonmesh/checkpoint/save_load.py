@@ -23,12 +23,14 @@ from muonmesh.checkpoint.manifest import SETTINGS_FILE
 from muonmesh.checkpoint.of_muon import OfMuon
 from muonmesh.checkpoint.ranks import settled
 from muonmesh.checkpoint.record import STATE, Record, Recorded
-from muonmesh.comm.storage import refuse_flattened, storage_of, this_rank
+from muonmesh.comm.placing import refuse_flattened, storage_of
+from muonmesh.comm.storage import this_rank
 from muonmesh.comm.telling import agreed, tell_all
 from muonmesh.comm.wrappers import layers_of
 from muonmesh.errors import StateError, about, explain_error, warn
 from muonmesh.names import canonical_name
 from muonmesh.numerics.precision import plain_modes
+from muonmesh.step.members import OptimizedParameter
 from muonmesh.step.replicas import sum_of_bits
 from muonmesh.step.runtime import Runtime
 from muonmesh.step.state_form import wrong_numbers
@@ -173,7 +175,7 @@ def _records(host: Recorded, model: nn.Module) -> tuple[list[Record], Extra]:
     names = {record.name for record in records}
     tensors: list[tuple[str, Tensor]] = list(model.named_parameters(remove_duplicate=False))
     # A tied parameter has several names, and an optimizer may step a copy in another precision.
-    known = {id(record.tensor) for record in records}
+    known = {id(record.parameter.tensor) for record in records}
     known |= {id(tensor) for name, tensor in tensors if saved_as(name) in names}
     modules = model.named_modules(remove_duplicate=False)
     passing = {f"{path}.{key}".lstrip(".") for path, module in modules for key in module._non_persistent_buffers_set}
@@ -186,7 +188,9 @@ def _records(host: Recorded, model: nn.Module) -> tuple[list[Record], Extra]:
             refuse_flattened(name, tensor)
             untrained[name] = tensor
     untrained |= {name: tensor for name, (_, tensor) in extra.items()}
-    records += [Record(name, held, storage_of(name, held, None, needed=False)) for name, held in untrained.items()]
+    for name, tensor in untrained.items():
+        storage = storage_of(name, tensor, None)
+        records.append(Record(OptimizedParameter(name, tensor, storage, storage)))
     return records, extra
 
 
@@ -199,8 +203,8 @@ def reshard(model: nn.Module) -> None:
 
 def _digest(record: Record) -> str:
     """Return a hash of shape, dtype and layout, which must be equal on all ranks that have a tensor."""
-    layout = record.storage.layout
-    told = f"{tuple(record.storage.shape)} {record.tensor.dtype}"
+    storage = record.parameter.storage
+    layout, told = storage.layout, f"{tuple(storage.shape)} {record.parameter.tensor.dtype}"
     if layout is not None:
         told += f" {layout.describe()}" + (f" {layout.ranks}" if record.group else "")
     return hashlib.sha256(told.encode()).hexdigest()[:16]
@@ -208,12 +212,8 @@ def _digest(record: Record) -> str:
 
 def _sums(records: Iterable[Record]) -> dict[tuple[str, tuple[int, ...]], int]:
     """Return a checksum of each weight of which several ranks hold whole copies, by its name and these ranks."""
-    found = {}
-    for record in records:
-        layout = record.storage.layout
-        if layout is not None and record.storage.copies == len(layout.ranks) > 1:
-            found[record.name, layout.ranks] = int(sum_of_bits(record.storage, record.tensor, record.tensor.device))
-    return found
+    whole = [record.parameter for record in records if record.parameter.storage.replicated]
+    return {(each.name, each.ranks): int(sum_of_bits(each.storage, each.tensor, each.tensor.device)) for each in whole}
 
 
 def _warn_of_drift(said: Iterable[dict[tuple[str, tuple[int, ...]], int]]) -> None:
@@ -251,7 +251,7 @@ def _check_alike(said: Sequence[dict[str, str]], records: Iterable[Record]) -> N
                 )
                 raise StateError(about(name, what))
     for record in records:
-        layout = record.storage.layout
+        layout = record.parameter.storage.layout
         holders = [rank for rank, digests in enumerate(said) if record.name in digests]
         needs = layout.ranks if layout is not None else ()
         if not set(needs) <= set(holders):

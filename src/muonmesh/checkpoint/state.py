@@ -16,7 +16,8 @@ from muonmesh.layout import Declared
 from muonmesh.layout.matrix import as_tuples
 from muonmesh.names import canonical_name
 from muonmesh.numerics.rules import is_matrix_rule, rule_of, step_count
-from muonmesh.settings import FRESH_MEANS, NORM_MEANS, check_group, check_structure
+from muonmesh.settings import FRESH_MEANS, NORM_MEANS
+from muonmesh.settings.checks import check_group, check_structure
 from muonmesh.step.blocks import SCALE, Blocks
 from muonmesh.step.members import flat_layouts
 from muonmesh.step.planning import Planned
@@ -150,12 +151,10 @@ def restore_state(
     """
     given: dict[str, Any] = {}
     before = [dict(group) for group in optimizer.param_groups]
-    members = {} if planned is None else {member.tensor: member for member in planned.members}
-    forms: dict[Tensor, dict[str, StateForm]] = {}
-    for parameter, member in members.items():
-        of_matrices, master = is_matrix_rule(before[member.group]["algorithm"]), precision.master is not None
-        each = forms_of(member, local_of(parameter), of_matrices, precision, master=master)
-        forms[parameter] = {form.key: form for form in each}
+    forms = dict[Tensor, dict[str, StateForm]]()
+    for member in planned.members if planned is not None else ():
+        each = forms_of(member, precision, master=precision.master is not None)
+        forms[member.tensor] = {form.key: form for form in each}
 
     def inspect(_: torch.optim.Optimizer, seen: dict[str, Any]) -> dict[str, Any]:
         given.update(seen)

@@ -63,7 +63,7 @@ def clip_gradients(
         PlanError: another rank found an error. No gradient has been scaled then.
         PlanAgain: a rank must make a new plan.
     """
-    (planned, exchange), source, waits = connected, runtime.source, runtime.host_waits(connected.planned)
+    (planned, exchange), source, waits = connected, runtime.source, runtime.driver.host_waits(connected.planned.device)
     apart, sums = source.norms_apart, zeros_for(source, planned.device)
     if not _reduces(planned, limits, process_group):
         if here is None:

@@ -263,21 +263,6 @@ def multiply(local: Tensor, coefficient: Tensor) -> None:
     local.mul_(coefficient.to(torch.promote_types(local.dtype, torch.float32)))
 
 
-def own_gradient(name: str, parameter: Tensor, source: GradientSource) -> tuple[Tensor, Tensor] | None:
-    """Return a gradient to write to: its local part, and the tensor to pass to `GradientSource.write`; or None.
-
-    The local part is contiguous and in the layout of the parameter. If the gradient is not, both results are copies.
-    """
-    held, gradient = source.gradient(parameter), gradient_of(name, parameter, source)
-    if gradient is None or held is None:
-        return None
-    local = local_of(gradient)
-    if local_of(held) is local and local.is_contiguous():
-        return local, held
-    local = local.contiguous()
-    return local, _wrapped(local, gradient if isinstance(gradient, DTensor) else parameter)
-
-
 def unscaled(gradient: Tensor, scale: Tensor) -> Tensor:
     """Return a gradient divided by the loss scale of a GradScaler: a new tensor in fp32 or wider."""
     local = local_of(gradient)

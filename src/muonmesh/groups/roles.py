@@ -30,6 +30,7 @@ from muonmesh.groups.fused_projections import (
     fused_order,
     global_shape,
 )
+from muonmesh.groups.graph import Seen
 from muonmesh.groups.heads import named_parts
 from muonmesh.groups.reading import cut_by_code
 from muonmesh.groups.sites import Kind, Role, Site, class_of
@@ -47,16 +48,19 @@ _NOT_A_MATRIX = re.compile(
 )
 
 
-def role(site: Site, known: Ends) -> Role:
-    """Return the role of the parameter at `site`; `known` comes from `ends`.
+def role(site: Site, known: Ends, seen: Seen | None = None) -> Role:
+    """Return the role of the parameter at `site`; `known` comes from `ends`, and `seen` from a forward.
+
+    What a forward showed counts more than names, sizes and source code.
 
     Raises:
         ValueError: the parameter is flattened, uninitialized or from a traced module, so its role cannot be found.
     """
     _refuse_unknowable(site)
-    found = _declared(site) or classified(site) or _adapter(site) or _end(site, known) or _embedding(site)
-    found = found or _vector(site) or _parametrised(site) or _torch_fused(site) or _expert(site) or _router(site)
-    return found or _convolution(site) or _linear(site, known) or _unknown(site)
+    found = _declared(site) or classified(site) or _adapter(site) or _end(site, known, seen) or _embedding(site)
+    found = found or _vector(site) or _parametrised(site) or _computed(site, seen) or _torch_fused(site)
+    found = found or _expert(site, seen) or _router(site) or _convolution(site, seen) or _linear(site, known, seen)
+    return found or _unknown(site, seen)
 
 
 def _refuse_unknowable(site: Site) -> None:
@@ -153,10 +157,17 @@ def _adapter(site: Site) -> Role | None:
     return None
 
 
-def _end(site: Site, known: Ends) -> Role | None:
+def _end(site: Site, known: Ends, seen: Seen | None) -> Role | None:
     if len(site.shape) < 2:
         return None
     found = next((known[id(m)] for _, m in site.owners if id(m) in known), None)
+    if seen is not None and seen.does == "multiplies":
+        if seen.last:
+            found = "head", "output layer: in a forward, no other layer reads what it makes"
+        elif seen.first:
+            found = "embeddings", "input layer: in a forward, it reads the model's inputs"
+        elif found is not None and (seen.last if found[0] == "head" else seen.first) is False:
+            found = None
     if found is None or found[0] == "matrices" or (found[0] == "embeddings" and not _is_matrix(site.shape)):
         return None
     return _adamw(*found, "flatten" if isinstance(site.module, _ConvNd) else by_shape(site.shape))
@@ -193,6 +204,16 @@ def _parametrised(site: Site) -> Role | None:
     return None
 
 
+def _computed(site: Site, seen: Seen | None) -> Role | None:
+    if seen is None or seen.does not in ("computed", "pair"):
+        return None
+    if seen.does == "pair":
+        reason = "factor of a low-rank pair beside a layer (LoRA): Muon's update is meant for their product"
+    else:
+        reason = "in a forward, the matrix that acts is computed from it"
+    return _adamw("matrices", reason, "flatten" if len(site.shape) > 3 else by_shape(site.shape))
+
+
 def _torch_fused(site: Site) -> Role | None:
     module, (rows, *_) = site.module, site.shape
     if isinstance(module, nn.MultiheadAttention) and len(site.shape) == 2:
@@ -214,7 +235,7 @@ def _experts(module: nn.Module) -> set[int]:
     return found | {len(listed)} if isinstance(listed, nn.ModuleList) else found
 
 
-def _expert(site: Site) -> Role | None:
+def _expert(site: Site, seen: Seen | None) -> Role | None:
     module, shape = site.module, site.shape
     if isinstance(module, _ConvNd):
         return None
@@ -222,6 +243,12 @@ def _expert(site: Site) -> Role | None:
         return None
     if len(shape) == 3:
         matrices, reason = expert_order(module, site.key, shape)
+        if seen is not None and seen.stored is not None:
+            inner: Any = matrices[1] if isinstance(matrices, tuple) else "whole"
+            inner = inner[1] if inner[0] == "transposed" else inner
+            matrices, told = _stored(seen, seen.cut or inner)
+            matrices = "stack" if matrices == "whole" else ("stack", matrices)
+            reason = f"experts, one matrix each{told}" if seen.cut else reason
         return replace(_muon(reason, matrices), guess="looks fused" in reason)
     stacks = [p for p in module._parameters.values() if p is not None and len(global_shape(p)) == 3]
     if len(shape) == 2 and any(global_shape(p)[0] == shape[0] for p in stacks):
@@ -243,7 +270,7 @@ def _router(site: Site) -> Role | None:
     return None
 
 
-def _convolution(site: Site) -> Role | None:
+def _convolution(site: Site, seen: Seen | None) -> Role | None:
     module = site.module
     if not isinstance(module, _ConvNd):
         return None
@@ -252,16 +279,31 @@ def _convolution(site: Site) -> Role | None:
         return _adamw("matrices", f"{what} convolution: many small filters, not one matrix", "flatten")
     if isinstance(module, _ConvTransposeNd):
         return _adamw("matrices", "transposed convolution, stored in × out × kernel", "flatten")
-    matrices, fused, guess = _parts(site, module.out_channels, module.in_channels)
+    matrices, fused, guess = _parts(site, module.out_channels, module.in_channels, seen)
     flattened: Matrices = "flatten" if matrices == "whole" else ("flatten", matrices)
     return replace(_muon(f"convolution{fused}", flattened), guess=guess)
 
 
-def _parts(site: Site, out: int, into: int) -> tuple[Matrices, str, bool]:
+def _stored(seen: Seen, matrices: Matrices) -> tuple[Matrices, str]:
+    """Return a split of a matrix out × in as the split of the parameter, and a text of what a forward showed."""
+    told = f", fused: a forward cuts its output into {_count(seen.cut)} parts" if seen.cut else ""
+    if seen.stored == "in×out":
+        return ("transposed", matrices), f"{told}, stored in × out"
+    return matrices, told
+
+
+def _count(cut: Matrices) -> int:
+    sizes = cut[1:]
+    return len(sizes) if cut[0] == "rows" else len(sizes[0]) if isinstance(sizes[0], tuple) else int(sizes[0])
+
+
+def _parts(site: Site, out: int, into: int, seen: Seen | None) -> tuple[Matrices, str, bool]:
     """Return how the `out` rows of a layer split, a text that says how this is known, and whether it is a guess.
 
     A module that holds only this layer, or this layer and its norm, is treated like the layer itself.
     """
+    if seen is not None and seen.cut is not None:
+        return seen.cut, f", fused: a forward cuts its output into {_count(seen.cut)} parts", False
     for (attribute, _), (_, owner) in itertools.pairwise(site.owners):
         convolution = isinstance(site.module, _ConvNd)
         if (order := fused_order(owner, attribute, out)) is not None:
@@ -278,7 +320,7 @@ def _parts(site: Site, out: int, into: int) -> tuple[Matrices, str, bool]:
     return "whole", "", False
 
 
-def _linear(site: Site, known: Ends) -> Role | None:
+def _linear(site: Site, known: Ends, seen: Seen | None) -> Role | None:
     module, shape, features = site.module, site.shape, features_of(site.module)
     if features is None or site.key != "weight" or len(shape) != 2:
         return None
@@ -286,16 +328,32 @@ def _linear(site: Site, known: Ends) -> Role | None:
     transposed = "Conv1D" in class_names(module) or (shape == (into, out) and shape != (out, into))
     if not transposed and shape != (out, into):
         return None
-    matrices, fused, guess = _parts(site, out, into)
+    if seen is not None and seen.stored is not None:
+        transposed = seen.stored == "in×out"
+    matrices, fused, guess = _parts(site, out, into, seen)
     kind, unsure = known.get(id(module), ("", ""))
+    if seen is not None and seen.last is not None:
+        unsure = ""
     reason = f"linear{fused}"
     if transposed:
         matrices, reason = ("transposed", matrices), f"{reason}, stored in × out"
     return replace(_muon(reason + (unsure if kind == "matrices" else ""), matrices), guess=guess)
 
 
-def _unknown(site: Site) -> Role:
+def _unknown(site: Site, seen: Seen | None) -> Role:
     where, shape = class_of(site.module), site.shape
+    if seen is not None and seen.does == "looked up":
+        return _adamw("embeddings", f"a table of {where}: a forward looks rows of it up", by_shape(shape))
+    if seen is not None and seen.grouped:
+        return _adamw("matrices", "many small filters of a convolution in groups, not one matrix", by_shape(shape))
+    if seen is not None and seen.stored is not None and shape[0] > 1 and not _NOT_A_MATRIX.search(site.key):
+        matrices, told = _stored(seen, seen.cut or "whole")
+        reason = f"a parameter of {where}, by which a forward multiplies{told}"
+        if len(shape) == 3:
+            matrices = "stack" if matrices == "whole" else ("stack", matrices)
+        if len(shape) > 3:
+            matrices = "flatten" if matrices == "whole" else ("flatten", matrices)
+        return _muon(reason, matrices)
     if len(shape) == 2 and not _NOT_A_MATRIX.search(site.key):
         reason = f"a parameter of {where}, which is not known: taken as one matrix, out × in"
         return replace(_muon(reason, "whole"), guess=True)

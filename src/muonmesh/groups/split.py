@@ -17,7 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from muonmesh.errors import about, called, escaped, explain_error, warn
 from muonmesh.groups.ends import GUESS, UNREAD, ends
+from muonmesh.groups.example import Example, seen_in
 from muonmesh.groups.fused_projections import Matrices, global_shape
+from muonmesh.groups.graph import Seen
 from muonmesh.groups.heads import HeadPart, by_heads, parts_of, refuse_none
 from muonmesh.groups.roles import by_shape, declarations, declared_by, role, without_decay
 from muonmesh.groups.sites import Role, Site, sites, unwrapped
@@ -180,6 +182,7 @@ def split_params(
     adamw: Mapping[str, Any] | None = None,
     overrides: Mapping[str, Any] | None = None,
     per_head: bool | Collection[HeadPart] = False,
+    example: Example | None = None,
 ) -> ParamGroups:
     """Sort the trainable parameters of `model` into param groups for Muon and AdamW.
 
@@ -195,6 +198,11 @@ def split_params(
             ones, setting by setting.
         per_head: Whether attention weights are one matrix for each head, as the attention module counts them: True for
             queries and keys, or some of "q", "k", "v", "o". Each head is then one matrix with its own scale.
+        example: One forward of the model, from whose graph input layers, output layers and fused weights are read: its
+            arguments as a tuple, its keyword arguments as a dict, or a function that calls the model and returns its
+            loss. With arguments, a copy on the meta device runs where that is possible, so nothing is computed. The
+            model, its gradients and the random number generators stay as they were. Without it, names, sizes and source
+            code decide.
 
     Returns:
         The groups, Muon's first. Each parameter is in exactly one group; `print(groups)` shows all groups.
@@ -202,7 +210,8 @@ def split_params(
     Raises:
         TypeError: `model` is no module, or settings or overrides are not of the types above.
         ValueError: an override matches nothing, or does not fit its parameter; no parameter is trainable; a wrapper
-            flattened a weight, so its shape is lost; a projection does not consist of whole heads.
+            flattened a weight, so its shape is lost; a projection does not consist of whole heads; or the forward of
+            ``example`` raises.
 
     Warns:
         UserWarning: if a choice is a guess; the message has the override that decides. Guesses: Muon gets a weight as
@@ -217,12 +226,13 @@ def split_params(
     base = {"muon": _settings("muon", muon), "adamw": _settings("adamw", adamw)}
     for half, given in base.items():
         _check_read(f"{half}=", given, [half])
-    entries, frozen = _entries(model, parts_of(per_head), overrides)
+    facts = None if example is None else seen_in(model, example)
+    entries, frozen = _entries(model, parts_of(per_head), overrides, facts)
     _override(entries, frozen, overrides)
     for entry in entries:
         _check_possible(entry)
     guesses = [entry for entry in entries if entry.guessed]
-    _warn_of_guesses(model, entries, guesses)
+    _warn_of_guesses(model, entries, guesses, facts is not None)
     groups: dict[str, dict[str, Any]] = {name: {} for name in _NAMES}
     for entry in entries:
         algorithm, half = entry.algorithm, entry.half
@@ -255,8 +265,11 @@ def split_params(
     return ParamGroups(sorted(filled, key=_order), frozen=frozen, shared=further, guesses=names, model=model)
 
 
-def _warn_of_guesses(model: nn.Module, entries: Sequence[_Entry], guesses: Sequence[_Entry]) -> None:
-    """Warn of guesses on rank 0, and of guesses that would be wrong for a pipeline stage."""
+def _warn_of_guesses(model: nn.Module, entries: Sequence[_Entry], guesses: Sequence[_Entry], ran: bool) -> None:
+    """Warn of guesses on rank 0, and of guesses that would be wrong for a pipeline stage.
+
+    `ran`: whether a forward was looked at, which did not show it.
+    """
     ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     guessed: dict[str, list[_Entry]] = {}
     for entry in guesses if ranks == 1 or dist.get_rank() == 0 else ():
@@ -264,16 +277,13 @@ def _warn_of_guesses(model: nn.Module, entries: Sequence[_Entry], guesses: Seque
     for of, alike in guessed.items():
         entry, named = alike[0], [each.name.split(".") for each in alike]
         key = r"\.".join(r"\d+" if len(set(some)) > 1 else re.escape(some[0]) for some in zip(*named, strict=True))
-        shape, stored = global_shape(entry.parameter), str(entry.role.matrices)
-        rows = shape[0 if "flatten" in stored else -1 if "transposed" in stored else -2]
-        count = 3 if rows % 3 == 0 and re.search("qkv|attn", entry.name) else 2
-        cut = ("rows", *[rows // count] * (count - 1), rows - rows // count * (count - 1))
-        split = str(_cut(entry.role.matrices or "whole", cut)).replace("'", '"')
-        write = (
-            f'overrides={{r"{key}": {{"algorithm": "muon", "matrices": {split}}}}} if a weight holds {count} matrices '
-            f'one below the other, {{r"{key}": "muon"}} if it is one matrix, {{r"{key}": "adamw"}} if it is none'
+        form = str(_cut(entry.role.matrices or "whole", ("rows", ...))).replace("'", '"').replace("Ellipsis", "...")
+        write = "Write " if ran else "Write example=(inputs,), and a forward shows how their outputs are cut; or write "
+        write += (
+            f'overrides={{r"{key}": "muon"}} if a weight is one matrix, {{r"{key}": "adamw"}} if it is none, '
+            f'{{r"{key}": {{"algorithm": "muon", "matrices": {form}}}}} with the sizes of the parts if it holds several'
         )
-        what = f"Muon trains these weights as one matrix each by a guess: {of}. Write {write}"
+        what = f"Muon trains these weights as one matrix each by a guess: {of}. {write}"
         warn(about(type(model).__name__, what))
     for entry in entries:
         if entry.role.reason.endswith(UNREAD) and not entry.overridden_by and _speaks(model, entry.parameter):
@@ -344,8 +354,13 @@ def _settings(algorithm: str, given: Any) -> dict[str, Any]:
     return own_names(f"{algorithm}=", given) if algorithm == "adamw" else dict(given)
 
 
-def _entries(model: nn.Module, heads: Collection[HeadPart], overrides: Any) -> tuple[list[_Entry], dict[str, str]]:
-    """Return all trainable parameters, once each in the order of their first names, and the frozen parameters."""
+def _entries(
+    model: nn.Module, heads: Collection[HeadPart], overrides: Any, facts: Mapping[int, Seen] | None
+) -> tuple[list[_Entry], dict[str, str]]:
+    """Return all trainable parameters, once each in the order of their first names, and the frozen parameters.
+
+    `facts` are what a forward showed of parameters, by id; None without a forward.
+    """
     known = ends(model)
     shared: dict[int, list[Site]] = {}
     frozen: dict[str, str] = {}
@@ -362,7 +377,10 @@ def _entries(model: nn.Module, heads: Collection[HeadPart], overrides: Any) -> t
     cut: set[str] = set()
     said = False
     for group in shared.values():
-        roles = [role(site, known) for site in group]
+        seen = None if facts is None else facts.get(id(group[0].parameter))
+        roles = [role(site, known, seen) for site in group]
+        if facts is not None and seen is None and roles[0].algorithm == "muon":
+            roles = [replace(r, reason=f"{r.reason}; the example's forward does not show it") for r in roles]
         if group[0].parameter.is_complex():  # its parts are stepped, as in torch.optim
             roles = [replace(r, algorithm="adamw", guess=False, reason=f"complex numbers ({r.reason})") for r in roles]
         if any(_says_matrices(overrides, site) for site in group):

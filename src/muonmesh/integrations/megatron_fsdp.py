@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import Shard as TorchShard
 
-from muonmesh.comm.storage import mesh_layout, placements_of
+from muonmesh.comm.placing import mesh_layout, placements_of
 from muonmesh.layout import FlatShards, Interval, Layout
 
 _OF_V1, _OF_V2 = "megatron_fsdp_dist_index", "_mfsdp_parameter_group"
@@ -40,12 +40,12 @@ def read_layout(name: str, tensor: Tensor) -> Layout | None:
     left = [Replicate() if axis in cut else placement for axis, placement in enumerate(given)]
     within = mesh_layout(mesh, tuple(tensor.shape), placements_of(name, left))
 
-    def held(_: int, at: Sequence[int]) -> Interval:
+    def held(_: int, at: Sequence[int]) -> list[Interval]:
         low, length = 0, size
         for axis in reversed(cut):  # the last axis cuts first
             length //= within.mesh[axis]
             low += at[axis] * length
-        return whole.part(low, low + length)._replace(start=0)
+        return [whole.part(low, low + length)._replace(start=0)]
 
     return FlatShards.on_axes(within, cut, held)
 

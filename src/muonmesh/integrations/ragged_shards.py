@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from muonmesh.comm.layout_readers import DECLARE
-from muonmesh.comm.storage import mesh_layout, placements_of
+from muonmesh.comm.placing import mesh_layout, placements_of
 from muonmesh.errors import LayoutError, explain_error
 from muonmesh.layout import FlatShards, Interval, Layout
 
@@ -50,8 +50,8 @@ def read_layout(name: str, tensor: Tensor) -> tuple[Any, ...] | Layout | None:
     within = mesh_layout(mesh, tuple(shape), placements_of(name, left))
     size = within.mesh[ragged[0]]
 
-    def held(rank: int, at: Sequence[int]) -> Interval:
-        return _of_units(name, one, within.local_shape(rank), size, at[ragged[0]])
+    def held(rank: int, at: Sequence[int]) -> list[Interval]:
+        return [_of_units(name, one, within.local_shape(rank), size, at[ragged[0]])]
 
     return FlatShards.on_axes(within, ragged, held)
 

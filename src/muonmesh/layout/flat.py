@@ -85,21 +85,27 @@ class FlatShards:
         return FlatShards(MeshLayout.replicated(tuple(shape), tuple(ranks)), intervals)
 
     @staticmethod
-    def on_axes(within: MeshLayout, axes: Sequence[int], held: Callable[[int, Sequence[int]], Interval]) -> FlatShards:
-        """Return the layout of a parameter that some axes of a mesh cut by intervals, alone in its buffers.
+    def on_axes(
+        within: MeshLayout,
+        axes: Sequence[int],
+        held: Callable[[int, Sequence[int]], Sequence[Interval]],
+        sizes: Sequence[int] = (),
+    ) -> FlatShards:
+        """Return the layout of a parameter that some axes of a mesh cut by intervals.
 
         Args:
             within: The layout with the parameter replicated along these axes.
             axes: The axes of the mesh that cut the flattened local tensors of ``within``.
-            held: Returns the interval that a rank holds, from the rank and its place on each axis.
+            held: Returns the intervals that a rank holds, from the rank and its place on each axis.
+            sizes: The size of each rank's buffer. Default: that of its intervals, so that the parameter is alone there.
         """
         copied = [n for n, each in enumerate(within.placements) if n not in axes and isinstance(each, Replicate)]
         intervals, replicas = [], dict[tuple[int, ...], list[int]]()
         for rank in within.ranks:
             at = within.at(rank)
-            intervals.append((held(rank, at),))
+            intervals.append(tuple(held(rank, at)))
             replicas.setdefault(tuple(at[axis] for axis in copied), []).append(rank)
-        return FlatShards(within, tuple(intervals), replicas=tuple(map(tuple, replicas.values())))
+        return FlatShards(within, tuple(intervals), tuple(sizes), tuple(map(tuple, replicas.values())))
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -11,6 +11,9 @@ from typing import Any, Literal, TypeAlias, get_args
 import torch
 
 from muonmesh.errors import explain_error
+from muonmesh.numerics.aol import RowRescaling
+from muonmesh.numerics.deflation import Deflation
+from muonmesh.numerics.preconditioner import NO_PRECONDITIONER, Preconditioner
 from muonmesh.numerics.setting import LARGEST
 
 CoefficientName: TypeAlias = Literal["simple", "quintic", "polar_express", "cans", "deepseekv4", "aol", "deflated"]
@@ -35,13 +38,9 @@ class CoefficientSet:
     Attributes:
         polynomials: One odd polynomial for each step.
         past_end: What follows the last polynomial: "cycle" starts again with the first, "repeat_last" repeats the last.
-        preconditioner: "aol" rescales the rows before the first step (Turbo-Muon); the result is then the polar factor
-            of the rescaled matrix.
-        deflated: How many of the largest singular values are first reduced to the smallest among them. The matrix is
-            then divided by ‖(X Xᵀ)²‖^¼ (Frobenius), a closer bound of its largest singular value than its norm.
-            Matrices with fewer than `DEFLATED_FROM_ROWS` rows use the set "polar_express" instead.
-        finish: Polynomials that a CPU applies last, if `steps` steps are taken and the result is still far from the
-            polar factor: see `Iteration.finish`.
+        preconditioner: What is done to a matrix before the first polynomial and after the last, by a class of
+            `muonmesh.numerics`: `deflation.Deflation`, `aol.RowRescaling`, or a `preconditioner.Preconditioner` of your
+            own.
         steps: The number of steps if ``ns_steps`` is None.
         gram_steps: The numbers of steps for which the method "gram" is as accurate in bf16 as "standard", as tests
             show. With other numbers each step amplifies singular values near 1 and their rounding errors.
@@ -49,16 +48,9 @@ class CoefficientSet:
 
     polynomials: tuple[Polynomial, ...]
     past_end: Literal["cycle", "repeat_last"]
-    preconditioner: Literal["none", "aol"] = "none"
-    deflated: int = 0
-    finish: tuple[Polynomial, ...] = ()
+    preconditioner: Preconditioner = NO_PRECONDITIONER
     steps: int = 5
     gram_steps: range = range(0)
-
-    @property
-    def begins_with_polynomials(self) -> bool:
-        """Whether the first polynomial comes first, without a deflation before it."""
-        return not self.deflated
 
 
 _JORDAN: Polynomial = (3.4445, -4.7750, 2.0315)
@@ -120,7 +112,7 @@ COEFFICIENT_SETS: dict[str, CoefficientSet] = {
     # in place of the first of YouJiacheng's steps. Emerging-Optimizers lists the polynomials of the authors' first
     # version, (4.0098, -7.0585, 2.4635) and so on, which they withdrew: the first is negative from 0.884 on and turns
     # a dominating singular direction around, with the rescaling too.
-    "aol": CoefficientSet(_YOU[1:], "repeat_last", preconditioner="aol", gram_steps=range(3, 6), steps=4),
+    "aol": CoefficientSet(_YOU[1:], "repeat_last", preconditioner=RowRescaling(), gram_steps=range(3, 6), steps=4),
     # Ours: deflation (numerics/deflation.py), then polynomials for singular values in [0.012, 1], composed as those of
     # The Polar Express, at x / 1.01, the last, steep above 1, at x / 1.04: benchmarks/remez.py.
     "deflated": CoefficientSet(
@@ -131,8 +123,7 @@ COEFFICIENT_SETS: dict[str, CoefficientSet] = {
             _POLAR_EXPRESS_LIMIT,
         ),
         "repeat_last",
-        deflated=64,
-        finish=(_POLAR_EXPRESS_LIMIT, _POLAR_EXPRESS_LIMIT),
+        Deflation(64, finish=(_POLAR_EXPRESS_LIMIT, _POLAR_EXPRESS_LIMIT)),
         steps=3,
         gram_steps=range(3, 4),
     ),
@@ -140,10 +131,6 @@ COEFFICIENT_SETS: dict[str, CoefficientSet] = {
 
 
 _EXAMPLE = "Write coefficients=[(3.4445, -4.7750, 2.0315)]"
-
-
-DEFLATED_FROM_ROWS = 384
-"""Rows from which on deflation saves more than it costs (measured)."""
 
 
 def choose(
@@ -174,10 +161,10 @@ def choose(
 def for_rows(coefficients: Coefficients, steps: int | None, rows: int) -> tuple[Coefficients, int | None]:
     """Return the coefficients and steps for a matrix with this number of rows.
 
-    They are the given ones, except for a set with deflation and a matrix of few rows. Such a matrix takes two steps
-    more with "polar_express" instead.
+    They are the given ones, except for a set whose preconditioner costs more than it saves for so few rows. Then the
+    matrix takes two steps more with "polar_express" instead.
     """
-    if rows >= DEFLATED_FROM_ROWS or not (isinstance(coefficients, str) and coefficient_set(coefficients).deflated):
+    if not isinstance(coefficients, str) or rows >= coefficient_set(coefficients).preconditioner.from_rows:
         return coefficients, steps
     return "polar_express", len(coefficient_schedule(coefficients, steps)) + 2
 
@@ -193,16 +180,16 @@ def register_coefficients(name: str, chosen: CoefficientSet) -> None:
         chosen: The set.
 
     Raises:
-        ValueError: a published set has this name, a polynomial is invalid, or the set deflates and its first polynomial
-            is no quintic.
+        ValueError: a published set has this name, a polynomial is invalid, or the first polynomial is no quintic,
+            as the preconditioner needs it.
     """
     if name in ("auto", *get_args(CoefficientName)):
         write = f'Write register_coefficients("my-{name}", ...)'
         raise ValueError(explain_error("name", f"{name!r}, a published set", "a name of its own", write))
     polynomials = coefficient_set(chosen.polynomials).polynomials
-    if chosen.deflated and len(polynomials[0]) != 3:  # it reuses the products that the norm needs
-        found, needed = f"{polynomials[0]} first, of a set that deflates", "three numbers, (a, b, c)"
-        raise ValueError(explain_error("polynomials", found, needed, "Write deflated=0, or a quintic first"))
+    if chosen.preconditioner.bounds_closer and len(polynomials[0]) != 3:  # it reuses the products of the bound
+        found, needed = f"{polynomials[0]} first, after {chosen.preconditioner}", "three numbers, (a, b, c)"
+        raise ValueError(explain_error("polynomials", found, needed, "Leave out preconditioner, or begin with one"))
     COEFFICIENT_SETS[name] = replace(chosen, polynomials=polynomials)
 
 

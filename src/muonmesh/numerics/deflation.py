@@ -9,6 +9,8 @@ algorithm 4.3).
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 import torch
 from torch import Tensor
 
@@ -16,10 +18,55 @@ from muonmesh.numerics import kernels
 from muonmesh.numerics.kernels.memory import keep, pinned, scratch
 from muonmesh.numerics.kernels.threads import run_on_one_thread
 from muonmesh.numerics.precision import exact_fp32
+from muonmesh.numerics.preconditioner import Iterates, Preconditioner
 from muonmesh.numerics.stochastic import mixed
 
 _FLOOR = 1 / 32
 """Values are not reduced below this fraction of the largest: in bf16, rounding leaves some thousandths of it."""
+
+# A deflated matrix is near enough to its polar factor if its Schatten norm is so many times smaller than its first
+# norm, because small values are then raised as far as by "polar_express"; or if the mean of (1 − σ²)² is at most this
+# (measured).
+_NARROWED, _DEPARTURE = 11, 0.03
+
+
+@dataclass(frozen=True)
+class Deflation(Preconditioner):
+    """Reduces the largest singular values first, and applies more polynomials to a result that is still far off.
+
+    Only the result shows how many values the polynomials left low. The CPU reads a number to decide, which would be a
+    wait on a device, so `finish` is for a CPU, and for as many steps as the set is made for.
+
+    Attributes:
+        vectors: How many of the largest singular values are reduced to the smallest among them.
+        finish: Polynomials that are applied last if the result is not yet near its polar factor.
+    """
+
+    vectors: int = 64
+    finish: tuple[tuple[float, ...], ...] = ()
+    from_rows = 384  # from here on it saves more than it costs (measured)
+    reads_values = True
+    bounds_closer = True
+
+    @property
+    def width(self) -> int:
+        """The width of the thin products."""
+        return self.vectors
+
+    def on(self, device: torch.device, *, shortened: bool) -> Deflation:
+        """Return what is done on a device, see `Preconditioner.on`."""
+        return self if device.type == "cpu" and not shortened else replace(self, finish=())
+
+    def before(self, iteration: Iterates) -> None:
+        """Reduce the largest singular values."""
+        deflate(iteration.x, self.vectors)
+
+    def after(self, iteration: Iterates) -> None:
+        """Apply `finish` where it is needed; for one matrix on a CPU."""
+        if not self.finish or iteration.loaded_norm > _NARROWED * iteration.norm:
+            return
+        if departure(iteration.x[0], self.vectors) > _DEPARTURE:  # NaN is not
+            iteration.take_more(self.finish)
 
 
 def deflate(x: Tensor, vectors: int) -> None:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from muonmesh.numerics.coefficients import CoefficientSet, Polynomial, segments_of
-from muonmesh.numerics.deflation import deflate, departure
 from muonmesh.numerics.gram_form import factor_of_all, factored
 from muonmesh.numerics.kernels import Exact, Matmuls
 from muonmesh.numerics.kernels.dense import scaled
 from muonmesh.numerics.kernels.memory import ALIGNMENT, scratch
-from muonmesh.numerics.normalize import load, rescale_rows, store, sums
+from muonmesh.numerics.normalize import load, store, sums
 from muonmesh.numerics.square_matrices import (
     add_scaled,
     row_products,
@@ -22,12 +20,6 @@ from muonmesh.numerics.square_matrices import (
     set_centred_diagonal,
     symmetric_part,
 )
-
-# A deflated matrix is near enough to its polar factor if its Schatten norm is so many times smaller than its first
-# norm,
-# because small values are then raised as far as by "polar_express"; or if the mean of (1 − σ²)² is at most this
-# (measured).
-_NARROWED, _DEPARTURE = 11, 0.03
 
 
 class Iteration:
@@ -45,6 +37,7 @@ class Iteration:
     Attributes:
         x: The iterates of the matrices divided by ν, times ν; at first the loaded matrices. Shape (batch, rows, cols),
             rows ≤ cols, compute dtype.
+        loaded_norm, norm: See `Iterates`.
     """
 
     def __init__(
@@ -75,32 +68,27 @@ class Iteration:
             (store if exact is None else exact.store)(self.x, out)
 
     def _iterate(self, matrices: Tensor) -> None:
-        prepared, segments = self._prepared, self._segments
-        if self._matmuls.normalize is not None and prepared.begins_with_polynomials and matrices.dtype == self.x.dtype:
+        conditioner = self._prepared.preconditioner
+        if self._matmuls.normalize is not None and not conditioner.reads_values and matrices.dtype == self.x.dtype:
             if self.x is not matrices:
                 self.x.copy_(matrices if matrices.shape == self.x.shape else matrices.mT)
             self._inverse, self._inverse_square = self._matmuls.normalize(self.x)
         else:
             self._norm_is(self._load(matrices))
+            self.loaded_norm = self.norm
         self._last = False
-        if prepared.preconditioner == "aol":
-            rescale_rows(self.x, self._gram())
-        if prepared.deflated:
-            before = self._norm
-            deflate(self.x, prepared.deflated)
-            if len(segments) == 1 and self._matmuls.exact is not None:
-                self._last = True
-                given = self.x, self._inverse_square, segments[0], self._matmuls, self._square
-                factor, mean, norm = factor_of_all(*given)  # two products of X in total
-                self._norm_is(self._norm * norm)
-                self._apply(factor, mean)
-            else:
-                self.begin(segments[0][0])
-                self._take(segments)
-            if prepared.finish and not before > _NARROWED * self._norm:
-                self.finish("gram" if len(segments) < prepared.steps else "standard")
+        conditioner.before(self)
+        if conditioner.bounds_closer and len(self._segments) == 1 and self._matmuls.exact is not None:
+            self._last = True
+            given = self.x, self._inverse_square, self._segments[0], self._matmuls, self._square
+            factor, mean, norm = factor_of_all(*given)  # two products of X in total
+            self._norm_is(self.norm * norm)
+            self._apply(factor, mean)
         else:
-            self._take(segments)
+            if conditioner.bounds_closer:
+                self.begin(self._segments[0][0])
+            self._take(self._segments)
+        conditioner.after(self)
 
     def _take(self, segments: Sequence[tuple[Polynomial, ...]]) -> None:
         for number, segment in enumerate(segments, 1):
@@ -110,16 +98,11 @@ class Iteration:
             else:
                 self.step(*segment)
 
-    def finish(self, method: Literal["standard", "gram"]) -> None:
-        """Apply the set's `finish` polynomials if the result is not yet near its polar factor; for one matrix on a CPU.
-
-        Only the result shows how many values the polynomials left low. The CPU reads a number to decide, which would
-        be a wait on a device.
-        """
-        if not departure(self.x[0], self._prepared.deflated) > _DEPARTURE:  # NaN too
-            return
-        self._norm_is(torch.ones_like(self._norm))
-        self._take(tuple(segments_of(self._prepared.finish, method)))
+    def take_more(self, polynomials: tuple[Polynomial, ...]) -> None:
+        """Do `Iterates.take_more`."""
+        self._norm_is(torch.ones_like(self.norm))
+        by_gram = len(self._segments) < self._prepared.steps
+        self._take(tuple(segments_of(polynomials, "gram" if by_gram else "standard")))
 
     def _square(self, name: str) -> Tensor:
         """Return the buffer (batch, rows, rows) with this name; it is allocated at its first use."""
@@ -153,7 +136,7 @@ class Iteration:
         return scratch(f"long {number}", self._shape, dtype=self._dtype, device=self._device)
 
     def _norm_is(self, norm: Tensor) -> None:
-        self._norm, self._inverse = norm, norm.reciprocal()
+        self.norm, self._inverse = norm, norm.reciprocal()
         self._inverse_square = self._inverse.square() if self._matmuls.together else norm.square().reciprocal()
 
     def begin(self, p: Polynomial) -> None:
@@ -161,7 +144,7 @@ class Iteration:
 
         The first quintic also needs A and A², so they are kept.
         """
-        a = self._gram()
+        a = self.gram()
         square = self._matmuls.multiply(a, a, [(a, 0.0)], self._square("c"))
         squares = row_squares(square) if self._matmuls.exact is None else self._row_products(square, square)
         fourth = sums(squares)[:, None, None].sqrt_()
@@ -169,14 +152,14 @@ class Iteration:
         scaled(square, p[2] / (1 - p[1]) / fourth)  # for the lerp that adds p₁·A
         scaled(a, fourth.rsqrt())
         self._square_term = square
-        self._norm_is(self._norm * fourth.sqrt().sqrt())
+        self._norm_is(self.norm * fourth.sqrt().sqrt())
 
     def step(self, p: Polynomial) -> None:
         """X ← p(X), two products of X and those of the polynomial."""
         if len(p) == 5 and p[4]:
-            self._apply(*self._degree_9(p, self._gram()))
+            self._apply(*self._degree_9(p, self.gram()))
         else:
-            z = self._without_constant(p, self._gram(), "b", "c")
+            z = self._without_constant(p, self.gram(), "b", "c")
             self._apply(z, p[0])
 
     def _degree_9(self, p: Polynomial, a: Tensor) -> tuple[Tensor, Tensor]:
@@ -211,7 +194,7 @@ class Iteration:
         correct it. No step follows the last two steps, so these compute both triangles.
         """
         matmuls, p0, q0 = self._matmuls, p[0], q[0]
-        a = self._gram()
+        a = self.gram()
         z = self._without_constant(p, a, "b", "c")
         spare = "c" if z is self._square("b") else "b"
         pa = matmuls.multiply(z, a, [(a, p0)], self._square(spare))
@@ -242,7 +225,7 @@ class Iteration:
         diagonal = products + q0 * z_diagonal + p0 * w_diagonal
         self._apply(factor, p0 * q0 + set_centred_diagonal(factor, diagonal))
 
-    def _gram(self) -> Tensor:
+    def gram(self) -> Tensor:
         """Return A = X Xᵀ of the matrices divided by their norm, in buffer "a"."""
         if self._square_term is not None:
             return self._square("a")
@@ -255,7 +238,7 @@ class Iteration:
         by a. The sum is then rounded once, and B is rounded once more, which is smaller than X.
         """
         if isinstance(a, Tensor) and self._matmuls.sparing:  # a is left to the products that divide by ν
-            self._norm_is(self._norm / a)
+            self._norm_is(self.norm / a)
             b, a = b.div_(a), 1.0
         factor: float | Tensor = self._inverse if self._last else 1.0
         self._matmuls.multiply(b, self.x, [(self.x, a)], self._next, scale=factor, symmetric=False)

@@ -32,8 +32,8 @@ from muonmesh.numerics.iteration import Iteration
 from muonmesh.numerics.kernels import KernelName, Matmuls, resolve, select
 from muonmesh.numerics.kernels.recording import run_again
 from muonmesh.numerics.kernels.threads import run_on_one_thread
-from muonmesh.numerics.kernels.toolchain import DTYPES
 from muonmesh.numerics.precision import exact_fp32, plain_modes
+from muonmesh.numerics.preconditioner import NO_PRECONDITIONER
 
 Method: TypeAlias = Literal["auto", "standard", "gram"]
 """How the polynomials are applied to a matrix: "standard" step by step, "gram" through its Gram matrix, "auto" by the
@@ -141,11 +141,11 @@ class Orthogonalizer:
         coefficients, steps = for_rows(coefficients, steps, rows)
         chosen = resolve_method(rows, cols, coefficients=coefficients, steps=steps, method=method, dtype=dtype)
         prepared, schedule = coefficient_set(coefficients), coefficient_schedule(coefficients, steps)
-        deflates = chosen == "gram" and prepared.deflated > 0
-        whole = deflates and resolve(kernels, device=device, dtype=dtype, rows=rows, whole=True) == "compiled"
+        closer = chosen == "gram" and prepared.preconditioner.bounds_closer
+        whole = closer and resolve(kernels, device=device, dtype=dtype, rows=rows, whole=True) == "compiled"
         segments = (schedule,) if whole else tuple(segments_of(schedule, chosen))
-        finishes = device.type == "cpu" and steps in (None, prepared.steps)  # only with the set's own number
-        prepared = replace(prepared, finish=prepared.finish if finishes else ())
+        shortened = steps not in (None, prepared.steps)
+        prepared = replace(prepared, preconditioner=prepared.preconditioner.on(device, shortened=shortened))
         return Orthogonalizer(rows, cols, coefficients, prepared, chosen, segments, whole, kernels, dtype, device)
 
     @property
@@ -157,7 +157,7 @@ class Orthogonalizer:
     def quintics(self) -> tuple[float, ...]:
         """Three coefficients for each step, if the set has only such steps and one kernel can take them; else empty."""
         steps = [polynomial for segment in self.segments for polynomial in segment]
-        alone = self.prepared.begins_with_polynomials and self.prepared.preconditioner == "none"
+        alone = self.prepared.preconditioner == NO_PRECONDITIONER
         fits = alone and self.method == "standard" and self.dtype == torch.bfloat16 and max(self.degrees) <= 3
         # At most 16 steps, because the coefficients are part of the kernel's code.
         return tuple(c for step in steps for c in (*step, 0.0)[:3]) if fits and len(steps) <= 16 else ()
@@ -183,7 +183,7 @@ class Orthogonalizer:
     @cached_property
     def repeats(self) -> bool:
         """Whether the started kernels do not depend on values, so that `run_again` can repeat recorded launches."""
-        return self.products.normalize is not None and self.prepared.begins_with_polynomials
+        return self.products.normalize is not None and not self.prepared.preconditioner.reads_values
 
     @cached_property
     def _recordings(self) -> dict[Hashable, Any]:
@@ -213,7 +213,7 @@ class Orthogonalizer:
             given = [matrices, result.view(matrices.shape)]
             run, at_once = partial(self._run, overwrite=overwrite), self.at_once
             fits = 0 < len(matrices) <= at_once
-            if graphs is not None and fits and self.prepared.begins_with_polynomials:
+            if graphs is not None and fits and not self.prepared.preconditioner.reads_values:
                 key = self.graph_key(matrices.shape, matrices.dtype, overwrite=overwrite)
                 if graphs.run(run, given, *key):
                     return result
@@ -235,13 +235,12 @@ class Orthogonalizer:
         return id(self), tuple(shape), dtype, overwrite
 
     def _run(self, matrices: Tensor, out: Tensor, *, overwrite: bool) -> None:
-        if self.products.small is not None and self.quintics and matrices.dtype in DTYPES:
-            self.products.small(matrices, out, self.quintics)
+        small = self.products.small
+        if small is not None and self.quintics and matrices.dtype in small.dtypes:
+            small.run(matrices, out, self.quintics)
         else:
-            self._iteration().run(matrices, out, overwrite=overwrite)
-
-    def _iteration(self) -> Iteration:
-        return Iteration(self.prepared, self.segments, self.products, self.dtype)
+            iteration = Iteration(self.prepared, self.segments, self.products, self.dtype)
+            iteration.run(matrices, out, overwrite=overwrite)
 
 
 def resolve_method(

@@ -132,21 +132,6 @@ def store(matrices: Tensor, out: Tensor) -> None:
     out.copy_(cast if cast.shape == out.shape else cast.mT)
 
 
-def rescale_rows(x: Tensor, gram: Tensor) -> None:
-    """Divide each row in place by the root of its absolute sum in X Xᵀ: almost-orthogonal-layer (AOL) rescaling.
-
-    The result has spectral norm at most 1 and, where the rows are nearly orthogonal, singular values near 1.
-    Turbo-Muon, arXiv 2512.04632; the rescaling is from arXiv 2208.03160.
-
-    Args:
-        x: Shape (batch, rows, cols), rows ≤ cols.
-        gram: X Xᵀ, shape (batch, rows, rows). If it has been divided by ν², the result is ν times as large.
-    """
-    exact = torch.promote_types(x.dtype, torch.float32)
-    sums = gram.abs().sum(-1, keepdim=True, dtype=exact)
-    x.div_(torch.where(sums == 0, 1.0, sums).sqrt())
-
-
 def sums_of_squares(tensors: Sequence[Tensor]) -> Tensor:
     """Return the sum of squares of each tensor, fp64 (n,), computed in fp64; the CPU does not wait.
 

@@ -37,17 +37,22 @@ def choice(default: object, words: object, why: str = "") -> Setting:
 
 def is_number(value: Any) -> bool:
     """Whether a value is a real number of at most `LARGEST` in size, and no bool."""
-    if isinstance(value, bool) or not isinstance(value, Real):
+    if type(value) is not float and (isinstance(value, bool) or not isinstance(value, Real)):
         return False
     number: Any = value
     return bool(-LARGEST <= number <= LARGEST)
 
 
+_PLAIN = (float, int, bool, str)
+
+
 def plain(value: Any) -> Any:
     """Return a number of another library, such as NumPy, as a float, which torch's operations accept; others as is."""
+    if type(value) in _PLAIN:
+        return value
     if isinstance(value, (list, tuple)):
         return tuple(map(plain, value))
-    return value if type(value) in (int, float, bool) or not isinstance(value, Real) else float(value)
+    return float(value) if isinstance(value, Real) else value
 
 
 def number(default: float, fits: Callable[[float], bool], needed: str) -> Setting:

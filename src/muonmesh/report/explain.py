@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,9 +12,8 @@ from torch import Tensor
 
 from muonmesh.comm.wire import Counts
 from muonmesh.errors import escaped
-from muonmesh.layout.balance import imbalance
 from muonmesh.numerics.graphs import MOST
-from muonmesh.numerics.rules import RULES, is_matrix_rule, rule_of
+from muonmesh.numerics.rules import RULES, rule_of
 from muonmesh.report.state_bytes import state_bytes_of
 from muonmesh.report.step_memory import step_memory
 from muonmesh.report.traffic import traffic
@@ -58,6 +57,16 @@ class Row:
     spectral: float
     state: int = 0
     sets: dict[str, int] = field(default_factory=dict)
+
+
+def imbalance(loads: Mapping[int, int]) -> float:
+    """Return the load of the busiest rank divided by the mean load; 1 is perfect. Without any work the result is 1.
+
+    Args:
+        loads: FLOPs of each rank of a plan (`Plan.loads`).
+    """
+    total = sum(loads.values())
+    return max(loads.values()) * len(loads) / total if total else 1.0
 
 
 @dataclass(frozen=True)
@@ -190,32 +199,28 @@ def explain(
     """Return the explanation of a plan, with bytes in the dtypes of ``precision`` and the traffic of ``gradients``."""
     itemsize = precision.compute.itemsize
     plan, rank = planned.plan, planned.rank
-    numbers: dict[int, list[int]] = {}
-    for number, member in enumerate(planned.muon):
-        if member is not None:
-            numbers.setdefault(id(member.tensor), []).append(number)
     travelling = traffic(plan, rank)
     sent, beside = travelling.sent, travelling.carried
     collectives = travelling.collectives + beside.collectives
     if precision.int8:
         collectives += planned.blocks.count > 0 and len(plan.ranks) > 1
     kept = state_bytes_of(planned, precision)
-    kept_of = Counter[int]()  # by tensor: a flat buffer of AdamW is one row for all its parameters
-    for member in planned.members:
-        kept_of[id(member.tensor)] += kept[member.name][0]
+    placed = [(member, number) for number, member in enumerate(planned.muon) if member is not None]
+    placed += [(member, -1) for some in planned.adamw for member in some]
+    rows_of = defaultdict[Tensor, list[Row]](list)  # a flat tensor has a row for each of its parameters
+    for member, number in placed:
+        group, state = groups[member.group], kept[member.name][0]
+        if member.is_matrix:
+            row = replace(_muon_row(group, member.group, planned, number), bytes=sent[number] * itemsize, state=state)
+        else:
+            shape = "×".join(map(str, member.storage.shape))
+            row = Row(member.name, member.algorithm, "", shape, "", {}, 0, 0, float(group["lr"]), math.nan, state)
+        rows_of[member.tensor].append(row)
     rows = []
-    for of, group in enumerate(groups):
+    for group in groups:
         reasons = group.get("reasons") or ["as the group says"] * len(group["params"])
-        for name, tensor, reason in zip(group["param_names"], group["params"], reasons, strict=True):
-            if not is_matrix_rule(group["algorithm"]):
-                shape, rms = "×".join(map(str, tensor.shape)), float(group["lr"])
-                state = kept_of[id(tensor)]
-                rows.append(Row(name, group["algorithm"], reason, shape, "", {}, 0, 0, rms, math.nan, state))
-                continue
-            for number in numbers[id(tensor)]:
-                row = _muon_row(group, of, planned, number, reason)
-                row = replace(row, bytes=sent[number] * itemsize, state=kept[row.parameter][0])
-                rows.append(row)
+        for tensor, reason in zip(group["params"], reasons, strict=True):
+            rows += [replace(row, reason=reason) for row in rows_of[tensor]]
     return Explanation(
         tuple(rows),
         rank,
@@ -236,7 +241,7 @@ def explain(
     )
 
 
-def _muon_row(group: Mapping[str, Any], of: int, planned: Planned, number: int, reason: str) -> Row:
+def _muon_row(group: Mapping[str, Any], of: int, planned: Planned, number: int) -> Row:
     """Return the row of parameter ``number`` of the plan; ``of`` is the number of its group."""
     parameter, rule = planned.plan.parameters[number], rule_of(group)
     sizes = Counter(f"{matrix.rows}×{matrix.cols}" for matrix in parameter.matrices)
@@ -246,7 +251,7 @@ def _muon_row(group: Mapping[str, Any], of: int, planned: Planned, number: int, 
     return Row(
         parameter.name,
         group["algorithm"],
-        reason,
+        "",
         ", ".join(size if count == 1 else f"{count} of {size}" for size, count in sizes.items()),
         parameter.target.describe().partition(" (")[0],  # without the fingerprint of flat shards
         dict(Counter(one.owner for one in planned.plan.assignments if one.parameter == number)),

@@ -41,7 +41,7 @@ def measure(
         Exception: ``error``, on the rank that found it, if the CPU waits; otherwise the next step raises it.
         PlanError: on the other ranks.
     """
-    (planned, exchange), waits = connected, runtime.host_waits(connected.planned)
+    (planned, exchange), waits = connected, runtime.driver.host_waits(connected.planned.device)
     groups = here.param_groups if here is not None else ()
     names = planned.group_names([group["name"] for group in groups], exchange.group)
     # Squares and numbers of elements. The last row: whether any rank has changed, and whether any has found an error.
@@ -93,7 +93,7 @@ def _add(
     runtime: Runtime,
 ) -> set[tuple[int, str]]:
     """Add squares and numbers of elements of this rank's shards to ``totals``; return the entries that it changed."""
-    places, sums = [names.index(group["name"]) for group in here.param_groups], runtime.update_squares
+    places, sums = [names.index(group["name"]) for group in here.param_groups], runtime.last.squares
     cells, parts, copies = list[int](), list[Tensor](), list[int]()
     known = set[tuple[int, str]]()
     masks = dict[int, Tensor]()  # by number of a part: zeros that count if other shards have a gradient
@@ -103,7 +103,7 @@ def _add(
         momentum = held.get(key)
         if momentum is not None and local_of(momentum).dtype == torch.int8:
             momentum = planned.blocks.wide(member.name, member.tensor, key, held)
-        gradient, present = runtime.source.gradient(member.tensor), runtime.absent.get(member.tensor, False)
+        gradient, present = runtime.source.gradient(member.tensor), runtime.last.absent.get(member.tensor, False)
         if gradient is None and present is not False:  # missing on this shard only
             gradient = totals.new_zeros(local_shape(member.gradient_storage))
         for figure, value in enumerate((gradient, momentum, member.tensor)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from muonmesh.comm.storage import Storage, local_of, this_rank
-from muonmesh.step.members import Member
+from muonmesh.step.members import OptimizedParameter
 from muonmesh.step.planning import Planned
 from muonmesh.step.precision import Precision
 
@@ -38,7 +38,7 @@ def state_bytes_of(planned: Planned, precision: Precision) -> dict[str, tuple[in
     return found
 
 
-def _elements(member: Member, storage: Storage) -> int:
+def _elements(member: OptimizedParameter, storage: Storage) -> int:
     """Return the number of elements of a storage that this rank holds."""
     if storage.layout is None:
         return local_of(member.tensor).numel()

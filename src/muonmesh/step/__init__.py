@@ -2,7 +2,8 @@
 
 1. `members`, `planning` and `connection` turn param groups into a Plan, which the ranks compare once. `state_layout`
    gives the layout of the tensors of the state.
-2. `parameter_steps` collects the local part of each parameter, with its gradient and its state.
+2. `parameter_steps` collects the local part of each parameter, with its gradient and its state. `steady` finds that
+   nothing has changed since the last step, so that nothing is planned, checked or collected again.
 3. `preflight` lets all ranks agree before any rank writes, by the `flag_vector`, the `settings_digest` and the
    `replicas`.
 4. `ready` creates missing state and makes local tensors contiguous. `muon_step` prepares, computes and finalizes for

@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from muonmesh.comm.agreement import View, group_of, insist
 from muonmesh.comm.copies import Copies, added, find_copies, insist_on_averages
 from muonmesh.comm.exchange import Exchange
 from muonmesh.comm.meeting import connected
-from muonmesh.comm.storage import mesh_groups, refuse_flattened, shape_if_known, this_rank, world_size
+from muonmesh.comm.placing import refuse_flattened, shape_if_known
+from muonmesh.comm.ranks import mesh_groups
+from muonmesh.comm.storage import this_rank, world_size
 from muonmesh.comm.telling import tell_all
 from muonmesh.comm.wrappers import group_that_averages, refuse_join, wrappers_of
 from muonmesh.errors import about, explain_error, warn
@@ -28,10 +28,11 @@ from muonmesh.names import canonical_name
 from muonmesh.numerics.dtypes import COMPLEX_DTYPES, HELD_DTYPES, NEEDED_HELD
 from muonmesh.numerics.graphs import Graphs
 from muonmesh.numerics.kernels import KernelName, auto_takes
-from muonmesh.numerics.rules import Rule, is_matrix_rule, rule_of
-from muonmesh.settings import SettingsFound, check_group, check_groups, check_structure
+from muonmesh.numerics.rules import is_matrix_rule, rule_of
+from muonmesh.settings.checks import check_group, check_structure
+from muonmesh.settings.reading import SettingsFound, plan_terms, read_groups
 from muonmesh.step.members import (
-    Member,
+    OptimizedParameter,
     group_for,
     likely_sets,
     members_of,
@@ -42,6 +43,7 @@ from muonmesh.step.members import (
 from muonmesh.step.planning import Batches, Connected, Planned, Planner, plan_members, widened
 from muonmesh.step.replicas import claims_of, gradients_of_replicas
 from muonmesh.step.runtime import Runtime
+from muonmesh.step.steady import Signature
 from muonmesh.step.untrained import warn_of_rounding
 
 Groups = Sequence[dict[str, Any]]
@@ -57,13 +59,13 @@ def plan(groups: Groups, runtime: Runtime) -> Planned:
     for group in groups:
         check_structure(f"group {group.get('name')!r}", group)
     planned, _, error = _read(groups, runtime)
-    if error is not None:  # the error of a missing setting names only its key; that of `check_groups` says more
-        raise check_groups(groups, runtime.replaced).error or error
+    if error is not None:  # the error of a missing setting names only its key; that of `read_groups` says more
+        raise read_groups(groups, runtime.replaced).error or error
     assert planned is not None
     return planned
 
 
-def placed_members(optimizer: Any) -> list[Member]:
+def placed_members(optimizer: Any) -> list[OptimizedParameter]:
     """Return all parameters that a `Muon` steps on this rank, with their layouts. No communication.
 
     Raises:
@@ -90,8 +92,8 @@ def connect(groups: Groups, runtime: Runtime, *, gradients: bool = True) -> Conn
     if planned is not None and planned.exchange is not None:
         return Connected(planned, planned.exchange)
     if world_size() > 1 and error is None:
-        runtime.wrappers = wrappers_of([tensor for each in groups for tensor in each["params"]])
-        refuse_join(runtime.wrappers)
+        runtime.ranks.wrappers = wrappers_of([tensor for each in groups for tensor in each["params"]])
+        refuse_join(runtime.ranks.wrappers)
     ranks = connected(sets, alone=runtime.process_group == "local")
     candidates = mesh_groups([m.storage for m in planned.members]) if planned is not None else []
     tensors = [member.tensor for member in planned.members] if planned is not None else []
@@ -102,10 +104,10 @@ def connect(groups: Groups, runtime: Runtime, *, gradients: bool = True) -> Conn
     if planned is not None:
         bf16 = planned.device.type == "cpu" and runtime.precision.compute == torch.bfloat16
         try:
-            products = runtime.asked, auto_takes() if bf16 else None
+            products = runtime.asked.kernels, auto_takes() if bf16 else None
             replicas = gradients_of_replicas(planned, ranks, runtime.source) if gradients else {}
             claims_here = claims_of(planned, ranks, runtime.source if gradients else None)
-            mine = claims_here, products, runtime.machine, added(replicas)
+            mine = claims_here, products, runtime.ranks.machine, added(replicas)
         except Exception as found:  # such as a lack of memory: the other ranks wait for this rank
             error = error or found
     order = ranks if group is None else dist.get_process_group_ranks(group)
@@ -131,11 +133,11 @@ def connect(groups: Groups, runtime: Runtime, *, gradients: bool = True) -> Conn
         device=planned.device,
         batching=Batches(planned, runtime.precision.on_host),
     )
-    runtime.connected, runtime.keepers = Connected(planned, planned.exchange), planned.plan.keepers
+    runtime.connected, runtime.ranks.keepers = Connected(planned, planned.exchange), planned.plan.keepers
     runtime.source.bind(planned.replicated, group_for(runtime.holders), planned.plan.budget.gradient_bytes)
     runtime.source.complete(planned.exchange.wire.steps)
-    if not runtime.warned:
-        runtime.warned = True
+    if "rounding" not in runtime.told:
+        runtime.told.add("rounding")
         warn_of_rounding(planned, groups, runtime.precision, runtime.tell)
     return runtime.connected
 
@@ -154,15 +156,15 @@ def _take_what_all_have(
             this rank.
         machines: For each rank the number of ranks of a machine that its launcher reports.
     """
-    machine, first = runtime.machine, next(iter(products))
-    runtime.machine = machine if len(set(machines.values())) == 1 else 0
+    machine, first = runtime.ranks.machine, next(iter(products))
+    runtime.ranks.machine = machine if len(set(machines.values())) == 1 else 0
     other = next((rank for rank, takes in products.items() if takes != products[first]), None)
     free = all(asked == "auto" for asked, _ in products.values())
-    kernels: KernelName = "torch" if free and other is not None else runtime.asked
+    kernels: KernelName = "torch" if free and other is not None else runtime.asked.kernels
     if kernels == runtime.precision.kernels:
-        return runtime.machine != machine
+        return runtime.ranks.machine != machine
     runtime.precision = replace(runtime.precision, kernels=kernels)
-    if kernels != runtime.asked and this_rank() == first:
+    if kernels != runtime.asked.kernels and this_rank() == first:
         what = f"The ranks {first} and {other} have different compiled products, so all ranks use torch's products. "
         what += 'Install the same wheel on machines with the same kind of CPU, or write kernels="torch"'
         warn(about('kernels="auto"', what))
@@ -179,11 +181,11 @@ def outdated(groups: Groups, runtime: Runtime, settings: SettingsFound) -> Conne
         runtime: The runtime state of the optimizer.
         settings: The settings read from the groups. If they have an error, this rank cannot follow the plan.
     """
-    refuse_join(runtime.wrappers)
+    refuse_join(runtime.ranks.wrappers)
     before = runtime.connected
     if before is None:
         return None
-    same = settings.error is None and before.planned.signature == _signature(groups, runtime, settings.rules)
+    same = settings.error is None and before.planned.signature == Signature.of(groups, runtime, settings.terms)
     runtime.source.complete(before.exchange.wire.steps)
     return None if same else before
 
@@ -281,20 +283,20 @@ def _read(
                 return known, known.sets, None
         for group in groups:
             check_members(group, groups, runtime)
-        runtime.found_group = _group_found(groups, runtime)
+        runtime.ranks.group = _group_found(groups, runtime)
         signature = _signature(groups, runtime)  # with the names as they are now
     except Exception as wrong:  # this rank still meets the other ranks, which wait for it
         if runtime.connected is not None:
             return None, runtime.connected.planned.sets, wrong
         return None, likely_sets(groups, runtime.holders, runtime.layouts, runtime.source), wrong
     members, sets, error = members_of(
-        groups, runtime.holders, runtime.layouts, runtime.source, copies or {}, shard_state=runtime.shard_state
+        groups, runtime.holders, runtime.layouts, runtime.source, copies or {}, shard_state=runtime.asked.shard_state
     )
     if error is not None:
         return None, sets, error
     try:
         planned = plan_members(groups, members, signature, runtime.precision, _planner(runtime))
-        planned.graphs = Graphs(planned.device) if runtime.cuda_graphs and planned.muon else None
+        planned.graphs = Graphs(planned.device) if runtime.asked.cuda_graphs and planned.muon else None
         runtime.planned = planned
     except Exception as found:  # whatever a rule's own methods raise
         return None, sets, found
@@ -304,8 +306,10 @@ def _read(
 def _planner(runtime: Runtime) -> Planner:
     def planner(parameters: Sequence[Parameter], *, host: bool, **others: Any) -> Plan:
         itemsize = runtime.precision.compute.itemsize
-        budget = Budget.of(parameters, runtime.memory_budget_mb, itemsize=itemsize, host=host)
-        return make_plan(parameters, known=runtime.keepers, machine=runtime.machine, budget=budget, **others)
+        budget = Budget.of(parameters, runtime.asked.memory_budget_mb, itemsize=itemsize, host=host)
+        return make_plan(
+            parameters, known=runtime.ranks.keepers, machine=runtime.ranks.machine, budget=budget, **others
+        )
 
     return planner
 
@@ -326,42 +330,5 @@ def _group_found(groups: Groups, runtime: Runtime) -> dist.ProcessGroup | None:
     return group_that_averages(named)
 
 
-def _signature(groups: Groups, runtime: Runtime, rules: Sequence[Any] | None = None) -> object:
-    """Return everything that must stay the same for a plan to stay valid. It is read in every step, so it is cheap."""
-    rules = [rule_of(group) for group in groups] if rules is None else rules
-    source = runtime.source
-    return (
-        runtime.process_group,
-        tuple((name, id(entry)) for name, entry in runtime.layouts.items()),
-        id(source),
-        tuple(tuple(map(_identity_of, group["params"])) for group in groups),
-        [
-            (
-                group["algorithm"],
-                _frozen(group["param_names"]),
-                _frozen(group.get("matrices")),
-                str(group["ns_coefficients"]),
-                group["ns_steps"],
-                group["ns_method"],
-                (*rule.keeps().items(), rule.count_of_sums()) if isinstance(rule, Rule) else (),
-            )
-            for group, rule in zip(groups, rules, strict=True)
-        ],
-        [source.group(tensor) for group in groups for tensor in group["params"]],
-    )
-
-
-def _identity_of(tensor: Tensor) -> tuple[object, ...]:
-    found = id(tensor), tensor.shape, tensor.dtype, tensor.device
-    if isinstance(tensor, DTensor):
-        return *found, id(tensor.device_mesh), tuple(tensor.placements)
-    return found
-
-
-def _frozen(value: Any) -> Any:
-    """Return lists as tuples, so that a list that is changed in place later differs from this copy."""
-    if isinstance(value, list) and set(map(type, value)) <= {str, type(None)}:
-        return tuple(value)
-    if not isinstance(value, (list, tuple)):
-        return value
-    return tuple(one if isinstance(one, str) else _frozen(one) for one in value)  # names are many
+def _signature(groups: Groups, runtime: Runtime) -> Signature:
+    return Signature.of(groups, runtime, [plan_terms(group, rule_of(group)) for group in groups])

@@ -13,34 +13,35 @@ from torch import Tensor
 
 from muonmesh.comm.copies import Copies
 from muonmesh.comm.gradients import GradientSource
-from muonmesh.comm.storage import (
-    Storage,
-    nobody_said,
-    ranks_of,
-    sharded_over_replicas,
-    storage_of,
-    this_rank,
-    world_size,
-)
+from muonmesh.comm.placing import nobody_said, ranks_of, storage_of
+from muonmesh.comm.sharing import sharded_over_replicas
+from muonmesh.comm.storage import Storage, local_of, this_rank, world_size
 from muonmesh.errors import LayoutError, about, explain_error
 from muonmesh.layout import Declared, FlatParameter, FlatShards, MeshLayout
-from muonmesh.numerics.rules import is_matrix_rule, rule_of
+from muonmesh.layout.matrix import MatrixSpec
+from muonmesh.numerics.rules import is_matrix_rule
+from muonmesh.numerics.rules.parts import follow
 from muonmesh.settings import LOST_GROUP, LOST_LAYOUTS, ProcessGroup
-from muonmesh.step.state_layout import StateLayout, Stored, state_layouts_of
+from muonmesh.step.state_layout import StateLayout
 
 E = TypeVar("E", bound=Exception)
 
 Holders = Literal["known", "open", "unknown"]
-"""Whether muonmesh knows which ranks hold a parameter; `Member.holders` explains the values."""
+"""Whether muonmesh knows which ranks hold a parameter; `OptimizedParameter.holders` explains the values."""
 
 
 @dataclass(frozen=True)
-class Member(Stored):
-    """One parameter with the settings of its group; several parameters may share one flat tensor.
+class OptimizedParameter:
+    """The facts about one parameter, which plan, step and checkpoint read; several may share one flat tensor.
 
     Attributes:
+        name: Canonical name.
         tensor: The tensor in the param groups.
+        storage: The storage (layout and shapes) of the parameter.
+        momentum_storage: The storage of its momentum: the same, or shared among the replicas.
+        spec: How the parameter splits into matrices.
         group: Number of its param group.
+        algorithm: The name of the rule that steps it; empty for a tensor that no optimizer steps.
         state_layouts: The layout of each tensor of its state, by key.
         holders: Whether muonmesh knows which ranks hold the parameter. "open": the ranks of its storage hold it, and
             other ranks may hold copies. "unknown": the parameter is a plain tensor without information about ranks; its
@@ -48,11 +49,31 @@ class Member(Stored):
         at_momentum: Whether its gradient has the layout of its momentum (`GradientSource.at_momentum`).
     """
 
+    name: str
     tensor: Tensor
-    group: int
+    storage: Storage
+    momentum_storage: Storage
+    spec: MatrixSpec = None
+    group: int = 0
+    algorithm: str = ""
     state_layouts: Mapping[str, StateLayout] = field(default_factory=dict)
     holders: Holders = "known"
     at_momentum: bool = False
+
+    @cached_property
+    def is_matrix(self) -> bool:
+        """Whether a rule for matrices steps the parameter, and not an elementwise one such as AdamW's."""
+        return is_matrix_rule(self.algorithm)
+
+    def weights(self, state: Mapping[str, Any]) -> Tensor:
+        """Return the weights that this rank stores, in the precision in which they are trained: the master weight, if
+        there is one, after it has followed the parameter.
+        """
+        local = local_of(self.tensor).detach()
+        if (master := state.get("master")) is None:
+            return local
+        follow(local_of(master), local)
+        return local_of(master).detach()
 
     @cached_property
     def gradient_storage(self) -> Storage:
@@ -68,7 +89,7 @@ class Member(Stored):
         """Whether other ranks of a connected set may hold copies of this parameter that muonmesh does not know of."""
         return self.holders != "known" and not set(self.ranks) >= set(ranks)
 
-    def copied(self, copies: Copies) -> Member:
+    def copied(self, copies: Copies) -> OptimizedParameter:
         """Return this member with the copies that ranks have found. The copies do not share its momentum."""
         found = copies.get((self.name, self.ranks))
         if found is None:
@@ -86,7 +107,7 @@ def members_of(
     copies: Copies,
     *,
     shard_state: bool,
-) -> tuple[list[Member], list[tuple[int, ...]], Exception | None]:
+) -> tuple[list[OptimizedParameter], list[tuple[int, ...]], Exception | None]:
     """Return the parameters of all groups in order, with their layouts and with the copies that ranks have found.
 
     Returns:
@@ -97,7 +118,7 @@ def members_of(
     if layouts == LOST_LAYOUTS:
         what = "This optimizer was unpickled, and its layouts are lost, because meshes cannot be pickled. Write "
         raise ValueError(about("layouts", what + "optimizer.layouts = layouts before the first step"))
-    members: list[Member] = []
+    members: list[OptimizedParameter] = []
     sets: list[tuple[int, ...]] = []
     error: Exception | None = None
     unknown = dict(layouts)
@@ -115,7 +136,7 @@ def members_of(
             replicas = ranks_by_group[id(shared)]
             for part, layout, split in _contents(name, declared, spec):
                 try:
-                    storage = storage_of(part, tensor, replicas, layout, needed=False)
+                    storage = storage_of(part, tensor, replicas, layout)
                 except LayoutError as found:
                     error = error or found
                     sets.append(ranks_of(part, tensor, replicas, layout))
@@ -127,7 +148,8 @@ def members_of(
                 state = storage
                 if shard_state and muon:
                     state = sharded_over_replicas(storage, group_for(shared), tensor.device.type)
-                member = Member(part, split, storage, state, tensor, number, holders=holders)
+                algorithm = settings["algorithm"]
+                member = OptimizedParameter(part, tensor, storage, state, split, number, algorithm, holders=holders)
                 members.append(member.copied(copies))
                 storage = members[-1].storage
                 names[part, () if storage.layout is None else tuple(storage.layout.ranks)] += 1
@@ -135,7 +157,7 @@ def members_of(
                     sets.append(storage.layout.ranks)
     error = error or _named_alike(names)
     try:
-        members = _with_momentum_placed(members, groups, source)
+        members = _with_momentum_placed(members, source)
     except LayoutError as found:
         error = error or found
     flat = (layout for entry in unknown.values() for layout in flat_layouts(entry))
@@ -167,11 +189,9 @@ def named_alike(kind: type[E], name: str, found: str) -> E:
     return kind(explain_error(name, found, needed, write))
 
 
-def _with_momentum_placed(
-    members: Sequence[Member], groups: Sequence[Mapping[str, Any]], source: GradientSource
-) -> list[Member]:
+def _with_momentum_placed(members: Sequence[OptimizedParameter], source: GradientSource) -> list[OptimizedParameter]:
     """Return the members with the momentum of matrices placed as the gradient source wants."""
-    matrices = [n for n, m in enumerate(members) if is_matrix_rule(groups[m.group]["algorithm"])]
+    matrices = [number for number, member in enumerate(members) if member.is_matrix]
     places = source.place([(members[n].name, members[n].tensor, members[n].momentum_storage) for n in matrices])
     found = list(members)
     for number, place in zip(matrices, places, strict=True):
@@ -181,7 +201,7 @@ def _with_momentum_placed(
     return found
 
 
-def unknown_matrix(members: Sequence[Member]) -> Exception | None:
+def unknown_matrix(members: Sequence[OptimizedParameter]) -> Exception | None:
     """Return the error for the first matrix whose ranks are unknown; None if there is no such matrix."""
     found = (member for member in members if member.holders == "unknown" and member.storage.layout is not None)
     return next((nobody_said(member.name) for member in found), None)
@@ -232,24 +252,6 @@ def _contents(name: str, declared: Any, spec: Any) -> list[tuple[str, Any, Any]]
     if isinstance(declared, FlatParameter):
         return [(declared.name, declared.layout, declared.matrices if declared.matrices is not None else spec)]
     return [(name, declared, spec)]
-
-
-def with_state_layouts(groups: Sequence[Mapping[str, Any]], members: Sequence[Member]) -> list[Member]:
-    """Return the members with their state layouts."""
-    sharing: dict[int, list[int]] = {}
-    found = list(members)
-    for number, member in enumerate(members):
-        if is_matrix_rule(groups[member.group]["algorithm"]):
-            sharing.setdefault(id(member.tensor), []).append(number)
-        else:
-            state_layout = StateLayout("weights", member.storage, dtype=member.tensor.dtype)
-            keeps = rule_of(groups[member.group]).keeps()
-            found[number] = replace(member, state_layouts=dict.fromkeys(keeps, state_layout))
-    for numbers in sharing.values():
-        keeps = rule_of(groups[members[numbers[0]].group]).keeps()
-        for number, state_layouts in state_layouts_of(keeps, {n: members[n] for n in numbers}).items():
-            found[number] = replace(members[number], state_layouts=state_layouts)
-    return found
 
 
 def group_for(process_group: ProcessGroup) -> dist.ProcessGroup | None:

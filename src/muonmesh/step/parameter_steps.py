@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from muonmesh.comm.gradients import PARAMETER_GRAD, gradient_of, partial_axes, unscaled
-from muonmesh.comm.storage import is_freed, local_of
+from muonmesh.comm.storage import PLAIN, is_freed, local_of
 from muonmesh.errors import LayoutError, StateError, about, explain_error
 from muonmesh.step.blocks import Momentum
-from muonmesh.step.members import Member
+from muonmesh.step.members import OptimizedParameter
 from muonmesh.step.offload import fresh_copy
 from muonmesh.step.planning import Planned
 from muonmesh.step.precision import Precision
@@ -35,38 +35,15 @@ REFUSED: Refused = {
 """What a step refuses of a state, and what to write; what is missing begins anew."""
 
 
-class Held(NamedTuple):
-    """A tensor of a parameter as a step has found it; see `ParameterStep.goes_on`.
+def _place_of(tensor: Tensor) -> tuple[object, ...]:
+    """Return where a tensor lies and in which form. A square matrix that is transposed in place differs in strides."""
+    local = tensor if type(tensor) in PLAIN else local_of(tensor)
+    placed = None if local is tensor else _placed(tensor)
+    return id(local), local.data_ptr(), local.dtype, local.shape, local.stride(), local.device, placed
 
-    Attributes:
-        key: Its key in the state; "": the parameter.
-        tensor: The tensor.
-        local: Its part on this rank.
-        address, dtype, shape, strides: Of that part. A square matrix that is transposed in place differs in strides
-            alone.
-    """
 
-    key: str
-    tensor: Tensor
-    local: Tensor
-    address: int
-    dtype: torch.dtype
-    shape: torch.Size
-    strides: tuple[int, ...]
-
-    @staticmethod
-    def of(key: str, tensor: Tensor) -> Held:
-        """Return a tensor as it is now."""
-        local = local_of(tensor)
-        return Held(key, tensor, local, local.data_ptr(), local.dtype, local.shape, local.stride())
-
-    def stays(self, tensor: object) -> bool:
-        """Whether this is still the same tensor, in the same place and form."""
-        if tensor is not self.tensor:
-            return False
-        local = local_of(self.tensor)
-        same = local is self.local and local.data_ptr() == self.address
-        return same and local.dtype == self.dtype and local.shape == self.shape and local.stride() == self.strides
+def _placed(tensor: Any) -> object:
+    return tensor.device_mesh, tensor.placements
 
 
 @dataclass(slots=True)
@@ -78,7 +55,6 @@ class ParameterStep:
         local: The part of the parameter that this rank stores.
         state: The parameter's entry in the optimizer's state.
         gradient: Local part of the gradient, contiguous, or None. A partial gradient stays a DTensor.
-        muon: Whether its rule is one for matrices.
         forms: The forms of its state (`forms_of`).
         in_form: Whether all of its state was found in these forms.
         present: Whether any rank has a gradient for the tensor; `preflight` asks the ranks of the plan. A 0-d bool
@@ -92,14 +68,14 @@ class ParameterStep:
             not wait for the flags, None if this rank has had no gradient and no other shard can have one.
         beside: The state that the rule keeps as "weights", by key, written in place together with the weights.
         master: The master weights, written in place and then rounded to the weights; None if there are none.
-        last: The tensors of the last step, if the next step may use this object again (`remember`).
+        last: The tensors of the last step with their places, by key in the state ("": the parameter), if the next step
+            may use this object again (`remember`).
     """
 
-    member: Member
+    member: OptimizedParameter
     local: Tensor
     state: dict[str, Any]
     gradient: Tensor | None
-    muon: bool
     forms: tuple[StateForm, ...]
     in_form: bool = False
     present: bool | Tensor = False
@@ -108,37 +84,42 @@ class ParameterStep:
     momenta: Momenta | None = None
     beside: Mapping[str, Tensor] = field(default_factory=dict)
     master: Tensor | None = None
-    last: tuple[Held, ...] = ()
+    last: Mapping[str, tuple[Tensor, object]] = field(default_factory=dict)
 
     def remember(self) -> None:
         """Note the tensors of this step, after which the next step may use this object again; see `goes_on`."""
         held = {"": self.member.tensor, **self.state}
-        self.last = tuple(Held.of(key, tensor) for key, tensor in held.items())
+        self.last = {key: (tensor, _place_of(tensor)) for key, tensor in held.items()}
+        self.in_form = True
 
-    def goes_on(self, state: object, gradient: Tensor | None) -> bool:
+    def goes_on(self, state: Any, gradient: Tensor | None) -> bool:
         """Use this object for another step, with a gradient of the parameter, if nothing else has changed.
 
         Returns:
             False if any tensor is another one, lies elsewhere or has another form than in the last step, or if the
             gradient has another form than its parameter. Then the step looks at everything again.
         """
-        tensor = self.member.tensor
-        if not self.last or state is not self.state or len(self.state) != len(self.last) - 1 or gradient is None:
+        if not self.last or state is not self.state or len(state) != len(self.last) - 1 or gradient is None:
             return False
-        if not all([held.stays(tensor if held.key == "" else self.state.get(held.key)) for held in self.last]):
-            return False
-        if isinstance(gradient, DTensor) and isinstance(tensor, DTensor):
-            if gradient.placements != tensor.placements or gradient.device_mesh != tensor.device_mesh:
+        own, tensor = self.local, self.member.tensor
+        for key, (held, place) in self.last.items():
+            if (state.get(key) if key else tensor) is not held or _place_of(held) != place:
                 return False
-        elif isinstance(gradient, DTensor) or isinstance(tensor, DTensor):
+        local = gradient if type(gradient) is Tensor else local_of(gradient)
+        if (own is tensor) != (local is gradient) or (own is not tensor and _placed(gradient) != _placed(tensor)):
             return False
-        local, own = local_of(gradient), self.local
         if local.shape != own.shape or local.dtype != own.dtype or local.device != own.device:
             return False
         if local.layout is not torch.strided or not local.is_contiguous() or is_freed(local):
             return False
         self.gradient, self.present = local, True
         return True
+
+    @property
+    def lasts(self) -> bool:
+        """Whether the next step may find this state again: all of it is there, and it consists of tensors alone."""
+        plain = all(isinstance(value, Tensor) for value in self.state.values())
+        return plain and self.created and self.present is True
 
     @property
     def created(self) -> bool:
@@ -157,6 +138,8 @@ class Collected(NamedTuple):
         error: The first error. The rank does not raise it at once, but first takes part in the communication.
         missing: The parameters without a gradient, by name.
         some: Whether any parameter of this rank has a gradient.
+        entries: All of these parameters, each once.
+        alone: Whether each tensor of AdamW's is one parameter's.
     """
 
     muon: list[ParameterStep | None]
@@ -165,6 +148,19 @@ class Collected(NamedTuple):
     error: Exception | None
     missing: dict[str, Tensor]
     some: bool
+    entries: list[ParameterStep]
+    alone: bool
+
+    def remember(self, planned: Planned) -> None:
+        """At the end of a step, note which of AdamW's parameters the next step may use again, or whether all.
+
+        `ReadyParameters` notes Muon's.
+        """
+        for entry in itertools.chain(*self.adamw):
+            if not entry.last and entry.lasts:
+                entry.remember()
+                planned.steps[id(entry.member)] = entry
+        planned.collected = self if self.alone and all([entry.last for entry in self.entries]) else None
 
 
 def collect(planned: Planned, optimizer: Optimizer, runtime: Runtime, loss_scale: Tensor | None) -> Collected:
@@ -182,7 +178,7 @@ def collect(planned: Planned, optimizer: Optimizer, runtime: Runtime, loss_scale
     state = optimizer.state
     steady = loss_scale is None and runtime.source is PARAMETER_GRAD
 
-    def entry_of(member: Member, *, muon: bool = False) -> ParameterStep:
+    def entry_of(member: OptimizedParameter) -> ParameterStep:
         nonlocal error
         if (known := entries.get(id(member))) is not None:
             return known
@@ -208,29 +204,30 @@ def collect(planned: Planned, optimizer: Optimizer, runtime: Runtime, loss_scale
             error, kept = error or StateError(explain_error(member.name, said, "a dict", write)), {}
         local, place = local_of(tensor), (id(member), "master" in kept)
         if (forms := planned.state_forms.get(place)) is None:
-            forms = forms_of(member, local, muon, runtime.precision, master="master" in kept)
+            forms = forms_of(member, runtime.precision, master="master" in kept)
             planned.state_forms[place] = forms
-        entry = ParameterStep(member, local, kept, gradient, muon, forms, present=gradient is not None)
+        entry = ParameterStep(member, local, kept, gradient, forms, present=gradient is not None)
         entries[id(member)] = entry
         try:
             check_parameter(entry)
-            if muon and runtime.precision.int8:
-                planned.blocks.check(runtime.wrote, member.name, tensor, entry.state)
+            if member.is_matrix and runtime.precision.int8:
+                planned.blocks.check(runtime.last.blocks, member.name, tensor, entry.state)
         except (LayoutError, StateError, TypeError) as found:
             error = error or found
         return entry
 
-    muon = [None if member is None else entry_of(member, muon=True) for member in planned.muon]
+    muon = [None if member is None else entry_of(member) for member in planned.muon]
     elementwise = [None if member is None else entry_of(member) for member in planned.elementwise]
-    adamw = []
+    adamw, alone = [], True
     for members in filter(None, planned.adamw):
         tensors = {id(member.tensor): member for member in members}  # a flat tensor is stepped once
+        alone = alone and len(tensors) == len(members)
         if len(tensors) < len(members) and optimizer.param_groups[members[0].group]["stochastic_rounding"] is not None:
             found, needed = "stochastic_rounding in a flat buffer of several", "a tensor for each parameter"
             error = error or LayoutError(explain_error(members[0].name, found, needed, "Write fully_shard(model)"))
         adamw.append([entry_of(member) for member in tensors.values()])
     some = any(entry.gradient is not None for entry in entries.values())
-    return Collected(muon, elementwise, adamw, error, missing, some)
+    return Collected(muon, elementwise, adamw, error, missing, some, [*entries.values()], alone)
 
 
 def prepare_state(entry: ParameterStep, precision: Precision, *, create: bool = True) -> None:
@@ -286,9 +283,9 @@ def check_parameter(entry: ParameterStep) -> None:
     if is_freed(held):
         what = "FSDP or ZeRO has freed the memory of this parameter. Reshard it before the step: module.reshard()"
         raise LayoutError(about(name, what))
-    foreign = "exp_avg" if entry.muon else "momentum_buffer"
+    foreign = "exp_avg" if entry.member.is_matrix else "momentum_buffer"
     if foreign in state:
-        algorithm, other = ("muon", "adamw") if entry.muon else ("adamw", "muon")
+        algorithm, other = ("muon", "adamw") if entry.member.is_matrix else ("adamw", "muon")
         found = f"{foreign}, state of {other}, in a group of {algorithm}"
         write = "Write del optimizer.state[parameter] to begin with fresh state, or set the group back"
         raise StateError(explain_error(name, found, f"state of {algorithm}", write))

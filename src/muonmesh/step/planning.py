@@ -15,12 +15,8 @@ from torch import Tensor
 
 from muonmesh.comm.agreement import View, merged, union
 from muonmesh.comm.exchange import Exchange
-from muonmesh.comm.storage import (
-    connected_ranks,
-    device_without_parameters,
-    local_of,
-    this_rank,
-)
+from muonmesh.comm.ranks import connected_ranks, device_without_parameters
+from muonmesh.comm.storage import local_of, this_rank
 from muonmesh.comm.work import Batching
 from muonmesh.errors import LayoutError, explain_error
 from muonmesh.layout import (
@@ -38,12 +34,12 @@ from muonmesh.numerics.coefficients import CoefficientName, choose, coefficient_
 from muonmesh.numerics.graphs import Graphs
 from muonmesh.numerics.kernels import check_kernels
 from muonmesh.numerics.newton_schulz import Orthogonalizer
-from muonmesh.numerics.rules import Rule, is_matrix_rule, rule_of
+from muonmesh.numerics.rules import Rule, rule_of
 from muonmesh.step.blocks import Blocks
 from muonmesh.step.flag_vector import FlagVector
-from muonmesh.step.members import Member, with_state_layouts
+from muonmesh.step.members import OptimizedParameter
+from muonmesh.step.placed_state import with_owners, with_state_layouts
 from muonmesh.step.precision import Precision
-from muonmesh.step.state_layout import kept_at_owners
 
 Holdings = tuple[tuple[Piece, ...], ...]
 """For each Matrix of a plan, the pieces of it that this rank stores."""
@@ -66,7 +62,7 @@ class Planned:
     This object keeps the parameters alive, so that a new one cannot take an old one's identity.
 
     Attributes:
-        signature: The facts that the plan was made for (`muonmesh.step.connection`).
+        signature: The facts that the plan was made for (`muonmesh.step.steady.Signature`).
         muon: Members of the Muon groups in the order of the plan; None for a parameter that only other ranks of the
             connected set hold.
         elementwise: Members of the AdamW groups whose ranks are known, in the order of the plan. Ranks agree on their
@@ -80,17 +76,18 @@ class Planned:
         exchange: The exchange that runs the plan; None until the ranks have compared their plans.
         factors: The factors of weights and updates on the device, with what they were made of.
         graphs: CUDA graphs of batches that recur; None if they are not wanted.
-        steps: The parameters of the last step that the next step may use again, by the identity of their Member
-            (`parameter_steps.ParameterStep.goes_on`).
-        columns: Tensors of these parameters, by kernel and table; they are not gradients.
-        state_forms: The forms of the state of each parameter, by the identity of its Member, and by whether it has
-            master weights (`parameter_steps.forms_of`).
+        steps: The parameters of the last step that the next step may use again, by the identity of their
+            OptimizedParameter (`parameter_steps.ParameterStep.goes_on`).
+        collected: All parameters of the last step, if the next step may use all of them again.
+        columns: Tensors of these parameters that are no gradients, by kernel and table.
+        state_forms: The forms of the state of each parameter, by the identity of its OptimizedParameter, and by whether
+            it has master weights (`parameter_steps.forms_of`).
     """
 
-    signature: object
-    muon: tuple[Member | None, ...]
-    elementwise: tuple[Member | None, ...]
-    adamw: tuple[tuple[Member, ...], ...]
+    signature: Any
+    muon: tuple[OptimizedParameter | None, ...]
+    elementwise: tuple[OptimizedParameter | None, ...]
+    adamw: tuple[tuple[OptimizedParameter, ...], ...]
     plan: Plan
     rank: int
     device: torch.device
@@ -99,9 +96,16 @@ class Planned:
     factors: dict[str, Any] = field(default_factory=dict)
     graphs: Graphs | None = None
     steps: dict[int, Any] = field(default_factory=dict)
+    collected: Any = None
     columns: dict[Any, Any] = field(default_factory=dict)
     state_forms: dict[tuple[int, bool], Any] = field(default_factory=dict)
     _names: list[str] | None = field(default=None, init=False)
+
+    def forget_steps(self) -> None:
+        """Forget what the last step has found of the parameters. It holds their state."""
+        self.steps.clear()
+        self.columns.clear()
+        self.collected = None
 
     def orthogonalizer(self, number: int) -> Orthogonalizer:
         """Return the orthogonalizer of a matrix of which this rank stores something."""
@@ -201,7 +205,7 @@ class Planned:
         )
 
     @property
-    def members(self) -> list[Member]:
+    def members(self) -> list[OptimizedParameter]:
         """All parameters of this rank, Muon's parameters first."""
         return [member for member in self.muon if member is not None] + [m for some in self.adamw for m in some]
 
@@ -247,7 +251,7 @@ class Connected(NamedTuple):
 
 def plan_members(
     groups: Sequence[Mapping[str, Any]],
-    members: Sequence[Member],
+    members: Sequence[OptimizedParameter],
     signature: object,
     precision: Precision,
     planner: Planner,
@@ -258,14 +262,12 @@ def plan_members(
         LayoutError: Muon's parameters are on several devices, or a layout cannot be mapped to whole matrices.
     """
     members = with_state_layouts(groups, members)
-    muon = tuple(member for member in members if is_matrix_rule(groups[member.group]["algorithm"]))
+    muon = tuple(member for member in members if member.is_matrix)
     devices = {member.tensor.device for member in muon}
     if len(devices) > 1:
         found, write = f"Muon parameters on {sorted(map(str, devices))}", "Give each device an optimizer of its own"
         raise LayoutError(explain_error("the groups", found, "one device per process", write))
-    elementwise = tuple(
-        m for m in members if not is_matrix_rule(groups[m.group]["algorithm"]) and m.storage.layout is not None
-    )
+    elementwise = tuple(m for m in members if not m.is_matrix and m.storage.layout is not None)
     orthogonalizers: Orthogonalizers = {}
     parameters = [_parameter(groups[member.group], member, precision, orthogonalizers) for member in muon]
     devices_here = (member.tensor.device for member in (*muon, *members))
@@ -276,14 +278,10 @@ def plan_members(
         ranks=connected_ranks([member.storage for member in members]),
         elementwise=[Elementwise(m.name, m.storage.layout) for m in elementwise if m.storage.layout is not None],
     )
-    adamw = tuple(
-        tuple(m for m in members if m.group == number and not is_matrix_rule(group["algorithm"]))
-        for number, group in enumerate(groups)
-    )
+    adamw = tuple(tuple(m for m in members if m.group == n and not m.is_matrix) for n in range(len(groups)))
     if muon:
         check_kernels(precision.kernels, device=device, dtype=precision.compute)
-    placed = _with_owners(plan, muon)
-    return Planned(signature, placed, elementwise, adamw, plan, this_rank(), device, orthogonalizers)
+    return Planned(signature, with_owners(plan, muon), elementwise, adamw, plan, this_rank(), device, orthogonalizers)
 
 
 def widened(planned: Planned, views: Sequence[View], ranks: Sequence[int], planner: Planner) -> Planned:
@@ -306,25 +304,15 @@ def widened(planned: Planned, views: Sequence[View], ranks: Sequence[int], plann
     }
     plan = planner(parameters, host=planned.device.type == "cpu", ranks=ranks, elementwise=elementwise)
 
-    def own(parameter: Parameter | Elementwise) -> Member | None:
+    def own(parameter: Parameter | Elementwise) -> OptimizedParameter | None:
         return mine.get((parameter.name, parameter.target.ranks)) if planned.rank in parameter.target.ranks else None
 
-    muon, rest = _with_owners(plan, list(map(own, parameters))), tuple(map(own, elementwise))
+    muon, rest = with_owners(plan, list(map(own, parameters))), tuple(map(own, elementwise))
     return replace(planned, muon=muon, elementwise=rest, plan=plan)
 
 
-def _with_owners(plan: Plan, muon: Sequence[Member | None]) -> tuple[Member | None, ...]:
-    """Return the members of a plan, with the layouts of the state that the owners of their matrices keep."""
-    mine = [(number, member.tensor, member.state_layouts) for number, member in enumerate(muon) if member is not None]
-    kept = kept_at_owners(plan, mine)
-    return tuple(
-        None if member is None else replace(member, state_layouts={**member.state_layouts, **kept.get(number, {})})
-        for number, member in enumerate(muon)
-    )
-
-
 def _parameter(
-    group: Mapping[str, Any], member: Member, precision: Precision, orthogonalizers: Orthogonalizers
+    group: Mapping[str, Any], member: OptimizedParameter, precision: Precision, orthogonalizers: Orthogonalizers
 ) -> Parameter:
     assert member.storage.layout is not None
     assert member.momentum_storage.layout is not None
@@ -346,8 +334,8 @@ def _parameter(
                 kernels=precision.kernels,
                 device=device,
             )
-        gram, at_once = resolved.method == "gram", resolved.whole
-        own = cost(*shape, degrees=resolved.degrees, gram=gram, at_once=at_once, deflated=resolved.prepared.deflated)
+        how = {"gram": resolved.method == "gram", "at_once": resolved.whole}
+        own = cost(*shape, degrees=resolved.degrees, deflated=resolved.prepared.preconditioner.width, **how)
         # Without orthogonalization a rule makes one or two passes over the elements.
         flops[shape] = rule.flops(*shape) + (own if rule.orthogonalizes else 2 * math.prod(shape))
     if isinstance(named, str) and named not in get_args(CoefficientName):  # a user's set, which may differ on ranks

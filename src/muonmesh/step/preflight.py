@@ -15,7 +15,7 @@ from muonmesh.comm.telling import tell_all
 from muonmesh.comm.work import Work
 from muonmesh.errors import PlanError, about
 from muonmesh.layout import Elementwise, Parameter
-from muonmesh.settings import SettingsFound
+from muonmesh.settings.reading import SettingsFound
 from muonmesh.step.flag_vector import Flags, ReducedFlags
 from muonmesh.step.nonzero import nonzero_of
 from muonmesh.step.parameter_steps import Collected, ParameterStep
@@ -80,7 +80,7 @@ def preflight(
     plan, muon = planned.plan, collected.muon
     entries, flag_vector = [*muon, *collected.elementwise], planned.flag_vector
     at_rest, error = settings.at_rest, settings.error or collected.error or error
-    waits = at_rest or runtime.host_waits(planned)
+    waits = at_rest or runtime.driver.host_waits(planned.device)
     alone = len(plan.ranks) == 1 and not settings.on_device  # then the CPU knows everything except the tensors' values
     if alone and error is not None:
         raise error
@@ -94,7 +94,7 @@ def preflight(
     nonzero = nonzero_of(planned, muon, waits=waits)
     gradients = (entry.gradient for entry in collected.elementwise if entry is not None)
     moves = at_rest and any(bool(local_of(gradient).any()) for gradient in gradients if gradient is not None)
-    moves = moves or not runtime.creates_state  # gradients elsewhere may be no zeros
+    moves = moves or not runtime.driver.creates_state  # gradients elsewhere may be no zeros
     if alone:
         exchange.wire.begin_step()
         return _of_one_rank(nonzero, skip, overflow, waits=waits, only_creates_state=at_rest and not moves)
@@ -117,7 +117,7 @@ def preflight(
     if not waits:
         stop = stops | answers.somebody("replan") | answers.somebody("skip") | overflowed
         active = (answers.of("nonzero") != 0) & ~stop
-        runtime.absent = _absent(entries, answers, waits=False)
+        runtime.last.absent = _absent(entries, answers, waits=False)
         _tell_later(runtime, answers, raise_errors)
         return Flags(active, overflowed, stop=stop)
     if bool(stops):
@@ -130,7 +130,7 @@ def preflight(
         entry, axes = entries[number], tuple(max(0, op - 1) for op in told["said"][first : first + count])
         if entry is not None and any(axes):
             entry.gradient = reduced(entry.member.tensor, entry.gradient, axes).contiguous()
-    runtime.absent = _absent(entries, answers, waits=True)
+    runtime.last.absent = _absent(entries, answers, waits=True)
     only_creates_state = at_rest and not any(told["moves"]) and not any(nonzeros)
     skips = any(told["skip"] + told["overflow"])
     return Flags(nonzeros, overflowed, skips, only_creates_state)
@@ -202,7 +202,7 @@ def stand_aside(connected: Connected, settings: SettingsFound, runtime: Runtime)
     """
     (planned, exchange), error = connected, settings.error
     # At learning rate 0 the CPUs of all ranks wait, as in `preflight`: see `SettingsFound.at_rest`.
-    waits, flag_vector = settings.at_rest or runtime.host_waits(planned), planned.flag_vector
+    waits, flag_vector = settings.at_rest or runtime.driver.host_waits(planned.device), planned.flag_vector
     vector = flag_vector.only("replan" if error is None else "error", planned.device)
     answers = ReducedFlags(flag_vector, exchange.wire.agree(vector))
     raise_errors = partial(_raise_errors, exchange, error, dict, settings)

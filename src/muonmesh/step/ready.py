@@ -119,8 +119,7 @@ def _lasts(entry: ParameterStep) -> bool:
     """Whether the next step may use a ready parameter again: it has no tensors but its own and its state's."""
     member = entry.member
     whole = member.momentum_storage is member.gradient_storage and not member.at_momentum
-    plain = all(isinstance(value, Tensor) for value in entry.state.values())
-    return whole and plain and entry.created and entry.present is True
+    return whole and entry.lasts
 
 
 def _layout(storage: Storage) -> Layout:

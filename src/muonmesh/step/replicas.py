@@ -21,7 +21,7 @@ from muonmesh.comm.gradients import GradientSource, gradient_of, partial_axes
 from muonmesh.comm.storage import Storage, local_of, this_rank
 from muonmesh.layout import FlatShards, MeshLayout
 from muonmesh.numerics.dtypes import real_of
-from muonmesh.step.members import Member
+from muonmesh.step.members import OptimizedParameter
 from muonmesh.step.planning import Planned
 
 _AT_ONCE = 2**18
@@ -42,15 +42,15 @@ def fingerprints(planned: Planned, state: Mapping[Tensor, Mapping[str, Any]]) ->
     """
     found = dict[int, Fingerprint]()
     for number, member in enumerate((*planned.muon, *planned.elementwise)):
-        if member is None or member.storage.layout is None:
-            continue
-        if member.storage.copies == len(member.storage.layout.ranks) > 1:
+        if member is not None and member.storage.replicated:
             stored = (("weights", member.tensor, member.storage), *_state(member, state))
             found[number] = {key: sum_of_bits(where, value, member.tensor.device) for key, value, where in stored}
     return found
 
 
-def _state(member: Member, state: Mapping[Tensor, Mapping[str, Any]]) -> Iterable[tuple[str, Tensor, Storage]]:
+def _state(
+    member: OptimizedParameter, state: Mapping[Tensor, Mapping[str, Any]]
+) -> Iterable[tuple[str, Tensor, Storage]]:
     """Yield the state with as many copies as the parameter has; without state that other parameters share."""
     flat = isinstance(member.storage.layout, FlatShards)
     for key, value in sorted(state.get(member.tensor, {}).items()):
@@ -91,7 +91,7 @@ def gradients_of_replicas(planned: Planned, ranks: Sequence[int], source: Gradie
     for member in planned.members:
         storage = member.storage  # a flat buffer may hold other parameters beside this one
         known = isinstance(storage.layout, MeshLayout) and not member.may_have_copies(ranks)
-        if not (known and storage.copies == len(member.ranks) > 1):
+        if not (known and storage.replicated):
             continue
         gradient = _gradient(member, source)
         if (slopes := _sums_of(gradient)) is not None and not any(partial_axes(gradient)):
@@ -99,7 +99,7 @@ def gradients_of_replicas(planned: Planned, ranks: Sequence[int], source: Gradie
     return {zlib.crc32(repr((held, list(sums))).encode()): sums for held, sums in found.items()}
 
 
-def _gradient(member: Member, source: GradientSource) -> Tensor | None:
+def _gradient(member: OptimizedParameter, source: GradientSource) -> Tensor | None:
     try:
         return gradient_of(member.name, member.tensor, source)
     except Exception:  # the step raises this error later, on every rank

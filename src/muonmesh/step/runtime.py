@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from muonmesh.comm.gradients import PARAMETER_GRAD, GradientSource
-from muonmesh.comm.storage import ranks_of_a_machine
+from muonmesh.comm.ranks import ranks_of_a_machine
 from muonmesh.errors import StateError, about, explain_error
 from muonmesh.layout import Declared
 from muonmesh.layout.owners import KnownMatrix
@@ -21,8 +21,8 @@ from muonmesh.numerics.kernels import KernelName
 from muonmesh.numerics.kernels.memory import download
 from muonmesh.numerics.rules import rule_method_of
 from muonmesh.settings import ProcessGroup
+from muonmesh.settings.reading import SettingsFound
 from muonmesh.step.blocks import Blocks
-from muonmesh.step.offload import Offload
 from muonmesh.step.planning import Connected, Planned
 from muonmesh.step.precision import Precision
 from muonmesh.step.untrained import IdleParameters
@@ -46,6 +46,93 @@ class Clip(NamedTuple):
     error: Exception | None = None
 
 
+class Asked(NamedTuple):
+    """What the user has asked for once, in the constructor.
+
+    Attributes:
+        kernels: The kernels; those that all ranks use are in `Runtime.precision`.
+        shard_state: Whether replicas share the momentum.
+        memory_budget_mb: MiB that a step may take; None: `Budget` chooses a number.
+        cuda_graphs: Whether batches are captured in CUDA graphs.
+    """
+
+    kernels: KernelName = "auto"
+    shard_state: bool = False
+    memory_budget_mb: float | None = None
+    cuda_graphs: bool = False
+
+
+class Driver:
+    """What an integration that drives the steps decides in them. As it stands it drives nothing.
+
+    Attributes:
+        creates_state: Whether a step with learning rate 0 and zero gradients only creates state (decision 3). False if
+            the optimizer sees a part of the gradients and cannot know whether the others are zero.
+    """
+
+    creates_state: ClassVar[bool] = True
+
+    def host_waits(self, device: torch.device) -> bool:
+        """Return whether the CPU waits for reduced flags and sums of parameters on ``device``."""
+        return device.type == "cpu"
+
+    def meet(self, *, raises: bool) -> Clip | None:
+        """Meet other pipeline stages, which step too. The ranks of this stage have agreed and written nothing yet.
+
+        Args:
+            raises: Whether these ranks raise an error.
+
+        Returns:
+            The clip by a norm of all stages; None: there are no other stages, or they do not clip.
+
+        Raises:
+            PlanError: ranks of other stages raise an error, and these ranks do not.
+        """
+        return None
+
+
+@dataclass
+class Ranks:
+    """What this rank has learned of the ranks that share its parameters.
+
+    Attributes:
+        group: The process group of the DDP wrapper that was found for the plan, if the user set "auto".
+        machine: Number of ranks of each machine, if all ranks agree; 0: all are on one machine, or it is unknown.
+        keepers: For each matrix with state at its owner, this owner, which stays the owner in later plans.
+        wrappers: The DistributedDataParallel wrappers of the parameters, found when the plan was compared.
+        compared: The plan at whose first step replicas were compared.
+    """
+
+    group: dist.ProcessGroup | None = None
+    machine: int = field(default_factory=ranks_of_a_machine)
+    keepers: Mapping[KnownMatrix, int] = field(default_factory=dict)
+    wrappers: Sequence[weakref.ref[DistributedDataParallel]] = ()
+    compared: Planned | None = None
+
+
+@dataclass
+class LastStep:
+    """What the last step has left.
+
+    Attributes:
+        settings: The settings that it read.
+        counted: The groups in which it was counted (`Rule.steps_taken`).
+        absent: The tensors without a gradient on this rank, each with `ParameterStep.present`.
+        stopped: Whether it changed nothing; a 0-d bool tensor if the CPU did not wait for the flags.
+        squares: Squares of its updates; None unless `Muon.metrics` has requested them.
+        blocks: The blocks by which momentum in int8 was last written; None: none was written.
+        brought_back: The event after which the CPU may read state that was copied back; None: it may read it now.
+    """
+
+    settings: SettingsFound | None = None
+    counted: list[dict[str, Any]] = field(default_factory=list)
+    absent: Mapping[Tensor, bool | Tensor] = field(default_factory=dict)
+    stopped: bool | Tensor = False
+    squares: UpdateSquares | None = None
+    blocks: Blocks | None = None
+    brought_back: torch.cuda.Event | None = None
+
+
 @dataclass
 class Runtime:
     """The runtime state of one optimizer. It is created once and never replaced, so wrappers may hold it.
@@ -57,87 +144,48 @@ class Runtime:
     Attributes:
         precision: Dtypes, kernels, and the place of the state.
         process_group: The ranks that hold plain tensors, as the user set them.
-        found_group: The process group of the DDP wrapper that was found for the plan, if the user set "auto".
         layouts: The declared layouts of plain local shards, by name.
-        shard_state: Whether replicas share the momentum.
-        memory_budget_mb: MiB that a step may take; None: `Budget` chooses a number.
-        cuda_graphs: Whether batches are captured in CUDA graphs.
+        asked: What the user has asked for once.
+        source: The source of gradients, names and process groups.
+        driver: What an integration decides in a step.
         complete: Whether the constructor has finished. Groups that are added afterwards must name their algorithm.
         planned: The plan of this rank's parameters; None until it is needed.
         connected: The plan that all ranks have compared, with its exchange; None before the first step.
-        keepers: For each matrix with state at its owner, this owner, which stays the owner in later plans.
-        compared: The plan at whose first step replicas were compared.
-        loaded: Whether state has been loaded since the last step.
+        ranks: What this rank has learned of the ranks that share its parameters.
+        last: What the last step has left.
         clip: The result of clipping for the next step.
-        update_squares: Squares of the last step's updates; None unless `Muon.metrics` has requested them.
+        loaded: Whether state has been loaded since the last step.
         late: Results of the last step that the CPU has not read yet, the flags first: a tensor on its way to the CPU,
             the event after which it can be read (None: now), and the function to call with the tensor.
-        warned: Whether a warning about rounding was given.
-        unsuited_told: Names of parameters with a past warning that they do not suit their rule.
-        idle: Counts the steps in which parameters have had no gradient.
-        replaced: Learning rates that several groups shared: see `keep_rates_apart`.
-        counted: The groups in which the last step was counted (`Rule.steps_taken`).
-        wrote: The blocks by which momentum in int8 was last written; None: none was written.
-        creates_state: Whether a step with learning rate 0 and zero gradients only creates state (decision 3). False if
-            this optimizer sees a part of the gradients and cannot know whether the others are zero.
-        waits: Whether the CPU waits for the flags; None: only if the parameters are on a CPU.
-        offload: Whether a step works on copies of the state; None: only if the state is not on the parameters' device.
-        brought_back: The event after which the CPU may read state that was copied back; None: it may read it now.
-        absent: The tensors without a gradient on this rank in the last step, each with `ParameterStep.present`.
-        stopped: Whether the last step changed nothing; a 0-d bool tensor if the CPU did not wait for the flags.
         interrupted: The step or the load that has begun to write and not ended; None: there is none.
-        source: The source of gradients, names and process groups.
-        machine: Number of ranks of each machine, if all ranks agree; 0: all are on one machine, or it is unknown.
-        asked: The ``kernels`` that the user set; the kernels that all ranks use are in `precision`.
-        wrappers: The DistributedDataParallel wrappers of the parameters, found when the plan was compared.
-        everywhere: A function that a step calls if other pipeline stages step too, after the ranks have agreed and
-            before any rank writes; the CPU waits then. Its argument says whether these ranks raise an error. If they do
-            not, it returns a clip by a norm of all stages (or None), and raises an error if ranks elsewhere do.
+        replaced: Learning rates that several groups shared: see `keep_rates_apart`.
+        told: What the user was told, or need not be told: "rounding", and parameters that do not suit their rule.
+        idle: Counts the steps in which parameters have had no gradient.
     """
 
     precision: Precision
     process_group: ProcessGroup
     layouts: Mapping[str, Declared]
-    shard_state: bool
-    memory_budget_mb: float | None
-    cuda_graphs: bool = False
+    asked: Asked
+    source: GradientSource = PARAMETER_GRAD
+    driver: Driver = field(default_factory=Driver)
     complete: bool = False
     planned: Planned | None = None
     connected: Connected | None = None
-    keepers: Mapping[KnownMatrix, int] = field(default_factory=dict)
-    compared: Planned | None = None
-    loaded: bool = False
+    ranks: Ranks = field(default_factory=Ranks)
+    last: LastStep = field(default_factory=LastStep)
     clip: Clip = field(default_factory=Clip)
-    update_squares: UpdateSquares | None = None
+    loaded: bool = False
     late: list[tuple[Tensor, torch.cuda.Event | None, Callable[[Tensor], None]]] = field(default_factory=list)
-    warned: bool = False
-    unsuited_told: set[str] = field(default_factory=set)
-    idle: IdleParameters = field(default_factory=IdleParameters)
-    replaced: dict[Tensor, int] = field(default_factory=dict)
-    counted: list[dict[str, Any]] = field(default_factory=list)
-    wrote: Blocks | None = None
-    creates_state: bool = True
-    waits: bool | None = None
-    offload: bool | None = None
-    brought_back: torch.cuda.Event | None = None
-    absent: Mapping[Tensor, bool | Tensor] = field(default_factory=dict)
-    stopped: bool | Tensor = False
     interrupted: str | None = None
-    source: GradientSource = PARAMETER_GRAD
-    found_group: dist.ProcessGroup | None = None
-    machine: int = field(default_factory=ranks_of_a_machine)
-    wrappers: Sequence[weakref.ref[DistributedDataParallel]] = ()
-    everywhere: Callable[[bool], Clip | None] | None = None
-    asked: KernelName = field(init=False)
-
-    def __post_init__(self) -> None:
-        """Keep the kernels that the user set."""
-        self.asked = self.precision.kernels
+    replaced: dict[Tensor, int] = field(default_factory=dict)
+    told: set[object] = field(default_factory=set)
+    idle: IdleParameters = field(default_factory=IdleParameters)
 
     @property
     def holders(self) -> ProcessGroup:
         """The ranks that hold plain tensors: as the user set them, or as found for "auto"."""
-        return self.found_group if self.process_group == "auto" else self.process_group
+        return self.ranks.group if self.process_group == "auto" else self.process_group
 
     def refuse_if_interrupted(self) -> None:
         """Raise a StateError if a step or a load was interrupted while it wrote, and no state was loaded afterwards."""
@@ -174,14 +222,3 @@ class Runtime:
             if arrived is not None:
                 arrived.synchronize()
             say(value)
-
-    def host_waits(self, planned: Planned) -> bool:
-        """Whether the CPU waits for reduced flags and sums: by default only if the parameters are on a CPU."""
-        known = True if self.everywhere is not None else self.waits
-        return planned.device.type == "cpu" if known is None else known
-
-    def offload_of(self, planned: Planned) -> Offload | None:
-        """Return the `Offload` that copies the state of this step to the device and back; None if it is there."""
-        leaves = self.precision.on_host and planned.device.type != "cpu"
-        needed = leaves if self.offload is None else self.offload
-        return Offload(planned.device, elements=planned.plan.budget.elements_on_device) if needed else None

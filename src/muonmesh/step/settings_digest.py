@@ -12,7 +12,7 @@ from torch import Tensor
 
 from muonmesh.comm.storage import local_of
 from muonmesh.numerics.kernels.memory import upload
-from muonmesh.settings import SettingsFound
+from muonmesh.settings.reading import SettingsFound
 from muonmesh.step.flag_vector import DIGEST
 from muonmesh.step.planning import Planned
 from muonmesh.step.precision import Precision

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from muonmesh.comm.storage import Storage
+from muonmesh.comm.storage import Storage, local_of
 from muonmesh.errors import StateError, explain_error
 from muonmesh.numerics.dtypes import master_for, real_of
 from muonmesh.numerics.rules import never_negative
-from muonmesh.step.members import Member
+from muonmesh.step.members import OptimizedParameter
 from muonmesh.step.precision import Precision
 from muonmesh.step.state_layout import COUNT, COUNTED, StateLayout
 
@@ -49,19 +49,16 @@ class StateForm(NamedTuple):
     device: torch.device
 
 
-def forms_of(
-    member: Member, local: Tensor, muon: bool, precision: Precision, *, master: bool = False
-) -> tuple[StateForm, ...]:
+def forms_of(member: OptimizedParameter, precision: Precision, *, master: bool = False) -> tuple[StateForm, ...]:
     """Return the forms of all state that a step uses of a parameter.
 
     Args:
         member: The parameter in the plan.
-        local: The part of the parameter that this rank stores.
-        muon: Whether its rule is one for matrices, and not elementwise.
         precision: The dtypes of state.
         master: Whether there is a master weight, although the precision asks for none.
     """
-    layouts = {**member.state_layouts, **({} if muon else COUNTED)}
+    local = local_of(member.tensor)
+    layouts = {**member.state_layouts, **({} if member.is_matrix else COUNTED)}
     if master or master_for(local.dtype, precision.master) is not None:
         layouts["master"] = StateLayout("weights", member.storage, dtype=local.dtype)
     return tuple(

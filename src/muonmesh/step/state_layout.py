@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple, cast
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from muonmesh.comm.storage import Storage, is_freed, local_of, local_shape
 from muonmesh.errors import StateError, explain_error
-from muonmesh.layout import FlatShards, Layout, MatrixSpec, MeshLayout, Plan
-from muonmesh.layout.companion import Companion, companion_matrices, companions_in_buffers
-from muonmesh.layout.flat import Interval
+from muonmesh.layout.companion import Companion
 from muonmesh.numerics.dtypes import COMPLEX_DTYPES, HELD_DTYPES, master_for
 from muonmesh.numerics.rules import KeptAs
 from muonmesh.step.offload import fresh_zeros
@@ -116,97 +112,3 @@ _WHOLE = torch.int32, torch.int64
 
 COUNTED = {COUNT: StateLayout("count", Storage(None, ()))}
 """The layout of the count that a parameter of an elementwise rule has besides the state of its rule."""
-
-
-@dataclass(frozen=True)
-class Stored:
-    """The facts about a parameter that `state_layouts_of` needs: how it splits, and where it is stored.
-
-    Attributes:
-        name: Canonical name.
-        spec: How the parameter splits into matrices.
-        storage: The storage (layout and shapes) of the parameter.
-        momentum_storage: The storage of its momentum: the same, or shared among the replicas.
-    """
-
-    name: str
-    spec: MatrixSpec
-    storage: Storage
-    momentum_storage: Storage
-
-
-def state_layouts_of(keeps: Mapping[str, KeptAs], together: Mapping[int, Stored]) -> dict[int, dict[str, StateLayout]]:
-    """Return the state layouts of the parameters that one tensor holds: one parameter, or several if it is flat.
-
-    State by row, column or matrix follows the momentum: it is placed on the mesh of the momentum, or it is in a flat
-    buffer that is cut between the same ranks. State at the owners is placed by `kept_at_owners`, once there is a plan.
-
-    Args:
-        keeps: See `Rule.keeps`.
-        together: The parameters of the tensor by number, in the order of the tensor.
-
-    Raises:
-        ValueError: a parameter does not split as its group says.
-    """
-    state_layouts: dict[int, dict[str, StateLayout]] = {number: {} for number in together}
-    for key, kept in keeps.items():
-        if kept == "momentum" or kept == "weights":
-            for number, held in together.items():
-                state_layouts[number][key] = StateLayout(
-                    kept, held.momentum_storage if kept == "momentum" else held.storage
-                )
-            continue
-        shapes, parts, buffers = {}, {}, dict[str, tuple[FlatShards, tuple[int, ...]]]()
-        for number, held in together.items():
-            shapes[number], parts[number] = companion_matrices(held.name, held.storage.shape, held.spec, kept)
-            if isinstance(layout := held.momentum_storage.layout, FlatShards):
-                buffers[str(number)] = layout, shapes[number]
-        flat = companions_in_buffers(buffers)
-        for number, held in together.items():
-            layout, place = held.momentum_storage.layout, cast(Layout, flat.get(str(number)))
-            if "×" in kept:  # the owners keep this state; they are known when there is a plan
-                place = MeshLayout.replicated(shapes[number], (0,))
-            elif isinstance(layout, MeshLayout):
-                place = replace(layout, shape=shapes[number])  # placed alike on the same mesh
-            storage = Storage(place, place.shape) if "×" in kept else held.momentum_storage.companion(place)
-            state_layouts[number][key] = StateLayout(kept, storage, Companion(key, kept, place, parts[number]))
-    return state_layouts
-
-
-def kept_at_owners(
-    plan: Plan, members: Sequence[tuple[int, object, Mapping[str, StateLayout]]]
-) -> dict[int, dict[str, StateLayout]]:
-    """Return the layouts of state that the owners of matrices keep, by the number of the parameter and by key.
-
-    Args:
-        plan: The plan with the owner of each matrix.
-        members: For each parameter its number in the plan, its tensor, and its state layouts. Parameters that share a
-            flat tensor also share the flat buffers of this state.
-    """
-    owners = {(each.parameter, each.matrix.index): each.owner for each in plan.assignments}
-    buffers = defaultdict[tuple[int, str], Counter[int]](Counter)  # elements of each owner, over all parameters
-    held = dict[tuple[int, str], tuple[StateLayout, Counter[int], list[tuple[int, Interval]]]]()
-    for number, tensor, state_layouts in members:
-        for key, kept in state_layouts.items():
-            if kept.companion is None or not kept.companion.at_owner:
-                continue
-            buffer, intervals, first = buffers[id(tensor), key], list[tuple[int, Interval]](), 0
-            held[number, key] = kept, buffer, intervals
-            for matrix in kept.companion.matrices:
-                owner = owners[number, matrix.index]
-                intervals.append((owner, Interval(first, matrix.numel, buffer[owner])))
-                buffer[owner] += matrix.numel
-                first += matrix.numel
-    found = defaultdict[int, dict[str, StateLayout]](dict)
-    for (number, key), (kept, buffer, intervals) in held.items():
-        assert kept.companion is not None
-        ranks = plan.parameters[number].target.ranks
-        within = MeshLayout.replicated(kept.companion.layout.shape, ranks)
-        some: dict[int, list[Interval]] = {rank: [] for rank in ranks}
-        for owner, interval in intervals:
-            some[owner].append(interval)
-        place = FlatShards(within, tuple(map(tuple, some.values())), tuple(buffer[rank] for rank in ranks))
-        starts = tuple(interval.start for _, interval in intervals)
-        companion = replace(kept.companion, layout=place, starts=starts)
-        found[number][key] = StateLayout(kept.kept_as, Storage(place, place.shape), companion)
-    return found

@@ -149,7 +149,7 @@ def warn_of_rounding(planned: Planned, groups: Sequence[Mapping[str, Any]], prec
 
 
 def warn_of_unsuited(
-    planned: Planned, rules: Sequence[Rule | None], flags: Mapping[int, Tensor], told: set[str], tell: Tell
+    planned: Planned, rules: Sequence[Rule | None], flags: Mapping[int, Tensor], told: set[object], tell: Tell
 ) -> None:
     """Warn of the matrices that did not suit their rule in a step.
 
@@ -157,7 +157,7 @@ def warn_of_unsuited(
         planned: The plan of the step.
         rules: The rule of each param group.
         flags: Whether a matrix does not suit its rule, 0-d bool tensor, by its assignment.
-        told: Names of the parameters that a warning has named; each new name is added.
+        told: What was told before. Each parameter that a warning names is added, as ("unsuited", name).
         tell: `Runtime.tell`.
     """
     texts, found = list[tuple[str, str]](), []
@@ -170,8 +170,8 @@ def warn_of_unsuited(
 
     def say(unsuited: Tensor) -> None:
         for (name, text), one in zip(texts, unsuited.tolist(), strict=True):
-            if one and name not in told:
-                told.add(name)
+            if one and ("unsuited", name) not in told:
+                told.add(("unsuited", name))
                 warn(f"{name}: found {text.format(name=name)}")
 
     if found:

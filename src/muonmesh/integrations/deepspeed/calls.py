@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 from torch import Tensor
 
 from muonmesh.comm.storage import Storage, this_rank, world_size
-from muonmesh.integrations.deepspeed.engine_parameters import EngineParameter
 from muonmesh.layout import FlatShards
-from muonmesh.numerics.rules import is_matrix_rule
 from muonmesh.optimizer import Muon
-from muonmesh.report.explain import Explanation, Row
+from muonmesh.report.explain import Explanation
 from muonmesh.step.connection import placed_members
+from muonmesh.step.members import OptimizedParameter
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,15 +26,12 @@ class Call:
         told: A `Muon` with the same groups and state that knows which parameters lie in the flat tensor. It describes
             the call for tables and checkpoints. It is the same object as ``muon`` except for AdamW's flat tensors;
             there it never steps.
-        parameters: The parameters that the call steps.
-        layouts: For each of these parameters by name, where its elements lie in the flat tensors of all ranks. Empty at
-            stage 0, where every rank holds whole parameters.
+        reasons: Why each parameter is in its group, by name.
     """
 
     muon: Muon
     told: Muon
-    parameters: tuple[EngineParameter, ...]
-    layouts: Mapping[str, FlatShards]
+    reasons: Mapping[str, str]
 
     @property
     def tensor(self) -> Tensor:
@@ -45,27 +40,28 @@ class Call:
         return tensor
 
     @cached_property
-    def storages(self) -> dict[Tensor, list[Storage]]:
+    def parameters(self) -> list[OptimizedParameter]:
+        """The parameters in the tensors that the call steps."""
+        return placed_members(self.told)
+
+    @cached_property
+    def layouts(self) -> dict[str, FlatShards]:
+        """Where the elements of each parameter lie in the flat tensors of all ranks, by name; empty at stage 0."""
+        held = {each.name: each.storage.layout for each in self.parameters}
+        return {name: layout for name, layout in held.items() if isinstance(layout, FlatShards)}
+
+    @cached_property
+    def storages(self) -> Mapping[Tensor, list[Storage]]:
         """For each tensor that the call steps: the storages of the parameters in it."""
-        if self.layouts:
-            return {self.tensor: [Storage(layout, layout.shape) for layout in self.layouts.values()]}
-        return {member.tensor: [member.storage] for member in placed_members(self.muon)}
+        found = defaultdict[Tensor, list[Storage]](list)
+        for parameter in self.parameters:
+            found[parameter.tensor].append(parameter.storage)
+        return found
 
     def explain(self) -> Explanation:
         """Return an explanation of the call, with a row for each parameter."""
-        told = self.muon.explain()
-        if not self.layouts:
-            return told
-        (group,) = self.muon.param_groups
-        reasons = {known.name: known.reason for known in self.parameters}
-        if is_matrix_rule(group["algorithm"]):
-            return replace(told, rows=tuple(replace(row, reason=reasons[row.parameter]) for row in told.rows))
-        return replace(told, rows=tuple(_row(known, group) for known in self.parameters))
-
-
-def _row(known: EngineParameter, group: Mapping[str, Any]) -> Row:
-    shape = "×".join(map(str, known.shape))
-    return Row(known.name, group["algorithm"], known.reason, shape, "", {}, 0, 0, float(group["lr"]), math.nan)
+        rows = (replace(row, reason=self.reasons[row.parameter]) for row in self.told.explain().rows)
+        return replace(self.muon.explain(), rows=tuple(rows))
 
 
 def explain_step(calls: Sequence[Call]) -> Explanation:

@@ -10,7 +10,7 @@ from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META
 from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from muonmesh.comm.storage import placements_of
+from muonmesh.comm.placing import placements_of
 from muonmesh.errors import LayoutError, explain_error
 from muonmesh.layout import MeshLayout
 
@@ -23,7 +23,6 @@ class EngineParameter:
         name: Canonical name, unique over all ranks: an expert has its number among the experts of all ranks.
         shape: Global shape.
         matrices: How the parameter splits into matrices, see `split_matrices`; None for AdamW's parameters.
-        reason: Why the parameter is in its group.
         tensor_parallel: The number of tensor-parallel ranks.
         placement: The torch placement of the parameter over the tensor-parallel ranks.
     """
@@ -31,7 +30,6 @@ class EngineParameter:
     name: str
     shape: tuple[int, ...]
     matrices: Any
-    reason: str
     tensor_parallel: int
     placement: Placement
 
@@ -57,15 +55,9 @@ class EngineParameter:
         placements = placements_of(self.name, (Replicate(), self.placement))
         return MeshLayout(self.shape, (len(ranks), size), tuple(grid), placements)
 
-    def replicas(self, within: MeshLayout) -> tuple[tuple[int, ...], ...]:
-        """Return the sets of ranks that together hold one whole copy of the parameter."""
-        if self.tensor_parallel > 1 and isinstance(self.placement, Replicate):
-            return tuple(within.ranks[peer :: self.tensor_parallel] for peer in range(self.tensor_parallel))
-        return (within.ranks,)
-
 
 def engine_parameter(
-    parameter: Any, name: str, shape: tuple[int, ...], matrices: Any, reason: str, *, tensor_parallel: int
+    parameter: Any, name: str, shape: tuple[int, ...], matrices: Any, *, tensor_parallel: int
 ) -> EngineParameter:
     """Return the description of a parameter after the engine has configured its modules.
 
@@ -74,14 +66,13 @@ def engine_parameter(
         name: See `EngineParameter`.
         shape: The global shape, from before the engine was made.
         matrices: See `EngineParameter`.
-        reason: See `EngineParameter`.
         tensor_parallel: The number of tensor-parallel ranks.
 
     Raises:
         LayoutError: DeepSpeed has cut the parameter in a way that muonmesh does not know.
     """
     placement = _placement(name, getattr(parameter, DS_AUTOTP_UC_META, None) or {}, shape, tensor_parallel)
-    known = EngineParameter(name, shape, matrices, reason, tensor_parallel, placement)
+    known = EngineParameter(name, shape, matrices, tensor_parallel, placement)
     peers = MeshLayout(shape, (tensor_parallel,), tuple(range(tensor_parallel)), placements_of(name, (placement,)))
     needed = peers.local_shape(dist.get_rank() % tensor_parallel)
     held = tuple(getattr(parameter, "ds_shape", parameter.shape))

@@ -22,18 +22,19 @@ from muonmesh.errors import LayoutError, explain_error
 from muonmesh.groups import split_params
 from muonmesh.groups.fused_projections import global_shape
 from muonmesh.integrations.deepspeed.calls import Call
-from muonmesh.integrations.deepspeed.checkpoint import checked_load, expert_names
+from muonmesh.integrations.deepspeed.checkpoint import checked_load, checked_save, expert_names
 from muonmesh.integrations.deepspeed.clipping import limits_of
 from muonmesh.integrations.deepspeed.config import prepare_config, read_config, take_scheduler
 from muonmesh.integrations.deepspeed.engine_parameters import EngineParameter, engine_parameter
 from muonmesh.integrations.deepspeed.mending import mend
 from muonmesh.integrations.deepspeed.optimizer import EngineOptimizer
 from muonmesh.integrations.deepspeed.records import Flat, prove, read_flats
-from muonmesh.layout import FlatParameter, FlatShards
+from muonmesh.layout import FlatParameter
 from muonmesh.names import canonical_name
 from muonmesh.numerics.rules import is_matrix_rule
 from muonmesh.optimizer import Muon
 from muonmesh.settings import OPTIMIZER_SETTINGS
+from muonmesh.step.runtime import Driver
 
 _SPLIT = frozenset(inspect.signature(split_params).parameters) - {"model"}
 _ENGINES = {"process_group", "layouts", "shard_state", "master_dtype", "state_dtype", "state_device", "gradients"}
@@ -160,6 +161,7 @@ class Assembly:
         self._shared = {key: settings[key] for key in _SHARED if key in settings}
         self._model = model
         self._parameters: dict[int, EngineParameter] = {}
+        self._reasons: dict[str, str] = {}
         self._labels: list[str] = []
 
     def initialize(
@@ -216,8 +218,8 @@ class Assembly:
                     made[experts] = self._group(group, experts)
                 shape = tuple(meta.shape)
                 called = renamed.get(name, name)
-                known = engine_parameter(parameter, called, shape, spec, reason, tensor_parallel=tensor_parallel)
-                self._parameters[id(parameter)] = known
+                known = engine_parameter(parameter, called, shape, spec, tensor_parallel=tensor_parallel)
+                self._parameters[id(parameter)], self._reasons[known.name] = known, reason
                 for key, value in (("params", parameter), ("parameters", known.name), ("matrices", spec)):
                     made[experts][key].append(value)
             groups += made.values()
@@ -242,7 +244,7 @@ class Assembly:
         """
         optimizer: EngineOptimizer = engine.basic_optimizer
         groups = optimizer.param_groups
-        engine.load_checkpoint = checked_load(engine)
+        engine.load_checkpoint, engine.save_checkpoint = checked_load(engine), checked_save(engine)
         if not engine.zero_optimization():
             optimizer.bind(list(self._replicated(engine, groups)), limits, engine)
             return
@@ -272,28 +274,32 @@ class Assembly:
             if any(parameters[name].tensor_parallel > 1 for name in names):
                 process_group = dist.group.WORLD  # parameters that are not cut are the same on all ranks
             muon = Muon(some, process_group=process_group, layouts=layouts, **self._shared)
-            yield Call(muon, muon, tuple(parameters[name] for name in names), {})
+            yield Call(muon, muon, self._reasons)
 
     def _flat(
-        self, number: int, flat: Flat, layouts: Mapping[str, FlatShards], groups: Sequence[Mapping[str, Any]]
+        self, number: int, flat: Flat, contents: Sequence[FlatParameter], groups: Sequence[Mapping[str, Any]]
     ) -> Call:
         """Return the call of one flat tensor, which holds Muon's parameters or AdamW's."""
         group, label = groups[flat.group], self._labels[flat.group]
-        parameters = tuple(self._parameters[id(parameter)] for parameter, _ in flat.held)
-        title = f"{label} ({len(parameters)} parameters, flat tensor {number})"
+        title = f"{label} ({len(contents)} parameters, flat tensor {number})"
         inner = [{**_settings(group), "params": [flat.tensor], "param_names": [title]}]
         shared = {**self._shared, "state_dtype": flat.tensor.dtype}  # as DeepSpeed keeps it: bf16 with bf16 masters
-        contents = [FlatParameter(known.name, layouts[known.name], known.matrices) for known in parameters]
         if is_matrix_rule(group["algorithm"]):
             offloaded = flat.tensor.device.type == "cpu"
             process_group = host_group(flat.process_group) if offloaded else flat.process_group
             muon = told = Muon(inner, layouts={title: contents}, process_group=process_group, **shared)
         else:  # AdamW is elementwise, so every rank steps its own elements alone
             muon = Muon(inner, process_group="local", **shared)
-            muon._runtime.creates_state = False
+            muon._runtime.driver = _OfOneRank()
             told = Muon(inner, layouts={title: contents}, process_group=flat.process_group, **shared)
             told.param_groups, told.state = muon.param_groups, muon.state
-        return Call(muon, told, parameters, layouts)
+        return Call(muon, told, self._reasons)
+
+
+class _OfOneRank(Driver):
+    """Steps a part of the elements, and cannot know whether the gradients of the others are zero."""
+
+    creates_state = False
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -330,9 +330,9 @@ class EngineOptimizer(torch.optim.Optimizer):
         """Copy the loaded step counts of the groups into the calls whose rule counts steps."""
         group_of = {name: group for group in self.param_groups for name in group["parameters"]}
         for call in self.calls:
-            for inner in call.muon.param_groups:
+            for number, inner in enumerate(call.muon.param_groups):
                 if rule_of(inner).counts_steps:
-                    name = next(iter(call.layouts or inner["param_names"]))
+                    name = next(each.name for each in call.parameters if each.group == number)
                     inner["steps_taken"] = group_of[name].get("steps_taken", 0)
 
     # ---------------------------------------------------------------- telling

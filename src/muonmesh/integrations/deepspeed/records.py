@@ -22,7 +22,7 @@ from muonmesh.checkpoint.ranks import settled
 from muonmesh.comm.telling import agreed
 from muonmesh.errors import LayoutError, explain_error
 from muonmesh.integrations.deepspeed.engine_parameters import EngineParameter
-from muonmesh.layout import FlatShards, Interval
+from muonmesh.layout import FlatParameter, FlatShards, Interval
 
 _READ = "0.19.8"
 _DIFFERENT = f"Install deepspeed=={_READ}, whose records are known, or report this version to muonmesh"
@@ -104,8 +104,8 @@ def _read_stage_3(zero: Any) -> Iterator[Flat]:
 
 def prove(
     read: Callable[[], list[Flat]], parameters: dict[int, EngineParameter]
-) -> list[tuple[Flat, dict[str, FlatShards]]]:
-    """Return each flat tensor with the layouts of its parameters by name, after both checks. All ranks call it.
+) -> list[tuple[Flat, list[FlatParameter]]]:
+    """Return each flat tensor with its parameters, after both checks. All ranks call it.
 
     Args:
         read: Returns the flat tensors of this rank.
@@ -141,28 +141,26 @@ def _told(flats: Sequence[Flat], parameters: dict[int, EngineParameter]) -> list
 
 def _place(
     number: int, flat: Flat, parameters: dict[int, EngineParameter], everyone: Sequence[Any]
-) -> dict[str, FlatShards]:
+) -> list[FlatParameter]:
     ranks = tuple(dist.get_process_group_ranks(flat.process_group))
-    layouts = {}
-    for parameter, _ in flat.held:
-        known = parameters[id(parameter)]
-        within = known.within(ranks)
-        intervals, sizes = [], []
-        for rank in within.ranks:
-            size, held_there = everyone[rank][number] if number < len(everyone[rank]) else (0, {})
-            if known.name not in held_there:
-                found = f"no record of it in flat tensor {number} of rank {rank}"
-                raise LayoutError(explain_error(known.name, found, f"one, as on rank {dist.get_rank()}", _DIFFERENT))
-            intervals.append((held_there[known.name],))
-            sizes.append(size)
-        replicas = known.replicas(within)
-        try:
-            layouts[known.name] = FlatShards(within, tuple(intervals), tuple(sizes), replicas)
-            layouts[known.name].prove_cover()
-        except LayoutError as error:
-            once = "each element held exactly once"
-            raise LayoutError(explain_error(known.name, str(error), once, _DIFFERENT)) from None
-    return layouts
+    known = [parameters[id(parameter)] for parameter, _ in flat.held]
+    return [FlatParameter(each.name, _layout_of(each, ranks, number, everyone), each.matrices) for each in known]
+
+
+def _layout_of(known: EngineParameter, ranks: tuple[int, ...], number: int, everyone: Sequence[Any]) -> FlatShards:
+    within = known.within(ranks)
+    told = {rank: everyone[rank][number] if number < len(everyone[rank]) else (0, {}) for rank in within.ranks}
+    for rank, (_, held) in told.items():
+        if known.name not in held:
+            found = f"no record of it in flat tensor {number} of rank {rank}"
+            raise LayoutError(explain_error(known.name, found, f"one, as on rank {dist.get_rank()}", _DIFFERENT))
+    sizes = [size for size, _ in told.values()]
+    try:
+        layout = FlatShards.on_axes(within, [0], lambda rank, _: [told[rank][1][known.name]], sizes)
+        layout.prove_cover()
+    except LayoutError as error:
+        raise LayoutError(explain_error(known.name, str(error), "each element held exactly once", _DIFFERENT)) from None
+    return layout
 
 
 def _compare(flats: Sequence[Flat], parameters: dict[int, EngineParameter]) -> None:

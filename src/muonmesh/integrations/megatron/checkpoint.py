@@ -13,12 +13,10 @@ from muonmesh.comm.storage import local_of, this_rank
 from muonmesh.errors import StateError, explain_error
 from muonmesh.integrations.megatron.param_groups import EACH, EXPERTS
 from muonmesh.layout import Layout, MeshLayout
-from muonmesh.numerics.rules import is_matrix_rule
-from muonmesh.numerics.rules.parts import follow
 from muonmesh.optimizer import Muon
 from muonmesh.settings import NORM_MEANS
 from muonmesh.step.connection import placed_members, plan
-from muonmesh.step.members import Member
+from muonmesh.step.members import OptimizedParameter
 from muonmesh.step.parameter_steps import ParameterStep, prepare_state
 from muonmesh.step.state_form import forms_of
 from muonmesh.step.state_layout import COUNT
@@ -54,8 +52,7 @@ def sharded(
     _create(optimizer)
     optimizer.finish()
     for member in placed_members(optimizer):
-        if (master := optimizer.state[member.tensor].get("master")) is not None:
-            follow(local_of(master), local_of(member.tensor))
+        member.weights(optimizer.state[member.tensor])  # a master weight follows its weights
     state: dict[str, dict[str, Any]] = {}
     for member, key, layout, boxes in _stored(optimizer):
         name, copy, resizes = saved[member.name]
@@ -99,7 +96,7 @@ def _other(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {**settings, "name": name + (EXPERTS if experts else ""), "is_expert_parallel": experts}
 
 
-def _stored(optimizer: Muon) -> Iterator[tuple[Member, str, Layout, Boxes]]:
+def _stored(optimizer: Muon) -> Iterator[tuple[OptimizedParameter, str, Layout, Boxes]]:
     """Yield all state of this rank: the parameter, the key, the layout, and the boxes that this rank stores.
 
     Master weights have the parameter's layout. Step counts are the same on all ranks that have the parameter.
@@ -120,12 +117,9 @@ def _create(optimizer: Muon) -> None:
     runtime = optimizer._runtime
     planned = plan(optimizer.param_groups, runtime)
     for member in planned.members:
-        tensor = member.tensor
-        muon = is_matrix_rule(optimizer.param_groups[member.group]["algorithm"])
-        local, state = local_of(tensor), optimizer.state[tensor]
-        forms = forms_of(member, local, muon, runtime.precision, master="master" in state)
-        entry = ParameterStep(member, local, state, None, muon, forms)
-        prepare_state(entry, runtime.precision)
+        state = optimizer.state[member.tensor]
+        forms = forms_of(member, runtime.precision, master="master" in state)
+        prepare_state(ParameterStep(member, local_of(member.tensor), state, None, forms), runtime.precision)
 
 
 @torch.no_grad()

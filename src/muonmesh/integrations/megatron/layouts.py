@@ -9,9 +9,9 @@ from typing import Any
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 
-from muonmesh.comm.storage import placements_of
+from muonmesh.comm.placing import mesh_layout, placements_of
 from muonmesh.integrations.megatron.saved_boxes import Cut
-from muonmesh.layout import Declared, FlatShards, Interval, MeshLayout
+from muonmesh.layout import Declared, FlatShards, Interval
 
 Ranges = Sequence[tuple[int, int]]
 """For each data-parallel rank: begin and end of the elements of the flattened shard that the rank keeps."""
@@ -27,24 +27,16 @@ def declared(cut: Cut, mesh: DeviceMesh, ranges: Ranges | None) -> Declared:
     """
     if cut.placement is not None and ranges is None:
         return mesh, (Replicate(), cut.placement), cut.shape
-    grid = mesh.mesh.tolist()
-    ranks = tuple(rank for row in grid for rank in row)
-    if cut.placement is None:
-        within, intervals = MeshLayout.replicated(cut.shape, ranks), cut.intervals
-    else:
-        placements = placements_of("", (Replicate(), cut.placement))
-        within = MeshLayout(cut.shape, tuple(mesh.mesh.shape), ranks, placements)
-        intervals = ((Interval(0, prod(within.local_shape(ranks[0])), 0),),) * len(grid[0])
-    size = sum(interval.length for interval in intervals[0])
-    kept = [(0, size)] * len(grid) if ranges is None else ranges
-    cuts = [tuple(interval.part(*some) for interval in each) for some in kept for each in intervals]
-    if ranges is None:
-        replicas = tuple(tuple(row) for row in grid)
-    elif isinstance(cut.placement, Replicate):
-        replicas = tuple(zip(*grid, strict=True))
-    else:
-        replicas = (ranks,)
-    return FlatShards(within, tuple(cuts), replicas=replicas)
+    within = mesh_layout(mesh, cut.shape, placements_of("", (Replicate(), cut.placement or Replicate())))
+    whole = Interval(0, prod(within.local_shape(within.ranks[0])), 0)
+    intervals = cut.intervals or ((whole,),) * within.mesh[1]
+    axes = [axis for axis, cuts in enumerate((ranges is not None, cut.placement is None)) if cuts]
+
+    def held(_: int, at: Sequence[int]) -> Sequence[Interval]:
+        mine = intervals[at[1]]
+        return mine if ranges is None else [interval.part(*ranges[at[0]]) for interval in mine]
+
+    return FlatShards.on_axes(within, axes, held)
 
 
 def within(ranges: Ranges, low: int, high: int) -> list[tuple[int, int]]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,8 @@ from muonmesh.checkpoint.record import Record
 from muonmesh.clip.clipping import clip_gradients
 from muonmesh.clip.limits import ClipPolicy, GradNorms, Limits
 from muonmesh.clip.squares import ERRORS, FELT, zeros_for
-from muonmesh.comm.storage import device_without_parameters, local_of
+from muonmesh.comm.ranks import device_without_parameters
+from muonmesh.comm.storage import local_of
 from muonmesh.errors import LayoutError, PlanError, StateError, about, explain_error
 from muonmesh.integrations.megatron import checkpoint
 from muonmesh.integrations.megatron.param_groups import SCHEDULED
@@ -30,7 +32,7 @@ from muonmesh.names import canonical_name
 from muonmesh.optimizer import Muon
 from muonmesh.report.explain import Explanation
 from muonmesh.step.connection import connect, placed_members
-from muonmesh.step.runtime import Clip
+from muonmesh.step.runtime import Clip, Driver
 
 
 class Holding(NamedTuple):
@@ -55,6 +57,25 @@ class Holding(NamedTuple):
     low: int
     only: bool
     resizes: bool
+
+
+@dataclass(frozen=True)
+class _Stages(Driver):
+    """Steps together with other pipeline stages, so that an error on one of them is raised on all.
+
+    Attributes:
+        measure: `MegatronOptimizer._meet_stages`, which every stage calls.
+    """
+
+    measure: Callable[..., Clip | None]
+
+    def host_waits(self, device: torch.device) -> bool:
+        """Return True: the CPUs of all stages wait for the flags, and then meet."""
+        return True
+
+    def meet(self, *, raises: bool) -> Clip | None:
+        """Meet the other stages, see `Driver.meet`."""
+        return self.measure(raises=raises)
 
 
 class MegatronOptimizer(Base, OfMuon):  # type: ignore[misc]
@@ -201,13 +222,13 @@ class MegatronOptimizer(Base, OfMuon):  # type: ignore[misc]
         self._settle()
         norms = list[GradNorms]()
         if self._groups.pp.size() > 1:
-            self.runtime.everywhere = lambda raises: self._meet_stages(norms, clips=clips, raises=raises)
+            self.runtime.driver = _Stages(partial(self._meet_stages, norms, clips=clips))
         elif clips:
             norms.append(self.optimizer.clip_grad_norm_(**asdict(self.limits), process_group="world"))
         try:
             self.optimizer.step()
         finally:
-            self.runtime.everywhere = None
+            self.runtime.driver = Driver()
         if not norms:
             return None
         self.grad_norms_by_group = dict(norms[0].apart)
@@ -216,7 +237,7 @@ class MegatronOptimizer(Base, OfMuon):  # type: ignore[misc]
     def _meet_stages(self, norms: list[GradNorms], *, clips: bool, raises: bool) -> Clip | None:
         """Measure the gradients and exchange errors over all pipeline stages, in one all-reduce over the world.
 
-        `Muon.step` calls it as `Runtime.everywhere`.
+        `Muon.step` calls it as `Driver.meet`.
 
         Args:
             norms: Receives the norms.

@@ -20,7 +20,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._pytree import tree_leaves
 
-from muonmesh.comm.storage import placements_of
+from muonmesh.comm.placing import placements_of
 from muonmesh.errors import LayoutError, explain_error
 from muonmesh.layout import Interval, MeshLayout
 from muonmesh.layout.region import row_major

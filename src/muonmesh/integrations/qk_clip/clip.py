@@ -15,16 +15,17 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Shard
 
 from muonmesh.checkpoint.share import boxes_of
-from muonmesh.comm.storage import Storage, local_of, storage_of, this_rank
+from muonmesh.comm.placing import storage_of
+from muonmesh.comm.storage import Storage, local_of, this_rank
 from muonmesh.comm.wrappers import layers_of
 from muonmesh.errors import escaped, explain_error
 from muonmesh.groups.logits import Attention, LogitRows, attentions, without_softmax
 from muonmesh.integrations.qk_clip.attention import file_of_transformers, watch
 from muonmesh.integrations.qk_clip.logits import KernelBounds, largest_logits
 from muonmesh.names import canonical_name
-from muonmesh.numerics.rules.parts import follow
 from muonmesh.optimizer import Muon
 from muonmesh.step.connection import placed_members
+from muonmesh.step.members import OptimizedParameter
 from muonmesh.table import aligned
 
 
@@ -203,26 +204,23 @@ class QKClip:
         for attention, start in self._known.values():
             for rows in attention.rows:
                 factors.setdefault(rows.name, []).append((rows, gamma[start + rows.head] ** rows.power))
-        for name, storage, local, master in self._stored(optimizer):
-            if name in factors:
-                if master is not None:
-                    follow(master, local)
-                scale_rows(local if master is None else master, storage, factors[name])
-                if master is not None:
-                    local.copy_(master)
+        for parameter in self._parameters(optimizer):
+            if parameter.name in factors:
+                state = {} if optimizer is None else optimizer.state.get(parameter.tensor, {})
+                weights = parameter.weights(state)
+                scale_rows(weights, parameter.storage, factors[parameter.name])
+                if state.get("master") is not None:
+                    local_of(parameter.tensor.detach()).copy_(weights)
 
-    def _stored(self, optimizer: Muon | None) -> Iterator[tuple[str, Storage, Tensor, Tensor | None]]:
-        """Yield for each parameter of this rank its name, storage, local tensor and local master weight, or None."""
-        if optimizer is None:
-            for key, parameter in self._model.named_parameters():
-                replicas = None if isinstance(parameter, DTensor) else (this_rank(),)
-                storage = storage_of(canonical_name(key), parameter, replicas)
-                yield canonical_name(key), storage, local_of(parameter.detach()), None
+    def _parameters(self, optimizer: Muon | None) -> Iterator[OptimizedParameter]:
+        """Yield each parameter of this rank."""
+        if optimizer is not None:
+            yield from placed_members(optimizer)
             return
-        for member in placed_members(optimizer):
-            master = optimizer.state.get(member.tensor, {}).get("master")
-            master = None if master is None else local_of(master.detach())
-            yield member.name, member.storage, local_of(member.tensor.detach()), master
+        for key, tensor in self._model.named_parameters():
+            name, replicas = canonical_name(key), None if isinstance(tensor, DTensor) else (this_rank(),)
+            storage = storage_of(name, tensor, replicas)
+            yield OptimizedParameter(name, tensor, storage, storage)
 
 
 def _muons(optimizer: Any) -> list[Muon]:

@@ -85,7 +85,7 @@ def select(
     cpu_at_once = max(2, _CPU_BYTES_AT_ONCE // matrix_bytes)
     taken = resolve(kernels, device=device, dtype=dtype, rows=rows, whole=whole)
     if taken == "compiled":
-        return compiled_products(at_once=1 if rows >= _BLOCKED_FROM_ROWS else cpu_at_once)
+        return compiled_products(rows=rows, cols=cols, at_once=1 if rows >= _BLOCKED_FROM_ROWS else cpu_at_once)
     if taken == "triton":
         return triton_products(at_once=max(1, _DEVICE_BYTES_AT_ONCE // matrix_bytes), rows=rows, cols=cols)
     if device.type != "cpu":

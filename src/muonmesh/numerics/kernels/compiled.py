@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from muonmesh.numerics.kernels.memory import scratch
-from muonmesh.numerics.kernels.table import Exact, Matmuls, Number, Operand, Terms
+from muonmesh.numerics.kernels.table import Exact, Matmuls, Number, Operand, Small, Terms
 from muonmesh.numerics.kernels.threads import run_parts
 
 ORDER_OF_SUMS = 1
@@ -90,6 +90,8 @@ def library(variant: str = "") -> SimpleNamespace:
             ("row_products", (long, long, pointer, pointer, pointer), None),
             ("transpose", (long, long, long, pointer, pointer), None),
             ("load", (long, long, long, pointer, pointer, pointer), None),
+            ("room_of_all", (long, long), long),
+            ("orthogonalize", (long, long, long, pointer, pointer, long, pointer, pointer), None),
         ):
             function = found[f"muonmesh_{name}_{variant}"]
             function.argtypes, function.restype = takes, returns
@@ -106,8 +108,8 @@ def _check_whole(library: bytes) -> None:
         raise OSError(f"it ends after {len(library):,} bytes of {start + size * count:,}")
 
 
-def compiled_products(*, at_once: int = 1) -> Matmuls:
-    """Return the table for batches of at most ``at_once`` matrices.
+def compiled_products(*, rows: int, cols: int, at_once: int = 1) -> Matmuls:
+    """Return the table for batches of at most ``at_once`` matrices of a shape, rows ≤ cols.
 
     The bits of a matrix are the same in a batch, alone, and on any number of threads.
     """
@@ -116,6 +118,7 @@ def compiled_products(*, at_once: int = 1) -> Matmuls:
         at_once=at_once,
         together=at_once > 1,
         exact=Exact(row_products=_row_products, load=_load, store=_store),
+        small=Small(_orthogonalize, (torch.bfloat16,)) if rows * rows * cols < _WORTH_A_THREAD else None,
     )
 
 
@@ -145,7 +148,8 @@ def _multiply(
     operands = [_matrix(a, (count, rows, depth)), _matrix(b, (count, depth, cols), transposed=transposed)]
     for term, factor in terms:
         numbers = [each * number for each, number in zip(scales, _each(factor, count), strict=True)]
-        operands.append(_matrix(term, shape) if any(numbers) else _NONE)
+        # Not by whether the products are 0: it would depend on the other matrices whether 0 times ∞ is added.
+        operands.append(_matrix(term, shape) if isinstance(factor, Tensor) or factor else _NONE)
         factors.append(numbers)
     operands += [_NONE] * (2 - len(terms))
     factors += [[0.0] * count] * (2 - len(terms))
@@ -190,3 +194,17 @@ def _store(x: Tensor, out: Tensor) -> None:
     else:
         _require(x.mT.shape == out.shape, out)
         library().transpose(*x.shape, _address(x), _address(out))
+
+
+@cache
+def _in_memory(numbers: tuple[float, ...]) -> ctypes.Array[ctypes.c_double]:
+    return (ctypes.c_double * len(numbers))(*numbers)
+
+
+def _orthogonalize(x: Tensor, out: Tensor, polynomials: tuple[float, ...]) -> None:
+    """Do `Matmuls.small`: one call for all products, since a call from Python takes longer than a small product."""
+    (batch, *shape), x = x.shape, x.contiguous()
+    _require(x.shape == out.shape, x)
+    functions, numbers = library(), _in_memory(polynomials)
+    room = scratch("products", (functions.room_of_all(*shape),), dtype=torch.uint8, device=out.device).data_ptr()
+    functions.orthogonalize(batch, *shape, _address(x), _address(out), len(numbers) // 3, numbers, room)

@@ -24,6 +24,8 @@
 #define muonmesh_transpose NAMED(muonmesh_transpose, VARIANT)
 #define muonmesh_row_products NAMED(muonmesh_row_products, VARIANT)
 #define muonmesh_load NAMED(muonmesh_load, VARIANT)
+#define muonmesh_room_of_all NAMED(muonmesh_room_of_all, VARIANT)
+#define muonmesh_orthogonalize NAMED(muonmesh_orthogonalize, VARIANT)
 
 typedef uint16_t bf16;
 #if defined(__AVX512F__)
@@ -447,5 +449,49 @@ void muonmesh_load(long batch, long rows, long cols, const bf16 *x, bf16 *out, f
       restore(mode);
     }
     norms[number] = exponent == 255 ? __builtin_nanf("") : total > 0 ? (float)__builtin_sqrt(total) : 1.0f;
+  }
+}
+
+/* How many bytes of memory all steps of a matrix need, aligned to 64: for a product, two squares and two matrices. */
+long muonmesh_room_of_all(long rows, long cols) {
+  const long n = least(rows, cols);
+  return muonmesh_room(n, rows + cols - n) + 2 * (n * n + rows * cols) * (long)sizeof(bf16);
+}
+
+/* out = the orthogonal factor of each of `batch` matrices (rows, cols): all steps of the standard iteration of Newton and
+ * Schulz, three coefficients a step. With A = X X^T, X <- a X + (b A + c A^2) X, where X is divided by its norm in the first
+ * factor and in the last product. These are the operations of numerics/iteration.py in the same order, so the bits are the
+ * same. A step without c has no square of A.
+ */
+void muonmesh_orthogonalize(long batch, long rows, long cols, const bf16 *x, bf16 *out, long steps,
+                            const double *coefficients, void *room) {
+  const long n = least(rows, cols), wide = rows + cols - n, count = rows * cols;
+  bf16 *at = (bf16 *)((char *)room + muonmesh_room(n, wide));
+  const matrix none = {0, 0, 0}, a = {at, n, 0}, b = {at + n * n, n, 0};
+  for (long number = 0; number < batch; number++, x += count, out += count) {
+    matrix held = {at + 2 * n * n, wide, 0}, next = {held.at + count, wide, 0};
+    float norm;
+    if (rows > cols) muonmesh_transpose(1, rows, cols, x, held.at);
+    muonmesh_load(1, n, wide, rows > cols ? held.at : x, held.at, &norm);
+    const float inverse = 1.0f / norm;
+    for (long step = 0; step < steps; step++) {
+      const double *of = coefficients + 3 * step, last = step == steps - 1 ? (double)inverse : 1.0;
+      const float gram[] = {inverse * inverse, 0, 0}, square[] = {(float)of[2], (float)of[1], 0};
+      const float apply[] = {(float)last, (float)(last * of[0]), 0};
+      muonmesh_multiply(1, n, wide, n, (matrix[]){held, held, none, none, a, none}, 1, gram, 1, 0, 1, room);
+      if (of[2] != 0)
+        muonmesh_multiply(1, n, n, n, (matrix[]){a, a, of[1] != 0 ? a : none, none, b, none}, 0, square, 1, 0, 1, room);
+      else
+        for (long i = 0; i < n * n; i += LANES) {
+          long some = least(LANES, n * n - i);
+          store_narrowed(load_widened(a.at + i, some) * square[1], b.at + i, some);
+        }
+      if (step == steps - 1 && rows <= cols) next.at = out;
+      muonmesh_multiply(1, n, n, wide, (matrix[]){b, held, of[0] != 0 ? held : none, none, next, none}, 0, apply, 0, 0, 1,
+                        room);
+      matrix before = held;
+      held = next, next = before;
+    }
+    if (rows > cols) muonmesh_transpose(1, n, wide, held.at, out);
   }
 }

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import torch
 from torch import Tensor
 
 Operand: TypeAlias = Tensor | None
@@ -36,6 +37,19 @@ class Exact:
 
 
 @dataclass(frozen=True)
+class Small:
+    """All steps of small matrices in one call.
+
+    Attributes:
+        run: `run(X, out, polynomials)`: three coefficients a step; ``out`` is contiguous, of X's shape and dtype.
+        dtypes: The dtypes of matrices that it takes.
+    """
+
+    run: Callable[[Tensor, Tensor, tuple[float, ...]], None]
+    dtypes: Sequence[torch.dtype]
+
+
+@dataclass(frozen=True)
 class Matmuls:
     """One product on batches of matrices, the only place where Newton–Schulz spends its time.
 
@@ -61,8 +75,7 @@ class Matmuls:
             zeros, and as NaN where an entry is not finite. None: likewise.
         exact: Further operations of this hardware; None: products are rounded to the compute dtype, and torch's
             operations are used.
-        small: `small(X, out, polynomials)`: all steps of small matrices at once, written to contiguous memory;
-            three coefficients a step, and what results are multiplied by, (batch, 1, 1) or None. None: it cannot.
+        small: All steps of matrices of this shape in one call; None: they are computed step by step.
         sparing: Whether memory traffic is what elementwise operations cost, as on a device. Then a number that follows
             from the data is divided out of B instead of multiplied by X, and left to the last product.
     """
@@ -74,5 +87,5 @@ class Matmuls:
     join: Callable[..., tuple[Tensor, Tensor]] | None = None
     normalize: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
     exact: Exact | None = None
-    small: Callable[[Tensor, Tensor, Sequence[float]], None] | None = None
+    small: Small | None = None
     sparing: bool = False

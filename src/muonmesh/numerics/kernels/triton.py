@@ -17,7 +17,8 @@ from torch import Tensor
 
 from muonmesh.numerics.kernels import beside
 from muonmesh.numerics.kernels.portions import SMALL_COLS, SMALL_ROWS
-from muonmesh.numerics.kernels.table import Matmuls, Number, Operand, Terms
+from muonmesh.numerics.kernels.table import Matmuls, Number, Operand, Small, Terms
+from muonmesh.numerics.kernels.toolchain import DTYPES
 from muonmesh.numerics.kernels.triton_launch import Launch, operator
 
 
@@ -93,5 +94,5 @@ def triton_products(*, at_once: int, rows: int = sys.maxsize, cols: int = sys.ma
         together=True,
         join=join,
         normalize=beside.normalize,
-        small=small if rows <= SMALL_ROWS and cols <= SMALL_COLS else None,
+        small=Small(small, DTYPES) if rows <= SMALL_ROWS and cols <= SMALL_COLS else None,
     )

@@ -5,10 +5,10 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import MISSING, Field, dataclass, field, fields
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, field, fields
 from functools import lru_cache
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from muonmesh.errors import explain_error
 from muonmesh.numerics.coefficients import Coefficients
 from muonmesh.numerics.newton_schulz import Method
 from muonmesh.numerics.scale import ScaleMode, StepSize, update_scale
-from muonmesh.numerics.setting import plain, whole
+from muonmesh.numerics.setting import Setting, plain, whole
 
 _scale_of = lru_cache(update_scale)  # pieces are many, shapes few
 
@@ -73,11 +73,8 @@ class Hyperparameters:
         Raises:
             KeyError: the group lacks the key of a field without a default.
         """
-        values = {}
-        for each in fields(cls):
-            key = _key_of(each)
-            if key in group or (each.default is MISSING and each.default_factory is MISSING):
-                values[each.name] = plain(group[key])
+        read = _read(cls).items()
+        values = {each.name: plain(group[key]) for key, each in read if each.needed or key in group}
         if isinstance(values["lr"], Tensor):  # one with a dim would have weights computed in its own dtype
             values["lr"] = values["lr"].reshape(())
         return cls(**values)
@@ -85,7 +82,7 @@ class Hyperparameters:
     @classmethod
     def settings(cls) -> tuple[str, ...]:
         """Return the keys of a param group that this rule reads."""
-        return tuple(_key_of(each) for each in fields(cls) if each.name != "phase")
+        return tuple(_read(cls))
 
     def check(self) -> None:
         """Check that the settings have allowed values.
@@ -93,10 +90,9 @@ class Hyperparameters:
         Raises:
             ValueError: a setting is out of range.
         """
-        for each in fields(self):
-            setting, value = each.metadata.get("setting"), getattr(self, each.name)
-            if setting is not None and not setting.fits(value):
-                raise ValueError(explain_error(_key_of(each), f"{value!r}", setting.needed))
+        for key, each in _read(type(self)).items():
+            if each.setting is not None and not each.setting.fits(value := getattr(self, each.name)):
+                raise ValueError(explain_error(key, f"{value!r}", each.setting.needed))
 
     def decay(self, weights: Tensor, update: Tensor) -> None:
         """Decay weights in place.
@@ -119,10 +115,26 @@ class Hyperparameters:
             weights.copy_(torch.where(agree, weights * keep, weights))
 
 
-def _key_of(field: Field[Any]) -> str:
-    """Return the key of a group that holds a field: its name, unless it declares another."""
-    key: str = field.metadata.get("key", field.name)
-    return key
+class _Read(NamedTuple):
+    """A field of a rule that is read from a param group: whether its key must be there, and the check of its value."""
+
+    name: str
+    needed: bool
+    setting: Setting | None
+
+
+def _fields_read(rule: Any) -> dict[str, _Read]:
+    """Return the fields of a rule that are read from a group, by their keys. A key is the name, unless declared."""
+    return {
+        each.metadata.get("key", each.name): _Read(
+            each.name, each.default is MISSING and each.default_factory is MISSING, each.metadata.get("setting")
+        )
+        for each in fields(rule)
+        if each.name != "phase"
+    }
+
+
+_read: Callable[[Any], dict[str, _Read]] = lru_cache(_fields_read)  # rules are few, and groups are read often
 
 
 @dataclass(frozen=True, slots=True)

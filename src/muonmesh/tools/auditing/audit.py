@@ -15,7 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from muonmesh.checkpoint.ranks import settled
-from muonmesh.comm.storage import Storage, device_without_parameters, local_of, storage_of, world_size
+from muonmesh.comm.placing import storage_of
+from muonmesh.comm.ranks import device_without_parameters
+from muonmesh.comm.storage import Storage, local_of, world_size
 from muonmesh.comm.telling import tell_all
 from muonmesh.errors import LayoutError, escaped, explain_error
 from muonmesh.groups import split_params
@@ -218,7 +220,7 @@ class _Watch:
                 raise LayoutError(explain_error(name, "a weight on the meta device", "one with numbers", write))
             if parameter.requires_grad:
                 self.weights[name] = parameter
-                self.storages[name] = storage_of(name, parameter, None, layouts.get(name), needed=False)
+                self.storages[name] = storage_of(name, parameter, None, layouts.get(name))
         if not self.weights:
             raise ValueError(explain_error("audit", "no weight that is trained", "at least one"))
         self.guesses = tuple(getattr(groups, "guesses", ()))

@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from muonmesh.checkpoint.share import boxes_of
-from muonmesh.comm.storage import Storage, local_of, local_part, world_size
+from muonmesh.comm.storage import Storage, local_of, world_size
 from muonmesh.comm.telling import tell_all
+from muonmesh.tools.local_part import local_part
 
 RANK = 64
 """The largest rank of a probing gradient. With a low rank, its polar factor needs only a small SVD."""

@@ -15,17 +15,18 @@ from torch.optim import Optimizer
 
 from muonmesh.checkpoint.form import PARAMETER, check_state_dict, misfit
 from muonmesh.checkpoint.state import REFUSED
-from muonmesh.comm.storage import local_of, local_part
+from muonmesh.comm.storage import local_of
 from muonmesh.errors import StateError, explain_error
 from muonmesh.names import canonical_name
 from muonmesh.numerics.precision import plain_modes
 from muonmesh.numerics.rules import is_matrix_rule
 from muonmesh.step.connection import placed_members
-from muonmesh.step.members import Member
+from muonmesh.step.members import OptimizedParameter
 from muonmesh.step.runtime import Runtime
 from muonmesh.step.state_form import NUMBERS, wrong_state
 from muonmesh.tools.checkpoints.archive import read_archive
 from muonmesh.tools.checkpoints.zero import read_zero
+from muonmesh.tools.local_part import local_part
 from muonmesh.tools.migration.packages import PACKAGES, PackageName, groups_of, package_of
 from muonmesh.tools.migration.state_keys import ParameterState
 
@@ -105,7 +106,7 @@ def convert(
 # ---------------------------------------------------------------- muonmesh's optimizer
 
 
-def _recipients(optimizer: Optimizer) -> dict[str, Member]:
+def _recipients(optimizer: Optimizer) -> dict[str, OptimizedParameter]:
     """Return each parameter of the muonmesh optimizer that takes the state, by name.
 
     Raises:
@@ -115,7 +116,7 @@ def _recipients(optimizer: Optimizer) -> dict[str, Member]:
     if not isinstance(getattr(optimizer, "_runtime", None), Runtime):
         found, write = f"a {type(optimizer).__name__}", "Write convert(source, muonmesh.from_model(model))"
         raise TypeError(explain_error("optimizer", found, "a muonmesh.Muon over the model", write))
-    recipients: dict[str, Member] = {}
+    recipients: dict[str, OptimizedParameter] = {}
     for member in placed_members(optimizer):
         algorithm = optimizer.param_groups[member.group]["algorithm"]
         if member.tensor.shape != torch.Size(member.storage.shape) and member.storage.mesh is None:
@@ -192,7 +193,7 @@ def _orders(
 
 
 def _names(
-    saved: SourceState, orders: Iterator[Sequence[str | Tensor] | None], recipients: Mapping[str, Member]
+    saved: SourceState, orders: Iterator[Sequence[str | Tensor] | None], recipients: Mapping[str, OptimizedParameter]
 ) -> list[Sequence[str]]:
     """Return the names of the parameters of each group, in the order of the saved state.
 
@@ -226,7 +227,7 @@ def _names(
 
 
 def _as_sorted(
-    names: Sequence[str], entries: Sequence[Mapping[str, Any]], recipients: Mapping[str, Member]
+    names: Sequence[str], entries: Sequence[Mapping[str, Any]], recipients: Mapping[str, OptimizedParameter]
 ) -> Sequence[str]:
     """Return the names in the order of the state.
 
@@ -249,7 +250,7 @@ def _as_sorted(
 
 def _state_dict(
     groups: Sequence[Mapping[str, Any]],
-    recipients: Mapping[str, Member],
+    recipients: Mapping[str, OptimizedParameter],
     found: Mapping[str, ParameterState],
     *,
     strict: bool,
@@ -283,7 +284,7 @@ def _state_dict(
     return {"state": state, "param_groups": saved}
 
 
-def _placed(recipient: Member, key: str, value: Tensor) -> Tensor:
+def _placed(recipient: OptimizedParameter, key: str, value: Tensor) -> Tensor:
     """Return a saved tensor in the layout of muonmesh's state: unchanged if it has this layout, else gathered and cut.
 
     Raises:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import sys
 import traceback
@@ -38,7 +37,7 @@ def audit(
     import torch.distributed as dist
 
     from muonmesh.tools.auditing.audit import audit as watch
-    from muonmesh.tools.cli.terminal import complain, make_console, say
+    from muonmesh.tools.cli.terminal import complain, say, say_json
 
     try:
         made = made_at(target)
@@ -57,8 +56,10 @@ def audit(
         traceback.print_exc()
         raise SystemExit(NO_AUDIT) from error
     if not dist.is_initialized() or dist.get_rank() == 0:
-        told = json.dumps(report.to_dict(), indent=1) if as_json else str(report)
-        say(make_console(), *told.split("\n"))
+        if as_json:
+            say_json(report.to_dict())
+        else:
+            say(*str(report).split("\n"))
     if dist.is_initialized():
         dist.destroy_process_group()
     raise SystemExit(OK if report.ok else TO_MEND)

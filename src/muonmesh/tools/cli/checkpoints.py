@@ -5,16 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch.distributed as dist
+from torch import nn
 
 from muonmesh.checkpoint import load, save
-from muonmesh.checkpoint.manifest import is_whole
-from muonmesh.checkpoint.place import forget_older, found_at, numbered
+from muonmesh.checkpoint.place import found_at
 from muonmesh.checkpoint.ranks import on_first_rank, together
 from muonmesh.checkpoint.save_load import recorded
 from muonmesh.comm.telling import agreed
 from muonmesh.errors import FileError
+from muonmesh.optimizer import Muon
 from muonmesh.step.state_form import wrong_numbers
-from muonmesh.tools.cli.engine import Engine
+from muonmesh.tools.checkpoints.kept import forget_older, is_whole, numbered
 from muonmesh.tools.cli.metrics_log import read_metrics
 from muonmesh.tools.cli.run_settings import Optimizer
 from muonmesh.tools.cli.terminal import note
@@ -58,7 +59,7 @@ class Checkpoints:
         self.kept = agreed(look, kind=FileError)[0]
         return self.kept
 
-    def save(self, step: int, engine: Engine) -> None:
+    def save(self, step: int, model: nn.Module, optimizer: Muon) -> None:
         """Write a model and its optimizer, and then remove older checkpoints.
 
         A state that is not finite is not saved, since it would replace a good checkpoint.
@@ -68,37 +69,37 @@ class Checkpoints:
                 checkpoint is unchanged.
         """
         kept = "No checkpoint was there yet" if self.kept is None else f"The checkpoint of step {self.kept} is kept"
-        together(lambda: check_finite(engine, kept))
+        together(lambda: check_finite(optimizer, kept))
         try:
-            save(self._folder(step), engine.model, engine.saved)
+            save(self._folder(step), model, optimizer)
         except FileError as error:
             raise FileError(f"{error}. {kept}") from error
         on_first_rank(lambda: forget_older(self._folder(step), self.keep))
         self.kept = step
 
-    def load(self, step: int, engine: Engine) -> None:
+    def load(self, step: int, model: nn.Module, optimizer: Muon) -> None:
         """Load a model and its optimizer.
 
         Raises:
             FileError, StateError: on every rank: the checkpoint is damaged or does not fit; nothing has changed.
         """
-        load(self._folder(step), engine.model, engine.saved)
+        load(self._folder(step), model, optimizer)
 
     def _folder(self, step: int) -> Path:
         return self.directory / f"{STEP}{step:08d}"
 
 
-def check_finite(engine: Engine, kept: str) -> None:
+def check_finite(optimizer: Muon, kept: str) -> None:
     """Check that all tensors that this rank would save are finite.
 
     Args:
-        engine: The engine whose state would be saved.
+        optimizer: The optimizer, whose parameters and state would be saved.
         kept: A sentence for the message: which checkpoint is kept.
 
     Raises:
         FileError: a tensor is not finite; the message names the first.
     """
-    for record in recorded(engine.saved).checkpoint_records():
+    for record in recorded(optimizer).checkpoint_records():
         for name, share in record.shares():
             if any(wrong_numbers(name, box) for box in share.boxes.values()):
                 raise FileError(

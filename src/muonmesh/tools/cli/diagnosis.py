@@ -18,19 +18,18 @@ from muonmesh.checkpoint.group_settings import check_saved
 from muonmesh.checkpoint.index import read_index
 from muonmesh.checkpoint.manifest import (
     MANIFEST_FILE,
-    METADATA_FILE,
     REMEDY,
     SETTINGS_FILE,
     Entry,
     check_entries,
     read_manifest,
 )
-from muonmesh.checkpoint.place import found_at, numbered
+from muonmesh.checkpoint.place import found_at
 from muonmesh.errors import FileError, explain_error
 from muonmesh.files import kind_of, leaves, read_json, reason
 from muonmesh.step.state_form import wrong_numbers
 from muonmesh.tools.checkpoints.archive import MoreThanData, read_archive
-from muonmesh.tools.checkpoints.torch_folder import check_tensors, survey
+from muonmesh.tools.checkpoints.kept import numbered
 from muonmesh.tools.cli.checkpoints import STEP, checkpoints_of, without_checkpoint
 from muonmesh.tools.cli.lock import LOCK_FILE
 from muonmesh.tools.cli.metrics_log import METRICS_FILE
@@ -40,12 +39,12 @@ from muonmesh.tools.cli.terminal import shell_line
 ARCHIVE = b"PK\x03\x04"
 A_RUN = "a run of muonmesh train"
 OURS = "a checkpoint of muonmesh.checkpoint.save"
-TORCHS = "a checkpoint of torch.distributed.checkpoint"
 SAVED = "a file of torch.save"
-CHECKED = f"{A_RUN}, {OURS}, {TORCHS}, or {SAVED} with plain values and tensors alone"
+CHECKED = f"{A_RUN}, {OURS}, or {SAVED} with plain values and tensors alone"
 OTHERS = {
     "DeepSpeed": r"latest|zero_to_fp32\.py|.*_(model|optim)_states\.pt",
     "Megatron-Core": r"latest_checkpointed_iteration\.txt|common\.pt|mp_rank_\d+(_\d+)*|model_optim_rng\.pt",
+    "torch.distributed.checkpoint": r"\.metadata|.*\.distcp",  # last, since others write such files too
 }
 """Frameworks whose checkpoints are not checked, with the names of their files and folders."""
 
@@ -147,34 +146,30 @@ def _folder(path: Path) -> Diagnosis:
     found = Diagnosis(str(path))
     names = set(os.listdir(folder))
     hidden_last = sorted(names, key=lambda name: (name.startswith("."), name))
-    name, framework = _by_another(() if MANIFEST_FILE in names else hidden_last)
-    if framework or names.isdisjoint({METADATA_FILE, MANIFEST_FILE}):
+    is_ours = not names.isdisjoint({MANIFEST_FILE, SETTINGS_FILE})
+    if not is_ours:
+        name, framework = _by_another(hidden_last)
         told = f"{name or hidden_last[0]!r} in it" if names else "nothing in it"
         told += f", as in a checkpoint of {framework}" if framework else ""
         run = next((folder / name for name in hidden_last if _is_run(folder / name)), None)
         write = None if run is None else f"For a run in it, write: {shell_line('doctor', run)}"
         found.faults = [explain_error(str(path), told, CHECKED, write)]
         return found
-    entries: dict[str, Entry] | None = None
-    if names & {MANIFEST_FILE, SETTINGS_FILE}:  # torch's own checkpoints have neither file
-        with found.noting():
-            entries = read_manifest(folder)
-    found.kind = OURS if SETTINGS_FILE in names.union(entries or ()) else TORCHS
-    if found.kind == OURS:
-        with found.noting():
-            settings = read_json(folder / SETTINGS_FILE, needed=f"what save wrote there. {REMEDY}")
-            check_saved(folder / SETTINGS_FILE, settings)
-            found.settings = settings
+    found.kind = OURS
+    entries: dict[str, Entry] = {}
+    with found.noting():
+        entries = read_manifest(folder)
+    with found.noting():
+        settings = read_json(folder / SETTINGS_FILE, needed=f"what save wrote there. {REMEDY}")
+        check_saved(folder / SETTINGS_FILE, settings)
+        found.settings = settings
     if folder != path:
         found.notes.append(f"lies at {folder}: the one that was to replace it never came. It loads from {path}")
-    if entries is None and not found.faults:
-        found.notes.append(
-            f"no {MANIFEST_FILE}: bytes that have changed are noticed where they make something unreadable"
-        )
-    for name in entries or ():
+    for name in entries:
         with found.noting():
-            check_entries(folder, entries or {}, [name])
-    _pieces(found, folder, entries)
+            check_entries(folder, entries, [name])
+    if entries:
+        _pieces(found, folder, entries)
     return found
 
 
@@ -184,7 +179,8 @@ def _by_another(names: Iterable[str]) -> tuple[str, str]:
     return next(found, ("", ""))
 
 
-def _pieces(found: Diagnosis, folder: Path, entries: Mapping[str, Entry] | None) -> None:
+def _pieces(found: Diagnosis, folder: Path, entries: Mapping[str, Entry]) -> None:
+    """Add the tensors of a checkpoint of muonmesh, and the numbers in them that no step leaves."""
     odd: dict[str, str] = {}
 
     def note(name: str, tensor: Tensor) -> str:
@@ -192,31 +188,13 @@ def _pieces(found: Diagnosis, folder: Path, entries: Mapping[str, Entry] | None)
             odd.setdefault(name, wrong)
         return ""
 
-    with found.noting():  # torch reads it, of our own folders too
-        metadata, others = survey(folder)
-        if found.kind == TORCHS:
-            held: dict[str, Any] = dict(metadata.state_dict_metadata)
-            found.tensors = {
-                name: torch.empty(one.size, dtype=one.properties.dtype, device="meta") for name, one in held.items()
-            }
-            if others:
-                found.notes.append(
-                    f"{len(others)} entries are no tensors, {others[0]} the first: torch would unpickle them, which "
-                    "can run code. They are not looked into, and muonmesh loads no such checkpoint"
-                )
-            if not found.faults:
-                check_tensors(folder, metadata, wrong=note)
-    if found.kind == OURS and entries is not None:
-        with found.noting():
-            tensors = read_index(folder, entries)
-            found.tensors = {
-                name: torch.empty(one.shape, dtype=one.dtype, device="meta") for name, one in tensors.items()
-            }
-            if not found.faults:
-                CheckpointReader(folder, tensors, {}).check(share=0, of=1, wrong=note)
+    with found.noting():
+        tensors = read_index(folder, entries)
+        found.tensors = {name: torch.empty(one.shape, dtype=one.dtype, device="meta") for name, one in tensors.items()}
+        if not found.faults:
+            CheckpointReader(folder, tensors, {}).check(share=0, of=1, wrong=note)
     for name, wrong in odd.items():
-        refused = found.kind == OURS and ".state." in name
-        (found.faults if refused else found.notes).append(f"{name}: found {wrong}")
+        (found.faults if ".state." in name else found.notes).append(f"{name}: found {wrong}")
 
 
 def _file(path: Path) -> Diagnosis:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import asdict
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from torch import Tensor
 
     from muonmesh.tools.cli.diagnosis import Diagnosis
@@ -23,8 +21,8 @@ def doctor(
     path: Annotated[
         Path | None,
         typer.Argument(
-            help="A run of muonmesh train, a folder of muonmesh.checkpoint.save or of torch.distributed.checkpoint, or "
-            "a file of torch.save. Without a path: this machine and this installation.",
+            help="A run of muonmesh train, a folder of muonmesh.checkpoint.save, or a file of torch.save. Without a "
+            "path: this machine and this installation.",
             show_default=False,
         ),
     ] = None,
@@ -45,42 +43,43 @@ def doctor(
     To check the links between ranks too, write: torchrun --nproc-per-node 2 --no-python muonmesh doctor
     """
     from muonmesh.tools.cli.diagnosis import diagnose
-    from muonmesh.tools.cli.terminal import make_console, say
+    from muonmesh.tools.cli.terminal import say, say_json
 
-    console = make_console()
     if path is None:
         from muonmesh.tools.cli.installation import lines_of, look_around
 
         findings = look_around(folder)
         if os.environ.get("LOCAL_RANK", "0") == "0":
-            told = json.dumps([asdict(one) for one in findings], indent=1).split("\n")
-            say(console, *(told if as_json else lines_of(findings)))
+            if as_json:
+                say_json([asdict(one) for one in findings])
+            else:
+                say(*lines_of(findings))
         raise SystemExit(DAMAGED if any(one.do for one in findings) else WHOLE)
     found = diagnose(path)
     if as_json:
-        say(console, *json.dumps(found.as_json(), indent=1).split("\n"))
+        say_json(found.as_json())
     else:
-        print_diagnosis(console, found)
+        print_diagnosis(found)
     raise SystemExit(NO_CHECKPOINT if not found.kind else WHOLE if found.whole else DAMAGED)
 
 
-def print_diagnosis(console: Console, found: Diagnosis) -> None:
+def print_diagnosis(found: Diagnosis) -> None:
     """Print a diagnosis as text, and its tensors as a table."""
     from muonmesh.tools.cli.terminal import say
 
     if not found.kind:
-        say(console, found.faults[0])
+        say(found.faults[0])
         return
-    say(console, f"{found.path}: {found.kind}, {_state(found)}", style="bold")
+    say(f"{found.path}: {found.kind}, {_state(found)}", style="bold")
     for title, lines in (("damaged", found.faults), ("note", found.notes)):
         for line in lines:
-            say(console, f"  {title}: {line}", style="red" if title == "damaged" else "")
+            say(f"  {title}: {line}", style="red" if title == "damaged" else "")
     for line in _settings(found.settings):
-        say(console, f"  {line}")
+        say(f"  {line}")
     if found.tensors:
-        console.print(_table(found))
+        say(*_table(found))
     for part in found.parts:
-        print_diagnosis(console, part)
+        print_diagnosis(part)
 
 
 def _state(found: Diagnosis) -> str:
@@ -110,16 +109,16 @@ def _role(name: str) -> str:
     return name.partition(".")[0] if name.startswith(("model.", "optimizer.")) else "weights"
 
 
-def _table(found: Diagnosis) -> Any:
+def _table(found: Diagnosis) -> list[str]:
+    from muonmesh.table import aligned
     from muonmesh.tools.cli.diagnosis import dtype_of
-    from muonmesh.tools.cli.terminal import table_of
 
     roles: dict[str, list[Tensor]] = {}
     for name, tensor in found.tensors.items():
         roles.setdefault(_role(name), []).append(tensor)
-    rows = []
+    rows = [("", "tensors", "numbers", "dtypes", "MB")]
     for role, held in roles.items():
         numbers = sum(one.numel() for one in held)
         dtypes = ", ".join(sorted({dtype_of(one) for one in held}))
         rows.append((role, f"{len(held):,}", f"{numbers:,}", dtypes, f"{sum(one.nbytes for one in held) / 1e6:,.2f}"))
-    return table_of(("", "tensors", "numbers", "dtypes", "MB"), rows, left=(0, 3))
+    return aligned(rows, right=(1, 2, 4), ruled=True)

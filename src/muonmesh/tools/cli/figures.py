@@ -11,8 +11,8 @@ from typing import Any
 from muonmesh.checkpoint.form import POSITIVE, check_form, only
 from muonmesh.errors import FileError
 from muonmesh.files import read_json
-from muonmesh.layout.balance import at_home, least_imbalance
 from muonmesh.names import starred
+from muonmesh.tools.forecasts.balance import at_home, least_imbalance
 from muonmesh.tools.forecasts.device_rates import DeviceRates
 from muonmesh.tools.forecasts.forecast import WIRE, Forecast, Weight
 

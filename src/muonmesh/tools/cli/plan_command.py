@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import MISSING, asdict, dataclass
 from pathlib import Path
@@ -10,13 +9,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rich.filesize import decimal
 
-from muonmesh.errors import FileError, escaped
+from muonmesh.errors import FileError
+from muonmesh.table import aligned
 from muonmesh.tools.cli.run_settings import Settings, check_fields_of, setting
-from muonmesh.tools.cli.terminal import complain, make_console, say, table_of
+from muonmesh.tools.cli.terminal import complain, say, say_json
 
 if TYPE_CHECKING:
-    from rich.text import Text
-
     from muonmesh.tools.cli.cluster import Cluster
     from muonmesh.tools.forecasts.forecast import Weight
 
@@ -145,30 +143,28 @@ def weights_of(model: str, cluster: Cluster) -> list[Weight]:
 
 def print_plan(found: dict[str, Any], *, as_json: bool = False) -> None:
     """Print the kinds of parameters, and the figures of the cluster and of one rank; or all figures as JSON."""
-    console = make_console()
     if as_json:
-        say(console, *json.dumps(found, indent=1).split("\n"))
+        say_json(found)
         return
     title = f"Cluster: {found['model']} on {found['mesh']} (ranks: {found['ranks']:,}), rule {found['rule']}"
-    say(console, title, style="bold")
-    headings = ("parameters", "shape", "matrices", "owners", "TFLOP", f"sent by\nrank {found['rank']}")
-    console.print(table_of(headings, rows_of(found)))
+    say(title, "", style="bold")
+    headings = ("parameters", "shape", "matrices", "owners", "TFLOP", f"{found['rank']} sends")
+    say(*aligned([headings, *rows_of(found)], right=range(1, 6), ruled=True))
     for title, figures in tables_of(found).items():
-        console.print(table_of((title, ""), figures.items()))
+        say("", *aligned([(title, ""), *figures.items()], right=(1,), ruled=True))
     needed, there = found["modelled"]["bytes in total"], int(found["rates"]["memory"])
     if needed > there:
         say(
-            console,
             f"Rank {found['rank']} needs {decimal(needed)} even without activations, more than the {decimal(there)} of "
             "its device (memory in --rates). Shard over more ranks: --mesh fsdp=N, hsdp=REPLICASxSHARDS or tp=N",
         )
 
 
-def rows_of(found: dict[str, Any]) -> list[list[str | Text]]:
+def rows_of(found: dict[str, Any]) -> list[list[str]]:
     """Return a row for each kind of matrices, for the whole cluster, except the last cell: what one rank sends."""
     return [
         [
-            _folded(kind["name"].removeprefix("model.").removesuffix(".weight")),
+            _shortened(kind["name"].removeprefix("model.").removesuffix(".weight")),
             "×".join(map(str, kind["shape"])),
             f"{kind['matrices']:,}",
             f"{kind['owners']:,}",
@@ -180,13 +176,10 @@ def rows_of(found: dict[str, Any]) -> list[list[str | Text]]:
     ]
 
 
-def _folded(name: str, width: int = 27) -> Text:
-    """Return a name; a long name is broken after a dot into two lines, so that the table fits 80 columns."""
-    from rich.text import Text
-
-    name = escaped(name)
-    place = name.rfind(".", 0, width) + 1
-    return Text(name if len(name) <= width else f"{name[:place]}\n  {name[place:]}")
+def _shortened(name: str, room: int = 28) -> str:
+    """Return a name, or its end from a dot on, so that the table fits 80 columns."""
+    least = len(name) + 1 - room
+    return name if least <= 1 else f"…{name[max(least, name.find('.', least)) :]}"
 
 
 def tables_of(found: dict[str, Any]) -> dict[str, dict[str, str]]:

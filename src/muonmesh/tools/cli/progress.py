@@ -33,7 +33,7 @@ class ProgressLine(Progress):
         now = time.monotonic()
         if self._plain and (step == self.settings.steps or now - self._last_print >= PLAIN_SECONDS):
             self._last_print = now
-            say(self.console, f"{self.name:>5} {step}/{self.settings.steps} {said}")
+            say(f"{self.name:>5} {step}/{self.settings.steps} {said}")
 
     def validation(self, loss: float) -> None:
         """Set the validation loss to show from the next step on."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
@@ -15,7 +16,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from muonmesh.checkpoint.ranks import insist_on_the_same, on_first_rank
+from muonmesh.checkpoint.ranks import on_first_rank
+from muonmesh.comm.telling import tell_all
 from muonmesh.errors import FileError
 from muonmesh.files import write_text
 from muonmesh.tools.cli.corpus import Corpus, load_corpus_of
@@ -57,6 +59,20 @@ def work(run: Path) -> None:
     lock.close()
 
 
+def insist_on_the_same(run: Path, given: Mapping[str, Any]) -> None:
+    """Check that all ranks have the same values. Called on all ranks.
+
+    Raises:
+        FileError: on every rank: values differ; the message names the first.
+    """
+    everyone = tell_all(given)
+    for name in sorted({name for other in everyone for name in other}):
+        found = [other.get(name) for other in everyone]
+        if any(value != found[0] for value in found):
+            values = ", ".join(map(repr, found))
+            raise FileError(f"{run}: the ranks were given different {name}: {values}; needed the same on each of them")
+
+
 def join(kind: str, *, timeout: timedelta | None = None) -> torch.device:
     """Make the default process group of ranks that torchrun or `launch` has started; return the device.
 
@@ -87,7 +103,7 @@ def train(name: Optimizer, settings: Settings, corpus: Corpus, device: torch.dev
     run = settings.directory
     training = Training(name, settings, corpus, device)
     training.restore()
-    explanation = training.engine.explain()
+    explanation = training.explain()
 
     def write() -> None:
         training.seconds = cut_metrics(run, name, training.start if training.start else -1)

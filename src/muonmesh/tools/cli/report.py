@@ -11,9 +11,10 @@ from pathlib import Path
 import numpy as np
 
 from muonmesh.files import write_text, writing
+from muonmesh.table import aligned
 from muonmesh.tools.cli.run_settings import Settings
 from muonmesh.tools.cli.summary import LABELS, TrainingSummary, compare, summarise
-from muonmesh.tools.cli.terminal import make_console, say, table_of
+from muonmesh.tools.cli.terminal import make_console, say
 
 REPORT_FILE, FIGURES_FILE, PICTURE = "report.html", "report.json", "loss.png"
 COLOURS = {"muon": "#d1495b", "adamw": "#30638e"}  # of different brightness, for print and for color-blind readers
@@ -38,9 +39,10 @@ def write_report(run: Path, settings: Settings) -> Path | None:
     with writing(run):
         _plot(run / PICTURE, summaries)
     console = make_console(record=True)
-    console.print(table_of(["", *(LABELS[summary.name] for summary in summaries)], _rows(settings, summaries)))
+    table = [["", *(LABELS[summary.name] for summary in summaries)], *_rows(settings, summaries)]
+    say(*aligned(table, right=(1, 2), ruled=True), console=console)
     if comparison is not None:
-        say(console, str(comparison), style="bold")
+        say(str(comparison), style="bold", console=console)
     picture = base64.b64encode((run / PICTURE).read_bytes()).decode("ascii")
     tag = f'<body><img alt="losses" src="data:image/png;base64,{picture}">'
     write_text(run / REPORT_FILE, console.export_html().replace("<body>", tag))

@@ -47,7 +47,7 @@ def train_run(settings: Settings, *, resuming: bool) -> int:
         save_model(settings, corpus)
         for line in without_checkpoint(run):
             note(f"{run}: {line}")
-        say(make_console(), _headline(settings, parameters, corpus))
+        say(_headline(settings, parameters, corpus))
         return _launch(run, settings)
 
 
@@ -113,11 +113,10 @@ def _launch(run: Path, settings: Settings) -> int:
         report = write_report(run, settings)
     except FileError as error:
         return complain("train", f"{error}. The training itself is whole", code=1)
-    console = make_console()
     if stopped:
-        say(console, f"Stopped. {continuation(run, settings)}")
+        say(f"Stopped. {continuation(run, settings)}")
     if report is not None:
-        say(console, f"Report: {report}")
+        say(f"Report: {report}")
     return 130 if stopped else 0
 
 

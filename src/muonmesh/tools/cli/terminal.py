@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from typing import IO, TYPE_CHECKING, Any, TextIO, cast
 
 from muonmesh.errors import escaped
@@ -15,8 +16,6 @@ from muonmesh.files import FULL
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
 
 
 def print_plainly() -> None:
@@ -41,26 +40,14 @@ def make_console(*, record: bool = False) -> Console:
     return Console(file=cast(IO[str], Lasting(sys.stdout)), highlight=False, markup=False, record=record)
 
 
-def table_of(headings: Sequence[str], rows: Iterable[Sequence[str | Text]], *, left: Sequence[int] = (0,)) -> Table:
-    """Return a table of plain text. Columns are right-aligned, except the columns with the indices ``left``.
-
-    Control characters in a cell are escaped, unless it is a Text.
-    """
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for number, heading in enumerate(headings):
-        table.add_column(heading, justify="left" if number in left else "right", overflow="fold")
-    for row in rows:
-        table.add_row(*[Text(escaped(cell)) if isinstance(cell, str) else cell for cell in row])
-    return table
-
-
-def say(console: Console, *lines: str, style: str = "") -> None:
+def say(*lines: str, style: str = "", console: Console | None = None) -> None:
     """Print lines without wrapping them. Control characters and line breaks inside a line are escaped."""
-    console.print("\n".join(map(escaped, lines)), style=style, soft_wrap=True)
+    (console or make_console()).print("\n".join(map(escaped, lines)), style=style, soft_wrap=True)
+
+
+def say_json(value: Any) -> None:
+    """Print plain data as JSON."""
+    say(*json.dumps(value, indent=1).split("\n"))
 
 
 def complain(command: str, *lines: str, code: int) -> int:

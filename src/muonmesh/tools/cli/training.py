@@ -13,16 +13,18 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
+import muonmesh as mm
+from muonmesh.checkpoint.ranks import on_first_rank
 from muonmesh.checkpoint.save_load import reshard
 from muonmesh.errors import FileError, explain_error
 from muonmesh.tools.cli.checkpoints import Checkpoints, checkpoints_of
 from muonmesh.tools.cli.configuration import model_config
 from muonmesh.tools.cli.corpus import Corpus, Windows
-from muonmesh.tools.cli.engine import Engine
 from muonmesh.tools.cli.metrics_log import TIMES, append_metrics
-from muonmesh.tools.cli.model import build_model
+from muonmesh.tools.cli.model import build_model, parallelise
 from muonmesh.tools.cli.progress import ProgressLine
 from muonmesh.tools.cli.run_settings import Optimizer, ScheduleName, Settings, option
 
@@ -69,8 +71,29 @@ class StopRequest:
         self.requested = True
 
 
+def optimizers_of(name: Optimizer, model: nn.Module, settings: Settings) -> tuple[torch.optim.Optimizer, mm.Muon]:
+    """Return the optimizer that steps, and the one that `muonmesh.checkpoint` saves. With Muon they are the same.
+
+    The AdamW training steps with `torch.optim.AdamW`. It shares its state with a `muonmesh.Muon` that has only AdamW
+    groups. Both trainings use the same groups (`muonmesh.split_params`) and weight decay; neither decays vectors.
+    """
+    saved = mm.Muon(
+        mm.split_params(model, overrides=None if name == "muon" else {".*": "adamw"}),
+        process_group="world" if settings.parallel == "ddp" else None,
+        lr=settings.lr_of(name),
+        weight_decay=settings.weight_decay,
+    )
+    if name == "muon":
+        return saved, saved
+    groups = [{"params": group["params"], "weight_decay": group["weight_decay"]} for group in saved.param_groups]
+    known = saved.defaults
+    adamw = torch.optim.AdamW(groups, lr=known["lr"], betas=known["adamw_betas"], eps=known["adamw_eps"], fused=True)
+    adamw.state = saved.state
+    return adamw, saved
+
+
 class Training:
-    """One training: a model, an optimizer, data and checkpoints.
+    """One training: a model, its optimizer, data and checkpoints.
 
     The learning rate, the sequences and the random numbers are functions of the seed and the step. So two trainings
     with different optimizers start from the same weights and read the same data, and a resumed training continues as if
@@ -82,14 +105,15 @@ class Training:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         torch.manual_seed(settings.seed)
         model = build_model(model_config(settings.model, vocab=corpus.vocab, seq=settings.seq))
-        self.engine = Engine(name, model, settings, device)
-        self.model = self.engine.model
-        self.peak_lrs = [float(group["lr"]) for group in self.engine.optimizer.param_groups]
+        self.model = parallelise(model, parallel=settings.parallel, dtype=settings.dtype, device=device)
+        self.optimizer, self.saved = optimizers_of(name, self.model, settings)
+        self.peak_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
         self.train_windows = Windows(corpus.train(), length=settings.seq, seed=settings.seed)
         validation = Windows(corpus.validation(), length=settings.seq, seed=settings.seed)
         self.validation_windows = validation.spread(min(settings.eval_sequences, validation.count))
         self.checkpoints = Checkpoints(checkpoints_of(settings.directory, name), keep=settings.keep)
         self.start = 0
+        self.unwritten: FileError | None = None  # the metrics that only rank 0 writes
         self.seconds = 0.0  # without evaluation and checkpoints; only rank 0 has the seconds before a resume
         if isinstance(self.model, DistributedDataParallel):
             self._settle_buckets()
@@ -106,7 +130,7 @@ class Training:
                 found, needed = f"a checkpoint of step {step}", f"none above step {self.settings.steps}, the last one"
                 write = "Move the checkpoint away"
                 raise FileError(explain_error(str(self.checkpoints.directory), found, needed, write))
-            self.checkpoints.load(step, self.engine)
+            self.checkpoints.load(step, self.model, self.saved)
             self.start = step
 
     def run(self, stop: StopRequest) -> bool:
@@ -131,7 +155,8 @@ class Training:
                     self._validate(step, line)
                 every = settings.checkpoint_every
                 if stopping or step == settings.steps or (every and step % every == 0):
-                    self.checkpoints.save(step, self.engine)
+                    on_first_rank(self._need_written)
+                    self.checkpoints.save(step, self.model, self.saved)
                 if stopping:
                     return step == settings.steps
         return True
@@ -158,8 +183,8 @@ class Training:
         """Take a step, write its metrics, and return whether any rank has a request to stop."""
         settings = self.settings
         factor = learning_rate_factor(step, name=settings.schedule, steps=settings.steps, warmup=settings.warmup)
-        groups, saved = self.engine.optimizer.param_groups, self.engine.saved.param_groups
-        for group, same, peak in zip(groups, saved, self.peak_lrs, strict=True):
+        groups = zip(self.optimizer.param_groups, self.saved.param_groups, self.peak_lrs, strict=True)
+        for group, same, peak in groups:
             group["lr"] = same["lr"] = peak * factor
         seed = np.random.SeedSequence([settings.seed, step, self.rank]).generate_state(1)[0]
         torch.manual_seed(int(seed))  # dropout, the same whether or not the run was interrupted
@@ -167,15 +192,18 @@ class Training:
         began = self._now()
         loss = self._accumulate(step)
         computed = self._now()
-        self.engine.update()
+        self._update()
         updated = self._now()
-        status = torch.stack([loss / self.world, torch.full_like(loss, float(stop.requested))])
+        flags = (torch.full_like(loss, float(flag)) for flag in (stop.requested, self.unwritten is not None))
+        status = torch.stack([loss / self.world, *flags])
         dist.all_reduce(status)
-        mean, stop_flags = status.tolist()
+        mean, stop_flags, unwritten = status.tolist()
+        if unwritten:
+            on_first_rank(self._need_written)
         self._need_finite("loss", step, mean)
         seconds = self._now() - began
         self.seconds += seconds
-        lr = max(group["lr"] for group in self.engine.optimizer.param_groups)
+        lr = max(group["lr"] for group in self.optimizer.param_groups)
         times = dict(zip(TIMES, (seconds, computed - began, updated - computed), strict=True))
         self._append(step, loss=mean, lr=lr, **times)
         line.step(step, mean, seconds)
@@ -190,18 +218,37 @@ class Training:
     def _accumulate(self, step: int) -> Tensor:
         """Run forward and backward over this rank's sequences of a step; return their mean loss, 0-d fp64."""
         settings = self.settings
-        self.engine.optimizer.zero_grad()  # here and not after the update, since `metrics` reads the gradients
+        self.optimizer.zero_grad()  # here and not after the update, since `metrics` reads the gradients
         first = (step - 1) * settings.batch
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for micro in range(settings.grad_accum):
-            last = micro == settings.grad_accum - 1
+            self._reduce_gradients(micro == settings.grad_accum - 1)
             begin = first + (micro * self.world + self.rank) * settings.micro_batch
-            with self.engine.accumulating(last=last):
-                windows = self.train_windows.shuffled(range(begin, begin + settings.micro_batch))
-                loss = self._loss(self.model, windows)
-                (loss / settings.grad_accum).backward()  # type: ignore[no-untyped-call]
+            windows = self.train_windows.shuffled(range(begin, begin + settings.micro_batch))
+            loss = self._loss(self.model, windows)
+            (loss / settings.grad_accum).backward()  # type: ignore[no-untyped-call]
             total += loss.detach() / settings.grad_accum
         return total
+
+    def _reduce_gradients(self, reduces: bool) -> None:
+        """Choose whether the next forward and backward pass reduces gradients, or adds them up on each rank."""
+        if isinstance(self.model, FSDPModule):
+            self.model.set_requires_gradient_sync(reduces)
+        elif isinstance(self.model, DistributedDataParallel):
+            self.model.require_backward_grad_sync = reduces  # what its no_sync() sets
+
+    def _update(self) -> None:
+        """Clip and step. `muonmesh.Muon` clips only AdamW's gradients, since the size of Muon's update is fixed."""
+        if self.settings.clip and isinstance(self.optimizer, mm.Muon):
+            self.optimizer.clip_grad_norm_(self.settings.clip, norms=False)
+        elif self.settings.clip:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.clip)
+        self.optimizer.step()
+
+    def explain(self) -> str:
+        """Return the explanation of the optimizer's plan, as text."""
+        kind = "" if self.optimizer is self.saved else "torch.optim.AdamW, by these groups\n\n"
+        return f"{kind}{self.saved.explain()}"
 
     def _loss(self, model: nn.Module, windows: np.ndarray) -> Tensor:
         """Return the mean cross entropy in nats per token, 0-d fp32, of windows (n, seq + 1)."""
@@ -214,15 +261,24 @@ class Training:
     def _validate(self, step: int, line: ProgressLine) -> None:
         loss = self.evaluate()
         self._need_finite("validation loss", step, loss)
-        details = self.engine.metrics() if step else {}
+        figures = self.optimizer.metrics() if step and isinstance(self.optimizer, mm.Muon) else {}
+        details = {key: float(value) if math.isfinite(value) else None for key, value in figures.items()}
         self._append(step, validation_loss=loss, **({"optimizer": details} if details else {}))
         line.validation(loss)
 
     def _append(self, step: int, **figures: Any) -> None:
-        if self.rank == 0:
+        if self.rank == 0 and self.unwritten is None:
             tokens = step * self.settings.tokens_per_step
             where = self.settings.directory
-            append_metrics(where, run=self.name, step=step, tokens=tokens, seconds=self.seconds, **figures)
+            try:
+                append_metrics(where, run=self.name, step=step, tokens=tokens, seconds=self.seconds, **figures)
+            except FileError as error:
+                self.unwritten = error  # the other ranks wait in a collective, so all of them raise it at the next
+
+    def _need_written(self) -> None:
+        """Raise the error of the metrics that could not be written, if there is one."""
+        if self.unwritten is not None:
+            raise self.unwritten
 
     def _need_finite(self, what: str, step: int, loss: float) -> None:
         """Raise FileError unless a mean loss is finite. It is a mean over all ranks, so all ranks raise together."""
@@ -245,4 +301,4 @@ class Training:
         """
         for _ in range(2):
             self._loss(self.model, self.train_windows.shuffled(range(1))).backward()  # type: ignore[no-untyped-call]
-        self.engine.optimizer.zero_grad()
+        self.optimizer.zero_grad()

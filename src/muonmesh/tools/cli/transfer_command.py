@@ -24,7 +24,7 @@ def transfer(
     The table shows for each kind of parameter, small → large: RMS and spectral norm of a step, decay per step and
     initial RMS.
     """
-    from muonmesh.tools.cli.terminal import complain, make_console, say
+    from muonmesh.tools.cli.terminal import complain, say, say_json
     from muonmesh.tools.forecasts.transfer import transfer as compare
 
     settings = {"lr": lr, "weight_decay": weight_decay, "scale_mode": scale_mode}
@@ -32,8 +32,10 @@ def transfer(
         found = compare(*(_optimizer(target, settings) for target in (small, large)))
     except (ValueError, TypeError) as error:
         raise SystemExit(complain("transfer", str(error), code=2)) from error
-    plain = json.loads(json.dumps(asdict(found)), parse_constant=lambda _: None)  # JSON has no word for NaN
-    say(make_console(), *(json.dumps(plain, indent=1) if as_json else str(found)).split("\n"))
+    if as_json:
+        say_json(json.loads(json.dumps(asdict(found)), parse_constant=lambda _: None))  # JSON has no word for NaN
+    else:
+        say(*str(found).split("\n"))
 
 
 def _optimizer(target: str, settings: dict[str, Any]) -> Any:

@@ -33,15 +33,16 @@ from muonmesh.layout import (
     make_plan,
     split_matrices,
 )
-from muonmesh.layout.balance import imbalance
 from muonmesh.layout.companion import size_of
 from muonmesh.numerics.coefficients import CoefficientName, coefficient_schedule
 from muonmesh.numerics.kernels.portions import SMALL_COLS, SMALL_ROWS
 from muonmesh.numerics.newton_schulz import resolve_method
 from muonmesh.numerics.rules import RULES, MuonRule, Rule, by_defaults, is_known, is_matrix_rule
+from muonmesh.report.explain import imbalance
 from muonmesh.report.step_memory import step_memory
 from muonmesh.report.traffic import Traffic, traffic
-from muonmesh.step.state_layout import Stored, state_layouts_of
+from muonmesh.step.members import OptimizedParameter
+from muonmesh.step.placed_state import state_layouts_of
 from muonmesh.tools.forecasts.device_rates import DeviceRates, Timed
 
 COEFFICIENTS: CoefficientName = "polar_express"
@@ -288,9 +289,11 @@ def muon_parameter(
     costs = {size: flops_of(*size, rule) for size in {(matrix.rows, matrix.cols) for matrix in matrices}}
     work = tuple(costs[matrix.rows, matrix.cols] for matrix in matrices)
     settings = f"{COEFFICIENTS}, {STEPS} steps, auto"
-    held = (Storage(some, layout.shape) for some in (layout, momentum or layout))
-    companions = (kept.companion for kept in state_layouts_of(rule.keeps(), {0: Stored(name, spec, *held)})[0].values())
-    beside = tuple(companion for companion in companions if companion is not None)
+    here, there = (Storage(some, layout.shape) for some in (layout, momentum or layout))
+    (kept,) = state_layouts_of(
+        rule.keeps(), [OptimizedParameter(name, torch.empty(0, device="meta"), here, there, spec)]
+    )
+    beside = tuple(each.companion for each in kept.values() if each.companion is not None)
     return Parameter(name, momentum or layout, layout, matrices, work, settings, beside, rule.count_of_sums())
 
 

@@ -15,7 +15,12 @@ from muonmesh.numerics.scale import ScaleMode
 from muonmesh.tools.migration.package import Halves, Package, Settings
 from muonmesh.tools.migration.state_keys import StateKeys
 
-_TORCHS: dict[str | None, ScaleMode] = {None: "original", "original": "original", "match_rms_adamw": "match_rms_adamw"}
+_TORCHS: dict[str | None, ScaleMode] = {
+    None: "original",
+    "original": "original",
+    "match_rms_adamw": "match_rms_adamw",
+    "spectral_unclamped": "unit_rms_norm",  # since torch 2.14
+}
 _DIONS: dict[str | None, ScaleMode] = {"spectral_norm": "unit_rms_norm", "rms_norm": "match_rms_adamw", None: "none"}
 _NVIDIAS: dict[str | None, ScaleMode] = {
     "shape_scaling": "original",

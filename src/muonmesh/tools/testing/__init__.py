@@ -1,1 +1,1 @@
-"""Testing: what `muonmesh.testing` offers: proofs of rules, dry runs, a simulated device."""
+"""Testing: what `muonmesh.testing` offers: proofs of rules and dry runs."""

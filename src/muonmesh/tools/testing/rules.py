@@ -18,13 +18,16 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from muonmesh.comm.storage import Storage, local_of, local_part, placements_of, world_size
+from muonmesh.comm.placing import placements_of
+from muonmesh.comm.storage import Storage, local_of, world_size
 from muonmesh.comm.telling import tell_all
 from muonmesh.errors import explain_error
 from muonmesh.layout import FlatShards, Layout, MeshLayout
 from muonmesh.numerics.rules import RULES, ElementwiseRule, Rule, is_known
 from muonmesh.optimizer import Muon
 from muonmesh.step.connection import placed_members
+from muonmesh.tools.local_part import local_part
+from muonmesh.tools.testing.host_waits import HostWaits
 
 _SPECS: tuple[tuple[tuple[int, ...], Any], ...] = (
     ((1, 1), "whole"),
@@ -195,7 +198,7 @@ def _stepped(
     for parameter, held in ((alone, {"process_group": "local"}), (shared, {**where, "shard_state": case.shard_state})):
         entry = {**group, "params": [parameter], "param_names": ["parameter"], "matrices": [case.spec]}
         optimizer = Muon([entry], lr=0.02, **case.options, **held)
-        optimizer._runtime.waits = not together
+        optimizer._runtime.driver = HostWaits(not together)
         optimizers.append(optimizer)
     for kind in case.gradients:
         gradient = _randn(case.shape, random_numbers)

@@ -11,7 +11,8 @@ import torch
 
 from muonmesh.checkpoint.folder import write
 from muonmesh.checkpoint.manifest import MANIFEST_FILE
-from muonmesh.checkpoint.place import before_at, forget_older, writing_at
+from muonmesh.checkpoint.place import before_at, writing_at
+from muonmesh.tools.checkpoints.kept import forget_older
 from muonmesh.tools.cli.checkpoints import latest_step
 from tests.folders import read
 

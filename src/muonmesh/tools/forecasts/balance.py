@@ -3,19 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 
 from muonmesh.layout.plan import Plan
-
-
-def imbalance(loads: Mapping[int, int]) -> float:
-    """Return the load of the busiest rank divided by the mean load; 1 is perfect. Without any work the result is 1.
-
-    Args:
-        loads: FLOPs of each rank of a plan (`Plan.loads`).
-    """
-    total = sum(loads.values())
-    return max(loads.values()) * len(loads) / total if total else 1.0
 
 
 def least_imbalance(plan: Plan) -> float:

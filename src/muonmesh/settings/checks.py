@@ -1,170 +1,39 @@
-"""Settings: the arguments of `Muon` and the keys of its param groups, with their defaults and checks."""
+"""Checks of settings: which values an argument of `Muon` or a key of a param group may have, and what to write."""
 
 from __future__ import annotations
 
 import difflib
-import inspect
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from itertools import islice
-from typing import Annotated, Any, Literal, NamedTuple, TypedDict, TypeVar, get_type_hints
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from muonmesh.comm.gradients import GradientSource, check_source
+from muonmesh.comm.gradients import check_source
 from muonmesh.errors import about, called, explain_error
-from muonmesh.layout import Declared
-from muonmesh.numerics.coefficients import MOST_STEPS, Coefficients
-from muonmesh.numerics.dtypes import COMPUTE_DTYPES, HELD_DTYPES, NEEDED_COMPUTE, NEEDED_HELD, dtype_named
-from muonmesh.numerics.kernels import KernelName, check_kernels
-from muonmesh.numerics.newton_schulz import Method, resolve_method
-from muonmesh.numerics.precision import plain_modes
-from muonmesh.numerics.rules import RULES, DecayMode, Hyperparameters, check_keeps, is_known, is_matrix_rule
-from muonmesh.numerics.scale import ScaleMode
-from muonmesh.numerics.setting import (
-    LARGEST,
-    NOT_NEGATIVE,
-    TORCHS_NAMES,
-    Setting,
-    choice,
-    fraction,
-    is_number,
-    not_negative,
-    own_names,
-    positive,
-    switch,
-    two_fractions,
-    whole,
-)
-
-StateDtype = torch.dtype | Literal["int8"]
-"""The dtype of the momentum; "int8" has a scale for each block of 256 elements."""
-
-StateDevice = Literal["cpu"] | None
-"""The device that keeps per-element state; None: the device of the parameter."""
-
-ProcessGroup = Literal["world", "local", "auto"] | dist.ProcessGroup | None
-
-NORM_MEANS = "norm_means"
-"""Key of every group: the running means of gradient norms, see `muonmesh.clip.norm_means`. No setting."""
-
-FRESH_MEANS = ((0.0, 0.0, 0.0), (0.0, 0.0, 0.0))
-"""Their value before a norm has been counted."""
-
-LOST_GROUP: Any = "a ProcessGroup that was lost in pickling"
-"""Stands for a ProcessGroup, which cannot be pickled, in an unpickled optimizer."""
-
-LOST_LAYOUTS: Any = {"layouts that were lost in pickling": None}
-"""Stands for declared layouts, whose meshes cannot be pickled, in an unpickled optimizer."""
-
-
-def _dtype(default: object, *known: object, needed: str) -> Setting:
-    return Setting(default, lambda value: value in known, needed)
-
-
-_STEPS = f"a whole number from 1 to {MOST_STEPS}, or None for what the set is made for"
-_DEVICE = '"cpu", or None for where the parameters are'
-_LAYOUTS = "a mapping of names to (mesh, placements), FlatShards or a list of FlatParameter"
-
-
-class GroupSettings(TypedDict, total=False):
-    """Settings besides ``lr`` that may differ between param groups; `Muon` describes them."""
-
-    momentum: Annotated[float, fraction(0.95)]
-    weight_decay: Annotated[float, not_negative(0.1)]
-    scale_mode: Annotated[ScaleMode, choice("match_rms_adamw", ScaleMode)]
-    ns_coefficients: Annotated[Coefficients, Setting("auto")]
-    ns_steps: Annotated[int | None, whole(None, 1, _STEPS, most=MOST_STEPS)]
-    adamw_betas: Annotated[tuple[float, float], two_fractions((0.9, 0.95))]
-    adamw_eps: Annotated[float, not_negative(1e-8)]
-    nesterov: Annotated[bool, switch(True)]
-    decay_mode: Annotated[DecayMode, choice("full", DecayMode)]
-    extra_scale_factor: Annotated[float, positive(1.0)]
-    ns_method: Annotated[Method, choice("auto", Method)]
-    stochastic_rounding: Annotated[int | None, whole(None, 0, "a seed, a whole number below 2**63, or None")]
-
-
-class OptimizerSettings(TypedDict, total=False):
-    """Settings that all groups share; `Muon` describes them."""
-
-    compute_dtype: Annotated[torch.dtype, _dtype(torch.bfloat16, *COMPUTE_DTYPES, needed=NEEDED_COMPUTE)]
-    state_dtype: Annotated[StateDtype, _dtype(torch.float32, *HELD_DTYPES, "int8", needed=f'{NEEDED_HELD}, or "int8"')]
-    master_dtype: Annotated[torch.dtype | None, _dtype(None, None, *HELD_DTYPES, needed=f"None or {NEEDED_HELD}")]
-    process_group: Annotated[ProcessGroup, Setting(None)]
-    layouts: Annotated[
-        Mapping[str, Declared] | None,
-        Setting(None, lambda value: value is None or isinstance(value, Mapping), _LAYOUTS),
-    ]
-    kernels: Annotated[KernelName, choice("auto", KernelName)]
-    state_device: Annotated[StateDevice, Setting(None, lambda value: value in (None, "cpu"), _DEVICE)]
-    shard_state: Annotated[bool, switch(False)]
-    memory_budget_mb: Annotated[
-        float | None,
-        Setting(None, lambda value: value is None or (is_number(value) and value >= 0), f"{NOT_NEGATIVE}, or None"),
-    ]
-    cuda_graphs: Annotated[bool, switch(False)]
-    gradients: Annotated[GradientSource | Literal["to_owners"] | None, Setting(None)]
-
-
-class MuonSettings(GroupSettings, OptimizerSettings, total=False):
-    """Keyword arguments of `Muon`. ``betas``, ``eps``, ``foreach`` and ``fused`` have torch.optim.AdamW's names."""
-
-    betas: tuple[float, float]
-    eps: float
-    foreach: bool | None
-    fused: bool | None
-
-
-def _settings_of(declared: type) -> dict[str, Setting]:
-    hints = get_type_hints(declared, include_extras=True)
-    return {name: hint.__metadata__[0] for name, hint in hints.items()}
-
-
-GROUP_SETTINGS = _settings_of(GroupSettings)
-OPTIMIZER_SETTINGS = _settings_of(OptimizerSettings)
-SETTINGS = {**GROUP_SETTINGS, **OPTIMIZER_SETTINGS}
-"""All declared settings by name, of groups and of the optimizer as a whole, without ``lr``."""
-
-FIRST = 7, 5
-"""How many settings of groups, and of the optimizer, signatures and the reference show first. They are set most often,
-and they come first in the classes above."""
-
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-
-
-def shows_settings(function: _Function) -> _Function:
-    """Give a function that takes `MuonSettings` as ``**settings`` a signature with their types and defaults.
-
-    The settings that are set most often come first (`FIRST`).
-    """
-    *own, _ = inspect.signature(function).parameters.values()
-    types = get_type_hints(MuonSettings)
-    first = [*islice(GROUP_SETTINGS, FIRST[0]), *islice(OPTIMIZER_SETTINGS, FIRST[1])]
-    each = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=SETTINGS[name].default, annotation=types[name])
-        for name in dict.fromkeys((*first, *SETTINGS))
-    ]
-    vars(function)["__signature__"] = inspect.signature(function).replace(parameters=[*own, *each])
-    return function
-
-
-_GROUP_KEYS = (
-    "lr",
-    *GROUP_SETTINGS,
-    "algorithm",
-    "matrices",
-    "params",
-    "param_names",
-    "name",
-    "reasons",
-    "use_muon",
+from muonmesh.numerics.dtypes import dtype_named
+from muonmesh.numerics.kernels import check_kernels
+from muonmesh.numerics.newton_schulz import resolve_method
+from muonmesh.numerics.rules import RULES, Hyperparameters, check_keeps, is_known, is_matrix_rule
+from muonmesh.numerics.setting import NOT_NEGATIVE, TORCHS_NAMES, is_number, own_names
+from muonmesh.settings import (
+    FOREIGN_KEYS,
+    FRESH_MEANS,
+    GROUP_SETTINGS,
     NORM_MEANS,
+    OPTIMIZER_SETTINGS,
+    SETTINGS,
+    MuonSettings,
 )
-_OF_FROM_MODEL = ("overrides", "per_head", "rule", "muon", "adamw")
+
+_GROUP_KEYS = dict.fromkeys(
+    ("lr", *GROUP_SETTINGS, "algorithm", "matrices", "params", "param_names", "name", "reasons", "use_muon", NORM_MEANS)
+)
+_OF_FROM_MODEL = ("overrides", "per_head", "rule", "example", "muon", "adamw")
 _OTHER_NAMES = {
     **TORCHS_NAMES,
     "learning_rate": "lr",
@@ -183,48 +52,8 @@ _OTHER_NAMES = {
 _ARGUMENT = re.compile(r"(?<!\w)(?=(coefficients|steps|method)[:=])")
 """Finds the arguments of `orthogonalize` in its error messages; in a group these settings have the prefix "ns_"."""
 
-FOREIGN_KEYS = {
-    # torch's learning-rate schedulers
-    *("initial_lr", "max_lr", "min_lr", "base_lr", "swa_lr", "initial_momentum", "max_momentum", "base_momentum"),
-    # Megatron's
-    *("wd_mult", "lr_mult", "pre_wd_mult", "pre_lr_mult", "start_wd", "end_wd", "default_config"),
-    *("is_expert_parallel", "is_decoupled_lr", "skip_grad_norm_clip", "grad_norm_group"),
-    # timm's; DeepSpeed's and ours under it
-    *("lr_scale", "moe", "parameters"),
-}
-"""Keys that frameworks write into param groups. Other keys that muonmesh does not know raise an error. Add the keys of
-your own framework to this set."""
-
 _TORCH_SWITCHES = ("maximize", "amsgrad", "foreach", "fused", "capturable", "differentiable")
 """Keys of torch's optimizers that muonmesh accepts only if they are off, as in the groups of torch's state dicts."""
-
-
-class SettingsFound(NamedTuple):
-    """The settings that a step reads from the param groups.
-
-    Attributes:
-        error: The first error that the CPU can see; None if there is none.
-        at_rest: Whether every learning rate is exactly 0.
-        on_device: The learning rates that are tensors on a device, each with the group's name for messages.
-        rules: For each group the snapshot of its rule for this step; None from the first group with an error on.
-    """
-
-    error: Exception | None
-    at_rest: bool
-    on_device: list[tuple[str, Tensor]]
-    rules: list[Any]
-
-    def wrong_on_device(self) -> Tensor:
-        """Return whether a learning rate on the device is out of range, 0-d bool tensor."""
-        return torch.stack([~((lr >= 0) & (lr <= LARGEST)).reshape(()) for _, lr in self.on_device]).any()
-
-    def late(self) -> Exception | None:
-        """Return the error that `wrong_on_device` found, or None. The CPU waits for the device."""
-        for where, lr in self.on_device:
-            value = float(lr)
-            if not 0 <= value <= LARGEST:
-                return ValueError(explain_error(f"{where}: lr", f"{value}", NOT_NEGATIVE))
-        return None
 
 
 def _check_optimizer(given: Mapping[str, Any]) -> None:
@@ -408,59 +237,6 @@ def read_settings(lr: float | Tensor, given: MuonSettings) -> tuple[dict[str, An
     _check_optimizer(shared)
     check_group(where, {**of_groups, **rest})
     return of_groups, shared
-
-
-@plain_modes()
-def keep_rates_apart(groups: Sequence[dict[str, Any]], replaced: dict[Tensor, int]) -> None:
-    """Give each group a learning rate of its own where several groups share one tensor.
-
-    Schedulers such as ReduceLROnPlateau write learning rates in place, group by group. In a tensor of several groups
-    they would count once for each group.
-
-    Args:
-        groups: The param groups, written.
-        replaced: The tensors that were replaced by copies, with their versions; written. No group gets one again.
-    """
-    rates = [group["lr"] for group in groups if isinstance(group["lr"], Tensor)]
-    for rate in rates:
-        if rate not in replaced and sum(rate is other for other in rates) > 1:
-            replaced[rate] = _version(rate)
-    for group in groups:
-        if isinstance(group["lr"], Tensor) and group["lr"] in replaced:
-            group["lr"] = group["lr"].detach().clone()
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
-
-
-def check_groups(groups: Sequence[Mapping[str, Any]], replaced: dict[Tensor, int]) -> SettingsFound:
-    """Check the current settings of all groups, in every step. An error is returned, so that all ranks learn of it.
-
-    Args:
-        groups: The param groups.
-        replaced: See `keep_rates_apart`. A tensor that was written since then is an error, once.
-    """
-    error: Exception | None = None
-    at_rest = True
-    on_device: list[tuple[str, Tensor]] = []
-    rules: list[Any] = [None] * len(groups)
-    try:
-        if any(_version(tensor) != version for tensor, version in replaced.items()):
-            replaced.update({tensor: _version(tensor) for tensor in replaced})
-            found = "a change in place of a tensor that was given as lr of several groups, which have copies of it"
-            write = 'Write for group in optimizer.param_groups: group["lr"].fill_(...)'
-            raise ValueError(explain_error("lr", found, "a change of each group's own tensor", write))
-        for number, group in enumerate(groups):
-            where, lr = f"group {group.get('name')!r}", group.get("lr")
-            check_structure(where, group)
-            rules[number] = check_group(where, group, read=False)
-            if isinstance(lr, Tensor) and lr.device.type != "cpu":
-                on_device.append((where, lr.detach()))
-            at_rest = at_rest and not on_device and float(group["lr"]) == 0
-    except (TypeError, ValueError) as found:
-        error = found
-    return SettingsFound(error, at_rest and error is None, on_device, rules)
 
 
 def check_structure(where: str, group: Mapping[str, Any]) -> None:

@@ -28,8 +28,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from muonmesh.numerics.kernels import toolchain
-from muonmesh.tools.testing.device import Event, Operation, Stream, Timeline, pretended_cuda
+from muonmesh.tools.testing.device import pretended_cuda
 from muonmesh.tools.testing.launches import arguments, waits
+from tests.device.timeline import Event, Operation, Stream, Timeline
 
 _ROOM = 512  # bytes: what torch's allocator rounds sizes up to
 
@@ -158,7 +159,10 @@ class SimulatedDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
             (toolchain, "is_installed", lambda: installed and toolchain.is_interpreted()),
         )
         with ExitStack() as stack:
-            stack.enter_context(pretended_cuda(self._timeline, *replaced))
+            stack.enter_context(pretended_cuda(self._timeline))
+            for owner, name, other in replaced:
+                stack.callback(setattr, owner, name, getattr(owner, name))
+                setattr(owner, name, other)
             toolchain.is_usable.cache_clear()
             stack.callback(toolchain.is_usable.cache_clear)
             if dist.is_available() and dist.is_initialized():  # a CPU that waits for another one must not block both

@@ -1,0 +1,24 @@
+"""A CPU that works on copies of the state, as a device does whose state is in CPU memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+
+import muonmesh as mm
+from muonmesh.step.precision import Precision
+
+
+@dataclass(frozen=True)
+class Leaving(Precision):
+    """A precision whose state counts as kept elsewhere, whatever device the parameters are on."""
+
+    def leaves(self, device: torch.device) -> bool:
+        return True
+
+
+def work_in_copies(optimizer: mm.Muon) -> None:
+    """Make the steps of an optimizer on a CPU copy its state to and fro."""
+    precision = optimizer._runtime.precision
+    optimizer._runtime.precision = Leaving(**{each.name: getattr(precision, each.name) for each in fields(Precision)})

@@ -1,0 +1,667 @@
+"""What a weight is, as one forward shows it: models by their kind, as other projects write them."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils import prune
+
+import muonmesh as mm
+from muonmesh.groups.example import seen_in
+from tests.reference import split
+
+HEAD, INPUT, VECTOR, ADAMW = "adamw.head", "adamw.embeddings", "adamw.vectors", "adamw.matrices"
+
+
+def roles(model: nn.Module, example: Any) -> dict[str, Any]:
+    """The split of each matrix of Muon, or the group of AdamW; nothing may be left to a guess."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", message=".*found 0 matrices")  # of models that are ends only
+        groups = mm.split_params(model, example=example)
+    return {
+        name: group["matrices"][i] if "matrices" in group else group["name"]
+        for group in groups
+        for i, name in enumerate(group["param_names"])
+        if group["params"][i].dim() > 1
+    }
+
+
+def reason(model: nn.Module, example: Any, name: str) -> str:
+    groups = mm.split_params(model, example=example)
+    return next(g["reasons"][g["param_names"].index(name)] for g in groups if name in g["param_names"])
+
+
+class Calls(nn.Module):
+    """A model of named layers, whose forward is a function of them and the inputs."""
+
+    def __init__(self, forward: Callable[..., Any], **layers: nn.Module | nn.Parameter) -> None:
+        super().__init__()
+        self.run = forward
+        for name, layer in layers.items():
+            setattr(self, name, layer)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.run(self, *args, **kwargs)
+
+
+def tokens(forward: Callable[..., Any], width: int = 16, **layers: nn.Module | nn.Parameter) -> nn.Module:
+    """Two blocks of these layers between an embedding and an output layer."""
+
+    def run(self: Any, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = x + block(x)
+        out: Tensor = self.out(x)
+        return out
+
+    blocks = nn.ModuleList(copy.deepcopy(Calls(forward, **layers)) for _ in range(2))
+    return Calls(run, embed=nn.Embedding(9, width), blocks=blocks, out=nn.Linear(width, 9))
+
+
+IDS = (torch.arange(10).view(2, 5) % 9,)
+FUSED = "blocks.1.fused.weight"
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v)
+
+
+def by_heads(x: Tensor, heads: int = 4) -> Tensor:
+    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
+def rotary_cat(x: Tensor) -> Tensor:
+    a, b = x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]
+    angle = torch.arange(a.shape[-2] * a.shape[-1]).view(a.shape[-2:]).float()
+    return torch.cat((a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()), -1)
+
+
+def rotary_pairs(x: Tensor) -> Tensor:
+    a, b = x[..., ::2], x[..., 1::2]
+    return torch.stack((-b, a), -1).flatten(-2)
+
+
+def rotary_unbound(x: Tensor) -> Tensor:
+    a, b = x.unflatten(-1, (-1, 2)).unbind(-1)
+    return torch.stack((a - b, a + b), dim=-1).flatten(-2)
+
+
+def rotary_complex(x: Tensor) -> Tensor:
+    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
+    return torch.view_as_real(pairs * torch.ones(pairs.shape[-1], dtype=torch.cfloat)).flatten(-2)
+
+
+def starred(self: Any, x: Tensor) -> Tensor:
+    q, k, v = (self.q(x), *self.fused(x).chunk(2, dim=-1))
+    out: Tensor = self.proj(attention(q, k, v))
+    return out
+
+
+def grouped_queries(self: Any, x: Tensor) -> Tensor:
+    size = 2 * 4
+    q, k, v = self.fused(x).split([16, size, size], dim=-1)
+    k, v = (by_heads(part, 2).repeat_interleave(2, dim=1) for part in (k, v))
+    out: Tensor = self.proj(attention(by_heads(q), k, v).transpose(1, 2).flatten(-2))
+    return out
+
+
+def head_by_head(self: Any, x: Tensor) -> Tensor:
+    q, k, v = self.fused(x).view(*x.shape[:2], 4, 3 * 4).transpose(1, 2).chunk(3, dim=-1)
+    out: Tensor = self.proj(attention(q, k, v).transpose(1, 2).flatten(-2))
+    return out
+
+
+def gqa_by_group(self: Any, x: Tensor) -> Tensor:
+    q, k, v = self.fused(x).unflatten(-1, (2, 16)).split([8, 4, 4], dim=-1)
+    mixed = attention(q.flatten(-2), k.repeat(1, 1, 1, 2).flatten(-2), v.repeat(1, 1, 1, 2).flatten(-2))
+    out: Tensor = self.proj(mixed)
+    return out
+
+
+def permuted(self: Any, x: Tensor) -> Tensor:
+    q, k, v = self.fused(x).reshape(*x.shape[:2], 3, 4, 4).permute(2, 0, 3, 1, 4).unbind(0)
+    out: Tensor = self.proj(attention(q, k, v).transpose(1, 2).flatten(-2))
+    return out
+
+
+def indexed(self: Any, x: Tensor) -> Tensor:
+    qkv = self.fused(x).view(*x.shape[:2], 3, 4, 4)
+    q, k, v = (qkv[:, :, i].transpose(1, 2) for i in range(3))
+    out: Tensor = self.proj(attention(rotary_cat(q), rotary_cat(k), v).transpose(1, 2).flatten(-2))
+    return out
+
+
+def sliced(self: Any, x: Tensor) -> Tensor:
+    qkv = self.fused(x)
+    out: Tensor = self.proj(attention(qkv[..., :16], qkv[..., 16:32], qkv[..., 32:]))
+    return out
+
+
+def gated(self: Any, x: Tensor) -> Tensor:
+    gate, up = self.fused(x).chunk(2, dim=-1)
+    out: Tensor = self.proj(F.silu(gate) * up)
+    return out
+
+
+def gated_alternating(self: Any, x: Tensor) -> Tensor:
+    both = self.fused(x)
+    out: Tensor = self.proj(F.silu(both[..., ::2]) * (both[..., 1::2] + 1))
+    return out
+
+
+def gated_by_glu(self: Any, x: Tensor) -> Tensor:
+    out: Tensor = self.proj(F.glu(self.fused(x)))
+    return out
+
+
+def activated_first(self: Any, x: Tensor) -> Tensor:
+    a, b = F.dropout(F.gelu(self.fused(x)), 0.1).split(16, dim=-1)
+    out: Tensor = self.proj(a * b)
+    return out
+
+
+def through_depthwise(self: Any, x: Tensor) -> Tensor:
+    z, xbc = self.fused(x).split([16, 24], dim=-1)
+    a, b, c = F.silu(self.conv(xbc.mT)[..., :-1].mT).split([16, 4, 4], dim=-1)
+    out: Tensor = self.proj(F.silu(z) * (a + (b * c).sum(-1, keepdim=True)))
+    return out
+
+
+def convolved(self: Any, x: Tensor) -> Tensor:
+    q, k, v = self.conv(x.mT).chunk(3, 1)
+    a, b = self.fused(x).chunk(2, -1)
+    out: Tensor = self.proj(attention(q, k, v).mT + a * b)
+    return out
+
+
+def cut_of(out: int, forward: Callable[..., Any], **more: nn.Module) -> nn.Module:
+    return tokens(forward, fused=nn.Linear(16, out), proj=nn.Linear(16, 16), **more)
+
+
+CUTS: dict[str, tuple[nn.Module, Any]] = {
+    "keys and values in a starred tuple": (cut_of(32, starred, q=nn.Linear(16, 16)), ("rows", 16, 16)),
+    "grouped queries": (cut_of(32, grouped_queries), ("rows", 16, 8, 8)),
+    "q, k, v head by head": (cut_of(48, head_by_head), ("interleaved", 3, 0, 4)),
+    "a group of queries, a key, a value": (cut_of(32, gqa_by_group), ("interleaved", (8, 4, 4), 0)),
+    "unbound after a permutation": (cut_of(48, permuted), ("rows", 16, 16, 16)),
+    "indexed, then rotated": (cut_of(48, indexed), ("rows", 16, 16, 16)),
+    "sliced": (cut_of(48, sliced), ("rows", 16, 16, 16)),
+    "a gate and what it multiplies": (cut_of(32, gated), ("rows", 16, 16)),
+    "a gate in every other row": (cut_of(32, gated_alternating), ("interleaved", 2, 0)),
+    "glu": (cut_of(32, gated_by_glu), ("rows", 16, 16)),
+    "cut behind an activation and dropout": (cut_of(32, activated_first), ("rows", 16, 16)),
+    "a convolution": (
+        cut_of(32, convolved, conv=nn.Conv1d(16, 48, 3, padding=1)),
+        ("rows", 16, 16),
+    ),
+    "cut again behind a depthwise convolution": (
+        cut_of(40, through_depthwise, conv=nn.Conv1d(24, 24, 2, padding=1, groups=24)),
+        ("rows", 16, 16, 4, 4),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", CUTS)
+def test_a_fused_weight_is_split_as_its_output_is_cut(kind: str) -> None:
+    model, spec = CUTS[kind]
+    found = roles(model, IDS)
+    assert found[FUSED] == found[FUSED.replace("1", "0")] == spec
+    assert found["blocks.1.proj.weight"] == "whole"
+    assert found["out.weight"] == HEAD
+    assert found.get("blocks.1.conv.weight", ADAMW) in (ADAMW, ("flatten", ("rows", 16, 16, 16)))
+    parts = len(split(torch.arange(model.get_parameter(FUSED).numel()).view(-1, 16), spec))
+    assert f"a forward cuts its output into {parts} parts" in reason(model, IDS, FUSED)
+
+
+def rotated(rotary: Callable[[Tensor], Tensor]) -> nn.Module:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        q, k = rotary(by_heads(self.fused(x))), rotary(by_heads(self.k(x)))
+        out: Tensor = self.proj(attention(q, k, by_heads(self.v(x))).transpose(1, 2).flatten(-2))
+        return out
+
+    layers = {name: nn.Linear(16, 16) for name in ("fused", "k", "v", "proj")}
+    return tokens(forward, **layers)
+
+
+def class_token(self: Any, x: Tensor) -> Tensor:
+    read = self.fused(x)
+    return torch.cat((read[:, :1], self.proj(read[:, 1:])), 1)
+
+
+WHOLE: dict[str, nn.Module] = {
+    "rotary halves": rotated(rotary_cat),
+    "rotary pairs": rotated(lambda x: x * 2 + rotary_pairs(x)),
+    "rotary pairs, without the whole": rotated(rotary_pairs),
+    "rotary pairs by unbind": rotated(rotary_unbound),
+    "rotary numbers": rotated(rotary_complex),
+    "tokens that are cut": cut_of(16, class_token),
+}
+
+
+@pytest.mark.parametrize("kind", WHOLE)
+def test_what_is_joined_again_is_one_matrix(kind: str) -> None:
+    assert roles(WHOLE[kind], IDS)[FUSED] == "whole"
+
+
+def test_a_residual_stream_that_is_cut_says_nothing_of_the_weights_that_write_it() -> None:
+    def forward(self: Any, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = x + layer(F.silu(x))
+        a, b = x.chunk(2, -1)
+        out: Tensor = self.out(a * b)
+        return out
+
+    layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+    model = Calls(forward, embed=nn.Embedding(9, 16), layers=layers, out=nn.Linear(8, 9))
+    assert {roles(model, IDS)[f"layers.{i}.weight"] for i in range(3)} == {"whole"}
+
+
+def test_what_may_be_cut_is_left_to_a_guess_that_warns() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        q, k, v = torch.roll(self.qkv(x), 3, -1).chunk(3, -1)
+        out: Tensor = self.proj(attention(q, k, v))
+        return out
+
+    model = tokens(forward, qkv=nn.Linear(16, 48), proj=nn.Linear(16, 16))
+    with pytest.warns(UserWarning, match=r"by a guess: blocks\.\*\.qkv\.weight"):
+        mm.split_params(model, example=IDS)
+
+
+def test_the_modulation_of_a_diffusion_transformer() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.LayerNorm(16, elementwise_affine=False)
+            self.qkv, self.proj, self.fc = nn.Linear(16, 48), nn.Linear(16, 16), nn.Linear(16, 16)
+            self.modulation = nn.Sequential(nn.SiLU(), nn.Linear(16, 96))
+
+        def forward(self, x: Tensor, c: Tensor) -> Tensor:
+            a, b, g, d, e, f = self.modulation(c).chunk(6, dim=1)
+            y = self.norm(x) * (1 + b.unsqueeze(1)) + a.unsqueeze(1)
+            x = x + g.unsqueeze(1) * self.proj(attention(*self.qkv(y).chunk(3, -1)))
+            y = self.norm(x) * (1 + e.unsqueeze(1)) + d.unsqueeze(1)
+            return x + f.unsqueeze(1) * self.fc(y)
+
+    class Final(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.modulation = nn.Linear(16, 8), nn.Sequential(nn.SiLU(), nn.Linear(16, 32))
+
+        def forward(self, x: Tensor, c: Tensor) -> Tensor:
+            shift, scale = self.modulation(c).chunk(2, dim=1)
+            out: Tensor = self.linear(x * (1 + scale.unsqueeze(1)) + shift.unsqueeze(1))
+            return out
+
+    def forward(self: Any, image: Tensor, label: Tensor) -> Tensor:
+        x, c = self.patches(image).flatten(2).mT, self.labels(label)
+        for block in self.blocks:
+            x = block(x, c)
+        out: Tensor = self.final(x, c)
+        return out
+
+    patches, labels = nn.Conv2d(4, 16, 2, 2), nn.Embedding(5, 16)
+    model = Calls(forward, patches=patches, labels=labels, blocks=nn.ModuleList([Block(), Block()]), final=Final())
+    found = roles(model, (torch.randn(2, 4, 8, 8), torch.tensor([1, 2])))
+    assert found["blocks.1.modulation.1.weight"] == ("rows", *[16] * 6)
+    assert found["final.modulation.1.weight"] == ("rows", 16, 16)
+    assert found["blocks.0.qkv.weight"] == ("rows", 16, 16, 16)
+    assert found["final.linear.weight"] == HEAD
+    assert found["patches.weight"] == found["labels.weight"] == INPUT
+
+
+def test_the_gates_of_a_recurrent_cell_of_ones_own() -> None:
+    def forward(self: Any, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        h = c = x.new_zeros(x.shape[0], 16)
+        for t in range(x.shape[1]):
+            i, f, g, o = (self.of_input(x[:, t]) + self.of_state(h)).chunk(4, 1)
+            c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+            h = o.sigmoid() * c.tanh()
+        out: Tensor = self.out(h)
+        return out
+
+    gates = {"of_input": nn.Linear(16, 64), "of_state": nn.Linear(16, 64, bias=False)}
+    model = Calls(forward, embed=nn.Embedding(9, 16), **gates, out=nn.Linear(16, 3))
+    found = roles(model, IDS)
+    assert found["of_input.weight"] == found["of_state.weight"] == ("rows", 16, 16, 16, 16)
+    assert found["out.weight"] == HEAD
+
+
+# --- ends ------------------------------------------------------------------------------------------------------------
+
+BODY = {"body": nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh())}
+
+
+def both(a: str, b: str) -> Callable[..., Any]:
+    def forward(self: Any, x: Tensor) -> Any:
+        h = self.body(x)
+        return getattr(self, a)(h), getattr(self, b)(h)
+
+    return forward
+
+
+TWO_HEADS: dict[str, tuple[nn.Module, nn.Module]] = {
+    "policy and value": (nn.Linear(32, 4), nn.Linear(32, 1)),
+    "mean and log_std": (nn.Linear(32, 3), nn.Linear(32, 3)),
+    "classes and boxes": (nn.Linear(32, 92), nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4))),
+    "fc and aux": (nn.Linear(32, 10), nn.Linear(32, 10)),
+}
+
+
+@pytest.mark.parametrize("kind", TWO_HEADS)
+def test_of_two_heads_each_is_an_output_layer(kind: str) -> None:
+    one, other = TWO_HEADS[kind]
+    model = Calls(both("one", "other"), **BODY, one=one, other=other)
+    found = roles(model, (torch.randn(5, 8),))
+    last = [name for name in found if name.startswith("other")][-1]
+    assert found["one.weight"] == found[last] == HEAD
+    assert found["body.0.weight"] == INPUT
+    assert found["body.2.weight"] == "whole"
+    if last != "other.weight":
+        assert found["other.0.weight"] == "whole"
+
+
+def test_heads_of_a_loss() -> None:
+    model = Calls(both("one", "other"), **BODY, one=nn.Linear(32, 10), other=nn.Linear(32, 10))
+    x, y = torch.randn(5, 8), torch.arange(5)
+
+    def loss() -> Tensor:
+        one, other = model(x)
+        return F.cross_entropy(one, y) + 0.3 * F.cross_entropy(other, y) + 1e-3 * one.logsumexp(-1).square().mean()
+
+    found = roles(model, loss)
+    assert found["one.weight"] == found["other.weight"] == HEAD
+    assert found["body.0.weight"] == INPUT
+
+
+def test_states_among_the_outputs_are_no_results() -> None:
+    def forward(self: Any, ids: Tensor) -> dict[str, Any]:
+        x = states = self.embed(ids)
+        kept = []
+        for q, k, v, o in zip(self.q, self.k, self.v, self.o, strict=True):
+            kept.append((k(x), v(x)))
+            x = x + o(attention(q(x), *kept[-1]))
+        return {"logits": self.out(x), "past": kept, "encoder_states": states, "hidden": (x,)}
+
+    lists = {name: nn.ModuleList(nn.Linear(16, 16) for _ in range(2)) for name in "qkvo"}
+    model = Calls(forward, embed=nn.Embedding(9, 16), **lists, out=nn.Linear(16, 9))
+    found = roles(model, IDS)
+    assert {name for name, role in found.items() if role == HEAD} == {"out.weight"}
+    assert {found[f"{name}.{i}.weight"] for name in lists for i in range(2)} == {"whole"}
+
+
+def test_the_adaptive_softmax_of_torch() -> None:
+    def forward(self: Any, ids: Tensor) -> Any:
+        x = self.embed(ids).flatten(0, 1)
+        return self.adaptive(x + self.mix(x), ids.flatten()).loss
+
+    adaptive = nn.AdaptiveLogSoftmaxWithLoss(16, 9, [3, 6])
+    model = Calls(forward, embed=nn.Embedding(9, 16), mix=nn.Linear(16, 16), adaptive=adaptive)
+    found = roles(model, IDS)
+    last = {"adaptive.head.weight", "adaptive.tail.0.1.weight", "adaptive.tail.1.1.weight"}
+    assert {name for name, role in found.items() if role == HEAD} == last
+    assert found["adaptive.tail.0.0.weight"] == found["mix.weight"] == "whole"
+
+
+def test_an_autoencoder_whose_decoder_is_not_registered_last() -> None:
+    def forward(self: Any, image: Tensor) -> Any:
+        mean, log = self.quantize(self.encoder(image)).chunk(2, 1)
+        z = mean + torch.exp(0.5 * log) * torch.randn_like(mean)
+        return self.decoder(self.unquantize(z)), mean, log
+
+    def part(*sizes: int) -> nn.Module:
+        return nn.Sequential(*[nn.Conv2d(a, b, 3, padding=1) for a, b in itertools.pairwise(sizes)])
+
+    ends = {"quantize": nn.Conv2d(8, 8, 1), "unquantize": nn.Conv2d(4, 4, 1)}
+    model = Calls(forward, encoder=part(3, 16, 16, 8), decoder=part(4, 16, 16, 3), **ends)
+    found = roles(model, (torch.randn(2, 3, 8, 8),))
+    assert found["encoder.0.weight"] == INPUT
+    assert found["decoder.2.weight"] == HEAD
+    assert found["quantize.weight"] == ("flatten", ("rows", 4, 4))
+    assert found["unquantize.weight"] == found["decoder.0.weight"] == "flatten"
+
+
+def test_blocks_without_ends_stay_blocks() -> None:
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    found = roles(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), (torch.randn(2, 5, 16),))
+    assert HEAD not in found.values()
+    assert INPUT not in found.values()
+    assert found["layers.0.self_attn.in_proj_weight"] == ("rows", 16, 16, 16)
+
+
+def test_frozen_layers_are_no_inputs() -> None:
+    layers = [nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 3)]
+    layers[0].requires_grad_(False)
+    found = roles(nn.Sequential(*layers), (torch.randn(2, 8),))
+    assert found == {"2.weight": "whole", "4.weight": HEAD}
+    assert [p.requires_grad for p in layers[0].parameters()] == [False, False]
+
+
+def test_what_a_teacher_makes_without_gradients_is_no_input_layer_for_sure() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            states = self.teacher(x)
+        out: Tensor = self.out(F.relu(self.student(x)) + self.reads(states))
+        return out
+
+    teacher = nn.Linear(8, 16).requires_grad_(False)
+    layers = {"student": nn.Linear(8, 16), "reads": nn.Linear(16, 16), "out": nn.Linear(16, 3)}
+    found = roles(Calls(forward, teacher=teacher, **layers), (torch.randn(2, 8),))
+    assert found == {"student.weight": INPUT, "reads.weight": "whole", "out.weight": HEAD}
+
+
+# --- what makes a weight ---------------------------------------------------------------------------------------------
+
+
+def old_weight_norm(layer: nn.Module) -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        found: nn.Module = nn.utils.weight_norm(layer)
+    return found
+
+
+MADE: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "weight norm": nn.utils.parametrizations.weight_norm,
+    "old weight norm": old_weight_norm,
+    "spectral norm": nn.utils.parametrizations.spectral_norm,
+    "old spectral norm": nn.utils.spectral_norm,
+    "pruned": lambda layer: prune.l1_unstructured(layer, "weight", 0.5),
+}
+
+
+@pytest.mark.parametrize("kind", MADE)
+@pytest.mark.parametrize("convolution", [False, True])
+def test_a_parameter_that_makes_a_weight_is_adamws(kind: str, convolution: bool) -> None:
+    if convolution:
+        hidden: nn.Module = nn.Conv1d(16, 16, 3)
+        layers = [nn.Conv1d(3, 16, 3), hidden, nn.ReLU(), nn.Conv1d(16, 5, 3)]
+    else:
+        hidden = nn.Linear(16, 16)
+        layers = [nn.Linear(3, 16), hidden, nn.ReLU(), nn.Linear(16, 5)]
+    MADE[kind](hidden)
+    example = (torch.randn(2, 3, 12) if convolution else torch.randn(2, 3),)
+    found = roles(nn.Sequential(*layers), example)
+    assert {role for name, role in found.items() if name.startswith("1.")} <= {ADAMW, VECTOR}
+    assert found["0.weight"] == INPUT
+    assert found["3.weight"] == HEAD
+
+
+@pytest.mark.parametrize("names", [("lora_A", "lora_B"), ("lora_down", "lora_up"), ("lora_a", "lora_b"), ("p", "q")])
+def test_a_low_rank_pair_beside_a_layer_is_adamws(names: tuple[str, str]) -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        down, up = (getattr(self, name) for name in names)
+        out: Tensor = self.base(x) + 2 * up(down(F.dropout(x, 0.1)))
+        return F.relu(out)
+
+    pair = {names[0]: nn.Linear(16, 4, bias=False), names[1]: nn.Linear(4, 16, bias=False)}
+    found = roles(tokens(forward, base=nn.Linear(16, 16).requires_grad_(False), **pair), IDS)
+    assert {found[f"blocks.{i}.{name}.weight"] for i in range(2) for name in names} == {ADAMW}
+
+
+def test_a_bottleneck_is_no_low_rank_pair() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        out: Tensor = self.base(x) + self.up(F.relu(self.down(x)))
+        return out
+
+    found = roles(tokens(forward, base=nn.Linear(16, 16), down=nn.Linear(16, 4), up=nn.Linear(4, 16)), IDS)
+    assert found["blocks.0.down.weight"] == found["blocks.0.up.weight"] == "whole"
+
+
+class Bare(nn.Module):
+    """Parameters of its own, as research code holds them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Parameter(torch.randn(9, 16))
+        self.w_in = nn.Parameter(torch.randn(16, 64))
+        self.w_out = nn.Parameter(torch.randn(16, 32))
+        self.per_expert = nn.Parameter(torch.randn(4, 16, 32))
+        self.per_expert_out = nn.Parameter(torch.randn(4, 16, 16))
+        self.filters = nn.Parameter(torch.randn(16, 1, 3))
+        self.final = nn.Parameter(torch.randn(16, 9))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.words[ids]
+        gate, up = (x @ self.w_in).chunk(2, -1)
+        x = x + (gate.sigmoid() * up) @ self.w_out.T
+        y = torch.einsum("btd,edf->betf", x, self.per_expert)
+        a, b = y[..., ::2], y[..., 1::2]
+        x = x + torch.einsum("betf,egf->betg", a * b, self.per_expert_out).sum(1)
+        x = x + F.conv1d(x.mT, self.filters, padding=1, groups=16).mT
+        return x @ self.final
+
+
+def test_bare_parameters_are_what_a_forward_does_with_them() -> None:
+    found = roles(Bare(), IDS)
+    assert found == {
+        "words": INPUT,
+        "w_in": ("transposed", ("rows", 32, 32)),
+        "w_out": "whole",
+        "per_expert": ("stack", ("transposed", ("interleaved", 2, 0))),
+        "per_expert_out": "stack",
+        "filters": ADAMW,
+        "final": HEAD,
+    }
+
+
+def test_a_tied_table_and_a_shared_layer() -> None:
+    def forward(self: Any, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for _ in range(3):
+            x = x + self.again(F.silu(x))
+        return x @ self.embed.weight.T
+
+    model = Calls(forward, embed=nn.Embedding(9, 16), again=nn.Linear(16, 16))
+    assert roles(model, IDS) == {"embed.weight": INPUT, "again.weight": "whole"}
+    assert seen_in(model, IDS)[id(model.get_parameter("again.weight"))].uses == 3
+
+
+def test_a_weight_that_takes_no_part_is_said_to() -> None:
+    layers = {"idle": nn.Linear(4, 4), "a": nn.Linear(8, 16), "b": nn.Linear(16, 3)}
+    model = Calls(lambda self, x: self.b(F.relu(self.a(x))), **layers)
+    assert reason(model, (torch.randn(2, 8),), "idle.weight") == "linear; the example's forward does not show it"
+
+
+# --- how the forward is run ------------------------------------------------------------------------------------------
+
+
+class Noisy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.norm, self.b = nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 3)
+        self.register_buffer("count", torch.zeros(()))
+        self.calls: list[str] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.append(x.device.type)
+        self.count += 1
+        self.norm.eval()
+        found: Tensor = self.b(F.dropout(self.norm(self.a(x))))
+        return found
+
+
+@pytest.mark.parametrize("function", [False, True])
+def test_a_model_is_left_as_it_was(function: bool) -> None:
+    model, x = Noisy(), torch.randn(4, 8)
+    model.a.weight.grad = torch.ones_like(model.a.weight)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    buffer, state = model.count, torch.random.get_rng_state()
+    found = roles(model, (lambda: model(x)) if function else (x,))
+    assert found == {"a.weight": INPUT, "b.weight": HEAD}
+    assert model.calls == (["cpu"] if function else [])  # a copy on meta has run
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert model.count is buffer
+    assert model.norm.training
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert torch.equal(model.a.weight.grad, torch.ones_like(model.a.weight))
+    assert model.b.weight.grad is None
+    assert not model._forward_pre_hooks
+    assert not x.requires_grad
+
+
+def test_a_forward_that_reads_numbers_runs_on_the_model() -> None:
+    model = Noisy()
+    ran = Calls(lambda self, x: self.inner(x if x.sum() > 0 else -x), inner=model)
+    assert roles(ran, {"x": torch.randn(4, 8)}) == {"inner.a.weight": INPUT, "inner.b.weight": HEAD}
+    assert model.calls == ["cpu"]
+    assert model.count == 0
+
+
+def test_a_model_on_meta() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+    assert roles(model, (torch.randn(2, 8),)) == {"0.weight": INPUT, "2.weight": HEAD}
+
+
+def test_wrappers_are_looked_into() -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+    assert roles(torch.compile(model), (torch.randn(2, 8),)) == {"0.weight": INPUT, "2.weight": HEAD}
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_blocks(reentrant: bool) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        x = self.a(x)
+        for block in self.blocks:
+            x = x + checkpoint(block, x, use_reentrant=reentrant)
+        out: Tensor = self.b(x)
+        return out
+
+    blocks = nn.ModuleList(nn.Sequential(nn.ReLU(), nn.Linear(16, 16)) for _ in range(2))
+    found = roles(Calls(forward, a=nn.Linear(8, 16), blocks=blocks, b=nn.Linear(16, 3)), (torch.randn(2, 8),))
+    assert found == {"a.weight": INPUT, "blocks.0.1.weight": "whole", "blocks.1.1.weight": "whole", "b.weight": HEAD}
+
+
+@pytest.mark.parametrize(
+    ("example", "error", "message"),
+    [
+        ("text", TypeError, "example= of type str"),
+        ((torch.randn(2, 7),), ValueError, "with which the model's forward raises RuntimeError: mat1 and mat2 shapes"),
+        ({"y": torch.randn(2, 8)}, ValueError, "forward raises TypeError"),
+        (lambda: torch.zeros(()), ValueError, "no tensor that depends on a weight"),
+    ],
+)
+def test_wrong_examples(example: Any, error: type[Exception], message: str) -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+    with pytest.raises(error, match=message):
+        mm.split_params(model, example=example)
+    assert not model._forward_pre_hooks
+
+
+def test_from_model_takes_an_example_and_explains_it() -> None:
+    model = Calls(both("one", "other"), **BODY, one=nn.Linear(32, 4), other=nn.Linear(32, 1))
+    optimizer = mm.from_model(model, example=(torch.randn(5, 8),))
+    assert "in a forward, no other layer reads what it makes" in str(optimizer.explain())
+    assert "in a forward, it reads the model's inputs" in str(optimizer.explain())
