@@ -2,7 +2,7 @@
 
     python -m benchmarks.fewer_exchanges --json benchmarks/results/fewer_exchanges.json      # an hour on one core
 
-The results of `MuonStep.orthogonalize_batch` are changed as each way would change them, for whole matrices and with the
+The results of `MuonStep.compute` are changed as each way would change them, for whole matrices and with the
 same numbers on any number of ranks:
 
 - ``delayed``: every result is used a step later, so that it may travel during the next forward and backward pass.
@@ -59,9 +59,9 @@ def blocks_of(way: str) -> int:
     return int(way.rpartition(" ")[2])
 
 
-def by_blocks(step: MuonStep, batch: Tensor, out: Tensor, assignments: Sequence[int], blocks: int) -> None:
+def by_blocks(step: MuonStep, assignments: Sequence[int], batch: Tensor, out: Tensor, blocks: int) -> None:
     """Orthogonalize blocks of rows of matrices; tall ones lie transposed in a batch (count, short, long)."""
-    matrix = step._ready.matrix(assignments[0])
+    matrix = step._ready.of(assignments[0]).matrix
     rows, cols = matrix.rows, matrix.cols
     dim = 1 if tuple(batch.shape[1:]) == (rows, cols) else 2
     cut = torch.stack(batch.chunk(blocks, dim), 1)
@@ -72,27 +72,27 @@ def by_blocks(step: MuonStep, batch: Tensor, out: Tensor, assignments: Sequence[
 @contextmanager
 def exchanged(way: str) -> Iterator[None]:
     """Let owners hand out what a way hands out; for one optimizer, whose steps are counted by matrix."""
-    own = MuonStep.orthogonalize_batch
+    own = MuonStep.compute
     steps: dict[int, int] = {}
     last: dict[int, list[Tensor]] = {}  # by the first matrix of a batch: results of the two steps before
 
-    def changed(step: MuonStep, batch: Tensor, out: Tensor, assignments: Any) -> None:
+    def changed(step: MuonStep, assignments: Any, batch: Tensor, out: Tensor) -> None:
         key = assignments[0]
         steps[key] = steps.get(key, -1) + 1
         if way.startswith("blocks") and steps[key] % PERIOD:
-            by_blocks(step, batch, out, assignments, blocks_of(way))
+            by_blocks(step, assignments, batch, out, blocks_of(way))
             return
-        own(step, batch, out, assignments)
+        own(step, assignments, batch, out)
         if way in ("delayed", "corrected"):
             before, earlier = last.get(key) or [torch.zeros_like(out)] * 2
             last[key] = [out.clone(), before]
             out.copy_(before if way == "delayed" else 2 * before - earlier)
 
-    MuonStep.orthogonalize_batch = changed  # type: ignore[method-assign]
+    MuonStep.compute = changed  # type: ignore[method-assign]
     try:
         yield
     finally:
-        MuonStep.orthogonalize_batch = own  # type: ignore[method-assign]
+        MuonStep.compute = own  # type: ignore[method-assign]
 
 
 def best(runs: Sequence[dict[str, Any]], model: str, way: str) -> list[dict[str, Any]]:

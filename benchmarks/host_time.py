@@ -75,7 +75,7 @@ def pretend_device(shrunk: int) -> None:
     from muonmesh.numerics import kernels, newton_schulz
     from muonmesh.numerics.kernels import fused, triton_launch
     from muonmesh.numerics.kernels.triton import triton_products
-    from muonmesh.step import by_kernel, muon_step, nonzero
+    from muonmesh.step import by_kernel, nonzero, planning
 
     driver.set_active(launches.Driver())
     torch.cuda.device = launches.on  # type: ignore[assignment,misc]
@@ -94,7 +94,11 @@ def pretend_device(shrunk: int) -> None:
 
     newton_schulz.select, newton_schulz.resolve_method = products, method  # type: ignore[assignment]
     newton_schulz.symmetric_part = symmetric_part
-    muon_step.MuonStep.at_once = lambda self, count, number: self._ready.at_once(number)  # type: ignore[method-assign]
+
+    def at_once(self: planning.Batches, number: int, count: int, *, stays: bool = False) -> int:  # as on a device
+        return self.planned.plan.at_once(number, self.planned.squares(number))
+
+    planning.Batches.at_once = at_once  # type: ignore[method-assign]
     for place in (kernels, fused, nonzero, by_kernel):
         place.is_usable = lambda device: True  # type: ignore[attr-defined]
 

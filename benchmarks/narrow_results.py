@@ -77,18 +77,18 @@ ROUND: dict[str, Callable[[Tensor], Tensor]] = {"powers": powers, "linear": line
 @contextmanager
 def results_in(codec: str) -> Iterator[None]:
     """Let owners round what they have orthogonalized."""
-    own = MuonStep.orthogonalize_batch
+    own = MuonStep.compute
 
-    def rounded(step: MuonStep, batch: Tensor, out: Tensor, assignments: Any) -> None:
-        own(step, batch, out, assignments)
+    def rounded(step: MuonStep, assignments: Any, batch: Tensor, out: Tensor) -> None:
+        own(step, assignments, batch, out)
         if codec != "bf16":
             out.copy_(ROUND[codec](out))
 
-    MuonStep.orthogonalize_batch = rounded  # type: ignore[method-assign]
+    MuonStep.compute = rounded  # type: ignore[method-assign]
     try:
         yield
     finally:
-        MuonStep.orthogonalize_batch = own  # type: ignore[method-assign]
+        MuonStep.compute = own  # type: ignore[method-assign]
 
 
 def spectra(rows: int, cols: int) -> dict[str, Tensor]:

@@ -419,6 +419,7 @@ class Muon(torch.optim.Optimizer):
         watched = torch.autograd.profiler._is_profiler_enabled
         runtime.interrupted = f"a step (number {exchange.wire.steps} of this plan)"
         try:
+            ready.begin(exchange.wire)
             exchange.run(cast(MuonStep, Profiled(work)) if watched else work)
             ready.finish()
         except Exception as error:

@@ -19,8 +19,8 @@ from muonmesh.numerics.rules import RULES, MuonRule, Rule, parts, register_rule
 from muonmesh.numerics.rules.dynmuon import power_at
 from muonmesh.numerics.rules.normuon import NorMuonRule
 from muonmesh.numerics.scale import StepSize
-from muonmesh.step import muon_step, side_by_side
-from muonmesh.step.muon_step import MuonStep
+from muonmesh.step import by_parts
+from muonmesh.step.ready import ReadyParameters
 from muonmesh.testing import prove_rule
 from muonmesh.tools.testing.host_waits import HostWaits
 from tests import reference
@@ -856,16 +856,16 @@ def test_a_rule_is_proved_by_the_operations_of_a_device_in_every_part(
     own = OWN_PARTS[part]
     monkeypatch.setitem(RULES, "own", own)
     prove_rule("own", examples=5)
-    made = MuonStep.__init__
+    made = ReadyParameters.__init__
 
-    def ignoring(self: Any, ready: Any, *others: Any) -> None:
-        plain = own.__mro__[1]
-        if isinstance(ready.nonzero, torch.Tensor):  # only a device knows it
-            given = [rule and {f.name: getattr(rule, f.name) for f in fields(rule)} for rule in ready.rules]
-            ready.rules = [rule and plain(**rule) for rule in given]
-        made(self, ready, *others)
+    def ignoring(self: Any, planned: Any, entries: Any, rules: Any, flags: Any, *others: Any) -> None:
+        if isinstance(flags.nonzero, torch.Tensor):  # only a device knows it
+            plain = own.__mro__[1]
+            given = [rule and {f.name: getattr(rule, f.name) for f in fields(rule)} for rule in rules]
+            rules = [rule and plain(**rule) for rule in given]
+        made(self, planned, entries, rules, flags, *others)
 
-    monkeypatch.setattr(MuonStep, "__init__", ignoring)
+    monkeypatch.setattr(ReadyParameters, "__init__", ignoring)
     with pytest.raises(AssertionError, match="differ between the operations of a device and those of a CPU"):
         prove_rule("own", examples=5)
 
@@ -927,17 +927,17 @@ def test_small_matrices_side_by_side_have_the_bits_that_each_has_alone(
     """Wide and tall ones, experts, transposed memory, parts of a fused weight; one zero gradient and one missing."""
     shapes = [(9, 20)] * 4 + [(20, 9)] * 3 + [(3, 9, 20), (27, 20)]
     matrices: list[Any] = [*["whole"] * 7, "stack", ("rows", 9, 9, 9), "whole"]
-    results, applied = [], side_by_side.apply_together
+    results, applied = [], by_parts._apply_together
     taken: list[int] = []
 
-    def counted(ready: Any, elements: Any, rows: Any) -> bool:
-        done = applied(ready, elements, rows)
-        taken.append(len(rows) if done else 0)
+    def counted(elements: Any, run: Any, entries: Any, kind: Any) -> bool:
+        done = applied(elements, run, entries, kind)
+        taken.append(len(run.rows) if done else 0)
         return done
 
-    monkeypatch.setattr(muon_step, "apply_together", counted)
-    for small in (side_by_side.SMALL, 0):
-        monkeypatch.setattr(side_by_side, "SMALL", small)
+    monkeypatch.setattr(by_parts, "_apply_together", counted)
+    for small in (by_parts.SMALL, 0):
+        monkeypatch.setattr(by_parts, "SMALL", small)
         weights = [nn.Parameter(random(*shape, seed=n).to(dtype)) for n, shape in enumerate(shapes)]
         weights.append(nn.Parameter(random(20, 9, seed=20).to(dtype).t()))
         masters = torch.float32 if dtype == torch.bfloat16 else None

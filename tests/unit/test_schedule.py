@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from muonmesh.comm.elements import Elements
 from muonmesh.comm.schedule import Batch, Gather, Scatter, Schedule, Stage
+from muonmesh.comm.views import Elements
 from muonmesh.comm.wire import Swap
 from muonmesh.layout import (
     Budget,
@@ -150,10 +150,10 @@ def test_all_ranks_together_replay_an_exchange(name: str, machine: int, bucket_e
         for local in itertools.chain.from_iterable(group.cut(2) for group in groups):
             owned += len(local.assignments)
             assert len(local.assignments) <= 2
-            batch = torch.zeros(len(local.assignments), local.numel, dtype=torch.float64)
+            batch = torch.zeros(len(local.assignments), math.prod(local.shape), dtype=torch.float64)
             for row, into in Elements(local.reads, (batch,)):
                 into.copy_(elements(row, held[row.parameter, rank]))
-            assert all(len(matrix.unique()) == local.numel for matrix in batch)  # whole: each element once
+            assert all(len(matrix.unique()) == math.prod(local.shape) for matrix in batch)  # whole: each element once
             for row, of in Elements(local.writes, (-batch,)):
                 elements(row, back[row.parameter, rank]).sub_(of, alpha=-1)
     for n in range(len(ranks[0].stages)):

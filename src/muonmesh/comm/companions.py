@@ -12,9 +12,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from muonmesh.comm.elements import in_buffer
 from muonmesh.comm.passage import Passage
-from muonmesh.comm.views import memory_of
+from muonmesh.comm.views import in_buffer, memory_of
 from muonmesh.comm.wire import Wire
 from muonmesh.comm.work import CompanionState
 from muonmesh.layout import Piece

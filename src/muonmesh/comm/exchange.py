@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
@@ -11,14 +11,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from muonmesh.comm.companions import CompanionExchange
-from muonmesh.comm.elements import Elements
 from muonmesh.comm.matrix_sums import MatrixSums
 from muonmesh.comm.passage import CopyPairs
 from muonmesh.comm.schedule import Batch, Gather, Scatter, Schedule, Stage
+from muonmesh.comm.views import Elements
 from muonmesh.comm.wire import Transfer, Wire
-from muonmesh.comm.work import Work
+from muonmesh.comm.work import Batching, Local, Work
 from muonmesh.layout import Plan
 from muonmesh.layout.companion_plan import CompanionPlan
+from muonmesh.numerics.kernels.memory import scratch
 from muonmesh.numerics.kernels.threads import run_all
 
 
@@ -59,9 +60,7 @@ class Exchange:
         dtype: Dtype of the matrices on the wire and in the orthogonalization.
         companion_dtype: Dtype of state by row, column or matrix on the wire.
         device: The device on which matrices are assembled.
-        blocks: The number of blocks of int8 momentum whose scales the ranks agree on.
-        at_once: For each matrix that this rank owns, how many equal matrices are orthogonalized together. A missing
-            entry means all of them.
+        batching: How many equal matrices are computed together, and in which memory.
 
     Attributes:
         plan: The plan that this exchange runs.
@@ -77,20 +76,22 @@ class Exchange:
         dtype: torch.dtype,
         companion_dtype: torch.dtype,
         device: torch.device,
-        blocks: int,
-        at_once: Mapping[int, int],
+        batching: Batching,
     ) -> None:
         self.plan, self.group, self.wire = plan, group, Wire(plan.ranks, group)
-        self._dtype, self._device, self._blocks, self._at_once = dtype, device, blocks, at_once
+        self._dtype, self._device, self._batching = dtype, device, batching
         self._matrix_sums = MatrixSums(plan, rank=self.wire.rank, device=device, wire=self.wire)
+        self._local_sums = MatrixSums(plan, rank=self.wire.rank, device=device)
         beside = CompanionPlan.beside(plan)
         self._carried = None if beside is None else CompanionExchange(beside, self.wire, companion_dtype, device)
+        self._batches: dict[tuple[int, int], list[Local]] = {}  # local matrices that one task computes
         self._latest: Scatter | None = None  # kept if this rank may pass on results that arrive in it
 
     @cached_property
     def schedule(self) -> Schedule:
         """The schedule of this rank. It allocates memory, so it is made when the first step begins."""
-        return Schedule(self.plan, self.wire.rank, self.wire.peers, self._dtype, self._device, self._at_once)
+        at_once = None if self._device.type == "cpu" else self._batching.at_once
+        return Schedule(self.plan, self.wire.rank, self.wire.peers, self._dtype, self._device, at_once)
 
     @property
     def memory(self) -> list[Tensor]:
@@ -103,15 +104,10 @@ class Exchange:
 
     def run(self, work: Work) -> None:
         """Run one step for every matrix of the plan. All ranks of the group call this."""
-        if self._blocks:
-            largest = torch.zeros(self._blocks, dtype=torch.int32, device=self._device)
-            work.measure_blocks(largest)
-            self.wire.reduce(largest, dist.ReduceOp.MAX, "the agreement on blocks of momentum")
         if self._carried is not None:
             self._carried.gather(work.companions)
         before, here, stages = None, None, self.schedule.stages
         if stages:
-            work.fetch(stages[0].moving)
             here = self._gather(stages[0], work)
         work.step_elementwise()  # while the first bucket travels
         while here is not None:
@@ -120,11 +116,10 @@ class Exchange:
             self._compute(here, before, work)
             self._scatter(here, 0)
             self._write_what_stays(here, work)
-            work.run_local(here.stage.local)
+            self._run_local(here.stage.local, work)
             self._scatter_the_rest(here, work)
             before, here = here, after
-        work.run_local(self.schedule.left)
-        self.wire.counts.orthogonalized += self.schedule.local_count
+        self._run_local(self.schedule.left, work)
         self._receive(before, work)
         self._latest = None
         if self._carried is not None:
@@ -132,14 +127,66 @@ class Exchange:
 
     def _gather(self, stage: Stage, work: Work) -> _UnderWay:
         """Read this rank's pieces into the send buffer, or into its own matrices, and start to move them."""
-        if ahead := self.schedule.stages[stage.number + 1 :]:
-            work.fetch(ahead[0].moving)
         if stage.late:
             return _UnderWay(stage, stage.summed)
         gather = self.schedule.gather(stage)
-        work.prepare(stage.moving, gather.reads)
+        work.prepare(stage.moving, gather.reads, self._ahead(stage))
         transfer = None if gather.swap is None else self.wire.swap(gather.swap)
         return _UnderWay(stage, stage.summed, gather, transfer)
+
+    def _ahead(self, stage: Stage) -> Sequence[int]:
+        """Return the matrices that are prepared after those of a stage."""
+        return next((after.moving for after in self.schedule.stages[stage.number + 1 :]), ())
+
+    def _run_local(self, groups: Sequence[Local], work: Work) -> None:
+        """Prepare, compute and finalize matrices that only this rank holds, a batch of equal matrices in each task.
+
+        On a CPU each task has a thread of its own, and each operation finds the result of the previous operation in the
+        cache. On a device the batches follow each other.
+        """
+        if not groups:
+            return
+        key = groups[0].assignments[0], torch.get_num_threads()  # a matrix is in one of the groups of a step
+        if key not in self._batches:
+            self._batches[key] = [
+                some for each in groups for some in each.cut(self._at_once(each.assignments, stays=True))
+            ]
+        batches = self._batches[key]
+        tasks: list[tuple[Sequence[int], Callable[[], None]]] = []
+        for number, batch in enumerate(batches):
+            ahead = batches[number + 1].assignments if number + 1 < len(batches) else ()
+            tasks.append((batch.assignments, partial(self._run_batch, batch, ahead, work)))
+            self.wire.counts.orthogonalized += len(batch.assignments)
+        self._run_costly(tasks)
+
+    def _run_batch(self, batch: Local, ahead: Sequence[int], work: Work) -> None:
+        numbers = batch.assignments
+        shape = len(numbers), *batch.shape
+        memory = None if self._device.type == "cpu" else self._batching.memory(numbers[0], shape, self._dtype)
+        if memory is None:
+            x = scratch("matrices", shape, dtype=self._dtype, device=self._device)
+            memory = x, scratch("results", shape, dtype=self._dtype, device=self._device)
+        x, out = memory
+        work.prepare(numbers, Elements(batch.reads, (x,)), ahead)
+        work.compute(numbers, x, out)
+        updates = Elements(batch.writes, (out,))
+        if batch.summed:
+            self._local_sums.take(batch.summed, updates, work.summands)
+        work.finalize(updates)
+
+    def _at_once(self, numbers: Sequence[int], *, stays: bool = False) -> int:
+        """Return how many of some equal matrices one task computes."""
+        return self._batching.at_once(numbers[0], len(numbers), stays=stays)
+
+    def _run_costly(self, tasks: Sequence[tuple[Sequence[int], Callable[[], None]]]) -> None:
+        """Run tasks, each given with its matrices: on a CPU the costliest first, each on a thread of its own."""
+        if len(tasks) == 1 or self._device.type != "cpu":
+            for _, task in tasks:
+                task()
+            return
+        costs = [self.plan.assignments[numbers[0]].flops * len(numbers) for numbers, _ in tasks]
+        order = sorted(range(len(tasks)), key=lambda number: -costs[number])
+        run_all([tasks[number][1] for number in order], device=self._device, costs=[costs[number] for number in order])
 
     def _compute(self, here: _UnderWay, before: _UnderWay | None, work: Work) -> None:
         """Assemble this rank's matrices from the received pieces and orthogonalize them; then receive earlier results.
@@ -156,7 +203,7 @@ class Exchange:
             del matrices
         else:
             for moving, reads, batches in self.schedule.portions(here.stage):
-                work.prepare(moving, reads)
+                work.prepare(moving, reads, self._ahead(here.stage))
                 here.results = (*here.results, *self._orthogonalize(batches, work))
                 del reads, batches  # frees the matrices
                 self._receive(before, work)
@@ -165,7 +212,12 @@ class Exchange:
 
     def _orthogonalize(self, batches: Sequence[Batch], work: Work) -> tuple[Tensor, ...]:
         """Orthogonalize batches and return the results."""
-        work.compute(batches)
+        tasks: list[tuple[Sequence[int], Callable[[], None]]] = []
+        for batch, out, numbers in batches:
+            size = self._at_once(numbers)
+            for some in (slice(start, start + size) for start in range(0, len(numbers), size)):
+                tasks.append((numbers[some], partial(work.compute, numbers[some], batch[some], out[some])))
+        self._run_costly(tasks)
         self.wire.counts.orthogonalized += sum(len(some) for _, _, some in batches)
         return tuple(out for _, out, _ in batches)
 

@@ -9,8 +9,7 @@ from functools import cached_property
 
 from torch import Tensor
 
-from muonmesh.comm.elements import in_buffer
-from muonmesh.comm.views import view_in_storage
+from muonmesh.comm.views import in_buffer, view_in_storage
 from muonmesh.comm.wire import Swap
 from muonmesh.layout.piece_table import Row, joined
 from muonmesh.layout.region import row_major

@@ -17,15 +17,13 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from muonmesh.comm.elements import Elements
 from muonmesh.comm.passage import CopyPairs, Passage
-from muonmesh.comm.views import memory_of
+from muonmesh.comm.views import Elements, memory_of
 from muonmesh.comm.wire import Swap
 from muonmesh.comm.work import Local
 from muonmesh.layout import Plan
@@ -149,13 +147,11 @@ class Schedule:
         peers: All ranks of the plan, in the order of their process group.
         dtype: The dtype of wire buffers and matrices.
         device: The device of wire buffers and matrices.
-        at_once: For each matrix that this rank owns, how many equal matrices are orthogonalized together. A missing
-            entry means all of them.
+        at_once: How many equal matrices are gathered into one batch (`Batching.at_once`); None: all of them.
 
     Attributes:
         stages: The stages, in their order.
         left: Local matrices after the last stage, by shape and settings.
-        local_count: The number of local matrices.
         relays: Whether this rank passes on results of other owners.
         memory: The buffers that are kept between steps, by role; empty on a device.
     """
@@ -167,12 +163,10 @@ class Schedule:
         peers: Sequence[int],
         dtype: torch.dtype,
         device: torch.device,
-        at_once: Mapping[int, int] = MappingProxyType({}),
+        at_once: Callable[[int, int], int] | None = None,
     ) -> None:
         """Compute the schedule, and allocate the buffers on a CPU."""
         self.stages, self.left = _stages(plan, rank, peers, at_once, on_device=device.type != "cpu")
-        groups = itertools.chain(self.left, *(stage.local for stage in self.stages))
-        self.local_count = sum(len(local.assignments) for local in groups)
         self._passages = _passages(plan, rank, peers, self.stages)
         self.relays = any(passage.passes for passage in self._passages)
         self._rank, self._dtype, self._device = rank, dtype, device
@@ -324,7 +318,7 @@ def _fillings(passages: Sequence[Passage], first_of_stages: Sequence[int]) -> li
 
 
 def _stages(
-    plan: Plan, rank: int, peers: Sequence[int], at_once: Mapping[int, int], *, on_device: bool
+    plan: Plan, rank: int, peers: Sequence[int], at_once: Callable[[int, int], int] | None, *, on_device: bool
 ) -> tuple[list[Stage], tuple[Local, ...]]:
     """Return a stage for each bucket with transfers, and the local matrices after the last bucket.
 
@@ -336,20 +330,26 @@ def _stages(
     def taken() -> tuple[Local, ...]:
         of = dict(waiting)
         waiting.clear()
-        numel = {number: plan.assignments[number].matrix.numel for number in of}
-        return tuple(Local.of([(number, *of[number]) for number in alike], numel[alike[0]]) for alike in plan.alike(of))
+        return tuple(
+            Local.of(
+                [(number, *of[number]) for number in alike],
+                plan.assignments[alike[0]].matrix.shape,
+                plan.summed(alike),
+            )
+            for alike in plan.alike(of)
+        )
 
     for number, bucket in enumerate(plan.buckets):
         moving = tuple(index for index in bucket if plan.moves(index))
         own = [index for index in bucket if plan.assignments[index].owner == rank and not plan.moves(index)]
-        kept = [plan.routes(number, rank, gather=there, numbers=own).stored for there in (True, False)]
-        reads, writes = (_legs_by_assignment(stored.get(rank, ())) for stored in kept)
+        reads, writes = (_legs_by_assignment(way.stored.get(rank, ())) for way in _ways(plan, number, rank, own))
         waiting.update({index: (reads[index], writes[index]) for index in own})
         if moving:
-            there, back = (plan.routes(number, rank, gather=way, numbers=moving) for way in (True, False))
+            there, back = _ways(plan, number, rank, moving)
             passage = Passage("gather", there, rank, peers)
             owned = plan.alike(index for index in moving if plan.assignments[index].owner == rank)
-            cuts = [(some, range(0, len(some), at_once.get(some[0], len(some)))) for some in owned]
+            sizes = [len(some) if at_once is None else at_once(some[0], len(some)) for some in owned]
+            cuts = [(some, range(0, len(some), size)) for some, size in zip(owned, sizes, strict=True)]
             batches = [some[start : start + starts.step] for some, starts in cuts for start in starts]
             shapes = [plan.assignments[batch[0]].matrix.shape for batch in batches]
             gathers, rounds, summed = plan.gathers(number), plan.rounds(number), plan.summed(moving)
@@ -360,7 +360,7 @@ def _stages(
                 for place, index in enumerate(batch)
             }
             reads_here = _in_matrices(there.stored.get(rank, ()), places) + passage.on_wire(len(batches))
-            held = _not_sent(plan, rank, moving, reads_here)
+            held = () if there is back else _not_sent(plan, rank, moving, reads_here)
             staying = _in_matrices(back.stored.get(rank, ()), places)
             tables = PieceTable((*reads_here, *held)), PieceTable(tuple(staying))
             stages.append(Stage(*what, back, rounds, first, summed, *tables, batches, shapes))
@@ -370,6 +370,12 @@ def _stages(
         what = len(stages), "what is passed on", (), (), Passage("gather", nothing, rank, peers), False, on_device
         stages.append(Stage(*what, nothing, Rounds(plan.late), first, {}))
     return stages, taken()
+
+
+def _ways(plan: Plan, bucket: int, rank: int, numbers: Sequence[int]) -> tuple[Routes, Routes]:
+    """Return the routes of a rank to the owners of some matrices, and back; one object if they are the same."""
+    there = plan.routes(bucket, rank, gather=True, numbers=numbers)
+    return there, there if plan.returns(numbers) else plan.routes(bucket, rank, gather=False, numbers=numbers)
 
 
 def _in_matrices(legs: Sequence[Leg], places: Mapping[int, tuple[int, int]]) -> list[Row]:

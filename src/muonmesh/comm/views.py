@@ -1,11 +1,14 @@
-"""Views: views of a piece's elements in a storage or in a matrix, and memory for transfers."""
+"""Views of a piece's elements in a storage, in a matrix and in a buffer, and memory for transfers."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from muonmesh.layout import Piece
+from muonmesh.layout.piece_table import NOWHERE, PieceTable, Row
 
 
 def view_in_matrix(piece: Piece, matrix: Tensor) -> Tensor:
@@ -27,3 +30,35 @@ def memory_of(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return uninitialized memory that may be kept between steps."""
     with torch.inference_mode(False):  # tensors made in inference mode cannot be written outside of it
         return torch.empty(numel, dtype=dtype, device=device)
+
+
+class Elements:
+    """The rows of a table with their elements in buffers.
+
+    Args:
+        table: The table, made once for a plan.
+        buffers: The buffers that its rows name, contiguous.
+    """
+
+    def __init__(self, table: PieceTable, buffers: Sequence[Tensor]) -> None:
+        self.table, self.buffers = table, buffers
+
+    def view(self, row: Row) -> Tensor | None:
+        """Return a view of a row's elements in its buffer, in the shape of its piece; None if it is in no buffer."""
+        if row.buffer == NOWHERE:
+            return None
+        buffer = self.buffers[row.buffer]
+        return buffer.as_strided(row.piece.shape, row.strides, buffer.storage_offset() + row.start)
+
+    def __iter__(self) -> Iterator[tuple[Row, Tensor]]:
+        """Iterate over the rows that are in a buffer, with their views."""
+        return ((row, view) for row in self.table.rows if (view := self.view(row)) is not None)
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return len(self.table.rows)
+
+
+def in_buffer(buffer: Tensor, row: Row) -> Tensor:
+    """Return a view of the elements of a row in its buffer, in the shape of its piece."""
+    return buffer.as_strided(row.piece.shape, row.strides, buffer.storage_offset() + row.start)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
-from muonmesh.comm.elements import Elements
+from muonmesh.comm.views import Elements
 from muonmesh.layout import Piece
 from muonmesh.layout.piece_table import PieceTable, Row
 from muonmesh.layout.routes import Leg
@@ -19,24 +21,27 @@ class Local:
 
     Attributes:
         assignments: The matrices.
-        numel: The number of elements of each.
+        shape: The shape of each.
+        summed: Those that need sums before they are written, see `Plan.summed`.
         reads, writes: Their pieces. The buffer is a batch of the matrices, in their order.
     """
 
     assignments: tuple[int, ...]
-    numel: int
+    shape: tuple[int, int]
+    summed: Mapping[int, int]
     reads: PieceTable
     writes: PieceTable
 
     @staticmethod
-    def of(legs: Iterable[tuple[int, Sequence[Leg], Sequence[Leg]]], numel: int) -> Local:
+    def of(
+        legs: Iterable[tuple[int, Sequence[Leg], Sequence[Leg]]], shape: tuple[int, int], summed: Mapping[int, int]
+    ) -> Local:
         """Return some matrices, each given as its assignment, the legs that are read, and those that are written."""
-        some = [(place * numel, *one) for place, one in enumerate(legs)]
+        some = [(place * math.prod(shape), *one) for place, one in enumerate(legs)]
         reads = [Row.in_matrix(leg, 0, start) for start, _, read, _ in some for leg in read]
         writes = [Row.in_matrix(leg, 0, start) for start, _, _, write in some for leg in write]
-        return Local(
-            tuple(number for _, number, *_ in some), numel, PieceTable(tuple(reads)), PieceTable(tuple(writes))
-        )
+        numbers = tuple(number for _, number, *_ in some)
+        return Local(numbers, shape, summed, PieceTable(tuple(reads)), PieceTable(tuple(writes)))
 
     def cut(self, size: int) -> Sequence[Local]:
         """Return these matrices in batches of at most ``size``, each with tables of its own."""
@@ -45,8 +50,9 @@ class Local:
             if size >= len(self.assignments):
                 return (self,)
             cuts = [self.assignments[start : start + size] for start in range(0, len(self.assignments), size)]
-            tables = (_cut(table, cuts, size * self.numel) for table in (self.reads, self.writes))
-            return [Local(some, self.numel, *two) for some, *two in zip(cuts, *tables, strict=True)]
+            tables = (_cut(table, cuts, size * math.prod(self.shape)) for table in (self.reads, self.writes))
+            sums = [{number: self.summed[number] for number in some if number in self.summed} for some in cuts]
+            return [Local(some, self.shape, asked, *two) for some, asked, *two in zip(cuts, sums, *tables, strict=True)]
 
         found: Sequence[Local] = self.reads.once(("cut", size), make)
         return found
@@ -59,6 +65,24 @@ def _cut(table: PieceTable, cuts: Sequence[Sequence[int]], apart: int) -> list[P
         turn = of[row.assignment]
         found[turn].append(replace(row, start=row.start - turn * apart))
     return [PieceTable(tuple(rows)) for rows in found]
+
+
+class Batching:
+    """How many equal matrices are computed together, and in which memory.
+
+    This base class is for a rank that owns nothing.
+    """
+
+    def at_once(self, number: int, count: int, *, stays: bool = False) -> int:
+        """Return how many of ``count`` matrices that are equal to matrix ``number`` are computed by one task.
+
+        ``stays``: They stay on their rank, so that their state is read for these alone.
+        """
+        return count
+
+    def memory(self, number: int, shape: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
+        """Return the device's memory for matrices equal to matrix ``number``, and for results; None if any will do."""
+        return None
 
 
 class CompanionState:
@@ -138,38 +162,22 @@ class Work:
     companions: CompanionState = CompanionState()
     summands: Summands = Summands()
 
-    def measure_blocks(self, into: Tensor) -> None:
-        """Write the largest momentum of each block that several pieces share: int32 (blocks,), zeros before.
-
-        This method is called first, if momentum is kept in int8 and there are such blocks. Keep ``into``: when the
-        momentum is written, ``into`` has the maxima over all ranks.
-        """
-
-    def fetch(self, assignments: Sequence[int]) -> None:
-        """Begin to copy state of matrices from CPU memory to the device; called one bucket before they are read."""
-
-    def prepare(self, assignments: Sequence[int], elements: Elements) -> None:
+    def prepare(self, assignments: Sequence[int], elements: Elements, ahead: Sequence[int] = ()) -> None:
         """Fold the gradients of matrices into their momenta, and write the input of the orthogonalization.
 
-        Each matrix that needs a transfer is prepared once in a step, on every rank, even if the rank stores nothing of
-        it. ``elements`` are all pieces whose momentum this rank stores, some of them in no buffer.
+        Each matrix is prepared once in a step. One that needs a transfer is prepared on every rank, even if the rank
+        stores nothing of it. ``elements`` are all pieces whose momentum this rank stores, some of them in no buffer.
+        ``ahead`` are the matrices that are prepared next, so that their state can be on its way.
         """
         for _, into in elements:
             into.zero_()
 
-    def compute(self, batches: Sequence[tuple[Tensor, Tensor, Sequence[int]]]) -> None:
-        """Orthogonalize batches: matrices (b, rows, cols), the tensor for their results, and their assignments.
-
-        The matrices of a batch have the same settings.
-        """
-        for _, out, _ in batches:
-            out.zero_()
+    def compute(self, matrices: Sequence[int], batch: Tensor, out: Tensor) -> None:
+        """Orthogonalize a batch of matrices (b, rows, cols) of the same settings; any thread may call this."""
+        out.zero_()
 
     def finalize(self, elements: Elements) -> None:
         """Apply the updates in the buffers to the elements that this rank stores."""
-
-    def run_local(self, groups: Sequence[Local]) -> None:
-        """Prepare, compute and finalize matrices that only this rank holds; `prepare` is not called for them."""
 
     def step_elementwise(self) -> None:
         """Step AdamW's parameters, which need no exchange, while the first transfer is under way."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -96,6 +97,24 @@ def joined(rows: Iterable[Row]) -> tuple[Row, ...]:
         fewer.append(one)
         first = end
     return tuple(fewer) if len(fewer) == len(some) else joined(fewer)
+
+
+def evenly(rows: Sequence[Row]) -> Row | None:
+    """Return rows of one form, of several matrices of one parameter, as one row with another dim at the front.
+
+    Returns:
+        None for a single row, or if the rows do not lie one after the other at even distances in storage and buffer.
+    """
+    one, *others = rows
+    if not others or any(other.parameter != one.parameter for other in others):
+        return None
+    apart = [_distance(before, after) for before, after in itertools.pairwise(rows)]
+    (there, here), *_ = apart
+    if min(there, here) <= 0 or any(each != (there, here) for each in apart):
+        return None
+    piece = one.piece
+    piece = replace(piece, shape=(len(rows), *piece.shape), storage_strides=(here, *piece.storage_strides))
+    return replace(one, piece=piece, strides=(there, *one.strides))
 
 
 def _alike(one: Row, other: Row) -> bool:

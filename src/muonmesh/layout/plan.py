@@ -93,6 +93,15 @@ class Plan:
                     append(stored.setdefault(sender, []), Leg(number, parameter, piece, 0))
         return Routes(stored, assembled)
 
+    def returns(self, numbers: Iterable[int]) -> bool:
+        """Whether results of matrices travel back as their pieces came: nobody else stores weights than momentum.
+
+        Then the routes back are those to the owners, and every piece that a rank stores is on one of them.
+        """
+        parameters = {self.assignments[number].parameter for number in numbers}
+        some = [(self.parameters[number], self.relays[number]) for number in parameters]
+        return all(p.momentum_storage is p.target and p.target.copies() == 1 and relay is None for p, relay in some)
+
     def holdings(self, number: int, rank: int) -> tuple[Piece, ...]:
         """Return the pieces of a matrix whose momentum a rank stores."""
         assignment = self.assignments[number]

@@ -6,11 +6,12 @@
    nothing has changed since the last step, so that nothing is planned, checked or collected again.
 3. `preflight` lets all ranks agree before any rank writes, by the `flag_vector`, the `settings_digest` and the
    `replicas`.
-4. `ready` creates missing state and makes local tensors contiguous. `muon_step` folds the momentum, and reads,
-   computes and writes for the exchange. On a device, `device_step` takes the pieces of many matrices at once.
-   `elementwise_step` steps AdamW's parameters during the first gather. For these modules, `stack` works on equal
-   matrices together, `stored_companions` reads state by row, column or matrix, `blocks` holds int8 momentum, `offload`
-   and `device_copies` copy state from CPU memory, and `stochastic_rounding` numbers the elements.
+4. `ready` creates missing state and makes local tensors contiguous. `muon_step` prepares, computes and finalizes for
+   the exchange: by the parts of rules in `by_parts`, or by one launch of a kernel in `by_kernel`. `columns` has what a
+   matrix is in a step, and `stored_companions` its state by row, column or matrix. `elementwise_step` steps AdamW's
+   parameters during the first gather.
+5. State that is kept otherwise than it is computed with has a codec: `int8_codec`, on the `blocks` of int8 momentum,
+   and `device_copies`, by which `offload` copies state from CPU memory. `stochastic_rounding` numbers the elements.
 
 `runtime` holds the runtime state of an optimizer between steps, and `precision` its dtypes. `update_squares` adds
 up what `Muon.metrics` reports. `untrained` warns of parameters that do not learn.

@@ -7,16 +7,18 @@ the same in every layout of a matrix (docs/decisions/0017).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from muonmesh.comm.storage import local_of
 from muonmesh.comm.views import view_in_storage
+from muonmesh.comm.wire import Wire
 from muonmesh.errors import StateError, explain_error
 from muonmesh.layout import Piece, Plan
 from muonmesh.layout.line_segments import BLOCK, LineSegment, grid_of, line_segments_of, shares_blocks
@@ -87,6 +89,23 @@ class Blocks:
     def count(self) -> int:
         """The number of blocks whose scales the ranks agree on in a step."""
         return sum(grid.lines * grid.blocks for grid in self.shared.values())
+
+    def agree(self, wire: Wire, measure: Callable[[Tensor], None] = lambda _: None) -> Tensor | None:
+        """Return the largest momentum of each block that several pieces share, over all ranks, which all call this.
+
+        Args:
+            wire: Sends to the other ranks.
+            measure: Writes what this rank has (`Momentum.measure`) into int32 (blocks,), zeros before.
+
+        Returns:
+            None if there are no such blocks.
+        """
+        if not self.count:
+            return None
+        largest = torch.zeros(self.count, dtype=torch.int32, device=self.device)
+        measure(largest)
+        wire.reduce(largest, dist.ReduceOp.MAX, "the agreement on blocks of momentum")
+        return largest
 
     @cached_property
     def _here(self) -> tuple[dict[int, _MatrixBlocks], dict[Tensor, int]]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from muonmesh.comm.elements import Elements
+from muonmesh.comm.views import Elements
 from muonmesh.layout.piece_table import NOWHERE, PieceTable, Row
 from muonmesh.numerics.kernels import fused
 from muonmesh.numerics.kernels.memory import upload
@@ -17,6 +17,8 @@ from muonmesh.numerics.kernels.rows import PieceRows, Place, in_three_dims
 from muonmesh.numerics.kernels.toolchain import is_usable
 from muonmesh.numerics.rules import Rule
 from muonmesh.numerics.rules.muon import MuonRule
+from muonmesh.step.columns import rounds_to_nearest
+from muonmesh.step.parameter_steps import ParameterStep
 from muonmesh.step.ready import ReadyParameters
 from muonmesh.step.update_squares import UpdateSquares
 
@@ -42,10 +44,15 @@ class _Launch(NamedTuple):
     pieces: PieceRows
 
 
+_Launches = tuple[list[tuple[_Launch, list[ParameterStep], list[Tensor]]], Sequence[Row]]
+"""The launches of a table, each with its parameters and one tensor of each; and the rows that no launch takes."""
+
+
 class ByKernel:
     """Folds and applies pieces by one launch for each group and set of dtypes, and tells which rows it leaves.
 
-    The launches of a table are worked out once. A step only reads which tensors its parameters have now.
+    The launches of a table are worked out once. A step reads which tensors its parameters have now, unless all of them
+    last from the step before.
 
     Args:
         ready: The parameters of the step.
@@ -54,72 +61,84 @@ class ByKernel:
 
     def __init__(self, ready: ReadyParameters, squares: UpdateSquares | None) -> None:
         self._ready, self._update_squares = ready, squares
-        self._usable = ready.blocks is None and is_usable(ready.device)
         self._folding = [_folds_as_muon(rule) for rule in ready.rules]
         self._adding = [_adds(rule) for rule in ready.rules]
 
+    @staticmethod
+    def where_usable(ready: ReadyParameters, squares: UpdateSquares | None) -> ByKernel | None:
+        """Return an object for parameters whose device has kernels; None for other devices."""
+        return ByKernel(ready, squares) if is_usable(ready.device) else None
+
     def fold(self, elements: Elements) -> Sequence[Row]:
         """Fold gradients into momenta and write directions; return the rows that are left."""
-        if not self._usable:
-            return elements.table.rows
-        columns: list[tuple[Tensor, Tensor] | None] = []
-        for number in elements.table.parameters:
-            entry = self._ready.entries[number]
-            held, momenta = None, None if entry is None else entry.momenta
-            if entry is not None and momenta is not None and self._folding[entry.member.group]:
-                gradient, momentum = entry.gradient, momenta["momentum_buffer"]
-                assert gradient is not None
-                assert isinstance(momentum, Tensor)
-                held = gradient, momentum
-            columns.append(held)
-        launches, left = self._launches("fold", elements, columns)
-        for launch in launches:
+        launches, left = self._launches("fold", elements, self._momentum)
+        for launch, entries, momenta in launches:
             rule = self._ready.rules[launch.group]
             assert isinstance(rule, MuonRule)
-            tensors = _of(columns, launch.parameters)
-            some = launch.pieces, *tensors, elements.buffers if launch.buffered else (), self._active
+            gradients = [gradient for entry in entries if (gradient := entry.gradient) is not None]
+            some = launch.pieces, gradients, momenta, elements.buffers if launch.buffered else (), self._active
             fused.fold(*some, momentum=rule.momentum, nesterov=rule.nesterov)
         return left
 
     def apply(self, elements: Elements) -> Sequence[Row]:
         """Decay and update weights, and return the rows that are left."""
-        if not self._usable:
-            return elements.table.rows
-        columns: list[tuple[Tensor, Tensor | None] | None] = []
-        for number in elements.table.parameters:
-            entry = self._ready.entries[number]
-            steps = entry is not None and self._adding[entry.member.group] and entry.created
-            columns.append((entry.weights, entry.master) if entry is not None and steps else None)
-        launches, left = self._launches("apply", elements, columns)
+        launches, left = self._launches("apply", elements, self._weights)
         keep, size = self._factors if launches else (None, None)
-        for launch in launches:
+        for launch, entries, weights in launches:
             assert keep is not None
             assert size is not None
             if self._update_squares is not None:
                 self._measure(elements, launch, size, self._update_squares)
-            weights, masters = _of(columns, launch.parameters)
-            some = launch.pieces, weights, [] if masters[0] is None else masters, elements.buffers, self._active
-            fused.apply(*some, keep=keep, size=size)
+            masters = [master for entry in entries if (master := entry.master) is not None]
+            fused.apply(launch.pieces, weights, masters, elements.buffers, self._active, keep=keep, size=size)
         return left
 
+    def _momentum(self, entry: ParameterStep) -> tuple[Tensor, Tensor | None] | None:
+        """Return the momentum of a parameter that the kernel takes, and its gradient."""
+        if entry.momenta is None or not self._folding[entry.member.group]:
+            return None
+        momentum = entry.momenta["momentum_buffer"]
+        return (momentum, entry.gradient) if isinstance(momentum, Tensor) else None
+
+    def _weights(self, entry: ParameterStep) -> tuple[Tensor, Tensor | None] | None:
+        """Return the weights of a parameter that the kernel takes, and its master weights."""
+        return (entry.weights, entry.master) if self._adding[entry.member.group] and entry.created else None
+
     def _launches(
-        self, what: str, elements: Elements, columns: Sequence[tuple[Tensor, Tensor | None] | None]
-    ) -> tuple[Sequence[_Launch], Sequence[Row]]:
+        self,
+        what: str,
+        elements: Elements,
+        column: Callable[[ParameterStep], tuple[Tensor, Tensor | None] | None],
+    ) -> _Launches:
         """Return the launches for a table, and the rows that no launch takes.
+
+        While every parameter lasts from step to step, so do its tensors, except for gradients.
 
         Args:
             what: The kernel.
             elements: The rows with their buffers.
-            columns: For each parameter of the table its tensors in the first two columns; None: no kernel takes it.
+            column: Returns a tensor of a parameter, and one beside it; None: no kernel takes it.
         """
+        ready, table = self._ready, elements.table
+        found: _Launches | None = ready.columns.get((what, table))
+        if found is not None:
+            return found
+        entries = [ready.entries[number] for number in table.parameters]
+        held = [None if entry is None else column(entry) for entry in entries]
         forms = tuple(
-            [None if held is None else (held[0].dtype, None if held[1] is None else held[1].dtype) for held in columns]
+            [None if pair is None else (pair[0].dtype, None if pair[1] is None else pair[1].dtype) for pair in held]
         )
         kind = elements.buffers[0].dtype if elements.buffers else None
-        table, device = elements.table, self._ready.device
-        found: tuple[Sequence[_Launch], Sequence[Row]] = table.once(
-            (what, kind, forms), lambda: _launches(self._ready, table, device, kind, forms)
+        cut: tuple[Sequence[_Launch], Sequence[Row]] = table.once(
+            (what, kind, forms), lambda: _launches(ready, table, ready.device, kind, forms)
         )
+        launches, left = cut
+        found = [], left
+        for launch in launches:
+            some = [(e, pair[0]) for place in launch.parameters if (e := entries[place]) and (pair := held[place])]
+            found[0].append((launch, [entry for entry, _ in some], [tensor for _, tensor in some]))
+        if ready.steady:
+            ready.columns[what, table] = found
         return found
 
     @cached_property
@@ -165,7 +184,7 @@ class ByKernel:
         views = [view for row in launch.rows if (view := elements.view(row)) is not None]
         norms = torch.stack(torch._foreach_norm(views, 2, dtype=torch.float64))
         places = upload(numbers, dtype=torch.int64, device=device)
-        copies = [self._ready.here(number).member.storage.copies for number in numbers]
+        copies = [self._ready.of(number).entry.member.storage.copies for number in numbers]
         steps = torch.where(self._active, size, 0.0)[places] * norms
         squares.add(launch.group, (steps.square() / upload(copies, dtype=torch.float64, device=device)).sum())
 
@@ -181,7 +200,7 @@ def _launches(
         if form is None or not fused.can_fuse(device, dtypes) or not _fits(row):
             left.append(row)
         else:
-            taken.setdefault((ready.group(row.assignment), buffered, form), []).append(row)
+            taken.setdefault((ready.of(row.assignment).entry.member.group, buffered, form), []).append(row)
     launches = []
     for (group, buffered, _), rows in taken.items():
         places, numbers = table.numbered(rows)
@@ -189,12 +208,6 @@ def _launches(
         if len(pieces):
             launches.append(_Launch(group, buffered, places, rows, pieces))
     return launches, left
-
-
-def _of(columns: Sequence[tuple[Tensor, Any] | None], places: Sequence[int]) -> tuple[list[Tensor], list[Any]]:
-    """Return the two columns of some parameters."""
-    held = [pair for place in places if (pair := columns[place]) is not None]
-    return [first for first, _ in held], [second for _, second in held]
 
 
 def _fits(row: Row) -> bool:
@@ -219,7 +232,7 @@ def _adds(rule: Any) -> bool:
     kind = type(rule)
     if not isinstance(rule, Rule) or (kind.apply, kind.decay) != (Rule.apply, Rule.decay) or kind.asks_for_sums():
         return False
-    return rule.decay_mode == "full" and rule.stochastic_rounding is None
+    return rule.decay_mode == "full" and rounds_to_nearest(rule)
 
 
 def _vector(numbers: Sequence[float | Tensor], device: torch.device) -> Tensor:

@@ -38,7 +38,7 @@ from muonmesh.step.members import (
     named_alike,
     replicas_of,
 )
-from muonmesh.step.planning import Connected, Planned, Planner, plan_members
+from muonmesh.step.planning import Batches, Connected, Planned, Planner, plan_members
 from muonmesh.step.replicas import gradients_of_replicas
 from muonmesh.step.runtime import Runtime
 from muonmesh.step.steady import Signature
@@ -130,16 +130,13 @@ def _groups_known(planned: Planned | None, runtime: Runtime) -> list[dist.Proces
 
 def _exchange(planned: Planned, group: dist.ProcessGroup | None, runtime: Runtime) -> Exchange:
     """Make the exchange of a plan that all ranks have compared."""
-    on_device = enumerate(planned.plan.assignments) if planned.device.type != "cpu" else ()
-    owned = [number for number, assignment in on_device if assignment.owner == planned.rank]
     planned.exchange = Exchange(
         planned.plan,
         group=group,
         dtype=runtime.precision.compute,
         companion_dtype=runtime.precision.carried,
         device=planned.device,
-        blocks=planned.blocks.count if runtime.precision.int8 else 0,
-        at_once={number: planned.at_once(number) for number in owned},
+        batching=Batches(planned, runtime.precision.on_host),
     )
     return planned.exchange
 

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from threading import Lock
 
 from torch import Tensor
 
 from muonmesh.comm.storage import local_of, this_rank
 from muonmesh.layout import Plan
-from muonmesh.layout.piece_table import Row
+from muonmesh.layout.piece_table import PieceTable
+from muonmesh.step.columns import StateCodec, bind
 from muonmesh.step.offload import DeviceCopy, Offload
 from muonmesh.step.parameter_steps import ParameterStep
 from muonmesh.step.planning import Holdings
 
 
-class DeviceCopies:
+class DeviceCopies(StateCodec):
     """Copies the state of parameters to the device for one step, and back to the CPU as early as possible.
 
     Momentum is needed until all matrices of its tensor have been read. Other state is needed until all of these
@@ -32,6 +34,7 @@ class DeviceCopies:
     def __init__(
         self, offload: Offload, plan: Plan, holdings: Holdings, entries: Sequence[ParameterStep | None]
     ) -> None:
+        self._lock = Lock()  # a CPU that is told to work in copies has threads
         self._offload, self._plan, self._entries = offload, plan, entries
         self._copies: dict[Tensor, DeviceCopy] = {}
         self._unread: dict[Tensor, set[int]] = {}  # assignments
@@ -48,53 +51,55 @@ class DeviceCopies:
             if held is not None and holdings[number]:
                 self._unread.setdefault(held.member.tensor, set()).add(number)
 
-    def at_once(self, numel: int) -> int:
-        """Return how many matrices of ``numel`` elements have their state on the device at once."""
-        return max(1, self._offload.elements // numel)
-
-    def take(self, entries: Iterable[ParameterStep]) -> None:
-        """Begin to copy the state of parameters to the device, unless this step has copied it. The state must exist."""
-        wanted = {entry.member.tensor: entry for entry in entries if entry.member.tensor not in self._copies}
+    def _take(self, numbers: Iterable[int]) -> None:
+        """Begin to copy the state of the parameters of matrices to the device, unless this step has copied it."""
+        entries = dict.fromkeys(self._plan.assignments[number].parameter for number in numbers)
+        some = [entry for n in entries if (entry := self._entries[n]) is not None]
+        wanted = {entry.member.tensor: entry for entry in some if entry.member.tensor not in self._copies}
         if wanted:
             self._offload.turn()
         for tensor, entry in wanted.items():
             shaped = [key for key, state_layout in entry.member.state_layouts.items() if state_layout.companion is None]
             keys = [key for key in (*shaped, "master") if key in entry.state]
             self._copies[tensor] = self._offload.bring({key: local_of(entry.state[key]) for key in keys})
+            for each in self._sharing[tensor]:
+                bind(each, self._copies[tensor].values)
 
-    def values(self, entry: ParameterStep) -> Mapping[str, Tensor]:
-        """Return the device copies of a parameter's state, by key. They may not have arrived yet; see `arrive`."""
-        return self._copies[entry.member.tensor].values
+    def arrive(self, numbers: Sequence[int], ahead: Sequence[int]) -> None:
+        """Let later computations wait until the state of matrices is copied, and begin to copy that of the next."""
+        with self._lock:
+            self._take(numbers)
+            self._take(ahead)
+            for entry in (self._entries[self._plan.assignments[number].parameter] for number in numbers):
+                if entry is not None:
+                    self._offload.arrive(self._copies[entry.member.tensor])
 
-    def arrive(self, entries: Iterable[ParameterStep]) -> None:
-        """Make later computations wait until the copied state of these parameters has arrived."""
-        for entry in entries:
-            self._offload.arrive(self._copies[entry.member.tensor])
-
-    def have_read(self, assignments: Iterable[int]) -> None:
+    def have_read(self, numbers: Iterable[int]) -> None:
         """Note that the gradients of these matrices are folded in; copy momentum back to the CPU where all are."""
-        for number in assignments:
-            entry = self._entries[self._plan.assignments[number].parameter]
-            if entry is None or entry.member.tensor not in self._unread:
-                continue
-            unread = self._unread[entry.member.tensor]
-            unread.discard(number)
-            if not unread:
-                self._offload.give_back(self._copies[entry.member.tensor], _momentum(entry))
-                for each in self._sharing[entry.member.tensor]:
-                    each.momenta = {}
+        with self._lock:
+            for number in numbers:
+                entry = self._entries[self._plan.assignments[number].parameter]
+                if entry is None or entry.member.tensor not in self._unread:
+                    continue
+                unread = self._unread[entry.member.tensor]
+                unread.discard(number)
+                if not unread:
+                    self._offload.give_back(self._copies[entry.member.tensor], _momentum(entry))
+                    for each in self._sharing[entry.member.tensor]:
+                        each.momenta = {}
 
-    def have_written(self, rows: Iterable[Row]) -> None:
+    def have_written(self, table: PieceTable) -> None:
         """Note that these rows are written; copy other state of completely written tensors back to the CPU."""
-        for row in rows:
-            entry = self._entries[row.parameter]
-            assert entry is not None
-            self._unwritten[entry.member.tensor] -= row.piece.numel
-            if self._unwritten[entry.member.tensor] == 0:
-                copy = self._copies[entry.member.tensor]
-                self._offload.give_back(copy, [key for key in copy.values if key not in _momentum(entry)])
-                for each in self._sharing[entry.member.tensor]:
-                    each.beside, each.master = {}, None
+        with self._lock:
+            for row in table.rows:
+                entry = self._entries[row.parameter]
+                assert entry is not None
+                self._unwritten[entry.member.tensor] -= row.piece.numel
+                if self._unwritten[entry.member.tensor] == 0:
+                    copy = self._copies[entry.member.tensor]
+                    self._offload.give_back(copy, [key for key in copy.values if key not in _momentum(entry)])
+                    for each in self._sharing[entry.member.tensor]:
+                        each.beside, each.master = {}, None
 
     def finish(self) -> None:
         """Copy all remaining state back to the CPU."""

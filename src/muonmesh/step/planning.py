@@ -17,6 +17,7 @@ from muonmesh.comm.exchange import Exchange
 from muonmesh.comm.ranks import connected_ranks, device_without_parameters
 from muonmesh.comm.same_plan import View, merged, union
 from muonmesh.comm.storage import local_of, this_rank
+from muonmesh.comm.work import Batching
 from muonmesh.errors import LayoutError, explain_error
 from muonmesh.layout import (
     Elementwise,
@@ -46,6 +47,10 @@ Holdings = tuple[tuple[Piece, ...], ...]
 Planner = Callable[..., Plan]
 """`make_plan` with the settings of an optimizer: its memory budget, owners that keep state, and ranks of a machine."""
 
+_WORTH_A_THREAD = 1 << 18
+"""From this number of elements on, threads share a set of equal matrices. For fewer elements, waiting for the Python
+code of other threads costs more time than it saves (measured)."""
+
 Orthogonalizers = dict[tuple[int, tuple[int, int]], Orthogonalizer]
 """The orthogonalizer of matrices, by the number of their group and their shape as assembled."""
 
@@ -74,6 +79,7 @@ class Planned:
         steps: The parameters of the last step that the next step may use again, by the identity of their
             OptimizedParameter (`parameter_steps.ParameterStep.goes_on`).
         collected: All parameters of the last step, if the next step may use all of them again.
+        columns: Tensors of these parameters that are no gradients, by kernel and table.
         state_forms: The forms of the state of each parameter, by the identity of its OptimizedParameter, and by whether
             it has master weights (`parameter_steps.forms_of`).
     """
@@ -91,23 +97,25 @@ class Planned:
     graphs: Graphs | None = None
     steps: dict[int, Any] = field(default_factory=dict)
     collected: Any = None
+    columns: dict[Any, Any] = field(default_factory=dict)
     state_forms: dict[tuple[int, bool], Any] = field(default_factory=dict)
     _names: list[str] | None = field(default=None, init=False)
 
     def forget_steps(self) -> None:
         """Forget what the last step has found of the parameters. It holds their state."""
         self.steps.clear()
+        self.columns.clear()
         self.collected = None
 
-    def at_once(self, number: int) -> int:
-        """Return how many matrices of the shape of this one the device orthogonalizes at a time. This rank owns it."""
-        return self.plan.at_once(number, self.squares(number))
+    def orthogonalizer(self, number: int) -> Orthogonalizer:
+        """Return the orthogonalizer of a matrix of which this rank stores something."""
+        matrix, member = self.plan.assignments[number].matrix, self.muon[self.plan.assignments[number].parameter]
+        assert member is not None
+        return self.orthogonalizers[member.group, matrix.shape]
 
     def squares(self, number: int) -> int:
         """Return how many rows × rows buffers a device needs to orthogonalize a matrix that this rank owns."""
-        matrix, member = self.plan.assignments[number].matrix, self.muon[self.plan.assignments[number].parameter]
-        assert member is not None
-        return self.orthogonalizers[member.group, matrix.shape].squares
+        return self.orthogonalizer(number).squares
 
     @cached_property
     def flag_vector(self) -> FlagVector:
@@ -200,6 +208,38 @@ class Planned:
     def members(self) -> list[OptimizedParameter]:
         """All parameters of this rank, Muon's parameters first."""
         return [member for member in self.muon if member is not None] + [m for some in self.adamw for m in some]
+
+
+@dataclass(frozen=True)
+class Batches(Batching):
+    """How many matrices of a plan are computed together on this rank, which owns them.
+
+    Attributes:
+        planned: The plan.
+        on_host: Whether state is kept in CPU memory, so that the device has the state of few matrices at a time.
+    """
+
+    planned: Planned
+    on_host: bool
+
+    def at_once(self, number: int, count: int, *, stays: bool = False) -> int:
+        """Return how many of ``count`` matrices that are equal to matrix ``number`` are computed by one task."""
+        plan, one = self.planned.plan, self.planned.orthogonalizer(number)
+        numel = plan.assignments[number].matrix.numel
+        if self.planned.device.type == "cpu":
+            threads = 1 if count * numel < _WORTH_A_THREAD else torch.get_num_threads()
+            turns = -(-count // (threads * one.at_once))  # tasks of each thread, so that all threads have equally many
+            return max(1, -(-count // (threads * turns)))
+        found = plan.at_once(number, one.squares)
+        return min(found, max(1, plan.budget.elements_on_device // numel)) if stays and self.on_host else found
+
+    def memory(self, number: int, shape: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
+        """Return the memory of the CUDA graph of matrices and of their results; None if they have no graph."""
+        if (graphs := self.planned.graphs) is None:
+            return None
+        one = self.planned.orthogonalizer(number)
+        keys = [one.graph_key(shape, dtype, overwrite=overwrite) for overwrite in (True, False)]  # as their rule needs
+        return graphs.memory(*keys[0]) or graphs.memory(*keys[1])
 
 
 class Connected(NamedTuple):

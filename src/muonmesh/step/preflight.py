@@ -189,6 +189,8 @@ def stand_aside(connected: Connected, settings: SettingsFound, runtime: Runtime)
     if agreed.plan_again(waits=False, follows=False):
         return False
     if bool(agreed.any("follows")):
+        if runtime.precision.int8:
+            planned.blocks.agree(exchange.wire)
         exchange.run(Work())
     _tell_later(runtime, agreed, raise_errors)
     return True

@@ -11,7 +11,6 @@ NAMES = {
     "prepare": "gradients into matrices",
     "compute": "orthogonalization",
     "finalize": "updates into weights",
-    "run_local": "matrices that stay on this rank",
     "step_elementwise": "AdamW and other elementwise rules",
 }
 """The parts of a step, and their names in the profile after the prefix "muonmesh: "."""

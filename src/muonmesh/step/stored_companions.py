@@ -17,6 +17,7 @@ from muonmesh.layout import Piece
 from muonmesh.layout.companion import size_of
 from muonmesh.layout.piece_table import Row
 from muonmesh.numerics.rules import parts
+from muonmesh.step.columns import MatrixStep
 from muonmesh.step.ready import ReadyParameters
 
 
@@ -34,8 +35,7 @@ class StoredCompanions(CompanionState):
 
     def read(self, assignment: int, key: str, piece: Piece, into: Tensor) -> None:
         """Write a matrix's companion (this rank's piece) into ``into``; zeros if there is no state here."""
-        entry = self.ready.here(assignment)
-        self.ready.prepare(entry)  # prepare only this state
+        entry = self.ready.of(assignment).entry
         if entry.created:
             into.copy_(view_in_storage(local_of(entry.state[key]), piece))
         else:
@@ -46,21 +46,20 @@ class StoredCompanions(CompanionState):
         self.owned = kept
 
     @contextmanager
-    def of(self, assignment: int) -> Iterator[dict[str, Tensor]]:
+    def of(self, one: MatrixStep) -> Iterator[dict[str, Tensor]]:
         """Yield the companions of a matrix that this rank owns, by key; a part of its rule writes them in place.
 
         If the gradient is zero, the state must not change. This method then restores state that lives at the owner, and
         `write` skips state that travels.
         """
-        matrix, flag = self.ready.matrix(assignment), self.ready.nonzero[assignment]
-        entry = self.ready.here(assignment)
+        matrix, flag, entry = one.matrix, one.nonzero, one.entry
         given, here = {}, dict[str, Tensor]()
         for key, state_layout in entry.member.state_layouts.items():
             if state_layout.companion is None:
                 continue
             size = (1, *size_of(state_layout.kept_as, matrix.rows, matrix.cols))
             if not state_layout.companion.at_owner:
-                given[key] = self.owned[assignment][key].view(size)
+                given[key] = self.owned[one.number][key].view(size)
             elif entry.created:
                 start = state_layout.companion.starts[matrix.index]
                 view = entry.state[key][start : start + math.prod(size)].view(size)
@@ -80,11 +79,11 @@ class StoredCompanions(CompanionState):
 
     def write(self, assignment: int, key: str, piece: Piece, numbers: Tensor) -> None:
         """Write back a piece of the companion that `Rule.whole` has changed, unless the matrix stays unchanged."""
-        flag, entry = self.ready.nonzero[assignment], self.ready.here(assignment)
-        if flag is False or not entry.created:
+        one = self.ready.of(assignment)
+        if not one.changes:
             return
-        kept = view_in_storage(local_of(entry.state[key]), piece)
-        kept.copy_(numbers if flag is True else torch.where(flag, numbers, kept))
+        kept, mask = view_in_storage(local_of(one.entry.state[key]), piece), one.mask
+        kept.copy_(numbers if mask is None else torch.where(mask, numbers, kept))
 
 
 @dataclass
@@ -109,20 +108,20 @@ class RuleSums(Summands):
 
     def exponents(self, row: Row, update: Tensor, into: Tensor) -> None:
         """Write the largest exponent of a row's summands, for each sum of its rule."""
-        if self.ready.changes(row):
-            weights, rounded, state = self.ready.weights(row)
+        one = self.ready.of(row.assignment)
+        if one.changes:
+            weights, rounded, state, _ = one.weights(row.piece)
             if rounded is not None:
                 parts.follow(weights, rounded)
-            rule, scale = self.ready.rule(row.assignment), self.ready.scale(row.assignment)
-            into.copy_(parts.exponents(rule, weights, update, state, scale=scale))
+            into.copy_(parts.exponents(one.kind.rule, weights, update, state, scale=one.kind.scale))
 
     def limbs(self, row: Row, update: Tensor, exponents: Tensor, into: Tensor) -> None:
         """Write the contribution of a row's elements to each sum of its rule."""
-        if self.ready.changes(row):
-            weights, _, state = self.ready.weights(row)
-            rule, scale = self.ready.rule(row.assignment), self.ready.scale(row.assignment)
-            count = self.ready.matrix(row.assignment).numel
-            into.copy_(parts.limbs(rule, weights, update, state, exponents, scale=scale, count=count))
+        one = self.ready.of(row.assignment)
+        if one.changes:
+            weights, _, state, _ = one.weights(row.piece)
+            some, count = (one.kind.rule, weights, update, state, exponents), one.matrix.numel
+            into.copy_(parts.limbs(*some, scale=one.kind.scale, count=count))
 
     def tell(self, assignment: int, into: Tensor) -> None:
         """Write the state that a rule keeps as one number for a matrix, if this rank owns the matrix."""
@@ -135,11 +134,11 @@ class RuleSums(Summands):
         """Store the sums and the one-number state of a matrix for `updates`, and let the rule update its state."""
         keys, found = self.ready.plan.told(assignment), sums.unbind()
         self._found[assignment] = found, dict(zip(keys, told.unbind(), strict=True))
-        if self.ready.entry(assignment) is None:
+        if (one := self.ready.find(assignment)) is None:
             return
-        rule, kept = self.ready.rule(assignment), self.companions.owned.get(assignment, {})
+        rule, kept = one.kind.rule, self.companions.owned.get(assignment, {})
         if all(key in kept for key in keys):
             rule.keep({key: kept[key].view(()) for key in keys}, found)
-        unsuited, flag = rule.unsuited(found), self.ready.nonzero[assignment]
+        unsuited, flag = rule.unsuited(found), one.nonzero
         if unsuited is not None and flag is not False:  # an unchanged matrix has no sums
             self.unsuited[assignment] = unsuited if flag is True else unsuited & flag

@@ -46,7 +46,10 @@ def fold(
             The direction is rounded to its dtype. None: it is not written.
         folds: Whether the gradient is folded. If False, only the direction is written.
     """
-    flat = None if into is None else _flat(into)
+    flat = into
+    if into is not None and not into.is_contiguous() and into.device.type == "cpu":
+        # The cast comes before the transpose: on a CPU, torch transposes fast only within one dtype.
+        flat = scratch("direction", into.shape, dtype=into.dtype, device=into.device)
     for g, *held in in_cache(gradient, *state.values(), *(() if flat is None else (flat,))):
         kept = dict(zip(state, held, strict=False))  # without what the direction goes to
         if folds:
@@ -57,8 +60,10 @@ def fold(
                     torch.where(active, fresh[key], value, out=value)
         if flat is not None:
             held[-1].copy_(rule.direction(g, kept))
-    if into is not None and flat is not None:
-        _unflatten(flat, into)
+    if into is not None and flat is not None and flat is not into:
+        if into.ndim == 2:  # torch transposes fast only into contiguous memory
+            into, flat = into.mT, flat.mT
+        into.copy_(flat)
 
 
 def change_whole(
@@ -272,21 +277,6 @@ def spare(like: Tensor, dtype: torch.dtype) -> Tensor:
     if like.numel() > _CACHED:
         return torch.empty_like(like, dtype=dtype)
     return scratch("rule", like.shape, dtype=dtype, device=like.device)
-
-
-def _flat(into: Tensor) -> Tensor:
-    """Return contiguous memory for a cast before a transpose; on a CPU, torch transposes fast only within one dtype."""
-    if into.is_contiguous() or into.device.type != "cpu":
-        return into
-    return scratch("direction", into.shape, dtype=into.dtype, device=into.device)
-
-
-def _unflatten(flat: Tensor, into: Tensor) -> None:
-    if flat is into:
-        return
-    if into.ndim == 2:  # torch transposes fast only into contiguous memory
-        into, flat = into.mT, flat.mT
-    into.copy_(flat)
 
 
 def _contiguous(update: Tensor) -> Tensor:

@@ -1,0 +1,239 @@
+"""ByParts: folds and applies rows of a table by the parts of their rules, on every device.
+
+On a CPU each thread takes one piece after the other, so that a piece stays in the cache; and small equal pieces are
+taken together, since a CPU copies them faster than it makes calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from muonmesh.comm.views import Elements, view_in_storage
+from muonmesh.layout.piece_table import NOWHERE, PieceTable, Row, evenly
+from muonmesh.layout.region import row_major
+from muonmesh.numerics.kernels.threads import run_all
+from muonmesh.numerics.rules import parts
+from muonmesh.step.columns import Kind, MatrixStep
+from muonmesh.step.parameter_steps import ParameterStep
+from muonmesh.step.ready import ReadyParameters
+from muonmesh.step.update_squares import UpdateSquares
+
+SMALL = 1 << 14
+"""Up to this number of elements, a CPU copies a piece beside others; this is cheaper than a few more calls
+(measured)."""
+
+_MOST = 1 << 19
+"""Largest number of elements of pieces that are taken together, so that they stay in the cache."""
+
+
+class ByParts:
+    """Folds and applies rows by the parts of their rules.
+
+    Args:
+        ready: The parameters of the step.
+        sums: Returns what a rule has added up over a matrix (`RuleSums.found`).
+        squares: Adds up the squares of the updates; None if no metrics are wanted.
+    """
+
+    def __init__(
+        self,
+        ready: ReadyParameters,
+        sums: Callable[[int], tuple[tuple[Tensor, ...], Mapping[str, Tensor]]],
+        squares: UpdateSquares | None,
+    ) -> None:
+        self._ready, self._sums, self._squares = ready, sums, squares
+
+    def fold(self, elements: Elements, rows: Sequence[Row], *, folded: bool) -> None:
+        """Fold the gradients of rows into their momenta, and write the directions.
+
+        Args:
+            elements: The table with its buffers.
+            rows: Rows of the table.
+            folded: Whether gradients have been folded, so that only directions are written.
+        """
+        self._run(partial(self._fold, elements, folded), elements.table, rows)
+
+    def apply(self, elements: Elements, rows: Sequence[Row]) -> None:
+        """Decay and update the weights of rows."""
+        self._run(partial(self._apply, elements), elements.table, rows)
+
+    def _run(self, task: Callable[[Run], None], table: PieceTable, rows: Sequence[Row]) -> None:
+        """Run a task for some rows of a table: small equal rows together, all others one by one."""
+        if rows is table.rows and self._squares is None:
+            runs: Sequence[Run] = table.once(("runs", SMALL), lambda: _runs(self._ready, rows))
+        else:
+            runs = [Run((row,)) for row in rows]
+        if len(runs) == 1:
+            task(runs[0])
+        else:
+            run_all([partial(task, run) for run in runs], device=self._ready.device)
+
+    def _fold(self, elements: Elements, folded: bool, run: Run) -> None:
+        if not folded and (entries := self._changing(run)):
+            first = self._ready.of(run.rows[0].assignment)
+            if run.joined is not None:
+                self._fold_one(run.joined, first, elements, folds=True)
+                return
+            if _fold_together(elements, run, entries, first.kind):
+                return
+        for row in run.rows:
+            one = self._ready.of(row.assignment)
+            self._fold_one(row, one, elements, folds=not folded and one.nonzero is not False)
+
+    def _fold_one(self, row: Row, one: MatrixStep, elements: Elements, *, folds: bool) -> None:
+        into = elements.view(row)
+        if one.entry.momenta is None:
+            if into is not None:  # without state no gradient has ever been folded in, so the direction is zero
+                into.zero_()
+        elif folds or into is not None:
+            state = one.momenta(row.piece)
+            parts.fold(one.kind.rule, one.gradient(row.piece), state, active=one.mask, into=into, folds=folds)
+
+    def _apply(self, elements: Elements, run: Run) -> None:
+        first = self._ready.of(run.rows[0].assignment)
+        if first.kind.rounds_to_nearest and (entries := self._changing(run)):
+            if run.joined is not None:
+                self._apply_one(run.joined, first, elements)
+                return
+            if _apply_together(elements, run, entries, first.kind):
+                return
+        for row in run.rows:
+            one = self._ready.of(row.assignment)
+            if one.changes:
+                self._apply_one(row, one, elements)
+
+    def _changing(self, run: Run) -> list[ParameterStep]:
+        """Return the parameters of rows that may be taken together: all change, each by itself, as the CPU knows."""
+        nonzero, entries = self._ready.nonzero, self._ready.entries
+        if len(run.rows) == 1 or isinstance(nonzero, Tensor):
+            return []
+        if not all([nonzero[row.assignment] for row in run.rows]) or self._ready.of(run.rows[0].assignment).kind.sums:
+            return []
+        rows = run.rows if run.joined is None else run.rows[:1]
+        found = [entry for row in rows if (entry := entries[row.parameter]) is not None and entry.created]
+        return found if len(found) == len(rows) else []
+
+    def _apply_one(self, row: Row, one: MatrixStep, elements: Elements) -> None:
+        update, weights, member = elements.view(row), one.weights(row.piece), one.entry.member
+        assert update is not None
+        sums, told = self._sums(row.assignment) if one.kind.sums else ((), None)
+        squares: list[Tensor] | None = None if self._squares is None else []
+        parts.apply(
+            *(one.kind.rule, weights.values, update, weights.beside),
+            scale=one.kind.scale,
+            active=one.mask,
+            sums=sums,
+            told=told,
+            squares=squares,
+            rounded=weights.rounded,
+        )
+        if weights.write is not None:
+            weights.write()
+        if self._squares is not None and squares is not None:
+            self._squares.add(member.group, torch.stack(squares).sum() / member.storage.copies)
+
+
+# ---------------------------------------------------------------- small equal pieces together
+
+
+class Run(NamedTuple):
+    """Rows that may be taken together.
+
+    Attributes:
+        rows: Small rows of equal form, one after the other in a table and evenly in a buffer; or any row.
+        joined: All of them as one row, if they lie evenly in one parameter.
+    """
+
+    rows: tuple[Row, ...]
+    joined: Row | None = None
+
+    def buffered(self, elements: Elements) -> Tensor:
+        """Return a view of several rows in their buffer, (rows, *shape)."""
+        first, second, *_ = self.rows
+        buffer, apart = elements.buffers[first.buffer], second.start - first.start
+        shape = len(self.rows), *first.piece.shape
+        return buffer.as_strided(shape, (apart, *first.strides), buffer.storage_offset() + first.start)
+
+
+def _runs(ready: ReadyParameters, rows: Sequence[Row]) -> list[Run]:
+    """Return rows in their order, with those that may be taken together in one run."""
+    found, last, numel = list[list[Row]](), None, 0
+    for row in rows:
+        shape, one = row.piece.shape, ready.find(row.assignment)
+        small = row.piece.numel <= SMALL and row.piece.storage_strides == row_major(shape) and row.buffer != NOWHERE
+        form = None
+        if small and one is not None:  # of one scale
+            form = shape, row.strides, row.buffer, one.entry.member.group, one.matrix.rows, one.matrix.cols
+        numel += row.piece.numel
+        if form is not None and form == last and numel <= _MOST and _follows(row, found[-1]):
+            found[-1].append(row)
+        else:
+            found.append([row])
+            last, numel = form, row.piece.numel
+    return [Run(tuple(some), evenly(some)) for some in found]
+
+
+def _follows(row: Row, run: Sequence[Row]) -> bool:
+    """Whether a row lies as far behind the last row of a run, in their buffer, as that behind the row before it."""
+    apart = row.start - run[-1].start
+    return apart > 0 and (len(run) == 1 or apart == run[-1].start - run[-2].start)
+
+
+def _fold_together(elements: Elements, run: Run, entries: Sequence[ParameterStep], kind: Kind) -> bool:
+    """Fold the gradients of a run, and write the directions; False if nothing was done, because the rows differ."""
+    gradients = _views([entry.gradient for entry in entries], run.rows)
+    momenta = _by_key([entry.momenta or {} for entry in entries], run.rows)
+    if gradients is None or momenta is None:
+        return False
+    held = {key: parts.side_by_side(f"momenta {key}", views) for key, views in momenta.items()}
+    parts.fold(kind.rule, parts.side_by_side("gradient", gradients), held, into=run.buffered(elements))
+    for key, views in momenta.items():
+        parts.give_back(held[key], views)
+    return True
+
+
+def _apply_together(elements: Elements, run: Run, entries: Sequence[ParameterStep], kind: Kind) -> bool:
+    """Decay and update the weights of a run; False if nothing was done, because the rows differ."""
+    wide, rows = entries[0].master is not None, run.rows
+    weights = _views([entry.master if wide else entry.weights for entry in entries], rows)
+    rounded = _views([entry.weights for entry in entries], rows) if wide else []
+    beside = _by_key([entry.beside for entry in entries], rows)
+    if (
+        weights is None
+        or rounded is None
+        or beside is None
+        or (not wide and any([e.master is not None for e in entries]))
+    ):
+        return False
+    values = parts.side_by_side("weights", weights)
+    low = parts.side_by_side("rounded", rounded) if rounded else None
+    held = {key: parts.side_by_side(f"beside {key}", views) for key, views in beside.items()}
+    parts.apply(kind.rule, values, run.buffered(elements), held, scale=kind.scale, rounded=low)
+    for together, views in ((values, weights), (low, rounded), *((held[key], beside[key]) for key in held)):
+        if together is not None:
+            parts.give_back(together, views)
+    return True
+
+
+def _views(tensors: Sequence[object], rows: Sequence[Row]) -> list[Tensor] | None:
+    """Return views of rows in their tensors; None if these are not all tensors of one dtype."""
+    found = [
+        view_in_storage(tensor, row.piece)
+        for tensor, row in zip(tensors, rows, strict=True)
+        if isinstance(tensor, Tensor)
+    ]
+    return found if len(found) == len(rows) and len({view.dtype for view in found}) == 1 else None
+
+
+def _by_key(states: Sequence[Mapping[str, object]], rows: Sequence[Row]) -> dict[str, list[Tensor]] | None:
+    """Return views of rows in tensors that each has by key, such as its state; None if these are not alike."""
+    found, keys = dict[str, list[Tensor]](), states[0].keys()
+    for key in keys if all([state.keys() == keys for state in states]) else ():
+        if (views := _views([state[key] for state in states], rows)) is not None:
+            found[key] = views
+    return found if len(found) == len(keys) else None
