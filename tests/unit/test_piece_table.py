@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from muonmesh.comm.schedule import Schedule
 from muonmesh.comm.work import Local
 from muonmesh.layout import Layout, Parameter, Plan, make_plan, split_matrices
-from muonmesh.layout.piece_table import NOWHERE, Row, joined
+from muonmesh.layout.piece_table import NOWHERE, Row, evenly, joined
 from muonmesh.layout.region import Piece, overlap, row_major
 from tests.fuzzing import flat_layouts, mesh_layouts, shared_by_replicas, specs
 
@@ -130,3 +130,33 @@ def test_joined_rows_have_the_same_elements(drawn: list[tuple[int, int, int, int
 
     assert elements(joined(rows)) == elements(rows)
     assert len(joined(rows)) <= len(rows)
+
+
+@hypothesis.settings(max_examples=200, deadline=None, derandomize=True)
+@hypothesis.given(
+    st.lists(st.tuples(st.integers(0, 1), st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=4),
+    st.booleans(),
+)
+def test_rows_of_several_matrices_are_one_where_they_lie_evenly(drawn: list[tuple[int, int, int]], even: bool) -> None:
+    """Element by element in their order; parameters and distances that differ are left alone."""
+    if even:
+        drawn = [(0, 2 * number, 3 * number) for number in range(len(drawn))]
+    shape, strides = (2, 3), row_major((2, 3))
+    rows = [
+        Row(number, parameter, Piece(shape, 6 * storage, strides, 0, strides), 0, 6 * start, strides)
+        for number, (parameter, storage, start) in enumerate(drawn)
+    ]
+
+    def elements(row: Row) -> list[tuple[int, int]]:
+        sides = ((row.piece.storage_start, row.piece.storage_strides), (row.start, row.strides))
+        at = itertools.product(*(range(size) for size in row.piece.shape))
+        return [
+            tuple(first + sum(k * s for k, s in zip(one, steps, strict=True)) for first, steps in sides)  # type: ignore[misc]
+            for one in at
+        ]
+
+    found = evenly(rows)
+    assert (found is not None) >= (even and len(rows) > 1)
+    if found is not None:
+        assert elements(found) == [pair for row in rows for pair in elements(row)]
+        assert {row.parameter for row in rows} == {found.parameter}
