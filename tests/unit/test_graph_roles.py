@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.nn.utils import prune
+from torch.utils.checkpoint import checkpoint
 
 import muonmesh as mm
 from muonmesh.groups.example import seen_in
@@ -268,6 +269,17 @@ def test_a_residual_stream_that_is_cut_says_nothing_of_the_weights_that_write_it
     assert {roles(model, IDS)[f"layers.{i}.weight"] for i in range(3)} == {"whole"}
 
 
+def test_nor_does_a_sum_of_a_layer_and_of_what_it_reads() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        stream = self.stem(x)
+        a, b = (stream + self.layer(F.silu(stream))).chunk(2, -1)
+        out: Tensor = self.out(a * b)
+        return out
+
+    model = Calls(forward, stem=nn.Linear(4, 16), layer=nn.Linear(16, 16), out=nn.Linear(8, 3))
+    assert roles(model, (torch.randn(2, 4),)) == {"stem.weight": INPUT, "layer.weight": "whole", "out.weight": HEAD}
+
+
 def test_what_may_be_cut_is_left_to_a_guess_that_warns() -> None:
     def forward(self: Any, x: Tensor) -> Tensor:
         q, k, v = torch.roll(self.qkv(x), 3, -1).chunk(3, -1)
@@ -402,6 +414,15 @@ def test_states_among_the_outputs_are_no_results() -> None:
     assert {found[f"{name}.{i}.weight"] for name in lists for i in range(2)} == {"whole"}
 
 
+def test_a_state_among_the_outputs_is_no_result_though_its_layer_is_registered_last() -> None:
+    def forward(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        state = self.state(F.relu(self.stem(x)))
+        return self.out(F.relu(state)), state
+
+    model = Calls(forward, stem=nn.Linear(4, 16), out=nn.Linear(16, 3), state=nn.Linear(16, 16))
+    assert roles(model, (torch.randn(2, 4),)) == {"stem.weight": INPUT, "out.weight": HEAD, "state.weight": "whole"}
+
+
 def test_the_adaptive_softmax_of_torch() -> None:
     def forward(self: Any, ids: Tensor) -> Any:
         x = self.embed(ids).flatten(0, 1)
@@ -475,6 +496,26 @@ def test_what_a_teacher_makes_without_gradients_is_no_input_layer_for_sure() -> 
     layers = {"student": nn.Linear(8, 16), "reads": nn.Linear(16, 16), "out": nn.Linear(16, 3)}
     found = roles(Calls(forward, teacher=teacher, **layers), (torch.randn(2, 8),))
     assert found == {"student.weight": INPUT, "reads.weight": "whole", "out.weight": HEAD}
+
+
+def test_a_layer_that_reads_fixed_numbers_is_no_input_layer_for_sure() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        fixed = self.scale * torch.ones_like(self.scale)
+        out: Tensor = self.out(F.relu(self.student(x)) + self.reads(fixed.expand(2, 8)))
+        return out
+
+    layers = {"student": nn.Linear(8, 16), "reads": nn.Linear(8, 16), "out": nn.Linear(16, 3)}
+    found = roles(Calls(forward, scale=nn.Parameter(torch.ones(8)), **layers), (torch.randn(2, 8),))
+    assert found == {"student.weight": INPUT, "reads.weight": "whole", "out.weight": HEAD}
+
+
+def test_a_layer_behind_what_the_graph_hides_is_no_input_layer_for_sure() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        out: Tensor = self.c(F.relu(self.b(checkpoint(self.a, x, use_reentrant=True))))
+        return out
+
+    model = Calls(forward, a=nn.Linear(8, 16), b=nn.Linear(16, 16), c=nn.Linear(16, 3))
+    assert roles(model, (torch.randn(2, 8),)) == {"a.weight": "whole", "b.weight": "whole", "c.weight": HEAD}
 
 
 # --- what makes a weight ---------------------------------------------------------------------------------------------
@@ -670,8 +711,6 @@ def test_replicated_and_sharded_models(workers: Callable[[int], Pool]) -> None:
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointed_blocks(reentrant: bool) -> None:
-    from torch.utils.checkpoint import checkpoint
-
     def forward(self: Any, x: Tensor) -> Tensor:
         x = self.a(x)
         for block in self.blocks:
