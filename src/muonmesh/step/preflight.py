@@ -66,10 +66,8 @@ def preflight(
             if ranks that share a parameter have different settings for it.
     """
     (planned, exchange), entries = connected, [*collected.muon, *collected.elementwise]
-    error, waits = (
-        settings.error or collected.error or error,
-        settings.at_rest or runtime.driver.host_waits(planned.device),
-    )
+    error = settings.error or collected.error or error
+    waits = settings.at_rest or runtime.driver.host_waits(planned.device)
     alone = len(exchange.plan.ranks) == 1 and not settings.on_device  # the CPU knows all but the tensors' values
     if alone and error is not None:
         raise error

@@ -291,7 +291,7 @@ def muon_parameter(
     settings = f"{COEFFICIENTS}, {STEPS} steps, auto"
     here, there = (Storage(some, layout.shape) for some in (layout, momentum or layout))
     (kept,) = state_layouts_of(
-        rule.keeps(), [OptimizedParameter(name, torch.empty(0, device="meta"), here, there, spec)]
+        rule.keeps(), [OptimizedParameter(name, torch.empty(0, dtype=torch.float32, device="meta"), here, there, spec)]
     )
     beside = tuple(each.companion for each in kept.values() if each.companion is not None)
     return Parameter(name, momentum or layout, layout, matrices, work, settings, beside, rule.count_of_sums())
