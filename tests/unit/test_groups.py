@@ -1155,7 +1155,7 @@ def test_experts_and_routers_of_other_libraries() -> None:
         groups = split_params(model)
     told = [str(each.message) for each in caught]
     assert ['("stack", ("transposed", ("rows", ...)))' in each for each in told] == [True, False]
-    assert ['("stack", ("rows", 6, 6))' in each for each in told] == [False, True]
+    assert ['("stack", ("rows", ...))' in each for each in told] == [False, True]
     assert assigned(groups) == {
         "a.experts.w1": "stack",
         "a.experts.w2": "stack",
