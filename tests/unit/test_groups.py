@@ -1154,8 +1154,8 @@ def test_experts_and_routers_of_other_libraries() -> None:
     with pytest.warns(UserWarning, match="one matrix each by a guess") as caught:
         groups = split_params(model)
     told = [str(each.message) for each in caught]
-    assert ['("stack", ("transposed", ("rows", 6, 6)))' in each for each in told] == [True, False]
-    assert ['("stack", ("rows", 6, 6))' in each for each in told] == [False, True]
+    assert ['("stack", ("transposed", ("rows", ...)))' in each for each in told] == [True, False]
+    assert ['("stack", ("rows", ...))' in each for each in told] == [False, True]
     assert assigned(groups) == {
         "a.experts.w1": "stack",
         "a.experts.w2": "stack",
