@@ -663,9 +663,14 @@ def pipeline() -> tuple[list[str], bool]:
     run = exchange.run
 
     def watched(work: Any) -> Any:
-        step_elementwise, compute, numbers = work.step_elementwise, work.compute, itertools.count()
-        work.step_elementwise = lambda: (events.append("adamw 0"), step_elementwise())
-        work.compute = lambda some: (compute(some), events.append(f"computed {next(numbers)}"))
+        step_elementwise, orthogonalize, numbers = work.step_elementwise, owners._orthogonalize, itertools.count()
+
+        def computed(*batches: Any) -> Any:
+            found = orthogonalize(*batches)
+            events.append(f"computed {next(numbers)}")
+            return found
+
+        work.step_elementwise, owners._orthogonalize = lambda: (events.append("adamw 0"), step_elementwise()), computed
         return run(work)
 
     exchange.run = watched

@@ -236,7 +236,10 @@ def test_equal_shards_arrive_and_leave_in_one_copy() -> None:
     (found,) = stages_of(schedule := Schedule(plan, 9, plan.ranks, torch.float32, CPU))
     (once,) = rounds_of(schedule, found)
     assert sum(len(results) for results in found.results) == 2
-    assert len(found.there.reads) == len(schedule.staying(found.stage, found.results)) + len(once.arrived) == 128
+    reads, *writes = (
+        len(some.table.rows) for some in (found.there.reads, schedule.staying(found.stage, found.results), once.arrived)
+    )
+    assert reads == sum(writes) == 128
     assert len(found.there.arriving) == len(once.leaving) == 2 * 2  # the ranks before this one, and those behind it
 
 

@@ -1,8 +1,9 @@
 """All communication between ranks, and the layouts of tensors as parts of whole parameters.
 
-- Reading: `storage` finds the layout of a tensor, and `layout_readers` asks what integrations know of it.
-  `gradients` finds the gradient of a parameter. `views` cuts pieces out of memory. `wrappers` finds the DDP that
-  averages plain tensors.
+- Reading: `storage` says where a tensor lives, `placing` finds it, and `layout_readers` asks what integrations know of
+  it. `sharing` cuts the momentum of replicas. `ranks` has what a process knows of ranks without asking. `gradients`
+  finds the gradient of a parameter. `views` cuts pieces out of memory. `wrappers` finds the DDP that averages plain
+  tensors.
 - Meeting: in `meeting`, ranks wait for each other, and errors name the missing ranks. In `same_plan`, they compare
   plans. In `copies`, they find parameters of which several ranks hold equal copies. `telling` sends Python objects, and
   errors, to all ranks. By an `agreement`, they ask each other in one reduced vector whether any rank failed, must plan

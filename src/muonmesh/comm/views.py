@@ -47,16 +47,11 @@ class Elements:
         """Return a view of a row's elements in its buffer, in the shape of its piece; None if it is in no buffer."""
         if row.buffer == NOWHERE:
             return None
-        buffer = self.buffers[row.buffer]
-        return buffer.as_strided(row.piece.shape, row.strides, buffer.storage_offset() + row.start)
+        return in_buffer(self.buffers[row.buffer], row)
 
     def __iter__(self) -> Iterator[tuple[Row, Tensor]]:
         """Iterate over the rows that are in a buffer, with their views."""
         return ((row, view) for row in self.table.rows if (view := self.view(row)) is not None)
-
-    def __len__(self) -> int:
-        """Return the number of rows."""
-        return len(self.table.rows)
 
 
 def in_buffer(buffer: Tensor, row: Row) -> Tensor:

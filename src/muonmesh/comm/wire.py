@@ -2,7 +2,7 @@
 
 Three kinds of communication do not use the wire: the sum of a partial gradient, which DTensor sends over its own mesh
 (`gradients`); the norms of other pipeline stages (`muonmesh.clip.squares`); and the messages between ranks once for
-each plan, or after an error (`same_plan`, `meeting`).
+each plan, or after an error (`telling`, `meeting`).
 """
 
 from __future__ import annotations

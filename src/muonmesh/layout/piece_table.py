@@ -12,15 +12,18 @@ from muonmesh.layout.region import Piece, row_major
 from muonmesh.layout.routes import Leg
 
 NOWHERE = -1
-"""The buffer of a row whose elements are in no buffer: they are only folded into the momentum."""
+"""The buffer of a row whose elements are in no buffer: what is stored is only read, or folded into."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
     """Elements of one matrix: their places in the storage of a parameter, and in one of several buffers.
 
+    A row that was joined from several rows (`joined`, `evenly`) may be of several matrices that are stepped alike. The
+    strides of its piece in a matrix do not count.
+
     Attributes:
-        assignment: Number of the matrix's assignment in its plan.
+        assignment: Number of the matrix's assignment in its plan; of several matrices the first one's.
         parameter: Number of its parameter in the plan.
         piece: The places of the elements in the storage and in the assembled matrix.
         buffer: The number of the buffer, or `NOWHERE`.

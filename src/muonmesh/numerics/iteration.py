@@ -140,7 +140,7 @@ class Iteration:
         self._inverse_square = self._inverse.square() if self._matmuls.together else norm.square().reciprocal()
 
     def begin(self, p: Polynomial) -> None:
-        """Divide X by ‖A²‖^½ (Frobenius) of its Gram matrix A: (Σσ⁸)^⅛, which bounds its largest singular value.
+        """Divide X by ‖A²‖^¼ (Frobenius) of its Gram matrix A: (Σσ⁸)^⅛, which bounds its largest singular value.
 
         The first quintic also needs A and A², so they are kept.
         """

@@ -55,7 +55,7 @@ def take_what_all_have(runtime: Runtime, told: Mapping[int, Facts]) -> bool:
     launchers report different numbers of ranks of a machine, the number becomes 0 (unknown).
 
     Args:
-        runtime: The runtime state of the optimizer; its ``precision`` and ``machine`` are written.
+        runtime: The runtime state of the optimizer; its ``precision`` and ``ranks.machine`` are written.
         told: What each rank of the connected set has told.
     """
     machine, (first, mine), *_ = runtime.ranks.machine, *told.items()

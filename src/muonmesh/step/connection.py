@@ -136,7 +136,7 @@ def _exchange(planned: Planned, group: dist.ProcessGroup | None, runtime: Runtim
         dtype=runtime.precision.compute,
         companion_dtype=runtime.precision.carried,
         device=planned.device,
-        batching=Batches(planned, runtime.precision.on_host),
+        batching=Batches.of(planned, on_host=runtime.precision.on_host),
     )
     return planned.exchange
 
@@ -144,12 +144,16 @@ def _exchange(planned: Planned, group: dist.ProcessGroup | None, runtime: Runtim
 def outdated(groups: Groups, runtime: Runtime, settings: SettingsFound) -> Connected | None:
     """Return the plan of the last step if this rank can no longer follow it; None if it can, or if there is no plan.
 
-    The other ranks may not know yet that this rank has changed.
+    The other ranks may not know yet that this rank has changed. The source brings the gradients of this step, for which
+    all its ranks call this.
 
     Args:
         groups: The current param groups.
         runtime: The runtime state of the optimizer.
         settings: The settings read from the groups. If they have an error, this rank cannot follow the plan.
+
+    Raises:
+        LayoutError: a wrapper of the parameters is used with torch's Join (`refuse_join`).
     """
     refuse_join(runtime.ranks.wrappers)
     before = runtime.connected

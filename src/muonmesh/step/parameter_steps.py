@@ -305,7 +305,7 @@ def _has(form: StateForm, value: object) -> bool:
     alike = local.dtype == form.dtype and local.shape == form.shape and local.device == form.device
     if not (alike and local.layout is torch.strided and local.is_contiguous() and not local.is_inference()):
         return False
-    return local.untyped_storage().nbytes() >= (local.storage_offset() + local.numel()) * local.itemsize
+    return not is_freed(local)
 
 
 def _shares_memory(tensor: Tensor) -> bool:

@@ -79,7 +79,8 @@ class Planned:
         steps: The parameters of the last step that the next step may use again, by the identity of their
             OptimizedParameter (`parameter_steps.ParameterStep.goes_on`).
         collected: All parameters of the last step, if the next step may use all of them again.
-        columns: Tensors of these parameters that are no gradients, by kernel and table.
+        columns: The launches of each kernel and table, with their parameters' tensors that are no gradients, and the
+            rows that no launch takes (`by_kernel`).
         state_forms: The forms of the state of each parameter, by the identity of its OptimizedParameter, and by whether
             it has master weights (`parameter_steps.forms_of`).
     """
@@ -214,19 +215,35 @@ class Planned:
 class Batches(Batching):
     """How many matrices of a plan are computed together on this rank, which owns them.
 
+    It does not hold the `Planned`, which holds the exchange, which holds this: a cycle would keep memory of the device
+    until Python looks for cycles.
+
     Attributes:
-        planned: The plan.
+        plan: The plan.
+        device: The device of the matrices.
+        orthogonalizers: The orthogonalizers of the matrices that this rank owns, by their numbers.
+        graphs: See `Planned`.
         on_host: Whether state is kept in CPU memory, so that the device has the state of few matrices at a time.
     """
 
-    planned: Planned
+    plan: Plan
+    device: torch.device
+    orthogonalizers: Mapping[int, Orthogonalizer]
+    graphs: Graphs | None
     on_host: bool
+
+    @staticmethod
+    def of(planned: Planned, *, on_host: bool) -> Batches:
+        """Return those of a plan on this rank."""
+        owned = [number for number, one in enumerate(planned.plan.assignments) if one.owner == planned.rank]
+        orthogonalizers = {number: planned.orthogonalizer(number) for number in owned}
+        return Batches(planned.plan, planned.device, orthogonalizers, planned.graphs, on_host)
 
     def at_once(self, number: int, count: int, *, stays: bool = False) -> int:
         """Return how many of ``count`` matrices that are equal to matrix ``number`` are computed by one task."""
-        plan, one = self.planned.plan, self.planned.orthogonalizer(number)
+        plan, one = self.plan, self.orthogonalizers[number]
         numel = plan.assignments[number].matrix.numel
-        if self.planned.device.type == "cpu":
+        if self.device.type == "cpu":
             threads = 1 if count * numel < _WORTH_A_THREAD else torch.get_num_threads()
             turns = -(-count // (threads * one.at_once))  # tasks of each thread, so that all threads have equally many
             return max(1, -(-count // (threads * turns)))
@@ -235,11 +252,11 @@ class Batches(Batching):
 
     def memory(self, number: int, shape: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
         """Return the memory of the CUDA graph of matrices and of their results; None if they have no graph."""
-        if (graphs := self.planned.graphs) is None:
+        if self.graphs is None:
             return None
-        one = self.planned.orthogonalizer(number)
+        one = self.orthogonalizers[number]
         keys = [one.graph_key(shape, dtype, overwrite=overwrite) for overwrite in (True, False)]  # as their rule needs
-        return graphs.memory(*keys[0]) or graphs.memory(*keys[1])
+        return self.graphs.memory(*keys[0]) or self.graphs.memory(*keys[1])
 
 
 class Connected(NamedTuple):

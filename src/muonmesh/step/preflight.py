@@ -120,7 +120,7 @@ def _partial_here(entries: Entries) -> dict[int, Sequence[int]]:
 
 
 def _reduce(entries: Entries, partial_gradients: Mapping[int, Sequence[int]]) -> None:
-    """Sum partial gradients, given by the numbers of their parameters with the reduction along each axis."""
+    """Reduce partial gradients, given by the numbers of their parameters with the reduction along each axis."""
     for number, axes in partial_gradients.items():
         if (entry := entries[number]) is not None:
             entry.gradient = reduced(entry.member.tensor, entry.gradient, axes).contiguous()

@@ -78,7 +78,7 @@ class StoredCompanions(CompanionState):
                 kept.copy_(given[key])
 
     def write(self, assignment: int, key: str, piece: Piece, numbers: Tensor) -> None:
-        """Write back a piece of the companion that `Rule.whole` has changed, unless the matrix stays unchanged."""
+        """Write back a piece of the companion that its rule has changed at the owner, unless its matrix stays as it is."""
         one = self.ready.of(assignment)
         if not one.changes:
             return
@@ -131,7 +131,7 @@ class RuleSums(Summands):
                 number.copy_(kept[key].view(()))
 
     def take(self, assignment: int, sums: Tensor, told: Tensor) -> None:
-        """Store the sums and the one-number state of a matrix for `updates`, and let the rule update its state."""
+        """Store the sums and the one-number state of a matrix for `found`, and let the rule update its state."""
         keys, found = self.ready.plan.told(assignment), sums.unbind()
         self._found[assignment] = found, dict(zip(keys, told.unbind(), strict=True))
         if (one := self.ready.find(assignment)) is None:
