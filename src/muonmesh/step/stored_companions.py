@@ -78,7 +78,7 @@ class StoredCompanions(CompanionState):
                 kept.copy_(given[key])
 
     def write(self, assignment: int, key: str, piece: Piece, numbers: Tensor) -> None:
-        """Write back a piece of the companion that its rule has changed at the owner, unless its matrix stays as it is."""
+        """Write back a piece of the companion that its rule has changed, unless the matrix stays unchanged."""
         one = self.ready.of(assignment)
         if not one.changes:
             return
