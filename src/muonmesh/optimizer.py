@@ -307,8 +307,8 @@ class Muon(torch.optim.Optimizer):
             if agreed is not None and not self._note(agreed, scaler):
                 self._run(agreed)
         finally:
-            if self._runtime.planned is not None:
-                for entry in self._runtime.planned.steps.values():
+            for planned in self._runtime.plans:
+                for entry in planned.steps.values():
                     entry.gradient = None  # the user may free it
 
     def _agree(self) -> _Agreed | None:
@@ -530,9 +530,8 @@ class Muon(torch.optim.Optimizer):
         # Frameworks load an empty state before they replace the parameters.
         filled = isinstance(state_dict, Mapping) and state_dict.get("state")
         planned = plan(self.param_groups, runtime) if filled else None
-        for known in (runtime.planned, planned):
-            if known is not None:
-                known.forget_steps()  # they hold the old state, for which there may be no memory beside the new one
+        for known in runtime.plans:
+            known.forget_steps()  # they hold the old state, for which there may be no memory beside the new one
         restore_state(self, state_dict, runtime.precision, planned, super().load_state_dict)
         keep_rates_apart(self.param_groups, runtime.replaced)
         runtime.interrupted, runtime.loaded = None, planned is not None and bool(planned.members)

@@ -158,3 +158,22 @@ def resumed_by_our_own_checkpoints(folder: Path) -> list[bool]:
 
 def test_our_own_checkpoints_carry_it_too(workers, tmp_path) -> None:
     assert workers(2).run(resumed_by_our_own_checkpoints, tmp_path) == [[True, True]] * 2
+
+
+def shared_and_planned_again() -> bool:
+    """Two replicas share int8 momentum; a new plan compares replicas, whose scales are of different parts."""
+    weights = []
+    for shared in (True, False):
+        weight = nn.Parameter(random("wide", 0))
+        optimizer = mm.Muon([("wide", weight)], lr=0.02, process_group="world", state_dtype="int8", shard_state=shared)
+        for number in range(4):
+            if number == 2:
+                optimizer.param_groups[0]["ns_steps"] = 4
+            weight.grad = random("wide", number)
+            optimizer.step()
+        weights.append(weight.detach())
+    return torch.equal(*weights)
+
+
+def test_replicas_that_share_int8_momentum_plan_again(workers) -> None:
+    assert workers(2).run(shared_and_planned_again) == [True, True]

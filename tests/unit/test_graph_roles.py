@@ -744,3 +744,78 @@ def test_from_model_takes_an_example_and_explains_it() -> None:
     optimizer = mm.from_model(model, example=(torch.randn(5, 8),))
     assert "in a forward, no other layer reads what it makes" in str(optimizer.explain())
     assert "in a forward, it reads the model's inputs" in str(optimizer.explain())
+
+
+def grows(model: Any, x: Tensor) -> Tensor:
+    model.cache.data = torch.cat([model.cache, x.detach()])
+    return model.b(model.a(x).relu())
+
+
+def with_buffer(buffer: Tensor, forward: Any) -> nn.Module:
+    model = Calls(forward, a=nn.Linear(8, 8), b=nn.Linear(8, 8))
+    model.register_buffer("cache", buffer)
+    model.a.weight.requires_grad_(False)
+    model.b.weight.grad = torch.ones(8, 8)
+    return model
+
+
+def inference_buffer() -> Tensor:
+    with torch.inference_mode():
+        return torch.ones(2, 8)
+
+
+@pytest.mark.parametrize(
+    ("buffer", "forward"),
+    [
+        (lambda: torch.zeros(0, 8), grows),
+        (lambda: torch.ones(1).expand(8), lambda model, x: model.b(model.a(x).relu() * model.cache)),
+        (inference_buffer, lambda model, x: model.b(model.a(x).relu())),
+    ],
+    ids=["grows", "expanded", "inference"],
+)
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_model_is_left_as_it_was_whatever_its_buffers_are(
+    buffer: Callable[[], Tensor], forward: Callable[..., Any], fails: bool
+) -> None:
+    model = with_buffer(buffer(), forward)
+    before, gradient = model.cache.clone(), model.b.weight.grad
+
+    def loss() -> Tensor:
+        found: Tensor = model(torch.randn(2, 8)).sum()
+        found.backward()
+        model.zero_grad()
+        if fails:
+            raise ArithmeticError("none of yours")
+        found = model(torch.randn(2, 8)).sum()
+        found.backward(retain_graph=True)
+        return found
+
+    if fails:
+        with pytest.raises(ValueError, match="forward raises ArithmeticError: none of yours"):
+            mm.split_params(model, example=loss)
+    else:
+        mm.split_params(model, example=loss)
+    assert torch.equal(model.cache, before)
+    assert [p.requires_grad for p in model.parameters()] == [False, True, True, True]
+    assert model.a.weight.grad is None
+    assert model.b.weight.grad is gradient
+    assert torch.equal(gradient, torch.ones(8, 8))
+
+
+def test_an_example_and_outputs_may_be_anything() -> None:
+    """Numbers that a forward writes in place, on the model itself; outputs that refer to themselves."""
+
+    def forward(model: Any, numbers: Tensor, x: Tensor) -> Any:
+        numbers.add_(1)
+        found: dict[str, Any] = {"loss": model.b(model.a(x) * float(numbers.sum().item()))}
+        found["self"] = found
+        return found
+
+    model, numbers = Calls(forward, a=nn.Linear(8, 8), b=nn.Linear(8, 3)), torch.zeros(3, dtype=torch.int64)
+    mm.split_params(model, example=(numbers, torch.randn(2, 8)))
+    assert not numbers.any()
+
+
+def test_a_lazy_model_is_told_so_with_an_example_too() -> None:
+    with pytest.raises(ValueError, match="a parameter of the lazy module LazyLinear"):
+        mm.split_params(nn.Sequential(nn.LazyLinear(4)), example=(torch.randn(2, 8),))

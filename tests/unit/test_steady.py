@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import muonmesh as mm
 from muonmesh.numerics.rules import RULES
@@ -308,3 +311,49 @@ def test_gradients_of_another_source_are_read_there_in_every_step() -> None:
             weight.grad = 2 * torch.randn(weight.shape, generator=step_with)
         other.step()
     assert all(map(torch.equal, weights, others))
+
+
+def test_gradients_are_freed_after_another_plan_was_looked_at() -> None:
+    """`explain` of other settings makes a plan, which no step follows once they are set back."""
+    weights, optimizer = made()
+    for number in range(3):
+        step(weights, optimizer, number)
+    optimizer.param_groups[0]["ns_steps"] = 3
+    optimizer.explain()
+    optimizer.param_groups[0]["ns_steps"] = None
+    for number in range(3):
+        step(weights, optimizer, number)
+        gradients = [weakref.ref(weight.grad) for weight in weights]
+        optimizer.zero_grad()
+        assert [gradient() for gradient in gradients] == [None] * 4
+
+
+def test_metrics_bear_the_name_that_a_group_has_now() -> None:
+    weights, optimizer = made()
+    step(weights, optimizer, 0)
+    optimizer.metrics()
+    optimizer.param_groups[0]["name"] = "renamed"
+    step(weights, optimizer, 1)
+    assert {key.partition("/")[0] for key in optimizer.metrics()} == {"renamed", "adamw"}
+
+
+def shard_that_once_has_no_gradient() -> tuple[bool, list[str]]:
+    """Whether a step goes on with the step in which rank 1's shard had no gradient, and what is warned of."""
+    model = fully_shard(nn.Linear(6, 8, bias=False))
+    optimizer = mm.from_model(model, lr=0.01, overrides={"weight": "muon"})
+    stale = False
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for number in range(104):
+            model(torch.ones(2, 6)).square().sum().backward()
+            if number == 2 and dist.get_rank() == 1:
+                model.weight.grad = None
+            optimizer.step()
+            last = optimizer._runtime.planned.collected
+            stale = stale or (last is not None and bool(last.missing))
+            optimizer.zero_grad()
+    return stale, [str(one.message) for one in told if "no gradient" in str(one.message)]
+
+
+def test_a_missing_gradient_is_missing_in_its_own_step_only(workers: Any) -> None:
+    assert workers(2).run(shard_that_once_has_no_gradient) == [(False, [])] * 2

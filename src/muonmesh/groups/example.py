@@ -28,7 +28,8 @@ def seen_in(model: nn.Module, example: Any) -> dict[int, Seen]:
     """Return what one forward shows of each parameter, by its id; parameters that it does not use are missing.
 
     Arguments run on a copy of the model on the meta device, where nothing is computed. If this is not possible, as for
-    a function, the model itself runs. Its buffers, modes, gradients and the random number generators stay as they were.
+    a function, the model itself runs. Its buffers, modes, gradients and torch's random numbers stay as they were.
+    Hooks of the model run too.
 
     Raises:
         TypeError: ``example`` is of another type.
@@ -36,6 +37,8 @@ def seen_in(model: nn.Module, example: Any) -> dict[int, Seen]:
             returns nothing that depends on a parameter.
     """
     model = unwrapped(model)
+    if any(nn.parameter.is_lazy(each) for each in model.parameters()):
+        return {}  # `split_params` refuses the model
     _refuse_sharded(model)
     if callable(example) and not isinstance(example, Mapping | Tensor | nn.Module):
         return _read(model, model, example)
@@ -114,7 +117,7 @@ def _ask_for_gradients(inputs: list[Tensor], module: nn.Module, args: Any, kwarg
         if isinstance(value, Tensor) and value.is_floating_point():
             inputs.append(value.detach().requires_grad_())
             return inputs[-1].clone()  # no leaf, which could not be written in place
-        return value
+        return value.clone() if isinstance(value, Tensor) else value
 
     found: tuple[Any, Any] = tree_map(leaf, (args, kwargs))
     return found
@@ -122,13 +125,15 @@ def _ask_for_gradients(inputs: list[Tensor], module: nn.Module, args: Any, kwarg
 
 @contextlib.contextmanager
 def _kept(model: nn.Module) -> Iterator[None]:
-    """Return a context that puts back modes, buffers, what requires gradients, and the random number generators."""
+    """Return a context that puts back modes, buffers, gradients, what requires them, and torch's random numbers."""
     modules = list(model.modules())
     modes = [module.training for module in modules]
-    required = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    required = [(parameter, parameter.requires_grad, parameter.grad) for parameter in model.parameters()]
     held = [dict(module._buffers) for module in modules]
-    saved = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    saved = [(buffer, buffer.detach().clone()) for buffer in model.buffers() if not buffer.is_meta]
     places = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+    for parameter, *_ in required:
+        parameter.grad = None  # a function may call backward
     with torch.random.fork_rng([place for place in places if place.type == "cuda"]):
         try:
             yield
@@ -137,24 +142,40 @@ def _kept(model: nn.Module) -> Iterator[None]:
                 module.training = training
                 module._buffers.clear()
                 module._buffers.update(buffers)
-            with torch.no_grad():
-                for buffer, value in saved:
-                    buffer.copy_(value)
-            for parameter, requires_grad in required:
+            for parameter, requires_grad, gradient in required:
                 parameter.requires_grad_(requires_grad)
+                parameter.grad = gradient
+            for buffer, value in saved:
+                _put_back(buffer, value)
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in what a model returned."""
+def _put_back(buffer: Tensor, value: Tensor) -> None:
+    """Give a buffer the value that it had before; a forward may also have changed its shape or memory."""
+    with torch.inference_mode(buffer.is_inference()), torch.no_grad():
+        if buffer.shape == value.shape and torch.equal(buffer, value):
+            return
+        try:
+            buffer.copy_(value)
+        except RuntimeError:  # of another shape now, or several elements have one place
+            buffer.data = value
+
+
+def _tensors(value: Any, known: set[int] | None = None) -> Iterator[Tensor]:
+    """Yield the tensors in what a model returned; ``known`` are the objects that have been looked at."""
+    known = set() if known is None else known
+    parts: list[Any] = []
     if isinstance(value, Tensor):
         yield value
+    elif id(value) in known:
+        return
     elif isinstance(value, Mapping):
-        for part in value.values():
-            yield from _tensors(part)
+        parts = list(value.values())
     elif isinstance(value, list | tuple | set):
-        for part in value:
-            yield from _tensors(part)
+        parts = list(value)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        yield from _tensors([getattr(value, each.name) for each in dataclasses.fields(value)])
+        parts = [getattr(value, each.name) for each in dataclasses.fields(value)]
     elif hasattr(value, "__dict__") and not isinstance(value, nn.Module | type):
-        yield from _tensors([part for part in vars(value).values() if not callable(part)])
+        parts = [part for part in vars(value).values() if not callable(part)]
+    known.add(id(value))
+    for part in parts:
+        yield from _tensors(part, known)

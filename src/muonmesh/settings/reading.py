@@ -128,6 +128,7 @@ def plan_terms(group: Mapping[str, Any], rule: Any) -> object:
     """Return what a plan depends on in a group: its parameters, names and matrices, and what its rule needs."""
     return (
         group["algorithm"],
+        group.get("name"),  # metrics of all ranks bear it
         tuple(map(id, group["params"])),
         _copied(group["param_names"]),
         _copied(group.get("matrices")),

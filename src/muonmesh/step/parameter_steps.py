@@ -154,13 +154,14 @@ class Collected(NamedTuple):
     def remember(self, planned: Planned) -> None:
         """At the end of a step, note which of AdamW's parameters the next step may use again, or whether all.
 
-        `ReadyParameters` notes Muon's.
+        `ReadyParameters` notes Muon's. All are used again only if each had a gradient, so that nothing is missing.
         """
         for entry in itertools.chain(*self.adamw):
             if not entry.last and entry.lasts:
                 entry.remember()
                 planned.steps[id(entry.member)] = entry
-        planned.collected = self if self.alone and all([entry.last for entry in self.entries]) else None
+        lasts = self.alone and not self.missing and all([entry.last for entry in self.entries])
+        planned.collected = self if lasts else None
 
 
 def collect(planned: Planned, optimizer: Optimizer, runtime: Runtime, loss_scale: Tensor | None) -> Collected:

@@ -21,6 +21,7 @@ from muonmesh.comm.same_plan import CHECKSUM
 from muonmesh.comm.storage import Storage, local_of, this_rank
 from muonmesh.layout import FlatShards, MeshLayout
 from muonmesh.numerics.dtypes import real_of
+from muonmesh.step.blocks import SCALE
 from muonmesh.step.members import OptimizedParameter
 from muonmesh.step.planning import Planned
 
@@ -52,11 +53,13 @@ def _state(
     member: OptimizedParameter, state: Mapping[Tensor, Mapping[str, Any]]
 ) -> Iterable[tuple[str, Tensor, Storage]]:
     """Yield the state with as many copies as the parameter has; without state that other parameters share."""
-    flat = isinstance(member.storage.layout, FlatShards)
+    flat, layouts = isinstance(member.storage.layout, FlatShards), member.state_layouts
     for key, value in sorted(state.get(member.tensor, {}).items()):
-        storage = member.state_layouts[key].storage if key in member.state_layouts else member.storage
-        own = key in member.state_layouts or key == "master" or not flat
-        if isinstance(value, Tensor) and own and storage.copies == member.storage.copies:
+        storage = layouts[key].storage if key in layouts else member.storage
+        codes = layouts.get(key.removesuffix(SCALE))  # scales have as many copies as their codes
+        copies = storage.copies if codes is None else codes.storage.copies
+        own = key in layouts or key == "master" or not flat
+        if isinstance(value, Tensor) and own and copies == member.storage.copies:
             yield key, value, storage
 
 

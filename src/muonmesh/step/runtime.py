@@ -183,6 +183,14 @@ class Runtime:
     idle: IdleParameters = field(default_factory=IdleParameters)
 
     @property
+    def plans(self) -> list[Planned]:
+        """The plan of the current groups, and the plan of the last step if that is another."""
+        found = [] if self.planned is None else [self.planned]
+        if self.connected is not None and self.connected.planned is not self.planned:
+            found.append(self.connected.planned)
+        return found
+
+    @property
     def holders(self) -> ProcessGroup:
         """The ranks that hold plain tensors: as the user set them, or as found for "auto"."""
         return self.ranks.group if self.process_group == "auto" else self.process_group
