@@ -96,7 +96,7 @@ def pretend_device(shrunk: int) -> None:
     newton_schulz.symmetric_part = symmetric_part
 
     def at_once(self: planning.Batches, number: int, count: int, *, stays: bool = False) -> int:  # as on a device
-        return self.planned.plan.at_once(number, self.planned.squares(number))
+        return self.plan.at_once(number, self.orthogonalizers[number].squares)
 
     planning.Batches.at_once = at_once  # type: ignore[method-assign]
     for place in (kernels, fused, nonzero, by_kernel):
