@@ -13,6 +13,7 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 
@@ -27,6 +28,11 @@ def mesh_of(
     if ranks is None:
         return init_device_mesh(kind, sizes, mesh_dim_names=names)
     assert len(ranks) == math.prod(sizes)
+    # Torch names a group by how many groups this process has made. If an earlier test made one on some ranks only, two
+    # groups would have one name, and a rank might read an address of the other group's from the store, and hang.
+    made: list[int] = [0] * dist.get_world_size()
+    dist.all_gather_object(made, distributed_c10d._world.group_count)
+    distributed_c10d._world.group_count = max(made)
     return DeviceMesh(kind, torch.tensor(ranks).reshape(sizes), mesh_dim_names=names)
 
 

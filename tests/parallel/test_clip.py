@@ -438,11 +438,10 @@ def test_means_are_saved_and_go_on_in_another_layout(workers, tmp_path: Path, ra
 
 def elsewhere(waits: bool | None) -> Any:
     """Ranks 0 and 1 hold a matrix alone, 2 and 3 have a vector too; "adamw_only" follows that vector's norm."""
-    rank, mesh = dist.get_rank(), mesh_of((4,))
+    rank, mesh, half = dist.get_rank(), mesh_of((4,)), mesh_of((2,), (2, 3))
     weight = nn.Parameter(distribute_tensor(torch.ones(4, 6), mesh, [Shard(0)], src_data_rank=None))
     groups: list[dict[str, Any]] = [{"params": [weight], "param_names": ["weight"], "name": "muon"}]
     if rank > 1:
-        half = mesh_of((2,), (2, 3))
         bias = nn.Parameter(distribute_tensor(torch.ones(5), half, [Replicate()], src_data_rank=None))
         groups.append({"params": [bias], "param_names": ["bias"], "name": "adamw", "algorithm": "adamw"})
     optimizer = mm.Muon(groups, lr=0.1)
