@@ -201,8 +201,8 @@ def split_params(
         example: One forward of the model, from whose graph input layers, output layers and fused weights are read: its
             arguments as a tuple, its keyword arguments as a dict, or a function that calls the model and returns its
             loss. With arguments, a copy on the meta device runs where that is possible, so nothing is computed. The
-            model, its gradients and the random number generators stay as they were. Without it, names, sizes and source
-            code decide.
+            model, its gradients and torch's random numbers stay as they were. Without it, names, sizes and source code
+            decide.
 
     Returns:
         The groups, Muon's first. Each parameter is in exactly one group; `print(groups)` shows all groups.

@@ -120,7 +120,9 @@ class ByKernel:
             column: Returns a tensor of a parameter, and one beside it; None: no kernel takes it.
         """
         ready, table = self._ready, elements.table
-        found: _Launches | None = ready.columns.get((what, table))
+        # A rule may have changed since the last step, so that the kernel no longer does what it does.
+        key = what, table, *(self._folding if what == "fold" else self._adding)
+        found: _Launches | None = ready.columns.get(key)
         if found is not None:
             return found
         entries = [ready.entries[number] for number in table.parameters]
@@ -138,7 +140,7 @@ class ByKernel:
             some = [(e, pair[0]) for place in launch.parameters if (e := entries[place]) and (pair := held[place])]
             found[0].append((launch, [entry for entry, _ in some], [tensor for _, tensor in some]))
         if ready.steady:
-            ready.columns[what, table] = found
+            ready.columns[key] = found
         return found
 
     @cached_property
