@@ -544,6 +544,27 @@ def boosted() -> list[float]:
     return [step / steps[0] for step in steps]
 
 
+def changed_rule() -> tuple[float, bool]:
+    """How far weights are from those without kernels, if a steady step's rule decays as no kernel does."""
+
+    def weights() -> tuple[Tensor, bool]:
+        torch.manual_seed(0)
+        weight = nn.Parameter(torch.randn(12, 20))
+        optimizer = mm.Muon([("w", weight)], lr=0.1, weight_decay=0.5, process_group="local", compute_dtype=FP32)
+        for step in range(6):
+            if step == 4:
+                optimizer.param_groups[0]["decay_mode"] = "cautious"
+            weight.grad = torch.randn(12, 20)
+            optimizer.step()
+        return weight.detach(), bool(optimizer._runtime.planned.columns)
+
+    found, kept = weights()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(by_kernel, "is_usable", lambda device: False)
+        expected, _ = weights()
+    return float((found - expected).abs().max()), kept
+
+
 def refused() -> dict[str, str]:
     """What is said where Triton is asked for what it cannot do."""
     found = {}
@@ -555,6 +576,12 @@ def refused() -> dict[str, str]:
 
 
 # ------------------------------------------------------------------ tests
+
+
+def test_a_steady_step_asks_whether_kernels_still_do_what_a_rule_does(interpreter: Interpreter) -> None:
+    apart, kept = interpreter(changed_rule)
+    assert kept, "launches last from step to step"
+    assert apart < 1e-5
 
 
 @pytest.mark.parametrize(("rows", "cols", "batch", "dtype"), SIZES, ids=str)
