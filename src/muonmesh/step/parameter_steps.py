@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from muonmesh.comm.gradients import PARAMETER_GRAD, gradient_of, partial_axes, unscaled
-from muonmesh.comm.storage import PLAIN, is_freed, local_of
+from muonmesh.comm.storage import is_freed, local_of
 from muonmesh.errors import LayoutError, StateError, about, explain_error
 from muonmesh.step.blocks import Momentum
 from muonmesh.step.members import OptimizedParameter
@@ -21,6 +21,7 @@ from muonmesh.step.planning import Planned
 from muonmesh.step.precision import Precision
 from muonmesh.step.runtime import Runtime
 from muonmesh.step.state_form import Refused, StateForm, check_state, forms_of
+from muonmesh.step.steady import NOT_SEEN, Snapshot
 
 Momenta = Mapping[str, Tensor | Momentum]
 """The state that a rule keeps as "momentum", by key, in floating point or as int8 codes."""
@@ -33,17 +34,6 @@ REFUSED: Refused = {
     "device": "Move it back, or load the state again",
 }
 """What a step refuses of a state, and what to write; what is missing begins anew."""
-
-
-def _place_of(tensor: Tensor) -> tuple[object, ...]:
-    """Return where a tensor lies and in which form. A square matrix that is transposed in place differs in strides."""
-    local = tensor if type(tensor) in PLAIN else local_of(tensor)
-    placed = None if local is tensor else _placed(tensor)
-    return id(local), local.data_ptr(), local.dtype, local.shape, local.stride(), local.device, placed
-
-
-def _placed(tensor: Any) -> object:
-    return tensor.device_mesh, tensor.placements
 
 
 @dataclass(slots=True)
@@ -68,8 +58,7 @@ class ParameterStep:
             not wait for the flags, None if this rank has had no gradient and no other shard can have one.
         beside: The state that the rule keeps as "weights", by key, written in place together with the weights.
         master: The master weights, written in place and then rounded to the weights; None if there are none.
-        last: The tensors of the last step with their places, by key in the state ("": the parameter), if the next step
-            may use this object again (`remember`).
+        seen: The parameter and its state in the last step; empty if the next step cannot use this object again.
     """
 
     member: OptimizedParameter
@@ -84,36 +73,11 @@ class ParameterStep:
     momenta: Momenta | None = None
     beside: Mapping[str, Tensor] = field(default_factory=dict)
     master: Tensor | None = None
-    last: Mapping[str, tuple[Tensor, object]] = field(default_factory=dict)
+    seen: Snapshot = NOT_SEEN
 
     def remember(self) -> None:
-        """Note the tensors of this step, after which the next step may use this object again; see `goes_on`."""
-        held = {"": self.member.tensor, **self.state}
-        self.last = {key: (tensor, _place_of(tensor)) for key, tensor in held.items()}
-        self.in_form = True
-
-    def goes_on(self, state: Any, gradient: Tensor | None) -> bool:
-        """Use this object for another step, with a gradient of the parameter, if nothing else has changed.
-
-        Returns:
-            False if any tensor is another one, lies elsewhere or has another form than in the last step, or if the
-            gradient has another form than its parameter. Then the step looks at everything again.
-        """
-        if not self.last or state is not self.state or len(state) != len(self.last) - 1 or gradient is None:
-            return False
-        own, tensor = self.local, self.member.tensor
-        for key, (held, place) in self.last.items():
-            if (state.get(key) if key else tensor) is not held or _place_of(held) != place:
-                return False
-        local = gradient if type(gradient) is Tensor else local_of(gradient)
-        if (own is tensor) != (local is gradient) or (own is not tensor and _placed(gradient) != _placed(tensor)):
-            return False
-        if local.shape != own.shape or local.dtype != own.dtype or local.device != own.device:
-            return False
-        if local.layout is not torch.strided or not local.is_contiguous() or is_freed(local):
-            return False
-        self.gradient, self.present = local, True
-        return True
+        """Note the tensors of this step, after which the next step may use this object again (`seen`)."""
+        self.seen, self.in_form = Snapshot([self.member.tensor], [self.state]), True
 
     @property
     def lasts(self) -> bool:
@@ -140,6 +104,7 @@ class Collected(NamedTuple):
         some: Whether any parameter of this rank has a gradient.
         entries: All of these parameters, each once.
         alone: Whether each tensor of AdamW's is one parameter's.
+        seen: All of these parameters with their state, if the next step may use them again; else empty.
     """
 
     muon: list[ParameterStep | None]
@@ -150,6 +115,7 @@ class Collected(NamedTuple):
     some: bool
     entries: list[ParameterStep]
     alone: bool
+    seen: Snapshot = NOT_SEEN
 
     def remember(self, planned: Planned) -> None:
         """At the end of a step, note which of AdamW's parameters the next step may use again, or whether all.
@@ -157,11 +123,13 @@ class Collected(NamedTuple):
         `ReadyParameters` notes Muon's. All are used again only if each had a gradient, so that nothing is missing.
         """
         for entry in itertools.chain(*self.adamw):
-            if not entry.last and entry.lasts:
+            if not entry.seen and entry.lasts:
                 entry.remember()
                 planned.steps[id(entry.member)] = entry
-        lasts = self.alone and not self.missing and all([entry.last for entry in self.entries])
-        planned.collected = self if lasts else None
+        planned.collected, entries = None, self.entries
+        if self.alone and not self.missing and all([entry.seen for entry in entries]):
+            seen = Snapshot([entry.member.tensor for entry in entries], [entry.state for entry in entries])
+            planned.collected = self._replace(seen=seen)
 
 
 def collect(planned: Planned, optimizer: Optimizer, runtime: Runtime, loss_scale: Tensor | None) -> Collected:
@@ -185,8 +153,8 @@ def collect(planned: Planned, optimizer: Optimizer, runtime: Runtime, loss_scale
             return known
         tensor, gradient = member.tensor, None
         last: ParameterStep | None = planned.steps.get(id(member)) if steady else None
-        if last is not None and last.goes_on(state.get(tensor), tensor.grad):
-            entries[id(member)] = last
+        if last is not None and (again := last.seen.again(state)) is not None:
+            entries[id(member)], (last.gradient,) = last, again
             return last
         try:
             gradient = gradient_of(member.name, tensor, runtime.source)
