@@ -72,7 +72,7 @@ def pretend_device(shrunk: int) -> None:
     from tests import launches
     from triton.runtime.driver import driver
 
-    from muonmesh.numerics import kernels, newton_schulz
+    from muonmesh.numerics import iteration, kernels, newton_schulz
     from muonmesh.numerics.kernels import fused, triton_launch
     from muonmesh.numerics.kernels.triton import triton_products
     from muonmesh.step import by_kernel, nonzero, planning
@@ -93,7 +93,7 @@ def pretend_device(shrunk: int) -> None:
         return torch.lerp(x, x.mT, 0.5, out=out)
 
     newton_schulz.select, newton_schulz.resolve_method = products, method  # type: ignore[assignment]
-    newton_schulz.symmetric_part = symmetric_part
+    iteration.symmetric_part = symmetric_part
 
     def at_once(self: planning.Batches, number: int, count: int, *, stays: bool = False) -> int:  # as on a device
         return self.plan.at_once(number, self.orthogonalizers[number].squares)

@@ -410,26 +410,29 @@ class Muon(torch.optim.Optimizer):
         if precision.leaves(planned.device):
             offload = Offload(planned.device, elements=planned.plan.budget.elements_on_device)
         squares = runtime.last.squares = None if runtime.last.squares is None else UpdateSquares()
-        ready = ReadyParameters(planned, collected.muon, settings.rules, flags, precision, offload)
+        work: MuonStep | None = planned.work if collected is planned.collected else None
+        if work is None:
+            work = MuonStep(ReadyParameters(planned, collected.muon, precision, offload))
         elementwise = []
         for some in collected.adamw:
             rule = settings.rules[some[0].member.group]
             elementwise.append(partial(step_elementwise, rule, some, precision, flags, squares, offload))
-        work = MuonStep(ready, elementwise, squares)
         watched = torch.autograd.profiler._is_profiler_enabled
         runtime.interrupted = f"a step (number {exchange.wire.steps} of this plan)"
         try:
-            ready.begin(exchange.wire)
+            work.ready.begin(exchange.wire, settings.rules, flags, squares, collected.seen.version)
+            work.begin(elementwise)
             exchange.run(cast(MuonStep, Profiled(work)) if watched else work)
-            ready.finish()
+            work.ready.finish()
         except Exception as error:
             runtime.explain_interruption(error)
             raise
-        runtime.last.blocks = ready.blocks
+        runtime.last.blocks = work.ready.blocks
         runtime.last.brought_back = None if offload is None else offload.last
         runtime.interrupted = None
         if collected is not planned.collected:
             collected.remember(planned)
+            planned.work = work if work.ready.codec is None else None
         if work.summands.unsuited:
             warn_of_unsuited(planned, settings.rules, work.summands.unsuited, runtime.told, runtime.tell)
 

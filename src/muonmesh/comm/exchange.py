@@ -166,9 +166,11 @@ class Exchange:
         if memory is None:
             x = scratch("matrices", shape, dtype=self._dtype, device=self._device)
             memory = x, scratch("results", shape, dtype=self._dtype, device=self._device)
-        x, out = memory
-        work.prepare(numbers, Elements(batch.reads, (x,)), ahead)
-        work.compute(numbers, x, out)
+        work.repeat(batch, partial(self._run_in_memory, batch, ahead, work), memory)
+
+    def _run_in_memory(self, batch: Local, ahead: Sequence[int], work: Work, x: Tensor, out: Tensor) -> None:
+        work.prepare(batch.assignments, Elements(batch.reads, (x,)), ahead)
+        work.compute(batch.assignments, x, out)
         updates = Elements(batch.writes, (out,))
         if batch.summed:
             self._local_sums.take(batch.summed, updates, work.summands)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -171,6 +171,10 @@ class Work:
         """
         for _, into in elements:
             into.zero_()
+
+    def repeat(self, batch: Local, run: Callable[..., object], given: Sequence[Tensor]) -> None:
+        """Let ``run(*given)`` prepare, compute and finalize a batch in memory for the matrices and the results."""
+        run(*given)
 
     def compute(self, matrices: Sequence[int], batch: Tensor, out: Tensor) -> None:
         """Orthogonalize a batch of matrices (b, rows, cols) of the same settings; any thread may call this."""

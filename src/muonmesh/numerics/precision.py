@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -26,14 +27,18 @@ def plain_modes() -> Iterator[None]:
     Autocast would multiply in a dtype other than the code's, and only on the thread that has entered it. Tensors made
     in inference mode could not be written outside of it.
     """
-    kinds = {"cpu", "cuda", current.type if (current := torch.accelerator.current_accelerator()) else "cpu"}
-    with ExitStack() as modes:
-        for kind in kinds:
+    with ExitStack() as modes, torch.inference_mode(False), torch.no_grad():  # the former turns gradients on
+        for kind in _kinds():
             if torch.is_autocast_enabled(kind):
                 modes.enter_context(torch.autocast(kind, enabled=False))
-        modes.enter_context(torch.inference_mode(False))  # turns gradients on
-        modes.enter_context(torch.no_grad())
         yield
+
+
+@cache
+def _kinds() -> tuple[str, ...]:
+    """Return the kinds of devices that autocast may be on for."""
+    current = torch.accelerator.current_accelerator()
+    return tuple(dict.fromkeys(("cpu", "cuda", "cpu" if current is None else current.type)))
 
 
 @contextmanager

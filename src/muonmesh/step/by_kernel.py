@@ -12,7 +12,7 @@ from torch import Tensor
 from muonmesh.comm.views import Elements
 from muonmesh.layout.piece_table import NOWHERE, PieceTable, Row
 from muonmesh.numerics.kernels import fused
-from muonmesh.numerics.kernels.memory import upload
+from muonmesh.numerics.kernels.memory import rewrite, upload
 from muonmesh.numerics.kernels.rows import PieceRows, Place, in_three_dims
 from muonmesh.numerics.kernels.toolchain import is_usable
 from muonmesh.numerics.rules import Rule
@@ -48,6 +48,20 @@ _Launches = tuple[list[tuple[_Launch, list[ParameterStep], list[Tensor]]], Seque
 """The launches of a table, each with its parameters and one tensor of each; and the rows that no launch takes."""
 
 
+class Repeatable(NamedTuple):
+    """Launches that fold and apply a batch, as they are started until something moves.
+
+    Attributes:
+        beside: The tensors that they read, besides buffers: `ByKernel.active` and others that are small.
+        facts: What else they depend on.
+        written: The tensors that they write.
+    """
+
+    beside: Sequence[Tensor]
+    facts: tuple[object, ...]
+    written: Sequence[Tensor]
+
+
 class ByKernel:
     """Folds and applies pieces by one launch for each group and set of dtypes, and tells which rows it leaves.
 
@@ -56,42 +70,69 @@ class ByKernel:
 
     Args:
         ready: The parameters of the step.
-        squares: Adds up the squares of the updates; None if no metrics are wanted.
     """
 
-    def __init__(self, ready: ReadyParameters, squares: UpdateSquares | None) -> None:
-        self._ready, self._update_squares = ready, squares
-        self._folding = [_folds_as_muon(rule) for rule in ready.rules]
-        self._adding = [_adds(rule) for rule in ready.rules]
+    def __init__(self, ready: ReadyParameters) -> None:
+        self._ready, self._known = ready, dict[object, _Launches]()
+        self.begin()
 
     @staticmethod
-    def where_usable(ready: ReadyParameters, squares: UpdateSquares | None) -> ByKernel | None:
+    def where_usable(ready: ReadyParameters) -> ByKernel | None:
         """Return an object for parameters whose device has kernels; None for other devices."""
-        return ByKernel(ready, squares) if is_usable(ready.device) else None
+        return ByKernel(ready) if is_usable(ready.device) else None
+
+    def begin(self) -> None:
+        """Begin a step of parameters that are ready."""
+        self._folding = [_folds_as_muon(rule) for rule in self._ready.rules]
+        self._adding = [_adds(rule) for rule in self._ready.rules]
+        for name in ("active", "_factors"):  # of the step before
+            self.__dict__.pop(name, None)
+        if self._ready.version is None:
+            self._known.clear()
 
     def fold(self, elements: Elements) -> Sequence[Row]:
         """Fold gradients into momenta and write directions; return the rows that are left."""
         launches, left = self._launches("fold", elements, self._momentum)
         for launch, entries, momenta in launches:
-            rule = self._ready.rules[launch.group]
-            assert isinstance(rule, MuonRule)
-            gradients = [gradient for entry in entries if (gradient := entry.gradient) is not None]
-            some = launch.pieces, gradients, momenta, elements.buffers if launch.buffered else (), self._active
+            rule, buffers = self._muon(launch), elements.buffers if launch.buffered else ()
+            some = launch.pieces, _gradients(entries), momenta, buffers, self.active
             fused.fold(*some, momentum=rule.momentum, nesterov=rule.nesterov)
         return left
 
     def apply(self, elements: Elements) -> Sequence[Row]:
         """Decay and update weights, and return the rows that are left."""
         launches, left = self._launches("apply", elements, self._weights)
-        keep, size = self._factors if launches else (None, None)
         for launch, entries, weights in launches:
-            assert keep is not None
-            assert size is not None
-            if self._update_squares is not None:
-                self._measure(elements, launch, size, self._update_squares)
-            masters = [master for entry in entries if (master := entry.master) is not None]
-            fused.apply(launch.pieces, weights, masters, elements.buffers, self._active, keep=keep, size=size)
+            keep, size = self._factors
+            if self._ready.squares is not None:
+                self._measure(elements, launch, size, self._ready.squares)
+            fused.apply(launch.pieces, weights, _masters(entries), elements.buffers, self.active, keep=keep, size=size)
         return left
+
+    def located(self, reads: Elements, writes: Elements) -> Repeatable | None:
+        """Bring the addresses up to date that the launches for two tables read; None if they may do more or else."""
+        folds, unfolded = self._launches("fold", reads, self._momentum)
+        applies, left = self._launches("apply", writes, self._weights)
+        if unfolded or left or not all([launch.buffered for launch, *_ in folds]):
+            return None
+        beside, facts, written = [self.active, *self._factors], list[object](), list[Tensor]()
+        for launch, entries, momenta in folds:
+            rule, place = self._muon(launch), launch.pieces.of(_gradients(entries), momenta, buffers=reads.buffers)
+            beside += place.table, place.bases
+            facts += place.programs, rule.momentum, rule.nesterov
+            written += momenta
+        for launch, entries, weights in applies:
+            masters = _masters(entries)
+            place = launch.pieces.of(weights, masters or weights, buffers=writes.buffers)
+            beside += place.table, place.bases
+            facts.append(place.programs)
+            written += *weights, *masters
+        return Repeatable(beside, tuple(facts), written)
+
+    def _muon(self, launch: _Launch) -> MuonRule:
+        rule = self._ready.rules[launch.group]
+        assert isinstance(rule, MuonRule)
+        return rule
 
     def _momentum(self, entry: ParameterStep) -> tuple[Tensor, Tensor | None] | None:
         """Return the momentum of a parameter that the kernel takes, and its gradient."""
@@ -122,9 +163,19 @@ class ByKernel:
         ready, table = self._ready, elements.table
         # A rule may have changed since the last step, so that the kernel no longer does what it does.
         key = what, table, *(self._folding if what == "fold" else self._adding)
-        found: _Launches | None = ready.columns.get(key)
-        if found is not None:
-            return found
+        if key not in self._known:
+            self._known[key] = self._found(what, elements, column)
+        for launch, *_ in self._known[key][0]:
+            launch.pieces.version = ready.version
+        return self._known[key]
+
+    def _found(
+        self,
+        what: str,
+        elements: Elements,
+        column: Callable[[ParameterStep], tuple[Tensor, Tensor | None] | None],
+    ) -> _Launches:
+        ready, table = self._ready, elements.table
         entries = [ready.entries[number] for number in table.parameters]
         held = [None if entry is None else column(entry) for entry in entries]
         forms = tuple(
@@ -135,36 +186,45 @@ class ByKernel:
             (what, kind, forms), lambda: _launches(ready, table, ready.device, kind, forms)
         )
         launches, left = cut
-        found = [], left
+        found: _Launches = [], left
         for launch in launches:
             some = [(e, pair[0]) for place in launch.parameters if (e := entries[place]) and (pair := held[place])]
             found[0].append((launch, [entry for entry, _ in some], [tensor for _, tensor in some]))
-        if ready.steady:
-            ready.columns[key] = found
         return found
 
     @cached_property
-    def _active(self) -> Tensor:
-        """For each matrix whether anything is written, bool (n,), on the device."""
-        nonzero = self._ready.nonzero
-        return nonzero if isinstance(nonzero, Tensor) else upload(nonzero, dtype=torch.bool, device=self._ready.device)
+    def active(self) -> Tensor:
+        """For each matrix whether anything is written, bool (n,), on the device; the same memory in every step."""
+        nonzero, known = self._ready.nonzero, self._of_stream
+        if "active" not in known:
+            known["active"] = torch.empty(len(nonzero), dtype=torch.bool, device=self._ready.device)
+        rewrite(known["active"], nonzero if isinstance(nonzero, Tensor) else torch.tensor(nonzero, dtype=torch.bool))
+        active: Tensor = known["active"]
+        return active
+
+    @property
+    def _of_stream(self) -> dict[str, Any]:
+        """The vectors of this plan on the device, which one stream has written."""
+        device, known = self._ready.device, self._ready.kept_factors
+        stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        if known.get("where", ()) != stream:
+            known.clear()
+            known["where"] = stream
+        return known
 
     @cached_property
     def _factors(self) -> tuple[Tensor, Tensor]:
-        """For each matrix the factors of weights and of updates, fp32 (n,) each; uploaded if one has changed."""
-        ready, known = self._ready, self._ready.kept_factors
-        where = (
-            torch.cuda.current_stream(ready.device) if ready.device.type == "cuda" else None
-        )  # it writes the vectors
-        if known.get("where", ()) != where:
+        """For each matrix the factors of weights and of updates, fp32 (n,) each; in the same memory in every step."""
+        ready, known = self._ready, self._of_stream
+        if "factors" not in known:
             kinds: dict[tuple[int | None, int, int], int] = {}  # most matrices are of few groups and shapes
             places = []
             for assignment in ready.plan.assignments:
                 entry, matrix = ready.entries[assignment.parameter], assignment.matrix
                 kind = None if entry is None else entry.member.group, matrix.rows, matrix.cols
                 places.append(kinds.setdefault(kind, len(kinds)))
-            known.clear()
-            known.update(where=where, kinds=list(kinds), places=upload(places, dtype=torch.int64, device=ready.device))
+            known.update(kinds=list(kinds), places=upload(places, dtype=torch.int64, device=ready.device))
+            known["factors"] = torch.empty(2, len(places), dtype=torch.float32, device=ready.device)
         rates, decays, scales = list[float | Tensor](), list[float](), list[float]()
         for group, rows, cols in known["kinds"]:
             rule = ready.rules[group] if group is not None and self._adding[group] else None
@@ -175,10 +235,10 @@ class ByKernel:
         if moves or known.get("numbers") != (rates, decays, scales):
             lr = _vector(rates, ready.device)
             decay, scale = (upload(some, dtype=torch.float64, device=ready.device) for some in (decays, scales))
-            known["factors"] = tuple(each.float()[known["places"]] for each in (1 - lr * decay, lr * scale))
+            known["factors"].copy_(torch.stack([1 - lr * decay, lr * scale])[:, known["places"]])
             known["numbers"] = None if moves else (rates, decays, scales)
-        factors: tuple[Tensor, Tensor] = known["factors"]
-        return factors
+        keep, size = known["factors"]
+        return keep, size
 
     def _measure(self, elements: Elements, launch: _Launch, size: Tensor, squares: UpdateSquares) -> None:
         """Add up the squares of the steps of a launch, without decay, each element counted once among its copies."""
@@ -187,8 +247,16 @@ class ByKernel:
         norms = torch.stack(torch._foreach_norm(views, 2, dtype=torch.float64))
         places = upload(numbers, dtype=torch.int64, device=device)
         copies = [self._ready.of(number).entry.member.storage.copies for number in numbers]
-        steps = torch.where(self._active, size, 0.0)[places] * norms
+        steps = torch.where(self.active, size, 0.0)[places] * norms
         squares.add(launch.group, (steps.square() / upload(copies, dtype=torch.float64, device=device)).sum())
+
+
+def _gradients(entries: Sequence[ParameterStep]) -> list[Tensor]:
+    return [gradient for entry in entries if (gradient := entry.gradient) is not None]
+
+
+def _masters(entries: Sequence[ParameterStep]) -> list[Tensor]:
+    return [master for entry in entries if (master := entry.master) is not None]
 
 
 def _launches(

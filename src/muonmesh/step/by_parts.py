@@ -21,7 +21,6 @@ from muonmesh.numerics.rules import parts
 from muonmesh.step.columns import Kind, MatrixStep
 from muonmesh.step.parameter_steps import ParameterStep
 from muonmesh.step.ready import ReadyParameters
-from muonmesh.step.update_squares import UpdateSquares
 
 SMALL = 1 << 14
 """Up to this number of elements, a CPU copies a piece beside others; this is cheaper than a few more calls
@@ -31,22 +30,19 @@ _MOST = 1 << 19
 """Largest number of elements of pieces that are taken together, so that they stay in the cache."""
 
 
+Sums = Callable[[int], tuple[tuple[Tensor, ...], Mapping[str, Tensor]]]
+"""The type of `RuleSums.found`."""
+
+
 class ByParts:
     """Folds and applies rows by the parts of their rules.
 
     Args:
         ready: The parameters of the step.
-        sums: Returns what a rule has added up over a matrix (`RuleSums.found`).
-        squares: Adds up the squares of the updates; None if no metrics are wanted.
     """
 
-    def __init__(
-        self,
-        ready: ReadyParameters,
-        sums: Callable[[int], tuple[tuple[Tensor, ...], Mapping[str, Tensor]]],
-        squares: UpdateSquares | None,
-    ) -> None:
-        self._ready, self._sums, self._squares = ready, sums, squares
+    def __init__(self, ready: ReadyParameters) -> None:
+        self._ready = ready
 
     def fold(self, elements: Elements, rows: Sequence[Row], *, folded: bool) -> None:
         """Fold the gradients of rows into their momenta, and write the directions.
@@ -58,13 +54,19 @@ class ByParts:
         """
         self._run(partial(self._fold, elements, folded), elements.table, rows)
 
-    def apply(self, elements: Elements, rows: Sequence[Row]) -> None:
-        """Decay and update the weights of rows."""
-        self._run(partial(self._apply, elements), elements.table, rows)
+    def apply(self, elements: Elements, rows: Sequence[Row], sums: Sums) -> None:
+        """Decay and update the weights of rows.
+
+        Args:
+            elements: The table with its buffers.
+            rows: Rows of the table.
+            sums: Returns what a rule has added up over a matrix (`RuleSums.found`).
+        """
+        self._run(partial(self._apply, elements, sums), elements.table, rows)
 
     def _run(self, task: Callable[[Run], None], table: PieceTable, rows: Sequence[Row]) -> None:
         """Run a task for some rows of a table: small equal rows together, all others one by one."""
-        if rows is table.rows and self._squares is None:
+        if rows is table.rows and self._ready.squares is None:
             runs: Sequence[Run] = table.once(("runs", SMALL), lambda: _runs(self._ready, rows))
         else:
             runs = [Run((row,)) for row in rows]
@@ -94,18 +96,18 @@ class ByParts:
             state = one.momenta(row.piece)
             parts.fold(one.kind.rule, one.gradient(row.piece), state, active=one.mask, into=into, folds=folds)
 
-    def _apply(self, elements: Elements, run: Run) -> None:
+    def _apply(self, elements: Elements, sums: Sums, run: Run) -> None:
         first = self._ready.of(run.rows[0].assignment)
         if first.kind.rounds_to_nearest and (entries := self._changing(run)):
             if run.joined is not None:
-                self._apply_one(run.joined, first, elements)
+                self._apply_one(run.joined, first, elements, sums)
                 return
             if _apply_together(elements, run, entries, first.kind):
                 return
         for row in run.rows:
             one = self._ready.of(row.assignment)
             if one.changes:
-                self._apply_one(row, one, elements)
+                self._apply_one(row, one, elements, sums)
 
     def _changing(self, run: Run) -> list[ParameterStep]:
         """Return the parameters of rows that may be taken together: all change, each by itself, as the CPU knows."""
@@ -118,11 +120,11 @@ class ByParts:
         found = [entry for row in rows if (entry := entries[row.parameter]) is not None and entry.created]
         return found if len(found) == len(rows) else []
 
-    def _apply_one(self, row: Row, one: MatrixStep, elements: Elements) -> None:
+    def _apply_one(self, row: Row, one: MatrixStep, elements: Elements, of: Sums) -> None:
         update, weights, member = elements.view(row), one.weights(row.piece), one.entry.member
         assert update is not None
-        sums, told = self._sums(row.assignment) if one.kind.sums else ((), None)
-        squares: list[Tensor] | None = None if self._squares is None else []
+        sums, told = of(row.assignment) if one.kind.sums else ((), None)
+        squares: list[Tensor] | None = None if self._ready.squares is None else []
         parts.apply(
             *(one.kind.rule, weights.values, update, weights.beside),
             scale=one.kind.scale,
@@ -134,8 +136,8 @@ class ByParts:
         )
         if weights.write is not None:
             weights.write()
-        if self._squares is not None and squares is not None:
-            self._squares.add(member.group, torch.stack(squares).sum() / member.storage.copies)
+        if self._ready.squares is not None and squares is not None:
+            self._ready.squares.add(member.group, torch.stack(squares).sum() / member.storage.copies)
 
 
 # ---------------------------------------------------------------- small equal pieces together

@@ -120,21 +120,28 @@ class Matrices:
     Args:
         planned: The plan.
         entries: The parameters in the order of the plan; None for a parameter that only other ranks hold.
-        rules: For each param group the snapshot of its rule.
-        nonzero: For each matrix whether its gradient is not zero.
     """
 
-    def __init__(
-        self,
-        planned: Planned,
-        entries: Sequence[ParameterStep | None],
-        rules: Sequence[Rule | None],
-        nonzero: Sequence[bool] | Tensor,
-    ) -> None:
+    def __init__(self, planned: Planned, entries: Sequence[ParameterStep | None]) -> None:
         self._assignments, self._orthogonalizers = planned.plan.assignments, planned.orthogonalizers
-        self._entries, self._rules, self._nonzero = entries, rules, nonzero
+        self._entries = entries
+        self._rules: Sequence[Rule | None] = ()
+        self._nonzero: Sequence[bool] | Tensor = ()
         self._known: dict[int, MatrixStep] = {}
         self._kinds: dict[tuple[int, int, int], Kind] = {}
+
+    def begin(self, rules: Sequence[Rule | None], nonzero: Sequence[bool] | Tensor) -> None:
+        """Begin a step.
+
+        Args:
+            rules: For each param group the snapshot of its rule.
+            nonzero: For each matrix whether its gradient is not zero.
+        """
+        on_device = isinstance(nonzero, Tensor) or isinstance(self._nonzero, Tensor)
+        if on_device or rules is not self._rules or nonzero != self._nonzero:
+            self._known.clear()
+            self._kinds.clear()
+        self._rules, self._nonzero = rules, nonzero
 
     def find(self, number: int) -> MatrixStep | None:
         """Return a matrix; None if this rank stores nothing of it."""

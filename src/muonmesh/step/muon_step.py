@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from muonmesh.comm.views import Elements
-from muonmesh.comm.work import Work
+from muonmesh.comm.work import Local, Work
+from muonmesh.numerics.kernels.recording import run_again
 from muonmesh.numerics.rules import parts
-from muonmesh.step.by_kernel import ByKernel
+from muonmesh.step.by_kernel import ByKernel, Repeatable
 from muonmesh.step.by_parts import ByParts
 from muonmesh.step.ready import ReadyParameters
 from muonmesh.step.stored_companions import RuleSums, StoredCompanions
-from muonmesh.step.update_squares import UpdateSquares
 
 
 class MuonStep(Work):
@@ -24,27 +26,34 @@ class MuonStep(Work):
     others (`ByParts`).
 
     Args:
-        ready: The parameters of the step.
-        elementwise: One function for each group of an elementwise rule, such as AdamW's; called while the first
-            matrices travel.
-        squares: Adds up the squares of the updates for `Muon.metrics`; None if no metrics are wanted.
+        ready: The parameters of the step. While they last, the same object takes one step after the other.
 
     Attributes:
+        ready: The parameters of the step.
         companions: State of rules by row, column or matrix.
         summands: The sums that rules take over matrices.
     """
 
-    def __init__(
-        self,
-        ready: ReadyParameters,
-        elementwise: Sequence[Callable[[], None]],
-        squares: UpdateSquares | None,
-    ) -> None:
-        self._ready, self._elementwise = ready, elementwise
-        self.companions: StoredCompanions = StoredCompanions(ready)
-        self.summands: RuleSums = RuleSums(ready, self.companions)
-        self._by_kernel = ByKernel.where_usable(ready, squares)
-        self._by_parts = ByParts(ready, self.summands.found, squares)
+    companions: StoredCompanions
+    summands: RuleSums
+
+    def __init__(self, ready: ReadyParameters) -> None:
+        self.ready, self._by_kernel, self._by_parts = ready, ByKernel.where_usable(ready), ByParts(ready)
+        self._elementwise: Sequence[Callable[[], None]] = ()
+        self._recordings: dict[Hashable, Any] = {}
+        self._places: dict[Local, tuple[list[int], Repeatable | None, object]] = {}
+
+    def begin(self, elementwise: Sequence[Callable[[], None]]) -> None:
+        """Begin a step of parameters that are ready.
+
+        Args:
+            elementwise: One function for each group of an elementwise rule, such as AdamW's; called while the first
+                matrices travel.
+        """
+        self._elementwise, companions = elementwise, StoredCompanions(self.ready)
+        self.companions, self.summands = companions, RuleSums(self.ready, companions)
+        if self._by_kernel is not None:
+            self._by_kernel.begin()
 
     def step_elementwise(self) -> None:
         """Step the parameters of elementwise rules, such as AdamW's parameters."""
@@ -53,7 +62,7 @@ class MuonStep(Work):
 
     def prepare(self, assignments: Sequence[int], elements: Elements, ahead: Sequence[int] = ()) -> None:
         """Fold the gradients of matrices into their momenta, and write the directions."""
-        codec, folded = self._ready.codec, False
+        codec, folded = self.ready.codec, False
         if codec is not None:
             codec.arrive(assignments, ahead)
             folded = codec.fold(elements.table)  # first, because directions are computed from decoded codes
@@ -62,23 +71,53 @@ class MuonStep(Work):
         if codec is not None:
             codec.have_read(assignments)
 
+    def repeat(self, batch: Local, run: Callable[..., object], given: Sequence[Tensor]) -> None:
+        """Run a batch that stays on its rank, or start again what it started on a device in the steps before.
+
+        That is possible if fold, products and apply depend on nothing but the numbers on the device and the addresses
+        that `ByKernel` keeps there.
+        """
+        kernels, ready = self._by_kernel, self.ready
+        if kernels is None or ready.version is None or ready.squares is not None:
+            run(*given)
+            return
+        facts = ready.version, ready.rules, kernels.active
+        now = [*map(id, facts), *map(Tensor.data_ptr, given)]
+        last, place, _ = self._places.get(batch, ([], None, ()))
+        if last != now:
+            place = None
+            if self._only_orthogonalizes(batch.assignments[0]):
+                place = kernels.located(Elements(batch.reads, given[:1]), Elements(batch.writes, given[1:]))
+            self._places[batch] = now, place, facts  # which stay alive, so that nothing else takes their identity
+        if place is None:
+            run(*given)
+        else:
+            run_again(self._recordings, run, given, (batch, place.facts), place.beside)
+            torch.autograd.graph.increment_version(place.written)
+
+    def _only_orthogonalizes(self, number: int) -> bool:
+        """Whether the kernels between fold and apply are the same in every step."""
+        rule, orthogonalizer, *_ = self.ready.of(number).kind
+        alone = rule.orthogonalizes and not (rule.balances() or rule.changes_matrices())
+        return alone and orthogonalizer.repeats and self.ready.graphs is None
+
     def compute(self, matrices: Sequence[int], batch: Tensor, out: Tensor) -> None:
         """Orthogonalize matrices of one group and shape, including what their rule does before and afterwards."""
-        rule, orthogonalizer, *_ = self._ready.of(matrices[0]).kind
+        rule, orthogonalizer, *_ = self.ready.of(matrices[0]).kind
         if rule.balances():
             for number, matrix in zip(matrices, batch.unbind(), strict=True):
-                one = self._ready.of(number)
+                one = self.ready.of(number)
                 with self.companions.of(one) as kept:
                     parts.change_whole(
                         one.rule_in_turn.balance, matrix, kept, rows=one.matrix.rows, cols=one.matrix.cols
                     )
         if rule.orthogonalizes:
-            orthogonalizer(batch, out=out, overwrite=not rule.sees_direction, graphs=self._ready.graphs)
+            orthogonalizer(batch, out=out, overwrite=not rule.sees_direction, graphs=self.ready.graphs)
         else:
             out.copy_(batch)
         if rule.changes_matrices():
             for number, direction, matrix in zip(matrices, batch.unbind(), out.unbind(), strict=True):
-                one = self._ready.of(number)
+                one = self.ready.of(number)
                 seen = direction if rule.sees_direction else None
                 with self.companions.of(one) as kept:
                     parts.change_whole(
@@ -88,6 +127,6 @@ class MuonStep(Work):
     def finalize(self, elements: Elements) -> None:
         """Decay and update the elements of a table, unless their matrix stays unchanged."""
         rows = elements.table.rows if self._by_kernel is None else self._by_kernel.apply(elements)
-        self._by_parts.apply(elements, rows)
-        if self._ready.codec is not None:
-            self._ready.codec.have_written(elements.table)
+        self._by_parts.apply(elements, rows, self.summands.found)
+        if self.ready.codec is not None:
+            self.ready.codec.have_written(elements.table)

@@ -22,23 +22,27 @@ _PROBE = 64
 """Number of elements of a gradient that are checked first for being exactly zero; nearly always enough."""
 
 
-def nonzero_of(planned: Planned, entries: Sequence[ParameterStep | None], *, waits: bool) -> Tensor:
+def nonzero_of(
+    planned: Planned, entries: Sequence[ParameterStep | None], *, waits: bool, version: object = None
+) -> Tensor:
     """Return for each Matrix whether this rank's gradient has an element in it that is not zero, or is NaN.
 
     Args:
         planned: The plan.
         entries: The parameters in the order of the plan.
         waits: Whether the CPU waits for a device.
+        version: The same object as long as all gradients are where they were; None if that is unknown.
 
     Returns:
         Whole numbers (matrices,) on the device, above 0 where an element is not zero.
     """
-    gradients = [None if entry is None or entry.gradient is None else local_of(entry.gradient) for entry in entries]
+    given = [None if entry is None else entry.gradient for entry in entries]
+    gradients = [of if of is None or type(of) is Tensor else local_of(of) for of in given]
     if planned.device.type == "cpu" and waits:
         return _on_host(planned, gradients)
     # Counts of int32: with uint8, 256 non-zero pieces of one matrix would be none.
     found = torch.zeros(len(planned.plan.assignments), dtype=torch.int32, device=planned.device)
-    left = _by_kernel(planned.gradient_table, gradients, found) if is_usable(planned.device) else None
+    left = _by_kernel(planned.gradient_table, gradients, found, version) if is_usable(planned.device) else None
     rows = planned.gradient_table.rows if left is None else left
     pairs = [(row, gradient) for row in rows if (gradient := gradients[row.parameter]) is not None]
     if pairs:
@@ -73,7 +77,7 @@ def _has_nonzero(row: Row, gradient: Tensor) -> bool:
     return bool(view_in_storage(gradient, row.piece).any())
 
 
-def _by_kernel(table: PieceTable, gradients: Sequence[Tensor | None], found: Tensor) -> Sequence[Row]:
+def _by_kernel(table: PieceTable, gradients: Sequence[Tensor | None], found: Tensor, version: object) -> Sequence[Row]:
     """Look by one launch for each dtype, and return the rows that no kernel takes."""
     held = [gradients[number] for number in table.parameters]
     forms = tuple([None if gradient is None else gradient.dtype for gradient in held])
@@ -81,6 +85,7 @@ def _by_kernel(table: PieceTable, gradients: Sequence[Tensor | None], found: Ten
     found_once = table.once(("nonzero", forms), lambda: _launches(table, forms))
     launches, left = found_once
     for places, pieces in launches:
+        pieces.version = version
         mark_nonzero(pieces, [gradient for place in places if (gradient := held[place]) is not None], found)
     return left
 

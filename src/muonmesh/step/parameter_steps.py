@@ -20,8 +20,8 @@ from muonmesh.step.offload import fresh_copy
 from muonmesh.step.planning import Planned
 from muonmesh.step.precision import Precision
 from muonmesh.step.runtime import Runtime
+from muonmesh.step.snapshot import NOT_SEEN, Snapshot
 from muonmesh.step.state_form import Refused, StateForm, check_state, forms_of
-from muonmesh.step.steady import NOT_SEEN, Snapshot
 
 Momenta = Mapping[str, Tensor | Momentum]
 """The state that a rule keeps as "momentum", by key, in floating point or as int8 codes."""

@@ -79,8 +79,7 @@ class Planned:
         steps: The parameters of the last step that the next step may use again, by the identity of their
             OptimizedParameter (`parameter_steps.ParameterStep.goes_on`).
         collected: All parameters of the last step, if the next step may use all of them again.
-        columns: The launches of each kernel and table, with their parameters' tensors that are no gradients, and the
-            rows that no launch takes (`by_kernel`).
+        work: The work of the last step (`muon_step.MuonStep`), if the next step may go on with it.
         state_forms: The forms of the state of each parameter, by the identity of its OptimizedParameter, and by whether
             it has master weights (`parameter_steps.forms_of`).
     """
@@ -98,15 +97,14 @@ class Planned:
     graphs: Graphs | None = None
     steps: dict[int, Any] = field(default_factory=dict)
     collected: Any = None
-    columns: dict[Any, Any] = field(default_factory=dict)
+    work: Any = None
     state_forms: dict[tuple[int, bool], Any] = field(default_factory=dict)
     _names: list[str] | None = field(default=None, init=False)
 
     def forget_steps(self) -> None:
         """Forget what the last step has found of the parameters. It holds their state."""
         self.steps.clear()
-        self.columns.clear()
-        self.collected = None
+        self.collected = self.work = None
 
     def orthogonalizer(self, number: int) -> Orthogonalizer:
         """Return the orthogonalizer of a matrix of which this rank stores something."""

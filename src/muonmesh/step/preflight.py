@@ -74,7 +74,7 @@ def preflight(
     if alone or not waits:
         _reduce(entries, _partial_here(entries))
     # If partial gradients are not summed yet, a matrix counts as non-zero if any rank has a non-zero summand.
-    nonzero = nonzero_of(planned, collected.muon, waits=waits) != 0
+    nonzero = nonzero_of(planned, collected.muon, waits=waits, version=collected.seen.version) != 0
     moves = _moves(collected, settings, runtime)
     if alone:
         exchange.wire.begin_step()
@@ -115,7 +115,12 @@ def _moves(collected: Collected, settings: SettingsFound, runtime: Runtime) -> b
 
 def _partial_here(entries: Entries) -> dict[int, Sequence[int]]:
     """Return the parameters whose gradient is partial on this rank, as `FlagVector.partial` does of all ranks."""
-    axes_of = {number: partial_axes(entry.gradient) for number, entry in enumerate(entries) if entry is not None}
+    spread = [
+        (number, entry.gradient)
+        for number, entry in enumerate(entries)
+        if entry is not None and type(entry.gradient) is not Tensor  # which is whole
+    ]
+    axes_of = {number: partial_axes(gradient) for number, gradient in spread}
     return {number: axes for number, axes in axes_of.items() if any(axes)}
 
 

@@ -21,6 +21,7 @@ from muonmesh.step.offload import Offload
 from muonmesh.step.parameter_steps import ParameterStep, prepare_state
 from muonmesh.step.planning import Planned
 from muonmesh.step.precision import Precision
+from muonmesh.step.update_squares import UpdateSquares
 
 
 class ReadyParameters:
@@ -29,8 +30,6 @@ class ReadyParameters:
     Args:
         planned: The plan of the step.
         entries: The parameters in the order of the plan; None for a parameter that only other ranks hold.
-        rules: For each param group the snapshot of its rule.
-        flags: The flags that all ranks agreed on.
         precision: The optimizer's dtypes.
         offload: Copies state from CPU memory and back; None if state is on the device of the parameters.
 
@@ -38,9 +37,8 @@ class ReadyParameters:
         plan: The plan with the owner of each matrix.
         device: The device of the parameters.
         blocks: The blocks of momentum in int8; None if momentum is kept in a floating-point dtype.
-        nonzero: `Flags.nonzero`: for each matrix whether its gradient is not zero.
-        kept_factors, columns, graphs: See `Planned`.
-        steady: Whether all parameters are those of the last step, with all their tensors but gradients.
+        kept_factors, graphs: See `Planned`.
+        rules, nonzero, squares, version: See `begin`.
         of, find: See `Matrices`.
         codec: Reads and writes state that is kept otherwise than it is computed with; None if there is no such state.
     """
@@ -49,8 +47,6 @@ class ReadyParameters:
         self,
         planned: Planned,
         entries: Sequence[ParameterStep | None],
-        rules: Sequence[Rule | None],
-        flags: Flags,
         precision: Precision,
         offload: Offload | None = None,
     ) -> None:
@@ -60,30 +56,45 @@ class ReadyParameters:
             planned.factors,
             planned.graphs,
         )
-        self.entries, self.rules, self.precision, self.nonzero = entries, rules, precision, flags.nonzero
+        self.entries, self.precision = entries, precision
         self.blocks = planned.blocks if precision.int8 else None
-        matrices = Matrices(planned, entries, rules, self.nonzero)
-        self.of, self.find = matrices.of, matrices.find
+        self._matrices, self._steps = Matrices(planned, entries), planned.steps
+        self.of, self.find = self._matrices.of, self._matrices.find
         self.codec: StateCodec | None = None
         if self.blocks is not None:
             self.codec = Int8Codec(self.blocks, self.find)
         elif offload is not None:
             self.codec = DeviceCopies(offload, self.plan, planned.momentum_holdings, entries)
-        self._steps, self.columns = planned.steps, planned.columns
-        self.steady = False
-        self._fresh: list[ParameterStep] = []  # those that the last step has not made ready
+        self._fresh = [entry for entry in entries if entry is not None and not entry.ready]
+        self.rules: Sequence[Rule | None] = ()
+        self.nonzero: Sequence[bool] | Tensor = ()
+        self.squares: UpdateSquares | None = None
+        self.version: object = None
 
     # ---------------------------------------------------------------- before and after the step
 
-    def begin(self, wire: Wire) -> None:
-        """Create missing state, bring all state into its form, and let its codec begin. All ranks call this."""
-        for entry in self.entries:
-            if entry is not None and not entry.ready:
-                self._fresh.append(entry)
-                self._make_ready(entry)
-        self.steady = not self._fresh
-        if not self.steady:
-            self.columns.clear()
+    def begin(
+        self,
+        wire: Wire,
+        rules: Sequence[Rule | None],
+        flags: Flags,
+        squares: UpdateSquares | None,
+        version: object,
+    ) -> None:
+        """Create missing state, bring all state into its form, and let its codec begin. All ranks call this.
+
+        Args:
+            wire: Sends to the other ranks.
+            rules: For each param group the snapshot of its rule.
+            flags: The flags that all ranks agreed on. ``flags.nonzero`` says of each matrix whether its gradient is not
+                zero.
+            squares: Adds up the squares of the updates; None if no metrics are wanted.
+            version: `Snapshot.version`, if all tensors but gradients are those of the last step; else None.
+        """
+        self.rules, self.nonzero, self.squares, self.version = rules, flags.nonzero, squares, version
+        self._matrices.begin(rules, flags.nonzero)
+        for entry in self._fresh:
+            self._make_ready(entry)
         if self.codec is not None:
             self.codec.begin(wire)
 
@@ -111,6 +122,7 @@ class ReadyParameters:
             elif self.codec is None and _lasts(entry):
                 entry.remember()
                 self._steps[id(entry.member)] = entry
+        self._fresh = []
         if self.codec is not None:
             self.codec.finish()
 

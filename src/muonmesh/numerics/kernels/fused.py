@@ -51,7 +51,7 @@ def fold(
         nesterov: See above.
     """
     _fold(gradients, momenta, buffers, pieces.number, active, momentum, nesterov)
-    torch.autograd.graph.increment_version([*momenta, *buffers])
+    torch.autograd.graph.increment_version(momenta)
 
 
 def apply(
@@ -91,7 +91,7 @@ def _folding(
 ) -> Iterator[Launch]:
     from muonmesh.numerics.kernels import pieces as kernels
 
-    table, bases, count, programs = rows_of(pieces).of(gradients, momenta, buffers or momenta)
+    table, bases, count, programs = rows_of(pieces).of(gradients, momenta, buffers=buffers or momenta)
     dtypes = gradients[0].dtype, momenta[0].dtype, (buffers or momenta)[0].dtype
     numbers = (table, bases, count, _contiguous(active), float(1 - momentum), float(momentum))
     choices = (len(buffers) > 0, nesterov, torch.finfo(dtypes[1]).tiny)
@@ -111,7 +111,7 @@ def _applying(
 ) -> Iterator[Launch]:
     from muonmesh.numerics.kernels import pieces as kernels
 
-    table, bases, count, programs = rows_of(pieces).of(weights, masters or weights, buffers)
+    table, bases, count, programs = rows_of(pieces).of(weights, masters or weights, buffers=buffers)
     dtypes = weights[0].dtype, (masters or weights)[0].dtype, buffers[0].dtype
     numbers = (table, bases, count, _contiguous(active), _contiguous(keep), _contiguous(size))
     choices = (len(masters) > 0,)

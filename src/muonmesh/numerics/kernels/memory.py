@@ -38,10 +38,17 @@ def upload(values: Sequence[object], *, dtype: torch.dtype, device: torch.device
 
 def pinned(host: Tensor, device: torch.device) -> Tensor:
     """Copy a CPU tensor to a device from pinned memory without waiting; torch keeps the memory until it is read."""
-    if device.type == "cpu":
-        return host
-    memory = torch.empty_like(host, pin_memory=torch.cuda.is_available()).copy_(host)
-    return memory.to(device, non_blocking=True)
+    return host if device.type == "cpu" else _pinned(host).to(device, non_blocking=True)
+
+
+def rewrite(tensor: Tensor, values: Tensor) -> None:
+    """Copy values into a tensor; from a CPU to a device in the same way."""
+    arriving = tensor.device.type != "cpu" and values.device.type == "cpu"
+    tensor.copy_(_pinned(values) if arriving else values, non_blocking=True)
+
+
+def _pinned(host: Tensor) -> Tensor:
+    return torch.empty_like(host, pin_memory=torch.cuda.is_available()).copy_(host)
 
 
 def download(tensor: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:

@@ -18,22 +18,33 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from muonmesh.numerics.kernels import triton_launch
 from muonmesh.numerics.kernels.triton_launch import STREAM, Launch, on, stream_of, watching
 
-_MOST = 64
+_MOST = 1024
 """Largest number of layouts of one function that are kept; further layouts are prepared anew in every step."""
-_REPEATED = ("multiply", "orthogonalize", "measure", "norms", "rescale", "centre", "copy_", "lerp", "mul")
+_REPEATED = {
+    *("fold", "apply", "multiply", "orthogonalize", "measure", "norms", "rescale", "centre"),
+    *("copy_", "lerp", "mul"),
+}
 """Operators that start the same for one layout, and touch no memory but that of their tensors."""
 
 
-def run_again(found: dict[Hashable, Any], call: Callable[..., object], given: Sequence[Tensor], key: Hashable) -> None:
+def run_again(
+    found: dict[Hashable, Any],
+    call: Callable[..., object],
+    given: Sequence[Tensor],
+    key: Hashable,
+    beside: Sequence[Tensor] = (),
+) -> None:
     """Run ``call(*given)``; from the third time for a layout of tensors on, repeat its recorded launches instead.
 
     Args:
         found: The recordings of one function; an empty dict at first.
         call: A function that starts the same kernels in this thread whatever the values of the tensors are. It reads
-            and writes only these tensors.
+            and writes only these tensors, and what the kernels find by addresses in them.
         given: Tensors on one device. They share no memory.
         key: Equal for calls that start the same kernels on tensors of one layout.
+        beside: Further tensors, which are only read. They are kept, so they should be small, and written in place.
     """
+    key = key, *map(Tensor.data_ptr, beside)
     layouts = [(tensor.shape, tensor.stride(), tensor.dtype, tensor.data_ptr() % 64) for tensor in given]
     key = key, given[0].device, threading.get_ident(), *layouts
     known = found.get(key, 0)
@@ -45,7 +56,7 @@ def run_again(found: dict[Hashable, Any], call: Callable[..., object], given: Se
             found.clear()
         found[key] = 1
     elif known == 1:
-        with (recording := Recording(given)):
+        with (recording := Recording(given, beside)):
             call(*given)
         recording.alive.clear()
         found[key] = recording if recording.whole else None
@@ -71,19 +82,20 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Writes down what is started while it is on, and starts it again.
 
     Args:
-        given: See `run_again`.
+        given, beside: See `run_again`.
 
     Attributes:
         whole: Whether all of it can be started again.
         alive: What was used, so that no two tensors had the same memory; to be dropped when all is written down.
     """
 
-    def __init__(self, given: Sequence[Tensor]) -> None:
+    def __init__(self, given: Sequence[Tensor], beside: Sequence[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.whole, self._size, self._device = True, 0, triton_launch.device_of(given[0])
         self._parts: list[tuple[Callable[..., Any], list[Any], dict[str, Any] | None]] = []
         self._moving: list[tuple[list[Any], int, int, int]] = []
         self._last: list[int] = []  # the stream, and the addresses of the bases, that the arguments have
+        self._beside = {tensor.untyped_storage().data_ptr(): tensor for tensor in beside}
         self._own: dict[int, int] = {}  # where each storage of the call's own lies in its memory
         self.alive: list[object] = []
         ends = [sum((n - 1) * by for n, by in zip(t.shape, t.stride(), strict=True)) + 1 for t in given]
@@ -99,16 +111,19 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.alive.append((args, kwargs, result))
         if func.is_view or name.startswith("empty") or name == "promote_types":
             return result
-        arguments = func._schema.arguments
-        told = {argument.name: value for argument, value in zip(arguments, args, strict=False)} | kwargs
-        writes = [told[argument.name] for argument in arguments if argument.alias_info and argument.name in told]
+        parameters = func._schema.arguments
+        told = {parameter.name: value for parameter, value in zip(parameters, args, strict=False)} | kwargs
+        writes = [told[parameter.name] for parameter in parameters if parameter.alias_info and parameter.name in told]
         self.whole = self.whole and name in _REPEATED
         for value in told.values():
             self._placed(value, writes=any(value is written for written in writes))
         for launch in launches:
             prepared = launch.prepare(self._device)
             run, before = prepared or (launch._replace(arguments=()).run_on, [self._device])
-            self._add(run, [*before, *map(self._placed, launch.arguments)], None if prepared else {})
+            arguments = [*map(self._placed, launch.arguments)]
+            if prepared:
+                arguments = [value.data_ptr() if isinstance(value, Tensor) else value for value in arguments]
+            self._add(run, [*before, *arguments], None if prepared else {})
         if not launches:
             into = kwargs if writes else {**kwargs, "out": result}
             options = {name: self._placed(value, writes=True) for name, value in into.items()}
@@ -130,6 +145,8 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for number, addresses in enumerate(self._given, 1):
             if address in addresses:
                 return _Place(number, address - addresses.start, *kind)
+        if storage.data_ptr() in self._beside:
+            return value
         if storage.data_ptr() not in self._own:
             self.whole = self.whole and writes
             self._own[storage.data_ptr()] = self._size

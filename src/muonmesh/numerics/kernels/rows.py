@@ -10,14 +10,14 @@ import math
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Sequence
-from itertools import accumulate, count
+from itertools import accumulate, chain, count
 from typing import NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
-from muonmesh.numerics.kernels.memory import pinned
+from muonmesh.numerics.kernels.memory import pinned, rewrite
 from muonmesh.numerics.kernels.triton_launch import device_of, stream_of
 
 WIDTH = 17
@@ -62,6 +62,38 @@ class Place(NamedTuple):
     buffer_strides: Sizes
 
 
+class Located(NamedTuple):
+    """What a launch is told of the tensors of its rows.
+
+    Attributes:
+        table: The table, on the device.
+        bases: The addresses of the tensors, on the device; the same memory from step to step.
+        rows: The number of rows.
+        programs: The number of programs.
+    """
+
+    table: Tensor
+    bases: Tensor
+    rows: int
+    programs: int
+
+
+class _Last(NamedTuple):
+    """What the last launch has read.
+
+    Attributes:
+        version: See `Rows`.
+        buffers: The addresses of the buffers.
+        addresses: All addresses.
+        located: What the launch was told.
+    """
+
+    version: object
+    buffers: list[int]
+    addresses: list[int]
+    located: Located
+
+
 class Rows(ABC):
     """The rows of pieces that one launch works on, and what it needs of them on a device.
 
@@ -71,12 +103,15 @@ class Rows(ABC):
     Attributes:
         number: A number by which operators name this object, as torch's operators take no others (`rows_of`).
         numels: See above.
+        version: Whatever stays the same object as long as all tensors but buffers are where they were; None if that is
+            unknown. Then `of` looks at the addresses of all tensors.
     """
 
     def __init__(self, numels: Sequence[int]) -> None:
         self.numels = numels
+        self.version: object = None
         self._tables: dict[object, tuple[Tensor, int]] = {}
-        self._addresses: dict[object, tuple[list[int], Tensor]] = {}
+        self._last: dict[object, _Last] = {}
         self.number = next(_numbers)
         _living[self.number] = self
 
@@ -84,25 +119,34 @@ class Rows(ABC):
         """Return the number of rows."""
         return len(self.numels)
 
-    def of(self, *columns: Sequence[Tensor]) -> tuple[Tensor, Tensor, int, int]:
-        """Return the table and the addresses on the device, the number of rows, and the number of programs.
+    def of(self, *columns: Sequence[Tensor], buffers: Sequence[Tensor] = ()) -> Located:
+        """Return what the launch is told of the tensors.
 
         Args:
-            columns: The tensors of the columns, on one device; the first two, if there are several, in the same order.
+            columns: The tensors of each column but the last, on one device, in the same order.
+            buffers: The tensors of the last column.
         """
-        addresses = [tensor.data_ptr() for column in columns for tensor in column]
         device = device_of(columns[0][0])
         where = device, stream_of(device)  # the stream that has written them
-        last, bases = self._addresses.get(where, (None, None))
-        if bases is None or last != addresses:
-            bases = pinned(torch.frombuffer(array("q", addresses), dtype=torch.int64), device)
-            self._addresses[where] = addresses, bases
+        last, there = self._last.get(where), [*map(Tensor.data_ptr, buffers)]
+        if last is not None and last.version is self.version is not None and last.buffers == there:
+            return last.located
+        addresses = [*map(Tensor.data_ptr, chain(*columns)), *there]
+        numbers = torch.frombuffer(array("q", addresses), dtype=torch.int64)
+        if last is None or len(last.addresses) != len(addresses):
+            bases = pinned(numbers, device)
+        else:
+            bases = last.located.bases  # in place, since launches that were recorded read there
+            if last.addresses != addresses:
+                rewrite(bases, numbers)
         aligned = not any([address % _ALIGNMENT for address in addresses])
         if (*where, aligned) not in self._tables:
-            numbers, programs = self._encoded([0, *accumulate(map(len, columns))], aligned=aligned)
-            self._tables[*where, aligned] = pinned(torch.frombuffer(numbers, dtype=torch.int64), device), programs
+            encoded, programs = self._encoded([0, *accumulate(map(len, (*columns, buffers)))], aligned=aligned)
+            self._tables[*where, aligned] = pinned(torch.frombuffer(encoded, dtype=torch.int64), device), programs
         table, programs = self._tables[*where, aligned]
-        return table, bases, len(self), programs
+        located = Located(table, bases, len(self), programs)
+        self._last[where] = _Last(self.version, there, addresses, located)
+        return located
 
     @abstractmethod
     def _encoded(self, firsts: Sequence[int], *, aligned: bool) -> tuple[array[int], int]:
