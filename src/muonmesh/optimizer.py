@@ -407,11 +407,11 @@ class Muon(torch.optim.Optimizer):
         """Run the exchange with the work of this rank, and end the step."""
         runtime, (planned, exchange, settings, collected, flags, _) = self._runtime, agreed
         precision, offload = runtime.precision, None
-        if precision.leaves(planned.device):
-            offload = Offload(planned.device, elements=planned.plan.budget.elements_on_device)
         squares = runtime.last.squares = None if runtime.last.squares is None else UpdateSquares()
         work: MuonStep | None = planned.work if collected is planned.collected else None
         if work is None:
+            if precision.leaves(planned.device):
+                offload = Offload(planned.device, elements=planned.plan.budget.elements_on_device)
             work = MuonStep(ReadyParameters(planned, collected.muon, precision, offload))
         elementwise = []
         for some in collected.adamw:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -32,16 +33,17 @@ def memory_of(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(numel, dtype=dtype, device=device)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Elements:
     """The rows of a table with their elements in buffers.
 
-    Args:
+    Attributes:
         table: The table, made once for a plan.
         buffers: The buffers that its rows name, contiguous.
     """
 
-    def __init__(self, table: PieceTable, buffers: Sequence[Tensor]) -> None:
-        self.table, self.buffers = table, buffers
+    table: PieceTable
+    buffers: Sequence[Tensor]
 
     def view(self, row: Row) -> Tensor | None:
         """Return a view of a row's elements in its buffer, in the shape of its piece; None if it is in no buffer."""

@@ -8,6 +8,7 @@ long side of X only to form A and to apply the result; between them everything i
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, Literal, TypeAlias, get_args
@@ -207,7 +208,7 @@ class Orthogonalizer:
             needed = f"x's {tuple(x.shape)}, {x.dtype} on {x.device}, contiguous"
             write = "Write out=torch.empty_like(x, memory_format=torch.contiguous_format)"
             raise ValueError(explain_error("out", found, needed, write))
-        with exact_fp32(self.dtype):
+        with exact_fp32(self.dtype) if self.dtype == torch.float32 else nullcontext():
             matrices = x.reshape(x.shape[:-2].numel(), *x.shape[-2:])
             result = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
             given = [matrices, result.view(matrices.shape)]

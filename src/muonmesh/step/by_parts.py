@@ -18,7 +18,7 @@ from muonmesh.layout.piece_table import NOWHERE, PieceTable, Row, evenly
 from muonmesh.layout.region import row_major
 from muonmesh.numerics.kernels.threads import run_all
 from muonmesh.numerics.rules import parts
-from muonmesh.step.columns import Kind, MatrixStep
+from muonmesh.step.columns import Kind, MatrixStep, WeightViews
 from muonmesh.step.parameter_steps import ParameterStep
 from muonmesh.step.ready import ReadyParameters
 
@@ -29,6 +29,8 @@ SMALL = 1 << 14
 _MOST = 1 << 19
 """Largest number of elements of pieces that are taken together, so that they stay in the cache."""
 
+
+_RUNS = "runs"
 
 Sums = Callable[[int], tuple[tuple[Tensor, ...], Mapping[str, Tensor]]]
 """The type of `RuleSums.found`."""
@@ -43,6 +45,9 @@ class ByParts:
 
     def __init__(self, ready: ReadyParameters) -> None:
         self._ready = ready
+        # Views of rows in tensors that last as long as this object, by the identity of the row.
+        self._momenta: dict[int, Mapping[str, Tensor]] = {}
+        self._weights: dict[int, WeightViews] = {}
 
     def fold(self, elements: Elements, rows: Sequence[Row], *, folded: bool) -> None:
         """Fold the gradients of rows into their momenta, and write the directions.
@@ -67,7 +72,7 @@ class ByParts:
     def _run(self, task: Callable[[Run], None], table: PieceTable, rows: Sequence[Row]) -> None:
         """Run a task for some rows of a table: small equal rows together, all others one by one."""
         if rows is table.rows and self._ready.squares is None:
-            runs: Sequence[Run] = table.once(("runs", SMALL), lambda: _runs(self._ready, rows))
+            runs: Sequence[Run] = table.kept.get(_RUNS) or table.once(_RUNS, lambda: _runs(self._ready, rows))
         else:
             runs = [Run((row,)) for row in rows]
         if len(runs) == 1:
@@ -76,53 +81,63 @@ class ByParts:
             run_all([partial(task, run) for run in runs], device=self._ready.device)
 
     def _fold(self, elements: Elements, folded: bool, run: Run) -> None:
-        if not folded and (entries := self._changing(run)):
-            first = self._ready.of(run.rows[0].assignment)
+        first = self._ready.of(run.rows[0].assignment)
+        if not folded and (entries := self._changing(run, first)):
             if run.joined is not None:
                 self._fold_one(run.joined, first, elements, folds=True)
                 return
             if _fold_together(elements, run, entries, first.kind):
                 return
         for row in run.rows:
-            one = self._ready.of(row.assignment)
+            one = first if row is run.rows[0] else self._ready.of(row.assignment)
             self._fold_one(row, one, elements, folds=not folded and one.nonzero is not False)
 
     def _fold_one(self, row: Row, one: MatrixStep, elements: Elements, *, folds: bool) -> None:
-        into = elements.view(row)
-        if one.entry.momenta is None:
+        into, entry = elements.view(row), one.entry
+        if entry.momenta is None:
             if into is not None:  # without state no gradient has ever been folded in, so the direction is zero
                 into.zero_()
         elif folds or into is not None:
-            state = one.momenta(row.piece)
-            parts.fold(one.kind.rule, one.gradient(row.piece), state, active=one.mask, into=into, folds=folds)
+            assert entry.gradient is not None
+            if (state := self._momenta.get(id(row))) is None:
+                state = one.momenta(row.piece)
+                if self._ready.codec is None:
+                    self._momenta[id(row)] = state
+            gradient = view_in_storage(entry.gradient, row.piece)
+            parts.fold(one.kind.rule, gradient, state, active=one.mask, into=into, folds=folds)
 
     def _apply(self, elements: Elements, sums: Sums, run: Run) -> None:
         first = self._ready.of(run.rows[0].assignment)
-        if first.kind.rounds_to_nearest and (entries := self._changing(run)):
+        if first.kind.rounds_to_nearest and (entries := self._changing(run, first)):
             if run.joined is not None:
                 self._apply_one(run.joined, first, elements, sums)
                 return
             if _apply_together(elements, run, entries, first.kind):
                 return
         for row in run.rows:
-            one = self._ready.of(row.assignment)
+            one = first if row is run.rows[0] else self._ready.of(row.assignment)
             if one.changes:
                 self._apply_one(row, one, elements, sums)
 
-    def _changing(self, run: Run) -> list[ParameterStep]:
+    def _changing(self, run: Run, first: MatrixStep) -> list[ParameterStep]:
         """Return the parameters of rows that may be taken together: all change, each by itself, as the CPU knows."""
         nonzero, entries = self._ready.nonzero, self._ready.entries
-        if len(run.rows) == 1 or isinstance(nonzero, Tensor):
+        if len(run.rows) == 1 or isinstance(nonzero, Tensor) or first.kind.sums:
             return []
-        if not all([nonzero[row.assignment] for row in run.rows]) or self._ready.of(run.rows[0].assignment).kind.sums:
+        if not all([nonzero[row.assignment] for row in run.rows]):
             return []
-        rows = run.rows if run.joined is None else run.rows[:1]
-        found = [entry for row in rows if (entry := entries[row.parameter]) is not None and entry.created]
-        return found if len(found) == len(rows) else []
+        if run.joined is not None:
+            return [first.entry] if first.changes else []
+        found = [entry for row in run.rows if (entry := entries[row.parameter]) is not None and entry.created]
+        return found if len(found) == len(run.rows) else []
 
     def _apply_one(self, row: Row, one: MatrixStep, elements: Elements, of: Sums) -> None:
-        update, weights, member = elements.view(row), one.weights(row.piece), one.entry.member
+        update, member = elements.view(row), one.entry.member
         assert update is not None
+        if (weights := self._weights.get(id(row))) is None:
+            weights = one.weights(row.piece)
+            if self._ready.codec is None and weights.write is None:
+                self._weights[id(row)] = weights
         sums, told = of(row.assignment) if one.kind.sums else ((), None)
         squares: list[Tensor] | None = None if self._ready.squares is None else []
         parts.apply(

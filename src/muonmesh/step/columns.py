@@ -47,6 +47,7 @@ class Kind(NamedTuple):
         scale: The update scale of the whole matrix.
         sums: Whether the rule needs sums over a matrix before its weights are written.
         rounds_to_nearest: Whether weights are rounded as casts round them.
+        balances, changes: Whether the rule changes whole matrices before they are orthogonalized, and afterwards.
     """
 
     rule: Rule
@@ -54,6 +55,8 @@ class Kind(NamedTuple):
     scale: float
     sums: bool
     rounds_to_nearest: bool
+    balances: bool
+    changes: bool
 
 
 class MatrixStep(NamedTuple):
@@ -159,7 +162,8 @@ class Matrices:
             rule = self._rules[entry.member.group]
             assert rule is not None
             facts = rule.scale(matrix.rows, matrix.cols), rule.asks_for_sums(), rounds_to_nearest(rule)
-            kind = Kind(rule, self._orthogonalizers[entry.member.group, matrix.shape], *facts)
+            whole = rule.balances(), rule.changes_matrices()
+            kind = Kind(rule, self._orthogonalizers[entry.member.group, matrix.shape], *facts, *whole)
             self._kinds[place] = kind
         mask = nonzero if isinstance(nonzero, Tensor) else None
         found = MatrixStep(number, matrix, entry, kind, nonzero, mask, nonzero is not False and entry.created)

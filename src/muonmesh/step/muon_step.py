@@ -11,6 +11,7 @@ from torch import Tensor
 from muonmesh.comm.views import Elements
 from muonmesh.comm.work import Local, Work
 from muonmesh.numerics.kernels.recording import run_again
+from muonmesh.numerics.kernels.triton_launch import is_watched
 from muonmesh.numerics.rules import parts
 from muonmesh.step.by_kernel import ByKernel, Repeatable
 from muonmesh.step.by_parts import ByParts
@@ -78,7 +79,7 @@ class MuonStep(Work):
         that `ByKernel` keeps there.
         """
         kernels, ready = self._by_kernel, self.ready
-        if kernels is None or ready.version is None or ready.squares is not None:
+        if kernels is None or ready.version is None or ready.squares is not None or is_watched(*given):
             run(*given)
             return
         facts = ready.version, ready.rules, kernels.active
@@ -97,14 +98,15 @@ class MuonStep(Work):
 
     def _only_orthogonalizes(self, number: int) -> bool:
         """Whether the kernels between fold and apply are the same in every step."""
-        rule, orthogonalizer, *_ = self.ready.of(number).kind
-        alone = rule.orthogonalizes and not (rule.balances() or rule.changes_matrices())
-        return alone and orthogonalizer.repeats and self.ready.graphs is None
+        kind = self.ready.of(number).kind
+        alone = kind.rule.orthogonalizes and not (kind.balances or kind.changes)
+        return alone and kind.orthogonalizer.repeats and self.ready.graphs is None
 
     def compute(self, matrices: Sequence[int], batch: Tensor, out: Tensor) -> None:
         """Orthogonalize matrices of one group and shape, including what their rule does before and afterwards."""
-        rule, orthogonalizer, *_ = self.ready.of(matrices[0]).kind
-        if rule.balances():
+        kind = self.ready.of(matrices[0]).kind
+        rule = kind.rule
+        if kind.balances:
             for number, matrix in zip(matrices, batch.unbind(), strict=True):
                 one = self.ready.of(number)
                 with self.companions.of(one) as kept:
@@ -112,10 +114,10 @@ class MuonStep(Work):
                         one.rule_in_turn.balance, matrix, kept, rows=one.matrix.rows, cols=one.matrix.cols
                     )
         if rule.orthogonalizes:
-            orthogonalizer(batch, out=out, overwrite=not rule.sees_direction, graphs=self.ready.graphs)
+            kind.orthogonalizer(batch, out=out, overwrite=not rule.sees_direction, graphs=self.ready.graphs)
         else:
             out.copy_(batch)
-        if rule.changes_matrices():
+        if kind.changes:
             for number, direction, matrix in zip(matrices, batch.unbind(), out.unbind(), strict=True):
                 one = self.ready.of(number)
                 seen = direction if rule.sees_direction else None
