@@ -19,13 +19,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import muonmesh as mm
+from muonmesh.comm.work import Work
 from muonmesh.numerics import kernels, newton_schulz
-from muonmesh.numerics.kernels import batched, beside, fused, toolchain, triton, zeros
+from muonmesh.numerics.kernels import batched, beside, fused, recording, toolchain, triton, zeros
 from muonmesh.numerics.kernels.memory import download
 from muonmesh.numerics.kernels.rows import PieceRows, in_three_dims
 from muonmesh.numerics.kernels.triton import triton_products
 from muonmesh.numerics.newton_schulz import orthogonalize
-from muonmesh.step import by_kernel
+from muonmesh.step import by_kernel, muon_step
 from muonmesh.tools.testing.device import Event, pretended_cuda
 from muonmesh.tools.testing.host_waits import HostWaits
 from tests.interpreter import interpreting
@@ -95,6 +96,49 @@ def stepped_again() -> tuple[list[bool], int]:
         same += [torch.equal(momenta, wanted[0]), torch.equal(into, wanted[2])]
         same += [torch.equal(weight, other) for weight, other in zip(weights, wanted[1], strict=True)]
     return same, len(kept._tables)
+
+
+def trained(what: str, waits: bool, *, repeats: bool) -> tuple[list[Tensor], int]:
+    """Weights and momenta after steps in which something moves, and how many batches were started again."""
+    torch.manual_seed(0)
+    weights = [nn.Parameter(torch.randn(8, 12, dtype=BF16)) for _ in range(3)] + [nn.Parameter(torch.randn(12, 20))]
+    groups = [{"params": weights[:3], "lr": 0.1}, {"params": weights[3:], "lr": 0.2, "weight_decay": 0.1}]
+    options: dict[str, Any] = {"ns_coefficients": "quintic", "kernels": "triton", "process_group": "local"}
+    master = FP32 if what == "masters" else None
+    optimizer, again = mm.Muon(groups, **options, master_dtype=master), 0
+    optimizer._runtime.driver = HostWaits(waits)
+    memory = [torch.empty_like(weight) for weight in weights]
+    with pytest.MonkeyPatch.context() as patch:
+        if not repeats:
+            patch.setattr(muon_step.MuonStep, "repeat", Work.repeat)
+        for step in range(9):
+            fresh = what == "gradients" and step > 4  # elsewhere in each step, in memory that is not given back
+            memory += [torch.empty_like(weight) for weight in weights] if fresh else []
+            for number, (weight, held) in enumerate(zip(weights, memory[-len(weights) :], strict=True)):
+                zero = what == "zeros" and step % 3 == 0 and number == 1
+                weight.grad = held.zero_() if zero else held.normal_()
+            if what == "rates":
+                groups[step % 2]["lr"] = optimizer.param_groups[step % 2]["lr"] = 0.1 / (step + 1)
+            if what == "momentum":
+                optimizer.param_groups[0]["momentum"] = 0.9 - 0.05 * step
+            if what == "nesterov" and step > 5:
+                optimizer.param_groups[0]["nesterov"] = False
+            if what == "weights" and step == 6:
+                weights[1].data = weights[1].data.clone()
+            if what == "metrics" and step == 6:
+                optimizer.metrics()
+            optimizer.step()
+        work = optimizer._runtime.planned.work
+        again = sum(isinstance(kept, recording.Recording) for kept in work._recordings.values())
+    found = [weight.detach() for weight in weights] + [kept for w in weights for kept in optimizer.state[w].values()]
+    if what == "metrics":
+        found.append(torch.tensor([*optimizer.metrics().values()]))
+    return found, again
+
+
+def repeated(what: str, waits: bool) -> tuple[bool, int, int]:
+    (found, again), (expected, never) = (trained(what, waits, repeats=repeats) for repeats in (True, False))
+    return all(map(torch.equal, found, expected)), again, never
 
 
 def operands(rows: int, cols: int, batch: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -582,6 +626,20 @@ def test_a_steady_step_asks_whether_kernels_still_do_what_a_rule_does(interprete
     apart, kept = interpreter(changed_rule)
     assert kept, "launches last from step to step"
     assert apart < 1e-5
+
+
+MOVES = ["nothing", "gradients", "rates", "momentum", "nesterov", "zeros", "weights", "metrics", "masters"]
+
+
+@pytest.mark.parametrize("waits", [False, True], ids=["waits not", "waits"])
+@pytest.mark.parametrize("what", MOVES)
+def test_a_batch_that_is_started_again_has_the_bits_of_one_that_is_not(
+    interpreter: Interpreter, what: str, waits: bool
+) -> None:
+    same, again, never = interpreter(repeated, what, waits)
+    assert same
+    assert again >= (0 if what == "weights" else 1)  # which were given up when a weight moved
+    assert never == 0
 
 
 @pytest.mark.parametrize(("rows", "cols", "batch", "dtype"), SIZES, ids=str)
