@@ -29,9 +29,8 @@ from muonmesh.tools.cli.app import app
 from muonmesh.tools.cli.checkpoints import Checkpoints, checkpoints_of
 from muonmesh.tools.cli.corpus import Corpus, load_corpus_of, prepare_corpus, save_corpus_of, standard_library
 from muonmesh.tools.cli.model import check_parameters, parallelise
-from muonmesh.tools.cli.rank import insist_on_the_same
 from muonmesh.tools.cli.run_settings import Parallel, Settings, load_settings
-from muonmesh.tools.cli.training import StopRequest, Training
+from muonmesh.tools.cli.training import StopRequest, Training, insist_on_the_same
 from tests.workers import Pool
 
 RANKS = 2

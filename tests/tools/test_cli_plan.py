@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 from muonmesh.layout import Replicate, Shard
 from muonmesh.tools.cli.app import app
-from muonmesh.tools.cli.cluster import parse_cluster
 from muonmesh.tools.cli.plan_command import weights_of
+from muonmesh.tools.cli.planning import parse_cluster
 from muonmesh.tools.forecasts.device_rates import DeviceRates
 
 

@@ -23,8 +23,8 @@ from muonmesh.checkpoint.place import before_at
 from muonmesh.numerics.kernels import auto_takes, compiled
 from muonmesh.tools.cli import installation
 from muonmesh.tools.cli.app import app
-from muonmesh.tools.cli.lock import LOCK_FILE
-from muonmesh.tools.cli.metrics_log import append_metrics
+from muonmesh.tools.cli.report import append_metrics
+from muonmesh.tools.cli.run_files import LOCK_FILE
 from muonmesh.tools.cli.run_settings import Settings
 from tests.mutations import Acts
 from tests.workers import Pool

@@ -29,10 +29,9 @@ from muonmesh.errors import FileError, explain_error
 from muonmesh.files import kind_of, leaves, read_json, reason
 from muonmesh.step.state_form import wrong_numbers
 from muonmesh.tools.checkpoints.archive import MoreThanData, read_archive
-from muonmesh.tools.checkpoints.kept import numbered
-from muonmesh.tools.cli.checkpoints import STEP, checkpoints_of, without_checkpoint
-from muonmesh.tools.cli.lock import LOCK_FILE
-from muonmesh.tools.cli.metrics_log import METRICS_FILE
+from muonmesh.tools.cli.checkpoints import STEP, checkpoints_of, numbered, without_checkpoint
+from muonmesh.tools.cli.report import METRICS_FILE
+from muonmesh.tools.cli.run_files import LOCK_FILE
 from muonmesh.tools.cli.run_settings import CONFIG_FILE, load_config, load_settings
 from muonmesh.tools.cli.terminal import shell_line
 
