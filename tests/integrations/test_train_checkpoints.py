@@ -21,8 +21,7 @@ from torch.distributed.tensor import DTensor
 from typer.testing import CliRunner
 
 import muonmesh as mm
-from muonmesh.checkpoint.index import read_index
-from muonmesh.checkpoint.manifest import INDEX_FILE, MANIFEST_FILE, entry_of, read_manifest, write_manifest
+from muonmesh.checkpoint.index import INDEX_FILE, MANIFEST_FILE, entry_of, read_index, read_manifest, write_manifest
 from muonmesh.checkpoint.ranks import on_first_rank, together
 from muonmesh.errors import FileError
 from muonmesh.tools.cli.app import app

@@ -17,9 +17,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from typer.testing import CliRunner
 
 import muonmesh as mm
-from muonmesh.checkpoint.folder import write
-from muonmesh.checkpoint.manifest import MANIFEST_FILE
-from muonmesh.checkpoint.place import before_at
+from muonmesh.checkpoint.folder import before_at, write
+from muonmesh.checkpoint.index import MANIFEST_FILE
 from muonmesh.numerics.kernels import auto_takes, compiled
 from muonmesh.tools.cli import installation
 from muonmesh.tools.cli.app import app

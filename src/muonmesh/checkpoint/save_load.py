@@ -2,27 +2,26 @@
 
 `save` gets a Record of each parameter from the optimizer, makes a Share of each tensor in the Records, and writes the
 Shares with `folder.write`. `load` checks the folder with `folder.look`, finds with `fitting.fit` where each tensor
-goes, reads into new memory, and only then writes to the model and the optimizer.
+goes, reads into new memory, and only then writes to the model and the optimizer. The extra state of modules, which
+their method `get_extra_state` returns, is saved like a buffer.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from muonmesh.checkpoint.extra import Extra, extra_of, give_back
-from muonmesh.checkpoint.fitting import fit
+from muonmesh.checkpoint.fitting import check_saved, fit, merged, settings_of
 from muonmesh.checkpoint.folder import look, write
-from muonmesh.checkpoint.group_settings import check_saved, merged, settings_of
-from muonmesh.checkpoint.manifest import SETTINGS_FILE
-from muonmesh.checkpoint.of_muon import OfMuon
+from muonmesh.checkpoint.index import SETTINGS_FILE
 from muonmesh.checkpoint.ranks import settled
-from muonmesh.checkpoint.record import STATE, Record, Recorded
+from muonmesh.checkpoint.record import STATE, OfMuon, Record, Recorded
 from muonmesh.comm.placing import refuse_flattened, storage_of
 from muonmesh.comm.storage import this_rank
 from muonmesh.comm.telling import agreed, tell_all
@@ -34,6 +33,46 @@ from muonmesh.step.members import OptimizedParameter
 from muonmesh.step.replicas import sum_of_bits
 from muonmesh.step.runtime import Runtime
 from muonmesh.step.state_form import wrong_numbers
+
+KEY = "_extra_state"
+"""The key of extra state in torch's state dicts."""
+
+
+Extra: TypeAlias = dict[str, tuple[nn.Module, Tensor]]
+"""A copy of the extra state of each module that has some, by name, with the module."""
+
+
+def extra_of(model: nn.Module) -> Extra:
+    """Return a copy of the extra state of each module that has some, by name, with the module.
+
+    None and an empty tensor count as no extra state; modules of Transformer Engine return them if they do not compute
+    in FP8.
+
+    Raises:
+        StateError: extra state is no tensor of numbers. Bytes are refused too, since modules unpickle them on loading.
+    """
+    found = {}
+    for path, module in model.named_modules():
+        if type(module).get_extra_state is nn.Module.get_extra_state and "get_extra_state" not in vars(module):
+            continue
+        extra = module.get_extra_state()
+        if extra is None or (isinstance(extra, Tensor) and not extra.numel()):
+            continue
+        if not isinstance(extra, Tensor) or extra.dtype == torch.uint8:
+            told = f"{extra.numel()} bytes in a tensor" if isinstance(extra, Tensor) else f"a {type(extra).__name__}"
+            needed = "numbers in a tensor, or None: bytes and objects could execute when they are loaded"
+            write = "Save that part apart from the checkpoint, and write module.get_extra_state = lambda: None"
+            where = f"{canonical_name(path) or 'the model'}.get_extra_state()"
+            raise StateError(explain_error(where, told, needed, write))
+        found[canonical_name(f"{path}.{KEY}" if path else KEY)] = module, extra.detach().clone()
+    return found
+
+
+def give_back(extra: Extra, loaded: Collection[str]) -> None:
+    """Set the extra state of each module whose name is in ``loaded`` to its loaded copy."""
+    for name, (module, tensor) in extra.items():
+        if name in loaded:
+            module.set_extra_state(tensor)
 
 
 @plain_modes()

@@ -11,9 +11,8 @@ import deepspeed
 import torch
 from torch import Tensor, nn
 
-from muonmesh.checkpoint.group_settings import OWN_KEYS
-from muonmesh.checkpoint.of_muon import OfMuon
-from muonmesh.checkpoint.record import Record
+from muonmesh.checkpoint.fitting import OWN_KEYS
+from muonmesh.checkpoint.record import OfMuon, Record
 from muonmesh.clip.limits import GradNorms, Limits, scale_groups
 from muonmesh.clip.norm_means import bring_to_host, keep_means
 from muonmesh.errors import LayoutError, StateError, explain_error

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
-from muonmesh.checkpoint.share import Boxes, boxes_of
+from muonmesh.checkpoint.record import Boxes, boxes_of
 from muonmesh.comm.storage import local_of, this_rank
 from muonmesh.errors import StateError, explain_error
 from muonmesh.integrations.megatron.param_groups import EACH, EXPERTS

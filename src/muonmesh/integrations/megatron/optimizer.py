@@ -15,9 +15,8 @@ from megatron.core.optimizer import MegatronOptimizer as Base
 from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler
 from torch import Tensor, nn
 
-from muonmesh.checkpoint.of_muon import OfMuon
 from muonmesh.checkpoint.ranks import settled
-from muonmesh.checkpoint.record import Record
+from muonmesh.checkpoint.record import OfMuon, Record
 from muonmesh.clip.clipping import clip_gradients
 from muonmesh.clip.limits import ClipPolicy, GradNorms, Limits
 from muonmesh.clip.squares import AGREEMENT, FELT, reduce_beyond, zeros_for

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Shard
 
-from muonmesh.checkpoint.share import boxes_of
+from muonmesh.checkpoint.record import boxes_of
 from muonmesh.comm.placing import storage_of
 from muonmesh.comm.storage import Storage, local_of, this_rank
 from muonmesh.comm.wrappers import layers_of

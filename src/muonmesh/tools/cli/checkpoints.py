@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import nn
 
 from muonmesh.checkpoint import load, save
-from muonmesh.checkpoint.manifest import read_manifest
-from muonmesh.checkpoint.place import before_at, check_replaceable, foreign_at, found_at, lock_folder, remove_folder
+from muonmesh.checkpoint.folder import before_at, check_replaceable, foreign_at, found_at, lock_folder, remove_folder
+from muonmesh.checkpoint.index import read_manifest
 from muonmesh.checkpoint.ranks import on_first_rank, together
 from muonmesh.checkpoint.save_load import recorded
 from muonmesh.comm.telling import agreed

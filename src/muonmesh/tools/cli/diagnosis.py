@@ -13,18 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from muonmesh.checkpoint.entries import CheckpointReader
-from muonmesh.checkpoint.group_settings import check_saved
-from muonmesh.checkpoint.index import read_index
-from muonmesh.checkpoint.manifest import (
+from muonmesh.checkpoint.fitting import check_saved
+from muonmesh.checkpoint.folder import CheckpointReader, found_at
+from muonmesh.checkpoint.index import (
     MANIFEST_FILE,
     REMEDY,
     SETTINGS_FILE,
     Entry,
     check_entries,
+    read_index,
     read_manifest,
 )
-from muonmesh.checkpoint.place import found_at
 from muonmesh.errors import FileError, explain_error
 from muonmesh.files import kind_of, leaves, read_json, reason
 from muonmesh.step.state_form import wrong_numbers
