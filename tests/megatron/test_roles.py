@@ -12,7 +12,7 @@ from torch import nn
 from muonmesh.groups import split_params
 from muonmesh.groups.sites import sites
 from muonmesh.integrations.megatron import get_megatron_optimizer
-from muonmesh.integrations.megatron.global_names import whole_name
+from muonmesh.integrations.megatron.roles import whole_name
 from muonmesh.step.connection import placed_members
 from tests.megatron import host
 from tests.megatron.host import Shape

@@ -16,9 +16,8 @@ from muonmesh.checkpoint.record import OfMuon, Record
 from muonmesh.clip.limits import GradNorms, Limits, scale_groups
 from muonmesh.clip.norm_means import bring_to_host, keep_means
 from muonmesh.errors import LayoutError, StateError, explain_error
-from muonmesh.integrations.deepspeed.calls import Call, explain_step
+from muonmesh.integrations.deepspeed.calls import Call, explain_step, measure
 from muonmesh.integrations.deepspeed.checkpoint import engine_records, expert_names, masters_of, publish
-from muonmesh.integrations.deepspeed.clipping import measure
 from muonmesh.layout.matrix import as_tuples
 from muonmesh.numerics.rules import is_matrix_rule, rule_of, step_count
 from muonmesh.numerics.rules.parts import follow

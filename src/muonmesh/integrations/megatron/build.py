@@ -23,12 +23,20 @@ from muonmesh.errors import LayoutError, PlanError, explain_error
 from muonmesh.groups.heads import HeadPart
 from muonmesh.groups.sites import unwrapped
 from muonmesh.integrations.megatron.declared import mesh_finder, stamped_placement
-from muonmesh.integrations.megatron.layouts import declared, ranges_of, within
+from muonmesh.integrations.megatron.layouts import (
+    Cut,
+    SavedBox,
+    cut_of,
+    declared,
+    expert_of,
+    ranges_of,
+    saved_boxes_of,
+    within,
+)
 from muonmesh.integrations.megatron.main_grad import MainGrad
 from muonmesh.integrations.megatron.optimizer import Holding, MegatronOptimizer
 from muonmesh.integrations.megatron.param_groups import find_groups
 from muonmesh.integrations.megatron.refusals import refuse, refuse_formats, refuse_state
-from muonmesh.integrations.megatron.saved_boxes import Cut, SavedBox, cut_of, expert_of, saved_boxes_of
 from muonmesh.layout import Declared
 from muonmesh.optimizer import Muon
 

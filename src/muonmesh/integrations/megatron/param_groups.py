@@ -13,9 +13,8 @@ from muonmesh.errors import explain_error
 from muonmesh.groups import register, split_params, unregister
 from muonmesh.groups.fused_projections import WHOLE
 from muonmesh.groups.sites import Site, sites, unwrapped
-from muonmesh.integrations.megatron.global_names import expert_names, whole_name
-from muonmesh.integrations.megatron.roles import expert_role
-from muonmesh.integrations.megatron.saved_boxes import SavedBox
+from muonmesh.integrations.megatron.layouts import SavedBox
+from muonmesh.integrations.megatron.roles import expert_names, expert_role, whole_name
 from muonmesh.names import in_order
 from muonmesh.numerics.rules import is_matrix_rule
 

@@ -25,8 +25,8 @@ from muonmesh.step.runtime import Runtime
 from muonmesh.step.state_form import NUMBERS, wrong_state
 from muonmesh.tools.checkpoints.archive import read_archive
 from muonmesh.tools.local_part import local_part
+from muonmesh.tools.migration.package import ParameterState
 from muonmesh.tools.migration.packages import PACKAGES, PackageName, groups_of, package_of
-from muonmesh.tools.migration.state_keys import ParameterState
 
 _OR_NEW = ". To begin with new state there, write convert(..., strict=False)"
 

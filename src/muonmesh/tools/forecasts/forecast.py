@@ -39,8 +39,7 @@ from muonmesh.numerics.kernels.portions import SMALL_COLS, SMALL_ROWS
 from muonmesh.numerics.newton_schulz import resolve_method
 from muonmesh.numerics.rules import RULES, MuonRule, Rule, by_defaults, is_known, is_matrix_rule
 from muonmesh.report.explain import imbalance
-from muonmesh.report.step_memory import step_memory
-from muonmesh.report.traffic import Traffic, traffic
+from muonmesh.report.traffic import Traffic, step_memory, traffic
 from muonmesh.step.members import OptimizedParameter
 from muonmesh.step.placed_state import state_layouts_of
 from muonmesh.tools.forecasts.device_rates import DeviceRates, Timed
