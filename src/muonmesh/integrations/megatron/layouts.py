@@ -175,24 +175,6 @@ def _intervals(boxes: Sequence[SavedBox], away: int, row: int) -> tuple[Interval
     return tuple(Interval((p.offset[0] + away * p.shape[0]) * row, p.shape[0] * row, p.start) for p in boxes)
 
 
-def expert_of(place: int, boxes: Sequence[SavedBox]) -> tuple[int, int, tuple[int, int], list[SavedBox]]:
-    """Return the first and the end element of one expert in a weight, the expert's shape (in, out), and its boxes.
-
-    Args:
-        place: The index of the expert among the experts of this rank.
-        boxes: The boxes of the weight in Megatron's checkpoints: boxes of (experts, out, in), which follow each other
-            along the last dim of the memory.
-    """
-    rows, cols = boxes[0].shape[2], sum(box.shape[1] for box in boxes)
-    found, start = [], 0
-    for box in boxes:
-        whole, offset, shape = ((sizes[2], sizes[1]) for sizes in (box.whole, box.offset, box.shape))
-        found.append(SavedBox(box.key, whole, offset, shape, start, (cols, 1)))
-        start += box.shape[1]
-    size = rows * cols
-    return place * size, (place + 1) * size, (rows, cols), found
-
-
 Ranges = Sequence[tuple[int, int]]
 """For each data-parallel rank: begin and end of the elements of the flattened shard that the rank keeps."""
 

@@ -81,7 +81,6 @@ class Holding(NamedTuple):
         parameter: Megatron's parameter.
         tensor: The tensor to step: the parameter, or a view of the elements that this rank keeps.
         low: The index of the tensor's first element in the flattened parameter.
-        only: Whether this rank steps no other part of the parameter; False for an expert of a GroupedMLP.
         resizes: Whether a checkpoint may have another number of rows, see `SavedBox`.
     """
 
@@ -91,7 +90,6 @@ class Holding(NamedTuple):
     parameter: Tensor
     tensor: Tensor
     low: int
-    only: bool
     resizes: bool
 
 
@@ -314,9 +312,9 @@ class MegatronOptimizer(Base, OfMuon):  # type: ignore[misc]
         clips = any(chunk.config.qk_clip for chunk in self.model_chunks)
         for holding in self._holdings:
             master = self.optimizer.state[holding.tensor].get("master")
-            # Megatron's log of the parameters' norm reads main_param. For several experts in one parameter, and for
-            # master weights on the CPU, it reads the parameter instead.
-            if master is not None and holding.only and (kept := local_of(master)).device == holding.tensor.device:
+            # Megatron's log of the parameters' norm reads main_param. For master weights on the CPU, it reads the
+            # parameter instead.
+            if master is not None and (kept := local_of(master)).device == holding.tensor.device:
                 kept = ShardedMaster.of(kept, holding.parameter, holding.low) if clips else kept
                 holding.parameter.main_param = kept  # type: ignore[attr-defined]
                 holding.parameter.main_param_sharded = flat  # type: ignore[attr-defined]

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from muonmesh.errors import about
+from muonmesh.errors import explain_error
 from muonmesh.groups.fused_projections import class_names
 from muonmesh.groups.sites import Kind, Role, Site
 from muonmesh.names import canonical_name
@@ -32,14 +32,14 @@ def megatron_role(site: Site) -> Role | None:
     """Return the role of a parameter in a class of Megatron; None means that the general rules decide.
 
     Raises:
-        ValueError: a GroupedMLP holds the parameter, and the optimizer is not made by `get_megatron_optimizer`.
+        ValueError: a GroupedMLP holds the parameter. Versions after megatron-core 0.16.1 have no such class.
     """
     if getattr(site.parameter, "is_embedding_or_output_parameter", False) and len(site.shape) == 2:
         return _table(site)
-    if is_grouped(site.module):
-        what = f"GroupedMLP stores all experts in {site.key}, in another order than its shape says, so split_params "
-        what += "cannot take the experts apart. Use get_megatron_optimizer of muonmesh.integrations.megatron, or set "
-        raise ValueError(about(site.name, what + "moe_grouped_gemm=False"))
+    if "GroupedMLP" in class_names(site.module, "megatron"):
+        found = f"all experts of a GroupedMLP in {site.key}, in another order than its shape says"
+        write = "Set moe_grouped_gemm=False, or install Transformer Engine and set moe_use_legacy_grouped_gemm=False"
+        raise ValueError(explain_error(site.name, found, "a weight for each expert", write))
     held, owner = site.owners[0][0], site.owners[1][1] if len(site.owners) > 1 else site.module
     if not _WEIGHT.fullmatch(site.key) or len(site.shape) != 2:
         return None
@@ -48,26 +48,6 @@ def megatron_role(site: Site) -> Role | None:
             matrices = "whole" if split is None else split(owner)
             return Role("muon", "matrices", f"{what} ({type(owner).__name__})", matrices)
     return None
-
-
-def is_grouped(module: nn.Module) -> bool:
-    """Return whether a module is Megatron's GroupedMLP, whose memory has one matrix for each expert.
-
-    GroupedMLP reads the memory of ``weight1`` as (experts, hidden, ffn) and of ``weight2`` as (experts, ffn, hidden),
-    stored in × out. The parameters' shapes are hidden × (experts · ffn) and (experts · ffn) × hidden. So muonmesh steps
-    each expert as a tensor of its own, a view of this memory, with the expert's number in the whole model.
-    megatron-core 0.16.1 is the last version with this class.
-    """
-    return "GroupedMLP" in class_names(module, "megatron")
-
-
-def expert_role(site: Site) -> Role | None:
-    """Return the role of an expert in a weight of a GroupedMLP; None for other parameters."""
-    if not is_grouped(site.module):
-        return None
-    config: Any = site.module.config
-    gated = site.key == "weight1" and config.gated_linear_unit
-    return Role("muon", "matrices", "experts, each its own (GroupedMLP)", ("transposed", HALVES if gated else "whole"))
 
 
 def _table(site: Site) -> Role:
@@ -157,18 +137,3 @@ def _expert_key(site: Site, expert_rank: int) -> str:
     if found is None or not isinstance(count, int):
         return site.key
     return f"{found[1]}{expert_rank * count + int(found[2])}"
-
-
-def expert_names(site: Site, name: str, expert_rank: int) -> list[str]:
-    """Return the names of the tensors that the optimizer steps for a parameter: its own name, or one for each expert.
-
-    Args:
-        site: The place of the parameter in its chunk.
-        name: The parameter's name in the whole model.
-        expert_rank: The index of this rank among the expert-parallel ranks.
-    """
-    if not is_grouped(site.module):
-        return [name]
-    before, _, key = name.rpartition(".")
-    count: Any = site.module.num_local_experts
-    return [f"{before}.{expert_rank * count + i}.{key}" for i in range(count)]
