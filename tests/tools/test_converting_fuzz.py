@@ -38,7 +38,6 @@ MUON: dict[str, dict[str, Any]] = {
     "deepspeed": {"use_muon": True, "ns_method": "gram", "momentum": 0.9},
     "emerging_optimizers": {"momentum": 0.9, "weight_decay_method": "decoupled"},
     "megatron": {"momentum": 0.9, "is_expert_parallel": False, "step": 3},
-    "muonium": {"wd": 0.0, "momentum": 0.9, "algorithm": "muon"},
 }
 """What the groups of a package say, by which it is known."""
 
@@ -66,8 +65,6 @@ def saved_by(package: str, model: nn.Module) -> Any:
     if package == "dion":
         for number in (2, 3, 4):
             state[number]["step_dev"] = torch.tensor(3.0)
-    if package == "muonium":
-        state[0] |= {"step": torch.tensor(3.0), "lr_ratio": torch.tensor(1.0)}
     adamw = {"lr": 0.01, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0}
     marks = {key: value for key, value in MUON[package].items() if key != "momentum"}
     groups: list[dict[str, Any]] = [

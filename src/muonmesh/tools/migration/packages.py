@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from math import prod, sqrt
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
@@ -41,48 +40,27 @@ def _named(polynomial: Polynomial) -> str | list[Polynomial]:
     return "simple" if (polynomial,) == COEFFICIENT_SETS["simple"].polynomials else [polynomial]
 
 
-def _polar_express_102(steps: int) -> list[Polynomial]:
-    """Return the first ``steps`` of five polynomials of Polar Express with a safety factor of 1.02.
+def _polar_express_102() -> list[Polynomial]:
+    """Return five polynomials of Polar Express with a safety factor of 1.02.
 
-    nanochat, dion and muonium use these polynomials: arXiv 2505.16932, algorithm 1, with another cushion and safety
-    factor than in its listing. These packages divide the matrix by the factor once more; the first polynomial here
-    includes this division.
+    nanochat and dion use these polynomials: arXiv 2505.16932, algorithm 1, with another cushion and safety factor than
+    in its listing. These packages divide the matrix by the factor once more; the first polynomial here includes this
+    division.
     """
-    polynomials: list[Polynomial] = [
-        (8.156554524902461, -22.48329292557795, 15.878769915207462),
+    first = (8.156554524902461, -22.48329292557795, 15.878769915207462)
+    return [
+        tuple(value / 1.02 ** (2 * power + 1) for power, value in enumerate(first)),
         (4.042929935166739, -2.808917465908714, 0.5000178451051316),
         (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
         (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
         (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
     ]
-    first = tuple(value / 1.02 ** (2 * power + 1) for power, value in enumerate(polynomials[0]))
-    return [first, *polynomials[1:]][:steps]
 
 
 def _adjust_dion(group: Settings, halves: Halves) -> None:
     """Set AdamW's decay mode to Muon's decay mode, as in dion."""
     if "adamw" in halves:
         halves["adamw"]["decay_mode"] = "cautious" if group["cautious"] else "full"
-
-
-def _adjust_muonium(group: Settings, halves: Halves) -> None:
-    """Multiply Muon's decay by √max(1, rows/cols), as muonium does; in muonium, leading dims are a batch.
-
-    Raises:
-        ValueError: the matrices of the group need different decays.
-    """
-    shapes = [tuple(parameter.shape) for parameter in group.get("params", ())]
-    if group["flatten"]:
-        shapes = [(shape[0], prod(shape[1:])) for shape in shapes]
-    matrices = {shape[-2:] for shape in shapes if len(shape) > 1}
-    factors = sorted({sqrt(max(1.0, rows / cols)) for rows, cols in matrices}) or [1.0]
-    if "muon" not in halves:
-        return
-    if len(factors) > 1 and group["weight_decay"]:
-        found = f"a weight decay of {group['weight_decay']} that muonium multiplies by factors of the shape, {factors}"
-        write = "Convert the matrices of each shape by themselves, as a group of their own"
-        raise ValueError(explain_error("group", found, "one decay for the group", write))
-    halves["muon"]["weight_decay"] *= factors[0]
 
 
 PACKAGES: dict[str, Package] = {
@@ -123,7 +101,7 @@ PACKAGES: dict[str, Package] = {
             "algorithm": None,
         },
         scales=_DIONS,
-        coefficients=lambda group: _polar_express_102(5) if group["use_polar_express"] else "quintic",
+        coefficients=lambda group: _polar_express_102() if group["use_polar_express"] else "quintic",
         adjust=_adjust_dion,
         beside=frozenset({"distributed_mesh", "flatten", "use_triton", "step", "beta1", "beta2"}),
         state_keys=StateKeys("momentum", sums=True, factor="mu", first="momentum", second="variance", count="step_dev"),
@@ -177,43 +155,15 @@ PACKAGES: dict[str, Package] = {
         # In muonmesh, q, k and v are always separate matrices, and matrices are whole under tensor parallelism.
         beside=frozenset({"optimizer", "muon_split_qkv", "muon_fp32_matmul_prec", "muon_tp_mode"}),
     ),
-    "muonium": Package(  # muonium 0.2.0
-        {
-            "lr": 1e-3,
-            "wd": 0.1,
-            "use_cautious_wd": True,
-            "momentum": 0.95,
-            "nesterov": True,
-            "ns_steps": 5,
-            "orthogonalization_strategy": "polar_express",
-            "adam_betas": (0.9, 0.95),
-            "adam_eps": 1e-8,
-            "algorithm": None,
-            "flatten": False,
-        },
-        coefficients=lambda group: (
-            _polar_express_102(group["ns_steps"])
-            if group["orthogonalization_strategy"] == "polar_express"
-            else "simple"
-        ),
-        adjust=_adjust_muonium,
-        beside=frozenset(
-            {
-                *("foreach", "fused", "capturable", "betas", "eps", "use_muon"),
-                *("fused_adam", "foreach_adam", "batch_size", "has_complex"),
-            }
-        ),
-        state_keys=StateKeys(sums=True, beside=frozenset({"step", "lr_ratio"})),
-    ),
 }
 
 
 __all__ = ["PACKAGES", "PackageName", "groups_of", "package_of"]
 
 PackageName: TypeAlias = Literal[
-    "adamw", "torch", "keller_jordan", "dion", "deepspeed", "emerging_optimizers", "megatron", "muonium"
+    "adamw", "torch", "keller_jordan", "dion", "deepspeed", "emerging_optimizers", "megatron"
 ]
-"""The packages that `convert_settings` knows: torch's AdamW and Adam, torch.optim.Muon, and six other packages."""
+"""The packages that `convert_settings` knows: torch's AdamW and Adam, torch.optim.Muon, and five other packages."""
 
 _JORDAN_CLASSES = ("SingleDeviceMuon", "Muon", "MuonWithAuxAdam", "SingleDeviceMuonWithAuxAdam")
 
@@ -221,7 +171,6 @@ _CLASSES: dict[str, dict[str, PackageName]] = {
     "torch": {"AdamW": "adamw", "Adam": "adamw", "Muon": "torch"},
     "deepspeed": {"FusedAdam": "adamw", "DeepSpeedCPUAdam": "adamw", **dict.fromkeys(_JORDAN_CLASSES, "deepspeed")},
     "muon": dict.fromkeys(_JORDAN_CLASSES, "keller_jordan"),
-    "muonium": {"Muon": "muonium"},
     "dion": {"Muon": "dion"},
     "megatron": {"OptimizerConfig": "megatron"},
 }
@@ -272,7 +221,6 @@ def groups_of(source: object) -> tuple[PackageName, list[Settings]]:
 
 _MARKS: dict[str, PackageName] = {
     "mu": "dion",
-    "wd": "muonium",
     "adjust_lr_fn": "torch",
     "ns_method": "deepspeed",
     "is_expert_parallel": "megatron",
@@ -311,7 +259,7 @@ def convert_settings(source: PackageName | Optimizer | object, *rest: Any, **set
     of `Muon`. docs/migrating.md says which steps are exactly the same, and what differs between the packages.
 
     Args:
-        source: An optimizer of torch's AdamW, Adam or Muon, KellerJordan's, dion's, DeepSpeed's or muonium's; or
+        source: An optimizer of torch's AdamW, Adam or Muon, KellerJordan's, dion's or DeepSpeed's; or
             Megatron-Core's ``OptimizerConfig``; or the name of a package. If a scheduler has changed a learning rate,
             the initial value counts.
         rest: If ``source`` is an optimizer, the optimizer of all other parameters, such as AdamW next to torch's Muon.
