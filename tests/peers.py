@@ -23,8 +23,8 @@ YOU = (
     (2.8769, -3.1427, 1.2046),
     (2.8366, -3.0525, 1.2012),
 )
-# Polar Express (arXiv 2505.16932) for five steps, cushion 0.02 and a safety factor of 1.02, as nanochat and dion list it;
-# the factor is part of all polynomials but the last, and the matrix is divided by it before the first.
+# Polar Express (arXiv 2505.16932) for five steps, cushion 0.02 and a safety factor of 1.02, as nanochat and
+# dion list it; the factor is part of all polynomials but the last, and the matrix is divided by it before the first.
 POLAR_EXPRESS_102 = (
     (8.156554524902461, -22.48329292557795, 15.878769915207462),
     (4.042929935166739, -2.808917465908714, 0.5000178451051316),
