@@ -202,13 +202,18 @@ def computed_with(engine: Any) -> dict[str, Tensor]:
     return found
 
 
+STATE = ("momentum_buffer", "exp_avg", "exp_avg_sq")
+"""The keys of state by element."""
+
+
 def states(engine: Any) -> dict[str, Tensor]:
     """Momenta and moments, whole, through DeepSpeed's own function."""
-    found = {}
-    for name, parameter in engine.module.named_parameters():
-        if parameter.requires_grad:
-            for key in ("exp_avg", "exp_avg_sq"):
-                found[f"{name}.{key}"] = safe_get_full_optimizer_state(parameter, key).detach().cpu().clone()
+    optimizer, found, parameters = engine.basic_optimizer, {}, dict(engine.module.named_parameters())
+    for _, name, tensor, _ in entries_of(optimizer):
+        for key, value in optimizer.state[tensor].items():
+            if key in STATE and value.shape == tensor.shape:
+                whole = safe_get_full_optimizer_state(parameters[name], key)
+                found[f"{name}.{key}"] = whole.detach().cpu().clone()
     return found
 
 
@@ -241,12 +246,8 @@ class OneProcess:
         found = {}
         for name, parameter in self.model.named_parameters():
             state = self.optimizer.state.get(parameter, {})
-            if "momentum_buffer" in state:
-                momentum = state["momentum_buffer"]  # elsewhere, if the owners have it
-                found[f"{name}.exp_avg"] = momentum.clone() if momentum.shape == parameter.shape else parameter * 0
-                found[f"{name}.exp_avg_sq"] = torch.zeros_like(parameter)
-            elif state:
-                found.update({f"{name}.{key}": state[key].clone() for key in ("exp_avg", "exp_avg_sq")})
+            kept = {key: value for key, value in state.items() if key in STATE and value.shape == parameter.shape}
+            found |= {f"{name}.{key}": value.clone() for key, value in kept.items()}
         return {name: tensor.cpu() for name, tensor in found.items()}
 
 
@@ -439,10 +440,7 @@ class Sharded:
             if parameter.requires_grad:
                 state = self.optimizer.state[parameter]
                 found[name] = parameter.full_tensor().detach()
-                held = {"exp_avg": state.get("exp_avg", state.get("momentum_buffer")), **state}
-                found[f"{name}.exp_avg"] = held["exp_avg"].full_tensor()
-                square = held.get("exp_avg_sq")
-                found[f"{name}.exp_avg_sq"] = torch.zeros_like(found[name]) if square is None else square.full_tensor()
+                found |= {f"{name}.{key}": state[key].full_tensor() for key in STATE if key in state}
         return found
 
 
@@ -696,7 +694,9 @@ def poisoned(stage: int) -> list[str]:
                 free[start : start + length] = False
         padding[id(call.tensor)] = free
         call.tensor.data[free] = torch.nan
-        optimizer.state[call.tensor]["exp_avg"][free] = torch.nan
+        for key in STATE:
+            if key in optimizer.state[call.tensor]:
+                optimizer.state[call.tensor][key][free] = torch.nan
     honest = optimizer.step
 
     def step() -> None:
@@ -920,11 +920,15 @@ def parallel(config: dict[str, Any], kind: str, folder: str | None = None) -> li
     wrong += differences(whole(lambda tensor: tensor.detach()), {name: p.detach() for name, p in held.items()})
     if folder is not None:
         engine.save_checkpoint(folder, tag="saved")
-        needed = whole(lambda tensor: optimizer.state[tensor]["exp_avg"])
+
+        def first_of_state(tensor: Tensor) -> Tensor:
+            return next(optimizer.state[tensor][key] for key in STATE if key in optimizer.state[tensor])
+
+        needed = whole(first_of_state)
         for call in optimizer.calls:
-            optimizer.state[call.tensor]["exp_avg"].zero_()
+            first_of_state(call.tensor).zero_()
         engine.load_checkpoint(folder, tag="saved")
-        found = whole(lambda tensor: optimizer.state[tensor]["exp_avg"])
+        found = whole(first_of_state)
         wrong += [f"loaded: {line}" for line in differences(found, needed)]
     engine.destroy()
     return wrong
@@ -971,7 +975,7 @@ def held_experts(engine: Any) -> dict[str, Tensor]:
     found = {}
     for call, name, tensor, algorithm in entries_of(engine.basic_optimizer):
         state = engine.basic_optimizer.state[tensor]
-        keys = ("exp_avg",) if algorithm == "muon" else ("exp_avg", "exp_avg_sq")
+        keys = ("momentum_buffer",) if algorithm == "muon" else ("exp_avg", "exp_avg_sq")
         kept = {"": tensor.detach(), **{f".{key}": state[key] for key in keys}}
         for key, value in kept.items():
             found[name + key] = gather(call, name, value)
@@ -1029,7 +1033,7 @@ def load_without_deepspeed(folder: str, needed: dict[str, Tensor]) -> list[str]:
         key: {"name": key, "algorithm": key.split()[0], "params": [], "param_names": []}
         for key in ("muon", "adamw", "adamw of vectors")
     }
-    weights = {name: value for name, value in needed.items() if ".exp_avg" not in name}
+    weights = {name: value for name, value in needed.items() if name.rpartition(".")[2] not in STATE}
     for name, value in weights.items():
         *path, key = name.split(".")
         owner = model
@@ -1037,7 +1041,7 @@ def load_without_deepspeed(folder: str, needed: dict[str, Tensor]) -> list[str]:
             owner.add_module(part, owner._modules.get(part) or nn.Module())
             owner = owner.get_submodule(part)
         owner.register_parameter(key, nn.Parameter(torch.zeros_like(value)))
-        kind = "muon" if f"{name}.exp_avg_sq" not in needed else "adamw" if value.ndim > 1 else "adamw of vectors"
+        kind = "muon" if f"{name}.momentum_buffer" in needed else "adamw" if value.ndim > 1 else "adamw of vectors"
         group = groups[kind]
         group["params"].append(model.get_parameter(name))
         group["param_names"].append(name)
@@ -1048,6 +1052,5 @@ def load_without_deepspeed(folder: str, needed: dict[str, Tensor]) -> list[str]:
     found = dict(model.named_parameters())
     for name, parameter in model.named_parameters():
         state = optimizer.state[parameter]
-        found[f"{name}.exp_avg"] = state.get("momentum_buffer", state.get("exp_avg"))
-        found |= {f"{name}.exp_avg_sq": state["exp_avg_sq"]} if "exp_avg_sq" in state else {}
+        found |= {f"{name}.{key}": state[key] for key in STATE if key in state}
     return differences({name: value.detach() for name, value in found.items()}, needed)

@@ -25,6 +25,7 @@ from muonmesh.numerics.precision import plain_modes
 from muonmesh.step.connection import connect, forget, plan
 from muonmesh.step.members import OptimizedParameter
 from muonmesh.step.offload import fresh_copy
+from muonmesh.step.parameter_steps import ParameterStep, prepare_state
 from muonmesh.step.planning import Planned
 from muonmesh.step.precision import Precision
 from muonmesh.step.runtime import Clip, Runtime
@@ -285,6 +286,14 @@ class OfMuon:
     def refuse_if_interrupted(self) -> None:
         """Raise StateError if a step or a load was interrupted while it wrote, and no state has been loaded since."""
         self.runtime.refuse_if_interrupted()
+
+    @torch.no_grad()
+    def create_state(self) -> None:
+        """Create the state that a first step would create; no communication."""
+        for member in plan(self.optimizer.param_groups, self.runtime).members:
+            state = self.optimizer.state[member.tensor]
+            forms = forms_of(member, self.runtime.precision, master="master" in state)
+            prepare_state(ParameterStep(member, local_of(member.tensor), state, None, forms), self.runtime.precision)
 
     @plain_modes()
     def checkpoint_records(self) -> list[Record]:
