@@ -2,18 +2,16 @@
 
 `save` gets a Record of each parameter from the optimizer, makes a Share of each tensor in the Records, and writes the
 Shares with `folder.write`. `load` checks the folder with `folder.look`, finds with `fitting.fit` where each tensor
-goes, reads into new memory, and only then writes to the model and the optimizer. The extra state of modules, which
-their method `get_extra_state` returns, is saved like a buffer.
+goes, reads into new memory, and only then writes to the model and the optimizer.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Collection, Iterable, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Iterable, Sequence
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -34,45 +32,23 @@ from muonmesh.step.replicas import sum_of_bits
 from muonmesh.step.runtime import Runtime
 from muonmesh.step.state_form import wrong_numbers
 
-KEY = "_extra_state"
-"""The key of extra state in torch's state dicts."""
 
-
-Extra: TypeAlias = dict[str, tuple[nn.Module, Tensor]]
-"""A copy of the extra state of each module that has some, by name, with the module."""
-
-
-def extra_of(model: nn.Module) -> Extra:
-    """Return a copy of the extra state of each module that has some, by name, with the module.
+def refuse_extra_state(model: nn.Module) -> None:
+    """Raise StateError if a module has extra state, which could be an object that executes when it is loaded.
 
     None and an empty tensor count as no extra state; modules of Transformer Engine return them if they do not compute
     in FP8.
-
-    Raises:
-        StateError: extra state is no tensor of numbers. Bytes are refused too, since modules unpickle them on loading.
     """
-    found = {}
     for path, module in model.named_modules():
         if type(module).get_extra_state is nn.Module.get_extra_state and "get_extra_state" not in vars(module):
             continue
         extra = module.get_extra_state()
-        if extra is None or (isinstance(extra, Tensor) and not extra.numel()):
-            continue
-        if not isinstance(extra, Tensor) or extra.dtype == torch.uint8:
-            told = f"{extra.numel()} bytes in a tensor" if isinstance(extra, Tensor) else f"a {type(extra).__name__}"
-            needed = "numbers in a tensor, or None: bytes and objects could execute when they are loaded"
-            write = "Save that part apart from the checkpoint, and write module.get_extra_state = lambda: None"
-            where = f"{canonical_name(path) or 'the model'}.get_extra_state()"
-            raise StateError(explain_error(where, told, needed, write))
-        found[canonical_name(f"{path}.{KEY}" if path else KEY)] = module, extra.detach().clone()
-    return found
-
-
-def give_back(extra: Extra, loaded: Collection[str]) -> None:
-    """Set the extra state of each module whose name is in ``loaded`` to its loaded copy."""
-    for name, (module, tensor) in extra.items():
-        if name in loaded:
-            module.set_extra_state(tensor)
+        if extra is not None and not (isinstance(extra, Tensor) and not extra.numel()):
+            where, found = f"{canonical_name(path) or 'the model'}.get_extra_state()", f"a {type(extra).__name__}"
+            needed = "None or an empty tensor: extra state may be what executes when it is loaded"
+            write = "Keep numbers in a buffer (register_buffer), save other things apart, and write "
+            write += "module.get_extra_state = lambda: None"
+            raise StateError(explain_error(where, found, needed, write))
 
 
 @plain_modes()
@@ -80,10 +56,10 @@ def save(path: str | os.PathLike[str], model: nn.Module, optimizer: Any) -> None
     """Save a model and its optimizer, in any layout, so that `load` can read them into any other layout.
 
     All ranks call it. Each rank writes its shards; of several replicas only one rank writes. The checkpoint has
-    parameters, buffers, frozen weights, the modules' extra state, momentum, AdamW's moments, state of rules by row,
-    column or matrix, the settings of the groups, and the running means of ``clip_grad_norm_(skip_above="4x")``. Where a
-    weight has an fp32 master weight, the master weight is saved. Parameters have their canonical names, so DDP,
-    torch.compile and activation checkpointing leave no trace.
+    parameters, buffers, frozen weights, momentum, AdamW's moments, state of rules by row, column or matrix, the
+    settings of the groups, and the running means of ``clip_grad_norm_(skip_above="4x")``. Where a weight has an fp32
+    master weight, the master weight is saved. Parameters have their canonical names, so DDP, torch.compile and
+    activation checkpointing leave no trace.
 
     The checkpoint has no learning-rate scheduler, loss scale, random numbers or place in the data. With an engine of
     DeepSpeed, it has no counts of the engine. Save these in a file next to the folder, and load them after `load`::
@@ -97,7 +73,7 @@ def save(path: str | os.PathLike[str], model: nn.Module, optimizer: Any) -> None
 
     Raises:
         StateError: on every rank: a step was interrupted while it wrote, ranks hold different tensors under one name,
-            or a setting or a module's extra state is not plain data.
+            a setting is not plain data, or a module has extra state.
         FileError: the folder could not be written.
         TypeError: the optimizer is of another kind.
 
@@ -108,7 +84,7 @@ def save(path: str | os.PathLike[str], model: nn.Module, optimizer: Any) -> None
     settled(host.refuse_if_interrupted)
     reshard(model)
     with host.whole(model, write=False):
-        records, _ = settled(lambda: _records(host, model))
+        records = settled(lambda: _records(host, model))
         trained = [record for record in records if record.group]
 
         def told() -> tuple[dict[str, str], Any, dict[tuple[str, tuple[int, ...]], int]]:
@@ -160,18 +136,13 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Any, *, stri
     contents = look(path)
     check_saved(contents.folder / SETTINGS_FILE, contents.settings)
     with host.whole(model, write=True):
-        records, extra = settled(lambda: _records(host, model))
+        records = settled(lambda: _records(host, model))
         names = {name for some in tell_all([record.name for record in records]) for name in some}
         found = settled(lambda: fit(path, contents.held, contents.settings, records, names, strict=strict))
         contents.read(found.shares, wrong=_wrong)
         settled(found.check)
-
-        def change() -> None:
-            found.write()
-            give_back(extra, {record.name for record in found.weights})
-
         host.checkpoint_changing()
-        settled(change)
+        settled(found.write)
     host.checkpoint_restored()
 
 
@@ -197,15 +168,14 @@ def recorded(optimizer: Any) -> Recorded:
     raise TypeError(explain_error("optimizer", found, needed, write))
 
 
-def _records(host: Recorded, model: nn.Module) -> tuple[list[Record], Extra]:
-    """Return records of the tensors that the optimizer steps, then of all other saved tensors; and the extra state.
-
-    The other tensors are frozen parameters, the persistent buffers, and the extra state of modules.
+def _records(host: Recorded, model: nn.Module) -> list[Record]:
+    """Return records of the tensors that the optimizer steps, then of frozen parameters and the persistent buffers.
 
     Raises:
         LayoutError: FSDP1 has flattened one of the other tensors.
     """
-    records, renamed, extra = host.checkpoint_records(), host.renamed(model), extra_of(model)
+    refuse_extra_state(model)
+    records, renamed = host.checkpoint_records(), host.renamed(model)
 
     def saved_as(name: str) -> str:
         name = canonical_name(name)
@@ -226,11 +196,10 @@ def _records(host: Recorded, model: nn.Module) -> tuple[list[Record], Extra]:
             known.add(id(tensor))
             refuse_flattened(name, tensor)
             untrained[name] = tensor
-    untrained |= {name: tensor for name, (_, tensor) in extra.items()}
     for name, tensor in untrained.items():
         storage = storage_of(name, tensor, None)
         records.append(Record(OptimizedParameter(name, tensor, storage, storage)))
-    return records, extra
+    return records
 
 
 def reshard(model: nn.Module) -> None:
