@@ -158,8 +158,6 @@ PACKAGES: dict[str, Package] = {
 }
 
 
-__all__ = ["PACKAGES", "PackageName", "groups_of", "package_of"]
-
 PackageName: TypeAlias = Literal[
     "adamw", "torch", "keller_jordan", "dion", "deepspeed", "emerging_optimizers", "megatron"
 ]
