@@ -129,7 +129,7 @@ class Package:
         rates: For each algorithm, the learning rate of a group that has none.
         scales: muonmesh's scale mode for each value of the package's own setting.
         coefficients: A function that returns the Newton–Schulz coefficients of a group.
-        adjust: A function that changes the translated settings where one by one translation is not enough.
+        cautious_adamw: Whether AdamW's decay is cautious where Muon's is.
         beside: Settings that change no step, such as the device or the implementation.
         state_keys: The keys of the package's state.
     """
@@ -139,7 +139,7 @@ class Package:
     rates: Mapping[str, float] = field(default_factory=dict)
     scales: Mapping[str | None, ScaleMode] = field(default_factory=lambda: {None: "original"})
     coefficients: Callable[[Settings], Any] = lambda group: "simple"
-    adjust: Callable[[Settings, Halves], None] = lambda group, halves: None
+    cautious_adamw: bool = False
     beside: frozenset[str] = frozenset()
     state_keys: StateKeys = field(default_factory=StateKeys)
 
@@ -170,7 +170,6 @@ class Package:
         chosen = group.get("algorithm", group.get("use_muon"))
         read = {"muon": self._muon, "adamw": self._adamw}
         halves = {half: read[half](group) for half in (self.halves if chosen is None else _HALVES[chosen])}
-        self.adjust(group, halves)
         shapes = [tuple(parameter.shape) for parameter in given.get("params", ())]
         vectors = bool(shapes) and all(sum(size > 1 for size in shape) <= 1 for shape in shapes)
         for half in halves.values():
@@ -199,7 +198,7 @@ class Package:
         return {
             "lr": self._rate("adamw", group),
             "weight_decay": group["weight_decay"],
-            "decay_mode": "full",
+            "decay_mode": "cautious" if self.cautious_adamw and group["cautious"] else "full",
             "adamw_betas": tuple(group["betas"]),
             "adamw_eps": group["eps"],
         }
@@ -214,9 +213,7 @@ def _plain(key: str) -> str:
 _NAMES = {
     "mu": "momentum",
     "use_nesterov": "nesterov",
-    "wd": "weight_decay",
     "cautious_wd": "cautious",
-    "use_cautious_wd": "cautious",
     "adjust_lr": "scale_mode",
     "adjust_lr_fn": "scale_mode",
     "num_ns_steps": "ns_steps",

@@ -57,12 +57,6 @@ def _polar_express_102() -> list[Polynomial]:
     ]
 
 
-def _adjust_dion(group: Settings, halves: Halves) -> None:
-    """Set AdamW's decay mode to Muon's decay mode, as in dion."""
-    if "adamw" in halves:
-        halves["adamw"]["decay_mode"] = "cautious" if group["cautious"] else "full"
-
-
 PACKAGES: dict[str, Package] = {
     "adamw": Package(  # torch's AdamW and Adam, and the Adams of DeepSpeed
         _defaults_of(torch.optim.AdamW),
@@ -102,7 +96,7 @@ PACKAGES: dict[str, Package] = {
         },
         scales=_DIONS,
         coefficients=lambda group: _polar_express_102() if group["use_polar_express"] else "quintic",
-        adjust=_adjust_dion,
+        cautious_adamw=True,
         beside=frozenset({"distributed_mesh", "flatten", "use_triton", "step", "beta1", "beta2"}),
         state_keys=StateKeys("momentum", sums=True, factor="mu", first="momentum", second="variance", count="step_dev"),
     ),
