@@ -18,8 +18,8 @@ import tempfile
 from datetime import UTC, datetime
 from pathlib import Path
 
+from muonmesh.tools.cli.report import summarise
 from muonmesh.tools.cli.run_settings import load_config
-from muonmesh.tools.cli.summary import summarise
 
 ADAMW_RATES = (1e-3, 2e-3, 3e-3, 5e-3, 1e-2)
 MUON_RATES = (3e-3, 6e-3, 9e-3, 1.2e-2, 2.4e-2)

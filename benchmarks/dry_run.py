@@ -4,9 +4,9 @@
     python benchmarks/dry_run.py --cases gpt2 llama-fsdp64 --json dry_run.json
     python benchmarks/dry_run.py --cases gpt2-12 --budgets 0 40 300
 
-The real step runs on fake tensors and torch's ``fake`` process group (`muonmesh.testing.dry_run`), beside those
+The real step runs on fake tensors and torch's ``fake`` process group (`tests/device/dry_run.py`), beside those
 of torch.optim's Muon and of its AdamW (foreach) where one process holds all. Nothing is measured: launches, bytes and
-memory are counted, and the milliseconds are a model of one H100 from the rates of `muonmesh.testing.Rates`. Launches
+memory are counted, and the milliseconds are a model of one H100 from the rates of `DeviceRates`. Launches
 count a multi-tensor operation as often as its kernel is started; "calls" counts it once. Bytes per element are those of
 all but matrix products. Memory is what a step takes beside parameters, gradients and state, at most, and what it keeps
 until the next one.
@@ -23,11 +23,11 @@ from typing import Any
 import torch
 from contenders import Entries
 from report import print_rows, write_json
+from tests.device.dry_run import DryRun, dry_run
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
 import muonmesh as mm
-from muonmesh.testing import DryRun, dry_run
 
 GPT2 = [(2304, 768), (768, 768), (3072, 768), (768, 3072)] * 3
 LLAMA = [(4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), (14336, 4096), (14336, 4096), (4096, 14336)] * 32

@@ -125,7 +125,7 @@ def step_of(case: Case, who: str) -> Callable[[], Any]:
     import muonmesh as mm
     from muonmesh.layout import Budget, MeshLayout
     from muonmesh.tools.forecasts.forecast import muon_parameter
-    from muonmesh.tools.testing.host_waits import HostWaits
+    from muonmesh.tools.testing import HostWaits
 
     torch.manual_seed(0)
     weights = [nn.Parameter(torch.randn(*(length // case.shrunk for length in shape))) for shape in case.shapes]

@@ -11,9 +11,8 @@ from benchmarks.sweep import RULES, rate_at
 from torch import Tensor, nn
 
 import muonmesh as mm
-from muonmesh.tools.cli.configuration import model_config
 from muonmesh.tools.cli.corpus import Corpus, Windows
-from muonmesh.tools.cli.model import build_model
+from muonmesh.tools.cli.model import build_model, model_config
 
 VOCAB, LENGTH, BATCH, HELD_OUT = 2048, 128, 8, 32
 

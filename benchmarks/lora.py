@@ -29,11 +29,16 @@ from tokenizers import Tokenizer
 from torch import nn
 
 import muonmesh as mm
-from muonmesh.tools.cli.configuration import model_config
-from muonmesh.tools.cli.corpus import Windows, divide, prepare_corpus
-from muonmesh.tools.cli.documents import documents_of, find_files, sources_of
-from muonmesh.tools.cli.model import build_model
-from muonmesh.tools.cli.tokenizer import END_OF_TEXT_ID
+from muonmesh.tools.cli.corpus import (
+    END_OF_TEXT_ID,
+    Windows,
+    divide,
+    documents_of,
+    find_files,
+    prepare_corpus,
+    sources_of,
+)
+from muonmesh.tools.cli.model import build_model, model_config
 
 WAYS: dict[str, dict[str, str]] = {
     "AdamW": {"lora_[AB]": "adamw"},

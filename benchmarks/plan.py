@@ -34,8 +34,7 @@ import muonmesh as mm
 from muonmesh.layout import MeshLayout, Parameter, Piece, Plan, make_plan
 from muonmesh.layout.routes import Routes, pieces
 from muonmesh.report.explain import imbalance
-from muonmesh.tools.cli.cluster import Cluster
-from muonmesh.tools.forecasts.balance import at_home, least_imbalance
+from muonmesh.tools.cli.planning import Cluster, at_home, least_imbalance
 from muonmesh.tools.forecasts.forecast import muon_parameter
 
 BUCKET_ELEMENTS = 1 << 23  # 16 MiB in bf16, as a budget of 128 MiB gives where matrices are gathered

@@ -108,7 +108,7 @@ def device() -> torch.optim.Optimizer:
     from muonmesh.numerics import newton_schulz
     from muonmesh.numerics.kernels import triton_launch
     from muonmesh.numerics.kernels.triton import triton_products
-    from muonmesh.tools.testing.host_waits import HostWaits
+    from muonmesh.tools.testing import HostWaits
 
     triton_launch.Launch.run = lambda self, device: None
     torch.ops.muonmesh.multiply = lambda *arguments: None  # the launch's arguments are a few for all matrices

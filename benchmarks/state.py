@@ -18,9 +18,8 @@ from benchmarks.llama import HELD_OUT, LENGTH, VOCAB, loss, take_steps
 from benchmarks.trainings import Trainings
 
 import muonmesh as mm
-from muonmesh.tools.cli.configuration import model_config
 from muonmesh.tools.cli.corpus import Corpus, Windows, prepare_corpus
-from muonmesh.tools.cli.model import build_model
+from muonmesh.tools.cli.model import build_model, model_config
 
 DTYPES: dict[str, Any] = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": "int8"}
 LR = 6e-3

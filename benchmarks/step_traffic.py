@@ -20,8 +20,8 @@ from contenders import Entries
 from report import print_rows, write_json
 
 from muonmesh.layout import MeshLayout, Replicate, split_matrices
-from muonmesh.tools.cli.cluster import EXPERTS, parse_cluster
 from muonmesh.tools.cli.plan_command import weights_of
+from muonmesh.tools.cli.planning import EXPERTS, parse_cluster
 from muonmesh.tools.forecasts.device_rates import DeviceRates
 from muonmesh.tools.forecasts.forecast import Weight, forecast
 

@@ -8,8 +8,8 @@
 set -eu
 task=$1 model=$2 data=$3
 shift 3
-# The package prints the path of its plugin, which adds the optimizer "muonmesh".
-plugin=$(python -m muonmesh.integrations.swift)
+# The plugin beside this script adds the optimizer "muonmesh".
+plugin=$(dirname "$0")/ms_swift_plugin/muonmesh_plugin.py
 # shellcheck disable=SC2086  # several plugins are several words
 exec swift "$task" --model "$model" --dataset "$data" --tuner_type full \
     --external_plugins "$plugin" ${PLUGINS:-} --optimizer muonmesh --weight_decay 0.1 "$@"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import muonmesh as mm
-from muonmesh.testing import DryRun, dry_run
+from tests.device.dry_run import DryRun, dry_run
 
 GPT2 = [(2304, 768), (768, 768), (3072, 768), (768, 3072)] * 3
 LLAMA = [(4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), (14336, 4096), (14336, 4096), (4096, 14336)]

@@ -36,8 +36,8 @@ from muonmesh.tools.cli import training, worker
 from muonmesh.tools.cli.checkpoints import checkpoints_of, latest_step
 from muonmesh.tools.cli.corpus import standard_library
 from muonmesh.tools.cli.launch import RankFailed, launch
-from muonmesh.tools.cli.lock import locked
-from muonmesh.tools.cli.metrics_log import read_metrics
+from muonmesh.tools.cli.report import read_metrics
+from muonmesh.tools.cli.run_files import locked
 from muonmesh.tools.cli.run_settings import CONFIG_FILE, load_config, load_settings
 
 IMPORTED = (training, modeling_llama)  # by this process, once for all its copies

@@ -23,8 +23,8 @@ YOU = (
     (2.8769, -3.1427, 1.2046),
     (2.8366, -3.0525, 1.2012),
 )
-# Polar Express (arXiv 2505.16932) for five steps, cushion 0.02 and a safety factor of 1.02, as nanochat, dion and
-# muonium list it; the factor is part of all polynomials but the last, and the matrix is divided by it before the first.
+# Polar Express (arXiv 2505.16932) for five steps, cushion 0.02 and a safety factor of 1.02, as nanochat and
+# dion list it; the factor is part of all polynomials but the last, and the matrix is divided by it before the first.
 POLAR_EXPRESS_102 = (
     (8.156554524902461, -22.48329292557795, 15.878769915207462),
     (4.042929935166739, -2.808917465908714, 0.5000178451051316),
@@ -107,29 +107,6 @@ def dion(
         update = orthogonal(total(g, state, mu, nesterov), polynomials, divisor)
         decays = (p * update >= 0).double() if cautious_wd else 1.0
         return p * (1 - lr * weight_decay * decays) - lr * factors[adjust_lr] * update
-
-    return step
-
-
-def muonium(
-    *,
-    lr: float,
-    wd: float,
-    momentum: float,
-    nesterov: bool,
-    use_cautious_wd: bool,
-    ns_steps: int,
-    orthogonalization_strategy: str,
-) -> Step:
-    """muonium 0.2.0: the whole step, decay too, is multiplied by √max(1, rows/cols)."""
-
-    def step(p: Tensor, g: Tensor, state: dict[str, Any]) -> Tensor:
-        ratio = math.sqrt(max(1.0, p.shape[0] / p.shape[1]))
-        polar = orthogonalization_strategy == "polar_express"
-        polynomials = POLAR_EXPRESS_102[:ns_steps] if polar else [JORDAN] * ns_steps
-        update = orthogonal(total(g, state, momentum, nesterov), polynomials, 1.02 if polar else 1.0)
-        decays = (update * p > 0).double() if use_cautious_wd else 1.0
-        return p - lr * ratio * (update + wd * decays * p)
 
     return step
 

@@ -28,8 +28,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from muonmesh.numerics.kernels import toolchain
-from muonmesh.tools.testing.device import pretended_cuda
-from muonmesh.tools.testing.launches import arguments, waits
+from tests.device.launches import arguments, waits
+from tests.device.pretended import pretended_cuda
 from tests.device.timeline import Event, Operation, Stream, Timeline
 
 _ROOM = 512  # bytes: what torch's allocator rounds sizes up to

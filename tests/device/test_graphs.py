@@ -18,8 +18,8 @@ from muonmesh.errors import LayoutError
 from muonmesh.numerics.deflation import Deflation
 from muonmesh.numerics.graphs import MOST, Graphs
 from muonmesh.numerics.newton_schulz import Orthogonalizer
-from muonmesh.testing import dry_run
 from tests.device import stepping
+from tests.device.dry_run import dry_run
 from tests.device.simulated import RaceError, SimulatedDevice
 from tests.device.stepping import CASES, Case, Found, simulated
 from tests.device.timeline import Graph, Stream

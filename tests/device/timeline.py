@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from muonmesh.tools.testing import device as nothing
-from muonmesh.tools.testing.device import devices
+from tests.device import pretended as nothing
+from tests.device.pretended import devices
 
 Clocks = Counter[object]
 """A vector clock: for each stream, how many of its operations are known to be over. Clocks order accesses to memory;

@@ -19,7 +19,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from muonmesh.numerics.kernels.triton import triton_products
-from muonmesh.testing import Rates, dry_run
+from muonmesh.tools.forecasts.device_rates import DeviceRates
+from tests.device.dry_run import dry_run
 from tests.figures import GPT2, bag, ours
 
 SIDES = (768, 1024, 2048, 4096, 8192)
@@ -60,7 +61,7 @@ def seconds(call: Callable[[], Any], device: torch.device, *, times: int = 20) -
 
 def host(device: torch.device, times: int = 100) -> Iterator[Line]:
     """The host's time of a small product by Triton, of an operation of torch and of a view."""
-    rates, x = Rates(), torch.randn(1, 64, 64, device=device, dtype=torch.bfloat16)
+    rates, x = DeviceRates(), torch.randn(1, 64, 64, device=device, dtype=torch.bfloat16)
     out, table = torch.empty_like(x), triton_products(at_once=1)
     calls = {
         "a product by Triton": (lambda: table.multiply(x, x, [(x, 1.0)], out, alpha=1.0), rates.kernel),
@@ -74,7 +75,7 @@ def host(device: torch.device, times: int = 100) -> Iterator[Line]:
 
 def products(device: torch.device, sides: Iterable[int] = SIDES, times: int = 20) -> Iterator[Line]:
     """TFLOP/s of X Xᵀ, whose triangle counts for Triton and all of it for cuBLAS."""
-    rates, table = Rates(), triton_products(at_once=1)
+    rates, table = DeviceRates(), triton_products(at_once=1)
     one = torch.ones(1, 1, 1, device=device)
     for side in sides:
         x = torch.randn(1, side, side, device=device, dtype=torch.bfloat16)
@@ -125,7 +126,7 @@ def exchange(device: torch.device, ranks: int) -> Iterator[Line]:
     found = mp.get_context("spawn").SimpleQueue()
     mp.spawn(_rank, (ranks, port, device.type, found), nprocs=ranks)  # type: ignore[no-untyped-call]
     small, large, taken = found.get()
-    rates = Rates()
+    rates = DeviceRates()
     begun = rates.collective + rates.message * (ranks - 1)
     yield Line(f"all-to-all, {ranks} ranks, 4 bytes, µs", f"{begun * 1e6:.0f}", f"{small * 1e6:.0f}")
     sent = MESSAGE * (ranks - 1) / ranks

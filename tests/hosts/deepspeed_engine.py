@@ -34,7 +34,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
 
 import muonmesh as mm
-from muonmesh import checkpoint
 from muonmesh.clip.norm_means import means_of
 from muonmesh.comm.process_groups import group_of
 from muonmesh.integrations.deepspeed import initialize
@@ -203,13 +202,18 @@ def computed_with(engine: Any) -> dict[str, Tensor]:
     return found
 
 
+STATE = ("momentum_buffer", "exp_avg", "exp_avg_sq")
+"""The keys of state by element."""
+
+
 def states(engine: Any) -> dict[str, Tensor]:
     """Momenta and moments, whole, through DeepSpeed's own function."""
-    found = {}
-    for name, parameter in engine.module.named_parameters():
-        if parameter.requires_grad:
-            for key in ("exp_avg", "exp_avg_sq"):
-                found[f"{name}.{key}"] = safe_get_full_optimizer_state(parameter, key).detach().cpu().clone()
+    optimizer, found, parameters = engine.basic_optimizer, {}, dict(engine.module.named_parameters())
+    for _, name, tensor, _ in entries_of(optimizer):
+        for key, value in optimizer.state[tensor].items():
+            if key in STATE and value.shape == tensor.shape:
+                whole = safe_get_full_optimizer_state(parameters[name], key)
+                found[f"{name}.{key}"] = whole.detach().cpu().clone()
     return found
 
 
@@ -242,12 +246,8 @@ class OneProcess:
         found = {}
         for name, parameter in self.model.named_parameters():
             state = self.optimizer.state.get(parameter, {})
-            if "momentum_buffer" in state:
-                momentum = state["momentum_buffer"]  # elsewhere, if the owners have it
-                found[f"{name}.exp_avg"] = momentum.clone() if momentum.shape == parameter.shape else parameter * 0
-                found[f"{name}.exp_avg_sq"] = torch.zeros_like(parameter)
-            elif state:
-                found.update({f"{name}.{key}": state[key].clone() for key in ("exp_avg", "exp_avg_sq")})
+            kept = {key: value for key, value in state.items() if key in STATE and value.shape == parameter.shape}
+            found |= {f"{name}.{key}": value.clone() for key, value in kept.items()}
         return {name: tensor.cpu() for name, tensor in found.items()}
 
 
@@ -440,10 +440,7 @@ class Sharded:
             if parameter.requires_grad:
                 state = self.optimizer.state[parameter]
                 found[name] = parameter.full_tensor().detach()
-                held = {"exp_avg": state.get("exp_avg", state.get("momentum_buffer")), **state}
-                found[f"{name}.exp_avg"] = held["exp_avg"].full_tensor()
-                square = held.get("exp_avg_sq")
-                found[f"{name}.exp_avg_sq"] = torch.zeros_like(found[name]) if square is None else square.full_tensor()
+                found |= {f"{name}.{key}": state[key].full_tensor() for key in STATE if key in state}
         return found
 
 
@@ -542,45 +539,6 @@ def load_only(config: dict[str, Any], folder: str, clip: Any = None, **how: Any)
     found = before, computed_with(engine), getattr(engine.optimizer, "clip_grad", None)
     engine.destroy()
     return found
-
-
-def converted(config: dict[str, Any], folder: str) -> dict[str, float]:
-    """Two steps by DeepSpeed's own Muon, a checkpoint, and one more by each: how far apart they end, over the way."""
-    rank = str(dist.get_rank())
-    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=str(dist.get_world_size()))
-    settings = {"lr": 0.02, "adam_lr": 0.01, "momentum": 0.9, "weight_decay": 0.0, "ns_method": "standard"}
-    theirs = {"type": "Muon", "params": {**settings, "torch_adam": True}}
-    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": theirs, "gradient_clipping": 0.0, **config}
-    model = build()
-    with torch.compiler.set_stance("force_eager"):  # its kernels, without a minute of compiling
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        engine = deepspeed.initialize(model=model, config=config, model_parameters=trained)[0]
-        train(engine, range(2))
-        engine.save_checkpoint(folder)
-        before = weights(engine)
-        train(engine, range(2, 3))
-    after = weights(engine)
-    fresh = build()
-    for name, parameter in fresh.named_parameters():
-        parameter.data.copy_(before.get(name, parameter.data))
-    rules = mm.convert_settings("deepspeed", **settings)
-    whole = {
-        "qkv.weight": {"matrices": "whole"},
-        "head.weight": "muon",
-        "lone.weight": "muon",
-    }  # as DeepSpeed decides by name
-    ours = mm.from_model(fresh, **rules, overrides=whole, process_group="local")
-    ours.load_state_dict(checkpoint.convert(folder, ours))
-    gradients = reduced(2, 1)
-    for name, parameter in fresh.named_parameters():
-        parameter.grad = gradients[name].clone() if parameter.requires_grad else None
-    ours.step()
-    engine.destroy()
-    return {
-        name: float((parameter.detach() - after[name]).norm() / (after[name] - before[name]).norm().clamp(min=1e-12))
-        for name, parameter in fresh.named_parameters()
-        if name in after
-    }
 
 
 class Convolutions(nn.Module):
@@ -736,7 +694,9 @@ def poisoned(stage: int) -> list[str]:
                 free[start : start + length] = False
         padding[id(call.tensor)] = free
         call.tensor.data[free] = torch.nan
-        optimizer.state[call.tensor]["exp_avg"][free] = torch.nan
+        for key in STATE:
+            if key in optimizer.state[call.tensor]:
+                optimizer.state[call.tensor][key][free] = torch.nan
     honest = optimizer.step
 
     def step() -> None:
@@ -960,11 +920,15 @@ def parallel(config: dict[str, Any], kind: str, folder: str | None = None) -> li
     wrong += differences(whole(lambda tensor: tensor.detach()), {name: p.detach() for name, p in held.items()})
     if folder is not None:
         engine.save_checkpoint(folder, tag="saved")
-        needed = whole(lambda tensor: optimizer.state[tensor]["exp_avg"])
+
+        def first_of_state(tensor: Tensor) -> Tensor:
+            return next(optimizer.state[tensor][key] for key in STATE if key in optimizer.state[tensor])
+
+        needed = whole(first_of_state)
         for call in optimizer.calls:
-            optimizer.state[call.tensor]["exp_avg"].zero_()
+            first_of_state(call.tensor).zero_()
         engine.load_checkpoint(folder, tag="saved")
-        found = whole(lambda tensor: optimizer.state[tensor]["exp_avg"])
+        found = whole(first_of_state)
         wrong += [f"loaded: {line}" for line in differences(found, needed)]
     engine.destroy()
     return wrong
@@ -1011,7 +975,7 @@ def held_experts(engine: Any) -> dict[str, Tensor]:
     found = {}
     for call, name, tensor, algorithm in entries_of(engine.basic_optimizer):
         state = engine.basic_optimizer.state[tensor]
-        keys = ("exp_avg",) if algorithm == "muon" else ("exp_avg", "exp_avg_sq")
+        keys = ("momentum_buffer",) if algorithm == "muon" else ("exp_avg", "exp_avg_sq")
         kept = {"": tensor.detach(), **{f".{key}": state[key] for key in keys}}
         for key, value in kept.items():
             found[name + key] = gather(call, name, value)
@@ -1069,7 +1033,7 @@ def load_without_deepspeed(folder: str, needed: dict[str, Tensor]) -> list[str]:
         key: {"name": key, "algorithm": key.split()[0], "params": [], "param_names": []}
         for key in ("muon", "adamw", "adamw of vectors")
     }
-    weights = {name: value for name, value in needed.items() if ".exp_avg" not in name}
+    weights = {name: value for name, value in needed.items() if name.rpartition(".")[2] not in STATE}
     for name, value in weights.items():
         *path, key = name.split(".")
         owner = model
@@ -1077,7 +1041,7 @@ def load_without_deepspeed(folder: str, needed: dict[str, Tensor]) -> list[str]:
             owner.add_module(part, owner._modules.get(part) or nn.Module())
             owner = owner.get_submodule(part)
         owner.register_parameter(key, nn.Parameter(torch.zeros_like(value)))
-        kind = "muon" if f"{name}.exp_avg_sq" not in needed else "adamw" if value.ndim > 1 else "adamw of vectors"
+        kind = "muon" if f"{name}.momentum_buffer" in needed else "adamw" if value.ndim > 1 else "adamw of vectors"
         group = groups[kind]
         group["params"].append(model.get_parameter(name))
         group["param_names"].append(name)
@@ -1088,6 +1052,5 @@ def load_without_deepspeed(folder: str, needed: dict[str, Tensor]) -> list[str]:
     found = dict(model.named_parameters())
     for name, parameter in model.named_parameters():
         state = optimizer.state[parameter]
-        found[f"{name}.exp_avg"] = state.get("momentum_buffer", state.get("exp_avg"))
-        found |= {f"{name}.exp_avg_sq": state["exp_avg_sq"]} if "exp_avg_sq" in state else {}
+        found |= {f"{name}.{key}": state[key] for key in STATE if key in state}
     return differences({name: value.detach() for name, value in found.items()}, needed)

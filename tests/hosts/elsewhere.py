@@ -152,11 +152,7 @@ class Elsewhere:
         whole = self._held.whole(self.optimizer)
         found = {name: whole[name].detach() for name in self._names}
         for name in self._names:
-            held = {key: whole[f"{name}.{key}"] for key in ("exp_avg", "exp_avg_sq") if f"{name}.{key}" in whole}
-            first = whole.get(f"{name}.momentum_buffer")
-            if first is not None:
-                held = {"exp_avg": first, "exp_avg_sq": torch.zeros_like(first)}
-            found |= {f"{name}.{key}": value for key, value in held.items()}
+            found |= {f"{name}.{key}": whole[f"{name}.{key}"] for key in ds.STATE if f"{name}.{key}" in whole}
         return found
 
 

@@ -7,6 +7,7 @@ is its plugin machinery, its configuration's dict, and the Trainer from which it
 from __future__ import annotations
 
 import importlib
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 
 import muonmesh as mm
 
-NAME = "muonmesh.integrations.axolotl.MuonPlugin"
+sys.path.append(str(Path(__file__).parents[2] / "examples"))
+NAME = "axolotl_muon.MuonPlugin"
 
 
 def llama() -> LlamaForCausalLM:

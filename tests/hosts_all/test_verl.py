@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,10 @@ import muonmesh as mm
 from tests import workers
 from tests.hosts.replay import Given, different, replayed, weights
 
-MODULES = "tests.hosts_all.verl_cpu,muonmesh.integrations.verl"
+MODULES = "tests.hosts_all.verl_cpu,verl_muon"
+EXAMPLES = str(Path(__file__).parents[2] / "examples")
+sys.path.append(EXAMPLES)  # of this process, and of its ranks
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), EXAMPLES)))
 os.environ |= {"VERL_USE_EXTERNAL_MODULES": MODULES, "VERL_PLATFORM": "cpu", "HF_HUB_OFFLINE": "1"}
 multiprocessing.set_forkserver_preload(
     [

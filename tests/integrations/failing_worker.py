@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from muonmesh.tools.cli import rank, worker
+from muonmesh.tools.cli import training, worker
 
 
 def work(run: Path) -> None:
@@ -21,5 +21,5 @@ def work(run: Path) -> None:
 
 
 if __name__ == "__main__":
-    rank.work = work
+    training.work = work
     worker.main()

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from muonmesh.tools.cli.rank import join
+from muonmesh.tools.cli.training import join
 
 LATE = 3.0  # seconds
 

@@ -30,15 +30,22 @@ from muonmesh.errors import FileError
 from muonmesh.tools.cli import launch as launching
 from muonmesh.tools.cli.app import app
 from muonmesh.tools.cli.checkpoints import checkpoints_of, latest_step
-from muonmesh.tools.cli.configuration import PRESETS, model_config
-from muonmesh.tools.cli.corpus import Windows, divide, load_corpus_of, prepare_corpus, standard_library
-from muonmesh.tools.cli.documents import find_files
+from muonmesh.tools.cli.corpus import Windows, divide, find_files, load_corpus_of, prepare_corpus, standard_library
 from muonmesh.tools.cli.launch import RankFailed, launch
-from muonmesh.tools.cli.metrics_log import TIMES, append_metrics, cut_metrics, read_metrics
-from muonmesh.tools.cli.model import blocks_of, build_model
+from muonmesh.tools.cli.model import PRESETS, blocks_of, build_model, model_config
+from muonmesh.tools.cli.report import (
+    TIMES,
+    Point,
+    TrainingSummary,
+    append_metrics,
+    compare,
+    crossing_of,
+    cut_metrics,
+    read_metrics,
+    summarise,
+)
 from muonmesh.tools.cli.run import continuation, save_model
 from muonmesh.tools.cli.run_settings import Settings, load_settings
-from muonmesh.tools.cli.summary import Point, TrainingSummary, compare, crossing_of, summarise
 from muonmesh.tools.cli.training import learning_rate_factor
 from tests.pages import run as run_page
 

@@ -21,17 +21,15 @@ from torch.distributed.tensor import DTensor
 from typer.testing import CliRunner
 
 import muonmesh as mm
-from muonmesh.checkpoint.index import read_index
-from muonmesh.checkpoint.manifest import INDEX_FILE, MANIFEST_FILE, entry_of, read_manifest, write_manifest
+from muonmesh.checkpoint.index import INDEX_FILE, MANIFEST_FILE, entry_of, read_index, read_manifest, write_manifest
 from muonmesh.checkpoint.ranks import on_first_rank, together
 from muonmesh.errors import FileError
 from muonmesh.tools.cli.app import app
 from muonmesh.tools.cli.checkpoints import Checkpoints, checkpoints_of
 from muonmesh.tools.cli.corpus import Corpus, load_corpus_of, prepare_corpus, save_corpus_of, standard_library
 from muonmesh.tools.cli.model import check_parameters, parallelise
-from muonmesh.tools.cli.rank import insist_on_the_same
 from muonmesh.tools.cli.run_settings import Parallel, Settings, load_settings
-from muonmesh.tools.cli.training import StopRequest, Training
+from muonmesh.tools.cli.training import StopRequest, Training, insist_on_the_same
 from tests.workers import Pool
 
 RANKS = 2

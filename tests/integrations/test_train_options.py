@@ -19,13 +19,12 @@ from typer.testing import CliRunner
 
 import muonmesh as mm
 from muonmesh.errors import FileError
-from muonmesh.tools.cli import rank
+from muonmesh.tools.cli import training
 from muonmesh.tools.cli.app import app
 from muonmesh.tools.cli.checkpoints import checkpoints_of
-from muonmesh.tools.cli.configuration import model_config
 from muonmesh.tools.cli.corpus import Windows, load_corpus_of, prepare_corpus, save_corpus_of
-from muonmesh.tools.cli.metrics_log import read_metrics
-from muonmesh.tools.cli.model import build_model
+from muonmesh.tools.cli.model import build_model, model_config
+from muonmesh.tools.cli.report import read_metrics
 from muonmesh.tools.cli.run_settings import Settings, load_settings
 from muonmesh.tools.cli.training import StopRequest
 from tests.workers import Pool
@@ -121,7 +120,7 @@ def learn(run: Path) -> None:
     """What a rank of the command does, in a rank of the tests."""
     settings = load_settings(run)
     for name in settings.optimizers:
-        rank.train(name, settings, load_corpus_of(run), torch.device("cpu"), StopRequest())
+        training.train(name, settings, load_corpus_of(run), torch.device("cpu"), StopRequest())
 
 
 @pytest.fixture(scope="module")
@@ -199,7 +198,7 @@ def test_resume_auto_begins_a_run_or_goes_on_with_it(trained: Path, lines: Path,
 
 
 def test_resume_insists_on_the_same_settings(tmp_path: Path) -> None:
-    from muonmesh.tools.cli.asked import _resumed
+    from muonmesh.tools.cli.run import _resumed
 
     Settings(out=str(tmp_path), lr=0.003).save({})
     asked = {"ranks": 4, "lr": 0.003, "out": tmp_path, "device": "auto"}

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from muonmesh.tools.cli.checkpoints import checkpoints_of, latest_step
 from muonmesh.tools.cli.corpus import Corpus, load_corpus_of, prepare_corpus, save_corpus_of, standard_library
-from muonmesh.tools.cli.metrics_log import cut_metrics, read_metrics
+from muonmesh.tools.cli.report import cut_metrics, read_metrics
 from muonmesh.tools.cli.run_settings import Optimizer, Parallel, Settings, load_settings
 from muonmesh.tools.cli.training import StopRequest, Training
 from tests.workers import Pool

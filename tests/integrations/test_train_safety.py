@@ -24,11 +24,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from muonmesh.checkpoint.manifest import MANIFEST_FILE
+from muonmesh.checkpoint.index import MANIFEST_FILE
 from muonmesh.tools.cli.app import app
 from muonmesh.tools.cli.checkpoints import checkpoints_of, latest_step
 from muonmesh.tools.cli.corpus import prepare_corpus, standard_library
-from muonmesh.tools.cli.metrics_log import read_metrics
+from muonmesh.tools.cli.report import read_metrics
 from tests.disks import read_only_for_new_files, small_disk
 
 COMMAND = (sys.executable, "-c", "from muonmesh.tools.cli import main; main()", "train")

@@ -11,7 +11,6 @@ import contextlib
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -95,12 +94,6 @@ def install() -> None:
     # Gated delta net refuses to be made without kernels that its deterministic mode does not use; this one it uses.
     gated_delta_net.HAVE_FLA = True
     gated_delta_net.l2norm = l2norm
-    # GroupedMLP, which versions after 0.16.1 have no more, calls a package of kernels for its products.
-    with contextlib.suppress(ImportError):
-        from megatron.core.transformer.moe import grouped_gemm_util
-
-        grouped_gemm_util.ops = SimpleNamespace(gmm=products)
-        grouped_gemm_util.grouped_gemm = SimpleNamespace(ops=grouped_gemm_util.ops)
     dist.all_gather, dist.reduce_scatter = gather_unequal, reduce_unequal
     PersistentAsyncCaller.async_loop = write_checkpoints
     # It leaves tensors that are on the CPU as they are, and gloo wants sizes as numbers.
@@ -160,10 +153,3 @@ def as_numbers(tensor: Any, as_numpy: bool = False, record_stream: bool = False)
 def l2norm(x: Tensor, dim: int = -1, eps: float = 1e-6) -> Tensor:
     """What ssm/gated_delta_net.py takes from a package of kernels: vectors of length one."""
     return x * torch.rsqrt((x * x).sum(dim, keepdim=True) + eps)
-
-
-def products(tokens: Tensor, weights: Tensor, counts: Tensor, trans_b: bool = False) -> Tensor:
-    """What transformer/moe/experts.py takes from a package of kernels: runs of tokens, each times one expert's."""
-    assert not trans_b
-    runs = tokens.split(counts.tolist())
-    return torch.cat([run @ weight for run, weight in zip(runs, weights, strict=True)])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -38,8 +38,6 @@ CUTS: dict[str, tuple[int, int | tuple[int, ...]]] = {
     "conv1d.weight": (0, (16, 16, 32)),
     "A_log": (0, 1),
     "dt_bias": (0, 1),
-    "weight1": (1, 2),
-    "weight2": (0, 1),
 }
 
 Held = dict[str, tuple[int, Tensor]]
@@ -67,23 +65,8 @@ def named(chunks: Sequence[Any]) -> dict[str, Any]:
                 name = f"{before}.local_experts.{first + int(number)}.{rest}"
             while name.startswith("module."):
                 name = name.removeprefix("module.")
-            if re.search(r"\.experts\.weight[12]$", name):  # a GroupedMLP's, of all experts of this rank
-                parameter.of_experts = experts_of(chunk)
             found[name] = parameter
     return found
-
-
-def apart(name: str, parameter: Any, value: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """A parameter by its name, but a GroupedMLP's expert by expert, in the shapes in which that multiplies by them."""
-    experts = getattr(parameter, "of_experts", None)
-    if experts is None:
-        yield name, value
-        return
-    before, _, key = name.rpartition(".")
-    sizes = (len(value), -1) if key == "weight1" else (-1, value.shape[1])
-    first = parallel_state.get_expert_model_parallel_rank() * experts
-    for number, weight in enumerate(value.view(experts, *sizes), first):
-        yield f"{before}.{number}.{key}", weight
 
 
 def experts_of(chunk: Any) -> int:
@@ -122,8 +105,8 @@ def held(parameters: Mapping[str, Any], values: Mapping[Any, Tensor] | None = No
     """What to hand to `gather`: parameters, or a value for each."""
     found = {}
     for name, parameter in parameters.items():
-        for each, part in apart(name, parameter, parameter if values is None else values[parameter]):
-            found[each] = place(each), part.detach().clone()
+        value = parameter if values is None else values[parameter]
+        found[name] = place(name), value.detach().clone()
     return found
 
 

@@ -23,8 +23,6 @@ MATRICES: dict[str, Any] = {
     "mixer.in_proj.weight": ("rows", 64, 64, 8, 8, 8),
     "in_proj.weight": ("rows", 16, 16, 32, 32, 4, 4),
     "out_proj.weight": "whole",
-    ".weight1": ("transposed", ("rows", 24, 24)),  # of one expert of a GroupedMLP: stored in × out, gate and up
-    ".weight2": ("transposed", "whole"),
 }
 
 

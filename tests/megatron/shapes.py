@@ -14,7 +14,6 @@ MOE: Settings = (
     ("moe_token_dispatcher_type", "alltoall"),
     ("moe_shared_expert_intermediate_size", 16),
 )
-GROUPED: Settings = (*(each for each in MOE if each[0] != "moe_grouped_gemm"), ("moe_grouped_gemm", True))
 LATENT: Settings = (
     ("num_query_groups", 4),
     ("q_lora_rank", 16),

@@ -28,7 +28,7 @@ from tests.in_copies import work_in_copies
 from tests.megatron import cpu, gathered, host
 from tests.megatron.host import Shape
 from tests.megatron.oracle import Oracle
-from tests.megatron.shapes import GROUPED, MOE, MTP, ONE_LAYER, SEQUENCE
+from tests.megatron.shapes import MOE, MTP, ONE_LAYER, SEQUENCE
 
 BF16, FP16 = torch.bfloat16, torch.float16
 
@@ -244,11 +244,6 @@ CASES: dict[str, tuple[Shape, list[Shape], dict[str, Any]]] = {
         Shape(tp=2, model=ONE_LAYER),
         [Shape(tp=4, model=ONE_LAYER), Shape(flat=True, model=ONE_LAYER)],
         {"rule": "soap", "soap_every": 3},
-    ),
-    "GroupedMLP": (
-        Shape(ep=2, dtype=BF16, model=GROUPED + ONE_LAYER),
-        [Shape(tp=2, flat=True, dtype=BF16, model=GROUPED + SEQUENCE + ONE_LAYER)],
-        {"rule": "adamuon"},
     ),
 }
 

@@ -12,14 +12,13 @@ from torch import nn
 from muonmesh.groups import split_params
 from muonmesh.groups.sites import sites
 from muonmesh.integrations.megatron import get_megatron_optimizer
-from muonmesh.integrations.megatron.global_names import whole_name
+from muonmesh.integrations.megatron.roles import whole_name
 from muonmesh.step.connection import placed_members
 from tests.megatron import host
 from tests.megatron.host import Shape
 from tests.megatron.shapes import (
     DELTA_NET,
     GATED_ATTENTION,
-    GROUPED,
     LATENT,
     MAMBA,
     MOE,
@@ -162,17 +161,6 @@ CASES: dict[str, tuple[Any, dict[str, tuple[str, Any]], list[Shape]]] = {
         | {f"{LAYER}mlp.experts.local_experts.{i}.linear_fc2.weight": ("muon", "whole") for i in range(4)},
         [Shape(), Shape(ep=2), Shape(tp=2, ep=2, etp=1, model=SEQUENCE)],
     ),
-    "experts of a GroupedMLP": (
-        GROUPED,
-        BLOCK
-        | QKV
-        | {f"{LAYER}mlp.router.weight": ("adamw.matrices", None)}
-        | {f"{LAYER}mlp.shared_experts.linear_fc1.weight": ("muon", HALVES)}
-        | {f"{LAYER}mlp.shared_experts.linear_fc2.weight": ("muon", "whole")}
-        | {f"{LAYER}mlp.experts.{i}.weight1": ("muon", ("transposed", HALVES)) for i in range(4)}
-        | {f"{LAYER}mlp.experts.{i}.weight2": ("muon", ("transposed", "whole")) for i in range(4)},
-        [Shape(), Shape(ep=2), Shape(tp=2, model=SEQUENCE), Shape(tp=2, ep=2, etp=1, model=SEQUENCE)],
-    ),
 }
 
 
@@ -258,8 +246,8 @@ def test_experts_in_one_flat_weight_are_refused_by_split_params(workers) -> None
     """Their shape, hidden × (experts · ffn), is not how their memory is read: one wrong matrix for all experts."""
     for outcome in workers(2).run_expecting_errors(flattened):
         assert outcome.error is ValueError
-        assert "weight1: GroupedMLP stores all experts in weight1" in outcome.message
-        assert "Use get_megatron_optimizer" in outcome.message
+        assert "weight1: found all experts of a GroupedMLP in weight1" in outcome.message
+        assert "Set moe_grouped_gemm=False" in outcome.message
 
 
 def heads_of_shards() -> None:

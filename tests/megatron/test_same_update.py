@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.megatron.host import Shape
-from tests.megatron.shapes import DELTA_NET, GROUPED, LATENT, MAMBA, MOE, MTP, ONE_LAYER, SEQUENCE
+from tests.megatron.shapes import DELTA_NET, LATENT, MAMBA, MOE, MTP, ONE_LAYER, SEQUENCE
 from tests.megatron.training import Trained, train
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -27,9 +27,6 @@ WHOLE = {
     "EP 2 × TP 2 × DP 2, sequence parallel": (4, Shape(tp=2, ep=2, etp=1, model=MOE + SEQUENCE + ONE_LAYER)),
     "EP 2 × ETP 2": (4, Shape(ep=2, etp=2, model=MOE + ONE_LAYER)),
     "EP 2 × ETP 2 × TP 2, sequence parallel": (4, Shape(tp=2, ep=2, etp=2, model=MOE + SEQUENCE + ONE_LAYER)),
-    # Megatron trains such experts in bf16 only.
-    "GroupedMLP, EP 2 × DP 2": (2, Shape(ep=2, dtype=BF16, model=GROUPED + ONE_LAYER)),
-    "GroupedMLP, TP 2": (2, Shape(tp=2, dtype=BF16, model=GROUPED + SEQUENCE + ONE_LAYER)),
     "multi-token prediction, TP 2 × DP 2": (4, Shape(tp=2, model=MTP + ONE_LAYER)),
     "multi-token prediction, PP 2": (2, Shape(pp=2, model=MTP)),
     "PP 2, nothing to train on the first stage": (2, Shape(pp=2, frozen_stage=0)),
@@ -50,11 +47,6 @@ FLAT = {
     "PP 2 × DP 2, nothing to train on the last stage": (4, Shape(pp=2, flat=True, frozen_stage=1)),
     "PP 2 × DP 2, fp16": (4, Shape(pp=2, flat=True, dtype=FP16)),
     "EP 2 × DP 4": (4, Shape(ep=2, flat=True, model=MOE + ONE_LAYER)),
-    "GroupedMLP, EP 2 × DP 4, small overlapping buckets": (
-        4,
-        Shape(ep=2, flat=True, overlap=True, dtype=BF16, model=GROUPED + ONE_LAYER),
-    ),
-    "GroupedMLP, EP 2 × ETP 2": (4, Shape(ep=2, etp=2, flat=True, dtype=BF16, model=GROUPED + ONE_LAYER)),
     "EP 2 × TP 2 × DP 2, sequence parallel": (
         4,
         Shape(tp=2, ep=2, etp=1, flat=True, model=MOE + SEQUENCE + ONE_LAYER),

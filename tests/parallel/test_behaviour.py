@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 import muonmesh as mm
 from muonmesh.numerics import kernels
 from muonmesh.numerics.kernels import auto_takes, compiled
-from muonmesh.tools.testing.host_waits import HostWaits
+from muonmesh.tools.testing import HostWaits
 from tests import gathered, pretended, problem
 
 

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from muonmesh.checkpoint.folder import write
-from muonmesh.checkpoint.manifest import (
+from muonmesh.checkpoint.index import (
     INDEX_FILE,
     MANIFEST_FILE,
     METADATA_FILE,

@@ -27,7 +27,7 @@ from muonmesh.clip.limits import Limits
 from muonmesh.clip.norm_means import DECAY, SPIKE, WARM_UP
 from muonmesh.comm.storage import local_of
 from muonmesh.numerics.rules import RULES, MuonRule, Rule
-from muonmesh.tools.testing.host_waits import HostWaits
+from muonmesh.tools.testing import HostWaits
 from tests import layouts, problem
 from tests.meshes import mesh_of
 

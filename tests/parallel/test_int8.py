@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import muonmesh as mm
 from muonmesh import checkpoint
-from muonmesh.tools.testing.host_waits import HostWaits
+from muonmesh.tools.testing import HostWaits
 from tests.meshes import mesh_of
 
 SHAPES = {"wide": (6, 700), "tall": (700, 6), "stack": (3, 5, 520)}

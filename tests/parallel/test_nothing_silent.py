@@ -26,7 +26,7 @@ import muonmesh as mm
 from muonmesh.comm import meeting
 from muonmesh.comm.storage import local_of
 from muonmesh.layout import FlatShards
-from muonmesh.tools.testing.host_waits import HostWaits
+from muonmesh.tools.testing import HostWaits
 from tests import meshes, problem
 from tests.workers import RankFailure
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import muonmesh as mm
-from muonmesh.tools.testing.host_waits import HostWaits
+from muonmesh.tools.testing import HostWaits
 from tests import problem
 from tests.in_copies import work_in_copies
 

@@ -33,7 +33,7 @@ from muonmesh.numerics import rules
 from muonmesh.numerics.rules import register_rule
 from muonmesh.step.connection import placed_members
 from muonmesh.testing import prove_rule
-from muonmesh.tools.testing.host_waits import HostWaits
+from muonmesh.tools.testing import HostWaits
 from tests import layouts, problem
 from tests import soap as theirs
 from tests.meshes import mesh_of

@@ -15,7 +15,7 @@ import muonmesh as mm
 from muonmesh.numerics import kernels
 from muonmesh.numerics.coefficients import COEFFICIENT_SETS
 from muonmesh.numerics.deflation import Deflation
-from muonmesh.tools.testing.host_waits import HostWaits
+from muonmesh.tools.testing import HostWaits
 from tests import problem
 from tests.workers import Pool
 

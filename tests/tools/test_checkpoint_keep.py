@@ -9,11 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from muonmesh.checkpoint.folder import write
-from muonmesh.checkpoint.manifest import MANIFEST_FILE
-from muonmesh.checkpoint.place import before_at, writing_at
-from muonmesh.tools.checkpoints.kept import forget_older
-from muonmesh.tools.cli.checkpoints import latest_step
+from muonmesh.checkpoint.folder import before_at, write, writing_at
+from muonmesh.checkpoint.index import MANIFEST_FILE
+from muonmesh.tools.cli.checkpoints import forget_older, latest_step
 from tests.folders import read
 
 

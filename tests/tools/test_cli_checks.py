@@ -20,15 +20,13 @@ from hypothesis import strategies as st
 
 from muonmesh.errors import FileError
 from muonmesh.files import is_finite, write_text
-from muonmesh.tools.cli import failure, terminal
+from muonmesh.tools.cli import run_files, terminal
 from muonmesh.tools.cli.corpus import Corpus, load_corpus_of, prepare_corpus, save_corpus_of
-from muonmesh.tools.cli.failure import first_failure, make_room, record_failure
-from muonmesh.tools.cli.lock import LOCK_FILE, locked
-from muonmesh.tools.cli.metrics_log import TIMES, cut_metrics, read_metrics
 from muonmesh.tools.cli.model import check_model
+from muonmesh.tools.cli.report import TIMES, cut_metrics, read_metrics, summarise
 from muonmesh.tools.cli.run import _environment
+from muonmesh.tools.cli.run_files import LOCK_FILE, first_failure, locked, make_room, record_failure
 from muonmesh.tools.cli.run_settings import Settings, load_settings
-from muonmesh.tools.cli.summary import summarise
 
 ANYTHING = st.one_of(
     st.none(),
@@ -309,8 +307,7 @@ def test_what_older_versions_wrote_is_read(fields: dict[str, Any], tmp_path: Pat
 
 def test_embeddings_that_a_head_shares_are_sharded_with_the_whole_model(tmp_path: Path) -> None:
     """bert names its embeddings a block, and FSDP2 refuses a parameter in two groups."""
-    from muonmesh.tools.cli.configuration import model_config
-    from muonmesh.tools.cli.model import blocks_of, build_model
+    from muonmesh.tools.cli.model import blocks_of, build_model, model_config
 
     config = {"model_type": "bert", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     (tmp_path / "bert.json").write_text(json.dumps({**config, "intermediate_size": 128, "is_decoder": True}))
@@ -364,7 +361,7 @@ def test_a_run_has_one_process_at_a_time(tmp_path: Path) -> None:
 
 def test_a_lock_of_a_dead_process_does_not_matter(tmp_path: Path) -> None:
     code = (
-        "import os, signal, sys; from pathlib import Path; from muonmesh.tools.cli.lock import locked\n"
+        "import os, signal, sys; from pathlib import Path; from muonmesh.tools.cli.run_files import locked\n"
         "with locked(Path(sys.argv[1]), option='--out'): os.kill(os.getpid(), signal.SIGKILL)"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "run")], check=False)
@@ -409,18 +406,18 @@ def test_a_lock_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
 
 
 def test_an_error_is_written_into_the_room_that_was_taken_for_it(tmp_path: Path) -> None:
-    (tmp_path / failure.FOLDER).mkdir()
+    (tmp_path / run_files.FOLDER).mkdir()
     make_room(tmp_path, 2)
     assert first_failure(tmp_path) is None
     record_failure(tmp_path, 1, FileError("the disk is full"))
-    assert (tmp_path / failure.FOLDER / "1").stat().st_size == failure.ROOM
+    assert (tmp_path / run_files.FOLDER / "1").stat().st_size == run_files.ROOM
     assert first_failure(tmp_path) == "the disk is full"
     try:
         raise KeyError("é" * 3000)
     except KeyError as error:
         record_failure(tmp_path, 0, error)
     assert first_failure(tmp_path) == "the disk is full", "the other came of it"
-    (tmp_path / failure.FOLDER / "1").write_text('[1, "ti')  # a disk that was full
+    (tmp_path / run_files.FOLDER / "1").write_text('[1, "ti')  # a disk that was full
     told = first_failure(tmp_path)
     assert told is not None
     assert told.startswith("Traceback")

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 from muonmesh.layout import Replicate, Shard
 from muonmesh.tools.cli.app import app
-from muonmesh.tools.cli.cluster import parse_cluster
 from muonmesh.tools.cli.plan_command import weights_of
+from muonmesh.tools.cli.planning import parse_cluster
 from muonmesh.tools.forecasts.device_rates import DeviceRates
 
 
@@ -131,7 +131,7 @@ def test_a_rule_has_its_own_flops_and_memory() -> None:
 
 
 WRONG = {
-    "--model nano --mesh fsdp=2 --rule nothing": r"found 'nothing'; needed one of muon, .* muonmesh\.testing\.dry_run",
+    "--model nano --mesh fsdp=2 --rule nothing": r"found 'nothing'; needed one of muon, .* points muonmesh\.rules",
     "--model nano --mesh fsdp": r"--mesh fsdp: found 'fsdp'; needed a whole number from 1 to 1,048,576. Write one or "
     r"more of ddp=8, fsdp=64, hsdp=8x32, tp=8, with commas between them$",
     "--model nano --mesh fsdp=99999999999999999999": r"needed a whole number from 1 to 1,048,576. Write one or more of",

@@ -102,19 +102,12 @@ def test_torch_s_muon_and_adamw_go_on_here(how: str, tmp_path: Path) -> None:
 
 Walk = tuple[str, Callable[..., peers.Step], dict[str, Any], dict[str, Any]]
 DION = {"lr": 0.02, "mu": 0.9, "weight_decay": 0.1, "nesterov": True, "adjust_lr": "rms_norm", "cautious_wd": False}
-MUONIUM = {"lr": 0.02, "wd": 0.0, "momentum": 0.9, "nesterov": False, "ns_steps": 5, "use_cautious_wd": False}
 EMERGING = {"lr": 0.01, "momentum": 0.9, "weight_decay": 0.1, "nesterov": True, "coefficient_type": "quintic"}
 EMERGING |= {"num_ns_steps": 5, "scale_mode": "spectral", "extra_scale_factor": 0.2}
 JORDAN = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.9}
 PEERS: dict[str, Walk] = {
     "keller_jordan": ("keller_jordan", peers.keller_jordan, JORDAN, {"use_muon": True}),
     "dion": ("dion", peers.dion, {**DION, "use_polar_express": True}, {"mu": 0.9, "algorithm": "muon"}),
-    "muonium": (
-        "muonium",
-        peers.muonium,
-        {**MUONIUM, "orthogonalization_strategy": "polar_express"},
-        {"wd": 0.0, "momentum": 0.9, "algorithm": "muon"},
-    ),
     "emerging_optimizers": (
         "emerging_optimizers",
         peers.emerging_optimizers,
@@ -154,8 +147,6 @@ def test_the_next_step_is_theirs(name: str) -> None:
                 state[number]["step"] = 3
             if name == "dion":  # newer ones count on the device too
                 state[number]["step_dev"] = torch.tensor(3.0)
-        if name == "muonium" and key in MATRICES:
-            state[number] |= {"step": torch.tensor(3.0), "lr_ratio": torch.tensor(1.0)}
     counted = {"step": 3} if name in ("dion", "megatron") else {}
     groups = [
         {"params": [0, 1], **JORDAN, **marks, **counted},

@@ -17,14 +17,13 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from typer.testing import CliRunner
 
 import muonmesh as mm
-from muonmesh.checkpoint.folder import write
-from muonmesh.checkpoint.manifest import MANIFEST_FILE
-from muonmesh.checkpoint.place import before_at
+from muonmesh.checkpoint.folder import before_at, write
+from muonmesh.checkpoint.index import MANIFEST_FILE
 from muonmesh.numerics.kernels import auto_takes, compiled
 from muonmesh.tools.cli import installation
 from muonmesh.tools.cli.app import app
-from muonmesh.tools.cli.lock import LOCK_FILE
-from muonmesh.tools.cli.metrics_log import append_metrics
+from muonmesh.tools.cli.report import append_metrics
+from muonmesh.tools.cli.run_files import LOCK_FILE
 from muonmesh.tools.cli.run_settings import Settings
 from tests.mutations import Acts
 from tests.workers import Pool

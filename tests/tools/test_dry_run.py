@@ -20,8 +20,10 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 import muonmesh as mm
 from muonmesh.comm.storage import local_of
-from muonmesh.testing import DryRun, HostSync, Rates, dry_run
-from muonmesh.tools.testing.device import pretended_cuda
+from muonmesh.tools.forecasts.device_rates import DeviceRates
+from tests.device.dry_run import DryRun, dry_run
+from tests.device.launches import HostSync
+from tests.device.pretended import pretended_cuda
 from tests.figures import CASES, GPT2, LLAMA, STEPS, Model, bag, ours, row, table
 from tests.samples import one_in
 
@@ -425,7 +427,7 @@ def test_a_mesh_of_another_size_is_refused() -> None:
 
 def test_the_model_of_time_is_its_slowest_part() -> None:
     far = dict.fromkeys(("flops", "published", "bytes", "wire"), math.inf)
-    fast = Rates(**far, kernel=1e-3, operation=1e-4, view=1e-5, matrix=0.0)
+    fast = DeviceRates(**far, kernel=1e-3, operation=1e-4, view=1e-5, matrix=0.0)
     run = dry_run(bag((80, 80)), matrices_only, rates=fast)
     started = run.kernels * 1e-3 + (run.launches - run.kernels) * 1e-4
     assert run.seconds == pytest.approx(started + run.views * 1e-5)
@@ -451,8 +453,8 @@ def test_launches_and_bytes_of_single_operations(
 ) -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from muonmesh.tools.testing.device import pretended_cuda
-    from muonmesh.tools.testing.launches import Launches
+    from tests.device.launches import Launches
+    from tests.device.pretended import pretended_cuda
 
     with pretended_cuda(), FakeTensorMode():
         x = torch.empty(100, 10, device="cuda")

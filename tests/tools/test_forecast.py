@@ -11,8 +11,9 @@ from torch.distributed.tensor import Replicate, Shard
 
 import muonmesh as mm
 from muonmesh import layout
-from muonmesh.testing import Rates, dry_run
+from muonmesh.tools.forecasts.device_rates import DeviceRates
 from muonmesh.tools.forecasts.forecast import Weight, forecast
+from tests.device.dry_run import dry_run
 
 LAYERS = [(4096, 4096), (1024, 4096), (14336, 4096), (4096, 14336)] * 4
 
@@ -105,7 +106,7 @@ def test_the_busiest_rank_is_told_of_unless_another_is_asked_for() -> None:
 def test_the_modelled_time_follows_the_rates() -> None:
     weights = [Weight("weight", layout.MeshLayout.replicated((512, 512), (0, 1)), "whole")]
     free = dict.fromkeys(("kernel", "operation", "view", "matrix", "collective", "message"), 0.0)
-    found = forecast(weights, rates=Rates(flops=1e6, published=1e5, bytes=math.inf, wire=math.inf, **free))
+    found = forecast(weights, rates=DeviceRates(flops=1e6, published=1e5, bytes=math.inf, wire=math.inf, **free))
     assert found.best_seconds == pytest.approx(found.flops / 1e6)
     assert found.seconds == pytest.approx(found.slow_flops / 1e5)
     assert found.slow_flops == pytest.approx(found.flops * (3000 / 512) ** 1.2)
@@ -140,7 +141,7 @@ def test_small_products_are_as_slow_as_published_ones() -> None:
     for rows, times in published.items():
         for by_triton, milliseconds in zip((True, False), times, strict=True):
             flops = rows**3 * (1 if by_triton else 2)
-            seconds = flops * Rates.weight_of(rows**2, by_triton=by_triton) / Rates().published
+            seconds = flops * DeviceRates.weight_of(rows**2, by_triton=by_triton) / DeviceRates().published
             assert seconds * 1e3 == pytest.approx(milliseconds, rel=0.25)
 
 

@@ -130,33 +130,8 @@ def test_our_steps_are_theirs(theirs: Any, name: Any, settings: dict[str, Any]) 
         assert walk(theirs(**settings), converted, shape) < 1e-5
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(("strategy", "cautious"), [("polar_express", True), ("newton_schulz", False)])
-def test_muonium_multiplies_the_decay_by_the_shape_too(shape: tuple[int, int], strategy: str, cautious: bool) -> None:
-    settings = {
-        "lr": 0.02,
-        "wd": 0.4,
-        "momentum": 0.9,
-        "nesterov": cautious,
-        "ns_steps": 4,
-        "orthogonalization_strategy": strategy,
-        "use_cautious_wd": cautious,
-    }
-    group = {"params": [nn.Parameter(random(*shape))]}
-    converted = mm.convert_settings("muonium", group, **settings)
-    converted.pop("adamw", None)
-    assert walk(peers.muonium(**settings), converted, shape) < 1e-5
-
-
-def test_a_muonium_group_of_several_shapes_has_no_one_decay() -> None:
-    mixed = {"params": [nn.Parameter(random(*shape)) for shape in SHAPES]}
-    with pytest.raises(ValueError, match=r"weight decay .* shape.*; needed .*\. Convert the matrices of each shape"):
-        mm.convert_settings("muonium", mixed, wd=0.1)
-    assert mm.convert_settings("muonium", mixed, wd=0.0)["weight_decay"] == 0
-
-
 def test_momentum_that_is_a_sum_goes_the_same_way() -> None:
-    """dion and muonium add gradients up, we average them: only what is stored differs, by 1 − μ."""
+    """dion adds gradients up, we average them: only what is stored differs, by 1 − μ."""
     g, sum_state, mean_state = random(4, 6), {}, {}
     for momentum, nesterov in ((0.9, True), (0.5, False)):
         added, averaged = (
@@ -165,18 +140,6 @@ def test_momentum_that_is_a_sum_goes_the_same_way() -> None:
         )
         assert torch.allclose(added * (1 - momentum), averaged)
         sum_state, mean_state = {}, {}
-
-
-def test_muonium_s_adamw_decays_in_full_where_its_muon_is_cautious() -> None:
-    settings = mm.convert_settings("muonium", wd=0.1)
-    optimizer = mm.from_model(nn.Sequential(nn.Embedding(5, 8), nn.Linear(8, 8), nn.Linear(8, 5)), **settings)
-    found = {group["name"]: group["decay_mode"] for group in optimizer.param_groups}
-    assert found == {
-        "muon": "cautious",
-        "adamw.embeddings": "full",
-        "adamw.head": "full",
-        "adamw.vectors": "full",
-    }
 
 
 # ------------------------------------------------------------------ torch itself
@@ -321,7 +284,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("dion", {"algorithm": "lion"}, "lion"),
     ("dion", {"use_gram_newton_schulz": True}, "use_gram_newton_schulz"),
     ("dion", {"split_sizes": (4, 4)}, "split_sizes"),
-    ("muonium", {"algorithm": "normuon"}, "normuon"),
     ("emerging_optimizers", {"weight_decay_method": "l2"}, "weight_decay_method"),
     ("emerging_optimizers", {"coefficient_type": "aol"}, "coefficient_type"),
     ("torch", {"adjust_lr_fn": "new"}, "adjust_lr_fn"),

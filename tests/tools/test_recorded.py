@@ -16,7 +16,7 @@ from benchmarks.vision import rows_of
 from torch import nn
 
 import muonmesh as mm
-from muonmesh.testing import dry_run
+from tests.device.dry_run import dry_run
 
 ROOT = Path(__file__).parents[2]
 SPEED = (ROOT / "docs/internals/performance.md").read_text()

@@ -15,11 +15,10 @@ from typing import Any
 import pytest
 import torch
 
-from muonmesh.checkpoint.folder import look, write
-from muonmesh.checkpoint.manifest import MANIFEST_FILE
-from muonmesh.checkpoint.place import found_at
+from muonmesh.checkpoint.folder import found_at, look, write
+from muonmesh.checkpoint.index import MANIFEST_FILE
 from muonmesh.errors import FileError
-from muonmesh.tools.checkpoints.kept import forget_older, is_whole, numbered
+from muonmesh.tools.cli.checkpoints import forget_older, is_whole, numbered
 from tests.alone import DEAD, Point, alone, die, files_of_at_most, in_child, refuse
 from tests.disks import read_only, small_disk
 from tests.folders import read

@@ -21,14 +21,15 @@ from torch import nn
 
 import muonmesh as mm
 from muonmesh.checkpoint.folder import write
-from muonmesh.checkpoint.index import check_cover, read_index
-from muonmesh.checkpoint.manifest import (
+from muonmesh.checkpoint.index import (
     INDEX_FILE,
     MANIFEST_FILE,
     METADATA_FILE,
     SETTINGS_FILE,
+    check_cover,
     check_entries,
     entry_of,
+    read_index,
     read_manifest,
     write_manifest,
 )

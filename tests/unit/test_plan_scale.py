@@ -23,7 +23,7 @@ from muonmesh.errors import LayoutError
 from muonmesh.layout import MeshLayout, Parameter, Plan, Replicate, Shard, make_plan, split_matrices
 from muonmesh.layout.routes import Leg, pieces
 from muonmesh.report.explain import imbalance
-from muonmesh.tools.forecasts.balance import least_imbalance, too_small
+from muonmesh.tools.cli.planning import least_imbalance, too_small
 from muonmesh.tools.forecasts.forecast import flops_of
 
 REPOSITORY = Path(__file__).parents[2]

@@ -23,8 +23,8 @@ from transformers.masking_utils import sdpa_mask
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import muonmesh as mm
-from muonmesh.integrations.qk_clip import logits as logits_module
-from muonmesh.integrations.qk_clip.logits import bound_of, largest_logits
+from muonmesh.integrations.qk_clip import attention as attention_module
+from muonmesh.integrations.qk_clip.attention import bound_of, largest_logits
 
 SIZES = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 6, "intermediate_size": 20, "vocab_size": 31}
 DEEPSEEK = {
@@ -123,7 +123,7 @@ def test_every_kind_of_mask_means_the_same(monkeypatch: pytest.MonkeyPatch) -> N
     added = torch.zeros(2, 1, 7, 7).masked_fill(~lower, torch.finfo(torch.float32).min)
     block = create_block_mask(lambda b, h, i, j: i >= j, None, None, 7, 7, device="cpu")
     for at_once in (1 << 24, 2 * 4 * 7 * 2):
-        monkeypatch.setattr(logits_module, "AT_ONCE", at_once)
+        monkeypatch.setattr(attention_module, "AT_ONCE", at_once)
         for mask in (lower[None, None], added, block):
             torch.testing.assert_close(largest_logits(q, k, scale=0.5, mask=mask), expected)
         torch.testing.assert_close(largest_logits(q, k, scale=0.5, causal=True), expected)

@@ -22,7 +22,7 @@ from muonmesh.numerics.scale import StepSize
 from muonmesh.step import by_parts
 from muonmesh.step.ready import ReadyParameters
 from muonmesh.testing import prove_rule
-from muonmesh.tools.testing.host_waits import HostWaits
+from muonmesh.tools.testing import HostWaits
 from tests import reference
 from tests.problem import PARAMETERS
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 
 import muonmesh as mm
-from muonmesh.checkpoint.manifest import entry_of, read_manifest, write_manifest
+from muonmesh.checkpoint.index import entry_of, read_manifest, write_manifest
 from muonmesh.errors import FileError, explain_error
 from muonmesh.tools.cli.diagnosis import diagnose
 from tests.in_copies import work_in_copies

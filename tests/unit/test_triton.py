@@ -27,8 +27,8 @@ from muonmesh.numerics.kernels.triton import triton_products
 from muonmesh.numerics.newton_schulz import orthogonalize
 from muonmesh.step import by_kernel
 from muonmesh.step.snapshot import Snapshot
-from muonmesh.tools.testing.device import Event, pretended_cuda
-from muonmesh.tools.testing.host_waits import HostWaits
+from muonmesh.tools.testing import HostWaits
+from tests.device.pretended import Event, pretended_cuda
 from tests.interpreter import interpreting
 from tests.pieces import pieces_of
 
@@ -861,7 +861,7 @@ def test_an_event_is_recorded_on_the_device_of_what_is_on_its_way() -> None:
 BROKEN = """
 import warnings, torch
 import muonmesh as mm
-from muonmesh.tools.testing.host_waits import HostWaits
+from muonmesh.tools.testing import HostWaits
 from torch import nn
 weights = [nn.Parameter(torch.full((n, 20), 0.5)) for n in (12, 30)]
 optimizer = mm.Muon(weights, lr=0.1)

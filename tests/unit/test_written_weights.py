@@ -13,7 +13,7 @@ from torch import nn
 
 import muonmesh as mm
 from muonmesh.numerics.coefficients import coefficient_schedule
-from muonmesh.tools.testing.host_waits import HostWaits
+from muonmesh.tools.testing import HostWaits
 from tests import reference, writers
 from tests.problem import Bag
 

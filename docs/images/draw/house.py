@@ -24,7 +24,7 @@ SAID = {
     "integrations": "DeepSpeed, Megatron,\nTrainer, Lightning, …",
     "tools.migration": "settings of others",
     "tools.auditing": "what a step of\nany optimizer does",
-    "tools.testing": "prove_rule, dry runs",
+    "tools.testing": "prove_rule",
     "tools.checkpoints": "convert",
     "tools.forecasts": "a step on a cluster\nthat is not here",
     "tools.local_part": "of a whole tensor",

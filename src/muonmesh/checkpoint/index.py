@@ -1,14 +1,18 @@
-"""Index: which tensors a checkpoint has, and where in its files the bytes of each piece are, as JSON.
+"""Index: which files a checkpoint has, which tensors, and where in the files the bytes of each piece are, as JSON.
 
-`torch.distributed.checkpoint` writes the same into `.metadata`, as a pickle, which muonmesh never reads. It writes each
-piece as a file of `torch.save` inside a larger file. Such a file stores the elements uncompressed in row-major order,
-so the index names the place of the first byte, and nothing around the elements is read.
+The manifest has the size and the hash of each file, so that files that have changed since are found. The index has the
+tensors. `torch.distributed.checkpoint` writes the same into `.metadata`, as a pickle, which muonmesh never reads. It
+writes each piece as a file of `torch.save` inside a larger file. Such a file stores the elements uncompressed in
+row-major order, so the index names the place of the first byte, and nothing around the elements is read.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
+import os
+import re
 import sys
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -21,11 +25,114 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.utils import _create_file_view
 
-from muonmesh.checkpoint.form import SIZE, Kind, check_form, one_of, only
-from muonmesh.checkpoint.manifest import DATA_FILE, INDEX_FILE, REMEDY, Entry, unreadable
+from muonmesh.checkpoint.form import SIZE, TEXT, Kind, check_form, one_of, only
 from muonmesh.errors import FileError, explain_error
-from muonmesh.files import read_json, replace_text
+from muonmesh.files import kind_of, lacks_memory, read_json, reason, replace_text
 from muonmesh.layout.region import Block, Region, row_major
+
+METADATA_FILE = ".metadata"
+INDEX_FILE = "index.json"
+MANIFEST_FILE = "manifest.json"
+SETTINGS_FILE = "settings.json"
+DATA_FILE = re.compile(r"__[0-9]{1,9}_[0-9]{1,9}\.distcp")  # in the folder itself: no path leads out of it
+REMEDY = "Load another checkpoint, or bring an undamaged copy"
+
+_FORMAT = 2
+_OWN = (METADATA_FILE, INDEX_FILE, SETTINGS_FILE)
+_FILE_NAME = Kind(
+    "the name of a file of a checkpoint", lambda name: name in _OWN or DATA_FILE.fullmatch(name) is not None
+)
+_MANIFEST = only(
+    {
+        "format": one_of([_FORMAT], ": another version wrote it"),
+        "files": {_FILE_NAME: only({"bytes": SIZE, "sha256": TEXT})},
+    }
+)
+
+Entry = tuple[int, str]  # bytes, SHA-256
+
+
+def entry_of(path: Path) -> Entry:
+    """Return the size and the SHA-256 of a file.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return file.tell(), digest
+
+
+def unreadable(what: str, error: BaseException) -> FileError:
+    """Return the error for a file that could not be read; without permission or memory, the file is not damaged."""
+    remedy = "Let the user of this process read it" if isinstance(error, PermissionError) else REMEDY
+    if lacks_memory(error):
+        remedy = "Free some memory and load again"
+    return FileError(f"{what} could not be read: {reason(error)}. {remedy}")
+
+
+def write_manifest(folder: Path, entries: dict[str, Entry]) -> None:
+    """Write the manifest of a checkpoint: the size and the SHA-256 of each file.
+
+    Raises:
+        OSError: the manifest cannot be written.
+    """
+    files = {name: {"bytes": size, "sha256": digest} for name, (size, digest) in sorted(entries.items())}
+    replace_text(folder / MANIFEST_FILE, json.dumps({"format": _FORMAT, "files": files}, indent=2) + "\n")
+
+
+def read_manifest(folder: Path) -> dict[str, Entry]:
+    """Return the size and the SHA-256 of each file of a checkpoint, from its manifest.
+
+    Raises:
+        FileError: the manifest is missing, or has another form than `write_manifest` writes.
+    """
+    path = folder / MANIFEST_FILE
+    if (names := set(os.listdir(folder))).isdisjoint({MANIFEST_FILE, SETTINGS_FILE}):
+        found, write = f"no {MANIFEST_FILE}", "Pass the folder that save was given"
+        if METADATA_FILE in names:
+            found = "a checkpoint of torch.distributed.checkpoint"
+            write = 'Load it as torch does: state = dict(zip(("model", "optimizer"), get_state_dict(model, '
+            write += "optimizer))), torch.distributed.checkpoint.load(state, checkpoint_id=path) with the keys that it "
+            write += 'was saved with, then set_state_dict(model, optimizer, model_state_dict=state["model"], '
+            write += 'optim_state_dict=state["optimizer"])'
+        raise FileError(explain_error(str(folder), found, "a checkpoint of muonmesh.checkpoint.save", write))
+    needed = f"the sizes and hashes that save wrote there last. {REMEDY}"
+    content = check_form(str(path), read_json(path, needed=needed), _MANIFEST, REMEDY, kind=FileError)
+    return {name: (entry["bytes"], entry["sha256"]) for name, entry in content["files"].items()}
+
+
+def check_file(path: Path, needed: str) -> None:
+    """Raise FileError unless a path is a file, and not a link."""
+    if path.is_symlink() or not path.is_file():
+        found = "a link" if path.is_symlink() else kind_of(path)
+        raise FileError(explain_error(str(path), found, needed, REMEDY))
+
+
+def check_entries(folder: Path, entries: dict[str, Entry], names: Iterable[str]) -> None:
+    """Check the sizes and hashes of some files of a checkpoint.
+
+    Args:
+        folder: The folder of the checkpoint.
+        entries: The size and the SHA-256 of each file, from the manifest.
+        names: The files to check.
+
+    Raises:
+        FileError: a file is missing or has changed; the message names the first.
+    """
+    for name in names:
+        path = folder / name
+        check_file(path, f"the file that {MANIFEST_FILE} tells of")
+        try:
+            size, digest = entry_of(path)
+        except OSError as error:
+            raise unreadable(f"{path}:", error) from error
+        expected_size, expected_digest = entries[name]
+        if size != expected_size:
+            raise FileError(f"{path}: found {size} bytes; needed {expected_size}, as {MANIFEST_FILE} says. {REMEDY}")
+        if digest != expected_digest:
+            raise FileError(f"{path}: its content has changed since it was written ({MANIFEST_FILE}). {REMEDY}")
+
 
 Sizes: TypeAlias = tuple[int, ...]
 Starts: TypeAlias = dict[tuple[str, Sizes], tuple[str, int]]
@@ -35,8 +142,10 @@ _Box: TypeAlias = tuple[tuple[int, int], ...]  # begin and length in each dim
 
 _DTYPES = {str(one).removeprefix("torch."): one for one in vars(torch).values() if isinstance(one, torch.dtype)}
 _DTYPES = {name: one for name, one in _DTYPES.items() if not name.startswith(("q", "bits"))}  # these need a scale
-_NAME = Kind("a name of at most 1,000 characters", lambda name: len(name) <= 1000)
-_FILE = Kind("the name of a file with tensors", lambda name: isinstance(name, str) and bool(DATA_FILE.fullmatch(name)))
+_TENSOR_NAME = Kind("a name of at most 1,000 characters", lambda name: len(name) <= 1000)
+_DATA_FILE_NAME = Kind(
+    "the name of a file with tensors", lambda name: isinstance(name, str) and bool(DATA_FILE.fullmatch(name))
+)
 
 
 def _is_shape(value: Any) -> bool:
@@ -44,15 +153,15 @@ def _is_shape(value: Any) -> bool:
 
 
 _SHAPE = Kind("a list of at most 16 whole numbers of at least 0", _is_shape)
-_FORM = only(
+_INDEX = only(
     {
         "byteorder": one_of([sys.byteorder], ", as on this machine"),
         "tensors": {
-            _NAME: only(
+            _TENSOR_NAME: only(
                 {
                     "dtype": Kind("a dtype", lambda name: isinstance(name, str) and name in _DTYPES),
                     "shape": _SHAPE,
-                    "pieces": [only({"offset": _SHAPE, "shape": _SHAPE, "file": _FILE, "start": SIZE})],
+                    "pieces": [only({"offset": _SHAPE, "shape": _SHAPE, "file": _DATA_FILE_NAME, "start": SIZE})],
                 }
             )
         },
@@ -168,7 +277,7 @@ def read_index(folder: Path, entries: Mapping[str, Entry]) -> dict[str, SavedTen
 
 
 def _checked(path: Path, content: Any, entries: Mapping[str, Entry]) -> dict[str, SavedTensor]:
-    check_form(str(path), content, _FORM, REMEDY, kind=FileError)
+    check_form(str(path), content, _INDEX, REMEDY, kind=FileError)
     tensors = {}
     for name, entry in content["tensors"].items():
         pieces = (

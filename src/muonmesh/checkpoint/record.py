@@ -1,26 +1,101 @@
-"""Record: one parameter and its state, as whole tensors; this rank stores some boxes of each."""
+"""Record: one parameter and its state, as whole tensors; this rank stores some boxes of each, its Share.
+
+`OfMuon` gives `muonmesh.checkpoint` the Records of a `Muon`; optimizers of integrations give their own.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, MutableMapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from muonmesh.checkpoint.share import Share, boxes_of
+from muonmesh.checkpoint.state import widen_state
 from muonmesh.comm.storage import Storage, local_of, local_shape, this_rank
-from muonmesh.layout import FlatShards
+from muonmesh.layout import FlatShards, Layout
 from muonmesh.numerics.coefficients import choose
 from muonmesh.numerics.kernels import told_products
+from muonmesh.numerics.precision import plain_modes
+from muonmesh.step.connection import connect, forget, plan
 from muonmesh.step.members import OptimizedParameter
 from muonmesh.step.offload import fresh_copy
+from muonmesh.step.parameter_steps import ParameterStep, prepare_state
 from muonmesh.step.planning import Planned
 from muonmesh.step.precision import Precision
+from muonmesh.step.runtime import Clip, Runtime
 from muonmesh.step.state_form import StateForm, check_state, forms_of
+
+Boxes = dict[tuple[int, ...], Tensor]
+"""Boxes of a whole tensor, by their offsets in the tensor."""
+
+
+def boxes_of(local: Tensor, layout: Layout | None, shape: tuple[int, ...]) -> Boxes:
+    """Return the boxes of a whole tensor that this rank stores, as views.
+
+    Args:
+        local: This rank's local tensor, contiguous; a flat buffer may also contain other tensors.
+        layout: The layout of the whole tensor; None means that each rank stores all of it.
+        shape: The shape of the whole tensor.
+    """
+    if layout is None or not math.prod(shape):
+        return {(0,) * len(shape): local.view(shape) if layout is None else local.new_empty(shape)}
+    start = local.storage_offset()
+    return {
+        block.region.offset: local.as_strided(block.region.shape, block.strides, start + block.start)
+        for block in layout.blocks(this_rank())
+        if block.region.numel
+    }
+
+
+class Share(Tensor):
+    """The boxes of one whole tensor that this rank stores, or will read.
+
+    A Share has the shape and dtype of the whole tensor, but no memory of its own, and does not support computation.
+    `torch.distributed.checkpoint` writes the boxes of a Share, or reads into them, as it does with the shard of a
+    DTensor. So a tensor may be cut differently at the save and at the load.
+    """
+
+    boxes: Boxes
+
+    @staticmethod
+    def __new__(cls, shape: tuple[int, ...], dtype: torch.dtype, boxes: Mapping[tuple[int, ...], Tensor]) -> Share:
+        """Create a Share from the shape and dtype of the whole tensor, and this rank's boxes by their offsets."""
+        share: Share = Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype)
+        share.boxes = dict(boxes)
+        return share
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        """Return the shape, and the boxes by their offsets."""
+        return f"Share(shape={tuple(self.shape)}, boxes={ {at: tuple(box.shape) for at, box in self.boxes.items()} })"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """Raise NotImplementedError: a Share does not support computation."""
+        raise NotImplementedError(f"{func} of a Share, which is a description of memory and no operand")
+
+    def __create_write_items__(self, name: str, _: Any) -> list[WriteItem]:
+        return [
+            WriteItem(
+                MetadataIndex(name, chunk.offsets),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk, TensorProperties(dtype=self.dtype), self.size()),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(torch.Size(at), box.size()) for at, box in self.boxes.items()]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        assert index.offset is not None
+        return self.boxes[tuple(index.offset)]
+
 
 MODEL = "model"
 STATE = "optimizer.state"
@@ -199,3 +274,75 @@ def records_of(planned: Planned, optimizer: torch.optim.Optimizer, precision: Pr
         check_state(member.name, forms, state.get(member.tensor, {}), {"stranger": "Remove it from the state"})
         parts = [each._replace(dtype=each.layout.saved_dtype(precision)) for each in forms if each.key != "master"]
         yield Record(member, state, tuple(parts), group, precision)
+
+
+class OfMuon:
+    """Adapts a `Muon` to the protocol `Recorded`, so that `muonmesh.checkpoint` can save and load it."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+        self.runtime: Runtime = optimizer._runtime
+
+    def refuse_if_interrupted(self) -> None:
+        """Raise StateError if a step or a load was interrupted while it wrote, and no state has been loaded since."""
+        self.runtime.refuse_if_interrupted()
+
+    @torch.no_grad()
+    def create_state(self) -> None:
+        """Create the state that a first step would create; no communication."""
+        for member in plan(self.optimizer.param_groups, self.runtime).members:
+            state = self.optimizer.state[member.tensor]
+            forms = forms_of(member, self.runtime.precision, master="master" in state)
+            prepare_state(ParameterStep(member, local_of(member.tensor), state, None, forms), self.runtime.precision)
+
+    @plain_modes()
+    def checkpoint_records(self) -> list[Record]:
+        """Return a `Record` of every parameter of this rank, with its state.
+
+        The ranks communicate only if a rule keeps state at the owner of a matrix (the rank that orthogonalizes it), and
+        no step has assigned the owners yet.
+
+        Raises:
+            StateError: a parameter has state that the optimizer does not read.
+            LayoutError, ValueError, TypeError: no plan can be made.
+        """
+        optimizer, runtime = self.optimizer, self.runtime
+        optimizer.finish()
+        planned = plan(optimizer.param_groups, runtime)
+        if planned.exchange is None and planned.plan.keepers:
+            planned, _ = connect(optimizer.param_groups, runtime, gradients=False)
+        if runtime.precision.int8:
+            widen_state(optimizer.state, planned, runtime.last.blocks)
+        return list(records_of(planned, optimizer, runtime.precision))
+
+    def checkpoint_changing(self) -> None:
+        """Mark the state as incomplete, because `muonmesh.checkpoint.load` begins to write."""
+        self.runtime.interrupted = "a load of a checkpoint"
+
+    def checkpoint_restored(self) -> None:
+        """Mark the state as complete, because `muonmesh.checkpoint.load` has written weights, state and settings."""
+        self.runtime.interrupted, self.runtime.loaded, self.runtime.clip = None, True, Clip()
+
+    def renamed(self, model: nn.Module) -> dict[str, str]:
+        """Return an empty dict: checkpoints use the names of the model."""
+        return {}
+
+    @contextmanager
+    def whole(self, model: nn.Module, *, write: bool) -> Iterator[None]:
+        """Return a context in which frozen parameters are whole; here, they always are.
+
+        For a save before the first step, the ranks find in this context which of their plain parameters are copies, by
+        comparing weights. The first step repeats this, since gradients are then known too.
+
+        Raises:
+            LayoutError, PlanError: on every rank: no plan can be made, or plain parameters of one name differ.
+        """
+        if self.runtime.connected is not None:
+            yield
+            return
+        if not write:
+            connect(self.optimizer.param_groups, self.runtime, gradients=False)
+        try:
+            yield
+        finally:
+            forget(self.runtime)

@@ -15,14 +15,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from muonmesh.checkpoint.extra import Extra, extra_of, give_back
-from muonmesh.checkpoint.fitting import fit
+from muonmesh.checkpoint.fitting import check_saved, fit, merged, settings_of
 from muonmesh.checkpoint.folder import look, write
-from muonmesh.checkpoint.group_settings import check_saved, merged, settings_of
-from muonmesh.checkpoint.manifest import SETTINGS_FILE
-from muonmesh.checkpoint.of_muon import OfMuon
+from muonmesh.checkpoint.index import SETTINGS_FILE
 from muonmesh.checkpoint.ranks import settled
-from muonmesh.checkpoint.record import STATE, Record, Recorded
+from muonmesh.checkpoint.record import STATE, OfMuon, Record, Recorded
 from muonmesh.comm.placing import refuse_flattened, storage_of
 from muonmesh.comm.storage import this_rank
 from muonmesh.comm.telling import agreed, tell_all
@@ -36,15 +33,33 @@ from muonmesh.step.runtime import Runtime
 from muonmesh.step.state_form import wrong_numbers
 
 
+def refuse_extra_state(model: nn.Module) -> None:
+    """Raise StateError if a module has extra state, which could be an object that executes when it is loaded.
+
+    None and an empty tensor count as no extra state; modules of Transformer Engine return them if they do not compute
+    in FP8.
+    """
+    for path, module in model.named_modules():
+        if type(module).get_extra_state is nn.Module.get_extra_state and "get_extra_state" not in vars(module):
+            continue
+        extra = module.get_extra_state()
+        if extra is not None and not (isinstance(extra, Tensor) and not extra.numel()):
+            where, found = f"{canonical_name(path) or 'the model'}.get_extra_state()", f"a {type(extra).__name__}"
+            needed = "None or an empty tensor: extra state may be what executes when it is loaded"
+            write = "Keep numbers in a buffer (register_buffer), save other things apart, and write "
+            write += "module.get_extra_state = lambda: None"
+            raise StateError(explain_error(where, found, needed, write))
+
+
 @plain_modes()
 def save(path: str | os.PathLike[str], model: nn.Module, optimizer: Any) -> None:
     """Save a model and its optimizer, in any layout, so that `load` can read them into any other layout.
 
     All ranks call it. Each rank writes its shards; of several replicas only one rank writes. The checkpoint has
-    parameters, buffers, frozen weights, the modules' extra state, momentum, AdamW's moments, state of rules by row,
-    column or matrix, the settings of the groups, and the running means of ``clip_grad_norm_(skip_above="4x")``. Where a
-    weight has an fp32 master weight, the master weight is saved. Parameters have their canonical names, so DDP,
-    torch.compile and activation checkpointing leave no trace.
+    parameters, buffers, frozen weights, momentum, AdamW's moments, state of rules by row, column or matrix, the
+    settings of the groups, and the running means of ``clip_grad_norm_(skip_above="4x")``. Where a weight has an fp32
+    master weight, the master weight is saved. Parameters have their canonical names, so DDP, torch.compile and
+    activation checkpointing leave no trace.
 
     The checkpoint has no learning-rate scheduler, loss scale, random numbers or place in the data. With an engine of
     DeepSpeed, it has no counts of the engine. Save these in a file next to the folder, and load them after `load`::
@@ -58,7 +73,7 @@ def save(path: str | os.PathLike[str], model: nn.Module, optimizer: Any) -> None
 
     Raises:
         StateError: on every rank: a step was interrupted while it wrote, ranks hold different tensors under one name,
-            or a setting or a module's extra state is not plain data.
+            a setting is not plain data, or a module has extra state.
         FileError: the folder could not be written.
         TypeError: the optimizer is of another kind.
 
@@ -69,7 +84,7 @@ def save(path: str | os.PathLike[str], model: nn.Module, optimizer: Any) -> None
     settled(host.refuse_if_interrupted)
     reshard(model)
     with host.whole(model, write=False):
-        records, _ = settled(lambda: _records(host, model))
+        records = settled(lambda: _records(host, model))
         trained = [record for record in records if record.group]
 
         def told() -> tuple[dict[str, str], Any, dict[tuple[str, tuple[int, ...]], int]]:
@@ -121,18 +136,13 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Any, *, stri
     contents = look(path)
     check_saved(contents.folder / SETTINGS_FILE, contents.settings)
     with host.whole(model, write=True):
-        records, extra = settled(lambda: _records(host, model))
+        records = settled(lambda: _records(host, model))
         names = {name for some in tell_all([record.name for record in records]) for name in some}
         found = settled(lambda: fit(path, contents.held, contents.settings, records, names, strict=strict))
         contents.read(found.shares, wrong=_wrong)
         settled(found.check)
-
-        def change() -> None:
-            found.write()
-            give_back(extra, {record.name for record in found.weights})
-
         host.checkpoint_changing()
-        settled(change)
+        settled(found.write)
     host.checkpoint_restored()
 
 
@@ -158,15 +168,14 @@ def recorded(optimizer: Any) -> Recorded:
     raise TypeError(explain_error("optimizer", found, needed, write))
 
 
-def _records(host: Recorded, model: nn.Module) -> tuple[list[Record], Extra]:
-    """Return records of the tensors that the optimizer steps, then of all other saved tensors; and the extra state.
-
-    The other tensors are frozen parameters, the persistent buffers, and the extra state of modules.
+def _records(host: Recorded, model: nn.Module) -> list[Record]:
+    """Return records of the tensors that the optimizer steps, then of frozen parameters and the persistent buffers.
 
     Raises:
         LayoutError: FSDP1 has flattened one of the other tensors.
     """
-    records, renamed, extra = host.checkpoint_records(), host.renamed(model), extra_of(model)
+    refuse_extra_state(model)
+    records, renamed = host.checkpoint_records(), host.renamed(model)
 
     def saved_as(name: str) -> str:
         name = canonical_name(name)
@@ -187,11 +196,10 @@ def _records(host: Recorded, model: nn.Module) -> tuple[list[Record], Extra]:
             known.add(id(tensor))
             refuse_flattened(name, tensor)
             untrained[name] = tensor
-    untrained |= {name: tensor for name, (_, tensor) in extra.items()}
     for name, tensor in untrained.items():
         storage = storage_of(name, tensor, None)
         records.append(Record(OptimizedParameter(name, tensor, storage, storage)))
-    return records, extra
+    return records
 
 
 def reshard(model: nn.Module) -> None:

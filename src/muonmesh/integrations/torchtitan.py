@@ -11,6 +11,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.optimizer import OptimizersContainer
@@ -21,8 +22,10 @@ from muonmesh.errors import explain_error
 from muonmesh.groups import ParamGroups, Role, Site, split_params
 from muonmesh.groups.classifiers import register
 from muonmesh.groups.fused_projections import class_names
-from muonmesh.integrations.arguments import with_dtypes
 from muonmesh.optimizer import Muon
+
+_DTYPES = ("compute_dtype", "state_dtype", "master_dtype")
+"""Settings that an override can give only by name, such as "float32"."""
 
 
 class MuonContainer(OptimizersContainer):  # type: ignore[misc]  # torchtitan is not checked with us
@@ -101,7 +104,10 @@ def muon(config: OptimizersContainer.Config, **settings: Any) -> MuonContainer.C
 
 def _optimizer_of(part: nn.Module, settings: dict[str, Any]) -> Muon:
     """Return the optimizer of one pipeline part of a model, after torchtitan has applied parallelism."""
-    settings, known = with_dtypes(settings), settings.get("overrides") or {}
+    named = {key: settings[key] for key in _DTYPES if settings.get(key, "int8") != "int8"}
+    # A wrong name stays a string, so that the optimizer raises an error that names it.
+    settings = {**settings, **{key: getattr(torch, str(value), value) for key, value in named.items()}}
+    known = settings.get("overrides") or {}
     return from_model(part, **{**settings, "overrides": {**_not_heads(part, known), **known}})
 
 

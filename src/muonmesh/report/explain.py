@@ -14,9 +14,7 @@ from muonmesh.comm.wire import Counts
 from muonmesh.errors import escaped
 from muonmesh.numerics.graphs import MOST
 from muonmesh.numerics.rules import RULES, rule_of
-from muonmesh.report.state_bytes import state_bytes_of
-from muonmesh.report.step_memory import step_memory
-from muonmesh.report.traffic import traffic
+from muonmesh.report.traffic import state_bytes_of, step_memory, traffic
 from muonmesh.settings import GROUP_SETTINGS
 from muonmesh.step.planning import Planned
 from muonmesh.step.precision import Precision

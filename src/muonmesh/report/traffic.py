@@ -1,15 +1,22 @@
-"""Traffic: the elements that one rank sends and receives for matrices in a step, computed from the plan."""
+"""Traffic and memory of one rank in a step, and the bytes of state that it keeps, all computed from the plan."""
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from torch import Tensor
+
+from muonmesh.comm.storage import Storage, local_of, this_rank
 from muonmesh.layout import Plan
 from muonmesh.layout.companion_plan import CompanionPlan
 from muonmesh.layout.routes import Leg
+from muonmesh.step.members import OptimizedParameter
+from muonmesh.step.planning import Planned
+from muonmesh.step.precision import Precision
 
 
 @dataclass(frozen=True)
@@ -123,3 +130,96 @@ def moved(legs: Mapping[int, Sequence[Leg]], rank: int) -> Counter[int]:
             for leg in travelling:
                 found[leg.parameter] += leg.piece.numel
     return found
+
+
+def step_memory(plan: Plan, moved: Traffic, squares: Callable[[int], int]) -> int:
+    """Return the modelled peak memory of a step in bytes: buffers of the exchange, as in `Budget`, and computation.
+
+    Args:
+        plan: The plan with its budget.
+        moved: The traffic of the rank.
+        squares: A function from an assignment to the number of rows × rows buffers that its orthogonalization needs.
+    """
+    moving = [number for number, bucket in enumerate(plan.buckets) if any(map(plan.moves, bucket))]
+    if plan.budget.host:
+        return _kept([moved.buckets[bucket] for bucket in moving]) * plan.budget.itemsize
+    computing = _computing(plan, moved.staying, squares, beside=2)
+    if not moving:
+        return computing * plan.budget.itemsize
+    peak, sent, received = 0, 0, 0
+    for bucket, after in itertools.zip_longest(moving, moving[1:]):
+        here, elements = moved.buckets[bucket], moved.buckets[bucket].elements
+        coming = 0 if after is None else moved.buckets[after].gather_buffers
+        in_squares, with_matrices, with_results = (_computing(plan, here.mine, squares, beside=n) for n in (0, 1, 2))
+        if plan.gathers(bucket):
+            arrived = max(here.gather_buffers, 2 * elements + in_squares)
+            peak = max(peak, arrived + coming + sent + received)
+        else:  # results of the previous bucket have arrived after the first portion
+            peak = max(peak, max(with_results + sent + received, with_matrices + elements) + coming)
+        near = plan.rounds(bucket).near  # whether the first round sends shards to the owner's own replica
+        pairs = list(zip(here.rounds_sent, here.rounds_received, strict=False))
+        sent, received = pairs[0]
+        peak = max(peak, max(elements, computing) + sent + received + coming)
+        for turn, (leaving, returning) in enumerate(pairs[1:], 1):  # while the previous round is written
+            anew = near or leaving != sent
+            kept = elements if anew or any(later != leaving for later, _ in pairs[turn + 1 :]) else 0
+            peak = max(peak, kept + sent * anew + leaving + received + returning + coming)
+            sent, received = leaving, returning
+    return peak * plan.budget.itemsize
+
+
+def _computing(plan: Plan, numbers: Sequence[int], squares: Callable[[int], int], *, beside: int) -> int:
+    """Return the most elements in use at once by equal matrices: their squares, and ``beside`` times the matrices."""
+    most = 0
+    for some in plan.alike(numbers):
+        rows, cols = plan.assignments[some[0]].matrix.shape
+        count = squares(some[0])
+        at_once = min(len(some), plan.at_once(some[0], count))
+        most = max(most, at_once * (count * rows * rows + beside * rows * cols))
+    return most
+
+
+def _kept(buckets: Sequence[BucketTraffic]) -> int:
+    """Return the elements that a CPU keeps: two buffers of each kind, because buckets and rounds take turns."""
+    found = 0
+    for turn in (buckets[::2], buckets[1::2]):
+        found += max((bucket.gather_buffers for bucket in turn), default=0)
+        found += max((bucket.elements for bucket in turn), default=0)
+        found += max((max(b.rounds_sent, default=0) + max(b.rounds_received, default=0) for b in turn), default=0)
+    return found
+
+
+_FP32 = 4
+
+
+def state_bytes_of(planned: Planned, precision: Precision) -> dict[str, tuple[int, int]]:
+    """Return the bytes of state that this rank keeps for each parameter after the first step, by name.
+
+    The two numbers are all bytes, and the bytes that ``state_device`` keeps in CPU memory.
+
+    Padding and other parameters of a flat buffer are left out. Scales of int8 blocks that several parameters of a flat
+    buffer share are counted for the first of them.
+    """
+    found = dict[str, tuple[int, int]]()
+    coded = set[Tensor]()
+    for member in planned.members:
+        local = local_of(member.tensor)
+        master = precision.master if precision.master not in (None, local.dtype) else None
+        # `shaped`: bytes of per-element state; `few`: bytes of state by row, column, matrix or parameter
+        shaped = _elements(member, member.storage) * master.itemsize if master is not None else 0
+        few = 0 if member.tensor in planned.matrices_of else _FP32  # the count of steps
+        for state_layout in member.state_layouts.values():
+            size = _elements(member, state_layout.storage) * state_layout.kept_dtype(precision).itemsize
+            shaped, few = (shaped + size, few) if state_layout.companion is None else (shaped, few + size)
+            if state_layout.kept_dtype(precision) != state_layout.saved_dtype(precision) and member.tensor not in coded:
+                coded.add(member.tensor)
+                few += _FP32 * planned.blocks.size(member.tensor)
+        found[member.name] = shaped + few, shaped if precision.leaves(local.device) else 0
+    return found
+
+
+def _elements(member: OptimizedParameter, storage: Storage) -> int:
+    """Return the number of elements of a storage that this rank holds."""
+    if storage.layout is None:
+        return local_of(member.tensor).numel()
+    return sum(block.region.numel for block in storage.layout.blocks(this_rank()))

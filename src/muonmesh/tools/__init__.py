@@ -1,1 +1,1 @@
-"""Tools beside the optimizer: command line, audit, conversion, forecasts, dry run. The core imports none of them."""
+"""Tools beside the optimizer: command line, audit, conversion, forecasts. The core imports none of them."""

@@ -16,9 +16,8 @@ from deepspeed.utils import groups as deepspeed_groups
 from torch import Tensor, nn
 
 from muonmesh.checkpoint.folder import AGAIN
-from muonmesh.checkpoint.of_muon import OfMuon
 from muonmesh.checkpoint.ranks import on_first_rank, settled, together
-from muonmesh.checkpoint.record import Record
+from muonmesh.checkpoint.record import OfMuon, Record
 from muonmesh.errors import FileError, explain_error
 from muonmesh.files import cannot_write, replace_text, writing
 from muonmesh.integrations.deepspeed.calls import Call

@@ -15,20 +15,18 @@ from deepspeed.utils import groups as deepspeed_groups
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate
 
-from muonmesh.checkpoint.group_settings import OWN_KEYS
+from muonmesh.checkpoint.fitting import OWN_KEYS
 from muonmesh.clip.limits import Limits
 from muonmesh.comm.process_groups import host_group
 from muonmesh.errors import LayoutError, explain_error
 from muonmesh.groups import split_params
 from muonmesh.groups.fused_projections import global_shape
-from muonmesh.integrations.deepspeed.calls import Call
+from muonmesh.integrations.deepspeed.calls import Call, limits_of
 from muonmesh.integrations.deepspeed.checkpoint import checked_load, checked_save, expert_names
-from muonmesh.integrations.deepspeed.clipping import limits_of
 from muonmesh.integrations.deepspeed.config import prepare_config, read_config, take_scheduler
-from muonmesh.integrations.deepspeed.engine_parameters import EngineParameter, engine_parameter
 from muonmesh.integrations.deepspeed.mending import mend
 from muonmesh.integrations.deepspeed.optimizer import EngineOptimizer
-from muonmesh.integrations.deepspeed.records import Flat, prove, read_flats
+from muonmesh.integrations.deepspeed.records import EngineParameter, Flat, engine_parameter, prove, read_flats
 from muonmesh.layout import FlatParameter
 from muonmesh.names import canonical_name
 from muonmesh.numerics.rules import is_matrix_rule

@@ -11,15 +11,13 @@ import deepspeed
 import torch
 from torch import Tensor, nn
 
-from muonmesh.checkpoint.group_settings import OWN_KEYS
-from muonmesh.checkpoint.of_muon import OfMuon
-from muonmesh.checkpoint.record import Record
+from muonmesh.checkpoint.fitting import OWN_KEYS
+from muonmesh.checkpoint.record import OfMuon, Record
 from muonmesh.clip.limits import GradNorms, Limits, scale_groups
 from muonmesh.clip.norm_means import bring_to_host, keep_means
 from muonmesh.errors import LayoutError, StateError, explain_error
-from muonmesh.integrations.deepspeed.calls import Call, explain_step
+from muonmesh.integrations.deepspeed.calls import Call, explain_step, measure
 from muonmesh.integrations.deepspeed.checkpoint import engine_records, expert_names, masters_of, publish
-from muonmesh.integrations.deepspeed.clipping import measure
 from muonmesh.layout.matrix import as_tuples
 from muonmesh.numerics.rules import is_matrix_rule, rule_of, step_count
 from muonmesh.numerics.rules.parts import follow
@@ -28,22 +26,7 @@ from muonmesh.report.explain import Explanation
 _IDENTITY = ("name", "algorithm", "parameters", "matrices")
 """Keys that identify a group; no checkpoint may change them."""
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
-"""The keys of the state that DeepSpeed's tools expect for every tensor, besides ``step``."""
-
 _AS_SAVED = "Make the engine with the same model and optimizer= settings as when it was saved"
-
-
-def kept_as_moments(group: Mapping[str, Any]) -> Mapping[str, str]:
-    """Return for keys of a group's state the key of DeepSpeed (``exp_avg``, ``exp_avg_sq``) under which it is shown.
-
-    Momentum that only the owner of a matrix (the rank that orthogonalizes it) keeps has no such key, because its shape
-    differs from the flat tensor's.
-    """
-    keeps = rule_of(group).keeps()
-    if not is_matrix_rule(group["algorithm"]):
-        return {key: key for key in _MOMENTS if key in keeps}
-    return {"momentum_buffer": "exp_avg"} if keeps.get("momentum_buffer") == "momentum" else {}
 
 
 def _checksum(weights: Tensor) -> Tensor:
@@ -63,10 +46,8 @@ class EngineOptimizer(torch.optim.Optimizer):
        1 and 2), or once for each sub-group (stage 3). DeepSpeed then hides the other groups. All ranks run the same
        calls in the same order.
 
-    The state has the keys that DeepSpeed's tools expect: ``step``, ``exp_avg`` and ``exp_avg_sq``. For matrices,
-    ``exp_avg`` is the momentum, if each rank keeps the momentum of its own elements. A key that a rule for matrices
-    does not use has zeros that take no memory. Other state of a rule has its own keys. Each step uses the current
-    settings of the groups, so schedulers work.
+    All calls step with the state of this optimizer, under the keys of their rules, such as ``momentum_buffer``. Each
+    step uses the current settings of the groups, so schedulers work.
     """
 
     def __init__(self, groups: Sequence[dict[str, Any]], defaults: dict[str, Any]) -> None:
@@ -93,9 +74,8 @@ class EngineOptimizer(torch.optim.Optimizer):
             for group in call.muon.param_groups:
                 for tensor in group["params"]:
                     self._call_of[id(tensor)] = call, group
-                    moments = {key: torch.zeros_like(tensor, requires_grad=False) for key in _MOMENTS}
-                    self.state[tensor] = {"step": step_count(0.0), **moments}
-        self.release_unused()
+            self._share(call)
+            OfMuon(call.muon).create_state()  # DeepSpeed links parameters to their state once
         self._note(*calls)
 
     def _masters(self, *calls: Call) -> Iterator[tuple[Tensor, Tensor]]:
@@ -117,13 +97,6 @@ class EngineOptimizer(torch.optim.Optimizer):
             if left is not None:
                 follow(master, weight, keep=(left != _checksum(master)).any())
 
-    def _matrices(self, *calls: Call) -> Iterator[tuple[dict[str, Any], Tensor]]:
-        """Yield the tensors of some calls that hold matrices, each with its group in the call."""
-        for call in calls:
-            for group in call.muon.param_groups:
-                for tensor in group["params"] if is_matrix_rule(group["algorithm"]) else ():
-                    yield group, tensor
-
     def clip_by(self, limits: Limits) -> None:
         """Clip and skip by these limits from the next step on, and turn off the engine's own clipping.
 
@@ -139,13 +112,6 @@ class EngineOptimizer(torch.optim.Optimizer):
     def _zero(self) -> Any:
         """DeepSpeed's optimizer in the engine, which wraps this optimizer; at stage 0 it may be this optimizer."""
         return self._engine.optimizer
-
-    def release_unused(self) -> None:
-        """Replace moments that matrices do not use, but DeepSpeed's tools expect, by zeros that take no memory."""
-        for group, tensor in self._matrices(*self.calls):
-            zero = torch.zeros((), dtype=tensor.dtype, device=tensor.device)
-            unused = set(_MOMENTS) - set(kept_as_moments(group).values())
-            self.state[tensor].update(dict.fromkeys(unused, zero.expand(tensor.shape)))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
@@ -184,7 +150,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         return self._call_of[id(tensor)]
 
     def _run(self, call: Call) -> None:
-        self._take(call)
+        self._share(call)
         if self.norms is not None and bool(self.norms.skipped):
             return
         if self._limits is not None:
@@ -192,29 +158,10 @@ class EngineOptimizer(torch.optim.Optimizer):
         self._follow(call)
         call.muon.step()
         self._note(call)
-        self._show(call, steps=1)
 
-    def _take(self, call: Call) -> None:
-        """Give a call the state of this optimizer, which DeepSpeed may have loaded, moved or replaced."""
-        for group in call.muon.param_groups:
-            for tensor in group["params"]:
-                state = self.state[tensor]
-                # DeepSpeed loads one count for all tensors: a number, or one shared tensor, to which AdamW would add 1
-                # for each tensor.
-                state["step"] = step_count(state["step"]).to(tensor.device)  # for torch's fused kernels
-                if is_matrix_rule(group["algorithm"]):
-                    kept = {key: value for key, value in state.items() if key not in ("step", *_MOMENTS)}
-                    kept |= {key: state[shown] for key, shown in kept_as_moments(group).items()}
-                    call.muon.state[tensor] = kept
-                else:
-                    call.muon.state[tensor] = state
-
-    def _show(self, call: Call, *, steps: int = 0) -> None:
-        """Show DeepSpeed the state of a call's matrices under its own keys, and add ``steps`` to their ``step``."""
-        for group, tensor in self._matrices(call):
-            shown = kept_as_moments(group)
-            self.state[tensor].update({shown.get(key, key): value for key, value in call.muon.state[tensor].items()})
-            self.state[tensor]["step"] += steps
+    def _share(self, call: Call) -> None:
+        """Let a call step with the state of this optimizer, which loading replaces."""
+        call.muon.state = call.told.state = self.state
 
     # ---------------------------------------------------------------- state
 
@@ -232,10 +179,12 @@ class EngineOptimizer(torch.optim.Optimizer):
             write += "muonmesh.checkpoint.save and muonmesh.checkpoint.load"
             raise StateError(explain_error("the state", found, needed, write))
         super().load_state_dict(state_dict)
+        for tensor, state in self.state.items():
+            if "step" in state:  # torch loads one tensor for all if one was saved, and a number as it is
+                state["step"] = step_count(state["step"]).to(tensor.device)  # for torch's fused kernels
         if self._limits is not None:
             self.clip_by(self._limits)  # DeepSpeed has loaded the clipping of the engine that saved
         self._count_on()
-        self.release_unused()
         if self.calls:
             self._zero._hp_optimizer_states_linked = False  # DeepSpeed then links the new state at the next step
 
@@ -286,7 +235,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         """Return a `Record` of every parameter with its state, for `muonmesh.checkpoint`; see `Recorded`."""
         self._settle()
         for call in self.calls:
-            self._take(call)
+            self._share(call)
         return list(engine_records(self.calls, self.param_groups))
 
     def renamed(self, model: nn.Module) -> dict[str, str]:
@@ -301,13 +250,8 @@ class EngineOptimizer(torch.optim.Optimizer):
     def checkpoint_restored(self) -> None:
         """Make the engine use the weights and state that `muonmesh.checkpoint.load` has written."""
         self._count_on()
-        counts = [float(state["step"]) for state in self.state.values() if "step" in state]
         for call in self.calls:
             OfMuon(call.muon).checkpoint_restored()
-            self._show(call)
-        for _, tensor in self._matrices(*self.calls):
-            self.state[tensor]["step"] = step_count(max(counts, default=0.0))  # only DeepSpeed's tools read it
-        self.release_unused()
         publish(self._zero)
         self._note(*self.calls)
 

@@ -23,12 +23,18 @@ from muonmesh.errors import LayoutError, PlanError, explain_error
 from muonmesh.groups.heads import HeadPart
 from muonmesh.groups.sites import unwrapped
 from muonmesh.integrations.megatron.declared import mesh_finder, stamped_placement
-from muonmesh.integrations.megatron.layouts import declared, ranges_of, within
+from muonmesh.integrations.megatron.layouts import (
+    Cut,
+    SavedBox,
+    cut_of,
+    declared,
+    ranges_of,
+    saved_boxes_of,
+)
 from muonmesh.integrations.megatron.main_grad import MainGrad
 from muonmesh.integrations.megatron.optimizer import Holding, MegatronOptimizer
 from muonmesh.integrations.megatron.param_groups import find_groups
 from muonmesh.integrations.megatron.refusals import refuse, refuse_formats, refuse_state
-from muonmesh.integrations.megatron.saved_boxes import Cut, SavedBox, cut_of, expert_of, saved_boxes_of
 from muonmesh.layout import Declared
 from muonmesh.optimizer import Muon
 
@@ -98,7 +104,7 @@ def get_megatron_optimizer(
         boxes: dict[int, list[SavedBox]] = {}
         for chunk in model_chunks:
             boxes |= saved_boxes_of(unwrapped(chunk), ranks)
-        groups, used, experts = find_groups(
+        groups, used = find_groups(
             config,
             model_chunks,
             boxes,
@@ -111,7 +117,7 @@ def get_megatron_optimizer(
             per_head=per_head,
         )
         ranges = ranges_of(model_chunks) if config.use_distributed_optimizer else None
-        holdings, layouts = _held(groups, experts, axes, boxes, ranges)
+        holdings, layouts = _held(groups, axes, boxes, ranges)
         intervals = {held.tensor: (held.parameter, held.low) for held in holdings if held.tensor is not held.parameter}
         optimizer = Muon(
             groups,
@@ -148,7 +154,6 @@ def _check_axes(axes: Any) -> None:
 
 def _held(
     groups: Sequence[dict[str, Any]],
-    experts: Mapping[str, int],
     axes: Any,
     boxes: Mapping[int, list[SavedBox]],
     ranges: Mapping[Any, list[tuple[int, int]]] | None,
@@ -157,7 +162,6 @@ def _held(
 
     Args:
         groups: The param groups; ``"params"`` is changed in place.
-        experts: For each expert of a GroupedMLP by name, its place among the experts of this rank.
         axes: Megatron's process groups.
         boxes: The boxes of each parameter in Megatron's checkpoints, by its ``id``.
         ranges: For each parameter the elements that each data-parallel rank keeps; None without the distributed
@@ -174,36 +178,29 @@ def _held(
         for i, (name, parameter) in enumerate(zip(group["param_names"], group["params"], strict=True)):
             mesh = mesh_for(name, parameter)
             assert mesh is not None
-            mine = boxes.get(id(parameter))
-            low, high, shape = 0, parameter.numel(), tuple(parameter.shape)
-            if name in experts:
-                assert mine is not None
-                low, high, shape, mine = expert_of(experts[name], mine)
-            cut = _cut(name, parameter, shape, mine, mesh)
-            kept = None if ranges is None else within(ranges[parameter], low, high)
+            low, high = 0, parameter.numel()
+            cut = _cut(name, parameter, boxes.get(id(parameter)), mesh)
+            kept = None if ranges is None else ranges[parameter]
             layouts[name] = declared(cut, mesh, kept)
             tensor: Tensor = parameter
-            if kept is not None or cut.placement is None or name in experts:
-                begin, end = (0, high - low) if kept is None else kept[mesh.get_local_rank(0)]
-                low, high = low + begin, low + end
+            if kept is not None or cut.placement is None:
+                low, high = (low, high) if kept is None else kept[mesh.get_local_rank(0)]
                 tensor = parameter.data.view(-1)[low:high]
-                if kept is None and cut.placement is not None:
-                    tensor = tensor.view(shape)
             group["params"][i] = tensor
             copy = int(getattr(parameter, "shared", False))
             saved = boxes[id(parameter)][0].key if copy else name
             resizes = any(box.resizes for box in boxes.get(id(parameter), ()))
-            holdings.append(Holding(name, saved, copy, parameter, tensor, low, name not in experts, resizes))
+            holdings.append(Holding(name, saved, copy, parameter, tensor, low, resizes))
     return holdings, layouts
 
 
-def _cut(name: str, parameter: Tensor, local: tuple[int, ...], boxes: Sequence[SavedBox] | None, mesh: Any) -> Cut:
+def _cut(name: str, parameter: Tensor, boxes: Sequence[SavedBox] | None, mesh: Any) -> Cut:
     """Return how a parameter is cut, from its boxes in Megatron's checkpoints; a parameter without boxes is whole.
 
     Raises:
         LayoutError: the parameter has no boxes, but its attributes mark a tensor-parallel shard.
     """
-    rank, ranks = mesh.get_local_rank(1), mesh.size(1)
+    local, rank, ranks = tuple(parameter.shape), mesh.get_local_rank(1), mesh.size(1)
     if boxes is not None:
         return cut_of(name, local, boxes, rank, ranks)
     if ranks > 1 and getattr(parameter, "tensor_model_parallel", False):

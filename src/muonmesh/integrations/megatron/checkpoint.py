@@ -8,17 +8,15 @@ from typing import Any
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
-from muonmesh.checkpoint.share import Boxes, boxes_of
+from muonmesh.checkpoint.record import Boxes, OfMuon, boxes_of
 from muonmesh.comm.storage import local_of, this_rank
 from muonmesh.errors import StateError, explain_error
 from muonmesh.integrations.megatron.param_groups import EACH, EXPERTS
 from muonmesh.layout import Layout, MeshLayout
 from muonmesh.optimizer import Muon
 from muonmesh.settings import NORM_MEANS
-from muonmesh.step.connection import placed_members, plan
+from muonmesh.step.connection import placed_members
 from muonmesh.step.members import OptimizedParameter
-from muonmesh.step.parameter_steps import ParameterStep, prepare_state
-from muonmesh.step.state_form import forms_of
 from muonmesh.step.state_layout import COUNT
 
 ANOTHERS = "To begin with new state, as after another optimizer such as Megatron's Adam, write --no-load-optim"
@@ -49,7 +47,7 @@ def sharded(
         holders: For each group by name, the first rank that has it.
         is_loading: Whether a checkpoint will be loaded into the result.
     """
-    _create(optimizer)
+    OfMuon(optimizer).create_state()
     optimizer.finish()
     for member in placed_members(optimizer):
         member.weights(optimizer.state[member.tensor])  # a master weight follows its weights
@@ -109,17 +107,6 @@ def _stored(optimizer: Muon) -> Iterator[tuple[OptimizedParameter, str, Layout, 
             if key == COUNT:
                 local, layout = local.view(-1), MeshLayout.replicated((local.numel(),), layout.ranks)
             yield member, key, layout, boxes_of(local, layout, layout.shape)
-
-
-@torch.no_grad()
-def _create(optimizer: Muon) -> None:
-    """Create the state that a first step would create; no communication."""
-    runtime = optimizer._runtime
-    planned = plan(optimizer.param_groups, runtime)
-    for member in planned.members:
-        state = optimizer.state[member.tensor]
-        forms = forms_of(member, runtime.precision, master="master" in state)
-        prepare_state(ParameterStep(member, local_of(member.tensor), state, None, forms), runtime.precision)
 
 
 @torch.no_grad()

@@ -1,17 +1,179 @@
-"""Layouts: where a parameter of Megatron lives, in DistributedDataParallel alone or with the distributed optimizer."""
+"""Layouts: where a parameter of Megatron lives: how tensor parallelism cuts it, and the distributed optimizer.
+
+How it is cut is read from Megatron's own checkpoints, as boxes of the whole parameter. The parameters' attributes can
+be wrong: whole experts are marked as shards, sharded convolutions have no dim, and unequal parts are marked as one
+part. ``model.sharded_state_dict()`` must be right, since Megatron reshards checkpoints by it.
+"""
 
 from __future__ import annotations
 
+import inspect
+import math
 from collections.abc import Mapping, Sequence
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils._pytree import tree_leaves
 
 from muonmesh.comm.placing import mesh_layout, placements_of
-from muonmesh.integrations.megatron.saved_boxes import Cut
-from muonmesh.layout import Declared, FlatShards, Interval
+from muonmesh.errors import LayoutError, explain_error
+from muonmesh.layout import Declared, FlatShards, Interval, MeshLayout
+from muonmesh.layout.region import row_major
+
+
+class SavedBox(NamedTuple):
+    """A box of the whole parameter, and its place in the local memory.
+
+    Attributes:
+        key: The key of the box's tensor in a checkpoint; one parameter may be several tensors there.
+        whole: The shape of this tensor, in the dims of the parameter.
+        offset: The offset of the box in this tensor.
+        shape: The shape of the box.
+        start: The place of the box's first element in the parameter's memory.
+        strides: The strides of the box in the parameter's memory.
+        resizes: Whether a checkpoint may have another number of rows, as with a padded vocabulary.
+    """
+
+    key: str
+    whole: tuple[int, ...]
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    start: int
+    strides: tuple[int, ...]
+    resizes: bool = False
+
+
+class Cut(NamedTuple):
+    """How tensor parallelism cuts a parameter.
+
+    Attributes:
+        shape: The shape of the whole parameter.
+        placement: The torch placement over the tensor-parallel ranks; None if no placement describes the cut.
+        intervals: If ``placement`` is None: for each tensor-parallel rank, the intervals of the flattened whole
+            parameter that lie in the rank's flattened memory.
+    """
+
+    shape: tuple[int, ...]
+    placement: Placement | None
+    intervals: tuple[tuple[Interval, ...], ...] = ()
+
+
+def saved_boxes_of(model: nn.Module, ranks: int) -> dict[int, list[SavedBox]]:
+    """Return the boxes of each parameter, by its ``id``; parameters that checkpoints do not have are left out.
+
+    Checkpoints may add axes of layers and experts in front; these axes are removed.
+
+    Args:
+        model: A chunk without wrappers.
+        ranks: The number of tensor-parallel ranks.
+
+    Raises:
+        LayoutError: the model has no ``sharded_state_dict``, and tensor parallelism may have cut its parameters.
+    """
+    read: Any = getattr(model, "sharded_state_dict", None)
+    if read is None:
+        if ranks == 1:
+            return {}
+        found = f"no sharded_state_dict() under tensor parallelism over {ranks} ranks"
+        needed = "this method of Megatron's modules, which says how parameters are cut"
+        write = (
+            "Derive the model from megatron.core.transformer.module.MegatronModule, or set the tensor-parallel size "
+        )
+        raise LayoutError(explain_error(type(model).__name__, found, needed, write + "to 1"))
+    # Megatron's own save adds this group too. A stage with layers of multi-token prediction reads it.
+    taken = inspect.signature(read).parameters
+    knows = "metadata" in taken or any(each.kind is each.VAR_KEYWORD for each in taken.values())
+    given = {"metadata": ensure_metadata_has_dp_cp_group(None)} if knows else {}
+    found_boxes: dict[int, list[SavedBox]] = {}
+    for entry in nested_values(read(**given)):
+        if isinstance(entry, (ShardedTensor, ShardedTensorFactory)) and isinstance(entry.data, nn.Parameter):
+            parts = [entry] if isinstance(entry, ShardedTensor) else tree_leaves(entry.build())
+            found_boxes[id(entry.data)] = [_saved_box(part, entry.data) for part in parts]
+    return found_boxes
+
+
+def _saved_box(part: Any, parameter: Tensor) -> SavedBox:
+    front = part.prepend_axis_num
+    start = part.data.storage_offset() - parameter.storage_offset()
+    shape = tuple(part.local_shape)
+    whole, offset = tuple(part.global_shape[front:]), tuple(part.global_offset[front:])
+    return SavedBox(part.key, whole, offset, shape, start, part.data.stride(), part.allow_shape_mismatch)
+
+
+def cut_of(name: str, local: tuple[int, ...], boxes: Sequence[SavedBox], rank: int, ranks: int) -> Cut:
+    """Return how a parameter is cut; the result is checked against all boxes of this rank.
+
+    Args:
+        name: The parameter's name, for messages.
+        local: The shape of the local shard.
+        boxes: The boxes of this rank.
+        rank: The index of this rank among the tensor-parallel ranks.
+        ranks: The number of tensor-parallel ranks.
+
+    Raises:
+        LayoutError: no placement fits the boxes, and the boxes are not intervals of whole rows.
+    """
+    shape, placed = _together(boxes)
+
+    def fits(placement: Shard | _StridedShard) -> bool:
+        dim = placement.dim
+        if shape[dim] != local[dim] * ranks or shape[dim] % (ranks * len(placed)):
+            return False
+        layout = MeshLayout(shape, (ranks,), tuple(range(ranks)), placements_of("", (placement,)))
+        said = {(block.region.offset, block.region.shape, block.start) for block in layout.blocks(rank)}
+        return layout.local_shape(rank) == local and said == {(box.offset, box.shape, box.start) for box in placed}
+
+    if ranks == 1 or shape == local:
+        if shape == local and all(_in_place(box, shape) for box in placed):
+            return Cut(shape, Replicate())
+    else:
+        for dim in range(len(local)):
+            placement = Shard(dim) if len(placed) == 1 else _StridedShard(dim, split_factor=len(placed))
+            if fits(placement):
+                return Cut(shape, placement)
+        row = math.prod(shape[1:])
+        if all(box.shape[1:] == local[1:] == shape[1:] and not any(box.offset[1:]) for box in placed):
+            return Cut(shape, None, tuple(_intervals(placed, other - rank, row) for other in range(ranks)))
+    found = f"local shape {local} and boxes {[(p.key, p.whole, p.offset, p.shape) for p in boxes]}"
+    needed = f"shards along one dim over {ranks} tensor-parallel ranks"
+    raise LayoutError(explain_error(name, found, needed, "Report the module's class to muonmesh"))
+
+
+def _together(boxes: Sequence[SavedBox]) -> tuple[tuple[int, ...], list[SavedBox]]:
+    """Return the shape of the whole parameter and the boxes in it; tensors of several keys are stacked by rows."""
+    first: dict[str, int] = {}
+    rows = 0
+    for box in sorted(boxes, key=lambda box: box.start):
+        if box.key not in first:
+            first[box.key] = rows
+            rows += box.whole[0] if box.whole else 0
+    if len(first) == 1:
+        return boxes[0].whole, list(boxes)
+    moved = [p._replace(offset=(p.offset[0] + first[p.key], *p.offset[1:])) for p in boxes]
+    return (rows, *boxes[0].whole[1:]), moved
+
+
+def _in_place(box: SavedBox, shape: tuple[int, ...]) -> bool:
+    """Return whether a box has the same place in memory as in a row-major tensor of the whole shape."""
+    strides = row_major(shape)
+    same = all(a == b for a, b, size in zip(box.strides, strides, box.shape, strict=True) if size > 1)
+    return same and box.start == sum(o * s for o, s in zip(box.offset, strides, strict=True))
+
+
+def _intervals(boxes: Sequence[SavedBox], away: int, row: int) -> tuple[Interval, ...]:
+    """Return the boxes, as intervals, of the rank that is ``away`` places after this rank.
+
+    Its boxes have the same lengths; in the whole tensor, they follow (or precede) the boxes of this rank.
+    """
+    return tuple(Interval((p.offset[0] + away * p.shape[0]) * row, p.shape[0] * row, p.start) for p in boxes)
+
 
 Ranges = Sequence[tuple[int, int]]
 """For each data-parallel rank: begin and end of the elements of the flattened shard that the rank keeps."""

@@ -15,9 +15,8 @@ from megatron.core.optimizer import MegatronOptimizer as Base
 from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler
 from torch import Tensor, nn
 
-from muonmesh.checkpoint.of_muon import OfMuon
 from muonmesh.checkpoint.ranks import settled
-from muonmesh.checkpoint.record import Record
+from muonmesh.checkpoint.record import OfMuon, Record
 from muonmesh.clip.clipping import clip_gradients
 from muonmesh.clip.limits import ClipPolicy, GradNorms, Limits
 from muonmesh.clip.squares import AGREEMENT, FELT, reduce_beyond, zeros_for
@@ -27,12 +26,49 @@ from muonmesh.errors import LayoutError, PlanError, StateError, about, explain_e
 from muonmesh.integrations.megatron import checkpoint
 from muonmesh.integrations.megatron.param_groups import SCHEDULED
 from muonmesh.integrations.megatron.refusals import script_argument
-from muonmesh.integrations.megatron.sharded_master import ShardedMaster
 from muonmesh.names import canonical_name
 from muonmesh.optimizer import Muon
 from muonmesh.report.explain import Explanation
 from muonmesh.step.connection import connect, placed_members
 from muonmesh.step.runtime import Clip, Driver
+
+
+class ShardedMaster(Tensor):
+    """A rank's shard of an fp32 master weight, for the ``main_param`` attribute of its parameter.
+
+    `clip_qk` of Megatron-Core 0.16 scales rows of ``main_param.data``, for which it needs the shape of the whole
+    weight. Every rank scales its own elements by the same factors, so the result is bitwise equal to a whole master
+    weight's.
+
+    Attributes:
+        written: Whether Megatron has written the master weight since it was published. Megatron then scales the weight
+            too, but from its rounded elements: the master weight is the better one of both.
+    """
+
+    written: bool = False
+    _parameter: Tensor
+    _low: int
+
+    @staticmethod
+    def of(master: Tensor, parameter: Tensor, low: int) -> ShardedMaster:
+        """Return ``master`` as a ShardedMaster, sharing its memory: the parameter's elements from ``low`` on."""
+        found = master.as_subclass(ShardedMaster)
+        found._parameter, found._low = parameter, low
+        return found
+
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        """A new tensor of the parameter's shape: the shard, and zeros elsewhere. Its `copy_` writes only the shard."""
+        shard, whole = self.as_subclass(Tensor), torch.zeros_like(self._parameter, dtype=self.dtype)
+        mine = slice(self._low, self._low + shard.numel())
+        whole.view(-1)[mine] = shard.view(-1)
+
+        def copy_(source: Tensor) -> Tensor:
+            self.written = True
+            return shard.copy_(source.reshape(-1)[mine].view_as(shard))
+
+        whole.copy_ = copy_  # type: ignore[method-assign, assignment]
+        return whole
 
 
 class Holding(NamedTuple):
@@ -45,7 +81,6 @@ class Holding(NamedTuple):
         parameter: Megatron's parameter.
         tensor: The tensor to step: the parameter, or a view of the elements that this rank keeps.
         low: The index of the tensor's first element in the flattened parameter.
-        only: Whether this rank steps no other part of the parameter; False for an expert of a GroupedMLP.
         resizes: Whether a checkpoint may have another number of rows, see `SavedBox`.
     """
 
@@ -55,7 +90,6 @@ class Holding(NamedTuple):
     parameter: Tensor
     tensor: Tensor
     low: int
-    only: bool
     resizes: bool
 
 
@@ -278,9 +312,9 @@ class MegatronOptimizer(Base, OfMuon):  # type: ignore[misc]
         clips = any(chunk.config.qk_clip for chunk in self.model_chunks)
         for holding in self._holdings:
             master = self.optimizer.state[holding.tensor].get("master")
-            # Megatron's log of the parameters' norm reads main_param. For several experts in one parameter, and for
-            # master weights on the CPU, it reads the parameter instead.
-            if master is not None and holding.only and (kept := local_of(master)).device == holding.tensor.device:
+            # Megatron's log of the parameters' norm reads main_param. For master weights on the CPU, it reads the
+            # parameter instead.
+            if master is not None and (kept := local_of(master)).device == holding.tensor.device:
                 kept = ShardedMaster.of(kept, holding.parameter, holding.low) if clips else kept
                 holding.parameter.main_param = kept  # type: ignore[attr-defined]
                 holding.parameter.main_param_sharded = flat  # type: ignore[attr-defined]

@@ -10,12 +10,11 @@ from megatron.core.optimizer_param_scheduler import combine_param_group_override
 from torch import nn
 
 from muonmesh.errors import explain_error
-from muonmesh.groups import register, split_params, unregister
+from muonmesh.groups import split_params
 from muonmesh.groups.fused_projections import WHOLE
 from muonmesh.groups.sites import Site, sites, unwrapped
-from muonmesh.integrations.megatron.global_names import expert_names, whole_name
-from muonmesh.integrations.megatron.roles import expert_role
-from muonmesh.integrations.megatron.saved_boxes import SavedBox
+from muonmesh.integrations.megatron.layouts import SavedBox
+from muonmesh.integrations.megatron.roles import whole_name
 from muonmesh.names import in_order
 from muonmesh.numerics.rules import is_matrix_rule
 
@@ -39,8 +38,8 @@ def find_groups(
     overrides: Mapping[str, Any],
     rule: str,
     **split: Any,
-) -> tuple[list[dict[str, Any]], set[str], dict[str, int]]:
-    """Return the param groups of a stage's chunks.
+) -> tuple[list[dict[str, Any]], set[str]]:
+    """Return the param groups of a stage's chunks, and the overrides that have matched a parameter here.
 
     Args:
         config: Megatron's OptimizerConfig.
@@ -55,14 +54,11 @@ def find_groups(
         split: The other arguments of `split_params`: ``muon``, ``adamw`` and ``per_head``.
 
     Returns:
-        Three values. First, param groups for `Muon` with Megatron's keys, or one empty group if there are no
-        parameters. Second, the overrides that have matched a parameter here. Third, for each expert of a GroupedMLP by
-        name, its place among the experts of its parameter on this rank; the groups have the experts instead of the
-        parameter.
+        Param groups for `Muon` with Megatron's keys, or one empty group if there are no parameters; and overrides.
     """
     keys = get_standard_config_overrides(config) if config_overrides is None else config_overrides
     groups: dict[Any, dict[str, Any]] = {}
-    used, experts = set[str](), dict[str, int]()
+    used = set[str]()
     for chunk in chunks:
         model = unwrapped(chunk)
         held = [site for site in sites(model) if site.parameter.requires_grad]
@@ -71,7 +67,6 @@ def find_groups(
         names = {site.name: whole_name(site, expert_rank) for site in held}
         here, matched = _for_names(overrides, held, names)
         used |= matched
-        parts = {site.name: expert_names(site, names[site.name], expert_rank) for site in held}
         theirs = {parameter: name for name, parameter in chunk.named_parameters()}  # what Megatron's keys match
         for group in _split(model, boxes, overrides=here, **split):
             if group["algorithm"] == "muon":
@@ -84,27 +79,22 @@ def find_groups(
                 key = group["name"], param_group_override_to_tuple(schedule), expert
                 if key not in groups:
                     groups[key] = _group(config, group, schedule, expert=expert)
-                for place, name in enumerate(parts[local]):
-                    if name != names[local]:
-                        experts[name] = place
-                    for each in EACH:
-                        if each in group:
-                            groups[key][each].append(name if each == "param_names" else group[each][i])
+                for each in EACH:
+                    if each in group:
+                        groups[key][each].append(names[local] if each == "param_names" else group[each][i])
     if not groups:  # a stage with nothing to train: schedulers and logs need at least one group
         nothing = {"params": [], "param_names": [], "name": "nothing", "algorithm": "adamw"}
         groups[()] = _group(config, nothing, {}, expert=False)
-    return list(groups.values()), used, experts
+    return list(groups.values()), used
 
 
 def _split(model: nn.Module, boxes: Mapping[int, Sequence[SavedBox]], **settings: Any) -> Any:
-    """Call `split_params` with the roles of a GroupedMLP's experts, each of which is a tensor of its own.
+    """Call `split_params`, which needs the shapes of whole weights to count heads.
 
-    `split_params` needs the shape of the whole weight to count heads. A shard does not have this shape; the weight's
-    box in Megatron's checkpoints does, if the weight is one tensor there.
+    A shard does not have such a shape. The weight's box in Megatron's checkpoints does, if it is one tensor there.
     """
     parameters = [*model.parameters()] if settings["per_head"] else []
     marked = [p for p in parameters if len(own := boxes.get(id(p), ())) == 1 and len(own[0].whole) == p.ndim]
-    register(expert_role)
     try:
         for parameter in marked:
             setattr(parameter, WHOLE, boxes[id(parameter)][0].whole)
@@ -112,7 +102,6 @@ def _split(model: nn.Module, boxes: Mapping[int, Sequence[SavedBox]], **settings
     finally:
         for parameter in marked:
             delattr(parameter, WHOLE)
-        unregister(expert_role)
 
 
 def _for_names(

@@ -1,8 +1,11 @@
-"""Roles: the roles of parameters in Megatron-Core's own classes, the same for every parallel layout of the model.
+"""Roles and names of parameters in Megatron-Core's own classes, the same for every parallel layout of the model.
 
 A flag on the parameter marks embeddings and output layers. For other parameters, the module's class and the attribute
 that holds the module decide. Sizes are sizes of the whole parameter, from the modules' configuration, never from a
 shard. The classes are read from megatron-core 0.16.1.
+
+Each pipeline stage, and each chunk of a virtual pipeline, counts its layers from 0. Each expert-parallel rank counts
+its experts from 0. Names here are those in the whole model.
 """
 
 from __future__ import annotations
@@ -13,9 +16,10 @@ from typing import Any
 
 from torch import nn
 
-from muonmesh.errors import about
+from muonmesh.errors import explain_error
 from muonmesh.groups.fused_projections import class_names
 from muonmesh.groups.sites import Kind, Role, Site
+from muonmesh.names import canonical_name
 
 _WEIGHT = re.compile(r"weight\d*")
 """Transformer Engine's grouped linear layers number their experts: weight0, weight1, …"""
@@ -28,14 +32,14 @@ def megatron_role(site: Site) -> Role | None:
     """Return the role of a parameter in a class of Megatron; None means that the general rules decide.
 
     Raises:
-        ValueError: a GroupedMLP holds the parameter, and the optimizer is not made by `get_megatron_optimizer`.
+        ValueError: a GroupedMLP holds the parameter. Versions after megatron-core 0.16.1 have no such class.
     """
     if getattr(site.parameter, "is_embedding_or_output_parameter", False) and len(site.shape) == 2:
         return _table(site)
-    if is_grouped(site.module):
-        what = f"GroupedMLP stores all experts in {site.key}, in another order than its shape says, so split_params "
-        what += "cannot take the experts apart. Use get_megatron_optimizer of muonmesh.integrations.megatron, or set "
-        raise ValueError(about(site.name, what + "moe_grouped_gemm=False"))
+    if "GroupedMLP" in class_names(site.module, "megatron"):
+        found = f"all experts of a GroupedMLP in {site.key}, in another order than its shape says"
+        write = "Set moe_grouped_gemm=False, or install Transformer Engine and set moe_use_legacy_grouped_gemm=False"
+        raise ValueError(explain_error(site.name, found, "a weight for each expert", write))
     held, owner = site.owners[0][0], site.owners[1][1] if len(site.owners) > 1 else site.module
     if not _WEIGHT.fullmatch(site.key) or len(site.shape) != 2:
         return None
@@ -44,26 +48,6 @@ def megatron_role(site: Site) -> Role | None:
             matrices = "whole" if split is None else split(owner)
             return Role("muon", "matrices", f"{what} ({type(owner).__name__})", matrices)
     return None
-
-
-def is_grouped(module: nn.Module) -> bool:
-    """Return whether a module is Megatron's GroupedMLP, whose memory has one matrix for each expert.
-
-    GroupedMLP reads the memory of ``weight1`` as (experts, hidden, ffn) and of ``weight2`` as (experts, ffn, hidden),
-    stored in × out. The parameters' shapes are hidden × (experts · ffn) and (experts · ffn) × hidden. So muonmesh steps
-    each expert as a tensor of its own, a view of this memory, with the expert's number in the whole model.
-    megatron-core 0.16.1 is the last version with this class.
-    """
-    return "GroupedMLP" in class_names(module, "megatron")
-
-
-def expert_role(site: Site) -> Role | None:
-    """Return the role of an expert in a weight of a GroupedMLP; None for other parameters."""
-    if not is_grouped(site.module):
-        return None
-    config: Any = site.module.config
-    gated = site.key == "weight1" and config.gated_linear_unit
-    return Role("muon", "matrices", "experts, each its own (GroupedMLP)", ("transposed", HALVES if gated else "whole"))
 
 
 def _table(site: Site) -> Role:
@@ -124,3 +108,32 @@ _FUSED: tuple[tuple[str, str, Callable[[Any], Any] | None, str], ...] = (
 """Known linear layers, as four entries: a regular expression for the class of the surrounding module; one for the
 attribute that holds the linear layer; a function that returns the split of its weight, or None if the weight is one
 matrix; and the description."""
+
+
+def whole_name(site: Site, expert_rank: int) -> str:
+    """Return the name of a chunk's parameter in the whole model.
+
+    Args:
+        site: The place of the parameter in its chunk.
+        expert_rank: The index of this rank among the expert-parallel ranks.
+    """
+    parts = [name for name, _ in reversed(site.owners)][1:]
+    modules = [module for _, module in reversed(site.owners)]
+    for i, part in enumerate(parts):
+        if not part.isdecimal():
+            continue
+        container, number = modules[i], getattr(modules[i + 1], "layer_number", None)
+        if parts[i - 1] == "layers" and isinstance(number, int):
+            parts[i] = str(number - 1)
+        elif parts[i - 1] == "local_experts" and isinstance(container, nn.ModuleList):
+            parts[i] = str(expert_rank * len(container) + int(part))
+    return canonical_name(".".join([*parts, _expert_key(site, expert_rank)]))
+
+
+def _expert_key(site: Site, expert_rank: int) -> str:
+    """Return the parameter's key. With one weight per expert, it has the expert's number in the whole model."""
+    found = re.fullmatch(r"(weight|bias)(\d+)", site.key)
+    count = getattr(site.module, "num_gemms", None)
+    if found is None or not isinstance(count, int):
+        return site.key
+    return f"{found[1]}{expert_rank * count + int(found[2])}"

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from muonmesh.checkpoint.share import boxes_of
+from muonmesh.checkpoint.record import boxes_of
 from muonmesh.comm.storage import Storage, local_of, world_size
 from muonmesh.comm.telling import tell_all
 from muonmesh.tools.local_part import local_part

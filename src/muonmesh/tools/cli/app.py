@@ -8,12 +8,11 @@ from typing import Annotated, Any, get_args
 
 import typer
 
-from muonmesh.tools.cli.audit_command import audit
 from muonmesh.tools.cli.doctor import doctor
 from muonmesh.tools.cli.plan_command import PlanRequest, plan
 from muonmesh.tools.cli.run_settings import OUTPUT, Settings, declared, option
+from muonmesh.tools.cli.script_commands import audit, transfer
 from muonmesh.tools.cli.terminal import complain, examples
-from muonmesh.tools.cli.transfer_command import transfer
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -57,8 +56,7 @@ def train(
 
     Ctrl-C stops after the current step and leaves a checkpoint.
     """
-    from muonmesh.tools.cli.asked import settings_of
-    from muonmesh.tools.cli.run import train_run
+    from muonmesh.tools.cli.run import settings_of, train_run
 
     given = {name for name in values if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"}
     try:

@@ -13,26 +13,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from muonmesh.checkpoint.entries import CheckpointReader
-from muonmesh.checkpoint.group_settings import check_saved
-from muonmesh.checkpoint.index import read_index
-from muonmesh.checkpoint.manifest import (
+from muonmesh.checkpoint.fitting import check_saved
+from muonmesh.checkpoint.folder import CheckpointReader, found_at
+from muonmesh.checkpoint.index import (
     MANIFEST_FILE,
     REMEDY,
     SETTINGS_FILE,
     Entry,
     check_entries,
+    read_index,
     read_manifest,
 )
-from muonmesh.checkpoint.place import found_at
 from muonmesh.errors import FileError, explain_error
 from muonmesh.files import kind_of, leaves, read_json, reason
 from muonmesh.step.state_form import wrong_numbers
 from muonmesh.tools.checkpoints.archive import MoreThanData, read_archive
-from muonmesh.tools.checkpoints.kept import numbered
-from muonmesh.tools.cli.checkpoints import STEP, checkpoints_of, without_checkpoint
-from muonmesh.tools.cli.lock import LOCK_FILE
-from muonmesh.tools.cli.metrics_log import METRICS_FILE
+from muonmesh.tools.cli.checkpoints import STEP, checkpoints_of, numbered, without_checkpoint
+from muonmesh.tools.cli.report import METRICS_FILE
+from muonmesh.tools.cli.run_files import LOCK_FILE
 from muonmesh.tools.cli.run_settings import CONFIG_FILE, load_config, load_settings
 from muonmesh.tools.cli.terminal import shell_line
 

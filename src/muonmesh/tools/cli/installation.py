@@ -160,7 +160,7 @@ def _disk(folder: Path) -> Finding:
 
 def _links() -> Finding:
     """Check the links between the ranks that torchrun has started."""
-    from muonmesh.tools.cli.rank import join
+    from muonmesh.tools.cli.training import join
 
     device = join("cuda" if torch.cuda.is_available() else "cpu")
     try:

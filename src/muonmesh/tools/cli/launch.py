@@ -16,7 +16,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from muonmesh.files import writing
-from muonmesh.tools.cli.failure import FOLDER, LAUNCHER, first_failure, make_room
+from muonmesh.tools.cli.run_files import FOLDER, LAUNCHER, first_failure, make_room
 
 WORKER = "muonmesh.tools.cli.worker"
 SECONDS_TO_STOP = 600  # after Ctrl-C, for the current step and its checkpoint; a second Ctrl-C stops at once

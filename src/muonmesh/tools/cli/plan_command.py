@@ -15,7 +15,7 @@ from muonmesh.tools.cli.run_settings import Settings, check_fields_of, setting
 from muonmesh.tools.cli.terminal import complain, say, say_json
 
 if TYPE_CHECKING:
-    from muonmesh.tools.cli.cluster import Cluster
+    from muonmesh.tools.cli.planning import Cluster
     from muonmesh.tools.forecasts.forecast import Weight
 
 WHAT = "What to plan"
@@ -87,13 +87,12 @@ def plan(**values: Any) -> None:
 
 
 def planned(asked: PlanRequest) -> dict[str, Any]:
-    """Return the figures of a model on a mesh; see `muonmesh.tools.cli.figures.figures_of`.
+    """Return the figures of a model on a mesh; see `muonmesh.tools.cli.planning.figures_of`.
 
     Raises:
         ValueError: an option is wrong.
     """
-    from muonmesh.tools.cli.cluster import EXPERTS, parse_cluster
-    from muonmesh.tools.cli.figures import figures_of, load_rates
+    from muonmesh.tools.cli.planning import EXPERTS, figures_of, load_rates, parse_cluster
     from muonmesh.tools.forecasts.forecast import forecast
 
     mesh, experts, rank = asked.mesh, asked.experts, asked.rank

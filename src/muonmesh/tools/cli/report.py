@@ -1,20 +1,238 @@
-"""Report: the report of a run: a table on the terminal, a picture, both in ``report.html``, and the figures as JSON."""
+"""Report: the metrics of a run, their summary, and the report: a table, a picture, ``report.html`` and JSON.
+
+Each line of ``metrics.jsonl`` is a JSON object; the report reads no other source. A line has ``run`` ("muon" or
+"adamw"), ``step``, ``tokens`` and ``seconds`` (training time without evaluation and checkpoints), and then either a
+step's ``loss``, ``lr`` and times, or a ``validation_loss``.
+"""
 
 from __future__ import annotations
 
 import base64
+import itertools
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean, median
+from typing import Any, get_args
 
 import numpy as np
 
-from muonmesh.files import write_text, writing
+from muonmesh.checkpoint.form import FINITE, POSITIVE, SIZE, Kind, check_form, one_of
+from muonmesh.errors import FileError
+from muonmesh.files import read_text, write_text, writing
 from muonmesh.table import aligned
-from muonmesh.tools.cli.run_settings import Settings
-from muonmesh.tools.cli.summary import LABELS, TrainingSummary, compare, summarise
+from muonmesh.tools.cli.run_settings import Optimizer, Settings
 from muonmesh.tools.cli.terminal import make_console, say
+
+METRICS_FILE = "metrics.jsonl"
+TIMES = ("step_seconds", "forward_backward_seconds", "optimizer_seconds")
+OF_BOTH = {"run": one_of(get_args(Optimizer)), "step": SIZE, "seconds": FINITE}
+OF_A_STEP = {**OF_BOTH, "tokens": SIZE, "loss": FINITE, **dict.fromkeys(TIMES, FINITE)}
+OF_A_STEP |= {"step": Kind("a whole number of at least 1", lambda step: SIZE.holds(step) and step > 0)}
+OF_A_STEP |= {"step_seconds": POSITIVE}  # the report divides by both
+OF_A_VALIDATION = {**OF_BOTH, "validation_loss": FINITE}
+
+
+def append_metrics(directory: Path, **record: Any) -> None:
+    """Append one line. If a run is killed, at most the last line is incomplete.
+
+    Raises:
+        FileError: the line cannot be written.
+    """
+    path = directory / METRICS_FILE
+    with writing(path), path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(record) + "\n")
+
+
+def cut_metrics(directory: Path, run: str, step: int) -> float:
+    """Remove the lines of a training after a step, which a resumed run writes again; return its seconds until then.
+
+    Args:
+        directory: The run's directory.
+        run: The training, "muon" or "adamw".
+        step: The last step to keep.
+
+    Raises:
+        FileError: the file is damaged, or cannot be written; the file is unchanged.
+    """
+    kept = [r for r in read_metrics(directory) if r["run"] != run or r["step"] <= step]
+    write_text(directory / METRICS_FILE, "".join(json.dumps(record) + "\n" for record in kept))
+    return max((float(record["seconds"]) for record in kept if record["run"] == run), default=0.0)
+
+
+def read_metrics(directory: Path) -> list[dict[str, Any]]:
+    """Return every complete line of a run's metrics, in the order of writing; empty if there is no file.
+
+    Raises:
+        FileError: a line has another form than a training writes; the message has its number.
+    """
+    path = directory / METRICS_FILE
+    if not path.exists():
+        return []
+    lines = read_text(path, needed="the metrics that a training wrote there").split("\n")
+    # After a kill, the last line is incomplete.
+    return [_read(path, number, line) for number, line in enumerate(lines[:-1], start=1)]
+
+
+def _read(path: Path, number: int, line: str) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        record = None
+    form = OF_A_STEP if isinstance(record, dict) and "loss" in record else OF_A_VALIDATION
+    write = "Remove the line, or bring an undamaged copy"
+    found: dict[str, Any] = check_form(f"{path}: line {number}", record, form, write, kind=FileError)
+    return found
+
+
+WARM_UP_STEPS = 3  # speeds and shares leave these out, since they allocate memory and make plans
+
+
+@dataclass(frozen=True)
+class Point:
+    """A loss in nats per token, with the step and the training time at which it was measured."""
+
+    step: int
+    seconds: float
+    loss: float
+
+
+@dataclass(frozen=True)
+class TrainingSummary:
+    """The summary of one optimizer's training.
+
+    ``forward_backward`` and ``optimizer`` are shares of the time of a step on rank 0. ``seconds`` do not include
+    evaluation.
+    """
+
+    name: Optimizer
+    train: tuple[Point, ...]
+    validation: tuple[Point, ...]
+    tokens: int
+    step_seconds: float
+    tokens_per_second: float
+    forward_backward: float
+    optimizer: float
+
+    @property
+    def last_step(self) -> int:
+        """The last finished step."""
+        return self.train[-1].step
+
+    @property
+    def seconds(self) -> float:
+        """The training time in seconds, without evaluation and checkpoints."""
+        return self.train[-1].seconds
+
+    @property
+    def final_train_loss(self) -> float:
+        """The mean training loss over the last tenth of the steps, since single batches are noisy."""
+        return fmean(point.loss for point in self.train[-max(1, len(self.train) // 10) :])
+
+    @property
+    def final_validation_loss(self) -> float:
+        """The last measured validation loss."""
+        return self.validation[-1].loss
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The steps and the seconds that ``faster`` needed to reach the final validation loss of ``slower``.
+
+    ``of_steps`` and ``of_seconds`` are the steps and the seconds of ``slower``.
+    """
+
+    faster: Optimizer
+    slower: Optimizer
+    loss: float
+    steps: float
+    of_steps: int
+    seconds: float
+    of_seconds: float
+
+    def __str__(self) -> str:
+        share, time = self.steps / self.of_steps, self.seconds / self.of_seconds
+        return (
+            f"{LABELS[self.faster]} reached {LABELS[self.slower]}'s final validation loss of {self.loss:.3f} after "
+            f"{self.steps:.0f} of {self.of_steps} steps ({share:.2f}×), in {time:.2f}× the training time"
+        )
+
+
+LABELS: dict[Optimizer, str] = {"muon": "Muon", "adamw": "AdamW"}
+
+
+def summarise(run: Path) -> list[TrainingSummary]:
+    """Return the summary of each training of a run that has a finished step and an evaluation, in the order they ran.
+
+    Raises:
+        FileError: the metrics are damaged.
+    """
+    records = read_metrics(run)
+    names = dict.fromkeys(record["run"] for record in records)
+    summaries = [_summarise(name, [r for r in records if r["run"] == name]) for name in names]
+    return [summary for summary in summaries if summary is not None]
+
+
+def compare(summaries: Sequence[TrainingSummary]) -> Comparison | None:
+    """Return when the better training passed the other training's final validation loss.
+
+    The curve is interpolated linearly between two validations. If the learning rate falls to zero at the end, the
+    comparison understates the better optimizer: its loss is read before its learning rate has fallen, the other's final
+    loss after.
+
+    Returns:
+        The comparison; None unless there are two trainings of equal length.
+    """
+    if len(summaries) != 2 or summaries[0].last_step != summaries[1].last_step:
+        return None
+    faster, slower = sorted(summaries, key=lambda summary: summary.final_validation_loss)
+    loss = slower.final_validation_loss
+    crossing = crossing_of(faster.validation, loss)
+    if crossing is None:
+        return None
+    return Comparison(
+        faster=faster.name,
+        slower=slower.name,
+        loss=loss,
+        steps=crossing[0],
+        of_steps=slower.last_step,
+        seconds=crossing[1],
+        of_seconds=slower.seconds,
+    )
+
+
+def crossing_of(curve: Sequence[Point], loss: float) -> tuple[float, float] | None:
+    """Return the first (step, seconds) at which a curve is at or below ``loss``, by linear interpolation, or None."""
+    for before, point in itertools.pairwise([curve[0], *curve]):
+        if point.loss <= loss:
+            share = (before.loss - loss) / (before.loss - point.loss) if before.loss > loss else 1.0
+            return (
+                before.step + share * (point.step - before.step),
+                before.seconds + share * (point.seconds - before.seconds),
+            )
+    return None
+
+
+def _summarise(name: Optimizer, records: Sequence[dict[str, Any]]) -> TrainingSummary | None:
+    steps = [record for record in records if "loss" in record]
+    validations = [record for record in records if "validation_loss" in record]
+    if not steps or not validations:
+        return None
+    timed = steps[WARM_UP_STEPS:] or steps
+    total = sum(record["step_seconds"] for record in timed)
+    tokens_per_step = steps[-1]["tokens"] / steps[-1]["step"]
+    return TrainingSummary(
+        name=name,
+        train=tuple(Point(r["step"], r["seconds"], r["loss"]) for r in steps),
+        validation=tuple(Point(r["step"], r["seconds"], r["validation_loss"]) for r in validations),
+        tokens=steps[-1]["tokens"],
+        step_seconds=median(record["step_seconds"] for record in timed),
+        tokens_per_second=tokens_per_step * len(timed) / total,
+        forward_backward=sum(record["forward_backward_seconds"] for record in timed) / total,
+        optimizer=sum(record["optimizer_seconds"] for record in timed) / total,
+    )
+
 
 REPORT_FILE, FIGURES_FILE, PICTURE = "report.html", "report.json", "loss.png"
 COLOURS = {"muon": "#d1495b", "adamw": "#30638e"}  # of different brightness, for print and for color-blind readers

@@ -1,10 +1,17 @@
-"""Training: trains one model with one optimizer, from the first step or the last checkpoint to the end."""
+"""Training: the work of one rank, from joining the process group to the end of its last training."""
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import math
+import os
 import signal
 import time
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from datetime import timedelta
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -12,21 +19,57 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
+from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
 import muonmesh as mm
 from muonmesh.checkpoint.ranks import on_first_rank
 from muonmesh.checkpoint.save_load import reshard
+from muonmesh.comm.telling import tell_all
 from muonmesh.errors import FileError, explain_error
+from muonmesh.files import write_text
 from muonmesh.tools.cli.checkpoints import Checkpoints, checkpoints_of
-from muonmesh.tools.cli.configuration import model_config
-from muonmesh.tools.cli.corpus import Corpus, Windows
-from muonmesh.tools.cli.metrics_log import TIMES, append_metrics
-from muonmesh.tools.cli.model import build_model, parallelise
-from muonmesh.tools.cli.progress import ProgressLine
-from muonmesh.tools.cli.run_settings import Optimizer, ScheduleName, Settings, option
+from muonmesh.tools.cli.corpus import Corpus, Windows, load_corpus_of
+from muonmesh.tools.cli.model import build_model, model_config, parallelise
+from muonmesh.tools.cli.report import TIMES, append_metrics, cut_metrics
+from muonmesh.tools.cli.run_files import LAUNCHER, locked
+from muonmesh.tools.cli.run_settings import Optimizer, ScheduleName, Settings, load_settings, option
+from muonmesh.tools.cli.terminal import make_console, say, shell_line
+
+PLAIN_SECONDS = 15.0  # without a terminal: the longest silence between two lines
+
+
+class ProgressLine(Progress):
+    """Shows the progress of one training within a ``with`` block; shows nothing unless ``visible`` (rank 0 only)."""
+
+    def __init__(self, name: str, settings: Settings, *, start: int, visible: bool) -> None:
+        self.name, self.settings = name, settings
+        console = make_console()
+        self._plain = visible and not console.is_terminal
+        texts = TextColumn("[bold]{task.description:>5}"), TextColumn("{task.fields[said]}")
+        columns = (texts[0], BarColumn(12), MofNCompleteColumn(), TimeRemainingColumn(compact=True), texts[1])
+        super().__init__(*columns, console=console, disable=not visible or self._plain)
+        self._task = self.add_task(name, total=settings.steps, completed=start, said="")
+        self._validation = ""
+        self._last_print = time.monotonic()
+
+    def step(self, step: int, loss: float, seconds: float) -> None:
+        """Show a finished step, its loss and its speed."""
+        said = f"loss {loss:.3f}{self._validation}, {self.settings.tokens_per_step / seconds:,.0f} tok/s"
+        self.update(self._task, completed=step, said=said)
+        now = time.monotonic()
+        if self._plain and (step == self.settings.steps or now - self._last_print >= PLAIN_SECONDS):
+            self._last_print = now
+            say(f"{self.name:>5} {step}/{self.settings.steps} {said}")
+
+    def validation(self, loss: float) -> None:
+        """Set the validation loss to show from the next step on."""
+        self._validation = f", validation {loss:.3f}"
+
 
 WSD_DECAY_SHARE = 0.2  # warmup-stable-decay (arXiv 2404.06395): the last fifth goes down to zero
 
@@ -302,3 +345,89 @@ class Training:
         for _ in range(2):
             self._loss(self.model, self.train_windows.shuffled(range(1))).backward()  # type: ignore[no-untyped-call]
         self.optimizer.zero_grad()
+
+
+def work(run: Path) -> None:
+    """Run all trainings of a run's settings, from their checkpoints if there are any.
+
+    Raises:
+        FileError: ranks have different texts or settings, the number of ranks differs from the run's, another process
+            trains in this directory, or files of the run are damaged.
+    """
+    settings = load_settings(run)
+    corpus = load_corpus_of(run)
+    device = join(settings.device, timeout=timedelta(seconds=settings.timeout) if settings.timeout else None)
+    if dist.get_world_size() != settings.ranks:
+        raise FileError(
+            f"{run}: found --nproc-per-node {dist.get_world_size()}; needed the {settings.ranks} of the run. "
+            f"Write: --nproc-per-node {settings.ranks}, or change them: "
+            f"{shell_line('train', '--resume', run)} --ranks N"
+        )
+    lock = contextlib.ExitStack()
+    if LAUNCHER not in os.environ:  # the launcher holds the lock already
+        on_first_rank(lambda: lock.enter_context(locked(run, option="torchrun")))
+    insist_on_the_same(run, {**asdict(settings), "text": corpus.digest, "vocabulary": corpus.vocab})
+    settings = replace(settings, out=str(run))  # the directory may have moved
+    stop = StopRequest()
+    for name in settings.optimizers:
+        if not train(name, settings, corpus, device, stop):
+            break
+        gc.collect()  # sharded models have many reference cycles, and the next model needs the memory
+    dist.destroy_process_group()
+    lock.close()
+
+
+def insist_on_the_same(run: Path, given: Mapping[str, Any]) -> None:
+    """Check that all ranks have the same values. Called on all ranks.
+
+    Raises:
+        FileError: on every rank: values differ; the message names the first.
+    """
+    everyone = tell_all(given)
+    for name in sorted({name for other in everyone for name in other}):
+        found = [other.get(name) for other in everyone]
+        if any(value != found[0] for value in found):
+            values = ", ".join(map(repr, found))
+            raise FileError(f"{run}: the ranks were given different {name}: {values}; needed the same on each of them")
+
+
+def join(kind: str, *, timeout: timedelta | None = None) -> torch.device:
+    """Make the default process group of ranks that torchrun or `launch` has started; return the device.
+
+    torchrun gives all attempts of a run the same store. There, a restarted attempt would find the addresses of ended
+    processes, and gloo would wait for them. So on one machine, each attempt has its own prefix in the store. On several
+    machines, torchrun's agents count attempts differently, so torchrun must not share its store: see docs/training.md.
+
+    Args:
+        kind: ``"cpu"``, over gloo, or ``"cuda"``, over NCCL.
+        timeout: The longest time that a collective waits; None means torch's default.
+    """
+    settings: dict[str, Any] = {"backend": "gloo", "timeout": timeout}
+    device = torch.device("cpu")
+    if kind == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+        settings |= {"backend": "nccl", "device_id": device}
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and os.environ.get("GROUP_WORLD_SIZE") == "1":
+        store, rank, ranks = next(rendezvous("env://"))
+        attempt = PrefixStore(f"attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+        settings |= {"store": attempt, "rank": rank, "world_size": ranks}
+    dist.init_process_group(**settings)
+    return device
+
+
+def train(name: Optimizer, settings: Settings, corpus: Corpus, device: torch.device, stop: StopRequest) -> bool:
+    """Run one training, from its checkpoint if it has one; return False if it was stopped."""
+    run = settings.directory
+    training = Training(name, settings, corpus, device)
+    training.restore()
+    explanation = training.explain()
+
+    def write() -> None:
+        training.seconds = cut_metrics(run, name, training.start if training.start else -1)
+        write_text(run / f"explain-{name}.txt", f"{explanation}\n")
+
+    # All ranks meet here. Ctrl-C must not kill one rank while another already takes it as a request to stop.
+    on_first_rank(write)
+    stop.install()
+    return training.run(stop)

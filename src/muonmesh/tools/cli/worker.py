@@ -15,7 +15,7 @@ import signal
 import sys
 from pathlib import Path
 
-from muonmesh.tools.cli.failure import LAUNCHER, record_failure
+from muonmesh.tools.cli.run_files import LAUNCHER, record_failure
 from muonmesh.tools.cli.terminal import print_plainly
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -33,7 +33,7 @@ def main() -> None:
         sys.exit("muonmesh.tools.cli.worker: found no RANK; needed torchrun. Or write: muonmesh train --resume RUN")
     run, code = Path(sys.argv[1]), 0
     try:
-        from muonmesh.tools.cli.rank import work  # takes seconds, so the signals are set up before
+        from muonmesh.tools.cli.training import work  # takes seconds, so the signals are set up before
 
         work(run)
     except BaseException as error:

@@ -1,7 +1,4 @@
-"""DeviceRates: the speed of a device, and the model of the time that a step takes on it.
-
-`muonmesh.testing` offers this class under the name ``Rates``.
-"""
+"""DeviceRates: the speed of a device, and the model of the time that a step takes on it."""
 
 from __future__ import annotations
 
@@ -53,7 +50,7 @@ class DeviceRates:
 
 
 class Timed:
-    """A step whose time is modelled: a `muonmesh.testing.DryRun`, or a `Forecast`, with figures of the same names."""
+    """A step whose time is modelled from figures of it, such as a `Forecast`."""
 
     def parts(self: Any, *, published: bool = True) -> dict[str, float]:
         """Return the modelled seconds of the CPU ("host"), the device and the network, which work in parallel.
@@ -85,5 +82,5 @@ class Timed:
 
     @property
     def best_seconds(self) -> float:
-        """Lower bound of the modelled seconds of the step: matrix products run at the upper limit of `Rates.flops`."""
+        """Lower bound of the modelled seconds of the step: products run at the upper limit of `DeviceRates.flops`."""
         return max(self.parts(published=False).values())

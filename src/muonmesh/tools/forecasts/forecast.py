@@ -3,7 +3,7 @@
 The plan is the real plan, made by `make_plan` as on every rank before its first step. Figures that follow from the plan
 are counted: owners, FLOPs, bytes on the wire, collectives, and memory of weights, gradients and state. Launches,
 elementwise bytes and further memory of a step are modelled from the counts, by the constants below. The constants were
-fitted to dry runs of the real step (`muonmesh.testing.dry_run`); `tests/tools/test_forecast.py` compares the two.
+fitted to dry runs of the real step (`tests/device/dry_run.py`); `tests/tools/test_forecast.py` compares the two.
 """
 
 from __future__ import annotations
@@ -39,8 +39,7 @@ from muonmesh.numerics.kernels.portions import SMALL_COLS, SMALL_ROWS
 from muonmesh.numerics.newton_schulz import resolve_method
 from muonmesh.numerics.rules import RULES, MuonRule, Rule, by_defaults, is_known, is_matrix_rule
 from muonmesh.report.explain import imbalance
-from muonmesh.report.step_memory import step_memory
-from muonmesh.report.traffic import Traffic, traffic
+from muonmesh.report.traffic import Traffic, step_memory, traffic
 from muonmesh.step.members import OptimizedParameter
 from muonmesh.step.placed_state import state_layouts_of
 from muonmesh.tools.forecasts.device_rates import DeviceRates, Timed
@@ -101,7 +100,7 @@ class Forecast(Timed):
         kernels: Number of launches of muonmesh's own kernels among them; modelled.
         views: Number of operations that start no kernel; modelled.
         matrices: Number of Muon's parameters.
-        slow_flops: See `muonmesh.testing.DryRun`.
+        slow_flops: FLOPs weighted by the lower speed of small products, see `DeviceRates.weight_of`.
         elementwise_bytes: Bytes read and written by everything except matrix products; modelled.
         rates: The rates of the model of time.
         gradients: The traffic that moves gradients to owners, if they do so; counted.
@@ -312,10 +311,7 @@ def _rule(name: str) -> Rule:
     """
     if not (is_known(name) and is_matrix_rule(name)):
         needed = f"one of {', '.join(known for known in RULES if is_matrix_rule(known))}"
-        write = (
-            "For a rule of your own, install a package that declares it under the entry points muonmesh.rules, or call "
-            "muonmesh.testing.dry_run, which takes any optimizer"
-        )
+        write = "For a rule of your own, install a package that declares it under the entry points muonmesh.rules"
         raise ValueError(explain_error("rule", repr(name), needed, write))
     return by_defaults(cast(type[Rule], RULES[name]))
 

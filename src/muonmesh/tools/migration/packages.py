@@ -1,30 +1,168 @@
-"""Packages: the known packages, and the package of an optimizer or of param groups."""
+"""Packages: the other Muon packages that are known, and the translation of their settings to muonmesh."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeAlias, get_args
 
+import torch
 from torch.optim import Optimizer
 
-from muonmesh.errors import explain_error
-from muonmesh.tools.migration.known_packages import PACKAGES
-from muonmesh.tools.migration.package import Settings
+from muonmesh.errors import about, explain_error, warn
+from muonmesh.numerics.coefficients import COEFFICIENT_SETS, Polynomial
+from muonmesh.numerics.scale import ScaleMode
+from muonmesh.tools.migration.package import Halves, Package, Settings, StateKeys
 
-__all__ = ["PACKAGES", "PackageName", "groups_of", "package_of"]
+_TORCHS: dict[str | None, ScaleMode] = {
+    None: "original",
+    "original": "original",
+    "match_rms_adamw": "match_rms_adamw",
+    "spectral_unclamped": "unit_rms_norm",  # since torch 2.14
+}
+_DIONS: dict[str | None, ScaleMode] = {"spectral_norm": "unit_rms_norm", "rms_norm": "match_rms_adamw", None: "none"}
+_NVIDIAS: dict[str | None, ScaleMode] = {
+    "shape_scaling": "original",
+    "spectral": "spectral",
+    "unit_rms_norm": "unit_rms_norm",
+}
+_JORDANS = {"muon": 0.02, "adamw": 3e-4}
+
+
+def _defaults_of(optimizer: type[Optimizer]) -> dict[str, Any]:
+    """Return the settings of one of torch's optimizers with their defaults."""
+    arguments = inspect.signature(optimizer).parameters.values()
+    return {each.name: each.default for each in arguments if each.name != "params"}
+
+
+def _named(polynomial: Polynomial) -> str | list[Polynomial]:
+    """Return "simple" for Jordan's polynomial, any other as a sequence."""
+    return "simple" if (polynomial,) == COEFFICIENT_SETS["simple"].polynomials else [polynomial]
+
+
+def _polar_express_102() -> list[Polynomial]:
+    """Return five polynomials of Polar Express with a safety factor of 1.02.
+
+    nanochat and dion use these polynomials: arXiv 2505.16932, algorithm 1, with another cushion and safety factor than
+    in its listing. These packages divide the matrix by the factor once more; the first polynomial here includes this
+    division.
+    """
+    first = (8.156554524902461, -22.48329292557795, 15.878769915207462)
+    return [
+        tuple(value / 1.02 ** (2 * power + 1) for power, value in enumerate(first)),
+        (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+        (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+        (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+        (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
+    ]
+
+
+PACKAGES: dict[str, Package] = {
+    "adamw": Package(  # torch's AdamW and Adam, and the Adams of DeepSpeed
+        _defaults_of(torch.optim.AdamW),
+        halves=("adamw",),
+        beside=frozenset({"bias_correction"}),  # DeepSpeed's
+    ),
+    "torch": Package(  # torch's ε needs no counterpart: muonmesh normalizes every nonzero gradient
+        _defaults_of(torch.optim.Muon),
+        halves=("muon",),
+        scales=_TORCHS,
+        coefficients=lambda group: _named(tuple(group["ns_coefficients"])),
+    ),
+    "keller_jordan": Package(  # KellerJordan/Muon, `muon-optimizer` 0.1.0
+        {
+            "lr": None,
+            "momentum": 0.95,
+            "weight_decay": 0.0,
+            "betas": (0.9, 0.95),
+            "eps": 1e-10,
+            "use_muon": True,
+        },
+        halves=("adamw",),  # unless use_muon is set
+        rates=_JORDANS,
+    ),
+    "dion": Package(  # microsoft/dion 0.1.0
+        {
+            "lr": 0.01,
+            "mu": 0.95,
+            "betas": (0.9, 0.95),
+            "weight_decay": 0.01,
+            "cautious_wd": False,
+            "epsilon": 1e-8,
+            "nesterov": False,
+            "adjust_lr": "spectral_norm",
+            "use_polar_express": True,
+            "algorithm": None,
+        },
+        scales=_DIONS,
+        coefficients=lambda group: _polar_express_102() if group["use_polar_express"] else "quintic",
+        cautious_adamw=True,
+        beside=frozenset({"distributed_mesh", "flatten", "use_triton", "step", "beta1", "beta2"}),
+        state_keys=StateKeys("momentum", sums=True, factor="mu", first="momentum", second="variance", count="step_dev"),
+    ),
+    "deepspeed": Package(  # DeepSpeed 0.19: a group of the optimizer, or the configuration for Muon and AdamW together
+        {
+            "lr": None,
+            "muon_lr": None,
+            "adam_lr": None,
+            "momentum": 0.95,
+            "weight_decay": 0.0,
+            "betas": (0.9, 0.95),
+            "eps": 1e-10,
+            "use_muon": None,
+        },
+        rates=_JORDANS,
+        beside=frozenset({"ns_method", "torch_adam", "fp32_optimizer_states", "bias_correction"}),
+    ),
+    "emerging_optimizers": Package(  # Emerging-Optimizers 0.3
+        {
+            "lr": 3e-4,
+            "momentum": 0.95,
+            "weight_decay": 0.01,
+            "nesterov": False,
+            "coefficient_type": "quintic",
+            "num_ns_steps": 5,
+            "scale_mode": "spectral",
+            "extra_scale_factor": 1.0,
+        },
+        halves=("muon",),
+        scales=_NVIDIAS,
+        coefficients=lambda group: group["coefficient_type"],
+        beside=frozenset({"fp32_matmul_prec", "use_syrk"}),
+    ),
+    # The fields of an OptimizerConfig; Megatron-Core builds Emerging-Optimizers' Muon from them, always "quintic".
+    "megatron": Package(  # Megatron-Core 0.16
+        {
+            "lr": None,
+            "weight_decay": 0.01,
+            "adam_beta1": 0.9,
+            "adam_beta2": 0.999,
+            "adam_eps": 1e-8,
+            "muon_momentum": 0.95,
+            "muon_use_nesterov": False,
+            "muon_num_ns_steps": 5,
+            "muon_scale_mode": "spectral",
+            "muon_extra_scale_factor": 1.0,
+        },
+        scales=_NVIDIAS,
+        coefficients=lambda group: "quintic",
+        # In muonmesh, q, k and v are always separate matrices, and matrices are whole under tensor parallelism.
+        beside=frozenset({"optimizer", "muon_split_qkv", "muon_fp32_matmul_prec", "muon_tp_mode"}),
+    ),
+}
+
 
 PackageName: TypeAlias = Literal[
-    "adamw", "torch", "keller_jordan", "dion", "deepspeed", "emerging_optimizers", "megatron", "muonium"
+    "adamw", "torch", "keller_jordan", "dion", "deepspeed", "emerging_optimizers", "megatron"
 ]
-"""The packages that `convert_settings` knows: torch's AdamW and Adam, torch.optim.Muon, and six other packages."""
+"""The packages that `convert_settings` knows: torch's AdamW and Adam, torch.optim.Muon, and five other packages."""
 
-_JORDANS = ("SingleDeviceMuon", "Muon", "MuonWithAuxAdam", "SingleDeviceMuonWithAuxAdam")
+_JORDAN_CLASSES = ("SingleDeviceMuon", "Muon", "MuonWithAuxAdam", "SingleDeviceMuonWithAuxAdam")
 
 _CLASSES: dict[str, dict[str, PackageName]] = {
     "torch": {"AdamW": "adamw", "Adam": "adamw", "Muon": "torch"},
-    "deepspeed": {"FusedAdam": "adamw", "DeepSpeedCPUAdam": "adamw", **dict.fromkeys(_JORDANS, "deepspeed")},
-    "muon": dict.fromkeys(_JORDANS, "keller_jordan"),
-    "muonium": {"Muon": "muonium"},
+    "deepspeed": {"FusedAdam": "adamw", "DeepSpeedCPUAdam": "adamw", **dict.fromkeys(_JORDAN_CLASSES, "deepspeed")},
+    "muon": dict.fromkeys(_JORDAN_CLASSES, "keller_jordan"),
     "dion": {"Muon": "dion"},
     "megatron": {"OptimizerConfig": "megatron"},
 }
@@ -75,7 +213,6 @@ def groups_of(source: object) -> tuple[PackageName, list[Settings]]:
 
 _MARKS: dict[str, PackageName] = {
     "mu": "dion",
-    "wd": "muonium",
     "adjust_lr_fn": "torch",
     "ns_method": "deepspeed",
     "is_expert_parallel": "megatron",
@@ -104,3 +241,74 @@ def package_of(groups: Sequence[Mapping[str, Any]]) -> PackageName:
     write = 'Write convert(source, optimizer, package="keller_jordan"), or whose it is; state of muonmesh needs no '
     write += "convert"
     raise ValueError(explain_error("source", found, needed, write))
+
+
+def convert_settings(source: PackageName | Optimizer | object, *rest: Any, **settings: Any) -> Settings:
+    """Return settings of muonmesh for the step of another optimizer.
+
+    Pass them to ``from_model(model, **convert_settings(...))``. They are Muon's settings, and under ``"adamw"`` AdamW's
+    settings, if the source has any. Settings of Muon alone or AdamW alone are also keys of a param group and arguments
+    of `Muon`. docs/migrating.md says which steps are exactly the same, and what differs between the packages.
+
+    Args:
+        source: An optimizer of torch's AdamW, Adam or Muon, KellerJordan's, dion's or DeepSpeed's; or
+            Megatron-Core's ``OptimizerConfig``; or the name of a package. If a scheduler has changed a learning rate,
+            the initial value counts.
+        rest: If ``source`` is an optimizer, the optimizer of all other parameters, such as AdamW next to torch's Muon.
+            If ``source`` is a name, param groups as that package takes them.
+        settings: If ``source`` is a name, the arguments of that package's constructor (DeepSpeed: the "params" of the
+            configuration's optimizer; Megatron: fields of ``OptimizerConfig``). A missing argument takes that package's
+            default.
+
+    Returns:
+        A plain dict. Betas and ε are ``adamw_betas`` and ``adamw_eps``. Vectors never decay with `from_model`.
+
+    Raises:
+        TypeError: ``source`` belongs to no known package, or is an optimizer that does not store its settings.
+        ValueError: a setting is unknown, has no counterpart, or differs between groups of Muon or between groups of
+            AdamW.
+    """
+    if isinstance(source, str):
+        if source not in PACKAGES:
+            needed = "one of " + ", ".join(map(repr, get_args(PackageName)))
+            raise ValueError(explain_error("source", f"{source!r}", needed, 'Write convert_settings("torch", lr=0.02)'))
+        for group in rest:
+            if not isinstance(group, Mapping):
+                needed = f"param groups as {source} takes them"
+                raise TypeError(explain_error("rest", f"{type(group).__name__}", needed, "Write a dict"))
+        return _merged(source, [PACKAGES[source].read_group({**settings, **group}) for group in rest or ({},)], source)
+    if settings:
+        found = f"settings beside an optimizer: {', '.join(settings)}"
+        raise ValueError(explain_error("settings", found, "either", "Change what convert_settings returns"))
+    owned = [groups_of(optimizer) for optimizer in (source, *rest)]
+    halves = [PACKAGES[name].read_group(group) for name, groups in owned for group in groups]
+    if not any("adamw" in half for half in halves):
+        what = "from_model takes these settings, learning rate included, for AdamW too. Write "
+        warn(about(type(source).__name__, f"{what}convert_settings(muon, adamw), with the optimizer of the rest"))
+    return _merged(type(source).__name__, halves, owned[0][0])
+
+
+def _merged(where: str, groups: Sequence[Halves], name: str) -> Settings:
+    """Return the settings for Muon and AdamW as arguments of `from_model`."""
+    muon = _agreed(f"{where}'s Muon groups", [halves["muon"] for halves in groups if "muon" in halves], name)
+    adamw = _agreed(f"{where}'s AdamW groups", [halves["adamw"] for halves in groups if "adamw" in halves], name)
+    return {**muon, "adamw": adamw} if muon and adamw else muon or adamw
+
+
+def _agreed(where: str, groups: list[Settings], name: str) -> Settings:
+    """Return the settings that all groups of one algorithm have in common.
+
+    Raises:
+        ValueError: the groups have different settings.
+    """
+    decaying = [group for group in groups if not group.pop("exempt", False)]
+    groups = decaying or groups  # groups of vectors without decay need no setting: vectors never decay in muonmesh
+    for key in groups[0] if groups else ():
+        values = {str(group.get(key)): None for group in groups}
+        if len(values) > 1:
+            found, needed = f"{key} {' and '.join(values)}", "one for all of them"
+            write = 'Convert each group by itself: {"params": group["params"], "algorithm": "muon" or "adamw", '
+            write += f'**convert_settings("{name}", group)}}. If a group has matrices and vectors, convert one group, '
+            write += "and pass the settings of the others as from_model(..., overrides={...})"
+            raise ValueError(explain_error(where, found, needed, write))
+    return groups[0] if groups else {}

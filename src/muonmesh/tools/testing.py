@@ -8,6 +8,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,8 +27,24 @@ from muonmesh.layout import FlatShards, Layout, MeshLayout
 from muonmesh.numerics.rules import RULES, ElementwiseRule, Rule, is_known
 from muonmesh.optimizer import Muon
 from muonmesh.step.connection import placed_members
+from muonmesh.step.runtime import Driver
 from muonmesh.tools.local_part import local_part
-from muonmesh.tools.testing.host_waits import HostWaits
+
+
+@dataclass(frozen=True)
+class HostWaits(Driver):
+    """A driver that decides whether the CPU waits: False on a CPU runs the steps that a device runs.
+
+    Attributes:
+        waits: Whether the CPU waits; None: as without this driver.
+    """
+
+    waits: bool | None
+
+    def host_waits(self, device: torch.device) -> bool:
+        """Return whether the CPU waits."""
+        return super().host_waits(device) if self.waits is None else self.waits
+
 
 _SPECS: tuple[tuple[tuple[int, ...], Any], ...] = (
     ((1, 1), "whole"),

@@ -1,19 +1,63 @@
-"""Failure: passes a rank's error to the launcher, in one file for each rank, before the rank's sockets close."""
+"""Run files: what the launcher and the ranks of a run share in its directory: a lock, and one file for each error.
+
+Only one run trains in a directory at a time. A rank's error reaches the launcher before the rank's sockets close.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import time
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 
+from filelock import FileLock, Timeout
+
 from muonmesh.errors import FileError
+from muonmesh.files import writing
 from muonmesh.tools.cli.terminal import complain
 
+LOCK_FILE = ".lock"
 LAUNCHER = "MUONMESH_LAUNCHER"  # environment: the process that started the ranks
 FOLDER = "errors"  # the folder in a run's directory, while its ranks run
 ROOM = 32 * 1024  # bytes of each rank's file, reserved when a run starts, since the error may be a full disk
+
+
+def check_new(run: Path) -> None:
+    """Raise FileError if the directory of a new run exists and has any files."""
+    if os.path.lexists(run) and (not run.is_dir() or set(os.listdir(run)) - {LOCK_FILE}):
+        raise FileError(f"--out {run}: already there. Write: --resume {run}, or another --out")
+
+
+@contextlib.contextmanager
+def locked(run: Path, *, option: str) -> Iterator[None]:
+    """Return a context that holds the lock of a run's directory, which is created if it does not exist.
+
+    The operating system frees the lock when the process ends, so a lock never has to be removed by hand.
+
+    Args:
+        run: The run's directory.
+        option: The option that gave the directory. With "--out", the directory must have no files of a run yet.
+
+    Raises:
+        FileError: another process holds the lock, the directory of a new run has files, or it cannot be created.
+    """
+    lock = FileLock(run / LOCK_FILE, timeout=0)
+    with writing(run):
+        run.mkdir(parents=True, exist_ok=True)
+        try:
+            held = lock.acquire()
+        except Timeout as error:
+            raise FileError(
+                f"{option} {run}: another process is training there; needed a directory of its own for each run. Wait "
+                "for its end, or write another --out"
+            ) from error
+    with held:
+        if option == "--out":
+            check_new(run)
+        yield
 
 
 def make_room(run: Path, ranks: int) -> None:

@@ -23,8 +23,8 @@ from muonmesh.errors import explain_error
 from muonmesh.optimizer import Muon
 from muonmesh.step.connection import connect
 from muonmesh.tools.forecasts.device_rates import DeviceRates, Timed
-from muonmesh.tools.testing.device import pretended_cuda
-from muonmesh.tools.testing.launches import Launches
+from tests.device.launches import Launches
+from tests.device.pretended import pretended_cuda
 
 Placer = Callable[[str, nn.Parameter], Sequence[Placement]]
 """A function from a parameter's name and the parameter to its placements on the mesh."""
@@ -45,7 +45,7 @@ class DryRun(Timed):
         bytes_sent: Bytes sent to other ranks; 0 for other optimizers than Muon.
         elementwise_bytes: Bytes read and written by everything except matrix products.
         flops: FLOPs of the matrix products.
-        slow_flops: FLOPs weighted by the lower speed of small products (`Rates.weight_of`).
+        slow_flops: FLOPs weighted by the lower speed of small products (`DeviceRates.weight_of`).
         elements: Number of parameter elements that this rank stores.
         peak_bytes: Peak memory of the step, without parameters, gradients, state and ``kept_bytes``.
         kept_bytes: Memory that the optimizer keeps between steps, without its state.

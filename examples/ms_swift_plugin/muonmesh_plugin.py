@@ -1,4 +1,9 @@
-"""The plugin: ms-swift imports this file by its path, which adds ``muonmesh`` to ms-swift's table of optimizers."""
+"""ms-swift: a plugin with Muon. Copy this file, and write for `swift sft` and `swift pt`:
+
+    swift sft --external_plugins muonmesh_plugin.py --optimizer muonmesh ...
+
+Keep it in a folder of its own: ms-swift puts the plugin's folder in front of `sys.path`.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +15,10 @@ import torch
 from swift.optimizers import OptimizerCallback, optimizers_map
 from torch import nn
 
-from muonmesh.errors import explain_error
 from muonmesh.integrations.transformers import MuonFactory
 
 
-class MuonmeshOptimizer(OptimizerCallback):  # type: ignore[misc]  # ms-swift is not checked with us
+class MuonmeshOptimizer(OptimizerCallback):
     """Creates the optimizer of ms-swift's trainers.
 
     ms-swift's arguments give the learning rate, weight decay, betas and ε. ``--optim_args`` gives further arguments of
@@ -45,8 +49,7 @@ def settings_of(text: str | None) -> dict[str, Any]:
     for part in filter(None, (text or "").replace(" ", "").split(",")):
         name, _, value = part.partition("=")
         if not (name and value):
-            needed, write = "name=value", 'Write --optim_args "momentum=0.9,scale_mode=spectral"'
-            raise ValueError(explain_error("--optim_args", f"{part!r}", needed, write))
+            raise ValueError(f'--optim_args: found {part!r}. Write --optim_args "momentum=0.9,scale_mode=spectral"')
         settings[name] = _literal(value)
     return settings
 

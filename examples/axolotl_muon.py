@@ -1,4 +1,7 @@
-"""Axolotl: a plugin; write ``plugins: [muonmesh.integrations.axolotl.MuonPlugin]`` in Axolotl's configuration."""
+"""Axolotl: a plugin with Muon. Copy this file to where you start Axolotl.
+
+In its configuration, write ``plugins: [axolotl_muon.MuonPlugin]``.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ class MuonArguments(BaseModel):
     """Arguments of `muonmesh.from_model`, by name."""
 
 
-class MuonPlugin(BasePlugin):  # type: ignore[misc]  # Axolotl is not checked with us
+class MuonPlugin(BasePlugin):
     """An Axolotl plugin that makes the trainer use muonmesh.
 
     Axolotl's configuration gives the learning rate, weight decay, betas and ε. Write further settings under

@@ -1,4 +1,4 @@
-"""verl: set ``VERL_USE_EXTERNAL_MODULES=muonmesh.integrations.verl`` in the environment of its workers.
+"""verl: copy this file to a folder on PYTHONPATH, and set ``VERL_USE_EXTERNAL_MODULES=verl_muon`` for its workers.
 
 verl imports this module at the end of ``import verl``. Its FSDP engine then creates the optimizer of muonmesh from the
 engine's module. verl itself would pass only parameters to an optimizer class, which do not show which of them are
@@ -14,9 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 
-from muonmesh.build import from_model
-from muonmesh.errors import LayoutError, explain_error
-from muonmesh.integrations.arguments import with_dtypes
+import muonmesh as mm
 
 _REPLACED = ("torch.optim", "AdamW")  # verl's default, if the configuration names no optimizer
 _verl_s = FSDPEngine._build_optimizer
@@ -42,12 +40,13 @@ def build_optimizer(engine: FSDPEngine, module: nn.Module) -> torch.optim.Optimi
         named: torch.optim.Optimizer = _verl_s(engine, module)
         return named
     if isinstance(module, FullyShardedDataParallel):
-        found, needed = "the strategy fsdp, which flattens parameters", "fsdp2, which keeps their shapes"
-        write = "Write strategy=fsdp2, as in actor_rollout_ref.actor.strategy=fsdp2"
-        raise LayoutError(explain_error("verl's FSDP engine", found, needed, write))
-    settings: dict[str, Any] = with_dtypes(config.override_optimizer_config or {})
+        raise mm.LayoutError("verl's FSDP engine: found the strategy fsdp (FSDP1). Write strategy=fsdp2")
+    settings: dict[str, Any] = dict(config.override_optimizer_config or {})
+    for key in settings:
+        if key.endswith("_dtype") and settings[key] != "int8":  # named in the configuration
+            settings[key] = getattr(torch, settings[key])
     given = {"process_group": "auto", "adamw_betas": tuple(config.betas), **settings}
-    return from_model(module, lr=config.lr, weight_decay=config.weight_decay, **given)
+    return mm.from_model(module, lr=config.lr, weight_decay=config.weight_decay, **given)
 
 
 FSDPEngine._build_optimizer = build_optimizer

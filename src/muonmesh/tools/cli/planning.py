@@ -1,0 +1,279 @@
+"""Planning: the cluster that ``muonmesh plan`` describes, and a forecast for it as plain data.
+
+A cluster is a planned set of ranks, from ``--mesh`` and ``--experts``, with the layouts of parameters on it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from muonmesh.checkpoint.form import POSITIVE, check_form, only
+from muonmesh.errors import FileError
+from muonmesh.files import read_json
+from muonmesh.layout import MatrixSpec, MeshLayout, Placement, Replicate, Shard
+from muonmesh.layout.plan import Plan
+from muonmesh.names import starred
+from muonmesh.tools.forecasts.device_rates import DeviceRates
+from muonmesh.tools.forecasts.forecast import WIRE, Forecast, Weight
+
+HYBRID = ("ddp", "fsdp")  # the two axes of hsdp=REPLICASxSHARDS
+MOST_RANKS = 2**20
+FORMS = {"ddp": "ddp=8", "fsdp": "fsdp=64", "hsdp": "hsdp=8x32", "tp": "tp=8", "ep": "ep=32"}
+ROWWISE = re.compile(r"(^|\.)(o_proj|out_proj|down_proj|c_proj|wo|w2|dense_4h_to_h)(\.weight)?$")
+# Small factors of latent attention, which tensor parallelism does not cut: the next layer needs their whole output.
+NOT_CUT = re.compile(r"(^|\.)(q_a_proj|kv_a_proj_with_mqa)\.weight$")
+EXPERTS = re.compile(r"(^|\.)experts\.")
+
+Axes = tuple[tuple[str, int], ...]  # "ddp", "fsdp", "tp" or "ep", and the number of ranks
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The axes of a mesh, the outermost first; ranks are numbered row by row.
+
+    Tensor parallelism cuts first: input projections of attention and MLP by rows, output projections by columns,
+    vocabularies by rows. FSDP2 then cuts dim 0. With axes for experts, the ranks of an expert axis ("ep") get whole
+    experts, and FSDP2 cuts each expert. Only FSDP2 cuts vectors.
+
+    Attributes:
+        mesh: The axes for all parameters except experts; for experts too if ``experts`` is empty.
+        experts: The axes for stacks of experts, over the same ranks; empty means the axes of ``mesh``.
+    """
+
+    mesh: Axes
+    experts: Axes = ()
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """All ranks."""
+        return tuple(range(math.prod(size for _, size in self.mesh)))
+
+    def layout(self, name: str, shape: tuple[int, ...], matrices: MatrixSpec | None) -> MeshLayout:
+        """Return the layout of a parameter, from its name, its shape, and its split into matrices."""
+        stack = EXPERTS.search(name) is not None and len(shape) > 1
+        axes = self.experts if stack and self.experts else self.mesh
+        cut = self._tensor_dim(name, shape, matrices, stack=stack)
+        placements = tuple(self._placement(axes, place, cut, stack=stack) for place in range(len(axes)))
+        return MeshLayout(shape, tuple(size for _, size in axes), self.ranks, placements)
+
+    def _placement(self, axes: Axes, place: int, cut: int | None, *, stack: bool) -> Placement:
+        kind = axes[place][0]
+        if kind == "ddp":
+            return Replicate()
+        if kind == "ep":
+            return Shard(0)
+        if kind == "tp":
+            return Replicate() if cut is None else Shard(cut)
+        dim = 1 if stack and any(other == "ep" for other, _ in axes) else 0
+        inner = math.prod(size for other, size in axes[place + 1 :] if other == "tp")
+        return Shard(dim, inner) if inner > 1 and cut == dim else Shard(dim)
+
+    @staticmethod
+    def _tensor_dim(name: str, shape: tuple[int, ...], matrices: MatrixSpec | None, *, stack: bool) -> int | None:
+        """Return the dim that tensor parallelism cuts; None if every tensor-parallel rank holds the whole parameter."""
+        first = 1 if stack else 0
+        if len(shape) < first + 2 or NOT_CUT.search(name) or re.search(r"(^|\.)(gate|router)\.weight$", name):
+            return None
+        inner = matrices[1] if stack and isinstance(matrices, tuple) else matrices
+        transposed = isinstance(inner, tuple) and inner[0] == "transposed"  # stored in × out
+        return first + ((ROWWISE.search(name) is not None) != transposed)
+
+
+def parse_cluster(mesh: str, experts: str | None = None) -> Cluster:
+    """Return the cluster of ``--mesh`` and ``--experts``, such as ``hsdp=8x32,tp=8`` and ``ddp=8,ep=32,fsdp=8``.
+
+    Raises:
+        FileError: an axis is unknown or given twice, a size is no valid number, or the two options have different
+            numbers of ranks.
+    """
+    axes = _axes("--mesh", mesh, known=("ddp", "fsdp", "hsdp", "tp"))
+    if experts is None:
+        return Cluster(axes)
+    other = _axes("--experts", experts, known=("ddp", "fsdp", "hsdp", "ep"))
+    found, needed = (math.prod(size for _, size in some) for some in (other, axes))
+    if found != needed:
+        raise FileError(
+            f"--experts {experts}: found {found:,} ranks; needed {needed:,}, the ranks of --mesh {mesh} in another "
+            "order. Correct a size"
+        )
+    return Cluster(axes, other)
+
+
+def _axes(option: str, text: str, *, known: tuple[str, ...]) -> Axes:
+    def fault(found: str, needed: str) -> FileError:
+        forms = ", ".join(FORMS[name] for name in known)
+        write = f"Write one or more of {forms}, with commas between them"
+        return FileError(f"{option} {text}: found {found}; needed {needed}. {write}")
+
+    axes: list[tuple[str, int]] = []
+    for part in text.split(","):
+        name, _, sizes = part.strip().partition("=")
+        if name not in known:
+            beside = ". Plan each pipeline stage by itself, with the ranks of that stage" if name == "pp" else ""
+            raise fault(repr(part), f"axes of {', '.join(known)}{beside}")
+        kinds = HYBRID if name == "hsdp" else (name,)
+        numbers = sizes.split("x")
+        if len(numbers) != len(kinds) or not all(re.fullmatch(r"[1-9]\d{0,6}", number) for number in numbers):
+            needed = "replicas x shards, two whole numbers" if len(kinds) == 2 else "a whole number"
+            raise fault(repr(part), f"{needed} from 1 to {MOST_RANKS:,}")
+        axes += zip(kinds, map(int, numbers), strict=True)
+    doubles = [kind for number, (kind, _) in enumerate(axes) if kind in (other for other, _ in axes[:number])]
+    if doubles:
+        raise fault(f"two axes of {doubles[0]}", "one of each")
+    ranks = math.prod(size for _, size in axes)
+    if ranks > MOST_RANKS:
+        raise fault(f"{ranks:,} ranks", f"at most {MOST_RANKS:,}")
+    return tuple(axes)
+
+
+def least_imbalance(plan: Plan) -> float:
+    """Return a lower bound on the imbalance of any plan, as if every rank could own every matrix.
+
+    The busiest rank has at least the mean load, and at least the load of the largest matrix. The bound is the smallest
+    load between these values and the plan's own that is not proved to be too small.
+    """
+    jobs, ranks = Counter(assignment.flops for assignment in plan.assignments), len(plan.ranks)
+    total = sum(plan.loads.values())
+    if not total:
+        return 1.0
+    low, high = max(-(-total // ranks), *jobs), max(plan.loads.values())
+    while low < high:
+        capacity = (low + high) // 2
+        low, high = (capacity + 1, high) if too_small(capacity, jobs, ranks) else (low, capacity)
+    return low * ranks / total
+
+
+def too_small(capacity: int, jobs: Counter[int], ranks: int) -> bool:
+    """Whether these jobs (the number of jobs of each size) provably do not fit on ranks of this capacity.
+
+    The proof uses the dual-feasible functions of Fekete and Schepers (2001), in integers. They round sizes up such that
+    jobs that fit on a rank still fit: a size without a possible partner, or a size whose multiples do not divide the
+    capacity. If the rounded sizes exceed the total capacity, the jobs do not fit.
+    """
+    partnerless = (
+        sum(n * (capacity if p > capacity - least else p if p >= least else 0) for p, n in jobs.items())
+        > ranks * capacity
+        for least in jobs
+        if 2 * least <= capacity
+    )
+    indivisible = (
+        sum(n * (k * p if (k + 1) * p % capacity == 0 else (k + 1) * p // capacity * capacity) for p, n in jobs.items())
+        > ranks * k * capacity
+        for k in range(1, 50)
+    )
+    return any(partnerless) or any(indivisible)
+
+
+def at_home(plan: Plan) -> float:
+    """Return the share of matrices whose owner holds them whole, so that they need no gathering; 1 without any."""
+    found = [not plan.travels(number, gather=True) for number in range(len(plan.assignments))]
+    return sum(found) / len(found) if found else 1.0
+
+
+def figures_of(weights: Sequence[Weight], found: Forecast) -> dict[str, Any]:
+    """Return all figures of a forecast, with exact figures under "counted" and estimates under "modelled".
+
+    Seconds, bytes, FLOPs and elements are plain numbers. ``flops_by_rank`` is in the order of the ranks. ``owners`` has
+    for each parameter the owner of each of its matrices, the rank that orthogonalizes the matrix.
+    """
+    plan = found.plan
+    owners: dict[str, list[int]] = {}
+    for assignment in plan.assignments:
+        owners.setdefault(plan.parameters[assignment.parameter].name, []).append(assignment.owner)
+    return {
+        "ranks": len(plan.ranks),
+        "elements": sum(math.prod(weight.layout.shape) for weight in weights),
+        "matrices": len(plan.assignments),
+        "buckets": len(plan.buckets),
+        "balance": {
+            "busiest rank over mean": found.imbalance,
+            "lowest that any plan could reach": least_imbalance(plan),
+            "share of matrices stored whole by their owner": at_home(plan),
+        },
+        "rank": found.rank,
+        "counted": {
+            "matrices": len(found.owned),
+            "flops": found.flops,
+            "bytes sent": found.bytes_sent,
+            "bytes received": found.bytes_received,
+            "collectives": found.collectives,
+            "messages": found.messages,
+            "bytes of gradients sent": found.gradients.bytes_sent,
+            "bytes of gradients received": found.gradients.bytes_received,
+            "collectives of gradients": found.gradients.collectives,
+            **{f"bytes of {what}": size for what, size in found.stored.items()},
+            "bytes stored in total": sum(found.stored.values()),
+            "bytes stored in total, with AdamW for all": 4 * found.stored["weights"],  # with gradients and two moments
+        },
+        "modelled": {
+            "limited by": found.limited_by,
+            **_seconds(found),
+            "bytes of buffers in the step": found.exchange,
+            "bytes of NCCL's buffers": found.nccl,
+            "bytes in total": sum(found.stored.values()) + found.exchange + found.nccl,
+            "kernel launches": found.launches,
+            "bytes that elementwise kernels move": found.elementwise_bytes,
+        },
+        "rates": asdict(found.rates),
+        "kinds": _kinds(weights, found, owners),
+        "flops_by_rank": [plan.loads[rank] for rank in plan.ranks],
+        "owners": owners,
+    }
+
+
+def load_rates(path: Path) -> DeviceRates:
+    """Return the rates of a device from a JSON file; missing rates are an H100's.
+
+    Raises:
+        FileError: the file is no JSON object, a name is unknown, or a rate is no positive number.
+    """
+    known = asdict(DeviceRates())
+    content = {**known, **read_json(path, needed='rates such as {"flops": 4e14, "wire": 2.5e10}')}
+    form = only(dict.fromkeys(known, POSITIVE))
+    check_form(str(path), content, form, "Correct the file or leave --rates out", kind=FileError)
+    return DeviceRates(**content)
+
+
+def _seconds(found: Forecast) -> dict[str, dict[str, float]]:
+    """Return the times of a step, of its parts, and of torch's optimizers, each with slow and with fast products."""
+    published, best = found.parts(), found.parts(published=False)
+    ends = {"seconds": (found.seconds, found.best_seconds)}
+    ends |= {f"seconds of the {part}": (published[part], best[part]) for part in best}
+    torchs = found.seconds_of_torch(), found.seconds_of_torch(published=False)
+    ends["seconds of torch.optim.Muon, without communication"] = torchs
+    ends["seconds of torch.optim.AdamW for all parameters"] = 2 * (found.seconds_of_adamw(),)
+    return {name: {"products as published": slow, "products at best": fast} for name, (slow, fast) in ends.items()}
+
+
+def _kinds(weights: Sequence[Weight], found: Forecast, owners: dict[str, list[int]]) -> list[dict[str, Any]]:
+    """Return one entry for each kind of parameters: equal names, apart from the layer's number, and equal shapes."""
+    numbers = {parameter.name: number for number, parameter in enumerate(found.plan.parameters)}
+    alike: dict[tuple[str, tuple[int, ...]], list[Weight]] = {}
+    for weight in weights:
+        alike.setdefault((starred(weight.name), weight.layout.shape), []).append(weight)
+    kinds = []
+    for (name, shape), some in alike.items():
+        of = [numbers[weight.name] for weight in some if weight.matrices is not None]
+        who = [owner for weight in some for owner in owners.get(weight.name, ())]
+        kinds.append(
+            {
+                "name": name,
+                "count": len(some),
+                "shape": list(shape),
+                "algorithm": "muon" if of else "adamw",
+                "split": some[0].matrices,
+                "layout": some[0].layout.describe(),
+                "matrices": len(who),
+                "owners": len(set(who)),
+                "flops": sum(sum(found.plan.parameters[number].flops) for number in of),
+                "bytes sent": sum(found.traffic.sent[number] for number in of) * WIRE,
+            }
+        )
+    return kinds

@@ -1,1 +1,0 @@
-"""Testing: what `muonmesh.testing` offers: proofs of rules and dry runs."""
