@@ -1,10 +1,10 @@
 /* The tile instructions of AMX in C, for tests on processors that have none: cc -include tests/emulated_tiles.h products.c
  *
  * Each function has the name of an intrinsic and does what the Operation of its instruction says in Intel's manual (SDM,
- * volume 2), element by element. TDPBF16PS: for each row, the products of the even members of all pairs are added one after
- * the other, those of the odd members likewise, then both sums, then that to the element; FMA in fp32, to nearest, ties to
- * even, and numbers below 2^-126 are zero, whatever the mode of the processor. What the processor would refuse (#UD, #GP)
- * ends the process. Time, and what GCC's intrinsics tell the compiler of memory, are not emulated.
+ * volume 2). TDPBF16PS: for each element, the products of the even members of all pairs are added one after the other, those
+ * of the odd members likewise, then both sums, then that to the element; FMA in fp32, to nearest, ties to even, and numbers
+ * below 2^-126 are zero, whatever the mode of the processor. What the processor would refuse (#UD, #GP) ends the process.
+ * Time, and what GCC's intrinsics tell the compiler of memory, are not emulated.
  */
 #ifndef EMULATED_TILES_H
 #define EMULATED_TILES_H
@@ -89,29 +89,20 @@ static inline void emulated_stored(int tile, void *base, long stride) {
     memcpy((char *)base + i * stride, emulated.tile[tile][i], emulated.of.colsb[tile]);
 }
 
-static inline float emulated_fp32(uint16_t bf16) {
-  const uint32_t bits = (uint32_t)bf16 << 16;
-  float number;
-  memcpy(&number, &bits, sizeof number);
-  return number;
-}
-
-/* noinline: or the compiler could move arithmetic across the change of mode. */
+/* All elements of a row at once. noinline: or the compiler could move arithmetic across the change of mode. */
 static __attribute__((noinline)) void emulated_sums(int dest, int src1, int src2) {
-  const int elements_src1 = emulated.of.colsb[src1] / 4, elements_dest = emulated.of.colsb[dest] / 4;
+  const __m512i odd = _mm512_set1_epi32((int)0xffff0000);
   for (int m = 0; m < emulated.of.rows[dest]; m++) {
-    float temp1[2 * TILE_BYTES / 4] = {0}, row[TILE_BYTES / 4];
-    uint16_t a[TILE_BYTES / 2], b[TILE_BYTES / 2];
-    memcpy(row, emulated.tile[dest][m], sizeof row);
-    memcpy(a, emulated.tile[src1][m], sizeof a);
-    for (int k = 0; k < elements_src1; k++) {
-      memcpy(b, emulated.tile[src2][k], sizeof b);
-      for (int n = 0; n < elements_dest; n++) {
-        temp1[2 * n] = __builtin_fmaf(emulated_fp32(a[2 * k]), emulated_fp32(b[2 * n]), temp1[2 * n]);
-        temp1[2 * n + 1] = __builtin_fmaf(emulated_fp32(a[2 * k + 1]), emulated_fp32(b[2 * n + 1]), temp1[2 * n + 1]);
-      }
+    __m512 sum = _mm512_loadu_ps(emulated.tile[dest][m]), of_even = _mm512_setzero_ps(), of_odd = of_even;
+    for (int k = 0; k < emulated.of.colsb[src1] / 4; k++) {
+      int pair;
+      memcpy(&pair, emulated.tile[src1][m] + 4 * k, sizeof pair);
+      const __m512i a = _mm512_set1_epi32(pair), b = _mm512_loadu_si512(emulated.tile[src2][k]);
+      of_even = _mm512_fmadd_ps((__m512)_mm512_slli_epi32(a, 16), (__m512)_mm512_slli_epi32(b, 16), of_even);
+      of_odd = _mm512_fmadd_ps((__m512)_mm512_and_si512(a, odd), (__m512)_mm512_and_si512(b, odd), of_odd);
     }
-    for (int n = 0; n < elements_dest; n++) row[n] = row[n] + (temp1[2 * n] + temp1[2 * n + 1]);
+    float row[TILE_BYTES / 4];
+    _mm512_storeu_ps(row, _mm512_add_ps(sum, _mm512_add_ps(of_even, of_odd)));
     memcpy(emulated.tile[dest][m], row, emulated.of.colsb[dest]);
   }
 }

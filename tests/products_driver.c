@@ -54,6 +54,9 @@ static double wide(bf16 x) {
   return number;
 }
 
+/* NaN is the largest. */
+static double larger(double a, double b) { return a >= b ? a : b >= a ? b : INFINITY; }
+
 static bf16 value(int kind, int lower) {
   if (kind == ANY) return draw();
   int exponent = 120 + draw() % 8 - lower;
@@ -108,6 +111,7 @@ static double product(int kind) {
   for (long part = 0; part < parts; part++) {
     void *room = NULL;
     if (posix_memalign(&room, 64, size)) exit(2);
+    memset(room, 0xff, size); /* NaN everywhere */
     OURS(muonmesh_multiply)(batch, rows, depth, cols, m, transposed, factors, symmetric, part, parts, room);
     free(room);
   }
@@ -133,7 +137,7 @@ static double product(int kind) {
         double found = wide(m[4].at[b * m[4].step + i * m[4].ld + j]);
         /* Half a unit of bf16, and fp32 sums of as many terms. */
         double allowed = fabs(sum) / 256 + size_of_all * (double)(depth + 4) * 0x1p-23;
-        worst = fmax(worst, fabs(found - sum) / allowed);
+        worst = larger(worst, fabs(found - sum) / allowed);
         if (symmetric && memcmp(m[4].at + b * m[4].step + i * m[4].ld + j, m[4].at + b * m[4].step + j * m[4].ld + i, 2))
           worst = INFINITY;
       }
@@ -162,7 +166,7 @@ static double passes(int kind) {
       double term = wide(x[i * cols + j]) * wide(y[i * cols + j]);
       sum += term, size_of_all += fabs(term);
     }
-    worst = fmax(worst, fabs(sums[i] - sum) / (size_of_all * (double)cols * 0x1p-23));
+    worst = larger(worst, fabs(sums[i] - sum) / (size_of_all * (double)cols * 0x1p-23));
   }
   bf16 *loaded = draw() & 1 ? x : out;
   OURS(muonmesh_load)(batch, rows, cols, x, loaded, norms);
@@ -182,6 +186,7 @@ static double all_steps(int kind) {
   for (long i = 0; i < batch * count; i++) x[i] = value(kind, 0);
   void *room = NULL;
   if (posix_memalign(&room, 64, OURS(muonmesh_room_of_all)(rows, cols))) exit(2);
+  memset(room, 0xff, OURS(muonmesh_room_of_all)(rows, cols));
   configure_theirs();
   OURS(muonmesh_orthogonalize)(batch, rows, cols, x, out, steps, numbers, room);
   worst = is_theirs();
@@ -189,7 +194,7 @@ static double all_steps(int kind) {
   for (long b = 0; b < batch && kind == USUAL && steps == 4; b++) {
     double sum = 0;
     for (long i = b * count; i < (b + 1) * count; i++) sum += wide(out[i]) * wide(out[i]);
-    worst = fmax(worst, sum / (1.5 * (rows < cols ? rows : cols)));
+    worst = larger(worst, sum / (1.5 * (rows < cols ? rows : cols)));
   }
   free(x), free(out), free(room), free(numbers);
   return worst;
@@ -205,9 +210,9 @@ int main(int n, char **arguments) {
   double worst = 0;
   for (long i = 0, cases = atol(arguments[2]); i < cases; i++) {
     int kind = i % 4 == 3 ? ANY : i % 4 == 2 ? TINY : USUAL;
-    worst = fmax(worst, product(kind));
-    worst = fmax(worst, passes(kind));
-    worst = fmax(worst, all_steps(kind));
+    worst = larger(worst, product(kind));
+    worst = larger(worst, passes(kind));
+    worst = larger(worst, all_steps(kind));
   }
   printf("%g %016llx\n", worst, (unsigned long long)bits);
   return 0;

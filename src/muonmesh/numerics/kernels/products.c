@@ -208,9 +208,11 @@ typedef struct { /* as LDTILECFG and STTILECFG have it; all zeros: none */
   uint8_t rows[16];
 } configuration;
 
-/* Eight tiles of 16 rows of 64 bytes. `before` is what the thread had: oneDNN leaves its own from one call to the next. */
+/* Eight tiles of 16 rows of 64 bytes. */
+static const configuration ours = {1, 0, {0}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
+
+/* `before` is what the thread has: oneDNN may leave its own from one call to the next. */
 INLINE void configure(configuration *before) {
-  static const configuration ours = {1, 0, {0}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
   _tile_storeconfig(before);
   MEMORY(before);
   _tile_loadconfig(&ours);
