@@ -435,10 +435,12 @@ def test_nothing_is_compiled_or_loaded_from_elsewhere(tmp_path: Path) -> None:
 
 
 FORKED = """
-import os, torch, muonmesh as mm
+import os, sys, torch, muonmesh as mm
+from muonmesh.numerics.kernels import compiled
+name, compiled.__file__ = sys.argv[1:]
 torch.set_num_threads(2)
 matrices = [torch.randn(*shape) for shape in ((5, 40, 90), (400, 900), (900, 900))]
-def run(): return [mm.orthogonalize(x, kernels="compiled", coefficients="deflated") for x in matrices]
+def run(): return [mm.orthogonalize(x, kernels=name, coefficients="deflated") for x in matrices]
 expected, child = run(), os.fork()
 if child == 0:
     torch.set_num_threads(1)  # on more, torch's own OpenMP would wait for ever
@@ -447,8 +449,9 @@ raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 
 
-def test_a_forked_process_multiplies_on_one_thread_with_the_same_bits() -> None:
-    subprocess.run([sys.executable, "-W", "ignore", "-c", FORKED], check=True, timeout=60)
+def test_a_forked_process_multiplies_on_one_thread_with_the_same_bits(name: mm.KernelName) -> None:
+    command = [sys.executable, "-W", "ignore", "-c", FORKED, name, compiled.__file__]
+    subprocess.run(command, check=True, timeout=60)
 
 
 @pytest.mark.parametrize("wrong", ["dtype", "strides", "shape", "device"])
