@@ -93,7 +93,7 @@ FAULTS = {
     "fewer rows than a tile": ("rows == ROWS && depth % (2", "depth % (2", "AddressSanitizer"),
     "tiles released that somebody had configured": (RESTORED, "  _tile_release();", ""),
     "tiles configured that nobody had": (RESTORED, "  _tile_loadconfig(before->palette ? before : &ours);", ""),
-    "no configuration": ("  _tile_loadconfig(&ours);\n", "", "#UD"),
+    "no configuration": ("  _tile_loadconfig(own);\n", "", "#UD"),
 }
 
 

@@ -21,7 +21,9 @@
 
 #define JOIN(a, b) a##_##b
 #define NAMED(a, b) JOIN(a, b)
-#define multiply NAMED(multiply, VARIANT) /* static, but its name says in the library which instructions it has */
+/* Two static functions, whose names say in the library which instructions they have. */
+#define multiply NAMED(multiply, VARIANT)
+#define multiply_configured NAMED(multiply_configured, VARIANT)
 #define muonmesh_room NAMED(muonmesh_room, VARIANT)
 #define muonmesh_multiply NAMED(muonmesh_multiply, VARIANT)
 #define muonmesh_transpose NAMED(muonmesh_transpose, VARIANT)
@@ -199,8 +201,9 @@ INLINE matrix one_of(matrix m, long number) { return (matrix){m.at ? m.at + numb
 INLINE long pairs_of(long depth) { return ((depth + 1) / 2 + PAIRS - 1) / PAIRS * PAIRS; }
 
 #if defined(__AMX_BF16__)
-/* GCC's intrinsics say of no memory that they read it, and of a configuration that it has 8 bytes. */
-#define MEMORY(object) __asm__ volatile("" : : "r"(object) : "memory")
+/* GCC's intrinsics say of no memory that they read it, and of a configuration that it has 8 bytes. So whatever is in memory
+ * is there from here on, and nobody knows what `object` points to. */
+#define MEMORY(object) __asm__ volatile("" : "+r"(object) : : "memory")
 
 typedef struct { /* as LDTILECFG and STTILECFG have it; all zeros: none */
   uint8_t palette, start, reserved[14];
@@ -213,9 +216,11 @@ static const configuration ours = {1, 0, {0}, {64, 64, 64, 64, 64, 64, 64, 64}, 
 
 /* `before` is what the thread has: oneDNN may leave its own from one call to the next. */
 INLINE void configure(configuration *before) {
+  const configuration *own = &ours;
   _tile_storeconfig(before);
   MEMORY(before);
-  _tile_loadconfig(&ours);
+  MEMORY(own);
+  _tile_loadconfig(own);
 }
 INLINE void configure_again(configuration *before) {
   MEMORY(before);
@@ -454,6 +459,21 @@ long muonmesh_room(long rows, long depth) {
   return room_of_packed(depth) + room_of_sums(rows, depth) + room_of_copy(least(depth, DEPTH));
 }
 
+/* muonmesh_multiply where tiles are configured. */
+static void multiply_configured(long batch, long rows, long depth, long cols, const matrix operands[6], int transposed,
+                                const float *factors, int symmetric, long part, long parts, void *room) {
+  float *sums = (float *)((char *)room + room_of_packed(depth));
+  bf16 *copy = (bf16 *)((char *)sums + room_of_sums(rows, depth));
+  uint64_t mode = flush();
+  for (long i = 0; i < batch; i++) {
+    matrix m[6];
+    for (int n = 0; n < 6; n++) m[n] = one_of(operands[n], i);
+    multiply(rows, depth, cols, m[0], m[1], transposed, m[2], m[3], m[4], m[5], factors + 3 * i, symmetric, part, parts,
+             room, sums, copy);
+  }
+  restore(mode);
+}
+
 /* out = alpha * A B + beta * C + gamma * D, rounded once, of each of `batch` matrices.
  *
  * A is (rows, depth), B (depth, cols), or its transpose (cols, depth); C, D, out and low are (rows, cols), each with its
@@ -464,19 +484,10 @@ long muonmesh_room(long rows, long depth) {
  */
 void muonmesh_multiply(long batch, long rows, long depth, long cols, const matrix operands[6], int transposed,
                        const float *factors, int symmetric, long part, long parts, void *room) {
-  float *sums = (float *)((char *)room + room_of_packed(depth));
-  bf16 *copy = (bf16 *)((char *)sums + room_of_sums(rows, depth));
-  uint64_t mode = flush();
   configuration before;
   configure(&before);
-  for (long i = 0; i < batch; i++) {
-    matrix m[6];
-    for (int n = 0; n < 6; n++) m[n] = one_of(operands[n], i);
-    multiply(rows, depth, cols, m[0], m[1], transposed, m[2], m[3], m[4], m[5], factors + 3 * i, symmetric, part, parts,
-             room, sums, copy);
-  }
+  multiply_configured(batch, rows, depth, cols, operands, transposed, factors, symmetric, part, parts, room);
   configure_again(&before);
-  restore(mode);
 }
 
 /* out (cols, rows) = the transpose of each of `batch` matrices (rows, cols). */
@@ -570,6 +581,8 @@ void muonmesh_orthogonalize(long batch, long rows, long cols, const bf16 *x, bf1
   const long n = least(rows, cols), wide = rows + cols - n, count = rows * cols;
   bf16 *at = (bf16 *)((char *)room + muonmesh_room(n, wide));
   const matrix none = {0, 0, 0}, a = {at, n, 0}, b = {at + n * n, n, 0};
+  configuration before;
+  configure(&before); /* once: it takes as long as a product of tiny matrices */
   for (long number = 0; number < batch; number++, x += count, out += count) {
     matrix held = {at + 2 * n * n, wide, 0}, next = {held.at + count, wide, 0};
     float norm;
@@ -580,20 +593,21 @@ void muonmesh_orthogonalize(long batch, long rows, long cols, const bf16 *x, bf1
       const double *of = coefficients + 3 * step, last = step == steps - 1 ? (double)inverse : 1.0;
       const float gram[] = {inverse * inverse, 0, 0}, square[] = {(float)of[2], (float)of[1], 0};
       const float apply[] = {(float)last, (float)(last * of[0]), 0};
-      muonmesh_multiply(1, n, wide, n, (matrix[]){held, held, none, none, a, none}, 1, gram, 1, 0, 1, room);
+      multiply_configured(1, n, wide, n, (matrix[]){held, held, none, none, a, none}, 1, gram, 1, 0, 1, room);
       if (of[2] != 0)
-        muonmesh_multiply(1, n, n, n, (matrix[]){a, a, of[1] != 0 ? a : none, none, b, none}, 0, square, 1, 0, 1, room);
+        multiply_configured(1, n, n, n, (matrix[]){a, a, of[1] != 0 ? a : none, none, b, none}, 0, square, 1, 0, 1, room);
       else
         for (long i = 0; i < n * n; i += LANES) {
           long some = least(LANES, n * n - i);
           store_narrowed(load_widened(a.at + i, some) * square[1], b.at + i, some);
         }
       if (step == steps - 1 && rows <= cols) next.at = out;
-      muonmesh_multiply(1, n, n, wide, (matrix[]){b, held, of[0] != 0 ? held : none, none, next, none}, 0, apply, 0, 0, 1,
+      multiply_configured(1, n, n, wide, (matrix[]){b, held, of[0] != 0 ? held : none, none, next, none}, 0, apply, 0, 0, 1,
                         room);
-      matrix before = held;
-      held = next, next = before;
+      matrix was = held;
+      held = next, next = was;
     }
     if (rows > cols) muonmesh_transpose(1, n, wide, held.at, out);
   }
+  configure_again(&before);
 }
