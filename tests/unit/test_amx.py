@@ -85,7 +85,8 @@ def test_doctor_says_that_it_is_possible(emulated_amx: Path) -> None:
 def test_auto_does_not_take_it(emulated_amx: Path) -> None:
     with emulated.using(emulated_amx):
         x = torch.randn(200, 300)
-        amx, auto, by_name = (mm.orthogonalize(x, kernels=name) for name in ("amx", "auto", "compiled"))
+        taken = kernels.resolve("auto", device=CPU, dtype=torch.bfloat16, rows=200)
+        amx, auto, by_name = (mm.orthogonalize(x, kernels=name) for name in ("amx", "auto", taken))
         assert torch.equal(auto, by_name)
         assert not torch.equal(amx, by_name)
 
