@@ -99,8 +99,9 @@ static matrix make(long batch, long rows, long cols, int kind) {
 static double product(int kind) {
   int symmetric = draw() & 1, transposed = draw() & 1;
   long batch = upto(3), rows = upto(90), depth = draw() % 20 ? upto(120) : 3050 + draw() % 60, parts = upto(3);
-  if (draw() % 10 == 0) rows = 32 * upto(10), depth = 32 * upto(4), batch = 1; /* whole tiles, several groups of panels */
-  long cols = symmetric ? rows : upto(rows > 90 ? 600 : 90);
+  if (draw() % 10 == 0) /* whole tiles, several groups of panels, sums that wait for the rest of their depth */
+    rows = 32 * upto(10), depth = draw() % 5 ? 32 * upto(4) : 2080, batch = 1;
+  long cols = symmetric ? rows : upto(rows > 90 ? 300 : 90);
   matrix m[6] = {make(batch, rows, depth, kind), transposed ? make(batch, cols, depth, kind) : make(batch, depth, cols, kind)};
   for (int n = 2; n < 6; n++)
     if (n == 4 || draw() & 1) m[n] = make(batch, rows, cols, kind);

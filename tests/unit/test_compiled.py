@@ -37,7 +37,7 @@ TABLE = compiled_products(rows=8, cols=8, at_once=3)
 # Tiles of 12 or 4 rows and 32 or 16 columns, groups of four panels, 3072 elements of depth at a time. amx: tiles of 32
 # rows and 16 pairs, groups of eight panels, 2048 elements, and rows that are 4,096 bytes apart.
 SIZES = [(1, 1), (13, 1), (1, 13), (3, 50), (12, 32), (37, 39), (128, 128), (130, 259), (40, 3073), (401, 530)]
-SIZES += [(32, 64), (33, 2048), (64, 4096)]
+SIZES += [(32, 64), (33, 2048), (64, 4096), (300, 2100)]
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
