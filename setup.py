@@ -19,6 +19,7 @@ X86 = {
     "avx2": ["-march=x86-64-v3"],
     "avx512": ["-march=x86-64-v4", "-mprefer-vector-width=512"],
     "avx512bf16": ["-march=x86-64-v4", "-mavx512bf16", "-mprefer-vector-width=512"],
+    "amx": ["-march=x86-64-v4", "-mavx512bf16", "-mamx-tile", "-mamx-bf16", "-mprefer-vector-width=512"],
 }
 ARM = {"neon": ["-march=armv8-a"], "bf16": ["-march=armv8.2-a+bf16"]}
 VARIANTS = {"x86_64": X86, "aarch64": ARM, "arm64": ARM} if sys.platform in ("linux", "darwin") else {}

@@ -17,6 +17,7 @@ if pretended.VARIABLE in os.environ:
 
 from collections.abc import Callable, Iterator
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -68,6 +69,18 @@ def products() -> None:
     """For tests of the products in C; skips them where the package could not be built with them."""
     if not any(map(shutil.which, ("cc", "gcc", "clang"))):
         pytest.skip("this machine has no C compiler")
+
+
+@pytest.fixture(scope="session")
+def emulated_amx(products: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a library whose variant amx has emulated tiles; skips tests where the processor has no AVX-512."""
+    from tests import emulated
+
+    if not emulated.emulates():
+        pytest.skip("the variant amx needs AVX-512 beside its tiles")
+    folder = tmp_path_factory.mktemp("emulated")
+    emulated.build_library(folder)
+    return folder
 
 
 @pytest.fixture(autouse=True)

@@ -144,15 +144,15 @@ def library(wheel: Path, folder: Path) -> Path:
         return Path(archive.extract("muonmesh/numerics/kernels/products.so", folder))
 
 
-def variant_here(built: Path) -> str:
-    """The variant that this processor would take."""
-    code = "import ctypes, sys; f = ctypes.CDLL(sys.argv[1]).muonmesh_variant; f.restype = ctypes.c_char_p; print(f())"
-    return call(sys.executable, "-c", code, built)
+def told_here(built: Path, what: str) -> str:
+    """The "variant" that this processor would take, or why it cannot use "tiles"."""
+    code = "import ctypes, sys; f = ctypes.CDLL(sys.argv[1])[sys.argv[2]]; f.restype = ctypes.c_char_p; print(f())"
+    return call(sys.executable, "-c", code, built, f"muonmesh_{what}")
 
 
 def test_the_library_has_every_variant(built: dict[str, Path], tmp_path: Path) -> None:
     content = library(built["wheel"], tmp_path).read_bytes()
-    for name in ("avx2", "avx512", "avx512bf16") if platform.machine() == "x86_64" else ("neon", "bf16"):
+    for name in ("avx2", "avx512", "avx512bf16", "amx") if platform.machine() == "x86_64" else ("neon", "bf16"):
         assert f"\0muonmesh_multiply_{name}\0".encode() in content, name
 
 
@@ -163,7 +163,18 @@ def test_a_compiler_that_knows_no_bf16_builds_the_other_variants(tmp_path: Path)
     built = library(wheel_of(unpacked(tmp_path), tmp_path / "dist", CC=str(compiler)), tmp_path)
     assert b"muonmesh_multiply_" in built.read_bytes()
     assert b"bf16\0" not in built.read_bytes()
-    assert variant_here(built).strip() in ("b'avx512'", "b'avx2'", "b'neon'")
+    assert told_here(built, "variant").strip() in ("b'avx512'", "b'avx2'", "b'neon'")
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="AMX is of x86-64")
+def test_a_compiler_that_knows_no_amx_builds_the_other_variants(tmp_path: Path) -> None:
+    compiler = tmp_path / "cc"
+    compiler.write_text('#!/bin/sh\ncase "$*" in *-mamx-*) exit 1;; esac\nexec cc "$@"\n')
+    compiler.chmod(0o755)
+    built = library(wheel_of(unpacked(tmp_path), tmp_path / "dist", CC=str(compiler)), tmp_path)
+    assert b"muonmesh_multiply_avx512bf16\0" in built.read_bytes()
+    assert b"_amx" not in built.read_bytes()
+    assert "built without AMX" in told_here(built, "tiles")
 
 
 def test_the_sdist_holds_licence_and_sources(built: dict[str, Path]) -> None:

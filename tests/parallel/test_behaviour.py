@@ -11,6 +11,7 @@ import pickle
 import subprocess
 import sys
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ import muonmesh as mm
 from muonmesh.numerics import kernels
 from muonmesh.numerics.kernels import auto_takes, compiled
 from muonmesh.tools.testing import HostWaits
-from tests import gathered, pretended, problem
+from tests import emulated, gathered, pretended, problem
 
 
 def mesh() -> Any:
@@ -225,7 +226,12 @@ def test_training_goes_on_after_an_error(workers) -> None:
     assert workers(2).run(recover) == [[], []]
 
 
-def different_plans(kind: str) -> None:
+def different_plans(kind: str, folder: Path | None = None) -> None:
+    with nullcontext() if folder is None else emulated.using(folder):
+        step_of_different_plans(kind)
+
+
+def step_of_different_plans(kind: str) -> None:
     odd, everyone = dist.get_rank() == 1, mesh()
     shapes = [(8, 6), (6, 4)]
     if kind == "order" and odd:
@@ -238,8 +244,8 @@ def different_plans(kind: str) -> None:
         for i, t in enumerate(tensors)
     ]
     steps = 4 if kind == "settings" and odd else 5
-    kernels = "torch" if kind == "kernels" and odd else "auto"
-    optimizer = mm.Muon(params, lr=0.1, ns_steps=steps, kernels=kernels)
+    asked = {"kernels": ("auto", "torch"), "variant": ("compiled", "amx")}.get(kind, ("auto", "auto"))[odd]
+    optimizer = mm.Muon(params, lr=0.1, ns_steps=steps, kernels=asked)
     if kind == "partial" and odd:
         partial = DTensor.from_local(torch.ones(8, 6), everyone, [Partial()])
         optimizer.param_groups[0]["params"][0] = partial
@@ -332,6 +338,13 @@ def test_ranks_on_different_processors_hold_the_same_weights(
         assert [len(rank["told"]) for rank in found] == [1, 0]
         assert "all ranks use torch's products" in found[0]["told"][0]
         assert [rank["not torch's"] for rank in found] == [[], []]
+
+
+def test_ranks_with_another_order_of_sums_are_an_error_on_every_rank(workers, emulated_amx: Path) -> None:
+    for outcome in workers(2).run_expecting_errors(different_plans, "variant", emulated_amx, timeout=20):
+        assert outcome.error is mm.PlanError, outcome
+        assert "kernels compiled 1" in outcome.message, outcome.message
+        assert "kernels amx 2" in outcome.message, outcome.message
 
 
 def test_products_that_one_rank_lacks_are_an_error_on_every_rank_where_asked_for(workers, products) -> None:

@@ -383,3 +383,33 @@ def test_every_part_of_the_overlap_is_measured(tmp_path: Path) -> None:
         moved = [span for span in rank if span["lane"] == "wire"]
         assert len(moved) == bound["buckets"]  # nothing is gathered under DDP
         assert all(span["stage"] == "5 scatter" and span["begin"] < span["end"] for span in moved)
+
+
+@pytest.mark.slow
+def test_which_products_are_the_fastest_is_measured_for_this_processor(tmp_path: Path) -> None:
+    command = [sys.executable, "benchmarks/processor.py", "--shapes", "8x9,40x30", "--rounds", "2", "--threads", "1"]
+    subprocess.run([*command, "--json", tmp_path / "found.json"], cwd=REPOSITORY, check=True, capture_output=True)
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["cpu"]
+    assert found["kernels"][0] == "torch"
+    assert (found["variant"] != "") == ("compiled" in found["kernels"])
+    assert ("amx" in found["kernels"]) == ('kernels="amx" is possible' in found["products"])
+    for shape in ("8x9", "40x30"):
+        assert list(found["tables"][shape]["ratios"]) == found["kernels"]
+        assert len(found["tables"][shape]["seconds"]["torch.optim.Muon"]) == 2
+
+
+def test_from_which_rows_on_products_are_the_fastest(script: Callable[[str], ModuleType]) -> None:
+    ratios = {
+        (16, 16): (1.0, 2.0),
+        (90, 40): (3.0, 2.0),
+        (40, 50): (1.0, 2.0),
+        (64, 64): (1.0, 2.0),
+        (70, 70): (0.9, 1.0),
+    }
+    by_name = {shape: dict(zip(("torch", "amx"), each, strict=True)) for shape, each in ratios.items()}
+    assert script("processor").fastest_from(by_name, ["torch", "amx", "compiled"]) == {
+        "torch": None,
+        "amx": 64,
+        "compiled": None,
+    }

@@ -1,14 +1,17 @@
-"""Products in C: each against fp64, the same bits however cut up and on every processor."""
+"""Products in C: each against fp64, the same bits however cut up and on every processor.
+
+The tiles of the variant amx are emulated here (tests/emulated.py), whatever the processor is.
+"""
 
 from __future__ import annotations
 
-import functools
 import math
 import os
 import struct
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,12 +28,16 @@ from muonmesh.numerics.kernels import compiled
 from muonmesh.numerics.kernels.compiled import compiled_products
 from muonmesh.numerics.newton_schulz import Orthogonalizer, orthogonalize
 from muonmesh.numerics.normalize import load
+from tests import emulated
+from tests.emulated import RUNS
 
 pytestmark = pytest.mark.usefixtures("products")
 
 TABLE = compiled_products(rows=8, cols=8, at_once=3)
-# Tiles of 12 or 4 rows and 32 or 16 columns, groups of four panels, 3072 elements of depth at a time.
+# Tiles of 12 or 4 rows and 32 or 16 columns, groups of four panels, 3072 elements of depth at a time. amx: tiles of 32
+# rows and 16 pairs, groups of eight panels, 2048 elements, and rows that are 4,096 bytes apart.
 SIZES = [(1, 1), (13, 1), (1, 13), (3, 50), (12, 32), (37, 39), (128, 128), (130, 259), (40, 3073), (401, 530)]
+SIZES += [(32, 64), (33, 2048), (64, 4096), (300, 2100)]
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -48,6 +55,19 @@ def near(found: Tensor, expected: Tensor, eps: float = 2**-8) -> None:
     assert float((found.double() - expected).abs().max()) <= tolerance
 
 
+@pytest.fixture(params=["compiled", "amx"])
+def name(request: pytest.FixtureRequest) -> Iterator[mm.KernelName]:
+    """``kernels`` of both orders of sums."""
+    folder = request.getfixturevalue("emulated_amx") if request.param == "amx" else None
+    with nullcontext() if folder is None else emulated.using(folder):
+        yield request.param
+
+
+@pytest.fixture
+def table(name: mm.KernelName) -> kernels.Matmuls:
+    return compiled_products(rows=8, cols=8, at_once=3, variant="amx" if name == "amx" else "")
+
+
 @pytest.fixture
 def threads() -> Iterator[None]:
     before = torch.get_num_threads()
@@ -60,42 +80,42 @@ def threads() -> Iterator[None]:
 
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize(("rows", "cols"), SIZES)
-def test_products_against_fp64(rows: int, cols: int, batch: int) -> None:
+def test_products_against_fp64(rows: int, cols: int, batch: int, table: kernels.Matmuls) -> None:
     x, a, b, c = random(batch, rows, cols) / cols**0.5, *(symmetric(rows, batch, seed) for seed in (1, 2, 3))
     before = [t.clone() for t in (x, a, b, c)]
     xd, ad, bd, cd = (t.double() for t in (x, a, b, c))
     square, low, long = torch.full_like(a, torch.nan), torch.full_like(a, torch.nan), torch.full_like(x, torch.nan)
     each = torch.linspace(0.5, 2.0, batch)[:, None, None]
 
-    near(TABLE.multiply(x, None, [], square, scale=each), each.double() * (xd @ xd.mT))
+    near(table.multiply(x, None, [], square, scale=each), each.double() * (xd @ xd.mT))
     assert torch.equal(square, square.mT)
-    near(TABLE.multiply(a, a, [(a, -2.5)], square, alpha=1.25), -2.5 * ad + 1.25 * ad @ ad)
+    near(table.multiply(a, a, [(a, -2.5)], square, alpha=1.25), -2.5 * ad + 1.25 * ad @ ad)
     assert torch.equal(square, square.mT)
-    upper = TABLE.multiply(a, b, [(c, 0.75)], square)
+    upper = table.multiply(a, b, [(c, 0.75)], square)
     expected = 0.75 * cd + ad @ bd
     near(upper.triu(), expected.triu())
     assert torch.equal(upper, upper.mT), "the lower triangle is the mirror image of the upper one"
-    near(TABLE.multiply(a, b, [(c, 0.75)], square, symmetric=False), expected)
-    near(TABLE.multiply(a, x, [(x, 1.5)], long, scale=1.0, symmetric=False), 1.5 * xd + ad @ xd)
-    near(TABLE.multiply(a, x, [(x, each)], long, scale=each, symmetric=False), each.double() * (each * xd + ad @ xd))
-    assert TABLE.exact is not None
-    combined = TABLE.multiply(a, b, ((c, each), (a, -3.0)), square, 0.5, low=low, symmetric=False)
+    near(table.multiply(a, b, [(c, 0.75)], square, symmetric=False), expected)
+    near(table.multiply(a, x, [(x, 1.5)], long, scale=1.0, symmetric=False), 1.5 * xd + ad @ xd)
+    near(table.multiply(a, x, [(x, each)], long, scale=each, symmetric=False), each.double() * (each * xd + ad @ xd))
+    assert table.exact is not None
+    combined = table.multiply(a, b, ((c, each), (a, -3.0)), square, 0.5, low=low, symmetric=False)
     expected = 0.5 * ad @ bd + each * cd - 3 * ad
     near(combined, expected)
     near(combined.double() + low.double(), expected, eps=2**-16)
-    TABLE.multiply(a, b, ((c, each), (a, -3.0)), square, 0.5, low=low)
+    table.multiply(a, b, ((c, each), (a, -3.0)), square, 0.5, low=low)
     near((square.double() + low.double()).triu(), expected.triu(), eps=2**-16)
     assert torch.equal(square, square.mT)
     assert torch.equal(low, low.mT)
     assert all(map(torch.equal, (x, a, b, c), before))
 
 
-def test_what_is_added_is_rounded_once() -> None:
+def test_what_is_added_is_rounded_once(table: kernels.Matmuls) -> None:
     """1 and twice 1.5·2⁻⁹ is 1 + 2⁻⁷ if rounded once; rounded after each sum it would stay 1."""
     a = torch.eye(40, dtype=torch.bfloat16)[None]
     small, out = torch.full_like(a, 1.5 * 2**-9), torch.empty_like(a)
-    assert TABLE.exact is not None
-    TABLE.multiply(a, torch.ones_like(a), ((small, 1.0), (small, 1.0)), out, 1.0, symmetric=False)
+    assert table.exact is not None
+    table.multiply(a, torch.ones_like(a), ((small, 1.0), (small, 1.0)), out, 1.0, symmetric=False)
     assert torch.equal(out, torch.full_like(out, 1 + 2**-7))
 
 
@@ -119,27 +139,25 @@ def all_of(table: kernels.Matmuls, x: Tensor, a: Tensor, b: Tensor) -> list[Tens
 
 
 @pytest.mark.parametrize(("rows", "cols"), [(64, 70), (300, 517), (401, 3100)])
-def test_bits_depend_neither_on_the_batch_nor_on_threads(rows: int, cols: int, threads: None) -> None:
+def test_bits_depend_neither_on_the_batch_nor_on_threads(
+    rows: int, cols: int, threads: None, table: kernels.Matmuls
+) -> None:
     x, a, b = random(3, rows, cols), symmetric(rows, 3, 1), symmetric(rows, 3, 2)
     torch.set_num_threads(1)
-    expected = all_of(TABLE, x, a, b)
+    expected = all_of(table, x, a, b)
     for count in (2, 3, 5):
         torch.set_num_threads(count)
-        assert all(map(torch.equal, all_of(TABLE, x, a, b), expected)), count
+        assert all(map(torch.equal, all_of(table, x, a, b), expected)), count
     torch.set_num_threads(1)
     each = torch.linspace(0.5, 2.0, 3)[:, None, None]
     for n in range(3):
         alone = x[n : n + 1], a[n : n + 1], b[n : n + 1]
         assert torch.equal(
-            TABLE.multiply(alone[0], None, [], torch.empty_like(alone[1]), scale=each[n : n + 1])[0], expected[0][n]
+            table.multiply(alone[0], None, [], torch.empty_like(alone[1]), scale=each[n : n + 1])[0], expected[0][n]
         )
         assert torch.equal(
-            TABLE.multiply(alone[1], alone[2], [(alone[2], 0.75)], torch.empty_like(alone[1]))[0], expected[2][n]
+            table.multiply(alone[1], alone[2], [(alone[2], 0.75)], torch.empty_like(alone[1]))[0], expected[2][n]
         )
-
-
-VARIANTS = {"avx2": ["avx2"], "avx512": ["avx2", "avx512"], "avx512bf16": ["avx2", "avx512", "avx512bf16"]}
-VARIANTS |= {"neon": ["neon"], "bf16": ["neon", "bf16"]}
 
 
 def test_every_processor_has_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,16 +170,16 @@ def test_every_processor_has_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> N
         tiny[:, ::15] *= 2.0**-8
         for y in (x, tiny, x * 2.0**-70):
             found = {}
-            for variant in VARIANTS[best]:
+            for variant in RUNS[best]:
                 with monkeypatch.context() as patch:
-                    patch.setattr(compiled, "library", functools.partial(compiled.library, variant))
+                    patch.setattr(compiled, "library", lambda _="", other=compiled.library, own=variant: other(own))
                     found[variant] = [*all_of(TABLE, y, a, b), *loaded(y)]
-            for variant in VARIANTS[best]:
+            for variant in RUNS[best]:
                 assert all(map(torch.equal, found[variant], found[best])), variant
 
 
-def test_the_mode_of_the_processor_is_given_back() -> None:
-    TABLE.multiply(random(1, 40, 50), None, [], torch.empty(1, 40, 40, dtype=torch.bfloat16), scale=torch.ones(1, 1, 1))
+def test_the_mode_of_the_processor_is_given_back(table: kernels.Matmuls) -> None:
+    table.multiply(random(1, 40, 50), None, [], torch.empty(1, 40, 40, dtype=torch.bfloat16), scale=torch.ones(1, 1, 1))
     assert torch.tensor(1e-30).mul(1e-10).item() > 0, "numbers below 2^-126 are numbers again"
 
 
@@ -212,15 +230,17 @@ def test_rows_and_transposes(shape: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("coefficients", ["polar_express", "quintic", "aol", "deflated"])
 @pytest.mark.parametrize("shape", [(5, 8), (2, 64, 70), (200, 90), (384, 400), (400, 1000)])
-def test_it_is_as_near_to_the_polar_factor_as_torch_s(shape: tuple[int, ...], coefficients: str) -> None:
+def test_it_is_as_near_to_the_polar_factor_as_torch_s(
+    shape: tuple[int, ...], coefficients: str, name: mm.KernelName
+) -> None:
     x = random(*shape).float()
     u, _, vh = torch.linalg.svd(x.double(), full_matrices=False)
     found, usual = (
-        float((orthogonalize(x, coefficients=coefficients, kernels=name).double() - u @ vh).norm() / (u @ vh).norm())
-        for name in ("compiled", "torch")
+        float((orthogonalize(x, coefficients=coefficients, kernels=each).double() - u @ vh).norm() / (u @ vh).norm())
+        for each in (name, "torch")
     )
     assert found < 1.05 * usual + 0.003
-    wide, tall = (orthogonalize(y, coefficients=coefficients, kernels="compiled") for y in (x, x.mT))
+    wide, tall = (orthogonalize(y, coefficients=coefficients, kernels=name) for y in (x, x.mT))
     assert torch.equal(tall, wide.mT)
 
 
@@ -238,20 +258,21 @@ OWN = [[(1.5, -0.5)], [(2.0, 0.0, -0.5), (1.5, -0.5, 0.0)], [(0.0, 1.0)]]
 
 @pytest.mark.parametrize("coefficients", ["polar_express", "simple", "cans", *OWN])
 def test_all_steps_in_one_call_have_the_bits_of_single_steps(
-    coefficients: mm.Coefficients, monkeypatch: pytest.MonkeyPatch
+    coefficients: mm.Coefficients, name: mm.KernelName, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On all variants that run here; with zeros, numbers that are not finite, tiny and huge matrices and rows."""
-    best = compiled.library().variant
-    options: dict[str, Any] = {"steps": None, "method": "auto", "dtype": torch.bfloat16, "kernels": "compiled"}
+    options: dict[str, Any] = {"steps": None, "method": "auto", "dtype": torch.bfloat16, "kernels": name}
+    variants = ["amx"] if name == "amx" else RUNS[compiled.library().variant]
     for shape in SMALL:
         x = random(7, *shape).float()
         x[1:4] *= torch.tensor([1e-38, 1e37, 0.0])[:, None, None]
         x[4] *= 10.0 ** torch.linspace(-12, 0, shape[0])[:, None]
         x[5, -1, 0], x[6, 0, -1] = math.inf, math.nan
         x = x.bfloat16()
-        for variant in VARIANTS[best]:
+        for variant in variants:
             with monkeypatch.context() as patch:
-                patch.setattr(compiled, "library", functools.partial(compiled.library, variant))
+                if name != "amx":
+                    patch.setattr(compiled, "library", lambda _="", other=compiled.library, own=variant: other(own))
                 whole = Orthogonalizer.of(*shape, coefficients=coefficients, device=x.device, **options)
                 assert whole.products.small is not None
                 out = torch.full_like(x, 7.0)
@@ -321,9 +342,11 @@ def test_a_non_finite_matrix_stays_alone(coefficients: str, bad: float) -> None:
 
 
 @pytest.mark.parametrize("coefficients", ["polar_express", "deflated"])
-def test_bits_of_a_matrix_do_not_depend_on_its_surroundings(coefficients: str, threads: None) -> None:
+def test_bits_of_a_matrix_do_not_depend_on_its_surroundings(
+    coefficients: str, threads: None, name: mm.KernelName
+) -> None:
     def run(y: Tensor) -> Tensor:
-        return orthogonalize(y, coefficients=coefficients, kernels="compiled")
+        return orthogonalize(y, coefficients=coefficients, kernels=name)
 
     for shape in ((8, 8), (17, 40), (100, 131), (384, 800)):
         x = random(5, *shape)
@@ -412,10 +435,12 @@ def test_nothing_is_compiled_or_loaded_from_elsewhere(tmp_path: Path) -> None:
 
 
 FORKED = """
-import os, torch, muonmesh as mm
+import os, sys, torch, muonmesh as mm
+from muonmesh.numerics.kernels import compiled
+name, compiled.__file__ = sys.argv[1:]
 torch.set_num_threads(2)
 matrices = [torch.randn(*shape) for shape in ((5, 40, 90), (400, 900), (900, 900))]
-def run(): return [mm.orthogonalize(x, kernels="compiled", coefficients="deflated") for x in matrices]
+def run(): return [mm.orthogonalize(x, kernels=name, coefficients="deflated") for x in matrices]
 expected, child = run(), os.fork()
 if child == 0:
     torch.set_num_threads(1)  # on more, torch's own OpenMP would wait for ever
@@ -424,8 +449,9 @@ raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 
 
-def test_a_forked_process_multiplies_on_one_thread_with_the_same_bits() -> None:
-    subprocess.run([sys.executable, "-W", "ignore", "-c", FORKED], check=True, timeout=60)
+def test_a_forked_process_multiplies_on_one_thread_with_the_same_bits(name: mm.KernelName) -> None:
+    command = [sys.executable, "-W", "ignore", "-c", FORKED, name, compiled.__file__]
+    subprocess.run(command, check=True, timeout=60)
 
 
 @pytest.mark.parametrize("wrong", ["dtype", "strides", "shape", "device"])
@@ -487,7 +513,7 @@ def test_what_it_is_not_for() -> None:
 
 
 @pytest.mark.parametrize("coefficients", ["polar_express", "deflated"])
-def test_a_step_is_made_of_the_same_products(coefficients: str) -> None:
+def test_a_step_is_made_of_the_same_products(coefficients: str, name: mm.KernelName) -> None:
     """Small matrices in batches, one large and tall: each weight moves by what `orthogonalize` says."""
     shapes = [(20, 31)] * 5 + [(31, 20)] * 2 + [(900, 390)]
     weights = [torch.nn.Parameter(random(*shape, seed=n).float()) for n, shape in enumerate(shapes)]
@@ -498,15 +524,13 @@ def test_a_step_is_made_of_the_same_products(coefficients: str) -> None:
         weight_decay=0.0,
         nesterov=False,
         momentum=0.0,
-        kernels="compiled",
+        kernels=name,
         ns_coefficients=coefficients,
     )
     for n, weight in enumerate(weights):
         weight.grad = random(*weight.shape, seed=50 + n).float()
     optimizer.step()
     for n, (weight, was) in enumerate(zip(weights, before, strict=True)):
-        update = orthogonalize(
-            random(*weight.shape, seed=50 + n), coefficients=coefficients, kernels="compiled"
-        ).float()
+        update = orthogonalize(random(*weight.shape, seed=50 + n), coefficients=coefficients, kernels=name).float()
         expected = was - 0.1 * mm.update_scale(*weight.shape, "match_rms_adamw") * update
         torch.testing.assert_close(weight.detach(), expected, rtol=0, atol=1e-6)

@@ -1,61 +1,109 @@
-"""The products in C under the address and undefined-behaviour sanitizers: random sizes, strides and values."""
+"""The products in C under the address and undefined-behaviour sanitizers: random sizes, strides and values.
+
+Of the variant amx the tiles are emulated, and where the processor has tiles, its own must give the same bits.
+"""
 
 from __future__ import annotations
 
 import os
 import platform
-import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
 from muonmesh.numerics.kernels import compiled
+from tests.emulated import RUNS, SOURCES, compile_c
 
-ROOT = Path(__file__).parents[2]
-SOURCE = Path(compiled.__file__).with_name("products.c")
-ARCHITECTURE = {"avx2": "x86-64-v3", "avx512": "x86-64-v4", "avx512bf16": "x86-64-v4", "neon": "armv8-a"}
-ARCHITECTURE |= {"bf16": "armv8.2-a+bf16"}
-RUNS = {"avx2": ["avx2"], "avx512": ["avx2", "avx512"], "avx512bf16": ["avx2", "avx512", "avx512bf16"]}
-RUNS |= {"neon": ["neon"], "bf16": ["neon", "bf16"]}
+DRIVER = Path(__file__).parents[1] / "products_driver.c"
+SOURCE = SOURCES / "products.c"
+SANITIZED = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 
 
-def sanitized(folder: Path, variant: str, source: Path = SOURCE) -> Path:
+def driver(folder: Path, variant: str, *options: str, source: Path = SOURCE) -> Path:
     """Build the driver with a variant; the linker needs the sanitizers' libraries, which come with the compiler."""
-    flags = [f"-march={ARCHITECTURE[variant]}", *(["-mavx512bf16"] if variant == "avx512bf16" else [])]
-    flags += ["-O1", "-g", "-ffp-contract=off", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-w"]
-    compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))))
-    sources = [str(source), str(ROOT / "tests" / "products_driver.c")]
-    target = folder / f"driver-{variant}"
-    subprocess.run([compiler, *flags, f"-DVARIANT={variant}", *sources, "-lm", "-o", str(target)], check=True)
-    return target
+    sources = [source, DRIVER, *([SOURCES / "dispatch.c"] if variant == "amx" else [])]
+    known = [f"-DWITH_{name}=1" for name in (*RUNS["avx512bf16"], "amx")]
+    return compile_c(folder / f"driver-{variant.replace(' ', '-')}", variant, sources, *options, *known)
 
 
-def ran(driver: Path, seed: int, count: int) -> subprocess.CompletedProcess[str]:
+def ran(built: Path, seed: int, count: int) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "ASAN_OPTIONS": "detect_leaks=1"}
-    return subprocess.run([driver, str(seed), str(count)], env=environment, capture_output=True, text=True, check=False)
+    return subprocess.run([built, str(seed), str(count)], env=environment, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.parametrize("count", [100, pytest.param(2000, marks=pytest.mark.soak)])
+def bits_of(folder: Path, variant: str, seed: int, count: int) -> str:
+    """Run a variant under the sanitizers, and return the number that all bits of its results follow from."""
+    done = ran(driver(folder, variant, *SANITIZED), seed, count)
+    assert done.returncode == 0, f"{variant}, {platform.machine()}: {done.stderr[-3000:]}"
+    error, bits = done.stdout.split()
+    assert float(error) < 1.01, variant
+    return bits
+
+
+COUNTS = pytest.mark.parametrize("count", [100, pytest.param(2000, marks=pytest.mark.soak)])
+
+
+@COUNTS
 def test_sanitizers_find_nothing(tmp_path: Path, products: None, count: int) -> None:
     """All variants that this processor runs, against sums in fp64, with the same bits in all results; a quarter of the
     cases have any bits at all, and a quarter rows below 2^-126."""
-    found = set()
-    for variant in RUNS[compiled.library().variant]:
-        done = ran(sanitized(tmp_path, variant), count, count)
-        assert done.returncode == 0, f"{variant}, {platform.machine()}: {done.stderr[-3000:]}"
-        error, bits = done.stdout.split()
-        assert float(error) < 1.01, variant
-        found.add(bits)
-    assert len(found) == 1
+    variants = RUNS[compiled.library().variant]
+    assert len({bits_of(tmp_path, variant, count, count) for variant in variants}) == 1
+
+
+@COUNTS
+def test_sanitizers_find_nothing_beside_emulated_tiles(tmp_path: Path, emulated_amx: Path, count: int) -> None:
+    """Nor does a call leave another configuration of tiles than the one of its caller."""
+    assert bits_of(tmp_path, "emulated amx", count, count)
+
+
+@COUNTS
+def test_tiles_have_the_bits_of_their_emulation(tmp_path: Path, emulated_amx: Path, count: int) -> None:
+    try:
+        compiled.library("amx")
+    except compiled.NoLibrary as error:
+        pytest.skip(str(error))
+    assert bits_of(tmp_path, "amx", count, count) == bits_of(tmp_path, "emulated amx", count, count)
+
+
+def faulty(folder: Path, right: str, wrong: str) -> Path:
+    text = SOURCE.read_text()
+    assert right in text
+    file = folder / "faulty.c"
+    file.write_text(text.replace(right, wrong))
+    return file
 
 
 def test_sanitizers_find_an_element_too_far(tmp_path: Path, products: None) -> None:
     """A loop that writes whole vectors at the end of a row is found."""
-    text = SOURCE.read_text()
-    faulty = tmp_path / "faulty.c"
-    faulty.write_text(text.replace("else memcpy(to, &h, some * sizeof(bf16));", "else memcpy(to, &h, sizeof h);"))
-    assert faulty.read_text() != text
-    done = ran(sanitized(tmp_path, RUNS[compiled.library().variant][-1], faulty), 0, 20)
+    source = faulty(tmp_path, "else memcpy(to, &h, some * sizeof(bf16));", "else memcpy(to, &h, sizeof h);")
+    done = ran(driver(tmp_path, RUNS[compiled.library().variant][-1], *SANITIZED, source=source), 0, 20)
     assert done.returncode != 0
     assert "ERROR: AddressSanitizer" in done.stderr
+
+
+RESTORED = "  if (before->palette) _tile_loadconfig(before);\n  else _tile_release();"
+FAULTS = {
+    "the other half of a panel": ("_tile_dpbf16ps(1, 4, 7);", "_tile_dpbf16ps(1, 4, 6);", ""),
+    "the next pair, not the next 16": ("packed += PAIRS * WIDTH) {\n    _tile", "packed += WIDTH) {\n    _tile", ""),
+    "even members where odd ones are": ("low | high << 16", "high | low << 16", ""),
+    "no zeros after a column": ("(pairs_of(some) * WIDTH - filled)", "0 * filled", ""),
+    "an end within a tile": ("rows == ROWS && depth % (2 * PAIRS) == 0 && ", "rows == ROWS && ", "AddressSanitizer"),
+    "fewer rows than a tile": ("rows == ROWS && depth % (2", "depth % (2", "AddressSanitizer"),
+    "tiles released that somebody had configured": (RESTORED, "  _tile_release();", ""),
+    "tiles configured that nobody had": (RESTORED, "  _tile_loadconfig(before->palette ? before : &ours);", ""),
+    "no configuration": ("  _tile_loadconfig(own);\n", "", "#UD"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_of_the_variant_amx_shows(tmp_path: Path, emulated_amx: Path, fault: str) -> None:
+    """In sums, in memory beside an operand, in the configuration that a call leaves, or as what a processor refuses."""
+    right, wrong, told = FAULTS[fault]
+    options = SANITIZED if told == "AddressSanitizer" else ("-O1",)
+    done = ran(driver(tmp_path, "emulated amx", *options, source=faulty(tmp_path, right, wrong)), 0, 40)
+    if told:
+        assert told in done.stderr
+    else:
+        assert not float(done.stdout.split()[0]) < 1.01, done.stdout

@@ -30,7 +30,7 @@ from muonmesh.numerics.coefficients import (
 from muonmesh.numerics.dtypes import COMPUTE_DTYPES, HELD_DTYPES, NEEDED_COMPUTE, NEEDED_HELD
 from muonmesh.numerics.graphs import Graphs
 from muonmesh.numerics.iteration import Iteration
-from muonmesh.numerics.kernels import KernelName, Matmuls, resolve, select
+from muonmesh.numerics.kernels import KernelName, Matmuls, is_compiled, resolve, select
 from muonmesh.numerics.kernels.recording import run_again
 from muonmesh.numerics.kernels.threads import run_on_one_thread
 from muonmesh.numerics.precision import exact_fp32, plain_modes
@@ -72,7 +72,7 @@ def orthogonalize(
         method: "standard", "gram" or "auto", see `resolve_method`.
         dtype: Compute dtype: bf16, fp32 or fp64.
         kernels: The code that multiplies matrices. "auto": the code of this process that should be the fastest.
-            "torch": torch's products. "triton" and "compiled": this code, or an error if it cannot run.
+            "torch": torch's products. "triton", "compiled" and "amx": this code, or an error if it cannot run.
         out: Contiguous tensor of x's shape, dtype and device to write, not overlapping x.
         overwrite: Whether x may be used as working memory; its contents are lost then.
 
@@ -143,7 +143,7 @@ class Orthogonalizer:
         chosen = resolve_method(rows, cols, coefficients=coefficients, steps=steps, method=method, dtype=dtype)
         prepared, schedule = coefficient_set(coefficients), coefficient_schedule(coefficients, steps)
         closer = chosen == "gram" and prepared.preconditioner.bounds_closer
-        whole = closer and resolve(kernels, device=device, dtype=dtype, rows=rows, whole=True) == "compiled"
+        whole = closer and is_compiled(resolve(kernels, device=device, dtype=dtype, rows=rows, whole=True))
         segments = (schedule,) if whole else tuple(segments_of(schedule, chosen))
         shortened = steps not in (None, prepared.steps)
         prepared = replace(prepared, preconditioner=prepared.preconditioner.on(device, shortened=shortened))

@@ -16,7 +16,7 @@ from torch import Tensor
 from muonmesh.comm.gradients import check_source
 from muonmesh.errors import about, called, explain_error
 from muonmesh.numerics.dtypes import dtype_named
-from muonmesh.numerics.kernels import check_kernels
+from muonmesh.numerics.kernels import check_kernels, is_compiled
 from muonmesh.numerics.newton_schulz import resolve_method
 from muonmesh.numerics.rules import RULES, Hyperparameters, check_keeps, is_known, is_matrix_rule
 from muonmesh.numerics.setting import NOT_NEGATIVE, TORCHS_NAMES, is_number, own_names
@@ -81,8 +81,8 @@ def _check_optimizer(given: Mapping[str, Any]) -> None:
         raise ValueError(
             explain_error(called("Muon"), found, needed, "Write state_dtype=torch.bfloat16, or no state_device")
         )
-    if given["kernels"] == "compiled":  # before anything is planned; whether parameters are on a CPU is known then
-        check_kernels("compiled", device=torch.device("cpu"), dtype=given["compute_dtype"])
+    if is_compiled(given["kernels"]):  # before anything is planned; whether parameters are on a CPU is known then
+        check_kernels(given["kernels"], device=torch.device("cpu"), dtype=given["compute_dtype"])
 
 
 def check_process_group(process_group: object, words: Sequence[str] = ("world", "local", "auto")) -> None:

@@ -32,7 +32,7 @@ from muonmesh.layout.piece_table import NOWHERE, PieceTable, Row
 from muonmesh.layout.routes import pieces
 from muonmesh.numerics.coefficients import CoefficientName, choose, coefficient_schedule, coefficient_set
 from muonmesh.numerics.graphs import Graphs
-from muonmesh.numerics.kernels import check_kernels
+from muonmesh.numerics.kernels import check_kernels, told_products
 from muonmesh.numerics.newton_schulz import Orthogonalizer
 from muonmesh.numerics.rules import Rule, rule_of
 from muonmesh.step.blocks import Blocks
@@ -357,7 +357,7 @@ def _parameter(
         named = f"{named} {coefficient_set(named)}"
     settings = f"{named}, {steps} steps, {group['ns_method']}, {precision.compute}"
     if precision.kernels != "auto":  # other kernels round differently
-        settings = f"{settings}, kernels {precision.kernels}"
+        settings = f"{settings}, kernels {told_products(precision.kernels, device=device, dtype=precision.compute)}"
     each = tuple(flops[matrix.shape] for matrix in matrices)
     if rule.changes_matrices():
         settings = f"{settings}, {group['algorithm']}"

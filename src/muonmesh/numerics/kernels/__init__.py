@@ -18,10 +18,10 @@ from muonmesh.numerics.kernels.table import Exact, Matmuls
 from muonmesh.numerics.kernels.toolchain import DTYPES, is_installed, is_interpreted, is_usable
 from muonmesh.numerics.kernels.triton import triton_products
 
-KernelName: TypeAlias = Literal["auto", "torch", "triton", "compiled"]
+KernelName: TypeAlias = Literal["auto", "torch", "triton", "compiled", "amx"]
 """The code that multiplies matrices. "auto" takes the code that should be the fastest on the device, if all ranks can
 run it. "torch" needs nothing else. "triton" needs triton. "compiled" needs bf16 on a CPU, and a package that was built
-with a C compiler."""
+with a C compiler. "amx" also needs a CPU with AMX; it has never run on one, so "auto" does not take it."""
 
 __all__ = [
     "Exact",
@@ -29,6 +29,7 @@ __all__ = [
     "Matmuls",
     "auto_takes",
     "check_kernels",
+    "is_compiled",
     "multiplies_bf16",
     "resolve",
     "select",
@@ -78,14 +79,15 @@ def select(
         The table.
 
     Raises:
-        ValueError: `kernels` is unknown, or it is "triton" or "compiled" and this code cannot run here.
+        ValueError: `kernels` is unknown, or it is "triton", "compiled" or "amx" and this code cannot run here.
     """
     check_kernels(kernels, device=device, dtype=dtype)
     matrix_bytes = rows * cols * dtype.itemsize
     cpu_at_once = max(2, _CPU_BYTES_AT_ONCE // matrix_bytes)
     taken = resolve(kernels, device=device, dtype=dtype, rows=rows, whole=whole)
-    if taken == "compiled":
-        return compiled_products(rows=rows, cols=cols, at_once=1 if rows >= _BLOCKED_FROM_ROWS else cpu_at_once)
+    if is_compiled(taken):
+        at_once = 1 if rows >= _BLOCKED_FROM_ROWS else cpu_at_once
+        return compiled_products(rows=rows, cols=cols, at_once=at_once, variant="amx" if taken == "amx" else "")
     if taken == "triton":
         return triton_products(at_once=max(1, _DEVICE_BYTES_AT_ONCE // matrix_bytes), rows=rows, cols=cols)
     if device.type != "cpu":
@@ -121,6 +123,11 @@ def resolve(
     return "triton" if by_triton and _has_tensor_cores(device) and is_usable(device) else "torch"
 
 
+def is_compiled(kernels: KernelName) -> bool:
+    """Whether an implementation is products.c, whose products can keep what rounding leaves."""
+    return kernels in ORDER_OF_SUMS
+
+
 @cache
 def auto_takes() -> tuple[int, range]:
     """Return for which matrices "auto" uses the compiled products on this CPU in bf16; ranks compare the result.
@@ -133,7 +140,7 @@ def auto_takes() -> tuple[int, range]:
     except NoLibrary:
         return 0, range(0)
     gain = _GAIN.get("amx" if torch.cpu._is_amx_tile_supported() else variant, range(0))
-    return (ORDER_OF_SUMS if gain else 0), gain
+    return (ORDER_OF_SUMS["compiled"] if gain else 0), gain
 
 
 def told_products(kernels: KernelName, *, device: torch.device, dtype: torch.dtype) -> str:
@@ -143,7 +150,7 @@ def told_products(kernels: KernelName, *, device: torch.device, dtype: torch.dty
         below = f" to {gain[-1]}" if gain.stop < sys.maxsize else ""
         return f"compiled {order} from {gain.start} rows{below}"
     taken = resolve(kernels, device=device, dtype=dtype, rows=1)
-    return f"compiled {ORDER_OF_SUMS}" if taken == "compiled" else taken
+    return f"{taken} {ORDER_OF_SUMS[taken]}" if taken in ORDER_OF_SUMS else taken
 
 
 def check_kernels(kernels: KernelName, *, device: torch.device, dtype: torch.dtype) -> None:
@@ -155,7 +162,7 @@ def check_kernels(kernels: KernelName, *, device: torch.device, dtype: torch.dty
     if kernels not in get_args(KernelName):
         known = ", ".join(repr(name) for name in get_args(KernelName))
         raise ValueError(f'kernels: found {kernels!r}; needed one of {known}. Write kernels="auto"')
-    faults = {"triton": _triton_fault, "compiled": _compiled_fault}
+    faults = {"triton": _triton_fault, "compiled": _compiled_fault, "amx": _amx_fault}
     if kernels in faults and (fault := faults[kernels](device, dtype)):
         found, needed, write = fault
         raise ValueError(f"kernels={kernels!r}: found {found}; needed {needed}. Write {write}")
@@ -186,6 +193,18 @@ def _compiled_fault(device: torch.device, dtype: torch.dtype) -> tuple[str, str,
     except NoLibrary as error:
         needed = "the library of products, on a processor with AVX2 and FMA or on 64-bit ARM"
         return str(error), needed, f"{_INSTEAD}, or {error.mend}"
+    return None
+
+
+def _amx_fault(device: torch.device, dtype: torch.dtype) -> tuple[str, str, str] | None:
+    """Return the parts (found, needed, write) of the error if the products of AMX cannot run; None if they can."""
+    if fault := _compiled_fault(device, dtype):
+        return fault
+    try:
+        library("amx")
+    except NoLibrary as error:
+        needed = "a processor with AMX-BF16, Linux 5.16, and a package that GCC 11 or clang 12 or a later one has built"
+        return str(error), needed, _INSTEAD
     return None
 
 

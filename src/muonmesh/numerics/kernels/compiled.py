@@ -4,12 +4,14 @@ They are faster than torch's products for three reasons. Of a symmetric result, 
 computed, and mirrored while it is in the cache. Other terms are added before the result is rounded. A batch of small
 matrices is one call. The rounding error can be kept too. Each sum has a fixed order, so the bits do not depend on
 threads or on other matrices.
+
+The variant "amx" has another order of sums than all others, so it is taken by name alone (`kernels="amx"`).
 """
 
 from __future__ import annotations
 
 import ctypes
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,8 +22,9 @@ from muonmesh.numerics.kernels.memory import scratch
 from muonmesh.numerics.kernels.table import Exact, Matmuls, Number, Operand, Small, Terms
 from muonmesh.numerics.kernels.threads import run_parts
 
-ORDER_OF_SUMS = 1
-"""The version of the order of sums. Increase it if you change the order, and so the bits. Ranks compare it."""
+ORDER_OF_SUMS = {"compiled": 1, "amx": 2}
+"""The version of the order of sums of each ``kernels``. Take a new number if you change an order, and so the bits.
+Ranks compare it."""
 
 _WORTH_A_THREAD = 1 << 24
 """From this number of multiplications on, all threads share one product."""
@@ -69,19 +72,22 @@ def library(variant: str = "") -> SimpleNamespace:
     """Return the functions of products.c.
 
     Args:
-        variant: The set of instructions; "": the best that this processor has.
+        variant: The set of instructions; "": the best that this processor has, except "amx".
 
     Raises:
-        NoLibrary: the package was built without a C compiler, or for other processors.
+        NoLibrary: the package was built without a C compiler, or for other processors; or "amx" was asked for, and the
+            processor or its kernel has no registers of AMX for this process.
     """
     path = Path(__file__).with_name("products.so")
     try:
         _check_whole(path.read_bytes())
         found = ctypes.CDLL(str(path))
-        found.muonmesh_variant.restype = ctypes.c_char_p
+        found.muonmesh_variant.restype = found.muonmesh_tiles.restype = ctypes.c_char_p
         variant = variant or found.muonmesh_variant().decode()
         if not variant:
             raise NoLibrary("a processor without AVX2 and FMA")
+        if variant == "amx" and (refused := found.muonmesh_tiles().decode()):
+            raise NoLibrary(refused)
         long, pointer, flag = ctypes.c_long, ctypes.c_void_p, ctypes.c_int
         functions = SimpleNamespace(variant=variant)
         for name, takes, returns in (
@@ -108,17 +114,24 @@ def _check_whole(library: bytes) -> None:
         raise OSError(f"it ends after {len(library):,} bytes of {start + size * count:,}")
 
 
-def compiled_products(*, rows: int, cols: int, at_once: int = 1) -> Matmuls:
+def compiled_products(*, rows: int, cols: int, at_once: int = 1, variant: str = "") -> Matmuls:
     """Return the table for batches of at most ``at_once`` matrices of a shape, rows ≤ cols.
 
     The bits of a matrix are the same in a batch, alone, and on any number of threads.
+
+    Args:
+        rows: The smaller side.
+        cols: The larger side.
+        at_once: See `Matmuls`.
+        variant: See `library`. What is not a product is computed by the best variant, with the same bits.
     """
+    small = Small(partial(_orthogonalize, variant), (torch.bfloat16,))
     return Matmuls(
-        multiply=_multiply,
+        multiply=partial(_multiply, variant),
         at_once=at_once,
         together=at_once > 1,
         exact=Exact(row_products=_row_products, load=_load, store=_store),
-        small=Small(_orthogonalize, (torch.bfloat16,)) if rows * rows * cols < _WORTH_A_THREAD else None,
+        small=small if rows * rows * cols < _WORTH_A_THREAD else None,
     )
 
 
@@ -127,6 +140,7 @@ def _each(number: Number, count: int) -> list[float]:
 
 
 def _multiply(
+    variant: str,
     a: Tensor,
     b: Operand,
     terms: Terms,
@@ -154,7 +168,7 @@ def _multiply(
     operands += [_NONE] * (2 - len(terms))
     factors += [[0.0] * count] * (2 - len(terms))
     low_matrix = _NONE if low is None else _matrix(low, shape)
-    functions, told = library(), _Operands(*operands, _matrix(out, shape), low_matrix)
+    functions, told = library(variant), _Operands(*operands, _matrix(out, shape), low_matrix)
     each = (ctypes.c_float * (3 * count))(*(number for some in zip(*factors, strict=True) for number in some))
 
     def part(number: int, parts: int) -> None:
@@ -201,10 +215,10 @@ def _in_memory(numbers: tuple[float, ...]) -> ctypes.Array[ctypes.c_double]:
     return (ctypes.c_double * len(numbers))(*numbers)
 
 
-def _orthogonalize(x: Tensor, out: Tensor, polynomials: tuple[float, ...]) -> None:
+def _orthogonalize(variant: str, x: Tensor, out: Tensor, polynomials: tuple[float, ...]) -> None:
     """Do `Matmuls.small`: one call for all products, since a call from Python takes longer than a small product."""
     (batch, *shape), x = x.shape, x.contiguous()
     _require(x.shape == out.shape, x)
-    functions, numbers = library(), _in_memory(polynomials)
+    functions, numbers = library(variant), _in_memory(polynomials)
     room = scratch("products", (functions.room_of_all(*shape),), dtype=torch.uint8, device=out.device).data_ptr()
     functions.orthogonalize(batch, *shape, _address(x), _address(out), len(numbers) // 3, numbers, room)

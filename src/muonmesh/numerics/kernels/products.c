@@ -1,10 +1,12 @@
 /* Products of bf16 matrices on a CPU. setup.py compiles this file once for each set of instructions, -DVARIANT=name,
  * and each variant's functions end in that name.
  *
- * All variants give the same bits. Every element of a result is one sum in fp32, over k in order, in pairs: first the odd
- * member of a pair, then the even one, as VDPBF16PS does. A product of two bf16 numbers is exact in fp32, so a processor
- * without that instruction gets the same bits from a fused multiply-add. Nothing depends on how a product is cut up: not
- * on tiles, panels, threads, nor on the other matrices of a batch. Numbers below 2^-126 count as zero.
+ * All variants but amx give the same bits. Every element of a result is one sum in fp32, over k in order, in pairs: first
+ * the odd member of a pair, then the even one, as VDPBF16PS does. A product of two bf16 numbers is exact in fp32, so a
+ * processor without that instruction gets the same bits from a fused multiply-add. amx adds 16 pairs at a time to a sum, as
+ * TDPBF16PS does: the products of their even members one after the other, those of their odd ones likewise, then both sums
+ * to each other. Nothing depends on how a product is cut up: not on tiles, panels, threads, nor on the other matrices of a
+ * batch. Numbers below 2^-126 count as zero.
  *
  * As in Goto and van de Geijn (2008), "Anatomy of High-Performance Matrix Multiplication": a group of panels of B is
  * packed for the second-level cache, and tiles of A times a panel are summed in registers.
@@ -19,6 +21,9 @@
 
 #define JOIN(a, b) a##_##b
 #define NAMED(a, b) JOIN(a, b)
+/* Two static functions, whose names say in the library which instructions they have. */
+#define multiply NAMED(multiply, VARIANT)
+#define multiply_configured NAMED(multiply_configured, VARIANT)
 #define muonmesh_room NAMED(muonmesh_room, VARIANT)
 #define muonmesh_multiply NAMED(muonmesh_multiply, VARIANT)
 #define muonmesh_transpose NAMED(muonmesh_transpose, VARIANT)
@@ -28,17 +33,19 @@
 #define muonmesh_orthogonalize NAMED(muonmesh_orthogonalize, VARIANT)
 
 typedef uint16_t bf16;
-#if defined(__AVX512F__)
-enum { LANES = 16, ROWS = 12 }; /* of a tile: 24 sums, 2 vectors of B and one of A in 32 registers */
+/* ROWS: of a tile. PANELS, DEPTH: packed at once, panels and elements of each of their columns. PAIRS: summed at once. */
+#if defined(__AMX_BF16__)
+enum { LANES = 16, ROWS = 32, PANELS = 8, DEPTH = 2048, PAIRS = 16 }; /* four sums, two of A, two of B in 8 registers */
+#elif defined(__AVX512F__)
+enum { LANES = 16, ROWS = 12, PANELS = 4, DEPTH = 3072, PAIRS = 1 }; /* 24 sums, 2 vectors of B, one of A in 32 registers */
 #else
-enum { LANES = 8, ROWS = 4 };
+enum { LANES = 8, ROWS = 4, PANELS = 4, DEPTH = 3072, PAIRS = 1 };
 #endif
 typedef float floats __attribute__((vector_size(LANES * 4)));
 typedef uint32_t pairs __attribute__((vector_size(LANES * 4))); /* of bf16, the even one in the lower half */
 typedef uint16_t halves __attribute__((vector_size(LANES * 2)));
 
 enum { VECTORS = 2, WIDTH = LANES * VECTORS }; /* of a panel */
-enum { PANELS = 4, DEPTH = 3072 }; /* packed at once: panels, and elements of each of their columns */
 
 #define INLINE static inline __attribute__((always_inline))
 #ifdef __clang__
@@ -178,6 +185,106 @@ static void pack_columns(const bf16 *b, long ld, long depth, long width, uint32_
   }
 }
 
+/* A batch of matrices in memory: elements from one row to the next, and from one matrix to the next. None: `at` is null. */
+typedef struct {
+  bf16 *at;
+  long ld, step;
+} matrix;
+
+INLINE matrix part_of(matrix m, long row, long column) {
+  return (matrix){m.at ? m.at + row * m.ld + column : 0, m.ld, m.step};
+}
+
+INLINE matrix one_of(matrix m, long number) { return (matrix){m.at ? m.at + number * m.step : 0, m.ld, m.step}; }
+
+/* Of how many pairs a packed column is: zeros fill it. */
+INLINE long pairs_of(long depth) { return ((depth + 1) / 2 + PAIRS - 1) / PAIRS * PAIRS; }
+
+#if defined(__AMX_BF16__)
+/* GCC's intrinsics say of no memory that they read it, and of a configuration that it has 8 bytes. So whatever is in memory
+ * is there from here on, and nobody knows what `object` points to. */
+#define MEMORY(object) __asm__ volatile("" : "+r"(object) : : "memory")
+
+typedef struct { /* as LDTILECFG and STTILECFG have it; all zeros: none */
+  uint8_t palette, start, reserved[14];
+  uint16_t bytes_of_a_row[16];
+  uint8_t rows[16];
+} configuration;
+
+/* Eight tiles of 16 rows of 64 bytes. */
+static const configuration ours = {1, 0, {0}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
+
+/* `before` is what the thread has: oneDNN may leave its own from one call to the next. */
+INLINE void configure(configuration *before) {
+  const configuration *own = &ours;
+  _tile_storeconfig(before);
+  MEMORY(before);
+  MEMORY(own);
+  _tile_loadconfig(own);
+}
+INLINE void configure_again(configuration *before) {
+  MEMORY(before);
+  if (before->palette) _tile_loadconfig(before);
+  else _tile_release();
+}
+
+/* How far apart the rows of a copy of A are: an odd number of lines, which spreads them over the first-level cache. */
+INLINE long ld_of_copy(long depth) { return 2 * pairs_of(depth) | 32; }
+INLINE long room_of_copy(long depth) { return ROWS * ld_of_copy(depth) * (long)sizeof(bf16); }
+
+/* A as tiles can read it: whole, and with rows that are no multiple of 4,096 bytes apart, or they would take each other's
+ * places in the cache. Else a copy of these rows, with zeros around them. */
+INLINE matrix for_tiles(matrix a, long rows, long depth, bf16 *copy) {
+  if (rows == ROWS && depth % (2 * PAIRS) == 0 && a.ld % 2048) return a;
+  const long ld = ld_of_copy(depth), whole = 2 * pairs_of(depth);
+  for (long i = 0; i < ROWS; i++) {
+    const long copied = i < rows ? depth : 0;
+    if (copied) memcpy(copy + i * ld, a.at + i * a.ld, copied * sizeof(bf16));
+    memset(copy + i * ld + copied, 0, (whole - copied) * sizeof(bf16));
+  }
+  return (matrix){copy, ld, 0};
+}
+
+/* sums (ROWS, WIDTH) += A (ROWS, depth) times a packed panel; fresh: they are zeros, whatever is there. */
+INLINE void any_tile(long rows, const bf16 *a, long ld, long depth, const uint32_t *packed, float *sums, int fresh) {
+  enum { HALF = 16, OF_PANEL = WIDTH * sizeof(float) };
+  const long of_a = ld * sizeof(bf16);
+  MEMORY(sums);
+  if (fresh) {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+  } else {
+    _tile_loadd(0, sums, OF_PANEL);
+    _tile_loadd(1, sums + LANES, OF_PANEL);
+    _tile_loadd(2, sums + HALF * WIDTH, OF_PANEL);
+    _tile_loadd(3, sums + HALF * WIDTH + LANES, OF_PANEL);
+  }
+  for (long k = 0; k < depth; k += 2 * PAIRS, a += 2 * PAIRS, packed += PAIRS * WIDTH) {
+    _tile_loadd(4, a, of_a);
+    _tile_loadd(6, packed, OF_PANEL);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_loadd(7, packed + LANES, OF_PANEL);
+    _tile_dpbf16ps(1, 4, 7);
+    _tile_loadd(5, a + HALF * ld, of_a);
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_dpbf16ps(3, 5, 7);
+  }
+  _tile_stored(0, sums, OF_PANEL);
+  _tile_stored(1, sums + LANES, OF_PANEL);
+  _tile_stored(2, sums + HALF * WIDTH, OF_PANEL);
+  _tile_stored(3, sums + HALF * WIDTH + LANES, OF_PANEL);
+}
+
+INLINE long height_of(long left) { return ROWS; }
+#else
+typedef struct { char none; } configuration;
+INLINE void configure(configuration *before) {}
+INLINE void configure_again(configuration *before) {}
+INLINE long room_of_copy(long depth) { return 0; }
+INLINE matrix for_tiles(matrix a, long rows, long depth, bf16 *copy) { return a; }
+
 /* sums (rows, WIDTH) += A (rows, depth) times a packed panel. */
 INLINE void tile(int rows, const bf16 *a, long ld, long depth, const uint32_t *packed, float *sums) {
   floats sum[ROWS][VECTORS];
@@ -209,7 +316,9 @@ INLINE void tile(int rows, const bf16 *a, long ld, long depth, const uint32_t *p
     UNROLL for (int v = 0; v < VECTORS; v++) memcpy(sums + i * WIDTH + v * LANES, &sum[i][v], sizeof(floats));
 }
 
-static void any_tile(long rows, const bf16 *a, long ld, long depth, const uint32_t *packed, float *sums) {
+/* The same of any number of rows; fresh: sums are zeros, whatever is there. */
+static void any_tile(long rows, const bf16 *a, long ld, long depth, const uint32_t *packed, float *sums, int fresh) {
+  if (fresh) memset(sums, 0, rows * WIDTH * sizeof(float));
   if (rows == ROWS) {
     tile(ROWS, a, ld, depth, packed, sums);
     return;
@@ -229,18 +338,7 @@ INLINE long height_of(long left) {
   if (ROWS == 12 && left != 12 && left >= 8 && left < 20) return 8;
   return least(ROWS, left);
 }
-
-/* A batch of matrices in memory: elements from one row to the next, and from one matrix to the next. None: `at` is null. */
-typedef struct {
-  bf16 *at;
-  long ld, step;
-} matrix;
-
-INLINE matrix part_of(matrix m, long row, long column) {
-  return (matrix){m.at ? m.at + row * m.ld + column : 0, m.ld, m.step};
-}
-
-INLINE matrix one_of(matrix m, long number) { return (matrix){m.at ? m.at + number * m.step : 0, m.ld, m.step}; }
+#endif
 
 INLINE floats load_widened(const bf16 *from, long some) {
   halves h = {0};
@@ -314,31 +412,34 @@ static void mirror(bf16 *out, long ld, long first, long last) {
 /* One of `parts` parts of the columns of one product; see muonmesh_multiply. */
 static APART void multiply(long rows, long depth, long cols, matrix a, matrix b, int transposed, matrix c, matrix d,
                            matrix out, matrix low, const float *factors, int symmetric, long part, long parts,
-                           uint32_t *packed, float *sums) {
-  const long wide = PANELS * WIDTH, each = (least(depth, DEPTH) + 1) / 2 * WIDTH;
+                           uint32_t *packed, float *sums, bf16 *copy) {
+  /* Few panels at once where parts would else get too unequal shares of a triangle. */
+  const long panels = parts > 1 && cols < 3 * parts * PANELS * WIDTH ? 4 : PANELS;
+  const long wide = panels * WIDTH, each = pairs_of(least(depth, DEPTH)) * WIDTH;
   for (long start = 0, number = 0; start < cols; start += wide, number++) {
     /* A column of a symmetric result is the longer, the further to the right it is; so dealt out to and fro. */
     long turn = number % (2 * parts);
     if (turn != part && turn != 2 * parts - 1 - part) continue;
     long stop = least(start + wide, cols), above = symmetric ? least(stop, rows) : rows;
-    if (depth > DEPTH) memset(sums, 0, above * wide * sizeof(float));
     for (long k = 0; k < depth; k += DEPTH) {
-      long some = least(DEPTH, depth - k);
-      for (long j = start, p = 0; j < stop; j += WIDTH, p++)
+      long some = least(DEPTH, depth - k), filled = (some + 1) / 2 * WIDTH;
+      for (long j = start, p = 0; j < stop; j += WIDTH, p++) {
         (transposed ? pack_columns : pack_rows)(transposed ? b.at + j * b.ld + k : b.at + k * b.ld + j, b.ld, some,
                                                 least(WIDTH, stop - j), packed + p * each);
+        memset(packed + p * each + filled, 0, (pairs_of(some) * WIDTH - filled) * sizeof(uint32_t));
+      }
       /* No row below the last column of a symmetric result: another part mirrors to there. */
       for (long i = 0, height; i < above; i += height) {
         height = height_of(above - i);
+        long inside = least(height, above - i);
+        matrix rows_of_a = for_tiles(part_of(a, i, k), inside, some, copy);
         for (long j = start, p = 0; j < stop; j += WIDTH, p++) {
           long width = least(WIDTH, stop - j);
           if (symmetric && i >= j + width) continue;
-          float *of_tile = sums;
-          if (depth > DEPTH) of_tile += i * wide + p * height * WIDTH;
-          else memset(sums, 0, ROWS * WIDTH * sizeof(float));
-          any_tile(height, a.at + i * a.ld + k, a.ld, some, packed + p * each, of_tile);
+          float *of_tile = sums + (depth > DEPTH ? i * wide + p * height * WIDTH : 0);
+          any_tile(height, rows_of_a.at, rows_of_a.ld, some, packed + p * each, of_tile, k == 0);
           if (k + some == depth)
-            finish(of_tile, height, width, factors[0], factors[1], part_of(c, i, j), factors[2], part_of(d, i, j),
+            finish(of_tile, inside, width, factors[0], factors[1], part_of(c, i, j), factors[2], part_of(d, i, j),
                    part_of(out, i, j), part_of(low, i, j));
         }
       }
@@ -348,11 +449,29 @@ static APART void multiply(long rows, long depth, long cols, matrix a, matrix b,
   }
 }
 
+INLINE long room_of_packed(long depth) { return PANELS * pairs_of(least(depth, DEPTH)) * WIDTH * (long)sizeof(uint32_t); }
+INLINE long room_of_sums(long rows, long depth) {
+  return (depth > DEPTH ? (rows + ROWS - 1) * PANELS : ROWS) * WIDTH * (long)sizeof(float);
+}
+
 /* How many bytes of memory a product needs, aligned to 64. */
 long muonmesh_room(long rows, long depth) {
-  long packed = PANELS * ((least(depth, DEPTH) + 1) / 2) * WIDTH * sizeof(uint32_t);
-  long summed = depth > DEPTH ? rows * PANELS : ROWS;
-  return packed + summed * WIDTH * (long)sizeof(float);
+  return room_of_packed(depth) + room_of_sums(rows, depth) + room_of_copy(least(depth, DEPTH));
+}
+
+/* muonmesh_multiply where tiles are configured. */
+static void multiply_configured(long batch, long rows, long depth, long cols, const matrix operands[6], int transposed,
+                                const float *factors, int symmetric, long part, long parts, void *room) {
+  float *sums = (float *)((char *)room + room_of_packed(depth));
+  bf16 *copy = (bf16 *)((char *)sums + room_of_sums(rows, depth));
+  uint64_t mode = flush();
+  for (long i = 0; i < batch; i++) {
+    matrix m[6];
+    for (int n = 0; n < 6; n++) m[n] = one_of(operands[n], i);
+    multiply(rows, depth, cols, m[0], m[1], transposed, m[2], m[3], m[4], m[5], factors + 3 * i, symmetric, part, parts,
+             room, sums, copy);
+  }
+  restore(mode);
 }
 
 /* out = alpha * A B + beta * C + gamma * D, rounded once, of each of `batch` matrices.
@@ -365,16 +484,10 @@ long muonmesh_room(long rows, long depth) {
  */
 void muonmesh_multiply(long batch, long rows, long depth, long cols, const matrix operands[6], int transposed,
                        const float *factors, int symmetric, long part, long parts, void *room) {
-  uint32_t *packed = room;
-  float *sums = (float *)(packed + PANELS * ((least(depth, DEPTH) + 1) / 2) * WIDTH);
-  uint64_t mode = flush();
-  for (long i = 0; i < batch; i++) {
-    matrix m[6];
-    for (int n = 0; n < 6; n++) m[n] = one_of(operands[n], i);
-    multiply(rows, depth, cols, m[0], m[1], transposed, m[2], m[3], m[4], m[5], factors + 3 * i, symmetric, part, parts,
-             packed, sums);
-  }
-  restore(mode);
+  configuration before;
+  configure(&before);
+  multiply_configured(batch, rows, depth, cols, operands, transposed, factors, symmetric, part, parts, room);
+  configure_again(&before);
 }
 
 /* out (cols, rows) = the transpose of each of `batch` matrices (rows, cols). */
@@ -468,6 +581,8 @@ void muonmesh_orthogonalize(long batch, long rows, long cols, const bf16 *x, bf1
   const long n = least(rows, cols), wide = rows + cols - n, count = rows * cols;
   bf16 *at = (bf16 *)((char *)room + muonmesh_room(n, wide));
   const matrix none = {0, 0, 0}, a = {at, n, 0}, b = {at + n * n, n, 0};
+  configuration before;
+  configure(&before); /* once: it takes as long as a product of tiny matrices */
   for (long number = 0; number < batch; number++, x += count, out += count) {
     matrix held = {at + 2 * n * n, wide, 0}, next = {held.at + count, wide, 0};
     float norm;
@@ -478,20 +593,21 @@ void muonmesh_orthogonalize(long batch, long rows, long cols, const bf16 *x, bf1
       const double *of = coefficients + 3 * step, last = step == steps - 1 ? (double)inverse : 1.0;
       const float gram[] = {inverse * inverse, 0, 0}, square[] = {(float)of[2], (float)of[1], 0};
       const float apply[] = {(float)last, (float)(last * of[0]), 0};
-      muonmesh_multiply(1, n, wide, n, (matrix[]){held, held, none, none, a, none}, 1, gram, 1, 0, 1, room);
+      multiply_configured(1, n, wide, n, (matrix[]){held, held, none, none, a, none}, 1, gram, 1, 0, 1, room);
       if (of[2] != 0)
-        muonmesh_multiply(1, n, n, n, (matrix[]){a, a, of[1] != 0 ? a : none, none, b, none}, 0, square, 1, 0, 1, room);
+        multiply_configured(1, n, n, n, (matrix[]){a, a, of[1] != 0 ? a : none, none, b, none}, 0, square, 1, 0, 1, room);
       else
         for (long i = 0; i < n * n; i += LANES) {
           long some = least(LANES, n * n - i);
           store_narrowed(load_widened(a.at + i, some) * square[1], b.at + i, some);
         }
       if (step == steps - 1 && rows <= cols) next.at = out;
-      muonmesh_multiply(1, n, n, wide, (matrix[]){b, held, of[0] != 0 ? held : none, none, next, none}, 0, apply, 0, 0, 1,
+      multiply_configured(1, n, n, wide, (matrix[]){b, held, of[0] != 0 ? held : none, none, next, none}, 0, apply, 0, 0, 1,
                         room);
-      matrix before = held;
-      held = next, next = before;
+      matrix was = held;
+      held = next, next = was;
     }
     if (rows > cols) muonmesh_transpose(1, n, wide, held.at, out);
   }
+  configure_again(&before);
 }

@@ -71,7 +71,7 @@ def _processor() -> Finding:
 
 
 def products_here() -> Finding:
-    """Return which variant of the compiled products this processor runs."""
+    """Return which variant of the compiled products this processor runs, and whether it can run that of AMX."""
     try:
         variant = library().variant
     except NoLibrary as error:
@@ -82,7 +82,11 @@ def products_here() -> Finding:
     if order:
         upto = f"{gain.start} to {gain[-1]}" if gain.stop < sys.maxsize else f"{gain.start} or more"
         taken = f'kernels="auto" takes them for bf16 matrices of {upto} rows'
-    return Finding("compiled products", f"variant {variant}. {taken}")
+    try:
+        tiles = f'kernels="{library("amx").variant}" is possible too'
+    except NoLibrary as error:
+        tiles = f'kernels="amx" is not possible: {error}'
+    return Finding("compiled products", f"variant {variant}. {taken}. {tiles}")
 
 
 def _orthogonalize() -> Finding:
