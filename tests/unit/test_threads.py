@@ -106,7 +106,7 @@ def test_each_number_of_threads_has_a_pool_that_callers_share() -> None:
 
 
 def test_nobody_waits_for_a_thread_that_gets_no_core() -> None:
-    """The only helper of two threads is busy with the tasks of another caller, as one that is not scheduled would be."""
+    """The only helper of two threads is busy with tasks of another caller, as one that is not scheduled would be."""
     release, busy = threading.Event(), threading.Barrier(3)
 
     def other() -> None:

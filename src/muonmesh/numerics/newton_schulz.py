@@ -31,7 +31,7 @@ from muonmesh.numerics.graphs import Graphs
 from muonmesh.numerics.iteration import Iteration
 from muonmesh.numerics.kernels import KernelName, Matmuls, resolve, select
 from muonmesh.numerics.kernels.recording import run_again
-from muonmesh.numerics.kernels.threads import run_on_one_thread
+from muonmesh.numerics.kernels.threads import alone, run_on_one_thread
 from muonmesh.numerics.precision import exact_fp32, plain_modes
 from muonmesh.numerics.preconditioner import NO_PRECONDITIONER
 
@@ -43,6 +43,7 @@ better of the two."""
 _GRAM_FROM = ((384, 2), (256, 4))
 
 
+@alone()
 @plain_modes()
 def orthogonalize(
     x: Tensor,
