@@ -209,9 +209,9 @@ class Orthogonalizer:
             write = "Write out=torch.empty_like(x, memory_format=torch.contiguous_format)"
             raise ValueError(explain_error("out", found, needed, write))
         with exact_fp32(self.dtype):
-            matrices = x.reshape(x.shape[:-2].numel(), *x.shape[-2:])
+            matrices = x if x.ndim == 3 else x.reshape(x.shape[:-2].numel(), *x.shape[-2:])
             result = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
-            given = [matrices, result.view(matrices.shape)]
+            given = [matrices, result if x.ndim == 3 else result.view(matrices.shape)]
             run, at_once = partial(self._run, overwrite=overwrite), self.at_once
             fits = 0 < len(matrices) <= at_once
             if graphs is not None and fits and not self.prepared.preconditioner.reads_values:
@@ -221,7 +221,7 @@ class Orthogonalizer:
 
             def run_all() -> None:
                 for start in range(0, len(matrices), at_once):
-                    run(*(tensor[start : start + at_once] for tensor in given))
+                    run(*(given if fits else (tensor[start : start + at_once] for tensor in given)))
 
             if self.repeats and fits:
                 run_again(self._recordings, run, given, overwrite)

@@ -83,12 +83,12 @@ def run_all(
     Raises:
         Exception: the first error of a task.
     """
-    if device.type != "cpu":
+    threads = thread_count() if device.type == "cpu" else 1
+    if threads == 1 or (len(tasks) == 1 and torch.get_num_threads() == 1):
         for task in tasks:
             task()
         return
-    threads = thread_count()
-    one_each = len(tasks) if threads > 1 and len(tasks) > 1 else 0
+    one_each = len(tasks) if len(tasks) > 1 else 0
     if one_each and costs is not None:
         one_each = _how_many_alone(costs, threads)
     if one_each:
