@@ -13,7 +13,7 @@ from setuptools.command.build_ext import build_ext
 from setuptools.errors import CompileError, PlatformError
 
 KERNELS = Path("src", "muonmesh", "numerics", "kernels")
-SOURCES = [str(KERNELS / name) for name in ("products.c", "dispatch.c")]
+SOURCES = [str(KERNELS / name) for name in ("products.c", "dispatch.c", "threads.c")]
 # Each has a fused multiply-add, without which the bits would be others. clang would use half of a vector of AVX-512.
 X86 = {
     "avx2": ["-march=x86-64-v3"],
@@ -37,7 +37,7 @@ class BuildLibrary(build_ext):
         return os.path.join(*fullname.split(".")) + ".so"
 
     def build_extension(self, ext: Extension) -> None:
-        """Compile products.c for each set of instructions, and dispatch.c."""
+        """Compile products.c for each set of instructions, and the other files."""
         Path(self.get_ext_fullpath(ext.name)).unlink(missing_ok=True)  # of an earlier build, which this may not replace
         machine = self.plat_name.rpartition("-")[2]  # what a cross compiler builds for: _PYTHON_HOST_PLATFORM says it
         machine = platform.machine() if machine == "universal2" else machine
@@ -58,7 +58,7 @@ class BuildLibrary(build_ext):
             raise PlatformError("no C compiler that knows the instructions of any variant")
         macros = [(f"WITH_{name}", str(is_known)) for name, is_known in known.items()]
         objects += self.compiler.compile(SOURCES[1:], output_dir=self.build_temp, macros=macros, extra_preargs=FLAGS)
-        self.compiler.link_shared_object(objects, self.get_ext_fullpath(ext.name), libraries=["m"])
+        self.compiler.link_shared_object(objects, self.get_ext_fullpath(ext.name), libraries=["m", "pthread"])
         self.built = True
 
 

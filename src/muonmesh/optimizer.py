@@ -28,6 +28,7 @@ from muonmesh.errors import explain_error, warn
 from muonmesh.groups import ParamGroups
 from muonmesh.layout import Declared
 from muonmesh.numerics.graphs import capture_error
+from muonmesh.numerics.kernels.threads import alone
 from muonmesh.numerics.precision import plain_modes
 from muonmesh.numerics.setting import own_names
 from muonmesh.report.explain import Explanation, explain, summary
@@ -296,6 +297,7 @@ class Muon(torch.optim.Optimizer):
         self._take_step(scaler)
         return loss
 
+    @alone()
     @plain_modes()
     def _take_step(self, scaler: torch.amp.grad_scaler.GradScaler | None) -> None:
         """Agree with all ranks, and let the exchange do the rest, bucket by bucket.

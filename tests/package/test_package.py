@@ -181,7 +181,7 @@ def test_the_sdist_holds_licence_and_sources(built: dict[str, Path]) -> None:
     with tarfile.open(built["sdist"]) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {"LICENSE", "README.md", "pyproject.toml", "src/muonmesh/__init__.py", "src/muonmesh/py.typed"} <= names
-    assert {f"src/muonmesh/numerics/kernels/{name}.c" for name in ("products", "dispatch")} <= names
+    assert {f"src/muonmesh/numerics/kernels/{name}.c" for name in ("products", "dispatch", "threads")} <= names
 
 
 def test_the_changelog_has_a_section_of_this_version() -> None:

@@ -5,12 +5,16 @@ The tiles of the variant amx are emulated here (tests/emulated.py), whatever the
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import math
 import os
 import struct
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -443,15 +447,70 @@ matrices = [torch.randn(*shape) for shape in ((5, 40, 90), (400, 900), (900, 900
 def run(): return [mm.orthogonalize(x, kernels=name, coefficients="deflated") for x in matrices]
 expected, child = run(), os.fork()
 if child == 0:
-    torch.set_num_threads(1)  # on more, torch's own OpenMP would wait for ever
+    torch.set_num_threads({threads})
     os._exit(not all(map(torch.equal, run(), expected)))
 raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 
 
-def test_a_forked_process_multiplies_on_one_thread_with_the_same_bits(name: mm.KernelName) -> None:
-    command = [sys.executable, "-W", "ignore", "-c", FORKED, name, compiled.__file__]
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_forked_process_multiplies_with_the_same_bits(name: mm.KernelName, threads: int) -> None:
+    """The helpers of its parent are not there."""
+    script = FORKED.replace("{threads}", str(threads))
+    command = [sys.executable, "-W", "ignore", "-c", script, name, compiled.__file__]
     subprocess.run(command, check=True, timeout=60)
+
+
+def test_nobody_waits_for_a_helper_that_gets_no_core() -> None:
+    """The only helper waits in a part of another caller, as one that is not scheduled would do."""
+    functions = compiled.library()
+    part = ctypes.CFUNCTYPE(None, *functions.multiply.argtypes)
+    release, both, done = threading.Event(), threading.Barrier(3), list[int]()
+
+    def share(work: Callable[[int], object], parts: int) -> None:
+        # a function of Python's in place of a variant's
+        function = part(lambda *given: work(given[8]) and None)
+        address = ctypes.cast(function, ctypes.c_void_p).value
+        functions.share(address, 1, 1, 1, 1, compiled._Operands(), 0, None, 0, parts, 2, None, 0)
+
+    def wait(_: int) -> None:
+        both.wait(30)
+        release.wait(60)
+
+    other = threading.Thread(target=share, args=(wait, 2))
+    other.start()
+    try:
+        both.wait(30)  # the other caller and the helper have claimed a part each
+        share(lambda number: done.append(number), 5)
+        assert done == [4, 3, 2, 1, 0]  # the longest first
+        assert not release.is_set()
+    finally:
+        release.set()
+        other.join()
+
+
+def test_every_part_is_computed_once_by_as_many_threads_as_asked_for() -> None:
+    """Several callers at the same time, each with its own number of threads."""
+    functions = compiled.library()
+    part = ctypes.CFUNCTYPE(None, *functions.multiply.argtypes)
+
+    def run(threads: int) -> None:
+        for parts in (1, 2, 3, 7, 40):
+            done, rooms = list[int](), set[int]()
+
+            def work(*given: Any, done: list[int] = done, rooms: set[int] = rooms) -> None:
+                done.append(given[8])
+                rooms.add(given[10] or 0)
+
+            function = part(work)
+            address = ctypes.cast(function, ctypes.c_void_p).value
+            functions.share(address, 1, 1, 1, 1, compiled._Operands(), 0, None, 0, parts, threads, 64, 64)
+            assert sorted(done) == [*range(parts)]
+            assert rooms <= {64 * (1 + thread) for thread in range(threads)}
+
+    with ThreadPoolExecutor(4) as callers:
+        for future in [callers.submit(run, threads) for threads in (1, 2, 3, 5) * 5]:
+            future.result(60)
 
 
 @pytest.mark.parametrize("wrong", ["dtype", "strides", "shape", "device"])

@@ -20,7 +20,7 @@ from muonmesh.comm.work import Batching, Local, Work
 from muonmesh.layout import Plan
 from muonmesh.layout.companion_plan import CompanionPlan
 from muonmesh.numerics.kernels.memory import scratch
-from muonmesh.numerics.kernels.threads import run_all
+from muonmesh.numerics.kernels.threads import run_all, thread_count
 
 
 @dataclass
@@ -146,7 +146,7 @@ class Exchange:
         """
         if not groups:
             return
-        key = groups[0].assignments[0], torch.get_num_threads()  # a matrix is in one of the groups of a step
+        key = groups[0].assignments[0], thread_count()  # a matrix is in one of the groups of a step
         if key not in self._batches:
             self._batches[key] = [
                 some for each in groups for some in each.cut(self._at_once(each.assignments, stays=True))
@@ -182,9 +182,8 @@ class Exchange:
 
     def _run_costly(self, tasks: Sequence[tuple[Sequence[int], Callable[[], None]]]) -> None:
         """Run tasks, each given with its matrices: on a CPU the costliest first, each on a thread of its own."""
-        if len(tasks) == 1 or self._device.type != "cpu":
-            for _, task in tasks:
-                task()
+        if self._device.type != "cpu":
+            run_all([task for _, task in tasks], device=self._device)
             return
         costs = [self.plan.assignments[numbers[0]].flops * len(numbers) for numbers, _ in tasks]
         order = sorted(range(len(tasks)), key=lambda number: -costs[number])

@@ -32,7 +32,7 @@ from muonmesh.numerics.graphs import Graphs
 from muonmesh.numerics.iteration import Iteration
 from muonmesh.numerics.kernels import KernelName, Matmuls, is_compiled, resolve, select
 from muonmesh.numerics.kernels.recording import run_again
-from muonmesh.numerics.kernels.threads import run_on_one_thread
+from muonmesh.numerics.kernels.threads import alone, run_on_one_thread
 from muonmesh.numerics.precision import exact_fp32, plain_modes
 from muonmesh.numerics.preconditioner import NO_PRECONDITIONER
 
@@ -44,6 +44,7 @@ better of the two."""
 _GRAM_FROM = ((384, 2), (256, 4))
 
 
+@alone()
 @plain_modes()
 def orthogonalize(
     x: Tensor,
@@ -209,9 +210,9 @@ class Orthogonalizer:
             write = "Write out=torch.empty_like(x, memory_format=torch.contiguous_format)"
             raise ValueError(explain_error("out", found, needed, write))
         with exact_fp32(self.dtype) if self.dtype == torch.float32 else nullcontext():
-            matrices = x.reshape(x.shape[:-2].numel(), *x.shape[-2:])
+            matrices = x if x.ndim == 3 else x.reshape(x.shape[:-2].numel(), *x.shape[-2:])
             result = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
-            given = [matrices, result.view(matrices.shape)]
+            given = [matrices, result if x.ndim == 3 else result.view(matrices.shape)]
             run, at_once = partial(self._run, overwrite=overwrite), self.at_once
             fits = 0 < len(matrices) <= at_once
             if graphs is not None and fits and not self.prepared.preconditioner.reads_values:
@@ -221,7 +222,7 @@ class Orthogonalizer:
 
             def run_all() -> None:
                 for start in range(0, len(matrices), at_once):
-                    run(*(tensor[start : start + at_once] for tensor in given))
+                    run(*(given if fits else (tensor[start : start + at_once] for tensor in given)))
 
             if self.repeats and fits:
                 run_again(self._recordings, run, given, overwrite)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from muonmesh.comm.storage import local_of
 from muonmesh.numerics.dtypes import real_of
+from muonmesh.numerics.kernels.threads import together
 from muonmesh.numerics.rules import ElementwiseRule, parts
 from muonmesh.step.flag_vector import Flags
 from muonmesh.step.offload import Offload
@@ -20,6 +21,7 @@ from muonmesh.step.stochastic_rounding import round_stored
 from muonmesh.step.update_squares import UpdateSquares
 
 
+@together()
 def step_elementwise(
     rule: ElementwiseRule,
     entries: Sequence[ParameterStep],

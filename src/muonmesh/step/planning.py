@@ -33,6 +33,7 @@ from muonmesh.layout.routes import pieces
 from muonmesh.numerics.coefficients import CoefficientName, choose, coefficient_schedule, coefficient_set
 from muonmesh.numerics.graphs import Graphs
 from muonmesh.numerics.kernels import check_kernels, told_products
+from muonmesh.numerics.kernels.threads import thread_count
 from muonmesh.numerics.newton_schulz import Orthogonalizer
 from muonmesh.numerics.rules import Rule, rule_of
 from muonmesh.step.blocks import Blocks
@@ -242,7 +243,7 @@ class Batches(Batching):
         plan, one = self.plan, self.orthogonalizers[number]
         numel = plan.assignments[number].matrix.numel
         if self.device.type == "cpu":
-            threads = 1 if count * numel < _WORTH_A_THREAD else torch.get_num_threads()
+            threads = 1 if count * numel < _WORTH_A_THREAD else thread_count()
             turns = -(-count // (threads * one.at_once))  # tasks of each thread, so that all threads have equally many
             return max(1, -(-count // (threads * turns)))
         found = plan.at_once(number, one.squares)

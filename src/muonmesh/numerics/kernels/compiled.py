@@ -20,7 +20,7 @@ from torch import Tensor
 
 from muonmesh.numerics.kernels.memory import scratch
 from muonmesh.numerics.kernels.table import Exact, Matmuls, Number, Operand, Small, Terms
-from muonmesh.numerics.kernels.threads import run_parts
+from muonmesh.numerics.kernels.threads import thread_count
 
 ORDER_OF_SUMS = {"compiled": 1, "amx": 2}
 """The version of the order of sums of each ``kernels``. Take a new number if you change an order, and so the bits.
@@ -28,6 +28,9 @@ Ranks compare it."""
 
 _WORTH_A_THREAD = 1 << 24
 """From this number of multiplications on, all threads share one product."""
+
+_PART = 64
+"""Columns of a part that one thread computes. Parts that are narrower than what is packed at once are empty."""
 
 
 class NoLibrary(RuntimeError):
@@ -102,6 +105,10 @@ def library(variant: str = "") -> SimpleNamespace:
             function = found[f"muonmesh_{name}_{variant}"]
             function.argtypes, function.restype = takes, returns
             setattr(functions, name, function)
+        functions.address = ctypes.cast(functions.multiply, pointer).value
+        functions.share = found.muonmesh_share
+        multiply = ctypes.c_void_p, long, long, long, long, _Operands, flag, pointer, flag
+        functions.share.argtypes, functions.share.restype = (*multiply, long, long, pointer, long), None
     except (OSError, AttributeError) as error:  # the latter: a function is missing, in a library of another version
         raise NoLibrary(f"no {path.name} in the package that can be loaded ({error})") from error
     return functions
@@ -171,14 +178,14 @@ def _multiply(
     functions, told = library(variant), _Operands(*operands, _matrix(out, shape), low_matrix)
     each = (ctypes.c_float * (3 * count))(*(number for some in zip(*factors, strict=True) for number in some))
 
-    def part(number: int, parts: int) -> None:
-        room = scratch("products", (functions.room(rows, depth),), dtype=torch.uint8, device=out.device).data_ptr()
-        functions.multiply(count, rows, depth, cols, told, transposed, each, symmetric, number, parts, room)
-
-    if rows * cols * depth < _WORTH_A_THREAD:
-        part(0, 1)
+    threads = 1 if rows * cols * depth < _WORTH_A_THREAD else thread_count()
+    apart = functions.room(rows, depth)
+    room = scratch("products", (threads * apart,), dtype=torch.uint8, device=out.device).data_ptr()
+    given = count, rows, depth, cols, told, transposed, each, symmetric
+    if threads == 1:
+        functions.multiply(*given, 0, 1, room)
     else:
-        run_parts(part)
+        functions.share(functions.address, *given, -(-cols // _PART), threads, room, apart)
     return out
 
 

@@ -15,6 +15,9 @@ T = TypeVar("T")
 ALIGNMENT = 64
 """Alignment of matrices in bytes: that of torch's memory on a CPU. The bits of a product depend on it."""
 
+_VIEWS = 512
+"""Number of shapes whose views are kept for each role."""
+
 _own = threading.local()
 
 
@@ -68,15 +71,17 @@ def scratch(role: str, shape: Sequence[int], *, dtype: torch.dtype, device: torc
     """
     if device.type != "cpu":
         return torch.empty(shape, dtype=dtype, device=device)
-    kept: dict[tuple[str, torch.dtype], tuple[Tensor, Tensor]] = _own.__dict__.setdefault("scratch", {})
-    memory, last = kept.get((role, dtype), (None, None))
-    if last is not None and last.shape == shape:
-        return last  # most calls for a role want what the call before wanted
+    kept: dict[tuple[str, torch.dtype], dict[Sequence[int] | None, Tensor]] = _own.__dict__.setdefault("scratch", {})
+    views = kept.get((role, dtype))
+    if views is not None and (view := views.get(shape)) is not None:
+        return view
     numel = math.prod(shape)
-    if memory is None or memory.numel() < numel:
+    memory = None if views is None else views[None]
+    if memory is None or memory.numel() < numel or views is None or len(views) > _VIEWS:
         kept.pop((role, dtype), None)
-        del memory, last  # first, so that both are never there at once
-        memory = torch.empty(numel, dtype=dtype, device=device)
-    view = memory[:numel].view(shape)
-    kept[role, dtype] = memory, view
+        if memory is None or memory.numel() < numel:
+            del memory, views  # first, so that both are never there at once
+            memory = torch.empty(numel, dtype=dtype, device=device)
+        views = kept[role, dtype] = {None: memory}
+    view = views[tuple(shape)] = memory[:numel].view(shape)
     return view

@@ -1,18 +1,24 @@
 """Threads: each thread works on a task of its own, instead of all threads together on one operation at a time.
 
-A CPU operation that is spread over threads ends at a barrier; hundreds of short ones a step wait for the slowest thread
-each time, and where other programs use the cores too, for the scheduler. Whole matrices are independent of each other.
+A CPU operation that torch spreads over threads ends at a barrier, at which OpenMP's threads spin for some milliseconds.
+Where other programs use the cores, most of this spinning is for a thread that the scheduler has taken away, and it
+takes a core from the threads that have work. Whole matrices are independent of each other, so torch's operations have
+one thread each here (`alone`). The caller claims tasks like the threads of a pool: a thread that does not get a core
+claims none, and nobody waits for it.
 """
 
 from __future__ import annotations
 
+import ctypes
 import heapq
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache, partial
+from queue import SimpleQueue
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -22,10 +28,48 @@ _SHARED = 0.8
 """Speed of all threads on one matrix after the other, relative to each on matrices of its own (measured)."""
 
 
+def thread_count() -> int:
+    """Return how many threads may work for this thread: torch's number, also inside of `alone`."""
+    return getattr(_mine, "count", None) or torch.get_num_threads()
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Have torch's operations on this thread run on this thread only, inside a block."""
+    if torch.get_num_threads() == 1:
+        yield
+    else:
+        with _counted(thread_count(), torch_has=1):
+            yield
+
+
+@contextmanager
+def together() -> Iterator[None]:
+    """Have torch's operations run on as many threads as outside of `alone`, inside a block; for few long operations."""
+    count = thread_count()
+    if torch.get_num_threads() == count:
+        yield
+    else:
+        with _counted(count, torch_has=count):
+            yield
+
+
+@contextmanager
+def _counted(count: int, *, torch_has: int) -> Iterator[None]:
+    """Set what `thread_count` returns, and how many threads an operation of torch has, inside a block."""
+    before, _mine.count = getattr(_mine, "count", None), count
+    restore = _limit(torch_has)
+    try:
+        yield
+    finally:
+        _mine.count = before
+        restore()
+
+
 def run_all(
     tasks: Sequence[Callable[[], object]], *, device: torch.device, costs: Sequence[float] | None = None
 ) -> None:
-    """Run independent tasks on as many threads as torch has, one thread each.
+    """Run independent tasks on as many threads as torch has, one thread each; the caller is one of them.
 
     The bits of a task must not depend on the number of threads: elementwise operations, and `run_each`. On other
     devices than the CPU the tasks are issued one after the other.
@@ -39,27 +83,19 @@ def run_all(
     Raises:
         Exception: the first error of a task.
     """
-    threads = torch.get_num_threads() if device.type == "cpu" else 1
-    alone = len(tasks) if threads > 1 and len(tasks) > 1 else 0
-    if alone and costs is not None:
-        alone = _how_many_alone(costs, threads)
-    if alone:
-        _finish([_threads(threads).submit(_run, task) for task in tasks[:alone]])
-    for task in tasks[alone:]:
-        task()
-
-
-def run_parts(part: Callable[[int, int], None]) -> None:
-    """Run a task that divides itself, ``part(number, parts)``, on as many threads as torch has here.
-
-    Raises:
-        Exception: the first one that a part raised.
-    """
-    parts = torch.get_num_threads()
-    if parts == 1:
-        part(0, 1)
-    else:
-        _finish([_threads(parts).submit(part, number, parts) for number in range(parts)])
+    threads = thread_count() if device.type == "cpu" else 1
+    if threads == 1 or (len(tasks) == 1 and torch.get_num_threads() == 1):
+        for task in tasks:
+            task()
+        return
+    one_each = len(tasks) if len(tasks) > 1 else 0
+    if one_each and costs is not None:
+        one_each = _how_many_alone(costs, threads)
+    if one_each:
+        _share(tasks[:one_each], threads)
+    with alone():
+        for task in tasks[one_each:]:
+            task()
 
 
 def run_each(task: Callable[[int], object], numbers: Iterable[int]) -> None:
@@ -68,14 +104,7 @@ def run_each(task: Callable[[int], object], numbers: Iterable[int]) -> None:
     Raises:
         Exception: the first one that a task raised.
     """
-    left = iter(numbers)
-
-    def part(_: int, __: int) -> None:
-        with torch.no_grad():
-            for number in left:
-                task(number)
-
-    run_parts(part)
+    _share([partial(task, number) for number in numbers], thread_count())
 
 
 def run_on_one_thread(task: Callable[[], T], *, device: torch.device) -> T:
@@ -88,82 +117,142 @@ def run_on_one_thread(task: Callable[[], T], *, device: torch.device) -> T:
     Raises:
         Exception: what the task raised.
     """
-    threads = torch.get_num_threads() if device.type == "cpu" else 1
-    return task() if threads == 1 else _finish([_threads(threads).submit(_run, task)])[0]
-
-
-def _finish(tasks: Sequence[Future[T]]) -> list[T]:
-    """Return the results of tasks in a pool. An error is raised when no task runs any more, since it would still write.
-
-    Raises:
-        BaseException: the first error of a task, or Ctrl-C, which does not wait for tasks that have not begun.
-    """
-    try:
-        return [task.result() for task in tasks]
-    finally:
-        for task in tasks:
-            task.cancel()
-        wait(tasks)
+    if device.type != "cpu":
+        return task()
+    with _counted(1, torch_has=1):
+        return task()
 
 
 def _how_many_alone(costs: Sequence[float], threads: int) -> int:
     """Return how many of the tasks should have one thread each; the rest, fewer than threads, follow on all."""
 
-    def end(alone: int) -> float:
+    def end(one_each: int) -> float:
         busy = [0.0] * threads
-        for cost in costs[:alone]:
+        for cost in costs[:one_each]:
             heapq.heapreplace(busy, busy[0] + cost)
-        return max(busy) + sum(costs[alone:]) / (_SHARED * threads)
+        return max(busy) + sum(costs[one_each:]) / (_SHARED * threads)
 
     return min(range(len(costs), max(-1, len(costs) - threads), -1), key=end)
 
 
-def _run(task: Callable[[], T]) -> T:
+# ---------------------------------------------------------------- tasks that threads share
+
+
+class _Job:
+    """Tasks that threads claim one after the other.
+
+    Args:
+        tasks: The tasks. None is claimed any more after one of them has raised an error.
+    """
+
+    def __init__(self, tasks: Iterable[Callable[[], object]]) -> None:
+        self._left, self._claimed, self._changed = iter(tasks), 0, threading.Condition()
+        self._error: BaseException | None = None
+
+    def work(self) -> None:
+        """Claim and run tasks until none is left. A thread of a pool calls this; the caller calls `run`."""
+        while (task := self._claim()) is not None:
+            error = None
+            try:
+                task()
+            except BaseException as raised:
+                error = raised
+            with self._changed:
+                self._claimed -= 1
+                self._error = self._error or error
+                self._changed.notify()
+
+    def _claim(self, by: int = 1) -> Callable[[], object] | None:
+        with self._changed:
+            task = None if self._error is not None else next(self._left, None)
+            self._claimed += 0 if task is None else by
+            return task
+
+    def run(self) -> None:
+        """Claim and run tasks, and return when no task runs any more, since it would still write.
+
+        What a thread has not claimed is not waited for: the scheduler may have given it no core at all.
+
+        Raises:
+            BaseException: the first error of a task, or Ctrl-C, which does not wait for tasks that have not begun.
+        """
+        try:
+            while (task := self._claim(by=0)) is not None:  # nobody waits for the caller
+                task()
+        except BaseException as raised:
+            self._error = self._error or raised
+            raise
+        finally:
+            with self._changed:
+                self._left = iter(())
+                while self._claimed:
+                    self._changed.wait()
+        error, self._error = self._error, None
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # its traceback refers to this frame
+
+
+def _share(tasks: Sequence[Callable[[], object]], threads: int) -> None:
+    """Run tasks on this thread and on others, ``threads`` in all."""
+    job, others = _Job(tasks), min(threads, len(tasks)) - 1
+    if others > 0:
+        _helpers(threads).help(job, others)
+    with _counted(1, torch_has=1), torch.no_grad():
+        job.run()
+
+
+class _Pool:
+    """Threads that help with jobs. They end when nobody refers to the pool any more."""
+
+    def __init__(self, threads: int) -> None:
+        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        for number in range(threads):
+            name = f"muonmesh_{number}"
+            threading.Thread(target=_help, args=(self._jobs,), name=name, daemon=True).start()
+        weakref.finalize(self, _end, self._jobs, threads)
+
+    def help(self, job: _Job, others: int) -> None:
+        """Have some threads work on a job."""
+        for _ in range(others):
+            self._jobs.put(job)
+
+
+def _help(jobs: SimpleQueue[_Job | None]) -> None:
+    torch.get_num_threads()  # torch sets the number of a thread at its first question
+    _limit(1)
     with torch.no_grad():
-        return task()
+        while (job := jobs.get()) is not None:
+            job.work()
+            del job  # its tasks refer to tensors
 
 
-_pools: weakref.WeakValueDictionary[int, ThreadPoolExecutor] = weakref.WeakValueDictionary()
+def _end(jobs: SimpleQueue[_Job | None], threads: int) -> None:
+    for _ in range(threads):
+        jobs.put(None)
+
+
+_pools: weakref.WeakValueDictionary[int, _Pool] = weakref.WeakValueDictionary()
 _lock = threading.Lock()
 _mine = threading.local()
 
 
-def _threads(count: int) -> ThreadPoolExecutor:
-    """Return the pool with this number of threads; all callers with the same number share it.
+def _helpers(count: int) -> _Pool:
+    """Return the pool for callers with this number of threads; all of them share it.
 
     Each caller holds the pool that it used last. A pool that no caller holds any more ends its threads, which frees
-    their memory. A pool is never shut down while a caller uses it.
+    their memory.
     """
-    pool: ThreadPoolExecutor | None = getattr(_mine, "pool", None)
+    pool: _Pool | None = getattr(_mine, "pool", None)
     if pool is None or _mine.key != (os.getpid(), count):
         _mine.pool = None
         with _lock:
             pool = _pools.get(count)
             if pool is None:
-                pool = _pools[count] = _start(count)
+                pool = _pools[count] = _Pool(count - 1)
         _mine.pool, _mine.key = pool, (os.getpid(), count)
-    return pool
-
-
-def _start(count: int) -> ThreadPoolExecutor:
-    started = threading.Barrier(count + 1)
-    others: list[int] = []
-
-    def alone() -> None:
-        # The number is kept per thread, but one that starts takes the number that any thread has set last, at its first
-        # question. So the first to ask learns what that was.
-        others.append(torch.get_num_threads())
-        torch.set_num_threads(1)
-        torch.get_num_threads()
-        started.wait()
-
-    pool = ThreadPoolExecutor(count, thread_name_prefix="muonmesh")
-    for _ in range(count):
-        pool.submit(alone)  # each waits for the others, so each runs on a thread of its own
-    started.wait()
-    restore = threading.Thread(target=lambda: torch.set_num_threads(others[0]))
-    restore.start()
-    restore.join()
     return pool
 
 
@@ -175,3 +264,58 @@ def _forget() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget)
+
+
+# ---------------------------------------------------------------- how many threads an operation of torch has
+
+
+class _Libraries(NamedTuple):
+    """Functions that set how many threads an operation that this thread starts has.
+
+    Attributes:
+        openmp: OpenMP's, of the library that torch uses.
+        mkl: MKL's, which returns the number before, 0 for OpenMP's number; None: torch has no MKL.
+    """
+
+    openmp: Callable[[int], Any]
+    mkl: Callable[[int], int] | None
+
+
+@cache
+def _libraries() -> _Libraries | None:
+    """Return the functions of the libraries that torch has loaded; None if they cannot be found.
+
+    `torch.set_num_threads` sets OpenMP's and MKL's numbers of this thread, and also the number that threads take which
+    start later, and those are not ours.
+    """
+    own = ctypes.CDLL(torch._C.__file__)
+    mkl = getattr(own, "MKL_Set_Num_Threads_Local", None)
+    if mkl is None and torch.backends.mkl.is_available():  # type: ignore[no-untyped-call]
+        return None
+    count = torch.get_num_threads()
+    for library in (ctypes.CDLL(None), own):  # the first has a library that was preloaded, which goes before torch's
+        openmp = getattr(library, "omp_set_num_threads", None)
+        if openmp is not None:
+            openmp(count + 1)
+            taken = torch.get_num_threads()
+            openmp(count)
+            if taken == count + 1:
+                return _Libraries(openmp, mkl)
+    return None
+
+
+def _limit(count: int) -> Callable[[], object]:
+    """Set how many threads torch's operations on this thread have, and return a function that undoes it."""
+    before, libraries = torch.get_num_threads(), _libraries()
+    if libraries is None:
+        torch.set_num_threads(count)
+        return lambda: torch.set_num_threads(before)
+    libraries.openmp(count)
+    mkl = 0 if libraries.mkl is None else libraries.mkl(count)
+
+    def restore() -> None:
+        libraries.openmp(before)
+        if libraries.mkl is not None:
+            libraries.mkl(mkl)
+
+    return restore
