@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -36,6 +36,9 @@ from muonmesh.groups.reading import cut_by_code
 from muonmesh.groups.sites import Kind, Role, Site, class_of
 from muonmesh.layout.matrix import as_tuples
 
+PRECEDENCE: tuple[Kind, ...] = ("embeddings", "head", "vectors", "matrices")
+"""If a parameter is shared under several names with different roles, the first of these kinds counts."""
+
 _NORM = re.compile(r"Norm(Gated|\dd)?$")
 _ROUTER = re.compile(r"Router|Gating|TopKGate|MoEGate")
 # Names that the Trainer of transformers exempts from decay, and A of state spaces, whose mark wrappers may drop.
@@ -57,10 +60,26 @@ def role(site: Site, known: Ends, seen: Seen | None = None) -> Role:
         ValueError: the parameter is flattened, uninitialized or from a traced module, so its role cannot be found.
     """
     _refuse_unknowable(site)
-    found = _declared(site) or classified(site) or _adapter(site) or _end(site, known, seen) or _embedding(site)
-    found = found or _vector(site) or _parametrised(site) or _computed(site, seen) or _torch_fused(site)
-    found = found or _expert(site, seen) or _router(site) or _convolution(site, seen) or _linear(site, known, seen)
-    return found or _unknown(site, seen)
+    found = _declared(site) or classified(site) or _adapter(site)
+    if found is None and (end := _end(site, known, seen)) is not None:
+        return end
+    found = found or _embedding(site) or _vector(site) or _parametrised(site) or _computed(site, seen)
+    found = found or _torch_fused(site)
+    if found is not None:
+        return found
+    expert = _expert(site, seen)
+    if expert is None and (found := _router(site)) is not None:
+        return found
+    found = expert or _convolution(site, seen) or _linear(site, known, seen) or _unknown(site, seen)
+    return replace(found, guess=found.guess or seen is None)
+
+
+def shared_roles(same: Sequence[Site], known: Ends, seen: Seen | None) -> list[Role]:
+    """Return the roles of one parameter at all its places; the first is the role that counts."""
+    roles = [role(site, known, seen) for site in same]
+    if same[0].parameter.is_complex():  # its parts are stepped, as in torch.optim
+        roles = [replace(r, algorithm="adamw", guess=False, reason=f"complex numbers ({r.reason})") for r in roles]
+    return sorted(roles, key=lambda r: PRECEDENCE.index(r.kind))
 
 
 def _refuse_unknowable(site: Site) -> None:
@@ -170,7 +189,8 @@ def _end(site: Site, known: Ends, seen: Seen | None) -> Role | None:
             found = None
     if found is None or found[0] == "matrices" or (found[0] == "embeddings" and not _is_matrix(site.shape)):
         return None
-    return _adamw(*found, "flatten" if isinstance(site.module, _ConvNd) else by_shape(site.shape))
+    matrices = "flatten" if isinstance(site.module, _ConvNd) else by_shape(site.shape)
+    return replace(_adamw(*found, matrices), guess=seen is None)
 
 
 def _embedding(site: Site) -> Role | None:
