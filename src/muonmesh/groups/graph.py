@@ -199,6 +199,9 @@ class Node:
 Edge = tuple[Node, int]
 """A node of the graph and the number of one of its outputs."""
 
+_Step = tuple[Node, int, tuple[tuple[str, int], ...]]
+"""A node that a path has reached, the place among its inputs, and the products on the path."""
+
 
 @dataclass(eq=False, slots=True)
 class _Use:
@@ -636,27 +639,26 @@ def _joined(cuts: list[Node]) -> bool:
     ]
     if len(reached) < 2:
         return False
-    before = [{join for join, _, product in some if product is None} for some in reached]
-    behind = [{(join, product) for join, _, product in some if product is not None} for some in reached]
-    places = {place for some in reached for _, place, product in some if product is not None}
+    before = [{join for join, _, products in some if not products} for some in reached]
+    behind = [{(join, products) for join, _, products in some if products} for some in reached]
+    places = {place for some in reached for _, place, products in some if products}
     side_by_side = len(places) == len(reached) and bool(set.intersection(*behind))
     return side_by_side or bool(set.intersection(*before))
 
 
-def _joins(cut: Node, number: int) -> set[tuple[Node, int, tuple[str, int] | None]]:
-    """Return where an output of a cut is joined with others: the node, the place there, and the product between."""
-    Step = tuple[Node, int, tuple[str, int] | None]
-    todo: list[Step] = [(user, place, None) for user, place, nr in cut.users if nr == number]
-    met, found = set[Node](), set[Step]()
+def _joins(cut: Node, number: int) -> set[_Step]:
+    """Return where an output of a cut is joined with others, not behind a product with a weight."""
+    todo: list[_Step] = [(user, place, ()) for user, place, nr in cut.users if nr == number]
+    met, found = set[Node](), set[_Step]()
     while todo and len(met) < 50:
-        node, place, product = todo.pop(0)
-        if node in met or (node.is_product and (product or node.uses)):
+        node, place, products = todo.pop(0)
+        if node in met or node.uses:
             continue
         met.add(node)
         if node.kind in _JOINS:
-            found.add((node, place, product))
-        behind = (node.kind, place) if node.is_product else product
-        todo += [(user, at, behind) for user, at, _ in node.users if not (product and node.kind in _JOINS)]
+            found.add((node, place, products))
+        passed = (*products, (node.kind, place)) if node.is_product else products
+        todo += [(user, at, passed) for user, at, _ in node.users if not (products and node.kind in _JOINS)]
     return found
 
 
