@@ -235,6 +235,20 @@ def rotated(rotary: Callable[[Tensor], Tensor]) -> nn.Module:
     return tokens(forward, **layers)
 
 
+def values_in_halves(self: Any, x: Tensor) -> Tensor:
+    """One query reads two halves of the value heads, side by side: a head's values are both halves (DiffLlama)."""
+    q, k = by_heads(self.q(x)), by_heads(self.k(x))
+    mixed = [attention(q, k, half.repeat(1, 2, 1, 1)) for half in by_heads(self.fused(x)).chunk(2, dim=1)]
+    out: Tensor = self.proj(torch.cat(mixed, -1)[:, ::2].transpose(1, 2).flatten(-2))
+    return out
+
+
+def head_after_head(self: Any, x: Tensor) -> Tensor:
+    parts = zip(self.q(x).chunk(4, -1), self.k(x).chunk(4, -1), self.fused(x).chunk(4, -1), strict=True)
+    out: Tensor = self.proj(torch.cat([attention(k, v, q) for q, k, v in parts], -1))
+    return out
+
+
 def class_token(self: Any, x: Tensor) -> Tensor:
     read = self.fused(x)
     return torch.cat((read[:, :1], self.proj(read[:, 1:])), 1)
@@ -247,6 +261,8 @@ WHOLE: dict[str, nn.Module] = {
     "rotary pairs by unbind": rotated(rotary_unbound),
     "rotary numbers": rotated(rotary_complex),
     "tokens that are cut": cut_of(16, class_token),
+    "values in halves": cut_of(16, values_in_halves, q=nn.Linear(16, 16), k=nn.Linear(16, 16)),
+    "a loop over heads": cut_of(16, head_after_head, q=nn.Linear(16, 16), k=nn.Linear(16, 16)),
 }
 
 
