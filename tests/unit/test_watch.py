@@ -190,6 +190,13 @@ def test_a_model_that_is_gone_before_the_step_is_not_compared() -> None:
     optimizer.step()
 
 
+def test_a_single_layer_is_no_model() -> None:
+    model = nn.Linear(8, 8)
+    optimizer = mm.from_model(model)
+    trained(model, optimizer, torch.randn(3, 8))
+    assert halves(optimizer)["weight"] == "whole"
+
+
 def test_switched_off() -> None:
     model = TwoHeads()
     optimizer = mm.from_model(model, watch=False)

@@ -79,15 +79,15 @@ def _last_layer(body: nn.Module) -> nn.Module | None:
     """Return the layer that is registered last in a model, if it is in no block; None if there is none.
 
     There is also none if parts of the model are missing after it, as in a pipeline stage; and if a model without
-    blocks and embeddings makes as many outputs as it reads, since it may then be a block itself.
+    a list of blocks makes as many outputs as it reads, since it may then be a block itself.
     """
     last = _last_in(body)
     layers = [m for m in body.modules() if isinstance(m, nn.Linear | _ConvNd)]
-    if last is None or any(isinstance(m, nn.ModuleList | nn.ModuleDict | nn.Embedding) for m in body.modules()):
+    held = [(unwrapped(child), m) for m in body.modules() if isinstance(m, _CONTAINERS) for child in m.children()]
+    if last is None or any(_is_block(child, container) for child, container in held):
         return last
     alike = isinstance(layers[0], _ConvNd) == isinstance(last, _ConvNd)
-    blocks = any(_is_block(unwrapped(child), body) for child in body.children()) and isinstance(body, nn.Sequential)
-    return None if alike and not blocks and _outputs(last) == _inputs(layers[0]) else last
+    return None if alike and _outputs(last) == _inputs(layers[0]) else last
 
 
 def _last_in(module: nn.Module) -> nn.Module | None:
@@ -99,7 +99,8 @@ def _last_in(module: nn.Module) -> nn.Module | None:
             return child
         if _HEAD.fullmatch(key) and _final(child) is not child:
             return _final(child)
-        if any(len(global_shape(parameter)) > 1 for parameter in child.parameters()):
+        tables = (nn.Embedding, nn.EmbeddingBag)
+        if not isinstance(child, tables) and any(len(global_shape(p)) > 1 for p in child.parameters()):
             inside = isinstance(child, _CONTAINERS) and not _is_block(child, module)
             return _last_in(child) if inside else None
     return None
@@ -131,16 +132,19 @@ def _inputs(layer: nn.Module) -> int | None:
 
 
 def _body(model: nn.Module) -> nn.Module:
-    """Return the innermost model inside wrappers; a wrapper is a module in which one child has all parameters."""
-    model = unwrapped(model)
-    while not isinstance(model, _CONTAINERS):
+    """Return the innermost model inside wrappers; a wrapper is a module in which one child has all parameters.
+
+    A model is more than one block: it has an embedding or a container. What a LightningModule holds is one too.
+    """
+    body = model = unwrapped(model)
+    while True:
         children = [c for c in model.children() if next(c.parameters(), None) is not None]
         if len(children) != 1 or next(model.parameters(recurse=False), None) is not None:
-            break
-        if isinstance(children[0], nn.Linear | _ConvNd):
-            break
+            return body
+        lightning = "LightningModule" in class_names(model)
         model = unwrapped(children[0])
-    return model
+        if lightning or any(isinstance(unwrapped(c), (nn.Embedding, *_CONTAINERS)) for c in model.children()):
+            body = model
 
 
 def _is_block(module: nn.Module, container: nn.Module) -> bool:

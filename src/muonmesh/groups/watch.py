@@ -74,7 +74,8 @@ class Watch:
     ) -> LayoutError | None:
         """Compare the groups of an optimizer with what the forward showed; write what it showed into their reasons.
 
-        What the user has written, what the forward did not show and what has no gradient is not compared.
+        What the user has written, what the forward did not show and what has no gradient is not compared. If the
+        forward shows that Muon would have no matrix at all, the guess stays.
 
         Args:
             groups: The param groups.
@@ -108,7 +109,8 @@ class Watch:
             elif "reasons" in group:
                 said = group["reasons"][i].replace(guess.reason, shown.reason, 1)
                 group["reasons"][i] = said.replace("; a guess", "")
-        if wrong:
+        trained = {name for name, (group, _) in places.items() if is_matrix_rule(group["algorithm"])}
+        if wrong and not trained <= wrong.keys():  # a single layer is no model: it would leave Muon nothing
             return _refusal(wrong, places)
         if split:
             _warn_of_splits(split, places)
