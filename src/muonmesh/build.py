@@ -30,6 +30,7 @@ def from_model(
     per_head: bool | Collection[HeadPart] = False,
     rule: str = "muon",
     example: Example | None = None,
+    watch: bool = True,
     **settings: Unpack[MuonSettings],
 ) -> Muon:
     """Return a `Muon` for a model: Muon for its matrices, AdamW for embeddings, heads and vectors.
@@ -46,6 +47,7 @@ def from_model(
         rule: The rule of the matrices: "muon", "normuon", another rule of muonmesh, or a name given to `register_rule`.
         example: One forward of the model, from which the groups are read: its arguments as a tuple, its keyword
             arguments as a dict, or a function that returns its loss; see `split_params`.
+        watch: Whether the first training forward is compared with what was guessed; see `split_params`.
         settings: Further arguments of `Muon`, such as ``momentum``, ``weight_decay`` and ``process_group``, which its
             docstring describes. If ``model`` is a DistributedDataParallel, its process group is the default of
             ``process_group``.
@@ -61,7 +63,7 @@ def from_model(
         raise TypeError(explain_error("from_model", "no model", "the model", write))
     with calling("from_model"), telling_failure(alone=settings.get("process_group") == "local"):
         split: dict[str, Any] = {"muon": muon, "adamw": adamw, "overrides": overrides}
-        groups = split_locally(model, **split, per_head=per_head, example=example)
+        groups = split_locally(model, **split, per_head=per_head, example=example, watch=watch)
         for group in groups:
             if group["algorithm"] == "muon":
                 group["algorithm"] = rule

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import zlib
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from typing import TypeVar
 
@@ -44,14 +45,49 @@ def phase_of(name: str, index: int) -> int:
     return zlib.crc32(kind.encode()) + sum(map(int, layers)) + index
 
 
+def patterns(values: Mapping[str, T], names: Collection[str]) -> dict[str, T]:
+    """Return values of parameters by keys of ``overrides=``; each key means exactly the parameters with its value.
+
+    Layers that differ in their number only share a key: "blocks.*.up.weight" for all of them, an expression for some.
+
+    Args:
+        values: The values by name.
+        names: The names of all parameters among which an override chooses.
+    """
+    alike = dict[tuple[str, T], list[str]]()
+    for name, value in values.items():
+        alike.setdefault((starred(name), value), []).append(name)
+    counts = Counter(map(starred, names))
+    found = dict[str, T]()
+    for (star, value), some in alike.items():
+        if len(some) == 1:
+            key = some[0]
+        elif len(some) == counts[star]:
+            key = star
+        else:
+            rows = [name.split(".") for name in some]
+            same = [len(set(column)) == 1 for column in zip(*rows, strict=True)]
+            first, last = same.index(False), len(same) - same[::-1].index(False)
+            inner = "|".join(re.escape(".".join(row[first:last])) for row in rows)
+            before, after = ([*map(re.escape, part)] for part in (rows[0][:first], rows[0][last:]))
+            key = "^" + r"\.".join([*before, f"({inner})", *after]) + "$"
+        found[key] = value
+    return found
+
+
 def names_matching(key: str, names: Collection[str]) -> list[str]:
-    """Return the names that a key of ``overrides=`` means: the equal name, or else all names that `re.search` finds.
+    """Return the names that a key of ``overrides=`` means.
+
+    That is the equal name; or else all names that differ from it in numbers only, where the key has "*"; or else all
+    names that `re.search` finds.
 
     Raises:
         ValueError: the key is neither a name nor a regular expression.
     """
     if key in names:
         return [key]
+    if "*" in key.split(".") and (alike := [name for name in names if starred(name) == key]):
+        return alike
     try:
         return [name for name in names if re.search(key, name)]
     except re.error as error:

@@ -176,6 +176,7 @@ class Muon(torch.optim.Optimizer):
             self._runtime.source = PARAMETER_GRAD if source is None else source
             if isinstance(params, ParamGroups):
                 self._runtime.idle = IdleParameters(params.model, params.frozen)
+                self._runtime.watch = params.watch
             super().__init__(params, defaults)
         withdraw_failure()
         self._runtime.complete = True
@@ -378,7 +379,7 @@ class Muon(torch.optim.Optimizer):
             # Equal replicas stay equal. Only a new plan, or loaded state, may have made them differ.
             look = runtime.loaded or runtime.ranks.compared is not planned
             replicas = fingerprints(planned, self.state) if look else {}
-            wrong = clip.error or error or idle
+            wrong = clip.error or error or idle or runtime.compare_roles(groups, collected.missing, planned, settings)
             flags = preflight(
                 connected, collected, settings, runtime, replicas, error=wrong, skip=clip.skip, overflow=overflow
             )

@@ -791,11 +791,11 @@ def train_replaced(by: str, order: str, waits: bool) -> str | None:
     settings: dict[str, Any] = {"lr": 0.02, "compute_dtype": torch.float32}
     if order == "after":
         replace_parameters(model, by)
-    optimizer = mm.from_model(model, process_group="world", **settings)
+    optimizer = mm.from_model(model, process_group="world", watch=False, **settings)
     optimizer._runtime.driver = HostWaits(waits)
     if order == "before":
         replace_parameters(model, by)
-    other = mm.from_model(alone, process_group="local", **settings)
+    other = mm.from_model(alone, process_group="local", watch=False, **settings)
     x = torch.randn(5, 6, generator=torch.Generator().manual_seed(1))
     before = values(model)
     for _ in range(2):
@@ -839,7 +839,7 @@ def unused_while_unsharded() -> None:
     model = Layers()
     for layer in (model.down, model):
         fully_shard(layer, mesh=meshes.mesh_of((2,)))
-    optimizer = mm.from_model(model, lr=0.02)
+    optimizer = mm.from_model(model, lr=0.02, watch=False)
     for step in range(3):
         model.set_reshard_after_backward(step == 2)
         model.down.unshard()

@@ -62,12 +62,12 @@ def test_a_guess_is_told() -> None:
     """A fused weight that is cut elsewhere may be one matrix or three: not even muonmesh knows."""
     layers = [nn.ModuleDict({"qkv": nn.Linear(16, 48), "proj": nn.Linear(16, 16)}) for _ in range(2)]
     model = nn.Sequential(*layers, nn.Linear(16, 4))
-    with pytest.warns(UserWarning, match="by a guess"):
-        report = mm.audit(mm.from_model(model, lr=1e-3), model)
-    assert report.guesses == ("0.qkv.weight", "1.qkv.weight")
-    assert "Taken for one matrix by a guess: *.qkv.weight." in str(report)
+    report = mm.audit(mm.from_model(model, lr=1e-3), model)
+    assert report.guesses == ("0.qkv.weight", "0.proj.weight", "1.qkv.weight", "1.proj.weight", "2.weight")
+    assert "Judged by a guess: *.qkv.weight, *.proj.weight, *.weight. Write groups=" in " ".join(str(report).split())
     assert str(report).endswith("Nothing to mend if the guesses are right.")
     overrides = {r"qkv\.weight": {"algorithm": "muon", "matrices": ("rows", 16, 16, 16)}}
+    overrides |= {r"proj\.weight": "muon", "2.weight": "adamw"}
     optimizer = mm.from_model(model, lr=1e-3, overrides=overrides)
     decided = mm.audit(optimizer, model, groups=mm.split_params(model, overrides=overrides))
     assert not decided.guesses

@@ -83,7 +83,7 @@ def command(*arguments: str) -> Any:
 def test_a_report_and_an_exit_code(script: Path) -> None:
     result = command(f"{script}:ours")
     assert result.exit_code == 0, result.output
-    assert "Nothing to mend." in result.stdout
+    assert "Nothing to mend if the guesses are right." in result.stdout
     result = command(f"{script}:adamw", "--json")
     assert result.exit_code == 1
     rows = {row["weight"]: row for row in json.loads(result.stdout)["rows"]}

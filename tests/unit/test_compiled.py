@@ -6,7 +6,6 @@ The tiles of the variant amx are emulated here (tests/emulated.py), whatever the
 from __future__ import annotations
 
 import ctypes
-import functools
 import math
 import os
 import struct

@@ -235,6 +235,20 @@ def rotated(rotary: Callable[[Tensor], Tensor]) -> nn.Module:
     return tokens(forward, **layers)
 
 
+def values_in_halves(self: Any, x: Tensor) -> Tensor:
+    """One query reads two halves of the value heads, side by side: a head's values are both halves (DiffLlama)."""
+    q, k = by_heads(self.q(x)), by_heads(self.k(x))
+    mixed = [attention(q, k, half.repeat(1, 2, 1, 1)) for half in by_heads(self.fused(x)).chunk(2, dim=1)]
+    out: Tensor = self.proj(torch.cat(mixed, -1)[:, ::2].transpose(1, 2).flatten(-2))
+    return out
+
+
+def head_after_head(self: Any, x: Tensor) -> Tensor:
+    parts = zip(self.q(x).chunk(4, -1), self.k(x).chunk(4, -1), self.fused(x).chunk(4, -1), strict=True)
+    out: Tensor = self.proj(torch.cat([attention(k, v, q) for q, k, v in parts], -1))
+    return out
+
+
 def class_token(self: Any, x: Tensor) -> Tensor:
     read = self.fused(x)
     return torch.cat((read[:, :1], self.proj(read[:, 1:])), 1)
@@ -247,6 +261,8 @@ WHOLE: dict[str, nn.Module] = {
     "rotary pairs by unbind": rotated(rotary_unbound),
     "rotary numbers": rotated(rotary_complex),
     "tokens that are cut": cut_of(16, class_token),
+    "values in halves": cut_of(16, values_in_halves, q=nn.Linear(16, 16), k=nn.Linear(16, 16)),
+    "a loop over heads": cut_of(16, head_after_head, q=nn.Linear(16, 16), k=nn.Linear(16, 16)),
 }
 
 
@@ -278,17 +294,6 @@ def test_nor_does_a_sum_of_a_layer_and_of_what_it_reads() -> None:
 
     model = Calls(forward, stem=nn.Linear(4, 16), layer=nn.Linear(16, 16), out=nn.Linear(8, 3))
     assert roles(model, (torch.randn(2, 4),)) == {"stem.weight": INPUT, "layer.weight": "whole", "out.weight": HEAD}
-
-
-def test_what_may_be_cut_is_left_to_a_guess_that_warns() -> None:
-    def forward(self: Any, x: Tensor) -> Tensor:
-        q, k, v = torch.roll(self.qkv(x), 3, -1).chunk(3, -1)
-        out: Tensor = self.proj(attention(q, k, v))
-        return out
-
-    model = tokens(forward, qkv=nn.Linear(16, 48), proj=nn.Linear(16, 16))
-    with pytest.warns(UserWarning, match=r"by a guess: blocks\.\*\.qkv\.weight"):
-        mm.split_params(model, example=IDS)
 
 
 def test_the_modulation_of_a_diffusion_transformer() -> None:
@@ -627,7 +632,9 @@ def test_a_tied_table_and_a_shared_layer() -> None:
 def test_a_weight_that_takes_no_part_is_said_to() -> None:
     layers = {"idle": nn.Linear(4, 4), "a": nn.Linear(8, 16), "b": nn.Linear(16, 3)}
     model = Calls(lambda self, x: self.b(F.relu(self.a(x))), **layers)
-    assert reason(model, (torch.randn(2, 8),), "idle.weight") == "linear; the example's forward does not show it"
+    assert (
+        reason(model, (torch.randn(2, 8),), "idle.weight") == "linear; the example's forward does not show it; a guess"
+    )
 
 
 # --- how the forward is run ------------------------------------------------------------------------------------------

@@ -121,21 +121,16 @@ MODELS: dict[str, Expected] = {
     # Vision: 34 layers of width 768. Text: 48 layers of width 5120, 16 experts of width 8192 stored in × out.
     "Llama4ForConditionalGeneration": Expected(
         (
-            34 * 6 + 3 + 48 * 9,
-            34 * 6 + 3 + 48 * (4 + 16 * 3 + 3),
-            34 * (4 * 768**2 + 2 * 768 * 5632)
+            34 * 6 + 1 + 3 + 48 * 9,
+            34 * 6 + 1 + 3 + 48 * (4 + 16 * 3 + 3),
+            588 * 768
+            + 34 * (4 * 768**2 + 2 * 768 * 5632)
             + (5632 * 4096 + 4096**2 + 7680 * 5120)
             + 48 * (2 * 5120**2 + 2 * 1024 * 5120 + 17 * 3 * 5120 * 8192),
         ),
         (
-            34 * 10 + 7 + 48 * 3 + 3,
-            34 * (9 * 768 + 5632)
-            + 6 * 768
-            - 768
-            + (1025 + 588) * 768
-            + 48 * (2 + 16) * 5120
-            + 5120
-            + 2 * 202048 * 5120,
+            34 * 10 + 6 + 48 * 3 + 3,
+            34 * (9 * 768 + 5632) + 6 * 768 - 768 + 1025 * 768 + 48 * (2 + 16) * 5120 + 5120 + 2 * 202048 * 5120,
         ),
         {
             "language_model.model.layers.0.feed_forward.experts.gate_up_proj": (
@@ -146,7 +141,7 @@ MODELS: dict[str, Expected] = {
             "language_model.model.layers.0.feed_forward.router.weight": M,
             "language_model.model.layers.0.feed_forward.shared_expert.gate_proj.weight": "whole",
             "multi_modal_projector.linear_1.weight": "whole",
-            "vision_model.patch_embedding.linear.weight": E,
+            "vision_model.patch_embedding.linear.weight": "whole",  # a guess: an input layer
             "vision_model.positional_embedding_vlm": E,
             "vision_model.class_embedding": V,
             "language_model.lm_head.weight": H,
@@ -185,14 +180,14 @@ MODELS: dict[str, Expected] = {
     "DeepseekV3ForCausalLM": Expected(
         (
             61 * 5 + 3 * 3 + 58 * 5,
-            61 * 7 + 3 * 3 + 58 * (256 * 3 + 3),
+            61 * 6 + 3 * 3 + 58 * (256 * 3 + 3),
             61 * (1536 * 7168 + 24576 * 1536 + 576 * 7168 + 32768 * 512 + 7168 * 16384)
             + 3 * 3 * 18432 * 7168
             + 58 * 257 * 3 * 2048 * 7168,
         ),
         (2 + 61 * 4 + 58 + 1, 2 * 129280 * 7168 + 61 * (1536 + 512 + 2 * 7168) + 58 * 256 * 7168 + 7168),
         {
-            "model.layers.0.self_attn.kv_a_proj_with_mqa.weight": ("rows", 512, 64),
+            "model.layers.0.self_attn.kv_a_proj_with_mqa.weight": "whole",  # a guess
             "model.layers.0.self_attn.kv_b_proj.weight": ("interleaved", 2, 0, 128),
             "model.layers.0.self_attn.q_b_proj.weight": "whole",
             "model.layers.0.self_attn.kv_a_layernorm.weight": V,
@@ -277,10 +272,10 @@ MODELS: dict[str, Expected] = {
     ),
     # 64 layers of width 4096: z, x of 8192, B, C of 8 groups of 128, 128 time steps.
     "Mamba2ForCausalLM": Expected(
-        (64 * 2, 64 * 6, 64 * (18560 * 4096 + 8192 * 4096)),
+        (64 * 2, 64 * 2, 64 * (18560 * 4096 + 8192 * 4096)),
         (2 + 64 * 7 + 1, 2 * 32768 * 4096 + 64 * (4096 + 3 * 128 + 5 * 10240 + 8192) + 4096),
         {
-            "backbone.layers.0.mixer.in_proj.weight": ("rows", 8192, 8192, 1024, 1024, 128),
+            "backbone.layers.0.mixer.in_proj.weight": "whole",  # a guess
             "backbone.layers.0.mixer.conv1d.weight": M,
             "backbone.layers.0.mixer.A_log": V,
             "backbone.layers.0.mixer.norm.weight": V,
@@ -290,12 +285,12 @@ MODELS: dict[str, Expected] = {
     "FalconH1ForCausalLM": Expected(
         (
             32 * 9,
-            32 * 13,
+            32 * 9,
             32 * (3 * 14336 * 4096 + 2688 * 4096 + 1024 * 4096 + 2 * 4096**2 + 2 * 1024 * 4096),
         ),
         (2 + 32 * 7 + 1, 2 * 128000 * 4096 + 32 * (3 * 128 + 5 * 1536 + 2 * 4096) + 4096),
         {
-            "model.layers.0.mamba.in_proj.weight": ("rows", 1024, 1024, 256, 256, 128),
+            "model.layers.0.mamba.in_proj.weight": "whole",  # a guess
             "model.layers.0.mamba.conv1d.weight": M,
             "model.layers.0.mamba.D": V,
             "model.layers.0.feed_forward.gate_proj.weight": "whole",
@@ -303,18 +298,13 @@ MODELS: dict[str, Expected] = {
     ),
     # 4 + 4 layers of width 384; the encoder's positions are frozen sinusoids.
     "WhisperForConditionalGeneration": Expected(
-        (1 + 4 * 6 + 4 * 10, 1 + 4 * 6 + 4 * 10, 384 * 384 * 3 + 4 * (12 * 384**2 + 4 * 384 * 1536)),
+        (2 + 4 * 6 + 4 * 10, 2 + 4 * 6 + 4 * 10, 384 * (80 + 384) * 3 + 4 * (12 * 384**2 + 4 * 384 * 1536)),
         (
-            3 + 2 + 4 * (3 + 2 + 4) + 2 + 4 * (6 + 2 + 6) + 2,
-            384 * 80 * 3
-            + (51865 + 448) * 384
-            + 2 * 384
-            + 4 * (3 + 4 + 1 + 4) * 384
-            + 4 * (6 + 4 + 1 + 6) * 384
-            + 4 * 384,
+            2 + 2 + 4 * (3 + 2 + 4) + 2 + 4 * (6 + 2 + 6) + 2,
+            (51865 + 448) * 384 + 2 * 384 + 4 * (3 + 4 + 1 + 4) * 384 + 4 * (6 + 4 + 1 + 6) * 384 + 4 * 384,
         ),
         {
-            "model.encoder.conv1.weight": E,  # reads 80 mel bins
+            "model.encoder.conv1.weight": "flatten",  # a guess: an input layer of 80 mel bins
             "model.encoder.conv2.weight": "flatten",
             "model.encoder.embed_positions.weight": None,  # frozen
             "model.decoder.embed_positions.weight": E,
@@ -703,10 +693,13 @@ def test_order_is_that_of_the_forward(case: tuple[str, dict[str, Any], str, str,
         if "bias" in key:
             p.zero_()
     parameter = model.get_parameter(fused).requires_grad_()
-    assert assigned(split_params(model))[fused] == spec
     inputs = {"input_ids": torch.tensor([[3, 14, 15, 9, 26, 5], [2, 7, 18, 28, 1, 8]])}
     if name == "BlipVisionModel":
         inputs = {"pixel_values": torch.randn(2, 3, 16, 16)}
+    assert assigned(split_params(model, example=inputs))[fused] == spec
+    if (guess := assigned(split_params(model))[fused]) != spec:
+        assert "rows" not in str(guess)  # whole, which the first forward contradicts
+        assert "interleaved" not in str(guess)
 
     def seen() -> Tensor:
         found: list[Tensor] = []
@@ -1055,24 +1048,6 @@ def test_a_head_registered_before_the_blocks_goes_by_its_name() -> None:
     assert {key for key, entry in found.items() if entry == H} == {"more.0.weight"}
 
 
-def test_what_may_be_a_head_before_the_blocks_warns_with_the_line_to_write() -> None:
-    """As many outputs as the embedding has rows, or outputs that no layer reads."""
-    for head in (nn.Linear(4, 12), nn.Linear(4, 5)):
-        with pytest.warns(UserWarning, match=r"z\.weight: This may be the output layer of a HeadFirst") as caught:
-            found = assigned(split_params(HeadFirst("z", head)))
-        assert found["z.weight"] not in (H, E)
-        assert 'overrides={"z.weight": "adamw"}' in str(caught[0].message)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for said in ("adamw", "muon"):
-            split_params(HeadFirst("z", nn.Linear(4, 5)), overrides={"z.weight": said})
-        split_params(HeadFirst("z", nn.Linear(4, 16)))  # pieces of the width, as for a modulation of all blocks
-        split_params(HeadFirst("z", nn.Linear(4, 6), nn.Linear(6, 4)))  # another layer reads them
-        known = HeadFirst("z", nn.Linear(4, 5))
-        known.last = nn.Linear(4, 12)
-        split_params(known)  # it has another output layer
-
-
 def test_a_pipeline_stage_without_its_head_is_no_error() -> None:
     with torch.device("meta"):
         stage = transformers.BertForMaskedLM(transformers.BertConfig(num_hidden_layers=1))
@@ -1151,11 +1126,7 @@ def test_experts_and_routers_of_other_libraries() -> None:
 
     experts = {"a": GroupedExperts(), "b": Unflagged(), "c": FusedExperts()}
     model = nn.ModuleDict({**{name: Routed(each) for name, each in experts.items()}, "head": nn.Linear(8, 2)})
-    with pytest.warns(UserWarning, match="one matrix each by a guess") as caught:
-        groups = split_params(model)
-    told = [str(each.message) for each in caught]
-    assert ['("stack", ("transposed", ("rows", ...)))' in each for each in told] == [True, False]
-    assert ['("stack", ("rows", ...))' in each for each in told] == [False, True]
+    groups = split_params(model)
     assert assigned(groups) == {
         "a.experts.w1": "stack",
         "a.experts.w2": "stack",
@@ -1163,7 +1134,7 @@ def test_experts_and_routers_of_other_libraries() -> None:
         "a.experts.b2": V,
         "a.scores.weight": M,
         "a.scores.bias": V,
-        # in × out by its shapes; how gate and up are stored nobody says, so one matrix
+        # in × out by its shapes; how gate and up are stored nobody says, so one matrix until a forward shows it
         "b.experts.gate_up_proj": ("stack", ("transposed", "whole")),
         "b.experts.down_proj": ("stack", ("transposed", "whole")),
         "b.scores.weight": M,
@@ -1174,7 +1145,7 @@ def test_experts_and_routers_of_other_libraries() -> None:
         "head.weight": H,
         "head.bias": V,
     }
-    assert "does not say" in reason(groups, "b.experts.gate_up_proj")
+    assert reason(groups, "b.experts.gate_up_proj").endswith("; a guess")
 
 
 def test_a_router_beside_a_list_of_experts_goes_to_adamw() -> None:
@@ -1209,9 +1180,8 @@ def test_linear_layers_of_other_libraries() -> None:
     found = assigned(groups)
     assert found["megatron.weight"] == found["engine.weight"] == "whole"
     assert found["turned.weight"] == ("transposed", "whole")
-    assert reason(groups, "engine.weight") == "linear"
+    assert reason(groups, "engine.weight") == "linear; a guess"
     assert found["qkv.weight"] == "whole"  # never split on the strength of a name
-    assert "may be fused" in reason(groups, "qkv.weight")
 
 
 def test_a_fused_class_with_other_sizes_is_left_whole() -> None:
@@ -1220,7 +1190,7 @@ def test_a_fused_class_with_other_sizes_is_left_whole() -> None:
     attention.qkv_proj = nn.Linear(32, 72)  # 64 = 4·8 + 2·2·8 are what it states
     groups = split_params(model)
     assert assigned(groups)["model.layers.0.self_attn.qkv_proj.weight"] == "whole"
-    assert "may be fused" in reason(groups, "model.layers.0.self_attn.qkv_proj.weight")
+    assert "a guess" in reason(groups, "model.layers.0.self_attn.qkv_proj.weight")
 
 
 def test_a_stack_of_experts_in_one_matrix() -> None:
@@ -1236,9 +1206,8 @@ def test_a_stack_of_experts_in_one_matrix() -> None:
 
 
 def test_keys_and_values_of_unequal_size_take_turns() -> None:
-    with torch.device("meta"):
-        model = transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**DEEPSEEK | {"v_head_dim": 4}))
-    found = assigned(split_params(model))
+    model = transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**DEEPSEEK | {"v_head_dim": 4}))
+    found = assigned(split_params(model, example={"input_ids": torch.ones(1, 5, dtype=torch.long)}))
     assert found["model.layers.0.self_attn.kv_b_proj.weight"] == ("interleaved", (8, 4), 0)
     assert found["model.layers.0.self_attn.kv_a_proj_with_mqa.weight"] == ("rows", 12, 4)
 
@@ -1421,7 +1390,7 @@ def test_the_table_shows_everything() -> None:
     text = str(split_params(model, muon={"lr": 0.02}))
     lines = [" ".join(line.split()) for line in text.splitlines()]
     assert lines[0] == "parameter count shape group matrices reason"
-    assert "blocks.*.up.weight 2 16×8 muon whole linear" in lines
+    assert "blocks.*.up.weight 2 16×8 muon whole linear; a guess" in lines
     assert "blocks.1.norm.weight 1 8 adamw.vectors - norm (LayerNorm)" in lines
     assert "muon: 4 tensors, 512 elements, lr=0.02" in lines
     assert "adamw.vectors: 4 tensors, 48 elements, weight_decay=0.0" in lines

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,13 +10,10 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import SplitPoint, pipeline
-from torch.nn.parallel import DistributedDataParallel
 
 from muonmesh.groups import split_params
 from tests.samples import one_in
-from tests.workers import Pool
 
 WIDTH, VOCAB = 8, 11
 
@@ -298,47 +293,6 @@ def test_the_last_layer_of_a_model_without_blocks_is_a_guess_that_says_so() -> N
     # what comes out as wide as it went in may be followed by itself: a block, not a model
     assert heads(Net(4)) == {}
     assert heads(nn.Sequential(nn.Linear(4, 4))) == {}
-    # with blocks in front it is known
-    assert "a guess" not in heads(Model(nn.ModuleList([Plain()])))["output.weight"]
-
-
-def _warned(mlp: Callable[[], nn.Module]) -> list[str]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        split_params(mlp())
-        split_params(Model(nn.ModuleList([Plain()])))
-        split_params(mlp(), overrides={"2.weight": "adamw"})
-        split_params(mlp(), overrides={"2.weight": "muon"})
-    return [str(warning.message) for warning in caught]
-
-
-def _mlp() -> nn.Module:
-    return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
-
-
-def test_among_several_ranks_the_guess_warns_and_in_one_process_it_does_not(workers: Callable[[int], Pool]) -> None:
-    """One process holds no pipeline stage; with several, the model may be one. An override decides."""
-    assert _warned(_mlp) == []
-    for (message,) in workers(2).run(_warned, _mlp):
-        assert message.startswith("2.weight: This last layer of a Sequential is taken for the output layer by a guess")
-        assert 'overrides={"2.weight": "muon"}' in message
-
-
-def _warned_together(how: str) -> list[str]:
-    """The layers that this rank warns about: a last layer, and a layer before the blocks that no other layer reads."""
-    first = Model(nn.ModuleList([Plain()]))
-    first.project, first.output = nn.Linear(WIDTH, 5), nn.Identity()
-    wrap: Callable[..., nn.Module] = DistributedDataParallel if how == "ddp" else fully_shard
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        split_params(wrap(_mlp()))
-        split_params(wrap(first))
-    return [name for w in caught for name in re.findall(r"^(\S+): This .* output layer", str(w.message))]
-
-
-@pytest.mark.parametrize("how", ["ddp", "fsdp"])
-def test_of_ranks_that_hold_the_same_layer_the_first_warns(how: str, workers: Callable[[int], Pool]) -> None:
-    assert workers(2).run(_warned_together, how) == [["2.weight", "project.weight"], []]
 
 
 # What the whole model decided, for a stage

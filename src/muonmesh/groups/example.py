@@ -91,7 +91,7 @@ def _read(model: nn.Module, runs: nn.Module, forward: Callable[[], Any]) -> dict
         inputs: list[Tensor] = []
         handle = runs.register_forward_pre_hook(partial(_ask_for_gradients, inputs), with_kwargs=True)
         try:
-            outputs = list(_tensors(forward()))
+            outputs = list(tensors_in(forward()))
         except Exception as error:
             if isinstance(error, ValueError | TypeError) or runs is model:
                 what = f"{type(error).__name__}: {error}".splitlines()[0][:300]
@@ -160,7 +160,7 @@ def _put_back(buffer: Tensor, value: Tensor) -> None:
             buffer.data = value
 
 
-def _tensors(value: Any, known: set[int] | None = None) -> Iterator[Tensor]:
+def tensors_in(value: Any, known: set[int] | None = None) -> Iterator[Tensor]:
     """Yield the tensors in what a model returned; ``known`` are the objects that have been looked at."""
     known = set() if known is None else known
     parts: list[Any] = []
@@ -178,4 +178,4 @@ def _tensors(value: Any, known: set[int] | None = None) -> Iterator[Tensor]:
         parts = [part for part in vars(value).values() if not callable(part)]
     known.add(id(value))
     for part in parts:
-        yield from _tensors(part, known)
+        yield from tensors_in(part, known)

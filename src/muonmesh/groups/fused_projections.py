@@ -35,19 +35,18 @@ def _equal(count: int) -> Callable[[Any, int], tuple[Any, ...]]:
     return lambda owner, out: ("rows", *[out // count] * count)
 
 
-def _per_head(count: int, dim: str) -> Callable[[Any, int], tuple[Any, ...]]:
-    return lambda owner, out: ("interleaved", count, 0, getattr(owner, dim))
+def _by_split_size(owner: Any, out: int) -> tuple[Any, ...]:
+    return ("rows", *[owner.split_size] * (out // owner.split_size))
+
+
+def _per_head(dim: str) -> Callable[[Any, int], tuple[Any, ...]]:
+    return lambda owner, out: ("interleaved", 3, 0, getattr(owner, dim))
 
 
 def _grouped_query(owner: Any, out: int) -> tuple[Any, ...]:
     heads = getattr(owner, "num_heads", None) or owner.config.num_attention_heads
     kv = owner.num_key_value_heads * owner.head_dim
     return ("rows", heads * owner.head_dim, kv, kv)
-
-
-def _gated_query(owner: Any, out: int) -> tuple[Any, ...]:
-    gated = out == 2 * owner.config.num_attention_heads * owner.head_dim
-    return ("interleaved", 2, 0, owner.head_dim) if gated else ()
 
 
 def _falcon(owner: Any, out: int) -> tuple[Any, ...]:
@@ -68,19 +67,6 @@ def _bigcode(owner: Any, out: int) -> tuple[Any, ...]:
     return ("interleaved", 3, 0, owner.head_dim)
 
 
-def _levit(keyed: int) -> Callable[[Any, int], tuple[Any, ...]]:
-    return lambda owner, out: _heads(*[owner.key_dim] * keyed, owner.attention_ratio * owner.key_dim)
-
-
-def _delta(owner: Any, out: int) -> tuple[Any, ...]:
-    return ("rows", owner.key_dim, owner.key_dim, owner.value_dim)
-
-
-def _mamba2(owner: Any, out: int) -> tuple[Any, ...]:
-    state = owner.n_groups * owner.ssm_state_size
-    return ("rows", owner.intermediate_size, owner.intermediate_size, state, state, owner.num_heads)
-
-
 def _heads(*sizes: int) -> tuple[Any, ...]:
     """Return the split of rows that are stored head by head, where each head has parts of these sizes."""
     return ("interleaved", len(sizes), 0, sizes[0]) if len(set(sizes)) == 1 else ("interleaved", sizes, 0)
@@ -88,31 +74,19 @@ def _heads(*sizes: int) -> tuple[Any, ...]:
 
 # The first match counts, so exceptions come before the rule that they break. transformers 5.23.
 FUSED = (
-    Fused("GPTNeoX(Japanese)?Attention", "query_key_value", _per_head(3, "head_size"), "q, k, v head by head"),
-    Fused("(Bloom|Persimmon)Attention", "query_key_value", _per_head(3, "head_dim"), "q, k, v head by head"),
+    Fused("GPTNeoX(Japanese)?Attention", "query_key_value", _per_head("head_size"), "q, k, v head by head"),
+    Fused("(Bloom|Persimmon)Attention", "query_key_value", _per_head("head_dim"), "q, k, v head by head"),
     Fused("FalconAttention", "query_key_value", _falcon, "q, k, v"),
-    Fused("MiniMaxLightningAttention", "qkv_proj", _per_head(3, "head_dim"), "q, k, v head by head"),
     # Four groups of heads for four TPU cores, each q, v, k.
     Fused("CodeGenAttention", "qkv_proj", lambda o, out: ("interleaved", 3, 0, out // 12), "q, v, k by quarters"),
-    Fused("Phi(3|4Multimodal)Attention", "qkv_proj", _grouped_query, "q, k, v"),
+    Fused("(GPT2|ImageGPT|DecisionTransformerGPT2|)Attention", "c_attn", _by_split_size, "q, k, v"),
     Fused("GPTBigCodeAttention", "c_attn", _bigcode, "q, k, v"),
-    Fused("Qwen3(Next|_5).*Attention", "q_proj", _gated_query, "q, gate head by head"),
+    Fused("Phi(3|4Multimodal)Attention", "qkv_proj", _grouped_query, "q, k, v"),
     Fused("DbrxAttention", "Wqkv", _grouped_query, "q, k, v"),
-    Fused("DisentangledSelfAttention", "in_proj", _per_head(3, "attention_head_size"), "q, k, v head by head"),
     Fused("(?!Exaone4_5_Vision).*Attention", "qkv", _equal(3), "q, k, v"),
     Fused(".*Attention", "kv_b_proj", lambda o, out: _heads(o.qk_nope_head_dim, o.v_head_dim), "k, v head by head"),
-    Fused("AXK2Attention", "q_gate_proj", lambda o, out: _heads(o.qk_head_dim, o.v_head_dim), "q, gate head by head"),
-    Fused("LevitAttention", "queries_keys_values", _levit(2), "q, k, v head by head"),
-    Fused("LevitAttentionSubsample", "keys_values", _levit(1), "k, v head by head"),
-    Fused("(Mamba2|FalconH1|Bamba|NemotronHMamba2|Zamba2Mamba)Mixer", "in_proj", _mamba2, "z, x, B, C, dt"),
-    Fused("GraniteMoeHybridMambaLayer", "in_proj", _mamba2, "z, x, B, C, dt"),
-    Fused("(Mamba|FalconMamba|JambaMamba)Mixer", "in_proj", _equal(2), "x, z"),
-    Fused("Lfm.*ShortConv", "in_proj", _equal(3), "B, C, x"),
-    Fused("Qwen3_5.*GatedDeltaNet", "in_proj_qkv", _delta, "q, k, v"),
+    Fused(".*", "gate_up_proj", _equal(2), "gate, up"),
 )
-
-# Frequent names of fused projections. If the class is unknown, only the reason mentions that a name looks fused.
-LOOKS_FUSED = re.compile(r"qkv|query_key_value|kv_proj$|^(kv|qk)$|gate_up|c_attn|w13|in_proj", re.IGNORECASE)
 
 
 WHOLE = "muonmesh_shape"
@@ -172,14 +146,11 @@ def expert_order(module: nn.Module, name: str, shape: tuple[int, ...]) -> tuple[
         transposed = _stored_in_by_out(module)
     inner: Matrices = "whole"
     reason = "experts, one matrix each"
-    if LOOKS_FUSED.search(name):
+    if name == "gate_up_proj":
         names = class_names(module, "transformers")
-        known = "GptOssExperts" not in names if names and name == "gate_up_proj" else None
-        concatenated = getattr(module, "is_concatenated", known)
+        concatenated = getattr(module, "is_concatenated", "GptOssExperts" not in names if names else None)
         rows = shape[2] if transposed else shape[1]
-        if concatenated is None or rows % 2:
-            reason += "; the name looks fused, but the module does not say how: gate and up as one matrix"
-        else:
+        if concatenated is not None and rows % 2 == 0:
             inner = ("rows", rows // 2, rows // 2) if concatenated else ("interleaved", 2, 0)
             reason = "experts, gate and up " + ("of each" if concatenated else "alternating row by row")
     if transposed:

@@ -14,6 +14,7 @@ from functools import cache
 from math import prod
 from typing import Any, Literal, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from muonmesh.groups.fused_projections import Matrices
@@ -26,7 +27,11 @@ _RESHAPED = {"View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Squeeze", "Alia
 _RESHAPED |= {"Flatten", "Unflatten", "Contiguous"}
 _TURNED = {"T", "Transpose", "Permute"}
 _CUTS = {"Split", "SplitWithSizes", "UnsafeSplit", "UnsafeSplitWithSizes", "Unbind", "Select", "Slice", "Glu"}
+# A DTensor becomes its local shard, a shard a DTensor, and a DTensor is laid out anew: the numbers stay.
+_MOVED = {"ToTorchTensor", "FromTorchTensor", "Redistribute"}
 _LOOK_UP = {"Embedding", "EmbeddingBag", "Index", "IndexSelect", "Gather"}
+_JOINS = {"Cat", "Stack"}
+_VIEWS = _RESHAPED | _TURNED | _MOVED | _CUTS - {"Glu"}
 # These keep every feature apart, if the other operand is no activation.
 _EACH = {"Add", "Sub", "Mul", "Div", "Neg", "Exp", "Pow", "Clamp", "ClampMin", "ClampMax", "MaskedFill", "Where"}
 _EACH |= {"Relu", "Gelu", "Silu", "Sigmoid", "Tanh", "Softplus", "Elu", "LeakyRelu", "Mish", "Hardswish", "Hardtanh"}
@@ -40,9 +45,6 @@ _READERS |= {"UpsampleNearest2D", "UpsampleBilinear2D", "Repeat"}
 
 _MOST_PARTS = 16
 """A weight whose output is cut into more parts is taken for one matrix, whose heads are looked at one by one."""
-
-Edge = tuple[Any, int]
-"""A node of the graph and the number of one of its outputs."""
 
 
 @dataclass
@@ -71,10 +73,14 @@ class Seen:
 
 
 class Form(NamedTuple):
-    """Which numbers a view holds: dims of (size, stride) pairs; a stride of 0 means that the number does not change."""
+    """Which numbers a view holds: dims of (size, stride) pairs; a stride of 0 means that the number does not change.
+
+    ``ranks`` are pairs that the view of this rank leaves out: each rank has the same view of a shard of its own.
+    """
 
     offset: int
     dims: tuple[tuple[tuple[int, int], ...], ...]
+    ranks: tuple[tuple[int, int], ...] = ()
 
     def viewed(self, shape: Iterable[int]) -> Form | None:
         """Return the form in another shape; None if its numbers then have no strides."""
@@ -100,7 +106,7 @@ class Form(NamedTuple):
                 else:
                     return None
             dims.append(tuple(dim))
-        return None if atoms else Form(self.offset, tuple(dims))
+        return None if atoms else self._replace(dims=tuple(dims))
 
     def sliced(self, dim: int, start: int, count: int, step: int = 1) -> Form | None:
         """Return the form of ``count`` indices of a dim; None if its numbers then have no strides."""
@@ -113,82 +119,95 @@ class Form(NamedTuple):
             return None
         _, stride = atoms[0]
         dims[dim] = ((count // inner, stride * step), *atoms[1:])
-        return Form(self.offset + start // inner * stride, tuple(dims))
+        return self._replace(offset=self.offset + start // inner * stride, dims=tuple(dims))
 
     def atoms(self) -> tuple[tuple[int, int], ...]:
         """Return the (size, stride) pairs that tell numbers apart, the largest stride first, merged where they join."""
         found: list[tuple[int, int]] = []
-        for size, stride in sorted(((n, s) for dim in self.dims for n, s in dim if n > 1 and s), key=lambda a: -a[1]):
+        every = [*self.ranks, *(atom for dim in self.dims for atom in dim)]
+        for size, stride in sorted((a for a in every if a[0] > 1 and a[1]), key=lambda a: -a[1]):
             if found and found[-1][1] == size * stride:
                 size *= found.pop()[0]
             found.append((size, stride))
         return tuple(found)
 
 
-def kind_of(node: Any) -> str:
-    """Return the name of the operation behind a node: "Addmm" for AddmmBackward0."""
-    return _kind(node.name())
+@dataclass(eq=False, slots=True)
+class Node:
+    """A node of autograd's graph with all that a walk has shown of it, so that autograd is asked once.
+
+    Attributes:
+        below: For each of its inputs, the node and the output that it comes from; None for inputs without a graph.
+        users: The nodes that read it, with the place among their inputs and the number of the output that they read.
+        leaf: The parameter that it stands for.
+        uses: The products with a weight, if it is one.
+        live: Whether its value comes from an input, a table or a product, and not from parameters alone.
+        learned: Whether weights or tables take part in it.
+        data: Whether inputs take part in it.
+        hidden: Whether something takes part in it that hides what it computes.
+        deep: Whether a weight takes part in it that itself reads what another weight has made.
+    """
+
+    fn: Any
+    kind: str
+    number: int = 0
+    below: list[Edge | None] = field(default_factory=list)
+    users: list[tuple[Node, int, int]] = field(default_factory=list)
+    leaf: Tensor | None = None
+    uses: list[_Use] = field(default_factory=list)
+    live: bool = False
+    learned: bool = False
+    data: bool = False
+    hidden: bool = False
+    deep: bool = False
+
+    @property
+    def is_product(self) -> bool:
+        """Whether it multiplies matrices."""
+        return self.kind in _PRODUCTS or self.kind in _LAYERS or self.kind.startswith("ScaledDotProduct")
+
+    @property
+    def is_opaque(self) -> bool:
+        """Whether it hides what it computes: a checkpoint, a compiled or a custom function."""
+        return self.kind not in _MOVED and (isinstance(self.fn, torch._C._FunctionBase) or "CppNode" in self.kind)
+
+    def shape(self, number: int = 0) -> tuple[int, ...]:
+        """Return the shape of one of its outputs."""
+        return tuple(int(size) for size in self.fn._input_metadata[number].shape)
+
+    def others(self, place: int) -> list[Edge]:
+        """Return where its inputs come from, but for one."""
+        return [edge for i, edge in enumerate(self.below) if i != place and edge is not None]
+
+    def adds(self, place: int) -> bool:
+        """Whether it is a product, and this input is what it adds."""
+        return place == 0 and self.kind in ("Addmm", "Baddbmm", "Addbmm")
+
+    def is_below(self, top: Node) -> bool:
+        """Whether the value of ``top`` is computed from that of this node."""
+        todo, met = [top], {top}
+        while todo:
+            above = todo.pop()
+            if above is self:
+                return True
+            new = {edge[0] for edge in above.below if edge is not None and edge[0].number >= self.number} - met
+            met |= new
+            todo += new
+        return False
 
 
-@cache
-def _kind(name: str) -> str:
-    return name.partition("Backward")[0].strip("_")
+Edge = tuple[Node, int]
+"""A node of the graph and the number of one of its outputs."""
+
+_Step = tuple[Node, int, tuple[tuple[str, int], ...]]
+"""A node that a path has reached, the place among its inputs, and the products on the path."""
 
 
-def _dim(saved: int) -> int:
-    """Return a dim that a node has saved; negative ones are shown as unsigned numbers of 64 bits."""
-    return saved - 2**64 if saved >= 2**63 else saved
-
-
-def _shape(edge: Edge) -> tuple[int, ...]:
-    node, number = edge
-    if (variable := getattr(node, "variable", None)) is not None:
-        return tuple(variable.shape)
-    return tuple(int(size) for size in node._input_metadata[number].shape)
-
-
-def _through(form: Form, node: Any, number: int) -> Form | None:
-    """Return the form of output ``number`` of a view, given the form of its input; None if it is unknown."""
-    kind, dims, rank = kind_of(node), form.dims, len(form.dims)
-    if kind == "T":
-        return Form(form.offset, dims[::-1])
-    if kind == "Transpose":
-        a, b = _dim(node._saved_dim0) % rank, _dim(node._saved_dim1) % rank
-        order = [b if i == a else a if i == b else i for i in range(rank)]
-        return Form(form.offset, tuple(dims[i] for i in order))
-    if kind == "Permute":
-        return Form(form.offset, tuple(dims[_dim(i) % rank] for i in node._saved_dims))
-    shape = _shape((node, 0 if kind == "Glu" else number))
-    if kind == "Expand":
-        old = [()] * (len(shape) - rank) + list(dims)
-        sizes = [prod(size for size, _ in dim) for dim in old]
-        return Form(
-            form.offset,
-            tuple(dim if n == size else ((n, 0),) for n, size, dim in zip(shape, sizes, old, strict=True)),
-        )
-    if kind in _RESHAPED:
-        return form.viewed(shape)
-    if kind not in _CUTS:
-        return None
-    dim = _dim(node._saved_dim) % rank
-    length = prod(size for size, _ in dims[dim])
-    if kind in ("Select", "Unbind"):
-        index = number if kind == "Unbind" else _dim(node._saved_index) % length
-        found = form.sliced(dim, index, 1)
-        return found and Form(found.offset, found.dims[:dim] + found.dims[dim + 1 :])
-    if kind == "Slice":
-        start, step = slice(_dim(node._saved_start), _dim(node._saved_end)).indices(length)[0], node._saved_step
-        return form.sliced(dim, start, shape[dim], step)
-    if kind == "Glu":
-        return form.sliced(dim, number * length // 2, length // 2)
-    return form.sliced(dim, sum(_shape((node, before))[dim] for before in range(number)), shape[dim])
-
-
-@dataclass
+@dataclass(eq=False, slots=True)
 class _Use:
     """One product with a weight: the node, the parameter, its form as an operand, and the other operand."""
 
-    node: Any
+    node: Node
     parameter: Tensor
     form: Form | None
     out: int  # dim of the operand that becomes the product's features
@@ -198,117 +217,169 @@ class _Use:
     grouped: bool = False
 
 
-@dataclass
-class _Walk:
-    """Autograd's graph from the nodes ``roots`` down: all nodes, each after those that it reads, and their users."""
+@cache
+def _kind(name: str) -> str:
+    """Return the name of the operation behind a node: "Addmm" for AddmmBackward0."""
+    return name.partition("Backward")[0].strip("_")
 
-    roots: list[Any]
-    parameters: Mapping[int, str]
-    inputs: Collection[int]
-    order: dict[Any, int] = field(default_factory=dict)
-    users: dict[Any, list[tuple[Any, int, int]]] = field(default_factory=lambda: defaultdict(list))
-    uses: dict[Any, list[_Use]] = field(default_factory=lambda: defaultdict(list))
-    live: dict[Any, bool] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        """Sort the nodes and find the products."""
-        todo: list[tuple[Any, bool]] = [(node, False) for node in self.roots]
-        begun: set[Any] = set()
-        while todo:
-            node, done = todo.pop()
-            if done:
-                self.order[node] = len(self.order)
-                continue
-            if node in begun:
-                continue
+def _nodes(
+    outputs: Iterable[Tensor], names: Mapping[int, str], inputs: Collection[int]
+) -> tuple[list[Node], set[Node]]:
+    """Return the nodes behind some outputs, each after those that it reads, and those of the outputs."""
+    nodes: dict[Any, Node] = {}
+
+    def node_of(fn: Any) -> Node:
+        if fn not in nodes:
+            node = nodes[fn] = Node(fn, _kind(fn.name()))
+            if (variable := getattr(fn, "variable", None)) is not None:
+                node.leaf = variable if id(variable) in names else None
+                node.data = id(variable) in inputs
+        return nodes[fn]
+
+    roots = {node_of(out.grad_fn) for out in outputs if out.grad_fn is not None}
+    todo, order, begun = [(node, False) for node in roots], list[Node](), set[Node]()
+    while todo:
+        node, done = todo.pop()
+        if done:
+            node.number = len(order)
+            order.append(node)
+        elif node not in begun:
             begun.add(node)
             todo.append((node, True))
-            for place, (before, number) in enumerate(node.next_functions):
-                if before is not None:
-                    self.users[before].append((node, place, number))
-                    todo.append((before, False))
-        for node in self.order:
-            self._find_uses(node)
-            below = [before for before, _ in node.next_functions if before is not None]
-            self.live[node] = bool(
-                self.uses.get(node)
-                or self.is_data(node)
-                or kind_of(node) in _LOOK_UP
-                or self.is_opaque(node)
-                or any(self.live[before] for before in below)
-            )
+            for place, (fn, number) in enumerate(node.fn.next_functions):
+                edge = None if fn is None else (node_of(fn), number)
+                node.below.append(edge)
+                if edge is not None:
+                    edge[0].users.append((node, place, number))
+                    todo.append((edge[0], False))
+    return order, roots
 
-    def is_data(self, node: Any) -> bool:
-        """Whether a node is an input of the model."""
-        return hasattr(node, "variable") and id(node.variable) in self.inputs
 
-    @staticmethod
-    def is_opaque(node: Any) -> bool:
-        """Whether a node hides what it computes: a checkpoint, a compiled or a custom function."""
-        return "CppNode" in node.name() or (hasattr(node, "saved_tensors") and not hasattr(node, "variable"))
+def _learn(order: Iterable[Node]) -> None:
+    """Find the products with weights, and what each node is computed from."""
+    for node in order:
+        below = [edge[0] for edge in node.below if edge is not None]
+        node.uses = _uses(node)
+        table = node.kind in _LOOK_UP
+        opaque = node.is_opaque
+        matrix = node.leaf is not None and sum(size > 1 for size in node.leaf.shape) > 1
+        read = [use.reads[0] for use in node.uses if use.reads is not None]
+        node.deep = any(each.learned for each in read) or any(each.deep for each in below)
+        node.live = bool(node.uses or node.data or table or opaque) or any(each.live for each in below)
+        node.learned = bool(node.uses or table or matrix) or any(each.learned for each in below)
+        node.data = node.data or any(each.data for each in below)
+        node.hidden = opaque or any(each.hidden for each in below)
 
-    def weight(self, edge: Edge) -> tuple[Tensor, Form | None] | None:
-        """Return the parameter that an edge leads to through views and casts, with its form there."""
-        path, (node, number) = [], edge
-        while node is not None and not hasattr(node, "variable"):
-            if kind_of(node) not in _RESHAPED | _TURNED | _CUTS - {"Glu"} or len(node.next_functions) != 1:
-                return None
-            path.append((node, number))
-            node, number = node.next_functions[0]
-        if node is None or id(node.variable) not in self.parameters or node.variable.dim() < 2:
+
+def _weight(edge: Edge | None) -> tuple[Tensor, Form | None] | None:
+    """Return the parameter that an edge leads to through views and casts, with its form there."""
+    path = []
+    while edge is not None and edge[0].leaf is None:
+        node, number = edge
+        if node.kind not in _VIEWS or len(node.below) != 1:
             return None
-        shape = node.variable.shape
-        form: Form | None = Form(0, tuple(((n, prod(shape[i + 1 :])),) for i, n in enumerate(shape)))
-        for view, number in reversed(path):
-            form = form and _through(form, view, number)
-        return node.variable, form
-
-    def _find_uses(self, node: Any) -> None:
-        kind = kind_of(node)
-        places = _PRODUCTS.get(kind) or _LAYERS.get(kind)
-        if places is None:
-            return
-        edges = [node.next_functions[place] for place in places]
-        weights = [None if kind in _LAYERS and i == 0 else self.weight(edge) for i, edge in enumerate(edges)]
-        if all(weights):  # a product of two parameters makes a weight, or reads a learned input
-            return
-        rank = len(_shape((node, 0)))
-        for i, found in enumerate(weights):
-            if found is None:
-                continue
-            reads = None if edges[1 - i][0] is None else edges[1 - i]
-            grouped = kind == "Convolution" and node._saved_groups > 1
-            if kind in _LAYERS:
-                out, inner, features = 0, 1, 1 if kind == "Convolution" else rank - 1
-                if kind == "Convolution" and node._saved_transposed:
-                    out, inner = 1, 0
-            else:
-                out, inner, features = (-1, -2, rank - 1) if i else (-2, -1, rank - 2)
-            self.uses[node].append(_Use(node, *found, out, inner, features, reads, grouped))
-
-    def is_below(self, node: Any, top: Any) -> bool:
-        """Whether the value of ``top`` is computed from that of ``node``."""
-        floor, todo, met = self.order[node], [top], {top}
-        while todo:
-            above = todo.pop()
-            if above is node:
-                return True
-            for before, _ in above.next_functions:
-                if before is not None and before not in met and self.order[before] >= floor:
-                    met.add(before)
-                    todo.append(before)
-        return False
-
-    def source(self, edge: Edge | None, more: Iterable[str] = ()) -> Edge | None:
-        """Return what an edge leads to behind views, casts, biases and the operations of these kinds."""
-        passed = {*_RESHAPED, *_TURNED, "Add", *more}
-        while edge is not None and edge[0] is not None:
-            node = edge[0]
-            below = [before for before in node.next_functions if before[0] is not None and self.live[before[0]]]
-            if kind_of(node) not in passed or len(below) != 1:
-                return edge
-            edge = below[0]
+        path.append(edge)
+        edge = node.below[0]
+    parameter = None if edge is None else edge[0].leaf
+    if parameter is None or parameter.dim() < 2:
         return None
+    shape = parameter.shape
+    form: Form | None = Form(0, tuple(((n, prod(shape[i + 1 :])),) for i, n in enumerate(shape)))
+    for node, number in reversed(path):
+        form = form and _through(form, node, number)
+    return parameter, form
+
+
+def _uses(node: Node) -> list[_Use]:
+    """Return the products with weights that a node is."""
+    layer = node.kind in _LAYERS
+    places = _PRODUCTS.get(node.kind) or _LAYERS.get(node.kind)
+    if places is None:
+        return []
+    edges = [node.below[place] for place in places]
+    weights = [None if layer and i == 0 else _weight(edge) for i, edge in enumerate(edges)]
+    if all(weights) or not any(weights):  # a product of two parameters makes a weight, or reads a learned input
+        return []
+    rank, found = len(node.shape()), []
+    for i, weight in enumerate(weights):
+        if weight is None:
+            continue
+        out, inner, features = (-1, -2, rank - 1) if i else (-2, -1, rank - 2)
+        grouped = node.kind == "Convolution" and node.fn._saved_groups > 1
+        if layer:
+            out, inner, features = 0, 1, 1 if node.kind == "Convolution" else rank - 1
+            if node.kind == "Convolution" and node.fn._saved_transposed:
+                out, inner = 1, 0
+        found.append(_Use(node, *weight, out, inner, features, edges[1 - i], grouped))
+    return found
+
+
+def _source(edge: Edge | None, more: Iterable[str] = ()) -> Edge | None:
+    """Return what an edge leads to behind views, casts, biases and the operations of these kinds."""
+    passed = {*_RESHAPED, *_TURNED, *_MOVED, "Add", *more}
+    while edge is not None:
+        below = [before for before in edge[0].below if before is not None and before[0].live]
+        if edge[0].kind not in passed or len(below) != 1:
+            return edge
+        edge = below[0]
+    return None
+
+
+def _dim(saved: int) -> int:
+    """Return a dim that a node has saved; negative ones are shown as unsigned numbers of 64 bits."""
+    return saved - 2**64 if saved >= 2**63 else saved
+
+
+def _through(form: Form, node: Node, number: int) -> Form | None:
+    """Return the form of output ``number`` of a view, given the form of its input; None if it is unknown."""
+    kind, fn, dims, rank = node.kind, node.fn, form.dims, len(form.dims)
+    if kind == "T":
+        return form._replace(dims=dims[::-1])
+    if kind == "Transpose":
+        a, b = _dim(fn._saved_dim0) % rank, _dim(fn._saved_dim1) % rank
+        order = [b if i == a else a if i == b else i for i in range(rank)]
+        return form._replace(dims=tuple(dims[i] for i in order))
+    if kind == "Permute":
+        return form._replace(dims=tuple(dims[_dim(i) % rank] for i in fn._saved_dims))
+    shape = node.shape(0 if kind == "Glu" else number)
+    if kind in _MOVED:
+        return _sharded(form, shape)
+    if kind == "Expand":
+        old = [()] * (len(shape) - rank) + list(dims)
+        sizes = [prod(size for size, _ in dim) for dim in old]
+        grown = (dim if n == size else ((n, 0),) for n, size, dim in zip(shape, sizes, old, strict=True))
+        return form._replace(dims=tuple(grown))
+    if kind in _RESHAPED:
+        return form.viewed(shape)
+    if kind not in _CUTS:
+        return None
+    dim = _dim(fn._saved_dim) % rank
+    length = prod(size for size, _ in dims[dim])
+    if kind in ("Select", "Unbind"):
+        index = number if kind == "Unbind" else _dim(fn._saved_index) % length
+        found = form.sliced(dim, index, 1)
+        return found and found._replace(dims=found.dims[:dim] + found.dims[dim + 1 :])
+    if kind == "Slice":
+        start, step = slice(_dim(fn._saved_start), _dim(fn._saved_end)).indices(length)[0], fn._saved_step
+        return form.sliced(dim, start, shape[dim], step)
+    if kind == "Glu":
+        return form.sliced(dim, number * length // 2, length // 2)
+    return form.sliced(dim, sum(node.shape(before)[dim] for before in range(number)), shape[dim])
+
+
+def _sharded(form: Form, shape: tuple[int, ...]) -> Form | None:
+    """Return the form of the first rank's shard of this shape; None if ranks have other shards."""
+    for i, (size, dim) in enumerate(zip(shape, form.dims, strict=True)):
+        whole = prod(n for n, _ in dim)
+        if size == whole:
+            continue
+        if len(dim) != 1 or size < 1 or whole % size:
+            return None
+        ((_, stride),) = dim
+        dims = (*form.dims[:i], ((size, stride),), *form.dims[i + 1 :])
+        form = form._replace(dims=dims, ranks=(*form.ranks, (whole // size, size * stride)))
+    return form
 
 
 def seen_by(
@@ -324,44 +395,30 @@ def seen_by(
         inputs: The inputs, which required gradients. What is made of none is a fixed number, or hidden from the graph.
     """
     names = {id(parameter): name for name, parameter in named}
-    roots = list(dict.fromkeys(out.grad_fn for out in outputs if out.grad_fn is not None))
-    walk = _Walk(roots, names, {id(tensor) for tensor in inputs})
-    walk.roots = [node for node in roots if not walk.users.get(node)]
+    order, roots = _nodes(outputs, names, {id(tensor) for tensor in inputs})
+    _learn(order)
+    last = _last(order, roots)
     found: dict[str, Seen] = defaultdict(Seen)
-    facts: dict[str, list[tuple[_Use, bool | None, bool | None]]] = defaultdict(list)
-    learned, data = _below(walk)
-    ends = _above(walk)
-    deep: set[Any] = set()  # nodes that a weight takes part in which itself reads what another weight has made
-    for node in walk.order:
-        below = {before for before, _ in node.next_functions if before is not None}
-        reads_learned = any(use.reads is not None and use.reads[0] in learned for use in walk.uses.get(node, ()))
-        if reads_learned or not below.isdisjoint(deep):
-            deep.add(node)
-    for uses in walk.uses.values():
-        for use in uses:
-            reads = use.reads[0] if use.reads is not None else None
-            first = None if reads is None else False if reads in learned else (reads in data or None)
-            if first and _is_late(walk, use.node, deep):
-                first = None
-            facts[names[id(use.parameter)]].append((use, first, ends.get(use.node)))
-    for node in walk.order:
-        if hasattr(node, "variable") and id(node.variable) in names:
-            found[names[id(node.variable)]] = Seen()
-        if kind_of(node) in _LOOK_UP and (at := walk.weight(node.next_functions[0])) is not None:
+    facts: dict[str, list[tuple[_Use, bool | None]]] = defaultdict(list)
+    for node in order:
+        if node.leaf is not None:
+            found[names[id(node.leaf)]] = Seen()
+        if node.kind in _LOOK_UP and (at := _weight(node.below[0])) is not None:
             found[names[id(at[0])]].does = "looked up"
-    for parameter in _computed(walk):
+        for use in node.uses:
+            facts[names[id(use.parameter)]].append((use, last[node]))
+    for parameter in _computed(order):
         found[names[id(parameter)]].does = "computed"
-    for name, all_uses in facts.items():
+    for name, uses in facts.items():
         seen = found[name]
-        seen.uses = len(all_uses)
+        seen.uses = len(uses)
         seen.does = seen.does or "multiplies"
-        seen.first = _agreed(first for _, first, _ in all_uses)
-        seen.last = _agreed(last for _, _, last in all_uses)
-        seen.grouped = any(use.grouped for use, _, _ in all_uses)
-        seen.stored = _agreed(_stored(use) for use, _, _ in all_uses)
-        cuts = [_cut(walk, use) for use, _, _ in all_uses] if seen.stored and not seen.grouped else [None]
-        seen.cut = _agreed(cuts)
-    for parameter in _pairs(walk):
+        seen.first = _agreed(_is_first(use) for use, _ in uses)
+        seen.last = _agreed(end for _, end in uses)
+        seen.grouped = any(use.grouped for use, _ in uses)
+        seen.stored = _agreed(_stored(use) for use, _ in uses)
+        seen.cut = _agreed(_cut(use) for use, _ in uses) if seen.stored and not seen.grouped else None
+    for parameter in _pairs(order):
         found[names[id(parameter)]].does = "pair"
     _unlike_others(found, {name: tuple(parameter.shape) for name, parameter in named})
     return dict(found)
@@ -373,63 +430,24 @@ def _agreed(values: Iterable[Any]) -> Any:
     return some[0] if len(some) == 1 else None
 
 
-def _below(walk: _Walk) -> tuple[set[Any], set[Any]]:
-    """Return the nodes whose values weights or tables take part in, and those that inputs and nothing hidden make."""
-    learned, data, hidden = set[Any](), set[Any](), set[Any]()
-    for node in walk.order:
-        below = {before for before, _ in node.next_functions if before is not None}
-        own = bool(walk.uses.get(node)) or kind_of(node) in _LOOK_UP
-        if hasattr(node, "variable") and id(node.variable) in walk.parameters:
-            own = sum(size > 1 for size in node.variable.shape) > 1
-        if own or not below.isdisjoint(learned):
-            learned.add(node)
-        if walk.is_opaque(node) or not below.isdisjoint(hidden):
-            hidden.add(node)
-        if walk.is_data(node) or not below.isdisjoint(data):
-            data.add(node)
-    return learned, data - hidden
+def _is_first(use: _Use) -> bool | None:
+    """Whether a product reads inputs of the model in which no weight took part; None: unknown."""
+    reads = use.reads[0] if use.reads is not None else None
+    if reads is None:
+        return None
+    if reads.learned:
+        return False
+    return None if reads.hidden or not reads.data or _is_late(use.node) else True
 
 
-def _above(walk: _Walk) -> dict[Any, bool | None]:
-    """Return for each product with a weight whether it makes outputs that no other layer reads; None: unknown."""
-    read: dict[Any, bool] = {}
-    clean: dict[Any, bool] = {}  # reaches an output without another product
-    direct: dict[Any, bool] = {}  # reaches an output without another weight
-    for node in reversed(walk.order):
-        root = node in walk.roots
-        read[node], clean[node], direct[node] = False, root, root
-        for user, place, _ in walk.users.get(node, ()):
-            uses = walk.uses.get(user)
-            if uses and (any(use.reads == user.next_functions[place] for use in uses) or _is_biased(user, place)):
-                biased = _is_biased(user, place)
-                read[node] |= read[user] if biased else True
-                clean[node] |= biased and clean[user]
-                direct[node] |= biased and direct[user]
-                continue
-            fused = walk.is_opaque(user) or (kind_of(user) not in _EACH and _holds_matrix(walk, user, place))
-            read[node] |= read[user] or fused
-            direct[node] |= direct[user]
-            clean[node] |= clean[user] and not fused and not _is_product(user)
-    found: dict[Any, bool | None] = {}
-    for node in walk.uses:
-        if not direct[node]:
-            found[node] = False
-        elif read[node] or not clean[node] or _is_residual(walk, node):
-            found[node] = None
-        else:
-            found[node] = True
-    return found
-
-
-def _is_late(walk: _Walk, product: Any, deep: set[Any]) -> bool:
+def _is_late(product: Node) -> bool:
     """Whether what a layer makes of inputs only meets what deep layers make: keys of a text, in each block of a net."""
     todo, met, late = [product], {product}, False
     while todo:
-        for user, place, _ in walk.users.get(todo.pop(), ()):
-            if walk.uses.get(user) and not _is_biased(user, place):
+        for user, place, _ in todo.pop().users:
+            if user.uses and not user.adds(place):
                 return False
-            others = {other for i, (other, _) in enumerate(user.next_functions) if i != place}
-            if _is_product(user) and not others.isdisjoint(deep):
+            if user.is_product and any(other.deep for other, _ in user.others(place)):
                 late = True
             elif user not in met:
                 met.add(user)
@@ -437,75 +455,80 @@ def _is_late(walk: _Walk, product: Any, deep: set[Any]) -> bool:
     return late
 
 
-def _is_product(node: Any) -> bool:
-    kind = kind_of(node)
-    return kind in _PRODUCTS or kind in _LAYERS or kind.startswith("ScaledDotProduct")
+def _last(order: list[Node], roots: set[Node]) -> dict[Node, bool | None]:
+    """Return for each product with a weight whether it makes outputs that no other layer reads; None: unknown."""
+    read: dict[Node, bool] = {}
+    clean: dict[Node, bool] = {}  # reaches an output without another product
+    direct: dict[Node, bool] = {}  # reaches an output without another weight
+    found: dict[Node, bool | None] = {}
+    for node in reversed(order):
+        root = node in roots and not node.users
+        reads, cleanly, directly = False, root, root
+        for user, place, _ in node.users:
+            if user.adds(place):
+                reads, cleanly, directly = reads or read[user], cleanly or clean[user], directly or direct[user]
+            elif user.uses and any(use.reads is not None and use.reads[0] is node for use in user.uses):
+                reads = True
+            else:
+                fused = user.is_opaque or (user.kind not in _EACH and any(map(_weight, user.others(place))))
+                reads |= read[user] or fused
+                directly |= direct[user]
+                cleanly |= clean[user] and not fused and not user.is_product
+        read[node], clean[node], direct[node] = reads, cleanly, directly
+        if node.uses and not directly:
+            found[node] = False
+        elif node.uses:
+            found[node] = None if reads or not cleanly or _is_residual(node) else True
+    return found
 
 
-def _is_biased(product: Any, place: int) -> bool:
-    """Whether an input of a product is what it adds."""
-    return kind_of(product) in ("Addmm", "Baddbmm", "Addbmm") and place == 0
-
-
-def _holds_matrix(walk: _Walk, node: Any, place: int) -> bool:
-    """Whether a kernel, such as an LSTM's, reads a matrix of the model beside an activation."""
-    others = (edge for i, edge in enumerate(node.next_functions) if i != place and edge[0] is not None)
-    return any(walk.weight(edge) is not None for edge in others)
-
-
-def _is_residual(walk: _Walk, product: Any) -> bool:
+def _is_residual(product: Node) -> bool:
     """Whether the result of a product is added to what the product itself is computed from."""
     todo, met = [product], {product}
     while todo:
-        node = todo.pop()
-        for user, place, _ in walk.users.get(node, ()):
-            if kind_of(user) == "Add":
-                for other in (edge for i, edge in enumerate(user.next_functions) if i != place):
-                    start = walk.source(other, _EACH)
-                    if start is not None and start[0] is not product and walk.is_below(start[0], product):
-                        return True
-            if user not in met and not walk.uses.get(user):
+        for user, place, _ in todo.pop().users:
+            for other in user.others(place) if user.kind == "Add" else ():
+                start = _source(other, _EACH)
+                if start is not None and start[0] is not product and start[0].is_below(product):
+                    return True
+            if user not in met and not user.uses:
                 met.add(user)
                 todo.append(user)
     return False
 
 
-def _computed(walk: _Walk) -> Iterator[Tensor]:
+def _computed(order: Iterable[Node]) -> Iterator[Tensor]:
     """Yield the parameters from which a weight is computed element by element, as by weight norm or pruning."""
-    for node in walk.order:
-        kind = kind_of(node)
-        places = _PRODUCTS.get(kind) or _LAYERS.get(kind) or ()
-        edges = [node.next_functions[place] for place in places]
-        for i, (start, _) in enumerate(edges):
-            other = edges[1 - i][0]
-            if start is None or walk.live[start] or walk.weight(edges[i]) is not None:
+    for node in order:
+        places = _PRODUCTS.get(node.kind) or _LAYERS.get(node.kind) or ()
+        edges = [node.below[place] for place in places]
+        for edge, other in (edges, edges[::-1]) if len(edges) == 2 else ():
+            if edge is None or edge[0].live or _weight(edge) is not None or not (other is None or other[0].live):
                 continue
-            if other is not None and not walk.live[other]:
-                continue
-            todo, met = [start], {start}
+            todo, met = [edge[0]], {edge[0]}
             while todo:
                 below = todo.pop()
-                if hasattr(below, "variable") and below.variable.dim() > 1:
-                    yield below.variable
-                more = {before for before, _ in below.next_functions if before is not None} - met
+                if below.leaf is not None and below.leaf.dim() > 1:
+                    yield below.leaf
+                more = {before[0] for before in below.below if before is not None} - met
                 met |= more
                 todo += more
 
 
-def _pairs(walk: _Walk) -> Iterator[Tensor]:
+def _pairs(order: Iterable[Node]) -> Iterator[Tensor]:
     """Yield the two weights of low-rank pairs whose product is added to that of a layer with the same input (LoRA)."""
     scaled = ("Mul", "Div", "NativeDropout")
-    for node in walk.order:
-        if kind_of(node) != "Add":
+    for node in order:
+        if node.kind != "Add" or len(node.below) != 2:
             continue
-        ends = [walk.source(edge, scaled) for edge in node.next_functions]
-        sides = [walk.uses.get(end[0], []) if end is not None else [] for end in ends]
-        for upper, base in (sides, sides[::-1]) if len(sides) == 2 else ():
+        ends = [_source(edge, scaled) for edge in node.below]
+        sides = [end[0].uses if end is not None else [] for end in ends]
+        for upper, base in (sides, sides[::-1]):
             if len(upper) != 1 or len(base) != 1:
                 continue
-            middle = walk.source(upper[0].reads, scaled)
-            lower = walk.uses.get(middle[0], []) if middle is not None else []
-            if len(lower) != 1 or walk.source(lower[0].reads, scaled) != walk.source(base[0].reads, scaled):
+            middle = _source(upper[0].reads, scaled)
+            lower = middle[0].uses if middle is not None else []
+            if len(lower) != 1 or _source(lower[0].reads, scaled) != _source(base[0].reads, scaled):
                 continue
             if min(lower[0].parameter.shape[:2]) < min(base[0].parameter.shape[:2]):
                 yield from (lower[0].parameter, upper[0].parameter)
@@ -516,7 +539,7 @@ def _stored(use: _Use) -> Literal["out×in", "in×out"] | None:
     shape = tuple(use.parameter.shape)
     if use.form is None or len(shape) < 2:
         return None
-    if kind_of(use.node) in _LAYERS:
+    if use.node.kind in _LAYERS:
         return "out×in" if use.out == 0 else None
     sides: dict[Any, str] = {((shape[-2], shape[-1]),): "rows", ((shape[-1], 1),): "cols"} if len(shape) < 4 else {}
     out, inner = (sides.get(_one_of_stack(use, dim)) for dim in (use.out, use.inner))
@@ -526,109 +549,117 @@ def _stored(use: _Use) -> Literal["out×in", "in×out"] | None:
 def _one_of_stack(use: _Use, dim: int) -> tuple[tuple[int, int], ...]:
     """Return the (size, stride) pairs of a dim of an operand without those that tell the matrices of a stack apart."""
     assert use.form is not None
-    stacked = use.parameter.dim() == 3 and kind_of(use.node) not in _LAYERS
+    stacked = use.parameter.dim() == 3 and use.node.kind not in _LAYERS
     stack = prod(use.parameter.shape[1:]) if stacked else 0
     return tuple(atom for atom in use.form.dims[dim] if not stack or atom[1] != stack)
 
 
-def _cut(walk: _Walk, use: _Use) -> Matrices | None:
+def _cut(use: _Use) -> Matrices | None:
     """Return how the features that a weight makes are cut into parts that stay apart; None if they are not."""
     assert use.form is not None
-    shape, made = _shape((use.node, 0)), use.form.dims[use.out]
+    shape, made = use.node.shape(), use.form.dims[use.out]
     own = _one_of_stack(use, use.out)
     out = prod(size for size, _ in own)
     if len(own) != 1 or shape[use.features] != prod(size for size, _ in made):
         return None
     features = tuple((size, int((size, stride) in own)) for size, stride in made)
     form = Form(0, tuple(features if i == use.features else ((n, 0),) for i, n in enumerate(shape)))
-    pieces = _pieces(walk, use.node, 0, form)
+    pieces = _pieces(use.node, 0, form)
     return None if pieces is None or not 1 < len(pieces) <= _MOST_PARTS else _as_matrices(pieces, out)
 
 
-def _pieces(walk: _Walk, node: Any, number: int, form: Form, deep: int = 0) -> list[Form] | None:
+def _pieces(node: Node, number: int, form: Form, deep: int = 0) -> list[Form] | None:
     """Return the parts into which an output of a node is cut; itself if it is not cut; None if this is unknown."""
-    users = [(user, place) for user, place, nr in walk.users.get(node, ()) if nr == number]
+    users = [(user, place) for user, place, nr in node.users if nr == number]
     whole, parts = not users, dict[Any, Form]()
     for user, place in users:
-        if kind_of(user) in _CUTS:
-            inner = _parts(walk, user, form, deep)
-        elif (after := _kept(walk, user, place, form)) is not None and deep < 60:
-            inner = _pieces(walk, user, 0, after, deep + 1)
-        elif kind_of(user) in _EACH | _READERS or _is_product(user):
+        if user.kind in _CUTS:
+            inner = _parts(user, form, deep)
+        elif (after := _kept(user, place, form)) is not None and deep < 60:
+            inner = _pieces(user, 0, after, deep + 1)
+        elif user.kind in _EACH | _READERS or user.is_product:
             inner, whole = [], True
         else:
             return None
         if inner is None:
             return None
         parts |= {(part.offset, part.atoms()): part for part in inner}
-    cuts = [user for user, _ in users if kind_of(user) in _CUTS]
-    if whole or len(parts) < 2 or (form.offset, form.atoms()) in parts or _joined(walk, cuts):
+    cuts = [user for user, _ in users if user.kind in _CUTS]
+    if whole or len(parts) < 2 or (form.offset, form.atoms()) in parts or _joined(cuts):
         return [form]
     return list(parts.values())
 
 
-def _parts(walk: _Walk, cut: Any, form: Form, deep: int) -> list[Form] | None:
+def _parts(cut: Node, form: Form, deep: int) -> list[Form] | None:
     """Return the parts of all outputs of a node that cuts."""
-    gated = kind_of(cut) == "Glu"
+    gated = cut.kind == "Glu"
     found: list[Form] = []
-    for number in range(2 if gated else len(cut._input_metadata)):
+    for number in range(2 if gated else len(cut.fn._input_metadata)):
         part = _through(form, cut, number)
         if part is None:
             return None
-        inner = [part] if gated else _pieces(walk, cut, number, part, deep + 1)
+        inner = [part] if gated else _pieces(cut, number, part, deep + 1)
         if inner is None and part.atoms() == form.atoms():
             return None
         found += inner or [part]
     return found
 
 
-def _kept(walk: _Walk, node: Any, place: int, form: Form) -> Form | None:
+def _kept(node: Node, place: int, form: Form) -> Form | None:
     """Return the form behind a view, a function of each element or a depthwise convolution; None behind others."""
-    kind, shape = kind_of(node), _shape((node, 0))
-    if kind in _RESHAPED | _TURNED:
+    if node.kind in _VIEWS - _CUTS:
         return _through(form, node, 0)
-    if kind == "Convolution" and _is_depthwise(node, place):
-        return Form(form.offset, tuple(form.dims[1] if i == 1 else ((n, 0),) for i, n in enumerate(shape)))
-    if kind not in _EACH or shape != tuple(prod(size for size, _ in dim) for dim in form.dims):
+    shape = node.shape()
+    if node.kind == "Convolution" and place == 0 and shape[1] == node.fn._saved_groups > 1:  # depthwise
+        return form._replace(dims=tuple(form.dims[1] if i == 1 else ((n, 0),) for i, n in enumerate(shape)))
+    if node.kind not in _EACH or shape != tuple(prod(size for size, _ in dim) for dim in form.dims):
         return None
-    own = node.next_functions[place][0]
-    others = [other for i, (other, _) in enumerate(node.next_functions) if i != place and other is not None]
-    others = [other for other in others if walk.live[other]]
-    sums = kind in ("Add", "Sub") and all(_sums_products(walk, other, own) for other in others)
+    own, others = node.below[place], [other for other, _ in node.others(place) if other.live]
+    sums = node.kind in ("Add", "Sub") and own is not None and all(_sums_products(other, own[0]) for other in others)
     return form if not others or sums else None
 
 
-def _is_depthwise(node: Any, place: int) -> bool:
-    """Whether a convolution changes each channel by itself."""
-    return place == 0 and node._saved_groups > 1 and _shape((node, 0))[1] == node._saved_groups
-
-
-def _sums_products(walk: _Walk, other: Any, own: Any) -> bool:
+def _sums_products(other: Node, own: Node) -> bool:
     """Whether two terms are both products of weights, and neither is computed from the other: no residual stream."""
-    start = walk.source((other, 0))
-    if start is None or not walk.uses.get(start[0]):
+    start = _source((other, 0))
+    return start is not None and bool(start[0].uses) and not start[0].is_below(own) and not own.is_below(start[0])
+
+
+def _joined(cuts: list[Node]) -> bool:
+    """Whether all parts are joined again side by side, before any product: the two halves of a rotary embedding.
+
+    Parts that are one operand of alike products, whose results are joined side by side, are joined too: the values of
+    some heads each.
+    """
+    reached = [
+        _joins(cut, number)
+        for cut in cuts
+        for number in range(len(cut.fn._input_metadata))
+        if any(nr == number for _, _, nr in cut.users)
+    ]
+    if len(reached) < 2:
         return False
-    return not walk.is_below(start[0], own) and not walk.is_below(own, start[0])
+    before = [{join for join, _, products in some if not products} for some in reached]
+    behind = [{(join, products) for join, _, products in some if products} for some in reached]
+    places = {place for some in reached for _, place, products in some if products}
+    side_by_side = len(places) == len(reached) and bool(set.intersection(*behind))
+    return side_by_side or bool(set.intersection(*before))
 
 
-def _joined(walk: _Walk, cuts: list[Any]) -> bool:
-    """Whether all parts are joined again side by side, before any product: the two halves of a rotary embedding."""
-    reached: list[set[Any]] = []
-    for cut in cuts:
-        for number in range(len(cut._input_metadata)):
-            todo = [user for user, _, nr in walk.users.get(cut, ()) if nr == number]
-            if not todo:
-                continue
-            met: set[Any] = set()
-            while todo and len(met) < 50:
-                node = todo.pop(0)
-                if node in met:
-                    continue
-                met.add(node)
-                if not _is_product(node):
-                    todo += [user for user, _, _ in walk.users.get(node, ())]
-            reached.append({node for node in met if kind_of(node) in ("Cat", "Stack")})
-    return len(reached) > 1 and bool(set.intersection(*reached))
+def _joins(cut: Node, number: int) -> set[_Step]:
+    """Return where an output of a cut is joined with others, not behind a product with a weight."""
+    todo: list[_Step] = [(user, place, ()) for user, place, nr in cut.users if nr == number]
+    met, found = set[Node](), set[_Step]()
+    while todo and len(met) < 50:
+        node, place, products = todo.pop(0)
+        if node in met or node.uses:
+            continue
+        met.add(node)
+        if node.kind in _JOINS:
+            found.add((node, place, products))
+        passed = (*products, (node.kind, place)) if node.is_product else products
+        todo += [(user, at, passed) for user, at, _ in node.users if not (products and node.kind in _JOINS)]
+    return found
 
 
 def _as_matrices(pieces: list[Form], out: int) -> Matrices | None:

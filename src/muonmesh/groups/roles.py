@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +23,6 @@ from muonmesh.errors import about, explain_error
 from muonmesh.groups.classifiers import classified
 from muonmesh.groups.ends import Ends, features_of
 from muonmesh.groups.fused_projections import (
-    LOOKS_FUSED,
     Matrices,
     class_names,
     expert_order,
@@ -31,10 +30,11 @@ from muonmesh.groups.fused_projections import (
     global_shape,
 )
 from muonmesh.groups.graph import Seen
-from muonmesh.groups.heads import named_parts
-from muonmesh.groups.reading import cut_by_code
 from muonmesh.groups.sites import Kind, Role, Site, class_of
 from muonmesh.layout.matrix import as_tuples
+
+PRECEDENCE: tuple[Kind, ...] = ("embeddings", "head", "vectors", "matrices")
+"""If a parameter is shared under several names with different roles, the first of these kinds counts."""
 
 _NORM = re.compile(r"Norm(Gated|\dd)?$")
 _ROUTER = re.compile(r"Router|Gating|TopKGate|MoEGate")
@@ -57,10 +57,26 @@ def role(site: Site, known: Ends, seen: Seen | None = None) -> Role:
         ValueError: the parameter is flattened, uninitialized or from a traced module, so its role cannot be found.
     """
     _refuse_unknowable(site)
-    found = _declared(site) or classified(site) or _adapter(site) or _end(site, known, seen) or _embedding(site)
-    found = found or _vector(site) or _parametrised(site) or _computed(site, seen) or _torch_fused(site)
-    found = found or _expert(site, seen) or _router(site) or _convolution(site, seen) or _linear(site, known, seen)
-    return found or _unknown(site, seen)
+    found = _declared(site) or classified(site) or _adapter(site)
+    if found is None and (end := _end(site, known, seen)) is not None:
+        return end
+    found = found or _embedding(site) or _vector(site) or _parametrised(site) or _computed(site, seen)
+    found = found or _torch_fused(site)
+    if found is not None:
+        return found
+    expert = _expert(site, seen)
+    if expert is None and (found := _router(site)) is not None:
+        return found
+    found = expert or _convolution(site, seen) or _linear(site, seen) or _unknown(site, seen)
+    return replace(found, guess=seen is None)
+
+
+def shared_roles(same: Sequence[Site], known: Ends, seen: Seen | None) -> list[Role]:
+    """Return the roles of one parameter at all its places; the first is the role that counts."""
+    roles = [role(site, known, seen) for site in same]
+    if same[0].parameter.is_complex():  # its parts are stepped, as in torch.optim
+        roles = [replace(r, algorithm="adamw", guess=False, reason=f"complex numbers ({r.reason})") for r in roles]
+    return sorted(roles, key=lambda r: PRECEDENCE.index(r.kind))
 
 
 def _refuse_unknowable(site: Site) -> None:
@@ -168,9 +184,10 @@ def _end(site: Site, known: Ends, seen: Seen | None) -> Role | None:
             found = "embeddings", "input layer: in a forward, it reads the model's inputs"
         elif found is not None and (seen.last if found[0] == "head" else seen.first) is False:
             found = None
-    if found is None or found[0] == "matrices" or (found[0] == "embeddings" and not _is_matrix(site.shape)):
+    if found is None or (found[0] == "embeddings" and not _is_matrix(site.shape)):
         return None
-    return _adamw(*found, "flatten" if isinstance(site.module, _ConvNd) else by_shape(site.shape))
+    matrices = "flatten" if isinstance(site.module, _ConvNd) else by_shape(site.shape)
+    return replace(_adamw(*found, matrices), guess=seen is None)
 
 
 def _embedding(site: Site) -> Role | None:
@@ -249,7 +266,7 @@ def _expert(site: Site, seen: Seen | None) -> Role | None:
             matrices, told = _stored(seen, seen.cut or inner)
             matrices = "stack" if matrices == "whole" else ("stack", matrices)
             reason = f"experts, one matrix each{told}" if seen.cut else reason
-        return replace(_muon(reason, matrices), guess="looks fused" in reason)
+        return _muon(reason, matrices)
     stacks = [p for p in module._parameters.values() if p is not None and len(global_shape(p)) == 3]
     if len(shape) == 2 and any(global_shape(p)[0] == shape[0] for p in stacks):
         return _adamw("vectors", "biases of experts, one each", "whole")
@@ -279,9 +296,8 @@ def _convolution(site: Site, seen: Seen | None) -> Role | None:
         return _adamw("matrices", f"{what} convolution: many small filters, not one matrix", "flatten")
     if isinstance(module, _ConvTransposeNd):
         return _adamw("matrices", "transposed convolution, stored in × out × kernel", "flatten")
-    matrices, fused, guess = _parts(site, module.out_channels, module.in_channels, seen)
-    flattened: Matrices = "flatten" if matrices == "whole" else ("flatten", matrices)
-    return replace(_muon(f"convolution{fused}", flattened), guess=guess)
+    matrices, fused = _parts(site, module.out_channels, seen)
+    return _muon(f"convolution{fused}", "flatten" if matrices == "whole" else ("flatten", matrices))
 
 
 def _stored(seen: Seen, matrices: Matrices) -> tuple[Matrices, str]:
@@ -297,30 +313,23 @@ def _count(cut: Matrices) -> int:
     return len(sizes) if cut[0] == "rows" else len(sizes[0]) if isinstance(sizes[0], tuple) else int(sizes[0])
 
 
-def _parts(site: Site, out: int, into: int, seen: Seen | None) -> tuple[Matrices, str, bool]:
-    """Return how the `out` rows of a layer split, a text that says how this is known, and whether it is a guess.
+def _parts(site: Site, out: int, seen: Seen | None) -> tuple[Matrices, str]:
+    """Return how the `out` rows of a layer split, and a text that says how this is known.
 
     A module that holds only this layer, or this layer and its norm, is treated like the layer itself.
     """
     if seen is not None and seen.cut is not None:
-        return seen.cut, f", fused: a forward cuts its output into {_count(seen.cut)} parts", False
+        return seen.cut, f", fused: a forward cuts its output into {_count(seen.cut)} parts"
     for (attribute, _), (_, owner) in itertools.pairwise(site.owners):
-        convolution = isinstance(site.module, _ConvNd)
         if (order := fused_order(owner, attribute, out)) is not None:
             matrices, parts = order
-            return matrices, f", fused: {parts} ({class_of(owner)})", False
-        single = named_parts(attribute) in (("q",), ("k",), ("v",))
-        if not single and (read := cut_by_code(owner, attribute, out, convolution)) is not None:
-            return read, f", fused: as the code of {class_of(owner)} cuts its output", False
-        if LOOKS_FUSED.search(attribute) and out > into:
-            return "whole", f"; {attribute!r} may be fused, but how {class_of(owner)} stores it is not known", True
-        listed = isinstance(owner, nn.ModuleList)  # an entry of a list goes by the list's name
-        if not listed and sum(len(global_shape(p)) > 1 for p in owner.parameters()) > 1:
+            return matrices, f", fused: {parts} ({class_of(owner)})"
+        if sum(len(global_shape(p)) > 1 for p in owner.parameters()) > 1:
             break
-    return "whole", "", False
+    return "whole", ""
 
 
-def _linear(site: Site, known: Ends, seen: Seen | None) -> Role | None:
+def _linear(site: Site, seen: Seen | None) -> Role | None:
     module, shape, features = site.module, site.shape, features_of(site.module)
     if features is None or site.key != "weight" or len(shape) != 2:
         return None
@@ -330,14 +339,9 @@ def _linear(site: Site, known: Ends, seen: Seen | None) -> Role | None:
         return None
     if seen is not None and seen.stored is not None:
         transposed = seen.stored == "in×out"
-    matrices, fused, guess = _parts(site, out, into, seen)
-    kind, unsure = known.get(id(module), ("", ""))
-    if seen is not None and seen.last is not None:
-        unsure = ""
+    matrices, fused = _parts(site, out, seen)
     reason = f"linear{fused}"
-    if transposed:
-        matrices, reason = ("transposed", matrices), f"{reason}, stored in × out"
-    return replace(_muon(reason + (unsure if kind == "matrices" else ""), matrices), guess=guess)
+    return _muon(f"{reason}, stored in × out", ("transposed", matrices)) if transposed else _muon(reason, matrices)
 
 
 def _unknown(site: Site, seen: Seen | None) -> Role:
@@ -355,8 +359,7 @@ def _unknown(site: Site, seen: Seen | None) -> Role:
             matrices = "flatten" if matrices == "whole" else ("flatten", matrices)
         return _muon(reason, matrices)
     if len(shape) == 2 and not _NOT_A_MATRIX.search(site.key):
-        reason = f"a parameter of {where}, which is not known: taken as one matrix, out × in"
-        return replace(_muon(reason, "whole"), guess=True)
+        return _muon(f"a parameter of {where}, which is not known: taken as one matrix, out × in", "whole")
     if len(shape) == 2:
         return _adamw("embeddings", f"a parameter of {where}; going by its name, a table and no matrix", "whole")
     if shape[0] == 1:

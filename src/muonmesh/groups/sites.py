@@ -56,7 +56,7 @@ class Role:
     """The algorithm that updates a parameter, the kind of its group, and the reason.
 
     `matrices` is the parameter's split into matrices, even if AdamW updates it; None if unknown. `guess` is true if
-    only the shape indicates that it is one matrix.
+    a forward of the model could show another role, and has not been read.
     """
 
     algorithm: MuonOrAdamW

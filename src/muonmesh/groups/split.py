@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import difflib
-import re
 import weakref
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, NoReturn
 
-import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from muonmesh.errors import about, called, escaped, explain_error, warn
-from muonmesh.groups.ends import GUESS, UNREAD, ends
+from muonmesh.groups.ends import ends
 from muonmesh.groups.example import Example, seen_in
 from muonmesh.groups.fused_projections import Matrices, global_shape
 from muonmesh.groups.graph import Seen
 from muonmesh.groups.heads import HeadPart, by_heads, parts_of, refuse_none
-from muonmesh.groups.roles import by_shape, declarations, declared_by, role, without_decay
+from muonmesh.groups.roles import by_shape, declarations, declared_by, shared_roles, without_decay
 from muonmesh.groups.sites import Role, Site, sites, unwrapped
+from muonmesh.groups.watch import Watch
 from muonmesh.layout.matrix import as_tuples
 from muonmesh.names import canonical_name, in_order, names_matching, starred
 from muonmesh.numerics.rules import RULES, is_known, is_matrix_rule
@@ -32,8 +30,6 @@ from muonmesh.table import aligned
 _RESERVED = {"params", "param_names", "name", "reasons"}
 _NAMES = ("muon", "adamw.embeddings", "adamw.head", "adamw.matrices", "adamw.vectors")
 _FROZEN = "frozen: requires_grad is False"
-# If a parameter is shared under several names with different roles, the first of these kinds counts.
-_PRECEDENCE = ("embeddings", "head", "vectors", "matrices")
 
 
 class ParamGroups(list[dict[str, Any]]):
@@ -52,9 +48,11 @@ class ParamGroups(list[dict[str, Any]]):
     Attributes:
         frozen: the parameters left out, by canonical name, with the reason.
         shared: the further names of shared parameters, with the one that is in "param_names".
-        guesses: the parameters that Muon gets by a guess. `split_params` warned about them.
+        guesses: the parameters of which types, names and sizes alone decided; their reasons end in "a guess".
         model: a weak reference to the model without wrappers; None after pickling. `Muon` looks there for parameters
             that were replaced or unfrozen later.
+        watch: the watch on the model's first training forward, which `Muon` compares with the guesses; None if nothing
+            is watched, and after pickling.
     """
 
     def __init__(
@@ -71,10 +69,11 @@ class ParamGroups(list[dict[str, Any]]):
         self.shared = shared
         self.guesses = tuple(guesses)
         self.model: weakref.ReferenceType[nn.Module] | None = weakref.ref(unwrapped(model))
+        self.watch: Watch | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return all attributes except the reference to the model, which cannot be pickled."""
-        return {**self.__dict__, "model": None}
+        """Return all attributes except the references to the model, which cannot be pickled."""
+        return {**self.__dict__, "model": None, "watch": None}
 
     def held_by(self, stage: nn.Module) -> ParamGroups:
         """Return these groups with only the parameters of one part of the model: a pipeline stage, traced or not.
@@ -171,8 +170,8 @@ class _Entry:
 
     @property
     def guessed(self) -> bool:
-        """Whether Muon updates the parameter only because of a guess."""
-        return self.role.guess and not self.overridden_by and self.settings.get("algorithm", "muon") == "muon"
+        """Whether the role of the parameter is a guess, which a forward may contradict."""
+        return self.role.guess and not self.overridden_by
 
 
 def split_params(
@@ -183,6 +182,7 @@ def split_params(
     overrides: Mapping[str, Any] | None = None,
     per_head: bool | Collection[HeadPart] = False,
     example: Example | None = None,
+    watch: bool = True,
 ) -> ParamGroups:
     """Sort the trainable parameters of `model` into param groups for Muon and AdamW.
 
@@ -201,8 +201,10 @@ def split_params(
         example: One forward of the model, from whose graph input layers, output layers and fused weights are read: its
             arguments as a tuple, its keyword arguments as a dict, or a function that calls the model and returns its
             loss. With arguments, a copy on the meta device runs where that is possible, so nothing is computed. The
-            model, its gradients and torch's random numbers stay as they were. Without it, names, sizes and source code
-            decide.
+            model, its gradients and torch's random numbers stay as they were.
+        watch: Whether a `Muon` of these groups reads the first training forward of the model, if there is no
+            ``example``. Before its first step it compares what the forward shows with what was guessed. What the user
+            has written in ``overrides`` is not compared.
 
     Returns:
         The groups, Muon's first. Each parameter is in exactly one group; `print(groups)` shows all groups.
@@ -214,10 +216,7 @@ def split_params(
             ``example`` raises.
 
     Warns:
-        UserWarning: if a choice is a guess; the message has the override that decides. Guesses: Muon gets a weight as
-            one matrix (warns on rank 0), a layer of Muon may be the output layer, or, with several ranks, the output
-            layer may be the last layer of a pipeline stage. The last two warn on the first rank of DDP or of the
-            parameter's mesh, else on every rank.
+        UserWarning: if Muon gets no matrix.
 
     The rules are in docs/groups.md; "Muon for hidden matrices, AdamW for the rest" is K. Jordan's
     (https://kellerjordan.github.io/posts/muon/).
@@ -232,7 +231,6 @@ def split_params(
     for entry in entries:
         _check_possible(entry)
     guesses = [entry for entry in entries if entry.guessed]
-    _warn_of_guesses(model, entries, guesses, facts is not None)
     groups: dict[str, dict[str, Any]] = {name: {} for name in _NAMES}
     for entry in entries:
         algorithm, half = entry.algorithm, entry.half
@@ -262,60 +260,10 @@ def split_params(
             "trains all of them. print(split_params(model)) says why; write overrides={...} for what is a matrix"
         )
     names = [entry.name for entry in guesses]
-    return ParamGroups(sorted(filled, key=_order), frozen=frozen, shared=further, guesses=names, model=model)
-
-
-def _warn_of_guesses(model: nn.Module, entries: Sequence[_Entry], guesses: Sequence[_Entry], ran: bool) -> None:
-    """Warn of guesses on rank 0, and of guesses that would be wrong for a pipeline stage.
-
-    `ran`: whether a forward was looked at, which did not show it.
-    """
-    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    guessed: dict[str, list[_Entry]] = {}
-    for entry in guesses if ranks == 1 or dist.get_rank() == 0 else ():
-        guessed.setdefault(starred(entry.name), []).append(entry)
-    for of, alike in guessed.items():
-        entry, named = alike[0], [each.name.split(".") for each in alike]
-        key = r"\.".join(r"\d+" if len(set(some)) > 1 else re.escape(some[0]) for some in zip(*named, strict=True))
-        form = str(_cut(entry.role.matrices or "whole", ("rows", ...))).replace("'", '"').replace("Ellipsis", "...")
-        write = "Write " if ran else "Write example=(inputs,), and a forward shows how their outputs are cut; or write "
-        write += (
-            f'overrides={{r"{key}": "muon"}} if a weight is one matrix, {{r"{key}": "adamw"}} if it is none, '
-            f'{{r"{key}": {{"algorithm": "muon", "matrices": {form}}}}} with the sizes of the parts if it holds several'
-        )
-        what = f"Muon trains these weights as one matrix each by a guess: {of}. {write}"
-        warn(about(type(model).__name__, what))
-    for entry in entries:
-        if entry.role.reason.endswith(UNREAD) and not entry.overridden_by and _speaks(model, entry.parameter):
-            what = f"This may be the output layer of a {type(model).__name__}: it is inside no block, and no other "
-            what += "layer reads what it makes. Muon trains it, because it is registered before the blocks and its "
-            what += f'name is unknown. If it is the output layer, write overrides={{"{entry.name}": "adamw"}}. To keep '
-            what += 'Muon without this warning, write "muon" there'
-            warn(about(entry.name, what))
-    for entry in entries if ranks > 1 else ():  # a single process has no pipeline stage
-        if entry.role.reason.endswith(GUESS) and not entry.overridden_by and _speaks(model, entry.parameter):
-            what = f"This last layer of a {type(model).__name__} is taken for the output layer by a guess, because no "
-            what += "stack of blocks comes before it. If this is a pipeline stage and more layers follow, write "
-            what += f'overrides={{"{entry.name}": "muon"}}. To keep AdamW without this warning, write "adamw" there'
-            warn(about(entry.name, what))
-
-
-def _cut(matrices: Matrices, rows: tuple[Any, ...]) -> Matrices:
-    """Return a split in which each matrix is split by rows once more."""
-    if isinstance(matrices, str):
-        return rows if matrices == "whole" else (matrices, rows)
-    return (matrices[0], _cut(matrices[1], rows))
-
-
-def _speaks(model: nn.Module, parameter: nn.Parameter) -> bool:
-    """Whether this rank warns about a parameter: the first of the ranks that are known to hold the same layer.
-
-    These are the ranks of DDP or of the parameter's mesh. Any other rank may hold a pipeline stage of its own.
-    """
-    if isinstance(model, DistributedDataParallel):
-        return dist.get_rank(model.process_group) == 0
-    mesh = getattr(parameter, "device_mesh", None)
-    return mesh is None or not any(mesh.get_coordinate() or ())
+    result = ParamGroups(sorted(filled, key=_order), frozen=frozen, shared=further, guesses=names, model=model)
+    if watch and facts is None and names:
+        result.watch = Watch(unwrapped(model), [entry.name for entry in entries if entry.overridden_by])
+    return result
 
 
 def _order(group: dict[str, Any]) -> int:
@@ -323,7 +271,7 @@ def _order(group: dict[str, Any]) -> int:
 
 
 def _reason(entry: _Entry) -> str:
-    reason = entry.role.reason
+    reason = entry.role.reason + ("; a guess" if entry.guessed else "")
     if entry.overridden_by:
         keys = ", ".join(map(repr, dict.fromkeys(entry.overridden_by)))
         reason = f"override {keys} (by default {entry.role.algorithm}: {reason})"
@@ -378,18 +326,16 @@ def _entries(
     said = False
     for group in shared.values():
         seen = None if facts is None else facts.get(id(group[0].parameter))
-        roles = [role(site, known, seen) for site in group]
-        if facts is not None and seen is None and roles[0].algorithm == "muon":
-            roles = [replace(r, reason=f"{r.reason}; the example's forward does not show it") for r in roles]
-        if group[0].parameter.is_complex():  # its parts are stepped, as in torch.optim
-            roles = [replace(r, algorithm="adamw", guess=False, reason=f"complex numbers ({r.reason})") for r in roles]
+        roles = shared_roles(group, known, seen)
+        if facts is not None and seen is None:
+            unseen = "the example's forward does not show it"
+            roles = [replace(r, reason=f"{r.reason}; {unseen}") if r.guess else r for r in roles]
         if any(_says_matrices(overrides, site) for site in group):
             said = True
         else:
             found = [by_heads(site, own, heads) for site, own in zip(group, roles, strict=True)]
             roles = [own for own, _ in found]
             cut.update(part for _, some in found for part in some)
-        roles.sort(key=lambda r: _PRECEDENCE.index(r.kind))
         differing = list(dict.fromkeys(r.matrices for r in roles)) if roles[0].algorithm == "muon" else []
         entry = _Entry(group[0].parameter, [site.name for site in group], roles[0], differing[1:])
         exempt = next(filter(None, map(without_decay, group)), None) if roles[0].kind != "vectors" else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
@@ -14,7 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from muonmesh.comm.gradients import PARAMETER_GRAD, GradientSource
 from muonmesh.comm.ranks import ranks_of_a_machine
-from muonmesh.errors import StateError, about, explain_error
+from muonmesh.errors import LayoutError, StateError, about, explain_error
+from muonmesh.groups.watch import Watch
 from muonmesh.layout import Declared
 from muonmesh.layout.owners import KnownMatrix
 from muonmesh.numerics.kernels import KernelName
@@ -161,6 +162,7 @@ class Runtime:
         replaced: Learning rates that several groups shared: see `keep_rates_apart`.
         told: What the user was told, or need not be told: "rounding", and parameters that do not suit their rule.
         idle: Counts the steps in which parameters have had no gradient.
+        watch: The watch on the model's first training forward; None once its forward has been compared.
     """
 
     precision: Precision
@@ -181,6 +183,7 @@ class Runtime:
     replaced: dict[Tensor, int] = field(default_factory=dict)
     told: set[object] = field(default_factory=set)
     idle: IdleParameters = field(default_factory=IdleParameters)
+    watch: Watch | None = None
 
     @property
     def plans(self) -> list[Planned]:
@@ -211,6 +214,25 @@ class Runtime:
             self.interrupted = f"{self.interrupted}, ended by an error in {method},"
         where = f"This error was raised{'' if method is None else f' in {method}'} after the step had begun to write"
         error.add_note(about("muonmesh", f"{where}, {_TORN}. {_LOAD}"))
+
+    def compare_roles(
+        self, groups: Sequence[dict[str, Any]], missing: Collection[str], planned: Planned, settings: SettingsFound
+    ) -> LayoutError | None:
+        """Compare the groups with the first training forward, once; return the error for a contradicted guess.
+
+        Args:
+            groups: The param groups.
+            missing: The names of parameters without a gradient.
+            planned: The plan of the step.
+            settings: Its settings. A step at learning rate 0 may come before the first forward, to create state.
+        """
+        if self.watch is None or self.watch.seen is None or settings.at_rest:
+            return None
+        ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        error = self.watch.compare(groups, missing, entire=len(planned.plan.ranks) == ranks)
+        if error is None:
+            self.watch = None
+        return error
 
     def tell(self, value: Tensor, say: Callable[[Tensor], None], *, first: bool = False) -> None:
         """Call ``say`` with ``value`` in CPU memory: now if it is there, else when the next step begins. No waiting.

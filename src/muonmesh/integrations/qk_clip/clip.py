@@ -19,8 +19,8 @@ from muonmesh.comm.placing import storage_of
 from muonmesh.comm.storage import Storage, local_of, this_rank
 from muonmesh.comm.wrappers import layers_of
 from muonmesh.errors import escaped, explain_error
-from muonmesh.groups.logits import Attention, LogitRows, attentions, without_softmax
 from muonmesh.integrations.qk_clip.attention import KernelBounds, file_of_transformers, largest_logits, watch
+from muonmesh.integrations.qk_clip.rows import Attention, LogitRows, attentions, without_softmax
 from muonmesh.names import canonical_name
 from muonmesh.optimizer import Muon
 from muonmesh.step.connection import placed_members

@@ -73,7 +73,7 @@ class Audit:
         fit: The median of the steps' sizes, divided by the sizes that ``scale`` asks for.
         raised: The error that the step raised; empty if it raised none.
         rows: One `AuditRow` per trainable weight.
-        guesses: Names of weights that the audit treats as one matrix by a guess, as `muonmesh.split_params` warns.
+        guesses: Names of weights that the audit judges by a guess of `muonmesh.split_params`.
     """
 
     optimizer: str
@@ -127,9 +127,9 @@ class Audit:
             told = f"[{number}] {times} of {len(self.rows)} weights: {mend}."
             lines.append(textwrap.fill(told, 80, subsequent_indent="    ", break_on_hyphens=False))
         if self.guesses:
-            names = escaped(", ".join(dict.fromkeys(map(starred, self.guesses))))
-            told = f"Taken for one matrix by a guess: {names}. If a weight is fused, write overrides= as "
-            told += "split_params(model) warns, and give its groups to the audit: groups=..."
+            names = [*dict.fromkeys(map(starred, self.guesses))]
+            told = f"Judged by a guess: {escaped(', '.join(names[:3]))}{' and others' * (len(names) > 3)}. Write "
+            told += "groups=muonmesh.split_params(model, example=(inputs,)), and a forward shows what they are."
             lines.append(textwrap.fill(told, 80, break_on_hyphens=False))
         if unknown := sum(row.verdict == "unknown" for row in self.rows):
             lines.append(f"The audit does not know the steps of {unknown} of {len(self.rows)} weights.")

@@ -1,0 +1,202 @@
+"""Watch: reads the graph of a model's first training forward, and compares what it shows with what was guessed."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from muonmesh.errors import LayoutError, about, warn
+from muonmesh.groups.ends import ends
+from muonmesh.groups.example import tensors_in
+from muonmesh.groups.graph import Seen, seen_by
+from muonmesh.groups.roles import shared_roles
+from muonmesh.groups.sites import Role, Site, sites
+from muonmesh.layout.matrix import as_tuples
+from muonmesh.names import patterns
+from muonmesh.numerics.rules import is_matrix_rule
+
+
+class Watch:
+    """A watch on the first training forward of a model, whose groups were guessed.
+
+    A hook of the model reads the graph when the forward has returned, so that nothing of the graph is held. The hook
+    removes itself then, and when the watch is gone. Forwards without gradients, in evaluation mode and in compiled code
+    are not read.
+
+    Attributes:
+        seen: What the forward showed of each parameter, by canonical name; None until there was one.
+    """
+
+    def __init__(self, model: nn.Module, written: Collection[str]) -> None:
+        """Begin to watch.
+
+        Args:
+            model: The model without wrappers.
+            written: The names of parameters for which the user has written algorithm or matrices.
+        """
+        self.seen: dict[str, Seen] | None = None
+        self._model, self._written = weakref.ref(model), frozenset(written)
+        handle = model.register_forward_hook(_Hook(self))
+        self._stop = weakref.finalize(self, handle.remove)
+        self._stop.atexit = False
+
+    def read(self, model: nn.Module, outputs: Any) -> None:
+        """Read the graph of what a forward returned; a graph that shows no parameter of the model does not count."""
+        roots = [tensor for tensor in tensors_in(outputs) if tensor.grad_fn is not None]
+        if not roots:
+            return
+        collects = gc.isenabled()
+        gc.disable()  # the many small objects of a walk are no garbage
+        try:
+            found = seen_by(roots, list(_in_graph(model)), ())
+            seen = {name: facts for name, facts in found.items() if facts.does is not None}
+        except Exception as error:  # training goes on as it would without a watch
+            seen = {}
+            what = f"The graph of its first forward could not be read ({type(error).__name__}: {error}), so what "
+            what += "print(split_params(model)) calls a guess stays one. Write watch=False to leave this out"
+            warn(about(type(model).__name__, what))
+            self._stop()
+        finally:
+            if collects:
+                gc.enable()
+        if seen:
+            self.seen = seen
+            self._stop()
+
+    def compare(
+        self, groups: Sequence[dict[str, Any]], missing: Collection[str], *, entire: bool
+    ) -> LayoutError | None:
+        """Compare the groups of an optimizer with what the forward showed; write what it showed into their reasons.
+
+        What the user has written, what the forward did not show and what has no gradient is not compared. If the
+        forward shows that Muon would have no matrix at all, the guess stays.
+
+        Args:
+            groups: The param groups.
+            missing: The names of parameters without a gradient.
+            entire: Whether the model is known to be no pipeline stage, so that its outputs are read by no other layer.
+
+        Returns:
+            The error for weights that are trained by the wrong half; None if there are none.
+
+        Warns:
+            UserWarning: if a weight is fused and is trained as another number of matrices.
+        """
+        model = self._model()
+        if model is None or self.seen is None:
+            return None
+        places = {name: (group, i) for group in groups for i, name in enumerate(group.get("param_names", ()))}
+        wrong: dict[str, tuple[Role, Role]] = {}
+        split: dict[str, tuple[Role, Role]] = {}
+        for name, guess, shown in self._roles(model, entire):
+            if name not in places or name in self._written or name in missing:
+                continue
+            group, i = places[name]
+            muon = is_matrix_rule(group["algorithm"])
+            if muon != (guess.algorithm == "muon"):  # changed since
+                continue
+            if guess.algorithm != shown.algorithm:
+                wrong[name] = guess, shown
+            elif muon and guess.matrices != shown.matrices:
+                if "matrices" in group and as_tuples(group["matrices"][i]) == guess.matrices:
+                    split[name] = guess, shown
+            elif "reasons" in group:
+                said = group["reasons"][i].replace(guess.reason, shown.reason, 1)
+                group["reasons"][i] = said.replace("; a guess", "")
+        trained = {name for name, (group, _) in places.items() if is_matrix_rule(group["algorithm"])}
+        if wrong and not trained <= wrong.keys():  # a single layer is no model: it would leave Muon nothing
+            return _refusal(wrong, places)
+        if split:
+            _warn_of_splits(split, places)
+        return None
+
+    def _roles(self, model: nn.Module, entire: bool) -> Iterator[tuple[str, Role, Role]]:
+        """Yield each parameter that the forward showed, with the role that was guessed and the role that was shown."""
+        assert self.seen is not None
+        known, shared = ends(model), dict[int, list[Site]]()
+        for site in sites(model):
+            shared.setdefault(id(site.parameter), []).append(site)
+        for same in shared.values():
+            seen = self.seen.get(same[0].name)
+            if seen is not None and same[0].parameter.requires_grad:
+                if seen.last and not entire:
+                    seen = replace(seen, last=None)
+                yield same[0].name, shared_roles(same, known, None)[0], shared_roles(same, known, seen)[0]
+
+
+class _Hook:
+    """The forward hook of a watch. It holds the watch weakly; a copy of it, of a copied model, does nothing."""
+
+    def __init__(self, watch: Watch | None = None) -> None:
+        self._watch = None if watch is None else weakref.ref(watch)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Hook, ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
+        return _Hook()
+
+    def __call__(self, module: nn.Module, args: Any, outputs: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        watch = None if self._watch is None else self._watch()
+        if watch is None:
+            for key in [key for key, hook in module._forward_hooks.items() if hook is self]:
+                del module._forward_hooks[key]
+        elif module.training and torch.is_grad_enabled() and watch.seen is None:
+            watch.read(module, outputs)
+
+
+def _in_graph(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the parameters of a model and, where `fully_shard` holds them, the gathered ones that a forward reads."""
+    gathered: dict[int, Any] = {}
+    for module in model.modules():
+        state = getattr(module, "_get_fsdp_state", lambda: None)()
+        for some in getattr(state, "_fsdp_param_groups", ()):
+            gathered |= {id(each.sharded_param): getattr(each, "_unsharded_param", None) for each in some.fsdp_params}
+    known: dict[int, str] = {}
+    for site in sites(model):
+        name = known.setdefault(id(site.parameter), site.name)
+        yield name, site.parameter
+        if (other := gathered.get(id(site.parameter))) is not None:
+            yield name, other
+
+
+def _written(role: Role) -> str:
+    """Return the value of an override that says a role."""
+    if role.algorithm == "adamw" or role.matrices in ("whole", None):
+        return f'"{role.algorithm}"'
+    form = repr(role.matrices).replace("'", '"')
+    return f'{{"algorithm": "muon", "matrices": {form}}}'
+
+
+def _lines(found: Mapping[str, tuple[Role, Role]], names: Collection[str], number: int) -> str:
+    """Return ``overrides=`` for the guessed roles (0) or the shown roles (1) of parameters."""
+    keys = patterns({name: _written(pair[number]) for name, pair in found.items()}, names)
+    return "overrides={" + ", ".join(f'r"{key}": {value}' for key, value in keys.items()) + "}"
+
+
+def _refusal(wrong: Mapping[str, tuple[Role, Role]], names: Collection[str]) -> LayoutError:
+    told = []
+    for key, (guess, shown) in patterns(wrong, names).items():
+        trained = "Muon" if guess.algorithm == "muon" else "AdamW"
+        told.append(f"{key} is trained by {trained} ({guess.reason}), and the forward shows: {shown.reason}")
+    what = f"The first training forward contradicts what split_params guessed. {'. '.join(told)}. Nothing has been "
+    what += f"changed. Write {_lines(wrong, names, 1)}, or {_lines(wrong, names, 0)} to keep the guess"
+    return LayoutError(about(next(iter(wrong)), what))
+
+
+def _warn_of_splits(split: Mapping[str, tuple[Role, Role]], names: Collection[str]) -> None:
+    keys = patterns(split, names)
+    told = [f"{key} is split as {guess.matrices!r}, and {shown.reason}" for key, (guess, shown) in keys.items()]
+    what = (
+        f"The first training forward shows that fused weights are split otherwise than was guessed. {'. '.join(told)}"
+    )
+    what += f". Write {_lines(split, names, 1)}, or {_lines(split, names, 0)} to keep the guess"
+    warn(about(next(iter(split)), what))
