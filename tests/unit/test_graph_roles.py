@@ -11,7 +11,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
@@ -493,6 +496,29 @@ def test_blocks_without_ends_stay_blocks() -> None:
     assert found["layers.0.self_attn.in_proj_weight"] == ("rows", 16, 16, 16)
 
 
+class Parallel(nn.Module):
+    """A block whose attention and MLP read the same stream and are added to it at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.q, self.o = nn.LayerNorm(16), nn.Linear(16, 16), nn.Linear(16, 16)
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        mixed: Tensor = self.o(F.softmax(self.q(y), -1))
+        return x + mixed + self.down(F.gelu(self.up(y)))
+
+
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_a_stage_between_others_has_no_ends(blocks: int) -> None:
+    """Its blocks read inputs and make outputs, but both are the stream to which they add."""
+    stage = Calls(lambda self, x: self.norm(nn.Sequential(*self.blocks)(x)), norm=nn.LayerNorm(16))
+    stage.blocks = nn.ModuleList(Parallel() for _ in range(blocks))
+    found = roles(stage, (torch.randn(2, 5, 16),))
+    assert set(found.values()) == {"whole"}
+
+
 def test_frozen_layers_are_no_inputs() -> None:
     layers = [nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 3)]
     layers[0].requires_grad_(False)
@@ -697,32 +723,100 @@ def test_a_model_on_meta() -> None:
     assert roles(model, (torch.randn(2, 8),)) == {"0.weight": INPUT, "2.weight": HEAD}
 
 
+def test_a_model_on_meta_that_reads_numbers_is_told_yes() -> None:
+    """There are none, and no other forward could have them."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+    asks = Calls(lambda self, x, mask: self.inner(x if mask.all() else x[: mask.sum().item()]), inner=model)
+    example = (torch.randn(2, 8), torch.ones(2, dtype=torch.bool))
+    assert roles(asks, example) == {"inner.0.weight": INPUT, "inner.2.weight": HEAD}
+    asks.inner[1].register_parameter("more", nn.Parameter(torch.randn(1)))
+    assert roles(asks, example) == {"inner.0.weight": INPUT, "inner.2.weight": HEAD}
+
+
 def test_wrappers_are_looked_into() -> None:
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
     assert roles(torch.compile(model), (torch.randn(2, 8),)) == {"0.weight": INPUT, "2.weight": HEAD}
 
 
-def _sharded() -> list[Any]:
-    model = cut_of(48, permuted)
-    with torch.device("meta"):
-        plain = cut_of(48, permuted)
-    wrapped = nn.parallel.DistributedDataParallel(copy.deepcopy(model))
-    found = [roles(wrapped, IDS)]
-    fully_shard(model)
-    with pytest.raises(ValueError, match=r"held_by\(model\)"):
-        mm.split_params(model, example=IDS)
-    held = mm.split_params(plain, example=IDS).held_by(model)
-    for group in held:
-        assert all(p is model.get_parameter(n) for p, n in zip(group["params"], group["param_names"], strict=True))
-    muon = held[0]
-    return [*found, dict(zip(muon["param_names"], muon["matrices"], strict=True))]
+def by_head_size(self: Any, x: Tensor) -> Tensor:
+    """Reads the number of heads off the weight's output, which is a shard of it under tensor parallelism."""
+    q, k, v = self.fused(x).unflatten(-1, (3, -1, 4)).permute(2, 0, 3, 1, 4).unbind(0)
+    out: Tensor = self.proj(attention(q, k, v).transpose(1, 2).flatten(-2))
+    return out
 
 
-def test_replicated_and_sharded_models(workers: Callable[[int], Pool]) -> None:
-    for replicated, sharded in workers(2).run(_sharded):
-        assert replicated[FUSED] == sharded[FUSED] == ("rows", 16, 16, 16)
-        assert replicated["out.weight"] == HEAD
-        assert "out.weight" not in sharded
+def replicated(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    return nn.parallel.DistributedDataParallel(model)
+
+
+def sharded(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    for block in model.blocks:  # type: ignore[union-attr]
+        fully_shard(block, mesh=mesh["data"])
+    fully_shard(model, mesh=mesh["data"])
+    return model
+
+
+def tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    plan: dict[str, Any] = {"embed": RowwiseParallel(input_layouts=Replicate())}
+    plan["out"] = ColwiseParallel(output_layouts=Replicate())
+    for i in range(2):
+        plan |= {f"blocks.{i}.fused": ColwiseParallel(), f"blocks.{i}.proj": RowwiseParallel()}
+    return parallelize_module(model, mesh["tensor"], plan)
+
+
+def both_ways(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    return sharded(tensor_parallel(model, mesh), mesh)
+
+
+def replicas_of_shards(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    return fully_shard(model, mesh=mesh)
+
+
+WAYS: dict[str, tuple[Callable[[nn.Module, DeviceMesh], nn.Module], tuple[int, int], Any]] = {
+    "replicated": (replicated, (2, 1), ("rows", 16, 16, 16)),
+    "sharded": (sharded, (2, 1), ("rows", 16, 16, 16)),
+    "replicas of shards": (replicas_of_shards, (1, 2), ("rows", 16, 16, 16)),
+    # Each rank cuts its own rows into three: eight rows of q, eight of k and eight of v, then those of the next rank.
+    "tensor parallel": (tensor_parallel, (1, 2), ("interleaved", 3, 0, 8)),
+    "both": (both_ways, (1, 2), ("interleaved", 3, 0, 8)),
+}
+
+
+def _roles_of_ranks(way: str) -> tuple[Any, Any, Any]:
+    distribute, sizes, _ = WAYS[way]
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("data", "tensor"))
+    model = distribute(cut_of(48, by_head_size), mesh)
+    before = {name: (id(p), type(p), p.requires_grad) for name, p in model.named_parameters()}
+    found = roles(model, IDS)
+    after = {name: (id(p), type(p), p.requires_grad) for name, p in model.named_parameters()}
+    assert before == after
+    optimizer = mm.from_model(model, example=IDS)  # a split that its layout can have
+    model(*IDS).square().mean().backward()
+    optimizer.step()
+    errors = []
+    for example in ((torch.zeros(2, 5, 2, 2, dtype=torch.long),), (lambda: model(*IDS).sum())):
+        try:
+            errors.append(roles(model, example))
+        except ValueError as error:
+            errors.append(str(error).partition(", which is sharded")[0])
+    return found, *errors
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_rank_reads_the_same_roles_of_a_distributed_model(way: str, workers: Callable[[int], Pool]) -> None:
+    expected = {"embed.weight": INPUT, "out.weight": HEAD}
+    for i in range(2):
+        expected |= {f"blocks.{i}.fused.weight": WAYS[way][2], f"blocks.{i}.proj.weight": "whole"}
+    one, other = workers(2).run(_roles_of_ranks, way)
+    assert one == other
+    found, wrong, function = one
+    assert found == expected
+    assert "forward raises" in wrong
+    if way == "replicated":
+        assert function == expected
+    else:
+        assert function == "split_params: found example= as a function, and embed.weight"
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -144,6 +144,7 @@ class Node:
         live: Whether its value comes from an input, a table or a product, and not from parameters alone.
         learned: Whether weights or tables take part in it.
         data: Whether inputs take part in it.
+        is_input: Whether it is an input itself.
         hidden: Whether something takes part in it that hides what it computes.
         deep: Whether a weight takes part in it that itself reads what another weight has made.
     """
@@ -158,6 +159,7 @@ class Node:
     live: bool = False
     learned: bool = False
     data: bool = False
+    is_input: bool = False
     hidden: bool = False
     deep: bool = False
 
@@ -234,7 +236,7 @@ def _nodes(
             node = nodes[fn] = Node(fn, _kind(fn.name()))
             if (variable := getattr(fn, "variable", None)) is not None:
                 node.leaf = variable if id(variable) in names else None
-                node.data = id(variable) in inputs
+                node.data = node.is_input = id(variable) in inputs
         return nodes[fn]
 
     roots = {node_of(out.grad_fn) for out in outputs if out.grad_fn is not None}
@@ -437,7 +439,12 @@ def _is_first(use: _Use) -> bool | None:
         return None
     if reads.learned:
         return False
-    return None if reads.hidden or not reads.data or _is_late(use.node) else True
+    return None if reads.hidden or not reads.data or _is_late(use.node) or _is_streamed(use.node) else True
+
+
+def _is_streamed(product: Node) -> bool:
+    """Whether what inputs and layers make is added to the inputs themselves: a stage of a model, without its ends."""
+    return any(term.is_input for term in _added(product))
 
 
 def _is_late(product: Node) -> bool:
@@ -478,23 +485,25 @@ def _last(order: list[Node], roots: set[Node]) -> dict[Node, bool | None]:
         if node.uses and not directly:
             found[node] = False
         elif node.uses:
-            found[node] = None if reads or not cleanly or _is_residual(node) else True
+            residual = reads or not cleanly or any(term.is_below(node) for term in _added(node, through=False))
+            found[node] = None if residual else True
     return found
 
 
-def _is_residual(product: Node) -> bool:
-    """Whether the result of a product is added to what the product itself is computed from."""
+def _added(product: Node, through: bool = True) -> Iterator[Node]:
+    """Yield the terms of all sums to which the result of a product comes, also ``through`` products with weights."""
     todo, met = [product], {product}
     while todo:
         for user, place, _ in todo.pop().users:
-            for other in user.others(place) if user.kind == "Add" else ():
-                start = _source(other, _EACH)
-                if start is not None and start[0] is not product and start[0].is_below(product):
-                    return True
-            if user not in met and not user.uses:
+            terms = user.others(place) if user.kind == "Add" else []
+            while terms:
+                start = _source(terms.pop(), _EACH)
+                if start is not None and start[0] is not product:
+                    yield start[0]
+                    terms += start[0].others(-1) if start[0].kind == "Add" else []
+            if user not in met and (through or not user.uses):
                 met.add(user)
                 todo.append(user)
-    return False
 
 
 def _computed(order: Iterable[Node]) -> Iterator[Tensor]:
