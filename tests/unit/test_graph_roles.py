@@ -560,6 +560,96 @@ def test_a_layer_behind_what_the_graph_hides_is_no_input_layer_for_sure() -> Non
     assert roles(model, (torch.randn(2, 8),)) == {"a.weight": "whole", "b.weight": "whole", "c.weight": HEAD}
 
 
+def test_stages_of_a_pipeline_take_the_ends_of_the_whole_model() -> None:
+    """Alone, the first layer of the last stage reads inputs, and the last of the first makes outputs."""
+    layers = [nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 3)]
+    whole = nn.Sequential(*layers)
+    groups = mm.split_params(whole, example=(torch.randn(2, 8),))
+    for stage, kept in ((whole[:3], ["2.weight"]), (whole[3:], ["4.weight"])):
+        named = nn.Module()
+        for name, module in zip(range(3) if kept == ["2.weight"] else range(3, 7), stage, strict=True):
+            named.add_module(str(name), module)
+        assert groups.held_by(named)[0]["param_names"] == kept
+
+
+def test_several_losses_and_what_is_used_in_another_phase() -> None:
+    """A critic and a generator have their losses; what no loss of this phase uses is judged as without an example."""
+
+    def forward(self: Any, x: Tensor) -> Any:
+        fake = self.make(F.relu(self.read(x)))
+        if self.training:
+            return {"a": self.judge(F.relu(self.see(fake))).mean(), "b": (fake - x).square().mean()}
+        return fake
+
+    sizes = {"read": (8, 16), "make": (16, 8), "see": (8, 16), "judge": (16, 4)}
+    model = Calls(forward, **{name: nn.Linear(*size) for name, size in sizes.items()})
+    x = torch.randn(2, 8)
+    found = roles(model, (x,))
+    assert found == {"read.weight": INPUT, "make.weight": "whole", "see.weight": "whole", "judge.weight": HEAD}
+    model.eval()
+    groups = mm.split_params(model, example=(x,))
+    where = {name: (g["name"], g["reasons"][i]) for g in groups for i, name in enumerate(g["param_names"])}
+    assert where["make.weight"][0] == HEAD
+    assert where["see.weight"][0] == "muon"
+    assert "does not show it" in where["see.weight"][1]
+
+
+class Swish(torch.autograd.Function):
+    """An activation with a gradient of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x.sigmoid()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return gradients[0] * x.sigmoid()
+
+
+def test_a_function_with_a_gradient_of_its_own_leaves_a_doubt_and_no_wrong_role() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        gate, up = Swish.apply(self.qkv(x)).chunk(2, -1)
+        out: Tensor = self.proj(gate * up)
+        return out
+
+    model = tokens(forward, qkv=nn.Linear(16, 32), proj=nn.Linear(16, 16))
+    with pytest.warns(UserWarning, match=r"by a guess: blocks\.\*\.qkv\.weight"):
+        groups = mm.split_params(model, example=IDS)
+    assert groups[0]["param_names"] == [f"blocks.{i}.{name}.weight" for i in range(2) for name in ("qkv", "proj")]
+    assert {group["name"] for group in groups} == {"muon", INPUT, HEAD, VECTOR}
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers_of_torch_are_split_by_their_class(kind: Any) -> None:
+    """They may be one node that hides its gates, or steps that read a state of zeros."""
+    layer = kind(16, 16, batch_first=True)
+    model = Calls(lambda self, x: self.out(self.rnn(self.embed(x))[0]), embed=nn.Embedding(9, 16), rnn=layer)
+    model.out = nn.Linear(16, 9)
+    gates = {nn.LSTM: 4, nn.GRU: 3, nn.RNN: 1}[kind]
+    split = ("rows", *[16] * gates) if gates > 1 else "whole"
+    expected = {"embed.weight": INPUT, "out.weight": HEAD, "rnn.weight_ih_l0": split, "rnn.weight_hh_l0": split}
+    assert roles(model, IDS) == expected
+
+
+def test_a_function_that_calls_a_compiled_model() -> None:
+    model = cut_of(32, gated)
+    compiled = torch.compile(model, backend="aot_eager")
+    assert roles(model, lambda: compiled(*IDS).sum())[FUSED] == ("rows", 16, 16)
+
+
+def test_attention_of_torch_by_its_function() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        bias = torch.zeros(48)
+        mixed, _ = F.multi_head_attention_forward(
+            x, x, x, 16, 4, self.fused.weight, bias, None, None, False, 0.0, self.proj.weight, self.proj.bias
+        )
+        return mixed
+
+    assert roles(cut_of(48, forward), IDS)[FUSED] == ("rows", 16, 16, 16)
+
+
 # --- what makes a weight ---------------------------------------------------------------------------------------------
 
 
@@ -606,6 +696,19 @@ def test_a_low_rank_pair_beside_a_layer_is_adamws(names: tuple[str, str]) -> Non
     pair = {names[0]: nn.Linear(16, 4, bias=False), names[1]: nn.Linear(4, 16, bias=False)}
     found = roles(tokens(forward, base=nn.Linear(16, 16).requires_grad_(False), **pair), IDS)
     assert {found[f"blocks.{i}.{name}.weight"] for i in range(2) for name in names} == {ADAMW}
+
+
+def test_numbers_that_are_read_as_complex_are_adamws() -> None:
+    """Real parameters of a Fourier layer, two for each complex number."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        spectrum = torch.fft.rfft(x, dim=-1)
+        mixed = torch.einsum("bti,io->bto", spectrum, torch.view_as_complex(self.pairs))
+        out: Tensor = self.proj(torch.fft.irfft(mixed, n=16))
+        return out
+
+    found = roles(tokens(forward, pairs=nn.Parameter(torch.randn(9, 9, 2)), proj=nn.Linear(16, 16)), IDS)
+    assert found["blocks.0.pairs"] == ADAMW
 
 
 def test_a_bottleneck_is_no_low_rank_pair() -> None:

@@ -160,7 +160,8 @@ def _read(model: nn.Module, runs: nn.Module, forward: Callable[[], Any]) -> dict
     """Run a forward of ``runs``, which is ``model`` or a copy of it, and return what it shows of its parameters."""
     named = list(runs.named_parameters())
     own = dict(model.named_parameters())
-    with _kept(runs), plain_modes(), torch.enable_grad():
+    eager = torch.compiler.set_stance("force_eager")  # a compiled function is one node, which hides its products
+    with _kept(runs), plain_modes(), torch.enable_grad(), eager:
         for _, parameter in named:  # what frozen layers make is no input
             if parameter.is_floating_point() or parameter.is_complex():
                 parameter.requires_grad_()

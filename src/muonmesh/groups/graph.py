@@ -7,10 +7,11 @@ without doubt is None, and `split_params` then goes by its other rules.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import groupby, product
 from math import prod
 from typing import Any, Literal, NamedTuple
 
@@ -422,7 +423,7 @@ def seen_by(
         seen.cut = _agreed(_cut(use) for use, _ in uses) if seen.stored and not seen.grouped else None
     for parameter in _pairs(order):
         found[names[id(parameter)]].does = "pair"
-    _unlike_others(found, {name: tuple(parameter.shape) for name, parameter in named})
+    _unlike_others(found)
     return dict(found)
 
 
@@ -574,7 +575,9 @@ def _cut(use: _Use) -> Matrices | None:
     features = tuple((size, int((size, stride) in own)) for size, stride in made)
     form = Form(0, tuple(features if i == use.features else ((n, 0),) for i, n in enumerate(shape)))
     pieces = _pieces(use.node, 0, form)
-    return None if pieces is None or not 1 < len(pieces) <= _MOST_PARTS else _as_matrices(pieces, out)
+    if pieces is None or not 1 < len(pieces) <= _MOST_PARTS:
+        return None
+    return _as_matrices(frozenset((piece.offset, piece.atoms()) for piece in pieces), out)
 
 
 def _pieces(node: Node, number: int, form: Form, deep: int = 0) -> list[Form] | None:
@@ -671,52 +674,36 @@ def _joins(cut: Node, number: int) -> set[_Step]:
     return found
 
 
-def _as_matrices(pieces: list[Form], out: int) -> Matrices | None:
-    """Return the entry of "matrices" for pieces of ``out`` rows; None if no entry says it."""
-    pieces = sorted(pieces, key=lambda piece: piece.offset)
-    runs, turns = [], set()
-    for piece in pieces:
-        atoms = piece.atoms()
-        if not atoms:  # one row
-            runs.append(1)
-            turns.add(out)
-        elif len(atoms) == 1 and atoms[0][1] == 1:
-            runs.append(atoms[0][0])
-            turns.add(out)
-        elif len(atoms) == 1:
-            runs.append(1)
-            turns.add(atoms[0][1])
-        elif len(atoms) == 2 and atoms[1][1] == 1:
-            runs.append(atoms[1][0])
-            turns.add(atoms[0][1])
-        else:
-            return None
-        if len(turns) > 1 or (turns != {out} and atoms[0][0] * atoms[0][1] != out):
-            return None
-    (turn,) = turns
-    if [piece.offset for piece in pieces] != [sum(runs[:i]) for i in range(len(runs))] or sum(runs) != turn:
+@cache
+def _as_matrices(pieces: frozenset[tuple[int, tuple[tuple[int, int], ...]]], out: int) -> Matrices | None:
+    """Return the entry of "matrices" for pieces of ``out`` rows, as offsets and pairs; None if no entry says it."""
+    owner: dict[int, int] = {}
+    for i, (offset, atoms) in enumerate(sorted(pieces)):
+        places = product(*(range(0, size * stride, stride) for size, stride in atoms))
+        owner |= {offset + sum(place): i for place in places}
+    rows = [owner.get(row, -1) for row in range(out)]
+    turn = next(size for size in range(1, out + 1) if out % size == 0 and rows == rows[:size] * (out // size))
+    order, runs = zip(*((i, len(list(run))) for i, run in groupby(rows[:turn])), strict=True)
+    if order != tuple(range(len(pieces))):
         return None
     if turn == out:
         return ("rows", *runs)
     if len(set(runs)) > 1:
-        return ("interleaved", tuple(runs), 0)
+        return ("interleaved", runs, 0)
     return ("interleaved", len(runs), 0) if runs[0] == 1 else ("interleaved", len(runs), 0, runs[0])
 
 
-def _unlike_others(found: Mapping[str, Seen], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Forget that a layer in a block is the first or the last, if most blocks have the same layer inside.
+def _unlike_others(found: Mapping[str, Seen]) -> None:
+    """Forget that a layer in a block is the first or the last, if other blocks have the same layer inside.
 
     A block that has no layer before it reads inputs, but it is a block like the others.
     """
-    alike: dict[Any, list[Seen]] = defaultdict(list)
+    alike: dict[str, list[Seen]] = defaultdict(list)
     for name, seen in found.items():
-        around, _, _ = name.rpartition(".")
-        if not around.rpartition(".")[2].isdecimal():
-            alike[starred(name), shapes[name]].append(seen)
+        if not name.rpartition(".")[0].rpartition(".")[2].isdecimal():
+            alike[starred(name)].append(seen)
     for group in alike.values():
         for end in ("first", "last"):
-            counts = Counter(getattr(seen, end) for seen in group)
-            if counts[True] and counts[False]:
+            if {True, False} <= {getattr(seen, end) for seen in group}:
                 for seen in group:
-                    if getattr(seen, end):
-                        setattr(seen, end, None)
+                    setattr(seen, end, getattr(seen, end) and None)
