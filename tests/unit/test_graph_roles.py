@@ -634,9 +634,9 @@ def test_recurrent_layers_of_torch_are_split_by_their_class(kind: Any) -> None:
 
 
 def test_a_function_that_calls_a_compiled_model() -> None:
-    model = cut_of(32, gated)
+    model = cut_of(32, gqa_by_group)
     compiled = torch.compile(model, backend="aot_eager")
-    assert roles(model, lambda: compiled(*IDS).sum())[FUSED] == ("rows", 16, 16)
+    assert roles(model, lambda: compiled(*IDS).sum())[FUSED] == ("interleaved", (8, 4, 4), 0)
 
 
 def test_attention_of_torch_by_its_function() -> None:
