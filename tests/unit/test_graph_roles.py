@@ -633,10 +633,11 @@ def test_recurrent_layers_of_torch_are_split_by_their_class(kind: Any) -> None:
     assert roles(model, IDS) == expected
 
 
-def test_a_function_that_calls_a_compiled_model() -> None:
+def test_a_function_that_calls_compiled_blocks() -> None:
     model = cut_of(32, gqa_by_group)
-    compiled = torch.compile(model, backend="aot_eager")
-    assert roles(model, lambda: compiled(*IDS).sum())[FUSED] == ("interleaved", (8, 4, 4), 0)
+    for block in model.blocks:  # type: ignore[union-attr]
+        block.compile(backend="aot_eager")
+    assert roles(model, lambda: model(*IDS).sum())[FUSED] == ("interleaved", (8, 4, 4), 0)
 
 
 def test_attention_of_torch_by_its_function() -> None:
@@ -835,6 +836,30 @@ def test_a_model_on_meta_that_reads_numbers_is_told_yes() -> None:
     assert roles(asks, example) == {"inner.0.weight": INPUT, "inner.2.weight": HEAD}
     asks.inner[1].register_parameter("more", nn.Parameter(torch.randn(1)))
     assert roles(asks, example) == {"inner.0.weight": INPUT, "inner.2.weight": HEAD}
+
+
+def test_a_list_with_gaps_and_complex_weights() -> None:
+    """Gaps are what torch allows; AdamW steps both parts of a complex number, and the optimizer can be made."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        for norm, layer, after in self.layers:
+            x = layer(norm(x))
+            assert after is None
+        spectrum = torch.einsum("bi,io->bo", torch.fft.rfft(F.relu(x))[:, :8], self.weights)
+        out: Tensor = self.out(torch.fft.irfft(spectrum, n=16))
+        return out
+
+    layers = nn.ModuleList(nn.ModuleList([nn.LayerNorm(n), nn.Linear(n, 16), None]) for n in (8, 16))  # type: ignore[list-item]
+    weights = nn.Parameter(torch.randn(8, 8, dtype=torch.cfloat))
+    model = Calls(forward, layers=layers, weights=weights, out=nn.Linear(16, 3))
+    example = (torch.randn(2, 8),)
+    found = roles(model, example)
+    assert found == {"layers.0.1.weight": INPUT, "layers.1.1.weight": "whole", "weights": ADAMW, "out.weight": HEAD}
+    optimizer = mm.from_model(model, example=example)
+    before = weights.detach().clone()
+    model(*example).square().mean().backward()
+    optimizer.step()
+    assert not torch.equal(weights, before)
 
 
 def test_wrappers_are_looked_into() -> None:
