@@ -182,8 +182,9 @@ class Exchange:
 
     def _run_costly(self, tasks: Sequence[tuple[Sequence[int], Callable[[], None]]]) -> None:
         """Run tasks, each given with its matrices: on a CPU the costliest first, each on a thread of its own."""
-        if self._device.type != "cpu":
-            run_all([task for _, task in tasks], device=self._device)
+        if len(tasks) == 1 or self._device.type != "cpu":
+            for _, task in tasks:
+                task()
             return
         costs = [self.plan.assignments[numbers[0]].flops * len(numbers) for numbers, _ in tasks]
         order = sorted(range(len(tasks)), key=lambda number: -costs[number])

@@ -75,7 +75,10 @@ class ByParts:
             runs: Sequence[Run] = table.kept.get(_RUNS) or table.once(_RUNS, lambda: _runs(self._ready, rows))
         else:
             runs = [Run((row,)) for row in rows]
-        run_all([partial(task, run) for run in runs], device=self._ready.device)
+        if len(runs) == 1:
+            task(runs[0])
+        else:
+            run_all([partial(task, run) for run in runs], device=self._ready.device)
 
     def _fold(self, elements: Elements, folded: bool, run: Run) -> None:
         first = self._ready.of(run.rows[0].assignment)
