@@ -856,16 +856,16 @@ def test_a_rule_is_proved_by_the_operations_of_a_device_in_every_part(
     own = OWN_PARTS[part]
     monkeypatch.setitem(RULES, "own", own)
     prove_rule("own", examples=5)
-    made = ReadyParameters.__init__
+    begun = ReadyParameters.begin
 
-    def ignoring(self: Any, planned: Any, entries: Any, rules: Any, flags: Any, *others: Any) -> None:
+    def ignoring(self: Any, wire: Any, rules: Any, flags: Any, *others: Any) -> None:
         if isinstance(flags.nonzero, torch.Tensor):  # only a device knows it
             plain = own.__mro__[1]
             given = [rule and {f.name: getattr(rule, f.name) for f in fields(rule)} for rule in rules]
             rules = [rule and plain(**rule) for rule in given]
-        made(self, planned, entries, rules, flags, *others)
+        begun(self, wire, rules, flags, *others)
 
-    monkeypatch.setattr(ReadyParameters, "__init__", ignoring)
+    monkeypatch.setattr(ReadyParameters, "begin", ignoring)
     with pytest.raises(AssertionError, match="differ between the operations of a device and those of a CPU"):
         prove_rule("own", examples=5)
 
