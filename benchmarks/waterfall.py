@@ -153,7 +153,7 @@ def least_of(rows: int, cols: int, coefficients: CoefficientName | Literal["auto
         kernels=kernels,
         device=torch.device("cpu"),
     )
-    how = {"gram": taken.method == "gram", "at_once": taken.whole, "deflated": taken.prepared.deflated}
+    how = {"gram": taken.method == "gram", "at_once": taken.whole, "deflated": taken.prepared.preconditioner.width}
     return cost(rows, cols, degrees=taken.degrees, **how)
 
 
