@@ -52,8 +52,8 @@ WORKLOADS: dict[str, tuple[tuple[Shape, ...], int]] = {
     "small-8": (((8, 8),), 500),
 }
 """Shapes of a layer, and how many layers."""
-TILE, PANEL = 12, 32
-"""Rows and columns that a compiled product sums at a time, with AVX-512."""
+SIZES = {"avx512": (32, 12), "avx512bf16": (32, 12), "amx": (32, 32)}
+"""Columns and rows that a compiled product sums at a time, by its variant."""
 PRODUCTS = ("aten::addmm", "aten::mm", "aten::bmm", "aten::baddbmm")
 PROFILED = 3  # steps
 SQUARE = 1024  # rows of the product whose rate is the peak
@@ -99,8 +99,8 @@ def _rate(rows: int, dtype: torch.dtype) -> float:
 class Timed:
     """The functions of products.c, whose products are timed and counted: torch's profiler does not see them."""
 
-    def __init__(self) -> None:
-        self.functions, self.seconds, self.operations = compiled.library(), 0.0, 0
+    def __init__(self, variant: str) -> None:
+        self.functions, self.seconds, self.operations = compiled.library(variant), 0.0, 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.functions, name)
@@ -108,7 +108,7 @@ class Timed:
     def multiply(self, *arguments: Any) -> None:
         """Multiply, on one thread."""
         batch, rows, depth, cols, _, _, _, symmetric, *_ = arguments
-        panel, tile = (PANEL, TILE) if self.functions.variant.startswith("avx512") else (PANEL // 2, 4)
+        panel, tile = SIZES.get(self.functions.variant, (16, 4))
         begin = time.perf_counter()
         self.functions.multiply(*arguments)
         self.seconds += time.perf_counter() - begin
@@ -118,16 +118,16 @@ class Timed:
         self.operations += 2 * batch * depth * panel * sum(heights)
 
 
-def divided(optimizer: Optimizer, workload: Workload) -> tuple[float, float, float, float]:
+def divided(optimizer: Optimizer, workload: Workload, variant: str) -> tuple[float, float, float, float]:
     """Milliseconds of products and of other operations, operations of the products, milliseconds; of a step."""
     torch.set_num_threads(1)
     library = compiled.library
     try:
-        timed = Timed()
+        timed = Timed(variant)
     except compiled.NoLibrary:
         timed = None
     if timed is not None:
-        compiled.library = lambda: timed  # type: ignore[assignment,return-value]
+        compiled.library = lambda _="": timed  # type: ignore[assignment,return-value]
     with profile(activities=[ProfilerActivity.CPU], with_flops=True, record_shapes=True) as profiled:
         took = sum(milliseconds(optimizer, workload) for _ in range(PROFILED))
     compiled.library = library
@@ -153,7 +153,7 @@ def least_of(rows: int, cols: int, coefficients: CoefficientName | Literal["auto
         kernels=kernels,
         device=torch.device("cpu"),
     )
-    how = {"gram": taken.method == "gram", "at_once": taken.whole, "deflated": taken.prepared.deflated}
+    how = {"gram": taken.method == "gram", "at_once": taken.whole, "deflated": taken.prepared.preconditioner.width}
     return cost(rows, cols, degrees=taken.degrees, **how)
 
 
@@ -176,7 +176,7 @@ def measure(
     rate, least = peak(), sum(least_of(*shape, coefficients, kernels) for shape in shapes) * layers
     alone = turns(optimizers, workload, rounds=rounds, threads=1)
     shared = turns(optimizers, workload, rounds=rounds, threads=threads)
-    products, others, flops, _ = divided(optimizers["ours"], workload)
+    products, others, flops, _ = divided(optimizers["ours"], workload, "amx" if kernels == "amx" else "")
     return {
         "matrices": [list(shape) for shape in shapes],
         "layers": layers,

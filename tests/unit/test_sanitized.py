@@ -102,7 +102,7 @@ def test_a_fault_of_the_variant_amx_shows(tmp_path: Path, emulated_amx: Path, fa
     """In sums, in memory beside an operand, in the configuration that a call leaves, or as what a processor refuses."""
     right, wrong, told = FAULTS[fault]
     options = SANITIZED if told == "AddressSanitizer" else ("-O1",)
-    done = ran(driver(tmp_path, "emulated amx", *options, source=faulty(tmp_path, right, wrong)), 0, 40)
+    done = ran(driver(tmp_path, "emulated amx", *options, source=faulty(tmp_path, right, wrong)), 1, 60)
     if told:
         assert told in done.stderr
     else:

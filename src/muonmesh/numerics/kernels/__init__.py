@@ -37,7 +37,8 @@ __all__ = [
 ]
 
 # Numbers of rows for which compiled products are faster than torch's, by instruction set (measured; not on ARM). With
-# AMX, torch's may be faster as soon as a product takes longer than its call (20 µs, about 15 of them a matrix).
+# AMX, torch's may be faster as soon as a product takes longer than its call (20 µs, about 15 of them a matrix). Where
+# kernels="amx" gains, nobody has measured: benchmarks/processor.py does.
 _GAIN = {
     "amx": range(1, 97),
     "avx512bf16": range(1, sys.maxsize),
