@@ -63,7 +63,7 @@ class Influence(TorchDispatchMode):
                 self._labels[self._place(parameter)] = 1 << i
         self._input = 1 << len(self.names)
         for value in inputs:
-            if isinstance(value, Tensor) and value.is_floating_point():
+            if isinstance(value, Tensor):
                 self._labels[self._place(value)] = self._input
 
     def _place(self, tensor: Tensor) -> int:
@@ -121,8 +121,8 @@ class Influence(TorchDispatchMode):
                 (self._pure[place],) = weights
             elif not keeps and place in self._pure and both & ~self._labels[place]:
                 del self._pure[place]
-            if each.is_floating_point() or each.is_complex():  # a choice by numbers is no value
-                self._labels[place] = self._labels.get(place, 0) | both
+            numbers = each.is_floating_point() or each.is_complex()  # a choice by numbers is no value
+            self._labels[place] = self._labels.get(place, 0) | (both if numbers else both & self._input)
         return made
 
 

@@ -11,7 +11,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
@@ -482,6 +485,29 @@ def test_blocks_without_ends_stay_blocks() -> None:
     assert found["layers.0.self_attn.in_proj_weight"] == ("rows", 16, 16, 16)
 
 
+class Parallel(nn.Module):
+    """A block whose attention and MLP read the same stream and are added to it at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.q, self.o = nn.LayerNorm(16), nn.Linear(16, 16), nn.Linear(16, 16)
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        mixed: Tensor = self.o(F.softmax(self.q(y), -1))
+        return x + mixed + self.down(F.gelu(self.up(y)))
+
+
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_a_stage_between_others_has_no_ends(blocks: int) -> None:
+    """Its blocks read inputs and make outputs, but both are the stream to which they add."""
+    stage = Calls(lambda self, x: self.norm(nn.Sequential(*self.blocks)(x)), norm=nn.LayerNorm(16))
+    stage.blocks = nn.ModuleList(Parallel() for _ in range(blocks))
+    found = roles(stage, (torch.randn(2, 5, 16),))
+    assert set(found.values()) == {"whole"}
+
+
 def test_frozen_layers_are_no_inputs() -> None:
     layers = [nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 3)]
     layers[0].requires_grad_(False)
@@ -521,6 +547,97 @@ def test_a_layer_behind_what_the_graph_hides_is_no_input_layer_for_sure() -> Non
 
     model = Calls(forward, a=nn.Linear(8, 16), b=nn.Linear(16, 16), c=nn.Linear(16, 3))
     assert roles(model, (torch.randn(2, 8),)) == {"a.weight": "whole", "b.weight": "whole", "c.weight": HEAD}
+
+
+def test_stages_of_a_pipeline_take_the_ends_of_the_whole_model() -> None:
+    """Alone, the first layer of the last stage reads inputs, and the last of the first makes outputs."""
+    layers = [nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 3)]
+    whole = nn.Sequential(*layers)
+    groups = mm.split_params(whole, example=(torch.randn(2, 8),))
+    for stage, kept in ((whole[:3], ["2.weight"]), (whole[3:], ["4.weight"])):
+        named = nn.Module()
+        for name, module in zip(range(3) if kept == ["2.weight"] else range(3, 7), stage, strict=True):
+            named.add_module(str(name), module)
+        assert groups.held_by(named)[0]["param_names"] == kept
+
+
+def test_several_losses_and_what_is_used_in_another_phase() -> None:
+    """A critic and a generator have their losses; what no loss of this phase uses is judged as without an example."""
+
+    def forward(self: Any, x: Tensor) -> Any:
+        fake = self.make(F.relu(self.read(x)))
+        if self.training:
+            return {"a": self.judge(F.relu(self.see(fake))).mean(), "b": (fake - x).square().mean()}
+        return fake
+
+    sizes = {"read": (8, 16), "make": (16, 8), "see": (8, 16), "judge": (16, 4)}
+    model = Calls(forward, **{name: nn.Linear(*size) for name, size in sizes.items()})
+    x = torch.randn(2, 8)
+    found = roles(model, (x,))
+    assert found == {"read.weight": INPUT, "make.weight": "whole", "see.weight": "whole", "judge.weight": HEAD}
+    model.eval()
+    groups = mm.split_params(model, example=(x,))
+    where = {name: (g["name"], g["reasons"][i]) for g in groups for i, name in enumerate(g["param_names"])}
+    assert where["make.weight"][0] == HEAD
+    assert where["see.weight"][0] == "muon"
+    assert "does not show it" in where["see.weight"][1]
+
+
+class Swish(torch.autograd.Function):
+    """An activation with a gradient of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x.sigmoid()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return gradients[0] * x.sigmoid()
+
+
+def test_a_function_with_a_gradient_of_its_own_leaves_a_doubt_and_no_wrong_role() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        gate, up = Swish.apply(self.qkv(x)).chunk(2, -1)
+        out: Tensor = self.proj(gate * up)
+        return out
+
+    model = tokens(forward, qkv=nn.Linear(16, 32), proj=nn.Linear(16, 16))
+    with pytest.warns(UserWarning, match=r"by a guess: blocks\.\*\.qkv\.weight"):
+        groups = mm.split_params(model, example=IDS)
+    assert groups[0]["param_names"] == [f"blocks.{i}.{name}.weight" for i in range(2) for name in ("qkv", "proj")]
+    assert {group["name"] for group in groups} == {"muon", INPUT, HEAD, VECTOR}
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers_of_torch_are_split_by_their_class(kind: Any) -> None:
+    """They may be one node that hides its gates, or steps that read a state of zeros."""
+    layer = kind(16, 16, batch_first=True)
+    model = Calls(lambda self, x: self.out(self.rnn(self.embed(x))[0]), embed=nn.Embedding(9, 16), rnn=layer)
+    model.out = nn.Linear(16, 9)
+    gates = {nn.LSTM: 4, nn.GRU: 3, nn.RNN: 1}[kind]
+    split = ("rows", *[16] * gates) if gates > 1 else "whole"
+    expected = {"embed.weight": INPUT, "out.weight": HEAD, "rnn.weight_ih_l0": split, "rnn.weight_hh_l0": split}
+    assert roles(model, IDS) == expected
+
+
+def test_a_function_that_calls_compiled_blocks() -> None:
+    model = cut_of(32, gqa_by_group)
+    for block in model.blocks:  # type: ignore[union-attr]
+        block.compile(backend="aot_eager")
+    assert roles(model, lambda: model(*IDS).sum())[FUSED] == ("interleaved", (8, 4, 4), 0)
+
+
+def test_attention_of_torch_by_its_function() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        bias = torch.zeros(48)
+        mixed, _ = F.multi_head_attention_forward(
+            x, x, x, 16, 4, self.fused.weight, bias, None, None, False, 0.0, self.proj.weight, self.proj.bias
+        )
+        return mixed
+
+    assert roles(cut_of(48, forward), IDS)[FUSED] == ("rows", 16, 16, 16)
 
 
 # --- what makes a weight ---------------------------------------------------------------------------------------------
@@ -569,6 +686,19 @@ def test_a_low_rank_pair_beside_a_layer_is_adamws(names: tuple[str, str]) -> Non
     pair = {names[0]: nn.Linear(16, 4, bias=False), names[1]: nn.Linear(4, 16, bias=False)}
     found = roles(tokens(forward, base=nn.Linear(16, 16).requires_grad_(False), **pair), IDS)
     assert {found[f"blocks.{i}.{name}.weight"] for i in range(2) for name in names} == {ADAMW}
+
+
+def test_numbers_that_are_read_as_complex_are_adamws() -> None:
+    """Real parameters of a Fourier layer, two for each complex number."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        spectrum = torch.fft.rfft(x, dim=-1)
+        mixed = torch.einsum("bti,io->bto", spectrum, torch.view_as_complex(self.pairs))
+        out: Tensor = self.proj(torch.fft.irfft(mixed, n=16))
+        return out
+
+    found = roles(tokens(forward, pairs=nn.Parameter(torch.randn(9, 9, 2)), proj=nn.Linear(16, 16)), IDS)
+    assert found["blocks.0.pairs"] == ADAMW
 
 
 def test_a_bottleneck_is_no_low_rank_pair() -> None:
@@ -688,32 +818,124 @@ def test_a_model_on_meta() -> None:
     assert roles(model, (torch.randn(2, 8),)) == {"0.weight": INPUT, "2.weight": HEAD}
 
 
+def test_a_model_on_meta_that_reads_numbers_is_told_yes() -> None:
+    """There are none, and no other forward could have them."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+    asks = Calls(lambda self, x, mask: self.inner(x if mask.all() else x[: mask.sum().item()]), inner=model)
+    example = (torch.randn(2, 8), torch.ones(2, dtype=torch.bool))
+    assert roles(asks, example) == {"inner.0.weight": INPUT, "inner.2.weight": HEAD}
+    asks.inner[1].register_parameter("more", nn.Parameter(torch.randn(1)))
+    assert roles(asks, example) == {"inner.0.weight": INPUT, "inner.2.weight": HEAD}
+
+
+def test_a_list_with_gaps_and_complex_weights() -> None:
+    """Gaps are what torch allows; AdamW steps both parts of a complex number, and the optimizer can be made."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        for norm, layer, after in self.layers:
+            x = layer(norm(x))
+            assert after is None
+        spectrum = torch.einsum("bi,io->bo", torch.fft.rfft(F.relu(x))[:, :8], self.weights)
+        out: Tensor = self.out(torch.fft.irfft(spectrum, n=16))
+        return out
+
+    layers = nn.ModuleList(nn.ModuleList([nn.LayerNorm(n), nn.Linear(n, 16), None]) for n in (8, 16))  # type: ignore[list-item]
+    weights = nn.Parameter(torch.randn(8, 8, dtype=torch.cfloat))
+    model = Calls(forward, layers=layers, weights=weights, out=nn.Linear(16, 3))
+    example = (torch.randn(2, 8),)
+    found = roles(model, example)
+    assert found == {"layers.0.1.weight": INPUT, "layers.1.1.weight": "whole", "weights": ADAMW, "out.weight": HEAD}
+    optimizer = mm.from_model(model, example=example)
+    before = weights.detach().clone()
+    model(*example).square().mean().backward()
+    optimizer.step()
+    assert not torch.equal(weights, before)
+
+
 def test_wrappers_are_looked_into() -> None:
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
     assert roles(torch.compile(model), (torch.randn(2, 8),)) == {"0.weight": INPUT, "2.weight": HEAD}
 
 
-def _sharded() -> list[Any]:
-    model = cut_of(48, permuted)
-    with torch.device("meta"):
-        plain = cut_of(48, permuted)
-    wrapped = nn.parallel.DistributedDataParallel(copy.deepcopy(model))
-    found = [roles(wrapped, IDS)]
-    fully_shard(model)
-    with pytest.raises(ValueError, match=r"held_by\(model\)"):
-        mm.split_params(model, example=IDS)
-    held = mm.split_params(plain, example=IDS).held_by(model)
-    for group in held:
-        assert all(p is model.get_parameter(n) for p, n in zip(group["params"], group["param_names"], strict=True))
-    muon = held[0]
-    return [*found, dict(zip(muon["param_names"], muon["matrices"], strict=True))]
+def by_head_size(self: Any, x: Tensor) -> Tensor:
+    """Reads the number of heads off the weight's output, which is a shard of it under tensor parallelism."""
+    q, k, v = self.fused(x).unflatten(-1, (3, -1, 4)).permute(2, 0, 3, 1, 4).unbind(0)
+    out: Tensor = self.proj(attention(q, k, v).transpose(1, 2).flatten(-2))
+    return out
 
 
-def test_replicated_and_sharded_models(workers: Callable[[int], Pool]) -> None:
-    for replicated, sharded in workers(2).run(_sharded):
-        assert replicated[FUSED] == sharded[FUSED] == ("rows", 16, 16, 16)
-        assert replicated["out.weight"] == HEAD
-        assert "out.weight" not in sharded
+def replicated(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    return nn.parallel.DistributedDataParallel(model)
+
+
+def sharded(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    for block in model.blocks:  # type: ignore[union-attr]
+        fully_shard(block, mesh=mesh["data"])
+    fully_shard(model, mesh=mesh["data"])
+    return model
+
+
+def tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    plan: dict[str, Any] = {"embed": RowwiseParallel(input_layouts=Replicate())}
+    plan["out"] = ColwiseParallel(output_layouts=Replicate())
+    for i in range(2):
+        plan |= {f"blocks.{i}.fused": ColwiseParallel(), f"blocks.{i}.proj": RowwiseParallel()}
+    return parallelize_module(model, mesh["tensor"], plan)
+
+
+def both_ways(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    return sharded(tensor_parallel(model, mesh), mesh)
+
+
+def replicas_of_shards(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    return fully_shard(model, mesh=mesh)
+
+
+WAYS: dict[str, tuple[Callable[[nn.Module, DeviceMesh], nn.Module], tuple[int, int], Any]] = {
+    "replicated": (replicated, (2, 1), ("rows", 16, 16, 16)),
+    "sharded": (sharded, (2, 1), ("rows", 16, 16, 16)),
+    "replicas of shards": (replicas_of_shards, (1, 2), ("rows", 16, 16, 16)),
+    # Each rank cuts its own rows into three: eight rows of q, eight of k and eight of v, then those of the next rank.
+    "tensor parallel": (tensor_parallel, (1, 2), ("interleaved", 3, 0, 8)),
+    "both": (both_ways, (1, 2), ("interleaved", 3, 0, 8)),
+}
+
+
+def _roles_of_ranks(way: str) -> tuple[Any, Any, Any]:
+    distribute, sizes, _ = WAYS[way]
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("data", "tensor"))
+    model = distribute(cut_of(48, by_head_size), mesh)
+    before = {name: (id(p), type(p), p.requires_grad) for name, p in model.named_parameters()}
+    found = roles(model, IDS)
+    after = {name: (id(p), type(p), p.requires_grad) for name, p in model.named_parameters()}
+    assert before == after
+    optimizer = mm.from_model(model, example=IDS)  # a split that its layout can have
+    model(*IDS).square().mean().backward()
+    optimizer.step()
+    errors = []
+    for example in ((torch.zeros(2, 5, 2, 2, dtype=torch.long),), (lambda: model(*IDS).sum())):
+        try:
+            errors.append(roles(model, example))
+        except ValueError as error:
+            errors.append(str(error).partition(", which is sharded")[0])
+    return found, *errors
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_rank_reads_the_same_roles_of_a_distributed_model(way: str, workers: Callable[[int], Pool]) -> None:
+    expected = {"embed.weight": INPUT, "out.weight": HEAD}
+    for i in range(2):
+        expected |= {f"blocks.{i}.fused.weight": WAYS[way][2], f"blocks.{i}.proj.weight": "whole"}
+    one, other = workers(2).run(_roles_of_ranks, way)
+    assert one == other
+    found, wrong, function = one
+    assert found == expected
+    assert "forward raises" in wrong
+    if way == "replicated":
+        assert function == expected
+    else:
+        assert function == "split_params: found example= as a function, and embed.weight"
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

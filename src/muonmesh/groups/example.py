@@ -11,9 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from muonmesh.errors import called, explain_error
+from muonmesh.groups.fused_projections import global_shape
 from muonmesh.groups.graph import Seen, seen_by
 from muonmesh.groups.sites import unwrapped
 from muonmesh.numerics.precision import plain_modes
@@ -27,20 +31,25 @@ _MEANT = "the arguments of the model's forward as a tuple, its keyword arguments
 def seen_in(model: nn.Module, example: Any) -> dict[int, Seen]:
     """Return what one forward shows of each parameter, by its id; parameters that it does not use are missing.
 
-    Arguments run on a copy of the model on the meta device, where nothing is computed. If this is not possible, as for
-    a function, the model itself runs. Its buffers, modes, gradients and torch's random numbers stay as they were.
-    Hooks of the model run too.
+    Arguments run on a copy of the model on the meta device, where nothing is computed and no rank waits for another. If
+    this is not possible, as for a function, the model itself runs. Its buffers, modes, gradients and torch's random
+    numbers stay as they were. Hooks of the model run too. A model that cannot run, since it is sharded or on the meta
+    device, runs there with numbers that are made up: a check of a mask is told yes.
 
     Raises:
         TypeError: ``example`` is of another type.
-        ValueError: the model is sharded, so its weights in a forward are other tensors; or the forward raises; or it
-            returns nothing that depends on a parameter.
+        ValueError: a wrapper flattened the weights; or the forward raises; or it returns nothing that depends on a
+            parameter; or ``example`` is a function and the model is sharded.
     """
     model = unwrapped(model)
     if any(nn.parameter.is_lazy(each) for each in model.parameters()):
         return {}  # `split_params` refuses the model
-    _refuse_sharded(model)
+    sharded = _sharded(model)
     if callable(example) and not isinstance(example, Mapping | Tensor | nn.Module):
+        if sharded is not None:
+            found = f"example= as a function, and {sharded}, which is sharded: a forward reads other tensors than it"
+            write = "Write example=(inputs,), which runs on a copy"
+            raise ValueError(explain_error(called("split_params"), found, "arguments of the forward", write))
         return _read(model, model, example)
     if isinstance(example, Mapping):
         args, kwargs = (), dict(example)
@@ -49,42 +58,110 @@ def seen_in(model: nn.Module, example: Any) -> dict[int, Seen]:
     else:
         found = f"example= of type {type(example).__name__}"
         raise TypeError(explain_error(called("split_params"), found, _MEANT, "Write example=(inputs,)"))
+    fixed = sharded is not None or any(parameter.is_meta for parameter in model.parameters())
     with contextlib.suppress(Exception):  # a forward may need numbers, or tensors of another device
-        twin = _on_meta(model)
-        inputs = tree_map(lambda v: v.detach().to("meta") if isinstance(v, Tensor) else v, (args, kwargs))
-        with torch.device("meta"):
-            if seen := _read(model, twin, lambda: twin(*inputs[0], **inputs[1])):
-                return seen
+        return _read_on_meta(model, args, kwargs, contextlib.nullcontext())
+    if fixed:
+        return _read_on_meta(model, args, kwargs, _MadeUp())  # type: ignore[no-untyped-call]
     return _read(model, model, lambda: model(*args, **kwargs))
 
 
-def _refuse_sharded(model: nn.Module) -> None:
+def _sharded(model: nn.Module) -> str | None:
+    """Return the name of a parameter of which this process has a shard; None if it has all of each."""
     for name, parameter in model.named_parameters():
-        if hasattr(parameter, "placements") or getattr(parameter, "_is_flat_param", False):
-            found = f"{name}, which is sharded, so that a forward reads other tensors than this parameter"
-            needed = "example= with the model from before it was sharded"
-            write = "Write split_params(plain, example=...).held_by(model), where `plain` is the same model before it "
-            write += "was sharded, also on the meta device"
-            raise ValueError(explain_error(called("split_params"), found, needed, write))
+        if getattr(parameter, "_is_flat_param", False):
+            found = f"{name}, which a wrapper has flattened, so that a forward reads other tensors than this parameter"
+            write = "Call split_params(model, example=...) before the wrapper, or shard with fully_shard"
+            raise ValueError(explain_error(called("split_params"), found, "weights with their own shapes", write))
+        if isinstance(parameter, DTensor) or global_shape(parameter) != tuple(parameter.shape):
+            return name
+    return None
+
+
+class _MadeUp(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A mode in which tensors on meta have numbers: true, or one."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            return True if args[0].dtype == torch.bool else 1
+        return func(*args, **(kwargs or {}))
+
+
+def _read_on_meta(model: nn.Module, args: Any, kwargs: Any, mode: Any) -> dict[int, Seen]:
+    """Run a forward of a copy of a model on the meta device, and return what it shows."""
+    with plain_modes():
+        twin = _on_meta(model)
+        inputs = tree_map(lambda v: v.detach().to("meta") if isinstance(v, Tensor) else v, (args, kwargs))
+    with torch.device("meta"), mode:
+        return _read(model, twin, lambda: twin(*inputs[0], **inputs[1]))
 
 
 def _on_meta(model: nn.Module) -> nn.Module:
-    """Return a copy of a model on the meta device, without a copy of its numbers."""
+    """Return a copy of a model on the meta device, without a copy of its numbers, and not sharded by `fully_shard`.
+
+    Weights that are sharded by tensor parallelism stay so, because hooks of their modules may expect it.
+    """
     memo: dict[int, Any] = {}
+    sharders = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    by_fsdp = {id(tensor): dims for module in sharders for tensor, dims in _dims_of_fsdp(module)}
     for module in model.modules():
         for value in (*module._parameters.values(), *module._buffers.values(), *vars(module).values()):
             if isinstance(value, nn.Parameter):
-                memo[id(value)] = nn.Parameter(value.detach().to("meta"), requires_grad=value.requires_grad)
+                memo[id(value)] = nn.Parameter(_empty(value, by_fsdp.get(id(value), ())), value.requires_grad)
             elif isinstance(value, Tensor):
-                memo[id(value)] = value.detach().to("meta")
-    return copy.deepcopy(model, memo)
+                memo[id(value)] = _empty(value, ())
+    for module in sharders:  # they refuse to be copied
+        memo[id(module)] = object.__new__(type(module).__bases__[1])
+    for module in sharders:
+        vars(memo[id(module)]).update(copy.deepcopy(_without_sharding(module), memo))
+    twin = copy.deepcopy(model, memo)
+    for module in twin.modules():
+        vars(module).update(_without_sharding(module))
+    return twin
+
+
+def _without_sharding(module: nn.Module) -> dict[str, Any]:
+    """Return what a module holds, but for hooks that gather its shards, and their state."""
+    held = {name: value for name, value in vars(module).items() if not name.startswith("__composable_api")}
+    for name in ("_forward_pre_hooks", "_forward_hooks"):
+        of = {key: str(getattr(hook, "__module__", "")) for key, hook in held[name].items()}
+        theirs = {key for key, where in of.items() if where.startswith(("torch.distributed.fsdp", "deepspeed"))}
+        held[name] = type(held[name])((key, hook) for key, hook in held[name].items() if key not in theirs)
+    return held
+
+
+def _dims_of_fsdp(module: Any) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
+    """Yield the parameters that `fully_shard` has sharded, each with the dims of its mesh that are FSDP's own."""
+    for group in module._get_fsdp_state()._fsdp_param_groups:
+        names = group.mesh_info.mesh.mesh_dim_names or ()
+        for sharded in group.fsdp_params:
+            mesh = sharded.sharded_param.device_mesh
+            dims = list(range(mesh.ndim))
+            if mesh.ndim > group.mesh_info.mesh.ndim:
+                dims = [dim for dim in dims if mesh.mesh_dim_names[dim] in names]
+            yield sharded.sharded_param, tuple(dims)
+
+
+def _empty(tensor: Any, gathered: tuple[int, ...]) -> Tensor:
+    """Return a tensor on meta of the same shape, whole in some dims of its mesh."""
+    whole: Tensor = tensor.detach()
+    if not isinstance(tensor, DTensor) and global_shape(tensor) == tuple(tensor.shape):
+        return whole.to("meta")
+    whole = torch.empty(global_shape(tensor), dtype=tensor.dtype, device="meta")
+    mesh = getattr(tensor, "device_mesh", None)
+    kept = [] if mesh is None else [dim for dim in range(mesh.ndim) if dim not in gathered]
+    if mesh is None or not kept:
+        return whole
+    mesh = mesh[tuple(mesh.mesh_dim_names[dim] for dim in kept)] if gathered else mesh
+    return distribute_tensor(whole, mesh, [tensor.placements[dim] for dim in kept], src_data_rank=None)
 
 
 def _read(model: nn.Module, runs: nn.Module, forward: Callable[[], Any]) -> dict[int, Seen]:
     """Run a forward of ``runs``, which is ``model`` or a copy of it, and return what it shows of its parameters."""
     named = list(runs.named_parameters())
     own = dict(model.named_parameters())
-    with _kept(runs), plain_modes(), torch.enable_grad():
+    eager = torch.compiler.set_stance("force_eager")  # a compiled function is one node, which hides its products
+    with _kept(runs), plain_modes(), torch.enable_grad(), eager:
         for _, parameter in named:  # what frozen layers make is no input
             if parameter.is_floating_point() or parameter.is_complex():
                 parameter.requires_grad_()
@@ -93,16 +170,14 @@ def _read(model: nn.Module, runs: nn.Module, forward: Callable[[], Any]) -> dict
         try:
             outputs = list(tensors_in(forward()))
         except Exception as error:
-            if isinstance(error, ValueError | TypeError) or runs is model:
-                what = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-                found = f"example=, with which the model's forward raises {what}"
-                write = "Write an example with which the forward runs, or leave it out"
-                raise ValueError(explain_error(called("split_params"), found, _MEANT, write)) from error
-            raise
+            what = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+            found = f"example=, with which the model's forward raises {what}"
+            write = "Write an example with which the forward runs, or leave it out"
+            raise ValueError(explain_error(called("split_params"), found, _MEANT, write)) from error
         finally:
             handle.remove()
         seen = seen_by(outputs, named, inputs)
-    if not seen and runs is model:
+    if not seen:
         found = "example=, with which the model returns no tensor that depends on a weight"
         needed = "its outputs or its loss, with their graph"
         write = "Return them without detach() and outside torch.no_grad(), or leave example= out"
@@ -115,6 +190,7 @@ def _ask_for_gradients(inputs: list[Tensor], module: nn.Module, args: Any, kwarg
 
     def leaf(value: Any) -> Any:
         if isinstance(value, Tensor) and value.is_floating_point():
+            value = value.clone() if value.is_inference() else value
             inputs.append(value.detach().requires_grad_())
             return inputs[-1].clone()  # no leaf, which could not be written in place
         return value.clone() if isinstance(value, Tensor) else value

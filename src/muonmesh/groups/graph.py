@@ -7,10 +7,11 @@ without doubt is None, and `split_params` then goes by its other rules.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import groupby, product
 from math import prod
 from typing import Any, Literal, NamedTuple
 
@@ -144,6 +145,7 @@ class Node:
         live: Whether its value comes from an input, a table or a product, and not from parameters alone.
         learned: Whether weights or tables take part in it.
         data: Whether inputs take part in it.
+        is_input: Whether it is an input itself.
         hidden: Whether something takes part in it that hides what it computes.
         deep: Whether a weight takes part in it that itself reads what another weight has made.
     """
@@ -158,6 +160,7 @@ class Node:
     live: bool = False
     learned: bool = False
     data: bool = False
+    is_input: bool = False
     hidden: bool = False
     deep: bool = False
 
@@ -234,7 +237,7 @@ def _nodes(
             node = nodes[fn] = Node(fn, _kind(fn.name()))
             if (variable := getattr(fn, "variable", None)) is not None:
                 node.leaf = variable if id(variable) in names else None
-                node.data = id(variable) in inputs
+                node.data = node.is_input = id(variable) in inputs
         return nodes[fn]
 
     roots = {node_of(out.grad_fn) for out in outputs if out.grad_fn is not None}
@@ -420,7 +423,7 @@ def seen_by(
         seen.cut = _agreed(_cut(use) for use, _ in uses) if seen.stored and not seen.grouped else None
     for parameter in _pairs(order):
         found[names[id(parameter)]].does = "pair"
-    _unlike_others(found, {name: tuple(parameter.shape) for name, parameter in named})
+    _unlike_others(found)
     return dict(found)
 
 
@@ -437,7 +440,12 @@ def _is_first(use: _Use) -> bool | None:
         return None
     if reads.learned:
         return False
-    return None if reads.hidden or not reads.data or _is_late(use.node) else True
+    return None if reads.hidden or not reads.data or _is_late(use.node) or _is_streamed(use.node) else True
+
+
+def _is_streamed(product: Node) -> bool:
+    """Whether what inputs and layers make is added to the inputs themselves: a stage of a model, without its ends."""
+    return any(term.is_input for term in _added(product))
 
 
 def _is_late(product: Node) -> bool:
@@ -478,23 +486,25 @@ def _last(order: list[Node], roots: set[Node]) -> dict[Node, bool | None]:
         if node.uses and not directly:
             found[node] = False
         elif node.uses:
-            found[node] = None if reads or not cleanly or _is_residual(node) else True
+            residual = reads or not cleanly or any(term.is_below(node) for term in _added(node, through=False))
+            found[node] = None if residual else True
     return found
 
 
-def _is_residual(product: Node) -> bool:
-    """Whether the result of a product is added to what the product itself is computed from."""
+def _added(product: Node, through: bool = True) -> Iterator[Node]:
+    """Yield the terms of all sums to which the result of a product comes, also ``through`` products with weights."""
     todo, met = [product], {product}
     while todo:
         for user, place, _ in todo.pop().users:
-            for other in user.others(place) if user.kind == "Add" else ():
-                start = _source(other, _EACH)
-                if start is not None and start[0] is not product and start[0].is_below(product):
-                    return True
-            if user not in met and not user.uses:
+            terms = user.others(place) if user.kind == "Add" else []
+            while terms:
+                start = _source(terms.pop(), _EACH)
+                if start is not None and start[0] is not product:
+                    yield start[0]
+                    terms += start[0].others(-1) if start[0].kind == "Add" else []
+            if user not in met and (through or not user.uses):
                 met.add(user)
                 todo.append(user)
-    return False
 
 
 def _computed(order: Iterable[Node]) -> Iterator[Tensor]:
@@ -565,7 +575,9 @@ def _cut(use: _Use) -> Matrices | None:
     features = tuple((size, int((size, stride) in own)) for size, stride in made)
     form = Form(0, tuple(features if i == use.features else ((n, 0),) for i, n in enumerate(shape)))
     pieces = _pieces(use.node, 0, form)
-    return None if pieces is None or not 1 < len(pieces) <= _MOST_PARTS else _as_matrices(pieces, out)
+    if pieces is None or not 1 < len(pieces) <= _MOST_PARTS:
+        return None
+    return _as_matrices(frozenset((piece.offset, piece.atoms()) for piece in pieces), out)
 
 
 def _pieces(node: Node, number: int, form: Form, deep: int = 0) -> list[Form] | None:
@@ -662,52 +674,36 @@ def _joins(cut: Node, number: int) -> set[_Step]:
     return found
 
 
-def _as_matrices(pieces: list[Form], out: int) -> Matrices | None:
-    """Return the entry of "matrices" for pieces of ``out`` rows; None if no entry says it."""
-    pieces = sorted(pieces, key=lambda piece: piece.offset)
-    runs, turns = [], set()
-    for piece in pieces:
-        atoms = piece.atoms()
-        if not atoms:  # one row
-            runs.append(1)
-            turns.add(out)
-        elif len(atoms) == 1 and atoms[0][1] == 1:
-            runs.append(atoms[0][0])
-            turns.add(out)
-        elif len(atoms) == 1:
-            runs.append(1)
-            turns.add(atoms[0][1])
-        elif len(atoms) == 2 and atoms[1][1] == 1:
-            runs.append(atoms[1][0])
-            turns.add(atoms[0][1])
-        else:
-            return None
-        if len(turns) > 1 or (turns != {out} and atoms[0][0] * atoms[0][1] != out):
-            return None
-    (turn,) = turns
-    if [piece.offset for piece in pieces] != [sum(runs[:i]) for i in range(len(runs))] or sum(runs) != turn:
+@cache
+def _as_matrices(pieces: frozenset[tuple[int, tuple[tuple[int, int], ...]]], out: int) -> Matrices | None:
+    """Return the entry of "matrices" for pieces of ``out`` rows, as offsets and pairs; None if no entry says it."""
+    owner: dict[int, int] = {}
+    for i, (offset, atoms) in enumerate(sorted(pieces)):
+        places = product(*(range(0, size * stride, stride) for size, stride in atoms))
+        owner |= {offset + sum(place): i for place in places}
+    rows = [owner.get(row, -1) for row in range(out)]
+    turn = next(size for size in range(1, out + 1) if out % size == 0 and rows == rows[:size] * (out // size))
+    order, runs = zip(*((i, len(list(run))) for i, run in groupby(rows[:turn])), strict=True)
+    if order != tuple(range(len(pieces))):
         return None
     if turn == out:
         return ("rows", *runs)
     if len(set(runs)) > 1:
-        return ("interleaved", tuple(runs), 0)
+        return ("interleaved", runs, 0)
     return ("interleaved", len(runs), 0) if runs[0] == 1 else ("interleaved", len(runs), 0, runs[0])
 
 
-def _unlike_others(found: Mapping[str, Seen], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Forget that a layer in a block is the first or the last, if most blocks have the same layer inside.
+def _unlike_others(found: Mapping[str, Seen]) -> None:
+    """Forget that a layer in a block is the first or the last, if other blocks have the same layer inside.
 
     A block that has no layer before it reads inputs, but it is a block like the others.
     """
-    alike: dict[Any, list[Seen]] = defaultdict(list)
+    alike: dict[str, list[Seen]] = defaultdict(list)
     for name, seen in found.items():
-        around, _, _ = name.rpartition(".")
-        if not around.rpartition(".")[2].isdecimal():
-            alike[starred(name), shapes[name]].append(seen)
+        if not name.rpartition(".")[0].rpartition(".")[2].isdecimal():
+            alike[starred(name)].append(seen)
     for group in alike.values():
         for end in ("first", "last"):
-            counts = Counter(getattr(seen, end) for seen in group)
-            if counts[True] and counts[False]:
+            if {True, False} <= {getattr(seen, end) for seen in group}:
                 for seen in group:
-                    if getattr(seen, end):
-                        setattr(seen, end, None)
+                    setattr(seen, end, getattr(seen, end) and None)
