@@ -791,11 +791,11 @@ def train_replaced(by: str, order: str, waits: bool) -> str | None:
     settings: dict[str, Any] = {"lr": 0.02, "compute_dtype": torch.float32}
     if order == "after":
         replace_parameters(model, by)
-    optimizer = mm.from_model(model, process_group="world", watch=False, **settings)
+    optimizer = mm.from_model(model, process_group="world", **settings)
     optimizer._runtime.driver = HostWaits(waits)
     if order == "before":
         replace_parameters(model, by)
-    other = mm.from_model(alone, process_group="local", watch=False, **settings)
+    other = mm.from_model(alone, process_group="local", **settings)
     x = torch.randn(5, 6, generator=torch.Generator().manual_seed(1))
     before = values(model)
     for _ in range(2):

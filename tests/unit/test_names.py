@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.optim.swa_utils import AveragedModel
 
 import muonmesh as mm
-from muonmesh.names import canonical_name
+from muonmesh.names import canonical_name, names_matching, patterns
 
 
 class Net(nn.Module):
@@ -129,3 +132,47 @@ def test_two_parameters_of_one_name_are_refused() -> None:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     assert not any(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+
+
+# ------------------------------------------------------------------ patterns
+
+PARTS = st.sampled_from(["0", "1", "12", "a", "a.0", "b", "w", "w(1)"])
+
+
+@hypothesis.settings(max_examples=200, deadline=None, derandomize=True)
+@hypothesis.given(st.dictionaries(st.lists(PARTS, min_size=1, max_size=4).map(".".join), st.integers(0, 2), min_size=1))
+def test_each_pattern_means_the_parameters_of_its_row_and_no_others(values: dict[str, int]) -> None:
+    rows = patterns(values, values)
+    met: list[str] = []
+    for key, value in rows.items():
+        meant = names_matching(key, values)
+        assert {values[name] for name in meant} == {value}
+        met += meant
+    assert sorted(met) == sorted(values)
+
+
+class Deep(nn.Module):
+    def __init__(self, widths: list[int], frozen: list[bool]) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(9, 8)
+        self.blocks = nn.ModuleList(nn.ModuleDict({"up": nn.Linear(8, w), "norm": nn.LayerNorm(8)}) for w in widths)
+        self.head = nn.Linear(8, 9, bias=False)
+        for block, at_rest in zip(self.blocks, frozen, strict=False):
+            block["norm"].requires_grad_(not at_rest)  # type: ignore[index]
+
+
+@hypothesis.settings(max_examples=20, deadline=None, derandomize=True)
+@hypothesis.given(st.lists(st.sampled_from([8, 16]), min_size=1, max_size=4), st.lists(st.booleans(), max_size=4))
+def test_each_pattern_that_is_printed_can_be_pasted(widths: list[int], frozen: list[bool]) -> None:
+    groups = mm.split_params(Deep(widths, frozen), overrides={"blocks.0.up.weight": "adamw"})
+    of = {name: group for group in groups for name in group["param_names"]}
+    lines = [re.split("  +", line) for line in str(groups).splitlines()[1:]]
+    rows = [line for line in lines if len(line) == 6]
+    assert len({row[0] for row in rows}) == len(rows)
+    assert sum(int(row[1]) for row in rows) == len(of)
+    overrides = {key: {"algorithm": "muon" if name == "muon" else "adamw"} for key, _, _, name, *_ in rows}
+    pasted = mm.split_params(Deep(widths, frozen), overrides=overrides)
+    assert [group["param_names"] for group in pasted] == [group["param_names"] for group in groups]
+    for key, count, *_ in rows:
+        one = mm.split_params(Deep(widths, frozen), overrides={key: {"lr": 0.5}})
+        assert sum(len(group["params"]) for group in one if group.get("lr") == 0.5) == int(count)

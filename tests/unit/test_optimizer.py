@@ -380,6 +380,30 @@ def test_bf16_without_masters_warns_once_with_the_share() -> None:
         optimizer.step()
 
 
+def test_bf16_norms_without_masters_that_no_step_moves_are_named() -> None:
+    def steps(**settings: Any) -> tuple[list[str], bool]:
+        torch.manual_seed(0)
+        blocks = [nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)) for _ in range(2)]
+        model = nn.Sequential(nn.Embedding(9, 8), *blocks, nn.Linear(8, 3)).bfloat16()
+        before = model[2][1].weight.detach().clone()
+        optimizer = mm.from_model(model, lr=1e-3, watch=False, **settings)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(10):
+                optimizer.zero_grad()
+                model(torch.arange(9)).float().square().sum().backward()
+                optimizer.step()
+        told = [str(w.message) for w in caught if "AdamW trains these weights" in str(w.message)]
+        return told, torch.equal(model[2][1].weight, before)
+
+    (told,), still = steps()
+    assert still
+    assert told.startswith(r"^(1|2)\.1\.weight$: AdamW trains these weights in 16 bits without masters")
+    assert "at learning rate 0.001 rounding leaves all of their entries unchanged" in told
+    for settings in ({"master_dtype": torch.float32}, {"stochastic_rounding": 0}, {"adamw": {"lr": 0.1}}):
+        assert steps(**settings) == ([], False)
+
+
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])
 def test_copies_keep_all_settings_and_continue_alike(how: str) -> None:
     torch.manual_seed(0)

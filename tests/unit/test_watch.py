@@ -197,6 +197,13 @@ def test_a_single_layer_is_no_model() -> None:
     assert halves(optimizer)["weight"] == "whole"
 
 
+def test_a_model_that_may_be_a_block_is_none_that_the_forward_contradicts() -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+    optimizer = mm.from_model(model)
+    trained(model, optimizer, torch.randn(3, 8))
+    assert halves(optimizer)["2.weight"] == "whole"
+
+
 def test_switched_off() -> None:
     model = TwoHeads()
     optimizer = mm.from_model(model, watch=False)
@@ -433,17 +440,17 @@ class Stage(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.mix, self.reads, self.norm = nn.Linear(16, 16), nn.Linear(16, 16), nn.LayerNorm(16)
+        self.reads, self.mix, self.inner = nn.Linear(12, 20), nn.Linear(24, 16), nn.Linear(20, 24)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.mix(F.relu(self.reads(self.norm(x))))
+        out: Tensor = self.mix(F.relu(self.inner(F.relu(self.reads(x)))))
         return out
 
 
 def _stage() -> dict[str, Any]:
     model = Stage()
-    optimizer = mm.from_model(model, overrides={"reads.weight": "muon"}, process_group="local")
-    trained(model, optimizer, torch.randn(3, 16, requires_grad=True))
+    optimizer = mm.from_model(model, overrides={"inner.weight": "muon"}, process_group="local")
+    trained(model, optimizer, torch.randn(3, 12, requires_grad=True))
     return halves(optimizer)
 
 

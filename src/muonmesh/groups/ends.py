@@ -51,7 +51,7 @@ def ends(model: nn.Module) -> dict[int, tuple[Kind, str]]:
         for key, layer in _outside_blocks(body):
             if _HEAD.fullmatch(key):
                 found[id(layer)] = "head", f"output layer: {key!r}, inside no block"
-        last = _last_layer(body)
+        last = None if may_be_block(body) else _last_in(body)
         if last is not None and getattr(body, "base_model", None) is not body:  # of transformers, without a head
             found.setdefault(id(last), ("head", "output layer: the model's last layer, inside no block"))
     made: set[int] = set()
@@ -75,22 +75,22 @@ def _outside_blocks(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield from _outside_blocks(child)
 
 
-def _last_layer(body: nn.Module) -> nn.Module | None:
-    """Return the layer that is registered last in a model, if it is in no block; None if there is none.
-
-    There is also none if parts of the model are missing after it, as in a pipeline stage; and if a model without
-    a list of blocks makes as many outputs as it reads, since it may then be a block itself.
-    """
+def may_be_block(model: nn.Module) -> bool:
+    """Whether a model may be a block of a larger one: it makes as many outputs as it reads, and has no blocks."""
+    body = _body(model)
     last = _last_in(body)
     layers = [m for m in body.modules() if isinstance(m, nn.Linear | _ConvNd)]
     held = [(unwrapped(child), m) for m in body.modules() if isinstance(m, _CONTAINERS) for child in m.children()]
     if last is None or any(_is_block(child, container) for child, container in held):
-        return last
-    alike = isinstance(layers[0], _ConvNd) == isinstance(last, _ConvNd)
-    return None if alike and _outputs(last) == _inputs(layers[0]) else last
+        return False
+    return isinstance(layers[0], _ConvNd) == isinstance(last, _ConvNd) and _outputs(last) == _inputs(layers[0])
 
 
 def _last_in(module: nn.Module) -> nn.Module | None:
+    """Return the layer that is registered last in a model, if it is in no block; None if there is none.
+
+    There is also none if parts of the model are missing after it, as in a pipeline stage.
+    """
     for key, child in reversed(module._modules.items()):
         if child is None or (isinstance(child, _CONTAINERS) and len(child) == 0):
             return None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import weakref
-from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -22,7 +21,7 @@ from muonmesh.groups.roles import by_shape, declarations, declared_by, shared_ro
 from muonmesh.groups.sites import Role, Site, sites, unwrapped
 from muonmesh.groups.watch import Watch
 from muonmesh.layout.matrix import as_tuples
-from muonmesh.names import canonical_name, in_order, names_matching, starred
+from muonmesh.names import canonical_name, in_order, names_matching, patterns
 from muonmesh.numerics.rules import RULES, is_known, is_matrix_rule
 from muonmesh.numerics.setting import own_names
 from muonmesh.table import aligned
@@ -109,25 +108,26 @@ class ParamGroups(list[dict[str, Any]]):
         return ParamGroups(groups, frozen=frozen, shared=self.shared, guesses=self.guesses, model=stage)
 
     def __str__(self) -> str:
-        lines = dict[tuple[str, ...], list[str]]()  # layers that differ in their number only share a line
+        shown = dict[str, tuple[str, ...]]()
         for group in self:
             for i, name in enumerate(group["param_names"]):
                 shape = "×".join(map(str, global_shape(group["params"][i]))) or "scalar"
                 matrices = str(group["matrices"][i]) if "matrices" in group else "-"
-                row = (starred(name), shape, group["name"], matrices, group["reasons"][i])
-                lines.setdefault(row, []).append(name)
+                shown[name] = shape, group["name"], matrices, group["reasons"][i]
+        names = [*shown, *self.shared, *self.frozen]
         rows: list[tuple[str, ...]] = [("parameter", "count", "shape", "group", "matrices", "reason")]
-        rows += [(names[0] if len(names) == 1 else row[0], str(len(names)), *row[1:]) for row, names in lines.items()]
+        for key, cells in patterns(shown, names).items():  # each key may be pasted into overrides=
+            rows.append((key, str(len(names_matching(key, shown))), *cells))
         text = aligned(rows)
         for group in self:
             count, elements = len(group["params"]), sum(prod(global_shape(p)) for p in group["params"])
             settings = {k: v for k, v in group.items() if k not in _RESERVED | {"algorithm", "matrices"}}
-            shown = "".join(f", {k}={v!r}" for k, v in settings.items())
+            told = "".join(f", {k}={v!r}" for k, v in settings.items())
             text.append(
-                escaped(f"{group['name']}: {count} tensor{'' if count == 1 else 's'}, {elements:,} elements{shown}")
+                escaped(f"{group['name']}: {count} tensor{'' if count == 1 else 's'}, {elements:,} elements{told}")
             )
-        frozen = Counter((starred(name), reason) for name, reason in self.frozen.items())
-        text += [escaped(f"left out: {name} ({count}): {reason}") for (name, reason), count in frozen.items()]
+        for key, reason in patterns(self.frozen, names).items():
+            text.append(escaped(f"left out: {key} ({len(names_matching(key, self.frozen))}): {reason}"))
         return "\n".join(text)
 
 

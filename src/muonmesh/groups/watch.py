@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from muonmesh.errors import LayoutError, about, warn
-from muonmesh.groups.ends import ends
+from muonmesh.groups.ends import ends, may_be_block
 from muonmesh.groups.example import tensors_in
 from muonmesh.groups.graph import Seen, seen_by
 from muonmesh.groups.roles import shared_roles
@@ -120,6 +120,7 @@ class Watch:
         """Yield each parameter that the forward showed, with the role that was guessed and the role that was shown."""
         assert self.seen is not None
         known, shared = ends(model), dict[int, list[Site]]()
+        entire = entire and not may_be_block(model)
         for site in sites(model):
             shared.setdefault(id(site.parameter), []).append(site)
         for same in shared.values():

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from muonmesh.comm.storage import local_of
 from muonmesh.errors import LayoutError, about, warn
 from muonmesh.groups.sites import sites
+from muonmesh.names import patterns
 from muonmesh.numerics.rules import Rule, rule_of
 from muonmesh.step.planning import Planned
 from muonmesh.step.precision import Precision
@@ -122,9 +123,13 @@ def _listed(names: list[str]) -> str:
 
 
 def warn_of_rounding(planned: Planned, groups: Sequence[Mapping[str, Any]], precision: Precision, tell: Tell) -> None:
-    """Warn if rounding loses steps of Muon's first low-precision parameter, unless it has master weights."""
+    """Warn if rounding loses steps of low-precision parameters, unless they have master weights.
+
+    That is a part of the entries of Muon's first such parameter, or all entries of parameters of AdamW: norms near 1.
+    """
     if precision.master is not None:
         return
+    _warn_of_still(planned, groups, tell)
     for member, parameter in zip(planned.muon, planned.plan.parameters, strict=True):
         if member is None or groups[member.group]["stochastic_rounding"] is not None:
             continue
@@ -146,6 +151,34 @@ def warn_of_rounding(planned: Planned, groups: Sequence[Mapping[str, Any]], prec
 
         tell(((local.float() + size.rms).to(local.dtype) == local).float().mean(), say)
         return
+
+
+def _warn_of_still(planned: Planned, groups: Sequence[Mapping[str, Any]], tell: Tell) -> None:
+    """Warn of AdamW's low-precision parameters in which a step as large as the learning rate moves no entry."""
+    names, rates, still = list[str](), set[float](), list[Tensor]()
+    for member in (member for some in planned.adamw for member in some):
+        group, local = groups[member.group], local_of(member.tensor).detach()
+        # The first step of a warmup is small; schedulers keep the rate that it leads to.
+        rate = max(float(group["lr"]), float(group.get("initial_lr", 0.0)))
+        low = local.dtype in (torch.bfloat16, torch.float16) and local.numel() > 0
+        if low and rate > 0 and group["algorithm"] == "adamw" and group["stochastic_rounding"] is None:
+            names.append(member.name)
+            rates.add(rate)
+            ends = ((local.float() + step).to(local.dtype) == local for step in (rate, -rate))
+            still.append(torch.stack([end.all() for end in ends]).all())
+
+    def say(found: Tensor) -> None:
+        lost = [name for name, one in zip(names, found.tolist(), strict=True) if one]
+        if lost:
+            kinds = [*patterns(dict.fromkeys(lost, True), [member.name for member in planned.members])]
+            warn(
+                f"{_listed(kinds)}: AdamW trains these weights in 16 bits without masters, and at learning rate "
+                f"{max(rates):g} rounding leaves all of their entries unchanged in each step. Write "
+                "Muon(..., master_dtype=torch.float32), or for bf16 stochastic_rounding=0, or hold the weights in fp32"
+            )
+
+    if still:
+        tell(torch.stack(still), say)
 
 
 def warn_of_unsuited(

@@ -22,7 +22,7 @@ from muonmesh.comm.telling import tell_all
 from muonmesh.errors import LayoutError, escaped, explain_error
 from muonmesh.groups import split_params
 from muonmesh.layout import Layout
-from muonmesh.names import canonical_name, starred
+from muonmesh.names import canonical_name, names_matching, patterns, starred
 from muonmesh.numerics.precision import plain_modes
 from muonmesh.table import aligned
 from muonmesh.tools.auditing.judge import AS_STORED, Seen, Verdict, judge
@@ -97,21 +97,20 @@ class Audit:
     def __str__(self) -> str:
         """Return a table of at most 80 columns, and a line for each fault. Equal layers share one row."""
         mends = Counter(row.mend for row in self.rows if row.mend)
-        alike: dict[tuple[Any, ...], list[AuditRow]] = {}
-        for row in self.rows:
-            alike.setdefault((starred(row.weight), row.shape, row.verdict, row.matrices, row.mend), []).append(row)
+        of = {row.weight: row for row in self.rows}
+        cells = {name: (row.shape, row.verdict, row.matrices, row.mend) for name, row in of.items()}
         table: list[tuple[str, ...]] = [("weight", "shape", "what happens to it", "like", "size")]
-        for (name, shape, verdict, matrices, mend), rows in alike.items():
+        for name, (shape, verdict, matrices, mend) in patterns(cells, cells).items():
+            rows = [of[each] for each in names_matching(name, cells)]
             note = f" [{[*mends].index(mend) + 1}]" if mend else ""
             count = f"{len(rows)}x " if len(rows) > 1 else ""
             many = f", {matrices} matrices" if matrices > 1 else ""
-            name = rows[0].weight if len(rows) == 1 else name
             figures = min(row.like for row in rows), statistics.median(row.size for row in rows)
             shown = (f"{figure:.2f}".replace("nan", "") for figure in figures)
             table.append((name, count + "x".join(map(str, shape)), verdict + many + note, *shown))
         lines = [escaped(f"{self.optimizer}, {self.ranks} rank{'' if self.ranks == 1 else 's'}")]
         lines += [textwrap.fill(escaped(f"step raises {self.raised}"), 80)] if self.raised else []
-        room = max(8, 78 - max(map(len, aligned([cells for _, *cells in table], right=(0, 2, 3)))))
+        room = max(8, 78 - max(map(len, aligned([rest for _, *rest in table], right=(0, 2, 3)))))
         table = [(name if len(name) <= room else "…" + name[1 - room :], *cells) for name, *cells in table]
         lines += aligned(table, right=(1, 3, 4), ruled=True)
         if self.scale:
