@@ -206,12 +206,13 @@ def meeting(ranks: Sequence[int], key: str, when: str, what: str) -> Iterator[No
 
     Raises:
         PlanError: the collective failed; its cause is torch's RuntimeError.
+        torch.OutOfMemoryError: this rank has no memory for it, whoever else has come.
     """
     try:
         yield
+    except (PlanError, torch.OutOfMemoryError):
+        raise
     except RuntimeError as error:
-        if isinstance(error, PlanError):
-            raise
         told = f"The ranks {told_ranks(ranks)} did not meet in {what}. {_who_is_missing(ranks, key, when, what)}. "
         told += "Every rank must call the optimizer as often as the others. If a rank has died, its launcher names it. "
         told += f"The cause as torch tells it: {reason(error)}"

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from muonmesh.comm.meeting import seconds_of_collectives
+from muonmesh.errors import PlanError, explain_error
 
 _made: Counter[tuple[int, ...]] = Counter()
 """Number of process groups that this process has made for each set of ranks; equal on all ranks of the set."""
@@ -45,14 +48,38 @@ def new_group(ranks: Sequence[int], backend: str | None = None) -> dist.ProcessG
     """
     key, timeout = tuple(sorted(ranks)), timedelta(seconds=seconds_of_collectives())
     honest: Any = getattr(distributed_c10d, "_hash_ranks_to_str", None)
+    if honest is None:
+        found, needed = f"torch {torch.__version__}, which names groups in another way", "a version that muonmesh knows"
+        write = "Install the newest muonmesh, or pass a process group of exactly these ranks (Muon(process_group=...))"
+        raise PlanError(explain_error(f"a group of the ranks {key}", found, needed, write))
     name = f"muonmesh {key} {_made[key]}"
     _made[key] += 1
     distributed_c10d._hash_ranks_to_str = lambda ranks: name
     try:
-        made: dist.ProcessGroup = dist.new_group(key, timeout, backend, use_local_synchronization=True)
+        with _unbound():
+            made: dist.ProcessGroup = dist.new_group(key, timeout, backend, use_local_synchronization=True)
     finally:
         distributed_c10d._hash_ranks_to_str = honest
     return made
+
+
+@contextmanager
+def _unbound() -> Iterator[None]:
+    """Let the default group have no device inside a block.
+
+    If it has one (``init_process_group(device_id=...)``), torch splits the communicator of all ranks for a new group.
+    All of these ranks have to take part in that, and would be waited for for ever.
+    """
+    everyone: Any = dist.group.WORLD
+    bound = everyone.bound_device_id
+    if bound is None:
+        yield
+        return
+    everyone.bound_device_id = None
+    try:
+        yield
+    finally:
+        everyone.bound_device_id = bound
 
 
 def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:

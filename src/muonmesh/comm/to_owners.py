@@ -277,6 +277,9 @@ class ToOwners(GradientSource):
         """Wait for a transfer, and return the parts of all ranks."""
         assert self._wire is not None
         self._wire.finish(sent.transfer)
+        for tensor in (*sent.transfer.memory, *sent.parts):
+            if tensor.is_cuda:  # a hook may have made it on a stream of its wrapper's
+                tensor.record_stream(torch.cuda.current_stream(tensor.device))
         return sent.parts
 
     # ---------------------------------------------------------------- adding up

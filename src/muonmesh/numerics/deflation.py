@@ -122,7 +122,9 @@ def _multiplied(x: Tensor) -> Tensor:
 def probe(x: Tensor, vectors: int) -> Tensor:
     """Return rows of `signs` to multiply matrices x by, (vectors, rows of x), in x's dtype and on its device."""
     rows = x.shape[-2]
-    return keep(("signs", rows, vectors, x.dtype, x.device), lambda: pinned(signs(vectors, rows).to(x.dtype), x.device))
+    stream = torch.cuda.current_stream(x.device) if x.is_cuda else None  # only this one waits for the upload
+    key = "signs", rows, vectors, x.dtype, x.device, stream
+    return keep(key, lambda: pinned(signs(vectors, rows).to(x.dtype), x.device))
 
 
 def _deflate(x: Tensor, out: Tensor, vectors: int) -> None:

@@ -1,0 +1,55 @@
+"""Process groups of some ranks: those outside do not take part, whatever the default group is bound to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from muonmesh.comm import meeting, process_groups
+from muonmesh.errors import PlanError
+
+
+def of_two_while_the_default_group_has_a_device() -> tuple[float, Any, Any]:
+    """Ranks 0 and 1 make a group, which torch would make from the communicator of all three."""
+    everyone: Any = dist.group.WORLD
+    bound = everyone.bound_device_id = torch.device("cuda", 0)
+    total = torch.ones(())
+    try:
+        if dist.get_rank() == 2:
+            return 2.0, None, everyone.bound_device_id == bound
+        made: Any = process_groups.new_group([0, 1])
+        dist.all_reduce(total, group=made)
+        return float(total), made.bound_device_id, everyone.bound_device_id == bound
+    finally:
+        everyone.bound_device_id = None
+
+
+def test_a_group_of_some_ranks_is_not_split_from_the_group_of_all(workers: Any) -> None:
+    assert workers(3).run(of_two_while_the_default_group_has_a_device) == [(2.0, None, True)] * 3
+
+
+def with_another_torch() -> str:
+    honest = distributed_c10d._hash_ranks_to_str
+    del distributed_c10d._hash_ranks_to_str
+    try:
+        process_groups.new_group([0, 1])
+    except PlanError as error:
+        return str(error)
+    finally:
+        distributed_c10d._hash_ranks_to_str = honest
+    return ""
+
+
+def test_a_torch_that_names_groups_otherwise_is_refused(workers: Any) -> None:
+    """Members that are in other numbers of groups would wait for each other for ever."""
+    for told in workers(2).run(with_another_torch):
+        assert "which names groups in another way; needed a version that muonmesh knows" in told
+
+
+def test_a_lack_of_memory_is_not_told_as_ranks_that_did_not_come() -> None:
+    with pytest.raises(torch.OutOfMemoryError), meeting.meeting((0, 1), "key", "step 1", "a gather"):
+        raise torch.OutOfMemoryError("CUDA out of memory")
