@@ -591,13 +591,16 @@ def print_stage(title: str, results: Sequence[Result]) -> None:
             print(f"{result.name}: {result.problem}")
 
 
-def config_of(stage: int, *, reduce_scatter: bool, bf16: bool, elements: int) -> dict[str, Any]:
+def config_of(stage: int, *, reduce_scatter: bool, bf16: bool, offload: bool, elements: int) -> dict[str, Any]:
     """The config that all share."""
     zero: dict[str, Any] = {"stage": stage}
     if stage:
         # DeepSpeed's 500 million elements, without the memory: one bucket holds everything.
         zero |= {"reduce_scatter": reduce_scatter, "reduce_bucket_size": elements}
+    if offload:
+        zero |= {"offload_optimizer": {"device": "cpu"}}
     return {
+        "zero_force_ds_cpu_optimizer": False,  # an offloaded optimizer may be another than DeepSpeed's Adam
         "train_micro_batch_size_per_gpu": 1,
         "steps_per_print": 10**9,
         "gradient_clipping": 0.0,  # 1.0 unless it is written, by which DeepSpeed's Muon would scale its whole update
@@ -634,6 +637,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10, help="counted rounds (default 10)")
     parser.add_argument("--warmup", type=int, default=3, help="rounds before them (default 3)")
     parser.add_argument("--bf16", action="store_true", help="bf16 weights and gradients (default fp32)")
+    parser.add_argument("--offload", action="store_true", help="optimizer state in CPU memory (ZeRO-Offload)")
     parser.add_argument(
         "--reduce-scatter",
         action=argparse.BooleanOptionalAction,
@@ -653,10 +657,10 @@ def main() -> None:
     for stage in chosen.stages:
         scatters = stage < 3 if chosen.reduce_scatter is None else chosen.reduce_scatter
         elements = chosen.layers * sum(map(math.prod, chosen.shapes))
-        config = config_of(stage, reduce_scatter=scatters, bf16=chosen.bf16, elements=elements)
+        config = config_of(stage, reduce_scatter=scatters, bf16=chosen.bf16, offload=chosen.offload, elements=elements)
         options = Options(contenders, config, chosen.shapes, chosen.layers, chosen.rounds, chosen.warmup)
         results = measure(options, exact)
-        title = f"Stage {stage}, {'bf16' if chosen.bf16 else 'fp32'} weights"
+        title = f"Stage {stage}, {'bf16' if chosen.bf16 else 'fp32'} weights{', offload' if chosen.offload else ''}"
         print_stage(title, results)
         told = added(results)
         tables[f"stage {stage}"] = {

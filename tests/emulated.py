@@ -59,7 +59,8 @@ def build_library(folder: Path) -> None:
     names = (f"-DWITH_{name}={int(name in (best, 'amx'))}" for name in FLAGS if " " not in name)
     options = ("-Dmuonmesh_tiles=muonmesh_tiles_of_this_processor", *names, "-fPIC", "-c")
     compile_c(dispatch, best, [SOURCES / "dispatch.c"], *options)
-    compile_c(folder / "products.so", best, [*objects, dispatch, granted], "-fPIC", "-shared")
+    threads = SOURCES / "threads.c"
+    compile_c(folder / "products.so", best, [*objects, dispatch, granted, threads], "-fPIC", "-pthread", "-shared")
 
 
 @contextmanager

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -11,6 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import muonmesh as mm
 from muonmesh.comm.storage import local_of
+from muonmesh.numerics.kernels.threads import run_all
 from tests.meshes import mesh_of
 
 
@@ -46,6 +50,27 @@ def test_a_step_on_one_rank_has_names_in_a_profile() -> None:
     named, rows = stepped(False, True)
     assert rows == {ELEMENTWISE, "gradients into matrices", "orthogonalization", "updates into weights"}
     assert all(map(torch.equal, plain, named))
+
+
+@pytest.mark.own_ambient
+def test_a_profile_says_that_the_caller_waits_for_other_threads() -> None:
+    """Of several matrices on two threads; the profiler shows the caller alone."""
+    before, caller, both = torch.get_num_threads(), threading.get_ident(), threading.Barrier(2)
+
+    def task() -> None:
+        both.wait(30)  # each thread has claimed one
+        if threading.get_ident() != caller:
+            time.sleep(0.1)
+
+    torch.set_num_threads(2)
+    try:
+        with profile(activities=[ProfilerActivity.CPU]) as found:
+            run_all([task] * 2, device=torch.device("cpu"))
+    finally:
+        torch.set_num_threads(before)
+    (row,) = [event for event in found.key_averages() if event.key == "muonmesh: waiting for other threads"]
+    assert row.count == 1
+    assert row.cpu_time_total > 50_000  # of 100,000 µs
 
 
 def test_a_step_on_two_ranks_has_names_in_a_profile(workers: Any) -> None:

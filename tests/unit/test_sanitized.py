@@ -107,3 +107,27 @@ def test_a_fault_of_the_variant_amx_shows(tmp_path: Path, emulated_amx: Path, fa
         assert told in done.stderr
     else:
         assert not float(done.stdout.split()[0]) < 1.01, done.stdout
+
+
+def shared(folder: Path, sanitizers: str, source: Path) -> subprocess.CompletedProcess[str]:
+    """Build and run the driver of `threads.c`."""
+    compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))))
+    flags = ["-O1", "-g", f"-fsanitize={sanitizers}", "-w"]
+    target = folder / f"shared-{sanitizers.partition(',')[0]}"
+    sources = [str(source), str(ROOT / "tests" / "threads_driver.c")]
+    subprocess.run([compiler, *flags, *sources, "-lpthread", "-o", str(target)], check=True)
+    return subprocess.run([target], capture_output=True, text=True, check=False, timeout=300)
+
+
+@pytest.mark.parametrize("sanitizers", ["thread", "address,undefined"])
+def test_threads_that_share_a_product_do_not_race(tmp_path: Path, products: None, sanitizers: str) -> None:
+    done = shared(tmp_path, sanitizers, SOURCE.with_name("threads.c"))
+    assert (done.returncode, done.stdout) == (0, "fine\n"), done.stderr[-3000:]
+
+
+def test_a_caller_that_does_not_wait_for_its_helpers_is_found(tmp_path: Path, products: None) -> None:
+    text = SOURCE.with_name("threads.c").read_text()
+    faulty = tmp_path / "faulty.c"
+    faulty.write_text(text.replace("while (mine.running) pthread_cond_wait(&mine.ended, &lock);", ""))
+    assert faulty.read_text() != text
+    assert any(shared(tmp_path, "thread", faulty).returncode for _ in range(5))  # if some helper gets a core in time

@@ -71,6 +71,7 @@ def scratch(role: str, shape: Sequence[int], *, dtype: torch.dtype, device: torc
     """
     if device.type != "cpu":
         return torch.empty(shape, dtype=dtype, device=device)
+    shape = shape if isinstance(shape, tuple) else tuple(shape)
     kept: dict[tuple[str, torch.dtype], dict[Sequence[int] | None, Tensor]] = _own.__dict__.setdefault("scratch", {})
     views = kept.get((role, dtype))
     if views is not None and (view := views.get(shape)) is not None:
@@ -83,5 +84,5 @@ def scratch(role: str, shape: Sequence[int], *, dtype: torch.dtype, device: torc
             del memory, views  # first, so that both are never there at once
             memory = torch.empty(numel, dtype=dtype, device=device)
         views = kept[role, dtype] = {None: memory}
-    view = views[tuple(shape)] = memory[:numel].view(shape)
+    view = views[shape] = memory[:numel].view(shape)
     return view

@@ -21,6 +21,7 @@ from queue import SimpleQueue
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch.profiler import record_function
 
 T = TypeVar("T")
 
@@ -185,8 +186,10 @@ class _Job:
         finally:
             with self._changed:
                 self._left = iter(())
-                while self._claimed:
-                    self._changed.wait()
+                if self._claimed and torch.autograd.profiler._is_profiler_enabled:
+                    with record_function("muonmesh: waiting for other threads"):
+                        self._changed.wait_for(lambda: not self._claimed)
+                self._changed.wait_for(lambda: not self._claimed)
         error, self._error = self._error, None
         if error is not None:
             try:
