@@ -130,6 +130,12 @@ def test_our_steps_are_theirs(theirs: Any, name: Any, settings: dict[str, Any]) 
         assert walk(theirs(**settings), converted, shape) < 1e-5
 
 
+@pytest.mark.parametrize(("cautious", "mode"), [(True, "cautious"), (False, "full")])
+def test_dion_s_adamw_decays_as_its_muon_does(cautious: bool, mode: str) -> None:
+    settings = mm.convert_settings("dion", weight_decay=0.1, cautious_wd=cautious)
+    assert (settings["decay_mode"], settings["adamw"]["decay_mode"]) == (mode, mode)
+
+
 def test_momentum_that_is_a_sum_goes_the_same_way() -> None:
     """dion adds gradients up, we average them: only what is stored differs, by 1 − μ."""
     g, sum_state, mean_state = random(4, 6), {}, {}
