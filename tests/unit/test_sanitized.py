@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from muonmesh.numerics.kernels import compiled
-from tests.emulated import RUNS, SOURCES, compile_c
+from tests.emulated import RUNS, SOURCES, compile_c, compiler
 
 DRIVER = Path(__file__).parents[1] / "products_driver.c"
 SOURCE = SOURCES / "products.c"
@@ -111,11 +111,10 @@ def test_a_fault_of_the_variant_amx_shows(tmp_path: Path, emulated_amx: Path, fa
 
 def shared(folder: Path, sanitizers: str, source: Path) -> subprocess.CompletedProcess[str]:
     """Build and run the driver of `threads.c`."""
-    compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))))
     flags = ["-O1", "-g", f"-fsanitize={sanitizers}", "-w"]
     target = folder / f"shared-{sanitizers.partition(',')[0]}"
-    sources = [str(source), str(ROOT / "tests" / "threads_driver.c")]
-    subprocess.run([compiler, *flags, *sources, "-lpthread", "-o", str(target)], check=True)
+    sources = [str(source), str(DRIVER.with_name("threads_driver.c"))]
+    subprocess.run([compiler(), *flags, *sources, "-lpthread", "-o", str(target)], check=True)
     return subprocess.run([target], capture_output=True, text=True, check=False, timeout=300)
 
 
