@@ -17,6 +17,7 @@ import torch
 import muonmesh as mm
 from muonmesh.errors import FileError
 from muonmesh.tools.checkpoints.archive import read_archive
+from muonmesh.tools.checkpoints.zero import load_inert
 from muonmesh.tools.cli.diagnosis import diagnose
 from tests.alone import alone
 from tests.mutations import MANY, QUICK, mutate
@@ -80,10 +81,10 @@ def test_a_mutated_file_is_refused_or_harmless(count: int, tmp_path: Path) -> No
     print(f"a full state dict: {count} mutations of seeds 0 to {count - 1}: {dict(made)}")
 
 
-@pytest.mark.parametrize("reader", ["read_archive", "convert"])
+@pytest.mark.parametrize("reader", ["read_archive", "load_inert", "convert"])
 def test_bytes_that_torch_load_takes_for_what_was_written_are_refused(reader: str, tmp_path: Path) -> None:
-    """By all that read a file of torch.save: the doctor, and the conversion of another optimizer's state."""
-    read: dict[str, Callable[[Path], Any]] = {"read_archive": read_archive}
+    """By all that read a file of torch.save: the doctor, of DeepSpeed's folders, and of another optimizer's state."""
+    read: dict[str, Callable[[Path], Any]] = {"read_archive": read_archive, "load_inert": load_inert}
     read["convert"] = lambda path: mm.checkpoint.convert(path, trained()[1])
     save_whole(tmp_path)
     content = bytearray((tmp_path / "state.pt").read_bytes())

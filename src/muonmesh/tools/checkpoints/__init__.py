@@ -1,1 +1,1 @@
-"""Checkpoints of other optimizers, read and converted; and which checkpoints of a run stay."""
+"""Checkpoints of other optimizers and of DeepSpeed's engine, read and converted."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
+from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -15,7 +16,7 @@ from torch.optim import Optimizer
 from muonmesh.checkpoint.form import PARAMETER, check_state_dict, misfit
 from muonmesh.checkpoint.state import REFUSED
 from muonmesh.comm.storage import local_of
-from muonmesh.errors import FileError, StateError, explain_error
+from muonmesh.errors import StateError, explain_error
 from muonmesh.names import canonical_name
 from muonmesh.numerics.precision import plain_modes
 from muonmesh.numerics.rules import is_matrix_rule
@@ -24,6 +25,7 @@ from muonmesh.step.members import OptimizedParameter
 from muonmesh.step.runtime import Runtime
 from muonmesh.step.state_form import NUMBERS, wrong_state
 from muonmesh.tools.checkpoints.archive import read_archive
+from muonmesh.tools.checkpoints.zero import read_zero
 from muonmesh.tools.local_part import local_part
 from muonmesh.tools.migration.package import ParameterState
 from muonmesh.tools.migration.packages import PACKAGES, PackageName, groups_of, package_of
@@ -61,9 +63,9 @@ def convert(
 
     Args:
         source: An optimizer of a known package, with its state; or the result of its ``state_dict``; or a file of
-            ``torch.save`` with this result. Pass a list if several sources hold the state, such as torch's Muon and
-            AdamW, or one file for each rank. From a file with several state dicts, pass these: ``[saved["muon"],
-            saved["adamw"]]``. All ranks make the same call.
+            ``torch.save`` with this result; or the folder of a DeepSpeed checkpoint. Pass a list if several sources
+            hold the state, such as torch's Muon and AdamW, or one file for each rank. From a file with several state
+            dicts, pass these: ``[saved["muon"], saved["adamw"]]``. All ranks make the same call.
         optimizer: The optimizer of muonmesh that takes the state.
         package: The package that wrote the state dict. Needed if its groups do not show the package.
         params: Needed if the state has no names: for each group of the source a list of its parameters, or their names,
@@ -135,18 +137,17 @@ def _recipients(optimizer: Optimizer) -> dict[str, OptimizedParameter]:
 
 
 def _opened(source: Source) -> list[SourceState]:
-    """Return the states in a source: an optimizer, a state dict, or a file."""
+    """Return the states in a source: an optimizer, a state dict, a file, or a folder."""
     if isinstance(source, Optimizer):
         return _parts({"param_groups": source.param_groups, "state": source.state}, "source", groups_of(source)[0])
     if not isinstance(source, str | os.PathLike):
         return _parts(source, "source")
-    if os.path.isdir(source):
-        found, needed = "a folder", "an optimizer, its state dict, or a file of torch.save with it"
-        write = "Load the weights of a DeepSpeed folder by its zero_to_fp32, and begin with new state"
-        raise FileError(explain_error(str(source), found, needed, write))
+    path = Path(source)
+    if path.is_dir():
+        return _parts(read_zero(path), str(path), "deepspeed")
     write = "Load it yourself if you trust whoever wrote it, and hand over the state dict"
     needed = "tensors and plain values alone, in a file by torch.save"
-    return _parts(read_archive(source, needed=needed, remedy=write), str(source))
+    return _parts(read_archive(path, needed=needed, remedy=write), str(path))
 
 
 def _parts(given: Any, where: str, package: PackageName | None = None) -> list[SourceState]:
