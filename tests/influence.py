@@ -8,7 +8,7 @@ rows of one matrix change the same operands of the products that read them, and 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -16,6 +16,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
+from tests.reference import split
+
+EMBEDDINGS, HEADS = "adamw.embeddings", "adamw.head"
 _PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "addbmm", "convolution", "_grouped_mm", "linear", "mv", "addmv", "dot"}
 _KEEPS = {"t", "transpose", "permute", "view", "_unsafe_view", "reshape", "_reshape_alias", "unsqueeze", "squeeze"}
 _KEEPS |= {"expand", "_to_copy", "clone", "alias", "select", "slice", "split", "split_with_sizes", "unbind", "detach"}
@@ -191,3 +194,84 @@ def reached(
             if index is ... and ran:
                 until = max((number for number, _ in mode.changed), default=0)
     return found[1:]
+
+
+def differences(
+    model: nn.Module,
+    groups: Any,
+    before: Influence,
+    results: Iterable[Tensor],
+    forward: Callable[[], Any] | None = None,
+    known: set[Any] | None = None,
+) -> Iterator[tuple[str, str]]:
+    """Yield what the groups of a model say otherwise than its influences: a kind of difference, and a weight's name.
+
+    "first" and "last" layers that are Muon's, "not first" and "not last", which are taken for such; "cut" whose parts
+    are trained as one matrix, "joined" whose matrices are one part.
+
+    Args:
+        model: The model.
+        groups: What `split_params` made of it.
+        before: A forward of it.
+        results: The outputs that count as results.
+        forward: Runs the same forward again, to look at rows; None: rows are not looked at.
+        known: Owners of weights whose rows have been looked at, of any model; they are not looked at again.
+    """
+    reaches = set().union(*map(before.of, results))
+    last = {name for name in before.uses if name in reaches and not before.readers[name]}
+    first = {name for name in before.uses if not before.reads[name] and name in before.data}
+    last, first = ({groups.shared.get(name, name) for name in names} for names in (last, first))
+    modules = dict(model.named_modules())
+    for group in groups:
+        for i, name in enumerate(group["param_names"]):
+            parameter, kind, muons = group["params"][i], group["name"], group["algorithm"] == "muon"
+            if parameter.dim() < 2 or (name not in before.uses and name not in before.looked_up):
+                continue
+            if muons and name in first - last:
+                yield "first", name
+            if muons and name in last:
+                yield "last", name
+            if kind.startswith(EMBEDDINGS) and name not in first | before.looked_up:
+                yield "not first", name
+            if kind.startswith(HEADS) and name not in last:
+                yield "not last", name
+            if muons and forward is not None and name in before.uses:
+                spec, around = group["matrices"][i], modules[name.rpartition(".")[0].rpartition(".")[0]]
+                key = (type(around), *name.rsplit(".", 2)[-2:], spec[0] if isinstance(spec, tuple) else spec)
+                if known is None or key not in known:
+                    set() if known is None else known.add(key)
+                    yield from ((wrong, name) for wrong in _misfits(before, name, parameter, spec, forward))
+
+
+def _misfits(before: Influence, name: str, weight: Tensor, spec: Any, forward: Callable[[], Any]) -> Iterator[str]:
+    """Yield "cut" if rows of one matrix reach other places than its others, "joined" if two matrices' rows do not."""
+    stacked, inner = weight.dim() == 3, spec
+    if stacked:
+        inner = spec[1] if isinstance(spec, tuple) else "whole"
+    if isinstance(inner, tuple) and inner[0] == "flatten":
+        inner = inner[1]
+    inside = isinstance(inner, tuple) and inner[0] == "transposed"
+    inner = inner[1] if inside else "whole" if inner == "flatten" else inner
+    rows = torch.arange(weight.shape[int(stacked) + int(inside)])[:, None]
+    parts = [part.flatten().tolist() for part in split(rows, inner)]
+    pairs = [
+        (k, part[x * (len(part) - 1) // n])
+        for k, part in enumerate(parts)
+        for n in (9 if len(parts) == 1 else 2,)
+        for x in range(n + 1)
+    ]
+    lead: tuple[int, ...] = ()
+    if stacked:
+        reach = reached(before, name, weight, [(expert,) for expert in range(weight.shape[0])], forward)
+        lead = next(((expert,) for expert, places in enumerate(reach) if places), ())
+        if not lead:
+            return
+    where = [(*lead, slice(None), row) if inside else (*lead, row) for _, row in pairs]
+    of: dict[int, set[frozenset[Slot]]] = defaultdict(set)
+    for (k, _), places in zip(pairs, reached(before, name, weight, where, forward), strict=True):
+        if places:  # none: a dead unit, or the numbers decide what is run
+            of[k].add(places)
+    if any(len(places) > 1 for places in of.values()):
+        yield "cut"
+    elif len({next(iter(places)) for places in of.values()}) < len(of):
+        yield "joined"

@@ -14,7 +14,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 _DEPTH = re.compile(r"num_.*(layers|blocks)|n_layers?|.*_layers|encoder_depth|n_layer")
-_INTERNAL = re.compile(
+_WIDTH = re.compile(
+    "hidden|embed|dim|size|channel|width|inner|intermediate|ffn|d_model|d_ff|d_kv|n_embd|rank|units|filters|d_state"
+)
+_NO_WIDTH = re.compile(
+    "image|patch|vocab|window|kernel|stride|max_|position|^num_(?!channels_|filters)|token|type_|chunk|block_size|pad|sample"
+    "|factor|img|_id$|mult|frame|batch|group_size|grid|pool_size|fft|hop|bins|downscale|queue|layers|context_length"
+    "|prediction_length|input_size|spatial|crop|temporal|box|class|label|resolution|feature_size"
+)
+INTERNAL = re.compile(
     "hidden|attention|past|cross|embeds|states|features|encoder|pooler|conv|mems|cache|router|intermediate|init_ref|_model_output"
 )
 _VIDEO = re.compile("Video|Vivit|Timesformer|VJEPA")
@@ -53,13 +61,71 @@ def build(name: str) -> nn.Module:
         config.pad_token_id = 0
     try:
         with torch.device("meta"):
-            return _ready(kind(config))
+            return ready(kind(config))
     except (ValueError, IndexError, KeyError, TypeError, AttributeError, RuntimeError):
         with torch.device("meta"):
-            return _ready(kind(kind.config_class()))
+            return ready(kind(kind.config_class()))
 
 
-def _ready(model: Any) -> nn.Module:
+def small_config(name: str, factor: int) -> Any:
+    """The configuration of a class with two layers in each stack, and widths divided by a factor."""
+    config = getattr(transformers, name).config_class()
+    _shorten(config)
+    if factor > 1:
+        _narrow(config, factor)
+    if getattr(config, "pad_token_id", 0) is None:
+        config.pad_token_id = 0
+    return config
+
+
+def _narrow(config: Any, factor: int) -> None:
+    for key, value in list(vars(config).items()):
+        if isinstance(value, PreTrainedConfig):
+            _narrow(value, factor)
+        elif key in ("chunk_size", "mamba_chunk_size") and isinstance(value, int):
+            setattr(config, key, min(value, 8))
+        elif _WIDTH.search(key) and not _NO_WIDTH.search(key):
+            many = value if isinstance(value, list | tuple) else [value]
+            divided = [v // factor if type(v) is int and v >= 32 and v % factor == 0 else v for v in many]
+            if divided != list(many):
+                setattr(config, key, type(value)(divided) if many is value else divided[0])
+
+
+def drawn(model: Any) -> Iterator[dict[str, Tensor]]:
+    """Inputs for a forward of a model on the CPU, drawn at random; then only its text, or also what it insists on."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(key: str, like: Tensor) -> Tensor:
+        if like.is_floating_point():
+            return torch.randn(like.shape, generator=generator)
+        if key == "timesteps":
+            return torch.arange(like.shape[-1]).expand(like.shape)
+        return torch.randint(3, 20, like.shape, generator=generator)
+
+    known = {key: draw(key, like) for key, like in inputs(model).items()}
+    yield known
+    if text := {key: value for key, value in known.items() if key in ("input_ids", "decoder_input_ids")}:
+        yield text
+    width = _said(model.config, "hidden_size", "d_model", "hidden_dim", "embed_dim") or 32
+    more: dict[str, Tensor] = {}
+    for key, parameter in inspect.signature(model.forward).parameters.items():
+        if (
+            key in known
+            or parameter.default is not inspect.Parameter.empty
+            or parameter.kind is not parameter.POSITIONAL_OR_KEYWORD
+        ):
+            continue
+        if "grid" in key:
+            more[key] = torch.tensor([[1, 4, 4]])
+        else:
+            more[key] = (
+                torch.ones(2, 8, dtype=torch.long) if "mask" in key or "ids" in key else torch.randn(2, 8, width)
+            )
+    if more:
+        yield {**known, **more}
+
+
+def ready(model: Any) -> nn.Module:
     model.config.use_cache = False
     ready: nn.Module = model.float().eval()
     return ready
@@ -135,4 +201,4 @@ def run(model: nn.Module) -> tuple[Any, Any]:
             outputs = model.bfloat16()(**given)
     if not hasattr(outputs, "items"):
         return outputs, outputs
-    return outputs, {key: value for key, value in outputs.items() if not _INTERNAL.search(key)}
+    return outputs, {key: value for key, value in outputs.items() if not INTERNAL.search(key)}

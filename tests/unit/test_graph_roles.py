@@ -746,6 +746,20 @@ def test_bare_parameters_are_what_a_forward_does_with_them() -> None:
     }
 
 
+def test_experts_one_after_the_other_whose_tokens_are_joined_before_the_cut() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, 1).split([4, 6])
+        both = torch.cat([F.linear(some, self.up[i]) for i, some in enumerate(tokens)])
+        gate, up = both.chunk(2, -1)
+        done = (F.silu(gate) * up).split([4, 6])
+        return torch.cat([F.linear(some, self.down[i]) for i, some in enumerate(done)]).view(x.shape)
+
+    experts = {"up": nn.Parameter(torch.randn(2, 48, 16)), "down": nn.Parameter(torch.randn(2, 16, 24))}
+    found = roles(tokens(forward, **experts), IDS)
+    assert found["blocks.0.up"] == ("stack", ("rows", 24, 24))
+    assert found["blocks.0.down"] == "stack"
+
+
 def test_a_tied_table_and_a_shared_layer() -> None:
     def forward(self: Any, ids: Tensor) -> Tensor:
         x = self.embed(ids)

@@ -12,10 +12,12 @@ import warnings
 from collections import Counter
 
 import pytest
+import torch
 import transformers
 
-from tests import zoo
-from tests.dataflow import differences
+from muonmesh import split_params
+from tests import influence, zoo
+from tests.dataflow import differences, tensors
 
 CHOSEN = {
     "BertForMaskedLM",
@@ -137,3 +139,39 @@ def test_enough_of_them_ran() -> None:
     print(f"{len(ran)} ran")
     if len(ran) + len(left_out) == len(zoo.names()):
         assert len(ran) >= 600
+
+
+def observed(name: str) -> tuple[torch.nn.Module, dict[str, torch.Tensor], influence.Influence, list[torch.Tensor]]:
+    """A small model of a class, its inputs, what influences what in it, and its results."""
+    torch.manual_seed(0)
+    model = zoo.ready(getattr(transformers, name)(zoo.small_config(name, 8)))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.3 / max(1, parameter[0].numel()) ** 0.5) if parameter.dim() > 1 else None
+    given = next(zoo.drawn(model))
+    seen = influence.Influence(model, given.values())
+    with seen:
+        outputs = model(**given)
+    return model, given, seen, list(tensors({k: v for k, v in outputs.items() if not zoo.INTERNAL.search(k)}))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["BertForMaskedLM", "BloomForCausalLM", "CohereForCausalLM", "GPT2LMHeadModel", "JetMoeForCausalLM"]
+)
+def test_an_example_shows_what_changed_rows_reach(name: str) -> None:
+    """All classes: `benchmarks/model_roles.py`."""
+    model, given, seen, results = observed(name)
+    groups = split_params(model, example=given)
+    assert list(influence.differences(model, groups, seen, results, lambda: model(**given))) == []
+
+
+@pytest.mark.slow
+def test_changed_rows_show_a_wrong_split() -> None:
+    model, given, seen, results = observed("GPT2LMHeadModel")
+    wrong = {r"c_attn\.weight": {"algorithm": "muon", "matrices": ("transposed", "whole")}}
+    wrong[r"mlp\.c_fc\.weight"] = {"algorithm": "muon", "matrices": ("transposed", ("heads", 2, 0))}
+    groups = split_params(model, example=given, overrides=wrong)
+    found = list(influence.differences(model, groups, seen, results, lambda: model(**given)))
+    expected = [("cut", f"transformer.h.{i}.attn.c_attn.weight") for i in range(2)]
+    assert sorted(found) == [*expected, *(("joined", f"transformer.h.{i}.mlp.c_fc.weight") for i in range(2))]

@@ -423,7 +423,7 @@ def seen_by(
         seen.cut = _agreed(_cut(use) for use, _ in uses) if seen.stored and not seen.grouped else None
     for parameter in _pairs(order):
         found[names[id(parameter)]].does = "pair"
-    _unlike_others(found)
+    _unlike_others(found, {name: tuple(parameter.shape) for name, parameter in named})
     return dict(found)
 
 
@@ -626,10 +626,14 @@ def _parts(cut: Node, form: Form, deep: int) -> list[Form] | None:
 
 
 def _kept(node: Node, place: int, form: Form) -> Form | None:
-    """Return the form behind a view, a function of each element or a depthwise convolution; None behind others."""
+    """Return the form behind a view, a function of each element, or what keeps channels apart; None behind others."""
     if node.kind in _VIEWS - _CUTS:
         return _through(form, node, 0)
     shape = node.shape()
+    if node.kind == "Cat" and len(shape) == len(form.dims):
+        dim = _dim(node.fn._saved_dim) % len(shape)
+        apart = all(not stride for _, stride in form.dims[dim])  # tokens of several experts, and no features
+        return form._replace(dims=(*form.dims[:dim], ((shape[dim], 0),), *form.dims[dim + 1 :])) if apart else None
     if node.kind == "Convolution" and place == 0 and shape[1] == node.fn._saved_groups > 1:  # depthwise
         return form._replace(dims=tuple(form.dims[1] if i == 1 else ((n, 0),) for i, n in enumerate(shape)))
     if node.kind not in _EACH or shape != tuple(prod(size for size, _ in dim) for dim in form.dims):
@@ -701,15 +705,15 @@ def _as_matrices(pieces: frozenset[tuple[int, tuple[tuple[int, int], ...]]], out
     return ("interleaved", len(runs), 0) if runs[0] == 1 else ("interleaved", len(runs), 0, runs[0])
 
 
-def _unlike_others(found: Mapping[str, Seen]) -> None:
+def _unlike_others(found: Mapping[str, Seen], shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Forget that a layer in a block is the first or the last, if other blocks have the same layer inside.
 
     A block that has no layer before it reads inputs, but it is a block like the others.
     """
-    alike: dict[str, list[Seen]] = defaultdict(list)
+    alike: dict[Any, list[Seen]] = defaultdict(list)
     for name, seen in found.items():
         if not name.rpartition(".")[0].rpartition(".")[2].isdecimal():
-            alike[starred(name)].append(seen)
+            alike[starred(name), shapes[name]].append(seen)
     for group in alike.values():
         for end in ("first", "last"):
             if {True, False} <= {getattr(seen, end) for seen in group}:
