@@ -17,10 +17,10 @@ Ends = Mapping[int, tuple[Kind, str]]
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 _HEAD = re.compile(
-    r"(\w+_)?(lm_|cls_|bbox_|box_|mask_|value_|policy_)?head|(\w+_)?classifier|score|unembed(ding)?|output(_projection)?"
+    r"((lm|out|output|cls|bbox|box|mask|value|policy)_)?head|classifier|score|unembed(ding)?|output(_projection)?"
     r"|(to_)?logits"
 )
-"""Names of output layers in models. Hidden layers of timm, which names its output layers itself, may have them too."""
+"""Names of output layers in models. Hidden layers of transformers and timm may have them too."""
 
 
 def ends(model: nn.Module) -> dict[int, tuple[Kind, str]]:
@@ -29,7 +29,7 @@ def ends(model: nn.Module) -> dict[int, tuple[Kind, str]]:
     Output layers are those that a module names: `get_output_embeddings()` (transformers), `get_classifier()` (timm),
     and layers in the same module with as many outputs. If the named layer is an embedding, whose weight a linear layer
     may share, also linear layers of the same size. If no module names one, it is the layer that is registered last, if
-    it is in no block, and each layer outside the blocks with the name of an output layer.
+    it is in no block, and, in models of one's own, each layer outside the blocks with the name of an output layer.
 
     Input layers are convolutions of at most 4 channels that no layer before them makes.
     """
@@ -48,11 +48,12 @@ def ends(model: nn.Module) -> dict[int, tuple[Kind, str]]:
                 found.setdefault(id(layer), ("head", f"output layer: {method}() of {class_of(module)}"))
     if not found:
         body = _body(model)
+        base = getattr(body, "base_model", None)  # of transformers
         for key, layer in _outside_blocks(body):
-            if _HEAD.fullmatch(key):
+            if _HEAD.fullmatch(key) and base in (None, body):
                 found[id(layer)] = "head", f"output layer: {key!r}, inside no block"
         last = None if may_be_block(body) else _last_in(body)
-        if last is not None and getattr(body, "base_model", None) is not body:  # of transformers, without a head
+        if last is not None and base is not body:
             found.setdefault(id(last), ("head", "output layer: the model's last layer, inside no block"))
     made: set[int] = set()
     for layer in model.modules():

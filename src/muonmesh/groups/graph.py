@@ -531,17 +531,25 @@ def _pairs(order: Iterable[Node]) -> Iterator[Tensor]:
     for node in order:
         if node.kind != "Add" or len(node.below) != 2:
             continue
-        ends = [_source(edge, scaled) for edge in node.below]
-        sides = [end[0].uses if end is not None else [] for end in ends]
-        for upper, base in (sides, sides[::-1]):
-            if len(upper) != 1 or len(base) != 1:
-                continue
-            middle = _source(upper[0].reads, scaled)
+        ends = [end[0] for edge in node.below if (end := _source(edge, scaled)) is not None]
+        for top, base in (ends, ends[::-1]) if len(ends) == 2 else ():
+            upper, (reads, size) = top.uses, _base(base)
+            middle = _source(upper[0].reads, scaled) if len(upper) == 1 else None
             lower = middle[0].uses if middle is not None else []
-            if len(lower) != 1 or _source(lower[0].reads, scaled) != _source(base[0].reads, scaled):
+            if reads is None or len(lower) != 1 or _source(lower[0].reads, scaled) != _source(reads, scaled):
                 continue
-            if min(lower[0].parameter.shape[:2]) < min(base[0].parameter.shape[:2]):
+            if min(lower[0].parameter.shape[:2]) < size:
                 yield from (lower[0].parameter, upper[0].parameter)
+
+
+def _base(layer: Node) -> tuple[Edge | None, int]:
+    """Return what a layer reads and its smaller size; of a layer whose weight is frozen, the number of features."""
+    if len(layer.uses) == 1:
+        return layer.uses[0].reads, min(layer.uses[0].parameter.shape[:2])
+    known = [edge for i, edge in enumerate(layer.below) if edge is not None and not layer.adds(i)]
+    if layer.uses or len(known) != 1 or not layer.is_product:
+        return None, 0
+    return known[0], layer.shape()[1 if layer.kind == "Convolution" else -1]
 
 
 def _stored(use: _Use) -> Literal["out×in", "in×out"] | None:
