@@ -34,6 +34,7 @@ from benchmarks.model_table import MODELS  # noqa: E402
 from tests import zoo  # noqa: E402
 from tests.influence import Influence, differences  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
+from torch.utils._python_dispatch import _len_torch_dispatch_stack, _pop_mode  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
 
 from muonmesh import split_params  # noqa: E402
@@ -55,6 +56,9 @@ EXPLAINED = [
         "also an output, by which anchors are chosen",
     ),
     ("joined", r"gates", "both gates make one operand of a product"),
+    ("cut", r"shortcut", "units of a later ReLU are dead for some rows"),
+    ("last", r"splinter_qass", "logits are products of what two layers make"),
+    ("not last", r"start_logits", "also an output, by which states are chosen"),
     ("joined|cut", r"lstm|gru|rnn", "gates of one kernel of torch"),
     ("first|not first", r"query_pos_head", "reads coordinates that are detached"),
     ("cut", r"v_proj", "two halves of the value heads, which one query reads side by side (DiffLlama)"),
@@ -203,12 +207,14 @@ def main() -> None:
         start = time.perf_counter()
         signal.setitimer(signal.ITIMER_REAL, arguments.seconds * (8 if both else 1))
         try:
-            heads = both or not name.endswith(("Model", "Backbone", "Encoder", "Decoder"))
+            heads = not name.endswith(("Model", "Backbone", "Encoder", "Decoder"))
             records[name] = judged(make(), None if both else seen, heads)
         except (Exception, _TooLongError) as error:
             records[name] = {"left out": f"{type(error).__name__}: {error}".splitlines()[0][:160]}
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
+            while _len_torch_dispatch_stack():  # a model that was stopped inside one
+                _pop_mode()
         records[name]["seconds"] = round(time.perf_counter() - start, 1)
         if arguments.json:
             write(arguments.json, records, walk_ms)

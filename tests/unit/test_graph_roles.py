@@ -529,6 +529,20 @@ def test_what_a_teacher_makes_without_gradients_is_no_input_layer_for_sure() -> 
     assert found == {"student.weight": INPUT, "reads.weight": "whole", "out.weight": HEAD}
 
 
+def test_a_layer_that_reads_sines_of_a_time_step_is_an_input_layer_if_the_step_is_no_integer() -> None:
+    """Integers have no gradient: what is made of them looks like fixed numbers (docs/models-tried.md)."""
+
+    def forward(self: Any, x: Tensor, step: Tensor) -> Tensor:
+        waves = torch.sin(step[:, None].float() * torch.linspace(0.1, 1, 8))
+        out: Tensor = self.out(F.relu(self.stem(x) + self.time(waves)))
+        return out
+
+    model = Calls(forward, stem=nn.Linear(8, 16), time=nn.Linear(8, 16), out=nn.Linear(16, 3))
+    expected = {"stem.weight": INPUT, "time.weight": INPUT, "out.weight": HEAD}
+    assert roles(model, (torch.randn(2, 8), torch.tensor([1.0, 2.0]))) == expected
+    assert roles(model, (torch.randn(2, 8), torch.tensor([1, 2]))) == {**expected, "time.weight": "whole"}
+
+
 def test_a_layer_that_reads_fixed_numbers_is_no_input_layer_for_sure() -> None:
     def forward(self: Any, x: Tensor) -> Tensor:
         fixed = self.scale * torch.ones_like(self.scale)

@@ -12,12 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from muonmesh.errors import called, explain_error
-from muonmesh.groups.fused_projections import global_shape
 from muonmesh.groups.graph import Seen, seen_by
 from muonmesh.groups.sites import unwrapped
 from muonmesh.numerics.precision import plain_modes
@@ -73,7 +72,7 @@ def _sharded(model: nn.Module) -> str | None:
             found = f"{name}, which a wrapper has flattened, so that a forward reads other tensors than this parameter"
             write = "Call split_params(model, example=...) before the wrapper, or shard with fully_shard"
             raise ValueError(explain_error(called("split_params"), found, "weights with their own shapes", write))
-        if isinstance(parameter, DTensor) or global_shape(parameter) != tuple(parameter.shape):
+        if isinstance(parameter, DTensor) or hasattr(parameter, "ds_shape"):
             return name
     return None
 
@@ -145,15 +144,20 @@ def _dims_of_fsdp(module: Any) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
 def _empty(tensor: Any, gathered: tuple[int, ...]) -> Tensor:
     """Return a tensor on meta of the same shape, whole in some dims of its mesh."""
     whole: Tensor = tensor.detach()
-    if not isinstance(tensor, DTensor) and global_shape(tensor) == tuple(tensor.shape):
+    if not isinstance(tensor, DTensor) and not hasattr(tensor, "ds_shape"):
         return whole.to("meta")
-    whole = torch.empty(global_shape(tensor), dtype=tensor.dtype, device="meta")
+    whole = torch.empty(getattr(tensor, "ds_shape", tensor.shape), dtype=tensor.dtype, device="meta")
     mesh = getattr(tensor, "device_mesh", None)
     kept = [] if mesh is None else [dim for dim in range(mesh.ndim) if dim not in gathered]
     if mesh is None or not kept:
         return whole
     mesh = mesh[tuple(mesh.mesh_dim_names[dim] for dim in kept)] if gathered else mesh
-    return distribute_tensor(whole, mesh, [tensor.placements[dim] for dim in kept], src_data_rank=None)
+    placements, local = [tensor.placements[dim] for dim in kept], whole
+    for dim, placement in enumerate(placements):
+        if isinstance(placement, Shard):
+            shards, rank = local.chunk(mesh.size(dim), placement.dim), mesh.get_local_rank(dim)
+            local = shards[rank] if rank < len(shards) else local.narrow(placement.dim, 0, 0)
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
 
 
 def _read(model: nn.Module, runs: nn.Module, forward: Callable[[], Any]) -> dict[int, Seen]:
