@@ -379,7 +379,9 @@ class Muon(torch.optim.Optimizer):
             # Equal replicas stay equal. Only a new plan, or loaded state, may have made them differ.
             look = runtime.loaded or runtime.ranks.compared is not planned
             replicas = fingerprints(planned, self.state) if look else {}
-            wrong = clip.error or error or idle or runtime.compare_roles(groups, collected.missing, planned, settings)
+            wrong = clip.error or error or idle
+            if wrong is None and runtime.watch is not None:
+                wrong = runtime.compare_roles(groups, collected.missing, planned, settings)
             flags = preflight(
                 connected, collected, settings, runtime, replicas, error=wrong, skip=clip.skip, overflow=overflow
             )
