@@ -71,7 +71,7 @@ class Snapshot:
             if any([_placed(tensor) != _placed(gradient) for tensor, gradient, own in of]):
                 return None
         count, (_, shapes, _, dtypes, _) = len(found), self._places
-        if [gradient.shape for gradient in local] != shapes[:count]:
+        if [*map(Tensor.size, local)] != shapes[:count]:
             return None
         if [gradient.dtype for gradient in local] != dtypes[:count]:
             return None
@@ -91,7 +91,7 @@ class Snapshot:
         contiguous = [*map(Tensor.is_contiguous, local)]
         return (
             [*map(Tensor.data_ptr, local)],
-            [tensor.shape for tensor in local],
+            [*map(Tensor.size, local)],
             contiguous if all(contiguous) else [*map(Tensor.stride, local)],
             [tensor.dtype for tensor in local],
             [(id(tensor), _placed(of)) for tensor, of in own],
