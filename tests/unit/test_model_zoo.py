@@ -144,7 +144,7 @@ def test_enough_of_them_ran() -> None:
 def observed(name: str) -> tuple[torch.nn.Module, dict[str, torch.Tensor], influence.Influence, list[torch.Tensor]]:
     """A small model of a class, its inputs, what influences what in it, and its results."""
     torch.manual_seed(0)
-    model = zoo.ready(getattr(transformers, name)(zoo.small_config(name, 8)))
+    model = zoo.ready(getattr(transformers, name)(zoo.small_config(name, 8 if name.startswith("Bloom") else 16)))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(0, 0.3 / max(1, parameter[0].numel()) ** 0.5) if parameter.dim() > 1 else None
@@ -156,9 +156,7 @@ def observed(name: str) -> tuple[torch.nn.Module, dict[str, torch.Tensor], influ
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["BertForMaskedLM", "BloomForCausalLM", "CohereForCausalLM", "GPT2LMHeadModel", "JetMoeForCausalLM"]
-)
+@pytest.mark.parametrize("name", ["BertForMaskedLM", "BloomForCausalLM", "GPT2LMHeadModel", "JetMoeForCausalLM"])
 def test_an_example_shows_what_changed_rows_reach(name: str) -> None:
     """All classes: `benchmarks/model_roles.py`."""
     model, given, seen, results = observed(name)
