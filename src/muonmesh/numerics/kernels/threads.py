@@ -25,6 +25,9 @@ from torch.profiler import record_function
 
 T = TypeVar("T")
 
+WAITING = "muonmesh: waiting for other threads"
+"""The name in torch's profiler of what a caller waits for at the end of tasks."""
+
 _SHARED = 0.8
 """Speed of all threads on one matrix after the other, relative to each on matrices of its own (measured)."""
 
@@ -187,7 +190,7 @@ class _Job:
             with self._changed:
                 self._left = iter(())
                 if self._claimed and torch.autograd.profiler._is_profiler_enabled:
-                    with record_function("muonmesh: waiting for other threads"):
+                    with record_function(WAITING):
                         self._changed.wait_for(lambda: not self._claimed)
                 self._changed.wait_for(lambda: not self._claimed)
         error, self._error = self._error, None
