@@ -22,9 +22,12 @@ _PROBE = 64
 """Number of elements of a gradient that are checked first for being exactly zero; nearly always enough."""
 
 
+_ROWS = "rows of matrices"
+
+
 def nonzero_of(
     planned: Planned, entries: Sequence[ParameterStep | None], *, waits: bool, version: object = None
-) -> Tensor:
+) -> list[bool] | Tensor:
     """Return for each Matrix whether this rank's gradient has an element in it that is not zero, or is NaN.
 
     Args:
@@ -34,7 +37,7 @@ def nonzero_of(
         version: The same object as long as all gradients are where they were; None if that is unknown.
 
     Returns:
-        Whole numbers (matrices,) on the device, above 0 where an element is not zero.
+        A list if the CPU knows; else bool (matrices,) on the device.
     """
     given = [None if entry is None else entry.gradient for entry in entries]
     gradients = [of if of is None or type(of) is Tensor else local_of(of) for of in given]
@@ -49,32 +52,38 @@ def nonzero_of(
         norms = torch._foreach_norm([view_in_storage(gradient, row.piece) for row, gradient in pairs], float("inf"))
         numbers = upload([row.assignment for row, _ in pairs], dtype=torch.int64, device=planned.device)
         found.index_add_(0, numbers, (torch.stack(norms) != 0).to(torch.int32))
+    return found != 0
+
+
+def _on_host(planned: Planned, gradients: Sequence[Tensor | None]) -> list[bool]:
+    """Look at the first elements of each matrix, of many matrices at once, and only then at all others."""
+    table, found = planned.gradient_table, [False] * len(planned.plan.assignments)
+    rows_of: dict[int, list[Row]] = table.kept.get(_ROWS) or table.once(_ROWS, lambda: _rows_of(table))
+    probes: dict[tuple[int, torch.dtype], tuple[list[int], list[Tensor]]] = {}
+    for number, (first, *_) in rows_of.items():
+        if (gradient := gradients[first.parameter]) is not None:  # all rows of a matrix are of one parameter
+            count, strides = min(first.piece.shape[-1], _PROBE), first.piece.storage_strides[-1:]
+            numbers, views = probes.setdefault((count, gradient.dtype), ([], []))
+            numbers.append(number)
+            start = gradient.storage_offset() + first.piece.storage_start
+            views.append(gradient.as_strided((count,), strides, start))
+    for numbers, views in probes.values():
+        some = views[0].any().unsqueeze(0) if len(views) == 1 else torch.stack(views).any(1)
+        for number, any_nonzero in zip(numbers, some.tolist(), strict=True):
+            found[number] = any_nonzero or any(_has_nonzero(row, gradients[row.parameter]) for row in rows_of[number])
     return found
 
 
-def _on_host(planned: Planned, gradients: Sequence[Tensor | None]) -> Tensor:
-    """Look at the first elements of each matrix, of many matrices at once, and only then at all others."""
-    found = [0] * len(planned.plan.assignments)
-    rows_of: dict[int, list[tuple[Row, Tensor]]] = {}
-    for row in planned.gradient_table.rows:
-        if (gradient := gradients[row.parameter]) is not None:
-            rows_of.setdefault(row.assignment, []).append((row, gradient))
-    probes: dict[tuple[int, torch.dtype], tuple[list[int], list[Tensor]]] = {}
-    for number, pairs in rows_of.items():
-        (row, gradient), piece = pairs[0], pairs[0][0].piece
-        count = min(piece.shape[-1], _PROBE)
-        numbers, views = probes.setdefault((count, gradient.dtype), ([], []))
-        numbers.append(number)
-        start = gradient.storage_offset() + row.piece.storage_start
-        views.append(gradient.as_strided((count,), piece.storage_strides[-1:], start))
-    for numbers, views in probes.values():
-        for number, any_nonzero in zip(numbers, torch.stack(views).any(1).tolist(), strict=True):
-            found[number] = int(any_nonzero or any(_has_nonzero(*pair) for pair in rows_of[number]))
-    return torch.tensor(found, dtype=torch.uint8, device=planned.device)
+def _rows_of(table: PieceTable) -> dict[int, list[Row]]:
+    """Return the rows of each matrix."""
+    found: dict[int, list[Row]] = {}
+    for row in table.rows:
+        found.setdefault(row.assignment, []).append(row)
+    return found
 
 
-def _has_nonzero(row: Row, gradient: Tensor) -> bool:
-    return bool(view_in_storage(gradient, row.piece).any())
+def _has_nonzero(row: Row, gradient: Tensor | None) -> bool:
+    return gradient is not None and bool(view_in_storage(gradient, row.piece).any())
 
 
 def _by_kernel(table: PieceTable, gradients: Sequence[Tensor | None], found: Tensor, version: object) -> Sequence[Row]:

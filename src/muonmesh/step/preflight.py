@@ -74,7 +74,7 @@ def preflight(
     if alone or not waits:
         _reduce(entries, _partial_here(entries))
     # If partial gradients are not summed yet, a matrix counts as non-zero if any rank has a non-zero summand.
-    nonzero = nonzero_of(planned, collected.muon, waits=waits, version=collected.seen.version) != 0
+    nonzero = nonzero_of(planned, collected.muon, waits=waits, version=collected.seen.version)
     moves = _moves(collected, settings, runtime)
     if alone:
         exchange.wire.begin_step()
@@ -152,12 +152,18 @@ def _absent(entries: Entries, agreed: Agreed, *, waits: bool) -> dict[Tensor, bo
 
 
 def _flags(
-    active: Tensor, stop: Tensor | None, overflow: Tensor | None, *, waits: bool, only_creates_state: bool = False
+    active: list[bool] | Tensor,
+    stop: Tensor | None,
+    overflow: Tensor | None,
+    *,
+    waits: bool,
+    only_creates_state: bool = False,
 ) -> Flags:
     """Return the flags of a step, given the matrices that move and whether it stops; None: nothing can stop it."""
     if not waits:
+        assert isinstance(active, Tensor)
         return Flags(active if stop is None else active & ~stop, overflow, stop=stop)
-    nonzeros: list[bool] = active.tolist()
+    nonzeros: list[bool] = active.tolist() if isinstance(active, Tensor) else active
     return Flags(nonzeros, overflow, stop is not None and bool(stop), only_creates_state and not any(nonzeros))
 
 
