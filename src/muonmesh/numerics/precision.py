@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache
 from typing import Any
 
@@ -27,10 +27,17 @@ def plain_modes() -> Iterator[None]:
     Autocast would multiply in a dtype other than the code's, and only on the thread that has entered it. Tensors made
     in inference mode could not be written outside of it.
     """
-    with ExitStack() as modes, torch.inference_mode(False), torch.no_grad():  # the former turns gradients on
-        for kind in _kinds():
-            if torch.is_autocast_enabled(kind):
-                modes.enter_context(torch.autocast(kind, enabled=False))
+    off: list[AbstractContextManager[object]] = []
+    if torch.is_inference_mode_enabled():
+        off.append(torch.inference_mode(False))  # which turns gradients on
+    off += [torch.autocast(kind, enabled=False) for kind in _kinds() if torch.is_autocast_enabled(kind)]
+    if not off:  # most often, and each context costs a small step
+        with torch.no_grad():
+            yield
+        return
+    with ExitStack() as modes:
+        for mode in (*off, torch.no_grad()):
+            modes.enter_context(mode)
         yield
 
 

@@ -198,7 +198,10 @@ class ByKernel:
         nonzero, known = self._ready.nonzero, self._of_stream
         if "active" not in known:
             known["active"] = torch.empty(len(nonzero), dtype=torch.bool, device=self._ready.device)
-        rewrite(known["active"], nonzero if isinstance(nonzero, Tensor) else torch.tensor(nonzero, dtype=torch.bool))
+        rewrite(
+            known["active"],
+            nonzero if isinstance(nonzero, Tensor) else torch.tensor(nonzero, dtype=torch.bool, device="cpu"),
+        )
         active: Tensor = known["active"]
         return active
 
