@@ -5,15 +5,13 @@
 
 from __future__ import annotations
 
-import re
-import warnings
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from muonmesh.groups import split_params
+from muonmesh.groups import ParamGroups
 from tests.reference import split
 
 _PRODUCTS = ("MmBackward", "AddmmBackward", "BmmBackward", "BaddbmmBackward", "ConvolutionBackward", "LinearBackward")
@@ -178,22 +176,21 @@ def _joined(cuts: list[Any], users: dict[Any, list[Any]]) -> bool:
     return bool(set.intersection(*joints)) if joints else False
 
 
-def differences(model: nn.Module, outputs: Any, results: Any, heads: bool = True) -> set[tuple[str, str]]:
-    """What `split_params` makes of a model otherwise than its graph shows, and without a warning that it is a guess.
+def differences(
+    model: nn.Module, groups: ParamGroups, outputs: Any, results: Any, heads: bool = True
+) -> set[tuple[str, str]]:
+    """What `split_params` makes of a model otherwise than its graph shows.
 
     Each is a kind and a name, in which a star stands for a number: "first" and "last" layers that are Muon's, "not
     first" and "not last", which are taken for such, and "cut", whose parts are trained as one matrix.
 
     Args:
         model: has run.
+        groups: what `split_params` makes of it, with an example.
         outputs: all that it returned.
         results: those of its outputs that are results and not hidden states.
         heads: whether it has output layers.
     """
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        groups = split_params(model)
-    guessed = {name for w in caught for name in re.findall(r"[\w.*]+", str(w.message).partition(". Write")[0])}
     everything, last = flow(model, outputs), flow(model, results).last
     last = {groups.shared.get(name, name) for name in last}
     first = {groups.shared.get(name, name) for name in everything.first}
@@ -218,5 +215,4 @@ def differences(model: nn.Module, outputs: Any, results: Any, heads: bool = True
                     sum(not part.isdisjoint(m.flatten().tolist()) for part in everything.cut[name]) > 1 for m in own
                 ):
                     found.add(("cut", name))
-    starred = {(kind, ".".join("*" if p.isdecimal() else p for p in name.split("."))) for kind, name in found}
-    return {(kind, name) for kind, name in starred if name not in guessed}
+    return {(kind, ".".join("*" if p.isdecimal() else p for p in name.split("."))) for kind, name in found}

@@ -1,7 +1,7 @@
 """Every model class of `transformers` that its own configuration can build on `meta`: ends and cuts by its graph.
 
 A forward on `meta` shows which layers read data, which make the results, and which outputs are cut into several
-(`tests/dataflow.py`). `split_params` must say the same of each, or warn that it is a guess; what it does not is in
+(`tests/dataflow.py`). `split_params` must say the same of each with an example; what it does not is in
 `KNOWN`, by name and reason. A class that cannot be built or run this way is counted with its reason, and 600 must run.
 """
 
@@ -110,12 +110,13 @@ def judged(name: str) -> set[tuple[str, str]]:
             stage = "run"
             with zoo.numbers_on_meta():
                 outputs, results = zoo.run(model)
+                groups = split_params(model, example=zoo.inputs(model))
     except Exception as error:
         left_out[name] = f"cannot {stage}: {type(error).__name__}"
         return set()
     ran.add(name)
     heads = getattr(model, "base_model", None) is not model and not name.endswith("Backbone")
-    found = differences(model, outputs, results, heads=heads)
+    found = differences(model, groups, outputs, results, heads=heads)
     return {(kind, n) for kind, n in found if not any(k == kind and re.search(e, n) for k, e, _ in KNOWN)}
 
 
