@@ -302,3 +302,20 @@ def test_an_error_is_raised_when_no_task_runs_any_more(how: str) -> None:
     assert 1 in after
     time.sleep(0.5)
     assert done == after
+
+
+def test_no_helper_is_left_when_the_interpreter_ends() -> None:
+    """A thread that wakes while the interpreter ends aborts the process."""
+    script = """
+import atexit, threading
+def look():
+    print([thread.name for thread in threading.enumerate() if thread.name.startswith("muonmesh")])
+atexit.register(look)  # called after those that are registered later
+import torch
+from muonmesh.numerics.kernels.threads import run_each
+for threads in (3, 12):
+    torch.set_num_threads(threads)
+    run_each(lambda number: None, range(20))
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
+    assert (ended.returncode, ended.stdout.strip()) == (0, "[]"), ended.stderr

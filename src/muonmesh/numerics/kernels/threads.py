@@ -9,6 +9,7 @@ claims none, and nobody waits for it.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import heapq
 import os
@@ -217,8 +218,10 @@ class _Pool:
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         for number in range(threads):
             name = f"muonmesh_{number}"
-            threading.Thread(target=_help, args=(self._jobs,), name=name, daemon=True).start()
-        weakref.finalize(self, _end, self._jobs, threads)
+            thread = threading.Thread(target=_help, args=(self._jobs,), name=name, daemon=True)
+            _started.add(thread)
+            thread.start()
+        self.end = weakref.finalize(self, _end, self._jobs, threads)
 
     def help(self, job: _Job, others: int) -> None:
         """Have some threads work on a job."""
@@ -241,6 +244,7 @@ def _end(jobs: SimpleQueue[_Job | None], threads: int) -> None:
 
 
 _pools: weakref.WeakValueDictionary[int, _Pool] = weakref.WeakValueDictionary()
+_started: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 _lock = threading.Lock()
 _mine = threading.local()
 
@@ -262,10 +266,19 @@ def _helpers(count: int) -> _Pool:
     return pool
 
 
+@atexit.register
+def _end_all() -> None:
+    """End all threads before the process ends. A thread that wakes while the interpreter ends aborts the process."""
+    for pool in list(_pools.values()):
+        pool.end()
+    for thread in list(_started):
+        thread.join()
+
+
 def _forget() -> None:
     """Reset the pools in a forked process, which has only one thread; another thread may have held the lock."""
-    global _lock, _pools
-    _lock, _pools = threading.Lock(), weakref.WeakValueDictionary()
+    global _lock, _pools, _started
+    _lock, _pools, _started = threading.Lock(), weakref.WeakValueDictionary(), weakref.WeakSet()
 
 
 if hasattr(os, "register_at_fork"):
