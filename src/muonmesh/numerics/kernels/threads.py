@@ -9,6 +9,7 @@ claims none, and nobody waits for it.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import heapq
 import os
@@ -215,15 +216,22 @@ class _Pool:
 
     def __init__(self, threads: int) -> None:
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
-        for number in range(threads):
-            name = f"muonmesh_{number}"
-            threading.Thread(target=_help, args=(self._jobs,), name=name, daemon=True).start()
-        weakref.finalize(self, _end, self._jobs, threads)
+        names = [f"muonmesh_{number}" for number in range(threads)]
+        self._threads = [threading.Thread(target=_help, args=(self._jobs,), name=n, daemon=True) for n in names]
+        for thread in self._threads:
+            thread.start()
+        self._finalize = weakref.finalize(self, _end, self._jobs, threads)
 
     def help(self, job: _Job, others: int) -> None:
         """Have some threads work on a job."""
         for _ in range(others):
             self._jobs.put(job)
+
+    def end(self) -> None:
+        """End the threads, and wait until they have freed their memory."""
+        self._finalize()
+        for thread in self._threads:
+            thread.join(_PATIENCE)
 
 
 def _help(jobs: SimpleQueue[_Job | None]) -> None:
@@ -239,6 +247,9 @@ def _end(jobs: SimpleQueue[_Job | None], threads: int) -> None:
     for _ in range(threads):
         jobs.put(None)
 
+
+_PATIENCE = 5.0
+"""Seconds to wait for a helper at the end of the process; it may be in a step that a daemon thread has begun."""
 
 _pools: weakref.WeakValueDictionary[int, _Pool] = weakref.WeakValueDictionary()
 _lock = threading.Lock()
@@ -260,6 +271,18 @@ def _helpers(count: int) -> _Pool:
                 pool = _pools[count] = _Pool(count - 1)
         _mine.pool, _mine.key = pool, (os.getpid(), count)
     return pool
+
+
+@atexit.register
+def _end_all() -> None:
+    """End all helpers before the interpreter shuts down.
+
+    A helper frees the tensors of its thread when it ends. If it needs the interpreter's lock for that when the
+    interpreter is already shutting down, CPython before 3.14 ends the thread inside a destructor of torch's, and C++
+    calls `std::terminate`: the process aborts after its last line.
+    """
+    for pool in list(_pools.values()):
+        pool.end()
 
 
 def _forget() -> None:
