@@ -61,7 +61,7 @@ def blocks_of(way: str) -> int:
 
 def by_blocks(step: MuonStep, assignments: Sequence[int], batch: Tensor, out: Tensor, blocks: int) -> None:
     """Orthogonalize blocks of rows of matrices; tall ones lie transposed in a batch (count, short, long)."""
-    matrix = step._ready.of(assignments[0]).matrix
+    matrix = step.ready.of(assignments[0]).matrix
     rows, cols = matrix.rows, matrix.cols
     dim = 1 if tuple(batch.shape[1:]) == (rows, cols) else 2
     cut = torch.stack(batch.chunk(blocks, dim), 1)

@@ -437,7 +437,8 @@ class Muon(torch.optim.Optimizer):
         runtime.interrupted = None
         if collected is not planned.collected:
             collected.remember(planned)
-            planned.work = work if work.ready.codec is None else None
+            lasts = planned.collected is not None and work.ready.codec is None
+            planned.work = work if lasts else None  # it holds the parameters with their gradients
         if work.summands.unsuited:
             warn_of_unsuited(planned, settings.rules, work.summands.unsuited, runtime.told, runtime.tell)
 

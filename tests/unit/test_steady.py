@@ -224,6 +224,18 @@ def test_a_step_keeps_no_gradient() -> None:
         assert [gradient() for gradient in gradients] == [None] * 4
 
 
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_a_step_keeps_no_gradient_and_no_copy_of_a_weight_that_it_cannot_use_again(which: int) -> None:
+    weights, optimizer = made()
+    weights[which].data = weights[which].data.t().contiguous().t()  # stepped by a contiguous copy
+    for seed in range(2):
+        step(weights, optimizer, seed)
+        gradients = [weakref.ref(weight.grad) for weight in weights]
+        optimizer.zero_grad()
+        assert [gradient() for gradient in gradients] == [None] * 4
+        assert optimizer._runtime.planned.work is None  # whose parameters have the copy
+
+
 def test_loading_frees_the_state_before() -> None:
     weights, optimizer = made()
     for number in range(2):

@@ -204,6 +204,34 @@ def test_making_a_pool_leaves_the_numbers_of_others_alone() -> None:
     assert in_threads(torch.get_num_threads) == [4]
 
 
+_AT_THE_END = """
+import threading, time, torch
+from muonmesh.numerics.kernels.memory import keep
+from muonmesh.numerics.kernels.threads import run_all
+
+class Slow:
+    def __del__(self):
+        time.sleep(0.5)
+        print("freed", flush=True)
+
+both = threading.Barrier(2)
+
+def task():
+    both.wait()
+    if threading.current_thread() is not threading.main_thread():
+        keep("slow", Slow)
+
+torch.set_num_threads(2)
+run_all([task, task], device=torch.device("cpu"))
+"""
+
+
+def test_a_process_ends_when_its_helpers_have_freed_their_memory() -> None:
+    """A helper that frees tensors while the interpreter shuts down would abort the process."""
+    run = subprocess.run([sys.executable, "-c", _AT_THE_END], capture_output=True, text=True)
+    assert (run.returncode, run.stdout.split()) == (0, ["freed"])
+
+
 def test_an_error_in_one_thread_reaches_its_caller_alone() -> None:
     def failing() -> str:
         torch.set_num_threads(2)

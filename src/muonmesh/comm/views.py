@@ -1,4 +1,4 @@
-"""Views of a piece's elements in a storage, in a matrix and in a buffer, and memory for transfers."""
+"""Views of a piece's elements in a storage and in a buffer, and memory for transfers."""
 
 from __future__ import annotations
 
@@ -10,13 +10,6 @@ from torch import Tensor
 
 from muonmesh.layout import Piece
 from muonmesh.layout.piece_table import NOWHERE, PieceTable, Row
-
-
-def view_in_matrix(piece: Piece, matrix: Tensor) -> Tensor:
-    """Return a view of a piece's elements in its whole, contiguous matrix."""
-    if piece.matrix_start == 0 and piece.shape == matrix.shape and piece.matrix_strides == matrix.stride():
-        return matrix  # the common case of a matrix that one rank holds
-    return matrix.as_strided(piece.shape, piece.matrix_strides, matrix.storage_offset() + piece.matrix_start)
 
 
 def view_in_storage(storage: Tensor, piece: Piece) -> Tensor:

@@ -51,7 +51,7 @@ _NOT_A_MATRIX = re.compile(
 def role(site: Site, known: Ends, seen: Seen | None = None) -> Role:
     """Return the role of the parameter at `site`; `known` comes from `ends`, and `seen` from a forward.
 
-    What a forward showed counts more than names, sizes and source code.
+    What a forward showed counts more than names and sizes.
 
     Raises:
         ValueError: the parameter is flattened, uninitialized or from a traced module, so its role cannot be found.

@@ -3,8 +3,8 @@
 1. `members`, `planning` and `connection` turn param groups into a Plan, which the ranks compare once by `comparison`.
    `placed_state` and `state_layout` give the layout of the tensors of the state.
 2. `parameter_steps` collects the local part of each parameter, with its gradient and its state, and `state_form` checks
-   its state. `steady` finds that nothing has changed since the last step, so that nothing is planned, checked or
-   collected again.
+   its state. `steady` finds by a `snapshot` that nothing has changed since the last step, so that nothing is planned,
+   checked or collected again.
 3. `nonzero` finds the gradients that are not zero. `preflight` lets all ranks agree before any rank writes, by the
    `flag_vector`, the `settings_digest` and the `replicas`.
 4. `ready` creates missing state and makes local tensors contiguous. `muon_step` prepares, computes and finalizes for

@@ -163,33 +163,24 @@ class ByKernel:
         ready, table = self._ready, elements.table
         # A rule may have changed since the last step, so that the kernel no longer does what it does.
         key = what, table, *(self._folding if what == "fold" else self._adding)
-        if key not in self._known:
-            self._known[key] = self._found(what, elements, column)
-        for launch, *_ in self._known[key][0]:
+        found = self._known.get(key)
+        if found is None:
+            entries = [ready.entries[number] for number in table.parameters]
+            pairs = [None if entry is None else column(entry) for entry in entries]
+            forms = tuple([None if pair is None else (pair[0].dtype, _dtype(pair[1])) for pair in pairs])
+            buffers = elements.buffers[0].dtype if elements.buffers else None
+            divided: tuple[Sequence[_Launch], Sequence[Row]] = table.once(
+                (what, buffers, forms), lambda: _divided(ready, table, buffers, forms)
+            )
+            launches, left = divided
+            found = [], left
+            for launch in launches:
+                some = [(e, pair[0]) for place in launch.parameters if (e := entries[place]) and (pair := pairs[place])]
+                found[0].append((launch, [entry for entry, _ in some], [tensor for _, tensor in some]))
+            if ready.codec is None:  # else these tensors last no longer than their matrices need them
+                self._known[key] = found
+        for launch, *_ in found[0]:
             launch.pieces.version = ready.version
-        return self._known[key]
-
-    def _found(
-        self,
-        what: str,
-        elements: Elements,
-        column: Callable[[ParameterStep], tuple[Tensor, Tensor | None] | None],
-    ) -> _Launches:
-        ready, table = self._ready, elements.table
-        entries = [ready.entries[number] for number in table.parameters]
-        held = [None if entry is None else column(entry) for entry in entries]
-        forms = tuple(
-            [None if pair is None else (pair[0].dtype, None if pair[1] is None else pair[1].dtype) for pair in held]
-        )
-        kind = elements.buffers[0].dtype if elements.buffers else None
-        cut: tuple[Sequence[_Launch], Sequence[Row]] = table.once(
-            (what, kind, forms), lambda: _launches(ready, table, ready.device, kind, forms)
-        )
-        launches, left = cut
-        found: _Launches = [], left
-        for launch in launches:
-            some = [(e, pair[0]) for place in launch.parameters if (e := entries[place]) and (pair := held[place])]
-            found[0].append((launch, [entry for entry, _ in some], [tensor for _, tensor in some]))
         return found
 
     @cached_property
@@ -208,7 +199,7 @@ class ByKernel:
     @property
     def _of_stream(self) -> dict[str, Any]:
         """The vectors of this plan on the device, which one stream has written."""
-        device, known = self._ready.device, self._ready.kept_factors
+        device, known = self._ready.device, self._ready.vectors
         stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         if known.get("where", ()) != stream:
             known.clear()
@@ -254,6 +245,10 @@ class ByKernel:
         squares.add(launch.group, (steps.square() / upload(copies, dtype=torch.float64, device=device)).sum())
 
 
+def _dtype(tensor: Tensor | None) -> torch.dtype | None:
+    return None if tensor is None else tensor.dtype
+
+
 def _gradients(entries: Sequence[ParameterStep]) -> list[Tensor]:
     return [gradient for entry in entries if (gradient := entry.gradient) is not None]
 
@@ -262,15 +257,16 @@ def _masters(entries: Sequence[ParameterStep]) -> list[Tensor]:
     return [master for entry in entries if (master := entry.master) is not None]
 
 
-def _launches(
-    ready: ReadyParameters, table: PieceTable, device: torch.device, kind: torch.dtype | None, forms: Sequence[_Form]
+def _divided(
+    ready: ReadyParameters, table: PieceTable, buffers: torch.dtype | None, forms: Sequence[_Form]
 ) -> tuple[Sequence[_Launch], Sequence[Row]]:
+    """Return the launches for a table, and the rows that no launch takes, by the dtypes of buffers and parameters."""
     taken: dict[tuple[int, bool, _Form], list[Row]] = {}
     left = list[Row]()
     for row in table.rows:
         form, buffered = forms[table.parameters[row.parameter]], row.buffer != NOWHERE
-        dtypes = [dtype for dtype in (*(form or ()), kind if buffered else None) if dtype is not None]
-        if form is None or not fused.can_fuse(device, dtypes) or not _fits(row):
+        dtypes = [dtype for dtype in (*(form or ()), buffers if buffered else None) if dtype is not None]
+        if form is None or not fused.can_fuse(ready.device, dtypes) or not _fits(row):
             left.append(row)
         else:
             taken.setdefault((ready.of(row.assignment).entry.member.group, buffered, form), []).append(row)

@@ -75,10 +75,10 @@ class Planned:
             `device_without_parameters`.
         orthogonalizers: The orthogonalizers of each Muon group of this rank, by group and shape.
         exchange: The exchange that runs the plan; None until the ranks have compared their plans.
-        factors: The factors of weights and updates on the device, with what they were made of.
+        vectors: Vectors on the device with an entry for each matrix, with what they were made of (`ByKernel`).
         graphs: CUDA graphs of batches that recur; None if they are not wanted.
         steps: The parameters of the last step that the next step may use again, by the identity of their
-            OptimizedParameter (`parameter_steps.ParameterStep.goes_on`).
+            OptimizedParameter (`parameter_steps.ParameterStep.lasts`).
         collected: All parameters of the last step, if the next step may use all of them again.
         work: The work of the last step (`muon_step.MuonStep`), if the next step may go on with it.
         state_forms: The forms of the state of each parameter, by the identity of its OptimizedParameter, and by whether
@@ -94,7 +94,7 @@ class Planned:
     device: torch.device
     orthogonalizers: Orthogonalizers
     exchange: Exchange | None = None
-    factors: dict[str, Any] = field(default_factory=dict)
+    vectors: dict[str, Any] = field(default_factory=dict)
     graphs: Graphs | None = None
     steps: dict[int, Any] = field(default_factory=dict)
     collected: Any = None

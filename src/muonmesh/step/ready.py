@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from muonmesh.comm.storage import Storage, local_shape, this_rank
-from muonmesh.comm.views import view_in_matrix, view_in_storage
+from muonmesh.comm.views import view_in_storage
 from muonmesh.comm.wire import Wire
 from muonmesh.layout import Layout
 from muonmesh.layout.region import overlap
@@ -37,7 +37,7 @@ class ReadyParameters:
         plan: The plan with the owner of each matrix.
         device: The device of the parameters.
         blocks: The blocks of momentum in int8; None if momentum is kept in a floating-point dtype.
-        kept_factors, graphs: See `Planned`.
+        vectors, graphs: See `Planned`.
         rules, nonzero, squares, version: See `begin`.
         of, find: See `Matrices`.
         codec: Reads and writes state that is kept otherwise than it is computed with; None if there is no such state.
@@ -50,12 +50,8 @@ class ReadyParameters:
         precision: Precision,
         offload: Offload | None = None,
     ) -> None:
-        self.plan, self.device, self.kept_factors, self.graphs = (
-            planned.plan,
-            planned.device,
-            planned.factors,
-            planned.graphs,
-        )
+        self.plan, self.device = planned.plan, planned.device
+        self.vectors, self.graphs = planned.vectors, planned.graphs
         self.entries, self.precision = entries, precision
         self.blocks = planned.blocks if precision.int8 else None
         self._matrices, self._steps = Matrices(planned, entries), planned.steps
@@ -156,5 +152,6 @@ def _restricted(local: Tensor, storage: Storage, place: Storage) -> Tensor:
         for block in _layout(storage).blocks(rank):
             shared = overlap(block, target)  # ``matrix_*`` of this Piece are places in the momentum
             if shared is not None:
-                view_in_matrix(shared, own).copy_(view_in_storage(local, shared))
+                into = own.as_strided(shared.shape, shared.matrix_strides, shared.matrix_start)
+                into.copy_(view_in_storage(local, shared))
     return own

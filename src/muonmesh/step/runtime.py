@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from muonmesh.comm.gradients import PARAMETER_GRAD, GradientSource
 from muonmesh.comm.ranks import ranks_of_a_machine
+from muonmesh.comm.storage import world_size
 from muonmesh.errors import LayoutError, StateError, about, explain_error
 from muonmesh.groups.watch import Watch
 from muonmesh.layout import Declared
@@ -228,8 +229,7 @@ class Runtime:
         """
         if self.watch is None or self.watch.seen is None or settings.at_rest:
             return None
-        ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-        error = self.watch.compare(groups, missing, entire=len(planned.plan.ranks) == ranks)
+        error = self.watch.compare(groups, missing, entire=len(planned.plan.ranks) == world_size())
         if error is None:
             self.watch = None
         return error

@@ -67,8 +67,8 @@ class Snapshot:
         local: list[Tensor] = found
         if not self._is_plain:
             local = [*map(local_of, found)]
-            of = zip(self._parameters, found, local, strict=True)
-            if any([_placed(tensor) != _placed(gradient) for tensor, gradient, own in of]):
+            pairs = zip(self._parameters, found, strict=True)
+            if any([_placed(tensor) != _placed(gradient) for tensor, gradient in pairs]):
                 return None
         count, (_, shapes, _, dtypes, _) = len(found), self._places
         if [*map(Tensor.size, local)] != shapes[:count]:

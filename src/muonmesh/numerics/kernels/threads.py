@@ -243,6 +243,9 @@ def _end(jobs: SimpleQueue[_Job | None], threads: int) -> None:
         jobs.put(None)
 
 
+_PATIENCE = 5.0
+"""Seconds to wait for a helper at the end of the process; it may be in a step that a daemon thread has begun."""
+
 _pools: weakref.WeakValueDictionary[int, _Pool] = weakref.WeakValueDictionary()
 _started: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 _lock = threading.Lock()
@@ -268,11 +271,16 @@ def _helpers(count: int) -> _Pool:
 
 @atexit.register
 def _end_all() -> None:
-    """End all threads before the process ends. A thread that wakes while the interpreter ends aborts the process."""
+    """End all helpers before the interpreter shuts down.
+
+    A helper frees the tensors of its thread when it ends. If it needs the interpreter's lock for that when the
+    interpreter is already shutting down, CPython before 3.14 ends the thread inside a destructor of torch's, and C++
+    calls `std::terminate`: the process aborts after its last line.
+    """
     for pool in list(_pools.values()):
         pool.end()
-    for thread in list(_started):
-        thread.join()
+    for thread in list(_started):  # also those of pools that are gone
+        thread.join(_PATIENCE)
 
 
 def _forget() -> None:
