@@ -71,7 +71,7 @@ def preflight(
     alone = len(exchange.plan.ranks) == 1 and not settings.on_device  # the CPU knows all but the tensors' values
     if alone and error is not None:
         raise error
-    if alone or not waits:
+    if (alone or not waits) and not collected.seen.is_plain:
         _reduce(entries, _partial_here(entries))
     # If partial gradients are not summed yet, a matrix counts as non-zero if any rank has a non-zero summand.
     nonzero = nonzero_of(planned, collected.muon, waits=waits, version=collected.seen.version)

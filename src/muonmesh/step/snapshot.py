@@ -24,6 +24,7 @@ class Snapshot:
         states: The entry of each in the optimizer's state, which consists of tensors.
 
     Attributes:
+        is_plain: Whether there are tensors, and none is a DTensor or another subclass; nor is a gradient of `again`.
         version: All addresses of gradients: another object whenever `again` has found gradients at other
             addresses than before. None before the first call.
     """
@@ -32,7 +33,7 @@ class Snapshot:
         self._parameters, self._states = parameters, states
         self._keys, self._counts = [*chain.from_iterable(states)], [*map(len, states)]
         self._tensors = [*parameters, *chain.from_iterable(map(dict.values, states))]
-        self._is_plain = set(map(type, self._tensors)) <= set(PLAIN)
+        self.is_plain = bool(self._tensors) and set(map(type, self._tensors)) <= set(PLAIN)
         self._places = self._places_now()
         self.version: list[int] | None = None
 
@@ -62,10 +63,10 @@ class Snapshot:
         """Return the local gradient of each parameter; None if one is missing or has not the form of its parameter."""
         found: list[Any] = [parameter.grad for parameter in self._parameters]
         kinds = set(map(type, found))
-        if type(None) in kinds or (self._is_plain and kinds != {Tensor}):
+        if type(None) in kinds or (self.is_plain and kinds != {Tensor}):
             return None
         local: list[Tensor] = found
-        if not self._is_plain:
+        if not self.is_plain:
             local = [*map(local_of, found)]
             pairs = zip(self._parameters, found, strict=True)
             if any([_placed(tensor) != _placed(gradient) for tensor, gradient in pairs]):
@@ -86,8 +87,8 @@ class Snapshot:
 
     def _places_now(self) -> tuple[list[Any], ...]:
         """Return where all tensors lie, and in which form. A transposed square matrix only ceases to be contiguous."""
-        local = self._tensors if self._is_plain else [*map(local_of, self._tensors)]
-        own = () if self._is_plain else zip(local, self._tensors, strict=True)
+        local = self._tensors if self.is_plain else [*map(local_of, self._tensors)]
+        own = () if self.is_plain else zip(local, self._tensors, strict=True)
         contiguous = [*map(Tensor.is_contiguous, local)]
         return (
             [*map(Tensor.data_ptr, local)],
