@@ -375,7 +375,11 @@ class Muon(torch.optim.Optimizer):
         while True:
             connected = planned, exchange = runtime.connected or connect(groups, runtime)
             collected = collected or collect(planned, self, runtime, scale)
-            idle = runtime.idle.error(collected.missing, some=collected.some) if collected.missing else None
+            idle = (
+                runtime.idle.error(collected.missing, any_gradient=collected.any_gradient)
+                if collected.missing
+                else None
+            )
             # Equal replicas stay equal. Only a new plan, or loaded state, may have made them differ.
             look = runtime.loaded or runtime.ranks.compared is not planned
             replicas = fingerprints(planned, self.state) if look else {}
@@ -401,7 +405,7 @@ class Muon(torch.optim.Optimizer):
                 runtime.last.counted.append(group)
         if (found_inf := getattr(self, "found_inf", None)) is not None:
             self._tell_scaler(scaler, flags, found_inf)
-        runtime.idle.count(collected.missing, self.param_groups, some=collected.some)
+        runtime.idle.count(collected.missing, self.param_groups, any_gradient=collected.any_gradient)
         runtime.last.stopped = flags.skip if flags.stop is None else flags.stop
         if clip.means is not None and clip.skip is not None:  # a step that clipping skips counts, unlike others
             before, lost = means_of(self.param_groups, clip.means.device), ~clip.skip & runtime.last.stopped

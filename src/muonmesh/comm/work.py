@@ -172,9 +172,9 @@ class Work:
         for _, into in elements:
             into.zero_()
 
-    def repeat(self, batch: Local, run: Callable[..., object], given: Sequence[Tensor]) -> None:
-        """Let ``run(*given)`` prepare, compute and finalize a batch in memory for the matrices and the results."""
-        run(*given)
+    def repeat(self, batch: Local, run: Callable[..., object], memory: Sequence[Tensor]) -> None:
+        """Let ``run(*memory)`` prepare, compute and finalize a batch; ``memory`` is for matrices and results."""
+        run(*memory)
 
     def compute(self, matrices: Sequence[int], batch: Tensor, out: Tensor) -> None:
         """Orthogonalize a batch of matrices (b, rows, cols) of the same settings; any thread may call this."""

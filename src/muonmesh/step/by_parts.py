@@ -33,7 +33,7 @@ _MOST = 1 << 19
 _RUNS = "runs"
 
 Sums = Callable[[int], tuple[tuple[Tensor, ...], Mapping[str, Tensor]]]
-"""The type of `RuleSums.found`."""
+"""The type of `RuleSums.sums_of`."""
 
 
 class ByParts:
@@ -65,7 +65,7 @@ class ByParts:
         Args:
             elements: The table with its buffers.
             rows: Rows of the table.
-            sums: Returns what a rule has added up over a matrix (`RuleSums.found`).
+            sums: Returns what a rule has added up over a matrix (`RuleSums.sums_of`).
         """
         self._run(partial(self._apply, elements, sums), elements.table, rows)
 

@@ -72,28 +72,28 @@ class MuonStep(Work):
         if codec is not None:
             codec.have_read(assignments)
 
-    def repeat(self, batch: Local, run: Callable[..., object], given: Sequence[Tensor]) -> None:
+    def repeat(self, batch: Local, run: Callable[..., object], memory: Sequence[Tensor]) -> None:
         """Run a batch that stays on its rank, or start again what it started on a device in the steps before.
 
         That is possible if fold, products and apply depend on nothing but the numbers on the device and the addresses
         that `ByKernel` keeps there.
         """
         kernels, ready = self._by_kernel, self.ready
-        if kernels is None or ready.version is None or ready.squares is not None or is_watched(*given):
-            run(*given)
+        if kernels is None or ready.version is None or ready.squares is not None or is_watched(*memory):
+            run(*memory)
             return
         facts = ready.version, ready.rules, kernels.active
-        now = [*map(id, facts), *map(Tensor.data_ptr, given)]
+        now = [*map(id, facts), *map(Tensor.data_ptr, memory)]
         last, place, _ = self._places.get(batch, ([], None, ()))
         if last != now:
             place = None
             if self._only_orthogonalizes(batch.assignments[0]):
-                place = kernels.located(Elements(batch.reads, given[:1]), Elements(batch.writes, given[1:]))
+                place = kernels.located(Elements(batch.reads, memory[:1]), Elements(batch.writes, memory[1:]))
             self._places[batch] = now, place, facts  # which stay alive, so that nothing else takes their identity
         if place is None:
-            run(*given)
+            run(*memory)
         else:
-            run_again(self._recordings, run, given, (batch, place.facts), place.beside)
+            run_again(self._recordings, run, memory, (batch, place.facts), place.beside)
             torch.autograd.graph.increment_version(place.written)
 
     def _only_orthogonalizes(self, number: int) -> bool:
@@ -129,6 +129,6 @@ class MuonStep(Work):
     def finalize(self, elements: Elements) -> None:
         """Decay and update the elements of a table, unless their matrix stays unchanged."""
         rows = elements.table.rows if self._by_kernel is None else self._by_kernel.apply(elements)
-        self._by_parts.apply(elements, rows, self.summands.found)
+        self._by_parts.apply(elements, rows, self.summands.sums_of)
         if self.ready.codec is not None:
             self.ready.codec.have_written(elements.table)

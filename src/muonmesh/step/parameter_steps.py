@@ -101,9 +101,9 @@ class Collected(NamedTuple):
         adamw: For each AdamW group with parameters on this rank, its parameters; a flat tensor occurs once.
         error: The first error. The rank does not raise it at once, but first takes part in the communication.
         missing: The parameters without a gradient, by name.
-        some: Whether any parameter of this rank has a gradient.
+        any_gradient: Whether any parameter of this rank has a gradient.
         entries: All of these parameters, each once.
-        alone: Whether each tensor of AdamW's is one parameter's.
+        unshared: Whether each tensor of AdamW's is one parameter's.
         seen: All of these parameters with their state, if the next step may use them again; else empty.
     """
 
@@ -112,9 +112,9 @@ class Collected(NamedTuple):
     adamw: list[list[ParameterStep]]
     error: Exception | None
     missing: dict[str, Tensor]
-    some: bool
+    any_gradient: bool
     entries: list[ParameterStep]
-    alone: bool
+    unshared: bool
     seen: Snapshot = NOT_SEEN
 
     def remember(self, planned: Planned) -> None:
@@ -127,7 +127,7 @@ class Collected(NamedTuple):
                 entry.remember()
                 planned.steps[id(entry.member)] = entry
         planned.collected, entries = None, self.entries
-        if self.alone and not self.missing and all([entry.seen for entry in entries]):
+        if self.unshared and not self.missing and all([entry.seen for entry in entries]):
             seen = Snapshot([entry.member.tensor for entry in entries], [entry.state for entry in entries])
             planned.collected = self._replace(seen=seen)
 
@@ -187,16 +187,16 @@ def collect(planned: Planned, optimizer: Optimizer, runtime: Runtime, loss_scale
 
     muon = [None if member is None else entry_of(member) for member in planned.muon]
     elementwise = [None if member is None else entry_of(member) for member in planned.elementwise]
-    adamw, alone = [], True
+    adamw, unshared = [], True
     for members in filter(None, planned.adamw):
         tensors = {id(member.tensor): member for member in members}  # a flat tensor is stepped once
-        alone = alone and len(tensors) == len(members)
+        unshared = unshared and len(tensors) == len(members)
         if len(tensors) < len(members) and optimizer.param_groups[members[0].group]["stochastic_rounding"] is not None:
             found, needed = "stochastic_rounding in a flat buffer of several", "a tensor for each parameter"
             error = error or LayoutError(explain_error(members[0].name, found, needed, "Write fully_shard(model)"))
         adamw.append([entry_of(member) for member in tensors.values()])
-    some = any(entry.gradient is not None for entry in entries.values())
-    return Collected(muon, elementwise, adamw, error, missing, some, [*entries.values()], alone)
+    any_gradient = any(entry.gradient is not None for entry in entries.values())
+    return Collected(muon, elementwise, adamw, error, missing, any_gradient, [*entries.values()], unshared)
 
 
 def prepare_state(entry: ParameterStep, precision: Precision, *, create: bool = True) -> None:

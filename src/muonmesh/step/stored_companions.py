@@ -102,7 +102,7 @@ class RuleSums(Summands):
     # By assignment: its sums, and the state that its rule keeps as one number for the matrix.
     _found: dict[int, tuple[tuple[Tensor, ...], Mapping[str, Tensor]]] = field(default_factory=dict)
 
-    def found(self, assignment: int) -> tuple[tuple[Tensor, ...], Mapping[str, Tensor]]:
+    def sums_of(self, assignment: int) -> tuple[tuple[Tensor, ...], Mapping[str, Tensor]]:
         """Return the sums over a matrix, and the state that its rule keeps as one number; empty if it takes none."""
         return self._found.get(assignment, ((), {}))
 
@@ -131,7 +131,7 @@ class RuleSums(Summands):
                 number.copy_(kept[key].view(()))
 
     def take(self, assignment: int, sums: Tensor, told: Tensor) -> None:
-        """Store the sums and the one-number state of a matrix for `found`, and let the rule update its state."""
+        """Store the sums and the one-number state of a matrix for `sums_of`, and let the rule update its state."""
         keys, found = self.ready.plan.told(assignment), sums.unbind()
         self._found[assignment] = found, dict(zip(keys, told.unbind(), strict=True))
         if (one := self.ready.find(assignment)) is None:

@@ -42,7 +42,7 @@ class IdleParameters:
     _told: set[str] = field(default_factory=set)
     _looked_at: set[str] = field(default_factory=set)
 
-    def error(self, missing: Mapping[str, Tensor], *, some: bool) -> LayoutError | None:
+    def error(self, missing: Mapping[str, Tensor], *, any_gradient: bool) -> LayoutError | None:
         """Return the error for parameters that will certainly never have a gradient; None if there are none.
 
         Such parameters were replaced in the model by others, or a framework froze all of them before the first step.
@@ -50,9 +50,9 @@ class IdleParameters:
 
         Args:
             missing: The parameters without a gradient, by name.
-            some: Whether other parameters have a gradient.
+            any_gradient: Whether other parameters have a gradient.
         """
-        if self._steps == 0 and not some and missing and all(map(_is_frozen, missing.values())):
+        if self._steps == 0 and not any_gradient and missing and all(map(_is_frozen, missing.values())):
             what = "All parameters of this optimizer are frozen. Make the optimizer after the model has its adapters: "
             what += "muonmesh.from_model(get_peft_model(model, config)), or for a Trainer optimizer_cls_and_kwargs="
             what += '(muonmesh.integrations.transformers.MuonFactory, {"args": args})'
@@ -73,21 +73,23 @@ class IdleParameters:
         what += "parameters"
         return LayoutError(about(_listed(names), what))
 
-    def count(self, missing: Mapping[str, Tensor], groups: Sequence[Mapping[str, Any]], *, some: bool) -> None:
+    def count(self, missing: Mapping[str, Tensor], groups: Sequence[Mapping[str, Any]], *, any_gradient: bool) -> None:
         """Count one step, and warn of parameters without a gradient for `PATIENCE` steps.
 
         Args:
             missing: The parameters without a gradient, by name.
             groups: The param groups of the optimizer.
-            some: Whether other parameters had a gradient.
+            any_gradient: Whether other parameters had a gradient.
         """
         self._idle = {name: self._idle.get(name, 0) + 1 for name in missing}
         late = [name for name, steps in self._idle.items() if steps == PATIENCE and name not in self._told]
         if late:
             self._told.update(late)
             it, does = ("it", "does") if len(late) == 1 else ("them", "do")
-            others = "others had one" if some else "nothing else had one either"
-            replaced = "" if some else "; make the optimizer after what replaces parameters (FSDP1, deepcopy, PEFT)"
+            others = "others had one" if any_gradient else "nothing else had one either"
+            replaced = (
+                "" if any_gradient else "; make the optimizer after what replaces parameters (FSDP1, deepcopy, PEFT)"
+            )
             warn(
                 f"{_listed(late)} had no gradient in the last {PATIENCE} steps, in which {others}, and {does} not "
                 f"learn. Find out who froze or skipped {it}, or leave {it} out of the groups{replaced}"
