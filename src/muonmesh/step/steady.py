@@ -70,7 +70,8 @@ def steady(optimizer: Optimizer, runtime: Runtime, settings: SettingsFound, scal
     """
     if runtime.connected is None or scale is not None or settings.error is not None:
         return None
-    refuse_join(runtime.ranks.wrappers)
+    if runtime.ranks.wrappers:
+        refuse_join(runtime.ranks.wrappers)
     planned, state = runtime.connected.planned, optimizer.state
     last: Collected | None = planned.collected
     if last is None or runtime.source is not PARAMETER_GRAD:
