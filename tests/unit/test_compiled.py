@@ -32,6 +32,7 @@ from muonmesh.numerics.kernels.compiled import compiled_products
 from muonmesh.numerics.newton_schulz import Orthogonalizer, orthogonalize
 from muonmesh.numerics.normalize import load
 from tests import emulated
+from tests.alone import alone
 from tests.emulated import RUNS
 
 pytestmark = pytest.mark.usefixtures("products")
@@ -460,8 +461,11 @@ def test_a_forked_process_multiplies_with_the_same_bits(name: mm.KernelName, thr
     subprocess.run(command, check=True, timeout=60)
 
 
-def test_nobody_waits_for_a_helper_that_gets_no_core() -> None:
-    """The only helper waits in a part of another caller, as one that is not scheduled would do."""
+def with_a_helper_that_waits() -> tuple[list[int], bool]:
+    """The parts in the order in which they were computed, and whether the only helper has waited meanwhile.
+
+    It waits in a part of another caller, as one that is not scheduled would do.
+    """
     functions = compiled.library()
     part = ctypes.CFUNCTYPE(None, *functions.multiply.argtypes)
     release, both, done = threading.Event(), threading.Barrier(3), list[int]()
@@ -481,11 +485,15 @@ def test_nobody_waits_for_a_helper_that_gets_no_core() -> None:
     try:
         both.wait(30)  # the other caller and the helper have claimed a part each
         share(lambda number: done.append(number), 5)
-        assert done == [4, 3, 2, 1, 0]  # the longest first
-        assert not release.is_set()
+        return done, not release.is_set()
     finally:
         release.set()
         other.join()
+
+
+def test_nobody_waits_for_a_helper_that_gets_no_core() -> None:
+    """In a process in which nobody has asked for more helpers. The longest part comes first."""
+    assert alone(with_a_helper_that_waits) == ([4, 3, 2, 1, 0], True)
 
 
 def test_every_part_is_computed_once_by_as_many_threads_as_asked_for() -> None:
