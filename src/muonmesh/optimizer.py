@@ -36,13 +36,13 @@ from muonmesh.report.metrics import measure
 from muonmesh.settings import LOST_GROUP, LOST_LAYOUTS, MuonSettings, ProcessGroup, shows_settings
 from muonmesh.settings.checks import algorithm_of, check_process_group, read_settings
 from muonmesh.settings.reading import SettingsFound, keep_rates_apart, read_groups
+from muonmesh.step.collect import Collected, collect, remember, steady
 from muonmesh.step.connection import check_members, connect, forget, outdated, plan
 from muonmesh.step.elementwise_step import step_elementwise
 from muonmesh.step.flag_vector import Flags
 from muonmesh.step.members import group_for, keep_gradients_of_views, replicas_of
 from muonmesh.step.muon_step import MuonStep
 from muonmesh.step.offload import Offload
-from muonmesh.step.parameter_steps import Collected, collect
 from muonmesh.step.planning import Connected, Planned
 from muonmesh.step.precision import Precision
 from muonmesh.step.preflight import preflight, stand_aside
@@ -50,9 +50,7 @@ from muonmesh.step.profiled import Profiled
 from muonmesh.step.ready import ReadyParameters
 from muonmesh.step.replicas import fingerprints
 from muonmesh.step.runtime import Asked, Clip, Runtime
-from muonmesh.step.steady import steady
 from muonmesh.step.untrained import IdleParameters, warn_of_unsuited
-from muonmesh.step.update_squares import UpdateSquares
 
 
 class _Agreed(NamedTuple):
@@ -311,7 +309,7 @@ class Muon(torch.optim.Optimizer):
                 self._run(agreed)
         finally:
             for planned in self._runtime.plans:
-                for entry in planned.steps.values():
+                for entry in () if planned.collected is None else planned.collected.entries:
                     entry.gradient = None  # the user may free it
 
     def _agree(self) -> _Agreed | None:
@@ -416,12 +414,12 @@ class Muon(torch.optim.Optimizer):
         """Run the exchange with the work of this rank, and end the step."""
         runtime, (planned, exchange, settings, collected, flags, _) = self._runtime, agreed
         precision, offload = runtime.precision, None
-        squares = runtime.last.squares = None if runtime.last.squares is None else UpdateSquares()
+        squares = runtime.last.squares = None if runtime.last.squares is None else {}
         work: MuonStep | None = planned.work if collected is planned.collected else None
         if work is None:
             if precision.leaves(planned.device):
                 offload = Offload(planned.device, elements=planned.plan.budget.elements_on_device)
-            work = MuonStep(ReadyParameters(planned, collected.muon, precision, offload))
+            work = MuonStep(planned, ReadyParameters(planned, collected.muon, precision), offload)
         elementwise = []
         for some in collected.adamw:
             rule = settings.rules[some[0].member.group]
@@ -429,20 +427,19 @@ class Muon(torch.optim.Optimizer):
         watched = torch.autograd.profiler._is_profiler_enabled
         runtime.interrupted = f"a step (number {exchange.wire.steps} of this plan)"
         try:
-            work.ready.begin(exchange.wire, settings.rules, flags, squares, collected.seen.version)
+            work.ready.begin(exchange.wire, settings.rules, flags, squares, collected.seen and collected.seen.version)
             work.begin(elementwise)
             exchange.run(cast(MuonStep, Profiled(work)) if watched else work)
             work.ready.finish()
         except Exception as error:
             runtime.explain_interruption(error)
             raise
-        runtime.last.blocks = work.ready.blocks
+        runtime.last.blocks = planned.blocks if precision.int8 else None
         runtime.last.brought_back = None if offload is None else offload.last
         runtime.interrupted = None
         if collected is not planned.collected:
-            collected.remember(planned)
-            lasts = planned.collected is not None and work.ready.codec is None
-            planned.work = work if lasts else None  # it holds the parameters with their gradients
+            remember(planned, collected, lasts=work.ready.lasts)
+            planned.work = None if planned.collected is None else work  # it holds the parameters with their gradients
         if work.summands.unsuited:
             warn_of_unsuited(planned, settings.rules, work.summands.unsuited, runtime.told, runtime.tell)
 
@@ -660,6 +657,6 @@ class Muon(torch.optim.Optimizer):
         while True:
             found = measure(*self._meet(), runtime)
             if found is not None:
-                runtime.last.squares = runtime.last.squares or UpdateSquares()
+                runtime.last.squares = runtime.last.squares or {}
                 return found
             forget(runtime)

@@ -17,10 +17,8 @@ from muonmesh.numerics.kernels.rows import PieceRows, Place, in_three_dims
 from muonmesh.numerics.kernels.toolchain import is_usable
 from muonmesh.numerics.rules import Rule
 from muonmesh.numerics.rules.muon import MuonRule
-from muonmesh.step.columns import rounds_to_nearest
 from muonmesh.step.parameter_steps import ParameterStep
-from muonmesh.step.ready import ReadyParameters
-from muonmesh.step.update_squares import UpdateSquares
+from muonmesh.step.ready import ReadyParameters, rounds_to_nearest
 
 _Form = tuple[torch.dtype, torch.dtype | None] | None
 """The dtypes of a parameter's tensors in the first two columns of a launch; None: it is not stepped by a kernel."""
@@ -234,7 +232,7 @@ class ByKernel:
         keep, size = known["factors"]
         return keep, size
 
-    def _measure(self, elements: Elements, launch: _Launch, size: Tensor, squares: UpdateSquares) -> None:
+    def _measure(self, elements: Elements, launch: _Launch, size: Tensor, squares: dict[int, list[Tensor]]) -> None:
         """Add up the squares of the steps of a launch, without decay, each element counted once among its copies."""
         device, numbers = self._ready.device, [row.assignment for row in launch.rows]
         views = [view for row in launch.rows if (view := elements.view(row)) is not None]
@@ -242,7 +240,8 @@ class ByKernel:
         places = upload(numbers, dtype=torch.int64, device=device)
         copies = [self._ready.of(number).entry.member.storage.copies for number in numbers]
         steps = torch.where(self.active, size, 0.0)[places] * norms
-        squares.add(launch.group, (steps.square() / upload(copies, dtype=torch.float64, device=device)).sum())
+        steps = steps.square() / upload(copies, dtype=torch.float64, device=device)
+        squares.setdefault(launch.group, []).append(steps.sum())
 
 
 def _dtype(tensor: Tensor | None) -> torch.dtype | None:

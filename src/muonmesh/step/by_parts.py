@@ -18,9 +18,8 @@ from muonmesh.layout.piece_table import NOWHERE, PieceTable, Row, evenly
 from muonmesh.layout.region import row_major
 from muonmesh.numerics.kernels.threads import run_all
 from muonmesh.numerics.rules import parts
-from muonmesh.step.columns import Kind, MatrixStep, WeightViews
 from muonmesh.step.parameter_steps import ParameterStep
-from muonmesh.step.ready import ReadyParameters
+from muonmesh.step.ready import Kind, MatrixStep, ReadyParameters, WeightViews
 
 SMALL = 1 << 14
 """Up to this number of elements, a CPU copies a piece beside others; this is cheaper than a few more calls
@@ -152,7 +151,8 @@ class ByParts:
         if weights.write is not None:
             weights.write()
         if self._ready.squares is not None and squares is not None:
-            self._ready.squares.add(member.group, torch.stack(squares).sum() / member.storage.copies)
+            total = torch.stack(squares).sum() / member.storage.copies
+            self._ready.squares.setdefault(member.group, []).append(total)  # by any thread
 
 
 # ---------------------------------------------------------------- small equal pieces together

@@ -7,10 +7,12 @@ their plans, once for these parameters. `outdated` says whether the ranks must d
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from muonmesh.comm.copies import Copies, Gradients, find_copies, insist_on_averages
 from muonmesh.comm.exchange import Exchange
@@ -41,11 +43,39 @@ from muonmesh.step.members import (
 from muonmesh.step.planning import Batches, Connected, Planned, Planner, plan_members
 from muonmesh.step.replicas import gradients_of_replicas
 from muonmesh.step.runtime import Runtime
-from muonmesh.step.steady import Signature
 from muonmesh.step.untrained import warn_of_rounding
 
 Groups = Sequence[dict[str, Any]]
 """An optimizer's param groups."""
+
+
+class Signature(NamedTuple):
+    """What must stay the same for a plan to stay valid.
+
+    Attributes:
+        setup: See `Runtime.setup`.
+        terms: For each param group what a plan depends on (`muonmesh.settings.reading.plan_terms`).
+        tensors: The form of each parameter.
+        groups: The process group that the source of gradients knows for each parameter.
+    """
+
+    setup: object
+    terms: object
+    tensors: object
+    groups: object
+
+    @staticmethod
+    def of(groups: Groups, runtime: Runtime, terms: object = None) -> Signature:
+        """Return the signature of param groups; ``terms`` are theirs if they have been read."""
+        tensors = [tensor for group in groups for tensor in group["params"]]
+        terms = [plan_terms(group, rule_of(group)) for group in groups] if terms is None else terms
+        shared = [runtime.source.group(tensor) for tensor in tensors]
+        return Signature(runtime.setup, terms, [*map(_form_of, tensors)], shared)
+
+
+def _form_of(tensor: Tensor) -> tuple[object, ...]:
+    form = tensor.shape, tensor.dtype, tensor.device
+    return (*form, id(tensor.device_mesh), tuple(tensor.placements)) if isinstance(tensor, DTensor) else form
 
 
 def plan(groups: Groups, runtime: Runtime) -> Planned:
@@ -252,13 +282,13 @@ def _read(
     replicas_of(runtime.process_group)  # raises if the process group was lost in pickling
     try:
         for known in (runtime.planned, runtime.connected and runtime.connected.planned):
-            if copies is None and known is not None and known.signature == _signature(groups, runtime):
+            if copies is None and known is not None and known.signature == Signature.of(groups, runtime):
                 runtime.planned = known
                 return known, known.sets, None
         for group in groups:
             check_members(group, groups, runtime)
         runtime.ranks.group = _group_found(groups, runtime)
-        signature = _signature(groups, runtime)  # with the names as they are now
+        signature = Signature.of(groups, runtime)  # with the names as they are now
     except Exception as wrong:  # this rank still meets the other ranks, which wait for it
         if runtime.connected is not None:
             return None, runtime.connected.planned.sets, wrong
@@ -302,7 +332,3 @@ def _group_found(groups: Groups, runtime: Runtime) -> dist.ProcessGroup | None:
         if name not in runtime.layouts and runtime.source.group(tensor) is None
     }
     return group_that_averages(named)
-
-
-def _signature(groups: Groups, runtime: Runtime) -> Signature:
-    return Signature.of(groups, runtime, [plan_terms(group, rule_of(group)) for group in groups])

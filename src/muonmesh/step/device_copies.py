@@ -11,10 +11,10 @@ from torch import Tensor
 from muonmesh.comm.storage import local_of, this_rank
 from muonmesh.layout import Plan
 from muonmesh.layout.piece_table import PieceTable
-from muonmesh.step.columns import StateCodec, bind
 from muonmesh.step.offload import DeviceCopy, Offload
 from muonmesh.step.parameter_steps import ParameterStep
 from muonmesh.step.planning import Holdings
+from muonmesh.step.ready import StateCodec
 
 
 class DeviceCopies(StateCodec):
@@ -63,7 +63,7 @@ class DeviceCopies(StateCodec):
             keys = [key for key in (*shaped, "master") if key in entry.state]
             self._copies[tensor] = self._offload.bring({key: local_of(entry.state[key]) for key in keys})
             for each in self._sharing[tensor]:
-                bind(each, self._copies[tensor].values)
+                each.bind(self._copies[tensor].values)
 
     def arrive(self, numbers: Sequence[int], ahead: Sequence[int]) -> None:
         """Let later computations wait until the state of matrices is copied, and begin to copy that of the next."""

@@ -15,6 +15,10 @@ from muonmesh.numerics.kernels.triton_launch import is_watched
 from muonmesh.numerics.rules import parts
 from muonmesh.step.by_kernel import ByKernel, Repeatable
 from muonmesh.step.by_parts import ByParts
+from muonmesh.step.device_copies import DeviceCopies
+from muonmesh.step.int8_codec import Int8Codec
+from muonmesh.step.offload import Offload
+from muonmesh.step.planning import Planned
 from muonmesh.step.ready import ReadyParameters
 from muonmesh.step.stored_companions import RuleSums, StoredCompanions
 
@@ -27,7 +31,9 @@ class MuonStep(Work):
     others (`ByParts`).
 
     Args:
+        planned: The plan.
         ready: The parameters of the step. While they last, the same object takes one step after the other.
+        offload: Copies state from CPU memory and back; None if state is on the device of the parameters.
 
     Attributes:
         ready: The parameters of the step.
@@ -38,7 +44,11 @@ class MuonStep(Work):
     companions: StoredCompanions
     summands: RuleSums
 
-    def __init__(self, ready: ReadyParameters) -> None:
+    def __init__(self, planned: Planned, ready: ReadyParameters, offload: Offload | None = None) -> None:
+        if ready.precision.int8:
+            ready.codec = Int8Codec(planned.blocks, ready.find)
+        elif offload is not None:
+            ready.codec = DeviceCopies(offload, planned.plan, planned.momentum_holdings, ready.entries)
         self.ready, self._by_kernel, self._by_parts = ready, ByKernel.where_usable(ready), ByParts(ready)
         self._elementwise: Sequence[Callable[[], None]] = ()
         self._recordings: dict[Hashable, Any] = {}

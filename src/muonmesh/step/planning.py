@@ -63,7 +63,7 @@ class Planned:
     This object keeps the parameters alive, so that a new one cannot take an old one's identity.
 
     Attributes:
-        signature: The facts that the plan was made for (`muonmesh.step.steady.Signature`).
+        signature: The facts that the plan was made for (`muonmesh.step.connection.Signature`).
         muon: Members of the Muon groups in the order of the plan; None for a parameter that only other ranks of the
             connected set hold.
         elementwise: Members of the AdamW groups whose ranks are known, in the order of the plan. Ranks agree on their
@@ -77,12 +77,12 @@ class Planned:
         exchange: The exchange that runs the plan; None until the ranks have compared their plans.
         vectors: Vectors on the device with an entry for each matrix, with what they were made of (`ByKernel`).
         graphs: CUDA graphs of batches that recur; None if they are not wanted.
-        steps: The parameters of the last step that the next step may use again, by the identity of their
-            OptimizedParameter (`parameter_steps.ParameterStep.lasts`).
-        collected: All parameters of the last step, if the next step may use all of them again.
+        seen: The parameters of the last step with their state, which it has left in the forms in which steps use them
+            (`collect.Snapshot`).
+        collected: The parameters of the last step, if the next step may use all of them again (`collect.Collected`).
         work: The work of the last step (`muon_step.MuonStep`), if the next step may go on with it.
         state_forms: The forms of the state of each parameter, by the identity of its OptimizedParameter, and by whether
-            it has master weights (`parameter_steps.forms_of`).
+            it has master weights (`state_form.forms_of`).
     """
 
     signature: Any
@@ -96,7 +96,7 @@ class Planned:
     exchange: Exchange | None = None
     vectors: dict[str, Any] = field(default_factory=dict)
     graphs: Graphs | None = None
-    steps: dict[int, Any] = field(default_factory=dict)
+    seen: Any = None
     collected: Any = None
     work: Any = None
     state_forms: dict[tuple[int, bool], Any] = field(default_factory=dict)
@@ -104,8 +104,7 @@ class Planned:
 
     def forget_steps(self) -> None:
         """Forget what the last step has found of the parameters. It holds their state."""
-        self.steps.clear()
-        self.collected = self.work = None
+        self.seen = self.collected = self.work = None
 
     def orthogonalizer(self, number: int) -> Orthogonalizer:
         """Return the orthogonalizer of a matrix of which this rank stores something."""

@@ -17,9 +17,10 @@ from muonmesh.comm.work import Work
 from muonmesh.errors import PlanError, about
 from muonmesh.layout import Elementwise, Parameter
 from muonmesh.settings.reading import SettingsFound
+from muonmesh.step.collect import Collected
 from muonmesh.step.flag_vector import PLACED, Flags, FlagVector
 from muonmesh.step.nonzero import nonzero_of
-from muonmesh.step.parameter_steps import Collected, ParameterStep
+from muonmesh.step.parameter_steps import ParameterStep
 from muonmesh.step.planning import Connected
 from muonmesh.step.replicas import Fingerprint
 from muonmesh.step.runtime import Runtime
@@ -71,10 +72,11 @@ def preflight(
     alone = len(exchange.plan.ranks) == 1 and not settings.on_device  # the CPU knows all but the tensors' values
     if alone and error is not None:
         raise error
-    if (alone or not waits) and not collected.seen.is_plain:
+    seen = collected.seen
+    if (alone or not waits) and not (seen is not None and seen.is_plain):
         _reduce(entries, _partial_here(entries))
     # If partial gradients are not summed yet, a matrix counts as non-zero if any rank has a non-zero summand.
-    nonzero = nonzero_of(planned, collected.muon, waits=waits, version=collected.seen.version)
+    nonzero = nonzero_of(planned, collected.muon, waits=waits, version=seen and seen.version)
     moves = _moves(collected, settings, runtime)
     if alone:
         exchange.wire.begin_step()

@@ -28,7 +28,6 @@ from muonmesh.step.blocks import Blocks
 from muonmesh.step.planning import Connected, Planned
 from muonmesh.step.precision import Precision
 from muonmesh.step.untrained import IdleParameters
-from muonmesh.step.update_squares import UpdateSquares
 
 _TORN = "so some weights and their state are of another step than others"
 _LOAD = "Load model and optimizer from a checkpoint (load_state_dict; a new optimizer for torch.distributed.checkpoint)"
@@ -121,7 +120,7 @@ class LastStep:
         counted: The groups in which it was counted (`Rule.steps_taken`).
         absent: The tensors without a gradient on this rank, each with `ParameterStep.present`.
         stopped: Whether it changed nothing; a 0-d bool tensor if the CPU did not wait for the flags.
-        squares: Squares of its updates; None unless `Muon.metrics` has requested them.
+        squares: The squares of its updates by group, to be added up; None unless `Muon.metrics` has requested them.
         blocks: The blocks by which momentum in int8 was last written; None: none was written.
         brought_back: The event after which the CPU may read state that was copied back; None: it may read it now.
     """
@@ -130,7 +129,7 @@ class LastStep:
     counted: list[dict[str, Any]] = field(default_factory=list)
     absent: Mapping[Tensor, bool | Tensor] = field(default_factory=dict)
     stopped: bool | Tensor = False
-    squares: UpdateSquares | None = None
+    squares: dict[int, list[Tensor]] | None = None
     blocks: Blocks | None = None
     brought_back: torch.cuda.Event | None = None
 
@@ -185,6 +184,11 @@ class Runtime:
     told: set[object] = field(default_factory=set)
     idle: IdleParameters = field(default_factory=IdleParameters)
     watch: Watch | None = None
+
+    @property
+    def setup(self) -> object:
+        """What a plan depends on besides the groups: process group, declared layouts and source of gradients."""
+        return self.process_group, [(name, id(entry)) for name, entry in self.layouts.items()], id(self.source)
 
     @property
     def plans(self) -> list[Planned]:

@@ -17,8 +17,7 @@ from muonmesh.layout import Piece
 from muonmesh.layout.companion import size_of
 from muonmesh.layout.piece_table import Row
 from muonmesh.numerics.rules import parts
-from muonmesh.step.columns import MatrixStep
-from muonmesh.step.ready import ReadyParameters
+from muonmesh.step.ready import MatrixStep, ReadyParameters
 
 
 @dataclass
