@@ -37,10 +37,10 @@ from muonmesh.settings import LOST_GROUP, LOST_LAYOUTS, MuonSettings, ProcessGro
 from muonmesh.settings.checks import algorithm_of, check_process_group, read_settings
 from muonmesh.settings.reading import SettingsFound, keep_rates_apart, read_groups
 from muonmesh.step.collect import Collected, collect, remember, steady
-from muonmesh.step.connection import check_members, connect, forget, outdated, plan
+from muonmesh.step.connection import connect, forget, outdated, plan
 from muonmesh.step.elementwise_step import step_elementwise
 from muonmesh.step.flag_vector import Flags
-from muonmesh.step.members import group_for, keep_gradients_of_views, replicas_of
+from muonmesh.step.members import check_members, group_for, keep_gradients_of_views, replicas_of
 from muonmesh.step.muon_step import MuonStep
 from muonmesh.step.offload import Offload
 from muonmesh.step.planning import Connected, Planned
@@ -246,7 +246,8 @@ class Muon(torch.optim.Optimizer):
         keep_gradients_of_views(list(zip(names, seen, strict=False)), self._runtime.layouts)
         super().add_param_group(group)
         try:
-            check_members(self.param_groups[-1], self.param_groups, self._runtime)
+            runtime, groups = self._runtime, self.param_groups
+            check_members(groups[-1], groups, runtime.layouts, runtime.source, runtime.precision.master)
         except Exception:
             self.param_groups.pop()
             raise

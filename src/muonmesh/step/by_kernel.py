@@ -1,4 +1,7 @@
-"""ByKernel: folds and applies all pieces of a table by one kernel launch, for rules and dtypes that have kernels."""
+"""ByKernel: folds and applies all pieces of a table by one kernel launch, for rules and dtypes that have kernels.
+
+So are gradients of zero found (`mark_nonzero`).
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,11 @@ from torch import Tensor
 
 from muonmesh.comm.views import Elements
 from muonmesh.layout.piece_table import NOWHERE, PieceTable, Row
-from muonmesh.numerics.kernels import fused
+from muonmesh.layout.region import row_major
+from muonmesh.numerics.kernels import fused, zeros
 from muonmesh.numerics.kernels.memory import rewrite, upload
-from muonmesh.numerics.kernels.rows import PieceRows, Place, in_three_dims
-from muonmesh.numerics.kernels.toolchain import is_usable
+from muonmesh.numerics.kernels.rows import FlatRows, PieceRows, Place, in_three_dims
+from muonmesh.numerics.kernels.toolchain import DTYPES, is_usable
 from muonmesh.numerics.rules import Rule
 from muonmesh.numerics.rules.muon import MuonRule
 from muonmesh.step.parameter_steps import ParameterStep
@@ -58,6 +62,49 @@ class Repeatable(NamedTuple):
     beside: Sequence[Tensor]
     facts: tuple[object, ...]
     written: Sequence[Tensor]
+
+
+def mark_nonzero(
+    table: PieceTable, gradients: Sequence[Tensor | None], found: Tensor, version: object
+) -> Sequence[Row]:
+    """Mark matrices whose gradient is not zero by one launch for each dtype; return the rows that no kernel takes.
+
+    Args:
+        table: The pieces of all gradients on this rank.
+        gradients: The gradients in the order of the plan.
+        found: int32 (matrices,), written.
+        version: The same object as long as all gradients are where they were; None if that is unknown.
+    """
+    if not is_usable(found.device):
+        return table.rows
+    held = [gradients[number] for number in table.parameters]
+    forms = tuple([None if gradient is None else gradient.dtype for gradient in held])
+    divided: tuple[list[tuple[list[int], FlatRows]], list[Row]]
+    divided = table.once(("nonzero", forms), lambda: _divided_by_dtype(table, forms))
+    launches, left = divided
+    for places, pieces in launches:
+        pieces.version = version
+        zeros.mark_nonzero(pieces, [gradient for place in places if (gradient := held[place]) is not None], found)
+    return left
+
+
+def _divided_by_dtype(
+    table: PieceTable, forms: Sequence[torch.dtype | None]
+) -> tuple[list[tuple[list[int], FlatRows]], list[Row]]:
+    """Return the launches, each with the places of its parameters in the table; and the other rows with a gradient."""
+    taken: dict[torch.dtype, list[Row]] = {}
+    left = list[Row]()
+    for row in table.rows:
+        dtype = forms[table.parameters[row.parameter]]
+        if dtype is not None and row.piece.numel:
+            flat = row.piece.storage_strides == row_major(row.piece.shape)
+            (taken.setdefault(dtype, []) if flat and dtype in DTYPES else left).append(row)
+    launches = []
+    for rows in taken.values():
+        places, tensors = table.numbered(rows)
+        starts = [(row.assignment, row.piece.storage_start, row.piece.numel) for row in rows]
+        launches.append((places, zeros.flat_rows([(t, *start) for t, start in zip(tensors, starts, strict=True)])))
+    return launches, left
 
 
 class ByKernel:

@@ -1,4 +1,4 @@
-"""ByParts: folds and applies rows of a table by the parts of their rules, on every device.
+"""ByParts: folds and applies rows of a table by the parts of their rules, and finds gradients of zero; on every device.
 
 On a CPU each thread takes one piece after the other, so that a piece stays in the cache; and small equal pieces are
 taken together, since a CPU copies them faster than it makes calls.
@@ -16,6 +16,7 @@ from torch import Tensor
 from muonmesh.comm.views import Elements, view_in_storage
 from muonmesh.layout.piece_table import NOWHERE, PieceTable, Row, evenly
 from muonmesh.layout.region import row_major
+from muonmesh.numerics.kernels.memory import upload
 from muonmesh.numerics.kernels.threads import run_all
 from muonmesh.numerics.rules import parts
 from muonmesh.step.parameter_steps import ParameterStep
@@ -29,10 +30,66 @@ _MOST = 1 << 19
 """Largest number of elements of pieces that are taken together, so that they stay in the cache."""
 
 
-_RUNS = "runs"
+_PROBE = 64
+"""Number of elements of a gradient that are checked first for being exactly zero; nearly always enough."""
+
+_RUNS, _ROWS = "runs", "rows of matrices"
 
 Sums = Callable[[int], tuple[tuple[Tensor, ...], Mapping[str, Tensor]]]
 """The type of `RuleSums.sums_of`."""
+
+
+def nonzero_on_host(table: PieceTable, gradients: Sequence[Tensor | None], matrices: int) -> list[bool]:
+    """Return for each matrix whether its gradient has an element that is not zero, or is NaN.
+
+    The first elements of each matrix are looked at, of many matrices at once, and only then all others.
+
+    Args:
+        table: The pieces of all gradients on this rank.
+        gradients: The gradients in the order of the plan.
+        matrices: The number of matrices.
+    """
+    found = [False] * matrices
+    rows_of: dict[int, list[Row]] = table.kept.get(_ROWS) or table.once(_ROWS, lambda: _rows_of(table))
+    probes: dict[tuple[int, torch.dtype], tuple[list[int], list[Tensor]]] = {}
+    for number, (first, *_) in rows_of.items():
+        if (gradient := gradients[first.parameter]) is not None:  # all rows of a matrix are of one parameter
+            count, strides = min(first.piece.shape[-1], _PROBE), first.piece.storage_strides[-1:]
+            numbers, views = probes.setdefault((count, gradient.dtype), ([], []))
+            numbers.append(number)
+            start = gradient.storage_offset() + first.piece.storage_start
+            views.append(gradient.as_strided((count,), strides, start))
+    for numbers, views in probes.values():
+        probed = views[0].any().unsqueeze(0) if len(views) == 1 else torch.stack(views).any(1)
+        for number, any_nonzero in zip(numbers, probed.tolist(), strict=True):
+            found[number] = any_nonzero or any(_has_nonzero(row, gradients[row.parameter]) for row in rows_of[number])
+    return found
+
+
+def _rows_of(table: PieceTable) -> dict[int, list[Row]]:
+    found: dict[int, list[Row]] = {}
+    for row in table.rows:
+        found.setdefault(row.assignment, []).append(row)
+    return found
+
+
+def _has_nonzero(row: Row, gradient: Tensor | None) -> bool:
+    return gradient is not None and bool(view_in_storage(gradient, row.piece).any())
+
+
+def mark_nonzero(rows: Sequence[Row], gradients: Sequence[Tensor | None], found: Tensor) -> None:
+    """Count rows on the device whose gradient has an element that is not zero, or is NaN.
+
+    Args:
+        rows: The rows.
+        gradients: The gradients in the order of the plan.
+        found: int32 (matrices,), to which rows add. With uint8, 256 rows of one matrix would add up to none.
+    """
+    pairs = [(row, gradient) for row in rows if (gradient := gradients[row.parameter]) is not None]
+    if pairs:
+        norms = torch._foreach_norm([view_in_storage(gradient, row.piece) for row, gradient in pairs], float("inf"))
+        numbers = upload([row.assignment for row, _ in pairs], dtype=torch.int64, device=found.device)
+        found.index_add_(0, numbers, (torch.stack(norms) != 0).to(torch.int32))
 
 
 class ByParts:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from muonmesh.comm.agreement import Agreed, Said, standing
@@ -17,14 +18,13 @@ from muonmesh.comm.work import Work
 from muonmesh.errors import PlanError, about
 from muonmesh.layout import Elementwise, Parameter
 from muonmesh.settings.reading import SettingsFound
+from muonmesh.step import by_kernel, by_parts
 from muonmesh.step.collect import Collected
 from muonmesh.step.flag_vector import PLACED, Flags, FlagVector
-from muonmesh.step.nonzero import nonzero_of
 from muonmesh.step.parameter_steps import ParameterStep
-from muonmesh.step.planning import Connected
-from muonmesh.step.replicas import Fingerprint
+from muonmesh.step.planning import Connected, Planned
+from muonmesh.step.replicas import Fingerprint, lines, said_of_settings
 from muonmesh.step.runtime import Runtime
-from muonmesh.step.settings_digest import lines, said_of_settings
 
 Entries = Sequence[ParameterStep | None]
 """The parameters of a plan with their gradients, Muon's first; None for a parameter that only other ranks hold."""
@@ -76,7 +76,7 @@ def preflight(
     if (alone or not waits) and not (seen is not None and seen.is_plain):
         _reduce(entries, _partial_here(entries))
     # If partial gradients are not summed yet, a matrix counts as non-zero if any rank has a non-zero summand.
-    nonzero = nonzero_of(planned, collected.muon, waits=waits, version=seen and seen.version)
+    nonzero = _nonzero(planned, collected, waits=waits)
     moves = _moves(collected, settings, runtime)
     if alone:
         exchange.wire.begin_step()
@@ -106,6 +106,19 @@ def preflight(
     runtime.last.absent = _absent(entries, agreed, waits=True)
     rests = settings.at_rest and not bool(agreed.any("moves"))
     return _flags(active, agreed.any("skip", "overflow"), overflowed, waits=True, only_creates_state=rests)
+
+
+def _nonzero(planned: Planned, collected: Collected, *, waits: bool) -> list[bool] | Tensor:
+    """Return for each matrix whether this rank's gradient is not zero: a list if the CPU knows, else on the device."""
+    raw = [None if entry is None else entry.gradient for entry in collected.muon]
+    gradients = [of if of is None or type(of) is Tensor else local_of(of) for of in raw]
+    table, matrices = planned.gradient_table, len(planned.plan.assignments)
+    if planned.device.type == "cpu" and waits:
+        return by_parts.nonzero_on_host(table, gradients, matrices)
+    found = torch.zeros(matrices, dtype=torch.int32, device=planned.device)
+    version = None if collected.seen is None else collected.seen.version
+    by_parts.mark_nonzero(by_kernel.mark_nonzero(table, gradients, found, version), gradients, found)
+    return found != 0
 
 
 def _moves(collected: Collected, settings: SettingsFound, runtime: Runtime) -> bool:
