@@ -28,7 +28,7 @@ from muonmesh.layout.matrix import as_tuples
 from muonmesh.numerics.setting import plain
 from muonmesh.settings import FRESH_MEANS, NORM_MEANS
 from muonmesh.settings.checks import check_group
-from muonmesh.step.state_form import StateForm
+from muonmesh.step.state_layout import StateForm
 
 OWN_KEYS = ("params", "param_names", "parameters", "matrices", "reasons", "name", "algorithm", "use_muon", "moe")
 """Keys of a group that are no settings: they identify the group, and follow from the model."""

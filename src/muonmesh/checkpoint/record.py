@@ -24,12 +24,11 @@ from muonmesh.numerics.kernels import told_products
 from muonmesh.numerics.precision import plain_modes
 from muonmesh.step.connection import connect, forget, plan
 from muonmesh.step.members import OptimizedParameter
-from muonmesh.step.offload import fresh_copy
 from muonmesh.step.parameter_steps import ParameterStep, prepare_state
 from muonmesh.step.planning import Planned
 from muonmesh.step.precision import Precision
 from muonmesh.step.runtime import Clip, Runtime
-from muonmesh.step.state_form import StateForm, check_state, forms_of
+from muonmesh.step.state_layout import StateForm, check_state
 
 Boxes = dict[tuple[int, ...], Tensor]
 """Boxes of a whole tensor, by their offsets in the tensor."""
@@ -173,7 +172,7 @@ class Record:
         if self.dtype != tensor.dtype:
             state = self.states[tensor]
             if "master" not in state:
-                copy = fresh_copy(local_of(tensor), self.dtype, self.precision, wait=True)  # the CPU writes it
+                copy = self.precision.copy_of(local_of(tensor), self.dtype, wait=True)  # the CPU writes it
                 state["master"] = storage.wrap(copy)
             fill(local_of(state["master"]), storage, share)
 
@@ -270,7 +269,7 @@ def records_of(planned: Planned, optimizer: torch.optim.Optimizer, precision: Pr
     state = optimizer.state
     for member in planned.members:
         group = optimizer.param_groups[member.group]
-        forms = forms_of(member, precision, master=True)
+        forms = member.forms(precision, master=True)
         check_state(member.name, forms, state.get(member.tensor, {}), {"stranger": "Remove it from the state"})
         parts = [each._replace(dtype=each.layout.saved_dtype(precision)) for each in forms if each.key != "master"]
         yield Record(member, state, tuple(parts), group, precision)
@@ -292,7 +291,7 @@ class OfMuon:
         """Create the state that a first step would create; no communication."""
         for member in plan(self.optimizer.param_groups, self.runtime).members:
             state = self.optimizer.state[member.tensor]
-            forms = forms_of(member, self.runtime.precision, master="master" in state)
+            forms = member.forms(self.runtime.precision, master="master" in state)
             prepare_state(ParameterStep(member, local_of(member.tensor), state, None, forms), self.runtime.precision)
 
     @plain_modes()

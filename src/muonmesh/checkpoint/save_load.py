@@ -30,7 +30,7 @@ from muonmesh.numerics.precision import plain_modes
 from muonmesh.step.members import OptimizedParameter
 from muonmesh.step.replicas import sum_of_bits
 from muonmesh.step.runtime import Runtime
-from muonmesh.step.state_form import wrong_numbers
+from muonmesh.step.state_layout import wrong_numbers
 
 
 def refuse_extra_state(model: nn.Module) -> None:

@@ -25,7 +25,6 @@ from muonmesh.step.members import OptimizedParameter
 from muonmesh.step.parameter_steps import ParameterStep, check_parameter
 from muonmesh.step.planning import Planned
 from muonmesh.step.runtime import Runtime
-from muonmesh.step.state_form import forms_of
 
 
 class Snapshot:
@@ -206,7 +205,7 @@ def collect(planned: Planned, optimizer: Optimizer, runtime: Runtime, loss_scale
             error, kept = error or StateError(explain_error(member.name, said, "a dict", write)), {}
         place = id(member), "master" in kept
         if (forms := planned.state_forms.get(place)) is None:
-            forms = planned.state_forms[place] = forms_of(member, runtime.precision, master="master" in kept)
+            forms = planned.state_forms[place] = member.forms(runtime.precision, master="master" in kept)
         entry = ParameterStep(member, local_of(tensor), kept, gradient, forms, present=gradient is not None)
         entries[id(member)] = entry
         if checked:

@@ -21,12 +21,13 @@ from muonmesh.errors import LayoutError, about, explain_error
 from muonmesh.layout import Declared, FlatParameter, FlatShards, MeshLayout, split_matrices
 from muonmesh.layout.matrix import MatrixSpec
 from muonmesh.names import canonical_name
-from muonmesh.numerics.dtypes import COMPLEX_DTYPES, HELD_DTYPES, NEEDED_HELD
+from muonmesh.numerics.dtypes import COMPLEX_DTYPES, HELD_DTYPES, NEEDED_HELD, master_for
 from muonmesh.numerics.rules import is_matrix_rule
 from muonmesh.numerics.rules.parts import follow
 from muonmesh.settings import LOST_GROUP, LOST_LAYOUTS, ProcessGroup
 from muonmesh.settings.checks import check_group, check_structure
-from muonmesh.step.state_layout import StateLayout
+from muonmesh.step.precision import Precision
+from muonmesh.step.state_layout import COUNTED, StateForm, StateLayout
 
 E = TypeVar("E", bound=Exception)
 
@@ -78,6 +79,28 @@ class OptimizedParameter:
             return local
         follow(local_of(master), local)
         return local_of(master).detach()
+
+    def forms(self, precision: Precision, *, master: bool = False) -> tuple[StateForm, ...]:
+        """Return the forms of all state that a step uses of the parameter.
+
+        Args:
+            precision: The dtypes of state.
+            master: Whether there is a master weight, although the precision asks for none.
+        """
+        local = local_of(self.tensor)
+        layouts = {**self.state_layouts, **({} if self.is_matrix else COUNTED)}
+        if master or master_for(local.dtype, precision.master) is not None:
+            layouts["master"] = StateLayout("weights", self.storage, dtype=local.dtype)
+        return tuple(
+            StateForm(
+                key,
+                layout,
+                layout.shape_here(self.storage, local),
+                layout.kept_dtype(precision),
+                layout.device_beside(local.device, precision),
+            )
+            for key, layout in layouts.items()
+        )
 
     @cached_property
     def gradient_storage(self) -> Storage:

@@ -15,9 +15,8 @@ from muonmesh.numerics.kernels.triton_launch import is_watched
 from muonmesh.numerics.rules import parts
 from muonmesh.step.by_kernel import ByKernel, Repeatable
 from muonmesh.step.by_parts import ByParts
-from muonmesh.step.device_copies import DeviceCopies
 from muonmesh.step.int8_codec import Int8Codec
-from muonmesh.step.offload import Offload
+from muonmesh.step.offload import DeviceCopies, Offload
 from muonmesh.step.planning import Planned
 from muonmesh.step.ready import ReadyParameters
 from muonmesh.step.stored_companions import RuleSums, StoredCompanions
@@ -48,7 +47,7 @@ class MuonStep(Work):
         if ready.precision.int8:
             ready.codec = Int8Codec(planned.blocks, ready.find)
         elif offload is not None:
-            ready.codec = DeviceCopies(offload, planned.plan, planned.momentum_holdings, ready.entries)
+            ready.codec = DeviceCopies(offload, planned, ready.entries)
         self.ready, self._by_kernel, self._by_parts = ready, ByKernel.where_usable(ready), ByParts(ready)
         self._elementwise: Sequence[Callable[[], None]] = ()
         self._recordings: dict[Hashable, Any] = {}

@@ -13,9 +13,8 @@ from muonmesh.comm.storage import is_freed, local_of
 from muonmesh.errors import LayoutError, StateError, about, explain_error
 from muonmesh.step.blocks import Momentum
 from muonmesh.step.members import OptimizedParameter
-from muonmesh.step.offload import fresh_copy
 from muonmesh.step.precision import Precision
-from muonmesh.step.state_form import Refused, StateForm, check_state
+from muonmesh.step.state_layout import Refused, StateForm, check_state
 
 Momenta = Mapping[str, Tensor | Momentum]
 """The state that a rule keeps as "momentum", by key, in floating point or as int8 codes."""
@@ -39,7 +38,7 @@ class ParameterStep:
         local: The part of the parameter that this rank stores.
         state: The parameter's entry in the optimizer's state.
         gradient: Local part of the gradient, contiguous, or None. A partial gradient stays a DTensor.
-        forms: The forms of its state (`forms_of`).
+        forms: The forms of its state (`OptimizedParameter.forms`).
         in_form: Whether all of its state was found in these forms.
         present: Whether any rank has a gradient for the tensor; `preflight` asks the ranks of the plan. A 0-d bool
             tensor if only the device knows, because the gradient could only be on another rank.
@@ -100,7 +99,7 @@ def prepare_state(entry: ParameterStep, precision: Precision, *, create: bool = 
         if (held := state.get(key)) is None:
             state.pop(key, None)
             if create and key == "master":
-                state[key] = layout.storage.wrap(fresh_copy(local, dtype, precision))
+                state[key] = layout.storage.wrap(precision.copy_of(local, dtype))
             elif create:
                 state[key] = layout.fresh(form.shape, dtype, local.device, precision)
             continue

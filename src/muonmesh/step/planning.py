@@ -21,7 +21,6 @@ from muonmesh.comm.work import Batching
 from muonmesh.errors import LayoutError, explain_error
 from muonmesh.layout import (
     Elementwise,
-    Layout,
     Parameter,
     Piece,
     Plan,
@@ -41,9 +40,6 @@ from muonmesh.step.flag_vector import FlagVector
 from muonmesh.step.members import OptimizedParameter
 from muonmesh.step.placed_state import with_owners, with_state_layouts
 from muonmesh.step.precision import Precision
-
-Holdings = tuple[tuple[Piece, ...], ...]
-"""For each Matrix of a plan, the pieces of it that this rank stores."""
 
 Planner = Callable[..., Plan]
 """`make_plan` with the settings of an optimizer: its memory budget, owners that keep state, and ranks of a machine."""
@@ -82,7 +78,7 @@ class Planned:
         collected: The parameters of the last step, if the next step may use all of them again (`collect.Collected`).
         work: The work of the last step (`muon_step.MuonStep`), if the next step may go on with it.
         state_forms: The forms of the state of each parameter, by the identity of its OptimizedParameter, and by whether
-            it has master weights (`state_form.forms_of`).
+            it has master weights (`OptimizedParameter.forms`).
     """
 
     signature: Any
@@ -172,36 +168,21 @@ class Planned:
         return Blocks(self.plan, self.momentum_holdings, self.matrices_of, self.device)
 
     @cached_property
-    def holdings(self) -> Holdings:
-        """The pieces of each Matrix that this rank stores."""
-        return self._holdings([parameter.target for parameter in self.plan.parameters])
-
-    @cached_property
-    def momentum_holdings(self) -> Holdings:
-        """The pieces of each Matrix whose momentum this rank stores: `holdings`, unless replicas share the momentum."""
-        shared = any(parameter.momentum_storage is not parameter.target for parameter in self.plan.parameters)
-        return self._holdings([each.momentum_storage for each in self.plan.parameters]) if shared else self.holdings
-
-    def _holdings(self, layouts: Sequence[Layout]) -> Holdings:
-        return tuple(pieces(layouts[a.parameter], self.rank, a.matrix) for a in self.plan.assignments)
-
-    @cached_property
-    def gradient_holdings(self) -> Holdings:
-        """The pieces of each Matrix whose gradient this rank has: `holdings` or `momentum_holdings`."""
-        there = any(member is not None and member.at_momentum for member in self.muon)
-        return self.momentum_holdings if there else self.holdings
+    def momentum_holdings(self) -> list[tuple[Piece, ...]]:
+        """The pieces of each Matrix whose momentum this rank stores."""
+        return [self.plan.holdings(number, self.rank) for number in range(len(self.plan.assignments))]
 
     @cached_property
     def gradient_table(self) -> PieceTable:
-        """The pieces of `gradient_holdings`, in no buffer."""
-        every = zip(self.plan.assignments, self.gradient_holdings, strict=True)
-        return PieceTable(
-            tuple(
-                Row(number, assignment.parameter, piece, NOWHERE, 0, piece.storage_strides)
-                for number, (assignment, some) in enumerate(every)
-                for piece in some
-            )
-        )
+        """The pieces of each Matrix whose gradient this rank has, in no buffer."""
+        there = any(member is not None and member.at_momentum for member in self.muon)
+        rows = []
+        for number, assignment in enumerate(self.plan.assignments):
+            parameter = self.plan.parameters[assignment.parameter]
+            layout = parameter.momentum_storage if there else parameter.target
+            for piece in pieces(layout, self.rank, assignment.matrix):
+                rows.append(Row(number, assignment.parameter, piece, NOWHERE, 0, piece.storage_strides))
+        return PieceTable(tuple(rows))
 
     @property
     def members(self) -> list[OptimizedParameter]:
