@@ -19,7 +19,6 @@ from muonmesh.checkpoint.state import SavedGroup, refuse_torn, restore_state, wi
 from muonmesh.clip.clipping import PlanAgain, clip_gradients
 from muonmesh.clip.limits import ClipPolicy, GradNorms, Limits
 from muonmesh.clip.norm_means import bring_to_host, keep_means, means_of
-from muonmesh.comm.exchange import Exchange
 from muonmesh.comm.gradients import PARAMETER_GRAD, GradientSource, check_source
 from muonmesh.comm.meeting import telling_failure, withdraw_failure
 from muonmesh.comm.to_owners import ToOwners
@@ -43,21 +42,20 @@ from muonmesh.step.flag_vector import Flags
 from muonmesh.step.members import check_members, group_for, keep_gradients_of_views, replicas_of
 from muonmesh.step.muon_step import MuonStep
 from muonmesh.step.offload import Offload
-from muonmesh.step.planning import Connected, Planned
+from muonmesh.step.planning import Planned
 from muonmesh.step.precision import Precision
 from muonmesh.step.preflight import preflight, stand_aside
 from muonmesh.step.profiled import Profiled
 from muonmesh.step.ready import ReadyParameters
 from muonmesh.step.replicas import fingerprints
 from muonmesh.step.runtime import Asked, Clip, Runtime
-from muonmesh.step.untrained import IdleParameters, warn_of_unsuited
+from muonmesh.step.untrained import PATIENCE, IdleParameters, warn_of_unsuited
 
 
 class _Agreed(NamedTuple):
     """A step that all ranks have agreed on: their plan, and what this rank has read for it."""
 
     planned: Planned
-    exchange: Exchange
     settings: SettingsFound
     collected: Collected
     flags: Flags
@@ -345,7 +343,7 @@ class Muon(torch.optim.Optimizer):
         settings = runtime.last.settings = read_groups(groups, runtime.replaced, runtime.last.settings)
         return settings
 
-    def _meet(self) -> tuple[Connected, Muon | None, Exception | None]:
+    def _meet(self) -> tuple[Planned, Muon | None, Exception | None]:
         """Return the plan that clipping and metrics follow, this optimizer, and the error of its settings.
 
         None stands for the optimizer if this rank can no longer follow the plan, and only takes part.
@@ -372,7 +370,7 @@ class Muon(torch.optim.Optimizer):
         error = None if found_inf is None else runtime.source.scaler_error()
         overflow = None if found_inf is None else found_inf != 0
         while True:
-            connected = planned, exchange = runtime.connected or connect(groups, runtime)
+            planned = runtime.connected or connect(groups, runtime)
             collected = collected or collect(planned, self, runtime, scale)
             idle = (
                 runtime.idle.error(collected.missing, any_gradient=collected.any_gradient)
@@ -386,17 +384,17 @@ class Muon(torch.optim.Optimizer):
             if wrong is None and runtime.watch is not None:
                 wrong = runtime.compare_roles(groups, collected.missing, planned, settings)
             flags = preflight(
-                connected, collected, settings, runtime, replicas, error=wrong, skip=clip.skip, overflow=overflow
+                planned, collected, settings, runtime, replicas, error=wrong, skip=clip.skip, overflow=overflow
             )
             runtime.ranks.compared, runtime.loaded = planned, False
             if not flags.replan:
-                return _Agreed(planned, exchange, settings, collected, flags, clip)
+                return _Agreed(planned, settings, collected, flags, clip)
             forget(runtime)  # another rank's parameters have changed, so all plan again
             collected = None
 
     def _note(self, agreed: _Agreed, scaler: torch.amp.grad_scaler.GradScaler | None) -> bool:
         """Note the step that all ranks have agreed on, and return whether it changes nothing."""
-        runtime, (_, _, settings, collected, flags, clip) = self._runtime, agreed
+        runtime, (_, settings, collected, flags, clip) = self._runtime, agreed
         for number in settings.counting:  # steps that raise count on no rank
             group, taken = self.param_groups[number], settings.rules[number].steps_taken
             group["steps_taken"] = taken + (not settings.at_rest)
@@ -404,7 +402,10 @@ class Muon(torch.optim.Optimizer):
                 runtime.last.counted.append(group)
         if (found_inf := getattr(self, "found_inf", None)) is not None:
             self._tell_scaler(scaler, flags, found_inf)
-        runtime.idle.count(collected.missing, self.param_groups, any_gradient=collected.any_gradient)
+        idle = runtime.idle
+        idle.steps += 1
+        if collected.seen is None or idle.counts or idle.steps % PATIENCE == 1:  # in a steady step nothing is missing
+            idle.count(collected.missing, self.param_groups, any_gradient=collected.any_gradient)
         runtime.last.stopped = flags.skip if flags.stop is None else flags.stop
         if clip.means is not None and clip.skip is not None:  # a step that clipping skips counts, unlike others
             before, lost = means_of(self.param_groups, clip.means.device), ~clip.skip & runtime.last.stopped
@@ -413,8 +414,8 @@ class Muon(torch.optim.Optimizer):
 
     def _run(self, agreed: _Agreed) -> None:
         """Run the exchange with the work of this rank, and end the step."""
-        runtime, (planned, exchange, settings, collected, flags, _) = self._runtime, agreed
-        precision, offload = runtime.precision, None
+        runtime, (planned, settings, collected, flags, _) = self._runtime, agreed
+        exchange, precision, offload = planned.exchange, runtime.precision, None
         squares = runtime.last.squares = None if runtime.last.squares is None else {}
         work: MuonStep | None = planned.work if collected is planned.collected else None
         if work is None:
@@ -442,7 +443,7 @@ class Muon(torch.optim.Optimizer):
             remember(planned, collected, lasts=work.ready.lasts)
             planned.work = None if planned.collected is None else work  # it holds the parameters with their gradients
         if work.summands.unsuited:
-            warn_of_unsuited(planned, settings.rules, work.summands.unsuited, runtime.told, runtime.tell)
+            warn_of_unsuited(planned, settings.rules, work.summands.unsuited, runtime.warned, runtime.tell)
 
     def finish(self) -> None:
         """Wait until state in CPU memory (``state_device="cpu"``) has been copied back after a step.
@@ -518,9 +519,9 @@ class Muon(torch.optim.Optimizer):
         runtime, ranks = self._runtime, group_for(process_group)
         limits = Limits(max_norm, policy, skip_above, norms, norm_type)
         while True:
-            connected, here, error = self._meet()
+            planned, here, error = self._meet()
             try:
-                found, runtime.clip = clip_gradients(connected, here, error, limits, runtime, ranks)
+                found, runtime.clip = clip_gradients(planned, here, error, limits, runtime, ranks)
             except PlanAgain:
                 forget(runtime)
                 continue
@@ -578,7 +579,7 @@ class Muon(torch.optim.Optimizer):
             runtime.source,
             complete=runtime.complete,
             interrupted=runtime.interrupted,
-            told=runtime.told,
+            warned=runtime.warned,
         )
         return {**super().__getstate__(), "_runtime": fresh}
 

@@ -389,8 +389,8 @@ def test_a_cpu_has_no_graphs() -> None:
 def graphs_of(optimizer: mm.Muon) -> Graphs:
     connected = optimizer._runtime.connected
     assert connected is not None
-    assert connected.planned.graphs is not None
-    return connected.planned.graphs
+    assert connected.graphs is not None
+    return connected.graphs
 
 
 def on_device(**settings: Any) -> tuple[nn.Parameter, mm.Muon]:

@@ -308,8 +308,8 @@ class OfMuon:
         optimizer, runtime = self.optimizer, self.runtime
         optimizer.finish()
         planned = plan(optimizer.param_groups, runtime)
-        if planned.exchange is None and planned.plan.keepers:
-            planned, _ = connect(optimizer.param_groups, runtime, gradients=False)
+        if not planned.connected and planned.plan.keepers:
+            planned = connect(optimizer.param_groups, runtime, gradients=False)
         if runtime.precision.int8:
             widen_state(optimizer.state, planned, runtime.last.blocks)
         return list(records_of(planned, optimizer, runtime.precision))

@@ -14,7 +14,7 @@ from muonmesh.clip.squares import AGREEMENT, FELT, INVARIANT, add_squares, norms
 from muonmesh.comm.agreement import standing
 from muonmesh.comm.telling import tell_all
 from muonmesh.errors import PlanError, explain_error
-from muonmesh.step.planning import Connected, Planned
+from muonmesh.step.planning import Planned
 from muonmesh.step.runtime import Clip, Runtime
 
 
@@ -23,7 +23,7 @@ class PlanAgain(Exception):
 
 
 def clip_gradients(
-    connected: Connected,
+    planned: Planned,
     here: Optimizer | None,
     error: Exception | None,
     limits: Limits,
@@ -35,7 +35,7 @@ def clip_gradients(
     Squares and sums are fp64, and a coefficient is rounded once. With fp32 sums, it would differ between shardings.
 
     Args:
-        connected: The plan on which all ranks have agreed, with its exchange.
+        planned: The plan that all ranks have compared.
         here: The optimizer whose gradients are measured and scaled. None if this rank's parameters no longer fit the
             plan: it then takes part in the sum for which the others wait, and reports this in the sum. If the CPUs of
             the other ranks do not wait for the result, and their parameters have not changed, `Muon.step` raises an
@@ -51,7 +51,7 @@ def clip_gradients(
         PlanError: another rank found an error. No gradient has been scaled then.
         PlanAgain: a rank must make a new plan.
     """
-    (planned, exchange), source, waits = connected, runtime.source, runtime.driver.host_waits(connected.planned.device)
+    exchange, source, waits = planned.exchange, runtime.source, runtime.driver.host_waits(planned.device)
     apart, follows = source.norms_apart, here is not None
     sums = zeros_for(apart, planned.device)
     if not _reduces(planned, limits, process_group):

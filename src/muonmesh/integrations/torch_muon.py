@@ -75,7 +75,7 @@ class ExecutedMuon(torch.optim.Muon):
                 write = "Make an optimizer for the parameters of each dtype"
                 raise TypeError(explain_error("execute", found, "one dtype, which the momentum has", write))
             made = self._executor = Muon(groups, state_dtype=next(iter(dtypes)), process_group=self._process_group)
-            made._runtime.told.add("rounding")  # about bf16 weights: torch.optim.Muon has no master weights either
+            made._runtime.warned.add("rounding")  # about bf16 weights: torch.optim.Muon has no master weights either
         for number, group in enumerate(self.param_groups):
             made.param_groups[number].update(self._settings(group))
         made.state = self.state

@@ -16,7 +16,7 @@ from muonmesh.comm.telling import tell_all
 from muonmesh.numerics.dtypes import real_of
 from muonmesh.numerics.kernels.memory import upload
 from muonmesh.numerics.normalize import sums_of_squares
-from muonmesh.step.planning import Connected, Planned
+from muonmesh.step.planning import Planned
 from muonmesh.step.runtime import Runtime
 
 _FIGURES = ("gradient", "momentum", "weight", "update")
@@ -24,7 +24,7 @@ _AGREEMENT = Agreement(*STANDING)
 
 
 def measure(
-    connected: Connected, here: Optimizer | None, error: Exception | None, runtime: Runtime
+    planned: Planned, here: Optimizer | None, error: Exception | None, runtime: Runtime
 ) -> dict[str, float] | None:
     """Return the figures of `Muon.metrics`, by one all-reduce of an fp64 vector over the ranks of the exchange.
 
@@ -32,7 +32,7 @@ def measure(
     device. They are NaN if another rank could not follow the plan; the next step then raises an error on all ranks.
 
     Args:
-        connected: The plan that all ranks have compared, with its exchange.
+        planned: The plan that all ranks have compared.
         here: The optimizer to measure; None if the parameters of this rank have changed, so that it only takes part.
         error: The error of the groups of this rank, if any.
         runtime: The runtime state of the optimizer.
@@ -44,7 +44,7 @@ def measure(
         Exception: ``error``, on the rank that found it, if the CPU waits; otherwise the next step raises it.
         PlanError: on the other ranks.
     """
-    (planned, exchange), waits = connected, runtime.driver.host_waits(connected.planned.device)
+    exchange, waits = planned.exchange, runtime.driver.host_waits(planned.device)
     groups = here.param_groups if here is not None else ()
     names = planned.group_names([group["name"] for group in groups], exchange.group)
     totals = torch.zeros(len(names), len(_FIGURES), 2, dtype=torch.float64, device=planned.device)

@@ -62,7 +62,7 @@ class Blocks:
 
     plan: Plan
     holdings: Sequence[Sequence[Piece]]
-    matrices_of: Mapping[Tensor, tuple[int, ...]]
+    matrices_of: Mapping[Tensor, Sequence[int]]
     device: torch.device
 
     @cached_property

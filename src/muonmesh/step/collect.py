@@ -155,7 +155,7 @@ def steady(optimizer: Optimizer, runtime: Runtime, settings: SettingsFound, scal
         return None
     if runtime.ranks.wrappers:
         refuse_join(runtime.ranks.wrappers)
-    planned = runtime.connected.planned
+    planned = runtime.connected
     last: Collected | None = planned.collected
     if last is None or last.seen is None or runtime.source is not PARAMETER_GRAD:
         return None

@@ -40,7 +40,7 @@ from muonmesh.step.members import (
     replicas_of,
     unknown_matrix,
 )
-from muonmesh.step.planning import Batches, Connected, Planned, Planner, plan_members, widened
+from muonmesh.step.planning import Batches, Planned, Planner, plan_members, widened
 from muonmesh.step.replicas import claims_of, gradients_of_replicas
 from muonmesh.step.runtime import Runtime
 from muonmesh.step.untrained import warn_of_rounding
@@ -118,8 +118,8 @@ def placed_members(optimizer: Any) -> list[OptimizedParameter]:
     return plan(optimizer.param_groups, optimizer._runtime).members
 
 
-def connect(groups: Groups, runtime: Runtime, *, gradients: bool = True) -> Connected:
-    """Return the plan with its exchange; if there is none yet, compare plans with the ranks that share parameters.
+def connect(groups: Groups, runtime: Runtime, *, gradients: bool = True) -> Planned:
+    """Return the plan with its exchange; if it has none yet, compare plans with the ranks that share parameters.
 
     A rank that cannot make a plan still takes part in the comparison, so that every rank raises an error.
 
@@ -133,8 +133,8 @@ def connect(groups: Groups, runtime: Runtime, *, gradients: bool = True) -> Conn
         PlanError: another rank cannot make a plan, has made a different plan, or does not take part.
     """
     planned, sets, error = _read(groups, runtime)
-    if planned is not None and planned.exchange is not None:
-        return Connected(planned, planned.exchange)
+    if planned is not None and planned.connected:
+        return planned
     if world_size() > 1 and error is None:
         runtime.ranks.wrappers = wrappers_of([tensor for each in groups for tensor in each["params"]])
         refuse_join(runtime.ranks.wrappers)
@@ -154,25 +154,33 @@ def connect(groups: Groups, runtime: Runtime, *, gradients: bool = True) -> Conn
             )
         except Exception as wrong:  # such as a lack of memory: the other ranks wait for this rank
             error = error or wrong
-    told = cast(dict[int, Facts], tell_by_rank(facts, error, group=group))
-    copies = find_copies({rank: each.claims for rank, each in told.items()})
-    if _take_what_all_have(runtime, told) or copies:
+    facts_of = cast(dict[int, Facts], tell_by_rank(facts, error, group=group))
+    copies = find_copies({rank: each.claims for rank, each in facts_of.items()})
+    if _take_what_all_have(runtime, facts_of) or copies:
         planned, _, error = _read(groups, runtime, copies)
     planned = runtime.planned = _plan_of_all(planned, error, ranks, group, _planner(runtime))
     # Only now: tensors of other shapes have other gradients, and the difference of the plans says why.
-    averages = {rank: each.averages for rank, each in told.items()}
+    averages = {rank: each.averages for rank, each in facts_of.items()}
     insist_on_averages(averages, lambda: tell_by_rank(sums, group=group))
-    found = runtime.connected = Connected(planned, _exchange(planned, group, runtime))
+    planned.exchange = Exchange(
+        planned.plan,
+        group=group,
+        dtype=runtime.precision.compute,
+        companion_dtype=runtime.precision.carried,
+        device=planned.device,
+        batching=Batches.of(planned, on_host=runtime.precision.on_host),
+    )
+    planned.connected, runtime.connected = True, planned
     runtime.ranks.keepers = planned.plan.keepers
     runtime.source.bind(planned.replicated, group_for(runtime.holders), planned.plan.budget.gradient_bytes)
-    runtime.source.complete(found.exchange.wire.steps)
-    if "rounding" not in runtime.told:
-        runtime.told.add("rounding")
+    runtime.source.complete(planned.exchange.wire.steps)
+    if "rounding" not in runtime.warned:
+        runtime.warned.add("rounding")
         warn_of_rounding(planned, groups, runtime.precision, runtime.tell)
-    return found
+    return planned
 
 
-def _take_what_all_have(runtime: Runtime, told: Mapping[int, Facts]) -> bool:
+def _take_what_all_have(runtime: Runtime, facts_of: Mapping[int, Facts]) -> bool:
     """Make all ranks use the same kernels and the same number of ranks of a machine; return whether this rank changes.
 
     If ``kernels="auto"`` on all ranks stands for different compiled products, all ranks use torch's products. If the
@@ -180,12 +188,12 @@ def _take_what_all_have(runtime: Runtime, told: Mapping[int, Facts]) -> bool:
 
     Args:
         runtime: The runtime state of the optimizer; its ``precision`` and ``ranks.machine`` are written.
-        told: What each rank of the connected set has told.
+        facts_of: The facts of each rank of the connected set.
     """
-    machine, (first, mine), *_ = runtime.ranks.machine, *told.items()
-    runtime.ranks.machine = machine if len({each.machine for each in told.values()}) == 1 else 0
-    other = next((rank for rank, each in told.items() if each.products != mine.products), None)
-    free = all(each.products[0] == "auto" for each in told.values())
+    machine, (first, mine), *_ = runtime.ranks.machine, *facts_of.items()
+    runtime.ranks.machine = machine if len({each.machine for each in facts_of.values()}) == 1 else 0
+    other = next((rank for rank, each in facts_of.items() if each.products != mine.products), None)
+    free = all(each.products[0] == "auto" for each in facts_of.values())
     kernels: KernelName = "torch" if free and other is not None else runtime.asked.kernels
     if kernels == runtime.precision.kernels:
         return runtime.ranks.machine != machine
@@ -228,20 +236,7 @@ def _groups_known(planned: Planned | None, runtime: Runtime) -> list[dist.Proces
     return [group for group in given if isinstance(group, dist.ProcessGroup)] + meshes
 
 
-def _exchange(planned: Planned, group: dist.ProcessGroup | None, runtime: Runtime) -> Exchange:
-    """Make the exchange of a plan that all ranks have compared."""
-    planned.exchange = Exchange(
-        planned.plan,
-        group=group,
-        dtype=runtime.precision.compute,
-        companion_dtype=runtime.precision.carried,
-        device=planned.device,
-        batching=Batches.of(planned, on_host=runtime.precision.on_host),
-    )
-    return planned.exchange
-
-
-def outdated(groups: Groups, runtime: Runtime, settings: SettingsFound) -> Connected | None:
+def outdated(groups: Groups, runtime: Runtime, settings: SettingsFound) -> Planned | None:
     """Return the plan of the last step if this rank can no longer follow it; None if it can, or if there is no plan.
 
     The other ranks may not know yet that this rank has changed. The source brings the gradients of this step, for which
@@ -259,7 +254,7 @@ def outdated(groups: Groups, runtime: Runtime, settings: SettingsFound) -> Conne
     before = runtime.connected
     if before is None:
         return None
-    same = settings.error is None and before.planned.signature == Signature.of(groups, runtime, settings.terms)
+    same = settings.error is None and before.signature == Signature.of(groups, runtime, settings.terms)
     runtime.source.complete(before.exchange.wire.steps)
     return None if same else before
 
@@ -278,7 +273,7 @@ def _read(
     """
     replicas_of(runtime.process_group)  # raises if the process group was lost in pickling
     try:
-        for known in (runtime.planned, runtime.connected and runtime.connected.planned):
+        for known in (runtime.planned, runtime.connected):
             if copies is None and known is not None and known.signature == Signature.of(groups, runtime):
                 runtime.planned = known
                 return known, known.sets, None
@@ -288,7 +283,7 @@ def _read(
         signature = Signature.of(groups, runtime)  # with the names as they are now
     except Exception as wrong:  # this rank still meets the other ranks, which wait for it
         if runtime.connected is not None:
-            return None, runtime.connected.planned.sets, wrong
+            return None, runtime.connected.sets, wrong
         return None, likely_sets(groups, runtime.holders, runtime.layouts, runtime.source), wrong
     members, sets, error = members_of(
         groups, runtime.holders, runtime.layouts, runtime.source, copies or {}, shard_state=runtime.asked.shard_state

@@ -260,7 +260,9 @@ def members_of(
                 names[part, () if storage.layout is None else tuple(storage.layout.ranks)] += 1
                 if storage.layout is not None:
                     sets.append(storage.layout.ranks)
-    error = error or _named_alike(names)
+    for (alike, _), count in names.items():
+        if count > 1:
+            error = error or named_alike(LayoutError, alike, f"{count} parameters of this name")
     try:
         members = _with_momentum_placed(members, source)
     except LayoutError as found:
@@ -277,14 +279,6 @@ def members_of(
         needed = "names of parameters in the groups of this rank"
         error = error or LayoutError(explain_error("layouts", f"{sorted(unknown)}", needed, write))
     return members, sets, error
-
-
-def _named_alike(names: Mapping[tuple[str, tuple[int, ...]], int]) -> LayoutError | None:
-    """Return the error for the first name that several parameters on the same ranks have; None if names are unique."""
-    for (name, _), count in names.items():
-        if count > 1:
-            return named_alike(LayoutError, name, f"{count} parameters of this name")
-    return None
 
 
 def named_alike(kind: type[E], name: str, found: str) -> E:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -70,7 +70,8 @@ class Planned:
         device: The device of Muon's parameters, or of the first parameter if there are none. Without parameters see
             `device_without_parameters`.
         orthogonalizers: The orthogonalizers of each Muon group of this rank, by group and shape.
-        exchange: The exchange that runs the plan; None until the ranks have compared their plans.
+        connected: Whether the ranks have compared their plans.
+        exchange: The exchange that runs the plan; set when they have.
         vectors: Vectors on the device with an entry for each matrix, with what they were made of (`ByKernel`).
         graphs: CUDA graphs of batches that recur; None if they are not wanted.
         seen: The parameters of the last step with their state, which it has left in the forms in which steps use them
@@ -89,7 +90,8 @@ class Planned:
     rank: int
     device: torch.device
     orthogonalizers: Orthogonalizers
-    exchange: Exchange | None = None
+    connected: bool = False
+    exchange: Exchange = field(init=False)
     vectors: dict[str, Any] = field(default_factory=dict)
     graphs: Graphs | None = None
     seen: Any = None
@@ -107,10 +109,6 @@ class Planned:
         matrix, member = self.plan.assignments[number].matrix, self.muon[self.plan.assignments[number].parameter]
         assert member is not None
         return self.orthogonalizers[member.group, matrix.shape]
-
-    def squares(self, number: int) -> int:
-        """Return how many rows × rows buffers a device needs to orthogonalize a matrix that this rank owns."""
-        return self.orthogonalizer(number).squares
 
     @cached_property
     def flag_vector(self) -> FlagVector:
@@ -150,16 +148,12 @@ class Planned:
         return found
 
     @cached_property
-    def matrices_of(self) -> dict[Tensor, tuple[int, ...]]:
+    def matrices_of(self) -> dict[Tensor, list[int]]:
         """For each tensor of Muon's parameters on this rank the numbers of its matrices' assignments, in order."""
-        numbers = {(a.parameter, a.matrix.index): number for number, a in enumerate(self.plan.assignments)}
-        found: dict[Tensor, tuple[int, ...]] = {}
-        for parameter, member in enumerate(self.muon):
-            if member is not None:
-                matrices = self.plan.parameters[parameter].matrices
-                found[member.tensor] = found.get(member.tensor, ()) + tuple(
-                    numbers[parameter, m.index] for m in matrices
-                )
+        found: dict[Tensor, list[int]] = {}
+        for number, assignment in enumerate(self.plan.assignments):
+            if (member := self.muon[assignment.parameter]) is not None:
+                found.setdefault(member.tensor, []).append(number)
         return found
 
     @cached_property
@@ -236,13 +230,6 @@ class Batches(Batching):
         one = self.orthogonalizers[number]
         keys = [one.graph_key(shape, dtype, overwrite=overwrite) for overwrite in (True, False)]  # as their rule needs
         return self.graphs.memory(*keys[0]) or self.graphs.memory(*keys[1])
-
-
-class Connected(NamedTuple):
-    """A plan that all its ranks have compared, with the exchange that runs it."""
-
-    planned: Planned
-    exchange: Exchange
 
 
 def plan_members(

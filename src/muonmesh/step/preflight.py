@@ -22,7 +22,7 @@ from muonmesh.step import by_kernel, by_parts
 from muonmesh.step.collect import Collected
 from muonmesh.step.flag_vector import PLACED, Flags, FlagVector
 from muonmesh.step.parameter_steps import ParameterStep
-from muonmesh.step.planning import Connected, Planned
+from muonmesh.step.planning import Planned
 from muonmesh.step.replicas import Fingerprint, lines, said_of_settings
 from muonmesh.step.runtime import Runtime
 
@@ -31,7 +31,7 @@ Entries = Sequence[ParameterStep | None]
 
 
 def preflight(
-    connected: Connected,
+    planned: Planned,
     collected: Collected,
     settings: SettingsFound,
     runtime: Runtime,
@@ -47,7 +47,7 @@ def preflight(
     ranks have agreed which gradients are partial; else before, on the ranks that have a partial gradient.
 
     Args:
-        connected: The plan that this rank follows, with its exchange.
+        planned: The plan that this rank follows.
         collected: The parameters with their gradients.
         settings: The settings that this rank read from its groups.
         runtime: The runtime state of the optimizer. If its CPU does not wait for the flags, the device masks writes by
@@ -66,7 +66,7 @@ def preflight(
         PlanError: on the other ranks; and on every rank if some replicas lack a gradient that other replicas have, or
             if ranks that share a parameter have different settings for it.
     """
-    (planned, exchange), entries = connected, [*collected.muon, *collected.elementwise]
+    exchange, entries = planned.exchange, [*collected.muon, *collected.elementwise]
     error = settings.error or collected.error or error
     waits = settings.at_rest or runtime.driver.host_waits(planned.device)
     alone = len(exchange.plan.ranks) == 1 and not settings.on_device  # the CPU knows all but the tensors' values
@@ -77,7 +77,8 @@ def preflight(
         _reduce(entries, _partial_here(entries))
     # If partial gradients are not summed yet, a matrix counts as non-zero if any rank has a non-zero summand.
     nonzero = _nonzero(planned, collected, waits=waits)
-    moves = _moves(collected, settings, runtime)
+    # Gradients elsewhere may be no zeros, if the driver sees a part of them.
+    moves = not runtime.driver.creates_state or (settings.at_rest and _moves(collected))
     if alone:
         exchange.wire.begin_step()
         stop = skip if overflow is None else overflow if skip is None else skip | overflow
@@ -121,11 +122,10 @@ def _nonzero(planned: Planned, collected: Collected, *, waits: bool) -> list[boo
     return found != 0
 
 
-def _moves(collected: Collected, settings: SettingsFound, runtime: Runtime) -> bool:
-    """Return whether this is no step that only creates state, as far as this rank knows of AdamW's gradients."""
-    gradients = (entry.gradient for entry in collected.elementwise if entry is not None)
-    moves = settings.at_rest and any(bool(local_of(some).any()) for some in gradients if some is not None)
-    return moves or not runtime.driver.creates_state  # gradients elsewhere may be no zeros
+def _moves(collected: Collected) -> bool:
+    """Return whether a gradient of AdamW's parameters is not zero, so that a step does not only create state."""
+    gradients = [entry.gradient for entry in collected.elementwise if entry is not None]
+    return any(bool(local_of(gradient).any()) for gradient in gradients if gradient is not None)
 
 
 def _partial_here(entries: Entries) -> dict[int, Sequence[int]]:
@@ -182,14 +182,14 @@ def _flags(
     return Flags(nonzeros, overflow, stop is not None and bool(stop), only_creates_state and not any(nonzeros))
 
 
-def stand_aside(connected: Connected, settings: SettingsFound, runtime: Runtime) -> bool:
+def stand_aside(planned: Planned, settings: SettingsFound, runtime: Runtime) -> bool:
     """Take part in the preflight of the other ranks, and report that this rank cannot follow the plan.
 
     If the CPUs of the other ranks do not read the flags now, ranks that follow the plan run the step with masked
     writes. This rank then takes part in their exchange, so that they do not wait for it.
 
     Args:
-        connected: The last plan of this rank, which the other ranks may still follow, with its exchange.
+        planned: The last plan of this rank, which the other ranks may still follow.
         settings: The settings that this rank read from its groups. If they have no error, the groups have changed, so
             that all ranks must plan again.
         runtime: The runtime state of the optimizer.
@@ -202,7 +202,7 @@ def stand_aside(connected: Connected, settings: SettingsFound, runtime: Runtime)
         Exception: the error of this rank, if the CPU waits.
         PlanError: another rank found an error, if the CPU waits.
     """
-    (planned, exchange), error = connected, settings.error
+    exchange, error = planned.exchange, settings.error
     # At learning rate 0 the CPUs of all ranks wait, as in `preflight`: see `SettingsFound.at_rest`.
     waits, flag_vector = settings.at_rest or runtime.driver.host_waits(planned.device), planned.flag_vector
     agreed = exchange.wire.agree(flag_vector.agreement, standing(error, follows=False), planned.device)
