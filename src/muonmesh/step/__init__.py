@@ -12,6 +12,6 @@
 5. State that is kept otherwise than it is computed with has a codec: `int8_codec`, on the `blocks` of int8 momentum,
    and `offload`, which copies state from CPU memory. `stochastic_rounding` numbers the elements.
 
-`runtime` holds the runtime state of an optimizer between steps, and `precision` its dtypes. `untrained` warns of parameters that do not learn. `profiled` names the parts of a step
-for torch's profiler.
+`runtime` holds the runtime state of an optimizer between steps, and `precision` its dtypes. `untrained` warns of
+parameters that do not learn. `profiled` names the parts of a step for torch's profiler.
 """

@@ -5,9 +5,9 @@ So are gradients of zero found (`mark_nonzero`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,8 @@ from muonmesh.numerics.rules import Rule
 from muonmesh.numerics.rules.muon import MuonRule
 from muonmesh.step.parameter_steps import ParameterStep
 from muonmesh.step.ready import ReadyParameters, rounds_to_nearest
+
+K = TypeVar("K", bound=Hashable)
 
 _Form = tuple[torch.dtype, torch.dtype | None] | None
 """The dtypes of a parameter's tensors in the first two columns of a launch; None: it is not stepped by a kernel."""
@@ -80,7 +82,7 @@ def mark_nonzero(
     held = [gradients[number] for number in table.parameters]
     forms = tuple([None if gradient is None else gradient.dtype for gradient in held])
     divided: tuple[list[tuple[list[int], FlatRows]], list[Row]]
-    divided = table.once(("nonzero", forms), lambda: _divided_by_dtype(table, forms))
+    divided = table.once(("nonzero", forms), lambda: _gradient_launches(table, forms))
     launches, left = divided
     for places, pieces in launches:
         pieces.version = version
@@ -88,23 +90,32 @@ def mark_nonzero(
     return left
 
 
-def _divided_by_dtype(
+def _gradient_launches(
     table: PieceTable, forms: Sequence[torch.dtype | None]
 ) -> tuple[list[tuple[list[int], FlatRows]], list[Row]]:
     """Return the launches, each with the places of its parameters in the table; and the other rows with a gradient."""
-    taken: dict[torch.dtype, list[Row]] = {}
-    left = list[Row]()
-    for row in table.rows:
+
+    def dtype_of(row: Row) -> torch.dtype | None:
         dtype = forms[table.parameters[row.parameter]]
-        if dtype is not None and row.piece.numel:
-            flat = row.piece.storage_strides == row_major(row.piece.shape)
-            (taken.setdefault(dtype, []) if flat and dtype in DTYPES else left).append(row)
+        return dtype if dtype in DTYPES and row.piece.storage_strides == row_major(row.piece.shape) else None
+
+    present = [row for row in table.rows if row.piece.numel and forms[table.parameters[row.parameter]] is not None]
+    taken, left = _divided(present, dtype_of)
     launches = []
     for rows in taken.values():
         places, tensors = table.numbered(rows)
         starts = [(row.assignment, row.piece.storage_start, row.piece.numel) for row in rows]
         launches.append((places, zeros.flat_rows([(t, *start) for t, start in zip(tensors, starts, strict=True)])))
     return launches, left
+
+
+def _divided(rows: Sequence[Row], launch_of: Callable[[Row], K | None]) -> tuple[dict[K, list[Row]], list[Row]]:
+    """Return the rows by the launch that takes them, and those that none takes."""
+    taken, left = dict[K, list[Row]](), list[Row]()
+    for row in rows:
+        launch = launch_of(row)
+        (left if launch is None else taken.setdefault(launch, [])).append(row)
+    return taken, left
 
 
 class ByKernel:
@@ -215,7 +226,7 @@ class ByKernel:
             forms = tuple([None if pair is None else (pair[0].dtype, _dtype(pair[1])) for pair in pairs])
             buffers = elements.buffers[0].dtype if elements.buffers else None
             divided: tuple[Sequence[_Launch], Sequence[Row]] = table.once(
-                (what, buffers, forms), lambda: _divided(ready, table, buffers, forms)
+                (what, buffers, forms), lambda: _piece_launches(ready, table, buffers, forms)
             )
             launches, left = divided
             found = [], left
@@ -303,19 +314,20 @@ def _masters(entries: Sequence[ParameterStep]) -> list[Tensor]:
     return [master for entry in entries if (master := entry.master) is not None]
 
 
-def _divided(
+def _piece_launches(
     ready: ReadyParameters, table: PieceTable, buffers: torch.dtype | None, forms: Sequence[_Form]
 ) -> tuple[Sequence[_Launch], Sequence[Row]]:
     """Return the launches for a table, and the rows that no launch takes, by the dtypes of buffers and parameters."""
-    taken: dict[tuple[int, bool, _Form], list[Row]] = {}
-    left = list[Row]()
-    for row in table.rows:
+
+    def launch_of(row: Row) -> tuple[int, bool, _Form] | None:
         form, buffered = forms[table.parameters[row.parameter]], row.buffer != NOWHERE
         dtypes = [dtype for dtype in (*(form or ()), buffers if buffered else None) if dtype is not None]
-        if form is None or not fused.can_fuse(ready.device, dtypes) or not _fits(row):
-            left.append(row)
-        else:
-            taken.setdefault((ready.of(row.assignment).entry.member.group, buffered, form), []).append(row)
+        fits = in_three_dims(row.piece.shape, row.piece.storage_strides, row.strides) is not None
+        if form is None or not fits or not fused.can_fuse(ready.device, dtypes):
+            return None
+        return ready.of(row.assignment).entry.member.group, buffered, form
+
+    taken, left = _divided(table.rows, launch_of)
     launches = []
     for (group, buffered, _), rows in taken.items():
         places, numbers = table.numbered(rows)
@@ -323,10 +335,6 @@ def _divided(
         if len(pieces):
             launches.append(_Launch(group, buffered, places, rows, pieces))
     return launches, left
-
-
-def _fits(row: Row) -> bool:
-    return in_three_dims(row.piece.shape, row.piece.storage_strides, row.strides) is not None
 
 
 def _place(row: Row, tensor: int) -> Place:

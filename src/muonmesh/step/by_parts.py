@@ -33,7 +33,7 @@ _MOST = 1 << 19
 _PROBE = 64
 """Number of elements of a gradient that are checked first for being exactly zero; nearly always enough."""
 
-_RUNS, _ROWS = "runs", "rows of matrices"
+_RUNS, _ROWS, _ROUNDED = "runs", "rows of matrices", "/rounded"
 
 Sums = Callable[[int], tuple[tuple[Tensor, ...], Mapping[str, Tensor]]]
 """The type of `RuleSums.sums_of`."""
@@ -260,54 +260,58 @@ def _follows(row: Row, run: Sequence[Row]) -> bool:
 
 def _fold_together(elements: Elements, run: Run, entries: Sequence[ParameterStep], kind: Kind) -> bool:
     """Fold the gradients of a run, and write the directions; False if nothing was done, because the rows differ."""
-    gradients = _views([entry.gradient for entry in entries], run.rows)
-    momenta = _by_key([entry.momenta or {} for entry in entries], run.rows)
-    if gradients is None or momenta is None:
+    momenta = [entry.momenta or {} for entry in entries]
+    columns = _side_by_side(run, {"": [entry.gradient for entry in entries]}, momenta)
+    if columns is None:
         return False
-    held = {key: parts.side_by_side(f"momenta {key}", views) for key, views in momenta.items()}
-    parts.fold(kind.rule, parts.side_by_side("gradient", gradients), held, into=run.buffered(elements))
-    for key, views in momenta.items():
-        parts.give_back(held[key], views)
+    gradient, _ = columns.pop("")
+    parts.fold(kind.rule, gradient, {key: copies for key, (copies, _) in columns.items()}, into=run.buffered(elements))
+    for column in columns.values():
+        parts.give_back(*column)
     return True
 
 
 def _apply_together(elements: Elements, run: Run, entries: Sequence[ParameterStep], kind: Kind) -> bool:
     """Decay and update the weights of a run; False if nothing was done, because the rows differ."""
-    wide, rows = entries[0].master is not None, run.rows
-    weights = _views([entry.master if wide else entry.weights for entry in entries], rows)
-    rounded = _views([entry.weights for entry in entries], rows) if wide else []
-    beside = _by_key([entry.beside for entry in entries], rows)
-    if (
-        weights is None
-        or rounded is None
-        or beside is None
-        or (not wide and any([e.master is not None for e in entries]))
-    ):
+    weights: dict[str, Sequence[object]] = {"": [entry.weights for entry in entries]}
+    masters = [entry.master for entry in entries]
+    if masters[0] is not None:
+        weights = {"": masters, _ROUNDED: weights[""]}
+    elif any([master is not None for master in masters]):
         return False
-    values = parts.side_by_side("weights", weights)
-    low = parts.side_by_side("rounded", rounded) if rounded else None
-    held = {key: parts.side_by_side(f"beside {key}", views) for key, views in beside.items()}
-    parts.apply(kind.rule, values, run.buffered(elements), held, scale=kind.scale, rounded=low)
-    for together, views in ((values, weights), (low, rounded), *((held[key], beside[key]) for key in held)):
-        if together is not None:
-            parts.give_back(together, views)
+    columns = _side_by_side(run, weights, [entry.beside for entry in entries])
+    if columns is None:
+        return False
+    beside = {key: copies for key, (copies, _) in columns.items()}
+    values, rounded = beside.pop(""), beside.pop(_ROUNDED, None)
+    parts.apply(kind.rule, values, run.buffered(elements), beside, scale=kind.scale, rounded=rounded)
+    for column in columns.values():
+        parts.give_back(*column)
     return True
 
 
-def _views(tensors: Sequence[object], rows: Sequence[Row]) -> list[Tensor] | None:
-    """Return views of rows in their tensors; None if these are not all tensors of one dtype."""
-    found = [
-        view_in_storage(tensor, row.piece)
-        for tensor, row in zip(tensors, rows, strict=True)
-        if isinstance(tensor, Tensor)
-    ]
-    return found if len(found) == len(rows) and len({view.dtype for view in found}) == 1 else None
+def _side_by_side(
+    run: Run, columns: Mapping[str, Sequence[object]], states: Sequence[Mapping[str, object]]
+) -> dict[str, tuple[Tensor, list[Tensor]]] | None:
+    """Return copies of what the rows of a run have, in one tensor for each key, with the views that were copied.
 
+    Args:
+        run: The rows.
+        columns: By key, something of each row.
+        states: More of each row, by key.
 
-def _by_key(states: Sequence[Mapping[str, object]], rows: Sequence[Row]) -> dict[str, list[Tensor]] | None:
-    """Return views of rows in tensors that each has by key, such as its state; None if these are not alike."""
-    found, keys = dict[str, list[Tensor]](), states[0].keys()
-    for key in keys if all([state.keys() == keys for state in states]) else ():
-        if (views := _views([state[key] for state in states], rows)) is not None:
-            found[key] = views
-    return found if len(found) == len(keys) else None
+    Returns:
+        None if the rows do not have tensors by the same keys, of one dtype for each.
+    """
+    keys, found = states[0].keys(), dict[str, list[Tensor]]()
+    if not all([state.keys() == keys for state in states]):
+        return None
+    for key, values in {**columns, **{key: [state[key] for state in states] for key in keys}}.items():
+        found[key] = [
+            view_in_storage(tensor, row.piece)
+            for tensor, row in zip(values, run.rows, strict=True)
+            if isinstance(tensor, Tensor)
+        ]
+        if len(found[key]) < len(run.rows) or len({view.dtype for view in found[key]}) > 1:
+            return None
+    return {key: (parts.side_by_side(key, views), views) for key, views in found.items()}

@@ -117,23 +117,21 @@ class MuonStep(Work):
         rule = kind.rule
         if kind.balances:
             for number, matrix in zip(matrices, batch.unbind(), strict=True):
-                one = self.ready.of(number)
-                with self.companions.of(one) as kept:
-                    parts.change_whole(
-                        one.rule_in_turn.balance, matrix, kept, rows=one.matrix.rows, cols=one.matrix.cols
-                    )
+                self._change(number, "balance", matrix)
         if rule.orthogonalizes:
             kind.orthogonalizer(batch, out=out, overwrite=not rule.sees_direction, graphs=self.ready.graphs)
         else:
             out.copy_(batch)
         if kind.changes:
             for number, direction, matrix in zip(matrices, batch.unbind(), out.unbind(), strict=True):
-                one = self.ready.of(number)
-                seen = direction if rule.sees_direction else None
-                with self.companions.of(one) as kept:
-                    parts.change_whole(
-                        one.rule_in_turn.whole, matrix, kept, rows=one.matrix.rows, cols=one.matrix.cols, direction=seen
-                    )
+                self._change(number, "whole", matrix, direction=direction if rule.sees_direction else None)
+
+    def _change(self, number: int, part: str, matrix: Tensor, **seen: Any) -> None:
+        """Let a part of the rule of a matrix change it whole, together with its state by row, column or matrix."""
+        one = self.ready.of(number)
+        with self.companions.of(one) as state:
+            rows, cols = one.matrix.rows, one.matrix.cols
+            parts.change_whole(getattr(one.rule_in_turn, part), matrix, state, rows=rows, cols=cols, **seen)
 
     def finalize(self, elements: Elements) -> None:
         """Decay and update the elements of a table, unless their matrix stays unchanged."""
