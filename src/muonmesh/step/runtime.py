@@ -55,13 +55,11 @@ class Asked(NamedTuple):
         kernels: The kernels; those that all ranks use are in `Runtime.precision`.
         shard_state: Whether replicas share the momentum.
         memory_budget_mb: MiB that a step may take; None: `Budget` chooses a number.
-        cuda_graphs: Whether batches are captured in CUDA graphs.
     """
 
     kernels: KernelName = "auto"
     shard_state: bool = False
     memory_budget_mb: float | None = None
-    cuda_graphs: bool = False
 
 
 class Driver:
