@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import pickle
-import re
 import shutil
 import warnings
 from collections.abc import Callable
@@ -26,7 +25,6 @@ from muonmesh.tools.cli.report import append_metrics
 from muonmesh.tools.cli.run_files import LOCK_FILE
 from muonmesh.tools.cli.run_settings import Settings
 from tests.mutations import Acts
-from tests.workers import Pool
 
 STATE = {
     "model.weight": torch.ones(6, 5),
@@ -99,13 +97,6 @@ def test_what_is_wrong_with_the_machine_is_told(tmp_path: Path, monkeypatch: pyt
         assert installation._orthogonalize().do == "Write kernels='torch', and report it"
     (line,) = installation.lines_of([installation.Finding("gloo", "nothing", "Write so")])
     assert line == "do  gloo: nothing. Write so"
-
-
-@pytest.mark.slow
-def test_two_ranks_measure_their_links(workers: Callable[[int], Pool]) -> None:
-    first, second = workers(2).run(installation.measured_links, torch.device("cpu"))
-    assert re.fullmatch(r"2 ranks: [\d.]+ ms, \d+ MB/s an all-reduce, clocks \d+ ms apart", first.found), first
-    assert first.do == second.do == ""
 
 
 def data(path: Path) -> Path:

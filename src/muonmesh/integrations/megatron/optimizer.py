@@ -16,7 +16,7 @@ from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradS
 from torch import Tensor, nn
 
 from muonmesh.checkpoint.ranks import settled
-from muonmesh.checkpoint.record import OfMuon, Record
+from muonmesh.checkpoint.record import Record, Recorded
 from muonmesh.clip.clipping import clip_gradients
 from muonmesh.clip.limits import ClipPolicy, GradNorms, Limits
 from muonmesh.clip.squares import AGREEMENT, FELT, reduce_beyond, zeros_for
@@ -112,7 +112,7 @@ class _Stages(Driver):
         return self.measure(raises=raises)
 
 
-class MegatronOptimizer(Base, OfMuon):  # type: ignore[misc]
+class MegatronOptimizer(Base, Recorded):  # type: ignore[misc]
     """One Megatron optimizer for Muon's and AdamW's parameters, dense weights and experts.
 
     Megatron calls `step` once in each iteration, after it has reduced the gradients into ``main_grad``. `step` unscales
@@ -140,7 +140,7 @@ class MegatronOptimizer(Base, OfMuon):  # type: ignore[misc]
         skip_above: float | str | None = None,
     ) -> None:
         Base.__init__(self, optimizer, config)
-        OfMuon.__init__(self, optimizer)
+        Recorded.__init__(self, optimizer)
         self.model_chunks = chunks
         self.is_stub_optimizer = False
         self.chained_optimizers = [self]

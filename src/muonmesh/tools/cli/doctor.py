@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -39,8 +38,6 @@ def doctor(
     The command changes nothing and executes nothing from the checkpoint, so the checkpoint may be untrusted.
 
     Exit code 0: complete, or nothing to do. 1: damaged, or something to do. 2: nothing that it can check.
-
-    To check the links between ranks too, write: torchrun --nproc-per-node 2 --no-python muonmesh doctor
     """
     from muonmesh.tools.cli.diagnosis import diagnose
     from muonmesh.tools.cli.terminal import say, say_json
@@ -49,11 +46,10 @@ def doctor(
         from muonmesh.tools.cli.installation import lines_of, look_around
 
         findings = look_around(folder)
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            if as_json:
-                say_json([asdict(one) for one in findings])
-            else:
-                say(*lines_of(findings))
+        if as_json:
+            say_json([asdict(one) for one in findings])
+        else:
+            say(*lines_of(findings))
         raise SystemExit(DAMAGED if any(one.do for one in findings) else WHOLE)
     found = diagnose(path)
     if as_json:

@@ -51,10 +51,6 @@ def look_around(folder: Path) -> list[Finding]:
         "shared memory": _shared_memory,
         "checkpoint folder": lambda: _disk(folder),
     }
-    if os.environ.get("LOCAL_RANK", "0") != "0":  # only the first process of each machine checks the machine
-        looks = {}
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        looks["links"] = _links
     return [_looked(name, look) for name, look in looks.items()]
 
 
@@ -160,38 +156,6 @@ def _disk(folder: Path) -> Finding:
     free = shutil.disk_usage(folder).free
     wrong = wrong or ("Make room, or write --folder" if free < LEAST_FREE else "")
     return Finding("checkpoint folder", f"{folder}: {rate:.0f} MB/s written, {free / 1e9:.1f} GB free", wrong)
-
-
-def _links() -> Finding:
-    """Check the links between the ranks that torchrun has started."""
-    from muonmesh.tools.cli.training import join
-
-    device = join("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        return measured_links(device)
-    finally:
-        dist.destroy_process_group()
-
-
-def measured_links(device: torch.device) -> Finding:
-    """Return latency and bandwidth of an all-reduce, and the largest difference of clocks. All ranks call it."""
-    seconds = []
-    for numbers in (1, 4 << 20):
-        tensor = torch.ones(numbers, dtype=torch.float32, device=device)
-        for counted in (False, True):
-            dist.barrier()
-            begin = time.perf_counter()
-            for _ in range(3):
-                dist.all_reduce(tensor)
-            float(tensor[0])
-            seconds += [(time.perf_counter() - begin) / 3] * counted
-    dist.barrier()
-    clocks = [None] * dist.get_world_size()
-    dist.all_gather_object(clocks, time.time())
-    apart = max(clocks) - min(clocks)  # type: ignore[type-var, operator]
-    found = f"{len(clocks)} ranks: {seconds[0] * 1e3:.2f} ms, {16.8 / seconds[1]:.0f} MB/s an all-reduce"
-    wrong = "Set the machines' clocks: logs and timeouts compare them" if apart > 1.0 + seconds[0] else ""
-    return Finding("links", f"{found}, clocks {apart * 1e3:.0f} ms apart", wrong)
 
 
 def lines_of(findings: list[Finding]) -> Iterator[str]:
