@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves_with_path
 
 from muonmesh.checkpoint.fitting import check_saved
 from muonmesh.checkpoint.folder import found_at
@@ -25,7 +26,7 @@ from muonmesh.checkpoint.index import (
     read_manifest,
 )
 from muonmesh.errors import FileError, explain_error
-from muonmesh.files import kind_of, leaves, read_json, reason
+from muonmesh.files import kind_of, read_json, reason
 from muonmesh.step.state_form import wrong_numbers
 from muonmesh.tools.checkpoints.archive import MoreThanData, read_archive
 from muonmesh.tools.cli.checkpoints import STEP, checkpoints_of, numbered, without_checkpoint
@@ -206,7 +207,10 @@ def _file(path: Path) -> Diagnosis:
         remedy = f"{whose}Its checksums are right. Its content was not read, since that could run code"
         try:
             content = read_archive(path, needed=CHECKED, remedy=remedy)
-            found.tensors = {name: one.to("meta") for name, one in leaves(content) if isinstance(one, Tensor)}
+            for keys, value in tree_leaves_with_path(content):
+                if isinstance(value, Tensor):
+                    name = ".".join(str(getattr(key, "key", getattr(key, "idx", ""))) for key in keys)
+                    found.tensors[name] = value.to("meta")
         except FileError as error:
             found.kind, found.faults = "" if isinstance(error, MoreThanData) else SAVED, [str(error)]
     else:
