@@ -19,7 +19,7 @@ from muonmesh.checkpoint.fitting import check_saved, fit, merged, settings_of
 from muonmesh.checkpoint.folder import look, write
 from muonmesh.checkpoint.index import SETTINGS_FILE
 from muonmesh.checkpoint.ranks import first_difference, settled
-from muonmesh.checkpoint.record import STATE, Record, Recorded
+from muonmesh.checkpoint.record import Record, Recorded
 from muonmesh.comm.placing import refuse_flattened, storage_of
 from muonmesh.comm.storage import this_rank
 from muonmesh.comm.telling import agreed, tell_all
@@ -30,7 +30,6 @@ from muonmesh.numerics.precision import plain_modes
 from muonmesh.step.members import OptimizedParameter
 from muonmesh.step.replicas import sum_of_bits
 from muonmesh.step.runtime import Runtime
-from muonmesh.step.state_form import wrong_numbers
 
 
 def refuse_extra_state(model: nn.Module) -> None:
@@ -139,16 +138,11 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Any, *, stri
         records = settled(lambda: _records(host, model))
         names = {name for some in tell_all([record.name for record in records]) for name in some}
         found = settled(lambda: fit(path, contents.held, contents.settings, records, names, strict=strict))
-        contents.read(found.shares, wrong=_wrong)
+        contents.read(found.shares)
         settled(found.check)
         host.checkpoint_changing()
         settled(found.write)
     host.checkpoint_restored()
-
-
-def _wrong(name: str, tensor: Tensor) -> str:
-    """Return the fault of a piece of state with numbers that no step leaves, else "". Weights may have any numbers."""
-    return wrong_numbers(name, tensor) if name.startswith(f"{STATE}.") else ""
 
 
 def recorded(optimizer: Any) -> Recorded:

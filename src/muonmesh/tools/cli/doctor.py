@@ -29,9 +29,6 @@ def doctor(
         bool,
         typer.Option("--json", help="Print everything as JSON, each tensor by name. The key faults lists all damages."),
     ] = False,
-    folder: Annotated[
-        Path, typer.Option(help="Without a path: test the disk of this folder, to which you will write checkpoints.")
-    ] = Path(),
 ) -> None:
     """Show what a checkpoint contains and whether it is complete. Without a path, check this machine.
 
@@ -45,7 +42,7 @@ def doctor(
     if path is None:
         from muonmesh.tools.cli.installation import lines_of, look_around
 
-        findings = look_around(folder)
+        findings = look_around()
         if as_json:
             say_json([asdict(one) for one in findings])
         else:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import platform
-import shutil
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -22,8 +19,6 @@ from muonmesh.numerics.kernels.compiled import NoLibrary, library
 from muonmesh.tools.cli.launch import usable_cores
 
 SECONDS = 120  # the longest time that two processes may take to connect
-LEAST_SHARED = 64 << 20  # Docker's default, which is too small for NCCL and data loaders
-LEAST_FREE = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -35,12 +30,8 @@ class Finding:
     do: str = ""
 
 
-def look_around(folder: Path) -> list[Finding]:
-    """Run all checks and return their findings; a check that fails is a finding too.
-
-    Args:
-        folder: The folder for checkpoints, whose disk is checked.
-    """
+def look_around() -> list[Finding]:
+    """Run all checks and return their findings; a check that fails is a finding too."""
     looks: dict[str, Callable[[], Finding]] = {
         "torch": lambda: Finding("torch", f"{torch.__version__}, Python {platform.python_version()}"),
         "processor": _processor,
@@ -48,8 +39,6 @@ def look_around(folder: Path) -> list[Finding]:
         "orthogonalize": _orthogonalize,
         "gloo": _gloo,
         "NCCL": _nccl,
-        "shared memory": _shared_memory,
-        "checkpoint folder": lambda: _disk(folder),
     }
     return [_looked(name, look) for name, look in looks.items()]
 
@@ -131,31 +120,6 @@ def _nccl() -> Finding:
     if not dist.is_nccl_available():
         return Finding("NCCL", "torch was built without it", "Install torch for CUDA")
     return Finding("NCCL", ".".join(map(str, torch.cuda.nccl.version())))  # type: ignore[no-untyped-call]
-
-
-def _shared_memory(place: str = "/dev/shm") -> Finding:
-    if not Path(place).is_dir():
-        return Finding("shared memory", f"no {place}")
-    total, _, free = shutil.disk_usage(place)
-    found = f"{place}: {total / 1e9:.2f} GB, {free / 1e9:.2f} GB free"
-    return Finding("shared memory", found, "In Docker write --shm-size=8g" if free <= LEAST_SHARED else "")
-
-
-def _disk(folder: Path) -> Finding:
-    """Check the disk: write, flush and read 64 MB in the folder for checkpoints."""
-    content = os.urandom(1 << 20)
-    with tempfile.TemporaryFile(dir=folder) as file:
-        begin = time.monotonic()
-        for _ in range(64):
-            file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-        rate = 64 * len(content) / max(time.monotonic() - begin, 1e-9) / 1e6
-        file.seek(63 << 20)
-        wrong = "" if file.read() == content else "It reads what was not written: use another disk"
-    free = shutil.disk_usage(folder).free
-    wrong = wrong or ("Make room, or write --folder" if free < LEAST_FREE else "")
-    return Finding("checkpoint folder", f"{folder}: {rate:.0f} MB/s written, {free / 1e9:.1f} GB free", wrong)
 
 
 def lines_of(findings: list[Finding]) -> Iterator[str]:
