@@ -11,7 +11,7 @@ import shutil
 import stat
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -160,19 +160,6 @@ def is_finite(value: object) -> bool:
     """Whether a value is a finite number."""
     number = is_whole(value) or isinstance(value, float)
     return number and -sys.float_info.max <= value <= sys.float_info.max  # type: ignore[operator]
-
-
-def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the values in nested objects and lists, each with its path of keys and places, such as "layers.0.name"."""
-    if isinstance(value, Mapping):
-        inside = value.items()
-    elif isinstance(value, list | tuple):
-        inside = dict(enumerate(value)).items()
-    else:
-        yield path, value
-        return
-    for key, inner in inside:
-        yield from leaves(inner, f"{path}.{key}" if path else str(key))
 
 
 def named(value: object) -> str:

@@ -26,7 +26,7 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,12 +58,13 @@ from muonmesh.checkpoint.index import (
     write_manifest,
 )
 from muonmesh.checkpoint.ranks import on_first_rank, together
-from muonmesh.checkpoint.record import Share
+from muonmesh.checkpoint.record import STATE, Share
 from muonmesh.comm.storage import this_rank, world_size
 from muonmesh.comm.telling import tell_all
 from muonmesh.errors import FileError, explain_error
 from muonmesh.files import cannot_write, kind_of, onto_disk, read_json, replace_text, writing
 from muonmesh.layout.region import Block, Region, overlap
+from muonmesh.step.state_layout import wrong_numbers
 
 # Errors of file systems that cannot lock a folder, such as NFS. There, a second writer is not detected.
 CANNOT_LOCK = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF, errno.EINVAL}
@@ -212,10 +213,6 @@ def _empty(folder: Path) -> None:
             path.unlink()
 
 
-Wrong = Callable[[str, Tensor], str]
-"""A function of a tensor's name and a piece of the tensor that returns the fault of the piece, empty if it has none."""
-
-
 @dataclass(frozen=True)
 class CheckpointReader:
     """Reads a checkpoint of `muonmesh.checkpoint.save` whose index and settings have been read.
@@ -230,33 +227,17 @@ class CheckpointReader:
     held: Mapping[str, SavedTensor]
     settings: dict[str, Any]
 
-    def read(self, shares: Mapping[str, Share], *, wrong: Wrong) -> None:
+    def read(self, shares: Mapping[str, Share]) -> None:
         """Load tensors from the checkpoint into the memory of shares. Called on all ranks.
-
-        Each piece in the files is read twice. First, one rank reads and checks the piece. If all pieces are right,
-        every rank reads the pieces that it needs.
 
         Args:
             shares: This rank's boxes, by the names of tensors in the checkpoint and with their dtypes.
-            wrong: Finds the fault of a piece.
 
         Raises:
-            FileError: on every rank: a tensor is faulty or could not be read.
+            FileError: on every rank: a tensor could not be read, or state has numbers that no step leaves. Weights may
+                have any numbers.
         """
-        together(lambda: self.check(share=this_rank(), of=world_size(), wrong=wrong))
         together(lambda: self._fill(shares))
-
-    def check(self, *, share: int, of: int, wrong: Wrong) -> None:
-        """Read and check this rank's share of all pieces: every ``of``-th piece, from piece ``share`` on.
-
-        Raises:
-            FileError: a piece could not be read, or is faulty; the message names the tensor.
-        """
-        pieces = [(tensor, piece) for tensor in self.held.values() for piece in tensor.pieces]
-        for tensor, piece in pieces[share::of]:
-            if found := wrong(tensor.name, tensor.read(self.folder, piece)):
-                path = self.folder / piece.file
-                raise FileError(f"{path}: found {found} in {tensor.name}; needed finite numbers. {REMEDY}")
 
     def _fill(self, shares: Mapping[str, Share]) -> None:
         for name, share in shares.items():
@@ -272,6 +253,9 @@ class CheckpointReader:
                     assert elements is not None
                     target = box.as_strided(common.shape, common.storage_strides, common.storage_start)
                     target.copy_(elements.as_strided(common.shape, common.matrix_strides, common.matrix_start))
+            faults = (wrong_numbers(name, box) for box in share.boxes.values() if name.startswith(f"{STATE}."))
+            if fault := next(filter(None, faults), ""):
+                raise FileError(f"{self.folder}: found {fault} in {name}; needed finite numbers. {REMEDY}")
 
 
 AGAIN = "save again"

@@ -5,29 +5,23 @@ So are gradients of zero found (`mark_nonzero`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from muonmesh.comm.views import Elements
 from muonmesh.layout.piece_table import NOWHERE, PieceTable, Row
-from muonmesh.layout.region import row_major
-from muonmesh.numerics.kernels import fused, zeros
+from muonmesh.numerics.kernels import fused
 from muonmesh.numerics.kernels.memory import rewrite, upload
-from muonmesh.numerics.kernels.rows import FlatRows, PieceRows, Place, in_three_dims
+from muonmesh.numerics.kernels.rows import SEARCHED, PieceRows, Place, in_three_dims
 from muonmesh.numerics.kernels.toolchain import DTYPES, is_usable
 from muonmesh.numerics.rules import Rule
 from muonmesh.numerics.rules.muon import MuonRule
 from muonmesh.step.parameter_steps import ParameterStep
 from muonmesh.step.ready import ReadyParameters, rounds_to_nearest
-
-K = TypeVar("K", bound=Hashable)
-
-_Form = tuple[torch.dtype, torch.dtype | None] | None
-"""The dtypes of a parameter's tensors in the first two columns of a launch; None: it is not stepped by a kernel."""
 
 
 class _Launch(NamedTuple):
@@ -81,41 +75,45 @@ def mark_nonzero(
         return table.rows
     held = [gradients[number] for number in table.parameters]
     forms = tuple([None if gradient is None else gradient.dtype for gradient in held])
-    divided: tuple[list[tuple[list[int], FlatRows]], list[Row]]
-    divided = table.once(("nonzero", forms), lambda: _gradient_launches(table, forms))
+
+    def launch_of(row: Row) -> tuple[int, bool, object] | None:
+        dtype = forms[table.parameters[row.parameter]]
+        fits = dtype in DTYPES and in_three_dims(row.piece.shape, row.piece.storage_strides) is not None
+        return (0, False, dtype) if fits else None
+
+    divided: tuple[list[_Launch], list[Row]]
+    divided = table.once(("nonzero", forms), lambda: _divided(table, launch_of, SEARCHED))
     launches, left = divided
-    for places, pieces in launches:
-        pieces.version = version
-        zeros.mark_nonzero(pieces, [gradient for place in places if (gradient := held[place]) is not None], found)
+    for launch in launches:
+        launch.pieces.version = version
+        here = [gradient for place in launch.parameters if (gradient := held[place]) is not None]
+        fused.mark_nonzero(launch.pieces, here, found)
     return left
 
 
-def _gradient_launches(
-    table: PieceTable, forms: Sequence[torch.dtype | None]
-) -> tuple[list[tuple[list[int], FlatRows]], list[Row]]:
-    """Return the launches, each with the places of its parameters in the table; and the other rows with a gradient."""
+def _divided(
+    table: PieceTable, launch_of: Callable[[Row], tuple[int, bool, object] | None], *blocks: int
+) -> tuple[list[_Launch], list[Row]]:
+    """Return the launches for a table, and the rows that no launch takes.
 
-    def dtype_of(row: Row) -> torch.dtype | None:
-        dtype = forms[table.parameters[row.parameter]]
-        return dtype if dtype in DTYPES and row.piece.storage_strides == row_major(row.piece.shape) else None
-
-    present = [row for row in table.rows if row.piece.numel and forms[table.parameters[row.parameter]] is not None]
-    taken, left = _divided(present, dtype_of)
-    launches = []
-    for rows in taken.values():
-        places, tensors = table.numbered(rows)
-        starts = [(row.assignment, row.piece.storage_start, row.piece.numel) for row in rows]
-        launches.append((places, zeros.flat_rows([(t, *start) for t, start in zip(tensors, starts, strict=True)])))
-    return launches, left
-
-
-def _divided(rows: Sequence[Row], launch_of: Callable[[Row], K | None]) -> tuple[dict[K, list[Row]], list[Row]]:
-    """Return the rows by the launch that takes them, and those that none takes."""
-    taken, left = dict[K, list[Row]](), list[Row]()
-    for row in rows:
+    Args:
+        table: The table.
+        launch_of: Returns for a row the number of a param group, whether the row is in a buffer, and the dtypes; rows
+            for which these are equal have a launch. None: no launch takes the row.
+        blocks: The number of blocks of one program, if it is not the usual one.
+    """
+    taken: dict[tuple[int, bool, object], list[Row]] = {}
+    left = list[Row]()
+    for row in table.rows:
         launch = launch_of(row)
         (left if launch is None else taken.setdefault(launch, [])).append(row)
-    return taken, left
+    launches = []
+    for (group, buffered, _), rows in taken.items():
+        places, numbers = table.numbered(rows)
+        pieces = PieceRows([_place(row, number) for row, number in zip(rows, numbers, strict=True)], *blocks)
+        if len(pieces):
+            launches.append(_Launch(group, buffered, places, rows, pieces))
+    return launches, left
 
 
 class ByKernel:
@@ -225,9 +223,17 @@ class ByKernel:
             pairs = [None if entry is None else column(entry) for entry in entries]
             forms = tuple([None if pair is None else (pair[0].dtype, _dtype(pair[1])) for pair in pairs])
             buffers = elements.buffers[0].dtype if elements.buffers else None
-            divided: tuple[Sequence[_Launch], Sequence[Row]] = table.once(
-                (what, buffers, forms), lambda: _piece_launches(ready, table, buffers, forms)
-            )
+
+            def launch_of(row: Row) -> tuple[int, bool, object] | None:
+                form, buffered = forms[table.parameters[row.parameter]], row.buffer != NOWHERE
+                dtypes = [dtype for dtype in (*(form or ()), buffers if buffered else None) if dtype is not None]
+                fits = in_three_dims(row.piece.shape, row.piece.storage_strides, row.strides) is not None
+                if form is None or not fits or any(dtype not in DTYPES for dtype in dtypes):
+                    return None
+                return ready.of(row.assignment).entry.member.group, buffered, form
+
+            divided: tuple[Sequence[_Launch], Sequence[Row]]
+            divided = table.once((what, buffers, forms), lambda: _divided(table, launch_of))
             launches, left = divided
             found = [], left
             for launch in launches:
@@ -312,29 +318,6 @@ def _gradients(entries: Sequence[ParameterStep]) -> list[Tensor]:
 
 def _masters(entries: Sequence[ParameterStep]) -> list[Tensor]:
     return [master for entry in entries if (master := entry.master) is not None]
-
-
-def _piece_launches(
-    ready: ReadyParameters, table: PieceTable, buffers: torch.dtype | None, forms: Sequence[_Form]
-) -> tuple[Sequence[_Launch], Sequence[Row]]:
-    """Return the launches for a table, and the rows that no launch takes, by the dtypes of buffers and parameters."""
-
-    def launch_of(row: Row) -> tuple[int, bool, _Form] | None:
-        form, buffered = forms[table.parameters[row.parameter]], row.buffer != NOWHERE
-        dtypes = [dtype for dtype in (*(form or ()), buffers if buffered else None) if dtype is not None]
-        fits = in_three_dims(row.piece.shape, row.piece.storage_strides, row.strides) is not None
-        if form is None or not fits or not fused.can_fuse(ready.device, dtypes):
-            return None
-        return ready.of(row.assignment).entry.member.group, buffered, form
-
-    taken, left = _divided(table.rows, launch_of)
-    launches = []
-    for (group, buffered, _), rows in taken.items():
-        places, numbers = table.numbered(rows)
-        pieces = PieceRows([_place(row, number) for row, number in zip(rows, numbers, strict=True)])
-        if len(pieces):
-            launches.append(_Launch(group, buffered, places, rows, pieces))
-    return launches, left
 
 
 def _place(row: Row, tensor: int) -> Place:

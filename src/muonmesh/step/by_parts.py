@@ -85,7 +85,7 @@ def mark_nonzero(rows: Sequence[Row], gradients: Sequence[Tensor | None], found:
         gradients: The gradients in the order of the plan.
         found: int32 (matrices,), to which rows add. With uint8, 256 rows of one matrix would add up to none.
     """
-    pairs = [(row, gradient) for row in rows if (gradient := gradients[row.parameter]) is not None]
+    pairs = [(row, g) for row in rows if row.piece.numel and (g := gradients[row.parameter]) is not None]
     if pairs:
         norms = torch._foreach_norm([view_in_storage(gradient, row.piece) for row, gradient in pairs], float("inf"))
         numbers = upload([row.assignment for row, _ in pairs], dtype=torch.int64, device=found.device)

@@ -26,7 +26,6 @@ from muonmesh.comm.telling import tell_all, tell_by_rank
 from muonmesh.comm.wrappers import group_that_averages, refuse_join, wrappers_of
 from muonmesh.errors import about, warn
 from muonmesh.layout import Budget, Parameter, Plan, make_plan
-from muonmesh.numerics.graphs import Graphs
 from muonmesh.numerics.kernels import KernelName, auto_takes
 from muonmesh.numerics.rules import rule_of
 from muonmesh.settings.checks import check_structure
@@ -292,7 +291,6 @@ def _read(
         return None, sets, error
     try:
         planned = plan_members(groups, members, signature, runtime.precision, _planner(runtime))
-        planned.graphs = Graphs(planned.device) if runtime.asked.cuda_graphs and planned.muon else None
         runtime.planned = planned
     except Exception as found:  # whatever a rule's own methods raise
         return None, sets, found

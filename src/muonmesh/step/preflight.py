@@ -77,8 +77,7 @@ def preflight(
         _reduce(entries, _partial_here(entries))
     # If partial gradients are not summed yet, a matrix counts as non-zero if any rank has a non-zero summand.
     nonzero = _nonzero(planned, collected, waits=waits)
-    # Gradients elsewhere may be no zeros, if the driver sees a part of them.
-    moves = not runtime.driver.creates_state or (settings.at_rest and _moves(collected))
+    moves = settings.at_rest and _moves(collected)
     if alone:
         exchange.wire.begin_step()
         stop = skip if overflow is None else overflow if skip is None else skip | overflow

@@ -170,14 +170,14 @@ class ReadyParameters:
     Attributes:
         plan: The plan with the owner of each matrix.
         device: The device of the parameters.
-        vectors, graphs: See `Planned`.
+        vectors: See `Planned`.
         rules, nonzero, squares, version: See `begin`.
         codec: Reads and writes state that is kept otherwise than it is computed with; None if there is no such state.
     """
 
     def __init__(self, planned: Planned, entries: Sequence[ParameterStep | None], precision: Precision) -> None:
         self.plan, self.device = planned.plan, planned.device
-        self.vectors, self.graphs = planned.vectors, planned.graphs
+        self.vectors = planned.vectors
         self.entries, self.precision, self._orthogonalizers = entries, precision, planned.orthogonalizers
         self.codec: StateCodec | None = None
         self._fresh = [entry for entry in entries if entry is not None]

@@ -27,7 +27,7 @@ from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
 import muonmesh as mm
-from muonmesh.checkpoint.ranks import on_first_rank
+from muonmesh.checkpoint.ranks import first_difference, on_first_rank
 from muonmesh.checkpoint.save_load import reshard
 from muonmesh.comm.telling import tell_all
 from muonmesh.errors import FileError, explain_error
@@ -384,11 +384,9 @@ def insist_on_the_same(run: Path, given: Mapping[str, Any]) -> None:
         FileError: on every rank: values differ; the message names the first.
     """
     everyone = tell_all(given)
-    for name in sorted({name for other in everyone for name in other}):
-        found = [other.get(name) for other in everyone]
-        if any(value != found[0] for value in found):
-            values = ", ".join(map(repr, found))
-            raise FileError(f"{run}: the ranks were given different {name}: {values}; needed the same on each of them")
+    if (found := first_difference(everyone)) is not None:
+        values = ", ".join(repr(other.get(found[0])) for other in everyone)
+        raise FileError(f"{run}: the ranks were given different {found[0]}: {values}; needed the same on each of them")
 
 
 def join(kind: str, *, timeout: timedelta | None = None) -> torch.device:
