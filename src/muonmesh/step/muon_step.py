@@ -79,7 +79,7 @@ class MuonStep(Work):
         rows = elements.table.rows if self._by_kernel is None else self._by_kernel.fold(elements)
         self._by_parts.fold(elements, rows, folded=folded)
         if codec is not None:
-            codec.have_read(assignments)
+            codec.have_read(elements.table)
 
     def repeat(self, batch: Local, run: Callable[..., object], memory: Sequence[Tensor]) -> None:
         """Run a batch that stays on its rank, or start again what it started on a device in the steps before.

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-import math
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from threading import Lock
@@ -169,20 +169,14 @@ class DeviceCopies(StateCodec):
         self._lock = Lock()  # a CPU that is told to work in copies has threads
         self._offload, self._plan, self._entries = offload, planned.plan, entries
         self._copies: dict[Tensor, DeviceCopy] = {}
-        self._unread: dict[Tensor, set[int]] = {}  # assignments
-        self._unwritten: dict[Tensor, int] = {}  # elements
+        self._unread, self._unwritten = Counter[Tensor](), Counter[Tensor]()  # elements that this rank stores
         self._sharing: dict[Tensor, list[ParameterStep]] = {}
-        for entry in entries:
-            if entry is not None and entry.member.storage.layout is not None:
-                stored = sum(
-                    math.prod(block.region.shape) for block in entry.member.storage.layout.blocks(planned.rank)
-                )
-                self._unwritten[entry.member.tensor] = self._unwritten.get(entry.member.tensor, 0) + stored
-                self._sharing.setdefault(entry.member.tensor, []).append(entry)
-        for number, assignment in enumerate(planned.plan.assignments):
-            held = entries[assignment.parameter]
-            if held is not None and planned.momentum_holdings[number]:
-                self._unread.setdefault(held.member.tensor, set()).add(number)
+        for member, entry in zip(planned.muon, entries, strict=True):
+            if member is not None and entry is not None:
+                for left, storage in ((self._unread, member.momentum_storage), (self._unwritten, member.storage)):
+                    blocks = () if storage.layout is None else storage.layout.blocks(planned.rank)
+                    left[member.tensor] += sum(block.region.numel for block in blocks)
+                self._sharing.setdefault(member.tensor, []).append(entry)
 
     def _take(self, numbers: Iterable[int]) -> None:
         """Begin to copy the state of the parameters of matrices to the device, unless this step has copied it."""
@@ -207,39 +201,34 @@ class DeviceCopies(StateCodec):
                 if entry is not None:
                     self._offload.arrive(self._copies[entry.member.tensor])
 
-    def have_read(self, numbers: Iterable[int]) -> None:
-        """Note that the gradients of these matrices are folded in; copy momentum back to the CPU where all are."""
-        with self._lock:
-            for number in numbers:
-                entry = self._entries[self._plan.assignments[number].parameter]
-                if entry is None or entry.member.tensor not in self._unread:
-                    continue
-                unread = self._unread[entry.member.tensor]
-                unread.discard(number)
-                if not unread:
-                    self._offload.give_back(self._copies[entry.member.tensor], _momentum(entry))
-                    for each in self._sharing[entry.member.tensor]:
-                        each.momenta = {}
+    def have_read(self, table: PieceTable) -> None:
+        """Note that the gradients of these rows are folded in; copy momentum of whole tensors back to the CPU."""
+        for tensor, keys in self._through(self._unread, table):
+            self._offload.give_back(self._copies[tensor], keys)
+            for each in self._sharing[tensor]:
+                each.momenta = {}
 
     def have_written(self, table: PieceTable) -> None:
-        """Note that these rows are written; copy other state of completely written tensors back to the CPU."""
+        """Note that these rows are written; copy other state of whole tensors back to the CPU."""
+        for tensor, keys in self._through(self._unwritten, table):
+            copy = self._copies[tensor]
+            self._offload.give_back(copy, copy.values.keys() - keys)
+            for each in self._sharing[tensor]:
+                each.beside, each.master = {}, None
+
+    def _through(self, left: Counter[Tensor], table: PieceTable) -> Iterator[tuple[Tensor, set[str]]]:
+        """Take rows from the elements that are left; yield the tensors of which none is, with the keys of momentum."""
         with self._lock:
             for row in table.rows:
                 entry = self._entries[row.parameter]
                 assert entry is not None
-                self._unwritten[entry.member.tensor] -= row.piece.numel
-                if self._unwritten[entry.member.tensor] == 0:
-                    copy = self._copies[entry.member.tensor]
-                    self._offload.give_back(copy, [key for key in copy.values if key not in _momentum(entry)])
-                    for each in self._sharing[entry.member.tensor]:
-                        each.beside, each.master = {}, None
+                left[entry.member.tensor] -= row.piece.numel
+                if left[entry.member.tensor] == 0:
+                    layouts = entry.member.state_layouts.items()
+                    yield entry.member.tensor, {key for key, layout in layouts if layout.kept_as == "momentum"}
 
     def finish(self) -> None:
         """Copy all remaining state back to the CPU."""
         for copy in self._copies.values():
             self._offload.give_back(copy, tuple(copy.values))
         self._offload.end()
-
-
-def _momentum(entry: ParameterStep) -> list[str]:
-    return [key for key, state_layout in entry.member.state_layouts.items() if state_layout.kept_as == "momentum"]

@@ -149,8 +149,8 @@ class StateCodec:
         """
         return False
 
-    def have_read(self, numbers: Sequence[int]) -> None:
-        """Note that the momentum of these matrices has been read for the last time in this step."""
+    def have_read(self, table: PieceTable) -> None:
+        """Note that the momentum of these rows has been read for the last time in this step."""
 
     def have_written(self, table: PieceTable) -> None:
         """Note that the weights of these rows have been written."""
