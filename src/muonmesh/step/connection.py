@@ -161,13 +161,15 @@ def connect(groups: Groups, runtime: Runtime, *, gradients: bool = True) -> Plan
     # Only now: tensors of other shapes have other gradients, and the difference of the plans says why.
     averages = {rank: each.averages for rank, each in facts_of.items()}
     insist_on_averages(averages, lambda: tell_by_rank(sums, group=group))
+    owned = [number for number, one in enumerate(planned.plan.assignments) if one.owner == planned.rank]
+    orthogonalizers = {number: planned.orthogonalizer(number) for number in owned}
     planned.exchange = Exchange(
         planned.plan,
         group=group,
         dtype=runtime.precision.compute,
         companion_dtype=runtime.precision.carried,
         device=planned.device,
-        batching=Batches.of(planned, on_host=runtime.precision.on_host),
+        batching=Batches(planned.plan, planned.device, orthogonalizers, runtime.precision.on_host),
     )
     planned.connected, runtime.connected = True, planned
     runtime.ranks.keepers = planned.plan.keepers

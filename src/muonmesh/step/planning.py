@@ -200,13 +200,6 @@ class Batches(Batching):
     orthogonalizers: Mapping[int, Orthogonalizer]
     on_host: bool
 
-    @staticmethod
-    def of(planned: Planned, *, on_host: bool) -> Batches:
-        """Return those of a plan on this rank."""
-        owned = [number for number, one in enumerate(planned.plan.assignments) if one.owner == planned.rank]
-        orthogonalizers = {number: planned.orthogonalizer(number) for number in owned}
-        return Batches(planned.plan, planned.device, orthogonalizers, on_host)
-
     def at_once(self, number: int, count: int, *, stays: bool = False) -> int:
         """Return how many of ``count`` matrices that are equal to matrix ``number`` are computed by one task."""
         plan, one = self.plan, self.orthogonalizers[number]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -115,13 +116,8 @@ class MatrixStep(NamedTuple):
         if self.kind.rounds_to_nearest or weights.dtype != torch.bfloat16:
             return WeightViews(weights, None, beside, None)
         exact = weights.float()
-
-        def write() -> None:
-            rounding = rounding_of(entry.member.name, entry.member.storage, self.kind.rule, piece)
-            assert rounding is not None
-            rounding.write(exact, weights)
-
-        return WeightViews(exact, None, beside, write)
+        rounding = rounding_of(entry.member.name, entry.member.storage, self.kind.rule, piece)
+        return WeightViews(exact, None, beside, partial(rounding.write, exact, weights))
 
 
 def rounds_to_nearest(rule: Rule) -> bool:
