@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from muonmesh.clip.norm_means import WARM_UP
+from muonmesh.clip.norm_means import limits_from
 from muonmesh.clip.squares import FELT, INVARIANT, norms_of, place_of
 from muonmesh.comm.agreement import bits_of
 from muonmesh.comm.gradients import GradientSource, multiply
@@ -138,8 +138,7 @@ class Limits:
         norms = norms_of(sums)
         limits: Any = [self.skip_above] * len(norms)
         if means is not None and self.multiple is not None:
-            mean, count = means
-            limits = torch.where(count >= WARM_UP, self.multiple * mean, torch.inf)
+            limits = limits_from(means, self.multiple)
         above = [
             norm > limit for (name, norm), limit in zip(norms.items(), limits, strict=True) if name in self.protects
         ]

@@ -43,6 +43,12 @@ def means_of(groups: Sequence[Mapping[str, Any]], device: torch.device) -> Tenso
     return upload(loaded.pop() if len(loaded) == 1 else FRESH_MEANS, dtype=torch.float64, device=device)
 
 
+def limits_from(means: Tensor, multiple: float) -> Tensor:
+    """Return the largest norms of a step that is not skipped, fp64 (3,): inf during the warm-up."""
+    mean, count = means
+    return torch.where(count >= WARM_UP, multiple * mean, torch.inf)
+
+
 def counted(means: Tensor, norms: Tensor) -> Tensor:
     """Return the means with one more norm in each; a norm of exactly zero, or that is not finite, does not count."""
     mean, count = means
