@@ -161,7 +161,7 @@ class EngineOptimizer(torch.optim.Optimizer, Recorded):
 
     def _share(self, call: Call) -> None:
         """Let a call step with the state of this optimizer, which loading replaces."""
-        call.muon.state = call.told.state = self.state
+        call.muon.state = self.state
 
     # ---------------------------------------------------------------- state
 

@@ -38,7 +38,7 @@ from muonmesh.integrations.megatron.refusals import refuse, refuse_formats, refu
 from muonmesh.layout import Declared
 from muonmesh.optimizer import Muon
 
-_SHARED = ("compute_dtype", "kernels", "state_dtype", "state_device", "memory_budget_mb", "shard_state", "cuda_graphs")
+_SHARED = ("compute_dtype", "kernels", "state_dtype", "state_device", "memory_budget_mb", "shard_state")
 """Settings of the whole optimizer that ``muon=`` may have."""
 
 _READ = ["dp_cp", "tp", "expt_dp", "expt_tp", "ep", "pp"]
@@ -77,7 +77,7 @@ def get_megatron_optimizer(
         dump_param_to_param_group_map: Must be None; call ``optimizer.explain()`` instead.
         muon: Settings of Muon's groups, such as ``{"lr": 6e-4, "momentum": 0.95}``; ``"rule"`` (see `Muon`); and
             settings of the whole optimizer: ``compute_dtype``, ``kernels``, ``state_dtype``, ``state_device``,
-            ``memory_budget_mb``, ``shard_state``, ``cuda_graphs``.
+            ``memory_budget_mb``, ``shard_state``.
         adamw: Settings of AdamW's groups.
         overrides: Name or regular expression → "muon", "adamw" or settings, as for `split_params`. Layers and experts
             in the names have their numbers in the whole model.
