@@ -674,8 +674,8 @@ def test_training_with_deepspeed_s_own_muon_goes_on_here(
         assert max(apart.values()) < 0.05, apart
     first, last = sorted((tmp_path / "theirs").glob("*/*optim_states.pt"))
     for path, told in (
-        (tmp_path / "theirs", "in it, as in a checkpoint of DeepSpeed"),
-        (first.parent, "in it, as in a checkpoint of DeepSpeed"),
+        (tmp_path / "theirs", "in it; needed a run of muonmesh train"),
+        (first.parent, "in it; needed a run of muonmesh train"),
         (first, "found more than data (deepspeed.runtime."),
     ):
         found = diagnose(path)
