@@ -30,7 +30,6 @@ _FLOOR = 1 / 32
 _NARROWED, _DEPARTURE = 10.8, 0.03
 
 
-
 @dataclass(frozen=True)
 class Deflation(Preconditioner):
     """Reduces the largest singular values first, and applies more polynomials to a result that is still far off.
@@ -78,8 +77,8 @@ def deflate(x: Tensor, vectors: int) -> None:
     more. V is nearer to singular vectors of X than U is, and the more so the further their values are above the others.
     Zeros stay zeros, and a matrix that is not finite becomes NaN.
 
-    If the smallest of S is no larger than what rounding M to its dtype adds, what lies below it is rounding too, and none
-    of it the gradient's. Then τ is so large that it is raised as far as by "polar_express", and no further.
+    If the smallest of S is no larger than what rounding M to its dtype adds, what lies below it is rounding too. Then τ
+    is so large that it is raised as far as by "polar_express", and no further.
 
     On a CPU each matrix has one thread, because the rounding of sums depends on the number of threads, in LAPACK too.
     On other devices the CPU waits for the decomposition of a small matrix.
