@@ -168,8 +168,10 @@ def named(value: object) -> str:
     return names.get(type(value), "a number")
 
 
-def kind_of(path: Path) -> str:
-    """Return the kind of a path in words, such as "a folder", without opening it; links are followed."""
+def kind_of(path: Path, *, follow: bool = True) -> str:
+    """Return the kind of a path in words, such as "a folder", without opening it; links are followed if ``follow``."""
+    if path.is_symlink() and not follow:
+        return "a link"
     try:
         mode = path.stat().st_mode
     except OSError as error:

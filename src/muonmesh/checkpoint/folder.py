@@ -40,10 +40,9 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 
 from muonmesh.checkpoint.index import (
+    BESIDE,
     DATA_FILE,
-    INDEX_FILE,
     MANIFEST_FILE,
-    METADATA_FILE,
     REMEDY,
     SETTINGS_FILE,
     Entry,
@@ -160,7 +159,7 @@ def put(scratch: Path, path: Path) -> None:
 def foreign_at(path: Path) -> str:
     """Return what a path has besides the files of a checkpoint, finished or not; empty if there is nothing else."""
     if path.is_symlink() or not path.is_dir():
-        return "a link" if path.is_symlink() else kind_of(path) if os.path.lexists(path) else ""
+        return kind_of(path, follow=False) if os.path.lexists(path) else ""
     others = sorted(name for name in os.listdir(path) if not _is_own(name))
     return f"{others[0]!r} in it, which is not part of a checkpoint" if others else ""
 
@@ -168,8 +167,7 @@ def foreign_at(path: Path) -> str:
 def _is_own(name: str) -> bool:
     """Return whether this is the name of a file of a checkpoint, finished or not; NFS renames what is still open."""
     inner = name.removeprefix(".").removesuffix(".writing") if name.endswith(".writing") else name.removesuffix(".tmp")
-    known = {MANIFEST_FILE, METADATA_FILE, INDEX_FILE, SETTINGS_FILE}
-    return inner in known or DATA_FILE.fullmatch(inner) is not None or name.startswith(".nfs")
+    return inner in (MANIFEST_FILE, *BESIDE) or DATA_FILE.fullmatch(inner) is not None or name.startswith(".nfs")
 
 
 def remove_folder(path: Path) -> None:
@@ -228,18 +226,15 @@ class CheckpointReader:
     settings: dict[str, Any]
 
     def read(self, shares: Mapping[str, Share]) -> None:
-        """Load tensors from the checkpoint into the memory of shares. Called on all ranks.
+        """Load tensors from the checkpoint into the memory of shares.
 
         Args:
             shares: This rank's boxes, by the names of tensors in the checkpoint and with their dtypes.
 
         Raises:
-            FileError: on every rank: a tensor could not be read, or state has numbers that no step leaves. Weights may
+            FileError: a tensor could not be read, or state has numbers that no step leaves. Weights may
                 have any numbers.
         """
-        together(lambda: self._fill(shares))
-
-    def _fill(self, shares: Mapping[str, Share]) -> None:
         for name, share in shares.items():
             boxes = [
                 (box, Block(Region.box(at, tuple(box.shape)), int(box.storage_offset()), box.stride()))
@@ -259,7 +254,6 @@ class CheckpointReader:
 
 
 AGAIN = "save again"
-_BESIDE = (INDEX_FILE, METADATA_FILE, SETTINGS_FILE)
 
 
 class _RowMajor(DefaultSavePlanner):
@@ -309,7 +303,7 @@ def write(
                     raise FileError(explain_error(str(place), found, needed, "Pass the same path on every rank"))
             write_index(scratch, metadata, starts, entries)
             replace_text(scratch / SETTINGS_FILE, text)
-            write_manifest(scratch, entries | {name: entry_of(scratch / name) for name in _BESIDE})
+            write_manifest(scratch, entries | {name: entry_of(scratch / name) for name in BESIDE})
             onto_disk(scratch)
             put(scratch, place)
 
@@ -334,13 +328,10 @@ def look(path: str | os.PathLike[str]) -> CheckpointReader:
     def inspect() -> CheckpointReader:
         folder = found_at(place)
         if folder.is_symlink() or not folder.is_dir():
-            what = "a link" if folder.is_symlink() else kind_of(folder)
-            raise FileError(explain_error(str(place), what, "the folder of a checkpoint"))
+            found = kind_of(folder, follow=False)
+            raise FileError(explain_error(str(place), found, "the folder of a checkpoint"))
         entries = read_manifest(folder)
-        for name in _BESIDE:
-            if name not in entries:
-                raise FileError(f"{folder}: its manifest does not tell of {name}. {REMEDY}")
-        check_entries(folder, entries, [*_BESIDE, *sorted(entries)[this_rank() :: world_size()]])
+        check_entries(folder, entries, [*BESIDE, *sorted(entries)[this_rank() :: world_size()]])
         settings = read_json(folder / SETTINGS_FILE, needed=f"what save wrote there. {REMEDY}")
         return CheckpointReader(folder, read_index(folder, entries), settings)
 

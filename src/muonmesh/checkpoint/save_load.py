@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from muonmesh.checkpoint.fitting import check_saved, fit, merged, settings_of
 from muonmesh.checkpoint.folder import look, write
 from muonmesh.checkpoint.index import SETTINGS_FILE
-from muonmesh.checkpoint.ranks import first_difference, settled
+from muonmesh.checkpoint.ranks import first_difference, settled, together
 from muonmesh.checkpoint.record import Record, Recorded
 from muonmesh.comm.placing import refuse_flattened, storage_of
 from muonmesh.comm.storage import this_rank
@@ -138,7 +138,7 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Any, *, stri
         records = settled(lambda: _records(host, model))
         names = {name for some in tell_all([record.name for record in records]) for name in some}
         found = settled(lambda: fit(path, contents.held, contents.settings, records, names, strict=strict))
-        contents.read(found.shares)
+        together(lambda: contents.read(found.shares))
         settled(found.check)
         host.checkpoint_changing()
         settled(found.write)

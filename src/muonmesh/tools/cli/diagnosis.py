@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,12 +39,6 @@ A_RUN = "a run of muonmesh train"
 OURS = "a checkpoint of muonmesh.checkpoint.save"
 SAVED = "a file of torch.save"
 CHECKED = f"{A_RUN}, {OURS}, or {SAVED} with plain values and tensors alone"
-OTHERS = {
-    "DeepSpeed": r"latest|zero_to_fp32\.py|.*_(model|optim)_states\.pt",
-    "Megatron-Core": r"latest_checkpointed_iteration\.txt|common\.pt|mp_rank_\d+(_\d+)*|model_optim_rng\.pt",
-    "torch.distributed.checkpoint": r"\.metadata|.*\.distcp",  # last, since others write such files too
-}
-"""Frameworks whose checkpoints are not checked, with the names of their files and folders."""
 
 
 @dataclass
@@ -143,14 +136,10 @@ def _folder(path: Path) -> Diagnosis:
     """Return the diagnosis of a folder, which may be a checkpoint."""
     folder = found_at(path)
     found = Diagnosis(str(path))
-    names = set(os.listdir(folder))
-    hidden_last = sorted(names, key=lambda name: (name.startswith("."), name))
-    is_ours = not names.isdisjoint({MANIFEST_FILE, SETTINGS_FILE})
-    if not is_ours:
-        name, framework = _by_another(hidden_last)
-        told = f"{name or hidden_last[0]!r} in it" if names else "nothing in it"
-        told += f", as in a checkpoint of {framework}" if framework else ""
-        run = next((folder / name for name in hidden_last if _is_run(folder / name)), None)
+    names = sorted(os.listdir(folder), key=lambda name: (name.startswith("."), name))
+    if MANIFEST_FILE not in names and SETTINGS_FILE not in names:
+        told = f"{names[0]!r} in it" if names else "nothing in it"
+        run = next((folder / name for name in names if _is_run(folder / name)), None)
         write = None if run is None else f"For a run in it, write: {shell_line('doctor', run)}"
         found.faults = [explain_error(str(path), told, CHECKED, write)]
         return found
@@ -170,12 +159,6 @@ def _folder(path: Path) -> Diagnosis:
     if entries:
         _pieces(found, folder, entries)
     return found
-
-
-def _by_another(names: Iterable[str]) -> tuple[str, str]:
-    """Return the first name that another framework gives its checkpoints, and the framework; else empty strings."""
-    found = ((name, framework) for framework, known in OTHERS.items() for name in names if re.fullmatch(known, name))
-    return next(found, ("", ""))
 
 
 def _pieces(found: Diagnosis, folder: Path, entries: Mapping[str, Entry]) -> None:
@@ -202,9 +185,7 @@ def _file(path: Path) -> Diagnosis:
         return found
     if begin == ARCHIVE:
         found.kind = SAVED
-        framework = _by_another([path.name])[1]
-        whose = f"{framework} gives its files such names. " if framework else ""
-        remedy = f"{whose}Its checksums are right. Its content was not read, since that could run code"
+        remedy = "Its checksums are right. Its content was not read, since that could run code"
         try:
             content = read_archive(path, needed=CHECKED, remedy=remedy)
             for keys, value in tree_leaves_with_path(content):
