@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from itertools import zip_longest
 from typing import Any
 
 import deepspeed
@@ -15,11 +16,11 @@ from muonmesh.checkpoint.fitting import OWN_KEYS
 from muonmesh.checkpoint.record import OfMuon, Record
 from muonmesh.clip.limits import GradNorms, Limits, scale_groups
 from muonmesh.clip.norm_means import bring_to_host, keep_means
-from muonmesh.errors import LayoutError, StateError, explain_error
+from muonmesh.errors import StateError, explain_error
 from muonmesh.integrations.deepspeed.calls import Call, explain_step, measure
 from muonmesh.integrations.deepspeed.checkpoint import engine_records, expert_names, masters_of, publish
 from muonmesh.layout.matrix import as_tuples
-from muonmesh.numerics.rules import is_matrix_rule, rule_of, step_count
+from muonmesh.numerics.rules import rule_of, step_count
 from muonmesh.numerics.rules.parts import follow
 from muonmesh.report.explain import Explanation
 
@@ -114,19 +115,12 @@ class EngineOptimizer(torch.optim.Optimizer):
         return self._engine.optimizer
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """Step the tensors that DeepSpeed has put into the groups. All ranks that share their parameters call it.
-
-        Raises:
-            ValueError: ``closure`` is not None; DeepSpeed has no closures.
-            LayoutError: a group has a tensor that DeepSpeed's records did not name.
-        """
-        if closure is not None:
-            write = "Call it before: DeepSpeed evaluates the model before the step"
-            raise ValueError(explain_error("closure", "one", "none", write))
+    def step(self) -> None:  # type: ignore[override]
+        """Step the tensors that DeepSpeed has put into the groups. All ranks that share their parameters call it."""
         if not self.calls:
             return  # the engine is still being made
-        shown = [(group, *self._find(tensor)) for group in self.param_groups for tensor in group["params"]]
+        # A KeyError: a tensor that the records did not name when the engine was made.
+        shown = [(group, *self._call_of[id(tensor)]) for group in self.param_groups for tensor in group["params"]]
         for group, _, inner in shown:
             inner.update({key: group[key] for key in inner.keys() - {*OWN_KEYS, "steps_taken"}})
         visible = list(dict.fromkeys(call for _, call, _ in shown))
@@ -141,13 +135,6 @@ class EngineOptimizer(torch.optim.Optimizer):
             keep_means(self.param_groups, self._means)  # of the groups that DeepSpeed has not hidden
         if self.calls[-1] in visible and self.norms is not None:
             self._zero.overflow = bool(self.norms.skipped)
-
-    def _find(self, tensor: Tensor) -> tuple[Call, dict[str, Any]]:
-        if id(tensor) not in self._call_of:
-            found = f"a tensor of {tensor.numel()} elements to step that its records did not name"
-            write = "Make the engine with muonmesh.integrations.deepspeed.initialize, and anew after changing it"
-            raise LayoutError(explain_error("DeepSpeed", found, "the tensors it had when the engine was made", write))
-        return self._call_of[id(tensor)]
 
     def _run(self, call: Call) -> None:
         self._share(call)
@@ -172,7 +159,7 @@ class EngineOptimizer(torch.optim.Optimizer):
             StateError: the state belongs to other groups, or to flat tensors in which the parameters lie elsewhere;
                 nothing has been loaded.
         """
-        self.check_groups(state_dict["param_groups"])
+        self._check_groups(state_dict["param_groups"])
         if state_dict.get("places", self._places) != self._places:
             found, needed = "parameters in other places of DeepSpeed's flat tensors", "the places in this engine"
             write = "Set round_robin_gradients, sub_group_size and parameter_alignment as when it was saved, or use "
@@ -218,18 +205,14 @@ class EngineOptimizer(torch.optim.Optimizer):
         for call in self.calls:
             OfMuon(call.muon).refuse_if_interrupted()
 
-    def check_groups(self, saved: Sequence[Mapping[str, Any]]) -> None:
+    def _check_groups(self, saved: Sequence[Mapping[str, Any]]) -> None:
         """Raise StateError unless saved groups equal these groups in name, algorithm, parameters and splits."""
-        if len(saved) != len(self._identities):
-            found, needed = f"{len(saved)} param groups", f"{len(self._identities)}"
-            raise StateError(explain_error("the state", found, needed, _AS_SAVED))
-        for identity, group in zip(self._identities, saved, strict=True):
-            for key, needed in identity.items():
-                if key == "matrices" and not is_matrix_rule(identity["algorithm"]):
-                    continue
-                if as_tuples(group.get(key)) != as_tuples(needed):
-                    where, found = f"group {identity['name']!r}", f"{key} {group.get(key)!r} in the state"
-                    raise StateError(explain_error(where, found, f"{needed!r}", _AS_SAVED))
+        pairs: Iterator[tuple[Mapping[str, Any], ...]] = zip_longest(saved, self._identities, fillvalue={})
+        for group, identity in pairs:
+            for key in _IDENTITY:
+                if as_tuples(group.get(key)) != as_tuples(identity.get(key)):
+                    found, needed = f"{key} {group.get(key)!r} in the state", f"{identity.get(key)!r}"
+                    raise StateError(explain_error(f"group {identity.get('name')!r}", found, needed, _AS_SAVED))
 
     def checkpoint_records(self) -> list[Record]:
         """Return a `Record` of every parameter with its state, for `muonmesh.checkpoint`; see `Recorded`."""
