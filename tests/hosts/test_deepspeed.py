@@ -96,8 +96,6 @@ EXACT |= {
     "1 round robin": zero(1, round_robin_gradients=True),
     "2 round robin": zero(2, round_robin_gradients=True),
     "2 round robin, aligned": zero(2, round_robin_gradients=True, parameter_alignment=True),
-    "1 cpu_offload": zero(1, cpu_offload=True),
-    "3 cpu_offload": zero(3, cpu_offload=True, cpu_offload_param=True) | BF16,
     "1 unlike settings": zero(1, **UNLIKE) | UNLIKE_GRADIENTS | {"gradient_predivide_factor": 2.0},
     "1 scaled sums": zero(1) | {"prescale_gradients": True, "gradient_predivide_factor": 2.0},
     "2 scaled sums": zero(2, reduce_scatter=False, compute_grad_norm=False) | {"gradient_predivide_factor": 2.0},
