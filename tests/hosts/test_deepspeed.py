@@ -769,7 +769,7 @@ def test_what_would_be_wrong_is_refused(config: dict[str, Any], message: str) ->
         ({"optimizer": {"layouts": {}}}, "Remove layouts"),
         ({"optimizer": {"learning_rate": 1.0}}, "the argument 'learning_rate'"),
         ({"model_parameters": []}, "split by role"),
-        ({"clip": {"norm": 1.0}}, "the argument 'norm'"),
+        ({"clip": {"norm": 1.0}}, "unexpected keyword argument 'norm'"),
         ({"clip": {"max_norm": -1.0}}, "max_norm"),
         ({"clip": 1.0, "config": {"gradient_clipping": 1.0}}, "Remove gradient_clipping"),
     ],

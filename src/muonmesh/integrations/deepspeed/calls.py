@@ -86,9 +86,6 @@ def explain_step(calls: Sequence[Call]) -> Explanation:
     )
 
 
-_ARGUMENTS = ("max_norm", "policy", "skip_above")
-
-
 def limits_of(clip: float | Mapping[str, Any] | None, config: Mapping[str, Any]) -> Limits | None:
     """Return the limits that the ``clip=`` argument of `initialize` sets; None means no clipping.
 
@@ -102,15 +99,10 @@ def limits_of(clip: float | Mapping[str, Any] | None, config: Mapping[str, Any])
     """
     if clip is None:
         return None
-    given: dict[str, Any] = dict(clip) if isinstance(clip, Mapping) else {"max_norm": clip}
-    for key in given:
-        if key not in _ARGUMENTS:
-            known = ", ".join(_ARGUMENTS)
-            raise TypeError(explain_error("clip", f"the argument {key!r}", f"one of {known}", "Rename or remove it"))
     if config.get("gradient_clipping"):
         found = f"clip= and gradient_clipping {config['gradient_clipping']} in the config"
         raise ValueError(explain_error("clip", found, "only one of them", "Remove gradient_clipping"))
-    limits = Limits(**given)
+    limits = Limits(**clip) if isinstance(clip, Mapping) else Limits(clip)
     limits.check()
     return limits
 
