@@ -282,9 +282,10 @@ class MegatronOptimizer(Base, Recorded):  # type: ignore[misc]
         muon, runtime = self.optimizer, self.runtime
         if clips and not raises:
             assert runtime.connected is not None
-            found, clip = clip_gradients(runtime.connected, muon, None, self.limits, runtime, dist.group.WORLD)
-            norms.append(found)
-            return clip
+            met = clip_gradients(runtime.connected, muon, None, self.limits, runtime, dist.group.WORLD)
+            assert met is not None  # the step has just agreed on the plan
+            norms.append(met[0])
+            return met[1]
         none = zeros_for(muon.gradients.norms_apart, self._device)  # what `clip_gradients` adds up on other stages
         _, agreed = AGREEMENT.ask({"error": raises}, none, partial(reduce_beyond, group=dist.group.WORLD))
         if not raises and bool(agreed.any("error")):
