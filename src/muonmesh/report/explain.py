@@ -230,7 +230,7 @@ def explain(
         sum(total for total, _ in kept.values()),
         sum(host for _, host in kept.values()),
         gradients,
-        sum(relay is not None for relay in plan.relays),
+        sum(bool(relay.parts) for relay in plan.relays),
         step_memory(plan, travelling, planned.squares),
         plan.budget.bytes,
         None if planned.graphs is None else len(planned.graphs),
