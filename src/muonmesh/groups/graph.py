@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from muonmesh.groups.fused_projections import Matrices
+from muonmesh.groups.sites import Matrices
 from muonmesh.names import starred
 
 # The places of the two operands among the inputs of a product; the second of a layer's is its weight, out × in.
@@ -62,6 +62,8 @@ class Seen:
         cut: How the out dim is cut into parts, as an entry of "matrices" for a matrix out × in; None if it is not, or
             if the graph does not tell.
         grouped: Whether it is the weight of a convolution in several groups.
+        hidden: Whether an autograd function that hides what it computes reads it, or reads what it makes before any
+            product does.
     """
 
     uses: int = 0
@@ -71,6 +73,7 @@ class Seen:
     last: bool | None = None
     cut: Matrices | None = None
     grouped: bool = False
+    hidden: bool = False
 
 
 class Form(NamedTuple):
@@ -405,7 +408,7 @@ def seen_by(
     facts: dict[str, list[tuple[_Use, bool | None]]] = defaultdict(list)
     for node in order:
         if node.leaf is not None:
-            found[names[id(node.leaf)]] = Seen()
+            found[names[id(node.leaf)]] = Seen(hidden=_is_hidden(node))
         if node.kind in _LOOK_UP and (at := _weight(node.below[0])) is not None:
             found[names[id(at[0])]].does = "looked up"
         for use in node.uses:
@@ -419,6 +422,7 @@ def seen_by(
         seen.first = _agreed(_is_first(use) for use, _ in uses)
         seen.last = _agreed(end for _, end in uses)
         seen.grouped = any(use.grouped for use, _ in uses)
+        seen.hidden = seen.hidden or any(_is_hidden(use.node) for use, _ in uses)
         seen.stored = _agreed(_stored(use) for use, _ in uses)
         seen.cut = _agreed(_cut(use) for use, _ in uses) if seen.stored and not seen.grouped else None
     for parameter in _pairs(order):
@@ -446,6 +450,19 @@ def _is_first(use: _Use) -> bool | None:
 def _is_streamed(product: Node) -> bool:
     """Whether what inputs and layers make is added to the inputs themselves: a stage of a model, without its ends."""
     return any(term.is_input for term in _added(product))
+
+
+def _is_hidden(node: Node) -> bool:
+    """Whether a function that hides what it computes reads a value, behind views and functions of each element."""
+    users = [(user, place) for user, place, _ in node.users]
+    while users:
+        user, place = users.pop()
+        alone = user.kind in _EACH and not any(other.live for other, _ in user.others(place))
+        if user.is_opaque:
+            return True
+        if alone or user.kind in _VIEWS:
+            users += [(above, at) for above, at, _ in user.users]
+    return False
 
 
 def _is_late(product: Node) -> bool:

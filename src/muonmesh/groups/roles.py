@@ -7,14 +7,12 @@ reason says so.
 from __future__ import annotations
 
 import inspect
-import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils.parametrize import ParametrizationList
@@ -22,15 +20,8 @@ from torch.nn.utils.parametrize import ParametrizationList
 from muonmesh.errors import about, explain_error
 from muonmesh.groups.classifiers import classified
 from muonmesh.groups.ends import Ends, features_of
-from muonmesh.groups.fused_projections import (
-    Matrices,
-    class_names,
-    expert_order,
-    fused_order,
-    global_shape,
-)
 from muonmesh.groups.graph import Seen
-from muonmesh.groups.sites import Kind, Role, Site, class_of
+from muonmesh.groups.sites import Kind, Matrices, Role, Site, class_names, class_of, global_shape
 from muonmesh.layout.matrix import as_tuples
 
 PRECEDENCE: tuple[Kind, ...] = ("embeddings", "head", "vectors", "matrices")
@@ -68,6 +59,9 @@ def role(site: Site, known: Ends, seen: Seen | None = None) -> Role:
     if expert is None and (found := _router(site)) is not None:
         return found
     found = expert or _convolution(site, seen) or _linear(site, seen) or _unknown(site, seen)
+    if seen is not None and seen.hidden and seen.cut is None:
+        hides = "an autograd function that reads what it makes hides whether it is fused"
+        return replace(found, reason=f"{found.reason}; {hides}", guess=True)
     return replace(found, guess=seen is None)
 
 
@@ -204,8 +198,7 @@ def _is_matrix(shape: tuple[int, ...]) -> bool:
 
 def _vector(site: Site) -> Role | None:
     module, shape = site.module, site.shape
-    named = any(_NORM.search(name) for name in class_names(module))
-    if named or isinstance(module, nn.LayerNorm | nn.GroupNorm | _NormBase):
+    if any(_NORM.search(name) for name in class_names(module)):
         return _adamw("vectors", f"norm ({class_of(module)})", None)
     if len(shape) < 2:
         return _adamw("vectors", "bias" if "bias" in site.key else "vector", None)
@@ -259,14 +252,8 @@ def _expert(site: Site, seen: Seen | None) -> Role | None:
     if shape[0] not in _experts(module) and not any("Expert" in name for name in class_names(module)):
         return None
     if len(shape) == 3:
-        matrices, reason = expert_order(module, site.key, shape)
-        if seen is not None and seen.stored is not None:
-            inner: Any = matrices[1] if isinstance(matrices, tuple) else "whole"
-            inner = inner[1] if inner[0] == "transposed" else inner
-            matrices, told = _stored(seen, seen.cut or inner)
-            matrices = "stack" if matrices == "whole" else ("stack", matrices)
-            reason = f"experts, one matrix each{told}" if seen.cut else reason
-        return _muon(reason, matrices)
+        matrices, told = _stored(seen)
+        return _muon(f"experts, one matrix each{told}", "stack" if matrices == "whole" else ("stack", matrices))
     stacks = [p for p in module._parameters.values() if p is not None and len(global_shape(p)) == 3]
     if len(shape) == 2 and any(global_shape(p)[0] == shape[0] for p in stacks):
         return _adamw("vectors", "biases of experts, one each", "whole")
@@ -296,37 +283,22 @@ def _convolution(site: Site, seen: Seen | None) -> Role | None:
         return _adamw("matrices", f"{what} convolution: many small filters, not one matrix", "flatten")
     if isinstance(module, _ConvTransposeNd):
         return _adamw("matrices", "transposed convolution, stored in × out × kernel", "flatten")
-    matrices, fused = _parts(site, module.out_channels, seen)
-    return _muon(f"convolution{fused}", "flatten" if matrices == "whole" else ("flatten", matrices))
+    matrices, told = _stored(seen)
+    return _muon(f"convolution{told}", "flatten" if matrices == "whole" else ("flatten", matrices))
 
 
-def _stored(seen: Seen, matrices: Matrices) -> tuple[Matrices, str]:
-    """Return a split of a matrix out × in as the split of the parameter, and a text of what a forward showed."""
-    told = f", fused: a forward cuts its output into {_count(seen.cut)} parts" if seen.cut else ""
-    if seen.stored == "in×out":
-        return ("transposed", matrices), f"{told}, stored in × out"
-    return matrices, told
+def _stored(seen: Seen | None, transposed: bool = False) -> tuple[Matrices, str]:
+    """Return the split of one matrix as it is stored, and a text of what a forward showed."""
+    cut = None if seen is None else seen.cut
+    told = f", fused: a forward cuts its output into {_count(cut)} parts" if cut else ""
+    if seen is not None and seen.stored is not None:
+        transposed = seen.stored == "in×out"
+    return (("transposed", cut or "whole"), f"{told}, stored in × out") if transposed else (cut or "whole", told)
 
 
 def _count(cut: Matrices) -> int:
     sizes = cut[1:]
     return len(sizes) if cut[0] == "rows" else len(sizes[0]) if isinstance(sizes[0], tuple) else int(sizes[0])
-
-
-def _parts(site: Site, out: int, seen: Seen | None) -> tuple[Matrices, str]:
-    """Return how the `out` rows of a layer split, and a text that says how this is known.
-
-    A module that holds only this layer, or this layer and its norm, is treated like the layer itself.
-    """
-    if seen is not None and seen.cut is not None:
-        return seen.cut, f", fused: a forward cuts its output into {_count(seen.cut)} parts"
-    for (attribute, _), (_, owner) in itertools.pairwise(site.owners):
-        if (order := fused_order(owner, attribute, out)) is not None:
-            matrices, parts = order
-            return matrices, f", fused: {parts} ({class_of(owner)})"
-        if sum(len(global_shape(p)) > 1 for p in owner.parameters()) > 1:
-            break
-    return "whole", ""
 
 
 def _linear(site: Site, seen: Seen | None) -> Role | None:
@@ -337,11 +309,8 @@ def _linear(site: Site, seen: Seen | None) -> Role | None:
     transposed = "Conv1D" in class_names(module) or (shape == (into, out) and shape != (out, into))
     if not transposed and shape != (out, into):
         return None
-    if seen is not None and seen.stored is not None:
-        transposed = seen.stored == "in×out"
-    matrices, fused = _parts(site, out, seen)
-    reason = f"linear{fused}"
-    return _muon(f"{reason}, stored in × out", ("transposed", matrices)) if transposed else _muon(reason, matrices)
+    matrices, told = _stored(seen, transposed)
+    return _muon(f"linear{told}", matrices)
 
 
 def _unknown(site: Site, seen: Seen | None) -> Role:
@@ -351,7 +320,7 @@ def _unknown(site: Site, seen: Seen | None) -> Role:
     if seen is not None and seen.grouped:
         return _adamw("matrices", "many small filters of a convolution in groups, not one matrix", by_shape(shape))
     if seen is not None and seen.stored is not None and shape[0] > 1 and not _NOT_A_MATRIX.search(site.key):
-        matrices, told = _stored(seen, seen.cut or "whole")
+        matrices, told = _stored(seen)
         reason = f"a parameter of {where}, by which a forward multiplies{told}"
         if len(shape) == 3:
             matrices = "stack" if matrices == "whole" else ("stack", matrices)
