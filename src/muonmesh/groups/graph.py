@@ -54,8 +54,8 @@ class Seen:
 
     Attributes:
         uses: How often it was an operand of a product.
-        does: "multiplies" activations, is "looked up", makes a weight ("computed"), or is a factor of a "pair" beside a
-            layer (LoRA); None if nothing of these was seen without doubt.
+        does: "multiplies" activations, is "looked up", or makes a weight ("computed"); None if none of these was seen
+            without doubt.
         stored: Whether a matrix is stored "out×in" or "in×out"; None if the graph does not tell.
         first: Whether it only reads the model's inputs; None: unknown.
         last: Whether it makes outputs that no other layer reads; None: unknown.
@@ -67,7 +67,7 @@ class Seen:
     """
 
     uses: int = 0
-    does: Literal["multiplies", "looked up", "computed", "pair"] | None = None
+    does: Literal["multiplies", "looked up", "computed"] | None = None
     stored: Literal["out×in", "in×out"] | None = None
     first: bool | None = None
     last: bool | None = None
@@ -425,8 +425,6 @@ def seen_by(
         seen.hidden = seen.hidden or any(_is_hidden(use.node) for use, _ in uses)
         seen.stored = _agreed(_stored(use) for use, _ in uses)
         seen.cut = _agreed(_cut(use) for use, _ in uses) if seen.stored and not seen.grouped else None
-    for parameter in _pairs(order):
-        found[names[id(parameter)]].does = "pair"
     _unlike_others(found, {name: tuple(parameter.shape) for name, parameter in named})
     return dict(found)
 
@@ -540,33 +538,6 @@ def _computed(order: Iterable[Node]) -> Iterator[Tensor]:
                 more = {before[0] for before in below.below if before is not None} - met
                 met |= more
                 todo += more
-
-
-def _pairs(order: Iterable[Node]) -> Iterator[Tensor]:
-    """Yield the two weights of low-rank pairs whose product is added to that of a layer with the same input (LoRA)."""
-    scaled = ("Mul", "Div", "NativeDropout")
-    for node in order:
-        if node.kind != "Add" or len(node.below) != 2:
-            continue
-        ends = [end[0] for edge in node.below if (end := _source(edge, scaled)) is not None]
-        for top, base in (ends, ends[::-1]) if len(ends) == 2 else ():
-            upper, (reads, size) = top.uses, _base(base)
-            middle = _source(upper[0].reads, scaled) if len(upper) == 1 else None
-            lower = middle[0].uses if middle is not None else []
-            if reads is None or len(lower) != 1 or _source(lower[0].reads, scaled) != _source(reads, scaled):
-                continue
-            if min(lower[0].parameter.shape[:2]) < size:
-                yield from (lower[0].parameter, upper[0].parameter)
-
-
-def _base(layer: Node) -> tuple[Edge | None, int]:
-    """Return what a layer reads and its smaller size; of a layer whose weight is frozen, the number of features."""
-    if len(layer.uses) == 1:
-        return layer.uses[0].reads, min(layer.uses[0].parameter.shape[:2])
-    known = [edge for i, edge in enumerate(layer.below) if edge is not None and not layer.adds(i)]
-    if layer.uses or len(known) != 1 or not layer.is_product:
-        return None, 0
-    return known[0], layer.shape()[1 if layer.kind == "Convolution" else -1]
 
 
 def _stored(use: _Use) -> Literal["out×in", "in×out"] | None:
