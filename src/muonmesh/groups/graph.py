@@ -30,6 +30,8 @@ _TURNED = {"T", "Transpose", "Permute"}
 _CUTS = {"Split", "SplitWithSizes", "UnsafeSplit", "UnsafeSplitWithSizes", "Unbind", "Select", "Slice", "Glu"}
 # A DTensor becomes its local shard, a shard a DTensor, and a DTensor is laid out anew: the numbers stay.
 _MOVED = {"ToTorchTensor", "FromTorchTensor", "Redistribute"}
+# Functions of FSDP2 and ZeRO-3 that mark when a module is over, and return the tensors that they are given.
+_MARKS = {"RegisterPostBackwardFunction", "PreBackwardFunctionForModule", "PostBackwardFunctionModule"}
 _LOOK_UP = {"Embedding", "EmbeddingBag", "Index", "IndexSelect", "Gather"}
 _JOINS = {"Cat", "Stack"}
 _VIEWS = _RESHAPED | _TURNED | _MOVED | _CUTS - {"Glu"}
@@ -223,6 +225,11 @@ class _Use:
     grouped: bool = False
 
 
+def _shape(parameter: Tensor) -> tuple[int, ...]:
+    """Return the shape with which a forward reads a parameter; ZeRO-3 frees parameters after it."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
 @cache
 def _kind(name: str) -> str:
     """Return the name of the operation behind a node: "Addmm" for AddmmBackward0."""
@@ -235,6 +242,11 @@ def _nodes(
     """Return the nodes behind some outputs, each after those that it reads, and those of the outputs."""
     nodes: dict[Any, Node] = {}
 
+    def behind(fn: Any, number: int) -> tuple[Any, int]:
+        while fn is not None and fn.name().removesuffix("Backward") in _MARKS:
+            fn, number = fn.next_functions[number]
+        return fn, number
+
     def node_of(fn: Any) -> Node:
         if fn not in nodes:
             node = nodes[fn] = Node(fn, _kind(fn.name()))
@@ -243,7 +255,8 @@ def _nodes(
                 node.data = node.is_input = id(variable) in inputs
         return nodes[fn]
 
-    roots = {node_of(out.grad_fn) for out in outputs if out.grad_fn is not None}
+    ends = [behind(out.grad_fn, out.output_nr)[0] for out in outputs if out.grad_fn is not None]
+    roots = {node_of(fn) for fn in ends if fn is not None}
     todo, order, begun = [(node, False) for node in roots], list[Node](), set[Node]()
     while todo:
         node, done = todo.pop()
@@ -253,7 +266,7 @@ def _nodes(
         elif node not in begun:
             begun.add(node)
             todo.append((node, True))
-            for place, (fn, number) in enumerate(node.fn.next_functions):
+            for place, (fn, number) in enumerate(behind(*edge) for edge in node.fn.next_functions):
                 edge = None if fn is None else (node_of(fn), number)
                 node.below.append(edge)
                 if edge is not None:
@@ -269,7 +282,7 @@ def _learn(order: Iterable[Node]) -> None:
         node.uses = _uses(node)
         table = node.kind in _LOOK_UP
         opaque = node.is_opaque
-        matrix = node.leaf is not None and sum(size > 1 for size in node.leaf.shape) > 1
+        matrix = node.leaf is not None and sum(size > 1 for size in _shape(node.leaf)) > 1
         read = [use.reads[0] for use in node.uses if use.reads is not None]
         node.deep = any(each.learned for each in read) or any(each.deep for each in below)
         node.live = bool(node.uses or node.data or table or opaque) or any(each.live for each in below)
@@ -288,9 +301,9 @@ def _weight(edge: Edge | None) -> tuple[Tensor, Form | None] | None:
         path.append(edge)
         edge = node.below[0]
     parameter = None if edge is None else edge[0].leaf
-    if parameter is None or parameter.dim() < 2:
+    shape = () if parameter is None else _shape(parameter)
+    if parameter is None or len(shape) < 2:
         return None
-    shape = parameter.shape
     form: Form | None = Form(0, tuple(((n, prod(shape[i + 1 :])),) for i, n in enumerate(shape)))
     for node, number in reversed(path):
         form = form and _through(form, node, number)
@@ -425,7 +438,7 @@ def seen_by(
         seen.hidden = seen.hidden or any(_is_hidden(use.node) for use, _ in uses)
         seen.stored = _agreed(_stored(use) for use, _ in uses)
         seen.cut = _agreed(_cut(use) for use, _ in uses) if seen.stored and not seen.grouped else None
-    _unlike_others(found, {name: tuple(parameter.shape) for name, parameter in named})
+    _unlike_others(found, {name: _shape(parameter) for name, parameter in named})
     return dict(found)
 
 
@@ -533,7 +546,7 @@ def _computed(order: Iterable[Node]) -> Iterator[Tensor]:
             todo, met = [edge[0]], {edge[0]}
             while todo:
                 below = todo.pop()
-                if below.leaf is not None and below.leaf.dim() > 1:
+                if below.leaf is not None and len(_shape(below.leaf)) > 1:
                     yield below.leaf
                 more = {before[0] for before in below.below if before is not None} - met
                 met |= more
@@ -542,7 +555,7 @@ def _computed(order: Iterable[Node]) -> Iterator[Tensor]:
 
 def _stored(use: _Use) -> Literal["out×in", "in×out"] | None:
     """Return how a weight is stored; None if the operand is not one matrix, or one of a stack, in this order."""
-    shape = tuple(use.parameter.shape)
+    shape = _shape(use.parameter)
     if use.form is None or len(shape) < 2:
         return None
     if use.node.kind in _LAYERS:
@@ -555,8 +568,8 @@ def _stored(use: _Use) -> Literal["out×in", "in×out"] | None:
 def _one_of_stack(use: _Use, dim: int) -> tuple[tuple[int, int], ...]:
     """Return the (size, stride) pairs of a dim of an operand without those that tell the matrices of a stack apart."""
     assert use.form is not None
-    stacked = use.parameter.dim() == 3 and use.node.kind not in _LAYERS
-    stack = prod(use.parameter.shape[1:]) if stacked else 0
+    shape = _shape(use.parameter)
+    stack = prod(shape[1:]) if len(shape) == 3 and use.node.kind not in _LAYERS else 0
     return tuple(atom for atom in use.form.dims[dim] if not stack or atom[1] != stack)
 
 

@@ -154,6 +154,8 @@ class Assembly:
         groups = split_params(model, **{key: settings.pop(key) for key in _SPLIT & settings.keys()})
         for group in groups:
             group["algorithm"] = rule if group["algorithm"] == "muon" else group["algorithm"]
+        kept = ("param_names", "algorithm", "matrices", "reasons")
+        self._watched = groups.watch, [{key: group[key] for key in kept if key in group} for group in groups]
         # Parameters may be shards already, or become shards later. Settings are checked for their global shapes.
         self._template = Muon([{**group, "params": _shapes(group["params"])} for group in groups], **settings)
         self._shared = {key: settings[key] for key in _SHARED if key in settings}
@@ -222,7 +224,10 @@ class Assembly:
                     made[experts][key].append(value)
             groups += made.values()
             self._labels += [group["name"] if experts is None else f"{group['name']} {experts}" for experts in made]
-        return EngineOptimizer(groups, self._template.defaults)
+        optimizer = EngineOptimizer(groups, self._template.defaults)
+        if tensor_parallel == 1:  # a forward cuts shards, whose sizes are no weight's
+            optimizer.watched = self._watched
+        return optimizer
 
     def _group(self, group: Mapping[str, Any], experts: str | None) -> dict[str, Any]:
         """Return a group without parameters. DeepSpeed requires the name of the experts' ranks as a group's name."""

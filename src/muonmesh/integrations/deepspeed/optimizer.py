@@ -16,6 +16,7 @@ from muonmesh.checkpoint.record import OfMuon, Record
 from muonmesh.clip.limits import GradNorms, Limits, scale_groups
 from muonmesh.clip.norm_means import bring_to_host, keep_means
 from muonmesh.errors import LayoutError, StateError, explain_error
+from muonmesh.groups.watch import Watch
 from muonmesh.integrations.deepspeed.calls import Call, explain_step, measure
 from muonmesh.integrations.deepspeed.checkpoint import engine_records, expert_names, masters_of, publish
 from muonmesh.layout.matrix import as_tuples
@@ -54,6 +55,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         super().__init__(list(groups), dict(defaults))
         self._identities = [{key: group[key] for key in _IDENTITY} for group in self.param_groups]
         self.awaits: Any = None
+        self.watched: tuple[Watch | None, list[dict[str, Any]]] = (None, [])  # with the groups as they were guessed
         self.calls: tuple[Call, ...] = ()
         self.norms: GradNorms | None = None
         self._call_of: dict[int, tuple[Call, dict[str, Any]]] = {}
@@ -119,13 +121,20 @@ class EngineOptimizer(torch.optim.Optimizer):
 
         Raises:
             ValueError: ``closure`` is not None; DeepSpeed has no closures.
-            LayoutError: a group has a tensor that DeepSpeed's records did not name.
+            LayoutError: a group has a tensor that DeepSpeed's records did not name; or the first training forward
+                contradicts a guess of `split_params`.
         """
         if closure is not None:
             write = "Call it before: DeepSpeed evaluates the model before the step"
             raise ValueError(explain_error("closure", "one", "none", write))
         if not self.calls:
             return  # the engine is still being made
+        watch, guessed = self.watched
+        if watch is not None and watch.seen is not None:
+            error = watch.compare(guessed, (), entire=True)
+            if error is not None:
+                raise error
+            self.watched = None, []
         shown = [(group, *self._find(tensor)) for group in self.param_groups for tensor in group["params"]]
         for group, _, inner in shown:
             inner.update({key: group[key] for key in inner.keys() - {*OWN_KEYS, "steps_taken"}})
