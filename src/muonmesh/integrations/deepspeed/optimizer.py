@@ -20,6 +20,7 @@ from muonmesh.clip.limits import GradNorms, Limits, scale_groups
 from muonmesh.clip.norm_means import bring_to_host, keep_means
 from muonmesh.comm.storage import Storage, this_rank, world_size
 from muonmesh.errors import StateError, explain_error
+from muonmesh.groups.watch import Watch
 from muonmesh.integrations.deepspeed.checkpoint import engine_records, expert_names, masters_of, publish
 from muonmesh.integrations.deepspeed.clipping import measure
 from muonmesh.layout import FlatShards
@@ -61,6 +62,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         super().__init__(list(groups), dict(defaults))
         self._identities = [{key: group[key] for key in _IDENTITY} for group in self.param_groups]
         self.awaits: Any = None
+        self.watched: tuple[Watch | None, list[dict[str, Any]]] = (None, [])  # with the groups as they were guessed
         self.muons: tuple[Muon, ...] = ()
         self.norms: GradNorms | None = None
         self._reasons: Mapping[str, str] = {}
@@ -133,9 +135,19 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
-        """Step the tensors that DeepSpeed has put into the groups. All ranks that share their parameters call it."""
+        """Step the tensors that DeepSpeed has put into the groups. All ranks that share their parameters call it.
+
+        Raises:
+            LayoutError: the first training forward contradicts a guess of `split_params`.
+        """
         if not self.muons:
             return  # the engine is still being made
+        watch, guessed = self.watched
+        if watch is not None and watch.seen is not None:
+            error = watch.compare(guessed, (), entire=True)
+            if error is not None:
+                raise error
+            self.watched = None, []
         # A KeyError: a tensor that the records did not name when the engine was made.
         shown = [(group, *self._stepped_by[id(tensor)]) for group in self.param_groups for tensor in group["params"]]
         for group, _, inner in shown:
