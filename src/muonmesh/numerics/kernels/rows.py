@@ -76,28 +76,18 @@ class Located(NamedTuple):
         bases: The addresses of the tensors, on the device; the same memory from step to step.
         rows: The number of rows.
         programs: The number of programs.
+        version: See `PieceRows`.
+        addresses: The addresses in ``bases``.
+        buffers: Those of the buffers.
     """
 
     table: Tensor
     bases: Tensor
     rows: int
     programs: int
-
-
-class _Last(NamedTuple):
-    """What the last launch has read.
-
-    Attributes:
-        version: See `Rows`.
-        buffers: The addresses of the buffers.
-        addresses: All addresses.
-        located: What the launch was told.
-    """
-
     version: object
-    buffers: list[int]
     addresses: list[int]
-    located: Located
+    buffers: list[int]
 
 
 class PieceRows:
@@ -127,7 +117,7 @@ class PieceRows:
                 raise ValueError(f"piece {number}: found {found}; needed at most 3 dims. {write}")
         self.version: object = None
         self._tables: dict[object, tuple[Tensor, int, int]] = {}
-        self._last: dict[object, _Last] = {}
+        self._last: dict[object, Located] = {}
         self.number = next(_numbers)
         _living[self.number] = self
 
@@ -146,13 +136,13 @@ class PieceRows:
         where = device, stream_of(device)  # the stream that has written them
         last, there = self._last.get(where), [*map(Tensor.data_ptr, buffers)]
         if last is not None and last.version is self.version is not None and last.buffers == there:
-            return last.located
+            return last
         addresses = [*map(Tensor.data_ptr, chain(*columns)), *there]
         numbers = torch.frombuffer(array("q", addresses), dtype=torch.int64)
         if last is None or len(last.addresses) != len(addresses):
             bases = pinned(numbers, device)
         else:
-            bases = last.located.bases  # in place, since launches that were recorded read there
+            bases = last.bases  # in place, since launches that were recorded read there
             if last.addresses != addresses:
                 rewrite(bases, numbers)
         aligned = not any([address % _ALIGNMENT for address in addresses])
@@ -161,9 +151,8 @@ class PieceRows:
             table = pinned(torch.frombuffer(encoded, dtype=torch.int64), device)
             self._tables[*where, aligned] = table, len(encoded) // WIDTH, programs
         table, rows, programs = self._tables[*where, aligned]
-        located = Located(table, bases, rows, programs)
-        self._last[where] = _Last(self.version, there, addresses, located)
-        return located
+        self._last[where] = Located(table, bases, rows, programs, self.version, addresses, there)
+        return self._last[where]
 
     def _encoded(self, firsts: Sequence[int], *, aligned: bool) -> tuple[array[int], int]:
         """Return the numbers of all rows, and how many programs work on them.

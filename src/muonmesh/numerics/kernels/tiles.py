@@ -224,6 +224,26 @@ def multiplication(
     return launch._replace(arguments=arguments, code=(launch.code, *types, factor_batch, scale_batch))
 
 
+def multiplying(*given: Any) -> Launch:
+    """Return the launch for an operator's arguments: ``factors`` and ``scales`` have one number a matrix instead."""
+    a, b, c, alpha, factor, factors, scale, scales, symmetric, out, d, delta, diagonal = given
+    factor, scale = factor if factors is None else factors, scale if scales is None else scales
+    more = {"symmetric": symmetric, "d": d, "delta": delta, "diagonal": diagonal}
+    return multiplication(a, b, c, alpha, factor, scale, out, **more, **_asked(a.device))
+
+
+@cache
+def _asked(device: torch.device) -> dict[str, Any]:
+    """Return how the tiles of a device differ: measured on 9.0, by the compiler's figures on AMD's.
+
+    docs/internals/kernels.md has both.
+    """
+    if torch.version.hip:
+        return {"stages": 2}
+    is_there = device.type == "cuda" and torch.cuda.is_available()
+    return {"warps": 4} if is_there and torch.cuda.get_device_capability(device) == (9, 0) else {}
+
+
 @cache
 def _launch_of(
     shape: tuple[int, int, int],
