@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -62,14 +62,7 @@ class Asked(NamedTuple):
 
 
 class Driver:
-    """What an integration that drives the steps decides in them. As it stands it drives nothing.
-
-    Attributes:
-        creates_state: Whether a step with learning rate 0 and zero gradients only creates state (decision 3). False if
-            the optimizer sees a part of the gradients and cannot know whether the others are zero.
-    """
-
-    creates_state: ClassVar[bool] = True
+    """What an integration that drives the steps decides in them. As it stands it drives nothing."""
 
     def host_waits(self, device: torch.device) -> bool:
         """Return whether the CPU waits for reduced flags and sums of parameters on ``device``."""

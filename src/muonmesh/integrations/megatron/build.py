@@ -22,7 +22,7 @@ from muonmesh.comm.telling import tell_all
 from muonmesh.errors import LayoutError, PlanError, explain_error
 from muonmesh.groups.heads import HeadPart
 from muonmesh.groups.sites import unwrapped
-from muonmesh.integrations.megatron.declared import mesh_finder, stamped_placement
+from muonmesh.integrations.megatron.declared import mesh_finder
 from muonmesh.integrations.megatron.layouts import (
     Cut,
     SavedBox,
@@ -204,10 +204,9 @@ def _cut(name: str, parameter: Tensor, boxes: Sequence[SavedBox] | None, mesh: A
     if boxes is not None:
         return cut_of(name, local, boxes, rank, ranks)
     if ranks > 1 and getattr(parameter, "tensor_model_parallel", False):
-        marked = f"tensor_model_parallel=True ({stamped_placement(name, parameter)})"
-        found, write = f"{marked} and no entry in sharded_state_dict()", "Give its module a sharded_state_dict()"
+        found = "tensor_model_parallel=True and no entry in sharded_state_dict()"
         needed = "an entry there, by which its checkpoints are resharded: attributes alone are wrong too often"
-        raise LayoutError(explain_error(name, found, needed, write))
+        raise LayoutError(explain_error(name, found, needed, "Give its module a sharded_state_dict()"))
     return Cut(local, Replicate())
 
 
