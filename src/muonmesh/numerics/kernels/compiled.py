@@ -30,8 +30,8 @@ _WORTH_A_THREAD = 1 << 24
 """From this number of multiplications on, all threads share one product."""
 
 _WORTH_A_CALL = 3 << 23
-"""From this number of multiplications in a product on, each product is a call from Python, so that threads share it. With
-fewer, as of 256 × 256, two threads lose more at the end of each product than they gain (measured)."""
+"""From this number of multiplications in a product on, each product is a call from Python, so that threads share it.
+With fewer, as of 256 × 256, two threads lose more at the end of each product than they gain (measured)."""
 
 _PART = 64
 """Columns of a part that one thread computes. Parts that are narrower than what is packed at once are empty."""
