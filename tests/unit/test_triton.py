@@ -781,12 +781,6 @@ def test_shards_of_a_convolution_have_three_dims(dim: int) -> None:
     assert in_three_dims((9, 3, 2, 2), (36, 9, 3, 1)) is None
 
 
-def test_pieces_that_cannot_be_are_refused() -> None:
-    four = torch.ones(3, 4, 4, 4)[:, :3, :3, :3]
-    with pytest.raises(ValueError, match=r"piece 0: found shape \(3, 3, 3, 3\) .* needed at most 3 dims"):
-        pieces_of([four], [four])
-
-
 # ------------------------------------------------------------------ as torch sees them, without Triton
 
 

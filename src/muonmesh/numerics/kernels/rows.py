@@ -94,7 +94,7 @@ class PieceRows:
     """The rows of pieces that one launch works on, and what it needs of them on a device; see `WIDTH`.
 
     Args:
-        places: The pieces. Empty ones are left out.
+        places: The pieces, of at most three dims (`in_three_dims`). Empty ones are left out.
         blocks: The number of blocks that one program works on.
 
     Attributes:
@@ -103,18 +103,11 @@ class PieceRows:
         numels: The number of elements of each piece.
         version: Whatever stays the same object as long as all tensors but buffers are where they were; None if that is
             unknown. Then `of` looks at the addresses of all tensors.
-
-    Raises:
-        ValueError: a piece has no 3 dims (`in_three_dims`).
     """
 
     def __init__(self, places: Sequence[Place], blocks: int = BLOCKS) -> None:
         self._places = [place for place in places if 0 not in place.shape]
         self.blocks, self.numels = blocks, [math.prod(place.shape) for place in self._places]
-        for number, place in enumerate(self._places):
-            if in_three_dims(place.shape, place.strides, place.buffer_strides) is None:
-                found, write = f"shape {place.shape} with strides {place.strides}", "Step it by torch's operations"
-                raise ValueError(f"piece {number}: found {found}; needed at most 3 dims. {write}")
         self.version: object = None
         self._tables: dict[object, tuple[Tensor, int, int]] = {}
         self._last: dict[object, Located] = {}
@@ -199,7 +192,9 @@ def in_three_dims(shape: Sizes, *strides: Sizes) -> Sequence[Sizes] | None:
 
 def _forms(place: Place, *, aligned: bool) -> Iterator[tuple[int, Sizes, Sizes, Sizes]]:
     """Yield kind, starts, lengths and strides of the rows of a piece, those of the tensors before the buffer's."""
-    shape, a, b = in_three_dims(place.shape, place.strides, place.buffer_strides) or ((), (), ())
+    dims = in_three_dims(place.shape, place.strides, place.buffer_strides)
+    assert dims is not None
+    shape, a, b = dims
     if len(shape) > 1 and a[-2] == 1 != a[-1]:  # neighbors in memory to neighboring threads
         shape, a, b = ((*sizes[:-2], sizes[-1], sizes[-2]) for sizes in (shape, a, b))
     parts = [(0, shape, a, b)]

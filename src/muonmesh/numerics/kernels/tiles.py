@@ -282,13 +282,10 @@ def _launch_of(
     far = max(row + col for _, (_, row, col) in given) >= _FAR
     programs = batch * (down * (down + 1) // 2 if symmetric else down * across)
     options = {"num_warps": tile.warps, "num_stages": tile.stages if stages is None else stages}
-    return (
-        Launch(
-            _aligned if aligned else _any, programs, (), options, object()
-        ),  # made once, so it has a code of its own
-        (rows, cols, terms, *(stride for of in strides for stride in of or (0, 0, 0))),
-        (tile.side, tile.depth, _GROUP, tl.int64 if far else tl.int32),
-    )
+    code = object()  # made once for this launch
+    numbers = rows, cols, terms, *(stride for of in strides for stride in of or (0, 0, 0))
+    constants = tile.side, tile.depth, _GROUP, tl.int64 if far else tl.int32
+    return Launch(_aligned if aligned else _any, programs, (), options, code), numbers, constants
 
 
 def tile_for(rows: int, cols: int, dtype: torch.dtype, *, aligned: bool) -> Tile:
