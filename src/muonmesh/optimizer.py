@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, Unpack, cast
+from typing import Any, NamedTuple, TypeVar, Unpack, cast
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
 from muonmesh.checkpoint.state import SavedGroup, refuse_torn, restore_state, widen_state
-from muonmesh.clip.clipping import PlanAgain, clip_gradients
+from muonmesh.clip.clipping import clip_gradients
 from muonmesh.clip.limits import ClipPolicy, GradNorms, Limits
 from muonmesh.clip.norm_means import bring_to_host, keep_means, means_of
 from muonmesh.comm.gradients import PARAMETER_GRAD, GradientSource, check_source
@@ -49,6 +49,8 @@ from muonmesh.step.ready import ReadyParameters
 from muonmesh.step.replicas import fingerprints
 from muonmesh.step.runtime import Asked, Clip, Runtime
 from muonmesh.step.untrained import PATIENCE, IdleParameters, warn_of_unsuited
+
+T = TypeVar("T")
 
 
 class _Agreed(NamedTuple):
@@ -340,16 +342,22 @@ class Muon(torch.optim.Optimizer):
         settings = runtime.last.settings = read_groups(groups, runtime.replaced, runtime.last.settings)
         return settings
 
-    def _meet(self) -> tuple[Planned, Muon | None, Exception | None]:
-        """Return the plan that clipping and metrics follow, this optimizer, and the error of its settings.
+    def _meet(self, work: Callable[[Planned, Muon | None, Exception | None], T | None]) -> T:
+        """Return the result of clipping or metrics; if it is None, all ranks plan again, and repeat it.
 
-        None stands for the optimizer if this rank can no longer follow the plan, and only takes part.
+        Args:
+            work: A function of the plan that all ranks follow, of this optimizer, and of the error of its settings.
+                None stands for the optimizer if this rank can no longer follow the plan, and only takes part.
         """
         runtime, groups = self._runtime, self.param_groups
-        settings = runtime.last.settings = read_groups(groups, runtime.replaced, runtime.last.settings)
-        if (before := outdated(groups, runtime, settings)) is not None:
-            return before, None, settings.error
-        return runtime.connected or connect(groups, runtime), self, settings.error
+        while True:
+            settings = runtime.last.settings = read_groups(groups, runtime.replaced, runtime.last.settings)
+            before, here = outdated(groups, runtime, settings), None
+            if before is None:
+                before, here = runtime.connected or connect(groups, runtime), self
+            if (found := work(before, here, settings.error)) is not None:
+                return found
+            forget(runtime)
 
     def _preflight(self, clip: Clip) -> _Agreed | None:
         """Read the settings, make a plan if needed, read the gradients, and agree with all ranks.
@@ -515,14 +523,8 @@ class Muon(torch.optim.Optimizer):
         check_process_group(process_group, ("world", "local"))
         runtime, ranks = self._runtime, group_for(process_group)
         limits = Limits(max_norm, policy, skip_above, norms, norm_type)
-        while True:
-            planned, here, error = self._meet()
-            try:
-                found, runtime.clip = clip_gradients(planned, here, error, limits, runtime, ranks)
-            except PlanAgain:
-                forget(runtime)
-                continue
-            return found
+        found, runtime.clip = self._meet(partial(clip_gradients, limits=limits, runtime=runtime, process_group=ranks))
+        return found
 
     # ---------------------------------------------------------------- state
 
@@ -653,9 +655,6 @@ class Muon(torch.optim.Optimizer):
         groups of which it stores a part. They are NaN if another rank had an error, which the next step raises.
         """
         runtime = self._runtime
-        while True:
-            found = measure(*self._meet(), runtime)
-            if found is not None:
-                runtime.last.squares = runtime.last.squares or {}
-                return found
-            forget(runtime)
+        found = self._meet(partial(measure, runtime=runtime))
+        runtime.last.squares = runtime.last.squares or {}
+        return found
