@@ -19,7 +19,7 @@ from muonmesh.comm.placing import refuse_flattened, shape_if_known
 from muonmesh.comm.process_groups import group_of
 from muonmesh.comm.ranks import mesh_groups
 from muonmesh.comm.storage import world_size
-from muonmesh.comm.telling import tell_by_rank
+from muonmesh.comm.telling import send_by, tell_by_rank
 from muonmesh.comm.wrappers import group_that_averages, refuse_join, wrappers_of
 from muonmesh.errors import explain_error
 from muonmesh.layout import Budget, Parameter, Plan, make_plan, split_matrices
@@ -96,6 +96,7 @@ def connect(groups: Groups, runtime: Runtime, *, gradients: bool = True) -> Conn
     facts: Facts | None = None
     sums: Gradients = {}
     if planned is not None:
+        send_by(planned.device)
         try:
             sums = gradients_of_replicas(planned, ranks, runtime.source) if gradients else {}
             facts = facts_of(planned, ranks, runtime, sums, gradients=gradients)
