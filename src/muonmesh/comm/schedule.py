@@ -27,7 +27,7 @@ from muonmesh.comm.wire import Swap
 from muonmesh.comm.work import Local
 from muonmesh.layout import Plan
 from muonmesh.layout.piece_table import NOWHERE, PieceTable, Row
-from muonmesh.layout.routes import Leg, Routes, append
+from muonmesh.layout.routes import Leg, Routes
 
 Batch = tuple[Tensor, Tensor, tuple[int, ...]]
 """Matrices (b, rows, cols), the tensor for their results, and their assignments."""
@@ -298,15 +298,9 @@ class Schedule:
 
 def _passages(plan: Plan, rank: int, peers: Sequence[int], stages: Sequence[Stage]) -> list[Passage]:
     """Return the passage of each exchange that brings results back, of all stages in order."""
-    total = sum(stage.exchanges for stage in stages)
-    stored: list[dict[int, list[Leg]]] = [{} for _ in range(total)]
-    assembled: list[dict[int, list[Leg]]] = [{} for _ in range(total)]
-    for stage in stages:
-        for ends, legs in ((stored, stage.back.stored), (assembled, stage.back.assembled)):
-            for peer, leg in ((peer, leg) for peer, some in legs.items() if peer != rank for leg in some):
-                append(ends[stage.first + leg.exchange].setdefault(peer, []), leg)
     owned = {number for number, assignment in enumerate(plan.assignments) if assignment.owner == rank}
-    return [Passage("scatter", Routes(*ends), rank, peers, owned) for ends in zip(stored, assembled, strict=True)]
+    exchanges = (stage.back.only(number) for stage in stages for number in range(stage.exchanges))
+    return [Passage("scatter", routes, rank, peers, owned) for routes in exchanges]
 
 
 def _stages(
