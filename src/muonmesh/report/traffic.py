@@ -18,7 +18,6 @@ from muonmesh.layout.companion_plan import CompanionPlan
 from muonmesh.layout.routes import Leg
 from muonmesh.step.planning import Planned
 from muonmesh.step.precision import Precision
-from muonmesh.step.state_form import forms_of
 
 
 @dataclass(frozen=True)
@@ -214,7 +213,7 @@ def state_bytes_of(planned: Planned, precision: Precision) -> dict[str, tuple[in
     coded = set[Tensor]()
     for member in planned.members:
         local, total, host = local_of(member.tensor), 0, 0
-        for form in forms_of(member, precision):
+        for form in member.forms(precision):
             stored = form.layout.storage.layout
             blocks = () if stored is None else stored.blocks(this_rank())
             elements = math.prod(form.shape) if stored is None else sum(block.region.numel for block in blocks)
