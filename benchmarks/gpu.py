@@ -117,10 +117,10 @@ def main() -> None:
             "contenders": {key: value | more.get(key, {}) for key, value in record(results).items()},
         }
         wrong += problems_of_ours(title, results)
-    if chosen.json:
-        capability = ".".join(map(str, torch.cuda.get_device_capability()))
-        facts = {"device": device, "compute_capability": capability, "cuda": torch.version.cuda}
-        write_json(chosen.json, "benchmarks/gpu.py", asked, tables, facts)
+        if chosen.json:  # after each table: a lent device may be gone before the last one
+            capability = ".".join(map(str, torch.cuda.get_device_capability()))
+            facts = {"device": device, "compute_capability": capability, "cuda": torch.version.cuda}
+            write_json(chosen.json, "benchmarks/gpu.py", asked, tables, facts)
     sys.exit("\n".join(wrong) or 0)
 
 

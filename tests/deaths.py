@@ -20,9 +20,9 @@ from torch import nn
 
 import muonmesh as mm
 import muonmesh.optimizer
-import tests.workers  # noqa: F401 - says what the process that ranks are copies of imports
 from muonmesh.comm.wire import Wire
 from muonmesh.step.ready import ReadyParameters
+from tests.workers import join_default_group
 
 Moment = Literal[
     "before the flags",
@@ -69,11 +69,12 @@ def give(model: nn.Module, step: int, replica: int = 0, copies: int = 1) -> None
 
     Their mean is that gradient to the last bit where ``copies`` is a power of 2.
     """
-    generator, loss = torch.Generator().manual_seed(step), torch.zeros(())
+    device = next(model.parameters()).device
+    generator, loss = torch.Generator().manual_seed(step), torch.zeros((), device=device)
     for number, parameter in enumerate(model.parameters()):
         parameter.grad = None
         factor = float(copies) if number % copies == replica else 0.0
-        loss = loss + (parameter * (torch.randn(parameter.shape, generator=generator) * factor)).sum()
+        loss = loss + (parameter * (torch.randn(parameter.shape, generator=generator) * factor).to(device)).sum()
     loss.backward()
 
 
@@ -129,13 +130,14 @@ def train(
     keeps: bool,
     machine: int,
     to_owners: bool,
+    device: str,
 ) -> None:
     """What each rank does; ``keeps``: rank 0 keeps the store, as without torchrun."""
     torch.set_num_threads(1)
     os.environ["LOCAL_WORLD_SIZE"] = str(machine)
     store = dist.TCPStore("127.0.0.1", port, is_master=False) if not keeps else _kept_by_first(connection, rank)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=6))
-    model = make()
+    join_default_group(device, store, rank, ranks, timedelta(seconds=6))
+    model = make().to(device)
     optimizer = optimizer_of(model, process_group="world", gradients="to_owners" if to_owners else None)
     whole, error, began = 0, "", time.monotonic()
     for step in range(STEPS):
@@ -150,12 +152,14 @@ def train(
             error = str(found)
             break
         whole += 1
+    if device == "cuda":
+        torch.cuda.synchronize()  # a step returns before it has run; torch's watchdog ends a process that waits in vain
     seconds, refused = time.monotonic() - began, ""
     try:
         optimizer.state_dict()
     except mm.StateError as found:
         refused = str(found)
-    weights = {name: tensor.detach().numpy() for name, tensor in model.named_parameters()}
+    weights = {name: tensor.detach().cpu().numpy() for name, tensor in model.named_parameters()}
     connection.send(Told(error, seconds, whole, refused, weights))
     connection.recv()  # until all have been heard
     os._exit(0)
@@ -179,16 +183,20 @@ def left_behind(
     seconds: float = 60.0,
     machine: int = 0,
     to_owners: bool = False,
+    device: str = "cpu",
 ) -> dict[int, Told]:
-    """Let a rank vanish, and return what each of the others says; none may still be silent after that time."""
-    context = multiprocessing.get_context("forkserver")
+    """Let a rank vanish, and return what each of the others says; none may still be silent after that time.
+
+    One that has ended without a word says so in its error: it has finished no step.
+    """
+    context = multiprocessing.get_context("forkserver" if device == "cpu" else "spawn")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     processes: list[BaseProcess] = []
     connections: list[Connection] = []
     try:
         for rank in range(ranks):
             ours, theirs = context.Pipe()
-            arguments = (theirs, rank, ranks, store.port, victim, moment, how, keeps, machine, to_owners)
+            arguments = (theirs, rank, ranks, store.port, victim, moment, how, keeps, machine, to_owners, device)
             process = context.Process(target=train, args=arguments, daemon=True)
             process.start()
             theirs.close()
@@ -199,13 +207,18 @@ def left_behind(
             for connection in connections[1:]:
                 connection.send(port)
         told: dict[int, Told] = {}
+        began = time.monotonic()
         waiting = {connection: rank for rank, connection in enumerate(connections) if rank != victim}
         deadline = time.monotonic() + seconds
         while waiting and (left := deadline - time.monotonic()) > 0:
             for ready in wait(list(waiting), timeout=left):
                 assert isinstance(ready, Connection)
                 rank = waiting.pop(ready)
-                told[rank] = ready.recv()
+                try:
+                    told[rank] = ready.recv()
+                except EOFError:
+                    processes[rank].join()
+                    told[rank] = Told(f"ended with {processes[rank].exitcode}", time.monotonic() - began, 0, "", {})
         assert not waiting, f"still waiting after {seconds} s: {sorted(waiting.values())}"
         return told
     finally:

@@ -84,11 +84,14 @@ class Pool:
 
     Ranks are copies of one process that has imported torch and what takes long beside it. With ``programs`` each
     starts from nothing, as torchrun starts it, with a hash seed of its own: a few seconds of a core a rank.
+
+    On the device "cuda" the ranks share the first GPU and talk over NCCL (`nccl_environment`); they need `programs`.
     """
 
-    def __init__(self, world_size: int, *, programs: bool = False) -> None:
+    def __init__(self, world_size: int, *, programs: bool = False, device: str = "cpu") -> None:
         self.world_size = world_size
         self.programs = programs
+        self.device = device
         self._processes: list[BaseProcess] = []
         self._connections: list[Connection] = []
         self._store: TCPStore | None = None
@@ -154,7 +157,7 @@ class Pool:
         self._stacks = tempfile.TemporaryDirectory(prefix="muonmesh-ranks-")
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
-            arguments = (rank, self.world_size, self._store.port, theirs, self._stack_file(rank))
+            arguments = (rank, self.world_size, self._store.port, theirs, self._stack_file(rank), self.device)
             process = context.Process(target=_serve, args=arguments, name=f"rank {rank}", daemon=True)
             process.start()
             theirs.close()  # or the end of a rank would not be seen
@@ -273,9 +276,26 @@ def _name(function: Callable[..., Any]) -> str:
 
 
 def _gather_ranks() -> list[int]:
-    ranks = [torch.full((1,), -1) for _ in range(dist.get_world_size())]
-    dist.all_gather(ranks, torch.tensor([dist.get_rank()]))
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    ranks = [torch.full((1,), -1, device=device) for _ in range(dist.get_world_size())]
+    dist.all_gather(ranks, torch.tensor([dist.get_rank()], device=device))
     return [int(rank) for rank in ranks]
+
+
+def nccl_environment(rank: int) -> dict[str, str]:
+    """What lets several ranks of NCCL share one GPU; before NCCL starts, so each rank is a process of its own.
+
+    NCCL refuses two ranks of one host on one GPU, and takes the host's name from NCCL_HOSTID. So the ranks look like
+    hosts, which talk over sockets on the loopback interface. They take turns on the multiprocessors, a waiting kernel
+    too, hence the few channels. NVIDIA does not support this; it shows what is right and says nothing about speed.
+    """
+    return {
+        **{"NCCL_HOSTID": f"muonmesh-{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_NET": "Socket", "NCCL_IB_DISABLE": "1"},
+        **{"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_NVLS_ENABLE": "0", "NCCL_MNNVL_ENABLE": "0"},
+        **{"NCCL_MAX_NCHANNELS": "2", "NCCL_MAX_CTAS": "2", "LOCAL_RANK": "0"},
+        **{"CUDA_MODULE_LOADING": "EAGER", "CUDA_DEVICE_MAX_CONNECTIONS": "1"},
+        **{"DS_ACCELERATOR": "cuda", "DS_BUILD_OPS": "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"},
+    }
 
 
 class _OneDevice(dist.ProcessGroupGloo):
@@ -295,7 +315,7 @@ class _OneDevice(dist.ProcessGroupGloo):
         super().__init__(store, rank, size, options)
 
 
-def _serve(rank: int, world_size: int, port: int, connection: Connection, stack_file: str) -> None:
+def _serve(rank: int, world_size: int, port: int, connection: Connection, stack_file: str, device: str) -> None:
     """Run by a rank: join the default group, then answer each call with an Outcome until killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for pytest, which kills its ranks
     gc.freeze()  # or every engine that DeepSpeed makes would look for cycles in all that is imported, for two seconds
@@ -306,7 +326,7 @@ def _serve(rank: int, world_size: int, port: int, connection: Connection, stack_
             os.environ["GLOO_SOCKET_IFNAME"] = loopback[0]
         dist.distributed_c10d.ProcessGroupGloo = _OneDevice  # type: ignore[misc]
         store = TCPStore("127.0.0.1", port, is_master=False)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(minutes=5))
+        join_default_group(device, store, rank, world_size, timedelta(minutes=5))
         connection.send_bytes(_dumps(Outcome(rank, 0.0)))
         while True:
             try:
@@ -314,6 +334,17 @@ def _serve(rank: int, world_size: int, port: int, connection: Connection, stack_
             except (EOFError, ConnectionResetError):
                 return
             connection.send_bytes(_answer(rank, message))
+
+
+def join_default_group(device: str, store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> None:
+    """gloo on a CPU, NCCL on the first GPU, bound to it as torch recommends."""
+    if device == "cpu":
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+        return
+    os.environ |= nccl_environment(rank)
+    torch.cuda.set_device(0)
+    bound = torch.device("cuda", 0)
+    dist.init_process_group("nccl", store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=bound)
 
 
 def _answer(rank: int, message: bytes) -> bytes:

@@ -1,28 +1,36 @@
-"""The first minute on a GPU: what the model of time takes for granted, measured beside it, as a table to paste.
+"""Figures of a GPU as tables to paste, beside what the model of time takes for granted where it has the figure.
 
-python -m tests.gpu.first
+python -m tests.gpu.first [ceilings host products orthogonalizations steps exchange]
 """
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import itertools
 import os
 import socket
+import subprocess
 import sys
 import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch import Tensor
 
-from muonmesh.numerics.kernels.triton import triton_products
+import muonmesh as mm
+from muonmesh.numerics.kernels.triton import multiply, triton_products
 from muonmesh.tools.forecasts.device_rates import DeviceRates
 from tests.device.dry_run import dry_run
 from tests.figures import GPT2, bag, ours
 
+PARTS = ("ceilings", "host", "products", "orthogonalizations", "steps", "exchange")
 SIDES = (768, 1024, 2048, 4096, 8192)
 MESSAGE = 1 << 24
 """Bytes that a rank sends in the all-to-all whose bandwidth counts."""
@@ -74,7 +82,7 @@ def host(device: torch.device, times: int = 100) -> Iterator[Line]:
 
 
 def products(device: torch.device, sides: Iterable[int] = SIDES, times: int = 20) -> Iterator[Line]:
-    """TFLOP/s of X Xᵀ, whose triangle counts for Triton and all of it for cuBLAS."""
+    """TFLOP/s of X Xᵀ, whose triangle counts for Triton and all of it for cuBLAS, and of full products Q X."""
     rates, table = DeviceRates(), triton_products(at_once=1)
     one = torch.ones(1, 1, 1, device=device)
     for side in sides:
@@ -89,6 +97,113 @@ def products(device: torch.device, sides: Iterable[int] = SIDES, times: int = 20
             least = rates.published / rates.weight_of(side**2, by_triton=name == "Triton")
             modelled = f"{least / 1e12:.0f} to {rates.flops / 1e12:.0f}"
             yield Line(f"X Xᵀ, {side} rows, {name}, TFLOP/s", modelled, f"{flops / took / 1e12:.3g}")
+        for dtype in (torch.bfloat16, torch.float16):
+            q, y = (torch.randn(1, side, n * side, device=device).to(dtype) for n in (1, 2))
+            out = torch.empty_like(y)
+            full: dict[str, Callable[[], Any]] = {
+                "Triton, a·X + Q X": lambda q=q, y=y, out=out: multiply(q, y, [(y, 2.0)], out, symmetric=False),
+                "Triton, Q X": lambda q=q, y=y, out=out: multiply(q, y, [], out, symmetric=False),
+                "cuBLAS, Q X": lambda q=q, y=y, out=out: torch.mm(q[0], y[0], out=out[0]),
+            }
+            for name, call in full.items():
+                _, took = seconds(call, device, times=times)
+                measured = f"{4 * side**3 / took / 1e12:.3g}"
+                yield Line(f"{name}, {side}×{2 * side}, {dtype}, TFLOP/s", f"{rates.flops / 1e12:.0f}", measured)
+
+
+def ceilings(device: torch.device, side: int = 8192, sustained: float = 3.0) -> Iterator[Line]:
+    """TFLOP/s of a full product in bf16 and fp16: at once, and after some seconds, when the clock has settled."""
+    rates = DeviceRates()
+    for dtype in (torch.bfloat16, torch.float16):
+        x, y = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+        out = torch.empty_like(x)
+        for when, wanted in (("at once", 0.1), (f"after {sustained:g} s", sustained)):
+            begin, took = time.perf_counter(), 0.0
+            while time.perf_counter() - begin < wanted:
+                _, took = seconds(lambda x=x, y=y, out=out: torch.mm(x, y, out=out), device, times=5)
+            measured = f"{2 * side**3 / took / 1e12:.3g}"
+            yield Line(f"product of {side}², {dtype}, {when}, TFLOP/s", f"{rates.flops / 1e12:.0f}", measured)
+    if device.type == "cuda":
+        asked = [
+            "nvidia-smi",
+            "--query-gpu=clocks.sm,power.draw,clocks_throttle_reasons.active",
+            "--format=csv,noheader",
+        ]
+        told = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip().splitlines()
+        yield Line("clock, power, throttled by", "", told[0] if told else "unknown")
+
+
+SPECTRA: dict[str, Callable[[Tensor], Tensor]] = {
+    "flat": lambda i: torch.ones_like(i),
+    "4 decades": lambda i: 10 ** (-4 * i / i.max()),
+    "rank one and noise": lambda i: torch.where(i == 0, 1.0, 1e-3),
+    "a sixteenth at 1, rest .01": lambda i: torch.where(i < len(i) / 16, 1.0, 0.01),
+}
+"""Singular values from their numbers."""
+WAYS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "fp16": {"dtype": torch.float16},
+    "deflated": {"coefficients": "deflated"},
+    "fp32": {"dtype": torch.float32},
+}
+"""Ways to orthogonalize, as arguments of `muonmesh.orthogonalize`."""
+JUDGED = ((768, 3072), (2048, 2048))
+"""Shapes whose error is measured, which takes an SVD in fp64."""
+BATCHES = ((12, 768, 768), (6, 768, 3072), (8, 2048, 2048), (3, 2048, 8192), (4, 4096, 4096), (3, 4096, 14336))
+
+
+def of_spectrum(rows: int, cols: int, spectrum: str, device: torch.device) -> tuple[Tensor, Tensor]:
+    """A matrix (rows ≤ cols) with known singular values, in bf16, and its polar factor in fp64."""
+    generator = torch.Generator(device).manual_seed(0)
+    options: dict[str, Any] = {"device": device, "generator": generator, "dtype": torch.float64}
+    u, _ = torch.linalg.qr(torch.randn(rows, rows, **options))
+    v, _ = torch.linalg.qr(torch.randn(cols, rows, **options))
+    x = ((u * SPECTRA[spectrum](torch.arange(rows, device=device, dtype=torch.float64))) @ v.mT).bfloat16()
+    u, _, vh = torch.linalg.svd(x.double(), full_matrices=False)
+    return x, u @ vh
+
+
+def orthogonalizations(
+    device: torch.device,
+    judged: Sequence[tuple[int, int]] = JUDGED,
+    batches: Sequence[tuple[int, int, int]] = BATCHES,
+    times: int = 10,
+) -> Iterator[Line]:
+    """Each way's error to the polar factor (fp64, of ‖·‖_F), largest singular value, bits in batches, and time."""
+    for rows, cols in judged:
+        for spectrum in SPECTRA:
+            x, exact = of_spectrum(rows, cols, spectrum, device)
+            for way, settings in WAYS.items():
+                try:
+                    out = mm.orthogonalize(x, **settings)
+                    batch = mm.orthogonalize(torch.stack([x, -x, x]), **settings)
+                except (TypeError, ValueError, RuntimeError) as error:
+                    yield Line(f"{rows}×{cols}, {spectrum}, {way}", "", f"{type(error).__name__}: {str(error)[:80]}")
+                    continue
+                error = float((out.double() - exact).norm() / exact.norm())
+                largest = float(torch.linalg.matrix_norm(out.double(), 2))
+                same = torch.equal(batch[2], out) and torch.equal(batch[1], -out)
+                found = f"{error:.3f}, {largest:.3f}, {'the same bits' if same else 'OTHER BITS'}"
+                yield Line(f"{rows}×{cols}, {spectrum}, {way}: error, largest, in a batch", "", found)
+    for number, rows, cols in batches:
+        x = torch.randn(number, rows, cols, device=device).bfloat16()
+        for way, call in calls(x).items():
+            try:
+                _, took = seconds(call, device, times=times)
+            except (TypeError, ValueError, RuntimeError) as error:
+                yield Line(f"{number} of {rows}×{cols}, {way}, µs", "", f"{type(error).__name__}: {str(error)[:80]}")
+                continue
+            yield Line(f"{number} of {rows}×{cols}, {way}, µs", "", f"{took * 1e6:.0f}")
+
+
+def calls(x: Tensor) -> dict[str, Callable[[], Any]]:
+    """Our ways to orthogonalize a batch, and gram-newton-schulz's where it is installed."""
+    found: dict[str, Callable[[], Any]] = {
+        way: lambda settings=settings: mm.orthogonalize(x, **settings) for way, settings in WAYS.items()
+    }
+    with contextlib.suppress(ImportError):
+        found["gram-newton-schulz"] = partial(importlib.import_module("gram_newton_schulz").GramNewtonSchulz(), x)
+    return found
 
 
 def steps(device: torch.device, shapes: Sequence[tuple[int, int]] = GPT2) -> Iterator[Line]:
@@ -166,26 +281,28 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("No CUDA device: nothing was measured.")
         return 0
-    device = torch.device("cuda", 0)
-    return report(device, torch.cuda.device_count())
+    return report(torch.device("cuda", 0), torch.cuda.device_count(), sys.argv[1:])
 
 
-def report(device: torch.device, ranks: int, **sizes: Any) -> int:
-    """Print the table for a device."""
+def report(device: torch.device, ranks: int, chosen: Sequence[str] = (), **sizes: Any) -> int:
+    """Print the table of all parts, or of those that are chosen, for a device."""
     begin, failed = time.perf_counter(), 0
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"
-    print(
-        f"The first minute on {name}, torch {torch.__version__}.\n\n| | modelled, one H100 | measured |\n|---|--:|--:|"
-    )
+    print(f"Figures of {name}, torch {torch.__version__}.\n\n| | modelled, one H100 | measured |\n|---|--:|--:|")
+    times = sizes.get("times")
     parts: dict[str, Callable[[], Iterable[Line]]] = {
-        "host": lambda: host(device, sizes.get("times", 100)),
-        "products": lambda: products(device, sizes.get("sides", SIDES), sizes.get("times", 20)),
+        "ceilings": lambda: ceilings(device, sizes.get("side", 8192), sizes.get("sustained", 3.0)),
+        "host": lambda: host(device, times or 100),
+        "products": lambda: products(device, sizes.get("sides", SIDES), times or 20),
+        "orthogonalizations": lambda: orthogonalizations(
+            device, sizes.get("judged", JUDGED), sizes.get("batches", BATCHES), times or 10
+        ),
         "steps": lambda: steps(device, sizes.get("shapes", GPT2)),
-        **{f"exchange {n}": lambda n=n: exchange(device, n) for n in sorted({1, ranks})},
+        "exchange": lambda: itertools.chain.from_iterable(exchange(device, n) for n in sorted({1, ranks})),
     }
-    for part, lines in parts.items():
+    for part in chosen or PARTS:
         try:
-            for line in lines():
+            for line in parts[part]():
                 print("| " + " | ".join(line) + " |", flush=True)
         except Exception:
             failed = 1

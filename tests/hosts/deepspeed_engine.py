@@ -156,7 +156,8 @@ def fp16_on_cpu() -> Iterator[None]:
 
 def engine_for(config: dict[str, Any], model: nn.Module | None = None, *, clip: Any = None, **optimizer: Any) -> Any:
     rank = str(dist.get_rank())
-    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=str(dist.get_world_size()))  # as launchers do
+    local = "0" if get_accelerator().device_name() == "cuda" else rank  # ranks of tests/gpu share one GPU
+    os.environ.update(RANK=rank, LOCAL_RANK=local, WORLD_SIZE=str(dist.get_world_size()))  # as launchers do
     settings = {"compute_dtype": torch.float32, **OPTIMIZER, **optimizer}
     config = {"train_micro_batch_size_per_gpu": 1, **config}
     return initialize(model=model or build(), config=config, optimizer=settings, clip=clip)[0]

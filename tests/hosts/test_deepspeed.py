@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import re
 from collections.abc import Callable, Iterator
@@ -10,12 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from muonmesh.errors import FileError, LayoutError, StateError
 from muonmesh.integrations.deepspeed import initialize
 from muonmesh.integrations.deepspeed.config import prepare_config, read_config
 from muonmesh.tools.checkpoints.zero import read_zero
 from muonmesh.tools.cli.diagnosis import diagnose
+from tests.alone import files_of_at_most
 from tests.hosts import deepspeed_engine as ds
 from tests.hosts import elsewhere
 from tests.workers import Pool
@@ -586,6 +589,7 @@ def test_a_folder_of_another_kind_of_engine_is_refused_on_every_rank(pools: dict
             assert told in outcome.message
 
     refused("0", zero(1), "found a checkpoint without zero_pp_rank_")
+    refused("1", zero(0), "found a checkpoint with zero_pp_rank_0_mp_rank_00_optim_states.pt")
     refused("1", zero(3), "found a checkpoint without zero_pp_rank_")
     refused("3", zero(1), "found a checkpoint without mp_rank_00_model_states.pt")
     refused("1", zero(1) | BF16, "found a checkpoint without bf16_zero_pp_rank_")
@@ -593,6 +597,35 @@ def test_a_folder_of_another_kind_of_engine_is_refused_on_every_rank(pools: dict
     # What DeepSpeed would load nothing of, or another tag
     refused("3", zero(3), "found load_module_only=True", load_module_only=True)
     refused("3", zero(3), "with an older tag", tag="older", load_optimizer_states=False)
+
+
+def saves_where_a_rank_may_not(folder: str, stage: int, limited: int) -> tuple[str, str, str]:
+    """What this rank is told, what `latest` names then, and what a load finds."""
+    engine = ds.engine_for(zero(stage))
+    ds.train(engine, range(1))
+    engine.save_checkpoint(folder, tag="first")
+    ds.train(engine, range(1, 2))
+    limit = files_of_at_most(500, deadly=False) if dist.get_rank() == limited else contextlib.nullcontext()
+    with limit, pytest.raises(FileError) as told:
+        engine.save_checkpoint(folder, tag="second")
+    latest = Path(folder, "latest").read_text()
+    loaded, _ = engine.load_checkpoint(folder)
+    engine.save_checkpoint(folder, tag="third")
+    return str(told.value), latest, Path(loaded).parent.name
+
+
+@pytest.mark.parametrize(("stage", "limited"), [(0, 0), (1, 0), (1, 1), (3, 1)])
+def test_a_rank_that_cannot_write_is_an_error_on_all(
+    pools: dict[int, Pool], tmp_path: Path, stage: int, limited: int
+) -> None:
+    """DeepSpeed raised on that rank alone, and the others waited for it in a barrier."""
+    found = pools[2].run(saves_where_a_rank_may_not, str(tmp_path), stage, limited)
+    assert found == [found[0]] * 2
+    told, latest, loaded = found[0]
+    assert told.startswith(f"{tmp_path}/"), told
+    assert told.endswith(": could not be written: File too large. Free some space there, then save again"), told
+    assert latest == loaded == "first"
+    assert (tmp_path / "latest").read_text() == "third"
 
 
 @pytest.mark.parametrize("name", ["0 bf16", "1", "3"])
@@ -637,8 +670,8 @@ def test_training_with_deepspeed_s_own_muon_goes_on_here(
         assert max(apart.values()) < 0.05, apart
     first, last = sorted((tmp_path / "theirs").glob("*/*optim_states.pt"))
     for path, told in (
-        (tmp_path / "theirs", "in it, as in a checkpoint of DeepSpeed"),
-        (first.parent, "in it, as in a checkpoint of DeepSpeed"),
+        (tmp_path / "theirs", "in it; needed a run of muonmesh train"),
+        (first.parent, "in it; needed a run of muonmesh train"),
         (first, "found more than data (deepspeed.runtime."),
     ):
         found = diagnose(path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from tests.gpu import first
-from tests.gpu.run import run
+from tests.gpu.run import REPOSITORY, Part, parts, run
 from tests.interpreter import interpreting
 
 
@@ -26,7 +27,14 @@ def interpreter() -> Iterator[Callable[..., Any]]:
 
 def reported(sides: tuple[int, ...]) -> tuple[int, str]:
     with contextlib.redirect_stdout(io.StringIO()) as shown, contextlib.redirect_stderr(shown):
-        failed = first.report(torch.device("cpu"), 2, times=1, sides=sides, shapes=[(16, 16), (16, 32)])
+        tiny = {
+            "side": 16,
+            "sustained": 0.01,
+            "judged": [(16, 32)],
+            "batches": [(2, 16, 16)],
+            "shapes": [(16, 16), (16, 32)],
+        }
+        failed = first.report(torch.device("cpu"), 2, times=1, sides=sides, **tiny)
     return failed, shown.getvalue()
 
 
@@ -38,15 +46,49 @@ def test_every_figure_stands_beside_its_model_and_a_failure_is_told(interpreter:
     assert failed
     assert figures.pop("products") == ("", "FAILED, see below")
     assert "Traceback" in text
-    assert len(figures) == 3 + 2 + 4 + 2 + 3, text  # one rank sends nothing
-    for what, (modelled, measured) in figures.items():
-        assert all(float(number) >= 0 for number in modelled.split(" to ")), what
+    refused = {what for what, (_, measured) in figures.items() if measured.startswith("TypeError")}
+    assert all("fp16" in what for what in refused)  # on a CPU
+    judged = {what: measured for what, (_, measured) in figures.items() if "error, largest" in what}
+    assert len(judged) == len(first.SPECTRA) * (len(first.WAYS) - bool(refused)), text
+    for measured in judged.values():
+        error, largest, bits = measured.split(", ")
+        assert float(error) < 1.0
+        assert float(largest) < 2.0
+        assert bits == "the same bits"
+    counted = {what: pair for what, pair in figures.items() if what not in judged and what not in refused}
+    # ceilings, host, products of one side, ways, steps, messages; one rank sends nothing
+    assert len(counted) == 4 + 3 + (2 + 6) + len(first.WAYS) - bool(refused) + 4 + 2 + 3, text
+    for what, (modelled, measured) in counted.items():
+        assert not modelled or all(float(number) >= 0 for number in modelled.split(" to ")), what
         assert "library" in what or float(measured) > 0, what
     assert "all-to-all, 2 ranks, 4 bytes, µs" in figures
 
 
 def test_what_is_printed_is_kept_and_nothing_stops_the_rest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    commands = [[sys.executable, "-c", f"print({code}); raise SystemExit({code})"] for code in (0, 3, 4, 0)]
-    assert run(commands, tmp_path / "report.txt") == 3
-    assert (tmp_path / "report.txt").read_text() == "0\n3\n4\n0\n"
-    assert capsys.readouterr().out.startswith("0\n3\n4\n0\n")
+    """A part that fails, one that takes too long with all that it has started, one that nothing is left for."""
+    ends = [
+        Part(f"part {code}", 60, [sys.executable, "-c", f"print({code}); raise SystemExit({code})"])
+        for code in (0, 3, 4)
+    ]
+    waits = Part("slow", 2, ["sh", "-c", "echo begun; sleep 300 & sleep 300"])
+    began = time.monotonic()
+    assert run([*ends, waits], tmp_path / "report.txt", seconds=100) == 3
+    assert time.monotonic() - began < 60
+    report = (tmp_path / "report.txt").read_text()
+    assert [line for line in report.splitlines() if line] == [
+        *("## part 0", "0", "## part 3", "3", "## part 4", "4", "## slow", "begun"),
+        "Not finished: slow: ended after 2 s",
+    ]
+    assert report in capsys.readouterr().out
+    assert run([ends[0]], tmp_path / "report.txt", seconds=1) == 0
+    assert (tmp_path / "report.txt").read_text().strip() == "Not finished: part 0: not begun"
+
+
+def test_every_part_names_what_there_is() -> None:
+    """A misspelt file or figure would cost minutes of a device."""
+    for part in parts(Path("figures.json"), []):
+        files = [word for word in part.command if word.startswith(("tests/", "benchmarks/")) and word.endswith(".py")]
+        assert all((REPOSITORY / file).exists() for file in files), part
+        if "tests.gpu.first" in part.command:
+            assert set(part.command[3:]) <= set(first.PARTS), part
+    assert sum(part.seconds for part in parts(Path("figures.json"), [])[:6]) < 11 * 60

@@ -15,9 +15,11 @@ from deepspeed.moe.experts import Experts
 from deepspeed.utils import groups as deepspeed_groups
 from torch import Tensor, nn
 
-from muonmesh.checkpoint.ranks import settled
-from muonmesh.checkpoint.record import OfMuon, Record
+from muonmesh.checkpoint.folder import AGAIN
+from muonmesh.checkpoint.ranks import on_first_rank, settled, together
+from muonmesh.checkpoint.record import Record, Recorded
 from muonmesh.errors import FileError, explain_error
+from muonmesh.files import cannot_write, replace_text, writing
 from muonmesh.names import canonical_name
 from muonmesh.optimizer import Muon
 
@@ -31,7 +33,7 @@ def engine_records(muons: Iterable[Muon], groups: Iterable[dict[str, Any]]) -> I
     """
     group_of = {name: group for group in groups for name in group["parameters"]}
     for muon in muons:
-        for record in OfMuon(muon).checkpoint_records():
+        for record in Recorded(muon).checkpoint_records():
             yield replace(record, group=group_of[record.name])
 
 
@@ -114,6 +116,66 @@ def checked_load(engine: Any) -> Callable[..., Any]:
     return load_checkpoint
 
 
+def checked_save(engine: Any) -> Callable[..., Any]:
+    """Return the method ``save_checkpoint`` of an engine, which now raises on every rank if one rank cannot write.
+
+    DeepSpeed alone would raise on that rank only, and the others would wait for it in a barrier. Errors of writing are
+    kept until all ranks have written. So the file ``latest`` still names the last complete checkpoint.
+
+    Raises:
+        FileError: on every rank: a rank could not write a file.
+    """
+    save = engine.save_checkpoint
+
+    @wraps(save)
+    def save_checkpoint(*arguments: Any, **named: Any) -> Any:
+        files = engine.checkpoint_engine
+        if files.is_decoupled():  # another process writes, later
+            return save(*arguments, **named)
+        failed: list[str] = []
+        agreed = False
+        write, make, commit = files.save, files.makedirs, files.commit
+
+        def noting(path: Any, work: Callable[[], Any]) -> Any:
+            try:
+                return work()
+            except (OSError, RuntimeError, MemoryError) as error:
+                failed.append(cannot_write(Path(path), error, again=AGAIN))
+
+        def check() -> None:
+            if failed:
+                raise FileError(failed[0])
+
+        def agree() -> None:
+            nonlocal agreed
+            agreed = True
+            together(check)
+
+        def commit_all(info: Any) -> Any:
+            agree()
+            if info.save_latest:  # before DeepSpeed opens the file, which would leave it empty on a full disk
+                latest = Path(info.save_dir, "latest")
+                with writing(latest, again=AGAIN):
+                    on_first_rank(lambda: replace_text(latest, info.tag))
+            return commit(info)
+
+        files.save = lambda state_dict, path: noting(path, lambda: write(state_dict, path))
+        files.makedirs = lambda path, exist_ok=False: noting(path, lambda: make(path, exist_ok=exist_ok))
+        files.commit = commit_all
+        try:
+            return save(*arguments, **named)
+        except OSError as error:  # of a file that DeepSpeed writes itself, last and on some ranks
+            if agreed:
+                raise
+            failed.append(cannot_write(Path(error.filename2 or error.filename or ""), error, again=AGAIN))
+            agree()
+            raise
+        finally:
+            del files.save, files.makedirs, files.commit
+
+    return save_checkpoint
+
+
 def _check_folder(
     engine: Any, load_dir: Any, tag: Any, load_optimizer_states: bool, load_module_only: bool, **_: Any
 ) -> None:
@@ -124,15 +186,16 @@ def _check_folder(
     if tag is None or not names:
         return  # DeepSpeed says so
     whole = load_optimizer_states and not load_module_only
-    own = {engine._get_ckpt_name(load_dir, tag)}
-    if engine.zero_optimization() and whole:
-        own.add(engine._get_zero_ckpt_name(load_dir, tag))
-    missing = sorted({Path(path).name for path in own} - names)
-    if missing:
-        found, needed = (
-            f"a checkpoint without {missing[0]}",
-            "one of an engine with the same ZeRO stage, dtype and ranks",
-        )
+    own, foreign = {engine._get_ckpt_name(load_dir, tag)}, {name for name in names if "zero_pp_rank_" in name}
+    if engine.zero_optimization():
+        ranks, bf16 = dist.get_world_size(engine.optimizer.dp_process_group), engine.bfloat16_enabled()
+        beyond = engine._get_rank_zero_ckpt_name(load_dir, tag, engine.checkpoint_mp_rank, ranks, bf16)
+        own |= {engine._get_zero_ckpt_name(load_dir, tag)} if whole else set()
+        foreign = {Path(beyond).name}
+    wrong = [f"without {name}" for name in sorted({Path(path).name for path in own} - names)]
+    wrong += [f"with {name}" for name in sorted(foreign & names)] if whole else []
+    if wrong:
+        found, needed = f"a checkpoint {wrong[0]}", "one of an engine with the same ZeRO stage, dtype and ranks"
         write = "In a run like the one that saved it, write muonmesh.checkpoint.save(folder, engine, engine), and here "
         write += "muonmesh.checkpoint.load(folder, engine, engine)"
         raise FileError(explain_error(f"{load_dir}/{tag}", found, needed, write))

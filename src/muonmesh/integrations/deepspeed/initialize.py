@@ -21,7 +21,7 @@ from muonmesh.comm.process_groups import host_group
 from muonmesh.errors import LayoutError, explain_error
 from muonmesh.groups import split_params
 from muonmesh.groups.fused_projections import global_shape
-from muonmesh.integrations.deepspeed.checkpoint import checked_load, expert_names
+from muonmesh.integrations.deepspeed.checkpoint import checked_load, checked_save, expert_names
 from muonmesh.integrations.deepspeed.clipping import limits_of
 from muonmesh.integrations.deepspeed.config import prepare_config, read_config, take_scheduler
 from muonmesh.integrations.deepspeed.mending import mend
@@ -241,7 +241,7 @@ class Assembly:
         """
         optimizer: EngineOptimizer = engine.basic_optimizer
         groups = optimizer.param_groups
-        engine.load_checkpoint = checked_load(engine)
+        engine.load_checkpoint, engine.save_checkpoint = checked_load(engine), checked_save(engine)
         if not engine.zero_optimization():
             optimizer.bind(list(self._replicated(engine, groups)), self._reasons, limits, engine)
             return

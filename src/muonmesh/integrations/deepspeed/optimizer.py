@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import zip_longest
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from muonmesh.checkpoint.fitting import OWN_KEYS
-from muonmesh.checkpoint.record import OfMuon, Record
+from muonmesh.checkpoint.record import Record, Recorded
 from muonmesh.clip.limits import GradNorms, Limits, scale_groups
 from muonmesh.clip.norm_means import bring_to_host, keep_means
 from muonmesh.comm.storage import Storage, this_rank, world_size
@@ -43,7 +43,7 @@ def _checksum(weights: Tensor) -> Tensor:
     return torch.cat([bits[:whole].view(-1, 61).sum(0), bits[whole:].sum(0, keepdim=True)])
 
 
-class EngineOptimizer(torch.optim.Optimizer):
+class EngineOptimizer(torch.optim.Optimizer, Recorded):
     """Muon and AdamW for a DeepSpeed engine, which lets the optimizer step flat fp32 tensors instead of parameters.
 
     1. DeepSpeed creates the optimizer inside the engine, and replaces the parameters in its groups by flat tensors. At
@@ -93,7 +93,7 @@ class EngineOptimizer(torch.optim.Optimizer):
             for member in placed_members(muon):
                 storages[member.tensor].append(member.storage)
             self._share(muon)
-            OfMuon(muon).create_state()  # DeepSpeed links parameters to their state once
+            Recorded(muon).create_state()  # DeepSpeed links parameters to their state once
         self._note(*muons)
 
     def _masters(self, *muons: Muon) -> Iterator[tuple[Tensor, Tensor]]:
@@ -221,7 +221,7 @@ class EngineOptimizer(torch.optim.Optimizer):
     def refuse_if_interrupted(self) -> None:
         """Raise StateError if a step or a load was interrupted while it wrote, and no state has been loaded since."""
         for muon in self.muons:
-            OfMuon(muon).refuse_if_interrupted()
+            Recorded(muon).refuse_if_interrupted()
 
     def _check_groups(self, saved: Sequence[Mapping[str, Any]]) -> None:
         """Raise StateError unless saved groups equal these groups in name, algorithm, parameters and splits."""
@@ -246,17 +246,18 @@ class EngineOptimizer(torch.optim.Optimizer):
     def checkpoint_changing(self) -> None:
         """Mark the state as incomplete, because `muonmesh.checkpoint.load` begins to write."""
         for muon in self.muons:
-            OfMuon(muon).checkpoint_changing()
+            Recorded(muon).checkpoint_changing()
 
     def checkpoint_restored(self) -> None:
         """Make the engine use the weights and state that `muonmesh.checkpoint.load` has written."""
         self._count_on()
         for muon in self.muons:
-            OfMuon(muon).checkpoint_restored()
+            Recorded(muon).checkpoint_restored()
         publish(self._zero)
         self._note(*self.muons)
 
-    def whole(self, model: nn.Module, *, write: bool) -> AbstractContextManager[Any]:
+    @contextmanager
+    def whole(self, model: nn.Module, *, write: bool) -> Iterator[None]:
         """Return a context in which frozen parameters, which stage 3 partitions, are whole. All ranks enter it.
 
         Args:
@@ -266,10 +267,8 @@ class EngineOptimizer(torch.optim.Optimizer):
         if hasattr(self._zero, "_partition_all_parameters"):
             self._zero._partition_all_parameters()
         parted = [p for p in model.parameters() if not p.requires_grad and hasattr(p, "ds_id")]
-        context: AbstractContextManager[Any] = deepspeed.zero.GatheredParameters(
-            parted, modifier_rank=0 if write else None, enabled=bool(parted)
-        )
-        return context
+        with deepspeed.zero.GatheredParameters(parted, modifier_rank=0 if write else None, enabled=bool(parted)):
+            yield
 
     def _count_on(self) -> None:
         """Copy the loaded step counts of the groups into the Muons whose rule counts steps."""

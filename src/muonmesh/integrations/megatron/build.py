@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
@@ -39,7 +38,7 @@ from muonmesh.integrations.megatron.refusals import refuse, refuse_formats, refu
 from muonmesh.layout import Declared
 from muonmesh.optimizer import Muon
 
-_SHARED = ("compute_dtype", "kernels", "state_dtype", "state_device", "memory_budget_mb", "shard_state", "cuda_graphs")
+_SHARED = ("compute_dtype", "kernels", "state_dtype", "state_device", "memory_budget_mb", "shard_state")
 """Settings of the whole optimizer that ``muon=`` may have."""
 
 _READ = ["dp_cp", "tp", "expt_dp", "expt_tp", "ep", "pp"]
@@ -58,7 +57,7 @@ def get_megatron_optimizer(
     adamw: Mapping[str, Any] | None = None,
     overrides: Mapping[str, Any] | None = None,
     policy: ClipPolicy = "adamw_only",
-    skip_above: float | str = math.inf,
+    skip_above: float | str | None = None,
     per_head: bool | Collection[HeadPart] = False,
 ) -> MegatronOptimizer:
     """Return one optimizer for Muon's and AdamW's parameters, experts included. All ranks of the world call it.
@@ -78,13 +77,13 @@ def get_megatron_optimizer(
         dump_param_to_param_group_map: Must be None; call ``optimizer.explain()`` instead.
         muon: Settings of Muon's groups, such as ``{"lr": 6e-4, "momentum": 0.95}``; ``"rule"`` (see `Muon`); and
             settings of the whole optimizer: ``compute_dtype``, ``kernels``, ``state_dtype``, ``state_device``,
-            ``memory_budget_mb``, ``shard_state``, ``cuda_graphs``.
+            ``memory_budget_mb``, ``shard_state``.
         adamw: Settings of AdamW's groups.
         overrides: Name or regular expression → "muon", "adamw" or settings, as for `split_params`. Layers and experts
             in the names have their numbers in the whole model.
         policy: Which gradients ``config.clip_grad`` clips, see `Muon.clip_grad_norm_`.
         skip_above: A step with a larger norm changes nothing, see `Muon.clip_grad_norm_`; "4x" is 4 times the norm's
-            running mean.
+            running mean. None: ``config.grad_norm_skip_threshold``, in versions of Megatron that have it.
         per_head: Which attention weights are one matrix for each head, as for `split_params`. ``linear_qkv`` is then
             one matrix for each head of queries, keys and values.
 
