@@ -84,7 +84,7 @@ class ExecutedMuon(torch.optim.Muon):
             known = {key: list(group[key]) for key in names if key in group}
             groups.append({**known, "name": f"group{number}", "algorithm": ALGORITHM})
         made = Muon(groups, state_dtype=dtypes.pop(), process_group=self._process_group)
-        made._runtime.told.add("rounding")  # about bf16 weights: torch.optim.Muon has no master weights either
+        made._runtime.warned.add("rounding")  # about bf16 weights: torch.optim.Muon has no master weights either
         return made
 
     @_disable_dynamo_if_unsupported()

@@ -20,7 +20,7 @@ from muonmesh.clip.limits import Limits
 from muonmesh.comm.process_groups import host_group
 from muonmesh.errors import LayoutError, explain_error
 from muonmesh.groups import split_params
-from muonmesh.groups.fused_projections import global_shape
+from muonmesh.groups.sites import global_shape
 from muonmesh.integrations.deepspeed.checkpoint import checked_load, checked_save, expert_names
 from muonmesh.integrations.deepspeed.clipping import limits_of
 from muonmesh.integrations.deepspeed.config import prepare_config, read_config, take_scheduler
@@ -153,6 +153,8 @@ class Assembly:
         groups = split_params(model, **{key: settings.pop(key) for key in _SPLIT & settings.keys()})
         for group in groups:
             group["algorithm"] = rule if group["algorithm"] == "muon" else group["algorithm"]
+        kept = ("param_names", "algorithm", "matrices", "reasons")
+        self._watched = groups.watch, [{key: group[key] for key in kept if key in group} for group in groups]
         # Parameters may be shards already, or become shards later. Settings are checked for their global shapes.
         self._template = Muon([{**group, "params": _shapes(group["params"])} for group in groups], **settings)
         self._shared = {key: settings[key] for key in _SHARED if key in settings}
@@ -221,7 +223,10 @@ class Assembly:
                     made[experts][key].append(value)
             groups += made.values()
             self._labels += [group["name"] if experts is None else f"{group['name']} {experts}" for experts in made]
-        return EngineOptimizer(groups, self._template.defaults)
+        optimizer = EngineOptimizer(groups, self._template.defaults)
+        if tensor_parallel == 1:  # a forward cuts shards, whose sizes are no weight's
+            optimizer.watched = self._watched
+        return optimizer
 
     def _group(self, group: Mapping[str, Any], experts: str | None) -> dict[str, Any]:
         """Return a group without parameters. DeepSpeed requires the name of the experts' ranks as a group's name."""

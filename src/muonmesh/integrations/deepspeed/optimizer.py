@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import zip_longest
 from typing import Any
@@ -20,6 +20,7 @@ from muonmesh.clip.limits import GradNorms, Limits, scale_groups
 from muonmesh.clip.norm_means import bring_to_host, keep_means
 from muonmesh.comm.storage import Storage, this_rank, world_size
 from muonmesh.errors import StateError, explain_error
+from muonmesh.groups.watch import Watch
 from muonmesh.integrations.deepspeed.checkpoint import engine_records, expert_names, masters_of, publish
 from muonmesh.integrations.deepspeed.clipping import measure
 from muonmesh.layout import FlatShards
@@ -43,7 +44,7 @@ def _checksum(weights: Tensor) -> Tensor:
     return torch.cat([bits[:whole].view(-1, 61).sum(0), bits[whole:].sum(0, keepdim=True)])
 
 
-class EngineOptimizer(torch.optim.Optimizer, Recorded):
+class EngineOptimizer(torch.optim.Optimizer):
     """Muon and AdamW for a DeepSpeed engine, which lets the optimizer step flat fp32 tensors instead of parameters.
 
     1. DeepSpeed creates the optimizer inside the engine, and replaces the parameters in its groups by flat tensors. At
@@ -61,6 +62,7 @@ class EngineOptimizer(torch.optim.Optimizer, Recorded):
         super().__init__(list(groups), dict(defaults))
         self._identities = [{key: group[key] for key in _IDENTITY} for group in self.param_groups]
         self.awaits: Any = None
+        self.watched: tuple[Watch | None, list[dict[str, Any]]] = (None, [])  # with the groups as they were guessed
         self.muons: tuple[Muon, ...] = ()
         self.norms: GradNorms | None = None
         self._reasons: Mapping[str, str] = {}
@@ -133,9 +135,19 @@ class EngineOptimizer(torch.optim.Optimizer, Recorded):
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
-        """Step the tensors that DeepSpeed has put into the groups. All ranks that share their parameters call it."""
+        """Step the tensors that DeepSpeed has put into the groups. All ranks that share their parameters call it.
+
+        Raises:
+            LayoutError: the first training forward contradicts a guess of `split_params`.
+        """
         if not self.muons:
             return  # the engine is still being made
+        watch, guessed = self.watched
+        if watch is not None and watch.seen is not None:
+            error = watch.compare(guessed, (), entire=True)
+            if error is not None:
+                raise error
+            self.watched = None, []
         # A KeyError: a tensor that the records did not name when the engine was made.
         shown = [(group, *self._stepped_by[id(tensor)]) for group in self.param_groups for tensor in group["params"]]
         for group, _, inner in shown:
@@ -256,8 +268,7 @@ class EngineOptimizer(torch.optim.Optimizer, Recorded):
         publish(self._zero)
         self._note(*self.muons)
 
-    @contextmanager
-    def whole(self, model: nn.Module, *, write: bool) -> Iterator[None]:
+    def whole(self, model: nn.Module, *, write: bool) -> AbstractContextManager[Any]:
         """Return a context in which frozen parameters, which stage 3 partitions, are whole. All ranks enter it.
 
         Args:
@@ -267,8 +278,10 @@ class EngineOptimizer(torch.optim.Optimizer, Recorded):
         if hasattr(self._zero, "_partition_all_parameters"):
             self._zero._partition_all_parameters()
         parted = [p for p in model.parameters() if not p.requires_grad and hasattr(p, "ds_id")]
-        with deepspeed.zero.GatheredParameters(parted, modifier_rank=0 if write else None, enabled=bool(parted)):
-            yield
+        context: AbstractContextManager[Any] = deepspeed.zero.GatheredParameters(
+            parted, modifier_rank=0 if write else None, enabled=bool(parted)
+        )
+        return context
 
     def _count_on(self) -> None:
         """Copy the loaded step counts of the groups into the Muons whose rule counts steps."""

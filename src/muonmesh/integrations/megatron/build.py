@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
@@ -57,7 +58,7 @@ def get_megatron_optimizer(
     adamw: Mapping[str, Any] | None = None,
     overrides: Mapping[str, Any] | None = None,
     policy: ClipPolicy = "adamw_only",
-    skip_above: float | str | None = None,
+    skip_above: float | str = math.inf,
     per_head: bool | Collection[HeadPart] = False,
 ) -> MegatronOptimizer:
     """Return one optimizer for Muon's and AdamW's parameters, experts included. All ranks of the world call it.
@@ -83,7 +84,7 @@ def get_megatron_optimizer(
             in the names have their numbers in the whole model.
         policy: Which gradients ``config.clip_grad`` clips, see `Muon.clip_grad_norm_`.
         skip_above: A step with a larger norm changes nothing, see `Muon.clip_grad_norm_`; "4x" is 4 times the norm's
-            running mean. None: ``config.grad_norm_skip_threshold``, in versions of Megatron that have it.
+            running mean.
         per_head: Which attention weights are one matrix for each head, as for `split_params`. ``linear_qkv`` is then
             one matrix for each head of queries, keys and values.
 

@@ -118,7 +118,7 @@ class MegatronOptimizer(Base, Recorded):  # type: ignore[misc]
         holdings: Sequence[Holding],
         groups: Any,
         policy: ClipPolicy,
-        skip_above: float | str | None = None,
+        skip_above: float | str,
     ) -> None:
         Base.__init__(self, optimizer, config)
         Recorded.__init__(self, optimizer)
@@ -174,12 +174,7 @@ class MegatronOptimizer(Base, Recorded):  # type: ignore[misc]
     def limits(self) -> Limits:
         """How the next step clips. Like Megatron's optimizers, it reads ``config.clip_grad`` in every step."""
         largest = self.config.clip_grad or 0.0
-        threshold = getattr(self.config, "grad_norm_skip_threshold", None) or math.inf  # 0.16.1 has none, 0.19 infinity
-        if math.isfinite(threshold) and self._skip_above is not None:
-            found = f"skip_above={self._skip_above!r} and config.grad_norm_skip_threshold {threshold}"
-            raise ValueError(explain_error("skip_above", found, "only one of them", "Remove one of them"))
-        skip_above = threshold if self._skip_above is None else self._skip_above
-        return Limits(largest if largest > 0 else math.inf, self._policy, skip_above)
+        return Limits(largest if largest > 0 else math.inf, self._policy, self._skip_above)
 
     # ---------------------------------------------------------------- the step
 
@@ -269,9 +264,10 @@ class MegatronOptimizer(Base, Recorded):  # type: ignore[misc]
         muon, runtime = self.optimizer, self.runtime
         if clips and not raises:
             assert runtime.connected is not None
-            found, clip = clip_gradients(runtime.connected, muon, None, self.limits, runtime, dist.group.WORLD)
-            norms.append(found)
-            return clip
+            met = clip_gradients(runtime.connected, muon, None, self.limits, runtime, dist.group.WORLD)
+            assert met is not None  # the step has just agreed on the plan
+            norms.append(met[0])
+            return met[1]
         none = zeros_for(muon.gradients.norms_apart, self._device)  # what `clip_gradients` adds up on other stages
         _, agreed = AGREEMENT.ask({"error": raises}, none, partial(reduce_beyond, group=dist.group.WORLD))
         if not raises and bool(agreed.any("error")):
