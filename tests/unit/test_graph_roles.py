@@ -820,7 +820,7 @@ def test_a_tied_table_and_a_shared_layer() -> None:
 
     model = Calls(forward, embed=nn.Embedding(9, 16), again=nn.Linear(16, 16))
     assert roles(model, IDS) == {"embed.weight": INPUT, "again.weight": "whole"}
-    assert seen_in(model, IDS)[id(model.get_parameter("again.weight"))].uses == 3
+    assert seen_in(model, IDS)[id(model.get_parameter("again.weight"))].does == "multiplies"
 
 
 def test_a_weight_that_takes_no_part_is_said_to() -> None:
