@@ -547,6 +547,18 @@ def test_a_layer_that_reads_sines_of_a_time_step_is_an_input_layer(steps: list[A
     assert found == {"stem.weight": INPUT, "time.weight": INPUT, "out.weight": HEAD}
 
 
+def test_a_layer_that_reads_rows_of_inputs_by_index_is_an_input_layer() -> None:
+    """As graph networks do, which gather what their neighbours have."""
+
+    def forward(self: Any, x: Tensor, neighbours: Tensor) -> Tensor:
+        out: Tensor = self.out(F.relu(self.first(x + x[neighbours])))
+        return out
+
+    model = Calls(forward, first=nn.Linear(8, 16), out=nn.Linear(16, 3))
+    example = (torch.randn(4, 8), torch.tensor([1, 2, 3, 0]))
+    assert roles(model, example) == {"first.weight": INPUT, "out.weight": HEAD}
+
+
 def test_a_layer_that_reads_fixed_numbers_is_no_input_layer_for_sure() -> None:
     def forward(self: Any, x: Tensor) -> Tensor:
         fixed = self.scale * torch.ones_like(self.scale)

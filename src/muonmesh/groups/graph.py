@@ -272,7 +272,7 @@ def _learn(order: Iterable[Node]) -> None:
     for node in order:
         below = [edge[0] for edge in node.below if edge is not None]
         node.uses = _uses(node)
-        table = node.kind in _LOOK_UP
+        table = node.kind in _LOOK_UP and not any(each.live for each in below)  # rows of inputs are no table
         opaque = node.is_opaque
         matrix = node.leaf is not None and sum(size > 1 for size in _shape(node.leaf)) > 1
         read = [use.reads[0] for use in node.uses if use.reads is not None]
