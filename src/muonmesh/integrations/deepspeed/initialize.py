@@ -21,8 +21,8 @@ from muonmesh.comm.process_groups import host_group
 from muonmesh.errors import LayoutError, explain_error
 from muonmesh.groups import split_params
 from muonmesh.groups.sites import global_shape
-from muonmesh.integrations.deepspeed.calls import Call, limits_of
 from muonmesh.integrations.deepspeed.checkpoint import checked_load, checked_save, expert_names
+from muonmesh.integrations.deepspeed.clipping import limits_of
 from muonmesh.integrations.deepspeed.config import prepare_config, read_config, take_scheduler
 from muonmesh.integrations.deepspeed.mending import mend
 from muonmesh.integrations.deepspeed.optimizer import EngineOptimizer
@@ -235,7 +235,7 @@ class Assembly:
         return {"params": [], "parameters": [], "matrices": [], "algorithm": group["algorithm"], **known, **settings}
 
     def bind(self, engine: Any, limits: Limits | None) -> None:
-        """Read from the engine where each parameter lies, and give the optimizer the calls of a step.
+        """Read from the engine where each parameter lies, and give the optimizer those that take its step.
 
         Args:
             engine: The finished DeepSpeed engine.
@@ -248,17 +248,17 @@ class Assembly:
         groups = optimizer.param_groups
         engine.load_checkpoint, engine.save_checkpoint = checked_load(engine), checked_save(engine)
         if not engine.zero_optimization():
-            optimizer.bind(list(self._replicated(engine, groups)), limits, engine)
+            optimizer.bind(list(self._replicated(engine, groups)), self._reasons, limits, engine)
             return
         proved = prove(lambda: read_flats(engine), self._parameters)
-        calls = [self._flat(number, *each, groups) for number, each in enumerate(proved)]
-        optimizer.bind(calls, limits, engine)
+        muons = [self._flat(number, *each, groups) for number, each in enumerate(proved)]
+        optimizer.bind(muons, self._reasons, limits, engine)
         mend(engine.optimizer)
 
-    def _replicated(self, engine: Any, groups: Sequence[Mapping[str, Any]]) -> Iterator[Call]:
-        """Yield the calls at stage 0, where every rank of a data-parallel group holds whole parameters.
+    def _replicated(self, engine: Any, groups: Sequence[Mapping[str, Any]]) -> Iterator[Muon]:
+        """Yield the optimizers at stage 0, where every rank of a data-parallel group holds whole parameters.
 
-        Each set of ranks that shares experts has a call of its own. Tensor-parallel shards are declared as layouts.
+        Each set of ranks that shares experts has one of its own. Tensor-parallel shards are declared as layouts.
         """
         parameters = {known.name: known for known in self._parameters.values()}
         sets: dict[str | None, list[dict[str, Any]]] = {}
@@ -275,20 +275,19 @@ class Assembly:
             layouts = {known.name: known.within(ranks) for known in cut}
             if any(parameters[name].tensor_parallel > 1 for name in names):
                 process_group = dist.group.WORLD  # parameters that are not cut are the same on all ranks
-            muon = Muon(some, process_group=process_group, layouts=layouts, **self._shared)
-            yield Call(muon, self._reasons)
+            yield Muon(some, process_group=process_group, layouts=layouts, **self._shared)
 
     def _flat(
         self, number: int, flat: Flat, contents: Sequence[FlatParameter], groups: Sequence[Mapping[str, Any]]
-    ) -> Call:
-        """Return the call of one flat tensor, which holds Muon's parameters or AdamW's."""
+    ) -> Muon:
+        """Return the optimizer of one flat tensor, which holds Muon's parameters or AdamW's."""
         group, label = groups[flat.group], self._labels[flat.group]
         title = f"{label} ({len(contents)} parameters, flat tensor {number})"
         inner = [{**_settings(group), "params": [flat.tensor], "param_names": [title]}]
         shared = {**self._shared, "state_dtype": flat.tensor.dtype}  # as DeepSpeed keeps it: bf16 with bf16 masters
         offloaded = flat.tensor.device.type == "cpu"
         process_group = host_group(flat.process_group) if offloaded else flat.process_group
-        return Call(Muon(inner, layouts={title: contents}, process_group=process_group, **shared), self._reasons)
+        return Muon(inner, layouts={title: contents}, process_group=process_group, **shared)
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -234,7 +234,7 @@ def _muons(optimizer: Any) -> list[Muon]:
         TypeError: the optimizer contains no `Muon`.
     """
     for inner in layers_of(optimizer):
-        found = [inner] if isinstance(inner, Muon) else [call.muon for call in getattr(inner, "calls", ())]
+        found = [inner] if isinstance(inner, Muon) else list(getattr(inner, "muons", ()))
         if found:
             return found
     needed, write = "a muonmesh.Muon, or a wrapper of one", "Leave it out and call clip.step() after each step"
