@@ -124,8 +124,8 @@ def step_of(case: Case, who: str) -> Callable[[], Any]:
 
     import muonmesh as mm
     from muonmesh.layout import Budget, MeshLayout
-    from muonmesh.tools.forecasts.forecast import muon_parameter
     from muonmesh.step.runtime import Driver
+    from muonmesh.tools.forecasts.forecast import muon_parameter
 
     torch.manual_seed(0)
     weights = [nn.Parameter(torch.randn(*(length // case.shrunk for length in shape))) for shape in case.shapes]
