@@ -96,7 +96,7 @@ COMMANDS: dict[Callable[..., None], tuple[str, ...]] = {
     ),
     audit: (
         "muonmesh audit train.py",
-        "torchrun --nproc-per-node 2 -m muonmesh audit train.py -- --lr 0.02",
+        "torchrun --nproc-per-node 2 -m muonmesh audit train.py",
         "muonmesh audit train.py:make --json",
     ),
     transfer: ("muonmesh transfer nano medium --lr 0.003", "muonmesh transfer net.py:small net.py:large"),
