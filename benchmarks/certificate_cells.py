@@ -515,7 +515,14 @@ PROJECTS = {
         "veomni.optim.muon",
         note='With `ns_implementation="std"`; the default is a kernel for CUDA.',
     ),
-    "axolotl": Project("axolotl", of_module(axolotl), SHARDED, "axolotl.contribs.mit.muon"),
+    "axolotl": Project(
+        "axolotl",
+        of_module(axolotl),
+        SHARDED,
+        "axolotl.contribs.mit.muon",
+        note="Without a mesh, axolotl makes another class (`Muon`) than with one (`DistMuon`), with another scale and no "
+        "Nesterov momentum. So what is sharded differs from one process, although each matrix is orthogonalized whole.",
+    ),
     "heavyball": Project("HeavyBall", of_module(heavyball), SHARDED, "heavyball"),
     "muonium": Project("muonium", of_module(muonium), OF_TORCH, "muonium"),
     "keller_jordan": Project("KellerJordan/Muon", of_module(keller_jordan), ("ddp",), "muon"),
