@@ -89,7 +89,7 @@ def oracle(x: Tensor, coefficients: Coefficients, steps: int) -> Tensor:
     u, s, vh = svd(x / norm)
     for polynomial in coefficient_schedule(coefficients, steps):
         s = sum((c * s ** (2 * k + 1) for k, c in enumerate(polynomial)), torch.zeros_like(s))
-    if coefficients == "deflated" and steps == 3 and before < 11 * norm and float((1 - s**2).square().mean()) > 0.03:
+    if coefficients == "deflated" and steps == 3 and before < 10.8 * norm and float((1 - s**2).square().mean()) > 0.03:
         for _ in range(2):
             s = 1.875 * s - 1.25 * s**3 + 0.375 * s**5
     return (u * s) @ vh
@@ -319,6 +319,24 @@ def test_deflated_raises_what_lies_far_below_a_plateau(kernels: Any) -> None:
         result = orthogonalize(x, coefficients="deflated", kernels=kernels)
         assert error(result, u @ vh) < max(0.1, 1.1 * error(orthogonalize(x), u @ vh)), (count, rest)
         assert float(torch.linalg.matrix_norm(result.double(), 2)) < 1.3
+
+
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_deflated_adds_no_more_noise_than_polar_express(kernels: Any) -> None:
+    """Of a few directions that bf16 rounds, all else is rounding, of which deflation made 2.3 times as much."""
+    for rows, cols in ((384, 384), (384, 800)):
+        u, _, vh = svd(matrix(rows, cols, "gaussian"))
+        for count in (1, 16, 48, 63):
+            x = ((u * torch.where(torch.arange(rows) < count, 1.0, 1e-4).double()) @ vh).bfloat16()
+            found, usual = (
+                error(orthogonalize(x, coefficients=name, kernels=kernels), u @ vh)
+                for name in ("deflated", "polar_express")
+            )
+            assert found < 1.005 * usual, count
+    left, right = matrix(512, 1, "gaussian"), matrix(1, 512, "gaussian")
+    result = orthogonalize((left @ right).bfloat16(), coefficients="deflated", kernels=kernels).double()
+    exact = left @ right / (left @ right).norm()
+    assert float((result - (exact * result).sum() * exact).norm()) < 1.7
 
 
 @pytest.mark.parametrize("kernels", ["auto", "compiled", "torch"])

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from muonmesh.checkpoint.form import TEXT, TRUTH, Kind, check_form, only
 from muonmesh.checkpoint.index import REMEDY, SavedTensor
+from muonmesh.checkpoint.ranks import first_difference
 from muonmesh.checkpoint.record import MODEL, STATE, Record, Share, wanted
 from muonmesh.comm.storage import local_of, this_rank
 from muonmesh.errors import FileError, StateError, about, explain_error, warn
@@ -28,7 +29,7 @@ from muonmesh.layout.matrix import as_tuples
 from muonmesh.numerics.setting import plain
 from muonmesh.settings import FRESH_MEANS, NORM_MEANS
 from muonmesh.settings.checks import check_group
-from muonmesh.step.state_form import StateForm
+from muonmesh.step.state_layout import StateForm
 
 OWN_KEYS = ("params", "param_names", "parameters", "matrices", "reasons", "name", "algorithm", "use_muon", "moe")
 """Keys of a group that are no settings: they identify the group, and follow from the model."""
@@ -74,12 +75,11 @@ def merged(some: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     Raises:
         StateError: ranks have different settings for a parameter.
     """
-    parameters: dict[str, dict[str, Any]] = {}
-    for rank, said in enumerate(some):
-        for name, entry in said["parameters"].items():
-            if parameters.setdefault(name, entry) != entry:
-                found = f"other settings on rank {rank} than on the ranks before"
-                raise StateError(explain_error(name, found, "the same on all ranks", "Set the groups alike"))
+    if (differs := first_difference(said["parameters"] for said in some)) is not None:
+        name, before, rank = differs
+        found = f"other settings on rank {rank} than on rank {before}"
+        raise StateError(explain_error(name, found, "the same on all ranks", "Set the groups alike"))
+    parameters = {name: entry for said in some for name, entry in said["parameters"].items()}
     numbers: dict[str, int] = {}
     numbered = {
         name: {**entry, "group": numbers.setdefault(entry["group"], len(numbers))} for name, entry in parameters.items()
@@ -158,15 +158,6 @@ def fitting_settings(
     return settings
 
 
-def set_group(group: dict[str, Any], settings: Mapping[str, Any]) -> None:
-    """Write settings into a group. A tensor is filled in place, since a compiled step may hold it."""
-    for key, value in settings.items():
-        if isinstance(group.get(key), Tensor):
-            group[key].fill_(value)
-        else:
-            group[key] = value
-
-
 def _plain(where: str, key: str, value: Any) -> Any:
     if isinstance(value, Tensor) and value.numel() == 1:
         return value.item()
@@ -228,7 +219,11 @@ class Fit:
         for record, part, key in self.state:
             record.take_state(part, None if key is None else self.shares.pop(key))
         for group, settings in self.settings:
-            set_group(group, settings)
+            for key, value in settings.items():
+                if isinstance(group.get(key), Tensor):  # a compiled step may hold it
+                    group[key].fill_(value)
+                else:
+                    group[key] = value
 
 
 def fit(

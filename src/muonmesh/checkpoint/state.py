@@ -22,8 +22,7 @@ from muonmesh.step.blocks import SCALE, Blocks
 from muonmesh.step.members import flat_layouts
 from muonmesh.step.planning import Planned
 from muonmesh.step.precision import Precision
-from muonmesh.step.state_form import Refused, StateForm, check_state, forms_of
-from muonmesh.step.state_layout import COUNT
+from muonmesh.step.state_layout import COUNT, Refused, StateForm, check_state
 
 _RESHARD = "Load it with torch.distributed.checkpoint.state_dict.set_optimizer_state_dict, which reshards"
 
@@ -153,7 +152,7 @@ def restore_state(
     before = [dict(group) for group in optimizer.param_groups]
     forms = dict[Tensor, dict[str, StateForm]]()
     for member in planned.members if planned is not None else ():
-        each = forms_of(member, precision, master=precision.master is not None)
+        each = member.forms(precision, master=precision.master is not None)
         forms[member.tensor] = {form.key: form for form in each}
 
     def inspect(_: torch.optim.Optimizer, seen: dict[str, Any]) -> dict[str, Any]:
@@ -216,9 +215,6 @@ def _check_groups(groups: list[dict[str, Any]], state_dict: Mapping[str, Any]) -
         raise StateError(explain_error("the state", _sizes_of(saved_groups), _sizes_of(groups), write))
     for group, saved in zip(groups, saved_groups, strict=True):
         where = f"group {group['name']!r}"
-        if "lr" in saved and saved["lr"] is None:
-            found = "lr None, which torch leaves where one saved group is loaded into several"
-            raise StateError(explain_error(where, found, "a learning rate", _AS_SAVED))
         for key in ("algorithm", "matrices"):
             if saved.get(key) is not None and key in group and as_tuples(saved[key]) != as_tuples(group[key]):
                 found, needed = f"{key} {saved[key]!r} in the state", f"{group[key]!r}, as this optimizer was built"

@@ -27,7 +27,7 @@ _FLOOR = 1 / 32
 # A deflated matrix is near enough to its polar factor if its Schatten norm is so many times smaller than its first
 # norm, because small values are then raised as far as by "polar_express"; or if the mean of (1 − σ²)² is at most this
 # (measured).
-_NARROWED, _DEPARTURE = 11, 0.03
+_NARROWED, _DEPARTURE = 10.8, 0.03
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,9 @@ def deflate(x: Tensor, vectors: int) -> None:
     Q Qᵀ X = U S Vᵀ, X becomes X − X V (1 − τ/S) Vᵀ, where τ is the smallest of S, or 1/32 of the largest if this is
     more. V is nearer to singular vectors of X than U is, and the more so the further their values are above the others.
     Zeros stay zeros, and a matrix that is not finite becomes NaN.
+
+    If the smallest of S is no larger than what rounding M to its dtype adds, what lies below it is rounding too. Then τ
+    is so large that it is raised as far as by "polar_express", and no further.
 
     On a CPU each matrix has one thread, because the rounding of sums depends on the number of threads, in LAPACK too.
     On other devices the CPU waits for the decomposition of a small matrix.
@@ -141,6 +144,10 @@ def _deflate(x: Tensor, out: Tensor, vectors: int) -> None:
         squares = squares.clamp_min(torch.finfo(exact).tiny)
         values = squares.sqrt()
         target = torch.maximum(values[..., :1], values[..., -1:] * _FLOOR)
+        norm = squares.sum(-1, keepdim=True).sqrt()
+        # An entry is off by up to half of eps of itself, so singular values that this adds are half of that or less.
+        rounding = values[..., :1] < torch.finfo(out.dtype).eps / 2 * x.shape[-2] ** -0.5 * norm
+        target = torch.where(rounding, _just_narrowed(values, norm), target)
         less = (1 - target / values).clamp_min(0)
         # X V S = X Xᵀ Q for the right vectors, which are one product nearer than the left vectors, Q times the turn.
         inside = (turn.mT @ rest).to(x.dtype)
@@ -149,6 +156,21 @@ def _deflate(x: Tensor, out: Tensor, vectors: int) -> None:
         subtract(left.to(x.dtype), inside, alpha=-1)
         if out is not x:
             out.copy_(x)
+
+
+def _just_narrowed(values: Tensor, norm: Tensor) -> Tensor:
+    """Return the largest τ that makes the Schatten norm of the values `_NARROWED` times smaller, or `_FLOOR` of them.
+
+    Args:
+        values: (..., vectors), ascending.
+        norm: Their norm, (..., 1).
+    """
+    largest = values[..., -1:]
+    heights = 2.0 ** (torch.arange(0, -321, -1, dtype=values.dtype, device=values.device) / 64)
+    lowered = torch.minimum((values / largest)[..., None, :], heights[:, None]).pow(8).sum(-1).pow(1 / 8)
+    narrowed = norm / largest > 1.005 * _NARROWED * lowered  # more than it, whatever rounding adds
+    first = (~narrowed).sum(-1, keepdim=True).clamp_max(len(heights) - 1)
+    return largest * heights[first]
 
 
 def signs(rows: int, cols: int) -> Tensor:

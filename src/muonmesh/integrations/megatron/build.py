@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from megatron.core import optimizer as megatrons
@@ -22,7 +23,7 @@ from muonmesh.comm.telling import tell_all
 from muonmesh.errors import LayoutError, PlanError, explain_error
 from muonmesh.groups.heads import HeadPart
 from muonmesh.groups.sites import unwrapped
-from muonmesh.integrations.megatron.declared import mesh_finder, stamped_placement
+from muonmesh.integrations.megatron.declared import mesh_finder
 from muonmesh.integrations.megatron.layouts import (
     Cut,
     SavedBox,
@@ -38,7 +39,7 @@ from muonmesh.integrations.megatron.refusals import refuse, refuse_formats, refu
 from muonmesh.layout import Declared
 from muonmesh.optimizer import Muon
 
-_SHARED = ("compute_dtype", "kernels", "state_dtype", "state_device", "memory_budget_mb", "shard_state", "cuda_graphs")
+_SHARED = ("compute_dtype", "kernels", "state_dtype", "state_device", "memory_budget_mb", "shard_state")
 """Settings of the whole optimizer that ``muon=`` may have."""
 
 _READ = ["dp_cp", "tp", "expt_dp", "expt_tp", "ep", "pp"]
@@ -57,7 +58,7 @@ def get_megatron_optimizer(
     adamw: Mapping[str, Any] | None = None,
     overrides: Mapping[str, Any] | None = None,
     policy: ClipPolicy = "adamw_only",
-    skip_above: float | str | None = None,
+    skip_above: float | str = math.inf,
     per_head: bool | Collection[HeadPart] = False,
 ) -> MegatronOptimizer:
     """Return one optimizer for Muon's and AdamW's parameters, experts included. All ranks of the world call it.
@@ -77,13 +78,13 @@ def get_megatron_optimizer(
         dump_param_to_param_group_map: Must be None; call ``optimizer.explain()`` instead.
         muon: Settings of Muon's groups, such as ``{"lr": 6e-4, "momentum": 0.95}``; ``"rule"`` (see `Muon`); and
             settings of the whole optimizer: ``compute_dtype``, ``kernels``, ``state_dtype``, ``state_device``,
-            ``memory_budget_mb``, ``shard_state``, ``cuda_graphs``.
+            ``memory_budget_mb``, ``shard_state``.
         adamw: Settings of AdamW's groups.
         overrides: Name or regular expression → "muon", "adamw" or settings, as for `split_params`. Layers and experts
             in the names have their numbers in the whole model.
         policy: Which gradients ``config.clip_grad`` clips, see `Muon.clip_grad_norm_`.
         skip_above: A step with a larger norm changes nothing, see `Muon.clip_grad_norm_`; "4x" is 4 times the norm's
-            running mean. None: ``config.grad_norm_skip_threshold``, in versions of Megatron that have it.
+            running mean.
         per_head: Which attention weights are one matrix for each head, as for `split_params`. ``linear_qkv`` is then
             one matrix for each head of queries, keys and values.
 
@@ -95,7 +96,6 @@ def get_megatron_optimizer(
     def build() -> tuple[MegatronOptimizer, set[str]]:
         refuse(config, model_chunks, dump_param_to_param_group_map)
         axes = pg_collection or ProcessGroupCollection.use_mpu_process_groups(_READ)
-        _check_axes(axes)
         settings = dict(muon or {})
         shared = {key: settings.pop(key) for key in _SHARED if key in settings}
         refuse_state(shared, qk_clip=any(getattr(chunk.config, "qk_clip", False) for chunk in model_chunks))
@@ -142,14 +142,6 @@ def get_megatron_optimizer(
         raise ValueError(explain_error(f"overrides[{unused[0]!r}]", "no match on any rank", needed, "Correct it"))
     built.meet([(limits, groups) for _, limits, groups in told])
     return built
-
-
-def _check_axes(axes: Any) -> None:
-    """Raise ValueError if Megatron's process groups lack one that every model needs."""
-    for needed in (("tp",), ("pp",), ("dp_cp", "dp")):
-        if all(getattr(axes, name, None) is None for name in needed):
-            write = f"Set pg_collection.{needed[0]}, or leave pg_collection out for the groups of parallel_state"
-            raise ValueError(explain_error("pg_collection", f"no {needed[0]}", "tp, pp, and dp_cp or dp", write))
 
 
 def _held(
@@ -204,10 +196,9 @@ def _cut(name: str, parameter: Tensor, boxes: Sequence[SavedBox] | None, mesh: A
     if boxes is not None:
         return cut_of(name, local, boxes, rank, ranks)
     if ranks > 1 and getattr(parameter, "tensor_model_parallel", False):
-        marked = f"tensor_model_parallel=True ({stamped_placement(name, parameter)})"
-        found, write = f"{marked} and no entry in sharded_state_dict()", "Give its module a sharded_state_dict()"
+        found = "tensor_model_parallel=True and no entry in sharded_state_dict()"
         needed = "an entry there, by which its checkpoints are resharded: attributes alone are wrong too often"
-        raise LayoutError(explain_error(name, found, needed, write))
+        raise LayoutError(explain_error(name, found, needed, "Give its module a sharded_state_dict()"))
     return Cut(local, Replicate())
 
 
@@ -227,11 +218,9 @@ def install(**settings: Any) -> None:
     Raises:
         TypeError: an argument has another name.
     """
-    taken = inspect.signature(get_megatron_optimizer).parameters.values()
-    known = [each.name for each in taken if each.kind is each.KEYWORD_ONLY]  # Megatron gives the others
-    if unknown := [name for name in settings if name not in known]:
-        found, needed = f"the setting {unknown[0]!r}", f"one of {', '.join(known)}"
-        raise TypeError(explain_error("install", found, needed, "Remove it"))
+    arguments = inspect.signature(get_megatron_optimizer).parameters.values()
+    for name in settings.keys() - {each.name for each in arguments if each.kind is each.KEYWORD_ONLY}:
+        raise TypeError(f"install() got an unexpected keyword argument {name!r}")  # as Python says it
     theirs = getattr(megatrons.get_megatron_optimizer, "__wrapped_by_muonmesh__", megatrons.get_megatron_optimizer)
     ours = functools.wraps(get_megatron_optimizer)(functools.partial(get_megatron_optimizer, **settings))
     ours.__wrapped_by_muonmesh__ = theirs  # type: ignore[attr-defined]
@@ -239,7 +228,12 @@ def install(**settings: Any) -> None:
     with suppress(ImportError):
         from megatron.core.optimizer.muon import get_megatron_muon_optimizer
 
-        _replace("get_megatron_muon_optimizer", (get_megatron_muon_optimizer,), _refuse_muon)
+        # Of Megatron's own Muon, on which the settings would have no effect: its name in the config is refused.
+        _replace(
+            "get_megatron_muon_optimizer",
+            (get_megatron_muon_optimizer,),
+            lambda config, *_, **__: refuse(config, (), None),
+        )
 
 
 def _replace(name: str, before: Collection[Any], now: Any) -> None:
@@ -248,9 +242,3 @@ def _replace(name: str, before: Collection[Any], now: Any) -> None:
         # getattr would start the imports of modules that import on demand.
         if getattr(module, "__dict__", {}).get(name) in before:
             setattr(module, name, now)
-
-
-def _refuse_muon(config: Any, *_: Any, **__: Any) -> NoReturn:
-    """Stand for Megatron's function for its own Muon after `install`, whose settings would have no effect there."""
-    found, needed = f"{config.optimizer!r} after muonmesh's install()", "'adam', for which muonmesh trains"
-    raise ValueError(explain_error("--optimizer", found, needed, "Write --optimizer adam, or remove install()"))

@@ -44,7 +44,7 @@ def audit(
 
     from muonmesh.tools.auditing.audit import audit as watch
     from muonmesh.tools.auditing.first_step import audit_script
-    from muonmesh.tools.cli.terminal import complain, say, say_json
+    from muonmesh.tools.cli.terminal import say, say_json
 
     try:
         if target.endswith(".py"):
@@ -62,8 +62,8 @@ def audit(
                     "torch.distributed.init_process_group() in it"
                 )
             report = watch(made[1], made[0])
-    except (FileError, LayoutError) as error:
-        raise SystemExit(complain("audit", str(error), code=NO_AUDIT)) from error
+    except (FileError, LayoutError):
+        raise
     except Exception as error:  # from the script; with Python's own exit code 1, it would look like a result
         traceback.print_exc()
         raise SystemExit(NO_AUDIT) from error
@@ -135,14 +135,14 @@ def transfer(
     The table shows for each kind of parameter, small → large: RMS and spectral norm of a step, decay per step and
     initial RMS.
     """
-    from muonmesh.tools.cli.terminal import complain, say, say_json
+    from muonmesh.tools.cli.terminal import say, say_json
     from muonmesh.tools.forecasts.transfer import transfer as compare
 
     settings = {"lr": lr, "weight_decay": weight_decay, "scale_mode": scale_mode}
     try:
         found = compare(*(_optimizer(target, settings) for target in (small, large)))
-    except (ValueError, TypeError) as error:
-        raise SystemExit(complain("transfer", str(error), code=2)) from error
+    except TypeError as error:  # what a script returned is no model or optimizer
+        raise ValueError(str(error)) from error
     if as_json:
         say_json(json.loads(json.dumps(asdict(found)), parse_constant=lambda _: None))  # JSON has no word for NaN
     else:
