@@ -313,7 +313,7 @@ def _cell(row: dict[str, Any], kind: str) -> str:
     """2 ranks and 4 ranks, as one where they say the same."""
     cells = [row["cells"][layout.name] for layout in layouts([kind]) if layout.name in row["cells"]]
     if not cells:
-        return "cannot run here" if row.get("absent") and kind == "fsdp2" else "–"
+        return "–"
     words = [f"{each['relative']:.2g}" if each["word"] == "differs" else each["word"] for each in cells]
     words = ["**bits**" if word == "bits" else word for word in words]
     return words[0] if len({*words}) == 1 else " / ".join(words)

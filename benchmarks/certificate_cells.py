@@ -520,7 +520,7 @@ PROJECTS = {
         of_module(axolotl),
         SHARDED,
         "axolotl.contribs.mit.muon",
-        note="Without a mesh, axolotl makes another class (`Muon`) than with one (`DistMuon`), with another scale and no "
+    """Run one rank's part of a cell: rank 0 returns the weights before and after each step, or verdicts of an audit."""
         "Nesterov momentum. So what is sharded differs from one process, although each matrix is orthogonalized whole.",
     ),
     "heavyball": Project("HeavyBall", of_module(heavyball), SHARDED, "heavyball"),
@@ -538,6 +538,6 @@ PROJECTS = {
 
 
 def cell(project: str, layout: Layout, audited: bool = False) -> Any:
-    """One rank's part of a cell: the weights before and after each step (of rank 0), or the verdicts of an audit."""
+    """One rank's part of a cell: of rank 0, the weights before and after each step, or the verdicts of an audit."""
     value = PROJECTS[project].run(layout, audited)
     return value if not dist.is_initialized() or dist.get_rank() == 0 else None

@@ -45,7 +45,7 @@ def audit_script(script: Path, arguments: Sequence[str]) -> Audit:
         model = _model_of(optimizer)
         raise _Audited(audit(_optimizers_of(model, optimizer), model))
 
-    handle = register_optimizer_step_pre_hook(watch)  # type: ignore[arg-type]
+    handle = register_optimizer_step_pre_hook(watch)
     sys.argv[:] = [str(script), *arguments]
     sys.path.insert(0, str(script.resolve().parent))  # as Python does for a script
     ended = "the script ended"
@@ -65,14 +65,14 @@ def audit_script(script: Path, arguments: Sequence[str]) -> Audit:
 def _model_of(optimizer: Optimizer) -> nn.Module:
     """Return the outermost module that holds most of an optimizer's parameters."""
     ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
+    modules: list[nn.Module] = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
     inner = {id(child) for module in modules for child in module.children()}
     outer = [module for module in modules if id(module) not in inner]
     counts = [sum(id(parameter) in ids for parameter in module.parameters()) for module in outer]
     if not any(counts):
         raise FileError(
-            f"{type(optimizer).__qualname__}: no torch.nn.Module holds its parameters. The audit names weights by their "
-            "module. Write train.py:make, where make() returns (model, optimizer)"
+            f"{type(optimizer).__qualname__}: no torch.nn.Module holds its parameters, and the audit names weights by "
+            "their module. Write train.py:make, where make() returns (model, optimizer)"
         )
     return outer[counts.index(max(counts))]
 
