@@ -39,6 +39,7 @@ RECORDED = ROOT / "benchmarks/results/certificate.json"
 PAGE = ROOT / "docs/certificate.md"
 ROUNDING = 1e-6
 PATIENCE = 60.0  # seconds for a cell; a rank that waits for another one waits as long
+ABSENT = re.compile("CUDA|ProcessGroupGloo::")  # gloo refuses shapes that NCCL takes
 COLLECTIVE = re.compile(r"gloo|Connection (closed|reset)|closed by peer")
 
 
@@ -154,7 +155,7 @@ def outcome(pool: Any, package: str, run: Callable[..., Any], *args: Any) -> Any
     message = f"{first.error.__name__}: {first.message}".strip().splitlines()[0][:300]
     deliberate = len(errors) == len(outcomes) and all(raised_by(package, each.traceback) for each in errors)
     word = "replicas differ" if first.error is ReplicasError else "refuses" if deliberate else "fails"
-    return {"word": "cannot run here" if "CUDA" in first.message else word, "message": message}
+    return {"word": "cannot run here" if ABSENT.search(message) else word, "message": message}
 
 
 def raised_by(package: str, traceback: str) -> bool:
@@ -363,7 +364,7 @@ WORDS = {
     "replicas differ": "Two ranks hold different values of the same weight.",
     "refuses": "On every rank, the package raises an error of its own.",
     "fails": "Another error is raised, or some ranks raise none, or the step does not end.",
-    "cannot run here": "The package needs a GPU.",
+    "cannot run here": "The package needs a GPU, or a collective that gloo does not have and NCCL has.",
     "–": "We know no documented way to use the package in this layout.",
 }
 

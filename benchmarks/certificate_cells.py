@@ -519,9 +519,9 @@ PROJECTS = {
         "axolotl",
         of_module(axolotl),
         SHARDED,
-        "axolotl.contribs.mit.muon",
-    """Run one rank's part of a cell: rank 0 returns the weights before and after each step, or verdicts of an audit."""
-        "Nesterov momentum. So what is sharded differs from one process, although each matrix is orthogonalized whole.",
+        "axolotl.contribs",
+        note="Without a mesh, axolotl makes another class (`Muon`) than with one (`DistMuon`), with another scale and "
+        "without Nesterov momentum. So what is sharded differs from one process, although each matrix is whole.",
     ),
     "heavyball": Project("HeavyBall", of_module(heavyball), SHARDED, "heavyball"),
     "muonium": Project("muonium", of_module(muonium), OF_TORCH, "muonium"),
