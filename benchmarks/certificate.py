@@ -163,7 +163,8 @@ def raised_by(package: str, traceback: str) -> bool:
     last = traceback.rpartition('  File "')[2]
     path, _, rest = last.partition('"')
     code = rest.splitlines()[1].strip() if len(rest.splitlines()) > 1 else ""
-    return f"/{package.replace('.', '/')}" in path and code.startswith(("raise", "assert"))
+    asserted = "\nAssertionError" in rest  # of an assertion of several lines, the traceback shows another one
+    return f"/{package.replace('.', '/')}" in path and (code.startswith(("raise", "assert")) or asserted)
 
 
 def ended(failure: str) -> dict[str, Any]:
