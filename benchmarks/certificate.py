@@ -27,6 +27,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ RECORDED = ROOT / "benchmarks/results/certificate.json"
 PAGE = ROOT / "docs/certificate.md"
 ROUNDING = 1e-6
 PATIENCE = 60.0  # seconds for a cell; a rank that waits for another one waits as long
+ABSENT = re.compile("CUDA|ProcessGroupGloo::")  # gloo refuses shapes that NCCL takes
 COLLECTIVE = re.compile(r"gloo|Connection (closed|reset)|closed by peer")
 
 
@@ -59,7 +61,9 @@ class Environment:
 
 
 HOSTS, MEGATRON = ".venv-hosts", ".venv-megatron"
-IN_MEGATRON = Environment(MEGATRON, checkout="emerging_optimizers", distributions=("megatron-core",))
+IN_MEGATRON = Environment(
+    MEGATRON, ("absl-py==2.5.1",), checkout="emerging_optimizers", distributions=("megatron-core",)
+)
 ENVIRONMENTS = {
     "muonmesh": Environment(".venv", distributions=("muonmesh",)),
     "muonmesh_deepspeed": Environment(".venv", distributions=("muonmesh", "deepspeed")),
@@ -97,7 +101,8 @@ def measured(name: str, kinds: Iterable[str]) -> dict[str, Any]:
     project = PROJECTS[name]
     os.environ.update(OMP_NUM_THREADS="1", TORCHDYNAMO_DISABLE="1", DS_ACCELERATOR="cpu", DS_BUILD_OPS="0")
     begin = time.monotonic()
-    found: dict[str, Any] = {"title": project.title, "cells": {}, "versions": {"torch": torch.__version__}}
+    found: dict[str, Any] = {"title": project.title, "date": f"{date.today()}", "cells": {}}
+    found["versions"] = {"torch": torch.__version__}
     for distribution in ENVIRONMENTS[name].distributions:
         found["versions"][distribution] = _version(distribution)
     try:
@@ -150,7 +155,7 @@ def outcome(pool: Any, package: str, run: Callable[..., Any], *args: Any) -> Any
     message = f"{first.error.__name__}: {first.message}".strip().splitlines()[0][:300]
     deliberate = len(errors) == len(outcomes) and all(raised_by(package, each.traceback) for each in errors)
     word = "replicas differ" if first.error is ReplicasError else "refuses" if deliberate else "fails"
-    return {"word": "cannot run here" if "CUDA" in first.message else word, "message": message}
+    return {"word": "cannot run here" if ABSENT.search(message) else word, "message": message}
 
 
 def raised_by(package: str, traceback: str) -> bool:
@@ -158,7 +163,8 @@ def raised_by(package: str, traceback: str) -> bool:
     last = traceback.rpartition('  File "')[2]
     path, _, rest = last.partition('"')
     code = rest.splitlines()[1].strip() if len(rest.splitlines()) > 1 else ""
-    return f"/{package.replace('.', '/')}" in path and code.startswith(("raise", "assert"))
+    asserted = "\nAssertionError" in rest  # of an assertion of several lines, the traceback shows another one
+    return f"/{package.replace('.', '/')}" in path and (code.startswith(("raise", "assert")) or asserted)
 
 
 def ended(failure: str) -> dict[str, Any]:
@@ -175,6 +181,7 @@ def compared(weights: list[dict[str, Any]], reference: list[dict[str, Any]]) -> 
     import torch
 
     assert all(some.keys() == others.keys() for some, others in zip(weights, reference, strict=True))
+    assert all(torch.equal(weights[0][name], begun) for name, begun in reference[0].items()), "they begin elsewhere"
     if all(torch.equal(a[n], b[n]) for a, b in zip(weights, reference, strict=True) for n in b):
         return {"word": "bits", "relative": 0.0}
     last = {n: (reference[-1][n] - reference[-2][n]).double().norm() for n in reference[-1]}
@@ -274,10 +281,12 @@ def page(record: dict[str, Any]) -> str:
     table = [f"| | {' | '.join(titles)} |", f"|---{'|---' * len(titles)}|"]
     table += [f"| {row['title']} | {' | '.join(_cell(row, kind) for kind in KINDS)} |" for row in rows.values()]
     ran = {name: row for name, row in rows.items() if row["cells"]}
-    versions = ["| project | version | torch | seconds |", "|---|---|---|---|"]
+    versions = ["| project | version | torch | date | seconds |", "|---|---|---|---|---|"]
     for row in ran.values():
         others = ", ".join(f"{key} {value}" for key, value in row["versions"].items() if key != "torch")
-        versions.append(f"| {row['title']} | {others} | {row['versions']['torch']} | {row['seconds']} |")
+        versions.append(
+            f"| {row['title']} | {others} | {row['versions']['torch']} | {row['date']} | {row['seconds']} |"
+        )
     told = [f"- **{PROJECTS[name].title}.** {note}" for name in rows if (note := _note(name))]
     said = [line for row in ran.values() for line in _messages(row)]
     absent = [f"- **{row['title']}**: {row['absent']}" for row in rows.values() if row.get("absent")]
@@ -290,9 +299,8 @@ def page(record: dict[str, Any]) -> str:
         absent="\n".join(absent),
         differences=_differences(ran),
         cpu=record["cpu"],
-        date=record["date"][:10],
         python=record["python"],
-        minutes=f"{record['seconds'] / 60:.0f}",
+        minutes=f"{sum(row['seconds'] for row in ran.values()) / 60:.0f}",
         words="\n".join(f"| {word} | {meaning} |" for word, meaning in WORDS.items()),
         peers="".join(f" \\\n    --peer {each.checkout}=PATH" for each in _checkouts()),
     )
@@ -307,7 +315,7 @@ def _cell(row: dict[str, Any], kind: str) -> str:
     """2 ranks and 4 ranks, as one where they say the same."""
     cells = [row["cells"][layout.name] for layout in layouts([kind]) if layout.name in row["cells"]]
     if not cells:
-        return "cannot run here" if row.get("absent") and kind == "fsdp2" else "–"
+        return "–"
     words = [f"{each['relative']:.2g}" if each["word"] == "differs" else each["word"] for each in cells]
     words = ["**bits**" if word == "bits" else word for word in words]
     return words[0] if len({*words}) == 1 else " / ".join(words)
@@ -357,7 +365,7 @@ WORDS = {
     "replicas differ": "Two ranks hold different values of the same weight.",
     "refuses": "On every rank, the package raises an error of its own.",
     "fails": "Another error is raised, or some ranks raise none, or the step does not end.",
-    "cannot run here": "The package needs a GPU.",
+    "cannot run here": "The package needs a GPU, or a collective that gloo does not have and NCCL has.",
     "–": "We know no documented way to use the package in this layout.",
 }
 
@@ -427,7 +435,7 @@ A `--peer` is a checkout of a project that is on no package index. Without the o
 out. `--projects muonmesh torch --kinds ddp fsdp2` runs a part of the table. The recorded run took {minutes} minutes, on
 2 cores that other programs used at the same time.
 
-Recorded on {date}, on {cpu}, with Python {python}, over gloo.
+Recorded on {cpu}, with Python {python}, over gloo.
 
 {versions}
 """
@@ -443,7 +451,7 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS), metavar="KIND")
     parser.add_argument("--cache", type=Path, help="a folder for packages that are in no environment of this checkout")
     parser.add_argument("--peer", action="append", default=[], metavar="NAME=PATH", help="a checkout")
-    parser.add_argument("--json", metavar="FILE", help="write the cells there")
+    parser.add_argument("--json", metavar="FILE", help="write the cells there; those of other projects stay")
     parser.add_argument("--page", action="store_true", help="write docs/certificate.md from the recorded run")
     parser.add_argument("--run", choices=list(PROJECTS), help=argparse.SUPPRESS)
     chosen = parser.parse_args()
@@ -454,7 +462,6 @@ def main() -> None:
     if chosen.page:
         PAGE.write_text(page(json.loads(RECORDED.read_text())))
         return
-    begin = time.monotonic()
     found = all_projects(chosen.projects, chosen.kinds, chosen.cache and chosen.cache.resolve(), peers)
     for name, row in found.items():
         print(name, row.get("absent", ""), {key: text_of(each) for key, each in row["cells"].items()})
@@ -463,7 +470,10 @@ def main() -> None:
         from contenders import Entries
         from report import write_json
 
-        facts = {"seconds": round(time.monotonic() - begin), "models": MODELS}
+        if Path(chosen.json).exists():
+            rows = json.loads(Path(chosen.json).read_text())["tables"] | found
+            found = {name: rows[name] for name in PROJECTS if name in rows}
+        facts = {"models": MODELS}
         write_json(chosen.json, "-m benchmarks.certificate", Entries((), (), {}), found, facts)
 
 

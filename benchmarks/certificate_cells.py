@@ -93,8 +93,7 @@ class Weight(nn.Module):
 
     def __init__(self, name: str, shape: tuple[int, ...]) -> None:
         super().__init__()
-        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-        self.weight = nn.Parameter(torch.randn(shape, generator=generator) / 8)
+        self.weight = nn.Parameter(start(name, shape))
 
     def forward(self, gradient: Tensor) -> Tensor:
         """The sum of weight times gradient, a scalar."""
@@ -113,6 +112,12 @@ class Model(nn.Module):
         """The loss of a rank in a step, a scalar."""
         whole = zip(self.layers.values(), self.shapes.items(), strict=True)
         return torch.stack([layer(gradient(name, number, shape, rank, ranks)) for layer, (name, shape) in whole]).sum()
+
+
+def start(name: str, shape: Iterable[int]) -> Tensor:
+    """A whole weight before the first step."""
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    return torch.randn(tuple(shape), generator=generator) / 8
 
 
 def gradient(name: str, number: int, shape: Iterable[int], rank: int = 0, ranks: int = 1) -> Tensor:
@@ -214,7 +219,7 @@ def of_module(make: Make, prepare: Callable[[Model, Any], None] | None = None) -
         optimizer = make(list(model.parameters()), layout, mesh)
         if audited:
             return verdicts(optimizer, model)
-        weights = []
+        weights = [whole_weights(model)]
         for number in range(STEPS):
             optimizer.zero_grad()
             give_gradients(model, wrapped, layout, number)
@@ -338,7 +343,7 @@ def deepspeed(own: bool) -> Callable[[Layout, bool], Any]:
             integration = importlib.import_module("muonmesh.integrations.deepspeed")
             settings = {"lr": RATE, "overrides": {"weight": "muon"}}
             engine = integration.initialize(model=model, config=config, optimizer=settings)[0]
-        found = []
+        found = [dict(zip(model.shapes, weights(engine), strict=True))]
         for number in range(STEPS):
             engine.backward(engine(number, dist.get_rank(), layout.ranks))
             engine.step()
@@ -363,6 +368,10 @@ def megatron(mode: str) -> Callable[[Layout, bool], Any]:
         shape = host.Shape(tp=tp, ep=ep, flat=flat, model=(("num_query_groups", 4), *experts))
         host.begin(shape)
         chunks = host.chunks_of(shape)
+        parameters = gathered.named(chunks)
+        whole = {name: tensor.shape for name, tensor in gathered.gather(gathered.held(parameters)).items()}
+        for name, parameter in parameters.items():
+            parameter.data.copy_(_megatron_shard(name, start(name, whole[name])))
         config = host.optimizer_config(shape, clip_grad=0.0)
         if mode:
             config.optimizer, config.muon_tp_mode = "muon", mode
@@ -371,9 +380,7 @@ def megatron(mode: str) -> Callable[[Layout, bool], Any]:
         else:
             make = importlib.import_module("muonmesh.integrations.megatron").get_megatron_optimizer
             optimizer = make(config, chunks, muon={"lr": RATE})
-        parameters = gathered.named(chunks)
-        whole = {name: tensor.shape for name, tensor in gathered.gather(gathered.held(parameters)).items()}
-        found = []
+        found = [gathered.gather(gathered.held(parameters))]
         for number in range(STEPS):
             for chunk in chunks:
                 chunk.zero_grad_buffer()
@@ -393,19 +400,22 @@ def megatron(mode: str) -> Callable[[Layout, bool], Any]:
 
 def _megatron_gradient(name: str, number: int, shape: torch.Size) -> Tensor:
     """What a rank contributes to its shard of a gradient, so that Megatron's scaling gives the exact mean."""
-    from megatron.core import parallel_state
+    from megatron.core import parallel_state as state
+
+    data = ranks = state.get_data_parallel_world_size()
+    rank = state.get_data_parallel_rank()
+    if "local_experts" in name:
+        ranks, rank = state.get_expert_data_parallel_world_size(), state.get_expert_data_parallel_rank()
+    return _megatron_shard(name, gradient(name, number, shape, rank, ranks) * (data // ranks))
+
+
+def _megatron_shard(name: str, whole: Tensor) -> Tensor:
+    """Cut a rank's shard out of a whole parameter."""
+    from megatron.core.parallel_state import get_tensor_model_parallel_world_size
     from tests.megatron.gathered import CUTS, place
 
-    local, data = "local_experts" in name, parallel_state.get_data_parallel_world_size()
-    ranks, rank = data, parallel_state.get_data_parallel_rank()
-    if local:
-        ranks, rank = (
-            parallel_state.get_expert_data_parallel_world_size(),
-            parallel_state.get_expert_data_parallel_rank(),
-        )
-    whole = gradient(name, number, shape, rank, ranks) * (data // ranks)
     dim, pieces = next((cut for end, cut in CUTS.items() if name.endswith(end)), (None, 1))
-    parts = 1 if local else parallel_state.get_tensor_model_parallel_world_size()
+    parts = 1 if "local_experts" in name else get_tensor_model_parallel_world_size()
     if dim is None or parts == 1:
         return whole
     assert isinstance(pieces, int)
@@ -505,7 +515,14 @@ PROJECTS = {
         "veomni.optim.muon",
         note='With `ns_implementation="std"`; the default is a kernel for CUDA.',
     ),
-    "axolotl": Project("axolotl", of_module(axolotl), SHARDED, "axolotl.contribs.mit.muon"),
+    "axolotl": Project(
+        "axolotl",
+        of_module(axolotl),
+        SHARDED,
+        "axolotl.contribs",
+        note="Without a mesh, axolotl makes another class (`Muon`) than with one (`DistMuon`), with another scale and "
+        "without Nesterov momentum. So what is sharded differs from one process, although each matrix is whole.",
+    ),
     "heavyball": Project("HeavyBall", of_module(heavyball), SHARDED, "heavyball"),
     "muonium": Project("muonium", of_module(muonium), OF_TORCH, "muonium"),
     "keller_jordan": Project("KellerJordan/Muon", of_module(keller_jordan), ("ddp",), "muon"),
@@ -521,6 +538,6 @@ PROJECTS = {
 
 
 def cell(project: str, layout: Layout, audited: bool = False) -> Any:
-    """One rank's part of a cell: the weights after each step (of rank 0), or the verdicts of an audit."""
+    """One rank's part of a cell: of rank 0, the weights before and after each step, or the verdicts of an audit."""
     value = PROJECTS[project].run(layout, audited)
     return value if not dist.is_initialized() or dist.get_rank() == 0 else None

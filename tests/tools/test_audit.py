@@ -200,7 +200,7 @@ def test_finished_updates_that_are_scaled_are_told() -> None:
     report = mm.audit(optimizer, model, groups=groups)
     assert report.fit == pytest.approx(0.02, rel=0.3)
     assert "times 0.01" in str(report)
-    assert "something clips or scales the update" in str(report)
+    assert "something scales the update" in str(report)
     optimizer.every = 2
     assert "fit no scale mode that muonmesh knows" in str(mm.audit(optimizer, model, groups=groups))
 
@@ -366,10 +366,11 @@ def test_what_cannot_be_stepped_is_refused() -> None:
         mm.audit(torch.optim.AdamW(plain.parameters()), plain)
 
 
-def test_the_report_fits_a_terminal_and_json() -> None:
-    model = nn.ModuleDict({"a_very_long_name_of_a_module_that_goes_on_and_on_and_on_and_on": Net()})
-    report = mm.audit(torchs(model["a_very_long_name_of_a_module_that_goes_on_and_on_and_on_and_on"]), model)
-    assert max(map(len, str(report).splitlines())) <= 80
+def test_the_report_has_whole_names_and_fits_json() -> None:
+    long = "a_very_long_name_of_a_module_that_goes_on_and_on_and_on_and_on"
+    model = nn.ModuleDict({long: Net()})
+    report = mm.audit(torchs(model[long]), model)
+    assert f"\n{long}.up.weight  " in str(report)
     found = json.loads(json.dumps(report.to_dict(), allow_nan=False))
     assert len(found["rows"]) == len(report.rows)
     assert found["ok"] is False

@@ -76,6 +76,9 @@ def audited(kind: str) -> dict[str, dict[str, str]]:
     dist.all_gather_object(told, {name: str(report) for name, report in reports.items()})
     assert all(each == told[0] for each in told)
     assert reports["ours"].ok, reports["ours"]
+    for row in reports["local"].rows:
+        if row.verdict == "each shard alone":
+            assert row.matrices == 1, "a shard is one matrix, also of fused weights"
     return {name: verdicts(report) for name, report in reports.items()}
 
 

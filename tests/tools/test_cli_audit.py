@@ -66,6 +66,39 @@ def without_numbers():
 
 number = 3
 """
+TRAINING = """
+import sys
+import torch
+from torch.distributed.fsdp import fully_shard
+
+class Trainer:
+    def __init__(self):
+        torch.manual_seed(0)
+        self.net = torch.nn.Sequential(torch.nn.Linear(16, 24), torch.nn.Linear(24, 24), torch.nn.Linear(24, 8))
+        if "--shard" in sys.argv:
+            torch.distributed.init_process_group("gloo")
+            fully_shard(self.net)
+        inside = self.net[1].weight
+        self.muon = torch.optim.Muon([inside], lr=0.02)
+        self.adamw = torch.optim.AdamW([p for p in self.net.parameters() if p is not inside])
+
+    def train(self):
+        for step in range(10**9):
+            self.net(torch.randn(4, 16)).square().mean().backward()
+            for optimizer in (self.adamw, self.muon):
+                try:
+                    optimizer.step()
+                except Exception as error:
+                    raise SystemExit(f"swallowed {error}")
+
+if __name__ == "__main__":
+    print("arguments", sys.argv[1:])
+    if "--early" in sys.argv:
+        sys.exit(0)
+    if "--loose" in sys.argv:
+        torch.optim.SGD([torch.nn.Parameter(torch.ones(2))]).step()
+    Trainer().train()
+"""
 
 
 @pytest.fixture
@@ -94,7 +127,8 @@ def test_a_report_and_an_exit_code(script: Path) -> None:
 @pytest.mark.parametrize(
     ("target", "told"),
     [
-        ("train.py", "found no function behind a colon"),
+        ("train.py", "train.py: found no such file"),
+        ("no_such_module", "found no function behind a colon"),
         ("nowhere.py:make", "found no such file"),
         ("no_such_module:make", "no_such_module: found no such module"),
         ("{script}:missing", "found no function 'missing' there"),
@@ -111,6 +145,37 @@ def test_what_is_no_script_is_told(script: Path, target: str, told: str) -> None
     assert "Write FILE.py:FUNCTION, such as train.py:make" in result.stderr
 
 
+@pytest.fixture
+def training(tmp_path: Path) -> Path:
+    path = tmp_path / f"training_{tmp_path.name}.py"
+    path.write_text(TRAINING)
+    return path
+
+
+def test_a_script_without_a_function_runs_until_its_first_step(training: Path) -> None:
+    result = command(str(training), "--json", "--", "--lr", "1")
+    assert "arguments ['--lr', '1']" in result.stderr
+    report = json.loads(result.stdout)
+    assert report["optimizer"] == "torch.optim.adamw.AdamW and torch.optim.Muon"
+    found = {row["weight"]: (row["verdict"], row["gradient"] > 0) for row in report["rows"]}
+    assert found["1.weight"] == ("orthogonalized", True)
+    assert found["0.bias"] == ("elementwise", True)
+    assert len(found) == 6
+
+
+@pytest.mark.parametrize(
+    ("option", "told"),
+    [
+        ("--early", r"the script called sys.exit\(0\) before a torch.optim.Optimizer stepped"),
+        ("--loose", "SGD: no torch.nn.Module holds its parameters"),
+    ],
+)
+def test_scripts_that_show_no_step(training: Path, option: str, told: str) -> None:
+    result = command(str(training), "--", option)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert re.search(told, result.stderr)
+
+
 @pytest.mark.parametrize(
     ("function", "told"),
     [
@@ -124,12 +189,12 @@ def test_an_error_has_not_the_exit_code_of_something_to_mend(script: Path, funct
     assert re.search(told, result.stderr, re.DOTALL)
 
 
-def on_two_ranks(target: str) -> subprocess.CompletedProcess[str]:
+def on_two_ranks(*target: str) -> subprocess.CompletedProcess[str]:
     code = "from muonmesh.tools.cli import main; main()"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     command = [*torchrun, "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", sys.executable, "-c", code]
-    return subprocess.run([*command, "audit", target], capture_output=True, text=True, timeout=240, env=environment)
+    return subprocess.run([*command, "audit", *target], capture_output=True, text=True, timeout=240, env=environment)
 
 
 @pytest.mark.slow
@@ -139,3 +204,10 @@ def test_two_ranks_of_torchrun_print_one_report(script: Path) -> None:
     assert "as one matrix" in done.stdout
     assert "not in the optimizer" in done.stdout
     assert "found no process group on 2 ranks" in on_two_ranks(f"{script}:alone").stderr
+
+
+@pytest.mark.slow
+def test_a_script_on_two_ranks_of_torchrun(training: Path) -> None:
+    done = on_two_ranks(str(training), "--", "--shard")
+    assert done.stdout.count("AdamW and torch.optim.Muon, 2 ranks") == 1, done.stderr
+    assert re.search(r"\n1\.weight +24x24  orthogonalized", done.stdout), done.stdout

@@ -95,7 +95,7 @@ class Audit:
         return {**plain, "ok": self.ok}
 
     def __str__(self) -> str:
-        """Return a table of at most 80 columns, and a line for each fault. Equal layers share one row."""
+        """Return a table with whole names, and a line for each fault. Equal layers share one row."""
         mends = Counter(row.mend for row in self.rows if row.mend)
         of = {row.weight: row for row in self.rows}
         cells = {name: (row.shape, row.verdict, row.matrices, row.mend) for name, row in of.items()}
@@ -110,15 +110,13 @@ class Audit:
             table.append((name, count + "x".join(map(str, shape)), verdict + many + note, *shown))
         lines = [escaped(f"{self.optimizer}, {self.ranks} rank{'' if self.ranks == 1 else 's'}")]
         lines += [textwrap.fill(escaped(f"step raises {self.raised}"), 80)] if self.raised else []
-        room = max(8, 78 - max(map(len, aligned([rest for _, *rest in table], right=(0, 2, 3)))))
-        table = [(name if len(name) <= room else "…" + name[1 - room :], *cells) for name, *cells in table]
         lines += aligned(table, right=(1, 3, 4), ruled=True)
         if self.scale:
             lines.append(f"size 1.00 is scale {self.scale!r} times {self.fit:{'.2f' if _usual(self.fit) else '.2g'}}")
         elif any(row.verdict == "orthogonalized" for row in self.rows):
             lines.append("The sizes of the steps fit no scale mode that muonmesh knows.")
         if not _usual(self.fit):
-            told = "If you set no such factor, something clips or scales the update after orthogonalization."
+            told = "If you set no such factor, something scales the update after orthogonalization."
             lines.append(textwrap.fill(told, 80))
         if self.rows and math.isnan(self.rows[0].gradient):
             lines.append("No gradients were there. To see whether they arrive, call backward first.")
@@ -368,7 +366,10 @@ def mend_of(verdict: Verdict, muon: bool, gradient: float, strength: float, size
     if verdict in wrong:
         return wrong[verdict]
     if strength < 0.5 and verdict in ("orthogonalized", "elementwise"):
-        return "crushed: with a gradient of this norm, the step has less than half of its size. Clip less"
+        return (
+            "crushed: with a gradient of this norm, the step has less than half of its size. Clip less if you clip, or "
+            "choose a smaller epsilon"
+        )
     if not 0.6 < size < 1.6 and not math.isnan(size):
         return (
             "its step has another size than the scale says. If it is stored in x out or is a convolution, the scale "

@@ -102,6 +102,11 @@ def of_matrices(matrices: Sequence[Matrix], both: Tensor, change: Change) -> Ten
     return result
 
 
+def of_a_shard(shape: Sequence[int]) -> MatrixSpec:
+    """Return how an optimizer that knows nothing of fused weights splits a shard."""
+    return "whole" if len(shape) == 2 else "stack"
+
+
 def of_shards(layout: Layout, both: Tensor, change: Change) -> Tensor:
     """Return what `of_matrices` returns if each rank's shard is orthogonalized alone."""
     result = torch.zeros_like(both)
@@ -110,8 +115,7 @@ def of_shards(layout: Layout, both: Tensor, change: Change) -> Tensor:
         if math.prod(shape):
             local = both.new_empty((2, *shape))
             _copy(both, local, layout.blocks(rank), back=False)
-            spec = "whole" if len(shape) == 2 else "stack"
-            found = of_matrices(split_matrices("", shape, spec), local, change)
+            found = of_matrices(split_matrices("", shape, of_a_shard(shape)), local, change)
             _copy(result, found, layout.blocks(rank), back=True)
     return result
 
@@ -138,7 +142,7 @@ def ways_of(shape: tuple[int, ...], layout: Layout | None, spec: MatrixSpec) -> 
     right = split_matrices("", shape, spec)
     ways: list[Way] = [("orthogonalized", right, partial(of_matrices, right))]
     if layout is not None and len(layout.replica(layout.ranks[0])) > 1:
-        ways.append(("each shard alone", right, partial(of_shards, layout)))
+        ways.append(("each shard alone", split_matrices("", shape, of_a_shard(shape)), partial(of_shards, layout)))
     known = {tuple(matrix.blocks for matrix in right)}
     others: list[tuple[Verdict, MatrixSpec]] = [("as one matrix", "whole" if len(shape) == 2 else "flatten")]
     others += [("in blocks", "stack")] if len(shape) > 2 else []

@@ -106,7 +106,11 @@ COMMANDS: dict[Callable[..., None], tuple[str, ...]] = {
         "muonmesh plan --model path/to/config.json --mesh fsdp=64 --json > plan.json",
         "muonmesh plan --model deepseek-v3 --mesh fsdp=32,tp=8 --experts ep=32,fsdp=8",
     ),
-    audit: ("muonmesh audit train.py:make", "torchrun --nproc-per-node 2 -m muonmesh audit train.py:make"),
+    audit: (
+        "muonmesh audit train.py",
+        "torchrun --nproc-per-node 2 -m muonmesh audit train.py",
+        "muonmesh audit train.py:make --json",
+    ),
     transfer: ("muonmesh transfer nano medium --lr 0.003", "muonmesh transfer net.py:small net.py:large"),
     doctor: ("muonmesh doctor", "muonmesh doctor runs/night", "muonmesh doctor model.pt --json > found.json"),
     taking(Settings, train): (

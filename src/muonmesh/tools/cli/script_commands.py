@@ -1,4 +1,4 @@
-"""The commands on a function of the user's script: ``muonmesh audit`` and ``muonmesh transfer``."""
+"""The commands on the user's script, or a function of it: ``muonmesh audit`` and ``muonmesh transfer``."""
 
 from __future__ import annotations
 
@@ -23,41 +23,51 @@ def audit(
     target: Annotated[
         str,
         typer.Argument(
-            help="FILE.py:FUNCTION or MODULE:FUNCTION. The function returns (model, optimizer), wrapped and sharded as "
-            "in training. optimizer may be a list. If the function calls backward, the gradients are checked too.",
+            help="A training script FILE.py, which runs until its first step. Or FILE.py:FUNCTION or MODULE:FUNCTION. "
+            "The function returns (model, optimizer), wrapped and sharded as in training. optimizer may be a list. "
+            "If the function calls backward, the gradients are checked too.",
             show_default=False,
         ),
     ],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(help="Arguments of the script. Write -- before options.", show_default=False)
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON, each weight by its name.")] = False,
 ) -> None:
     """Watch one step of any optimizer on your model, and say for each weight what really happens to it.
 
-    On several ranks, start the command with torchrun. The function must then call init_process_group().
+    On several ranks, start the command with torchrun. The script or the function must then call init_process_group().
 
     Exit code 0: nothing to mend. 1: something to mend. 2: the audit could not run.
     """
     import torch.distributed as dist
 
     from muonmesh.tools.auditing.audit import audit as watch
+    from muonmesh.tools.auditing.first_step import audit_script
     from muonmesh.tools.cli.terminal import say, say_json
 
     try:
-        made = made_at(target)
-        if not isinstance(made, tuple) or len(made) != 2 or not hasattr(made[0], "named_parameters"):
-            raise FileError(f"{target}: found {type(made).__name__} returned. {NEEDED}")
-        ranks = int(os.environ.get("WORLD_SIZE", "1"))
-        if ranks > 1 and not dist.is_initialized():
-            raise FileError(
-                f"{target}: found no process group on {ranks} ranks; needed the one that it trains with. Call "
-                "torch.distributed.init_process_group() in it"
-            )
-        report = watch(made[1], made[0])
+        if target.endswith(".py"):
+            if not Path(target).is_file():
+                raise FileError(f"{target}: found no such file. {NEEDED}")
+            report = audit_script(Path(target), arguments or [])
+        else:
+            made = made_at(target)
+            if not isinstance(made, tuple) or len(made) != 2 or not hasattr(made[0], "named_parameters"):
+                raise FileError(f"{target}: found {type(made).__name__} returned. {NEEDED}")
+            ranks = int(os.environ.get("WORLD_SIZE", "1"))
+            if ranks > 1 and not dist.is_initialized():
+                raise FileError(
+                    f"{target}: found no process group on {ranks} ranks; needed the one that it trains with. Call "
+                    "torch.distributed.init_process_group() in it"
+                )
+            report = watch(made[1], made[0])
     except (FileError, LayoutError):
         raise
     except Exception as error:  # from the script; with Python's own exit code 1, it would look like a result
         traceback.print_exc()
         raise SystemExit(NO_AUDIT) from error
-    if not dist.is_initialized() or dist.get_rank() == 0:
+    if (dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))) == 0:
         if as_json:
             say_json(report.to_dict())
         else:
