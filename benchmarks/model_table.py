@@ -295,6 +295,29 @@ _OF_TRANSFORMERS: dict[str, tuple[dict[str, Any], dict[str, Tensor]]] = {
     "T5ForConditionalGeneration": (_T5, {"input_ids": IDS, "decoder_input_ids": IDS}),
     "ViTForImageClassification": (_VISION, {"pixel_values": IMAGE}),
     "Dinov2Model": (_VISION | {"patch_size": 16}, {"pixel_values": IMAGE}),
+    "Qwen2ForCausalLM": (_KV, {"input_ids": IDS}),
+    "OlmoForCausalLM": (_KV, {"input_ids": IDS}),
+    "StableLmForCausalLM": (_KV, {"input_ids": IDS}),
+    "Starcoder2ForCausalLM": (_KV, {"input_ids": IDS}),
+    "PersimmonForCausalLM": (_SMALL, {"input_ids": IDS}),
+    "CodeGenForCausalLM": (_GPT2 | {"rotary_dim": 4}, {"input_ids": IDS}),
+    "GPTBigCodeForCausalLM": (_GPT2, {"input_ids": IDS}),
+    "MptForCausalLM": (
+        {"d_model": 64, "n_heads": 4, "n_layers": 2, "vocab_size": 13, "use_cache": False},
+        {"input_ids": IDS},
+    ),
+    "RobertaForMaskedLM": (_SMALL, {"input_ids": IDS}),
+    "ElectraForMaskedLM": (_SMALL | {"embedding_size": 32}, {"input_ids": IDS}),
+    "DebertaForMaskedLM": (_SMALL, {"input_ids": IDS}),
+    "Lfm2ForCausalLM": (_KV | {"layer_types": ["conv", "full_attention"]}, {"input_ids": IDS}),
+    "ConvNextForImageClassification": (
+        {"hidden_sizes": [16, 32], "depths": [1, 1], "num_stages": 2},
+        {"pixel_values": IMAGE},
+    ),
+    "SwinForImageClassification": (
+        {"embed_dim": 32, "depths": [1, 1], "num_heads": [2, 4], "image_size": 64},
+        {"pixel_values": IMAGE},
+    ),
 }
 _TIMM = (
     "vit_tiny_patch16_224",

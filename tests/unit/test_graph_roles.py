@@ -547,6 +547,18 @@ def test_a_layer_that_reads_sines_of_a_time_step_is_an_input_layer(steps: list[A
     assert found == {"stem.weight": INPUT, "time.weight": INPUT, "out.weight": HEAD}
 
 
+def test_a_layer_that_reads_rows_of_inputs_by_index_is_an_input_layer() -> None:
+    """As graph networks do, which gather what their neighbours have."""
+
+    def forward(self: Any, x: Tensor, neighbours: Tensor) -> Tensor:
+        out: Tensor = self.out(F.relu(self.first(x + x[neighbours])))
+        return out
+
+    model = Calls(forward, first=nn.Linear(8, 16), out=nn.Linear(16, 3))
+    example = (torch.randn(4, 8), torch.tensor([1, 2, 3, 0]))
+    assert roles(model, example) == {"first.weight": INPUT, "out.weight": HEAD}
+
+
 def test_a_layer_that_reads_fixed_numbers_is_no_input_layer_for_sure() -> None:
     def forward(self: Any, x: Tensor) -> Tensor:
         fixed = self.scale * torch.ones_like(self.scale)
@@ -673,10 +685,19 @@ def test_recurrent_layers_of_torch_are_split_by_their_class(kind: Any) -> None:
 
 
 def test_a_function_that_calls_compiled_blocks() -> None:
+    """They run uncompiled: a compiled function is one node, which hides its products."""
+    compiled: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        compiled.append(graph)
+        return graph.forward
+
     model = cut_of(32, gqa_by_group)
     for block in model.blocks:  # type: ignore[union-attr]
-        block.compile(backend="aot_eager")
-    assert roles(model, lambda: model(*IDS).sum())[FUSED] == ("interleaved", (8, 4, 4), 0)
+        block.compile(backend=backend)
+    seen = seen_in(model, lambda: model(*IDS).sum())
+    assert seen[id(model.get_parameter(FUSED))].cut == ("interleaved", (8, 4, 4), 0)
+    assert compiled == []
 
 
 def test_attention_of_torch_by_its_function() -> None:
@@ -811,7 +832,7 @@ def test_a_tied_table_and_a_shared_layer() -> None:
 
     model = Calls(forward, embed=nn.Embedding(9, 16), again=nn.Linear(16, 16))
     assert roles(model, IDS) == {"embed.weight": INPUT, "again.weight": "whole"}
-    assert seen_in(model, IDS)[id(model.get_parameter("again.weight"))].uses == 3
+    assert seen_in(model, IDS)[id(model.get_parameter("again.weight"))].does == "multiplies"
 
 
 def test_a_weight_that_takes_no_part_is_said_to() -> None:

@@ -1000,6 +1000,7 @@ def test_output_layers() -> None:
     assert heads(nn.ModuleDict({"table": nn.Embedding(5, 4), "out": nn.Linear(4, 5)})) == {"out.weight"}
     assert heads(nn.Linear(4, 3)) == set()  # a layer is no model
     assert heads(nn.Sequential(Block(), Block())) == set()  # the last layer is inside a block
+    assert heads(nn.ModuleDict({"in": nn.Linear(5, 8), "blocks": nn.ModuleList([Block(), Block()])})) == set()
     behind = nn.ModuleDict({"in": nn.Linear(4, 4), "out": nn.Linear(4, 2), "table": nn.Embedding(3, 4)})
     assert heads(behind) == {"out.weight"}
 

@@ -40,12 +40,6 @@ _EACH = {"Add", "Sub", "Mul", "Div", "Neg", "Exp", "Pow", "Clamp", "ClampMin", "
 _EACH |= {"Relu", "Gelu", "Silu", "Sigmoid", "Tanh", "Softplus", "Elu", "LeakyRelu", "Mish", "Hardswish", "Hardtanh"}
 _EACH |= {"Hardsigmoid", "LogSigmoid", "Prelu", "NativeDropout", "FusedDropout"}
 _EACH |= {"NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNorm"}
-# These read all features of what they are given, so a weight whose output they read is one matrix.
-_READERS = {"NativeLayerNorm", "FusedRmsNorm", "RmsNorm", "NativeGroupNorm", "Softmax", "LogSoftmax", "Norm", "Var"}
-_READERS |= {"LinalgVectorNorm", "Sum", "Mean", "Cat", "Stack", "ViewAsComplex", "NllLoss", "MseLoss", "Rsqrt", "Sqrt"}
-_READERS |= {"BinaryCrossEntropyWithLogits", "MaxPool2DWithIndices", "AvgPool2D", "AdaptiveAvgPool2D", "ConstantPadNd"}
-_READERS |= {"UpsampleNearest2D", "UpsampleBilinear2D", "Repeat"}
-
 _MOST_PARTS = 16
 """A weight whose output is cut into more parts is taken for one matrix, whose heads are looked at one by one."""
 
@@ -55,7 +49,6 @@ class Seen:
     """What a forward showed of one parameter.
 
     Attributes:
-        uses: How often it was an operand of a product.
         does: "multiplies" activations, is "looked up", or makes a weight ("computed"); None if none of these was seen
             without doubt.
         stored: Whether a matrix is stored "out×in" or "in×out"; None if the graph does not tell.
@@ -68,7 +61,6 @@ class Seen:
             product does.
     """
 
-    uses: int = 0
     does: Literal["multiplies", "looked up", "computed"] | None = None
     stored: Literal["out×in", "in×out"] | None = None
     first: bool | None = None
@@ -280,7 +272,7 @@ def _learn(order: Iterable[Node]) -> None:
     for node in order:
         below = [edge[0] for edge in node.below if edge is not None]
         node.uses = _uses(node)
-        table = node.kind in _LOOK_UP
+        table = node.kind in _LOOK_UP and not any(each.live for each in below)  # rows of inputs are no table
         opaque = node.is_opaque
         matrix = node.leaf is not None and sum(size > 1 for size in _shape(node.leaf)) > 1
         read = [use.reads[0] for use in node.uses if use.reads is not None]
@@ -430,7 +422,6 @@ def seen_by(
         found[names[id(parameter)]].does = "computed"
     for name, uses in facts.items():
         seen = found[name]
-        seen.uses = len(uses)
         seen.does = seen.does or "multiplies"
         seen.first = _agreed(_is_first(use) for use, _ in uses)
         seen.last = _agreed(end for _, end in uses)
@@ -598,10 +589,8 @@ def _pieces(node: Node, number: int, form: Form, deep: int = 0) -> list[Form] | 
             inner = _parts(user, form, deep)
         elif (after := _kept(user, place, form)) is not None and deep < 60:
             inner = _pieces(user, 0, after, deep + 1)
-        elif user.kind in _EACH | _READERS or user.is_product:
+        else:  # it reads all features
             inner, whole = [], True
-        else:
-            return None
         if inner is None:
             return None
         parts |= {(part.offset, part.atoms()): part for part in inner}

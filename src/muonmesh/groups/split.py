@@ -286,19 +286,22 @@ def _check_module(model: Any) -> None:
 
 
 def _settings(algorithm: str, given: Any) -> dict[str, Any]:
-    if given is None:
-        return {}
-    if not isinstance(given, Mapping):
+    """Return the settings of a half as a dict."""
+    if not isinstance(given, Mapping | None):
         write = f'Write {algorithm}={{"lr": ...}}'
         raise TypeError(explain_error(called("split_params"), f"{algorithm}={given!r}", "settings by name", write))
-    for key in given:
-        if not isinstance(key, str) or key in _RESERVED | {"algorithm", "matrices"}:
-            found = f"{key!r} in {algorithm}=, which is decided parameter by parameter"
-            write = "Write it in overrides={...} where a parameter is meant"
-            raise ValueError(
-                explain_error(called("split_params"), found, 'settings of whole groups such as "lr"', write)
-            )
-    return own_names(f"{algorithm}=", given) if algorithm == "adamw" else dict(given)
+    settings = dict(given or {})
+    write = "Write it in overrides={...} where a parameter is meant"
+    _check_names(f"{algorithm}=", settings, _RESERVED | {"algorithm", "matrices"}, write)
+    return own_names(f"{algorithm}=", settings) if algorithm == "adamw" else settings
+
+
+def _check_names(where: str, settings: Mapping[Any, Any], reserved: Collection[str], write: str) -> None:
+    """Raise a ValueError for a key that is no setting of a group."""
+    for key in settings:
+        if not isinstance(key, str) or key in reserved:
+            needed = 'settings such as "lr": the rest is decided parameter by parameter'
+            raise ValueError(explain_error(called("split_params"), f"{key!r} in {where}", needed, write))
 
 
 def _entries(
@@ -423,10 +426,7 @@ def _said(key: Any, value: Any) -> dict[str, Any]:
         close = difflib.get_close_matches(str(algorithm), RULES, 1)
         write = f"Write {{{key!r}: {close[0]!r}}}" if close else f"Write {{{key!r}: 'muon'}}, {freeze}"
         raise ValueError(explain_error(where, found, needed, write))
-    for name in said:
-        if not isinstance(name, str) or name in _RESERVED:
-            needed = '"algorithm", "matrices" or settings such as "lr": the rest is split_params\'s own'
-            raise ValueError(explain_error(where, repr(name), needed, "Remove it"))
+    _check_names(where, said, _RESERVED, "Remove it")
     return dict(said)
 
 

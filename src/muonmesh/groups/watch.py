@@ -111,9 +111,9 @@ class Watch:
                 group["reasons"][i] = said.replace("; a guess", "")
         trained = {name for name, (group, _) in places.items() if is_matrix_rule(group["algorithm"])}
         if wrong and not trained <= wrong.keys():  # a single layer is no model: it would leave Muon nothing
-            return _refusal(wrong, places)
+            return LayoutError(_told(wrong, places, "contradicts a guess, so no weight has been changed"))
         if split:
-            _warn_of_splits(split, places)
+            warn(_told(split, places, "shows that fused weights are split otherwise than was guessed"))
         return None
 
     def _roles(self, model: nn.Module, entire: bool) -> Iterator[tuple[str, Role, Role]]:
@@ -183,21 +183,12 @@ def _lines(found: Mapping[str, tuple[Role, Role]], names: Collection[str], numbe
     return "overrides={" + ", ".join(f'r"{key}": {value}' for key, value in keys.items()) + "}"
 
 
-def _refusal(wrong: Mapping[str, tuple[Role, Role]], names: Collection[str]) -> LayoutError:
+def _told(found: Mapping[str, tuple[Role, Role]], names: Collection[str], what: str) -> str:
+    """Return the text of an error or a warning about guessed roles and the roles that were shown."""
     told = []
-    for key, (guess, shown) in patterns(wrong, names).items():
-        trained = "Muon" if guess.algorithm == "muon" else "AdamW"
-        told.append(f"{key} is trained by {trained} ({guess.reason}), and the forward shows: {shown.reason}")
-    what = f"The first training forward contradicts what split_params guessed. {'. '.join(told)}. Nothing has been "
-    what += f"changed. Write {_lines(wrong, names, 1)}, or {_lines(wrong, names, 0)} to keep the guess"
-    return LayoutError(about(next(iter(wrong)), what))
-
-
-def _warn_of_splits(split: Mapping[str, tuple[Role, Role]], names: Collection[str]) -> None:
-    keys = patterns(split, names)
-    told = [f"{key} is split as {guess.matrices!r}, and {shown.reason}" for key, (guess, shown) in keys.items()]
-    what = (
-        f"The first training forward shows that fused weights are split otherwise than was guessed. {'. '.join(told)}"
-    )
-    what += f". Write {_lines(split, names, 1)}, or {_lines(split, names, 0)} to keep the guess"
-    warn(about(next(iter(split)), what))
+    for key, (guess, shown) in patterns(found, names).items():
+        trained = "trained by Muon" if guess.algorithm == "muon" else "trained by AdamW"
+        state = f"split as {guess.matrices!r}" if guess.algorithm == shown.algorithm else trained
+        told.append(f"{key} is {state} ({guess.reason}), and the forward shows: {shown.reason}")
+    lines = f"{_lines(found, names, 1)}, or {_lines(found, names, 0)} to keep the guess"
+    return about(next(iter(found)), f"The first training forward {what}. {'. '.join(told)}. Write {lines}")
