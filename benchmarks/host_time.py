@@ -124,8 +124,8 @@ def step_of(case: Case, who: str) -> Callable[[], Any]:
 
     import muonmesh as mm
     from muonmesh.layout import Budget, MeshLayout
+    from muonmesh.step.runtime import Driver
     from muonmesh.tools.forecasts.forecast import muon_parameter
-    from muonmesh.tools.testing import HostWaits
 
     torch.manual_seed(0)
     weights = [nn.Parameter(torch.randn(*(length // case.shrunk for length in shape))) for shape in case.shapes]
@@ -136,7 +136,7 @@ def step_of(case: Case, who: str) -> Callable[[], Any]:
     parameters = [muon_parameter(str(n), MeshLayout.replicated(s, (0,)), None) for n, s in enumerate(case.shapes)]
     budget = Budget.of(parameters, None, itemsize=2, host=False).bytes / 2**20
     optimizer = mm.Muon(weights, ns_coefficients="polar_express", memory_budget_mb=budget / case.shrunk**2)
-    optimizer._runtime.driver = HostWaits(False)
+    optimizer._runtime.driver = Driver(False)
     return optimizer.step
 
 

@@ -25,7 +25,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 from muonmesh.numerics.coefficients import coefficient_schedule
-from muonmesh.numerics.kernels import fused, lines, small
+from muonmesh.numerics.kernels import lines, small
+from muonmesh.numerics.kernels import pieces as kernels
 from muonmesh.numerics.kernels.rows import SEARCHED, PieceRows, Place
 from muonmesh.numerics.kernels.tiles import multiplication
 from muonmesh.numerics.kernels.triton_launch import Launch
@@ -175,9 +176,9 @@ def pairs() -> dict[str, Callable[..., Launch]]:
     pieces = PieceRows([Place(0, 0, 0, (64, 64), 0, (64, 1), 0, (64, 1))])
 
     return {
-        "fold": lambda **_: fused._folding(wide, wide, narrow, pieces.number, active, 0.95, True)[0],
-        "apply": lambda **_: fused._applying(wide, [], narrow, pieces.number, active, number, number)[0],
-        "apply, masters": lambda **_: fused._applying(narrow, wide, narrow, pieces.number, active, number, number)[0],
+        "fold": lambda **_: kernels.folding(wide, wide, narrow, pieces.number, active, 0.95, True),
+        "apply": lambda **_: kernels.applying(wide, [], narrow, pieces.number, active, number, number),
+        "apply, masters": lambda **_: kernels.applying(narrow, wide, narrow, pieces.number, active, number, number),
     }
 
 
@@ -191,7 +192,7 @@ def beside() -> dict[str, Callable[..., Launch]]:
         "norms": lambda **_: lines.finding_norms(exponents, number[:, 0], number, number, number),
         "powers of two": lambda **_: lines.rescaling(x, number),
         "diagonal": lambda **_: lines.centring(number[:, 0], x.diagonal(dim1=1, dim2=2), 1.0, number),
-        "any not zero": lambda **_: fused._finding(gradient, pieces.number, exponents[:, 0])[0],
+        "any not zero": lambda **_: kernels.finding(gradient, pieces.number, exponents[:, 0]),
     }
 
 

@@ -108,12 +108,12 @@ def device() -> torch.optim.Optimizer:
     from muonmesh.numerics import newton_schulz
     from muonmesh.numerics.kernels import triton_launch
     from muonmesh.numerics.kernels.triton import triton_products
-    from muonmesh.tools.testing import HostWaits
+    from muonmesh.step.runtime import Driver
 
     triton_launch.Launch.run = lambda self, device: None
     torch.ops.muonmesh.multiply = lambda *arguments: None  # the launch's arguments are a few for all matrices
     newton_schulz.select = lambda *arguments, **options: triton_products(at_once=1 << 18)
-    optimizer._runtime.driver = HostWaits(False)
+    optimizer._runtime.driver = Driver(False)
     return optimizer
 
 

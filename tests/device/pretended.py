@@ -175,7 +175,7 @@ def pretended_cuda(own: Devices | None = None) -> Iterator[Devices]:
             back = (setattr, owner, name, getattr(owner, name)) if hasattr(owner, name) else (delattr, owner, name)
             stack.callback(*back)
             setattr(owner, name, other)
-        memory.forget()  # streams of other devices
+        memory._own.__dict__.pop("kept", None)  # streams of other devices
         stack.callback(memory.forget)
         _active.append(own)
         stack.callback(_active.pop)

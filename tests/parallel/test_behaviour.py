@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 import muonmesh as mm
 from muonmesh.numerics import kernels
 from muonmesh.numerics.kernels import auto_takes, compiled
-from muonmesh.tools.testing import HostWaits
+from muonmesh.step.runtime import Driver
 from tests import emulated, gathered, pretended, problem
 
 
@@ -42,7 +42,7 @@ def step_zeroed(layout: str, wait: bool) -> list[str]:
     for held, waits in ((layout, wait), ("local", True)):
         model, group = problem.hold(held, problem.initial())
         optimizer = mm.Muon(problem.groups(model), process_group=group, **problem.SETTINGS)
-        optimizer._runtime.driver = HostWaits(waits)
+        optimizer._runtime.driver = Driver(waits)
         for step in range(4):
             for name, gradient in problem.zeroed(step).items():
                 parameter = model.get_parameter(name)
@@ -97,7 +97,7 @@ def missing_on_one_shard(algorithm: str, host: str) -> tuple[list[str], list[str
         mm.Muon([{"params": [p], "algorithm": algorithm}], lr=0.1, compute_dtype=torch.float32, process_group=group)
         for p, group in ((weight, None), (twin, "local"))
     )
-    sharded._runtime.driver = HostWaits(HOSTS[host])
+    sharded._runtime.driver = Driver(HOSTS[host])
     for step in range(5):
         gradient = torch.randn(8, 6, generator=torch.Generator().manual_seed(step))
         missing = step in (0, 3, 4)
@@ -153,7 +153,7 @@ def mistake(kind: str) -> None:
     model, group = problem.hold("ddp" if kind in ("missing", "sparse") else "fsdp", problem.initial())
     optimizer = mm.Muon(problem.groups(model), process_group=group, **problem.SETTINGS)
     late, kind = kind.startswith("late "), kind.removeprefix("late ")
-    optimizer._runtime.driver = HostWaits(False if late else None)
+    optimizer._runtime.driver = Driver(False if late else None)
     for step in range(2):
         for name, gradient in problem.gradients(step).items():
             model.get_parameter(name).grad = problem.placed_like(model.get_parameter(name), gradient)

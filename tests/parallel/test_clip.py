@@ -27,7 +27,7 @@ from muonmesh.clip.limits import Limits
 from muonmesh.clip.norm_means import DECAY, SPIKE, WARM_UP
 from muonmesh.comm.storage import local_of
 from muonmesh.numerics.rules import RULES, MuonRule, Rule
-from muonmesh.tools.testing import HostWaits
+from muonmesh.step.runtime import Driver
 from tests import layouts, problem
 from tests.meshes import mesh_of
 
@@ -445,7 +445,7 @@ def elsewhere(waits: bool | None) -> Any:
         bias = nn.Parameter(distribute_tensor(torch.ones(5), half, [Replicate()], src_data_rank=None))
         groups.append({"params": [bias], "param_names": ["bias"], "name": "adamw", "algorithm": "adamw"})
     optimizer = mm.Muon(groups, lr=0.1)
-    optimizer._runtime.driver = HostWaits(waits)
+    optimizer._runtime.driver = Driver(waits)
     skipped = []
     for step in range(WARM_UP + 3):
         weight.grad = distribute_tensor(torch.ones(4, 6), mesh, [Shard(0)], src_data_rank=None)
@@ -470,7 +470,7 @@ def test_ranks_that_hold_nothing_of_a_half_have_its_mean(workers, waits: bool | 
 def masked_error() -> Any:
     """A step that finds an error on the device counts nothing, and raises in the next."""
     weight, bias, optimizer = small("world")
-    optimizer._runtime.driver = HostWaits(False)
+    optimizer._runtime.driver = Driver(False)
     counts = []
     for step in range(3):
         weight.grad, bias.grad = torch.ones(6, 4), torch.ones(5)
@@ -550,7 +550,7 @@ def owning_nothing(waits: bool | None) -> tuple[bool, int, list[bool]]:
     mesh = mesh_of((4,))
     weight = nn.Parameter(distribute_tensor(torch.ones(2, 6), mesh, [Shard(0)], src_data_rank=None))
     optimizer = mm.Muon([weight], lr=0.1, compute_dtype=torch.float32)
-    optimizer._runtime.driver = HostWaits(waits)
+    optimizer._runtime.driver = Driver(waits)
     moved = []
     skipped = False
     for scale in (1.0, math.inf, 1.0):
@@ -919,7 +919,7 @@ def bad_gradient(how: str, waits: bool | None) -> None:
         {"params": [bias], "param_names": ["bias"], "name": "adamw", "algorithm": "adamw"},
     ]
     optimizer = mm.Muon(groups, lr=0.1, process_group="world")
-    optimizer._runtime.driver = HostWaits(waits)
+    optimizer._runtime.driver = Driver(waits)
     weight.grad, bias.grad = torch.full((4, 6), 9.0), torch.full((5,), 9.0)
     arguments: dict[str, Any] = {}
     if dist.get_rank() == 1:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import muonmesh as mm
 from muonmesh import checkpoint
-from muonmesh.tools.testing import HostWaits
+from muonmesh.step.runtime import Driver
 from tests.meshes import mesh_of
 
 SHAPES = {"wide": (6, 700), "tall": (700, 6), "stack": (3, 5, 520)}
@@ -44,7 +44,7 @@ def made(dim: int | None, state_dtype: Any, *, device: bool = False, rounded: in
     kept: dict[str, Any] = {"state_dtype": state_dtype, "stochastic_rounding": rounded}
     optimizer = mm.Muon([group], lr=0.02, compute_dtype=torch.float32, process_group=where, **kept)
     if device:
-        optimizer._runtime.driver = HostWaits(False)
+        optimizer._runtime.driver = Driver(False)
     return model, optimizer
 
 

@@ -26,7 +26,7 @@ import muonmesh as mm
 from muonmesh.comm import meeting
 from muonmesh.comm.storage import local_of
 from muonmesh.layout import FlatShards
-from muonmesh.tools.testing import HostWaits
+from muonmesh.step.runtime import Driver
 from tests import meshes, problem
 from tests.workers import RankFailure
 
@@ -170,7 +170,7 @@ DIFFERENT: dict[str, Any] = {
 def different_setting(key: str, value: Any, waits: bool) -> bool:
     """Set a hyperparameter otherwise on rank 1 only, after a step; return whether anything was written."""
     model, optimizer = build()
-    optimizer._runtime.driver = HostWaits(waits)
+    optimizer._runtime.driver = Driver(waits)
     give(model, 0)
     optimizer.step()
     if dist.get_rank() == 1:
@@ -199,7 +199,7 @@ def mended(what: str, waits: bool) -> tuple[list[int], bool]:
     for wrong in (False, True):
         model, optimizer = build(stochastic_rounding=3)
         model.bfloat16()
-        optimizer._runtime.driver = HostWaits(waits)
+        optimizer._runtime.driver = Driver(waits)
         for step in range(4):
             if wrong and step == 2:
                 give(model, 0)
@@ -275,7 +275,7 @@ def test_the_same_settings_in_other_words_are_the_same(workers) -> None:
 
 def different_clip(key: str, waits: bool) -> None:
     model, optimizer = build()
-    optimizer._runtime.driver = HostWaits(waits)
+    optimizer._runtime.driver = Driver(waits)
     arguments: dict[str, Any] = {"max_norm": 1.0, "policy": "all", "skip_above": 50.0}
     if dist.get_rank() == 1:
         arguments[key] = {"max_norm": 2.0, "policy": "separate", "skip_above": 60.0}[key]
@@ -303,7 +303,7 @@ def changed(how: str, then: str, waits: bool, algorithm: str = "muon") -> str:
     # Under DDP only the first rank would count in the sums that AdaMuon asks for.
     model, optimizer = build("fsdp" if how == "swap" or algorithm == "adamuon" else "ddp")
     optimizer.param_groups[0]["algorithm"] = algorithm
-    optimizer._runtime.driver = HostWaits(waits)
+    optimizer._runtime.driver = Driver(waits)
     give(model, 0)
     optimizer.step()
     if dist.get_rank() == 1:
@@ -367,7 +367,7 @@ def test_a_group_that_breaks_on_one_rank_is_an_error_on_all(workers, then: str, 
 def changed_and_mended(others: str, then: str) -> list[str]:
     """Change the plan on rank 1 only, and nothing or something else on the others; undo it when all have been told."""
     model, optimizer = build()
-    optimizer._runtime.driver = HostWaits(False)
+    optimizer._runtime.driver = Driver(False)
     group, said = optimizer.param_groups[0], []
     odd = dist.get_rank() == 1
     for step in range(6):
@@ -401,7 +401,7 @@ def changed_everywhere(waits: bool) -> list[str]:
     results = []
     for group in ("world", "local"):
         model, optimizer = build(process_group=group)
-        optimizer._runtime.driver = HostWaits(waits)
+        optimizer._runtime.driver = Driver(waits)
         for step in range(4):
             if step == 2:
                 model.late = nn.Parameter(torch.ones(6, 4))
@@ -792,7 +792,7 @@ def train_replaced(by: str, order: str, waits: bool) -> str | None:
     if order == "after":
         replace_parameters(model, by)
     optimizer = mm.from_model(model, process_group="world", **settings)
-    optimizer._runtime.driver = HostWaits(waits)
+    optimizer._runtime.driver = Driver(waits)
     if order == "before":
         replace_parameters(model, by)
     other = mm.from_model(alone, process_group="local", **settings)

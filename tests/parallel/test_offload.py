@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import muonmesh as mm
-from muonmesh.tools.testing import HostWaits
+from muonmesh.step.runtime import Driver
 from tests import problem
 from tests.in_copies import work_in_copies
 
@@ -30,7 +30,7 @@ def in_copies_on_a_device(optimizer: mm.Muon) -> None:
 
 
 def as_on_a_device(optimizer: mm.Muon) -> None:
-    optimizer._runtime.driver = HostWaits(False)
+    optimizer._runtime.driver = Driver(False)
 
 
 def differing(layout: str, device: bool, param_dtype: torch.dtype, settings: dict[str, Any]) -> list[str]:

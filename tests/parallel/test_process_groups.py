@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from muonmesh.comm import meeting, process_groups
+import muonmesh as mm
+from muonmesh.comm import meeting, process_groups, telling
 from muonmesh.errors import PlanError
 
 
@@ -53,3 +54,36 @@ def test_a_torch_that_names_groups_otherwise_is_refused(workers: Any) -> None:
 def test_a_lack_of_memory_is_not_told_as_ranks_that_did_not_come() -> None:
     with pytest.raises(torch.OutOfMemoryError), meeting.meeting((0, 1), "key", "step 1", "a gather"):
         raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def by_which_device(index: int | None) -> str:
+    """Send an object in a group of GPUs. This torch has none: it says who asks for which."""
+    group = dist.new_group([0, 1], backend="cuda:gloo")
+    telling.send_by(torch.device("cpu") if index is None else torch.device("cuda", index))
+    try:
+        telling.tell_all("mine", group=group)
+    except (RuntimeError, AssertionError) as error:
+        return str(error)
+    finally:
+        telling.send_by(torch.device("cpu"))
+        dist.destroy_process_group(group)
+    return ""
+
+
+def test_messages_ask_for_the_device_of_the_parameters(workers: Any) -> None:
+    """Torch would take the current device, which several ranks may have in common."""
+    assert all("Cannot access accelerator device" in told for told in workers(2).run(by_which_device, 1))
+    assert all("not compiled with CUDA" in told for told in workers(2).run(by_which_device, None))
+
+
+def after_a_plan() -> tuple[str, list[str]]:
+    """A plan takes the device of its own parameters, whatever an earlier one took."""
+    telling.send_by(torch.device("cuda", 1))
+    weight = torch.nn.Parameter(torch.ones(4, 4))
+    weight.grad = torch.ones(4, 4)
+    mm.Muon([weight], process_group="world").step()
+    return str(telling._device), telling.tell_all(f"rank {dist.get_rank()}")
+
+
+def test_a_plan_says_by_which_device_ranks_talk(workers: Any) -> None:
+    assert workers(2).run(after_a_plan) == [("cpu", ["rank 0", "rank 1"])] * 2

@@ -32,8 +32,8 @@ from muonmesh.comm.storage import local_of
 from muonmesh.numerics import rules
 from muonmesh.numerics.rules import register_rule
 from muonmesh.step.connection import placed_members
+from muonmesh.step.runtime import Driver
 from muonmesh.testing import prove_rule
-from muonmesh.tools.testing import HostWaits
 from tests import layouts, problem
 from tests import soap as theirs
 from tests.meshes import mesh_of
@@ -313,7 +313,7 @@ def zeroed(layout: str, waits: bool, rule: str) -> list[str]:
         model, group = problem.hold(held, problem.initial())
         settings = {**problem.SETTINGS, **FP32, "process_group": group}
         optimizer = mm.Muon(ruled(problem.groups(model), rule), **settings)
-        optimizer._runtime.driver = HostWaits(waits if held == layout else True)
+        optimizer._runtime.driver = Driver(waits if held == layout else True)
         for step in range(STEPS):
             for number, (name, gradient) in enumerate(problem.gradients(step).items()):
                 parameter = model.get_parameter(name)

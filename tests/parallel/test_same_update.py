@@ -15,7 +15,7 @@ import muonmesh as mm
 from muonmesh.numerics import kernels
 from muonmesh.numerics.coefficients import COEFFICIENT_SETS
 from muonmesh.numerics.deflation import Deflation
-from muonmesh.tools.testing import HostWaits
+from muonmesh.step.runtime import Driver
 from tests import problem
 from tests.workers import Pool
 
@@ -144,7 +144,7 @@ def test_what_some_matrices_need_more_of_is_bit_for_bit_too(workers, ranks: int,
 
 
 def as_on_a_device(optimizer: mm.Muon) -> None:
-    optimizer._runtime.driver = HostWaits(False)
+    optimizer._runtime.driver = Driver(False)
 
 
 def run_together(layout: str, param_dtype: torch.dtype, **settings: Any) -> tuple[list[str], float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import os
 import pickle
 from contextlib import nullcontext
 from dataclasses import replace
@@ -23,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 import muonmesh as mm
 from muonmesh.comm.process_groups import host_group
 from muonmesh.comm.to_owners import ToOwners, on_replica
+from muonmesh.comm.wire import Swap, Transfer, Wire
 from muonmesh.layout import MeshLayout
 from muonmesh.tools.forecasts.forecast import Weight, forecast
 from tests.device.simulated import SimulatedDevice
@@ -376,6 +378,35 @@ def crossing() -> list[str]:
 
 def test_two_optimizers_do_not_meet_each_others_gradients(workers) -> None:
     assert workers(2).run(crossing) == [[], []]
+
+
+def order_of_collectives(connections: str) -> list[tuple[str, str]]:
+    """The process group and the name of every transfer of this rank, in order, while models cross as in `crossing`."""
+    begun = list[tuple[str, str]]()
+    honest = Wire.swap
+
+    def swap(wire: Wire, moved: Swap) -> Transfer:
+        begun.append((wire.group.group_name, moved.what))
+        return honest(wire, moved)
+
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = connections
+    Wire.swap = swap  # type: ignore[method-assign]
+    try:
+        assert crossing() == []
+    finally:
+        Wire.swap = honest  # type: ignore[method-assign]
+        del os.environ["CUDA_DEVICE_MAX_CONNECTIONS"]
+    return begun
+
+
+def test_with_one_queue_all_ranks_begin_collectives_in_one_order(workers) -> None:
+    """A kernel of NCCL waits for other ranks, and the kernels of all groups stand in the one queue behind it."""
+    first, second = workers(2).run(order_of_collectives, "1")
+    assert first == second
+    assert len({group for group, _ in first}) > 2
+    first, second = workers(2).run(order_of_collectives, "8")
+    assert first != second
+    assert sorted(first) == sorted(second)
 
 
 def hsdp() -> tuple[list[str], int]:

@@ -248,7 +248,7 @@ def test_it_is_as_near_to_the_polar_factor_as_torch_s(
     assert torch.equal(tall, wide.mT)
 
 
-SMALL = [(1, 1), (1, 9), (13, 5), (64, 64), (37, 130), (200, 33), (65, 128), (255, 255)]
+SMALL = [(1, 1), (1, 9), (13, 5), (64, 64), (37, 130), (200, 33), (65, 128), (255, 255), (256, 256)]
 
 
 def step_by_step(whole: Orthogonalizer, x: Tensor) -> Tensor:

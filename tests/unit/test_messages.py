@@ -173,7 +173,6 @@ COMPOSERS = ("explain_error", "about")
 BY_HAND = {
     # A part that may import nothing of ours, `errors` neither.
     "numerics/kernels/__init__.py": {"kernels", "kernels="},
-    "numerics/kernels/rows.py": {"piece "},
     # What another rank's message said, which has its four parts.
     "comm/meeting.py": {"failed"},
     "checkpoint/state.py": {"str(error)"},

@@ -21,8 +21,8 @@ from muonmesh.numerics.rules.normuon import NorMuonRule
 from muonmesh.numerics.scale import StepSize
 from muonmesh.step import by_parts
 from muonmesh.step.ready import ReadyParameters
+from muonmesh.step.runtime import Driver
 from muonmesh.testing import prove_rule
-from muonmesh.tools.testing import HostWaits
 from tests import reference
 from tests.problem import PARAMETERS
 
@@ -630,7 +630,7 @@ def test_every_rule_steps_on_a_device_as_on_a_cpu(rule: str) -> None:
     for waits in (True, False):
         weights = [nn.Parameter(random(12, 20, seed=n).float()) for n in range(3)]
         optimizer = mm.Muon([{"params": weights, "algorithm": rule}], lr=0.1, compute_dtype=torch.float32)
-        optimizer._runtime.driver = HostWaits(waits)
+        optimizer._runtime.driver = Driver(waits)
         for step in range(3):
             for number, weight in enumerate(weights):
                 weight.grad = random(12, 20, seed=10 * step + number).float() * (number != step)
@@ -877,7 +877,7 @@ def test_a_decay_of_a_rule_s_own_is_obeyed_on_a_device(monkeypatch: pytest.Monke
     weight = nn.Parameter(random(6, 9).float())
     expected = weight.detach() - weight.detach().sign() * 0.05
     optimizer = mm.Muon([{"params": [weight], "algorithm": "own"}], lr=0.5, weight_decay=0.1, extra_scale_factor=1e-12)
-    optimizer._runtime.driver = HostWaits(False)
+    optimizer._runtime.driver = Driver(False)
     weight.grad = random(6, 9, seed=1).float()
     optimizer.step()
     torch.testing.assert_close(weight.detach(), expected)
@@ -889,7 +889,7 @@ def test_a_step_that_clipping_stops_on_a_device_changes_nothing(rule: str, state
     """Everything runs there and is masked: what a gradient that is NaN makes may not reach weights or state."""
     weight = nn.Parameter(random(12, 20, seed=0).float())
     optimizer = mm.Muon([{"params": [weight], "algorithm": rule}], lr=0.1, state_dtype=state_dtype)
-    optimizer._runtime.driver = HostWaits(False)
+    optimizer._runtime.driver = Driver(False)
     weight.grad = random(12, 20, seed=1).float()
     optimizer.step()
     before = [weight.detach().clone(), *(value.clone() for value in optimizer.state[weight].values())]
@@ -908,7 +908,7 @@ def test_groups_of_a_batch_step_on_a_device_each_by_its_own_rate() -> None:
         alone = ({"lr": 0.1}, {"lr": 0.3, "extra_scale_factor": 0.5}, {"lr": 0.2, "decay_mode": "cautious"})
         groups = [{"params": [weight], **settings} for weight, settings in zip(weights, alone, strict=True)]
         optimizer = mm.Muon(groups, weight_decay=0.1, compute_dtype=torch.float32)
-        optimizer._runtime.driver = HostWaits(waits)
+        optimizer._runtime.driver = Driver(waits)
         for number, weight in enumerate(weights):
             weight.grad = random(12, 20, seed=10 + number).float()
         optimizer.metrics()

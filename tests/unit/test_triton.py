@@ -27,7 +27,7 @@ from muonmesh.numerics.kernels.triton import triton_products
 from muonmesh.numerics.newton_schulz import orthogonalize
 from muonmesh.step import by_kernel
 from muonmesh.step.collect import Snapshot
-from muonmesh.tools.testing import HostWaits
+from muonmesh.step.runtime import Driver
 from tests.device.pretended import Event, pretended_cuda
 from tests.interpreter import interpreting
 from tests.pieces import pieces_of
@@ -92,7 +92,7 @@ def stepped_again() -> tuple[list[bool], int]:
         step(pieces_of(list(momenta), list(into)), gradients, *wanted)
         step(kept, gradients, momenta, weights, into)
         last, *_ = kept._last.values()
-        uploads.add(last.located.bases.data_ptr())
+        uploads.add(last.bases.data_ptr())
         same += [torch.equal(momenta, wanted[0]), torch.equal(into, wanted[2])]
         same += [torch.equal(weight, other) for weight, other in zip(weights, wanted[1], strict=True)]
     return same, len(kept._tables)
@@ -109,7 +109,7 @@ def trained(what: str, waits: bool, *, by: str) -> tuple[list[Tensor], int]:
     options: dict[str, Any] = {"ns_coefficients": "quintic", "kernels": "triton", "process_group": "local"}
     master = FP32 if what == "masters" else None
     optimizer, again = mm.Muon(groups, **options, master_dtype=master), 0
-    optimizer._runtime.driver = HostWaits(waits)
+    optimizer._runtime.driver = Driver(waits)
     memory = [torch.empty_like(weight) for weight in weights]
     with pytest.MonkeyPatch.context() as patch:
         if by != "repeats":
@@ -536,7 +536,7 @@ def stepped(dtype: torch.dtype, *, moves: bool = False) -> tuple[list[Tensor], i
     weights.append(nn.Parameter(torch.randn(8, 24).to(dtype).t()))
     groups = [{"params": weights, "matrices": matrices}]
     optimizer = mm.Muon(groups, lr=0.1, master_dtype=None if dtype == FP32 else FP32)
-    optimizer._runtime.driver = HostWaits(False)
+    optimizer._runtime.driver = Driver(False)
     taken = 0
     fold = by_kernel.ByKernel.fold
 
@@ -589,7 +589,7 @@ def boosted() -> list[float]:
     weight = nn.Parameter(torch.zeros(16, 24))
     groups = [{"params": [weight], "algorithm": "test-boosted", "boost": 1.0}]
     optimizer = mm.Muon(groups, lr=0.1, weight_decay=0.0, momentum=0.0)
-    optimizer._runtime.driver = HostWaits(False)
+    optimizer._runtime.driver = Driver(False)
     weight.grad, steps = torch.randn(16, 24), list[float]()
     for boost in (1.0, 1.0, 3.0, 0.5):
         before = weight.detach().clone()
@@ -781,12 +781,6 @@ def test_shards_of_a_convolution_have_three_dims(dim: int) -> None:
     assert in_three_dims((9, 3, 2, 2), (36, 9, 3, 1)) is None
 
 
-def test_pieces_that_cannot_be_are_refused() -> None:
-    four = torch.ones(3, 4, 4, 4)[:, :3, :3, :3]
-    with pytest.raises(ValueError, match=r"piece 0: found shape \(3, 3, 3, 3\) .* needed at most 3 dims"):
-        pieces_of([four], [four])
-
-
 # ------------------------------------------------------------------ as torch sees them, without Triton
 
 
@@ -863,11 +857,11 @@ def test_an_event_is_recorded_on_the_device_of_what_is_on_its_way() -> None:
 BROKEN = """
 import warnings, torch
 import muonmesh as mm
-from muonmesh.tools.testing import HostWaits
+from muonmesh.step.runtime import Driver
 from torch import nn
 weights = [nn.Parameter(torch.full((n, 20), 0.5)) for n in (12, 30)]
 optimizer = mm.Muon(weights, lr=0.1)
-optimizer._runtime.driver = HostWaits(False)
+optimizer._runtime.driver = Driver(False)
 with warnings.catch_warnings(record=True) as told:
     warnings.simplefilter("always")
     for _ in range(2):

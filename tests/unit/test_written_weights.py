@@ -13,7 +13,7 @@ from torch import nn
 
 import muonmesh as mm
 from muonmesh.numerics.coefficients import coefficient_schedule
-from muonmesh.tools.testing import HostWaits
+from muonmesh.step.runtime import Driver
 from tests import reference, writers
 from tests.problem import Bag
 
@@ -100,7 +100,7 @@ def test_masters_are_what_fp32_weights_would_be(how: str, path: str) -> None:
 def test_a_step_after_a_load_is_a_step_of_the_loaded_weights(settings: dict[str, Any], waits: bool) -> None:
     """Against the oracle in fp64, after the best weights were loaded back."""
     model, optimizer = made(BF16, "muon", compute_dtype=FP32, **settings)
-    optimizer._runtime.driver = HostWaits(waits)
+    optimizer._runtime.driver = Driver(waits)
     best = writers.copied(model)
     for step in range(4):
         give_gradients(model, step)
@@ -146,7 +146,7 @@ def test_numbers_at_the_edge(dtype: torch.dtype, waits: bool) -> None:
     weight, vector = nn.Parameter(torch.ones(2, 8, dtype=dtype)), nn.Parameter(torch.ones(8, dtype=dtype))
     groups = [{"params": [weight]}, {"params": [vector], "algorithm": "adamw"}]
     optimizer = mm.Muon(groups, lr=0.0, weight_decay=0.0, master_dtype=FP32)
-    optimizer._runtime.driver = HostWaits(waits)
+    optimizer._runtime.driver = Driver(waits)
 
     def step() -> None:
         for parameter in (weight, vector):

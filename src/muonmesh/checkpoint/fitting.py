@@ -20,7 +20,7 @@ from torch import Tensor
 from muonmesh.checkpoint.form import TEXT, TRUTH, Kind, check_form, only
 from muonmesh.checkpoint.index import REMEDY, SavedTensor
 from muonmesh.checkpoint.ranks import first_difference
-from muonmesh.checkpoint.record import MODEL, STATE, Record, Share, wanted
+from muonmesh.checkpoint.record import MODEL, STATE, Boxes, Record, wanted
 from muonmesh.comm.storage import local_of, this_rank
 from muonmesh.errors import FileError, StateError, about, explain_error, warn
 from muonmesh.files import is_whole
@@ -179,7 +179,7 @@ class Fit:
     """The tensors that `load` reads from a checkpoint, and where it then writes each of them.
 
     Attributes:
-        shares: New memory to read into, by the name of the saved tensor.
+        boxes: New memory to read into, by the name of the saved tensor.
         weights: The parameters and other tensors to write.
         state: The parts of the state to write, each with the name of its saved tensor. None instead of a name: the part
             is reset to its value before the first step.
@@ -187,7 +187,7 @@ class Fit:
         told: A warning for the user; empty if there is none.
     """
 
-    shares: dict[str, Share] = field(default_factory=dict)
+    boxes: dict[str, Boxes] = field(default_factory=dict)
     weights: list[Record] = field(default_factory=list)
     state: list[tuple[Record, StateForm, str | None]] = field(default_factory=list)
     settings: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
@@ -203,7 +203,7 @@ class Fit:
         for record, part, key in self.state:
             if part.layout.side != "parameter":
                 continue
-            count = 0.0 if key is None else float(self.shares[key].boxes[()])
+            count = 0.0 if key is None else float(self.boxes[key][()])
             first, expected = counts.setdefault((record.parameter.tensor, part.key), (record.name, count))
             if count != expected:
                 found = f"{part.key} {count:g}, and {expected:g} of {first}, which is in the same flat tensor"
@@ -215,9 +215,9 @@ class Fit:
     def write(self) -> None:
         """Write everything that was read."""
         for record in self.weights:
-            record.take_weights(self.shares.pop(f"{MODEL}.{record.name}"))
+            record.take_weights(self.boxes.pop(f"{MODEL}.{record.name}"))
         for record, part, key in self.state:
-            record.take_state(part, None if key is None else self.shares.pop(key))
+            record.take_state(part, None if key is None else self.boxes.pop(key))
         for group, settings in self.settings:
             for key, value in settings.items():
                 if isinstance(group.get(key), Tensor):  # a compiled step may hold it
@@ -272,7 +272,7 @@ def fit(
     sources = [(f"{MODEL}.{each.name}", each.storage, local_of(each.tensor).device) for each in written]
     sources += [(name, part.layout.storage, part.device) for _, part, name in found.state if name is not None]
     for name, storage, device in sources:
-        found.shares[name] = wanted(storage, held[name].dtype, device)
+        found.boxes[name] = wanted(storage, held[name].dtype, device)
     groups: dict[int, list[Record]] = {}
     for record in records:
         if record.group:

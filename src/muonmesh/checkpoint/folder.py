@@ -57,7 +57,7 @@ from muonmesh.checkpoint.index import (
     write_manifest,
 )
 from muonmesh.checkpoint.ranks import on_first_rank, together
-from muonmesh.checkpoint.record import STATE, Share
+from muonmesh.checkpoint.record import STATE, Boxes
 from muonmesh.comm.storage import this_rank, world_size
 from muonmesh.comm.telling import tell_all
 from muonmesh.errors import FileError, explain_error
@@ -225,20 +225,20 @@ class CheckpointReader:
     held: Mapping[str, SavedTensor]
     settings: dict[str, Any]
 
-    def read(self, shares: Mapping[str, Share]) -> None:
-        """Load tensors from the checkpoint into the memory of shares.
+    def read(self, wanted: Mapping[str, Boxes]) -> None:
+        """Load tensors from the checkpoint into boxes.
 
         Args:
-            shares: This rank's boxes, by the names of tensors in the checkpoint and with their dtypes.
+            wanted: This rank's boxes, by the names of tensors in the checkpoint and with their dtypes.
 
         Raises:
-            FileError: a tensor could not be read, or state has numbers that no step leaves. Weights may
-                have any numbers.
+            FileError: a tensor could not be read, or state has numbers that no step leaves. Weights may have
+                any numbers.
         """
-        for name, share in shares.items():
+        for name, targets in wanted.items():
             boxes = [
                 (box, Block(Region.box(at, tuple(box.shape)), int(box.storage_offset()), box.stride()))
-                for at, box in share.boxes.items()
+                for at, box in targets.items()
                 if box.numel()
             ]
             for piece in self.held[name].pieces:
@@ -248,7 +248,7 @@ class CheckpointReader:
                     assert elements is not None
                     target = box.as_strided(common.shape, common.storage_strides, common.storage_start)
                     target.copy_(elements.as_strided(common.shape, common.matrix_strides, common.matrix_start))
-            faults = (wrong_numbers(name, box) for box in share.boxes.values() if name.startswith(f"{STATE}."))
+            faults = (wrong_numbers(name, box) for box in targets.values() if name.startswith(f"{STATE}."))
             if fault := next(filter(None, faults), ""):
                 raise FileError(f"{self.folder}: found {fault} in {name}; needed finite numbers. {REMEDY}")
 

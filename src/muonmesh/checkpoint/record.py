@@ -1,4 +1,4 @@
-"""Record: one parameter and its state, as whole tensors; this rank stores some boxes of each, its Share.
+"""Record: one parameter and its state, as whole tensors, of which this rank stores some boxes.
 
 `Recorded` gives `muonmesh.checkpoint` the Records of a `Muon`; integrations derive classes of it.
 """
@@ -52,11 +52,9 @@ def boxes_of(local: Tensor, layout: Layout | None, shape: tuple[int, ...]) -> Bo
 
 
 class Share(Tensor):
-    """The boxes of one whole tensor that this rank stores, or will read.
+    """The boxes of one whole tensor that this rank writes, as `torch.distributed.checkpoint` takes them.
 
     A Share has the shape and dtype of the whole tensor, but no memory of its own, and does not support computation.
-    `torch.distributed.checkpoint` writes the boxes of a Share, or reads into them, as it does with the shard of a
-    DTensor. So a tensor may be cut differently at the save and at the load.
     """
 
     boxes: Boxes
@@ -160,31 +158,31 @@ class Record:
                 local = local_of(self.state[part.key]).detach().contiguous()
                 yield f"{STATE}.{self.name}.{part.key}", _written(local, part.layout.storage)
 
-    def take_weights(self, share: Share) -> None:
+    def take_weights(self, boxes: Boxes) -> None:
         """Copy weights that were read from a checkpoint into the parameter and its master weight."""
         tensor, storage = self.parameter.tensor, self.parameter.storage
-        fill(local_of(tensor).detach(), storage, share)
+        fill(local_of(tensor).detach(), storage, boxes)
         if self.dtype != tensor.dtype:
             state = self.states[tensor]
             if "master" not in state:
                 copy = self.precision.copy_of(local_of(tensor), self.dtype, wait=True)  # the CPU writes it
                 state["master"] = storage.wrap(copy)
-            fill(local_of(state["master"]), storage, share)
+            fill(local_of(state["master"]), storage, boxes)
 
-    def take_state(self, part: StateForm, share: Share | None) -> None:
+    def take_state(self, part: StateForm, boxes: Boxes | None) -> None:
         """Copy a part of the state that was read from a checkpoint; None resets it as before the first step."""
         held = self.state.get(part.key)
-        if share is None and held is None:
+        if boxes is None and held is None:
             return
         if held is None or local_of(held).dtype != part.dtype or tuple(local_of(held).shape) != part.shape:
             held = part.layout.fresh(part.shape, part.dtype, self.parameter.tensor.device, self.precision)
             self.states[self.parameter.tensor][part.key] = held
-        local = local_of(held)
-        if share is None:
-            for box in boxes_of(local, part.layout.storage.layout, part.layout.storage.shape).values():
+        local, storage = local_of(held), part.layout.storage
+        if boxes is None:
+            for box in boxes_of(local, storage.layout, storage.shape).values():
                 box.zero_()
         else:
-            fill(local, part.layout.storage, share)
+            fill(local, storage, boxes)
 
 
 def _written(local: Tensor, storage: Storage) -> Share:
@@ -195,19 +193,18 @@ def _written(local: Tensor, storage: Storage) -> Share:
     return Share(storage.shape, local.dtype, boxes_of(local.contiguous(), layout, storage.shape) if own else {})
 
 
-def wanted(storage: Storage, dtype: torch.dtype, device: torch.device) -> Share:
+def wanted(storage: Storage, dtype: torch.dtype, device: torch.device) -> Boxes:
     """Return new memory for this rank's boxes of a whole tensor, so that loading does not change memory in use."""
     span = storage.shape if storage.layout is None else (math.prod(local_shape(storage)),)
     where = boxes_of(torch.empty(span, dtype=dtype, device="meta"), storage.layout, storage.shape)
-    boxes = {at: torch.empty(box.shape, dtype=dtype, device=device) for at, box in where.items()}
-    return Share(storage.shape, dtype, boxes)
+    return {at: torch.empty(box.shape, dtype=dtype, device=device) for at, box in where.items()}
 
 
-def fill(local: Tensor, storage: Storage, share: Share) -> None:
-    """Copy a share that was read into this rank's local tensor, rounding to its dtype."""
+def fill(local: Tensor, storage: Storage, boxes: Boxes) -> None:
+    """Copy boxes that were read into this rank's local tensor, rounding to its dtype."""
     memory = local.contiguous()
     for at, box in boxes_of(memory, storage.layout, storage.shape).items():
-        box.copy_(share.boxes[at])
+        box.copy_(boxes[at])
     if memory is not local:
         local.copy_(memory)
 

@@ -138,7 +138,7 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Any, *, stri
         records = settled(lambda: _records(host, model))
         names = {name for some in tell_all([record.name for record in records]) for name in some}
         found = settled(lambda: fit(path, contents.held, contents.settings, records, names, strict=strict))
-        together(lambda: contents.read(found.shares))
+        together(lambda: contents.read(found.boxes))
         settled(found.check)
         host.checkpoint_changing()
         settled(found.write)

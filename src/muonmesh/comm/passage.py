@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -36,20 +36,12 @@ class Passage:
     def __init__(
         self, name: str, routes: Routes, rank: int, peers: Sequence[int], owned: Container[int] | None = None
     ) -> None:
-        self.stored, self._assembled, self._rank, self._peers = routes.stored, routes.assembled, rank, peers
-        self._owned = {leg.assignment for some in self._assembled.values() for leg in some} if owned is None else owned
-        in_storage, in_matrices = self._sizes(self.stored), self._sizes(self._assembled)
+        self.stored = routes.stored
+        self._owned = {leg.assignment for some in routes.assembled.values() for leg in some} if owned is None else owned
+        self._held, in_storage = _in_order(routes.stored, rank, peers)
+        self._leaving, in_matrices = _in_order(routes.assembled, rank, peers)
         self._sent, self._received = (in_storage, in_matrices) if name == "gather" else (in_matrices, in_storage)
         self.sends, self.receives = sum(self._sent), sum(self._received)
-        self._starts_held = dict(zip(peers, itertools.accumulate(in_storage, initial=0), strict=False))
-        self._starts_assembled = dict(zip(peers, itertools.accumulate(in_matrices, initial=0), strict=False))
-
-    def _sizes(self, legs: Mapping[int, Sequence[Leg]]) -> list[int]:
-        """Return the number of elements of each rank's segment in a wire buffer."""
-        return [
-            0 if peer == self._rank or not legs.get(peer) else legs[peer][-1].start + legs[peer][-1].piece.numel
-            for peer in self._peers
-        ]
 
     @cached_property
     def _passed_on(self) -> list[tuple[Leg, int]]:
@@ -79,25 +71,13 @@ class Passage:
 
     def on_wire(self, buffer: int) -> list[Row]:
         """Return the rows that leave or reach this rank's storage; ``buffer`` is the number of the wire buffer."""
-        return [
-            Row.on_wire(leg, buffer, self._starts_held[peer] + leg.start)
-            for peer, some in self.stored.items()
-            if peer != self._rank
-            for leg in some
-        ]
+        return [Row.on_wire(leg, buffer, start) for leg, start in self._held]
 
     def copies(self, matrices: Mapping[int, Tensor], wire: Tensor) -> CopyPairs:
         """Return pairs of views of this rank's travelling elements: in their matrix, and in a wire buffer."""
         return tuple(
             (in_buffer(matrices[row.assignment], row), view_in_storage(wire, row.piece)) for row in self._copies
         )
-
-    @property
-    def _leaving(self) -> Iterator[tuple[Leg, int]]:
-        """The legs of matrices that travel, each with its place in a wire buffer."""
-        for peer in self._peers:
-            for leg in self._assembled.get(peer, ()) if peer != self._rank else ():
-                yield leg, self._starts_assembled[peer] + leg.start
 
     @cached_property
     def _copies(self) -> tuple[Row, ...]:
@@ -108,3 +88,17 @@ class Passage:
                 piece = replace(leg.piece, storage_start=start, storage_strides=row_major(leg.piece.shape))
                 found.setdefault(leg.assignment, []).append(Row.in_matrix(replace(leg, piece=piece), 0, 0))
         return joined(itertools.chain.from_iterable(found.values()))
+
+
+def _in_order(
+    legs: Mapping[int, Sequence[Leg]], rank: int, peers: Sequence[int]
+) -> tuple[list[tuple[Leg, int]], list[int]]:
+    """Return the legs that travel, each with its place in a wire buffer, and the elements of each rank's segment."""
+    places, sizes, start = list[tuple[Leg, int]](), [], 0
+    for peer in peers:
+        first = start
+        for leg in legs.get(peer, ()) if peer != rank else ():
+            places.append((leg, start))
+            start += leg.piece.numel
+        sizes.append(start - first)
+    return places, sizes

@@ -27,7 +27,7 @@ from muonmesh.comm.wire import Swap
 from muonmesh.comm.work import Local
 from muonmesh.layout import Plan
 from muonmesh.layout.piece_table import NOWHERE, PieceTable, Row
-from muonmesh.layout.routes import Leg, Routes, append
+from muonmesh.layout.routes import Leg, Routes
 
 Batch = tuple[Tensor, Tensor, tuple[int, ...]]
 """Matrices (b, rows, cols), the tensor for their results, and their assignments."""
@@ -298,15 +298,9 @@ class Schedule:
 
 def _passages(plan: Plan, rank: int, peers: Sequence[int], stages: Sequence[Stage]) -> list[Passage]:
     """Return the passage of each exchange that brings results back, of all stages in order."""
-    total = sum(stage.exchanges for stage in stages)
-    stored: list[dict[int, list[Leg]]] = [{} for _ in range(total)]
-    assembled: list[dict[int, list[Leg]]] = [{} for _ in range(total)]
-    for stage in stages:
-        for ends, legs in ((stored, stage.back.stored), (assembled, stage.back.assembled)):
-            for peer, leg in ((peer, leg) for peer, some in legs.items() if peer != rank for leg in some):
-                append(ends[stage.first + leg.exchange].setdefault(peer, []), leg)
     owned = {number for number, assignment in enumerate(plan.assignments) if assignment.owner == rank}
-    return [Passage("scatter", Routes(*ends), rank, peers, owned) for ends in zip(stored, assembled, strict=True)]
+    exchanges = (stage.back.only(number) for stage in stages for number in range(stage.exchanges))
+    return [Passage("scatter", routes, rank, peers, owned) for routes in exchanges]
 
 
 def _stages(
@@ -316,25 +310,26 @@ def _stages(
 
     Each stage has the local matrices before it.
     """
-    stages, waiting, first = list[Stage](), dict[int, tuple[Sequence[Leg], Sequence[Leg]]](), 0
+    stages, first = list[Stage](), 0
+    waiting, legs = list[int](), (list[Leg](), list[Leg]())  # the legs to read, and those to write
 
     def taken() -> tuple[Local, ...]:
-        of = dict(waiting)
-        waiting.clear()
-        return tuple(
-            Local.of(
-                [(number, *of[number]) for number in alike],
-                plan.assignments[alike[0]].matrix.shape,
-                plan.summed(alike),
-            )
-            for alike in plan.alike(of)
-        )
+        groups = []
+        for alike in plan.alike(waiting):
+            shape = plan.assignments[alike[0]].matrix.shape
+            places = {number: (0, place * math.prod(shape)) for place, number in enumerate(alike)}
+            reads, writes = (PieceTable(tuple(_in_matrices(some, places))) for some in legs)
+            groups.append(Local(alike, shape, plan.summed(alike), reads, writes))
+        for some in (waiting, *legs):
+            some.clear()
+        return tuple(groups)
 
     for number, bucket in enumerate(plan.buckets):
         moving = tuple(index for index in bucket if plan.moves(index))
         own = [index for index in bucket if plan.assignments[index].owner == rank and not plan.moves(index)]
-        reads, writes = (_legs_by_assignment(way.stored.get(rank, ())) for way in _ways(plan, number, rank, own))
-        waiting.update({index: (reads[index], writes[index]) for index in own})
+        waiting += own
+        for some, way in zip(legs, _ways(plan, number, rank, own), strict=True):
+            some += way.stored.get(rank, ())
         if moving:
             there, back = _ways(plan, number, rank, moving)
             passage = Passage("gather", there, rank, peers)
@@ -367,8 +362,8 @@ def _ways(plan: Plan, bucket: int, rank: int, numbers: Sequence[int]) -> tuple[R
 
 
 def _in_matrices(legs: Sequence[Leg], places: Mapping[int, tuple[int, int]]) -> list[Row]:
-    """Return the rows of legs whose matrices this rank owns, from the buffer and the place of each matrix."""
-    return [Row.in_matrix(leg, *places[leg.assignment]) for leg in legs]
+    """Return the rows of the legs of some matrices of this rank, from the buffer and the place of each matrix."""
+    return [Row.in_matrix(leg, *places[leg.assignment]) for leg in legs if leg.assignment in places]
 
 
 def _not_sent(plan: Plan, rank: int, moving: Sequence[int], reads: Sequence[Row]) -> list[Row]:
@@ -379,10 +374,3 @@ def _not_sent(plan: Plan, rank: int, moving: Sequence[int], reads: Sequence[Row]
             if (number, piece) not in known:
                 found.append(Row(number, plan.assignments[number].parameter, piece, NOWHERE, 0, piece.matrix_strides))
     return found
-
-
-def _legs_by_assignment(legs: Sequence[Leg]) -> dict[int, tuple[Leg, ...]]:
-    found: dict[int, list[Leg]] = {}
-    for leg in legs:
-        found.setdefault(leg.assignment, []).append(leg)
-    return {assignment: tuple(some) for assignment, some in found.items()}

@@ -5,12 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from muonmesh.comm.storage import this_rank
 from muonmesh.errors import MuonMeshError, PlanError, about
 
 T = TypeVar("T")
+
+_device = torch.device("cpu")
+"""The device of the parameters. Torch sends objects by the current device, which several ranks may have in common."""
+
+
+def send_by(device: torch.device) -> None:
+    """Let the messages of this process travel by a device from now on: that of its parameters."""
+    global _device
+    _device = device
 
 
 def tell_all(
@@ -42,7 +52,9 @@ def tell_all(
     if not isinstance(error, MuonMeshError | ValueError | TypeError | None):
         message = f"{type(error).__name__}: {message}"
     everyone: list[tuple[T, str | None]] = [(mine, message)] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, (mine, message), group=group)
+    by_host = "cpu:" in dist.get_backend_config(group)
+    with torch.accelerator.device_index(None if by_host else _device.index):
+        dist.all_gather_object(everyone, (mine, message), group=group)
     if error is not None:
         raise error
     for rank, (_, told) in zip(dist.get_process_group_ranks(group), everyone, strict=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -63,7 +64,9 @@ class ToOwners(GradientSource):
         self._sent: list[_Sent] = []
         self._dropped: list[list[_Sent]] = []
         self._seen: set[Tensor] = set()
-        self._sends = True
+        # With one queue for all kernels, ranks must begin the collectives of all groups in one order. Backward passes
+        # may have another order on each rank, so no gradient is sent before `complete`.
+        self._sends = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") != "1"
         self._step = self._asked = -1
         self._unhook: weakref.finalize[[Sequence[RemovableHandle]], ToOwners] | None = None
 

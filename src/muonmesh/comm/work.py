@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -11,7 +11,6 @@ from torch import Tensor
 from muonmesh.comm.views import Elements
 from muonmesh.layout import Piece
 from muonmesh.layout.piece_table import PieceTable, Row
-from muonmesh.layout.routes import Leg
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,17 +29,6 @@ class Local:
     summed: Mapping[int, int]
     reads: PieceTable
     writes: PieceTable
-
-    @staticmethod
-    def of(
-        legs: Iterable[tuple[int, Sequence[Leg], Sequence[Leg]]], shape: tuple[int, int], summed: Mapping[int, int]
-    ) -> Local:
-        """Return some matrices, each given as its assignment, the legs that are read, and those that are written."""
-        some = [(place * math.prod(shape), *one) for place, one in enumerate(legs)]
-        reads = [Row.in_matrix(leg, 0, start) for start, _, read, _ in some for leg in read]
-        writes = [Row.in_matrix(leg, 0, start) for start, _, _, write in some for leg in write]
-        numbers = tuple(number for _, number, *_ in some)
-        return Local(numbers, shape, summed, PieceTable(tuple(reads)), PieceTable(tuple(writes)))
 
     def cut(self, size: int) -> Sequence[Local]:
         """Return these matrices in batches of at most ``size``, each with tables of its own."""

@@ -17,7 +17,7 @@ from muonmesh.layout.owners import KnownMatrix, assign_owners
 from muonmesh.layout.parameter import Elementwise, Parameter, describe
 from muonmesh.layout.region import Piece
 from muonmesh.layout.relay import Relay
-from muonmesh.layout.routes import Leg, Routes, append, pieces
+from muonmesh.layout.routes import Leg, Routes, pieces
 
 _AT_ONCE = 1 << 28
 """Largest number of elements of equal matrices that a device orthogonalizes together."""
@@ -84,12 +84,12 @@ class Plan:
                 receivers = relay.outgoing(owner, rank, at_once)
             for holder, exchange in receivers:
                 for piece in pieces(place, holder, matrix):
-                    append(assembled.setdefault(holder, []), Leg(number, parameter, piece, 0, exchange))
+                    assembled.setdefault(holder, []).append(Leg(number, parameter, piece, exchange))
             mine = pieces(place, rank, matrix)
             if mine and (not gather or rank in place.replica(owner)):
                 sender, exchange = (owner, 0) if gather else relay.incoming(owner, rank, at_once)
                 for piece in mine:
-                    append(stored.setdefault(sender, []), Leg(number, parameter, piece, 0, exchange))
+                    stored.setdefault(sender, []).append(Leg(number, parameter, piece, exchange))
         return Routes(stored, assembled)
 
     def returns(self, numbers: Iterable[int]) -> bool:

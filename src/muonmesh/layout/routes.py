@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from muonmesh.layout.flat import Layout
 from muonmesh.layout.matrix import Matrix
@@ -18,14 +18,12 @@ class Leg:
         assignment: Number of the matrix's assignment in its plan.
         parameter: Number of its parameter in the plan.
         piece: The places of the elements in the storage and in the assembled matrix.
-        start: The place of the first element among all elements that these two ranks exchange.
         exchange: The number of the exchange, counted from the bucket's first in this direction.
     """
 
     assignment: int
     parameter: int
     piece: Piece
-    start: int
     exchange: int = 0
 
 
@@ -47,11 +45,13 @@ class Routes:
     stored: Mapping[int, Sequence[Leg]]
     assembled: Mapping[int, Sequence[Leg]]
 
+    def only(self, exchange: int) -> Routes:
+        """Return the legs of one exchange."""
 
-def append(legs: list[Leg], leg: Leg) -> None:
-    """Append a leg to the legs that two ranks exchange, with the place of its first element after all others."""
-    start = legs[-1].start + legs[-1].piece.numel if legs else 0
-    legs.append(leg if leg.start == start else replace(leg, start=start))
+        def of(legs: Mapping[int, Sequence[Leg]]) -> dict[int, list[Leg]]:
+            return {peer: [leg for leg in some if leg.exchange == exchange] for peer, some in legs.items()}
+
+        return Routes(of(self.stored), of(self.assembled))
 
 
 def pieces(layout: Layout, rank: int, matrix: Matrix) -> tuple[Piece, ...]:

@@ -92,6 +92,13 @@ def mark_nonzero(rows: Sequence[Row], gradients: Sequence[Tensor | None], found:
         found.index_add_(0, numbers, (torch.stack(norms) != 0).to(torch.int32))
 
 
+Take = Callable[[Row, MatrixStep], None]
+"""Folds or applies one row."""
+
+Together = Callable[["Run", Sequence[ParameterStep], Kind], bool]
+"""Folds or applies all rows of a run; returns False if nothing was done, because the rows differ."""
+
+
 class ByParts:
     """Folds and applies rows by the parts of their rules.
 
@@ -113,7 +120,8 @@ class ByParts:
             rows: Rows of the table.
             folded: Whether gradients have been folded, so that only directions are written.
         """
-        self._run(partial(self._fold, elements, folded), elements.table, rows)
+        take, together = partial(self._fold_one, elements, folded), partial(_fold_together, elements)
+        self._run(elements.table, rows, take, None if folded else together)
 
     def apply(self, elements: Elements, rows: Sequence[Row], sums: Sums) -> None:
         """Decay and update the weights of rows.
@@ -123,33 +131,44 @@ class ByParts:
             rows: Rows of the table.
             sums: Returns what a rule has added up over a matrix (`RuleSums.sums_of`).
         """
-        self._run(partial(self._apply, elements, sums), elements.table, rows)
+        take, together = partial(self._apply_one, elements, sums), partial(_apply_together, elements)
+        self._run(elements.table, rows, take, together, rounds=True)
 
-    def _run(self, task: Callable[[Run], None], table: PieceTable, rows: Sequence[Row]) -> None:
-        """Run a task for some rows of a table: small equal rows together, all others one by one."""
+    def _run(
+        self, table: PieceTable, rows: Sequence[Row], take: Take, together: Together | None, *, rounds: bool = False
+    ) -> None:
+        """Take some rows of a table: small equal rows together, all others one by one.
+
+        Args:
+            table: The table.
+            rows: The rows.
+            take: Takes one row, or several rows that lie evenly in one parameter as one.
+            together: Takes the rows of a run if they are alike; None: each row is taken by itself.
+            rounds: Whether weights are rounded.
+        """
         if rows is table.rows and self._ready.squares is None:
             runs: Sequence[Run] = table.kept.get(_RUNS) or table.once(_RUNS, lambda: _runs(self._ready, rows))
         else:
             runs = [Run((row,)) for row in rows]
         if len(runs) == 1:
-            task(runs[0])
+            self._take(take, together, rounds, runs[0])
         else:
-            run_all([partial(task, run) for run in runs], device=self._ready.device)
+            run_all([partial(self._take, take, together, rounds, run) for run in runs], device=self._ready.device)
 
-    def _fold(self, elements: Elements, folded: bool, run: Run) -> None:
+    def _take(self, take: Take, together: Together | None, rounds: bool, run: Run) -> None:
         first = self._ready.of(run.rows[0].assignment)
-        if not folded and (entries := self._changing(run, first)):
+        by_place = rounds and not first.kind.rounds_to_nearest  # at random, by the place of each element
+        if together is not None and not by_place and (entries := self._changing(run, first)):
             if run.joined is not None:
-                self._fold_one(run.joined, first, elements, folds=True)
+                take(run.joined, first)
                 return
-            if _fold_together(elements, run, entries, first.kind):
+            if together(run, entries, first.kind):
                 return
         for row in run.rows:
-            one = first if row is run.rows[0] else self._ready.of(row.assignment)
-            self._fold_one(row, one, elements, folds=not folded and one.nonzero is not False)
+            take(row, first if row is run.rows[0] else self._ready.of(row.assignment))
 
-    def _fold_one(self, row: Row, one: MatrixStep, elements: Elements, *, folds: bool) -> None:
-        into, entry = elements.view(row), one.entry
+    def _fold_one(self, elements: Elements, folded: bool, row: Row, one: MatrixStep) -> None:
+        into, entry, folds = elements.view(row), one.entry, not folded and one.nonzero is not False
         if entry.momenta is None:
             if into is not None:  # without state no gradient has ever been folded in, so the direction is zero
                 into.zero_()
@@ -161,19 +180,6 @@ class ByParts:
                     self._momenta[id(row)] = state
             gradient = view_in_storage(entry.gradient, row.piece)
             parts.fold(one.kind.rule, gradient, state, active=one.mask, into=into, folds=folds)
-
-    def _apply(self, elements: Elements, sums: Sums, run: Run) -> None:
-        first = self._ready.of(run.rows[0].assignment)
-        if first.kind.rounds_to_nearest and (entries := self._changing(run, first)):
-            if run.joined is not None:
-                self._apply_one(run.joined, first, elements, sums)
-                return
-            if _apply_together(elements, run, entries, first.kind):
-                return
-        for row in run.rows:
-            one = first if row is run.rows[0] else self._ready.of(row.assignment)
-            if one.changes:
-                self._apply_one(row, one, elements, sums)
 
     def _changing(self, run: Run, first: MatrixStep) -> list[ParameterStep]:
         """Return the parameters of rows that may be taken together: all change, each by itself, as the CPU knows."""
@@ -187,7 +193,9 @@ class ByParts:
         found = [entry for row in run.rows if (entry := entries[row.parameter]) is not None and entry.created]
         return found if len(found) == len(run.rows) else []
 
-    def _apply_one(self, row: Row, one: MatrixStep, elements: Elements, of: Sums) -> None:
+    def _apply_one(self, elements: Elements, of: Sums, row: Row, one: MatrixStep) -> None:
+        if not one.changes:
+            return
         update, member = elements.view(row), one.entry.member
         assert update is not None
         if (weights := self._weights.get(id(row))) is None:

@@ -22,7 +22,7 @@ from muonmesh.comm.process_groups import group_of
 from muonmesh.comm.ranks import mesh_groups
 from muonmesh.comm.same_plan import View, insist
 from muonmesh.comm.storage import this_rank, world_size
-from muonmesh.comm.telling import tell_all, tell_by_rank
+from muonmesh.comm.telling import send_by, tell_all, tell_by_rank
 from muonmesh.comm.wrappers import group_that_averages, refuse_join, wrappers_of
 from muonmesh.errors import about, warn
 from muonmesh.layout import Budget, Parameter, Plan, make_plan
@@ -142,6 +142,7 @@ def connect(groups: Groups, runtime: Runtime, *, gradients: bool = True) -> Plan
     facts: Facts | None = None
     sums: Gradients = {}
     if planned is not None:
+        send_by(planned.device)
         try:
             sums = gradients_of_replicas(planned, ranks, runtime.source) if gradients else {}
             bf16 = planned.device.type == "cpu" and runtime.precision.compute == torch.bfloat16

@@ -22,7 +22,6 @@ from muonmesh.errors import LayoutError, explain_error
 from muonmesh.layout import (
     Elementwise,
     Parameter,
-    Piece,
     Plan,
     cost,
     split_matrices,
@@ -156,12 +155,8 @@ class Planned:
     @cached_property
     def blocks(self) -> Blocks:
         """The blocks of momentum in int8."""
-        return Blocks(self.plan, self.momentum_holdings, self.matrices_of, self.device)
-
-    @cached_property
-    def momentum_holdings(self) -> list[tuple[Piece, ...]]:
-        """The pieces of each Matrix whose momentum this rank stores."""
-        return [self.plan.holdings(number, self.rank) for number in range(len(self.plan.assignments))]
+        holdings = [self.plan.holdings(number, self.rank) for number in range(len(self.plan.assignments))]
+        return Blocks(self.plan, holdings, self.matrices_of, self.device)
 
     @cached_property
     def gradient_table(self) -> PieceTable:

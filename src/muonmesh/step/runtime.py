@@ -60,12 +60,21 @@ class Asked(NamedTuple):
     memory_budget_mb: float | None = None
 
 
+@dataclass(frozen=True)
 class Driver:
-    """What an integration that drives the steps decides in them. As it stands it drives nothing."""
+    """What is decided outside of a step, by an integration that drives the steps or by a test.
+
+    Attributes:
+        waits: Whether the CPU waits for reduced flags and sums of parameters; None: for those on a CPU.
+        stages: Meets other pipeline stages; see `meet`. None: there are none.
+    """
+
+    waits: bool | None = None
+    stages: Callable[..., Clip | None] | None = None
 
     def host_waits(self, device: torch.device) -> bool:
         """Return whether the CPU waits for reduced flags and sums of parameters on ``device``."""
-        return device.type == "cpu"
+        return device.type == "cpu" if self.waits is None else self.waits
 
     def meet(self, *, raises: bool) -> Clip | None:
         """Meet other pipeline stages, which step too. The ranks of this stage have agreed and written nothing yet.
@@ -79,7 +88,7 @@ class Driver:
         Raises:
             PlanError: ranks of other stages raise an error, and these ranks do not.
         """
-        return None
+        return None if self.stages is None else self.stages(raises=raises)
 
 
 @dataclass

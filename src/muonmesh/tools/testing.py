@@ -8,7 +8,6 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,22 +28,6 @@ from muonmesh.optimizer import Muon
 from muonmesh.step.connection import placed_members
 from muonmesh.step.runtime import Driver
 from muonmesh.tools.local_part import local_part
-
-
-@dataclass(frozen=True)
-class HostWaits(Driver):
-    """A driver that decides whether the CPU waits: False on a CPU runs the steps that a device runs.
-
-    Attributes:
-        waits: Whether the CPU waits; None: as without this driver.
-    """
-
-    waits: bool | None
-
-    def host_waits(self, device: torch.device) -> bool:
-        """Return whether the CPU waits."""
-        return super().host_waits(device) if self.waits is None else self.waits
-
 
 _SPECS: tuple[tuple[tuple[int, ...], Any], ...] = (
     ((1, 1), "whole"),
@@ -215,7 +198,7 @@ def _stepped(
     for parameter, held in ((alone, {"process_group": "local"}), (shared, {**where, "shard_state": case.shard_state})):
         entry = {**group, "params": [parameter], "param_names": ["parameter"], "matrices": [case.spec]}
         optimizer = Muon([entry], lr=0.02, **case.options, **held)
-        optimizer._runtime.driver = HostWaits(not together)
+        optimizer._runtime.driver = Driver(not together)
         optimizers.append(optimizer)
     for kind in case.gradients:
         gradient = _randn(case.shape, random_numbers)

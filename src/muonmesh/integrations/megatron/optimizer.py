@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -91,25 +91,6 @@ class Holding(NamedTuple):
     tensor: Tensor
     low: int
     resizes: bool
-
-
-@dataclass(frozen=True)
-class _Stages(Driver):
-    """Steps together with other pipeline stages, so that an error on one of them is raised on all.
-
-    Attributes:
-        measure: `MegatronOptimizer._meet_stages`, which every stage calls.
-    """
-
-    measure: Callable[..., Clip | None]
-
-    def host_waits(self, device: torch.device) -> bool:
-        """Return True: the CPUs of all stages wait for the flags, and then meet."""
-        return True
-
-    def meet(self, *, raises: bool) -> Clip | None:
-        """Meet the other stages, see `Driver.meet`."""
-        return self.measure(raises=raises)
 
 
 class MegatronOptimizer(Base, Recorded):  # type: ignore[misc]
@@ -250,7 +231,8 @@ class MegatronOptimizer(Base, Recorded):  # type: ignore[misc]
         self._settle()
         norms = list[GradNorms]()
         if self._stages > 1:
-            self.runtime.driver = _Stages(partial(self._meet_stages, norms, clips=clips))
+            # The CPUs of all stages wait for the flags, and then meet.
+            self.runtime.driver = Driver(waits=True, stages=partial(self._meet_stages, norms, clips=clips))
         elif clips:
             norms.append(self.optimizer.clip_grad_norm_(**asdict(self.limits), process_group="world"))
         try:

@@ -163,8 +163,8 @@ def check_kernels(kernels: KernelName, *, device: torch.device, dtype: torch.dty
     if kernels not in get_args(KernelName):
         known = ", ".join(repr(name) for name in get_args(KernelName))
         raise ValueError(f'kernels: found {kernels!r}; needed one of {known}. Write kernels="auto"')
-    faults = {"triton": _triton_fault, "compiled": _compiled_fault, "amx": _amx_fault}
-    if kernels in faults and (fault := faults[kernels](device, dtype)):
+    fault = _triton_fault(device, dtype) if kernels == "triton" else _compiled_fault(kernels, device, dtype)
+    if fault is not None:
         found, needed, write = fault
         raise ValueError(f"kernels={kernels!r}: found {found}; needed {needed}. Write {write}")
 
@@ -182,30 +182,24 @@ def multiplies_bf16() -> bool:
 
 _INSTEAD = 'kernels="auto"'
 
+_NEEDED = {
+    "compiled": "the library of products, on a processor with AVX2 and FMA or on 64-bit ARM",
+    "amx": "a processor with AMX-BF16, Linux 5.16, and a package that GCC 11 or clang 12 or a later one has built",
+}
 
-def _compiled_fault(device: torch.device, dtype: torch.dtype) -> tuple[str, str, str] | None:
-    """Return the parts (found, needed, write) of the error if the compiled products cannot run; None if they can."""
+
+def _compiled_fault(kernels: KernelName, device: torch.device, dtype: torch.dtype) -> tuple[str, str, str] | None:
+    """Return the parts (found, needed, write) of the error if products of products.c cannot run; None for others."""
+    if kernels not in _NEEDED:
+        return None
     if device.type != "cpu":
         return f"a matrix on {device.type}", "one on a CPU", _INSTEAD
     if dtype != torch.bfloat16:
         return f"{dtype}", "bf16", _INSTEAD
     try:
-        library()
+        library("amx" if kernels == "amx" else "")
     except NoLibrary as error:
-        needed = "the library of products, on a processor with AVX2 and FMA or on 64-bit ARM"
-        return str(error), needed, f"{_INSTEAD}, or {error.mend}"
-    return None
-
-
-def _amx_fault(device: torch.device, dtype: torch.dtype) -> tuple[str, str, str] | None:
-    """Return the parts (found, needed, write) of the error if the products of AMX cannot run; None if they can."""
-    if fault := _compiled_fault(device, dtype):
-        return fault
-    try:
-        library("amx")
-    except NoLibrary as error:
-        needed = "a processor with AMX-BF16, Linux 5.16, and a package that GCC 11 or clang 12 or a later one has built"
-        return str(error), needed, _INSTEAD
+        return str(error), _NEEDED[kernels], f"{_INSTEAD}, or {error.mend}"
     return None
 
 

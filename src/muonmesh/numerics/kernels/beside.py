@@ -6,34 +6,19 @@ order, which only the shape decides, so a matrix has the same bits in every run 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from muonmesh.numerics.kernels.rows import MEASURED
 from muonmesh.numerics.kernels.triton_launch import operator
 
-
-def _lines() -> Any:
-    """Return the file of the kernels; it imports Triton."""
-    from muonmesh.numerics.kernels import lines
-
-    return lines
-
-
-_measure = operator(
-    "measure(Tensor x, Tensor(a!) exponents, Tensor(b!) squares)", lambda *given: [_lines().measuring(*given)]
-)
+_measure = operator("measure(Tensor x, Tensor(a!) exponents, Tensor(b!) squares)", "lines.measuring")
 _norms = operator(
     "norms(Tensor exponents, Tensor squares, Tensor(a!) power, Tensor(b!) inverse, Tensor(c!) inverse_square)",
-    lambda *given: [_lines().finding_norms(*given)],
+    "lines.finding_norms",
 )
-_rescale = operator("rescale(Tensor(a!) x, Tensor power)", lambda *given: [_lines().rescaling(*given)])
-_centre = operator(
-    "centre(Tensor diagonal, Tensor(a!) out, float constant, Tensor(b!) mean)",
-    lambda *given: [_lines().centring(*given)],
-)
+_rescale = operator("rescale(Tensor(a!) x, Tensor power)", "lines.rescaling")
+_centre = operator("centre(Tensor diagonal, Tensor(a!) out, float constant, Tensor(b!) mean)", "lines.centring")
 
 
 def normalize(x: Tensor) -> tuple[Tensor, Tensor]:

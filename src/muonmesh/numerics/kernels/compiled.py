@@ -29,6 +29,10 @@ Ranks compare it."""
 _WORTH_A_THREAD = 1 << 24
 """From this number of multiplications on, all threads share one product."""
 
+_WORTH_A_CALL = 3 << 23
+"""From this number of multiplications in a product on, each product is a call from Python, so that threads share it.
+With fewer, as of 256 × 256, two threads lose more at the end of each product than they gain (measured)."""
+
 _PART = 64
 """Columns of a part that one thread computes. Parts that are narrower than what is packed at once are empty."""
 
@@ -138,7 +142,7 @@ def compiled_products(*, rows: int, cols: int, at_once: int = 1, variant: str = 
         at_once=at_once,
         together=at_once > 1,
         exact=Exact(row_products=_row_products, load=_load, store=_store),
-        small=small if rows * rows * cols < _WORTH_A_THREAD else None,
+        small=small if rows * rows * cols < _WORTH_A_CALL else None,
     )
 
 

@@ -9,16 +9,12 @@ operations on each tensor.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from muonmesh.numerics.kernels.rows import PieceRows, rows_of
-from muonmesh.numerics.kernels.triton_launch import Launch, are_aligned, operator
-
-_OPTIONS = {"enable_fp_fusion": False}
-"""Compiler options without fused multiply-add, so that the bits of an element do not depend on the memory layout."""
+from muonmesh.numerics.kernels.rows import PieceRows
+from muonmesh.numerics.kernels.triton_launch import operator
 
 
 def mark_nonzero(pieces: PieceRows, gradients: Sequence[Tensor], found: Tensor) -> None:
@@ -87,63 +83,14 @@ def apply(
     torch.autograd.graph.increment_version([*weights, *masters])
 
 
-def _launch(
-    kernel: str,
-    pieces: int,
-    columns: Sequence[Sequence[Tensor]],
-    buffers: Sequence[Tensor],
-    vectors: Sequence[Tensor],
-    *numbers: float,
-    choices: tuple[Any, ...] = (),
-) -> list[Launch]:
-    """Return the launch of one of the kernels for pieces.
-
-    Args:
-        kernel: Its name.
-        pieces: `PieceRows.number`.
-        columns: The tensors of each column but the last.
-        buffers: Those of the last column.
-        vectors: The kernel's vectors with one entry for each matrix.
-        numbers: Its numbers.
-        choices: What it is compiled for, besides the dtypes of the columns.
-    """
-    from muonmesh.numerics.kernels import pieces as kernels
-
-    rows = rows_of(pieces)
-    table, bases, count, programs = rows.of(*columns, buffers=buffers)
-    whole = [vector.contiguous() for vector in vectors]
-    vectors = [vector.view(torch.uint8) if vector.dtype == torch.bool else vector for vector in whole]
-    dtypes, choices = tuple([column[0].dtype for column in (*columns, buffers) if column]), (rows.blocks, *choices)
-    arguments = (table, bases, count, *vectors, *numbers, *choices, *(kernels.TYPES[dtype] for dtype in dtypes))
-    code = kernel, dtypes, choices, are_aligned(table, bases, *vectors)
-    return [Launch(getattr(kernels, kernel), programs, arguments, _OPTIONS, code)]
-
-
-def _finding(gradients: Sequence[Tensor], pieces: int, found: Tensor) -> list[Launch]:
-    return _launch("nonzero", pieces, [gradients], (), [found])
-
-
-def _folding(*given: Any) -> list[Launch]:
-    gradients, momenta, buffers, pieces, active, momentum, nesterov = given
-    choices = len(buffers) > 0, nesterov, torch.finfo(momenta[0].dtype).tiny
-    columns, numbers = (gradients, momenta), (float(1 - momentum), float(momentum))
-    return _launch("fold", pieces, columns, buffers or momenta, [active], *numbers, choices=choices)
-
-
-def _applying(*given: Any) -> list[Launch]:
-    weights, masters, buffers, pieces, active, keep, size = given
-    columns, choices = (weights, masters or weights), (len(masters) > 0,)
-    return _launch("apply", pieces, columns, buffers, [active, keep, size], choices=choices)
-
-
-_mark_nonzero = operator("mark_nonzero(Tensor[] gradients, int pieces, Tensor(a!) found)", _finding)
+_mark_nonzero = operator("mark_nonzero(Tensor[] gradients, int pieces, Tensor(a!) found)", "pieces.finding")
 _fold = operator(
     "fold(Tensor[] gradients, Tensor(a!)[] momenta, Tensor(b!)[] buffers, int pieces, Tensor active, float momentum, "
     "bool nesterov)",
-    _folding,
+    "pieces.folding",
 )
 _apply = operator(
     "apply(Tensor(a!)[] weights, Tensor(b!)[] masters, Tensor[] buffers, int pieces, Tensor active, Tensor keep, "
     "Tensor size)",
-    _applying,
+    "pieces.applying",
 )

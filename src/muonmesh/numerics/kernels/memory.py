@@ -29,11 +29,6 @@ def keep(key: Hashable, make: Callable[[], T]) -> T:
     return cast(T, kept[key])
 
 
-def forget() -> None:
-    """Drop all objects that `keep` holds for this thread."""
-    _own.__dict__.pop("kept", None)
-
-
 def upload(values: Sequence[object], *, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return numbers as a tensor on a device, copied from pinned memory, so that the CPU does not wait."""
     return pinned(torch.tensor(values, dtype=dtype, device="cpu"), device)

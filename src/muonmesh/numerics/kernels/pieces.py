@@ -10,9 +10,13 @@ kind, where it starts in its storage and in its buffer, three lengths, and three
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from muonmesh.numerics.kernels.rows import (
     COLS,
@@ -27,7 +31,9 @@ from muonmesh.numerics.kernels.rows import (
     STRIDES,
     TRANSPOSED,
     WIDTH,
+    rows_of,
 )
+from muonmesh.numerics.kernels.triton_launch import Launch, are_aligned
 
 TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
@@ -232,3 +238,57 @@ def apply(
             _apply_blocks(bases, row, first, keep, size, BLOCKS, HAS_MASTERS, W, P, U, _ROWS, True)
         else:
             _apply_blocks(bases, row, first, keep, size, BLOCKS, HAS_MASTERS, W, P, U, _STRIDED, False)
+
+
+_OPTIONS = {"enable_fp_fusion": False}
+"""Compiler options without fused multiply-add, so that the bits of an element do not depend on the memory layout."""
+
+
+def _launch(
+    kernel: Any,
+    pieces: int,
+    columns: Sequence[Sequence[Tensor]],
+    buffers: Sequence[Tensor],
+    vectors: Sequence[Tensor],
+    *numbers: float,
+    choices: tuple[Any, ...] = (),
+) -> Launch:
+    """Return the launch of one of the kernels.
+
+    Args:
+        kernel: The kernel.
+        pieces: `PieceRows.number`.
+        columns: The tensors of each column but the last.
+        buffers: Those of the last column.
+        vectors: The kernel's vectors with one entry for each matrix.
+        numbers: Its numbers.
+        choices: What it is compiled for, besides the dtypes of the columns.
+    """
+    rows = rows_of(pieces)
+    table, bases, count, programs, *_ = rows.of(*columns, buffers=buffers)
+    whole = [vector.contiguous() for vector in vectors]
+    vectors = [vector.view(torch.uint8) if vector.dtype == torch.bool else vector for vector in whole]
+    dtypes, choices = tuple([column[0].dtype for column in (*columns, buffers) if column]), (rows.blocks, *choices)
+    arguments = (table, bases, count, *vectors, *numbers, *choices, *(TYPES[dtype] for dtype in dtypes))
+    code = kernel.__name__, dtypes, choices, are_aligned(table, bases, *vectors)
+    return Launch(kernel, programs, arguments, _OPTIONS, code)
+
+
+def finding(gradients: Sequence[Tensor], pieces: int, found: Tensor) -> Launch:
+    """Return the launch of `nonzero`."""
+    return _launch(nonzero, pieces, [gradients], (), [found])
+
+
+def folding(*given: Any) -> Launch:
+    """Return the launch of `fold`."""
+    gradients, momenta, buffers, pieces, active, momentum, nesterov = given
+    choices = len(buffers) > 0, nesterov, torch.finfo(momenta[0].dtype).tiny
+    columns, numbers = (gradients, momenta), (float(1 - momentum), float(momentum))
+    return _launch(fold, pieces, columns, buffers or momenta, [active], *numbers, choices=choices)
+
+
+def applying(*given: Any) -> Launch:
+    """Return the launch of `apply`."""
+    weights, masters, buffers, pieces, active, keep, size = given
+    columns, choices = (weights, masters or weights), (len(masters) > 0,)
+    return _launch(apply, pieces, columns, buffers, [active, keep, size], choices=choices)

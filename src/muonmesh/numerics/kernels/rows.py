@@ -76,35 +76,25 @@ class Located(NamedTuple):
         bases: The addresses of the tensors, on the device; the same memory from step to step.
         rows: The number of rows.
         programs: The number of programs.
+        version: See `PieceRows`.
+        addresses: The addresses in ``bases``.
+        buffers: Those of the buffers.
     """
 
     table: Tensor
     bases: Tensor
     rows: int
     programs: int
-
-
-class _Last(NamedTuple):
-    """What the last launch has read.
-
-    Attributes:
-        version: See `Rows`.
-        buffers: The addresses of the buffers.
-        addresses: All addresses.
-        located: What the launch was told.
-    """
-
     version: object
-    buffers: list[int]
     addresses: list[int]
-    located: Located
+    buffers: list[int]
 
 
 class PieceRows:
     """The rows of pieces that one launch works on, and what it needs of them on a device; see `WIDTH`.
 
     Args:
-        places: The pieces. Empty ones are left out.
+        places: The pieces, of at most three dims (`in_three_dims`). Empty ones are left out.
         blocks: The number of blocks that one program works on.
 
     Attributes:
@@ -113,21 +103,14 @@ class PieceRows:
         numels: The number of elements of each piece.
         version: Whatever stays the same object as long as all tensors but buffers are where they were; None if that is
             unknown. Then `of` looks at the addresses of all tensors.
-
-    Raises:
-        ValueError: a piece has no 3 dims (`in_three_dims`).
     """
 
     def __init__(self, places: Sequence[Place], blocks: int = BLOCKS) -> None:
         self._places = [place for place in places if 0 not in place.shape]
         self.blocks, self.numels = blocks, [math.prod(place.shape) for place in self._places]
-        for number, place in enumerate(self._places):
-            if in_three_dims(place.shape, place.strides, place.buffer_strides) is None:
-                found, write = f"shape {place.shape} with strides {place.strides}", "Step it by torch's operations"
-                raise ValueError(f"piece {number}: found {found}; needed at most 3 dims. {write}")
         self.version: object = None
         self._tables: dict[object, tuple[Tensor, int, int]] = {}
-        self._last: dict[object, _Last] = {}
+        self._last: dict[object, Located] = {}
         self.number = next(_numbers)
         _living[self.number] = self
 
@@ -146,13 +129,13 @@ class PieceRows:
         where = device, stream_of(device)  # the stream that has written them
         last, there = self._last.get(where), [*map(Tensor.data_ptr, buffers)]
         if last is not None and last.version is self.version is not None and last.buffers == there:
-            return last.located
+            return last
         addresses = [*map(Tensor.data_ptr, chain(*columns)), *there]
         numbers = torch.frombuffer(array("q", addresses), dtype=torch.int64)
         if last is None or len(last.addresses) != len(addresses):
             bases = pinned(numbers, device)
         else:
-            bases = last.located.bases  # in place, since launches that were recorded read there
+            bases = last.bases  # in place, since launches that were recorded read there
             if last.addresses != addresses:
                 rewrite(bases, numbers)
         aligned = not any([address % _ALIGNMENT for address in addresses])
@@ -161,9 +144,8 @@ class PieceRows:
             table = pinned(torch.frombuffer(encoded, dtype=torch.int64), device)
             self._tables[*where, aligned] = table, len(encoded) // WIDTH, programs
         table, rows, programs = self._tables[*where, aligned]
-        located = Located(table, bases, rows, programs)
-        self._last[where] = _Last(self.version, there, addresses, located)
-        return located
+        self._last[where] = Located(table, bases, rows, programs, self.version, addresses, there)
+        return self._last[where]
 
     def _encoded(self, firsts: Sequence[int], *, aligned: bool) -> tuple[array[int], int]:
         """Return the numbers of all rows, and how many programs work on them.
@@ -210,7 +192,9 @@ def in_three_dims(shape: Sizes, *strides: Sizes) -> Sequence[Sizes] | None:
 
 def _forms(place: Place, *, aligned: bool) -> Iterator[tuple[int, Sizes, Sizes, Sizes]]:
     """Yield kind, starts, lengths and strides of the rows of a piece, those of the tensors before the buffer's."""
-    shape, a, b = in_three_dims(place.shape, place.strides, place.buffer_strides) or ((), (), ())
+    dims = in_three_dims(place.shape, place.strides, place.buffer_strides)
+    assert dims is not None
+    shape, a, b = dims
     if len(shape) > 1 and a[-2] == 1 != a[-1]:  # neighbors in memory to neighboring threads
         shape, a, b = ((*sizes[:-2], sizes[-1], sizes[-2]) for sizes in (shape, a, b))
     parts = [(0, shape, a, b)]

@@ -38,24 +38,22 @@ def thread_count() -> int:
 
 
 @contextmanager
-def alone() -> Iterator[None]:
-    """Have torch's operations on this thread run on this thread only, inside a block."""
-    if torch.get_num_threads() == 1:
-        yield
-    else:
-        with _counted(thread_count(), torch_has=1):
-            yield
-
-
-@contextmanager
-def together() -> Iterator[None]:
-    """Have torch's operations run on as many threads as outside of `alone`, inside a block; for few long operations."""
+def _torch_has(number: int | None) -> Iterator[None]:
+    """Have torch's operations on this thread run on so many threads, inside a block; None: on `thread_count`."""
     count = thread_count()
-    if torch.get_num_threads() == count:
+    number = number or count
+    if torch.get_num_threads() == number:
         yield
     else:
-        with _counted(count, torch_has=count):
+        with _counted(count, torch_has=number):
             yield
+
+
+alone = partial(_torch_has, 1)
+"""Have torch's operations on this thread run on this thread only, inside a block."""
+
+together = partial(_torch_has, None)
+"""Have torch's operations run on as many threads as outside of `alone`, inside a block; for few long operations."""
 
 
 @contextmanager

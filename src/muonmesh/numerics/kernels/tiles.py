@@ -224,6 +224,26 @@ def multiplication(
     return launch._replace(arguments=arguments, code=(launch.code, *types, factor_batch, scale_batch))
 
 
+def multiplying(*given: Any) -> Launch:
+    """Return the launch for an operator's arguments: ``factors`` and ``scales`` have one number a matrix instead."""
+    a, b, c, alpha, factor, factors, scale, scales, symmetric, out, d, delta, diagonal = given
+    factor, scale = factor if factors is None else factors, scale if scales is None else scales
+    more = {"symmetric": symmetric, "d": d, "delta": delta, "diagonal": diagonal}
+    return multiplication(a, b, c, alpha, factor, scale, out, **more, **_asked(a.device))
+
+
+@cache
+def _asked(device: torch.device) -> dict[str, Any]:
+    """Return how the tiles of a device differ: measured on 9.0, by the compiler's figures on AMD's.
+
+    docs/internals/kernels.md has both.
+    """
+    if torch.version.hip:
+        return {"stages": 2}
+    is_there = device.type == "cuda" and torch.cuda.is_available()
+    return {"warps": 4} if is_there and torch.cuda.get_device_capability(device) == (9, 0) else {}
+
+
 @cache
 def _launch_of(
     shape: tuple[int, int, int],
@@ -262,13 +282,10 @@ def _launch_of(
     far = max(row + col for _, (_, row, col) in given) >= _FAR
     programs = batch * (down * (down + 1) // 2 if symmetric else down * across)
     options = {"num_warps": tile.warps, "num_stages": tile.stages if stages is None else stages}
-    return (
-        Launch(
-            _aligned if aligned else _any, programs, (), options, object()
-        ),  # made once, so it has a code of its own
-        (rows, cols, terms, *(stride for of in strides for stride in of or (0, 0, 0))),
-        (tile.side, tile.depth, _GROUP, tl.int64 if far else tl.int32),
-    )
+    code = object()  # made once for this launch
+    numbers = rows, cols, terms, *(stride for of in strides for stride in of or (0, 0, 0))
+    constants = tile.side, tile.depth, _GROUP, tl.int64 if far else tl.int32
+    return Launch(_aligned if aligned else _any, programs, (), options, code), numbers, constants
 
 
 def tile_for(rows: int, cols: int, dtype: torch.dtype, *, aligned: bool) -> Tile:

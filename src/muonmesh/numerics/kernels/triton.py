@@ -6,11 +6,7 @@ each launch, and Triton itself is imported only at the first product.
 
 from __future__ import annotations
 
-import importlib
 import sys
-from collections.abc import Iterator
-from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,35 +14,12 @@ from torch import Tensor
 from muonmesh.numerics.kernels import beside
 from muonmesh.numerics.kernels.table import SMALL_COLS, SMALL_ROWS, Matmuls, Number, Operand, Small, Terms
 from muonmesh.numerics.kernels.toolchain import DTYPES
-from muonmesh.numerics.kernels.triton_launch import Launch, operator
-
-
-def _multiply(*given: Any) -> Iterator[Launch]:
-    """Write scale·(alpha·A B + factor·C + delta·D); ``factors`` and ``scales`` have one number a matrix instead."""
-    from muonmesh.numerics.kernels.tiles import multiplication
-
-    a, b, c, alpha, factor, factors, scale, scales, symmetric, out, d, delta, diagonal = given
-    factor, scale = factor if factors is None else factors, scale if scales is None else scales
-    more = {"symmetric": symmetric, "d": d, "delta": delta, "diagonal": diagonal}
-    yield multiplication(a, b, c, alpha, factor, scale, out, **more, **_asked(a.device))
-
-
-@cache
-def _asked(device: torch.device) -> dict[str, Any]:
-    """Return how the tiles of a device differ: measured on 9.0, by the compiler's figures on AMD's.
-
-    docs/internals/kernels.md has both.
-    """
-    if torch.version.hip:
-        return {"stages": 2}
-    is_there = device.type == "cuda" and torch.cuda.is_available()
-    return {"warps": 4} if is_there and torch.cuda.get_device_capability(device) == (9, 0) else {}
-
+from muonmesh.numerics.kernels.triton_launch import operator
 
 _operation = operator(
     "multiply(Tensor a, Tensor b, Tensor? c, float alpha, float factor, Tensor? factors, float scale, Tensor? scales, "
     "bool symmetric, Tensor(a!) out, Tensor? d, float delta, Tensor(b!)? diagonal)",
-    _multiply,
+    "tiles.multiplying",
 )
 
 
@@ -79,10 +52,7 @@ def join(z: Tensor, w: Tensor, p0: float, q0: float, out: Tensor, *, symmetric: 
     return out, beside.centre(diagonal, out, p0 * q0)
 
 
-small = operator(
-    "orthogonalize(Tensor x, Tensor(a!) out, float[] polynomials)",
-    lambda *given: [importlib.import_module("muonmesh.numerics.kernels.small").orthogonalizing(*given)],
-)
+small = operator("orthogonalize(Tensor x, Tensor(a!) out, float[] polynomials)", "small.orthogonalizing")
 
 
 def triton_products(*, at_once: int, rows: int = sys.maxsize, cols: int = sys.maxsize) -> Matmuls:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import threading
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any, NamedTuple
@@ -113,26 +114,34 @@ def _takes_addresses() -> bool:
     return (3, 6) <= tuple(map(int, triton.__version__.split(".")[:2])) < (3, 10)
 
 
-def operator(schema: str, launches: Callable[..., Iterable[Launch]]) -> Callable[..., None]:
+@cache
+def _launch_of(where: str) -> Callable[..., Launch]:
+    """Return the function of `operator`."""
+    file, name = where.split(".")
+    function: Callable[..., Launch] = getattr(importlib.import_module(f"muonmesh.numerics.kernels.{file}"), name)
+    return function
+
+
+def operator(schema: str, launch: str) -> Callable[..., None]:
     """Define an operator of torch's in ``muonmesh::``, so that dispatch modes and fake tensors see it as one.
 
     Args:
         schema: Its name and arguments, as torch has them, the first a tensor or several; it returns nothing.
-        launches: A function that is called with the arguments and yields the launches to run.
+        launch: The file of kernels, which imports Triton, and its function that returns the launch for the arguments.
 
     Returns:
-        A function that calls the operator. If nothing watches (`is_watched`), it calls ``launches`` directly, also with
-        keyword arguments, because torch's dispatch takes the CPU longer than a launch.
+        A function that calls the operator. If nothing watches (`is_watched`), it runs the launch directly, because
+        torch's dispatch takes the CPU longer than a launch.
     """
 
-    def run(first: Any, *others: Any, **more: Any) -> None:
-        for launch in launches(first, *others, **more):
-            launch.run(device_of(first if isinstance(first, torch.Tensor) else first[0]))
+    def run(first: Any, *others: Any) -> None:
+        tensor = first if isinstance(first, torch.Tensor) else first[0]
+        _launch_of(launch)(first, *others).run(device_of(tensor))
 
-    def call(first: Any, *others: Any, **more: Any) -> None:
+    def call(first: Any, *others: Any) -> None:
         plain = type(first if isinstance(first, torch.Tensor) else first[0]) in (torch.Tensor, torch.nn.Parameter)
         if plain and not torch._C._len_torch_dispatch_stack():
-            run(first, *others, **more)
+            run(first, *others)
         else:
             operation(first, *others)
 
