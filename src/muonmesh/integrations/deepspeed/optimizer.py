@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import zip_longest
 from typing import Any
@@ -44,7 +44,7 @@ def _checksum(weights: Tensor) -> Tensor:
     return torch.cat([bits[:whole].view(-1, 61).sum(0), bits[whole:].sum(0, keepdim=True)])
 
 
-class EngineOptimizer(torch.optim.Optimizer):
+class EngineOptimizer(torch.optim.Optimizer, Recorded):
     """Muon and AdamW for a DeepSpeed engine, which lets the optimizer step flat fp32 tensors instead of parameters.
 
     1. DeepSpeed creates the optimizer inside the engine, and replaces the parameters in its groups by flat tensors. At
@@ -268,7 +268,8 @@ class EngineOptimizer(torch.optim.Optimizer):
         publish(self._zero)
         self._note(*self.muons)
 
-    def whole(self, model: nn.Module, *, write: bool) -> AbstractContextManager[Any]:
+    @contextmanager
+    def whole(self, model: nn.Module, *, write: bool) -> Iterator[None]:
         """Return a context in which frozen parameters, which stage 3 partitions, are whole. All ranks enter it.
 
         Args:
@@ -278,10 +279,8 @@ class EngineOptimizer(torch.optim.Optimizer):
         if hasattr(self._zero, "_partition_all_parameters"):
             self._zero._partition_all_parameters()
         parted = [p for p in model.parameters() if not p.requires_grad and hasattr(p, "ds_id")]
-        context: AbstractContextManager[Any] = deepspeed.zero.GatheredParameters(
-            parted, modifier_rank=0 if write else None, enabled=bool(parted)
-        )
-        return context
+        with deepspeed.zero.GatheredParameters(parted, modifier_rank=0 if write else None, enabled=bool(parted)):
+            yield
 
     def _count_on(self) -> None:
         """Copy the loaded step counts of the groups into the Muons whose rule counts steps."""
