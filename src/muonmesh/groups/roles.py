@@ -20,9 +20,13 @@ from torch.nn.utils.parametrize import ParametrizationList
 from muonmesh.errors import about, explain_error
 from muonmesh.groups.classifiers import classified
 from muonmesh.groups.ends import Ends, features_of
+from muonmesh.groups.fused import expert_cut, known_cut
 from muonmesh.groups.graph import Seen
 from muonmesh.groups.sites import Kind, Matrices, Role, Site, class_names, class_of, global_shape
 from muonmesh.layout.matrix import as_tuples
+
+Fused = tuple[Matrices | None, str]
+"""The split of the rows of a fused weight out × in, and the names of its parts."""
 
 PRECEDENCE: tuple[Kind, ...] = ("embeddings", "head", "vectors", "matrices")
 """If a parameter is shared under several names with different roles, the first of these kinds counts."""
@@ -255,7 +259,8 @@ def _expert(site: Site, seen: Seen | None) -> Role | None:
     if shape[0] not in _experts(module) and not any("Expert" in name for name in class_names(module)):
         return None
     if len(shape) == 3:
-        matrices, told = _stored(site, seen)
+        cut, parts, transposed = expert_cut(site)
+        matrices, told = _stored(site, seen, transposed, (cut, parts))
         return _muon(f"experts, one matrix each{told}", matrices)
     stacks = [p for p in module._parameters.values() if p is not None and len(global_shape(p)) == 3]
     if len(shape) == 2 and any(global_shape(p)[0] == shape[0] for p in stacks):
@@ -272,14 +277,23 @@ def _convolution(site: Site, seen: Seen | None) -> Role | None:
         return _adamw("matrices", f"{what} convolution: many small filters, not one matrix", site)
     if isinstance(module, _ConvTransposeNd):
         return _adamw("matrices", "transposed convolution, stored in × out × kernel", site)
-    matrices, told = _stored(site, seen)
+    matrices, told = _stored(site, seen, fused=known_cut(site))
     return _muon(f"convolution{told}", matrices)
 
 
-def _stored(site: Site, seen: Seen | None, transposed: bool = False) -> tuple[Matrices, str]:
-    """Return the split of a parameter as it is stored, and a text of what a forward showed."""
-    cut = None if seen is None else seen.cut
-    told = f", fused: a forward cuts its output into {_count(cut)} parts" if cut else ""
+def _stored(site: Site, seen: Seen | None, transposed: bool = False, fused: Fused = (None, "")) -> tuple[Matrices, str]:
+    """Return the split of a parameter as it is stored, and a text of what is fused in it.
+
+    Args:
+        site: The parameter.
+        seen: What a forward showed of it.
+        transposed: Whether it is stored in × out, unless the forward shows it.
+        fused: The split of its rows out × in and the names of the parts, unless the forward shows a cut.
+    """
+    cut, parts = fused
+    if seen is not None and seen.cut is not None:
+        cut, parts = seen.cut, f"a forward cuts its output into {_count(seen.cut)} parts"
+    told = f", fused: {parts}" if cut else ""
     if seen is not None and seen.stored is not None:
         transposed = seen.stored == "in×out"
     one: Matrices = ("transposed", cut or "whole") if transposed else cut or "whole"
@@ -300,7 +314,7 @@ def _linear(site: Site, seen: Seen | None) -> Role | None:
     transposed = "Conv1D" in class_names(module) or (shape == (into, out) and shape != (out, into))
     if not transposed and shape != (out, into):
         return None
-    matrices, told = _stored(site, seen, transposed)
+    matrices, told = _stored(site, seen, transposed, known_cut(site))
     return _muon(f"linear{told}", matrices)
 
 
