@@ -17,7 +17,7 @@ from torch import Tensor
 from muonmesh.numerics import kernels
 from muonmesh.numerics.kernels.memory import keep, pinned, scratch
 from muonmesh.numerics.kernels.threads import run_on_one_thread
-from muonmesh.numerics.precision import exact_fp32
+from muonmesh.numerics.precision import exact_products
 from muonmesh.numerics.preconditioner import Iterates, Preconditioner
 from muonmesh.numerics.stochastic import mixed
 
@@ -108,7 +108,7 @@ def departure(x: Tensor, vectors: int) -> float:
     def measure() -> float:
         wide = _multiplied(x)
         rows = probe(wide, vectors)
-        with exact_fp32(torch.promote_types(x.dtype, torch.float32)):
+        with exact_products(torch.promote_types(x.dtype, torch.float32)):
             rest = (wide @ (rows @ wide).mT).to(torch.promote_types(x.dtype, torch.float32))
             return rest.sub_(rows.mT).square_().mean().item()
 
@@ -132,7 +132,7 @@ def probe(x: Tensor, vectors: int) -> Tensor:
 
 def _deflate(x: Tensor, out: Tensor, vectors: int) -> None:
     exact = torch.promote_types(x.dtype, torch.float32)
-    with exact_fp32(exact):
+    with exact_products(exact):
         y = x @ (probe(x, vectors) @ x).mT
         basis, _ = torch.linalg.qr(y.to(exact))
         inside = basis.to(x.dtype).mT @ x

@@ -133,7 +133,7 @@ def _exchange(planned: Planned, group: dist.ProcessGroup | None, runtime: Runtim
     planned.exchange = Exchange(
         planned.plan,
         group=group,
-        dtype=runtime.precision.compute,
+        dtype=runtime.precision.wire,
         companion_dtype=runtime.precision.carried,
         device=planned.device,
         batching=Batches.of(planned, on_host=runtime.precision.on_host),

@@ -23,12 +23,12 @@ from muonmesh.numerics.kernels.triton_launch import Launch, operator
 
 
 def _multiply(*given: Any) -> Iterator[Launch]:
-    """Write scale·(alpha·A B + factor·C + delta·D); ``factors`` and ``scales`` have one number a matrix instead."""
+    """Write scale·(alpha·A B + factor·C + delta·D + identity·I); ``factors`` and ``scales`` have a number a matrix."""
     from muonmesh.numerics.kernels.tiles import multiplication
 
-    a, b, c, alpha, factor, factors, scale, scales, symmetric, out, d, delta, diagonal = given
+    a, b, c, alpha, factor, factors, scale, scales, symmetric, out, d, delta, identity = given
     factor, scale = factor if factors is None else factors, scale if scales is None else scales
-    more = {"symmetric": symmetric, "d": d, "delta": delta, "diagonal": diagonal}
+    more = {"symmetric": symmetric, "d": d, "delta": delta, "identity": identity}
     yield multiplication(a, b, c, alpha, factor, scale, out, **more, **_asked(a.device))
 
 
@@ -46,7 +46,7 @@ def _asked(device: torch.device) -> dict[str, Any]:
 
 _operation = operator(
     "multiply(Tensor a, Tensor b, Tensor? c, float alpha, float factor, Tensor? factors, float scale, Tensor? scales, "
-    "bool symmetric, Tensor(a!) out, Tensor? d, float delta, Tensor(b!)? diagonal)",
+    "bool symmetric, Tensor(a!) out, Tensor? d, float delta, float identity)",
     _multiply,
 )
 
@@ -59,7 +59,7 @@ def multiply(
     alpha: float = 1.0,
     scale: Number = 1.0,
     symmetric: bool = True,
-    diagonal: Operand = None,
+    identity: float = 0.0,
 ) -> Tensor:
     """Multiply as `Matmuls.multiply` says, by one kernel; the factor of the second of two terms is no tensor."""
     given = [(c, number) for c, number in terms if isinstance(number, Tensor) or number]
@@ -68,16 +68,9 @@ def multiply(
     _operation(
         *(a, a.mT if b is None else b, c, alpha),
         *(factor if factors is None else 0.0, factors, scale if scales is None else 0.0, scales),
-        *(symmetric, out, d, delta, diagonal),
+        *(symmetric, out, d, delta, identity),
     )
     return out
-
-
-def join(z: Tensor, w: Tensor, p0: float, q0: float, out: Tensor, *, symmetric: bool) -> tuple[Tensor, Tensor]:
-    """(q₀ + W)(p₀ + Z) as μ + Q, Q with zero mean on its diagonal: Q and μ."""
-    diagonal = torch.empty(out.shape[:2], dtype=torch.float32, device=out.device)
-    multiply(w, z, ((z, q0), (w, p0)), out, symmetric=symmetric, diagonal=diagonal)
-    return out, beside.centre(diagonal, out, p0 * q0)
 
 
 small = operator(
@@ -92,7 +85,6 @@ def triton_products(*, at_once: int, rows: int = sys.maxsize, cols: int = sys.ma
         multiply=multiply,
         at_once=at_once,
         together=True,
-        join=join,
         normalize=beside.normalize,
         small=Small(small, DTYPES) if rows <= SMALL_ROWS and cols <= SMALL_COLS else None,
     )

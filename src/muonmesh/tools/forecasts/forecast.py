@@ -34,7 +34,7 @@ from muonmesh.layout import (
     split_matrices,
 )
 from muonmesh.layout.companion import size_of
-from muonmesh.numerics.coefficients import CoefficientName, coefficient_schedule
+from muonmesh.numerics.coefficients import CoefficientName, coefficient_schedule, segments_of
 from muonmesh.numerics.kernels.portions import SMALL_COLS, SMALL_ROWS
 from muonmesh.numerics.newton_schulz import resolve_method
 from muonmesh.numerics.rules import RULES, MuonRule, Rule, by_defaults, is_known, is_matrix_rule
@@ -46,7 +46,6 @@ from muonmesh.tools.forecasts.device_rates import DeviceRates, Timed
 
 COEFFICIENTS: CoefficientName = "polar_express"
 STEPS = 5
-DEGREES = tuple(len(step) for step in coefficient_schedule(COEFFICIENTS, STEPS))
 WIRE = 2  # bytes: directions travel and are orthogonalized in bf16
 STATE = 4  # bytes: Muon's momentum is fp32 whatever the weights are
 
@@ -297,10 +296,12 @@ def muon_parameter(
 
 
 def flops_of(rows: int, cols: int, rule: Rule = MUON) -> int:
-    """Return the FLOPs of one orthogonalization with Muon's defaults (Polar Express, 5 steps, bf16) and of a rule."""
+    """Return the FLOPs of one orthogonalization with Muon's defaults on a GPU (Polar Express, 5 steps) and a rule."""
     if not rule.orthogonalizes:
         return rule.flops(rows, cols) + 2 * rows * cols
-    return rule.flops(rows, cols) + cost(rows, cols, degrees=DEGREES, gram=resolve_method(rows, cols) == "gram")
+    schedule = coefficient_schedule(COEFFICIENTS, STEPS)
+    segments = segments_of(schedule, resolve_method(rows, cols), half=True)
+    return rule.flops(rows, cols) + cost(rows, cols, degrees=[list(map(len, segment)) for segment in segments])
 
 
 def _rule(name: str) -> Rule:
