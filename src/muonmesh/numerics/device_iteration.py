@@ -53,7 +53,8 @@ class DeviceIteration:
         # X alternates between the two, and the result should lie in `out`.
         self.x, self._next = (first, second) if len(self._segments) % 2 else (second, first)
         narrow = torch.bfloat16 if self._dtype == torch.float16 else self._dtype
-        self._result = out if second.data_ptr() == out.data_ptr() else second.view(narrow)
+        result = second.view(out.dtype if out.dtype.itemsize == narrow.itemsize else narrow)
+        self._result = out if result.data_ptr() == out.data_ptr() else result
         self._normalize(matrices)
         if self._prepared.preconditioner.reads_values:
             self.loaded_norm = self.norm

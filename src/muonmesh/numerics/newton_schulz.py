@@ -164,6 +164,14 @@ class Orthogonalizer:
         return self.device.type != "cpu" or self.kernels == "triton"
 
     @property
+    def told(self) -> str:
+        """The coefficient set and, on a device, the dtype between products, as `explain` shows them."""
+        name = self.coefficients if isinstance(self.coefficients, str) else "polynomials"
+        if self.dtype != torch.float16:
+            return name
+        return f"{name} in {'bf16' if self.products.small is not None and self.quintics else 'fp16'}"
+
+    @property
     def degrees(self) -> list[list[int]]:
         """The number of coefficients of each step's polynomial, for each segment; `layout.cost` takes them."""
         return [list(map(len, segment)) for segment in self.segments]
