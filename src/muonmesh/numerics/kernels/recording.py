@@ -74,7 +74,7 @@ class _Place(NamedTuple):
     dtype: torch.dtype
 
     def of(self, bases: Sequence[Tensor]) -> Tensor:
-        base = bases[self.base] if self.base else bases[0].view(self.dtype)
+        base = bases[self.base].view(self.dtype)
         return base.as_strided(self.shape, self.strides, base.storage_offset() + self.offset // self.dtype.itemsize)
 
 
