@@ -26,7 +26,7 @@ from triton.runtime.driver import driver
 
 from muonmesh.numerics.coefficients import coefficient_schedule
 from muonmesh.numerics.kernels import fused, lines, small
-from muonmesh.numerics.kernels.rows import PieceRows, Place
+from muonmesh.numerics.kernels.rows import SEARCHED, PieceRows, Place
 from muonmesh.numerics.kernels.tiles import multiplication
 from muonmesh.numerics.kernels.triton_launch import Launch
 
@@ -174,27 +174,23 @@ def pairs() -> dict[str, Callable[..., Launch]]:
     active, number = torch.empty(1, dtype=torch.bool), torch.empty(1)
     pieces = PieceRows([Place(0, 0, 0, (64, 64), 0, (64, 1), 0, (64, 1))])
 
-    def first(launches: Iterator[Launch]) -> Launch:
-        return next(launches)
-
     return {
-        "fold": lambda **_: first(fused._folding(wide, wide, narrow, pieces.number, active, 0.95, True)),
-        "apply": lambda **_: first(fused._applying(wide, [], narrow, pieces.number, active, number, number)),
-        "apply, masters": lambda **_: first(
-            fused._applying(narrow, wide, narrow, pieces.number, active, number, number)
-        ),
+        "fold": lambda **_: fused._folding(wide, wide, narrow, pieces.number, active, 0.95, True)[0],
+        "apply": lambda **_: fused._applying(wide, [], narrow, pieces.number, active, number, number)[0],
+        "apply, masters": lambda **_: fused._applying(narrow, wide, narrow, pieces.number, active, number, number)[0],
     }
 
 
 def beside() -> dict[str, Callable[..., Launch]]:
     """The kernels beside products, by name, for bf16 matrices and fp32 gradients."""
     x, number = torch.empty(2, 64, 64, dtype=torch.bfloat16), torch.empty(2, 1, 1)
-    exponents, table = torch.empty(2, 1, dtype=torch.int32), torch.empty(4, dtype=torch.int64)
+    exponents, gradient = torch.empty(2, 1, dtype=torch.int32), [torch.empty(64, 64)]
+    pieces = PieceRows([Place(0, 0, 0, (64, 64), 0, (64, 1), 0, (64, 1))], SEARCHED)
     return {
         "norms of parts": lambda **_: lines.measuring(x, exponents, number[:, 0]),
         "norms": lambda **_: lines.finding_norms(exponents, number[:, 0], exponents[:, 0], number, number),
         "powers of two": lambda **_: lines.rescaling(x, x.view(torch.float16), exponents[:, 0]),
-        "any not zero": lambda **_: lines.finding_nonzero(table, table, 1, 1, exponents[:, 0], torch.float32),
+        "any not zero": lambda **_: fused._finding(gradient, pieces.number, exponents[:, 0])[0],
     }
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from muonmesh.checkpoint.folder import look
+from muonmesh.checkpoint.ranks import together
 from muonmesh.checkpoint.record import fill, wanted
 from muonmesh.comm.placing import storage_of
 from muonmesh.comm.storage import local_of
@@ -22,7 +23,7 @@ def read(path: Path, tensors: dict[str, Any]) -> dict[str, Any]:
             raise FileError(f"{path}: {name} is not there, or of another shape")
         storages[name] = storage
         shares[name] = wanted(storage, saved.dtype, local_of(tensor).device)
-    contents.read(shares, wrong=lambda name, tensor: "")
+    together(lambda: contents.read(shares))
     for name, tensor in tensors.items():
         fill(local_of(tensor), storages[name], shares[name])
     return contents.settings

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 
 def shard(whole: Tensor, dim: int, pieces: int, rank: int, ranks: int) -> Tensor:
@@ -22,12 +21,9 @@ def stamped(local: Tensor, attributes: dict[str, Any]) -> nn.Parameter:
     return parameter
 
 
-def groups_of(grid: list[list[int]], kind: str) -> tuple[Any, Any, int]:
+def groups_of(grid: list[list[int]]) -> tuple[Any, Any, int]:
     """The (data, tensor) groups of this rank, which is in one row and one column of the grid, and its column."""
     row, column = next((i, r.index(dist.get_rank())) for i, r in enumerate(grid) if dist.get_rank() in r)
-    if kind == "mesh":
-        mesh = DeviceMesh("cpu", grid, mesh_dim_names=("d", "t"))
-        return mesh["d"], mesh["t"], column
     rows = [dist.new_group(ranks) for ranks in grid]
     columns = [dist.new_group(list(ranks), sort_ranks=False) for ranks in zip(*grid, strict=True)]
     return columns[column], rows[row], column

@@ -11,7 +11,7 @@ import shutil
 import stat
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -162,27 +162,16 @@ def is_finite(value: object) -> bool:
     return number and -sys.float_info.max <= value <= sys.float_info.max  # type: ignore[operator]
 
 
-def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the values in nested objects and lists, each with its path of keys and places, such as "layers.0.name"."""
-    if isinstance(value, Mapping):
-        inside = value.items()
-    elif isinstance(value, list | tuple):
-        inside = dict(enumerate(value)).items()
-    else:
-        yield path, value
-        return
-    for key, inner in inside:
-        yield from leaves(inner, f"{path}.{key}" if path else str(key))
-
-
 def named(value: object) -> str:
     """Return the JSON name of a value's type, with an article."""
     names = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
     return names.get(type(value), "a number")
 
 
-def kind_of(path: Path) -> str:
-    """Return the kind of a path in words, such as "a folder", without opening it; links are followed."""
+def kind_of(path: Path, *, follow: bool = True) -> str:
+    """Return the kind of a path in words, such as "a folder", without opening it; links are followed if ``follow``."""
+    if path.is_symlink() and not follow:
+        return "a link"
     try:
         mode = path.stat().st_mode
     except OSError as error:

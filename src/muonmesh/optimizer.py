@@ -27,7 +27,6 @@ from muonmesh.comm.wire import Counts
 from muonmesh.errors import explain_error, warn
 from muonmesh.groups import ParamGroups
 from muonmesh.layout import Declared
-from muonmesh.numerics.graphs import capture_error
 from muonmesh.numerics.kernels.threads import alone
 from muonmesh.numerics.precision import plain_modes
 from muonmesh.numerics.setting import own_names
@@ -135,10 +134,6 @@ class Muon(torch.optim.Optimizer):
             has the same bits with any budget. With a budget that is too small, a step takes one matrix at a time. None:
             twice the memory that torch.optim.Muon needs for the largest matrix, but at least 160 MiB, and 256 MiB on a
             CPU; more for many small matrices.
-        cuda_graphs: Whether to capture the orthogonalization of up to four batches of matrices as CUDA graphs, at their
-            third step, and to start each by one launch from then on. The bits are the same. Memory for the largest of
-            these batches is kept between steps and not counted in the budget; see `explain`. On an H100, steps took
-            0.88 to 1.01 times as long with them.
         gradients: Where gradients are kept if not in ``parameter.grad``, see `GradientSource`; for Megatron-Core's
             ``main_grad`` a `muonmesh.integrations.megatron.MainGrad`. With "to_owners" the optimizer averages gradients
             over replicas itself, and sends the gradient of a matrix only to its owner; see `ToOwners`.
@@ -320,7 +315,9 @@ class Muon(torch.optim.Optimizer):
         runtime = self._runtime
         on_device = runtime.planned is not None and runtime.planned.device.type == "cuda"
         if on_device and torch.cuda.is_current_stream_capturing():
-            raise capture_error()
+            needed = "it outside of one, since a replay would repeat its learning rate"
+            write = "Capture forward and backward only"
+            raise RuntimeError(explain_error("step()", "in a CUDA graph capture", needed, write))
         clip, runtime.clip = runtime.clip, Clip()
         try:
             agreed = self._preflight(clip)

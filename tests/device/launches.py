@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from muonmesh.numerics.kernels.portions import FIRST, LOOKED
-from muonmesh.numerics.kernels.rows import rows_of
+from muonmesh.numerics.kernels.rows import COLS, ROWS, rows_of
 from muonmesh.tools.forecasts.device_rates import DeviceRates
 
 _NOTHING = re.compile(
@@ -225,8 +224,8 @@ def _bytes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: Sequ
         yield numel * (first + 2 * second + buffer if folds else 2 * (first + second) + buffer)
         return
     if func._schema.name == "muonmesh::mark_nonzero":
-        numels, size = rows_of(args[1]).numels, args[0][0].element_size()
-        yield from (math.ceil(numel / LOOKED) * min(numel, FIRST) * size for numel in numels)
+        pieces, block, size = rows_of(args[1]), ROWS * COLS, args[0][0].element_size()
+        yield from (math.ceil(n / (pieces.blocks * block)) * min(n, block) * size for n in pieces.numels)
         return
     name, written = func._schema.name.split("::")[1], set()
     for argument, value, writes in arguments(func, args, kwargs):

@@ -46,22 +46,13 @@ def figures(*parts: str) -> list[str]:
 
 def parts(file: Path, options: Sequence[str]) -> list[Part]:
     """All there is to run, most valuable first; the figures of steps go to ``file``."""
-    benchmark = [
-        sys.executable,
-        "benchmarks/gpu.py",
-        "--ours",
-        "graphs:cuda_graphs=True",
-        "--json",
-        str(file),
-        *options,
-    ]
+    benchmark = [sys.executable, "benchmarks/gpu.py", "--json", str(file), *options]
     return [
         Part("ranks of NCCL on one GPU", 240, tests("tests/gpu/test_nccl.py")),
         Part("what the device can do", 45, figures("ceilings", "host")),
         Part("whole orthogonalizations", 75, figures("orthogonalizations")),
         Part("products", 60, figures("products")),
         Part("steps beside other optimizers", 120, benchmark),
-        Part("equal bits with CUDA graphs", 90, tests("tests/gpu/test_cases.py", "-k", "graphs")),
         Part("hosts", 240, tests("tests/gpu/test_hosts.py")),
         Part("steps and messages, beside the model", 60, figures("steps", "exchange")),
         Part(

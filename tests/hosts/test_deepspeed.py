@@ -674,8 +674,8 @@ def test_training_with_deepspeed_s_own_muon_goes_on_here(
         assert max(apart.values()) < 0.05, apart
     first, last = sorted((tmp_path / "theirs").glob("*/*optim_states.pt"))
     for path, told in (
-        (tmp_path / "theirs", "in it, as in a checkpoint of DeepSpeed"),
-        (first.parent, "in it, as in a checkpoint of DeepSpeed"),
+        (tmp_path / "theirs", "in it; needed a run of muonmesh train"),
+        (first.parent, "in it; needed a run of muonmesh train"),
         (first, "found more than data (deepspeed.runtime."),
     ):
         found = diagnose(path)
@@ -725,28 +725,34 @@ def offload(**settings: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"optimizer": {"type": "Muon"}}, "found optimizer; .*Remove it and write initialize"),
-        ({"zero_allow_untested_optimizer": False} | zero(1), "found zero_allow_untested_optimizer false"),
-        (zero(2, **offload()) | {"zero_force_ds_cpu_optimizer": True}, "found zero_force_ds_cpu_optimizer true"),
-        (FP16, 'at stage 0. Write "zero_optimization": {"stage": 1}'),
+        ({"optimizer": {"type": "Muon"}}, "found optimizer=.*; needed none. Remove it and write initialize"),
+        ({"zero_allow_untested_optimizer": False} | zero(1), "found zero_allow_untested_optimizer=False"),
+        (zero(2, **offload()) | {"zero_force_ds_cpu_optimizer": True}, "found zero_force_ds_cpu_optimizer=True"),
+        (FP16, 'found fp16.enabled=True; needed False. Write "zero_optimization": {"stage": 1}'),
         (zero(1) | {"torch_autocast": {"enabled": True, "dtype": "float16"}}, '"dtype": "bfloat16"'),
-        (zero(1) | {"torch_autocast": {"enabled": True, "dtype": torch.float16}}, "found torch_autocast.dtype"),
-        *((zero(stage) | MASTERS, 'Add "bf16_optimizer_states": true and remove offload') for stage in (1, 2, 3)),
-        (zero(2, **offload()) | STATES, "and no offload: .*or remove bf16_master_weights_and_grads"),
-        ({"bfloat16": MASTERS["bf16"], **zero(1, cpu_offload=True)}, "found bf16.bf16_master_weights_and_grads true"),
+        (
+            zero(1) | {"torch_autocast": {"enabled": True, "dtype": torch.float16}},
+            "autocast.dtype=torch.float16",
+        ),
+        *((zero(stage) | MASTERS, 'add "bf16_optimizer_states": true and remove offload') for stage in (1, 2, 3)),
+        (zero(2, **offload()) | STATES, "found bf16.bf16_master_weights_and_grads=True; .*and remove offload"),
+        ({"bfloat16": MASTERS["bf16"], **zero(1)}, 'Write "bf16"'),
+        (zero(1, cpu_offload=True), 'Write "offload_optimizer": {"device": "cpu"}'),
+        (zero(3, cpu_offload_param=True), 'Write "offload_param": {"device": "cpu"}'),
+        ({"zero_optimization": True}, 'Write "zero_optimization": {"stage": 1}'),
         (
             zero(3, **offload()) | {"fp16": {"fp16_master_weights_and_grads": True}},
             "engine then has fp32 master weights",
         ),
         (zero(1, elastic_checkpoint=True), "muonmesh.checkpoint.load"),
-        (zero(1) | {"checkpoint": {"load_universal": True}}, "found checkpoint.load_universal true"),
+        (zero(1) | {"checkpoint": {"load_universal": True}}, "found checkpoint.load_universal=True"),
         (zero(3, offload_optimizer={"device": "nvme"}), 'Write "offload_optimizer": {"device": "cpu"}'),
         (zero(3, offload_param={"device": "nvme"}), 'Write "offload_param": {"device": "cpu"}'),
         *((zero(stage, **offload(ratio=0.5)), "Remove ratio to offload everything, or") for stage in (1, 2, 3)),
         (zero(2, zenflow={"topk_ratio": 0.1}), "Remove zenflow"),
         (zero(3, **offload(super_offload=True)), "Remove super_offload"),
         (zero(3, mics_shard_size=2), "Remove mics_shard_size"),
-        (zero(3, zero_quantized_weights=True), "found zero_optimization.zero_quantized_weights true"),
+        (zero(3, zero_quantized_weights=True), "found zero_optimization.zero_quantized_weights=True"),
         ({"scheduler": {"type": "Wishful"}}, "Rename it"),
     ],
 )
@@ -763,7 +769,7 @@ def test_what_would_be_wrong_is_refused(config: dict[str, Any], message: str) ->
         ({"optimizer": {"layouts": {}}}, "Remove layouts"),
         ({"optimizer": {"learning_rate": 1.0}}, "the argument 'learning_rate'"),
         ({"model_parameters": []}, "split by role"),
-        ({"clip": {"norm": 1.0}}, "the argument 'norm'"),
+        ({"clip": {"norm": 1.0}}, "unexpected keyword argument 'norm'"),
         ({"clip": {"max_norm": -1.0}}, "max_norm"),
         ({"clip": 1.0, "config": {"gradient_clipping": 1.0}}, "Remove gradient_clipping"),
     ],
@@ -786,22 +792,11 @@ def test_the_config_is_copied_and_what_is_set_is_said(monkeypatch: pytest.Monkey
         "gradient_clipping": 0.0,
     }
     (line,) = said
-    for key in ("zero_allow_untested_optimizer: true", "zero_force_ds_cpu_optimizer: false", "gradient_clipping: 0.0"):
+    for key in (
+        '"zero_allow_untested_optimizer": true',
+        '"zero_force_ds_cpu_optimizer": false',
+        '"gradient_clipping": 0.0',
+    ):
         assert key in line
     assert prepare_config({"gradient_clipping": 3.0}, has_experts=False)["gradient_clipping"] == 3.0
     assert prepare_config({"gradient_clipping": "auto"}, has_experts=False)["gradient_clipping"] == 0.0
-
-
-@pytest.mark.parametrize(
-    ("deprecated", "present"),
-    [
-        (zero(2, cpu_offload=True), zero(2, offload_optimizer=CPU)),
-        (zero(3, cpu_offload_param=True, cpu_offload=False), zero(3, offload_param=CPU)),
-        ({"zero_optimization": True}, zero(1)),
-        ({"zero_optimization": False}, zero(0)),
-        ({"bfloat16": {"enabled": True}}, {**BF16, "zero_optimization": {}}),
-    ],
-)
-def test_deprecated_settings_count(deprecated: dict[str, Any], present: dict[str, Any]) -> None:
-    found = prepare_config(read_config(deprecated), has_experts=False)
-    assert found == prepare_config(read_config(present), has_experts=False)

@@ -177,7 +177,7 @@ def settings(content: str) -> Callable[[Path], None]:
 
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "64 bytes": (scatter_bytes, "__1_0.distcp: its content has changed since it was written"),
-    "nan with a forged manifest": (nan_in_a_file, "__1_0.distcp: found infinity or NaN in "),
+    "nan with a forged manifest": (nan_in_a_file, ": found infinity or NaN in "),
     "cut": (cut, "__0_0.distcp: found"),
     "cut with a forged manifest": (lambda place: (cut(place), forge_manifest(place)), " of __0_0.distcp, which has "),
     "no manifest": (

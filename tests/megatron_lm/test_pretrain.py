@@ -78,7 +78,7 @@ def test_a_format_that_cannot_hold_the_state_is_refused_before_training(tmp_path
     )
     assert 0 not in codes
     assert not losses
-    assert "--ckpt-format: found 'torch', which would fail" in log
+    assert "found ckpt_format='torch'; needed 'torch_dist'" in log
 
 
 def test_arguments_about_resuming(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def optimizer_of(parameters: dict[str, nn.Parameter], **settings: Any) -> mm.Muo
 
 def tensor_parallel_block(grid: list[list[int]] | None) -> tuple[list[str], int]:
     """A block whose parameters say themselves how they are cut, each in its own way, under one optimizer."""
-    data, tensor, column = (None, None, 0) if grid is None else groups_of(grid, "groups")
+    data, tensor, column = (None, None, 0) if grid is None else groups_of(grid)
     count = 1 if grid is None else len(grid[0])
 
     def cut(name: str, whole: Tensor) -> Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import pickle
-import re
 import shutil
 import warnings
 from collections.abc import Callable
@@ -26,7 +25,6 @@ from muonmesh.tools.cli.report import append_metrics
 from muonmesh.tools.cli.run_files import LOCK_FILE
 from muonmesh.tools.cli.run_settings import Settings
 from tests.mutations import Acts
-from tests.workers import Pool
 
 STATE = {
     "model.weight": torch.ones(6, 5),
@@ -73,25 +71,22 @@ def test_it_says_which_products_multiply_here(monkeypatch: pytest.MonkeyPatch, t
 
 
 @pytest.mark.slow
-def test_it_looks_at_the_machine(tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["doctor", "--json", "--folder", str(tmp_path)])
+def test_it_looks_at_the_machine() -> None:
+    result = CliRunner().invoke(app, ["doctor", "--json"])
     found = {one["looked_at"]: one for one in json.loads(result.stdout)}
     assert result.exit_code == int(any(one["do"] for one in found.values()))
     assert found["torch"]["found"].startswith(torch.__version__)
     assert found["gloo"]["found"].startswith("an all-reduce of two processes works; ")
-    assert found["checkpoint folder"]["found"].startswith(f"{tmp_path}: ")
-    assert not [found[name] for name in ("torch", "orthogonalize", "gloo", "checkpoint folder") if found[name]["do"]]
-    assert list(tmp_path.iterdir()) == []
+    assert not [found[name] for name in ("torch", "orthogonalize", "gloo") if found[name]["do"]]
 
 
-def cannot_meet(rank: int, place: str) -> None:
+def cannot_meet(rank: int, place: str) -> Any:
     raise RuntimeError("no such interface")
 
 
-def test_what_is_wrong_with_the_machine_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gone = installation._looked("checkpoint folder", lambda: installation._disk(tmp_path / "gone"))
-    assert "FileNotFoundError" in gone.found
-    assert gone.do
+def test_what_is_wrong_with_the_machine_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = installation._looked("gloo", lambda: cannot_meet(0, ""))
+    assert (failed.found, failed.do) == ("RuntimeError: no such interface", "Mend this first")
     monkeypatch.setattr(installation, "meet", cannot_meet)
     assert installation._gloo().found == "an all-reduce of two processes failed: RuntimeError: no such interface"
     with monkeypatch.context() as patch:
@@ -99,13 +94,6 @@ def test_what_is_wrong_with_the_machine_is_told(tmp_path: Path, monkeypatch: pyt
         assert installation._orthogonalize().do == "Write kernels='torch', and report it"
     (line,) = installation.lines_of([installation.Finding("gloo", "nothing", "Write so")])
     assert line == "do  gloo: nothing. Write so"
-
-
-@pytest.mark.slow
-def test_two_ranks_measure_their_links(workers: Callable[[int], Pool]) -> None:
-    first, second = workers(2).run(installation.measured_links, torch.device("cpu"))
-    assert re.fullmatch(r"2 ranks: [\d.]+ ms, \d+ MB/s an all-reduce, clocks \d+ ms apart", first.found), first
-    assert first.do == second.do == ""
 
 
 def data(path: Path) -> Path:
@@ -224,11 +212,11 @@ def test_what_is_no_checkpoint_is_told_as_such(tmp_path: Path) -> None:
     for name, told in (
         ("nothing", "nothing there; needed a folder or a file"),
         ("folder", "found 'notes.txt' in it; needed a run of muonmesh train, a checkpoint of muonmesh.checkpoint.save"),
-        ("zero", "found 'latest' in it, as in a checkpoint of DeepSpeed; needed a run"),
-        ("megatron", "found 'common.pt' in it, as in a checkpoint of Megatron-Core; needed a run"),
-        ("torchs", "'__0_0.distcp' in it, as in a checkpoint of torch.distributed.checkpoint; needed a run"),
+        ("zero", "found 'latest' in it; needed a run"),
+        ("megatron", "found 'common.pt' in it; needed a run"),
+        ("torchs", "'__0_0.distcp' in it; needed a run"),
         ("mp_rank_00_model_states.pt", "states.pt: found more than data (posix.mkdir); needed a run"),
-        ("mp_rank_00_model_states.pt", "DeepSpeed gives its files such names. Its checksums are right. Its content"),
+        ("mp_rank_00_model_states.pt", "Its checksums are right. Its content was not read"),
         ("folder/notes.txt", "found what torch.save does not write"),
         ("pickle", "it is a program, and is not opened"),
     ):

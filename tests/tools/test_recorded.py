@@ -343,16 +343,10 @@ def test_steps_on_an_h100() -> None:
         graphs = f"{of['muonmesh graphs']['median_ms']:.1f}" if "muonmesh graphs" in of else "–"
         rows.append(f"| {title} | {ours} {graphs} | {theirs}")
     assert missing(rows, (ROOT / "docs/internals/kernels.md").read_text()) == []
-    ratios = []
-    for name in ON_A_GPU:
-        of = recorded("h100")["tables"][name]["contenders"]
-        ratios.append(of["muonmesh graphs"]["median_ms"] / of["muonmesh"]["median_ms"])
     muons = [recorded("h100")["tables"][name]["contenders"]["torch.optim.Muon"]["ratio"] for name in ON_A_GPU]
     performance = " ".join((ROOT / "docs/performance.md").read_text().split())
     told = f"torch.optim.Muon takes {muons[0]:.2f} times muonmesh's time for the three layers above and {muons[2]:.2f}"
     assert told in performance
-    told = f"{min(ratios):.2f} to {max(ratios):.2f} times as long with them"
-    assert told in " ".join(str(mm.Muon.__doc__).split())
 
 
 def test_the_page_about_gpu_results_has_both() -> None:

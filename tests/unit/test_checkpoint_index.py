@@ -396,7 +396,7 @@ def test_a_manifest_that_leaves_out_a_file_is_refused(saved: Saved) -> None:
     entries = read_manifest(saved[0])
     for name in (INDEX_FILE, SETTINGS_FILE, METADATA_FILE):
         write_manifest(saved[0], {other: entry for other, entry in entries.items() if other != name})
-        assert f"its manifest does not tell of {name}" in refused(saved)
+        assert f"['files']['{name}']: found nothing; needed a dict" in refused(saved)
 
 
 # ------------------------------------------------------------------ pieces

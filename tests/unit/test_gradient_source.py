@@ -133,10 +133,10 @@ def test_main_grad_is_read_where_it_lies() -> None:
 
 def test_a_gradient_that_never_reached_main_grad_is_an_error() -> None:
     weight = nn.Parameter(torch.ones(4, 6))
-    optimizer = mm.Muon([{"params": [("layer.weight", weight)]}], gradients=MainGrad([("layer.weight", weight)]))
+    optimizer = mm.Muon([{"params": [("layer.weight", weight)]}], gradients=MainGrad())
     weight.grad = torch.ones(4, 6)
     with pytest.raises(
-        mm.LayoutError, match=r"layer\.weight: found a gradient in grad and no main_grad; needed .*\. W"
+        mm.LayoutError, match=r"a parameter of shape \(4, 6\): found a gradient in grad and no main_grad; needed .*\. W"
     ):
         optimizer.step()
     assert torch.equal(weight, torch.ones(4, 6))
@@ -145,7 +145,7 @@ def test_a_gradient_that_never_reached_main_grad_is_an_error() -> None:
 def test_names_come_from_the_source_where_groups_have_none() -> None:
     """Megatron's param groups list parameters without names; a checkpoint needs those of the model."""
     model = nn.ModuleDict({"module": nn.ModuleDict({"up": nn.Linear(4, 6), "down": nn.Linear(6, 4)})})
-    source = MainGrad(model.named_parameters())
+    source = Shared(model.named_parameters())
     muon = [p for p in model.parameters() if p.ndim == 2]
     rest = [p for p in model.parameters() if p.ndim == 1]
     optimizer = mm.Muon([{"params": muon}, {"params": rest, "algorithm": "adamw"}], gradients=source)
@@ -158,6 +158,21 @@ def test_names_come_from_the_source_where_groups_have_none() -> None:
     optimizer.step()
     assert [row.parameter for row in optimizer.explain().rows] == ["up.weight", "down.weight", "up.bias", "down.bias"]
     assert optimizer.state_dict()["param_groups"][0]["param_names"] == ["up.weight", "down.weight"]
+
+
+class Shared(MainGrad):
+    """A framework's source that knows names, and the groups of dense weights and of experts."""
+
+    def __init__(self, names: Any = (), *, data_parallel: Any = None, expert_data_parallel: Any = None) -> None:
+        super().__init__()
+        self.names = {parameter: name for name, parameter in names}
+        self.groups = expert_data_parallel, data_parallel
+
+    def name(self, parameter: Tensor) -> str | None:
+        return self.names.get(parameter)
+
+    def group(self, parameter: Tensor) -> dist.ProcessGroup | None:
+        return self.groups[getattr(parameter, "allreduce", True)]
 
 
 class Copies(mm.GradientSource):
@@ -265,7 +280,7 @@ def test_copies_of_an_optimizer_have_the_source_too() -> None:
     optimizer = mm.Muon(groups(held), gradients=MainGrad())
     assert copy.deepcopy(optimizer).gradients is optimizer.gradients
     assert isinstance(pickle.loads(pickle.dumps(optimizer)).gradients, MainGrad)
-    optimizer.gradients = other = MainGrad(held.items())
+    optimizer.gradients = other = Shared(held.items())
     assert optimizer.gradients is other
 
 
@@ -283,7 +298,7 @@ def under_ddp(kept_in: str) -> tuple[dict[str, Tensor], int]:
     held = parameters()
     if kept_in == "main_grad":
         in_main_grad(held)
-        optimizer = mm.Muon(groups(held), gradients=MainGrad(data_parallel=dist.group.WORLD), **SETTINGS)
+        optimizer = mm.Muon(groups(held), gradients=Shared(data_parallel=dist.group.WORLD), **SETTINGS)
     else:
         in_grad(held)
         optimizer = mm.Muon(groups(held), process_group="world", **SETTINGS)
@@ -313,7 +328,7 @@ def with_experts() -> tuple[list[tuple[int, ...]], bool]:
     alone = [dist.new_group([number]) for number in range(2)][rank]
     dense, expert = nn.Parameter(torch.ones(6, 4)), nn.Parameter(torch.full((6, 4), rank + 1.0))
     expert.allreduce = False
-    source = MainGrad(data_parallel=dist.group.WORLD, expert_data_parallel=alone)
+    source = Shared(data_parallel=dist.group.WORLD, expert_data_parallel=alone)
     optimizer = mm.Muon([{"params": [("dense", dense), ("expert", expert)]}], gradients=source)
     generator = torch.Generator().manual_seed(0)
     dense.main_grad = torch.randn(6, 4, generator=generator)
@@ -332,7 +347,7 @@ def test_experts_are_shared_over_their_own_group(workers) -> None:
 def in_no_group() -> None:
     group = dist.new_group([0])
     weight = nn.Parameter(torch.ones(4, 4))
-    mm.Muon([{"params": [("weight", weight)]}], gradients=MainGrad(data_parallel=group))
+    mm.Muon([{"params": [("weight", weight)]}], gradients=Shared(data_parallel=group))
 
 
 def test_a_group_without_this_rank_is_refused(workers) -> None:

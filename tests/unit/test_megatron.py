@@ -94,8 +94,6 @@ def test_a_dtensor_says_itself_where_it_lives(one_rank: dist.ProcessGroup) -> No
         ),
         ({"w": stamped(2, 2, is_gtp_weight_remat=True)}, {}, r"w: found is_gtp_weight_remat=True"),
         ({"w": stamped(2, 2), "module.w": stamped(2, 2)}, {}, r"w: found two parameters of this name"),
-        ({"w": stamped(2, 2)}, {"overrides": {"v": Replicate()}}, r"overrides\['v'\]: found no parameter that matches"),
-        ({"w": stamped(2, 2)}, {"data_parallel": "mesh"}, r"data: found DeviceMesh.*a mesh of one dim"),
         ({"w": stamped(2, 2)}, {"tensor_parallel": "other"}, r"tensor_parallel: found a group of ranks \[\] on rank 0"),
     ],
 )
@@ -104,12 +102,11 @@ def test_what_cannot_be_declared_is_refused(
 ) -> None:
     groups = {
         "world": lambda: one_rank,
-        "mesh": lambda: init_device_mesh("cpu", (1, 1), mesh_dim_names=("a", "b")),
         "other": lambda: dist.GroupMember.NON_GROUP_MEMBER,  # what new_group gives to ranks it leaves out
     }
     given: dict[str, Any] = {"tensor_parallel": one_rank, "data_parallel": None, **arguments}
     given = {key: groups[value]() if isinstance(value, str) else value for key, value in given.items()}
     with pytest.raises(ValueError, match=message) as raised:
         declared_layouts(parameters.items(), **given)
-    assert isinstance(raised.value, LayoutError) or "that matches" in message
+    assert isinstance(raised.value, LayoutError)
     assert re.search(r": found .*; needed .*\. [A-Z]", str(raised.value))

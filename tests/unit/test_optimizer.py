@@ -700,7 +700,7 @@ def test_loading_the_state_of_another_kind_of_optimizer_loads_nothing() -> None:
         optimizer.load_state_dict(broken)
     broken = copy.deepcopy(saved)
     broken["param_groups"][0]["lr"] = None
-    with pytest.raises(mm.StateError, match="lr None"):
+    with pytest.raises(mm.StateError, match="of the state: lr: found None; needed a number"):
         optimizer.load_state_dict(broken)
     after = optimizer.state_dict()
     assert after["param_groups"] == before["param_groups"]

@@ -149,7 +149,6 @@ def test_from_model_hands_every_argument_on() -> None:
         "layouts": {"0.weight": "somewhere"},
         "shard_state": True,
         "memory_budget_mb": 48.0,
-        "cuda_graphs": True,
         "gradients": ParameterGrad(),
     }
     signature = inspect.signature(mm.from_model)

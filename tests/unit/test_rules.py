@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import muonmesh as mm
 from muonmesh.numerics.coefficients import coefficient_schedule
-from muonmesh.numerics.exact import total_of
+from muonmesh.numerics.exact import largest_exponent, limbs_of, total_of
 from muonmesh.numerics.rules import RULES, MuonRule, Rule, parts, register_rule
 from muonmesh.numerics.rules.dynmuon import power_at
 from muonmesh.numerics.rules.normuon import NorMuonRule
@@ -378,8 +378,9 @@ def test_sums_do_not_wait_for_the_device() -> None:
     rule: Any = RULES["adamuon"].of(group)
     weights, update, second = (torch.zeros(6, 8, device="meta") for _ in range(3))
     state = {"second_moment": second}
-    exponents = parts.exponents(rule, weights, update, state, scale=1.0)
-    limbs = parts.limbs(rule, weights, update, state, exponents, scale=1.0, count=48)
+    ((squares,),) = parts.summands(rule, weights, update, state, scale=1.0)
+    exponents = largest_exponent(squares)[None]
+    limbs = limbs_of(squares, exponents[0], count=48)[None]
     sums = total_of(limbs, exponents, count=48)
     assert (exponents.shape, limbs.shape, sums.shape) == ((1,), (1, 2), (1,))
     active = torch.ones((), dtype=torch.bool, device="meta")

@@ -20,9 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import muonmesh as mm
 from muonmesh.numerics import kernels, newton_schulz
-from muonmesh.numerics.kernels import batched, beside, fused, recording, toolchain, triton, zeros
+from muonmesh.numerics.kernels import batched, beside, fused, recording, toolchain, triton
 from muonmesh.numerics.kernels.memory import download
-from muonmesh.numerics.kernels.rows import PieceRows, in_three_dims
+from muonmesh.numerics.kernels.rows import SEARCHED, PieceRows, in_three_dims
 from muonmesh.numerics.kernels.triton import triton_products
 from muonmesh.numerics.newton_schulz import orthogonalize
 from muonmesh.step import by_kernel
@@ -488,14 +488,18 @@ def nonzeros() -> list[int]:
     long = torch.zeros(2 * 2**17 + 5, dtype=torch.float32)
     last, nan, negative = long.clone(), torch.zeros(40, 3, dtype=BF16), torch.zeros(1, dtype=FP16)
     last[-1], nan[7, 1], negative[0] = 2.0**-149, math.nan, -0.0
-    found = torch.zeros(7, dtype=torch.int32)
-    first = torch.ones(5000)
+    found = torch.zeros(11, dtype=torch.int32)
+    first, apart = torch.ones(5000), torch.ones(2, 64, 96)
+    apart[:, :, :64] = 0
+    strided, turned = apart[0, :, :64], apart[1, :, :50].mT
     gradients = [long, last, nan, negative, first, torch.zeros(0), first[:3].contiguous(), first[:3] * 0]
-    entries = [0, 2, 3, 4, 5, 6, 6, 6]
+    gradients += [strided, turned, strided.clone(), turned.clone()]
+    gradients[-2][-1, -1], gradients[-1][-1, -1] = 1.0, 1.0
+    entries = [0, 2, 3, 4, 5, 6, 6, 6, 7, 8, 9, 10]
     for dtype in {gradient.dtype for gradient in gradients}:
         some = [(g, entry) for g, entry in zip(gradients, entries, strict=True) if g.dtype == dtype and g.numel()]
-        places = [(number, entry, 0, g.numel()) for number, (g, entry) in enumerate(some)]
-        zeros.mark_nonzero(zeros.flat_rows(places), [g for g, _ in some], found)
+        tensors, numbers = [g for g, _ in some], [entry for _, entry in some]
+        fused.mark_nonzero(pieces_of(tensors, tensors, numbers, SEARCHED), tensors, found)
     return found.tolist()
 
 
@@ -731,7 +735,7 @@ def test_all_steps_of_small_matrices_are_one_launch(
 
 
 def test_gradients_that_are_exactly_zero(interpreter: Interpreter) -> None:
-    assert interpreter(nonzeros) == [0, 0, 1, 1, 0, 1, 1]
+    assert interpreter(nonzeros) == [0, 0, 1, 1, 0, 1, 1, 0, 0, 1, 1]
 
 
 @pytest.mark.parametrize(("rows", "dtype", "symmetric"), [(48, FP16, True), (33, FP16, False), (70, FP32, True)])
@@ -815,11 +819,9 @@ def test_each_kernel_is_one_launch_to_whoever_watches() -> None:
         assert not any("mm" in name for name in launches.names if name.startswith("aten"))
 
 
-def test_the_fused_pair_says_where_it_can_be() -> None:
-    cuda, cpu = torch.device("cuda"), torch.device("cpu")
-    assert fused.can_fuse(cuda, [BF16, FP32])
-    assert not fused.can_fuse(cuda, [BF16, torch.float64])
-    assert not fused.can_fuse(cpu, [BF16])  # outside of the interpreter's process
+def test_kernels_run_on_devices_alone() -> None:
+    assert toolchain.is_usable(torch.device("cuda"))
+    assert not toolchain.is_usable(torch.device("cpu"))  # outside of the interpreter's process
 
 
 def test_select_takes_triton_for_fp16_on_devices() -> None:

@@ -13,7 +13,7 @@ from types import ModuleType
 
 import pytest
 
-from muonmesh.numerics.kernels.portions import MEASURED
+from muonmesh.numerics.kernels.rows import MEASURED
 from tests.samples import one_in
 
 REPOSITORY = Path(__file__).parents[2]

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from muonmesh.checkpoint.form import TEXT, TRUTH, Kind, check_form, only
 from muonmesh.checkpoint.index import REMEDY, SavedTensor
+from muonmesh.checkpoint.ranks import first_difference
 from muonmesh.checkpoint.record import MODEL, STATE, Record, Share, wanted
 from muonmesh.comm.storage import local_of, this_rank
 from muonmesh.errors import FileError, StateError, about, explain_error, warn
@@ -74,12 +75,11 @@ def merged(some: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     Raises:
         StateError: ranks have different settings for a parameter.
     """
-    parameters: dict[str, dict[str, Any]] = {}
-    for rank, said in enumerate(some):
-        for name, entry in said["parameters"].items():
-            if parameters.setdefault(name, entry) != entry:
-                found = f"other settings on rank {rank} than on the ranks before"
-                raise StateError(explain_error(name, found, "the same on all ranks", "Set the groups alike"))
+    if (differs := first_difference(said["parameters"] for said in some)) is not None:
+        name, before, rank = differs
+        found = f"other settings on rank {rank} than on rank {before}"
+        raise StateError(explain_error(name, found, "the same on all ranks", "Set the groups alike"))
+    parameters = {name: entry for said in some for name, entry in said["parameters"].items()}
     numbers: dict[str, int] = {}
     numbered = {
         name: {**entry, "group": numbers.setdefault(entry["group"], len(numbers))} for name, entry in parameters.items()

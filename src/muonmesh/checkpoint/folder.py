@@ -26,7 +26,7 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,10 +40,9 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 
 from muonmesh.checkpoint.index import (
+    BESIDE,
     DATA_FILE,
-    INDEX_FILE,
     MANIFEST_FILE,
-    METADATA_FILE,
     REMEDY,
     SETTINGS_FILE,
     Entry,
@@ -58,12 +57,13 @@ from muonmesh.checkpoint.index import (
     write_manifest,
 )
 from muonmesh.checkpoint.ranks import on_first_rank, together
-from muonmesh.checkpoint.record import Share
+from muonmesh.checkpoint.record import STATE, Share
 from muonmesh.comm.storage import this_rank, world_size
 from muonmesh.comm.telling import tell_all
 from muonmesh.errors import FileError, explain_error
 from muonmesh.files import cannot_write, kind_of, onto_disk, read_json, replace_text, writing
 from muonmesh.layout.region import Block, Region, overlap
+from muonmesh.step.state_form import wrong_numbers
 
 # Errors of file systems that cannot lock a folder, such as NFS. There, a second writer is not detected.
 CANNOT_LOCK = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF, errno.EINVAL}
@@ -159,7 +159,7 @@ def put(scratch: Path, path: Path) -> None:
 def foreign_at(path: Path) -> str:
     """Return what a path has besides the files of a checkpoint, finished or not; empty if there is nothing else."""
     if path.is_symlink() or not path.is_dir():
-        return "a link" if path.is_symlink() else kind_of(path) if os.path.lexists(path) else ""
+        return kind_of(path, follow=False) if os.path.lexists(path) else ""
     others = sorted(name for name in os.listdir(path) if not _is_own(name))
     return f"{others[0]!r} in it, which is not part of a checkpoint" if others else ""
 
@@ -167,8 +167,7 @@ def foreign_at(path: Path) -> str:
 def _is_own(name: str) -> bool:
     """Return whether this is the name of a file of a checkpoint, finished or not; NFS renames what is still open."""
     inner = name.removeprefix(".").removesuffix(".writing") if name.endswith(".writing") else name.removesuffix(".tmp")
-    known = {MANIFEST_FILE, METADATA_FILE, INDEX_FILE, SETTINGS_FILE}
-    return inner in known or DATA_FILE.fullmatch(inner) is not None or name.startswith(".nfs")
+    return inner in (MANIFEST_FILE, *BESIDE) or DATA_FILE.fullmatch(inner) is not None or name.startswith(".nfs")
 
 
 def remove_folder(path: Path) -> None:
@@ -212,10 +211,6 @@ def _empty(folder: Path) -> None:
             path.unlink()
 
 
-Wrong = Callable[[str, Tensor], str]
-"""A function of a tensor's name and a piece of the tensor that returns the fault of the piece, empty if it has none."""
-
-
 @dataclass(frozen=True)
 class CheckpointReader:
     """Reads a checkpoint of `muonmesh.checkpoint.save` whose index and settings have been read.
@@ -230,35 +225,16 @@ class CheckpointReader:
     held: Mapping[str, SavedTensor]
     settings: dict[str, Any]
 
-    def read(self, shares: Mapping[str, Share], *, wrong: Wrong) -> None:
-        """Load tensors from the checkpoint into the memory of shares. Called on all ranks.
-
-        Each piece in the files is read twice. First, one rank reads and checks the piece. If all pieces are right,
-        every rank reads the pieces that it needs.
+    def read(self, shares: Mapping[str, Share]) -> None:
+        """Load tensors from the checkpoint into the memory of shares.
 
         Args:
             shares: This rank's boxes, by the names of tensors in the checkpoint and with their dtypes.
-            wrong: Finds the fault of a piece.
 
         Raises:
-            FileError: on every rank: a tensor is faulty or could not be read.
+            FileError: a tensor could not be read, or state has numbers that no step leaves. Weights may
+                have any numbers.
         """
-        together(lambda: self.check(share=this_rank(), of=world_size(), wrong=wrong))
-        together(lambda: self._fill(shares))
-
-    def check(self, *, share: int, of: int, wrong: Wrong) -> None:
-        """Read and check this rank's share of all pieces: every ``of``-th piece, from piece ``share`` on.
-
-        Raises:
-            FileError: a piece could not be read, or is faulty; the message names the tensor.
-        """
-        pieces = [(tensor, piece) for tensor in self.held.values() for piece in tensor.pieces]
-        for tensor, piece in pieces[share::of]:
-            if found := wrong(tensor.name, tensor.read(self.folder, piece)):
-                path = self.folder / piece.file
-                raise FileError(f"{path}: found {found} in {tensor.name}; needed finite numbers. {REMEDY}")
-
-    def _fill(self, shares: Mapping[str, Share]) -> None:
         for name, share in shares.items():
             boxes = [
                 (box, Block(Region.box(at, tuple(box.shape)), int(box.storage_offset()), box.stride()))
@@ -272,10 +248,12 @@ class CheckpointReader:
                     assert elements is not None
                     target = box.as_strided(common.shape, common.storage_strides, common.storage_start)
                     target.copy_(elements.as_strided(common.shape, common.matrix_strides, common.matrix_start))
+            faults = (wrong_numbers(name, box) for box in share.boxes.values() if name.startswith(f"{STATE}."))
+            if fault := next(filter(None, faults), ""):
+                raise FileError(f"{self.folder}: found {fault} in {name}; needed finite numbers. {REMEDY}")
 
 
 AGAIN = "save again"
-_BESIDE = (INDEX_FILE, METADATA_FILE, SETTINGS_FILE)
 
 
 class _RowMajor(DefaultSavePlanner):
@@ -325,7 +303,7 @@ def write(
                     raise FileError(explain_error(str(place), found, needed, "Pass the same path on every rank"))
             write_index(scratch, metadata, starts, entries)
             replace_text(scratch / SETTINGS_FILE, text)
-            write_manifest(scratch, entries | {name: entry_of(scratch / name) for name in _BESIDE})
+            write_manifest(scratch, entries | {name: entry_of(scratch / name) for name in BESIDE})
             onto_disk(scratch)
             put(scratch, place)
 
@@ -350,13 +328,10 @@ def look(path: str | os.PathLike[str]) -> CheckpointReader:
     def inspect() -> CheckpointReader:
         folder = found_at(place)
         if folder.is_symlink() or not folder.is_dir():
-            what = "a link" if folder.is_symlink() else kind_of(folder)
-            raise FileError(explain_error(str(place), what, "the folder of a checkpoint"))
+            found = kind_of(folder, follow=False)
+            raise FileError(explain_error(str(place), found, "the folder of a checkpoint"))
         entries = read_manifest(folder)
-        for name in _BESIDE:
-            if name not in entries:
-                raise FileError(f"{folder}: its manifest does not tell of {name}. {REMEDY}")
-        check_entries(folder, entries, [*_BESIDE, *sorted(entries)[this_rank() :: world_size()]])
+        check_entries(folder, entries, [*BESIDE, *sorted(entries)[this_rank() :: world_size()]])
         settings = read_json(folder / SETTINGS_FILE, needed=f"what save wrote there. {REMEDY}")
         return CheckpointReader(folder, read_index(folder, entries), settings)
 

@@ -38,14 +38,15 @@ DATA_FILE = re.compile(r"__[0-9]{1,9}_[0-9]{1,9}\.distcp")  # in the folder itse
 REMEDY = "Load another checkpoint, or bring an undamaged copy"
 
 _FORMAT = 2
-_OWN = (METADATA_FILE, INDEX_FILE, SETTINGS_FILE)
+BESIDE = (METADATA_FILE, INDEX_FILE, SETTINGS_FILE)  # the files with tensors
 _FILE_NAME = Kind(
-    "the name of a file of a checkpoint", lambda name: name in _OWN or DATA_FILE.fullmatch(name) is not None
+    "the name of a file of a checkpoint", lambda name: name in BESIDE or DATA_FILE.fullmatch(name) is not None
 )
+_ENTRY = only({"bytes": SIZE, "sha256": TEXT})
 _MANIFEST = only(
     {
         "format": one_of([_FORMAT], ": another version wrote it"),
-        "files": {_FILE_NAME: only({"bytes": SIZE, "sha256": TEXT})},
+        "files": {_FILE_NAME: _ENTRY, **dict.fromkeys(BESIDE, _ENTRY)},
     }
 )
 
@@ -92,21 +93,12 @@ def read_manifest(folder: Path) -> dict[str, Entry]:
         found, write = f"no {MANIFEST_FILE}", "Pass the folder that save was given"
         if METADATA_FILE in names:
             found = "a checkpoint of torch.distributed.checkpoint"
-            write = 'Load it as torch does: state = dict(zip(("model", "optimizer"), get_state_dict(model, '
-            write += "optimizer))), torch.distributed.checkpoint.load(state, checkpoint_id=path) with the keys that it "
-            write += 'was saved with, then set_state_dict(model, optimizer, model_state_dict=state["model"], '
-            write += 'optim_state_dict=state["optimizer"])'
+            write = "Load it by torch.distributed.checkpoint.load, with the keys that it was saved with, and "
+            write += "torch.distributed.checkpoint.state_dict.set_state_dict"
         raise FileError(explain_error(str(folder), found, "a checkpoint of muonmesh.checkpoint.save", write))
     needed = f"the sizes and hashes that save wrote there last. {REMEDY}"
     content = check_form(str(path), read_json(path, needed=needed), _MANIFEST, REMEDY, kind=FileError)
     return {name: (entry["bytes"], entry["sha256"]) for name, entry in content["files"].items()}
-
-
-def check_file(path: Path, needed: str) -> None:
-    """Raise FileError unless a path is a file, and not a link."""
-    if path.is_symlink() or not path.is_file():
-        found = "a link" if path.is_symlink() else kind_of(path)
-        raise FileError(explain_error(str(path), found, needed, REMEDY))
 
 
 def check_entries(folder: Path, entries: dict[str, Entry], names: Iterable[str]) -> None:
@@ -122,7 +114,9 @@ def check_entries(folder: Path, entries: dict[str, Entry], names: Iterable[str])
     """
     for name in names:
         path = folder / name
-        check_file(path, f"the file that {MANIFEST_FILE} tells of")
+        if path.is_symlink() or not path.is_file():
+            needed = f"the file that {MANIFEST_FILE} tells of"
+            raise FileError(explain_error(str(path), kind_of(path, follow=False), needed, REMEDY))
         try:
             size, digest = entry_of(path)
         except OSError as error:

@@ -6,13 +6,14 @@ all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar
 
 from muonmesh.comm.storage import this_rank
 from muonmesh.comm.telling import agreed
 from muonmesh.errors import FileError, MuonMeshError, StateError
 
+K = TypeVar("K")
 T = TypeVar("T")
 
 
@@ -49,6 +50,17 @@ def together(work: Callable[[], T]) -> T:
         if message is not None:
             raise FileError(message)
     return found[0]
+
+
+def first_difference(of_ranks: Iterable[Mapping[K, object]]) -> tuple[K, int, int] | None:
+    """Return the first key whose values differ between ranks that have it, and the first two such ranks; else None."""
+    first: dict[K, tuple[int, object]] = {}
+    for rank, values in enumerate(of_ranks):
+        for key, value in values.items():
+            before, expected = first.setdefault(key, (rank, value))
+            if value != expected:
+                return key, before, rank
+    return None
 
 
 def on_first_rank(work: Callable[[], None]) -> None:

@@ -1,15 +1,15 @@
 """Record: one parameter and its state, as whole tensors; this rank stores some boxes of each, its Share.
 
-`OfMuon` gives `muonmesh.checkpoint` the Records of a `Muon`; optimizers of integrations give their own.
+`Recorded` gives `muonmesh.checkpoint` the Records of a `Muon`; integrations derive classes of it.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, MutableMapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,6 @@ from muonmesh.step.connection import connect, forget, plan
 from muonmesh.step.members import OptimizedParameter
 from muonmesh.step.offload import fresh_copy
 from muonmesh.step.parameter_steps import ParameterStep, prepare_state
-from muonmesh.step.planning import Planned
 from muonmesh.step.precision import Precision
 from muonmesh.step.runtime import Clip, Runtime
 from muonmesh.step.state_form import StateForm, check_state, forms_of
@@ -69,10 +68,6 @@ class Share(Tensor):
         share: Share = Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype)
         share.boxes = dict(boxes)
         return share
-
-    def __repr__(self) -> str:  # type: ignore[override]
-        """Return the shape, and the boxes by their offsets."""
-        return f"Share(shape={tuple(self.shape)}, boxes={ {at: tuple(box.shape) for at, box in self.boxes.items()} })"
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -218,66 +213,12 @@ def fill(local: Tensor, storage: Storage, share: Share) -> None:
         local.copy_(memory)
 
 
-@runtime_checkable
-class Recorded(Protocol):
-    """The protocol of an optimizer that `muonmesh.checkpoint` can save, or of an object that holds one.
+class Recorded:
+    """What `muonmesh.checkpoint` saves of a `Muon` and loads into it.
 
-    Only `whole` communicates, and `checkpoint_records` if owners of matrices keep state and no step has assigned them.
+    A framework that wraps the optimizer derives a class, and overrides the methods whose answers are others there. Only
+    `whole` communicates, and `checkpoint_records` if owners of matrices keep state and no step has assigned them.
     """
-
-    def refuse_if_interrupted(self) -> None:
-        """Raise StateError if a step or a load was interrupted while it wrote, and no state has been loaded since."""
-
-    def checkpoint_records(self) -> list[Record]:
-        """Return a `Record` of each parameter that this rank steps, with its state.
-
-        Raises:
-            StateError: a parameter has state that the optimizer does not read.
-        """
-
-    def checkpoint_changing(self) -> None:
-        """Mark weights, state and settings as incomplete until `checkpoint_restored`: a load begins to write."""
-
-    def checkpoint_restored(self) -> None:
-        """Mark weights, state and settings as complete, because a load has written them."""
-
-    def renamed(self, model: nn.Module) -> dict[str, str]:
-        """Return the checkpoint's names of tensors that the model names differently, by the model's canonical names.
-
-        Names differ if ranks use one name for different tensors, as DeepSpeed does with experts.
-        """
-
-    def whole(self, model: nn.Module, *, write: bool) -> AbstractContextManager[Any]:
-        """Return a context in which frozen parameters of the model are whole. All ranks enter it.
-
-        Args:
-            model: The model.
-            write: Whether values that are written into them in the context are kept.
-        """
-
-
-def records_of(planned: Planned, optimizer: torch.optim.Optimizer, precision: Precision) -> Iterator[Record]:
-    """Yield a `Record` of each parameter of a plan, with the optimizer's state.
-
-    Args:
-        planned: The plan of the optimizer.
-        optimizer: The optimizer.
-        precision: The precision of the optimizer's state.
-
-    Raises:
-        StateError: a parameter has state that the optimizer does not read.
-    """
-    state = optimizer.state
-    for member in planned.members:
-        group = optimizer.param_groups[member.group]
-        forms = forms_of(member, precision, master=True)
-        check_state(member.name, forms, state.get(member.tensor, {}), {"stranger": "Remove it from the state"})
-        parts = [each._replace(dtype=each.layout.saved_dtype(precision)) for each in forms if each.key != "master"]
-        yield Record(member, state, tuple(parts), group, precision)
-
-
-class OfMuon:
-    """Adapts a `Muon` to the protocol `Recorded`, so that `muonmesh.checkpoint` can save and load it."""
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
@@ -306,33 +247,47 @@ class OfMuon:
             StateError: a parameter has state that the optimizer does not read.
             LayoutError, ValueError, TypeError: no plan can be made.
         """
-        optimizer, runtime = self.optimizer, self.runtime
+        optimizer, runtime, records = self.optimizer, self.runtime, list[Record]()
         optimizer.finish()
         planned = plan(optimizer.param_groups, runtime)
         if planned.exchange is None and planned.plan.keepers:
             planned, _ = connect(optimizer.param_groups, runtime, gradients=False)
         if runtime.precision.int8:
             widen_state(optimizer.state, planned, runtime.last.blocks)
-        return list(records_of(planned, optimizer, runtime.precision))
+        for member in planned.members:
+            forms = forms_of(member, runtime.precision, master=True)
+            state, group = optimizer.state, optimizer.param_groups[member.group]
+            check_state(member.name, forms, state.get(member.tensor, {}), {"stranger": "Remove it from the state"})
+            saved = [each._replace(dtype=each.layout.saved_dtype(runtime.precision)) for each in forms]
+            parts = tuple(each for each in saved if each.key != "master")
+            records.append(Record(member, state, parts, group, runtime.precision))
+        return records
 
     def checkpoint_changing(self) -> None:
-        """Mark the state as incomplete, because `muonmesh.checkpoint.load` begins to write."""
+        """Mark weights, state and settings as incomplete until `checkpoint_restored`: a load begins to write."""
         self.runtime.interrupted = "a load of a checkpoint"
 
     def checkpoint_restored(self) -> None:
-        """Mark the state as complete, because `muonmesh.checkpoint.load` has written weights, state and settings."""
+        """Mark weights, state and settings as complete, because a load has written them."""
         self.runtime.interrupted, self.runtime.loaded, self.runtime.clip = None, True, Clip()
 
     def renamed(self, model: nn.Module) -> dict[str, str]:
-        """Return an empty dict: checkpoints use the names of the model."""
+        """Return the checkpoint's names of tensors that the model names differently, by the model's canonical names.
+
+        Names differ if ranks use one name for different tensors, as DeepSpeed does with experts. Here none does.
+        """
         return {}
 
     @contextmanager
     def whole(self, model: nn.Module, *, write: bool) -> Iterator[None]:
-        """Return a context in which frozen parameters are whole; here, they always are.
+        """Return a context in which frozen parameters of the model are whole; all ranks enter it. Here they always are.
 
         For a save before the first step, the ranks find in this context which of their plain parameters are copies, by
         comparing weights. The first step repeats this, since gradients are then known too.
+
+        Args:
+            model: The model.
+            write: Whether values that are written into them in the context are kept.
 
         Raises:
             LayoutError, PlanError: on every rank: no plan can be made, or plain parameters of one name differ.

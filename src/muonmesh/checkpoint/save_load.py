@@ -18,8 +18,8 @@ from torch.distributed.fsdp import FSDPModule
 from muonmesh.checkpoint.fitting import check_saved, fit, merged, settings_of
 from muonmesh.checkpoint.folder import look, write
 from muonmesh.checkpoint.index import SETTINGS_FILE
-from muonmesh.checkpoint.ranks import settled
-from muonmesh.checkpoint.record import STATE, OfMuon, Record, Recorded
+from muonmesh.checkpoint.ranks import first_difference, settled, together
+from muonmesh.checkpoint.record import Record, Recorded
 from muonmesh.comm.placing import refuse_flattened, storage_of
 from muonmesh.comm.storage import this_rank
 from muonmesh.comm.telling import agreed, tell_all
@@ -30,7 +30,6 @@ from muonmesh.numerics.precision import plain_modes
 from muonmesh.step.members import OptimizedParameter
 from muonmesh.step.replicas import sum_of_bits
 from muonmesh.step.runtime import Runtime
-from muonmesh.step.state_form import wrong_numbers
 
 
 def refuse_extra_state(model: nn.Module) -> None:
@@ -139,16 +138,11 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Any, *, stri
         records = settled(lambda: _records(host, model))
         names = {name for some in tell_all([record.name for record in records]) for name in some}
         found = settled(lambda: fit(path, contents.held, contents.settings, records, names, strict=strict))
-        contents.read(found.shares, wrong=_wrong)
+        together(lambda: contents.read(found.shares))
         settled(found.check)
         host.checkpoint_changing()
         settled(found.write)
     host.checkpoint_restored()
-
-
-def _wrong(name: str, tensor: Tensor) -> str:
-    """Return the fault of a piece of state with numbers that no step leaves, else "". Weights may have any numbers."""
-    return wrong_numbers(name, tensor) if name.startswith(f"{STATE}.") else ""
 
 
 def recorded(optimizer: Any) -> Recorded:
@@ -161,7 +155,7 @@ def recorded(optimizer: Any) -> Recorded:
         if isinstance(inner, Recorded):
             return inner
         if isinstance(getattr(inner, "_runtime", None), Runtime):
-            return OfMuon(inner)
+            return Recorded(inner)
     found = f"a {type(optimizer).__name__}"
     needed = "a muonmesh.Muon, what wraps one, or an engine of muonmesh.integrations.deepspeed.initialize"
     write = "Pass one, or load the weights alone by torch.distributed.checkpoint"
@@ -226,17 +220,12 @@ def _sums(records: Iterable[Record]) -> dict[tuple[str, tuple[int, ...]], int]:
 
 def _warn_of_drift(said: Iterable[dict[tuple[str, tuple[int, ...]], int]]) -> None:
     """Warn on rank 0 if replicas of a weight have different values; their checksums are those of each rank."""
-    first: dict[tuple[str, tuple[int, ...]], tuple[int, int]] = {}
-    for rank, sums in enumerate(said):
-        for key, found in sums.items():
-            before, expected = first.setdefault(key, (rank, found))
-            if found != expected:
-                if this_rank() == 0:
-                    what = f"The ranks {before} and {rank} hold replicas of this parameter, but their values differ. "
-                    what += "Only one replica is saved. Some steps had gradients that nothing averaged, or weights "
-                    what += "were changed on some ranks only. Loading this checkpoint makes the replicas equal"
-                    warn(about(key[0], what))
-                return
+    if this_rank() == 0 and (found := first_difference(said)) is not None:
+        (name, _), before, rank = found
+        what = f"The ranks {before} and {rank} hold replicas of this parameter, but their values differ. "
+        what += "Only one replica is saved. Some steps had gradients that nothing averaged, or weights "
+        what += "were changed on some ranks only. Loading this checkpoint makes the replicas equal"
+        warn(about(name, what))
 
 
 def _check_alike(said: Sequence[dict[str, str]], records: Iterable[Record]) -> None:
@@ -246,18 +235,15 @@ def _check_alike(said: Sequence[dict[str, str]], records: Iterable[Record]) -> N
         StateError: ranks hold different tensors under one name, or a rank that holds a part of a tensor does not pass
             the tensor to `save`.
     """
-    first: dict[str, tuple[int, str]] = {}
-    for rank, digests in enumerate(said):
-        for name, digest in digests.items():
-            before, expected = first.setdefault(name, (rank, digest))
-            if digest != expected:
-                what = (
-                    f"The ranks {before} and {rank} hold different tensors under this name: the shape, dtype or layout "
-                    "differs, or each rank trains its own. Every rank must use the same tensor for the same name. If "
-                    'the ranks hold replicas of it, or of its shards, write Muon(..., process_group="world") or pass '
-                    "the group of the replicas. If they hold plain shards, declare them with layouts="
-                )
-                raise StateError(about(name, what))
+    if (found := first_difference(said)) is not None:
+        name, before, rank = found
+        what = (
+            f"The ranks {before} and {rank} hold different tensors under this name: the shape, dtype or layout "
+            "differs, or each rank trains its own. Every rank must use the same tensor for the same name. If "
+            'the ranks hold replicas of it, or of its shards, write Muon(..., process_group="world") or pass '
+            "the group of the replicas. If they hold plain shards, declare them with layouts="
+        )
+        raise StateError(about(name, what))
     for record in records:
         layout = record.parameter.storage.layout
         holders = [rank for rank, digests in enumerate(said) if record.name in digests]

@@ -216,9 +216,6 @@ def _check_groups(groups: list[dict[str, Any]], state_dict: Mapping[str, Any]) -
         raise StateError(explain_error("the state", _sizes_of(saved_groups), _sizes_of(groups), write))
     for group, saved in zip(groups, saved_groups, strict=True):
         where = f"group {group['name']!r}"
-        if "lr" in saved and saved["lr"] is None:
-            found = "lr None, which torch leaves where one saved group is loaded into several"
-            raise StateError(explain_error(where, found, "a learning rate", _AS_SAVED))
         for key in ("algorithm", "matrices"):
             if saved.get(key) is not None and key in group and as_tuples(saved[key]) != as_tuples(group[key]):
                 found, needed = f"{key} {saved[key]!r} in the state", f"{group[key]!r}, as this optimizer was built"

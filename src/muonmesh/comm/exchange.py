@@ -162,10 +162,7 @@ class Exchange:
     def _run_batch(self, batch: Local, ahead: Sequence[int], work: Work) -> None:
         numbers = batch.assignments
         shape = len(numbers), *batch.shape
-        memory = None if self._device.type == "cpu" else self._batching.memory(numbers[0], shape, self._dtype)
-        if memory is None:
-            x = scratch("matrices", shape, dtype=self._dtype, device=self._device)
-            memory = x, scratch("results", shape, dtype=self._dtype, device=self._device)
+        memory = [scratch(role, shape, dtype=self._dtype, device=self._device) for role in ("matrices", "results")]
         work.repeat(batch, partial(self._run_in_memory, batch, ahead, work), memory)
 
     def _run_in_memory(self, batch: Local, ahead: Sequence[int], work: Work, x: Tensor, out: Tensor) -> None:

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
 from muonmesh.comm.views import Elements
@@ -68,7 +67,7 @@ def _cut(table: PieceTable, cuts: Sequence[Sequence[int]], apart: int) -> list[P
 
 
 class Batching:
-    """How many equal matrices are computed together, and in which memory.
+    """How many equal matrices are computed together.
 
     This base class is for a rank that owns nothing.
     """
@@ -79,10 +78,6 @@ class Batching:
         ``stays``: They stay on their rank, so that their state is read for these alone.
         """
         return count
-
-    def memory(self, number: int, shape: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
-        """Return the device's memory for matrices equal to matrix ``number``, and for results; None if any will do."""
-        return None
 
 
 class CompanionState:

@@ -7,7 +7,7 @@ long side of X only to form A and to apply the result; between them everything i
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -29,7 +29,6 @@ from muonmesh.numerics.coefficients import (
 )
 from muonmesh.numerics.device_iteration import DeviceIteration
 from muonmesh.numerics.dtypes import COMPUTE_DTYPES, HELD_DTYPES, NEEDED_COMPUTE, NEEDED_HELD
-from muonmesh.numerics.graphs import Graphs
 from muonmesh.numerics.iteration import Iteration
 from muonmesh.numerics.kernels import KernelName, Matmuls, is_compiled, resolve, select
 from muonmesh.numerics.kernels.recording import run_again
@@ -210,18 +209,8 @@ class Orthogonalizer:
     def _recordings(self) -> dict[Hashable, Any]:
         return {}
 
-    def __call__(
-        self,
-        x: Tensor,
-        *,
-        out: Tensor | None = None,
-        overwrite: bool = False,
-        graphs: Graphs | None = None,
-    ) -> Tensor:
-        """Return the orthogonal factor of each matrix of this shape, in `plain_modes`; see `orthogonalize`.
-
-        With `graphs`, a recurring batch may be captured and replayed.
-        """
+    def __call__(self, x: Tensor, *, out: Tensor | None = None, overwrite: bool = False) -> Tensor:
+        """Return the orthogonal factor of each matrix of this shape, in `plain_modes`; see `orthogonalize`."""
         like_x = out is None or (out.shape, out.dtype, out.device) == (x.shape, x.dtype, x.device)
         if out is not None and not (like_x and out.is_contiguous()):
             found = f"{tuple(out.shape)}, strides {out.stride()}, {out.dtype} on {out.device}"
@@ -234,10 +223,6 @@ class Orthogonalizer:
             given = [matrices, result if x.ndim == 3 else result.view(matrices.shape)]
             run, at_once = partial(self._run, overwrite=overwrite), self.at_once
             fits = 0 < len(matrices) <= at_once
-            if graphs is not None and fits and not self.prepared.preconditioner.reads_values:
-                key = self.graph_key(matrices.shape, matrices.dtype, overwrite=overwrite)
-                if graphs.run(run, given, *key):
-                    return result
 
             def run_all() -> None:
                 for start in range(0, len(matrices), at_once):
@@ -250,10 +235,6 @@ class Orthogonalizer:
             else:
                 run_all()
         return result
-
-    def graph_key(self, shape: Sequence[int], dtype: torch.dtype, *, overwrite: bool) -> tuple[Hashable, ...]:
-        """Return the key of a batch in `Graphs`; it includes this method."""
-        return id(self), tuple(shape), dtype, overwrite
 
     def _run(self, matrices: Tensor, out: Tensor, *, overwrite: bool) -> None:
         small = self.products.small

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from muonmesh.comm.wire import Counts
 from muonmesh.errors import escaped
-from muonmesh.numerics.graphs import MOST
 from muonmesh.numerics.rules import RULES, rule_of
 from muonmesh.report.traffic import state_bytes_of, step_memory, traffic
 from muonmesh.settings import GROUP_SETTINGS
@@ -86,9 +85,6 @@ class Explanation:
         step_bytes: The peak of a step on this rank in bytes, without weights, gradients and state; modelled, for
             Muon's own rule. A CPU keeps this memory from step to step.
         budget_bytes: The limit for ``step_bytes`` that ``memory_budget_mb`` sets.
-        graphs: Number of batches that have a CUDA graph so far; None without ``cuda_graphs``.
-        graph_bytes: Bytes that these graphs keep on the device from step to step: the matrices, results and squares of
-            the largest batch. The budget does not count them.
         open: Names of parameters that other ranks may hold too. The first step looks for these copies. Until then, this
             object assumes that there are none.
     """
@@ -106,8 +102,6 @@ class Explanation:
     relayed: int = 0
     step_bytes: int = 0
     budget_bytes: int = 0
-    graphs: int | None = None
-    graph_bytes: int = 0
     open: tuple[str, ...] = ()
 
     @property
@@ -163,9 +157,6 @@ class Explanation:
             over = ", as it takes one matrix at a time" if self.step_bytes > self.budget_bytes else ""
             told = f"{self.step_bytes / 1e6:.3g} MB more, of memory_budget_mb={self.budget_bytes / 2**20:.4g}{over}"
             table.insert(-1, f"a step takes {told}")
-        if self.graphs is not None:
-            kept = f"keep {self.graph_bytes / 1e6:.3g} MB in addition to the budget"
-            table.append(f"CUDA graphs of {self.graphs} batches, at most {MOST}, {kept}")
         return "\n".join(table)
 
 
@@ -233,8 +224,6 @@ def explain(
         sum(relay is not None for relay in plan.relays),
         step_memory(plan, travelling, planned.squares),
         plan.budget.bytes,
-        None if planned.graphs is None else len(planned.graphs),
-        0 if planned.graphs is None else planned.graphs.bytes,
         () if planned.exchange is not None else tuple(m.name for m in planned.members if m.may_have_copies(plan.ranks)),
     )
 

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from muonmesh.comm.storage import Storage, local_of, this_rank
+from muonmesh.comm.storage import local_of, this_rank
 from muonmesh.layout import Plan
 from muonmesh.layout.companion_plan import CompanionPlan
 from muonmesh.layout.routes import Leg
-from muonmesh.step.members import OptimizedParameter
 from muonmesh.step.planning import Planned
 from muonmesh.step.precision import Precision
+from muonmesh.step.state_form import forms_of
 
 
 @dataclass(frozen=True)
@@ -189,9 +191,6 @@ def _kept(buckets: Sequence[BucketTraffic]) -> int:
     return found
 
 
-_FP32 = 4
-
-
 def state_bytes_of(planned: Planned, precision: Precision) -> dict[str, tuple[int, int]]:
     """Return the bytes of state that this rank keeps for each parameter after the first step, by name.
 
@@ -203,23 +202,16 @@ def state_bytes_of(planned: Planned, precision: Precision) -> dict[str, tuple[in
     found = dict[str, tuple[int, int]]()
     coded = set[Tensor]()
     for member in planned.members:
-        local = local_of(member.tensor)
-        master = precision.master if precision.master not in (None, local.dtype) else None
-        # `shaped`: bytes of per-element state; `few`: bytes of state by row, column, matrix or parameter
-        shaped = _elements(member, member.storage) * master.itemsize if master is not None else 0
-        few = 0 if member.tensor in planned.matrices_of else _FP32  # the count of steps
-        for state_layout in member.state_layouts.values():
-            size = _elements(member, state_layout.storage) * state_layout.kept_dtype(precision).itemsize
-            shaped, few = (shaped + size, few) if state_layout.companion is None else (shaped, few + size)
-            if state_layout.kept_dtype(precision) != state_layout.saved_dtype(precision) and member.tensor not in coded:
+        local, total, host = local_of(member.tensor), 0, 0
+        for form in forms_of(member, precision):
+            stored = form.layout.storage.layout
+            blocks = () if stored is None else stored.blocks(this_rank())
+            elements = math.prod(form.shape) if stored is None else sum(block.region.numel for block in blocks)
+            total += elements * form.dtype.itemsize
+            if form.layout.side == "element" and form.device != local.device:
+                host += elements * form.dtype.itemsize
+            if form.dtype == torch.int8 and member.tensor not in coded:
                 coded.add(member.tensor)
-                few += _FP32 * planned.blocks.size(member.tensor)
-        found[member.name] = shaped + few, shaped if precision.leaves(local.device) else 0
+                total += torch.float32.itemsize * planned.blocks.size(member.tensor)
+        found[member.name] = total, host
     return found
-
-
-def _elements(member: OptimizedParameter, storage: Storage) -> int:
-    """Return the number of elements of a storage that this rank holds."""
-    if storage.layout is None:
-        return local_of(member.tensor).numel()
-    return sum(block.region.numel for block in storage.layout.blocks(this_rank()))

@@ -96,7 +96,6 @@ class OptimizerSettings(TypedDict, total=False):
         float | None,
         Setting(None, lambda value: value is None or (is_number(value) and value >= 0), f"{NOT_NEGATIVE}, or None"),
     ]
-    cuda_graphs: Annotated[bool, switch(False)]
     gradients: Annotated[GradientSource | Literal["to_owners"] | None, Setting(None)]
 
 

@@ -33,7 +33,13 @@ from muonmesh.settings import (
 _GROUP_KEYS = dict.fromkeys(
     ("lr", *GROUP_SETTINGS, "algorithm", "matrices", "params", "param_names", "name", "reasons", "use_muon", NORM_MEANS)
 )
-_OF_FROM_MODEL = ("overrides", "per_head", "rule", "example", "muon", "adamw")
+_INSTEAD = {  # split_params may have been called apart
+    **{name: f"Give {name}= to from_model" for name in ("overrides", "per_head", "rule", "example", "muon", "adamw")},
+    "muon_lr": 'Write muon={"lr": ...} in from_model, or put it into a group',
+    "adamw_lr": 'Write adamw={"lr": ...} in from_model, or put it into a group',
+}
+"""What to write instead of some arguments that `Muon` does not have."""
+
 _OTHER_NAMES = {
     **TORCHS_NAMES,
     "learning_rate": "lr",
@@ -52,8 +58,13 @@ _OTHER_NAMES = {
 _ARGUMENT = re.compile(r"(?<!\w)(?=(coefficients|steps|method)[:=])")
 """Finds the arguments of `orthogonalize` in its error messages; in a group these settings have the prefix "ns_"."""
 
-_TORCH_SWITCHES = ("maximize", "amsgrad", "foreach", "fused", "capturable", "differentiable")
-"""Keys of torch's optimizers that muonmesh accepts only if they are off, as in the groups of torch's state dicts."""
+_TORCH_SWITCHES = {
+    **dict.fromkeys(("amsgrad", "capturable", "differentiable"), ""),
+    **dict.fromkeys(("foreach", "fused"), ": muonmesh chooses its kernels by itself"),
+    "maximize": " and negate the loss",
+}
+"""Keys of torch's optimizers that muonmesh accepts only if they are off, as in the groups of torch's state dicts, each
+with the end of the sentence that says to leave it out."""
 
 
 def _check_optimizer(given: Mapping[str, Any]) -> None:
@@ -153,27 +164,17 @@ def check_group(where: str, group: Mapping[str, Any], *, read: bool = True) -> A
     for key in ("lr", *GROUP_SETTINGS):
         if key not in group:
             raise ValueError(explain_error(where, f"no {key!r}", "every setting", f"Set group[{key!r}] again"))
-    lr = group["lr"]
-    if isinstance(lr, Tensor):
-        fits = lr.numel() == 1 and lr.is_floating_point()
-        _check(fits, f"{where}: lr", lr, "a floating-point tensor of one element")
-    known_here = not isinstance(lr, Tensor) or ((lr.device.type == "cpu" or read) and not lr.is_meta)
-    if known_here:
-        value = float(lr.detach()) if isinstance(lr, Tensor) else lr
-        if not (is_number(value) and value >= 0):
-            raise ValueError(explain_error(f"{where}: lr", f"{lr!r}", NOT_NEGATIVE))
+    needed = f"{NOT_NEGATIVE}, or a floating-point tensor of one element with it"
+    _check(_is_rate(group["lr"], read=read), f"{where}: lr", group["lr"], needed)
     for key, setting in GROUP_SETTINGS.items():
-        if not setting.fits(group[key]):
-            raise ValueError(explain_error(f"{where}: {key}", f"{group[key]!r}", setting.needed))
+        _check(setting.fits(group[key]), f"{where}: {key}", group[key], setting.needed)
     _check_keys(where, group)
-    if (means := group.get(NORM_MEANS, FRESH_MEANS)) is not FRESH_MEANS:
-        needed = f"means and counts of three norms, finite numbers of at least 0; {FRESH_MEANS} begins anew"
-        _check(_are_means(means), f"{where}: {NORM_MEANS}", means, needed)
-    steps = group["ns_steps"]
-    coefficients, method = group["ns_coefficients"], group["ns_method"]
+    means, needed = group.get(NORM_MEANS, FRESH_MEANS), "means and counts of three norms, finite numbers of at least 0"
+    _check(_are_means(means), f"{where}: {NORM_MEANS}", means, f"{needed}; {FRESH_MEANS} begins anew")
+    coefficients = group["ns_coefficients"]
     try:  # whether the method fits the polynomials depends on neither shape nor dtype
         check = _check_named if isinstance(coefficients, str) else resolve_method
-        check(1, 1, coefficients=coefficients, steps=steps, method=method)
+        check(1, 1, coefficients=coefficients, steps=group["ns_steps"], method=group["ns_method"])
     except (TypeError, ValueError) as error:
         raise type(error)(about(where, _ARGUMENT.sub("ns_", str(error)))) from None
     if "algorithm" not in group:
@@ -188,13 +189,22 @@ def check_group(where: str, group: Mapping[str, Any], *, read: bool = True) -> A
     return rule
 
 
+def _is_rate(lr: Any, *, read: bool) -> bool:
+    if isinstance(lr, Tensor):
+        if lr.numel() != 1 or not lr.is_floating_point():
+            return False
+        if lr.is_meta or not (read or lr.device.type == "cpu"):
+            return True
+        lr = float(lr.detach())
+    return is_number(lr) and lr >= 0
+
+
 def _are_means(means: Any) -> bool:
     if isinstance(means, Tensor):
         return means.dtype == torch.float64 and means.shape == (2, 3)
-    if not isinstance(means, (list, tuple)) or not all(isinstance(row, (list, tuple)) for row in means):
-        return False
-    return [len(row) for row in means] == [3, 3] and all(
-        type(one) in (int, float) and 0 <= one < math.inf for row in means for one in row
+    rows = means if isinstance(means, (list, tuple)) else ()
+    return [len(row) for row in rows if isinstance(row, (list, tuple))] == [3, 3] and all(
+        type(number) in (int, float) and 0 <= number < math.inf for row in rows for number in row
     )
 
 
@@ -224,15 +234,12 @@ def read_settings(lr: float | Tensor, given: MuonSettings) -> tuple[dict[str, An
     of_all = {*SETTINGS, *Hyperparameters.settings()}
     own = {name: rule for rule in reversed(RULES) for name in RULES[rule].settings() if name not in of_all}
     for name in rest.keys() - {*_TORCH_SWITCHES}:
-        close = difflib.get_close_matches(name, ["lr", *SETTINGS, *_OF_FROM_MODEL, *own], 1)
+        close = difflib.get_close_matches(name, ["lr", *SETTINGS, *_INSTEAD, *own], 1)
         meant = name if name in own else _OTHER_NAMES.get(name) or next(iter(close), None)
         write = f"Leave {name}= out" if meant is None else f"Write {meant}="
-        if name in _OF_FROM_MODEL:  # split_params may have been called apart
-            write = f"Give {name}= to from_model"
-        if name in ("muon_lr", "adamw_lr"):
-            write = f'Write {name.removesuffix("_lr")}={{"lr": ...}} in from_model, or put it into a group'
         if meant in own:
             write = f'Write rule="{own[meant]}", muon={{"{meant}": ...}} in from_model, or put it into a group'
+        write = _INSTEAD.get(name, write)
         raise TypeError(explain_error(where, f"the argument {name!r}", f"an argument of muonmesh.{where}", write))
     _check_optimizer(shared)
     check_group(where, {**of_groups, **rest})
@@ -248,8 +255,7 @@ def check_structure(where: str, group: Mapping[str, Any]) -> None:
     """
     for key in ("algorithm", "name", "params", "param_names"):
         if key not in group:
-            needed = "it as the constructor had made it"
-            raise ValueError(explain_error(where, f"no {key!r}", needed, f"Set group[{key!r}] again"))
+            raise ValueError(explain_error(where, f"no {key!r}", "it as it was made", f"Set group[{key!r}] again"))
     algorithm = group["algorithm"]
     if not (isinstance(algorithm, str) and (algorithm in RULES or is_known(algorithm))):
         raise ValueError(explain_error(f"{where}: algorithm", f"{algorithm!r}", needed_algorithm()))
@@ -260,22 +266,16 @@ def check_structure(where: str, group: Mapping[str, Any]) -> None:
         raise TypeError(explain_error(f"{where}: param_names", f"{names!r}", "a list of strings"))
     if len(names) != count:
         found = f"{len(names)} param_names for {count} parameters"
-        write = (
-            "Leave param_names out or give all of them; add parameters by add_param_group. If DeepSpeed has put flat "
-        )
+        write = "Leave param_names out or give all of them; add parameters by add_param_group. If DeepSpeed put flat "
         write += "tensors in their place, write muonmesh.integrations.deepspeed.initialize(model=model, config=config, "
         write += 'optimizer={"lr": 3e-4}). Instead of ZeroRedundancyOptimizer write Muon(..., shard_state=True)'
         raise ValueError(explain_error(where, found, "one each", write))
-    fits = {}
-    for key in ("reasons", "matrices"):
+    for key in ("reasons", "matrices") if is_matrix_rule(algorithm) else ("reasons",):
         entries = group.get(key)
-        fits[key] = entries is None or (isinstance(entries, (list, tuple)) and len(entries) == count)
-    needed = f"a list with one entry for each of the {count} parameters"
-    _check(fits["reasons"], f"{where}: reasons", group.get("reasons"), needed)
-    if not fits["matrices"] and is_matrix_rule(algorithm):
-        found, needed = f"matrices={group['matrices']!r} for {count} parameters", "a list with one entry per parameter"
-        write = 'Write "matrices": ["whole", ("rows", 768, 768, 768), ...]'
-        raise ValueError(explain_error(where, found, needed, write))
+        if entries is not None and not (isinstance(entries, (list, tuple)) and len(entries) == count):
+            found, needed = f"{key}={entries!r} for {count} parameters", "a list with one entry per parameter"
+            example = 'Write "matrices": ["whole", ("rows", 768, 768, 768), ...]'
+            raise ValueError(explain_error(where, found, needed, example if key == "matrices" else None))
 
 
 def _check_keys(where: str, group: Mapping[str, Any]) -> None:
@@ -286,9 +286,7 @@ def _check_keys(where: str, group: Mapping[str, Any]) -> None:
             continue
         if key in _TORCH_SWITCHES:
             if value is not None and value is not False:
-                write = f"Leave {key} out: muonmesh chooses its kernels by itself"
-                if key not in ("foreach", "fused"):
-                    write = f"Leave {key} out" + (" and negate the loss" if key == "maximize" else "")
+                write = f"Leave {key} out{_TORCH_SWITCHES[key]}"
                 raise ValueError(explain_error(where, f"{key}={value!r}", "False: muonmesh has no such switch", write))
             continue
         readers = [name for name, other in RULES.items() if key in other.settings()]

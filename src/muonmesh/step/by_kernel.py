@@ -14,7 +14,7 @@ from muonmesh.layout.piece_table import NOWHERE, PieceTable, Row
 from muonmesh.numerics.kernels import fused
 from muonmesh.numerics.kernels.memory import rewrite, upload
 from muonmesh.numerics.kernels.rows import PieceRows, Place, in_three_dims
-from muonmesh.numerics.kernels.toolchain import is_usable
+from muonmesh.numerics.kernels.toolchain import DTYPES, is_usable
 from muonmesh.numerics.rules import Rule
 from muonmesh.numerics.rules.muon import MuonRule
 from muonmesh.step.columns import rounds_to_nearest
@@ -266,7 +266,7 @@ def _divided(
     for row in table.rows:
         form, buffered = forms[table.parameters[row.parameter]], row.buffer != NOWHERE
         dtypes = [dtype for dtype in (*(form or ()), buffers if buffered else None) if dtype is not None]
-        if form is None or not fused.can_fuse(ready.device, dtypes) or not _fits(row):
+        if form is None or not _fits(row) or any(dtype not in DTYPES for dtype in dtypes):
             left.append(row)
         else:
             taken.setdefault((ready.of(row.assignment).entry.member.group, buffered, form), []).append(row)

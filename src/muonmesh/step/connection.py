@@ -25,7 +25,6 @@ from muonmesh.errors import explain_error
 from muonmesh.layout import Budget, Parameter, Plan, make_plan, split_matrices
 from muonmesh.names import canonical_name
 from muonmesh.numerics.dtypes import COMPLEX_DTYPES, HELD_DTYPES, NEEDED_HELD
-from muonmesh.numerics.graphs import Graphs
 from muonmesh.numerics.rules import is_matrix_rule, rule_of
 from muonmesh.settings.checks import check_group, check_structure
 from muonmesh.settings.reading import SettingsFound, plan_terms, read_groups
@@ -270,7 +269,6 @@ def _read(
         return None, sets, error
     try:
         planned = plan_members(groups, members, signature, runtime.precision, _planner(runtime))
-        planned.graphs = Graphs(planned.device) if runtime.asked.cuda_graphs and planned.muon else None
         runtime.planned = planned
     except Exception as found:  # whatever a rule's own methods raise
         return None, sets, found

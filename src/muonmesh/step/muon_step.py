@@ -100,7 +100,7 @@ class MuonStep(Work):
         """Whether the kernels between fold and apply are the same in every step."""
         kind = self.ready.of(number).kind
         alone = kind.rule.orthogonalizes and not (kind.balances or kind.changes)
-        return alone and kind.orthogonalizer.repeats and self.ready.graphs is None
+        return alone and kind.orthogonalizer.repeats
 
     def compute(self, matrices: Sequence[int], batch: Tensor, out: Tensor) -> None:
         """Orthogonalize matrices of one group and shape, including what their rule does before and afterwards."""
@@ -114,7 +114,7 @@ class MuonStep(Work):
                         one.rule_in_turn.balance, matrix, kept, rows=one.matrix.rows, cols=one.matrix.cols
                     )
         if rule.orthogonalizes:
-            kind.orthogonalizer(batch, out=out, overwrite=not rule.sees_direction, graphs=self.ready.graphs)
+            kind.orthogonalizer(batch, out=out, overwrite=not rule.sees_direction)
         else:
             out.copy_(batch)
         if kind.changes:

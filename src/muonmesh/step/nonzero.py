@@ -10,11 +10,10 @@ from torch import Tensor
 from muonmesh.comm.storage import local_of
 from muonmesh.comm.views import view_in_storage
 from muonmesh.layout.piece_table import PieceTable, Row
-from muonmesh.layout.region import row_major
+from muonmesh.numerics.kernels.fused import mark_nonzero
 from muonmesh.numerics.kernels.memory import upload
-from muonmesh.numerics.kernels.rows import FlatRows
+from muonmesh.numerics.kernels.rows import SEARCHED, PieceRows, Place, in_three_dims
 from muonmesh.numerics.kernels.toolchain import DTYPES, is_usable
-from muonmesh.numerics.kernels.zeros import flat_rows, mark_nonzero
 from muonmesh.step.parameter_steps import ParameterStep
 from muonmesh.step.planning import Planned
 
@@ -90,7 +89,7 @@ def _by_kernel(table: PieceTable, gradients: Sequence[Tensor | None], found: Ten
     """Look by one launch for each dtype, and return the rows that no kernel takes."""
     held = [gradients[number] for number in table.parameters]
     forms = tuple([None if gradient is None else gradient.dtype for gradient in held])
-    found_once: tuple[list[tuple[list[int], FlatRows]], list[Row]]
+    found_once: tuple[list[tuple[list[int], PieceRows]], list[Row]]
     found_once = table.once(("nonzero", forms), lambda: _launches(table, forms))
     launches, left = found_once
     for places, pieces in launches:
@@ -101,18 +100,21 @@ def _by_kernel(table: PieceTable, gradients: Sequence[Tensor | None], found: Ten
 
 def _launches(
     table: PieceTable, forms: Sequence[torch.dtype | None]
-) -> tuple[list[tuple[list[int], FlatRows]], list[Row]]:
+) -> tuple[list[tuple[list[int], PieceRows]], list[Row]]:
     """Return the launches, each with the places of its parameters in the table; and the other rows with a gradient."""
     taken: dict[torch.dtype, list[Row]] = {}
     left = list[Row]()
     for row in table.rows:
         dtype = forms[table.parameters[row.parameter]]
         if dtype is not None and row.piece.numel:
-            flat = row.piece.storage_strides == row_major(row.piece.shape)
-            (taken.setdefault(dtype, []) if flat and dtype in DTYPES else left).append(row)
+            fits = dtype in DTYPES and in_three_dims(row.piece.shape, row.piece.storage_strides) is not None
+            (taken.setdefault(dtype, []) if fits else left).append(row)
     launches = []
     for rows in taken.values():
         places, tensors = table.numbered(rows)
-        starts = [(row.assignment, row.piece.storage_start, row.piece.numel) for row in rows]
-        launches.append((places, flat_rows([(t, *start) for t, start in zip(tensors, starts, strict=True)])))
+        pieces = []
+        for row, tensor in zip(rows, tensors, strict=True):
+            where = row.piece.storage_start, row.piece.storage_strides
+            pieces.append(Place(tensor, 0, row.assignment, row.piece.shape, *where, *where))
+        launches.append((places, PieceRows(pieces, SEARCHED)))
     return launches, left

@@ -31,7 +31,6 @@ from muonmesh.layout import (
 from muonmesh.layout.piece_table import NOWHERE, PieceTable, Row
 from muonmesh.layout.routes import pieces
 from muonmesh.numerics.coefficients import CoefficientName, choose, coefficient_schedule, coefficient_set
-from muonmesh.numerics.graphs import Graphs
 from muonmesh.numerics.kernels import check_kernels, told_products
 from muonmesh.numerics.kernels.threads import thread_count
 from muonmesh.numerics.newton_schulz import Orthogonalizer
@@ -76,7 +75,6 @@ class Planned:
         orthogonalizers: The orthogonalizers of each Muon group of this rank, by group and shape.
         exchange: The exchange that runs the plan; None until the ranks have compared their plans.
         vectors: Vectors on the device with an entry for each matrix, with what they were made of (`ByKernel`).
-        graphs: CUDA graphs of batches that recur; None if they are not wanted.
         steps: The parameters of the last step that the next step may use again, by the identity of their
             OptimizedParameter (`parameter_steps.ParameterStep.lasts`).
         collected: All parameters of the last step, if the next step may use all of them again.
@@ -95,7 +93,6 @@ class Planned:
     orthogonalizers: Orthogonalizers
     exchange: Exchange | None = None
     vectors: dict[str, Any] = field(default_factory=dict)
-    graphs: Graphs | None = None
     steps: dict[int, Any] = field(default_factory=dict)
     collected: Any = None
     work: Any = None
@@ -221,14 +218,12 @@ class Batches(Batching):
         plan: The plan.
         device: The device of the matrices.
         orthogonalizers: The orthogonalizers of the matrices that this rank owns, by their numbers.
-        graphs: See `Planned`.
         on_host: Whether state is kept in CPU memory, so that the device has the state of few matrices at a time.
     """
 
     plan: Plan
     device: torch.device
     orthogonalizers: Mapping[int, Orthogonalizer]
-    graphs: Graphs | None
     on_host: bool
 
     @staticmethod
@@ -236,7 +231,7 @@ class Batches(Batching):
         """Return those of a plan on this rank."""
         owned = [number for number, one in enumerate(planned.plan.assignments) if one.owner == planned.rank]
         orthogonalizers = {number: planned.orthogonalizer(number) for number in owned}
-        return Batches(planned.plan, planned.device, orthogonalizers, planned.graphs, on_host)
+        return Batches(planned.plan, planned.device, orthogonalizers, on_host)
 
     def at_once(self, number: int, count: int, *, stays: bool = False) -> int:
         """Return how many of ``count`` matrices that are equal to matrix ``number`` are computed by one task."""
@@ -248,14 +243,6 @@ class Batches(Batching):
             return max(1, -(-count // (threads * turns)))
         found = plan.at_once(number, one.squares)
         return min(found, max(1, plan.budget.elements_on_device // numel)) if stays and self.on_host else found
-
-    def memory(self, number: int, shape: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
-        """Return the memory of the CUDA graph of matrices and of their results; None if they have no graph."""
-        if self.graphs is None:
-            return None
-        one = self.orthogonalizers[number]
-        keys = [one.graph_key(shape, dtype, overwrite=overwrite) for overwrite in (True, False)]  # as their rule needs
-        return self.graphs.memory(*keys[0]) or self.graphs.memory(*keys[1])
 
 
 class Connected(NamedTuple):

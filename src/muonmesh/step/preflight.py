@@ -75,7 +75,7 @@ def preflight(
         _reduce(entries, _partial_here(entries))
     # If partial gradients are not summed yet, a matrix counts as non-zero if any rank has a non-zero summand.
     nonzero = nonzero_of(planned, collected.muon, waits=waits, version=collected.seen.version)
-    moves = _moves(collected, settings, runtime)
+    moves = _moves(collected, settings)
     if alone:
         exchange.wire.begin_step()
         stop = skip if overflow is None else overflow if skip is None else skip | overflow
@@ -106,11 +106,10 @@ def preflight(
     return _flags(active, agreed.any("skip", "overflow"), overflowed, waits=True, only_creates_state=rests)
 
 
-def _moves(collected: Collected, settings: SettingsFound, runtime: Runtime) -> bool:
+def _moves(collected: Collected, settings: SettingsFound) -> bool:
     """Return whether this is no step that only creates state, as far as this rank knows of AdamW's gradients."""
     gradients = (entry.gradient for entry in collected.elementwise if entry is not None)
-    moves = settings.at_rest and any(bool(local_of(some).any()) for some in gradients if some is not None)
-    return moves or not runtime.driver.creates_state  # gradients elsewhere may be no zeros
+    return settings.at_rest and any(bool(local_of(some).any()) for some in gradients if some is not None)
 
 
 def _partial_here(entries: Entries) -> dict[int, Sequence[int]]:

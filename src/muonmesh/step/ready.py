@@ -37,7 +37,7 @@ class ReadyParameters:
         plan: The plan with the owner of each matrix.
         device: The device of the parameters.
         blocks: The blocks of momentum in int8; None if momentum is kept in a floating-point dtype.
-        vectors, graphs: See `Planned`.
+        vectors: See `Planned`.
         rules, nonzero, squares, version: See `begin`.
         of, find: See `Matrices`.
         codec: Reads and writes state that is kept otherwise than it is computed with; None if there is no such state.
@@ -51,7 +51,7 @@ class ReadyParameters:
         offload: Offload | None = None,
     ) -> None:
         self.plan, self.device = planned.plan, planned.device
-        self.vectors, self.graphs = planned.vectors, planned.graphs
+        self.vectors = planned.vectors
         self.entries, self.precision = entries, precision
         self.blocks = planned.blocks if precision.int8 else None
         self._matrices, self._steps = Matrices(planned, entries), planned.steps

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,6 @@ from muonmesh.layout import Declared
 from muonmesh.layout.owners import KnownMatrix
 from muonmesh.numerics.kernels import KernelName
 from muonmesh.numerics.kernels.memory import download
-from muonmesh.numerics.rules import rule_method_of
 from muonmesh.settings import ProcessGroup
 from muonmesh.settings.reading import SettingsFound
 from muonmesh.step.blocks import Blocks
@@ -55,24 +54,15 @@ class Asked(NamedTuple):
         kernels: The kernels; those that all ranks use are in `Runtime.precision`.
         shard_state: Whether replicas share the momentum.
         memory_budget_mb: MiB that a step may take; None: `Budget` chooses a number.
-        cuda_graphs: Whether batches are captured in CUDA graphs.
     """
 
     kernels: KernelName = "auto"
     shard_state: bool = False
     memory_budget_mb: float | None = None
-    cuda_graphs: bool = False
 
 
 class Driver:
-    """What an integration that drives the steps decides in them. As it stands it drives nothing.
-
-    Attributes:
-        creates_state: Whether a step with learning rate 0 and zero gradients only creates state (decision 3). False if
-            the optimizer sees a part of the gradients and cannot know whether the others are zero.
-    """
-
-    creates_state: ClassVar[bool] = True
+    """What an integration that drives the steps decides in them. As it stands it drives nothing."""
 
     def host_waits(self, device: torch.device) -> bool:
         """Return whether the CPU waits for reduced flags and sums of parameters on ``device``."""
@@ -206,15 +196,11 @@ class Runtime:
             raise StateError(explain_error("the optimizer", found, "those of one step", _LOAD))
 
     def explain_interruption(self, error: Exception) -> None:
-        """Add to the error that ends a step which has begun to write: which rule raised it, and what to do.
+        """Add to the error that ends a step which has begun to write what that means, and what to do.
 
         The error itself stays, since programs may catch it by its class. The note stands below it in the traceback.
         """
-        method = rule_method_of(error)
-        if method is not None:
-            self.interrupted = f"{self.interrupted}, ended by an error in {method},"
-        where = f"This error was raised{'' if method is None else f' in {method}'} after the step had begun to write"
-        error.add_note(about("muonmesh", f"{where}, {_TORN}. {_LOAD}"))
+        error.add_note(about("muonmesh", f"This error was raised after the step had begun to write, {_TORN}. {_LOAD}"))
 
     def compare_roles(
         self, groups: Sequence[dict[str, Any]], missing: Collection[str], planned: Planned, settings: SettingsFound

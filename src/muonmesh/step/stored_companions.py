@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from muonmesh.comm.work import CompanionState, Summands
 from muonmesh.layout import Piece
 from muonmesh.layout.companion import size_of
 from muonmesh.layout.piece_table import Row
+from muonmesh.numerics.exact import largest_exponent, limbs_of
 from muonmesh.numerics.rules import parts
 from muonmesh.step.columns import MatrixStep
 from muonmesh.step.ready import ReadyParameters
@@ -113,15 +115,18 @@ class RuleSums(Summands):
             weights, rounded, state, _ = one.weights(row.piece)
             if rounded is not None:
                 parts.follow(weights, rounded)
-            into.copy_(parts.exponents(one.kind.rule, weights, update, state, scale=one.kind.scale))
+            summands = parts.summands(one.kind.rule, weights, update, state, scale=one.kind.scale)
+            found = [torch.stack([*map(largest_exponent, some)]) for some in summands]
+            into.copy_(torch.stack(found).amax(0))
 
     def limbs(self, row: Row, update: Tensor, exponents: Tensor, into: Tensor) -> None:
         """Write the contribution of a row's elements to each sum of its rule."""
         one = self.ready.of(row.assignment)
         if one.changes:
             weights, _, state, _ = one.weights(row.piece)
-            some, count = (one.kind.rule, weights, update, state, exponents), one.matrix.numel
-            into.copy_(parts.limbs(*some, scale=one.kind.scale, count=count))
+            limbs = partial(limbs_of, count=one.matrix.numel)
+            summands = parts.summands(one.kind.rule, weights, update, state, scale=one.kind.scale)
+            into.copy_(torch.stack([torch.stack([*map(limbs, some, exponents)]) for some in summands]).sum(0))
 
     def tell(self, assignment: int, into: Tensor) -> None:
         """Write the state that a rule keeps as one number for a matrix, if this rank owns the matrix."""

@@ -30,15 +30,11 @@ class Call:
     """One call of `Muon.step`, which steps one flat tensor of a ZeRO engine, or at stage 0 all parameters.
 
     Attributes:
-        muon: The optimizer that plans the call and takes the step.
-        told: A `Muon` with the same groups and state that knows which parameters lie in the flat tensor. It describes
-            the call for tables and checkpoints. It is the same object as ``muon`` except for AdamW's flat tensors;
-            there it never steps.
+        muon: The optimizer that plans the call and takes the step. It knows which parameters lie in the flat tensor.
         reasons: Why each parameter is in its group, by name.
     """
 
     muon: Muon
-    told: Muon
     reasons: Mapping[str, str]
 
     @property
@@ -50,7 +46,7 @@ class Call:
     @cached_property
     def parameters(self) -> list[OptimizedParameter]:
         """The parameters in the tensors that the call steps."""
-        return placed_members(self.told)
+        return placed_members(self.muon)
 
     @cached_property
     def layouts(self) -> dict[str, FlatShards]:
@@ -68,8 +64,9 @@ class Call:
 
     def explain(self) -> Explanation:
         """Return an explanation of the call, with a row for each parameter."""
-        rows = (replace(row, reason=self.reasons[row.parameter]) for row in self.told.explain().rows)
-        return replace(self.muon.explain(), rows=tuple(rows))
+        explanation = self.muon.explain()
+        rows = (replace(row, reason=self.reasons[row.parameter]) for row in explanation.rows)
+        return replace(explanation, rows=tuple(rows))
 
 
 def explain_step(calls: Sequence[Call]) -> Explanation:
@@ -89,9 +86,6 @@ def explain_step(calls: Sequence[Call]) -> Explanation:
     )
 
 
-_ARGUMENTS = ("max_norm", "policy", "skip_above")
-
-
 def limits_of(clip: float | Mapping[str, Any] | None, config: Mapping[str, Any]) -> Limits | None:
     """Return the limits that the ``clip=`` argument of `initialize` sets; None means no clipping.
 
@@ -105,15 +99,10 @@ def limits_of(clip: float | Mapping[str, Any] | None, config: Mapping[str, Any])
     """
     if clip is None:
         return None
-    given: dict[str, Any] = dict(clip) if isinstance(clip, Mapping) else {"max_norm": clip}
-    for key in given:
-        if key not in _ARGUMENTS:
-            known = ", ".join(_ARGUMENTS)
-            raise TypeError(explain_error("clip", f"the argument {key!r}", f"one of {known}", "Rename or remove it"))
     if config.get("gradient_clipping"):
         found = f"clip= and gradient_clipping {config['gradient_clipping']} in the config"
         raise ValueError(explain_error("clip", found, "only one of them", "Remove gradient_clipping"))
-    limits = Limits(**given)
+    limits = Limits(**clip) if isinstance(clip, Mapping) else Limits(clip)
     limits.check()
     return limits
 

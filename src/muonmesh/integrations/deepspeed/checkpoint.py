@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from muonmesh.checkpoint.folder import AGAIN
 from muonmesh.checkpoint.ranks import on_first_rank, settled, together
-from muonmesh.checkpoint.record import OfMuon, Record
+from muonmesh.checkpoint.record import Record, Recorded
 from muonmesh.errors import FileError, explain_error
 from muonmesh.files import cannot_write, replace_text, writing
 from muonmesh.integrations.deepspeed.calls import Call
@@ -33,10 +33,8 @@ def engine_records(calls: Iterable[Call], groups: Iterable[dict[str, Any]]) -> I
     """
     group_of = {name: group for group in groups for name in group["parameters"]}
     for call in calls:
-        for record in OfMuon(call.told).checkpoint_records():
-            held = {key: value.dtype for key, value in call.muon.state[record.parameter.tensor].items()}
-            parts = tuple(part._replace(dtype=held.get(part.key, part.dtype)) for part in record.parts)
-            yield replace(record, parts=parts, group=group_of[record.name])
+        for record in Recorded(call.muon).checkpoint_records():
+            yield replace(record, group=group_of[record.name])
 
 
 def expert_names(model: nn.Module) -> dict[str, str]:

@@ -6,8 +6,7 @@ import copy
 import inspect
 import json
 import logging
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,17 +16,7 @@ from deepspeed.runtime import lr_schedules
 from deepspeed.utils import log_dist
 
 from muonmesh.errors import explain_error
-
-# The arguments of schedulers that are learning rates; the others are numbers of steps, ratios and momenta.
-_RATES = (
-    "warmup_min_lr",
-    "warmup_max_lr",
-    "cycle_min_lr",
-    "cycle_max_lr",
-    "lr_range_test_min_lr",
-    "max_lr",
-    "base_lr",
-)
+from muonmesh.integrations.refusals import Refusals, refuse_settings
 
 
 def read_config(config: Any) -> dict[str, Any]:
@@ -42,86 +31,50 @@ def read_config(config: Any) -> dict[str, Any]:
     return copy.deepcopy(dict(found))
 
 
-@dataclass(frozen=True)
-class _Refusal:
-    """A setting that would give a wrong update, or that DeepSpeed stops without saying what to write for muonmesh.
-
-    Attributes:
-        path: The keys that lead to the setting, joined by dots.
-        allowed: The values that work. A missing setting works too.
-        needed: What the setting must be, and why.
-        write: What the user should do.
-        stages: The ZeRO stages at which the setting is refused.
-        unless: Whether other settings make this setting work, given a function that returns a setting by its path.
-    """
-
-    path: str
-    allowed: tuple[Any, ...]
-    needed: str
-    write: str
-    stages: str = "0123"
-    unless: Callable[[Callable[[str], Any]], bool] = lambda setting: False
-
-
 _ZERO = "zero_optimization"
-_DEVICES = ("cpu", "none")
-_STAGE_1 = '"zero_optimization": {"stage": 1}'
-_OURS = "Remove it. muonmesh.checkpoint.save and muonmesh.checkpoint.load move between sizes and stages"
-_DROPS = "false: it drops settings of groups, or state that DeepSpeed does not know"
-_SWAPPED = "cpu or none: swapped-out tensors cannot be exchanged"
-_CPU_ADAM = _Refusal("zero_force_ds_cpu_optimizer", (False,), "false: DeepSpeed's Adam would replace Muon", "Remove it")
+_BF16_MASTERS = "bf16.bf16_master_weights_and_grads"
+_CPU_ADAM = "zero_force_ds_cpu_optimizer"
+_DROPS = "Remove it: it drops state. Write muonmesh.checkpoint.save and muonmesh.checkpoint.load to move to other sizes"
+_SWAPS = "with another, such as nvme, tensors that are swapped out cannot be exchanged"
 
-_REFUSED = (
-    _CPU_ADAM,
-    _Refusal("optimizer", (), "none: muonmesh is one", "Remove it and write initialize(optimizer={...})"),
-    _Refusal("zero_allow_untested_optimizer", (True,), "true: Muon is a client optimizer", "Remove it", "123"),
-    _Refusal("fp16.enabled", (False,), "unscaled fp32 gradients at stage 0", f"Write {_STAGE_1}, or use bf16", "0"),
-    _Refusal(
-        "torch_autocast.dtype",
-        (),
-        "bf16: the GradScaler of fp16 skips each group on its own, rank by rank",
-        'Write "torch_autocast": {"enabled": true, "dtype": "bfloat16"}',
-        unless=lambda setting: not (setting("torch_autocast.enabled") and _is_fp16(setting("torch_autocast.dtype"))),
+_REFUSED: Refusals = {
+    _CPU_ADAM: ((False,), "Remove it: DeepSpeed's Adam would replace Muon"),
+    "optimizer": ((), "Remove it and write initialize(optimizer={...})"),
+    "bfloat16": ((), 'Write "bf16"'),
+    "zero_allow_untested_optimizer": ((True,), "Remove it: Muon is a client optimizer"),
+    "torch_autocast.dtype": (
+        ("bfloat16", "bf16", "torch.bfloat16", torch.bfloat16),
+        'Write "dtype": "bfloat16": the GradScaler of fp16 skips each group on its own, rank by rank',
     ),
-    _Refusal(
-        "fp16.fp16_master_weights_and_grads",
+    "fp16.fp16_master_weights_and_grads": (
         (False,),
-        "false: only DeepSpeed's Adam steps fp16 master weights",
-        "Remove it; the engine then has fp32 master weights",
+        "Remove it; the engine then has fp32 master weights. Only DeepSpeed's Adam steps fp16 master weights",
     ),
-    _Refusal(
-        "bf16.bf16_master_weights_and_grads",
-        (False,),
-        "bf16_optimizer_states too, and no offload: all other bf16 master weights need DeepSpeed's Adam",
-        'Add "bf16_optimizer_states": true and remove offload_optimizer, or remove bf16_master_weights_and_grads',
-        unless=lambda setting: setting("bf16.bf16_optimizer_states") and not _offloads(setting),
-    ),
-    _Refusal(f"{_ZERO}.elastic_checkpoint", (False,), _DROPS, _OURS),
-    _Refusal("checkpoint.load_universal", (False,), _DROPS, _OURS),
-    _Refusal(f"{_ZERO}.offload_optimizer.device", _DEVICES, _SWAPPED, 'Write "offload_optimizer": {"device": "cpu"}'),
-    _Refusal(f"{_ZERO}.offload_param.device", _DEVICES, _SWAPPED, 'Write "offload_param": {"device": "cpu"}'),
-    _Refusal(
-        f"{_ZERO}.offload_optimizer.ratio",
+    "checkpoint.load_universal": ((False,), _DROPS),
+    f"{_ZERO}.elastic_checkpoint": ((False,), _DROPS),
+    f"{_ZERO}.cpu_offload": ((False,), 'Write "offload_optimizer": {"device": "cpu"}'),
+    f"{_ZERO}.cpu_offload_param": ((False,), 'Write "offload_param": {"device": "cpu"}'),
+    f"{_ZERO}.offload_optimizer.device": (("cpu", "none"), f'Write "offload_optimizer": {{"device": "cpu"}}: {_SWAPS}'),
+    f"{_ZERO}.offload_param.device": (("cpu", "none"), f'Write "offload_param": {{"device": "cpu"}}: {_SWAPS}'),
+    f"{_ZERO}.offload_optimizer.ratio": (
         (1,),
-        "1.0: DeepSpeed's Adam steps the part that stays on the device",
-        "Remove ratio to offload everything, or remove offload_optimizer",
+        "Remove ratio to offload everything, or remove offload_optimizer: DeepSpeed's Adam steps the rest",
     ),
-    _Refusal(
-        f"{_ZERO}.offload_optimizer.super_offload",
+    f"{_ZERO}.offload_optimizer.super_offload": ((False,), "Remove super_offload: it steps in another process"),
+    f"{_ZERO}.zenflow": ((), "Remove zenflow: it replaces the optimizer step"),
+    f"{_ZERO}.mics_shard_size": ((-1,), "Remove mics_shard_size: it replaces the optimizer step"),
+    f"{_ZERO}.zero_quantized_weights": (
         (False,),
-        "false: it steps sub-groups in another process",
-        "Remove super_offload",
+        "Remove it: with rounded weights in the modules, muonmesh cannot check where DeepSpeed keeps them",
     ),
-    _Refusal(f"{_ZERO}.zenflow", (False,), "none: it replaces the optimizer step", "Remove zenflow"),
-    _Refusal(f"{_ZERO}.mics_shard_size", (-1,), "none: it replaces the optimizer step", "Remove mics_shard_size"),
-    _Refusal(
-        f"{_ZERO}.zero_quantized_weights",
-        (False,),
-        "false: with rounded weights in the modules, muonmesh cannot check where DeepSpeed keeps them",
-        "Remove it",
-        "3",
-    ),
-)
+}
+"""Settings that would give a wrong update, or that DeepSpeed stops without saying what to write for muonmesh."""
+
+_ADDED = {
+    "zero_allow_untested_optimizer": True,  # Muon is a client optimizer
+    _CPU_ADAM: False,  # Muon steps offloaded tensors itself
+    "gradient_clipping": 0.0,  # DeepSpeed's default 1.0 clips by the norm of all gradients
+}
 
 
 def _setting(config: Mapping[str, Any], path: str) -> Any:
@@ -130,40 +83,6 @@ def _setting(config: Mapping[str, Any], path: str) -> Any:
     for key in path.split("."):
         found = found.get(key) if isinstance(found, Mapping) else None
     return None if found == "auto" else found
-
-
-def _is_fp16(dtype: Any) -> bool:
-    return str(dtype).removeprefix("torch.") in ("float16", "fp16", "half")
-
-
-def _offloads(setting: Callable[[str], Any]) -> bool:
-    return setting(f"{_ZERO}.offload_optimizer.device") not in (None, "none")
-
-
-def _refuse(config: Mapping[str, Any], refusals: Iterable[_Refusal]) -> None:
-    setting = partial(_setting, config)
-    stage = str(setting(f"{_ZERO}.stage") or 0)
-    for one in refusals:
-        value = setting(one.path)
-        if value is None or value in one.allowed or stage not in one.stages or one.unless(setting):
-            continue
-        found = one.path if isinstance(value, Mapping) else f"{one.path} {json.dumps(value, default=str)}"
-        raise ValueError(explain_error("config", found, one.needed, one.write))
-
-
-def _in_present_form(config: dict[str, Any]) -> list[str]:
-    """Replace the deprecated forms of settings in a config, which DeepSpeed still reads, and return what was set."""
-    said = []
-    if "bfloat16" in config:
-        config.setdefault("bf16", config.pop("bfloat16"))
-    if isinstance(config.setdefault(_ZERO, {}), bool):
-        config[_ZERO] = {"stage": int(config[_ZERO])}
-    zero = config[_ZERO]
-    for old, new in (("cpu_offload", "offload_optimizer"), ("cpu_offload_param", "offload_param")):
-        if new not in zero and zero.pop(old, None):
-            zero[new] = {"device": "cpu"}
-            said.append(f'{new}: {{"device": "cpu"}} (for {old})')
-    return said
 
 
 def prepare_config(config: dict[str, Any], *, has_experts: bool) -> dict[str, Any]:
@@ -179,26 +98,25 @@ def prepare_config(config: dict[str, Any], *, has_experts: bool) -> dict[str, An
     Raises:
         ValueError: a setting in the config would give a wrong update; the message says what to write.
     """
-    said = _in_present_form(config)
-    _refuse(config, _REFUSED)
     setting = partial(_setting, config)
-    stage = str(setting(f"{_ZERO}.stage") or 0)
-    if has_experts and stage == "3":
-        found, write = "experts (deepspeed.moe) at stage 3", 'Write "zero_optimization": {"stage": 2}'
-        needed = "stage 0, 1 or 2: DeepSpeed partitions experts of different ranks as if they were one"
-        raise ValueError(explain_error("config", found, needed, write))
-    added: dict[str, tuple[Any, str]] = {}
-    if stage != "0":
-        added["zero_allow_untested_optimizer"] = True, "Muon is a client optimizer"
-    if _offloads(setting):
-        added[_CPU_ADAM.path] = False, "Muon steps the offloaded tensors itself"
-    added["gradient_clipping"] = 0.0, "DeepSpeed's default 1.0 clips by the norm of all gradients; see clip="
-    for key, (value, why) in added.items():
-        if setting(key) is None:
-            config[key] = value
-            said.append(f"{key}: {json.dumps(value)} ({why})")
-    if said:
-        log_dist("muonmesh set in the config: " + "; ".join(said), ranks=[0], level=logging.WARNING)
+    refused = dict(_REFUSED)
+    if isinstance(setting(_ZERO), bool):
+        refused[_ZERO] = (), 'Write "zero_optimization": {"stage": 1}, or remove it for stage 0'
+    if has_experts:
+        write = 'Write "zero_optimization": {"stage": 2}: DeepSpeed partitions experts of all ranks as if they were one'
+        refused[f"{_ZERO}.stage"] = (0, 1, 2), write
+    if not setting(f"{_ZERO}.stage"):
+        write = 'Write "zero_optimization": {"stage": 1}, or use bf16: stage 0 does not unscale fp32 gradients'
+        refused["fp16.enabled"] = (False,), write
+    offloads = setting(f"{_ZERO}.offload_optimizer.device") not in (None, "none")
+    if offloads or not setting("bf16.bf16_optimizer_states"):
+        write = 'Remove it, or add "bf16_optimizer_states": true and remove offload_optimizer: '
+        refused[_BF16_MASTERS] = (False,), write + "other bf16 master weights need DeepSpeed's Adam"
+    refuse_settings("config", setting, refused)
+    added = {key: value for key, value in _ADDED.items() if setting(key) is None}
+    config.update(added)
+    if added:
+        log_dist(f"muonmesh set in the config: {json.dumps(added)}", ranks=[0], level=logging.WARNING)
     return config
 
 
@@ -211,8 +129,8 @@ def prepare_host_config(config: dict[str, Any]) -> None:
     Raises:
         ValueError: the config sets it to True.
     """
-    _refuse(config, [_CPU_ADAM])
-    config[_CPU_ADAM.path] = False
+    refuse_settings("config", partial(_setting, config), {_CPU_ADAM: _REFUSED[_CPU_ADAM]})
+    config[_CPU_ADAM] = False
 
 
 def take_scheduler(config: dict[str, Any], lr: float) -> Callable[[torch.optim.Optimizer], Any] | None:
@@ -237,9 +155,10 @@ def take_scheduler(config: dict[str, Any], lr: float) -> Callable[[torch.optim.O
         raise ValueError(explain_error("config", f"a scheduler {name!r}", "one of DeepSpeed's or torch's", "Rename it"))
 
     for key, parameter in inspect.signature(make).parameters.items():
-        if key in _RATES and isinstance(parameter.default, (int, float)):
+        if key.endswith("_lr") and isinstance(parameter.default, (int, float)):
             params.setdefault(key, parameter.default)
-    numbers = {key: value for key, value in params.items() if lr and key in _RATES and isinstance(value, (int, float))}
+    rated = {key: value for key, value in params.items() if lr and key.endswith("_lr")}
+    numbers = {key: value for key, value in rated.items() if isinstance(value, (int, float))}
 
     def schedule(optimizer: torch.optim.Optimizer) -> Any:
         rates = [float(group["lr"]) for group in optimizer.param_groups]

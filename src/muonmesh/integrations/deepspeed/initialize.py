@@ -32,7 +32,6 @@ from muonmesh.names import canonical_name
 from muonmesh.numerics.rules import is_matrix_rule
 from muonmesh.optimizer import Muon
 from muonmesh.settings import OPTIMIZER_SETTINGS
-from muonmesh.step.runtime import Driver
 
 _SPLIT = frozenset(inspect.signature(split_params).parameters) - {"model"}
 _ENGINES = {"process_group", "layouts", "shard_state", "master_dtype", "state_dtype", "state_device", "gradients"}
@@ -272,7 +271,7 @@ class Assembly:
             if any(parameters[name].tensor_parallel > 1 for name in names):
                 process_group = dist.group.WORLD  # parameters that are not cut are the same on all ranks
             muon = Muon(some, process_group=process_group, layouts=layouts, **self._shared)
-            yield Call(muon, muon, self._reasons)
+            yield Call(muon, self._reasons)
 
     def _flat(
         self, number: int, flat: Flat, contents: Sequence[FlatParameter], groups: Sequence[Mapping[str, Any]]
@@ -282,22 +281,9 @@ class Assembly:
         title = f"{label} ({len(contents)} parameters, flat tensor {number})"
         inner = [{**_settings(group), "params": [flat.tensor], "param_names": [title]}]
         shared = {**self._shared, "state_dtype": flat.tensor.dtype}  # as DeepSpeed keeps it: bf16 with bf16 masters
-        if is_matrix_rule(group["algorithm"]):
-            offloaded = flat.tensor.device.type == "cpu"
-            process_group = host_group(flat.process_group) if offloaded else flat.process_group
-            muon = told = Muon(inner, layouts={title: contents}, process_group=process_group, **shared)
-        else:  # AdamW is elementwise, so every rank steps its own elements alone
-            muon = Muon(inner, process_group="local", **shared)
-            muon._runtime.driver = _OfOneRank()
-            told = Muon(inner, layouts={title: contents}, process_group=flat.process_group, **shared)
-            told.param_groups, told.state = muon.param_groups, muon.state
-        return Call(muon, told, self._reasons)
-
-
-class _OfOneRank(Driver):
-    """Steps a part of the elements, and cannot know whether the gradients of the others are zero."""
-
-    creates_state = False
+        offloaded = flat.tensor.device.type == "cpu"
+        process_group = host_group(flat.process_group) if offloaded else flat.process_group
+        return Call(Muon(inner, layouts={title: contents}, process_group=process_group, **shared), self._reasons)
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:

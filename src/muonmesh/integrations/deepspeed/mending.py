@@ -15,8 +15,6 @@ def mend(zero: Any) -> None:
         _scale_after_the_step(zero)
     if hasattr(zero, "round_robin_bit16_groups"):
         _link_in_order(zero)
-    if hasattr(zero, "_lazy_init_hp_params_optimizer_state"):
-        _link_state_too(zero)
 
 
 def _scale_after_the_step(zero: Any) -> None:
@@ -59,19 +57,3 @@ def _link_in_order(zero: Any) -> None:
     zero._link_all_hp_params = link_in_order
     link_in_order()
     zero._param_slice_mappings = zero._create_param_mapping()
-
-
-def _link_state_too(zero: Any) -> None:
-    """Link parameters to their state whenever they are linked to their elements in the flat tensors.
-
-    DeepSpeed links the state in the next step, so `safe_get_full_optimizer_state` would fail before it.
-    """
-    link = zero._link_all_hp_params
-
-    def link_both() -> None:
-        link()
-        zero._hp_optimizer_states_linked = False
-        zero._lazy_init_hp_params_optimizer_state()
-
-    zero._link_all_hp_params = link_both
-    link_both()

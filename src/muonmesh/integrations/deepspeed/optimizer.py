@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from typing import Any
 
 import deepspeed
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from muonmesh.checkpoint.fitting import OWN_KEYS
-from muonmesh.checkpoint.record import OfMuon, Record
+from muonmesh.checkpoint.record import Record, Recorded
 from muonmesh.clip.limits import GradNorms, Limits, scale_groups
 from muonmesh.clip.norm_means import bring_to_host, keep_means
 from muonmesh.errors import LayoutError, StateError, explain_error
@@ -36,7 +36,7 @@ def _checksum(weights: Tensor) -> Tensor:
     return torch.cat([bits[:whole].view(-1, 61).sum(0), bits[whole:].sum(0, keepdim=True)])
 
 
-class EngineOptimizer(torch.optim.Optimizer):
+class EngineOptimizer(torch.optim.Optimizer, Recorded):
     """Muon and AdamW for a DeepSpeed engine, which lets the optimizer step flat fp32 tensors instead of parameters.
 
     1. DeepSpeed creates the optimizer inside the engine, and replaces the parameters in its groups by flat tensors. At
@@ -75,7 +75,7 @@ class EngineOptimizer(torch.optim.Optimizer):
                 for tensor in group["params"]:
                     self._call_of[id(tensor)] = call, group
             self._share(call)
-            OfMuon(call.muon).create_state()  # DeepSpeed links parameters to their state once
+            Recorded(call.muon).create_state()  # DeepSpeed links parameters to their state once
         self._note(*calls)
 
     def _masters(self, *calls: Call) -> Iterator[tuple[Tensor, Tensor]]:
@@ -161,7 +161,7 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     def _share(self, call: Call) -> None:
         """Let a call step with the state of this optimizer, which loading replaces."""
-        call.muon.state = call.told.state = self.state
+        call.muon.state = self.state
 
     # ---------------------------------------------------------------- state
 
@@ -216,7 +216,7 @@ class EngineOptimizer(torch.optim.Optimizer):
     def refuse_if_interrupted(self) -> None:
         """Raise StateError if a step or a load was interrupted while it wrote, and no state has been loaded since."""
         for call in self.calls:
-            OfMuon(call.muon).refuse_if_interrupted()
+            Recorded(call.muon).refuse_if_interrupted()
 
     def check_groups(self, saved: Sequence[Mapping[str, Any]]) -> None:
         """Raise StateError unless saved groups equal these groups in name, algorithm, parameters and splits."""
@@ -245,17 +245,18 @@ class EngineOptimizer(torch.optim.Optimizer):
     def checkpoint_changing(self) -> None:
         """Mark the state as incomplete, because `muonmesh.checkpoint.load` begins to write."""
         for call in self.calls:
-            OfMuon(call.muon).checkpoint_changing()
+            Recorded(call.muon).checkpoint_changing()
 
     def checkpoint_restored(self) -> None:
         """Make the engine use the weights and state that `muonmesh.checkpoint.load` has written."""
         self._count_on()
         for call in self.calls:
-            OfMuon(call.muon).checkpoint_restored()
+            Recorded(call.muon).checkpoint_restored()
         publish(self._zero)
         self._note(*self.calls)
 
-    def whole(self, model: nn.Module, *, write: bool) -> AbstractContextManager[Any]:
+    @contextmanager
+    def whole(self, model: nn.Module, *, write: bool) -> Iterator[None]:
         """Return a context in which frozen parameters, which stage 3 partitions, are whole. All ranks enter it.
 
         Args:
@@ -265,10 +266,8 @@ class EngineOptimizer(torch.optim.Optimizer):
         if hasattr(self._zero, "_partition_all_parameters"):
             self._zero._partition_all_parameters()
         parted = [p for p in model.parameters() if not p.requires_grad and hasattr(p, "ds_id")]
-        context: AbstractContextManager[Any] = deepspeed.zero.GatheredParameters(
-            parted, modifier_rank=0 if write else None, enabled=bool(parted)
-        )
-        return context
+        with deepspeed.zero.GatheredParameters(parted, modifier_rank=0 if write else None, enabled=bool(parted)):
+            yield
 
     def _count_on(self) -> None:
         """Copy the loaded step counts of the groups into the calls whose rule counts steps."""

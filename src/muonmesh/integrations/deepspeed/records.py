@@ -9,7 +9,8 @@ is made.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -204,50 +205,46 @@ def prove(
         LayoutError: on every rank, if the records of any rank do not describe its flat tensors.
     """
     flats = settled(read, kind=LayoutError)
-    told = agreed(lambda: _told(flats, parameters), kind=LayoutError)
+    everyone = agreed(lambda: _intervals(flats, parameters), kind=LayoutError)
+
+    def contents(flat: Flat) -> list[FlatParameter]:
+        ranks = tuple(dist.get_process_group_ranks(flat.process_group))
+        known = [parameters[id(parameter)] for parameter, _ in flat.held]
+        return [FlatParameter(each.name, _layout_of(each, ranks, everyone), each.matrices) for each in known]
+
     # All ranks must succeed here before they gather parameters together.
-    layouts = settled(lambda: [_placed_in(*each, parameters, told) for each in enumerate(flats)], kind=LayoutError)
+    layouts = settled(lambda: [contents(flat) for flat in flats], kind=LayoutError)
     agreed(lambda: _compare(flats, parameters), kind=LayoutError)
     return list(zip(flats, layouts, strict=True))
 
 
-def _told(flats: Sequence[Flat], parameters: dict[int, EngineParameter]) -> list[tuple[int, dict[str, Interval]]]:
-    """Return size and intervals by name of this rank's flat tensors, for the other ranks.
+_Intervals = Mapping[str, tuple[int, Interval]]
+"""For each parameter by name: the size of the flat tensor of this rank that holds it, and its interval there."""
+
+
+def _intervals(flats: Sequence[Flat], parameters: dict[int, EngineParameter]) -> _Intervals:
+    """Return the intervals of this rank's flat tensors, for the other ranks.
 
     Raises:
-        LayoutError: the flat tensors do not hold exactly the parameters of the groups.
+        LayoutError: the flat tensors do not hold exactly the parameters of the groups, each once.
     """
-    held = {id(parameter) for flat in flats for parameter, _ in flat.held}
-    if held != parameters.keys():
-        missing = sorted(known.name for key, known in parameters.items() if key not in held)
-        found = f"{len(held - parameters.keys())} parameters in its flat tensors that it was not given, not {missing}"
+    count = Counter(id(parameter) for flat in flats for parameter, _ in flat.held)
+    wrong = sum((count - Counter(parameters.keys())).values())
+    missing = sorted(known.name for key, known in parameters.items() if key not in count)
+    if wrong or missing:
+        found = f"{wrong} parameters in its flat tensors that it was not given, not {missing}"
         raise LayoutError(explain_error("DeepSpeed", found, "those of the groups, each once", _DIFFERENT))
-    return [
-        (flat.tensor.numel(), {parameters[id(parameter)].name: interval for parameter, interval in flat.held})
-        for flat in flats
-    ]
+    return {parameters[id(p)].name: (flat.tensor.numel(), interval) for flat in flats for p, interval in flat.held}
 
 
-def _placed_in(
-    number: int, flat: Flat, parameters: dict[int, EngineParameter], everyone: Sequence[Any]
-) -> list[FlatParameter]:
-    ranks = tuple(dist.get_process_group_ranks(flat.process_group))
-    known = [parameters[id(parameter)] for parameter, _ in flat.held]
-    return [FlatParameter(each.name, _layout_of(each, ranks, number, everyone), each.matrices) for each in known]
-
-
-def _layout_of(known: EngineParameter, ranks: tuple[int, ...], number: int, everyone: Sequence[Any]) -> FlatShards:
+def _layout_of(known: EngineParameter, ranks: tuple[int, ...], everyone: Sequence[_Intervals]) -> FlatShards:
     within = known.within(ranks)
-    told = {rank: everyone[rank][number] if number < len(everyone[rank]) else (0, {}) for rank in within.ranks}
-    for rank, (_, held) in told.items():
-        if known.name not in held:
-            found = f"no record of it in flat tensor {number} of rank {rank}"
-            raise LayoutError(explain_error(known.name, found, f"one, as on rank {dist.get_rank()}", _DIFFERENT))
-    sizes = [size for size, _ in told.values()]
     try:
-        layout = FlatShards.on_axes(within, [0], lambda rank, _: [told[rank][1][known.name]], sizes)
+        entries = {rank: everyone[rank][known.name] for rank in within.ranks}
+        sizes = [size for size, _ in entries.values()]
+        layout = FlatShards.on_axes(within, [0], lambda rank, _: [entries[rank][1]], sizes)
         layout.prove_cover()
-    except LayoutError as error:
+    except (KeyError, LayoutError) as error:
         raise LayoutError(explain_error(known.name, str(error), "each element held exactly once", _DIFFERENT)) from None
     return layout
 

@@ -22,7 +22,7 @@ from muonmesh.comm.telling import tell_all
 from muonmesh.errors import LayoutError, PlanError, explain_error
 from muonmesh.groups.heads import HeadPart
 from muonmesh.groups.sites import unwrapped
-from muonmesh.integrations.megatron.declared import mesh_finder, stamped_placement
+from muonmesh.integrations.megatron.declared import mesh_finder
 from muonmesh.integrations.megatron.layouts import (
     Cut,
     SavedBox,
@@ -38,7 +38,7 @@ from muonmesh.integrations.megatron.refusals import refuse, refuse_formats, refu
 from muonmesh.layout import Declared
 from muonmesh.optimizer import Muon
 
-_SHARED = ("compute_dtype", "kernels", "state_dtype", "state_device", "memory_budget_mb", "shard_state", "cuda_graphs")
+_SHARED = ("compute_dtype", "kernels", "state_dtype", "state_device", "memory_budget_mb", "shard_state")
 """Settings of the whole optimizer that ``muon=`` may have."""
 
 _READ = ["dp_cp", "tp", "expt_dp", "expt_tp", "ep", "pp"]
@@ -77,7 +77,7 @@ def get_megatron_optimizer(
         dump_param_to_param_group_map: Must be None; call ``optimizer.explain()`` instead.
         muon: Settings of Muon's groups, such as ``{"lr": 6e-4, "momentum": 0.95}``; ``"rule"`` (see `Muon`); and
             settings of the whole optimizer: ``compute_dtype``, ``kernels``, ``state_dtype``, ``state_device``,
-            ``memory_budget_mb``, ``shard_state``, ``cuda_graphs``.
+            ``memory_budget_mb``, ``shard_state``.
         adamw: Settings of AdamW's groups.
         overrides: Name or regular expression → "muon", "adamw" or settings, as for `split_params`. Layers and experts
             in the names have their numbers in the whole model.
@@ -204,10 +204,9 @@ def _cut(name: str, parameter: Tensor, boxes: Sequence[SavedBox] | None, mesh: A
     if boxes is not None:
         return cut_of(name, local, boxes, rank, ranks)
     if ranks > 1 and getattr(parameter, "tensor_model_parallel", False):
-        marked = f"tensor_model_parallel=True ({stamped_placement(name, parameter)})"
-        found, write = f"{marked} and no entry in sharded_state_dict()", "Give its module a sharded_state_dict()"
+        found = "tensor_model_parallel=True and no entry in sharded_state_dict()"
         needed = "an entry there, by which its checkpoints are resharded: attributes alone are wrong too often"
-        raise LayoutError(explain_error(name, found, needed, write))
+        raise LayoutError(explain_error(name, found, needed, "Give its module a sharded_state_dict()"))
     return Cut(local, Replicate())
 
 

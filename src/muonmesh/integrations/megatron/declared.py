@@ -6,8 +6,7 @@ The parameters of these libraries are plain local shards. `declared_layouts` ret
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
@@ -17,27 +16,24 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from muonmesh.errors import LayoutError, explain_error
-from muonmesh.names import canonical_name, in_order
-
-Group = dist.ProcessGroup | DeviceMesh | None
-"""The ranks of one axis of parallelism: a process group, a mesh of one dim, or None for this rank alone."""
+from muonmesh.names import canonical_name
 
 
 def declared_layouts(
     named_parameters: Iterable[tuple[str, Tensor]],
     *,
-    tensor_parallel: Group,
-    data_parallel: Group,
-    expert_tensor_parallel: Group = None,
-    expert_data_parallel: Group = None,
-    overrides: Mapping[str, Placement] | None = None,
+    tensor_parallel: dist.ProcessGroup | None,
+    data_parallel: dist.ProcessGroup | None,
+    expert_tensor_parallel: dist.ProcessGroup | None = None,
+    expert_data_parallel: dist.ProcessGroup | None = None,
 ) -> dict[str, tuple[DeviceMesh, tuple[Placement, ...]]]:
     """Return the layouts of Megatron-Core's and Transformer Engine's parameters, for ``Muon(..., layouts=...)``.
 
     The function reads these attributes of a parameter: ``tensor_model_parallel`` (whether it is a shard),
     ``partition_dim`` (the sharded dim; -1 is none), ``partition_stride`` (the number of pieces, such as gate and up, in
     each shard) or ``partition_sizes`` (the sizes of the pieces), and ``allreduce`` (False on experts, which have other
-    groups). No communication.
+    groups). Attributes may be wrong: Transformer Engine marks every linear weight as a shard, and fused gate and up as
+    one piece. Correct their entries in the result. No communication.
 
     Args:
         named_parameters: Names, canonical or not, and local tensors, as from ``model.named_parameters()``. DTensors
@@ -48,9 +44,6 @@ def declared_layouts(
         expert_tensor_parallel: As ``tensor_parallel``, for experts. Required if the model has experts; if only one
             rank has them, pass a group of one rank.
         expert_data_parallel: As ``data_parallel``, for experts. Required likewise.
-        overrides: Canonical name or regular expression (`re.search`; exact names win, then later entries) → the
-            placement over the tensor-parallel ranks. Use it where the attributes are wrong: Transformer Engine marks
-            every linear weight as a shard, and fused gate and up as one piece.
 
     Returns:
         For each canonical name: the mesh, with the dims (data, tensor) or only one of them if one group was given, and
@@ -59,12 +52,10 @@ def declared_layouts(
     Raises:
         LayoutError: the attributes do not fit the shape or the groups; two parameters have the same name; this rank is
             not in a group; or the two groups do not determine the mesh.
-        ValueError: an override matches no parameter.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return {}
     named = _by_canonical_name(named_parameters)
-    overridden = _overridden(named, overrides or {})
     mesh_for = mesh_finder((data_parallel, tensor_parallel), (expert_data_parallel, expert_tensor_parallel))
     layouts: dict[str, tuple[DeviceMesh, tuple[Placement, ...]]] = {}
     for name, parameter in named.items():
@@ -75,8 +66,7 @@ def declared_layouts(
             raise LayoutError(explain_error(name, found, needed, "Set gtp_weight_remat_size=1"))
         placements: list[Placement] = [Replicate()] * mesh.ndim
         if mesh.mesh_dim_names != ("data",) and mesh.size(-1) > 1:
-            placements[-1] = overridden.get(name) or stamped_placement(name, parameter)
-            _check(name, parameter, placements[-1])
+            placements[-1] = _stamped_placement(name, parameter)
         layouts[name] = mesh, tuple(placements)
     return layouts
 
@@ -91,66 +81,41 @@ def _by_canonical_name(named_parameters: Iterable[tuple[str, Tensor]]) -> dict[s
     return named
 
 
-def _overridden(names: Collection[str], overrides: Mapping[str, Placement]) -> dict[str, Placement]:
-    """Return the placements of ``overrides`` by parameter name.
-
-    Raises:
-        ValueError: an override matches no parameter.
-    """
-    placements: dict[str, Placement] = {}
-    for key, placement, meant in in_order(overrides, names):
-        if not meant:
-            needed = "a parameter's name, or an expression that re.search finds in one"
-            raise ValueError(explain_error(f"overrides[{key!r}]", "no parameter that matches", needed, "Correct it"))
-        placements.update(dict.fromkeys(meant, placement))
-    return placements
-
-
-def stamped_placement(name: str, parameter: Tensor) -> Placement:
+def _stamped_placement(name: str, parameter: Tensor) -> Placement:
     """Return the placement over the tensor-parallel ranks, from the attributes of a parameter.
 
     Raises:
-        LayoutError: the pieces of a shard have different sizes, for which DTensor has no placement.
+        LayoutError: the attributes do not fit the shape, or the pieces of a shard have different sizes, for which
+            DTensor has no placement.
     """
-    dim = int(getattr(parameter, "partition_dim", -1))
+    dim, shape = int(getattr(parameter, "partition_dim", -1)), tuple(parameter.shape)
     # Replicated weights may have a partition_dim too (Megatron-LM #7395), so tensor_model_parallel decides.
     if not getattr(parameter, "tensor_model_parallel", False) or dim == -1:
         return Replicate()
-    sizes: Any = getattr(parameter, "partition_sizes", None)
-    if sizes is None:
-        pieces = int(getattr(parameter, "partition_stride", 1))
-    elif len(set(sizes)) == 1:
-        pieces = len(sizes)
-    else:
-        needed = "pieces of one size, since DTensor has no placement for others"
-        write = f'Write declared_layouts(..., overrides={{"{name}": Shard({dim})}}), which has the shards follow each '
-        write += 'other whole: right for AdamW, and for Muon as one "whole" matrix, whose rows may come in any order'
-        raise LayoutError(explain_error(name, f"partition_sizes={list(sizes)}", needed, write))
+    stride, sizes = int(getattr(parameter, "partition_stride", 1)), getattr(parameter, "partition_sizes", None)
+    pieces = stride if sizes is None else len(sizes)
+    if not 0 <= dim < len(shape) or pieces < 1 or shape[dim] % pieces or len(set(sizes or ())) > 1:
+        found = f"partition_dim={dim}, partition_stride={stride}, partition_sizes={sizes} of a shard of shape {shape}"
+        needed, write = (
+            "one of its dims, in pieces of one size",
+            "Correct them, or declare its layout yourself",
+        )
+        raise LayoutError(explain_error(name, found, needed, write))
     return Shard(dim) if pieces == 1 else _StridedShard(dim, split_factor=pieces)
 
 
-def _check(name: str, parameter: Tensor, placement: Placement) -> None:
-    """Raise LayoutError unless a placement fits a local shard: its number of pieces must divide the sharded dim."""
-    if isinstance(placement, Replicate):
-        return
-    dim, pieces = getattr(placement, "dim", -1), int(getattr(placement, "split_factor", 1))
-    shape, known = tuple(parameter.shape), isinstance(placement, Shard | _StridedShard)
-    if not known or not 0 <= dim < len(shape) or pieces < 1 or shape[dim] % pieces:
-        found = f"{placement!r} for a shard of local shape {shape}"
-        needed = "Replicate, Shard or _StridedShard, of one of its dims, in a number of pieces that divides that"
-        write = "Correct partition_dim or partition_stride, or write "
-        write += f"declared_layouts(..., overrides={{{name!r}: ...}})"
-        raise LayoutError(explain_error(name, found, needed, write))
+Groups = tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]
+"""The data-parallel and the tensor-parallel ranks of a weight, see `declared_layouts`."""
 
 
-def mesh_finder(dense: tuple[Group, Group], experts: tuple[Group, Group]) -> Callable[[str, Tensor], DeviceMesh | None]:
+def mesh_finder(dense: Groups, experts: Groups) -> Callable[[str, Tensor], DeviceMesh | None]:
     """Return a function of name and parameter that returns the mesh of the ranks that hold the parameter's elements.
 
     The function returns None if both groups are None. Parameters with the same ranks get the same mesh.
 
     Args:
-        dense: The data-parallel and the tensor-parallel ranks of dense weights, see `declared_layouts`.
-        experts: The same two groups for experts; an entry is None if the group is not known.
+        dense: The groups of dense weights.
+        experts: The groups of experts; an entry is None if the group is not known.
 
     Raises:
         LayoutError: there are experts, and one of their groups is None.
@@ -172,35 +137,21 @@ def mesh_finder(dense: tuple[Group, Group], experts: tuple[Group, Group]) -> Cal
     return find
 
 
-def _mesh_of(data: Group, tensor: Group, device_type: str) -> DeviceMesh | None:
+def _mesh_of(data: dist.ProcessGroup | None, tensor: dist.ProcessGroup | None, device_type: str) -> DeviceMesh | None:
     """Return the mesh (data, tensor), or a mesh of one dim if only one group was given; None if none was given.
 
     It makes no process group, and there is no communication.
 
     Raises:
-        LayoutError: a given mesh has several dims, this rank is in no given group, or the groups form no regular grid.
+        LayoutError: this rank is in no given group, or the groups form no regular grid.
     """
     given = {name: group for name, group in (("data", data), ("tensor", tensor)) if group is not None}
-    if not given:
-        return None
-    for name, group in given.items():
-        if isinstance(group, DeviceMesh) and group.ndim != 1:
-            write = f'Write {name}_parallel=mesh["..."], its dim of that name'
-            raise LayoutError(explain_error(name, f"{group}", "a mesh of one dim", write))
-    if isinstance(data, DeviceMesh) and isinstance(tensor, DeviceMesh) and _of_one_mesh(data, tensor):
-        return DeviceMesh._concatenate([data, tensor])
-    groups = [group.get_group() if isinstance(group, DeviceMesh) else group for group in given.values()]
-    ranks = {name: _ranks(name, group) for name, group in zip(given, groups, strict=True)}
-    if len(groups) == 1:
-        return DeviceMesh.from_group(groups[0], device_type, mesh_dim_names=tuple(given))
+    ranks = {name: _ranks(name, group) for name, group in given.items()}
+    groups, names = list(given.values()), tuple(given)
+    if len(groups) < 2:
+        return DeviceMesh.from_group(groups[0], device_type, mesh_dim_names=names) if groups else None
     grid = torch.tensor(_grid(ranks["data"], ranks["tensor"]), dtype=torch.int64, device="cpu")
-    return DeviceMesh.from_group(groups, device_type, mesh=grid, mesh_dim_names=tuple(given))
-
-
-def _of_one_mesh(data: DeviceMesh, tensor: DeviceMesh) -> bool:
-    """Return whether two meshes are named dims of one mesh, which then has the whole grid of ranks."""
-    named = data.mesh_dim_names and tensor.mesh_dim_names
-    return bool(named) and data != tensor and data._get_root_mesh() == tensor._get_root_mesh()
+    return DeviceMesh.from_group(groups, device_type, mesh=grid, mesh_dim_names=names)
 
 
 def _ranks(name: str, group: dist.ProcessGroup) -> list[int]:
@@ -233,7 +184,6 @@ def _grid(data: list[int], tensor: list[int]) -> list[list[int]]:
     if len(set(ranks)) < len(ranks) or not 0 <= ranks[0] <= ranks[-1] < dist.get_world_size():
         found = f"data-parallel ranks {data} and tensor-parallel ranks {tensor} on rank {this}"
         needed = "groups of a regular grid, to know the ranks that are in neither"
-        write = 'Write mesh = DeviceMesh(device_type, grid, mesh_dim_names=("data", "tensor")) with all the ranks and '
-        write += 'pass data_parallel=mesh["data"], tensor_parallel=mesh["tensor"]'
+        write = "Make a DeviceMesh of all the ranks and write Muon(..., layouts={name: (mesh, placements)})"
         raise LayoutError(explain_error("declared_layouts", found, needed, write))
     return grid

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
-import torch.distributed as dist
 from torch import Tensor
 
 from muonmesh.comm.gradients import GradientSource
@@ -18,11 +17,6 @@ class MainGrad(GradientSource):
     and never replace it.
 
     Args:
-        named_parameters: Names and parameters, as from ``model.named_parameters()``, for groups without
-            ``param_names``, such as Megatron's own groups. None: the groups have names.
-        data_parallel: The ranks that hold copies of a parameter; needed if ``layouts=`` does not give them.
-        expert_data_parallel: The ranks that hold copies of an expert (a parameter with ``allreduce=False``). None: the
-            ranks of ``data_parallel``.
         intervals: For each tensor that is an interval of a flattened parameter: the parameter, and the interval's first
             element. The tensor's gradient is this interval of ``main_grad``, and only Megatron's ``zero_grad_buffer``
             zeroes gradients. None: the optimizer steps only whole parameters.
@@ -33,16 +27,7 @@ class MainGrad(GradientSource):
     # 0.16.1 has no such attribute).
     norms_apart = ("mtp",)
 
-    def __init__(
-        self,
-        named_parameters: Iterable[tuple[str, Tensor]] | None = None,
-        *,
-        data_parallel: dist.ProcessGroup | None = None,
-        expert_data_parallel: dist.ProcessGroup | None = None,
-        intervals: Mapping[Tensor, tuple[Tensor, int]] | None = None,
-    ) -> None:
-        self._names = {parameter: name for name, parameter in named_parameters or ()}
-        self._data, self._experts = data_parallel, expert_data_parallel
+    def __init__(self, *, intervals: Mapping[Tensor, tuple[Tensor, int]] | None = None) -> None:
         self._intervals, self._zeroes = intervals or {}, intervals is None
 
     def gradient(self, parameter: Tensor) -> Tensor | None:
@@ -54,9 +39,9 @@ class MainGrad(GradientSource):
         held, low = self._intervals.get(parameter, (parameter, None))
         gradient: Tensor | None = getattr(held, "main_grad", None)
         if gradient is None and held.grad is not None:
-            name = self.name(parameter) or f"a parameter of shape {tuple(held.shape)}"
+            where = f"a parameter of shape {tuple(held.shape)}"
             write = "Wrap the model in Megatron's DistributedDataParallel, or leave out gradients=MainGrad(...)"
-            raise LayoutError(explain_error(name, "a gradient in grad and no main_grad", "one in main_grad", write))
+            raise LayoutError(explain_error(where, "a gradient in grad and no main_grad", "one in main_grad", write))
         if gradient is None or low is None:
             return gradient
         return gradient.view(-1)[low : low + parameter.numel()].view(parameter.shape)
@@ -68,15 +53,6 @@ class MainGrad(GradientSource):
                 whole.zero_()
         elif (held := self.gradient(parameter)) is not None and held.data_ptr() != gradient.data_ptr():
             held.copy_(gradient)
-
-    def name(self, parameter: Tensor) -> str | None:
-        """Return the parameter's name in ``named_parameters``; None if it is not there."""
-        return self._names.get(parameter)
-
-    def group(self, parameter: Tensor) -> dist.ProcessGroup | None:
-        """Return the parameter's data-parallel group, which is another group for experts."""
-        experts = not getattr(parameter, "allreduce", True)
-        return self._experts if experts and self._experts is not None else self._data
 
     def counted(self, parameter: Tensor) -> bool:
         """Return whether norms count this parameter.

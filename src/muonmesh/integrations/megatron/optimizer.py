@@ -16,7 +16,7 @@ from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradS
 from torch import Tensor, nn
 
 from muonmesh.checkpoint.ranks import settled
-from muonmesh.checkpoint.record import OfMuon, Record
+from muonmesh.checkpoint.record import Record, Recorded
 from muonmesh.clip.clipping import clip_gradients
 from muonmesh.clip.limits import ClipPolicy, GradNorms, Limits
 from muonmesh.clip.squares import AGREEMENT, FELT, reduce_beyond, zeros_for
@@ -112,7 +112,7 @@ class _Stages(Driver):
         return self.measure(raises=raises)
 
 
-class MegatronOptimizer(Base, OfMuon):  # type: ignore[misc]
+class MegatronOptimizer(Base, Recorded):  # type: ignore[misc]
     """One Megatron optimizer for Muon's and AdamW's parameters, dense weights and experts.
 
     Megatron calls `step` once in each iteration, after it has reduced the gradients into ``main_grad``. `step` unscales
@@ -140,7 +140,7 @@ class MegatronOptimizer(Base, OfMuon):  # type: ignore[misc]
         skip_above: float | str | None = None,
     ) -> None:
         Base.__init__(self, optimizer, config)
-        OfMuon.__init__(self, optimizer)
+        Recorded.__init__(self, optimizer)
         self.model_chunks = chunks
         self.is_stub_optimizer = False
         self.chained_optimizers = [self]
@@ -192,14 +192,12 @@ class MegatronOptimizer(Base, OfMuon):  # type: ignore[misc]
     def limits(self) -> Limits:
         """How the next step clips. Like Megatron's optimizers, it reads ``config.clip_grad`` in every step."""
         largest = self.config.clip_grad or 0.0
-        threshold = getattr(self.config, "grad_norm_skip_threshold", None) or None  # 0.16.1 has none
-        if threshold is not None and self._skip_above is not None:
+        threshold = getattr(self.config, "grad_norm_skip_threshold", None) or math.inf  # 0.16.1 has none, 0.19 infinity
+        if math.isfinite(threshold) and self._skip_above is not None:
             found = f"skip_above={self._skip_above!r} and config.grad_norm_skip_threshold {threshold}"
             raise ValueError(explain_error("skip_above", found, "only one of them", "Remove one of them"))
-        skip_above = self._skip_above if threshold is None else threshold
-        return Limits(
-            largest if largest > 0 else math.inf, self._policy, math.inf if skip_above is None else skip_above
-        )
+        skip_above = threshold if self._skip_above is None else self._skip_above
+        return Limits(largest if largest > 0 else math.inf, self._policy, skip_above)
 
     # ---------------------------------------------------------------- the step
 

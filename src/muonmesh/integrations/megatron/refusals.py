@@ -4,39 +4,41 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from muonmesh.errors import explain_error
+from muonmesh.integrations.refusals import Refusals, refuse_settings
 
-_OPTIMIZER = {
+_OPTIMIZER: Refusals = {
     # With "adam", Megatron's config has the learning rate and betas of AdamW's parameters.
-    "optimizer": ("adam", "Set optimizer='adam' (--optimizer adam); Muon's settings go into muon={...}"),
-    "decoupled_weight_decay": (True, "Set decoupled_weight_decay=True"),
-    # Before use_precision_aware_optimizer, since Megatron-LM's scripts accept this field only together with it.
-    "optimizer_cpu_offload": (False, "Remove it and use_precision_aware_optimizer; write muon={'state_device': 'cpu'}"),
-    "use_precision_aware_optimizer": (False, "Remove it; write muon={'state_dtype': torch.bfloat16} for less memory"),
-    "overlap_param_gather_with_optimizer_step": (False, "Remove it; overlap_param_gather alone may stay"),
-    "reuse_grad_buf_for_mxfp8_param_ag": (False, "Remove it: parameters must be bf16, fp16 or fp32"),
+    "optimizer": (("adam",), "Set optimizer='adam' (--optimizer adam); Muon's settings go into muon={...}"),
+    "decoupled_weight_decay": ((True,), "Set decoupled_weight_decay=True"),
+    # Megatron-LM's scripts accept this field only together with use_precision_aware_optimizer.
+    "optimizer_cpu_offload": ((False,), "Remove both settings; write muon={'state_device': 'cpu'}"),
+    "use_precision_aware_optimizer": ((False,), "Remove it; write muon={'state_dtype': torch.bfloat16}"),
+    "overlap_param_gather_with_optimizer_step": ((False,), "Remove it; overlap_param_gather alone may stay"),
+    "reuse_grad_buf_for_mxfp8_param_ag": ((False,), "Remove it: parameters must be bf16, fp16 or fp32"),
     # Of Megatron's own Muon. The momentum has two defaults, that of OptimizerConfig and that of Megatron-LM's scripts.
     "muon_momentum": ((0.95, 0.9), "Write muon={'momentum': ...}"),
-    "muon_split_qkv": (True, "Write overrides={'linear_qkv': {'algorithm': 'muon', 'matrices': 'whole'}}"),
-    "muon_use_nesterov": (False, "Remove it; muon={'nesterov': True} is the default"),
-    "muon_scale_mode": ("spectral", "Write muon={'scale_mode': ...}"),
-    "muon_fp32_matmul_prec": ("medium", "Write muon={'compute_dtype': ...}"),
-    "muon_num_ns_steps": (5, "Write muon={'ns_steps': ...}"),
-    "muon_tp_mode": ("blockwise", "Remove it: each matrix is orthogonalized whole"),
-    "muon_extra_scale_factor": (1.0, "Write muon={'extra_scale_factor': ...}"),
+    "muon_split_qkv": ((True,), "Write overrides={'linear_qkv': {'algorithm': 'muon', 'matrices': 'whole'}}"),
+    "muon_use_nesterov": ((False,), "Remove it; muon={'nesterov': True} is the default"),
+    "muon_scale_mode": (("spectral",), "Write muon={'scale_mode': ...}"),
+    "muon_fp32_matmul_prec": (("medium",), "Write muon={'compute_dtype': ...}"),
+    "muon_num_ns_steps": ((5,), "Write muon={'ns_steps': ...}"),
+    "muon_tp_mode": (("blockwise",), "Remove it: each matrix is orthogonalized whole"),
+    "muon_extra_scale_factor": ((1.0,), "Write muon={'extra_scale_factor': ...}"),
 }
-"""Fields of OptimizerConfig: the value that each must have, or the values, and what to write if it has another."""
+"""Fields of OptimizerConfig: the values that work, and what to write if it has another."""
 
-_DDP = {
-    "use_megatron_fsdp": (False, "Remove it; torch's fully_shard with muonmesh.Muon shards parameters too"),
-    "fp8_param_gather": (False, "Remove it: parameters must be bf16, fp16 or fp32"),
-    "num_distributed_optimizer_instances": (1, "Set it to 1"),
+_DDP: Refusals = {
+    "use_megatron_fsdp": ((False,), "Remove it; torch's fully_shard with muonmesh.Muon shards parameters too"),
+    "fp8_param_gather": ((False,), "Remove it: parameters must be bf16, fp16 or fp32"),
+    "num_distributed_optimizer_instances": ((1,), "Set it to 1"),
 }
 """Fields of DistributedDataParallelConfig, as in ``_OPTIMIZER``."""
 
-_MODEL = {"gtp_weight_remat_size": (1, "Set gtp_weight_remat_size=1")}
+_MODEL: Refusals = {"gtp_weight_remat_size": ((1,), "Set gtp_weight_remat_size=1")}
 """Fields of TransformerConfig, as in ``_OPTIMIZER``."""
 
 
@@ -65,30 +67,25 @@ def refuse(config: Any, chunks: Sequence[Any], dump: Any) -> None:
     """
     from megatron.core.distributed import DistributedDataParallel
 
-    _refuse_fields("OptimizerConfig", config, _OPTIMIZER)
+    refuse_settings("OptimizerConfig", partial(_field, config), _OPTIMIZER)
     if config.lr is None:
         write = "Set lr=... (--lr), the rate of AdamW's parameters and of all others without their own"
         raise ValueError(explain_error("OptimizerConfig", "lr=None", "a learning rate", write))
-    if dump is not None:
-        found, write = f"dump_param_to_param_group_map={dump!r}", "Write print(optimizer.explain()) instead"
-        raise ValueError(explain_error("get_megatron_optimizer", found, "None", write))
+    arguments: Refusals = {"dump_param_to_param_group_map": ((), "Write print(optimizer.explain()) instead")}
+    refuse_settings("get_megatron_optimizer", lambda _: dump, arguments)
     for chunk in chunks:
         if not isinstance(chunk, DistributedDataParallel):  # TorchFullyShardedDataParallel has no main_grad either
             found, write = f"a {type(chunk).__name__}", "Wrap each chunk in Megatron's DistributedDataParallel"
             raise ValueError(explain_error("model_chunks", found, "a chunk with main_grad", write))
-        flat = {"use_distributed_optimizer": (config.use_distributed_optimizer, "Set it as in OptimizerConfig")}
-        _refuse_fields("DistributedDataParallelConfig", chunk.ddp_config, _DDP | flat)
-        model = getattr(chunk, "config", None)
-        _refuse_unreduced_experts(model, chunk)
-        _refuse_fields("TransformerConfig", model, _MODEL)
+        flat = (config.use_distributed_optimizer,), "Set it as in OptimizerConfig"
+        ddp: Refusals = {**_DDP, "use_distributed_optimizer": flat}
+        refuse_settings("DistributedDataParallelConfig", partial(_field, chunk.ddp_config), ddp)
+        _refuse_unreduced_experts(chunk.config, chunk)
+        refuse_settings("TransformerConfig", partial(_field, chunk.config), _MODEL)
 
 
-def _refuse_fields(kind: str, config: Any, fields: Mapping[str, tuple[Any, str]]) -> None:
-    """Raise ValueError if a field of a configuration has another value than it must; a missing field is accepted."""
-    for field, (needed, write) in fields.items():
-        accepted = needed if isinstance(needed, tuple) else (needed,)
-        if (found := getattr(config, field, None)) not in (None, *accepted):
-            raise ValueError(explain_error(kind, f"{field}={found!r}", f"{needed!r}", write))
+def _field(config: Any, name: str) -> Any:
+    return getattr(config, name, None)
 
 
 def script_argument(name: str) -> Any:
@@ -103,13 +100,9 @@ def refuse_formats(*, flat: bool) -> None:
         flat: Whether the data-parallel ranks have different parts of the state. The format "torch" saves only the part
             of the first rank.
     """
-    for field in ("ckpt_format", "ckpt_convert_format"):
-        chosen = script_argument(field)
-        if chosen in (None, "torch_dist") or (chosen == "torch" and not flat):
-            continue
-        flag, needed = "--" + field.replace("_", "-"), "'torch_dist', or 'torch' where every rank has all of its state"
-        found = f"{chosen!r}, which would fail at the first checkpoint"
-        raise ValueError(explain_error(flag, found, needed, f"Write {flag} torch_dist"))
+    accepted = ("torch_dist",) if flat else ("torch_dist", "torch")
+    entry = accepted, "Write --ckpt-format torch_dist, and so for --ckpt-convert-format: saving would fail"
+    refuse_settings("Megatron-LM's arguments", script_argument, {"ckpt_format": entry, "ckpt_convert_format": entry})
 
 
 def _refuse_unreduced_experts(model: Any, chunk: Any) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from muonmesh.numerics.kernels.portions import MEASURED
+from muonmesh.numerics.kernels.rows import MEASURED
 from muonmesh.numerics.kernels.triton_launch import operator
 
 

@@ -1,28 +1,35 @@
-"""The two elementwise parts of a step, each in one launch for all pieces: gradient to direction, result to weight.
+"""The elementwise parts of a step, each in one launch for all pieces: zero gradients, gradient to direction, result to
+weight.
 
-Both are operators of torch, `muonmesh::fold` and `muonmesh::apply`, so dispatch modes and fake tensors see one launch
-each. The tensors of a column have one dtype. The formulas are those of Muon's rule, with the same results as its
+They are operators of torch, `muonmesh::mark_nonzero`, `fold` and `apply`, so dispatch modes and fake tensors see one
+launch each. The tensors of a column have one dtype. The formulas are those of Muon's rule, with the same results as its
 operations on each tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from muonmesh.numerics.kernels.rows import PieceRows, rows_of
-from muonmesh.numerics.kernels.toolchain import DTYPES, is_usable
 from muonmesh.numerics.kernels.triton_launch import Launch, are_aligned, operator
 
 _OPTIONS = {"enable_fp_fusion": False}
 """Compiler options without fused multiply-add, so that the bits of an element do not depend on the memory layout."""
 
 
-def can_fuse(device: torch.device, dtypes: Iterable[torch.dtype]) -> bool:
-    """Whether `fold` and `apply` take tensors of these dtypes there; in fp64, for one, they do not compute."""
-    return all(dtype in DTYPES for dtype in dtypes) and is_usable(device)
+def mark_nonzero(pieces: PieceRows, gradients: Sequence[Tensor], found: Tensor) -> None:
+    """Write 1 to the entry of each piece with an element that is not zero, or is NaN; leave the other entries.
+
+    Args:
+        pieces: The pieces, at least one; several may share an entry.
+        gradients: The tensors that hold them, of one of `toolchain.DTYPES`, on one device.
+        found: Contiguous int32 (n,) on that device.
+    """
+    _mark_nonzero(gradients, pieces.number, found)
 
 
 def fold(
@@ -80,46 +87,56 @@ def apply(
     torch.autograd.graph.increment_version([*weights, *masters])
 
 
-def _folding(
-    gradients: Sequence[Tensor],
-    momenta: Sequence[Tensor],
-    buffers: Sequence[Tensor],
+def _launch(
+    kernel: str,
     pieces: int,
-    active: Tensor,
-    momentum: float,
-    nesterov: bool,
-) -> Iterator[Launch]:
+    columns: Sequence[Sequence[Tensor]],
+    buffers: Sequence[Tensor],
+    vectors: Sequence[Tensor],
+    *numbers: float,
+    choices: tuple[Any, ...] = (),
+) -> list[Launch]:
+    """Return the launch of one of the kernels for pieces.
+
+    Args:
+        kernel: Its name.
+        pieces: `PieceRows.number`.
+        columns: The tensors of each column but the last.
+        buffers: Those of the last column.
+        vectors: The kernel's vectors with one entry for each matrix.
+        numbers: Its numbers.
+        choices: What it is compiled for, besides the dtypes of the columns.
+    """
     from muonmesh.numerics.kernels import pieces as kernels
 
-    table, bases, count, programs = rows_of(pieces).of(gradients, momenta, buffers=buffers or momenta)
-    dtypes = gradients[0].dtype, momenta[0].dtype, (buffers or momenta)[0].dtype
-    numbers = (table, bases, count, _contiguous(active), float(1 - momentum), float(momentum))
-    choices = (len(buffers) > 0, nesterov, torch.finfo(dtypes[1]).tiny)
-    arguments = (*numbers, *choices, *(kernels.TYPES[dtype] for dtype in dtypes))
-    code = "fold", dtypes, choices, are_aligned(table, bases, numbers[3])
-    yield Launch(kernels.fold, programs, arguments, _OPTIONS, code)
+    rows = rows_of(pieces)
+    table, bases, count, programs = rows.of(*columns, buffers=buffers)
+    whole = [vector.contiguous() for vector in vectors]
+    vectors = [vector.view(torch.uint8) if vector.dtype == torch.bool else vector for vector in whole]
+    dtypes, choices = tuple([column[0].dtype for column in (*columns, buffers) if column]), (rows.blocks, *choices)
+    arguments = (table, bases, count, *vectors, *numbers, *choices, *(kernels.TYPES[dtype] for dtype in dtypes))
+    code = kernel, dtypes, choices, are_aligned(table, bases, *vectors)
+    return [Launch(getattr(kernels, kernel), programs, arguments, _OPTIONS, code)]
 
 
-def _applying(
-    weights: Sequence[Tensor],
-    masters: Sequence[Tensor],
-    buffers: Sequence[Tensor],
-    pieces: int,
-    active: Tensor,
-    keep: Tensor,
-    size: Tensor,
-) -> Iterator[Launch]:
-    from muonmesh.numerics.kernels import pieces as kernels
-
-    table, bases, count, programs = rows_of(pieces).of(weights, masters or weights, buffers=buffers)
-    dtypes = weights[0].dtype, (masters or weights)[0].dtype, buffers[0].dtype
-    numbers = (table, bases, count, _contiguous(active), _contiguous(keep), _contiguous(size))
-    choices = (len(masters) > 0,)
-    arguments = (*numbers, *choices, *(kernels.TYPES[dtype] for dtype in dtypes))
-    code = "apply", dtypes, choices, are_aligned(table, bases, *numbers[3:])
-    yield Launch(kernels.apply, programs, arguments, _OPTIONS, code)
+def _finding(gradients: Sequence[Tensor], pieces: int, found: Tensor) -> list[Launch]:
+    return _launch("nonzero", pieces, [gradients], (), [found])
 
 
+def _folding(*given: Any) -> list[Launch]:
+    gradients, momenta, buffers, pieces, active, momentum, nesterov = given
+    choices = len(buffers) > 0, nesterov, torch.finfo(momenta[0].dtype).tiny
+    columns, numbers = (gradients, momenta), (float(1 - momentum), float(momentum))
+    return _launch("fold", pieces, columns, buffers or momenta, [active], *numbers, choices=choices)
+
+
+def _applying(*given: Any) -> list[Launch]:
+    weights, masters, buffers, pieces, active, keep, size = given
+    columns, choices = (weights, masters or weights), (len(masters) > 0,)
+    return _launch("apply", pieces, columns, buffers, [active, keep, size], choices=choices)
+
+
+_mark_nonzero = operator("mark_nonzero(Tensor[] gradients, int pieces, Tensor(a!) found)", _finding)
 _fold = operator(
     "fold(Tensor[] gradients, Tensor(a!)[] momenta, Tensor(b!)[] buffers, int pieces, Tensor active, float momentum, "
     "bool nesterov)",
@@ -130,8 +147,3 @@ _apply = operator(
     "Tensor size)",
     _applying,
 )
-
-
-def _contiguous(vector: Tensor) -> Tensor:
-    vector = vector.contiguous()
-    return vector.view(torch.uint8) if vector.dtype == torch.bool else vector

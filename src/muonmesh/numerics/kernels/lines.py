@@ -1,18 +1,16 @@
-"""Triton kernels for norms, a factor's diagonal and zero gradients. Importing this file imports Triton."""
+"""Triton kernels for norms and a factor's diagonal. Importing this file imports Triton."""
 
 # Triton gives the arguments of a kernel their types when it compiles, from what the kernel is called with.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from muonmesh.numerics.kernels.pieces import TYPES, row_of
-from muonmesh.numerics.kernels.portions import FIRST, LOOKED, MEASURED
-from muonmesh.numerics.kernels.triton_launch import Launch, are_aligned
+from muonmesh.numerics.kernels.rows import MEASURED
+from muonmesh.numerics.kernels.triton_launch import Launch
 
 _BLOCK = 2048
 """Number of elements that a program works on at a time."""
@@ -101,35 +99,6 @@ def rescale(x, out, power, numel, cols, gap, parts, GAPS: tl.constexpr, CHUNK: t
         here = (program % parts).to(tl.int64) * CHUNK + start + tl.arange(0, BLOCK)
         values = tl.load(x + _places(here, cols, gap, GAPS), mask=here < numel, other=0.0).to(tl.float32)
         tl.store(out + here, (values * first * second).to(out.dtype.element_ty), mask=here < numel)
-
-
-@triton.jit(do_not_specialize=["pieces"])
-def nonzero(table, bases, pieces, found, TYPE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
-    """Store 1 if a part of a piece has a non-zero element, unless another part has stored it already."""
-    program = tl.program_id(0)
-    row = row_of(table, pieces, program, 5, 3)
-    start = tl.load(bases + tl.load(row)).to(tl.pointer_type(TYPE)) + tl.load(row + 1)
-    entry = found + tl.load(row + 2)
-    length = tl.load(row + 4)
-    first = (program - tl.load(row + 3)) * CHUNK
-    end = tl.minimum(first + CHUNK, length)
-    while first < end:
-        here = first + tl.arange(0, BLOCK)
-        values = tl.load(start + here, mask=here < end, other=0.0)
-        first += BLOCK
-        if tl.max((values != 0).to(tl.int32), 0) > 0:
-            tl.store(entry, 1)  # other programs write the same value
-            first = end
-        elif tl.load(entry, volatile=True) != 0:
-            first = end
-
-
-def finding_nonzero(
-    table: Tensor, bases: Tensor, pieces: int, programs: int, found: Tensor, dtype: torch.dtype
-) -> Launch:
-    """Return the launch of `nonzero`."""
-    code = "nonzero", dtype, are_aligned(table, bases, found)
-    return Launch(nonzero, programs, (table, bases, pieces, found, TYPES[dtype], LOOKED, FIRST), {}, code)
 
 
 def measuring(x: Tensor, exponents: Tensor, squares: Tensor) -> Launch:

@@ -15,11 +15,10 @@ import triton
 import triton.language as tl
 
 from muonmesh.numerics.kernels.rows import (
-    BLOCKS,
     COLS,
     ENTRY,
+    EVEN,
     FIRST_PROGRAM,
-    FLAT,
     KIND,
     LENGTHS,
     ROWS,
@@ -35,56 +34,39 @@ TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: 
 _WIDTH = tl.constexpr(WIDTH)
 _ENTRY, _FIRST_PROGRAM, _KIND = tl.constexpr(ENTRY), tl.constexpr(FIRST_PROGRAM), tl.constexpr(KIND)
 _STARTS, _LENGTHS, _STRIDES = tl.constexpr(STARTS), tl.constexpr(LENGTHS), tl.constexpr(STRIDES)
-_FLAT, _TRANSPOSED = tl.constexpr(FLAT), tl.constexpr(TRANSPOSED)
-_ROWS, _COLS, _STRIDED_ROWS = tl.constexpr(ROWS), tl.constexpr(COLS), tl.constexpr(STRIDED_ROWS)
-_SIZE, _BLOCKS = tl.constexpr(ROWS * COLS), tl.constexpr(BLOCKS)
+_EVEN, _TRANSPOSED = tl.constexpr(EVEN), tl.constexpr(TRANSPOSED)
+_ROWS, _COLS, _STRIDED = tl.constexpr(ROWS), tl.constexpr(COLS), tl.constexpr(STRIDED_ROWS)
 
 
 @triton.jit
-def row_of(table, pieces, program, WIDTH: tl.constexpr, FIRST: tl.constexpr):
-    """The row of the last piece whose first program, its number FIRST of WIDTH, is not after this one, by halving."""
+def _row_of(table, pieces, BLOCKS: tl.constexpr):
+    """The row of the last piece whose first program is not after this one, by halving, and this one's first block."""
+    program = tl.program_id(0)
     low = 0
     high = pieces
     while high - low > 1:
         middle = (low + high) // 2
-        before = tl.load(table + middle * WIDTH + FIRST) <= program
+        before = tl.load(table + middle * _WIDTH + _FIRST_PROGRAM) <= program
         low = tl.where(before, middle, low)
         high = tl.where(before, high, middle)
-    return table + low * WIDTH
+    row = table + low * _WIDTH
+    return row, (program - tl.load(row + _FIRST_PROGRAM)) * BLOCKS
 
 
 @triton.jit
-def _blocks(row, HIGH: tl.constexpr):
-    """How many blocks a piece has that is not flat."""
+def _end(row, first, BLOCKS: tl.constexpr, HIGH: tl.constexpr):
+    """The end of this program's blocks of a piece."""
     down, across = tl.load(row + _LENGTHS + 1), tl.load(row + _LENGTHS + 2)
-    return tl.load(row + _LENGTHS) * tl.cdiv(down, HIGH) * tl.cdiv(across, _COLS)
+    blocks = tl.load(row + _LENGTHS) * tl.cdiv(down, HIGH) * tl.cdiv(across, _COLS)
+    return tl.minimum(first + BLOCKS, blocks)
 
 
 @triton.jit
-def _first(bases, row, which: tl.constexpr, SIDE: tl.constexpr, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    """Where the first element of a piece lies in one of its tensors; SIDE is 0 for a storage and 1 for a buffer."""
-    base = tl.load(bases + tl.load(row + which)).to(tl.pointer_type(TYPE))
-    start = tl.load(row + _STARTS + SIDE)
-    if ALIGNED:  # told here, since the compiler forgets what it is told of the result of a call
-        base, start = tl.multiple_of(base, 16), tl.multiple_of(start, 16)
-    return base + start
+def _block(bases, row, which, SIDE, TYPE, block, HIGH, TURNED):
+    """Where the elements of a block of a piece lie in one of its tensors, and which of them exist.
 
-
-@triton.jit
-def _block(
-    bases,
-    row,
-    which: tl.constexpr,
-    SIDE: tl.constexpr,
-    TYPE: tl.constexpr,
-    block,
-    HIGH: tl.constexpr,
-    TURNED: tl.constexpr,
-):
-    """Where the elements of a block of a piece that is not flat lie in one of its tensors, and which of them exist.
-
-    A block of `_ROWS` is one of a transposed piece, of which the compiler is told that all is aligned. With TURNED its
-    columns are contiguous, and come first.
+    SIDE is 0 for a storage and 1 for a buffer. A block of `_ROWS` is one of an even or transposed piece, of which the
+    compiler is told what is aligned. With TURNED its columns are contiguous, and come first.
     """
     down, across = tl.load(row + _LENGTHS + 1), tl.load(row + _LENGTHS + 2)
     wide = tl.cdiv(across, _COLS)
@@ -92,17 +74,19 @@ def _block(
     top, left = block % in_plane // wide * HIGH, block % wide * _COLS
     strides = row + _STRIDES + 3 * SIDE
     plane, next_row, next_col = tl.load(strides), tl.load(strides + 1), tl.load(strides + 2)
-    here = _first(bases, row, which, SIDE, TYPE, HIGH == _ROWS)
+    base = tl.load(bases + tl.load(row + which)).to(tl.pointer_type(TYPE))
+    start = tl.load(row + _STARTS + SIDE)
     if HIGH == _ROWS:
-        down, across = tl.multiple_of(down, 16), tl.multiple_of(across, 16)
+        base, start, plane = tl.multiple_of(base, 16), tl.multiple_of(start, 16), tl.multiple_of(plane, 16)
         top, left = tl.multiple_of(top, 16), tl.multiple_of(left, 16)
-        plane = tl.multiple_of(plane, 16)
+        across = tl.multiple_of(across, 16)
         if TURNED:
+            down = tl.multiple_of(down, 16)
             next_row, next_col = 1, tl.multiple_of(next_col, 16)
         else:
             next_row, next_col = tl.multiple_of(next_row, 16), 1
+    here = base + start + block // in_plane * plane
     i, j = top + tl.arange(0, HIGH), left + tl.arange(0, _COLS)
-    here += block // in_plane * plane
     if TURNED:
         at = here + j[:, None] * next_col + i[None, :] * next_row
         inside = (j[:, None] < across) & (i[None, :] < down)
@@ -110,6 +94,32 @@ def _block(
         at = here + i[:, None] * next_row + j[None, :] * next_col
         inside = (i[:, None] < down) & (j[None, :] < across)
     return at, inside
+
+
+@triton.jit
+def _nonzero_blocks(bases, row, first, entry, BLOCKS, G, HIGH):
+    """Store 1 if a block of one program has a non-zero element, unless another program has stored it already."""
+    block, end = first, _end(row, first, BLOCKS, HIGH)
+    while block < end:
+        at, inside = _block(bases, row, 0, 0, G, block, HIGH, False)
+        values = tl.load(at, mask=inside, other=0.0)
+        block += 1
+        if tl.max(tl.max((values != 0).to(tl.int32), 1), 0) > 0:
+            tl.store(entry, 1)  # other programs write the same value
+            block = end
+        elif tl.load(entry, volatile=True) != 0:
+            block = end
+
+
+@triton.jit(do_not_specialize=["pieces"])
+def nonzero(table, bases, pieces, found, BLOCKS: tl.constexpr, G: tl.constexpr):
+    """Store 1 if some blocks of one piece have an element that is not zero."""
+    row, first = _row_of(table, pieces, BLOCKS)
+    entry = found + tl.load(row + _ENTRY)
+    if tl.load(row + _KIND) == _EVEN:
+        _nonzero_blocks(bases, row, first, entry, BLOCKS, G, _ROWS)
+    else:
+        _nonzero_blocks(bases, row, first, entry, BLOCKS, G, _STRIDED)
 
 
 @triton.jit
@@ -121,31 +131,24 @@ def _lerp(start, end, weight):
 
 
 @triton.jit
-def _folded(g, m, weight, momentum, on, NESTEROV: tl.constexpr, TINY: tl.constexpr):
-    """Momentum and direction of one block, both in the momentum's dtype."""
-    gradient = g.to(m.dtype).to(tl.float32)
-    old = m.to(tl.float32)
-    new = _lerp(old, gradient, weight).to(m.dtype).to(tl.float32)
-    new = tl.where(tl.abs(new) < TINY, 0.0, new)
-    new = tl.where(on, new, old)
-    direction = new
-    if NESTEROV:  # without the gradient where the piece is not active: it may be anything there
-        direction = tl.where(on, _lerp(gradient, new, momentum), new)
-    return new.to(m.dtype), direction.to(m.dtype)
-
-
-@triton.jit
-def _fold_blocks(bases, row, first, weight, momentum, on, DIRECTS, NESTEROV, TINY, G, M, D, HIGH, TURNED):
-    """Fold the blocks of one program of a piece that is not flat; with TURNED its direction lies transposed."""
-    for block in range(first, tl.minimum(first + _BLOCKS, _blocks(row, HIGH))):
+def _fold_blocks(bases, row, first, weight, momentum, on, BLOCKS, DIRECTS, NESTEROV, TINY, G, M, D, HIGH, TURNED):
+    """Fold the blocks of one program of a piece, in the momentum's dtype; with TURNED its direction lies transposed."""
+    for block in range(first, _end(row, first, BLOCKS, HIGH)):
         g_at, inside = _block(bases, row, 0, 0, G, block, HIGH, False)
         m_at, _ = _block(bases, row, 1, 0, M, block, HIGH, False)
-        d_at, there = _block(bases, row, 2, 1, D, block, HIGH, TURNED)
-        g, m = tl.load(g_at, mask=inside, other=0.0), tl.load(m_at, mask=inside, other=0.0)
-        m, d = _folded(g, m, weight, momentum, on, NESTEROV=NESTEROV, TINY=TINY)
-        tl.store(m_at, m, mask=inside & on)
+        gradient = tl.load(g_at, mask=inside, other=0.0).to(M).to(tl.float32)
+        old = tl.load(m_at, mask=inside, other=0.0).to(tl.float32)
+        new = _lerp(old, gradient, weight).to(M).to(tl.float32)
+        new = tl.where(tl.abs(new) < TINY, 0.0, new)
+        new = tl.where(on, new, old)
+        tl.store(m_at, new.to(M), mask=inside & on)
         if DIRECTS:
-            tl.store(d_at, tl.trans(d.to(D)) if TURNED else d.to(D), mask=there)
+            direction = new
+            if NESTEROV:  # without the gradient where the piece is not active: it may be anything there
+                direction = tl.where(on, _lerp(gradient, new, momentum), new)
+            direction = direction.to(M).to(D)
+            d_at, there = _block(bases, row, 2, 1, D, block, HIGH, TURNED)
+            tl.store(d_at, tl.trans(direction) if TURNED else direction, mask=there)
 
 
 @triton.jit(do_not_specialize=["pieces"])
@@ -156,6 +159,7 @@ def fold(
     active,
     weight,
     momentum,
+    BLOCKS: tl.constexpr,
     DIRECTS: tl.constexpr,
     NESTEROV: tl.constexpr,
     TINY: tl.constexpr,
@@ -163,44 +167,16 @@ def fold(
     M: tl.constexpr,
     D: tl.constexpr,
 ):
-    """Momentum ← lerp(momentum, gradient, weight), direction ← lerp(gradient, momentum, μ), one block of one piece."""
-    program = tl.program_id(0)
-    row = row_of(table, pieces, program, _WIDTH, _FIRST_PROGRAM)
-    first = (program - tl.load(row + _FIRST_PROGRAM)) * _BLOCKS
+    """Momentum ← lerp(momentum, gradient, weight), direction ← lerp(gradient, momentum, μ): blocks of one piece."""
+    row, first = _row_of(table, pieces, BLOCKS)
     kind = tl.load(row + _KIND)
-    g_flat = _first(bases, row, 0, 0, G, True)
-    m_flat = _first(bases, row, 1, 0, M, True)
-    d_flat = _first(bases, row, 2, 1, D, True)
     on = tl.load(active + tl.load(row + _ENTRY)) != 0
-    if kind == _FLAT:
-        length = tl.load(row + _LENGTHS + 2)
-        for block in range(first, tl.minimum(first + _BLOCKS, tl.cdiv(length, _SIZE))):
-            here = block * _SIZE + tl.arange(0, _SIZE)
-            if (block + 1) * _SIZE <= length:  # without a mask 16 bytes are moved at a time
-                g_whole, m_whole = tl.load(g_flat + here), tl.load(m_flat + here)
-                m_whole, d_whole = _folded(g_whole, m_whole, weight, momentum, on, NESTEROV=NESTEROV, TINY=TINY)
-                if on:
-                    tl.store(m_flat + here, m_whole)
-                if DIRECTS:
-                    tl.store(d_flat + here, d_whole.to(D))
-            else:
-                left = here < length
-                g_tail = tl.load(g_flat + here, mask=left, other=0.0)
-                m_tail = tl.load(m_flat + here, mask=left, other=0.0)
-                m_tail, d_tail = _folded(g_tail, m_tail, weight, momentum, on, NESTEROV=NESTEROV, TINY=TINY)
-                tl.store(m_flat + here, m_tail, mask=left & on)
-                if DIRECTS:
-                    tl.store(d_flat + here, d_tail.to(D), mask=left)
+    if kind == _EVEN:
+        _fold_blocks(bases, row, first, weight, momentum, on, BLOCKS, DIRECTS, NESTEROV, TINY, G, M, D, _ROWS, False)
     elif kind == _TRANSPOSED:
-        _fold_blocks(bases, row, first, weight, momentum, on, DIRECTS, NESTEROV, TINY, G, M, D, _ROWS, True)
+        _fold_blocks(bases, row, first, weight, momentum, on, BLOCKS, DIRECTS, NESTEROV, TINY, G, M, D, _ROWS, True)
     else:
-        _fold_blocks(bases, row, first, weight, momentum, on, DIRECTS, NESTEROV, TINY, G, M, D, _STRIDED_ROWS, False)
-
-
-@triton.jit
-def _applied(w, u, keep, size):
-    """Each product and the difference rounded by itself, as torch does."""
-    return w.to(tl.float32) * keep - u.to(tl.float32) * size
+        _fold_blocks(bases, row, first, weight, momentum, on, BLOCKS, DIRECTS, NESTEROV, TINY, G, M, D, _STRIDED, False)
 
 
 @triton.jit
@@ -211,16 +187,19 @@ def _followed(p, w):
 
 
 @triton.jit
-def _apply_blocks(bases, row, first, keep, size, HAS_MASTERS, W, P, U, HIGH, TURNED):
-    """Step the blocks of one program of a piece that is not flat; with TURNED its update lies transposed."""
-    for block in range(first, tl.minimum(first + _BLOCKS, _blocks(row, HIGH))):
+def _apply_blocks(bases, row, first, keep, size, BLOCKS, HAS_MASTERS, W, P, U, HIGH, TURNED):
+    """Step the blocks of one program of a piece; with TURNED its update lies transposed.
+
+    Each product and the difference are rounded by themselves, as torch does.
+    """
+    for block in range(first, _end(row, first, BLOCKS, HIGH)):
         w_at, inside = _block(bases, row, 0, 0, W, block, HIGH, False)
         p_at, _ = _block(bases, row, 1, 0, P, block, HIGH, False)
         u_at, there = _block(bases, row, 2, 1, U, block, HIGH, TURNED)
         u = tl.load(u_at, mask=there, other=0.0)
         held = tl.load(w_at, mask=inside, other=0.0)
         old = _followed(tl.load(p_at, mask=inside, other=0.0), held) if HAS_MASTERS else held
-        new = _applied(old, tl.trans(u) if TURNED else u, keep, size)
+        new = old.to(tl.float32) * keep - (tl.trans(u) if TURNED else u).to(tl.float32) * size
         if HAS_MASTERS:
             tl.store(p_at, new.to(P), mask=inside)
         tl.store(w_at, (new.to(P) if HAS_MASTERS else new).to(W), mask=inside)
@@ -234,45 +213,22 @@ def apply(
     active,
     keeps,
     sizes,
+    BLOCKS: tl.constexpr,
     HAS_MASTERS: tl.constexpr,
     W: tl.constexpr,
     P: tl.constexpr,
     U: tl.constexpr,
 ):
-    """Weight ← weight·keep − size·update, one block of one piece, computed on the master if there is one."""
-    program = tl.program_id(0)
-    row = row_of(table, pieces, program, _WIDTH, _FIRST_PROGRAM)
-    first = (program - tl.load(row + _FIRST_PROGRAM)) * _BLOCKS
+    """Weight ← weight·keep − size·update: blocks of one piece, computed on the master if there is one."""
+    row, first = _row_of(table, pieces, BLOCKS)
     kind = tl.load(row + _KIND)
     entry = tl.load(row + _ENTRY)
-    w_flat = _first(bases, row, 0, 0, W, True)
-    p_flat = _first(bases, row, 1, 0, P, True)
-    u_flat = _first(bases, row, 2, 1, U, True)
     keep = tl.load(keeps + entry)
     size = tl.load(sizes + entry)
-    on = tl.load(active + entry) != 0
-    if on:
-        if kind == _FLAT:
-            length = tl.load(row + _LENGTHS + 2)
-            for block in range(first, tl.minimum(first + _BLOCKS, tl.cdiv(length, _SIZE))):
-                here = block * _SIZE + tl.arange(0, _SIZE)
-                if (block + 1) * _SIZE <= length:  # without a mask 16 bytes are moved at a time
-                    held = tl.load(w_flat + here)
-                    given = _followed(tl.load(p_flat + here), held) if HAS_MASTERS else held
-                    whole = _applied(given, tl.load(u_flat + here), keep, size)
-                    if HAS_MASTERS:
-                        tl.store(p_flat + here, whole.to(P))
-                    tl.store(w_flat + here, (whole.to(P) if HAS_MASTERS else whole).to(W))
-                else:
-                    left = here < length
-                    u_tail = tl.load(u_flat + here, mask=left, other=0.0)
-                    rest = tl.load(w_flat + here, mask=left, other=0.0)
-                    tail = _followed(tl.load(p_flat + here, mask=left, other=0.0), rest) if HAS_MASTERS else rest
-                    changed = _applied(tail, u_tail, keep, size)
-                    if HAS_MASTERS:
-                        tl.store(p_flat + here, changed.to(P), mask=left)
-                    tl.store(w_flat + here, (changed.to(P) if HAS_MASTERS else changed).to(W), mask=left)
+    if tl.load(active + entry) != 0:
+        if kind == _EVEN:
+            _apply_blocks(bases, row, first, keep, size, BLOCKS, HAS_MASTERS, W, P, U, _ROWS, False)
         elif kind == _TRANSPOSED:
-            _apply_blocks(bases, row, first, keep, size, HAS_MASTERS, W, P, U, _ROWS, True)
+            _apply_blocks(bases, row, first, keep, size, BLOCKS, HAS_MASTERS, W, P, U, _ROWS, True)
         else:
-            _apply_blocks(bases, row, first, keep, size, HAS_MASTERS, W, P, U, _STRIDED_ROWS, False)
+            _apply_blocks(bases, row, first, keep, size, BLOCKS, HAS_MASTERS, W, P, U, _STRIDED, False)

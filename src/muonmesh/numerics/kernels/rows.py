@@ -7,9 +7,8 @@ the numbers of addresses in a second, short vector, which is uploaded again only
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate, chain, count
 from typing import NamedTuple
 from weakref import WeakValueDictionary
@@ -24,15 +23,22 @@ WIDTH = 17
 """Numbers of each piece in a table: the numbers of three addresses, and the numbers named below."""
 ENTRY, FIRST_PROGRAM, KIND, STARTS, LENGTHS, STRIDES = 3, 4, 5, 6, 8, 11
 
-FLAT, STRIDED, TRANSPOSED = 0, 1, 2
-"""Kinds: contiguous everywhere, in any order, and with contiguous rows in the storage and contiguous columns in the
-buffer. All that is flat or transposed can be moved 16 bytes at a time."""
+EVEN, STRIDED, TRANSPOSED = 0, 1, 2
+"""Kinds: with contiguous rows everywhere, in any order, and with contiguous rows in the storage and contiguous columns
+in the buffer. All that is even or transposed can be moved 16 bytes at a time."""
 
 ROWS, COLS, STRIDED_ROWS = 64, 32, 16
-"""A block of a matrix; of a flat piece it is as many elements, and of a strided one it has fewer rows."""
+"""A block of a matrix; of a strided one it has fewer rows. What is contiguous as a whole is a matrix of `COLS`."""
 
 BLOCKS = 4
 """Number of blocks that one program works on, one after the other."""
+
+MEASURED = 1 << 15
+"""Number of elements of a matrix that one program measures or rescales."""
+
+SEARCHED = 64
+"""Number of blocks in which one program searches for an element that is not zero, which ends nearly always with the
+first."""
 
 _ALIGNMENT = 16
 """Bytes of an address, and elements of starts and strides, which is enough for every dtype."""
@@ -94,29 +100,39 @@ class _Last(NamedTuple):
     located: Located
 
 
-class Rows(ABC):
-    """The rows of pieces that one launch works on, and what it needs of them on a device.
+class PieceRows:
+    """The rows of pieces that one launch works on, and what it needs of them on a device; see `WIDTH`.
 
     Args:
-        numels: The number of elements of each piece.
+        places: The pieces. Empty ones are left out.
+        blocks: The number of blocks that one program works on.
 
     Attributes:
+        blocks: See above.
         number: A number by which operators name this object, as torch's operators take no others (`rows_of`).
-        numels: See above.
+        numels: The number of elements of each piece.
         version: Whatever stays the same object as long as all tensors but buffers are where they were; None if that is
             unknown. Then `of` looks at the addresses of all tensors.
+
+    Raises:
+        ValueError: a piece has no 3 dims (`in_three_dims`).
     """
 
-    def __init__(self, numels: Sequence[int]) -> None:
-        self.numels = numels
+    def __init__(self, places: Sequence[Place], blocks: int = BLOCKS) -> None:
+        self._places = [place for place in places if 0 not in place.shape]
+        self.blocks, self.numels = blocks, [math.prod(place.shape) for place in self._places]
+        for number, place in enumerate(self._places):
+            if in_three_dims(place.shape, place.strides, place.buffer_strides) is None:
+                found, write = f"shape {place.shape} with strides {place.strides}", "Step it by torch's operations"
+                raise ValueError(f"piece {number}: found {found}; needed at most 3 dims. {write}")
         self.version: object = None
-        self._tables: dict[object, tuple[Tensor, int]] = {}
+        self._tables: dict[object, tuple[Tensor, int, int]] = {}
         self._last: dict[object, _Last] = {}
         self.number = next(_numbers)
         _living[self.number] = self
 
     def __len__(self) -> int:
-        """Return the number of rows."""
+        """Return the number of pieces."""
         return len(self.numels)
 
     def of(self, *columns: Sequence[Tensor], buffers: Sequence[Tensor] = ()) -> Located:
@@ -141,77 +157,37 @@ class Rows(ABC):
                 rewrite(bases, numbers)
         aligned = not any([address % _ALIGNMENT for address in addresses])
         if (*where, aligned) not in self._tables:
-            encoded, programs = self._encoded([0, *accumulate(map(len, (*columns, buffers)))], aligned=aligned)
-            self._tables[*where, aligned] = pinned(torch.frombuffer(encoded, dtype=torch.int64), device), programs
-        table, programs = self._tables[*where, aligned]
-        located = Located(table, bases, len(self), programs)
+            encoded, programs = self._encoded([0, *accumulate(map(len, columns))], aligned=aligned)
+            table = pinned(torch.frombuffer(encoded, dtype=torch.int64), device)
+            self._tables[*where, aligned] = table, len(encoded) // WIDTH, programs
+        table, rows, programs = self._tables[*where, aligned]
+        located = Located(table, bases, rows, programs)
         self._last[where] = _Last(self.version, there, addresses, located)
         return located
 
-    @abstractmethod
     def _encoded(self, firsts: Sequence[int], *, aligned: bool) -> tuple[array[int], int]:
         """Return the numbers of all rows, and how many programs work on them.
 
         Args:
-            firsts: The number of the first address of each column.
+            firsts: The number of the first address of each column, the buffers being the last.
             aligned: Whether all addresses are multiples of 16.
         """
-
-
-class FlatRows(Rows):
-    """Rows of contiguous pieces of one column: number of the address, start, entry, first program, elements.
-
-    Args:
-        places: For each piece, which is not empty, the number of its tensor, its entry in vectors, its first element,
-            and its number of elements.
-        portion: The number of elements that one program works on.
-    """
-
-    def __init__(self, places: Sequence[tuple[int, int, int, int]], portion: int) -> None:
-        super().__init__([numel for *_, numel in places])
-        self._places, self._portion = places, portion
-
-    def _encoded(self, firsts: Sequence[int], *, aligned: bool) -> tuple[array[int], int]:
         numbers, programs = array("q"), 0
-        for tensor, entry, start, numel in self._places:
-            numbers.extend((tensor, start, entry, programs, numel))
-            programs -= -numel // self._portion
-        return numbers, programs
-
-
-class PieceRows(Rows):
-    """Rows of pieces of two columns and of buffers, of any strides; see `WIDTH`.
-
-    Args:
-        places: The pieces. Empty ones are left out.
-
-    Raises:
-        ValueError: a piece has no 3 dims (`in_three_dims`).
-    """
-
-    def __init__(self, places: Sequence[Place]) -> None:
-        self._places = [place for place in places if 0 not in place.shape]
-        super().__init__([math.prod(place.shape) for place in self._places])
-        for number, place in enumerate(self._places):
-            if in_three_dims(place.shape, place.strides, place.buffer_strides) is None:
-                found, write = f"shape {place.shape} with strides {place.strides}", "Step it by torch's operations"
-                raise ValueError(f"piece {number}: found {found}; needed at most 3 dims. {write}")
-
-    def _encoded(self, firsts: Sequence[int], *, aligned: bool) -> tuple[array[int], int]:
-        (_, second, third, *_), numbers, programs = firsts, array("q"), 0
         for place in self._places:
-            kind, lengths, strides, blocks = _form(place, aligned=aligned)
-            bases = place.tensor, second + place.tensor, third + place.buffer
-            numbers.extend((*bases, place.entry, programs, kind, place.start, place.buffer_start, *lengths, *strides))
-            programs -= -blocks // BLOCKS
+            bases = place.tensor, firsts[1] + place.tensor, firsts[-1] + place.buffer
+            for kind, starts, lengths, strides in _forms(place, aligned=aligned):
+                numbers.extend((*bases, place.entry, programs, kind, *starts, *lengths, *strides))
+                planes, rows, cols = lengths
+                blocks = planes * -(-rows // (STRIDED_ROWS if kind == STRIDED else ROWS)) * -(-cols // COLS)
+                programs -= -blocks // self.blocks
         return numbers, programs
 
 
 _numbers = count()
-_living: WeakValueDictionary[int, Rows] = WeakValueDictionary()
+_living: WeakValueDictionary[int, PieceRows] = WeakValueDictionary()
 
 
-def rows_of(number: int) -> Rows:
+def rows_of(number: int) -> PieceRows:
     """Return the rows with a number."""
     return _living[number]
 
@@ -219,38 +195,40 @@ def rows_of(number: int) -> Rows:
 def in_three_dims(shape: Sizes, *strides: Sizes) -> Sequence[Sizes] | None:
     """Return a shape and strides of at most 3 dims for the same elements in the same order; None if there are none.
 
-    Of more than 3 dims, those whose elements follow each other evenly everywhere become one.
+    Dims whose elements follow each other evenly everywhere become one.
     """
-    if len(shape) <= 3:
-        return shape, *strides
-    found = _merged(shape, *strides)
-    return found if len(found[0]) <= 3 else None
-
-
-def _merged(shape: Sizes, *strides: Sizes) -> Sequence[Sizes]:
     dims: list[tuple[int, ...]] = []  # size, and one stride each
     for size, *steps in zip(shape, *strides, strict=True):
         if dims and all(before == step * size for before, step in zip(dims[-1][1:], steps, strict=True)):
             dims[-1] = dims[-1][0] * size, *steps
         elif size != 1:
             dims.append((size, *steps))
+    if len(dims) > 3:
+        return None
     return tuple(zip(*dims, strict=True)) if dims else ((),) * (1 + len(strides))
 
 
-def _form(place: Place, *, aligned: bool) -> tuple[int, Sizes, Sizes, int]:
-    """Return kind, lengths and strides of a piece, the strides of the tensors first, and its number of blocks."""
-    shape, a, b = _merged(place.shape, place.strides, place.buffer_strides)
-    starts = place.start, place.buffer_start
-    if aligned and a in ((), (1,)) and b in ((), (1,)) and not any(start % _ALIGNMENT for start in starts):
-        numel = shape[0] if shape else 1
-        return FLAT, (1, 1, numel), (0,) * 6, -(-numel // (ROWS * COLS))
-    shape, a, b = in_three_dims(place.shape, place.strides, place.buffer_strides) or (shape, a, b)
+def _forms(place: Place, *, aligned: bool) -> Iterator[tuple[int, Sizes, Sizes, Sizes]]:
+    """Yield kind, starts, lengths and strides of the rows of a piece, those of the tensors before the buffer's."""
+    shape, a, b = in_three_dims(place.shape, place.strides, place.buffer_strides) or ((), (), ())
     if len(shape) > 1 and a[-2] == 1 != a[-1]:  # neighbors in memory to neighboring threads
         shape, a, b = ((*sizes[:-2], sizes[-1], sizes[-2]) for sizes in (shape, a, b))
-    missing = 3 - len(shape)
-    planes, rows, cols = lengths = (1,) * missing + shape
-    a, b = (0,) * missing + a, (0,) * missing + b
-    steps = *starts, rows, cols, a[0], a[1], b[0], b[2]
-    transposed = aligned and a[2] == b[1] == 1 and not any(step % _ALIGNMENT for step in steps)
-    kind, high = (TRANSPOSED, ROWS) if transposed else (STRIDED, STRIDED_ROWS)
-    return kind, lengths, (*a, *b), planes * -(-rows // high) * -(-cols // COLS)
+    parts = [(0, shape, a, b)]
+    if a == b == (1,):
+        rest = shape[0] % COLS
+        even = shape[0] - rest
+        parts = [(0, (even // COLS, COLS), (COLS, 1), (COLS, 1)), (even, (rest,), (1,), (1,))]
+    for skipped, *sizes in parts:
+        if 0 in sizes[0]:
+            continue
+        missing = 3 - len(sizes[0])
+        lengths = (1,) * missing + sizes[0]
+        a, b = ((0,) * missing + steps for steps in sizes[1:])
+        starts = place.start + skipped, place.buffer_start + skipped
+        kind = STRIDED
+        if aligned and a[2] == 1 and not any(number % _ALIGNMENT for number in (*starts, lengths[2], *a[:2], b[0])):
+            if b[2] == 1 and not b[1] % _ALIGNMENT:
+                kind = EVEN
+            elif b[1] == 1 and not (lengths[1] % _ALIGNMENT or b[2] % _ALIGNMENT):
+                kind = TRANSPOSED
+        yield kind, starts, lengths, (*a, *b)

@@ -9,17 +9,16 @@ claims none, and nobody waits for it.
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import heapq
 import os
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from functools import cache, partial
-from queue import SimpleQueue
 from typing import Any, NamedTuple, TypeVar
+from weakref import WeakValueDictionary
 
 import torch
 from torch.profiler import record_function
@@ -205,88 +204,46 @@ class _Job:
 def _share(tasks: Sequence[Callable[[], object]], threads: int) -> None:
     """Run tasks on this thread and on others, ``threads`` in all."""
     job, others = _Job(tasks), min(threads, len(tasks)) - 1
-    if others > 0:
-        _helpers(threads).help(job, others)
+    with suppress(RuntimeError):  # no thread starts where the interpreter ends; the caller needs none
+        for _ in range(others):
+            _helpers(threads).submit(job.work)
     with _counted(1, torch_has=1), torch.no_grad():
         job.run()
 
 
-class _Pool:
-    """Threads that help with jobs. They end when nobody refers to the pool any more."""
-
-    def __init__(self, threads: int) -> None:
-        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
-        for number in range(threads):
-            name = f"muonmesh_{number}"
-            thread = threading.Thread(target=_help, args=(self._jobs,), name=name, daemon=True)
-            _started.add(thread)
-            thread.start()
-        self.end = weakref.finalize(self, _end, self._jobs, threads)
-
-    def help(self, job: _Job, others: int) -> None:
-        """Have some threads work on a job."""
-        for _ in range(others):
-            self._jobs.put(job)
-
-
-def _help(jobs: SimpleQueue[_Job | None]) -> None:
+def _begin() -> None:
+    """Prepare a thread of a pool."""
     torch.get_num_threads()  # torch sets the number of a thread at its first question
     _limit(1)
-    with torch.no_grad():
-        while (job := jobs.get()) is not None:
-            job.work()
-            del job  # its tasks refer to tensors
+    torch.set_grad_enabled(False)
 
 
-def _end(jobs: SimpleQueue[_Job | None], threads: int) -> None:
-    for _ in range(threads):
-        jobs.put(None)
-
-
-_PATIENCE = 5.0
-"""Seconds to wait for a helper at the end of the process; it may be in a step that a daemon thread has begun."""
-
-_pools: weakref.WeakValueDictionary[int, _Pool] = weakref.WeakValueDictionary()
-_started: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+_pools: WeakValueDictionary[int, ThreadPoolExecutor] = WeakValueDictionary()
 _lock = threading.Lock()
 _mine = threading.local()
 
 
-def _helpers(count: int) -> _Pool:
+def _helpers(count: int) -> ThreadPoolExecutor:
     """Return the pool for callers with this number of threads; all of them share it.
 
     Each caller holds the pool that it used last. A pool that no caller holds any more ends its threads, which frees
-    their memory.
+    their memory. Others end before the interpreter does.
     """
-    pool: _Pool | None = getattr(_mine, "pool", None)
+    pool: ThreadPoolExecutor | None = getattr(_mine, "pool", None)
     if pool is None or _mine.key != (os.getpid(), count):
         _mine.pool = None
         with _lock:
             pool = _pools.get(count)
             if pool is None:
-                pool = _pools[count] = _Pool(count - 1)
+                pool = _pools[count] = ThreadPoolExecutor(count - 1, "muonmesh", _begin)
         _mine.pool, _mine.key = pool, (os.getpid(), count)
     return pool
 
 
-@atexit.register
-def _end_all() -> None:
-    """End all helpers before the interpreter shuts down.
-
-    A helper frees the tensors of its thread when it ends. If it needs the interpreter's lock for that when the
-    interpreter is already shutting down, CPython before 3.14 ends the thread inside a destructor of torch's, and C++
-    calls `std::terminate`: the process aborts after its last line.
-    """
-    for pool in list(_pools.values()):
-        pool.end()
-    for thread in list(_started):  # also those of pools that are gone
-        thread.join(_PATIENCE)
-
-
 def _forget() -> None:
     """Reset the pools in a forked process, which has only one thread; another thread may have held the lock."""
-    global _lock, _pools, _started
-    _lock, _pools, _started = threading.Lock(), weakref.WeakValueDictionary(), weakref.WeakSet()
+    global _lock, _pools
+    _lock, _pools = threading.Lock(), WeakValueDictionary()
 
 
 if hasattr(os, "register_at_fork"):

@@ -30,11 +30,12 @@ def is_usable(device: torch.device) -> bool:
     if device.type == "cuda" and not torch.cuda.is_available():
         return True
     try:
+        from muonmesh.numerics.kernels.fused import mark_nonzero
         from muonmesh.numerics.kernels.memory import keep
-        from muonmesh.numerics.kernels.zeros import flat_rows, mark_nonzero
+        from muonmesh.numerics.kernels.rows import PieceRows, Place
 
         one, found = (torch.ones(1, dtype=dtype, device=device) for dtype in (torch.float32, torch.int32))
-        mark_nonzero(keep("trial", lambda: flat_rows([(0, 0, 0, 1)])), [one], found)
+        mark_nonzero(keep("trial", lambda: PieceRows([Place(0, 0, 0, (1,), 0, (1,), 0, (1,))])), [one], found)
     except Exception as error:  # compilers, drivers and loaders each raise their own
         warnings.warn(
             f"triton: found a package that runs no kernel on {device} ({type(error).__name__}: {error}); needed one "

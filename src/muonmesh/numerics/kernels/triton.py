@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from muonmesh.numerics.kernels import beside
-from muonmesh.numerics.kernels.portions import SMALL_COLS, SMALL_ROWS
-from muonmesh.numerics.kernels.table import Matmuls, Number, Operand, Small, Terms
+from muonmesh.numerics.kernels.table import SMALL_COLS, SMALL_ROWS, Matmuls, Number, Operand, Small, Terms
 from muonmesh.numerics.kernels.toolchain import DTYPES
 from muonmesh.numerics.kernels.triton_launch import Launch, operator
 

@@ -11,7 +11,6 @@ from muonmesh.numerics.rules.registry import (
     is_matrix_rule,
     never_negative,
     register_rule,
-    rule_method_of,
     rule_of,
 )
 from muonmesh.numerics.rules.rule import DecayMode, Hyperparameters, KeptAs, Rule, check_keeps
@@ -31,7 +30,6 @@ __all__ = [
     "is_matrix_rule",
     "never_negative",
     "register_rule",
-    "rule_method_of",
     "rule_of",
     "step_count",
 ]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from muonmesh.numerics.rules.muon import MuonRule
-from muonmesh.numerics.rules.rule import KeptAs
+from muonmesh.numerics.rules.rule import KeptAs, State
 from muonmesh.numerics.setting import fraction, not_negative, rule_field
 
 
@@ -40,7 +40,7 @@ class AdaMuonRule(MuonRule):
         """Return the momentum and the second moments."""
         return {"momentum_buffer": "momentum", "second_moment": "weights"}
 
-    def direction(self, gradient: Tensor, state: Mapping[str, Tensor]) -> Tensor:
+    def direction(self, gradient: Tensor, state: State) -> Tensor:
         """Return the signs of Muon's direction; NaN for elements that are not finite, which a sign would hide."""
         direction = MuonRule.direction(self, gradient, state)
         return torch.where(direction.isfinite(), direction.sign(), torch.nan)
@@ -49,20 +49,13 @@ class AdaMuonRule(MuonRule):
         """Return Muon's scale times √min(rows, cols), the norm of an orthogonal matrix; `apply_with` divides by Ô's."""
         return MuonRule.scale(self, rows, cols) * math.sqrt(min(rows, cols))
 
-    def summands(
-        self, weights: Tensor, update: Tensor, size: float | Tensor, state: Mapping[str, Tensor]
-    ) -> tuple[Tensor, ...]:
+    def summands(self, weights: Tensor, update: Tensor, size: float | Tensor, state: State) -> tuple[Tensor, ...]:
         """Return the squares of Ô."""
         _, paced = self._paced(update, state)
         return (paced.double().square(),)
 
     def apply_with(
-        self,
-        weights: Tensor,
-        update: Tensor,
-        size: float | Tensor,
-        state: Mapping[str, Tensor],
-        sums: tuple[Tensor, ...],
+        self, weights: Tensor, update: Tensor, size: float | Tensor, state: State, sums: tuple[Tensor, ...]
     ) -> None:
         """Decay and update weights by Ô over its Frobenius norm, and keep v."""
         second, paced = self._paced(update, state)
@@ -72,7 +65,7 @@ class AdaMuonRule(MuonRule):
         # A matrix of zeros stays zero.
         MuonRule.apply(self, weights, update, size * torch.where(squares == 0, 0.0, 1 / squares.sqrt()), state)
 
-    def _paced(self, update: Tensor, state: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    def _paced(self, update: Tensor, state: State) -> tuple[Tensor, Tensor]:
         """Return the new v and Ô, in the update's dtype."""
         kept = state["second_moment"]
         second = kept.to(torch.promote_types(kept.dtype, update.dtype))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import ClassVar
 
 import torch
@@ -44,14 +45,11 @@ class AdamWRule(ElementwiseRule):
         """Step by torch's AdamW; see `ElementwiseRule.step`."""
         fused, (beta1, beta2), decay = weights[0].device.type == "cuda", self.betas, self.weight_decay
         if stop is not None and not fused:  # only torch's fused kernels have a mask
-            held = weights, *state.values(), counts
-            fresh, *kept, counted = ([tensor.clone() for tensor in some] for some in held)
-            squares = self.step(
-                fresh, gradients, dict(zip(state, kept, strict=True)), counted, stop=None, measured=measured
-            )
-            for old, new in zip(held, (fresh, *kept, counted), strict=True):
-                for tensor, stepped in zip(old, new, strict=True):
-                    tensor.copy_(torch.where(stop, tensor, stepped))
+            held = [*weights, *chain(*state.values()), *counts]
+            before = [tensor.clone() for tensor in held]
+            squares = self.step(weights, gradients, state, counts, stop=None, measured=measured)
+            for tensor, old in zip(held, before, strict=True):
+                tensor.copy_(torch.where(stop, old, tensor))
             return squares
         if decay and self.decay_mode == "cautious":
             for weight, gradient, mean in zip(weights, gradients, state["exp_avg"], strict=True):

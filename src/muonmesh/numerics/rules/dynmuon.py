@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from muonmesh.numerics.rules.even import frobenius, over
 from muonmesh.numerics.rules.muon import MuonRule
+from muonmesh.numerics.rules.rule import State
 from muonmesh.numerics.scale import StepSize
 from muonmesh.numerics.setting import number, rule_field
 
@@ -40,7 +40,7 @@ class DynMuonRule(MuonRule):
 
     power: float = rule_field("dynmuon_power", number(-0.25, lambda value: -1 <= value <= 1, "a number from -1 to 1"))
 
-    def whole(self, update: Tensor, state: Mapping[str, Tensor]) -> Tensor:
+    def whole(self, update: Tensor, state: State) -> Tensor:
         """Return the orthogonalized matrices times the power of the singular values of their directions."""
         x = state["direction"]
         largest = x.abs().amax((-2, -1), keepdim=True)

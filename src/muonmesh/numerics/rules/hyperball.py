@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from muonmesh.numerics.rules.muon import MuonRule
-from muonmesh.numerics.rules.rule import KeptAs
+from muonmesh.numerics.rules.rule import KeptAs, State
 from muonmesh.numerics.scale import StepSize
 
 
@@ -39,9 +39,7 @@ class HyperballRule(MuonRule):
         """Return the momentum and the initial norms."""
         return {"momentum_buffer": "momentum", "initial_norm": "matrix"}
 
-    def summands(
-        self, weights: Tensor, update: Tensor, size: float | Tensor, state: Mapping[str, Tensor]
-    ) -> tuple[Tensor, ...]:
+    def summands(self, weights: Tensor, update: Tensor, size: float | Tensor, state: State) -> tuple[Tensor, ...]:
         """Return the summands of ‖W‖², ⟨W, U⟩ and ‖U‖²."""
         w, u = weights.double(), update.double()
         return w.square(), w * u, u.square()
@@ -51,12 +49,7 @@ class HyperballRule(MuonRule):
         return sums[0] == 0
 
     def apply_with(
-        self,
-        weights: Tensor,
-        update: Tensor,
-        size: float | Tensor,
-        state: Mapping[str, Tensor],
-        sums: tuple[Tensor, ...],
+        self, weights: Tensor, update: Tensor, size: float | Tensor, state: State, sums: tuple[Tensor, ...]
     ) -> None:
         """Step along the update, and scale the weights back to their initial norm."""
         ww, wu, uu = sums
@@ -70,7 +63,7 @@ class HyperballRule(MuonRule):
         back = torch.where(plain | (after <= 0), 1.0, radius / after.sqrt())
         weights.sub_(update.mul_(torch.where(plain, size, step))).mul_(back)
 
-    def keep(self, state: Mapping[str, Tensor], sums: tuple[Tensor, ...]) -> None:
+    def keep(self, state: State, sums: tuple[Tensor, ...]) -> None:
         """Store the norm of the weights before their first step; for weights of zeros, before a later step."""
         norm = state["initial_norm"]
         norm.copy_(torch.where(norm > 0, norm, sums[0].sqrt()))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from muonmesh.numerics.rules.parts import spare
-from muonmesh.numerics.rules.rule import KeptAs, Rule
+from muonmesh.numerics.rules.rule import KeptAs, Rule, State
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class MuonRule(Rule):
         """Return the state of the rule: the momentum."""
         return {"momentum_buffer": "momentum"}
 
-    def fold(self, gradient: Tensor, state: Mapping[str, Tensor]) -> None:
+    def fold(self, gradient: Tensor, state: State) -> None:
         """Fold a gradient into the momentum: ``m ← lerp(m, g, 1 − μ)``, denormals flushed to zero."""
         momentum = state["momentum_buffer"]
         momentum.lerp_(gradient.to(momentum.dtype), 1 - self.momentum)
@@ -40,7 +40,7 @@ class MuonRule(Rule):
         info = torch.finfo(momentum.dtype)
         torch.ops.aten.hardshrink.out(momentum, info.tiny * (1 - info.eps), out=momentum)
 
-    def direction(self, gradient: Tensor, state: Mapping[str, Tensor]) -> Tensor:
+    def direction(self, gradient: Tensor, state: State) -> Tensor:
         """Return ``lerp(g, m, μ)`` with Nesterov, else the momentum."""
         momentum = state["momentum_buffer"]
         if not self.nesterov:

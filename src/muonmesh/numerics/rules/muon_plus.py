@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from muonmesh.numerics.rules.even import frobenius, over, unit
 from muonmesh.numerics.rules.muon import MuonRule
+from muonmesh.numerics.rules.rule import State
 from muonmesh.numerics.setting import choice, rule_field
 
 MuonPlusSides: TypeAlias = Literal["row", "col", "row_col", "col_row"]
@@ -32,7 +32,7 @@ class MuonPlusRule(MuonRule):
 
     sides: MuonPlusSides = rule_field("muon_plus_sides", choice("col_row", MuonPlusSides))
 
-    def whole(self, update: Tensor, state: Mapping[str, Tensor]) -> Tensor:
+    def whole(self, update: Tensor, state: State) -> Tensor:
         """Return the normalized matrices, with Frobenius norm √min(rows, cols)."""
         for side in self.sides.split("_"):
             update = unit(update, -1 if side == "row" else -2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -10,6 +9,7 @@ from torch import Tensor
 
 from muonmesh.numerics.rules.even import norm, over, unit
 from muonmesh.numerics.rules.muon import MuonRule
+from muonmesh.numerics.rules.rule import State
 from muonmesh.numerics.setting import choice, rule_field
 
 MuonEqSides: TypeAlias = Literal["rows", "cols", "both"]
@@ -32,7 +32,7 @@ class MuonEqRule(MuonRule):
 
     sides: MuonEqSides = rule_field("muoneq_sides", choice("rows", MuonEqSides))
 
-    def balance(self, direction: Tensor, state: Mapping[str, Tensor]) -> Tensor:
+    def balance(self, direction: Tensor, state: State) -> Tensor:
         """Return the directions with rows, or columns, divided by their norms."""
         if self.sides != "both":
             return unit(direction, -1 if self.sides == "rows" else -2)

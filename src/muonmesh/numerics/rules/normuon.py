@@ -11,7 +11,7 @@ from torch import Tensor
 
 from muonmesh.numerics.rules.even import frobenius
 from muonmesh.numerics.rules.muon import MuonRule
-from muonmesh.numerics.rules.rule import KeptAs
+from muonmesh.numerics.rules.rule import KeptAs, State
 from muonmesh.numerics.setting import choice, fraction, not_negative, rule_field
 
 NorMuonSide: TypeAlias = Literal["rows", "longer"]
@@ -46,7 +46,7 @@ class NorMuonRule(MuonRule):
             kept["col_second_moment"] = "cols"
         return kept
 
-    def whole(self, update: Tensor, state: Mapping[str, Tensor]) -> Tensor:
+    def whole(self, update: Tensor, state: State) -> Tensor:
         """Return the matrices with rows (or columns) of equal running norm."""
         by_cols = self.side == "longer" and update.shape[-1] > update.shape[-2]
         second = state["col_second_moment" if by_cols else "row_second_moment"]

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from muonmesh.errors import explain_error
-from muonmesh.numerics.exact import largest_exponent, limbs_of
 from muonmesh.numerics.kernels.memory import scratch
 from muonmesh.numerics.kernels.threads import run_on_one_thread
-from muonmesh.numerics.rules.rule import Rule
+from muonmesh.numerics.rules.rule import Rule, State
 
 _CACHED = 1 << 19
 """Number of elements that a CPU works on at a time, so that the operations of a rule find them in the cache. With fewer
@@ -29,7 +28,7 @@ whole large matrix would need most of the memory of a step."""
 def fold(
     rule: Rule,
     gradient: Tensor,
-    state: Mapping[str, Tensor],
+    state: State,
     *,
     active: Tensor | None = None,
     into: Tensor | None = None,
@@ -69,7 +68,7 @@ def fold(
 def change_whole(
     part: Callable[[Tensor, Mapping[str, Tensor]], Tensor],
     matrix: Tensor,
-    state: Mapping[str, Tensor],
+    state: State,
     *,
     rows: int,
     cols: int,
@@ -119,7 +118,7 @@ def apply(
     rule: Rule,
     weights: Tensor,
     update: Tensor,
-    state: Mapping[str, Tensor],
+    state: State,
     *,
     scale: float,
     active: Tensor | None = None,
@@ -199,8 +198,8 @@ def _in_words(*tensors: Tensor) -> Sequence[Tensor]:
     return [t.view(-1).view(torch.int64) for t in tensors]
 
 
-def exponents(rule: Rule, weights: Tensor, update: Tensor, state: Mapping[str, Tensor], *, scale: float) -> Tensor:
-    """Return for each summand the largest exponent among the given elements, int64 (sums,): see `numerics.exact`.
+def summands(rule: Rule, weights: Tensor, update: Tensor, state: State, *, scale: float) -> Iterator[list[Tensor]]:
+    """Yield the summands of a rule in fp64, of some elements at a time, to be added up by `numerics.exact`.
 
     Args:
         rule: The rule with `Rule.summands`.
@@ -209,45 +208,6 @@ def exponents(rule: Rule, weights: Tensor, update: Tensor, state: Mapping[str, T
         state: The state of kind "weights", each tensor of the same shape, read only.
         scale: Update scale of the whole matrix.
     """
-    found = [
-        torch.stack([largest_exponent(some) for some in summands])
-        for summands in _summands(rule, weights, update, state, scale)
-    ]
-    return torch.stack(found).amax(0)
-
-
-def limbs(
-    rule: Rule,
-    weights: Tensor,
-    update: Tensor,
-    state: Mapping[str, Tensor],
-    exponents: Tensor,
-    *,
-    scale: float,
-    count: int,
-) -> Tensor:
-    """Return the contribution of these elements to each sum, int64 (sums, 2), to be added up: see `numerics.exact`.
-
-    Args:
-        rule: The rule with `Rule.summands`.
-        weights: Any shape, read only.
-        update: Same shape, any real dtype, read only.
-        state: The state of kind "weights", each tensor of the same shape, read only.
-        exponents: The largest `exponents` of all elements of the whole matrix, int64 (sums,).
-        scale: Update scale of the whole matrix.
-        count: Number of elements of the whole matrix.
-    """
-    found = [
-        torch.stack([limbs_of(some, one, count=count) for some, one in zip(summands, exponents, strict=True)])
-        for summands in _summands(rule, weights, update, state, scale)
-    ]
-    return torch.stack(found).sum(0)
-
-
-def _summands(
-    rule: Rule, weights: Tensor, update: Tensor, state: Mapping[str, Tensor], scale: float
-) -> Iterator[list[Tensor]]:
-    """Yield the summands in fp64, of some elements at a time."""
     size = rule.lr * scale
     dtype = torch.promote_types(weights.dtype, torch.float32)
     for p, u, *held in in_cache(weights, _contiguous(update), *state.values()):  # sums are exact, whatever the parts

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import MISSING, fields
@@ -51,17 +50,6 @@ ENTRY_POINTS = "muonmesh.rules"
 AnyRule = TypeVar("AnyRule", bound=Rule | ElementwiseRule)
 
 
-def rule_method_of(error: BaseException) -> str | None:
-    """Return the method of a rule outside muonmesh that has raised an error, such as "EvenRows.whole"; else None."""
-    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
-    for frame in frames:
-        first = next(iter(frame.f_code.co_varnames), "")  # of a method: the rule, whatever name it has there
-        rule, module = frame.f_locals.get(first), str(frame.f_globals.get("__name__", ""))
-        if isinstance(rule, Hyperparameters) and module.partition(".")[0] != "muonmesh":
-            return f"{type(rule).__name__}.{frame.f_code.co_name}"
-    return None
-
-
 def register_rule(algorithm: str) -> Callable[[type[AnyRule]], type[AnyRule]]:
     """Return a class decorator that registers a rule under a name for the ``algorithm`` of groups.
 
@@ -77,34 +65,33 @@ def register_rule(algorithm: str) -> Callable[[type[AnyRule]], type[AnyRule]]:
             and `Rule.apply_with`, has a method whose name is nearly that of a method of `Rule`, or is an
             `ElementwiseRule` without `ElementwiseRule.update`.
     """
+    where = f"register_rule({algorithm!r})"
 
     def register(rule: type[AnyRule]) -> type[AnyRule]:
         if algorithm in _OWN:
-            raise ValueError(
-                f"register_rule: found {algorithm!r}, a rule of muonmesh; needed a name of its own. Write "
-                f'@register_rule("my-{algorithm}")'
-            )
+            write = f'Write @register_rule("my-{algorithm}")'
+            raise ValueError(explain_error(where, "a rule of muonmesh with this name", "a name of its own", write))
         derived = isinstance(rule, type) and issubclass(rule, (Rule, ElementwiseRule))
         if not (derived and "__dataclass_fields__" in vars(rule)):
-            raise TypeError(
-                f"register_rule({algorithm!r}): found {rule!r}; needed a dataclass derived from muonmesh.Rule. Write "
-                "@dataclass(frozen=True) between @register_rule and the class"
+            needed, write = (
+                "a dataclass derived from muonmesh.Rule",
+                "Write @dataclass(frozen=True) between @register_rule",
             )
+            raise TypeError(explain_error(where, f"{rule!r}", needed, f"{write} and the class"))
         if issubclass(rule, Rule) and rule.asks_for_sums() != (rule.apply_with is not Rule.apply_with):
-            found, other = ("summands", "apply_with") if rule.asks_for_sums() else ("apply_with", "summands")
-            raise TypeError(
-                f"register_rule({algorithm!r}): found {found} of {rule.__name__} without {other}; needed both: what "
-                f"summands returns is added up and given to apply_with. Write {other} too"
-            )
+            there, other = ("summands", "apply_with") if rule.asks_for_sums() else ("apply_with", "summands")
+            needed = "both: what summands returns is added up and given to apply_with"
+            found = f"{there} of {rule.__name__} without {other}"
+            raise TypeError(explain_error(where, found, needed, f"Write {other} too"))
         own = (ElementwiseRule.update, ElementwiseRule.step)
         if issubclass(rule, ElementwiseRule) and (rule.update, rule.step) == own:
-            where, found = f"register_rule({algorithm!r})", f"{rule.__name__} without an update of its own"
             write = "Write def update(self, gradient, state, count), which returns the step of each element"
+            found = f"{rule.__name__} without an update of its own"
             raise TypeError(explain_error(where, found, "one, which says what a step is", write))
         parts = [name for name in dir(Rule if issubclass(rule, Rule) else ElementwiseRule) if not name.startswith("_")]
         for name in vars(rule).keys() - parts - {field.name for field in fields(rule)}:
             if not name.startswith("_") and (meant := get_close_matches(name, parts, 1, 0.8)):
-                where, needed = f"register_rule({algorithm!r})", f"a part that a step calls, such as {meant[0]!r}"
+                needed = f"a part that a step calls, such as {meant[0]!r}"
                 write = f"Rename it to {meant[0]}, or to a name that begins with an underscore"
                 raise TypeError(explain_error(where, f"{rule.__name__}.{name}", needed, write))
         with suppress(AttributeError):  # of a setting without a default: a group says it, and is checked too

@@ -6,9 +6,9 @@ import difflib
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields
 from functools import lru_cache
-from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -23,6 +23,9 @@ _scale_of = lru_cache(update_scale)  # pieces are many, shapes few
 
 DecayMode: TypeAlias = Literal["full", "cautious"]
 """Which weights decay: all; or only those that the update also moves towards zero (arXiv 2510.12402)."""
+
+State: TypeAlias = Mapping[str, Tensor]
+"""The state of a parameter or matrix that a part of a rule gets, by name."""
 
 KeptAs: TypeAlias = str
 """The kind of a state's shape. Per-element state is "momentum" (placed as the momentum, for `fold`) or "weights"
@@ -71,10 +74,9 @@ class Hyperparameters:
         """Return a rule with the settings of a param group; a missing key takes the default.
 
         Raises:
-            KeyError: the group lacks the key of a field without a default.
+            TypeError: the group lacks the key of a field without a default.
         """
-        read = _read(cls).items()
-        values = {each.name: plain(group[key]) for key, each in read if each.needed or key in group}
+        values = {each.name: plain(group[key]) for key, each in _read(cls).items() if key in group}
         if isinstance(values["lr"], Tensor):  # one with a dim would have weights computed in its own dtype
             values["lr"] = values["lr"].reshape(())
         return cls(**values)
@@ -91,8 +93,9 @@ class Hyperparameters:
             ValueError: a setting is out of range.
         """
         for key, each in _read(type(self)).items():
-            if each.setting is not None and not each.setting.fits(value := getattr(self, each.name)):
-                raise ValueError(explain_error(key, f"{value!r}", each.setting.needed))
+            setting, value = each.metadata.get("setting", Setting()), getattr(self, each.name)
+            if not setting.fits(value):
+                raise ValueError(explain_error(key, f"{value!r}", setting.needed))
 
     def decay(self, weights: Tensor, update: Tensor) -> None:
         """Decay weights in place.
@@ -115,26 +118,12 @@ class Hyperparameters:
             weights.copy_(torch.where(agree, weights * keep, weights))
 
 
-class _Read(NamedTuple):
-    """A field of a rule that is read from a param group: whether its key must be there, and the check of its value."""
-
-    name: str
-    needed: bool
-    setting: Setting | None
-
-
-def _fields_read(rule: Any) -> dict[str, _Read]:
+def _fields_read(rule: Any) -> dict[str, Field[Any]]:
     """Return the fields of a rule that are read from a group, by their keys. A key is the name, unless declared."""
-    return {
-        each.metadata.get("key", each.name): _Read(
-            each.name, each.default is MISSING and each.default_factory is MISSING, each.metadata.get("setting")
-        )
-        for each in fields(rule)
-        if each.name != "phase"
-    }
+    return {each.metadata.get("key", each.name): each for each in fields(rule) if each.name != "phase"}
 
 
-_read: Callable[[Any], dict[str, _Read]] = lru_cache(_fields_read)  # rules are few, and groups are read often
+_read: Callable[[Any], dict[str, Field[Any]]] = lru_cache(_fields_read)  # rules are few, and groups are read often
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +187,7 @@ class Rule(Hyperparameters):
         """
         return {}
 
-    def fold(self, gradient: Tensor, state: Mapping[str, Tensor]) -> None:
+    def fold(self, gradient: Tensor, state: State) -> None:
         """Add a gradient to the momentum, in place.
 
         Args:
@@ -206,7 +195,7 @@ class Rule(Hyperparameters):
             state: The state of kind "momentum". Each tensor has the shape of the gradient and ``state_dtype``.
         """
 
-    def direction(self, gradient: Tensor, state: Mapping[str, Tensor]) -> Tensor:
+    def direction(self, gradient: Tensor, state: State) -> Tensor:
         """Return the direction, which the owner orthogonalizes; called after `fold`.
 
         Args:
@@ -218,7 +207,7 @@ class Rule(Hyperparameters):
         """
         return gradient
 
-    def balance(self, direction: Tensor, state: Mapping[str, Tensor]) -> Tensor:
+    def balance(self, direction: Tensor, state: State) -> Tensor:
         """Change whole matrices before they are orthogonalized, and return them.
 
         You may use any operation, as in `whole`. A factor on a whole matrix has no effect, because orthogonalization
@@ -233,7 +222,7 @@ class Rule(Hyperparameters):
         """
         return direction
 
-    def whole(self, update: Tensor, state: Mapping[str, Tensor]) -> Tensor:
+    def whole(self, update: Tensor, state: State) -> Tensor:
         """Change whole orthogonalized matrices before they are scattered and scaled, and return them.
 
         You may use any operation: every layout passes one matrix at a time, in the same memory order, and on a CPU on
@@ -252,7 +241,7 @@ class Rule(Hyperparameters):
         """
         return update
 
-    def apply(self, weights: Tensor, update: Tensor, size: float | Tensor, state: Mapping[str, Tensor]) -> None:
+    def apply(self, weights: Tensor, update: Tensor, size: float | Tensor, state: State) -> None:
         """Decay and update weights in place: ``p ← p·(1 − lr·wd) − size·u``.
 
         Args:
@@ -264,9 +253,7 @@ class Rule(Hyperparameters):
         self.decay(weights, update)
         weights.sub_(update.mul_(size))
 
-    def summands(
-        self, weights: Tensor, update: Tensor, size: float | Tensor, state: Mapping[str, Tensor]
-    ) -> tuple[Tensor, ...]:
+    def summands(self, weights: Tensor, update: Tensor, size: float | Tensor, state: State) -> tuple[Tensor, ...]:
         """Return tensors whose sums over the whole matrix `apply_with` needs.
 
         Override this method and `apply_with` if a rule needs sums over a matrix. Each sum counts every element once,
@@ -288,12 +275,7 @@ class Rule(Hyperparameters):
         return ()
 
     def apply_with(
-        self,
-        weights: Tensor,
-        update: Tensor,
-        size: float | Tensor,
-        state: Mapping[str, Tensor],
-        sums: tuple[Tensor, ...],
+        self, weights: Tensor, update: Tensor, size: float | Tensor, state: State, sums: tuple[Tensor, ...]
     ) -> None:
         """Decay and update weights in place; called instead of `apply` if the rule overrides `summands`.
 
@@ -306,7 +288,7 @@ class Rule(Hyperparameters):
         """
         self.apply(weights, update, size, state)
 
-    def keep(self, state: Mapping[str, Tensor], sums: tuple[Tensor, ...]) -> None:
+    def keep(self, state: State, sums: tuple[Tensor, ...]) -> None:
         """Update the state of kind "matrix" from the sums over a matrix.
 
         Args:

@@ -34,21 +34,22 @@ class ScionRule(MuonRule, ABC):
     layer: ScionLayer = rule_field("scion_layer", choice("head", ScionLayer))
 
     @abstractmethod
-    def rms(self, rows: int, cols: int) -> float:
-        """Return the RMS of an update before it is scaled, if no row is zero."""
+    def sizes(self, cols: int) -> tuple[float, float, float]:
+        """Return the RMS of an update before it is scaled, if no row is zero, and the factors for operator norm 1.
 
-    @abstractmethod
-    def own(self, rows: int, cols: int) -> float:
-        """Return the factor by which the update has Scion's operator norm 1."""
+        The first factor is that of a head, the second that of an embedding.
+        """
 
     def scale(self, rows: int, cols: int) -> float:
         """Return the factor of the learning rate.
 
         "match_rms_adamw" gives the step an RMS of 0.2, as for Muon; "unit_rms_norm" is Scion's own scale; "none" is 1.
         """
-        factor = {"match_rms_adamw": 0.2 / self.rms(rows, cols), "unit_rms_norm": self.own(rows, cols), "none": 1.0}
+        rms, head, embedding = self.sizes(cols)
+        unit = head if self.layer == "head" else embedding
+        factor = {"match_rms_adamw": 0.2 / rms, "unit_rms_norm": unit, "none": 1.0}
         return self.extra_scale_factor * factor[self.scale_mode]
 
     def step_size(self, rows: int, cols: int) -> StepSize:
         """Return the RMS of one step; its spectral norm is NaN, because it differs for every matrix."""
-        return StepSize(float(self.lr) * self.scale(rows, cols) * self.rms(rows, cols), float("nan"))
+        return StepSize(float(self.lr) * self.scale(rows, cols) * self.sizes(cols)[0], float("nan"))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from muonmesh.numerics.rules.even import unit
+from muonmesh.numerics.rules.rule import State
 from muonmesh.numerics.rules.scion import ScionRule
 
 
@@ -21,14 +21,10 @@ class ScionRowNormRule(ScionRule):
     as for a token without a gradient so far, stays zero. There is no ε.
     """
 
-    def whole(self, update: Tensor, state: Mapping[str, Tensor]) -> Tensor:
+    def whole(self, update: Tensor, state: State) -> Tensor:
         """Return the matrices with rows of norm 1."""
         return unit(update, -1)
 
-    def rms(self, rows: int, cols: int) -> float:
-        """Return the RMS of rows of norm 1."""
-        return 1 / math.sqrt(cols)
-
-    def own(self, rows: int, cols: int) -> float:
-        """Return 1/√cols for a head, and √cols for an embedding."""
-        return 1 / math.sqrt(cols) if self.layer == "head" else math.sqrt(cols)
+    def sizes(self, cols: int) -> tuple[float, float, float]:
+        """Return the RMS of rows of norm 1, 1/√cols for a head, and √cols for an embedding."""
+        return 1 / math.sqrt(cols), 1 / math.sqrt(cols), math.sqrt(cols)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from muonmesh.numerics.rules.muon import MuonRule
+from muonmesh.numerics.rules.rule import State
 from muonmesh.numerics.rules.scion import ScionRule
 
 
@@ -20,15 +20,11 @@ class ScionSignRule(ScionRule):
     an embedding they are not divided, so that its rows have an RMS of 1.
     """
 
-    def direction(self, gradient: Tensor, state: Mapping[str, Tensor]) -> Tensor:
+    def direction(self, gradient: Tensor, state: State) -> Tensor:
         """Return the signs of Muon's direction; NaN for elements that are not finite, which a sign would hide."""
         direction = MuonRule.direction(self, gradient, state)
         return torch.where(direction.isfinite(), direction.sign(), torch.nan)
 
-    def rms(self, rows: int, cols: int) -> float:
-        """Return 1, the RMS of signs."""
-        return 1.0
-
-    def own(self, rows: int, cols: int) -> float:
-        """Return 1/cols for a head, and 1 for an embedding."""
-        return 1 / cols if self.layer == "head" else 1.0
+    def sizes(self, cols: int) -> tuple[float, float, float]:
+        """Return 1, the RMS of signs, 1/cols for a head, and 1 for an embedding."""
+        return 1.0, 1 / cols, 1.0

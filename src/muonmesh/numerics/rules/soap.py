@@ -11,7 +11,7 @@ from torch import Tensor
 
 from muonmesh.numerics.rules.even import over
 from muonmesh.numerics.rules.muon import MuonRule
-from muonmesh.numerics.rules.rule import KeptAs
+from muonmesh.numerics.rules.rule import KeptAs, State
 from muonmesh.numerics.setting import fraction, rule_field, whole
 
 
@@ -54,14 +54,14 @@ class SoapRule(MuonRule):
         sides = {"row_gram": "rows×rows", "row_basis": "rows×rows", "col_gram": "cols×cols", "col_basis": "cols×cols"}
         return {**whole, **sides}
 
-    def fold(self, gradient: Tensor, state: Mapping[str, Tensor]) -> None:
+    def fold(self, gradient: Tensor, state: State) -> None:
         """Do nothing: the owner has the momentum."""
 
-    def direction(self, gradient: Tensor, state: Mapping[str, Tensor]) -> Tensor:
+    def direction(self, gradient: Tensor, state: State) -> Tensor:
         """Return the gradient."""
         return gradient
 
-    def balance(self, direction: Tensor, state: Mapping[str, Tensor]) -> Tensor:
+    def balance(self, direction: Tensor, state: State) -> Tensor:
         """Return the momentum scaled in the bases, and turn the bases."""
         rows, cols, second, fresh = state["row_basis"], state["col_basis"], state["second_moment"], state["unit"] == 0
         largest = direction.abs().amax((-2, -1), keepdim=True)

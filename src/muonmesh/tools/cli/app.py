@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any, get_args
 
 import typer
 
+from muonmesh.files import reason
 from muonmesh.tools.cli.doctor import doctor
 from muonmesh.tools.cli.plan_command import PlanRequest, plan
 from muonmesh.tools.cli.run_settings import OUTPUT, Settings, declared, option
@@ -59,14 +61,8 @@ def train(
     from muonmesh.tools.cli.run import settings_of, train_run
 
     given = {name for name in values if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"}
-    try:
-        settings, resuming = settings_of(values, resume, given)
-        raise SystemExit(train_run(settings, resuming=resuming))
-    except ValueError as error:
-        raise SystemExit(complain("train", str(error), code=2)) from error
-    except OSError as error:
-        where = f"{error.filename}: " if error.filename else ""
-        raise SystemExit(complain("train", f"{where}{error.strerror or error}", code=2)) from error
+    settings, resuming = settings_of(values, resume, given)
+    raise SystemExit(train_run(settings, resuming=resuming))
 
 
 def parameters_of(kind: type) -> Iterator[inspect.Parameter]:
@@ -88,6 +84,22 @@ def taking(kind: type, function: Callable[..., None]) -> Callable[..., None]:
     return function
 
 
+def complaining(command: Callable[..., None]) -> Callable[..., None]:
+    """Return a command that prints an error about its options as one sentence, and exits with 2."""
+
+    @functools.wraps(command)
+    def run(*arguments: Any, **values: Any) -> None:
+        try:
+            return command(*arguments, **values)
+        except (ValueError, TypeError) as error:
+            said = str(error)
+        except OSError as error:
+            said = f"{error.filename}: {reason(error)}" if error.filename else reason(error)
+        raise SystemExit(complain(command.__name__, said, code=2))
+
+    return run
+
+
 COMMANDS: dict[Callable[..., None], tuple[str, ...]] = {
     taking(PlanRequest, plan): (
         "muonmesh plan --model llama-3.1-8b --mesh hsdp=2x8,tp=4",
@@ -107,4 +119,4 @@ COMMANDS: dict[Callable[..., None], tuple[str, ...]] = {
 """The commands, each with examples at the end of its help text."""
 
 for command, lines in COMMANDS.items():
-    app.command(epilog=examples(*lines))(command)
+    app.command(epilog=examples(*lines))(complaining(command))

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves_with_path
 
 from muonmesh.checkpoint.fitting import check_saved
-from muonmesh.checkpoint.folder import CheckpointReader, found_at
+from muonmesh.checkpoint.folder import found_at
 from muonmesh.checkpoint.index import (
     MANIFEST_FILE,
     REMEDY,
@@ -25,7 +25,7 @@ from muonmesh.checkpoint.index import (
     read_manifest,
 )
 from muonmesh.errors import FileError, explain_error
-from muonmesh.files import kind_of, leaves, read_json, reason
+from muonmesh.files import kind_of, read_json, reason
 from muonmesh.step.state_form import wrong_numbers
 from muonmesh.tools.checkpoints.archive import MoreThanData, read_archive
 from muonmesh.tools.cli.checkpoints import STEP, checkpoints_of, numbered, without_checkpoint
@@ -39,12 +39,6 @@ A_RUN = "a run of muonmesh train"
 OURS = "a checkpoint of muonmesh.checkpoint.save"
 SAVED = "a file of torch.save"
 CHECKED = f"{A_RUN}, {OURS}, or {SAVED} with plain values and tensors alone"
-OTHERS = {
-    "DeepSpeed": r"latest|zero_to_fp32\.py|.*_(model|optim)_states\.pt",
-    "Megatron-Core": r"latest_checkpointed_iteration\.txt|common\.pt|mp_rank_\d+(_\d+)*|model_optim_rng\.pt",
-    "torch.distributed.checkpoint": r"\.metadata|.*\.distcp",  # last, since others write such files too
-}
-"""Frameworks whose checkpoints are not checked, with the names of their files and folders."""
 
 
 @dataclass
@@ -142,14 +136,10 @@ def _folder(path: Path) -> Diagnosis:
     """Return the diagnosis of a folder, which may be a checkpoint."""
     folder = found_at(path)
     found = Diagnosis(str(path))
-    names = set(os.listdir(folder))
-    hidden_last = sorted(names, key=lambda name: (name.startswith("."), name))
-    is_ours = not names.isdisjoint({MANIFEST_FILE, SETTINGS_FILE})
-    if not is_ours:
-        name, framework = _by_another(hidden_last)
-        told = f"{name or hidden_last[0]!r} in it" if names else "nothing in it"
-        told += f", as in a checkpoint of {framework}" if framework else ""
-        run = next((folder / name for name in hidden_last if _is_run(folder / name)), None)
+    names = sorted(os.listdir(folder), key=lambda name: (name.startswith("."), name))
+    if MANIFEST_FILE not in names and SETTINGS_FILE not in names:
+        told = f"{names[0]!r} in it" if names else "nothing in it"
+        run = next((folder / name for name in names if _is_run(folder / name)), None)
         write = None if run is None else f"For a run in it, write: {shell_line('doctor', run)}"
         found.faults = [explain_error(str(path), told, CHECKED, write)]
         return found
@@ -171,26 +161,16 @@ def _folder(path: Path) -> Diagnosis:
     return found
 
 
-def _by_another(names: Iterable[str]) -> tuple[str, str]:
-    """Return the first name that another framework gives its checkpoints, and the framework; else empty strings."""
-    found = ((name, framework) for framework, known in OTHERS.items() for name in names if re.fullmatch(known, name))
-    return next(found, ("", ""))
-
-
 def _pieces(found: Diagnosis, folder: Path, entries: Mapping[str, Entry]) -> None:
     """Add the tensors of a checkpoint of muonmesh, and the numbers in them that no step leaves."""
     odd: dict[str, str] = {}
-
-    def note(name: str, tensor: Tensor) -> str:
-        if wrong := wrong_numbers(name, tensor):
-            odd.setdefault(name, wrong)
-        return ""
-
     with found.noting():
         tensors = read_index(folder, entries)
         found.tensors = {name: torch.empty(one.shape, dtype=one.dtype, device="meta") for name, one in tensors.items()}
-        if not found.faults:
-            CheckpointReader(folder, tensors, {}).check(share=0, of=1, wrong=note)
+        for tensor in tensors.values() if not found.faults else ():
+            for piece in tensor.pieces:
+                if wrong := wrong_numbers(tensor.name, tensor.read(folder, piece)):
+                    odd.setdefault(tensor.name, wrong)
     for name, wrong in odd.items():
         (found.faults if ".state." in name else found.notes).append(f"{name}: found {wrong}")
 
@@ -205,12 +185,13 @@ def _file(path: Path) -> Diagnosis:
         return found
     if begin == ARCHIVE:
         found.kind = SAVED
-        framework = _by_another([path.name])[1]
-        whose = f"{framework} gives its files such names. " if framework else ""
-        remedy = f"{whose}Its checksums are right. Its content was not read, since that could run code"
+        remedy = "Its checksums are right. Its content was not read, since that could run code"
         try:
             content = read_archive(path, needed=CHECKED, remedy=remedy)
-            found.tensors = {name: one.to("meta") for name, one in leaves(content) if isinstance(one, Tensor)}
+            for keys, value in tree_leaves_with_path(content):
+                if isinstance(value, Tensor):
+                    name = ".".join(str(getattr(key, "key", getattr(key, "idx", ""))) for key in keys)
+                    found.tensors[name] = value.to("meta")
         except FileError as error:
             found.kind, found.faults = "" if isinstance(error, MoreThanData) else SAVED, [str(error)]
     else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -30,17 +29,12 @@ def doctor(
         bool,
         typer.Option("--json", help="Print everything as JSON, each tensor by name. The key faults lists all damages."),
     ] = False,
-    folder: Annotated[
-        Path, typer.Option(help="Without a path: test the disk of this folder, to which you will write checkpoints.")
-    ] = Path(),
 ) -> None:
     """Show what a checkpoint contains and whether it is complete. Without a path, check this machine.
 
     The command changes nothing and executes nothing from the checkpoint, so the checkpoint may be untrusted.
 
     Exit code 0: complete, or nothing to do. 1: damaged, or something to do. 2: nothing that it can check.
-
-    To check the links between ranks too, write: torchrun --nproc-per-node 2 --no-python muonmesh doctor
     """
     from muonmesh.tools.cli.diagnosis import diagnose
     from muonmesh.tools.cli.terminal import say, say_json
@@ -48,12 +42,11 @@ def doctor(
     if path is None:
         from muonmesh.tools.cli.installation import lines_of, look_around
 
-        findings = look_around(folder)
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            if as_json:
-                say_json([asdict(one) for one in findings])
-            else:
-                say(*lines_of(findings))
+        findings = look_around()
+        if as_json:
+            say_json([asdict(one) for one in findings])
+        else:
+            say(*lines_of(findings))
         raise SystemExit(DAMAGED if any(one.do for one in findings) else WHOLE)
     found = diagnose(path)
     if as_json:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import platform
-import shutil
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -22,8 +19,6 @@ from muonmesh.numerics.kernels.compiled import NoLibrary, library
 from muonmesh.tools.cli.launch import usable_cores
 
 SECONDS = 120  # the longest time that two processes may take to connect
-LEAST_SHARED = 64 << 20  # Docker's default, which is too small for NCCL and data loaders
-LEAST_FREE = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -35,12 +30,8 @@ class Finding:
     do: str = ""
 
 
-def look_around(folder: Path) -> list[Finding]:
-    """Run all checks and return their findings; a check that fails is a finding too.
-
-    Args:
-        folder: The folder for checkpoints, whose disk is checked.
-    """
+def look_around() -> list[Finding]:
+    """Run all checks and return their findings; a check that fails is a finding too."""
     looks: dict[str, Callable[[], Finding]] = {
         "torch": lambda: Finding("torch", f"{torch.__version__}, Python {platform.python_version()}"),
         "processor": _processor,
@@ -48,13 +39,7 @@ def look_around(folder: Path) -> list[Finding]:
         "orthogonalize": _orthogonalize,
         "gloo": _gloo,
         "NCCL": _nccl,
-        "shared memory": _shared_memory,
-        "checkpoint folder": lambda: _disk(folder),
     }
-    if os.environ.get("LOCAL_RANK", "0") != "0":  # only the first process of each machine checks the machine
-        looks = {}
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        looks["links"] = _links
     return [_looked(name, look) for name, look in looks.items()]
 
 
@@ -135,63 +120,6 @@ def _nccl() -> Finding:
     if not dist.is_nccl_available():
         return Finding("NCCL", "torch was built without it", "Install torch for CUDA")
     return Finding("NCCL", ".".join(map(str, torch.cuda.nccl.version())))  # type: ignore[no-untyped-call]
-
-
-def _shared_memory(place: str = "/dev/shm") -> Finding:
-    if not Path(place).is_dir():
-        return Finding("shared memory", f"no {place}")
-    total, _, free = shutil.disk_usage(place)
-    found = f"{place}: {total / 1e9:.2f} GB, {free / 1e9:.2f} GB free"
-    return Finding("shared memory", found, "In Docker write --shm-size=8g" if free <= LEAST_SHARED else "")
-
-
-def _disk(folder: Path) -> Finding:
-    """Check the disk: write, flush and read 64 MB in the folder for checkpoints."""
-    content = os.urandom(1 << 20)
-    with tempfile.TemporaryFile(dir=folder) as file:
-        begin = time.monotonic()
-        for _ in range(64):
-            file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-        rate = 64 * len(content) / max(time.monotonic() - begin, 1e-9) / 1e6
-        file.seek(63 << 20)
-        wrong = "" if file.read() == content else "It reads what was not written: use another disk"
-    free = shutil.disk_usage(folder).free
-    wrong = wrong or ("Make room, or write --folder" if free < LEAST_FREE else "")
-    return Finding("checkpoint folder", f"{folder}: {rate:.0f} MB/s written, {free / 1e9:.1f} GB free", wrong)
-
-
-def _links() -> Finding:
-    """Check the links between the ranks that torchrun has started."""
-    from muonmesh.tools.cli.training import join
-
-    device = join("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        return measured_links(device)
-    finally:
-        dist.destroy_process_group()
-
-
-def measured_links(device: torch.device) -> Finding:
-    """Return latency and bandwidth of an all-reduce, and the largest difference of clocks. All ranks call it."""
-    seconds = []
-    for numbers in (1, 4 << 20):
-        tensor = torch.ones(numbers, dtype=torch.float32, device=device)
-        for counted in (False, True):
-            dist.barrier()
-            begin = time.perf_counter()
-            for _ in range(3):
-                dist.all_reduce(tensor)
-            float(tensor[0])
-            seconds += [(time.perf_counter() - begin) / 3] * counted
-    dist.barrier()
-    clocks = [None] * dist.get_world_size()
-    dist.all_gather_object(clocks, time.time())
-    apart = max(clocks) - min(clocks)  # type: ignore[type-var, operator]
-    found = f"{len(clocks)} ranks: {seconds[0] * 1e3:.2f} ms, {16.8 / seconds[1]:.0f} MB/s an all-reduce"
-    wrong = "Set the machines' clocks: logs and timeouts compare them" if apart > 1.0 + seconds[0] else ""
-    return Finding("links", f"{found}, clocks {apart * 1e3:.0f} ms apart", wrong)
 
 
 def lines_of(findings: list[Finding]) -> Iterator[str]:

@@ -12,7 +12,7 @@ from rich.filesize import decimal
 from muonmesh.errors import FileError
 from muonmesh.table import aligned
 from muonmesh.tools.cli.run_settings import Settings, check_fields_of, setting
-from muonmesh.tools.cli.terminal import complain, say, say_json
+from muonmesh.tools.cli.terminal import say, say_json
 
 if TYPE_CHECKING:
     from muonmesh.tools.cli.planning import Cluster
@@ -79,11 +79,7 @@ def plan(**values: Any) -> None:
 
     Kernel launches, the memory of a step and its time come from a model. Nothing is downloaded or run.
     """
-    try:
-        found = planned(PlanRequest(**values))
-    except ValueError as error:
-        raise SystemExit(complain("plan", str(error), code=2)) from error
-    print_plan(found, as_json=values["json"])
+    print_plan(planned(PlanRequest(**values)), as_json=values["json"])
 
 
 def planned(asked: PlanRequest) -> dict[str, Any]:

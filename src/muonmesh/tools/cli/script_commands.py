@@ -39,7 +39,7 @@ def audit(
     import torch.distributed as dist
 
     from muonmesh.tools.auditing.audit import audit as watch
-    from muonmesh.tools.cli.terminal import complain, say, say_json
+    from muonmesh.tools.cli.terminal import say, say_json
 
     try:
         made = made_at(target)
@@ -52,8 +52,8 @@ def audit(
                 "torch.distributed.init_process_group() in it"
             )
         report = watch(made[1], made[0])
-    except (FileError, LayoutError) as error:
-        raise SystemExit(complain("audit", str(error), code=NO_AUDIT)) from error
+    except (FileError, LayoutError):
+        raise
     except Exception as error:  # from the script; with Python's own exit code 1, it would look like a result
         traceback.print_exc()
         raise SystemExit(NO_AUDIT) from error
@@ -125,14 +125,11 @@ def transfer(
     The table shows for each kind of parameter, small → large: RMS and spectral norm of a step, decay per step and
     initial RMS.
     """
-    from muonmesh.tools.cli.terminal import complain, say, say_json
+    from muonmesh.tools.cli.terminal import say, say_json
     from muonmesh.tools.forecasts.transfer import transfer as compare
 
     settings = {"lr": lr, "weight_decay": weight_decay, "scale_mode": scale_mode}
-    try:
-        found = compare(*(_optimizer(target, settings) for target in (small, large)))
-    except (ValueError, TypeError) as error:
-        raise SystemExit(complain("transfer", str(error), code=2)) from error
+    found = compare(*(_optimizer(target, settings) for target in (small, large)))
     if as_json:
         say_json(json.loads(json.dumps(asdict(found)), parse_constant=lambda _: None))  # JSON has no word for NaN
     else:

@@ -19,7 +19,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.fsdp import FSDPModule
@@ -27,7 +26,7 @@ from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
 import muonmesh as mm
-from muonmesh.checkpoint.ranks import on_first_rank
+from muonmesh.checkpoint.ranks import first_difference, on_first_rank
 from muonmesh.checkpoint.save_load import reshard
 from muonmesh.comm.telling import tell_all
 from muonmesh.errors import FileError, explain_error
@@ -38,37 +37,9 @@ from muonmesh.tools.cli.model import build_model, model_config, parallelise
 from muonmesh.tools.cli.report import TIMES, append_metrics, cut_metrics
 from muonmesh.tools.cli.run_files import LAUNCHER, locked
 from muonmesh.tools.cli.run_settings import Optimizer, ScheduleName, Settings, load_settings, option
-from muonmesh.tools.cli.terminal import make_console, say, shell_line
+from muonmesh.tools.cli.terminal import say, shell_line
 
-PLAIN_SECONDS = 15.0  # without a terminal: the longest silence between two lines
-
-
-class ProgressLine(Progress):
-    """Shows the progress of one training within a ``with`` block; shows nothing unless ``visible`` (rank 0 only)."""
-
-    def __init__(self, name: str, settings: Settings, *, start: int, visible: bool) -> None:
-        self.name, self.settings = name, settings
-        console = make_console()
-        self._plain = visible and not console.is_terminal
-        texts = TextColumn("[bold]{task.description:>5}"), TextColumn("{task.fields[said]}")
-        columns = (texts[0], BarColumn(12), MofNCompleteColumn(), TimeRemainingColumn(compact=True), texts[1])
-        super().__init__(*columns, console=console, disable=not visible or self._plain)
-        self._task = self.add_task(name, total=settings.steps, completed=start, said="")
-        self._validation = ""
-        self._last_print = time.monotonic()
-
-    def step(self, step: int, loss: float, seconds: float) -> None:
-        """Show a finished step, its loss and its speed."""
-        said = f"loss {loss:.3f}{self._validation}, {self.settings.tokens_per_step / seconds:,.0f} tok/s"
-        self.update(self._task, completed=step, said=said)
-        now = time.monotonic()
-        if self._plain and (step == self.settings.steps or now - self._last_print >= PLAIN_SECONDS):
-            self._last_print = now
-            say(f"{self.name:>5} {step}/{self.settings.steps} {said}")
-
-    def validation(self, loss: float) -> None:
-        """Set the validation loss to show from the next step on."""
-        self._validation = f", validation {loss:.3f}"
+LONGEST_SILENCE = 10.0  # seconds between two lines of progress
 
 
 WSD_DECAY_SHARE = 0.2  # warmup-stable-decay (arXiv 2404.06395): the last fifth goes down to zero
@@ -156,6 +127,10 @@ class Training:
         self.validation_windows = validation.spread(min(settings.eval_sequences, validation.count))
         self.checkpoints = Checkpoints(checkpoints_of(settings.directory, name), keep=settings.keep)
         self.start = 0
+        self.printed, self.validated = (
+            time.monotonic(),
+            "",
+        )  # of the progress
         self.unwritten: FileError | None = None  # the metrics that only rank 0 writes
         self.seconds = 0.0  # without evaluation and checkpoints; only rank 0 has the seconds before a resume
         if isinstance(self.model, DistributedDataParallel):
@@ -189,19 +164,18 @@ class Training:
                 is unchanged.
         """
         settings = self.settings
-        with ProgressLine(self.name, settings, start=self.start, visible=self.rank == 0) as line:
-            if self.start == 0:
-                self._validate(0, line)
-            for step in range(self.start + 1, settings.steps + 1):
-                stopping = self._step(step, stop, line)
-                if step % settings.eval_every == 0 or step == settings.steps:
-                    self._validate(step, line)
-                every = settings.checkpoint_every
-                if stopping or step == settings.steps or (every and step % every == 0):
-                    on_first_rank(self._need_written)
-                    self.checkpoints.save(step, self.model, self.saved)
-                if stopping:
-                    return step == settings.steps
+        if self.start == 0:
+            self._validate(0)
+        for step in range(self.start + 1, settings.steps + 1):
+            stopping = self._step(step, stop)
+            if step % settings.eval_every == 0 or step == settings.steps:
+                self._validate(step)
+            every = settings.checkpoint_every
+            if stopping or step == settings.steps or (every and step % every == 0):
+                on_first_rank(self._need_written)
+                self.checkpoints.save(step, self.model, self.saved)
+            if stopping:
+                return step == settings.steps
         return True
 
     def evaluate(self) -> float:
@@ -222,7 +196,7 @@ class Training:
         dist.all_reduce(total)
         return float(total) / len(self.validation_windows)
 
-    def _step(self, step: int, stop: StopRequest, line: ProgressLine) -> bool:
+    def _step(self, step: int, stop: StopRequest) -> bool:
         """Take a step, write its metrics, and return whether any rank has a request to stop."""
         settings = self.settings
         factor = learning_rate_factor(step, name=settings.schedule, steps=settings.steps, warmup=settings.warmup)
@@ -249,7 +223,11 @@ class Training:
         lr = max(group["lr"] for group in self.optimizer.param_groups)
         times = dict(zip(TIMES, (seconds, computed - began, updated - computed), strict=True))
         self._append(step, loss=mean, lr=lr, **times)
-        line.step(step, mean, seconds)
+        now = time.monotonic()
+        if self.rank == 0 and (step == settings.steps or now - self.printed >= LONGEST_SILENCE):
+            self.printed = now
+            speed = f"{settings.tokens_per_step / seconds:,.0f} tok/s"
+            say(f"{self.name:>5} {step}/{settings.steps} loss {mean:.3f}{self.validated}, {speed}")
         return bool(stop_flags > 0)
 
     def _now(self) -> float:
@@ -301,13 +279,13 @@ class Training:
             logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
         return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
 
-    def _validate(self, step: int, line: ProgressLine) -> None:
+    def _validate(self, step: int) -> None:
         loss = self.evaluate()
         self._need_finite("validation loss", step, loss)
         figures = self.optimizer.metrics() if step and isinstance(self.optimizer, mm.Muon) else {}
         details = {key: float(value) if math.isfinite(value) else None for key, value in figures.items()}
         self._append(step, validation_loss=loss, **({"optimizer": details} if details else {}))
-        line.validation(loss)
+        self.validated = f", validation {loss:.3f}"
 
     def _append(self, step: int, **figures: Any) -> None:
         if self.rank == 0 and self.unwritten is None:
@@ -384,11 +362,9 @@ def insist_on_the_same(run: Path, given: Mapping[str, Any]) -> None:
         FileError: on every rank: values differ; the message names the first.
     """
     everyone = tell_all(given)
-    for name in sorted({name for other in everyone for name in other}):
-        found = [other.get(name) for other in everyone]
-        if any(value != found[0] for value in found):
-            values = ", ".join(map(repr, found))
-            raise FileError(f"{run}: the ranks were given different {name}: {values}; needed the same on each of them")
+    if (found := first_difference(everyone)) is not None:
+        values = ", ".join(repr(other.get(found[0])) for other in everyone)
+        raise FileError(f"{run}: the ranks were given different {found[0]}: {values}; needed the same on each of them")
 
 
 def join(kind: str, *, timeout: timedelta | None = None) -> torch.device:

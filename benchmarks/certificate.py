@@ -1,0 +1,289 @@
+"""A certificate: which Muon computes in which layout what it computes in one process. Writes docs/certificate.md.
+
+    python benchmarks/certificate.py --cache FOLDER --peer dion=PATH --json benchmarks/results/certificate.json
+    python benchmarks/certificate.py --projects muonmesh torch --kinds ddp fsdp2     # something quick
+    python benchmarks/certificate.py --page                                           # the page of the recorded run
+
+Each project's own package takes three steps in one process and in each layout, on 2 and on 4 gloo ranks of one thread,
+with the same weights and the same gradients (certificate_cells.py). The whole weights after each step are compared
+with those of the same project in one process. Packages that are in no environment of this checkout are installed into
+the folder FOLDER, without their dependencies. torch.compile is off.
+
+A difference is the Frobenius norm of the difference of one weight after the last step, divided by the norm of the last
+step of that weight in one process; the largest of all weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import multiprocessing
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path += [path for path in (str(ROOT), str(ROOT / "benchmarks")) if path not in sys.path]
+
+from certificate_cells import KINDS, MODELS, PROJECTS, Layout, cell, layouts
+
+RECORDED = ROOT / "benchmarks/results/certificate.json"
+PAGE = ROOT / "docs/certificate.md"
+ROUNDING = 1e-6
+PATIENCE = 60.0  # seconds for a cell; a rank that waits for another one waits as long
+COLLECTIVE = re.compile(r"gloo|Connection (closed|reset)|closed by peer")
+
+
+@dataclass(frozen=True)
+class Environment:
+    """Where a project runs.
+
+    Attributes:
+        python: The environment, in this checkout.
+        requirements: What is installed into a folder of the cache, without dependencies.
+        checkout: The name of a checkout (`--peer NAME=PATH`) that it needs.
+        distributions: The packages whose versions are recorded.
+    """
+
+    python: str
+    requirements: tuple[str, ...] = ()
+    checkout: str = ""
+    distributions: tuple[str, ...] = ()
+
+
+HOSTS, MEGATRON = ".venv-hosts", ".venv-megatron"
+IN_MEGATRON = Environment(MEGATRON, checkout="emerging_optimizers", distributions=("megatron-core",))
+ENVIRONMENTS = {
+    "muonmesh": Environment(".venv", distributions=("muonmesh",)),
+    "muonmesh_deepspeed": Environment(".venv", distributions=("muonmesh", "deepspeed")),
+    "muonmesh_megatron": Environment(MEGATRON, distributions=("muonmesh", "megatron-core")),
+    "torch": Environment(".venv"),
+    "deepspeed": Environment(".venv", distributions=("deepspeed",)),
+    "megatron_blockwise": IN_MEGATRON,
+    "megatron_duplicated": IN_MEGATRON,
+    "dion": Environment(HOSTS, checkout="dion"),
+    "torchtitan": Environment(HOSTS, distributions=("torchtitan",)),
+    "veomni": Environment(HOSTS, ("veomni==0.1.12",), distributions=("veomni",)),
+    "axolotl": Environment(
+        HOSTS, ("axolotl==0.19.0", "axolotl-contribs-mit==0.0.6"), distributions=("axolotl", "axolotl-contribs-mit")
+    ),
+    "heavyball": Environment(HOSTS, ("heavyball==3.2.1", "opt-einsum==3.4.0"), distributions=("heavyball",)),
+    "muonium": Environment(HOSTS, distributions=("muonium",)),
+    "keller_jordan": Environment(HOSTS, distributions=("muon-optimizer",)),
+    "muon_fsdp2": Environment(HOSTS, ("muon-fsdp2==0.3.0",), distributions=("muon-fsdp2",)),
+}
+
+
+# ---------------------------------------------------------------- in a project's environment
+
+
+def measured(name: str, kinds: Iterable[str]) -> dict[str, Any]:
+    """Run the cells of one project in this interpreter."""
+    import torch
+    from tests.workers import Pool
+
+    project = PROJECTS[name]
+    os.environ.update(OMP_NUM_THREADS="1", TORCHDYNAMO_DISABLE="1", DS_ACCELERATOR="cpu", DS_BUILD_OPS="0")
+    begin = time.monotonic()
+    found: dict[str, Any] = {"title": project.title, "cells": {}, "versions": {"torch": torch.__version__}}
+    for distribution in ENVIRONMENTS[name].distributions:
+        found["versions"][distribution] = _version(distribution)
+    try:
+        importlib.import_module(project.package)
+    except Exception as error:
+        return found | {"absent": f"{type(error).__name__}: {error}".splitlines()[0]}
+    multiprocessing.set_forkserver_preload(["tests.workers", "certificate_cells", project.package])
+    pools: dict[int, Pool] = {}
+    references: dict[str, Any] = {}
+
+    def run(layout: Layout, audited: bool = False) -> Any:
+        pool = pools.setdefault(layout.ranks, Pool(layout.ranks))
+        return outcome(pool, name, layout, audited)
+
+    try:
+        for layout in sorted(layouts(kind for kind in kinds if kind in project.kinds), key=lambda each: each.ranks):
+            if layout.model not in references:
+                references[layout.model] = run(layout.reference)
+            reference = references[layout.model]
+            if isinstance(reference, dict):
+                found["cells"][layout.name] = reference | {"in one process": True}
+                continue
+            result = run(layout)
+            if isinstance(result, list):
+                result = compared(result, reference)
+                if result["word"] == "differs" and project.audits:
+                    verdicts = run(layout, audited=True)
+                    result |= {"audit": verdicts} if "word" not in verdicts else {}
+            found["cells"][layout.name] = result
+            print(f"{project.title}, {layout.name}: {text_of(result)}", flush=True)
+    finally:
+        for pool in pools.values():
+            pool.close()
+    return found | {"seconds": round(time.monotonic() - begin)}
+
+
+def outcome(pool: Any, name: str, layout: Layout, audited: bool) -> Any:
+    """What the ranks return, or the word and message of their errors."""
+    from tests.workers import RankFailure
+
+    try:
+        outcomes = pool.run_expecting_errors(cell, name, layout, audited, timeout=PATIENCE)
+    except RankFailure as failure:
+        pool.close()
+        return ended(str(failure))
+    errors = [each for each in outcomes if each.error is not None]
+    if not errors:
+        return outcomes[0].value
+    pool.close()  # after an error the ranks may be out of step
+    first = next((each for each in errors if not COLLECTIVE.search(each.message)), errors[0])
+    told = f"{first.error.__name__}: {first.message}".strip().splitlines()[0][:300]
+    deliberate = len(errors) == layout.ranks and all(raised_by(PROJECTS[name].package, each.traceback) for each in errors)
+    word = "replicas differ" if first.error.__name__ == "ReplicasError" else "refuses" if deliberate else "fails"
+    word = "cannot run here" if "CUDA" in first.message else word
+    return {"word": word, "message": told}
+
+
+def raised_by(package: str, traceback: str) -> bool:
+    """Whether the last line of a traceback is a `raise` or an `assert` of a package: a decision, not an accident."""
+    last = traceback.rpartition('  File "')[2]
+    path, _, rest = last.partition('"')
+    code = rest.splitlines()[1].strip() if len(rest.splitlines()) > 1 else ""
+    return f"/{package.replace('.', '/')}" in path and code.startswith(("raise", "assert"))
+
+
+def ended(failure: str) -> dict[str, Any]:
+    """What is said of ranks that died, or waited in vain."""
+    raised = re.search(r"rank (\d) of \d raised.*?\n(\w[\w.]*(?:Error|Exception)[^\n]*)", failure, re.DOTALL)
+    died = re.search(r"rank \d of \d died: [^\n]*", failure)
+    if raised:
+        return {"word": "fails", "message": f"rank {raised[1]}: {raised[2][:250]}; other ranks wait"}
+    return {"word": "fails", "message": died[0] if died else f"no end after {PATIENCE:.0f} s"}
+
+
+def compared(weights: list[dict[str, Any]], reference: list[dict[str, Any]]) -> dict[str, Any]:
+    """How weights after each step differ from those of one process."""
+    import torch
+
+    assert all(some.keys() == others.keys() for some, others in zip(weights, reference, strict=True))
+    if all(torch.equal(a[n], b[n]) for a, b in zip(weights, reference, strict=True) for n in b):
+        return {"word": "bits", "relative": 0.0}
+    last = {n: (reference[-1][n] - reference[-2][n]).double().norm() for n in reference[-1]}
+    apart = {n: float((weights[-1][n].double() - reference[-1][n].double()).norm() / last[n]) for n in last}
+    worst = max(apart, key=lambda n: apart[n])
+    word = "rounding" if apart[worst] <= ROUNDING else "differs"
+    return {"word": word, "relative": float(f"{apart[worst]:.3g}"), "worst": worst, "equal": sum(not x for x in apart.values()), "of": len(apart)}
+
+
+def _version(distribution: str) -> str:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return "unknown"
+
+
+# ---------------------------------------------------------------- all projects
+
+
+def environment_of(name: str, cache: Path | None, peers: dict[str, Path]) -> tuple[str, dict[str, str]] | str:
+    """The interpreter of a project and its environment, or why there is none."""
+    needs = ENVIRONMENTS[name]
+    python = ROOT / needs.python / "bin/python"
+    if not python.exists():
+        return f"no {needs.python} in this checkout: write make {needs.python}/.ready"
+    paths = [str(ROOT / "benchmarks"), str(ROOT)]
+    if needs.checkout:
+        if needs.checkout not in peers:
+            return f"no checkout: write --peer {needs.checkout}=PATH"
+        paths.insert(0, str(peers[needs.checkout]))
+    if needs.requirements:
+        if cache is None:
+            return f"{' and '.join(needs.requirements)}: write --cache FOLDER to install it"
+        target = cache / name
+        if not (target / ".ready").exists():
+            pip = [str(python), "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(target)]
+            done = subprocess.run([*pip, *needs.requirements], capture_output=True, text=True, check=False)
+            if done.returncode:
+                return f"pip cannot install it: {done.stderr.strip().splitlines()[-1][:200]}"
+            (target / ".ready").touch()
+        paths.insert(0, str(target))
+    return str(python), {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "TORCHDYNAMO_DISABLE": "1"}
+
+
+def all_projects(names: Iterable[str], kinds: list[str], cache: Path | None, peers: dict[str, Path]) -> dict[str, Any]:
+    """Run each project in an interpreter of its own."""
+    found = {}
+    for name in names:
+        where = environment_of(name, cache, peers)
+        if isinstance(where, str):
+            found[name] = {"title": PROJECTS[name].title, "cells": {}, "versions": {}, "absent": where}
+            continue
+        python, environment = where
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "found.json"
+            run = [python, __file__, "--run", name, "--kinds", *kinds, "--json", str(file)]
+            done = subprocess.run(run, env=environment, check=False)
+            if done.returncode:
+                raise SystemExit(f"{name}: the run ended with {done.returncode}")
+            found[name] = json.loads(file.read_text())
+        checkout = ENVIRONMENTS[name].checkout
+        if checkout:
+            found[name]["versions"][checkout] = _commit(peers[checkout])
+    return found
+
+
+def _commit(path: Path) -> str:
+    said = path / "COMMIT"
+    if said.exists():
+        return said.read_text().strip()
+    done = subprocess.run(["git", "-C", str(path), "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    return done.stdout.strip() or "unknown"
+
+
+def text_of(result: dict[str, Any]) -> str:
+    """A cell in words."""
+    if result["word"] != "differs":
+        return str(result["word"])
+    return f"differs by {result['relative']:.2g}"
+
+
+def main() -> None:
+    """Run what was asked for."""
+    summary, _, description = (__doc__ or "").partition("\n")
+    parser = argparse.ArgumentParser(
+        description=summary, epilog=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--projects", nargs="+", choices=list(PROJECTS), default=list(PROJECTS), metavar="PROJECT")
+    parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS), metavar="KIND")
+    parser.add_argument("--cache", type=Path, help="a folder for packages that are in no environment of this checkout")
+    parser.add_argument("--peer", action="append", default=[], metavar="NAME=PATH", help="a checkout")
+    parser.add_argument("--json", metavar="FILE", help="write the cells there")
+    parser.add_argument("--page", action="store_true", help="write docs/certificate.md from the recorded run")
+    parser.add_argument("--run", choices=list(PROJECTS), help=argparse.SUPPRESS)
+    chosen = parser.parse_args()
+    if chosen.run:
+        Path(chosen.json).write_text(json.dumps(measured(chosen.run, chosen.kinds)))
+        return
+    peers = {name: Path(path).resolve() for name, _, path in (each.partition("=") for each in chosen.peer)}
+    begin = time.monotonic()
+    found = all_projects(chosen.projects, chosen.kinds, chosen.cache and chosen.cache.resolve(), peers)
+    for name, row in found.items():
+        print(name, row.get("absent", ""), {key: text_of(each) for key, each in row["cells"].items()})
+    if chosen.json:
+        from contenders import Entries
+        from report import write_json
+
+        facts = {"seconds": round(time.monotonic() - begin), "models": MODELS}
+        write_json(chosen.json, "benchmarks/certificate.py", Entries((), (), {}), found, facts)
+
+
+if __name__ == "__main__":
+    main()
