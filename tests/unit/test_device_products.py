@@ -129,6 +129,16 @@ def test_every_set_at_every_magnitude(name: CoefficientName, table: str) -> None
         assert error(exact[0], orthogonalize(x.double(), coefficients=name, dtype=torch.float64)[0]) < 1e-11
 
 
+@pytest.mark.parametrize("table", TABLES)
+def test_entries_far_below_the_norm_are_not_rounded(table: str) -> None:
+    """At norm 1, fp16 would round entries of 2⁻²⁰ to 4 bits."""
+    x = torch.randn(1, 24, 56, generator=torch.Generator().manual_seed(1)).mul_(2.0**-20)
+    x[0, 0, 0] = 1.0
+    expected = orthogonalize(x.bfloat16(), dtype=torch.float64).double()
+    found = on_device(x.bfloat16(), TABLES[table])
+    assert error(found[:, 1:, 1:], expected[:, 1:, 1:]) < 0.004
+
+
 @pytest.mark.parametrize("cols", [400, 800])
 def test_deflation_by_name(cols: int) -> None:
     x = (decaying(1, ROWS, cols).double() * torch.where(torch.arange(ROWS) < 5, 1e-28, 1e-30)[:, None]).bfloat16()
