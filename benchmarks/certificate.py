@@ -1,8 +1,8 @@
 """A certificate: which Muon computes in which layout what it computes in one process. Writes docs/certificate.md.
 
-    python benchmarks/certificate.py --cache FOLDER --peer dion=PATH --json benchmarks/results/certificate.json
-    python benchmarks/certificate.py --projects muonmesh torch --kinds ddp fsdp2     # something quick
-    python benchmarks/certificate.py --page                                           # the page of the recorded run
+    python -m benchmarks.certificate --cache FOLDER --peer dion=PATH --json benchmarks/results/certificate.json
+    python -m benchmarks.certificate --projects muonmesh torch --kinds ddp fsdp2     # something quick
+    python -m benchmarks.certificate --page                                           # the page of the recorded run
 
 Each project's own package takes three steps in one process and in each layout, on 2 and on 4 gloo ranks of one thread,
 with the same weights and the same gradients (certificate_cells.py). The whole weights after each step are compared
@@ -25,17 +25,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from benchmarks.certificate_cells import KINDS, MODELS, PROJECTS, Layout, ReplicasError, cell, layouts
+
 ROOT = Path(__file__).parents[1]
-sys.path += [path for path in (str(ROOT), str(ROOT / "benchmarks")) if path not in sys.path]
-
-from certificate_cells import KINDS, MODELS, PROJECTS, Layout, cell, layouts
-
 RECORDED = ROOT / "benchmarks/results/certificate.json"
 PAGE = ROOT / "docs/certificate.md"
 ROUNDING = 1e-6
@@ -72,11 +70,16 @@ ENVIRONMENTS = {
     "megatron_duplicated": IN_MEGATRON,
     "dion": Environment(HOSTS, checkout="dion"),
     "torchtitan": Environment(HOSTS, distributions=("torchtitan",)),
-    "veomni": Environment(HOSTS, ("veomni==0.1.12",), distributions=("veomni",)),
+    "veomni": Environment(
+        HOSTS, ("veomni==0.1.12", "transformers==5.3.0", "tokenizers==0.22.2"), distributions=("veomni",)
+    ),
     "axolotl": Environment(
-        HOSTS, ("axolotl==0.19.0", "axolotl-contribs-mit==0.0.6"), distributions=("axolotl", "axolotl-contribs-mit")
+        HOSTS,
+        ("axolotl==0.19.0", "axolotl-contribs-mit==0.0.6", "addict==2.4.0"),
+        distributions=("axolotl", "axolotl-contribs-mit"),
     ),
     "heavyball": Environment(HOSTS, ("heavyball==3.2.1", "opt-einsum==3.4.0"), distributions=("heavyball",)),
+    "dmuon": Environment(HOSTS, checkout="dmuon"),
     "muonium": Environment(HOSTS, distributions=("muonium",)),
     "keller_jordan": Environment(HOSTS, distributions=("muon-optimizer",)),
     "muon_fsdp2": Environment(HOSTS, ("muon-fsdp2==0.3.0",), distributions=("muon-fsdp2",)),
@@ -101,18 +104,18 @@ def measured(name: str, kinds: Iterable[str]) -> dict[str, Any]:
         importlib.import_module(project.package)
     except Exception as error:
         return found | {"absent": f"{type(error).__name__}: {error}".splitlines()[0]}
-    multiprocessing.set_forkserver_preload(["tests.workers", "certificate_cells", project.package])
+    multiprocessing.set_forkserver_preload(["tests.workers", "benchmarks.certificate_cells", project.package])
     pools: dict[int, Pool] = {}
     references: dict[str, Any] = {}
 
     def run(layout: Layout, audited: bool = False) -> Any:
         pool = pools.setdefault(layout.ranks, Pool(layout.ranks))
-        return outcome(pool, name, layout, audited)
+        return outcome(pool, project.package, cell, name, layout, audited)
 
     try:
         for layout in sorted(layouts(kind for kind in kinds if kind in project.kinds), key=lambda each: each.ranks):
             if layout.model not in references:
-                references[layout.model] = run(layout.reference)
+                references[layout.model] = run(layout.alone(project.alone))
             reference = references[layout.model]
             if isinstance(reference, dict):
                 found["cells"][layout.name] = reference | {"in one process": True}
@@ -131,25 +134,23 @@ def measured(name: str, kinds: Iterable[str]) -> dict[str, Any]:
     return found | {"seconds": round(time.monotonic() - begin)}
 
 
-def outcome(pool: Any, name: str, layout: Layout, audited: bool) -> Any:
-    """What the ranks return, or the word and message of their errors."""
+def outcome(pool: Any, package: str, run: Callable[..., Any], *args: Any) -> Any:
+    """What rank 0 returns, or the word and message of the ranks' errors."""
     from tests.workers import RankFailure
 
     try:
-        outcomes = pool.run_expecting_errors(cell, name, layout, audited, timeout=PATIENCE)
+        outcomes = pool.run_expecting_errors(run, *args, timeout=PATIENCE)
     except RankFailure as failure:
-        pool.close()
         return ended(str(failure))
     errors = [each for each in outcomes if each.error is not None]
     if not errors:
         return outcomes[0].value
     pool.close()  # after an error the ranks may be out of step
     first = next((each for each in errors if not COLLECTIVE.search(each.message)), errors[0])
-    told = f"{first.error.__name__}: {first.message}".strip().splitlines()[0][:300]
-    deliberate = len(errors) == layout.ranks and all(raised_by(PROJECTS[name].package, each.traceback) for each in errors)
-    word = "replicas differ" if first.error.__name__ == "ReplicasError" else "refuses" if deliberate else "fails"
-    word = "cannot run here" if "CUDA" in first.message else word
-    return {"word": word, "message": told}
+    message = f"{first.error.__name__}: {first.message}".strip().splitlines()[0][:300]
+    deliberate = len(errors) == len(outcomes) and all(raised_by(package, each.traceback) for each in errors)
+    word = "replicas differ" if first.error is ReplicasError else "refuses" if deliberate else "fails"
+    return {"word": "cannot run here" if "CUDA" in first.message else word, "message": message}
 
 
 def raised_by(package: str, traceback: str) -> bool:
@@ -180,7 +181,13 @@ def compared(weights: list[dict[str, Any]], reference: list[dict[str, Any]]) -> 
     apart = {n: float((weights[-1][n].double() - reference[-1][n].double()).norm() / last[n]) for n in last}
     worst = max(apart, key=lambda n: apart[n])
     word = "rounding" if apart[worst] <= ROUNDING else "differs"
-    return {"word": word, "relative": float(f"{apart[worst]:.3g}"), "worst": worst, "equal": sum(not x for x in apart.values()), "of": len(apart)}
+    return {
+        "word": word,
+        "relative": float(f"{apart[worst]:.3g}"),
+        "worst": worst,
+        "equal": sum(not x for x in apart.values()),
+        "of": len(apart),
+    }
 
 
 def _version(distribution: str) -> str:
@@ -199,7 +206,7 @@ def environment_of(name: str, cache: Path | None, peers: dict[str, Path]) -> tup
     python = ROOT / needs.python / "bin/python"
     if not python.exists():
         return f"no {needs.python} in this checkout: write make {needs.python}/.ready"
-    paths = [str(ROOT / "benchmarks"), str(ROOT)]
+    paths = [str(ROOT)]
     if needs.checkout:
         if needs.checkout not in peers:
             return f"no checkout: write --peer {needs.checkout}=PATH"
@@ -229,10 +236,12 @@ def all_projects(names: Iterable[str], kinds: list[str], cache: Path | None, pee
         python, environment = where
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "found.json"
-            run = [python, __file__, "--run", name, "--kinds", *kinds, "--json", str(file)]
-            done = subprocess.run(run, env=environment, check=False)
+            run = [python, "-m", "benchmarks.certificate", "--run", name, "--kinds", *kinds, "--json", str(file)]
+            done = subprocess.run(run, env=environment, cwd=ROOT, check=False)
             if done.returncode:
-                raise SystemExit(f"{name}: the run ended with {done.returncode}")
+                found[name] = {"title": PROJECTS[name].title, "cells": {}, "versions": {}}
+                found[name]["absent"] = f"the run ended with {done.returncode}"
+                continue
             found[name] = json.loads(file.read_text())
         checkout = ENVIRONMENTS[name].checkout
         if checkout:
@@ -244,15 +253,184 @@ def _commit(path: Path) -> str:
     said = path / "COMMIT"
     if said.exists():
         return said.read_text().strip()
-    done = subprocess.run(["git", "-C", str(path), "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["git", "-C", str(path), "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    )
     return done.stdout.strip() or "unknown"
 
 
 def text_of(result: dict[str, Any]) -> str:
     """A cell in words."""
-    if result["word"] != "differs":
-        return str(result["word"])
-    return f"differs by {result['relative']:.2g}"
+    return f"differs by {result['relative']:.2g}" if result["word"] == "differs" else str(result["word"])
+
+
+# ---------------------------------------------------------------- the page
+
+
+def page(record: dict[str, Any]) -> str:
+    """Return docs/certificate.md of a recorded run."""
+    rows = record["tables"]
+    titles = [title for title, _ in KINDS.values()]
+    table = [f"| | {' | '.join(titles)} |", f"|---{'|---' * len(titles)}|"]
+    table += [f"| {row['title']} | {' | '.join(_cell(row, kind) for kind in KINDS)} |" for row in rows.values()]
+    ran = {name: row for name, row in rows.items() if row["cells"]}
+    versions = ["| project | version | torch | seconds |", "|---|---|---|---|"]
+    for row in ran.values():
+        others = ", ".join(f"{key} {value}" for key, value in row["versions"].items() if key != "torch")
+        versions.append(f"| {row['title']} | {others} | {row['versions']['torch']} | {row['seconds']} |")
+    told = [f"- **{PROJECTS[name].title}.** {note}" for name in rows if (note := _note(name))]
+    said = [line for row in ran.values() for line in _messages(row)]
+    absent = [f"- **{row['title']}**: {row['absent']}" for row in rows.values() if row.get("absent")]
+    absent += [f"- **{title}**: {why}" for title, why in NOT_RUN.items()]
+    text = TEMPLATE.format(
+        table="\n".join(table),
+        versions="\n".join(versions),
+        notes="\n".join(told),
+        messages="\n".join(said),
+        absent="\n".join(absent),
+        differences=_differences(ran),
+        cpu=record["cpu"],
+        date=record["date"][:10],
+        python=record["python"],
+        minutes=f"{record['seconds'] / 60:.0f}",
+        words="\n".join(f"| {word} | {meaning} |" for word, meaning in WORDS.items()),
+        peers="".join(f" \\\n    --peer {each.checkout}=PATH" for each in _checkouts()),
+    )
+    return text
+
+
+def _checkouts() -> list[Environment]:
+    return list({each.checkout: each for each in ENVIRONMENTS.values() if each.checkout}.values())
+
+
+def _cell(row: dict[str, Any], kind: str) -> str:
+    """2 ranks and 4 ranks, as one where they say the same."""
+    cells = [row["cells"][layout.name] for layout in layouts([kind]) if layout.name in row["cells"]]
+    if not cells:
+        return "cannot run here" if row.get("absent") and kind == "fsdp2" else "–"
+    words = [f"{each['relative']:.2g}" if each["word"] == "differs" else each["word"] for each in cells]
+    words = ["**bits**" if word == "bits" else word for word in words]
+    return words[0] if len({*words}) == 1 else " / ".join(words)
+
+
+def _note(name: str) -> str:
+    project = PROJECTS[name]
+    titles = " and ".join(KINDS[kind][0] for kind in project.unpromised)
+    return f"{project.note}{f' We tried {titles} all the same.' if titles else ''}"
+
+
+def _messages(row: dict[str, Any]) -> list[str]:
+    """What refusals and failures said, each message once."""
+    by: dict[tuple[str, str], list[str]] = {}
+    for name, each in row["cells"].items():
+        if "message" in each:
+            where = f"{each['word']}{', in one process too' if each.get('in one process') else ''}"
+            kind, _, ranks = name.rpartition("-")
+            by.setdefault((where, each["message"]), []).append(f"{KINDS[kind][0]} on {ranks}")
+    return [f"| {row['title']} | {', '.join(names)} | {word} | `{said}` |" for (word, said), names in by.items()]
+
+
+def _differences(ran: dict[str, Any]) -> str:
+    """A row for each difference: its size, and the verdict of an audit."""
+    lines = ["| project | layout | difference | weights that are equal | an audit says |", "|---|---|---|---|---|"]
+    for row in ran.values():
+        for name, each in row["cells"].items():
+            if each["word"] in ("differs", "rounding"):
+                kind, _, ranks = name.rpartition("-")
+                verdicts = ", ".join(f"{word} ({count})" for word, count in each.get("audit", {}).items())
+                figures = f"{each['relative']:.2g} | {each['equal']} of {each['of']} | {verdicts or '–'}"
+                lines.append(f"| {row['title']} | {KINDS[kind][0]}, {ranks} ranks | {figures} |")
+    return "\n".join(lines)
+
+
+NOT_RUN = {
+    "axolotl 0.21": "it needs Python 3.12. We ran 0.19.0, the newest for 3.11; its Muon is in the same package.",
+    "Megatron-Core 0.19.2": "it needs Python 3.12, and the environments of this checkout have 3.11.",
+    "Emerging-Optimizers": "it has no layouts of its own. Megatron-Core 0.16.1 calls its version 0.1.0.",
+}
+
+WORDS = {
+    "**bits**": "After each of three steps, every weight has the same bits as in one process.",
+    "rounding": f"The weights differ by at most {ROUNDING:.0e} of one update.",
+    "a number": "The weights differ by this much, in units of one update. Rounding in bf16 gives about 0.05; "
+    "another matrix gives 0.5 and more. The [differences](#differences) say which.",
+    "replicas differ": "Two ranks hold different values of the same weight.",
+    "refuses": "On every rank, the package raises an error of its own.",
+    "fails": "Another error is raised, or some ranks raise none, or the step does not end.",
+    "cannot run here": "The package needs a GPU.",
+    "–": "We know no documented way to use the package in this layout.",
+}
+
+TEMPLATE = """\
+# Certificate: the same update as one process
+
+This page shows which Muon optimizers compute the same update in a distributed run as in one process. One command writes
+the page, and you can [run it yourself](#run-it-yourself).
+
+{table}
+
+If a cell has two entries, the first is for 2 ranks and the second for 4.
+
+| entry | meaning |
+|---|---|
+{words}
+
+## What is compared
+
+Each project takes three steps, in one process and in each layout, with the same weights and the same gradients. The
+gradients are small integers times a power of two. The ranks contribute different gradients, and their average is exact
+in any order of addition. So a difference comes from the optimizer, not from the reduction.
+
+- A project is compared with itself: the same package with the same settings in one process. The table does not say
+  which update is better.
+- Each project runs with its default settings, a learning rate of 0.02, and fp32 weights.
+- In data-parallel layouts, the framework averages the gradients. Under TP and EP, every rank gets its shard of the
+  whole gradient.
+- Most matrices have 384 × 256, 256 × 384 or 256 × 256 elements. "FSDP2, uneven" has sizes that the ranks do not divide,
+  and a matrix with fewer rows than ranks. EP shards a stack of four experts.
+- In Megatron-Core, the model is a GPTModel with two layers and a hidden size of 32.
+- A difference is the Frobenius norm of the difference of a weight after three steps, divided by the norm of its third
+  update. The table shows the largest of all weights.
+- `torch.compile` is off, and every rank has one thread. We ran nothing of this on GPUs, where kernels may depend on
+  shapes in other ways.
+
+## Differences
+
+The last column is what [`muonmesh.audit`](audit.md) says about the optimizer in that layout. "Orthogonalized" means
+that each whole matrix is orthogonalized, so only rounding differs. Audit cannot step frameworks that take gradients
+during the backward pass.
+
+{differences}
+
+## Refusals and failures
+
+| project | where | entry | message |
+|---|---|---|---|
+{messages}
+
+## Notes
+
+{notes}
+
+## What was not run
+
+{absent}
+
+## Run it yourself
+
+```
+make setup .venv-hosts/.ready .venv-megatron/.ready
+.venv/bin/python -m benchmarks.certificate --cache /tmp/certificate --json certificate.json{peers}
+```
+
+A `--peer` is a checkout of a project that is on no package index. Without the option, the command leaves the project
+out. `--projects muonmesh torch --kinds ddp fsdp2` runs a part of the table. The recorded run took {minutes} minutes, on
+2 cores that other programs used at the same time.
+
+Recorded on {date}, on {cpu}, with Python {python}, over gloo.
+
+{versions}
+"""
 
 
 def main() -> None:
@@ -273,16 +451,20 @@ def main() -> None:
         Path(chosen.json).write_text(json.dumps(measured(chosen.run, chosen.kinds)))
         return
     peers = {name: Path(path).resolve() for name, _, path in (each.partition("=") for each in chosen.peer)}
+    if chosen.page:
+        PAGE.write_text(page(json.loads(RECORDED.read_text())))
+        return
     begin = time.monotonic()
     found = all_projects(chosen.projects, chosen.kinds, chosen.cache and chosen.cache.resolve(), peers)
     for name, row in found.items():
         print(name, row.get("absent", ""), {key: text_of(each) for key, each in row["cells"].items()})
     if chosen.json:
+        sys.path.append(str(ROOT / "benchmarks"))  # last: kernels.py has the name of a package
         from contenders import Entries
         from report import write_json
 
         facts = {"seconds": round(time.monotonic() - begin), "models": MODELS}
-        write_json(chosen.json, "benchmarks/certificate.py", Entries((), (), {}), found, facts)
+        write_json(chosen.json, "-m benchmarks.certificate", Entries((), (), {}), found, facts)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ have something to average; the average is exact in whatever order it is computed
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 import zlib
 from collections import Counter
@@ -15,9 +16,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-ROOT = Path(__file__).parents[1]
-sys.path += [path for path in (str(ROOT), str(ROOT / "benchmarks")) if path not in sys.path]
 
 import torch
 import torch.distributed as dist
@@ -30,8 +28,10 @@ from torch.nn.parallel import DistributedDataParallel
 STEPS = 3
 RATE = 0.02
 
-# Four of each, so that a rule that hands out equal shapes to the ranks has as many of them as there are ranks.
-DENSE = {f"{name}{i}": shape for i in range(4) for name, shape in (("tall", (96, 64)), ("wide", (64, 96)))}
+# Four of each, so that a rule that hands out equal shapes to the ranks has as many of them as there are ranks. The
+# borders of ZeRO's flat partitions lie inside of matrices.
+SHAPES = {"tall": (384, 256), "wide": (256, 384), "square": (256, 256)}
+DENSE = {f"{name}{i}": shape for i in range(4) for name, shape in SHAPES.items()}
 UNEVEN = {"tall": (50, 30), "wide": (30, 50), "thin": (3, 40)}  # 2 and 4 divide no rows; 4 ranks share 3 rows
 EXPERTS = {"up": (4, 48, 32), "down": (4, 32, 48)}
 MODELS = {"dense": DENSE, "uneven": UNEVEN, "experts": EXPERTS}
@@ -54,12 +54,11 @@ class Layout:
     @property
     def name(self) -> str:
         """What `--cells` calls it."""
-        return f"{self.kind}-{self.ranks}" if self.ranks > 1 else f"one-{self.model}"
+        return f"{self.kind}-{self.ranks}"
 
-    @property
-    def reference(self) -> Layout:
-        """The same weights in one process."""
-        return Layout("one", 1, self.model)
+    def alone(self, kind: str) -> Layout:
+        """The same weights in one process, of this kind."""
+        return Layout(kind, 1, self.model)
 
 
 KINDS = {
@@ -200,12 +199,17 @@ class ReplicasError(Exception):
     """Replicas of one weight differ."""
 
 
-def of_module(make: Make) -> Callable[[Layout, bool], Any]:
-    """Return what runs a cell of an optimizer that steps a torch.nn.Module: the weights after each step, or a verdict."""
+def of_module(make: Make, prepare: Callable[[Model, Any], None] | None = None) -> Callable[[Layout, bool], Any]:
+    """Return what runs a cell of an optimizer that steps a torch.nn.Module: the weights after each step, or verdicts.
+
+    `prepare` is called with the model and its mesh before the model is sharded.
+    """
 
     def run(layout: Layout, audited: bool) -> Any:
         model = Model(MODELS[layout.model])
         mesh = mesh_of(layout)
+        if prepare is not None:
+            prepare(model, mesh)
         wrapped = sharded(model, layout, mesh)
         optimizer = make(list(model.parameters()), layout, mesh)
         if audited:
@@ -295,9 +299,18 @@ def torchtitan(parameters: list[nn.Parameter], layout: Layout, mesh: Any) -> Any
     flex = importlib.import_module("torchtitan.distributed.flex_shard.dist_muon")
     reshard = importlib.import_module("torchtitan.distributed.flex_shard.optimizer_reshard")
     names = [str(i) for i in range(len(parameters))]
-    owned = {name: reshard.ComputeLayout({"shard": reshard.Owned(i % layout.ranks)}) for i, name in enumerate(names)}
+    owned = {name: reshard.ComputeLayout({"shard": reshard.Owned()}) for name in names}
     groups = [{"params": parameters, "param_names": names}]
     return flex.build_dist_muon(groups, compute_sharding_by_fqn=owned, bucket_configs=[], lr=RATE)
+
+
+def dmuon(parameters: list[nn.Parameter], layout: Layout, mesh: Any) -> Any:
+    return importlib.import_module("dmuon").Muon(parameters, lr=RATE)
+
+
+def dedicated(model: Model, mesh: Any) -> None:
+    """README: before fully_shard, DMuon is told which weights it owns."""
+    importlib.import_module("dmuon").dedicate_params(model, mesh, predicate=lambda name, parameter: True)
 
 
 # ---------------------------------------------------------------- engines
@@ -307,9 +320,8 @@ def deepspeed(own: bool) -> Callable[[Layout, bool], Any]:
     """Return what runs a cell of DeepSpeed's engine, with its own Muon or with muonmesh."""
 
     def run(layout: Layout, audited: bool) -> Any:
-        import os
-
         os.environ.update(RANK=str(dist.get_rank()), LOCAL_RANK=str(dist.get_rank()), WORLD_SIZE=str(layout.ranks))
+        sys.path.append(str(Path(__file__).parent))  # last: kernels.py has the name of a package
         from deepspeed_step import close, config_of, weights
 
         importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
@@ -380,14 +392,17 @@ def megatron(mode: str) -> Callable[[Layout, bool], Any]:
 
 
 def _megatron_gradient(name: str, number: int, shape: torch.Size) -> Tensor:
-    """This rank's part of what it contributes to a gradient, so that Megatron's scaling gives the exact mean."""
+    """What a rank contributes to its shard of a gradient, so that Megatron's scaling gives the exact mean."""
     from megatron.core import parallel_state
     from tests.megatron.gathered import CUTS, place
 
     local, data = "local_experts" in name, parallel_state.get_data_parallel_world_size()
     ranks, rank = data, parallel_state.get_data_parallel_rank()
     if local:
-        ranks, rank = parallel_state.get_expert_data_parallel_world_size(), parallel_state.get_expert_data_parallel_rank()
+        ranks, rank = (
+            parallel_state.get_expert_data_parallel_world_size(),
+            parallel_state.get_expert_data_parallel_rank(),
+        )
     whole = gradient(name, number, shape, rank, ranks) * (data // ranks)
     dim, pieces = next((cut for end, cut in CUTS.items() if name.endswith(end)), (None, 1))
     parts = 1 if local else parallel_state.get_tensor_model_parallel_world_size()
@@ -409,45 +424,99 @@ class Project:
         run: Runs a cell on a rank.
         kinds: The columns that it documents, or that a user would try.
         package: What is imported once, before the ranks start.
-        promised: The columns of which its documentation says that they are supported; None for all of `kinds`.
+        unpromised: Those of the columns that its documentation does not list, or says not to support.
         audits: Whether `muonmesh.audit` can step it.
+        alone: What it is compared with: "one", or a column on one rank where the package needs that.
+        note: What to know about the row.
     """
 
     title: str
     run: Callable[[Layout, bool], Any]
     kinds: tuple[str, ...]
     package: str
-    promised: tuple[str, ...] | None = None
+    unpromised: tuple[str, ...] = ()
     audits: bool = True
+    alone: str = "one"
+    note: str = ""
 
 
-ALL_OF_TORCH = ("ddp", "fsdp2", "uneven", "hsdp", "tp", "tp_dp", "ep")
+OF_TORCH = ("ddp", "fsdp2", "uneven", "hsdp", "tp", "tp_dp", "ep")
 OF_DEEPSPEED = ("ddp", "zero1", "zero2", "zero3")
 OF_MEGATRON = ("ddp", "tp", "tp_dp", "ep", "distributed")
 SHARDED = ("ddp", "fsdp2", "uneven", "hsdp")
 
+
+def _in_deepspeed(title: str, own: bool, note: str = "") -> Project:
+    return Project(title, deepspeed(own), OF_DEEPSPEED, "deepspeed", audits=False, note=note)
+
+
+def _in_megatron(title: str, mode: str, note: str = "") -> Project:
+    return Project(title, megatron(mode), OF_MEGATRON, "megatron.core", audits=False, note=note)
+
+
 PROJECTS = {
-    "muonmesh": Project("muonmesh", of_module(ours), ALL_OF_TORCH, "muonmesh"),
-    "muonmesh_deepspeed": Project("muonmesh in DeepSpeed", deepspeed(False), OF_DEEPSPEED, "deepspeed", audits=False),
-    "muonmesh_megatron": Project(
-        "muonmesh in Megatron-Core", megatron(""), OF_MEGATRON, "megatron.core", audits=False
+    "muonmesh": Project("muonmesh", of_module(ours), OF_TORCH, "muonmesh"),
+    "muonmesh_deepspeed": _in_deepspeed("muonmesh in DeepSpeed", own=False),
+    "muonmesh_megatron": _in_megatron("muonmesh in Megatron-Core", ""),
+    "torch": Project(
+        "torch.optim.Muon",
+        of_module(torch_muon),
+        (*OF_TORCH, "zero1"),
+        "torch.optim",
+        note="ZeRO-1 is torch's ZeroRedundancyOptimizer. Its documentation takes 2-D weights only.",
     ),
-    "torch": Project("torch.optim.Muon", of_module(torch_muon), (*ALL_OF_TORCH, "zero1"), "torch.optim"),
-    "dion": Project("dion", of_module(dion), ALL_OF_TORCH, "dion", SHARDED),
-    "deepspeed": Project("DeepSpeed's Muon", deepspeed(True), OF_DEEPSPEED, "deepspeed", audits=False),
-    "megatron_blockwise": Project(
-        "Megatron-Core, blockwise", megatron("blockwise"), OF_MEGATRON, "megatron.core", audits=False
+    "dion": Project(
+        "dion",
+        of_module(dion),
+        OF_TORCH,
+        "dion",
+        unpromised=("tp", "tp_dp"),
+        note="The README lists DDP, FSDP2 and HSDP for Muon, and says that it has no tensor parallelism.",
     ),
-    "megatron_duplicated": Project(
-        "Megatron-Core, duplicated", megatron("duplicated"), OF_MEGATRON, "megatron.core", audits=False
+    "deepspeed": _in_deepspeed(
+        "DeepSpeed's Muon",
+        own=True,
+        note="The column DDP is ZeRO-0. `gradient_clipping` is 0, and `reduce_scatter` is off for ZeRO-3, where "
+        "DeepSpeed's Muon refuses it.",
     ),
-    "torchtitan": Project("torchtitan's DistMuon", of_module(torchtitan), ("fsdp2",), "torchtitan"),
-    "veomni": Project("VeOmni", of_module(veomni), (*SHARDED, "ep"), "veomni"),
-    "axolotl": Project("axolotl", of_module(axolotl), SHARDED, "axolotl"),
+    "megatron_blockwise": _in_megatron(
+        "Megatron-Core, blockwise",
+        "blockwise",
+        note="`blockwise` is the default of `muon_tp_mode`: each shard is a matrix of its own, by design.",
+    ),
+    "megatron_duplicated": _in_megatron(
+        "Megatron-Core, duplicated",
+        "duplicated",
+        note="In both modes, the distributed optimizer is the layer-wise one (`dist_muon`).",
+    ),
+    "torchtitan": Project(
+        "torchtitan's DistMuon",
+        of_module(torchtitan),
+        ("fsdp2",),
+        "torchtitan",
+        alone="fsdp2",
+        note="Its documentation promises the bits of torch.optim.Muon for `Owned` matrices.",
+    ),
+    "dmuon": Project("DMuon", of_module(dmuon, dedicated), ("fsdp2", "hsdp"), "dmuon", alone="fsdp2"),
+    "veomni": Project(
+        "VeOmni",
+        of_module(veomni),
+        (*SHARDED, "ep"),
+        "veomni.optim.muon",
+        note='With `ns_implementation="std"`; the default is a kernel for CUDA.',
+    ),
+    "axolotl": Project("axolotl", of_module(axolotl), SHARDED, "axolotl.contribs.mit.muon"),
     "heavyball": Project("HeavyBall", of_module(heavyball), SHARDED, "heavyball"),
-    "muonium": Project("muonium", of_module(muonium), ALL_OF_TORCH, "muonium"),
+    "muonium": Project("muonium", of_module(muonium), OF_TORCH, "muonium"),
     "keller_jordan": Project("KellerJordan/Muon", of_module(keller_jordan), ("ddp",), "muon"),
-    "muon_fsdp2": Project("muon-fsdp2", of_module(muon_fsdp2), ("fsdp2", "uneven"), "muon_fsdp2"),
+    "muon_fsdp2": Project(
+        "muon-fsdp2",
+        of_module(muon_fsdp2),
+        ("fsdp2", "uneven"),
+        "muon_fsdp2",
+        alone="fsdp2",
+        note="It is compared with FSDP2 on one rank: on a plain tensor, it raises NameError (`muon_update`).",
+    ),
 }
 
 

@@ -478,7 +478,7 @@ def contest(arena: Arena) -> list[Result]:
             result.distances = arena.distances(engine, last, arena.exact[contender.coefficients])
         result.bytes_sent = arena.sent(engine, last + 1)
         if contender.ours is not None:
-            counted = sum(call.muon.counts.bytes_sent for call in engine.basic_optimizer.calls)
+            counted = sum(muon.counts.bytes_sent for muon in engine.basic_optimizer.muons)
             result.bytes_counted = round(_over_ranks(counted, dist.ReduceOp.SUM))
         close(engine)
         del engine

@@ -75,7 +75,7 @@ def pretend_device(shrunk: int) -> None:
     from muonmesh.numerics import iteration, kernels, newton_schulz
     from muonmesh.numerics.kernels import triton_launch
     from muonmesh.numerics.kernels.triton import triton_products
-    from muonmesh.step import by_kernel, nonzero, planning
+    from muonmesh.step import by_kernel, planning
 
     driver.set_active(launches.Driver())
     torch.cuda.device = launches.on  # type: ignore[assignment,misc]
@@ -99,7 +99,7 @@ def pretend_device(shrunk: int) -> None:
         return self.plan.at_once(number, self.orthogonalizers[number].squares)
 
     planning.Batches.at_once = at_once  # type: ignore[method-assign]
-    for place in (kernels, nonzero, by_kernel):
+    for place in (kernels, by_kernel):
         place.is_usable = lambda device: True  # type: ignore[attr-defined]
 
 

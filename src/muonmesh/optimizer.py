@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, Unpack, cast
+from typing import Any, NamedTuple, TypeVar, Unpack, cast
 
 import torch
 import torch.distributed as dist
@@ -16,10 +16,9 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
 from muonmesh.checkpoint.state import SavedGroup, refuse_torn, restore_state, widen_state
-from muonmesh.clip.clipping import PlanAgain, clip_gradients
+from muonmesh.clip.clipping import clip_gradients
 from muonmesh.clip.limits import ClipPolicy, GradNorms, Limits
 from muonmesh.clip.norm_means import bring_to_host, keep_means, means_of
-from muonmesh.comm.exchange import Exchange
 from muonmesh.comm.gradients import PARAMETER_GRAD, GradientSource, check_source
 from muonmesh.comm.meeting import telling_failure, withdraw_failure
 from muonmesh.comm.to_owners import ToOwners
@@ -35,30 +34,29 @@ from muonmesh.report.metrics import measure
 from muonmesh.settings import LOST_GROUP, LOST_LAYOUTS, MuonSettings, ProcessGroup, shows_settings
 from muonmesh.settings.checks import algorithm_of, check_process_group, read_settings
 from muonmesh.settings.reading import SettingsFound, keep_rates_apart, read_groups
-from muonmesh.step.connection import check_members, connect, forget, outdated, plan
+from muonmesh.step.collect import Collected, collect, remember, steady
+from muonmesh.step.connection import connect, forget, outdated, plan
 from muonmesh.step.elementwise_step import step_elementwise
 from muonmesh.step.flag_vector import Flags
-from muonmesh.step.members import group_for, keep_gradients_of_views, replicas_of
+from muonmesh.step.members import check_members, group_for, keep_gradients_of_views, replicas_of
 from muonmesh.step.muon_step import MuonStep
 from muonmesh.step.offload import Offload
-from muonmesh.step.parameter_steps import Collected, collect
-from muonmesh.step.planning import Connected, Planned
+from muonmesh.step.planning import Planned
 from muonmesh.step.precision import Precision
 from muonmesh.step.preflight import preflight, stand_aside
 from muonmesh.step.profiled import Profiled
 from muonmesh.step.ready import ReadyParameters
 from muonmesh.step.replicas import fingerprints
 from muonmesh.step.runtime import Asked, Clip, Runtime
-from muonmesh.step.steady import steady
-from muonmesh.step.untrained import IdleParameters, warn_of_unsuited
-from muonmesh.step.update_squares import UpdateSquares
+from muonmesh.step.untrained import PATIENCE, IdleParameters, warn_of_unsuited
+
+T = TypeVar("T")
 
 
 class _Agreed(NamedTuple):
     """A step that all ranks have agreed on: their plan, and what this rank has read for it."""
 
     planned: Planned
-    exchange: Exchange
     settings: SettingsFound
     collected: Collected
     flags: Flags
@@ -244,7 +242,8 @@ class Muon(torch.optim.Optimizer):
         keep_gradients_of_views(list(zip(names, seen, strict=False)), self._runtime.layouts)
         super().add_param_group(group)
         try:
-            check_members(self.param_groups[-1], self.param_groups, self._runtime)
+            runtime, groups = self._runtime, self.param_groups
+            check_members(groups[-1], groups, runtime.layouts, runtime.source, runtime.precision.master)
         except Exception:
             self.param_groups.pop()
             raise
@@ -307,7 +306,7 @@ class Muon(torch.optim.Optimizer):
                 self._run(agreed)
         finally:
             for planned in self._runtime.plans:
-                for entry in planned.steps.values():
+                for entry in () if planned.collected is None else planned.collected.entries:
                     entry.gradient = None  # the user may free it
 
     def _agree(self) -> _Agreed | None:
@@ -344,16 +343,22 @@ class Muon(torch.optim.Optimizer):
         settings = runtime.last.settings = read_groups(groups, runtime.replaced, runtime.last.settings)
         return settings
 
-    def _meet(self) -> tuple[Connected, Muon | None, Exception | None]:
-        """Return the plan that clipping and metrics follow, this optimizer, and the error of its settings.
+    def _meet(self, work: Callable[[Planned, Muon | None, Exception | None], T | None]) -> T:
+        """Return the result of clipping or metrics; if it is None, all ranks plan again, and repeat it.
 
-        None stands for the optimizer if this rank can no longer follow the plan, and only takes part.
+        Args:
+            work: A function of the plan that all ranks follow, of this optimizer, and of the error of its settings.
+                None stands for the optimizer if this rank can no longer follow the plan, and only takes part.
         """
         runtime, groups = self._runtime, self.param_groups
-        settings = runtime.last.settings = read_groups(groups, runtime.replaced, runtime.last.settings)
-        if (before := outdated(groups, runtime, settings)) is not None:
-            return before, None, settings.error
-        return runtime.connected or connect(groups, runtime), self, settings.error
+        while True:
+            settings = runtime.last.settings = read_groups(groups, runtime.replaced, runtime.last.settings)
+            before, here = outdated(groups, runtime, settings), None
+            if before is None:
+                before, here = runtime.connected or connect(groups, runtime), self
+            if (found := work(before, here, settings.error)) is not None:
+                return found
+            forget(runtime)
 
     def _preflight(self, clip: Clip) -> _Agreed | None:
         """Read the settings, make a plan if needed, read the gradients, and agree with all ranks.
@@ -371,7 +376,7 @@ class Muon(torch.optim.Optimizer):
         error = None if found_inf is None else runtime.source.scaler_error()
         overflow = None if found_inf is None else found_inf != 0
         while True:
-            connected = planned, exchange = runtime.connected or connect(groups, runtime)
+            planned = runtime.connected or connect(groups, runtime)
             collected = collected or collect(planned, self, runtime, scale)
             idle = (
                 runtime.idle.error(collected.missing, any_gradient=collected.any_gradient)
@@ -385,17 +390,17 @@ class Muon(torch.optim.Optimizer):
             if wrong is None and runtime.watch is not None:
                 wrong = runtime.compare_roles(groups, collected.missing, planned, settings)
             flags = preflight(
-                connected, collected, settings, runtime, replicas, error=wrong, skip=clip.skip, overflow=overflow
+                planned, collected, settings, runtime, replicas, error=wrong, skip=clip.skip, overflow=overflow
             )
             runtime.ranks.compared, runtime.loaded = planned, False
             if not flags.replan:
-                return _Agreed(planned, exchange, settings, collected, flags, clip)
+                return _Agreed(planned, settings, collected, flags, clip)
             forget(runtime)  # another rank's parameters have changed, so all plan again
             collected = None
 
     def _note(self, agreed: _Agreed, scaler: torch.amp.grad_scaler.GradScaler | None) -> bool:
         """Note the step that all ranks have agreed on, and return whether it changes nothing."""
-        runtime, (_, _, settings, collected, flags, clip) = self._runtime, agreed
+        runtime, (_, settings, collected, flags, clip) = self._runtime, agreed
         for number in settings.counting:  # steps that raise count on no rank
             group, taken = self.param_groups[number], settings.rules[number].steps_taken
             group["steps_taken"] = taken + (not settings.at_rest)
@@ -403,7 +408,10 @@ class Muon(torch.optim.Optimizer):
                 runtime.last.counted.append(group)
         if (found_inf := getattr(self, "found_inf", None)) is not None:
             self._tell_scaler(scaler, flags, found_inf)
-        runtime.idle.count(collected.missing, self.param_groups, any_gradient=collected.any_gradient)
+        idle = runtime.idle
+        idle.steps += 1
+        if collected.seen is None or idle.counts or idle.steps % PATIENCE == 1:  # in a steady step nothing is missing
+            idle.count(collected.missing, self.param_groups, any_gradient=collected.any_gradient)
         runtime.last.stopped = flags.skip if flags.stop is None else flags.stop
         if clip.means is not None and clip.skip is not None:  # a step that clipping skips counts, unlike others
             before, lost = means_of(self.param_groups, clip.means.device), ~clip.skip & runtime.last.stopped
@@ -412,14 +420,14 @@ class Muon(torch.optim.Optimizer):
 
     def _run(self, agreed: _Agreed) -> None:
         """Run the exchange with the work of this rank, and end the step."""
-        runtime, (planned, exchange, settings, collected, flags, _) = self._runtime, agreed
-        precision, offload = runtime.precision, None
-        squares = runtime.last.squares = None if runtime.last.squares is None else UpdateSquares()
+        runtime, (planned, settings, collected, flags, _) = self._runtime, agreed
+        exchange, precision, offload = planned.exchange, runtime.precision, None
+        squares = runtime.last.squares = None if runtime.last.squares is None else {}
         work: MuonStep | None = planned.work if collected is planned.collected else None
         if work is None:
             if precision.leaves(planned.device):
                 offload = Offload(planned.device, elements=planned.plan.budget.elements_on_device)
-            work = MuonStep(ReadyParameters(planned, collected.muon, precision, offload))
+            work = MuonStep(planned, ReadyParameters(planned, collected.muon, precision), offload)
         elementwise = []
         for some in collected.adamw:
             rule = settings.rules[some[0].member.group]
@@ -427,22 +435,21 @@ class Muon(torch.optim.Optimizer):
         watched = torch.autograd.profiler._is_profiler_enabled
         runtime.interrupted = f"a step (number {exchange.wire.steps} of this plan)"
         try:
-            work.ready.begin(exchange.wire, settings.rules, flags, squares, collected.seen.version)
+            work.ready.begin(exchange.wire, settings.rules, flags, squares, collected.seen and collected.seen.version)
             work.begin(elementwise)
             exchange.run(cast(MuonStep, Profiled(work)) if watched else work)
             work.ready.finish()
         except Exception as error:
             runtime.explain_interruption(error)
             raise
-        runtime.last.blocks = work.ready.blocks
+        runtime.last.blocks = planned.blocks if precision.int8 else None
         runtime.last.brought_back = None if offload is None else offload.last
         runtime.interrupted = None
         if collected is not planned.collected:
-            collected.remember(planned)
-            lasts = planned.collected is not None and work.ready.codec is None
-            planned.work = work if lasts else None  # it holds the parameters with their gradients
+            remember(planned, collected, lasts=work.ready.lasts)
+            planned.work = None if planned.collected is None else work  # it holds the parameters with their gradients
         if work.summands.unsuited:
-            warn_of_unsuited(planned, settings.rules, work.summands.unsuited, runtime.told, runtime.tell)
+            warn_of_unsuited(planned, settings.rules, work.summands.unsuited, runtime.warned, runtime.tell)
 
     def finish(self) -> None:
         """Wait until state in CPU memory (``state_device="cpu"``) has been copied back after a step.
@@ -517,14 +524,8 @@ class Muon(torch.optim.Optimizer):
         check_process_group(process_group, ("world", "local"))
         runtime, ranks = self._runtime, group_for(process_group)
         limits = Limits(max_norm, policy, skip_above, norms, norm_type)
-        while True:
-            connected, here, error = self._meet()
-            try:
-                found, runtime.clip = clip_gradients(connected, here, error, limits, runtime, ranks)
-            except PlanAgain:
-                forget(runtime)
-                continue
-            return found
+        found, runtime.clip = self._meet(partial(clip_gradients, limits=limits, runtime=runtime, process_group=ranks))
+        return found
 
     # ---------------------------------------------------------------- state
 
@@ -578,7 +579,7 @@ class Muon(torch.optim.Optimizer):
             runtime.source,
             complete=runtime.complete,
             interrupted=runtime.interrupted,
-            told=runtime.told,
+            warned=runtime.warned,
         )
         return {**super().__getstate__(), "_runtime": fresh}
 
@@ -655,9 +656,6 @@ class Muon(torch.optim.Optimizer):
         groups of which it stores a part. They are NaN if another rank had an error, which the next step raises.
         """
         runtime = self._runtime
-        while True:
-            found = measure(*self._meet(), runtime)
-            if found is not None:
-                runtime.last.squares = runtime.last.squares or UpdateSquares()
-                return found
-            forget(runtime)
+        found = self._meet(partial(measure, runtime=runtime))
+        runtime.last.squares = runtime.last.squares or {}
+        return found

@@ -131,8 +131,10 @@ def dry_run(
         with fake:
             made = optimizer(copied)
         if isinstance(made, Muon):
-            planned, exchange = connect(made.param_groups, made._runtime)  # compares plans: real tensors on the CPU
-            planned.group_names([group["name"] for group in made.param_groups], exchange.group)  # likewise, once
+            planned = connect(made.param_groups, made._runtime)  # compares plans: real tensors on the CPU
+            planned.group_names(
+                [group["name"] for group in made.param_groups], planned.exchange.group
+            )  # likewise, once
         parameters = [p for group in made.param_groups for p in group["params"]]
         with fake:
             for _ in range(steps):
@@ -161,7 +163,7 @@ def dry_run(
 def _kept_bytes(optimizer: torch.optim.Optimizer, count: Launches) -> int:
     """Return the bytes that an exchange keeps between steps; `count` then leaves them out."""
     planned = optimizer._runtime.planned if isinstance(optimizer, Muon) else None
-    if planned is None or planned.exchange is None:
+    if planned is None or not planned.connected:
         return 0
     memory = planned.exchange.memory
     count.knows(memory)

@@ -38,11 +38,11 @@ from muonmesh import checkpoint
 from muonmesh.clip.norm_means import means_of
 from muonmesh.comm.process_groups import group_of
 from muonmesh.integrations.deepspeed import initialize
-from muonmesh.integrations.deepspeed.calls import Call
 from muonmesh.integrations.deepspeed.checkpoint import expert_names
 from muonmesh.integrations.deepspeed.optimizer import EngineOptimizer
 from muonmesh.integrations.deepspeed.records import read_flats
 from muonmesh.numerics.coefficients import coefficient_schedule
+from muonmesh.step.connection import placed_members
 from tests.reference import reference_step
 
 deepspeed.utils.logger.setLevel(logging.ERROR)
@@ -728,16 +728,17 @@ def poisoned(stage: int) -> list[str]:
     )
     optimizer = engine.basic_optimizer
     padding = {}
-    for call in optimizer.calls:
-        free = torch.ones(call.tensor.numel(), dtype=torch.bool)
-        for layout in call.layouts.values():
+    for muon in optimizer.muons:
+        tensor = muon.param_groups[0]["params"][0]
+        free = torch.ones(tensor.numel(), dtype=torch.bool)
+        for layout in layouts_in(muon).values():
             for _, length, start in layout.held(dist.get_rank()):
                 free[start : start + length] = False
-        padding[id(call.tensor)] = free
-        call.tensor.data[free] = torch.nan
+        padding[id(tensor)] = free
+        tensor.data[free] = torch.nan
         for key in STATE:
-            if key in optimizer.state[call.tensor]:
-                optimizer.state[call.tensor][key][free] = torch.nan
+            if key in optimizer.state[tensor]:
+                optimizer.state[tensor][key][free] = torch.nan
     honest = optimizer.step
 
     def step() -> None:
@@ -763,13 +764,13 @@ def work_done(config: dict[str, Any]) -> dict[str, Any]:
     engine = engine_for(config)
     optimizer = engine.basic_optimizer
     train(engine, range(1))
-    muon = [call for call in optimizer.calls if call.muon.param_groups[0]["algorithm"] == "muon"]
-    done = torch.tensor([call.muon.counts.orthogonalized for call in muon])
+    muons = [muon for muon in optimizer.muons if muon.param_groups[0]["algorithm"] == "muon"]
+    done = torch.tensor([muon.counts.orthogonalized for muon in muons])
     dist.all_reduce(done)
     cut = {
         name: sorted(interval.first for some in layout.intervals for interval in some)[1:]
-        for call in muon
-        for name, layout in call.layouts.items()
+        for muon in muons
+        for name, layout in layouts_in(muon).items()
     }
     found = {"done": int(done.sum()), "cut": cut, "explained": str(optimizer.explain())}
     engine.destroy()
@@ -926,10 +927,10 @@ def parallel(config: dict[str, Any], kind: str, folder: str | None = None) -> li
     overrides = FUSED if kind == "autotp" else {}
     engine = engine_for(config, model, clip=math.inf, overrides=overrides, adamw={"lr": 0.01})  # measures only
     optimizer = engine.basic_optimizer
-    entries = {name: (call, tensor) for call, name, tensor, _ in entries_of(optimizer)}
+    entries = {name: (muon, tensor) for muon, name, tensor, _ in entries_of(optimizer)}
 
     def whole(of: Any) -> dict[str, Tensor]:
-        return {name: gather(call, name, of(tensor)) for name, (call, tensor) in entries.items()}
+        return {name: gather(muon, name, of(tensor)) for name, (muon, tensor) in entries.items()}
 
     values = whole(lambda tensor: tensor.detach())
     local = {called: name for name, called in expert_names(engine.module).items()}
@@ -944,11 +945,11 @@ def parallel(config: dict[str, Any], kind: str, folder: str | None = None) -> li
     one = mm.Muon(groups, process_group="local", compute_dtype=torch.float32)
     honest, gradients = optimizer._run, {}
 
-    def run(call: Any) -> None:
+    def run(muon: mm.Muon) -> None:
         for name, (of, tensor) in entries.items():
-            if of is call and tensor.grad is not None:
-                gradients[name] = gather(call, name, tensor.grad)
-        honest(call)
+            if of is muon and tensor.grad is not None:
+                gradients[name] = gather(muon, name, tensor.grad)
+        honest(muon)
 
     optimizer._run = run
     for step in range(STEPS):
@@ -967,8 +968,8 @@ def parallel(config: dict[str, Any], kind: str, folder: str | None = None) -> li
             return next(optimizer.state[tensor][key] for key in STATE if key in optimizer.state[tensor])
 
         needed = whole(first_of_state)
-        for call in optimizer.calls:
-            first_of_state(call.tensor).zero_()
+        for muon in optimizer.muons:
+            first_of_state(muon.param_groups[0]["params"][0]).zero_()
         engine.load_checkpoint(folder, tag="saved")
         found = whole(first_of_state)
         wrong += [f"loaded: {line}" for line in differences(found, needed)]
@@ -976,17 +977,23 @@ def parallel(config: dict[str, Any], kind: str, folder: str | None = None) -> li
     return wrong
 
 
-def entries_of(optimizer: EngineOptimizer) -> Iterator[tuple[Call, str, Tensor, str]]:
-    """Yield each parameter's call, name, tensor (its own at stage 0, else the flat one) and algorithm."""
-    for call in optimizer.calls:
-        if call.layouts:
-            (group,) = call.muon.param_groups
-            for name in call.layouts:
-                yield call, name, group["params"][0], group["algorithm"]
+def layouts_in(muon: mm.Muon) -> dict[str, mm.FlatShards]:
+    """Where the parameters in a flat tensor lie, by name; empty at stage 0."""
+    held = {member.name: member.storage.layout for member in placed_members(muon)}
+    return {name: layout for name, layout in held.items() if isinstance(layout, mm.FlatShards)}
+
+
+def entries_of(optimizer: EngineOptimizer) -> Iterator[tuple[mm.Muon, str, Tensor, str]]:
+    """Yield each parameter's Muon, name, tensor (its own at stage 0, else the flat one) and algorithm."""
+    for muon in optimizer.muons:
+        if layouts_in(muon):
+            (group,) = muon.param_groups
+            for name in layouts_in(muon):
+                yield muon, name, group["params"][0], group["algorithm"]
         else:
-            for group in call.muon.param_groups:
+            for group in muon.param_groups:
                 for name, tensor in zip(group["param_names"], group["params"], strict=True):
-                    yield call, name, tensor, group["algorithm"]
+                    yield muon, name, tensor, group["algorithm"]
 
 
 @functools.cache
@@ -995,9 +1002,9 @@ def group_for(ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
     return group_of(ranks, [])
 
 
-def gather(call: Call, name: str, local: Tensor) -> Tensor:
+def gather(muon: mm.Muon, name: str, local: Tensor) -> Tensor:
     """A parameter's share of a tensor, whole."""
-    layout: Any = (call.layouts or call.muon.layouts).get(name)
+    layout: Any = (layouts_in(muon) or muon.layouts).get(name)
     if layout is None:
         return local.clone()
     group = group_for(layout.ranks)
@@ -1015,12 +1022,12 @@ def gather(call: Call, name: str, local: Tensor) -> Tensor:
 def held_experts(engine: Any) -> dict[str, Tensor]:
     """Weights and momenta of all ranks, whole, by names in which experts have their number among those of all ranks."""
     found = {}
-    for call, name, tensor, algorithm in entries_of(engine.basic_optimizer):
+    for muon, name, tensor, algorithm in entries_of(engine.basic_optimizer):
         state = engine.basic_optimizer.state[tensor]
         keys = ("momentum_buffer",) if algorithm == "muon" else ("exp_avg", "exp_avg_sq")
         kept = {"": tensor.detach(), **{f".{key}": state[key] for key in keys}}
         for key, value in kept.items():
-            found[name + key] = gather(call, name, value)
+            found[name + key] = gather(muon, name, value)
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, found)
     merged: dict[str, Tensor] = {}

@@ -96,23 +96,21 @@ def test_the_threshold_of_the_other_half_is_unpolluted(workers) -> None:
 
 
 def limited(config: Any, chunks: Any) -> Any:
-    """Ours with a limit that OptimizerConfig has got after 0.16.1."""
-    config.grad_norm_skip_threshold = 1e4
-    return get_megatron_optimizer(config, chunks)
+    return get_megatron_optimizer(config, chunks, skip_above=1e4)
 
 
-def limited_twice() -> None:
+def with_a_threshold() -> None:
     shape = Shape()
     host.begin(shape)
     config = host.optimizer_config(shape)
     config.grad_norm_skip_threshold = 9.0
-    get_megatron_optimizer(config, host.chunks_of(shape), skip_above="4x")
+    get_megatron_optimizer(config, host.chunks_of(shape))
 
 
-def test_two_limits_are_refused(workers) -> None:
-    for outcome in workers(2).run_expecting_errors(limited_twice):
+def test_a_threshold_of_versions_after_0_16_1_is_refused(workers) -> None:
+    for outcome in workers(2).run_expecting_errors(with_a_threshold):
         assert outcome.error is ValueError
-        assert "skip_above: found skip_above='4x' and config.grad_norm_skip_threshold 9.0" in outcome.message
+        assert "found grad_norm_skip_threshold=9.0; needed 0. Remove it; write skip_above=..." in outcome.message
 
 
 @pytest.mark.parametrize("flat", [False, True], ids=["whole", "flat"])

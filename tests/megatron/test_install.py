@@ -41,8 +41,7 @@ for function in (muon.get_megatron_muon_optimizer, get_megatron_muon_optimizer):
     try:
         function(host.optimizer_config(shape, optimizer="dist_muon"), chunks)
     except ValueError as error:
-        assert "--optimizer: found 'dist_muon' after muonmesh's install()" in str(error), error
-        assert "Write --optimizer adam" in str(error)
+        assert "found optimizer='dist_muon'; needed 'adam'. Set optimizer='adam'" in str(error), error
     else:
         raise AssertionError("Megatron's own Muon was built")
 """
@@ -55,5 +54,5 @@ def test_a_script_that_imports_megatrons_function(tmp_path: Path) -> None:
 
 
 def test_what_is_no_setting_is_refused() -> None:
-    with pytest.raises(TypeError, match="install: found the setting 'lr'; needed one of muon, adamw, overrides"):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'lr'"):
         install(lr=0.1)

@@ -243,9 +243,9 @@ class Net(nn.Module):
 
 
 class Described(Net):
-    """One whose method takes no argument."""
+    """One whose method describes nothing."""
 
-    def sharded_state_dict(self) -> dict[str, Any]:
+    def sharded_state_dict(self, metadata: Any = None) -> dict[str, Any]:
         return {}
 
 

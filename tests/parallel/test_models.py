@@ -45,7 +45,11 @@ def each(held: list[tuple[str, str]]) -> Any:
 
 
 def optimizer_of(model: nn.Module, process_group: str | None, dtype: torch.dtype = torch.float32) -> mm.Muon:
-    return mm.Muon(mm.split_params(model), process_group=process_group, compute_dtype=dtype, **SETTINGS)
+    stacks = {r"gate_up_proj$": {"algorithm": "muon", "matrices": models.MATRICES["experts.gate_up_proj"]}}
+    overrides = stacks if any("gate_up_proj" in name for name, _ in model.named_parameters()) else None
+    return mm.Muon(
+        mm.split_params(model, overrides=overrides), process_group=process_group, compute_dtype=dtype, **SETTINGS
+    )
 
 
 # ------------------------------------------------------------------ given gradients

@@ -854,7 +854,7 @@ def grown() -> list[Any]:
         for parameter in parameters:
             parameter.grad = torch.ones_like(parameter) * torch.arange(parameter.shape[1])
         optimizer.step()
-        plan = optimizer._runtime.connected.planned.plan
+        plan = optimizer._runtime.connected.plan
         return {plan.parameters[each.parameter].name: each.owner for each in plan.assignments}
 
     before = step(first)

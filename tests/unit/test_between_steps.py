@@ -442,9 +442,10 @@ def test_a_rule_that_raises_is_named_and_no_step_follows_until_state_is_loaded(
     if method in BEFORE_A_WRITE:
         assert all_of(training) == before
     else:
-        assert f"muonmesh: This error was raised in Fragile.{method} after the step had begun to write" in told
+        assert "muonmesh: This error was raised after the step had begun to write" in told
+        assert f"in {method}\n" in told
         for call in (training.optimizer.step, training.optimizer.state_dict):
-            with pytest.raises(mm.StateError, match=rf"ended by an error in Fragile\.{method}, .*load_state_dict"):
+            with pytest.raises(mm.StateError, match=r"interrupted while it wrote.*load_state_dict"):
                 call()
         for name, weight in weights.items():
             training.weights[name].data.copy_(weight)

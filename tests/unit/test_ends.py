@@ -116,7 +116,7 @@ def heads(model: nn.Module) -> set[str]:
 
 
 class Distilled(nn.Module):
-    """As timm's LeViT and VOLO: a tuple of heads, each a norm and a layer, and an auxiliary one that nothing names."""
+    """As timm's LeViT and VOLO: a tuple of heads, each a norm and a layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,15 +124,14 @@ class Distilled(nn.Module):
         self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))])
         self.head = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 5))
         self.head_dist = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 5))
-        self.aux_head = nn.Linear(8, 5)
 
     def get_classifier(self) -> tuple[nn.Module, nn.Module]:
         return self.head, self.head_dist
 
 
-def test_heads_in_a_tuple_and_beside_it() -> None:
+def test_heads_in_a_tuple() -> None:
     model = Distilled()
-    assert heads(model) == {"head.3.weight", "head_dist.1.weight", "aux_head.weight"}
+    assert heads(model) == {"head.3.weight", "head_dist.1.weight"}
     assert placed(split_params(model))["head.1.weight"] == ("muon", "whole")
 
 
@@ -173,11 +172,12 @@ def test_the_head_of_a_convolutional_net_with_as_many_classes_as_colours() -> No
     assert heads(nn.Sequential(*layers)) == {"3.weight"}
 
 
-def test_an_embedding_named_as_output_stands_for_the_layer_of_its_size() -> None:
+def test_a_forward_shows_the_output_layer_of_a_model_that_names_an_embedding_as_such() -> None:
     """FSMT's `get_output_embeddings` is an embedding, whose weight the last layer shares or, untied, does not."""
     sizes = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
     sizes |= {"src_vocab_size": 40, "tgt_vocab_size": 50, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
-    found = placed(split_params(small("FSMTForConditionalGeneration", **sizes, tie_word_embeddings=False)))
+    model = small("FSMTForConditionalGeneration", **sizes, tie_word_embeddings=False)
+    found = placed(split_params(model, example=inputs({"input_ids": (1, 4), "decoder_input_ids": (1, 4)})))
     assert found["model.decoder.output_projection.weight"][0] == "adamw.head"
     assert found["model.decoder.layers.0.fc2.weight"][0] == "muon"
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -529,18 +530,21 @@ def test_what_a_teacher_makes_without_gradients_is_no_input_layer_for_sure() -> 
     assert found == {"student.weight": INPUT, "reads.weight": "whole", "out.weight": HEAD}
 
 
-def test_a_layer_that_reads_sines_of_a_time_step_is_an_input_layer_if_the_step_is_no_integer() -> None:
-    """Integers have no gradient: what is made of them looks like fixed numbers (docs/models-tried.md)."""
+@pytest.mark.parametrize("steps", [[1.0, 2.0], [1, 2]])
+@pytest.mark.parametrize("function", [False, True])
+def test_a_layer_that_reads_sines_of_a_time_step_is_an_input_layer(steps: list[Any], function: bool) -> None:
+    """Integers have no gradient, but what becomes floating point of them has."""
 
     def forward(self: Any, x: Tensor, step: Tensor) -> Tensor:
-        waves = torch.sin(step[:, None].float() * torch.linspace(0.1, 1, 8))
+        step = step + 1
+        waves = torch.sin(step[:, None].float() * torch.linspace(0.1, 1, 8, device=step.device))
         out: Tensor = self.out(F.relu(self.stem(x) + self.time(waves)))
         return out
 
     model = Calls(forward, stem=nn.Linear(8, 16), time=nn.Linear(8, 16), out=nn.Linear(16, 3))
-    expected = {"stem.weight": INPUT, "time.weight": INPUT, "out.weight": HEAD}
-    assert roles(model, (torch.randn(2, 8), torch.tensor([1.0, 2.0]))) == expected
-    assert roles(model, (torch.randn(2, 8), torch.tensor([1, 2]))) == {**expected, "time.weight": "whole"}
+    example: Any = (torch.randn(2, 8), torch.tensor(steps))
+    found = roles(model, (lambda: model(*example).sum()) if function else example)
+    assert found == {"stem.weight": INPUT, "time.weight": INPUT, "out.weight": HEAD}
 
 
 def test_a_layer_that_reads_fixed_numbers_is_no_input_layer_for_sure() -> None:
@@ -621,6 +625,39 @@ def test_a_function_with_a_gradient_of_its_own_leaves_a_doubt_and_no_wrong_role(
     groups = mm.split_params(model, example=IDS)
     assert groups[0]["param_names"] == [f"blocks.{i}.{name}.weight" for i in range(2) for name in ("qkv", "proj")]
     assert {group["name"] for group in groups} == {"muon", INPUT, HEAD, VECTOR}
+    assert groups.guesses == tuple(f"blocks.{i}.qkv.weight" for i in range(2))
+    assert "hides whether it is fused; a guess" in str(groups)
+
+
+class Product(torch.autograd.Function):
+    """A product with a weight, and with a gradient of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return gradients[0] @ weight, gradients[0].mT @ x
+
+
+def test_a_weight_that_a_function_of_its_own_multiplies_by_is_said_to_be_a_guess() -> None:
+    model = Calls(lambda self, x: self.out(Product.apply(self.first(x), self.mid.weight)), first=nn.Linear(8, 16))
+    model.mid, model.out = nn.Linear(16, 16, bias=False), nn.Linear(16, 3)
+    example = (torch.randn(2, 8),)
+    assert roles(model, example)["mid.weight"] == "whole"
+    assert "hides whether it is fused; a guess" in reason(model, example, "mid.weight")
+
+
+def test_experts_whose_kernel_takes_bf16_alone_on_meta() -> None:
+    settings = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    settings |= {"num_key_value_heads": 2, "num_local_experts": 4, "vocab_size": 64}
+    with torch.device("meta"):
+        model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**settings))
+    found = roles(model, {"input_ids": torch.ones(1, 8, dtype=torch.int64)})
+    assert found["model.layers.0.mlp.experts.gate_up_proj"] == ("stack", ("rows", 48, 48))
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
@@ -689,7 +726,7 @@ def test_a_parameter_that_makes_a_weight_is_adamws(kind: str, convolution: bool)
     assert found["3.weight"] == HEAD
 
 
-@pytest.mark.parametrize("names", [("lora_A", "lora_B"), ("lora_down", "lora_up"), ("lora_a", "lora_b"), ("p", "q")])
+@pytest.mark.parametrize("names", [("lora_A", "lora_B"), ("lora_down", "lora_up"), ("lora_a", "lora_b")])
 def test_a_low_rank_pair_beside_a_layer_is_adamws(names: tuple[str, str]) -> None:
     def forward(self: Any, x: Tensor) -> Tensor:
         down, up = (getattr(self, name) for name in names)
@@ -712,15 +749,6 @@ def test_numbers_that_are_read_as_complex_are_adamws() -> None:
 
     found = roles(tokens(forward, pairs=nn.Parameter(torch.randn(9, 9, 2)), proj=nn.Linear(16, 16)), IDS)
     assert found["blocks.0.pairs"] == ADAMW
-
-
-def test_a_bottleneck_is_no_low_rank_pair() -> None:
-    def forward(self: Any, x: Tensor) -> Tensor:
-        out: Tensor = self.base(x) + self.up(F.relu(self.down(x)))
-        return out
-
-    found = roles(tokens(forward, base=nn.Linear(16, 16), down=nn.Linear(16, 4), up=nn.Linear(4, 16)), IDS)
-    assert found["blocks.0.down.weight"] == found["blocks.0.up.weight"] == "whole"
 
 
 class Bare(nn.Module):

@@ -45,6 +45,12 @@ def model(family: str) -> nn.Module:
         return nn.TransformerEncoderLayer(24, 6, 20)
 
 
+def example(family: str) -> Any:
+    """A forward where one weight makes queries, keys or values together, which nothing else tells."""
+    tokens = torch.zeros(1, 5, dtype=torch.long, device="meta")
+    return {"input_ids": tokens} if family in ("neox", "gpt2", "phi3") or family.startswith("deepseek") else None
+
+
 def matrices(module: nn.Module, **settings: Any) -> dict[str, Any]:
     found = {}
     for group in mm.split_params(module, **settings):
@@ -69,7 +75,8 @@ CUT: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("family", CUT)
 def test_queries_and_keys_are_cut_into_heads_and_the_rest_is_not(family: str) -> None:
     """Keys among other rows, of other counts and sizes than the queries, stored in × out, or head by head."""
-    before, after = matrices(model(family)), matrices(model(family), per_head=True)
+    shown = example(family)
+    before, after = matrices(model(family), example=shown), matrices(model(family), example=shown, per_head=True)
     expected = {
         name: next((cut for end, cut in CUT[family].items() if end in name.split(".")), form)
         for name, form in before.items()
@@ -84,7 +91,8 @@ def test_values_and_outputs_are_cut_where_they_are_asked_for() -> None:
     assert ends["v_proj"] == ("heads", 2, 0)
     assert ends["o_proj"] == ("heads", 6, 1)  # of its columns, which is what a head writes
     assert ends["q_proj"] == ends["k_proj"] == "whole"
-    assert matrices(model("deepseek"), per_head=("o",))["model.layers.0.self_attn.o_proj.weight"] == ("heads", 6, 1)
+    latent = matrices(model("deepseek"), per_head=("o",), example=example("deepseek"))
+    assert latent["model.layers.0.self_attn.o_proj.weight"] == ("heads", 6, 1)
 
 
 def test_a_head_is_stepped_as_a_matrix_of_its_own_and_has_its_scale() -> None:
@@ -144,4 +152,8 @@ def test_deepspeeds_tag_is_honoured_whoever_steps() -> None:
     fused = model("phi3")
     fused.get_parameter("model.layers.0.self_attn.qkv_proj.weight").muon_num_heads = 6  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match=r"qkv_proj\.weight: found muon_num_heads=6 .*'rows', 24, 8, 8"):
-        mm.split_params(fused)
+        mm.split_params(fused, example=example("phi3"))
+    with pytest.raises(
+        ValueError, match=r"qkv_proj\.weight: found q, k, v in one weight, split as 'whole'; .* example="
+    ):
+        mm.split_params(model("phi3"), per_head=True)

@@ -85,7 +85,7 @@ def check_buffers(rows: list[Row], batches: Any, plan: Plan) -> None:
 def test_tables_hold_each_piece_once_and_where_it_belongs(plan: Plan) -> None:
     for rank in plan.ranks:
         schedule = Schedule(plan, rank, plan.ranks, torch.float32, CPU)
-        reads, writes, last = Counter[Any](), Counter[Any](), None
+        reads, writes = Counter[Any](), Counter[Any]()
         groups: list[Local] = [*(local for stage in schedule.stages for local in stage.local), *schedule.left]
         for local in itertools.chain.from_iterable(group.cut(2) for group in groups):
             reads.update((row.assignment, row.piece) for row in local.reads.rows)
@@ -99,8 +99,9 @@ def test_tables_hold_each_piece_once_and_where_it_belongs(plan: Plan) -> None:
             check_buffers(list(stage.staying.rows), stage.batches, plan)
             reads.update((row.assignment, row.piece) for row in stage.reads.rows)
             writes.update((row.assignment, row.piece) for row in stage.staying.rows)
-            for index in range(stage.rounds.count):
-                last = schedule.scatter(stage, index, results, last)
+            last = None
+            for index in range(stage.exchanges):
+                last = schedule.scatter(stage, index, results, None if last is None else last.swap.receive)
                 check_buffers(list(last.arrived.table.rows), (), plan)
                 writes.update((row.assignment, row.piece) for row in last.arrived.table.rows)
         assert reads == pieces_of(plan, rank, momentum=True)

@@ -33,6 +33,7 @@ DEEPSEEK = {
     **{"topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "n_shared_experts": 1},
 }
 TOKENS = torch.randint(31, (3, 9), generator=torch.Generator().manual_seed(1))
+EXAMPLE = {"input_ids": TOKENS}
 
 
 def build(family: str, attention: str = "sdpa") -> nn.Module:
@@ -103,7 +104,7 @@ def by_hand(model: Any) -> Tensor:
 )
 def test_the_largest_logits_are_noted(family: str, attention: str) -> None:
     model = build(family, attention).requires_grad_(attention != "flex_attention")  # which has no backward on CPUs
-    clip = mm.QKClip(model, threshold=1e9)
+    clip = mm.QKClip(model, threshold=1e9, example=EXAMPLE)
     forward(model)
     model.eval()
     with torch.no_grad():
@@ -134,13 +135,13 @@ def test_every_kind_of_mask_means_the_same(monkeypatch: pytest.MonkeyPatch) -> N
 def test_logits_above_the_threshold_are_brought_back_to_it_and_others_stay(family: str) -> None:
     """With biases, fused, stored in × out, head by head, keys that heads share, latent attention."""
     model = build(family, "eager")  # exact
-    probe = mm.QKClip(model, threshold=1e9)
+    probe = mm.QKClip(model, threshold=1e9, example=EXAMPLE)
     forward(model)
     probe.step()
     before = first(probe)
     del probe
     threshold = float(before.sort().values[2:4].mean())
-    clip = mm.QKClip(model, threshold=threshold)
+    clip = mm.QKClip(model, threshold=threshold, example=EXAMPLE)
     state = {name: p.detach().clone() for name, p in model.named_parameters()}
     for _ in range(2):  # again: the second time there is nothing left to clip
         forward(model)
@@ -297,7 +298,7 @@ def exact(model: nn.Module, padding: Tensor | None = None) -> dict[str, Tensor]:
 
 def told(model: nn.Module, padding: Tensor | None = None, threshold: float = 1e9) -> tuple[Mapping[str, Tensor], str]:
     """What a QKClip notes in one forward pass, and what it says of it."""
-    clip = mm.QKClip(model, threshold=threshold)
+    clip = mm.QKClip(model, threshold=threshold, example=EXAMPLE)
     model(input_ids=TOKENS, attention_mask=padding, use_cache=False)
     clip.step()
     return clip.largest, clip.explain()

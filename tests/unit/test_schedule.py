@@ -88,12 +88,14 @@ def stages_of(schedule: Schedule) -> list[Computed]:
     return [Computed(stage, gather, schedule.batches(stage, gather.matrices)) for stage, gather in pairs]
 
 
-def rounds_of(schedule: Schedule, back: Computed, before: list[Scatter] | None = None) -> list[Scatter]:
-    """The rounds of a stage; what is in ``before``, to which they are added, came before them."""
-    before, count = [] if before is None else before, back.stage.rounds.count
-    for index in range(count):
-        before.append(schedule.scatter(back.stage, index, back.results, before[-1] if before else None))
-    return before[len(before) - count :]
+def exchanges_of(schedule: Schedule, back: Computed) -> list[Scatter]:
+    """The exchanges that bring the results of a stage back; results are freed as soon as a step frees them."""
+    found, results, received, sent = list[Scatter](), back.results, None, None
+    for index in range(back.stage.exchanges):
+        found.append(one := schedule.scatter(back.stage, index, results, received, sent))
+        received, sent = one.swap.receive, one.swap.send if one.again else None
+        results = [] if one.last else results
+    return found
 
 
 def travel(ways: list[Swap | None]) -> None:
@@ -144,7 +146,6 @@ def test_all_ranks_together_replay_an_exchange(name: str, machine: int, bucket_e
     back = {key: torch.zeros_like(held[key]) for key in every}
     owned = 0
     ranks = schedules(plan)
-    done: list[list[Scatter]] = [[] for _ in ranks]
     for rank, schedule in enumerate(ranks):
         groups = [*(local for stage in schedule.stages for local in stage.local), *schedule.left]
         for local in itertools.chain.from_iterable(group.cut(2) for group in groups):
@@ -176,8 +177,7 @@ def test_all_ranks_together_replay_an_exchange(name: str, machine: int, bucket_e
                 out.copy_(-x)
             for row, of in ranks[rank].staying(one.stage, one.results):
                 elements(row, back[row.parameter, rank]).sub_(of, alpha=-1)
-        each = zip(ranks, stages, done, strict=True)
-        for of_all in zip(*(rounds_of(*some) for some in each), strict=True):
+        for of_all in zip(*map(exchanges_of, ranks, stages), strict=True):
             for turn in of_all:
                 for to, of in turn.leaving:
                     to.copy_(of)
@@ -234,7 +234,7 @@ def test_equal_shards_arrive_and_leave_in_one_copy() -> None:
     parameters = [Parameter(str(number), layout, layout, m, (1,), "") for number, m in enumerate(matrices)]
     plan = make_plan(parameters, bucket_elements=10**6)
     (found,) = stages_of(schedule := Schedule(plan, 9, plan.ranks, torch.float32, CPU))
-    (once,) = rounds_of(schedule, found)
+    (once,) = exchanges_of(schedule, found)
     assert sum(len(results) for results in found.results) == 2
     reads, *writes = (
         len(some.table.rows) for some in (found.there.reads, schedule.staying(found.stage, found.results), once.arrived)
@@ -243,7 +243,7 @@ def test_equal_shards_arrive_and_leave_in_one_copy() -> None:
     assert len(found.there.arriving) == len(once.leaving) == 2 * 2  # the ranks before this one, and those behind it
 
 
-def test_results_for_many_replicas_travel_in_rounds() -> None:
+def test_results_for_many_replicas_are_passed_on() -> None:
     """Nobody sends or receives more at once than it would compute, however many replicas there are."""
     for mesh, placements in (((16,), (Replicate(),)), ((8, 4), (Replicate(), Shard(0)))):
         ranks = tuple(range(math.prod(mesh)))
@@ -254,11 +254,11 @@ def test_results_for_many_replicas_travel_in_rounds() -> None:
         assert len(plan.buckets) == 1
         schedule = Schedule(plan, 3, plan.ranks, torch.float32, CPU)
         (found,) = stages_of(schedule)
-        rounds = rounds_of(schedule, found)
-        assert all(max(len(one.swap.send), len(one.swap.receive)) <= 64 * 96 for one in rounds)
+        exchanges = exchanges_of(schedule, found)
+        assert all(max(len(one.swap.send), len(one.swap.receive)) <= 64 * 96 for one in exchanges)
         assert sum(memory.numel() for memory in schedule.memory.values()) <= (2 + 2 + 2 + 2) * 64 * 96
         # Nothing that two ranks exchange is cut: what this rank stores of each matrix comes once.
-        arrived = [row.assignment for one in rounds for row, _ in one.arrived]
+        arrived = [row.assignment for one in exchanges for row, _ in one.arrived]
         staying = [row.assignment for row, _ in schedule.staying(found.stage, found.results)]
         assert sorted([*arrived, *staying]) == list(range(len(ranks)))
 
@@ -274,5 +274,5 @@ def test_a_device_keeps_no_memory_and_a_cpu_keeps_its_views() -> None:
     for mine, other in zip(stages_of(on_cpu), stages_of(on_device), strict=True):
         views = [[(row, view.shape) for row, view in each.there.reads] for each in (mine, other)]
         assert views[0] == views[1]
-        for kept, given in zip(rounds_of(on_cpu, mine), rounds_of(on_device, other), strict=True):
+        for kept, given in zip(exchanges_of(on_cpu, mine), exchanges_of(on_device, other), strict=True):
             assert [to.stride() for to, _ in kept.leaving] == [to.stride() for to, _ in given.leaving]

@@ -18,7 +18,7 @@ import muonmesh as mm
 from muonmesh.numerics.rules import RULES
 from muonmesh.settings import reading
 from muonmesh.settings.checks import check_group
-from muonmesh.step import parameter_steps
+from muonmesh.step import collect
 
 
 def made() -> tuple[list[nn.Parameter], mm.Muon]:
@@ -41,13 +41,13 @@ def step(weights: list[nn.Parameter], optimizer: mm.Muon, seed: int) -> None:
 def looked_at(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the parameters whose state a step checks."""
     found: list[str] = []
-    check = parameter_steps.check_parameter
+    check = collect.check_parameter
 
     def counted(entry: Any) -> None:
         found.append(entry.member.name)
         check(entry)
 
-    monkeypatch.setattr(parameter_steps, "check_parameter", counted)
+    monkeypatch.setattr(collect, "check_parameter", counted)
     return found
 
 
@@ -206,7 +206,21 @@ def test_a_gradient_of_another_form_is_looked_at(kind: str, monkeypatch: pytest.
     else:
         optimizer.step()
         assert torch.equal(momentum, before) == (kind == "missing")
-    assert len(found) == (4 if kind == "another dtype" else 1)  # which needs another plan
+    assert len(found) == (4 if kind == "another dtype" else 0)  # which needs another plan; else no state has moved
+
+
+def test_a_first_gradient_after_steps_without_one_creates_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights, optimizer = made()
+    for _ in range(3):
+        for weight in weights[1:3]:
+            weight.grad = torch.ones_like(weight)
+        optimizer.step()
+    found = looked_at(monkeypatch)
+    assert "momentum_buffer" not in optimizer.state[weights[0]]
+    step(weights, optimizer, 3)
+    assert found == []
+    assert optimizer.state[weights[0]]["momentum_buffer"].any()
+    assert optimizer.state[weights[3]]["exp_avg"].any()
 
 
 def test_a_step_keeps_no_gradient() -> None:

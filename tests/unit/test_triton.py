@@ -26,7 +26,7 @@ from muonmesh.numerics.kernels.rows import SEARCHED, PieceRows, in_three_dims
 from muonmesh.numerics.kernels.triton import triton_products
 from muonmesh.numerics.newton_schulz import orthogonalize
 from muonmesh.step import by_kernel
-from muonmesh.step.snapshot import Snapshot
+from muonmesh.step.collect import Snapshot
 from muonmesh.tools.testing import HostWaits
 from tests.device.pretended import Event, pretended_cuda
 from tests.interpreter import interpreting
@@ -113,7 +113,7 @@ def trained(what: str, waits: bool, *, by: str) -> tuple[list[Tensor], int]:
     memory = [torch.empty_like(weight) for weight in weights]
     with pytest.MonkeyPatch.context() as patch:
         if by != "repeats":
-            patch.setattr(Snapshot, "again", lambda self, state: None)
+            patch.setattr(Snapshot, "is_current", lambda self, state: False)
         if by == "parts":
             patch.setattr(by_kernel, "is_usable", lambda device: False)
         for step in range(9):

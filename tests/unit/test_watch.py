@@ -327,30 +327,6 @@ def test_frozen_layers_and_a_teacher_without_gradients() -> None:
         trained(model, optimizer)
 
 
-class Adapted(nn.Module):
-    """A frozen layer with a low-rank pair beside it, by names of one's own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(16, 16).requires_grad_(False)
-        self.small, self.large = nn.Linear(16, 4, bias=False), nn.Linear(4, 16, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.layer(x) + 2 * self.large(self.small(x))
-        return out
-
-
-def test_a_low_rank_pair_beside_a_frozen_layer() -> None:
-    model = TwoHeads()
-    for block in model.blocks:
-        block.out = Adapted()
-    optimizer = mm.from_model(model, overrides={**SPLIT, "actions.weight": "adamw"})
-    with pytest.raises(LayoutError, match=r'r"blocks\.\*\.out\.large\.weight": "adamw"') as caught:
-        trained(model, optimizer)
-    optimizer = mm.from_model(model, overrides={**SPLIT, "actions.weight": "adamw", **offered(str(caught.value))[0]})
-    trained(model, optimizer)
-
-
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointed_blocks(reentrant: bool) -> None:
     model = TwoHeads(reentrant)

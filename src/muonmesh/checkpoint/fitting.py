@@ -29,7 +29,7 @@ from muonmesh.layout.matrix import as_tuples
 from muonmesh.numerics.setting import plain
 from muonmesh.settings import FRESH_MEANS, NORM_MEANS
 from muonmesh.settings.checks import check_group
-from muonmesh.step.state_form import StateForm
+from muonmesh.step.state_layout import StateForm
 
 OWN_KEYS = ("params", "param_names", "parameters", "matrices", "reasons", "name", "algorithm", "use_muon", "moe")
 """Keys of a group that are no settings: they identify the group, and follow from the model."""
@@ -158,15 +158,6 @@ def fitting_settings(
     return settings
 
 
-def set_group(group: dict[str, Any], settings: Mapping[str, Any]) -> None:
-    """Write settings into a group. A tensor is filled in place, since a compiled step may hold it."""
-    for key, value in settings.items():
-        if isinstance(group.get(key), Tensor):
-            group[key].fill_(value)
-        else:
-            group[key] = value
-
-
 def _plain(where: str, key: str, value: Any) -> Any:
     if isinstance(value, Tensor) and value.numel() == 1:
         return value.item()
@@ -228,7 +219,11 @@ class Fit:
         for record, part, key in self.state:
             record.take_state(part, None if key is None else self.shares.pop(key))
         for group, settings in self.settings:
-            set_group(group, settings)
+            for key, value in settings.items():
+                if isinstance(group.get(key), Tensor):  # a compiled step may hold it
+                    group[key].fill_(value)
+                else:
+                    group[key] = value
 
 
 def fit(

@@ -63,7 +63,7 @@ from muonmesh.comm.telling import tell_all
 from muonmesh.errors import FileError, explain_error
 from muonmesh.files import cannot_write, kind_of, onto_disk, read_json, replace_text, writing
 from muonmesh.layout.region import Block, Region, overlap
-from muonmesh.step.state_form import wrong_numbers
+from muonmesh.step.state_layout import wrong_numbers
 
 # Errors of file systems that cannot lock a folder, such as NFS. There, a second writer is not detected.
 CANNOT_LOCK = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF, errno.EINVAL}

@@ -142,11 +142,10 @@ _DATA_FILE_NAME = Kind(
 )
 
 
-def _is_shape(value: Any) -> bool:
-    return isinstance(value, list) and len(value) <= 16 and all(map(SIZE.holds, value))
-
-
-_SHAPE = Kind("a list of at most 16 whole numbers of at least 0", _is_shape)
+_SHAPE = Kind(
+    "a list of at most 16 whole numbers of at least 0",
+    lambda value: isinstance(value, list) and len(value) <= 16 and all(map(SIZE.holds, value)),
+)
 _INDEX = only(
     {
         "byteorder": one_of([sys.byteorder], ", as on this machine"),

@@ -24,11 +24,10 @@ from muonmesh.numerics.kernels import told_products
 from muonmesh.numerics.precision import plain_modes
 from muonmesh.step.connection import connect, forget, plan
 from muonmesh.step.members import OptimizedParameter
-from muonmesh.step.offload import fresh_copy
 from muonmesh.step.parameter_steps import ParameterStep, prepare_state
 from muonmesh.step.precision import Precision
 from muonmesh.step.runtime import Clip, Runtime
-from muonmesh.step.state_form import StateForm, check_state, forms_of
+from muonmesh.step.state_layout import StateForm, check_state
 
 Boxes = dict[tuple[int, ...], Tensor]
 """Boxes of a whole tensor, by their offsets in the tensor."""
@@ -168,7 +167,7 @@ class Record:
         if self.dtype != tensor.dtype:
             state = self.states[tensor]
             if "master" not in state:
-                copy = fresh_copy(local_of(tensor), self.dtype, self.precision, wait=True)  # the CPU writes it
+                copy = self.precision.copy_of(local_of(tensor), self.dtype, wait=True)  # the CPU writes it
                 state["master"] = storage.wrap(copy)
             fill(local_of(state["master"]), storage, share)
 
@@ -233,7 +232,7 @@ class Recorded:
         """Create the state that a first step would create; no communication."""
         for member in plan(self.optimizer.param_groups, self.runtime).members:
             state = self.optimizer.state[member.tensor]
-            forms = forms_of(member, self.runtime.precision, master="master" in state)
+            forms = member.forms(self.runtime.precision, master="master" in state)
             prepare_state(ParameterStep(member, local_of(member.tensor), state, None, forms), self.runtime.precision)
 
     @plain_modes()
@@ -250,12 +249,12 @@ class Recorded:
         optimizer, runtime, records = self.optimizer, self.runtime, list[Record]()
         optimizer.finish()
         planned = plan(optimizer.param_groups, runtime)
-        if planned.exchange is None and planned.plan.keepers:
-            planned, _ = connect(optimizer.param_groups, runtime, gradients=False)
+        if not planned.connected and planned.plan.keepers:
+            planned = connect(optimizer.param_groups, runtime, gradients=False)
         if runtime.precision.int8:
             widen_state(optimizer.state, planned, runtime.last.blocks)
         for member in planned.members:
-            forms = forms_of(member, runtime.precision, master=True)
+            forms = member.forms(runtime.precision, master=True)
             state, group = optimizer.state, optimizer.param_groups[member.group]
             check_state(member.name, forms, state.get(member.tensor, {}), {"stranger": "Remove it from the state"})
             saved = [each._replace(dtype=each.layout.saved_dtype(runtime.precision)) for each in forms]

@@ -22,8 +22,7 @@ from muonmesh.step.blocks import SCALE, Blocks
 from muonmesh.step.members import flat_layouts
 from muonmesh.step.planning import Planned
 from muonmesh.step.precision import Precision
-from muonmesh.step.state_form import Refused, StateForm, check_state, forms_of
-from muonmesh.step.state_layout import COUNT
+from muonmesh.step.state_layout import COUNT, Refused, StateForm, check_state
 
 _RESHARD = "Load it with torch.distributed.checkpoint.state_dict.set_optimizer_state_dict, which reshards"
 
@@ -153,7 +152,7 @@ def restore_state(
     before = [dict(group) for group in optimizer.param_groups]
     forms = dict[Tensor, dict[str, StateForm]]()
     for member in planned.members if planned is not None else ():
-        each = forms_of(member, precision, master=precision.master is not None)
+        each = member.forms(precision, master=precision.master is not None)
         forms[member.tensor] = {form.key: form for form in each}
 
     def inspect(_: torch.optim.Optimizer, seen: dict[str, Any]) -> dict[str, Any]:

@@ -14,28 +14,24 @@ from muonmesh.clip.squares import AGREEMENT, FELT, INVARIANT, add_squares, norms
 from muonmesh.comm.agreement import standing
 from muonmesh.comm.telling import tell_all
 from muonmesh.errors import PlanError, explain_error
-from muonmesh.step.planning import Connected, Planned
+from muonmesh.step.planning import Planned
 from muonmesh.step.runtime import Clip, Runtime
 
 
-class PlanAgain(Exception):
-    """Raised on all ranks if one of them must make a new plan."""
-
-
 def clip_gradients(
-    connected: Connected,
+    planned: Planned,
     here: Optimizer | None,
     error: Exception | None,
     limits: Limits,
     runtime: Runtime,
     process_group: dist.ProcessGroup | None,
-) -> tuple[GradNorms, Clip]:
+) -> tuple[GradNorms, Clip] | None:
     """Implement `Muon.clip_grad_norm_`: measure the gradients, add up one fp64 vector over the ranks, and scale.
 
     Squares and sums are fp64, and a coefficient is rounded once. With fp32 sums, it would differ between shardings.
 
     Args:
-        connected: The plan on which all ranks have agreed, with its exchange.
+        planned: The plan that all ranks have compared.
         here: The optimizer whose gradients are measured and scaled. None if this rank's parameters no longer fit the
             plan: it then takes part in the sum for which the others wait, and reports this in the sum. If the CPUs of
             the other ranks do not wait for the result, and their parameters have not changed, `Muon.step` raises an
@@ -46,17 +42,22 @@ def clip_gradients(
         process_group: Other ranks to clip with by a common norm, over which the vector is added up too; None if there
             are none.
 
+    Returns:
+        The norms, and what the next step needs of them; None if the parameters of some rank have changed, so that all
+        ranks must plan again first.
+
     Raises:
         Exception: the error of this rank, after it has taken part in the sum for which the others wait.
         PlanError: another rank found an error. No gradient has been scaled then.
-        PlanAgain: a rank must make a new plan.
     """
-    (planned, exchange), source, waits = connected, runtime.source, runtime.driver.host_waits(connected.planned.device)
+    exchange, source, waits = planned.exchange, runtime.source, runtime.driver.host_waits(planned.device)
     apart, follows = source.norms_apart, here is not None
     sums = zeros_for(apart, planned.device)
     if not _reduces(planned, limits, process_group):
+        if error is not None and not follows:
+            raise error
         if not follows:
-            raise error or PlanAgain
+            return None
         limits.check()
         return limits.told(sums, torch.zeros_like(sums[0], dtype=torch.bool), apart), Clip()
     wrong: Exception | None = None  # a wrong argument, which all ranks have
@@ -79,7 +80,7 @@ def clip_gradients(
         told, write = "an error on another rank of process_group=", "Read that rank's message, which names it"
         raise PlanError(explain_error("clip_grad_norm_", told, "no error on any rank", write))
     if agreed.plan_again(waits=waits, follows=follows):
-        raise PlanAgain
+        return None
     unequal = agreed.differs().any()
     if waits and bool(unequal):
         given = f"policy={limits.policy!r}, max_norm={limits.max_norm}, skip_above={limits.skip_above}"

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import repeat
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from muonmesh.clip.norm_means import limits_from
-from muonmesh.clip.squares import FELT, INVARIANT, half_of, norms_of, number_of
+from muonmesh.clip.squares import FELT, INVARIANT, norms_of, place_of
 from muonmesh.comm.agreement import bits_of
 from muonmesh.comm.gradients import GradientSource, multiply
 from muonmesh.comm.storage import local_of
@@ -137,11 +136,12 @@ class Limits:
             means: `means_of` the groups, if ``skip_above`` is a multiple of them.
         """
         norms = norms_of(sums)
-        limits: Iterable[Any] = repeat(self.skip_above)
+        limits: Any = [self.skip_above] * len(norms)
         if means is not None and self.multiple is not None:
             limits = limits_from(means, self.multiple)
-        limit_of = dict(zip(norms, limits, strict=False))
-        above = [norms[name] > limit_of[name] for name in self.protects]
+        above = [
+            norm > limit for (name, norm), limit in zip(norms.items(), limits, strict=True) if name in self.protects
+        ]
         infinite = [~norms_of(sums, number)["total"].isfinite() for number in range(1 + len(apart))]
         return torch.stack([*above, *infinite]).any()
 
@@ -177,15 +177,14 @@ def scale_groups(
         source: The source of the gradients.
         coefficients: 0-d fp64 tensors, by place in the sums.
     """
-    coefficients = {place: coefficient for place, coefficient in coefficients.items() if not is_one(coefficient)}
+    coefficients = {  # a CPU knows which are 1; reading them on a device would wait
+        place: coefficient
+        for place, coefficient in coefficients.items()
+        if coefficient.device.type != "cpu" or float(coefficient) != 1
+    }
     for group in groups if coefficients else ():
         for parameter in group["params"]:
-            place = half_of(group) + 2 * number_of(str(group.get("name")), parameter, source)
+            place = place_of(group, str(group.get("name")), parameter, source)
             if place in coefficients and (gradient := source.gradient(parameter)) is not None:
                 multiply(local_of(gradient), coefficients[place])
                 source.write(parameter, gradient)
-
-
-def is_one(coefficient: Tensor) -> bool:
-    """Return whether a coefficient is known to be 1. On a GPU the result is False, since reading would wait."""
-    return coefficient.device.type == "cpu" and float(coefficient) == 1

@@ -43,21 +43,19 @@ def zeros_for(apart: Sequence[str], device: torch.device) -> Tensor:
     return torch.zeros(2 + 2 * len(apart), dtype=torch.float64, device=device)
 
 
-def number_of(name: str, parameter: Tensor, source: GradientSource) -> int:
-    """Return the number of the norms that measure a gradient: 0 for the usual norms, else 1 + index in ``norms_apart``.
+def place_of(group: Mapping[str, Any], name: str, parameter: Tensor, source: GradientSource) -> int:
+    """Return the place in the vector of a gradient: that of its group, among the usual norms or those measured apart.
 
     Raises:
         LayoutError: the source names a norm that its ``norms_apart`` does not have.
     """
     apart = source.norm_apart(parameter)
-    if apart is None:
-        return 0
-    if apart not in source.norms_apart:
+    if apart is not None and apart not in source.norms_apart:
         found = f"norm_apart() = {apart!r}"
         needed = f"one of the names in norms_apart: {', '.join(source.norms_apart) or 'it has none'}"
         write = "Correct norm_apart() of the GradientSource, or its norms_apart"
         raise LayoutError(explain_error(name, found, needed, write))
-    return 1 + list(source.norms_apart).index(apart)
+    return half_of(group) + (0 if apart is None else 2 + 2 * list(source.norms_apart).index(apart))
 
 
 def norms_of(sums: Tensor, number: int = 0) -> dict[str, Tensor]:
@@ -94,20 +92,18 @@ def add_squares(
     error: Exception | None = None
     found = list[tuple[int, Tensor, int]]()  # place in the sums, elements, ranks that store them
     for member in itertools.chain(planned.muon, *planned.adamw):
-        if member is None or (half := half_of(groups[member.group])) not in measured:
-            continue
-        if not source.counted(member.tensor):
+        if member is None or half_of(groups[member.group]) not in measured or not source.counted(member.tensor):
             continue
         try:
             gradient = whole_gradient(member.name, member.tensor, source)
-            half += 2 * number_of(member.name, member.tensor, source)
+            place = place_of(groups[member.group], member.name, member.tensor, source)
         except Exception as wrong:  # whatever a source raises: the other ranks wait for this rank
             error = error or wrong
             continue
         if gradient is None:
             continue
         storage = member.gradient_storage
-        found += [(half, part, storage.copies) for part in map(real_of, storage.parts(gradient))]
+        found += [(place, part, storage.copies) for part in map(real_of, storage.parts(gradient))]
     if found:
         places, parts, copies = zip(*found, strict=True)
         index = upload(places, dtype=torch.int64, device=sums.device)

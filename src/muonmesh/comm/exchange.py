@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from muonmesh.comm.companions import CompanionExchange
 from muonmesh.comm.matrix_sums import MatrixSums
 from muonmesh.comm.passage import CopyPairs
-from muonmesh.comm.schedule import Batch, Gather, Scatter, Schedule, Stage
+from muonmesh.comm.schedule import Batch, Gather, Schedule, Stage
 from muonmesh.comm.views import Elements
 from muonmesh.comm.wire import Transfer, Wire
 from muonmesh.comm.work import Batching, Local, Work
@@ -31,10 +31,12 @@ class _UnderWay:
         stage: The stage of the schedule.
         summed: The sums over matrices that are still to be computed; before that, these matrices are not written.
         gather: The gather, until its matrices are orthogonalized.
-        transfer: The transfer under way: first of the gather, later of the newest round of the scatter.
+        transfer: The transfer under way: first of the gather, later of the newest exchange of results.
         results: The orthogonalized matrices, until they have been copied for the last time.
         staying: The pieces that are still to be written straight from the results, because this rank stores them.
-        scatter: The newest round of the scatter.
+        exchanged: The number of exchanges of results that have begun.
+        arrived: The pieces that arrive in the newest of these exchanges, until they are written.
+        send: The send buffer of this exchange, if the next one sends the same elements again.
     """
 
     stage: Stage
@@ -43,14 +45,16 @@ class _UnderWay:
     transfer: Transfer | None = None
     results: Sequence[Tensor] = ()
     staying: Elements | None = None
-    scatter: Scatter | None = None
+    exchanged: int = 0
+    arrived: Elements | None = None
+    send: Tensor | None = None
 
 
 class Exchange:
     """Replays a `Schedule`: gather the pieces of each matrix to its owner, orthogonalize, scatter the results.
 
     One bucket travels while another is computed. A bucket moves by one `Wire.swap` with unequal splits in each
-    direction, or by several on the way back if there are many replicas (`Plan.rounds`). Pieces that stay on their rank
+    direction, or by several on the way back if there are replicas (`Plan.exchanges`). Pieces that stay on their rank
     are not part of a swap. A single rank runs the same code with nothing to move. State by row, column or matrix
     travels before and after the matrices, by the `CompanionExchange`.
 
@@ -85,7 +89,6 @@ class Exchange:
         beside = CompanionPlan.beside(plan)
         self._carried = None if beside is None else CompanionExchange(beside, self.wire, companion_dtype, device)
         self._batches: dict[tuple[int, int], list[Local]] = {}  # local matrices that one task computes
-        self._latest: Scatter | None = None  # kept if this rank may pass on results that arrive in it
 
     @cached_property
     def schedule(self) -> Schedule:
@@ -114,14 +117,14 @@ class Exchange:
             ahead = stages[here.stage.number + 1 :]
             after = self._gather(ahead[0], work) if ahead else None
             self._compute(here, before, work)
-            self._scatter(here, 0)
+            self._scatter(here)
             self._write_what_stays(here, work)
             self._run_local(here.stage.local, work)
-            self._scatter_the_rest(here, work)
+            if not here.stage.fits:  # there is no memory for the next bucket beside two such exchanges
+                self._pass_on(here, work)
             before, here = here, after
         self._run_local(self.schedule.left, work)
         self._receive(before, work)
-        self._latest = None
         if self._carried is not None:
             self._carried.scatter(work.companions)
 
@@ -220,34 +223,29 @@ class Exchange:
         self.wire.counts.orthogonalized += sum(len(some) for _, _, some in batches)
         return tuple(out for _, out, _ in batches)
 
-    def _scatter(self, here: _UnderWay, index: int) -> None:
-        """Start one round that moves results to the ranks that store them; free the results after the last copy."""
-        if index < here.stage.rounds.count:
-            one = self.schedule.scatter(here.stage, index, here.results, here.scatter or self._latest)
-            if one.passes:
-                self.wire.finish(here.transfer)
-            self._copy(one.leaving)
-            here.scatter, here.transfer = replace(one, leaving=()), self.wire.swap(one.swap)
-            self._latest = here.scatter if self.schedule.relays else None
-        if index >= self.schedule.last_filling(here.stage):
+    def _scatter(self, here: _UnderWay) -> None:
+        """Start the next exchange of results, if there is one; free the results after the last copy."""
+        if not here.stage.exchanges:
+            here.results = ()
+            return
+        received = None if here.arrived is None else here.arrived.buffers[0]
+        one = self.schedule.scatter(here.stage, here.exchanged, here.results, received, here.send)
+        self._copy(one.leaving)
+        here.arrived, here.send = one.arrived, one.swap.send if one.again else None
+        here.transfer, here.exchanged = self.wire.swap(one.swap), here.exchanged + 1
+        if one.last:
             here.results = ()
 
-    def _scatter_the_rest(self, here: _UnderWay, work: Work) -> None:
-        """Run the remaining rounds that move results; the last round is still on its way when this returns.
+    def _pass_on(self, here: _UnderWay, work: Work) -> None:
+        """Run the remaining exchanges of results; the last one is still under way when this returns.
 
-        One round travels while the previous round is written, so there is memory for two rounds.
+        One exchange travels while the results of the previous exchange are written, so there is memory for two.
         """
-        rounds = here.stage.rounds
-        if rounds.count and not rounds.near:  # this rank has all that its part of the sums needs
-            self._sum(here, None, work)
-        for index in range(1, rounds.count):
-            arrived, transfer = None if here.scatter is None else here.scatter.arrived, here.transfer
-            self._scatter(here, index)
-            self._write_what_stays(here, work)
-            self.wire.finish(transfer)
-            self._sum(here, arrived, work)
-            if arrived is not None:
-                work.finalize(arrived)
+        while here.exchanged < here.stage.exchanges:
+            arrived = here.arrived
+            self.wire.finish(here.transfer)
+            self._scatter(here)
+            self._write(here, arrived, work)
 
     def _write_what_stays(self, here: _UnderWay, work: Work) -> None:
         """Write results that stayed on this rank while others travel, unless sums must be computed first."""
@@ -258,12 +256,16 @@ class Exchange:
     def _receive(self, here: _UnderWay | None, work: Work) -> None:
         """Receive and write the results of a stage, if this has not been done."""
         if here is not None:
-            arrived = None if here.scatter is None else here.scatter.arrived
+            self._pass_on(here, work)
             self.wire.finish(here.transfer)
-            here.scatter = here.transfer = None
-            self._sum(here, arrived, work)
-            if arrived is not None:
-                work.finalize(arrived)
+            arrived, here.arrived, here.transfer = here.arrived, None, None
+            self._write(here, arrived, work)
+
+    def _write(self, here: _UnderWay, arrived: Elements | None, work: Work) -> None:
+        """Write results that have arrived, after the sums over their matrices."""
+        self._sum(here, arrived, work)
+        if arrived is not None:
+            work.finalize(arrived)
 
     def _sum(self, here: _UnderWay, arrived: Elements | None, work: Work) -> None:
         """Compute the missing sums over the matrices of a stage, if any, and then write the results that stayed here.

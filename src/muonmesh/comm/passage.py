@@ -57,19 +57,21 @@ class Passage:
         return [(leg, start) for leg, start in self._leaving if leg.assignment not in self._owned]
 
     @property
-    def passes(self) -> bool:
-        """Whether this rank passes on results that arrived in the previous exchange."""
-        return bool(self._passed_on)
-
-    def passed_on(self, arrived: Passage, receive: Tensor, send: Tensor) -> CopyPairs:
-        """Return the copies for results that are passed on: from the previous receive buffer to the send buffer."""
-        found = {(row.assignment, row.piece): row for row in arrived.on_wire(0)}
-        rows = [(Row.on_wire(leg, 0, start), found[leg.assignment, leg.piece]) for leg, start in self._passed_on]
-        return tuple((in_buffer(send, to), in_buffer(receive, of)) for to, of in rows)
+    def copies_results(self) -> bool:
+        """Whether this rank sends elements of its own matrices."""
+        return bool(self._copies)
 
     def sends_as(self, other: Passage) -> bool:
         """Whether this passage and another one send the same elements of this rank's matrices in the same order."""
-        return self._copies == other._copies and not self.passes and not other.passes
+        return self._copies == other._copies and not self._passed_on and not other._passed_on
+
+    def passed_on(self, arrived: Passage, receive: Tensor, send: Tensor) -> CopyPairs:
+        """Return the copies for results that are passed on: from the previous receive buffer to the send buffer."""
+        if not self._passed_on:
+            return ()
+        rows = {(row.assignment, row.piece): row for row in arrived.on_wire(0)}
+        pairs = [(Row.on_wire(leg, 0, start), rows[leg.assignment, leg.piece]) for leg, start in self._passed_on]
+        return tuple((in_buffer(send, to), in_buffer(receive, of)) for to, of in pairs)
 
     def swap(self, what: str, send: Tensor, receive: Tensor) -> Swap:
         """Return the collective of this passage; ``send`` and ``receive`` must be large enough."""

@@ -13,7 +13,6 @@ steps. So on a device each bucket allocates its memory when it begins to travel,
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -28,7 +27,6 @@ from muonmesh.comm.wire import Swap
 from muonmesh.comm.work import Local
 from muonmesh.layout import Plan
 from muonmesh.layout.piece_table import NOWHERE, PieceTable, Row
-from muonmesh.layout.rounds import Rounds
 from muonmesh.layout.routes import Leg, Routes, append
 
 Batch = tuple[Tensor, Tensor, tuple[int, ...]]
@@ -40,7 +38,7 @@ Portion = tuple[tuple[int, ...], Elements, tuple[Batch, ...]]
 
 @dataclass(frozen=True)
 class Stage:
-    """One bucket with transfers, from this rank's point of view; or the results passed on after the last bucket.
+    """One bucket with transfers, from this rank's point of view.
 
     Attributes:
         number: The number of the stage.
@@ -50,8 +48,10 @@ class Stage:
         passage: The transfer to the owners.
         gathers: Whether anything travels to the owners.
         late: Whether nothing is gathered, on a device. Then gradients are read only when they are needed (`portions`).
-        back: The routes of the results back, in ``rounds``.
-        first: The number of the first of these rounds, counted over all stages.
+        back: The routes of the results back.
+        exchanges: The number of exchanges in which the results travel; 0 if nothing travels.
+        fits: Whether there is memory for all copies of the results in one exchange.
+        first: The number of the first of these exchanges, counted over all stages.
         summed: Assignments whose matrices need sums before they are written, see `Plan.summed`.
         reads: The pieces whose momentum this rank stores. Their buffers are this rank's ``batches``, and then the send
             buffer; pieces that this rank does not send are in no buffer.
@@ -67,7 +67,8 @@ class Stage:
     gathers: bool
     late: bool
     back: Routes
-    rounds: Rounds
+    exchanges: int
+    fits: bool
     first: int
     summed: Mapping[int, int]
     reads: PieceTable = field(default_factory=PieceTable)
@@ -117,19 +118,21 @@ class Gather:
 
 @dataclass(frozen=True)
 class Scatter:
-    """One round that moves results of a bucket from their owners to the ranks that store them.
+    """One exchange that brings results of a bucket to ranks that store them.
 
     Attributes:
         leaving: The copies into the send buffer: from the results, and from the previous receive buffer, if any.
         swap: The collective.
         arrived: The pieces that are written from the receive buffer.
-        passes: Whether this rank passes on results that arrived in the previous round.
+        again: Whether the next exchange of the bucket sends the same elements.
+        last: Whether no later exchange of the bucket copies from the results.
     """
 
     leaving: CopyPairs
     swap: Swap
     arrived: Elements
-    passes: bool
+    again: bool
+    last: bool
 
 
 T = TypeVar("T")
@@ -152,7 +155,6 @@ class Schedule:
     Attributes:
         stages: The stages, in their order.
         left: Local matrices after the last stage, by shape and settings.
-        relays: Whether this rank passes on results of other owners.
         memory: The buffers that are kept between steps, by role; empty on a device.
     """
 
@@ -168,9 +170,7 @@ class Schedule:
         """Compute the schedule, and allocate the buffers on a CPU."""
         self.stages, self.left = _stages(plan, rank, peers, at_once, on_device=device.type != "cpu")
         self._passages = _passages(plan, rank, peers, self.stages)
-        self.relays = any(passage.passes for passage in self._passages)
         self._rank, self._dtype, self._device = rank, dtype, device
-        self._filling = _fillings(self._passages, [stage.first for stage in self.stages])
         self._arriving = [PieceTable(tuple(passage.on_wire(0))) for passage in self._passages]
         self._views: dict[tuple[int, int | str], Any] = {}
         numels: dict[str, int] = {}
@@ -234,36 +234,38 @@ class Schedule:
         """Return the pieces of this rank that are written straight from the results of a stage."""
         return self._once(stage, "staying", lambda: Elements(stage.staying, results))
 
-    def last_filling(self, stage: Stage) -> int:
-        """Return the last round of a stage that copies from its results; -1 if there is no such round."""
-        after = stage.first + stage.rounds.count
-        return self._filling.index(self._filling[after - 1]) - stage.first if stage.rounds.count else -1
-
-    def scatter(self, stage: Stage, index: int, results: Sequence[Tensor], before: Scatter | None = None) -> Scatter:
-        """Return one round that moves results of a stage, with its buffers.
+    def scatter(
+        self,
+        stage: Stage,
+        index: int,
+        results: Sequence[Tensor],
+        received: Tensor | None = None,
+        sent: Tensor | None = None,
+    ) -> Scatter:
+        """Return one exchange that brings results of a stage to other ranks, with its buffers.
 
         Args:
             stage: The stage.
-            index: The number of the round in this stage.
-            results: The results of the batches of `batches` or `portions`.
-            before: The previous round, in this stage or in an earlier stage. Its send buffer is reused if both rounds
-                send the same elements, and its received results may be passed on.
+            index: The number of the exchange in this stage.
+            results: The results of the batches of `batches` or `portions`; empty after the `Scatter.last` of the stage.
+            received: The receive buffer of the previous exchange of the stage, whose results may be passed on.
+            sent: The send buffer of the previous exchange, if this one sends the same elements `again`.
         """
         turn = stage.first + index
-        passage, filling = self._passages[turn], self._filling[turn]
+        passage, *later = self._passages[turn : stage.first + stage.exchanges]
 
         def make() -> Scatter:
             receive = self._memory("scatter.receive", turn, passage.receives)
-            filled = before if turn > 0 and filling == self._filling[turn - 1] else None
-            send = self._memory("scatter.send", filling, passage.sends) if filled is None else filled.swap.send
-            told = f", round {index + 1} of {stage.rounds.count}" if stage.rounds.count > 1 else ""
+            send = self._memory("scatter.send", 0, passage.sends) if sent is None else sent
+            told = f", exchange {index + 1} of {stage.exchanges}" if stage.exchanges > 1 else ""
             swap = passage.swap(f"the scatter of {stage.name}{told}", send, receive)
-            copies = () if filled is not None else passage.copies(stage.by_assignment(results), swap.send)
+            copies = passage.copies(stage.by_assignment(results), swap.send) if results and sent is None else ()
             leaving = tuple((wire, matrix) for matrix, wire in copies)
-            if passage.passes:
-                assert before is not None
-                leaving += passage.passed_on(self._passages[turn - 1], before.swap.receive, swap.send)
-            return Scatter(leaving, swap, Elements(self._arriving[turn], (swap.receive,)), passage.passes)
+            if received is not None:
+                leaving += passage.passed_on(self._passages[turn - 1], received, swap.send)
+            again = bool(later) and later[0].sends_as(passage)
+            last = not any(one.copies_results and not one.sends_as(passage) for one in later)
+            return Scatter(leaving, swap, Elements(self._arriving[turn], (swap.receive,)), again, last)
 
         return self._once(stage, index, make)
 
@@ -276,7 +278,7 @@ class Schedule:
                 yield "gather.send", stage.number, stage.passage.sends
                 yield "gather.receive", stage.number, stage.passage.receives
         for turn, passage in enumerate(self._passages):
-            yield "scatter.send", self._filling[turn], passage.sends
+            yield "scatter.send", 0, passage.sends
             yield "scatter.receive", turn, passage.receives
 
     def _memory(self, role: str, turn: int, numel: int) -> Tensor:
@@ -295,26 +297,16 @@ class Schedule:
 
 
 def _passages(plan: Plan, rank: int, peers: Sequence[int], stages: Sequence[Stage]) -> list[Passage]:
-    """Return the passage of each round of all stages, in order; late results travel in the last rounds."""
-    total = sum(stage.rounds.count for stage in stages)
+    """Return the passage of each exchange that brings results back, of all stages in order."""
+    total = sum(stage.exchanges for stage in stages)
     stored: list[dict[int, list[Leg]]] = [{} for _ in range(total)]
     assembled: list[dict[int, list[Leg]]] = [{} for _ in range(total)]
     for stage in stages:
         for ends, legs in ((stored, stage.back.stored), (assembled, stage.back.assembled)):
             for peer, leg in ((peer, leg) for peer, some in legs.items() if peer != rank for leg in some):
-                holder = rank if ends is stored else peer
-                turn = stage.first + plan.exchange_of(leg.assignment, holder, stage.rounds)
-                append(ends[turn].setdefault(peer, []), leg)
+                append(ends[stage.first + leg.exchange].setdefault(peer, []), leg)
     owned = {number for number, assignment in enumerate(plan.assignments) if assignment.owner == rank}
     return [Passage("scatter", Routes(*ends), rank, peers, owned) for ends in zip(stored, assembled, strict=True)]
-
-
-def _fillings(passages: Sequence[Passage], first_of_stages: Sequence[int]) -> list[int]:
-    """Return for each round how often the send buffer was refilled before; rounds with equal contents share a fill."""
-    found = [0] * bool(passages)
-    for turn, (one, other) in enumerate(itertools.pairwise(passages), start=1):
-        found.append(found[-1] + (turn in first_of_stages or not one.sends_as(other)))
-    return found
 
 
 def _stages(
@@ -322,8 +314,7 @@ def _stages(
 ) -> tuple[list[Stage], tuple[Local, ...]]:
     """Return a stage for each bucket with transfers, and the local matrices after the last bucket.
 
-    Each stage has the local matrices before it. If results are passed on after the last bucket, there is one more
-    stage.
+    Each stage has the local matrices before it.
     """
     stages, waiting, first = list[Stage](), dict[int, tuple[Sequence[Leg], Sequence[Leg]]](), 0
 
@@ -352,7 +343,7 @@ def _stages(
             cuts = [(some, range(0, len(some), size)) for some, size in zip(owned, sizes, strict=True)]
             batches = [some[start : start + starts.step] for some, starts in cuts for start in starts]
             shapes = [plan.assignments[batch[0]].matrix.shape for batch in batches]
-            gathers, rounds, summed = plan.gathers(number), plan.rounds(number), plan.summed(moving)
+            gathers, exchanges, summed = plan.gathers(number), plan.exchanges(number), plan.summed(moving)
             what = len(stages), f"bucket {number}", moving, taken(), passage, gathers, on_device and not gathers
             places = {
                 index: (buffer, place * math.prod(shapes[buffer]))
@@ -363,12 +354,9 @@ def _stages(
             held = () if there is back else _not_sent(plan, rank, moving, reads_here)
             staying = _in_matrices(back.stored.get(rank, ()), places)
             tables = PieceTable((*reads_here, *held)), PieceTable(tuple(staying))
-            stages.append(Stage(*what, back, rounds, first, summed, *tables, batches, shapes))
-            first += rounds.count
-    if plan.late:
-        nothing = Routes({}, {})
-        what = len(stages), "what is passed on", (), (), Passage("gather", nothing, rank, peers), False, on_device
-        stages.append(Stage(*what, nothing, Rounds(plan.late), first, {}))
+            scatter = back, exchanges, plan.fits(number), first
+            stages.append(Stage(*what, *scatter, summed, *tables, batches, shapes))
+            first += exchanges
     return stages, taken()
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement as TorchPlacement
 from torch.distributed.tensor import Replicate as TorchReplicate
@@ -14,8 +15,10 @@ from torch.distributed.tensor import Shard as TorchShard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from muonmesh.comm.placing import placements_of, root_of
-from muonmesh.comm.storage import Storage, this_rank
+from muonmesh.comm.storage import Storage, local_shape, this_rank
+from muonmesh.comm.views import view_in_storage
 from muonmesh.layout import MeshLayout
+from muonmesh.layout.region import overlap
 
 
 def sharded_over_replicas(storage: Storage, group: dist.ProcessGroup | None, device: str) -> Storage:
@@ -79,3 +82,26 @@ def _shard_for(
         if not strided and not cuts(dim, left) and size % (later * sizes[axis]) == 0:
             return _StridedShard(dim, split_factor=later)
     return placements[axis]
+
+
+def restricted(local: Tensor, storage: Storage, place: Storage) -> Tensor:
+    """Return the elements of a local tensor whose momentum this rank stores, in the order of the momentum.
+
+    If replicas share the momentum (``shard_state``), each replica has the whole gradient of its shard and keeps the
+    momentum of a part of this shard.
+
+    Args:
+        local: The gradient in the layout of ``storage``, contiguous.
+        storage: The storage of the parameter.
+        place: The storage of its momentum. On this rank its elements are a part of the elements of ``storage``.
+    """
+    assert storage.layout is not None
+    assert place.layout is not None  # only AdamW steps parameters without a known layout
+    own = torch.zeros(local_shape(place), dtype=local.dtype, device=local.device)
+    for target in place.layout.blocks(this_rank()):
+        for block in storage.layout.blocks(this_rank()):
+            shared = overlap(block, target)  # ``matrix_*`` of this Piece are places in the momentum
+            if shared is not None:
+                into = own.as_strided(shared.shape, shared.matrix_strides, shared.matrix_start)
+                into.copy_(view_in_storage(local, shared))
+    return own

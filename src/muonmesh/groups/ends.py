@@ -4,158 +4,104 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from itertools import chain
 
 from torch import nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+from torch.utils._pytree import tree_leaves
 
-from muonmesh.groups.fused_projections import class_names, global_shape
-from muonmesh.groups.sites import Kind, class_of, unwrapped
+from muonmesh.groups.sites import Kind, class_names, class_of, global_shape, unwrapped
 
 Ends = Mapping[int, tuple[Kind, str]]
 
-_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-
 _HEAD = re.compile(
-    r"((lm|out|output|cls|bbox|box|mask|value|policy)_)?head|classifier|score|unembed(ding)?|output(_projection)?"
-    r"|(to_)?logits"
+    r"(?:.*?\.)?(((lm|out|output|cls|bbox|box|mask|value|policy)_)?head|classifier|score|unembed(ding)?"
+    r"|output(_projection)?|(to_)?logits)(?=\.|$)"
 )
-"""Names of output layers in models. Hidden layers of transformers and timm may have them too."""
+"""Paths of output layers, or of modules that end in one. Hidden layers of transformers and timm may have them too."""
+
+_IN_BLOCK = re.compile(r"(^|\.)\d+\.\D|\D\.\d+\.")
+"""Paths of layers in a block: below an entry of a list. Numbers alone, as in nested `nn.Sequential`, are no block."""
 
 
 def ends(model: nn.Module) -> dict[int, tuple[Kind, str]]:
     """Return the likely input and output layers of a model by id, each with the kind of its group and the reason.
 
-    Output layers are those that a module names: `get_output_embeddings()` (transformers), `get_classifier()` (timm),
-    and layers in the same module with as many outputs. If the named layer is an embedding, whose weight a linear layer
-    may share, also linear layers of the same size. If no module names one, it is the layer that is registered last, if
-    it is in no block, and, in models of one's own, each layer outside the blocks with the name of an output layer.
-
-    Input layers are convolutions of at most 4 channels that no layer before them makes.
+    Output layers are those that a module names: `get_output_embeddings()` (transformers) and `get_classifier()` (timm).
+    If no module names one, they are the layers with the name of an output layer, and the layer that is registered last,
+    unless they are in a block. Input layers are convolutions of at most 4 channels that no layer before them makes.
     """
     found: dict[int, tuple[Kind, str]] = {}
     for module in model.modules():
         for method in ("get_output_embeddings", "get_classifier"):
             try:
-                named = [_final(layer) for layer in _modules_of(getattr(module, method)())]
+                named = tree_leaves(getattr(module, method)())
             except (AttributeError, NotImplementedError):  # no such method; a stage without the head; a backbone
                 continue
-            widths = {_outputs(layer) for layer in named} - {None}
-            beside = [child for child in map(unwrapped, module.children()) if _outputs(child) in widths]
-            tables = [(t.num_embeddings, t.embedding_dim) for t in named if isinstance(t, nn.Embedding)]
-            beside += [layer for layer in module.modules() if features_of(layer) in tables]
-            for layer in (*named, *beside):
-                found.setdefault(id(layer), ("head", f"output layer: {method}() of {class_of(module)}"))
+            lists = (layer if isinstance(layer, nn.ModuleList) else [layer] for layer in named)
+            for layer in (layer for layer in chain(*lists) if isinstance(layer, nn.Module)):
+                found.setdefault(id(_final(layer)), ("head", f"output layer: {method}() of {class_of(module)}"))
     if not found:
-        body = _body(model)
-        base = getattr(body, "base_model", None)  # of transformers
-        for key, layer in _outside_blocks(body):
-            if _HEAD.fullmatch(key) and base in (None, body):
-                found[id(layer)] = "head", f"output layer: {key!r}, inside no block"
-        last = None if may_be_block(body) else _last_in(body)
-        if last is not None and base is not body:
-            found.setdefault(id(last), ("head", "output layer: the model's last layer, inside no block"))
+        root = unwrapped(model)
+        layers, base = list(_layers(root)), getattr(root, "base_model", None)  # of transformers
+        heads = {match[0]: layer for path, layer in layers if layer is not None and (match := _HEAD.match(path))}
+        for path, layer in heads.items() if base in (None, root) else ():
+            found[id(layer)] = "head", f"output layer: {path!r}, inside no block"
+        if layers and base is not root and not may_be_block(model):
+            last = layers[-1][1]
+            if last is not None and sizes_of(last) is not None:
+                found.setdefault(id(last), ("head", "output layer: the model's last layer, inside no block"))
     made: set[int] = set()
     for layer in model.modules():
-        out, into = _outputs(layer), _inputs(layer)
-        plain = isinstance(layer, _ConvNd) and layer.groups == 1 and not isinstance(layer, _ConvTransposeNd)
-        if plain and into is not None and into <= 4 and into not in made:
-            how = f"input layer: convolution of {into} inputs, made by no layer"
-            found.setdefault(id(layer), ("embeddings", how))
-        made |= set() if out is None else {out}
+        if isinstance(layer, _ConvNd) and layer.in_channels <= 4 and layer.in_channels not in made:
+            how = f"input layer: convolution of {layer.in_channels} inputs, made by no layer"
+            if layer.groups == 1 and not isinstance(layer, _ConvTransposeNd):
+                found.setdefault(id(layer), ("embeddings", how))
+        made |= {size for size in (sizes_of(layer) or ())[:1]}
     return found
 
 
-def _outside_blocks(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the linear layers and convolutions outside all blocks, with their names; of a head the last."""
-    for key, child in module.named_children():
-        child = unwrapped(child)
-        if isinstance(child, nn.Linear | _ConvNd) or (_HEAD.fullmatch(key) and _final(child) is not child):
-            yield key, _final(child)
-        elif isinstance(child, _CONTAINERS) and not _is_block(child, module):
-            yield from _outside_blocks(child)
+def _layers(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module | None]]:
+    """Yield the modules of a model that hold matrices, but for embeddings, in their order and with their paths.
+
+    None stands for what is no output layer: layers in blocks and in base models of `transformers`, and parts that are
+    missing, as in a pipeline stage.
+    """
+    for key, child in module._modules.items():
+        inner, at = None if child is None else unwrapped(child), f"{path}.{key}" if path else key
+        empty = isinstance(inner, nn.ModuleList | nn.ModuleDict | nn.Sequential) and not len(inner)
+        if inner is None or empty or getattr(inner, "base_model", None) is inner:
+            yield at, None
+        elif isinstance(inner, nn.Embedding | nn.EmbeddingBag):
+            continue
+        elif isinstance(inner, nn.Linear | _ConvNd) or hasattr(inner, "base_layer"):
+            yield at, None if _IN_BLOCK.search(at) else inner
+        else:
+            if any(p is not None and len(global_shape(p)) > 1 for p in inner._parameters.values()):
+                yield at, inner
+            yield from _layers(inner, at)
 
 
 def may_be_block(model: nn.Module) -> bool:
     """Whether a model may be a block of a larger one: it makes as many outputs as it reads, and has no blocks."""
-    body = _body(model)
-    last = _last_in(body)
-    layers = [m for m in body.modules() if isinstance(m, nn.Linear | _ConvNd)]
-    held = [(unwrapped(child), m) for m in body.modules() if isinstance(m, _CONTAINERS) for child in m.children()]
-    if last is None or any(_is_block(child, container) for child, container in held):
+    layers = [layer for _, layer in _layers(unwrapped(model))]
+    sizes = [(sizes_of(layer), isinstance(layer, _ConvNd)) for layer in layers if layer is not None]
+    known = [(size, convolution) for size, convolution in sizes if size is not None]
+    if not known or None in layers:
         return False
-    return isinstance(layers[0], _ConvNd) == isinstance(last, _ConvNd) and _outputs(last) == _inputs(layers[0])
-
-
-def _last_in(module: nn.Module) -> nn.Module | None:
-    """Return the layer that is registered last in a model, if it is in no block; None if there is none.
-
-    There is also none if parts of the model are missing after it, as in a pipeline stage.
-    """
-    for key, child in reversed(module._modules.items()):
-        if child is None or (isinstance(child, _CONTAINERS) and len(child) == 0):
-            return None
-        child = unwrapped(child)
-        if isinstance(child, nn.Linear | _ConvNd):
-            return child
-        if _HEAD.fullmatch(key) and _final(child) is not child:
-            return _final(child)
-        tables = (nn.Embedding, nn.EmbeddingBag)
-        if not isinstance(child, tables) and any(len(global_shape(p)) > 1 for p in child.parameters()):
-            inside = isinstance(child, _CONTAINERS) and not _is_block(child, module)
-            return _last_in(child) if inside else None
-    return None
-
-
-def _modules_of(value: Any) -> Iterator[nn.Module]:
-    """Yield the modules that a model returns as its output layers: one module, or several in containers."""
-    if isinstance(value, nn.ModuleDict | Mapping):
-        value = list(value.values())
-    if isinstance(value, list | tuple | nn.ModuleList):
-        for part in value:
-            yield from _modules_of(part)
-    elif isinstance(value, nn.Module):
-        yield unwrapped(value)
+    (first, of_first), (last, of_last) = known[0], known[-1]
+    return of_first == of_last and first[1] == last[0]
 
 
 def _final(module: nn.Module) -> nn.Module:
     """Return the last layer of a module; an adapter's wrapper is returned itself, in place of the layer in it."""
-    layers = [m for m in module.modules() if isinstance(m, nn.Linear | _ConvNd)]
-    return module if not layers or hasattr(module, "base_layer") else layers[-1]
+    layers = [m for m in unwrapped(module).modules() if isinstance(m, nn.Linear | _ConvNd)]
+    return unwrapped(module) if not layers or hasattr(module, "base_layer") else layers[-1]
 
 
-def _outputs(layer: nn.Module) -> int | None:
-    return layer.out_channels if isinstance(layer, _ConvNd) else (features_of(layer) or (None, None))[0]
-
-
-def _inputs(layer: nn.Module) -> int | None:
-    return layer.in_channels if isinstance(layer, _ConvNd) else (features_of(layer) or (None, None))[1]
-
-
-def _body(model: nn.Module) -> nn.Module:
-    """Return the innermost model inside wrappers; a wrapper is a module in which one child has all parameters.
-
-    A model is more than one block: it has an embedding or a container. What a LightningModule holds is one too.
-    """
-    body = model = unwrapped(model)
-    while True:
-        children = [c for c in model.children() if next(c.parameters(), None) is not None]
-        if len(children) != 1 or next(model.parameters(recurse=False), None) is not None:
-            return body
-        lightning = "LightningModule" in class_names(model)
-        model = unwrapped(children[0])
-        if lightning or any(isinstance(unwrapped(c), (nn.Embedding, *_CONTAINERS)) for c in model.children()):
-            body = model
-
-
-def _is_block(module: nn.Module, container: nn.Module) -> bool:
-    """Whether a module is a block: a module of several layers, not a layer or a container of layers."""
-    if isinstance(module, nn.Sequential):  # an entry of a list is one block
-        numbered = isinstance(container, nn.ModuleDict) and all(key.isdecimal() for key in container)
-        return numbered or isinstance(container, nn.ModuleList)
-    if isinstance(module, (nn.Linear, _ConvNd, nn.Embedding, nn.EmbeddingBag, *_CONTAINERS)):
-        return False
-    return any(len(global_shape(p)) > 1 for p in module.parameters())
+def sizes_of(module: nn.Module) -> tuple[int, int] | None:
+    """Return (out, in) of a convolution or a linear layer of any library; None for other modules."""
+    return (module.out_channels, module.in_channels) if isinstance(module, _ConvNd) else features_of(module)
 
 
 def features_of(module: nn.Module) -> tuple[int, int] | None:

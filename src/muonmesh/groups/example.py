@@ -6,13 +6,13 @@ import contextlib
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
@@ -58,11 +58,14 @@ def seen_in(model: nn.Module, example: Any) -> dict[int, Seen]:
         found = f"example= of type {type(example).__name__}"
         raise TypeError(explain_error(called("split_params"), found, _MEANT, "Write example=(inputs,)"))
     fixed = sharded is not None or any(parameter.is_meta for parameter in model.parameters())
-    with contextlib.suppress(Exception):  # a forward may need numbers, or tensors of another device
-        return _read_on_meta(model, args, kwargs, contextlib.nullcontext())
-    if fixed:
-        return _read_on_meta(model, args, kwargs, _MadeUp())  # type: ignore[no-untyped-call]
-    return _read(model, model, lambda: model(*args, **kwargs))
+    for bf16 in (False, True):  # some kernels take one dtype alone on meta, as those for experts
+        with contextlib.suppress(Exception):  # a forward may need numbers, or tensors of another device
+            return _read_on_meta(model, args, kwargs, contextlib.nullcontext(), bf16=bf16)
+    if not fixed:
+        return _read(model, model, lambda: model(*args, **kwargs))
+    with contextlib.suppress(Exception):
+        return _read_on_meta(model, args, kwargs, _MadeUp(), bf16=True)  # type: ignore[no-untyped-call]
+    return _read_on_meta(model, args, kwargs, _MadeUp(), bf16=False)  # type: ignore[no-untyped-call]
 
 
 def _sharded(model: nn.Module) -> str | None:
@@ -86,11 +89,18 @@ class _MadeUp(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-def _read_on_meta(model: nn.Module, args: Any, kwargs: Any, mode: Any) -> dict[int, Seen]:
-    """Run a forward of a copy of a model on the meta device, and return what it shows."""
+def _read_on_meta(model: nn.Module, args: Any, kwargs: Any, mode: Any, *, bf16: bool) -> dict[int, Seen]:
+    """Run a forward of a copy of a model on the meta device, in its dtype or in bf16; return what it shows."""
+
+    def moved(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return value.detach().to("meta", torch.bfloat16 if bf16 and value.is_floating_point() else None)
+
     with plain_modes():
         twin = _on_meta(model)
-        inputs = tree_map(lambda v: v.detach().to("meta") if isinstance(v, Tensor) else v, (args, kwargs))
+        twin = twin.bfloat16() if bf16 else twin
+        inputs = tree_map(moved, (args, kwargs))
     with torch.device("meta"), mode:
         return _read(model, twin, lambda: twin(*inputs[0], **inputs[1]))
 
@@ -169,10 +179,11 @@ def _read(model: nn.Module, runs: nn.Module, forward: Callable[[], Any]) -> dict
         for _, parameter in named:  # what frozen layers make is no input
             if parameter.is_floating_point() or parameter.is_complex():
                 parameter.requires_grad_()
-        inputs: list[Tensor] = []
-        handle = runs.register_forward_pre_hook(partial(_ask_for_gradients, inputs), with_kwargs=True)
+        inputs = _Inputs()
+        handle = runs.register_forward_pre_hook(inputs.ask, with_kwargs=True)
         try:
-            outputs = list(tensors_in(forward()))
+            with inputs:
+                outputs = list(tensors_in(forward()))
         except Exception as error:
             what = f"{type(error).__name__}: {error}".splitlines()[0][:300]
             found = f"example=, with which the model's forward raises {what}"
@@ -180,7 +191,7 @@ def _read(model: nn.Module, runs: nn.Module, forward: Callable[[], Any]) -> dict
             raise ValueError(explain_error(called("split_params"), found, _MEANT, write)) from error
         finally:
             handle.remove()
-        seen = seen_by(outputs, named, inputs)
+        seen = seen_by(outputs, named, inputs.tensors)
     if not seen:
         found = "example=, with which the model returns no tensor that depends on a weight"
         needed = "its outputs or its loss, with their graph"
@@ -189,18 +200,49 @@ def _read(model: nn.Module, runs: nn.Module, forward: Callable[[], Any]) -> dict
     return {id(own[name]): facts for name, facts in seen.items()}
 
 
-def _ask_for_gradients(inputs: list[Tensor], module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Give a model inputs that require gradients, so that the graph shows where they are read; add them to a list."""
+class _Inputs(TorchFunctionMode):
+    """A mode in which a model's inputs require gradients, so that the graph shows where they are read.
 
-    def leaf(value: Any) -> Any:
-        if isinstance(value, Tensor) and value.is_floating_point():
-            value = value.clone() if value.is_inference() else value
-            inputs.append(value.detach().requires_grad_())
-            return inputs[-1].clone()  # no leaf, which could not be written in place
-        return value.clone() if isinstance(value, Tensor) else value
+    Integers cannot require them. What is made of time steps, which are integer inputs of at most one dim, counts as an
+    input where it becomes floating point. Tokens, positions and masks have more dims.
 
-    found: tuple[Any, Any] = tree_map(leaf, (args, kwargs))
-    return found
+    Attributes:
+        tensors: The tensors that require gradients.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensors: list[Tensor] = []
+        self._steps: dict[int, Tensor] = {}  # by id; held, so that no other tensor gets the same
+
+    def ask(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Return the inputs of a module, as a hook before its forward."""
+        asked: tuple[Any, Any] = tree_map(self._asked, (args, kwargs))
+        return asked
+
+    def _asked(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        value = value.clone()
+        if value.is_floating_point():
+            return self._leaf(value)
+        if value.dim() < 2 and value.dtype in (torch.int64, torch.int32):
+            self._steps[id(value)] = value
+        return value
+
+    def _leaf(self, value: Tensor) -> Tensor:
+        self.tensors.append(value.detach().requires_grad_())
+        return self.tensors[-1].clone()  # no leaf, which could not be written in place
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not isinstance(result, Tensor) or not any(id(value) in self._steps for value in args):
+            return result
+        if result.dtype in (torch.int64, torch.int32):
+            self._steps[id(result)] = result
+        elif result.is_floating_point() and not result.requires_grad:
+            return self._leaf(result)
+        return result
 
 
 @contextlib.contextmanager

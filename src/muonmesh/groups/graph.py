@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from muonmesh.groups.fused_projections import Matrices
+from muonmesh.groups.sites import Matrices
 from muonmesh.names import starred
 
 # The places of the two operands among the inputs of a product; the second of a layer's is its weight, out × in.
@@ -30,6 +30,8 @@ _TURNED = {"T", "Transpose", "Permute"}
 _CUTS = {"Split", "SplitWithSizes", "UnsafeSplit", "UnsafeSplitWithSizes", "Unbind", "Select", "Slice", "Glu"}
 # A DTensor becomes its local shard, a shard a DTensor, and a DTensor is laid out anew: the numbers stay.
 _MOVED = {"ToTorchTensor", "FromTorchTensor", "Redistribute"}
+# Functions of FSDP2 and ZeRO-3 that mark when a module is over, and return the tensors that they are given.
+_MARKS = {"RegisterPostBackwardFunction", "PreBackwardFunctionForModule", "PostBackwardFunctionModule"}
 _LOOK_UP = {"Embedding", "EmbeddingBag", "Index", "IndexSelect", "Gather"}
 _JOINS = {"Cat", "Stack"}
 _VIEWS = _RESHAPED | _TURNED | _MOVED | _CUTS - {"Glu"}
@@ -54,23 +56,26 @@ class Seen:
 
     Attributes:
         uses: How often it was an operand of a product.
-        does: "multiplies" activations, is "looked up", makes a weight ("computed"), or is a factor of a "pair" beside a
-            layer (LoRA); None if nothing of these was seen without doubt.
+        does: "multiplies" activations, is "looked up", or makes a weight ("computed"); None if none of these was seen
+            without doubt.
         stored: Whether a matrix is stored "out×in" or "in×out"; None if the graph does not tell.
         first: Whether it only reads the model's inputs; None: unknown.
         last: Whether it makes outputs that no other layer reads; None: unknown.
         cut: How the out dim is cut into parts, as an entry of "matrices" for a matrix out × in; None if it is not, or
             if the graph does not tell.
         grouped: Whether it is the weight of a convolution in several groups.
+        hidden: Whether an autograd function that hides what it computes reads it, or reads what it makes before any
+            product does.
     """
 
     uses: int = 0
-    does: Literal["multiplies", "looked up", "computed", "pair"] | None = None
+    does: Literal["multiplies", "looked up", "computed"] | None = None
     stored: Literal["out×in", "in×out"] | None = None
     first: bool | None = None
     last: bool | None = None
     cut: Matrices | None = None
     grouped: bool = False
+    hidden: bool = False
 
 
 class Form(NamedTuple):
@@ -220,6 +225,11 @@ class _Use:
     grouped: bool = False
 
 
+def _shape(parameter: Tensor) -> tuple[int, ...]:
+    """Return the shape with which a forward reads a parameter; ZeRO-3 frees parameters after it."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
 @cache
 def _kind(name: str) -> str:
     """Return the name of the operation behind a node: "Addmm" for AddmmBackward0."""
@@ -232,6 +242,11 @@ def _nodes(
     """Return the nodes behind some outputs, each after those that it reads, and those of the outputs."""
     nodes: dict[Any, Node] = {}
 
+    def behind(fn: Any, number: int) -> tuple[Any, int]:
+        while fn is not None and fn.name().removesuffix("Backward") in _MARKS:
+            fn, number = fn.next_functions[number]
+        return fn, number
+
     def node_of(fn: Any) -> Node:
         if fn not in nodes:
             node = nodes[fn] = Node(fn, _kind(fn.name()))
@@ -240,7 +255,8 @@ def _nodes(
                 node.data = node.is_input = id(variable) in inputs
         return nodes[fn]
 
-    roots = {node_of(out.grad_fn) for out in outputs if out.grad_fn is not None}
+    ends = [behind(out.grad_fn, out.output_nr)[0] for out in outputs if out.grad_fn is not None]
+    roots = {node_of(fn) for fn in ends if fn is not None}
     todo, order, begun = [(node, False) for node in roots], list[Node](), set[Node]()
     while todo:
         node, done = todo.pop()
@@ -250,7 +266,7 @@ def _nodes(
         elif node not in begun:
             begun.add(node)
             todo.append((node, True))
-            for place, (fn, number) in enumerate(node.fn.next_functions):
+            for place, (fn, number) in enumerate(behind(*edge) for edge in node.fn.next_functions):
                 edge = None if fn is None else (node_of(fn), number)
                 node.below.append(edge)
                 if edge is not None:
@@ -266,7 +282,7 @@ def _learn(order: Iterable[Node]) -> None:
         node.uses = _uses(node)
         table = node.kind in _LOOK_UP
         opaque = node.is_opaque
-        matrix = node.leaf is not None and sum(size > 1 for size in node.leaf.shape) > 1
+        matrix = node.leaf is not None and sum(size > 1 for size in _shape(node.leaf)) > 1
         read = [use.reads[0] for use in node.uses if use.reads is not None]
         node.deep = any(each.learned for each in read) or any(each.deep for each in below)
         node.live = bool(node.uses or node.data or table or opaque) or any(each.live for each in below)
@@ -285,9 +301,9 @@ def _weight(edge: Edge | None) -> tuple[Tensor, Form | None] | None:
         path.append(edge)
         edge = node.below[0]
     parameter = None if edge is None else edge[0].leaf
-    if parameter is None or parameter.dim() < 2:
+    shape = () if parameter is None else _shape(parameter)
+    if parameter is None or len(shape) < 2:
         return None
-    shape = parameter.shape
     form: Form | None = Form(0, tuple(((n, prod(shape[i + 1 :])),) for i, n in enumerate(shape)))
     for node, number in reversed(path):
         form = form and _through(form, node, number)
@@ -405,7 +421,7 @@ def seen_by(
     facts: dict[str, list[tuple[_Use, bool | None]]] = defaultdict(list)
     for node in order:
         if node.leaf is not None:
-            found[names[id(node.leaf)]] = Seen()
+            found[names[id(node.leaf)]] = Seen(hidden=_is_hidden(node))
         if node.kind in _LOOK_UP and (at := _weight(node.below[0])) is not None:
             found[names[id(at[0])]].does = "looked up"
         for use in node.uses:
@@ -419,11 +435,10 @@ def seen_by(
         seen.first = _agreed(_is_first(use) for use, _ in uses)
         seen.last = _agreed(end for _, end in uses)
         seen.grouped = any(use.grouped for use, _ in uses)
+        seen.hidden = seen.hidden or any(_is_hidden(use.node) for use, _ in uses)
         seen.stored = _agreed(_stored(use) for use, _ in uses)
         seen.cut = _agreed(_cut(use) for use, _ in uses) if seen.stored and not seen.grouped else None
-    for parameter in _pairs(order):
-        found[names[id(parameter)]].does = "pair"
-    _unlike_others(found, {name: tuple(parameter.shape) for name, parameter in named})
+    _unlike_others(found, {name: _shape(parameter) for name, parameter in named})
     return dict(found)
 
 
@@ -446,6 +461,19 @@ def _is_first(use: _Use) -> bool | None:
 def _is_streamed(product: Node) -> bool:
     """Whether what inputs and layers make is added to the inputs themselves: a stage of a model, without its ends."""
     return any(term.is_input for term in _added(product))
+
+
+def _is_hidden(node: Node) -> bool:
+    """Whether a function that hides what it computes reads a value, behind views and functions of each element."""
+    users = [(user, place) for user, place, _ in node.users]
+    while users:
+        user, place = users.pop()
+        alone = user.kind in _EACH and not any(other.live for other, _ in user.others(place))
+        if user.is_opaque:
+            return True
+        if alone or user.kind in _VIEWS:
+            users += [(above, at) for above, at, _ in user.users]
+    return False
 
 
 def _is_late(product: Node) -> bool:
@@ -518,43 +546,16 @@ def _computed(order: Iterable[Node]) -> Iterator[Tensor]:
             todo, met = [edge[0]], {edge[0]}
             while todo:
                 below = todo.pop()
-                if below.leaf is not None and below.leaf.dim() > 1:
+                if below.leaf is not None and len(_shape(below.leaf)) > 1:
                     yield below.leaf
                 more = {before[0] for before in below.below if before is not None} - met
                 met |= more
                 todo += more
 
 
-def _pairs(order: Iterable[Node]) -> Iterator[Tensor]:
-    """Yield the two weights of low-rank pairs whose product is added to that of a layer with the same input (LoRA)."""
-    scaled = ("Mul", "Div", "NativeDropout")
-    for node in order:
-        if node.kind != "Add" or len(node.below) != 2:
-            continue
-        ends = [end[0] for edge in node.below if (end := _source(edge, scaled)) is not None]
-        for top, base in (ends, ends[::-1]) if len(ends) == 2 else ():
-            upper, (reads, size) = top.uses, _base(base)
-            middle = _source(upper[0].reads, scaled) if len(upper) == 1 else None
-            lower = middle[0].uses if middle is not None else []
-            if reads is None or len(lower) != 1 or _source(lower[0].reads, scaled) != _source(reads, scaled):
-                continue
-            if min(lower[0].parameter.shape[:2]) < size:
-                yield from (lower[0].parameter, upper[0].parameter)
-
-
-def _base(layer: Node) -> tuple[Edge | None, int]:
-    """Return what a layer reads and its smaller size; of a layer whose weight is frozen, the number of features."""
-    if len(layer.uses) == 1:
-        return layer.uses[0].reads, min(layer.uses[0].parameter.shape[:2])
-    known = [edge for i, edge in enumerate(layer.below) if edge is not None and not layer.adds(i)]
-    if layer.uses or len(known) != 1 or not layer.is_product:
-        return None, 0
-    return known[0], layer.shape()[1 if layer.kind == "Convolution" else -1]
-
-
 def _stored(use: _Use) -> Literal["out×in", "in×out"] | None:
     """Return how a weight is stored; None if the operand is not one matrix, or one of a stack, in this order."""
-    shape = tuple(use.parameter.shape)
+    shape = _shape(use.parameter)
     if use.form is None or len(shape) < 2:
         return None
     if use.node.kind in _LAYERS:
@@ -567,8 +568,8 @@ def _stored(use: _Use) -> Literal["out×in", "in×out"] | None:
 def _one_of_stack(use: _Use, dim: int) -> tuple[tuple[int, int], ...]:
     """Return the (size, stride) pairs of a dim of an operand without those that tell the matrices of a stack apart."""
     assert use.form is not None
-    stacked = use.parameter.dim() == 3 and use.node.kind not in _LAYERS
-    stack = prod(use.parameter.shape[1:]) if stacked else 0
+    shape = _shape(use.parameter)
+    stack = prod(shape[1:]) if len(shape) == 3 and use.node.kind not in _LAYERS else 0
     return tuple(atom for atom in use.form.dims[dim] if not stack or atom[1] != stack)
 
 

@@ -10,8 +10,7 @@ from typing import Any, Literal, NoReturn, TypeAlias, get_args
 from torch import nn
 
 from muonmesh.errors import about, explain_error
-from muonmesh.groups.fused_projections import WHOLE, class_names
-from muonmesh.groups.sites import Role, Site
+from muonmesh.groups.sites import WHOLE, Role, Site, class_names
 
 HeadPart: TypeAlias = Literal["q", "k", "v", "o"]
 """A projection of attention (query, key, value or output) that `split_params` may cut into one matrix per head."""
@@ -163,7 +162,11 @@ def blocks_of(
         return [(part, size) for part, run, size in turn for _ in range(run // size)] * (length // sum(runs))
     rows = form[1:] if kind == "rows" else (length,) if kind == "whole" else ()
     if len(rows) != len(named):
-        refuse_heads(site, owner, ", ".join(named), None, None, length)
+        found, write = (
+            f"{', '.join(named)} in one weight, split as {form!r}",
+            "Write example=(inputs,), which shows them",
+        )
+        raise ValueError(explain_error(site.name, found, "the rows of each, in which heads are counted", write))
     blocks: list[tuple[str, int]] = []
     for part, count in zip(named, rows, strict=True):
         heads, size = (1, count) if part in whole else heads_of(owner, part)

@@ -7,14 +7,12 @@ reason says so.
 from __future__ import annotations
 
 import inspect
-import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils.parametrize import ParametrizationList
@@ -22,30 +20,29 @@ from torch.nn.utils.parametrize import ParametrizationList
 from muonmesh.errors import about, explain_error
 from muonmesh.groups.classifiers import classified
 from muonmesh.groups.ends import Ends, features_of
-from muonmesh.groups.fused_projections import (
-    Matrices,
-    class_names,
-    expert_order,
-    fused_order,
-    global_shape,
-)
 from muonmesh.groups.graph import Seen
-from muonmesh.groups.sites import Kind, Role, Site, class_of
+from muonmesh.groups.sites import Kind, Matrices, Role, Site, class_names, class_of, global_shape
 from muonmesh.layout.matrix import as_tuples
 
 PRECEDENCE: tuple[Kind, ...] = ("embeddings", "head", "vectors", "matrices")
 """If a parameter is shared under several names with different roles, the first of these kinds counts."""
 
-_NORM = re.compile(r"Norm(Gated|\dd)?$")
-_ROUTER = re.compile(r"Router|Gating|TopKGate|MoEGate")
-# Names that the Trainer of transformers exempts from decay, and A of state spaces, whose mark wrappers may drop.
-_NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(^|\.)norm(\.|$)|_norm(\.|$)|(^|\.)a_log$")
-_EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts", "n_experts")
-_NOT_A_MATRIX = re.compile(
+# A pattern of "class around/class:name" with all base classes, the kind for AdamW, and the reason; the first counts.
+_NAMES: tuple[tuple[str, Kind, str], ...] = (
+    (r"/[^:]*Norm(Gated|\dd)?\b[^:]*:", "vectors", "norm"),
+    (r"(^|[._:])lora_", "matrices", "factor of a LoRA pair: Muon's update is meant for their product"),
+    (r"/(?![^:]*\b(Linear|_ConvNd)\b)[^:]*Embed[^:]*:", "embeddings", "embedding"),
+    (r"(Router|Gating|TopKGate|MoEGate)[^:]*:|[._:]router\.weight$", "matrices", "router of experts"),
+)
+# Names of parameters that unknown modules hold, and that are no matrices.
+_TABLE = re.compile(
     r"(^|_)(pos|position|positional|embed|embeddings?|emb|tokens?|query|queries|latents?|probe|table|bias(es)?|d"
     r"|gate|scale|gamma|beta|a_log|dt|sinks?|prompt|prefix|codebook|codevectors|mask|cls|registers?|level)(_|$)",
     re.IGNORECASE,
 )
+# Names that the Trainer of transformers exempts from decay, and A of state spaces, whose mark wrappers may drop.
+_NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(^|\.)norm(\.|$)|_norm(\.|$)|(^|\.)a_log$")
+_EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts", "n_experts")
 
 
 def role(site: Site, known: Ends, seen: Seen | None = None) -> Role:
@@ -57,17 +54,14 @@ def role(site: Site, known: Ends, seen: Seen | None = None) -> Role:
         ValueError: the parameter is flattened, uninitialized or from a traced module, so its role cannot be found.
     """
     _refuse_unknowable(site)
-    found = _declared(site) or classified(site) or _adapter(site)
-    if found is None and (end := _end(site, known, seen)) is not None:
-        return end
-    found = found or _embedding(site) or _vector(site) or _parametrised(site) or _computed(site, seen)
-    found = found or _torch_fused(site)
+    found = _declared(site) or classified(site) or _adapter(site) or _named(site)
+    found = found or _end(site, known, seen) or _vector(site) or _computed(site, seen) or _torch_fused(site)
     if found is not None:
         return found
-    expert = _expert(site, seen)
-    if expert is None and (found := _router(site)) is not None:
-        return found
-    found = expert or _convolution(site, seen) or _linear(site, seen) or _unknown(site, seen)
+    found = _expert(site, seen) or _convolution(site, seen) or _linear(site, seen) or _unknown(site, seen)
+    if seen is not None and seen.hidden and seen.cut is None:
+        hides = "an autograd function that reads what it makes hides whether it is fused"
+        return replace(found, reason=f"{found.reason}; {hides}", guess=True)
     return replace(found, guess=seen is None)
 
 
@@ -99,17 +93,27 @@ def _refuse_unknowable(site: Site) -> None:
         raise ValueError(explain_error(site.name, found, needed, write))
 
 
-def _adamw(kind: Kind, reason: str, matrices: Matrices | None) -> Role:
-    return Role("adamw", kind, reason, matrices)
+def _adamw(kind: Kind, reason: str, site: Site) -> Role:
+    return Role("adamw", kind, reason, by_shape(site.shape, site.module))
 
 
 def _muon(reason: str, matrices: Matrices) -> Role:
     return Role("muon", "matrices", reason, matrices)
 
 
-def by_shape(shape: tuple[int, ...]) -> Matrices | None:
-    """Return the split of a parameter of which only the shape is known; None if the shape does not decide it."""
-    return {2: "whole", 3: "stack"}.get(len(shape))
+def by_shape(shape: tuple[int, ...], module: nn.Module | None = None, one: Matrices = "whole") -> Matrices | None:
+    """Return the split of a parameter whose matrices split as ``one`` does; None if its shape does not decide it.
+
+    Args:
+        shape: The shape: one matrix, or a stack of them.
+        module: The module that holds it. A convolution is one matrix, out × (in · kernel).
+        one: The split of each matrix.
+    """
+    if len(shape) == 2:
+        return one
+    if isinstance(module, _ConvNd):
+        return "flatten" if one == "whole" else ("flatten", one)
+    return None if len(shape) != 3 else "stack" if one == "whole" else ("stack", one)
 
 
 def declared_by(module: nn.Module) -> Mapping[str, Any]:
@@ -150,27 +154,35 @@ def _declared(site: Site) -> Role | None:
     matrices = declared_by(module)[key]
     reason = f"muonmesh_matrices of {class_of(module)}"
     if matrices is None:
-        return _adamw("matrices" if len(site.shape) > 1 else "vectors", reason, by_shape(site.shape))
+        return _adamw("matrices" if len(site.shape) > 1 else "vectors", reason, site)
     return _muon(reason, as_tuples(matrices))
 
 
 def _adapter(site: Site) -> Role | None:
-    # peft holds a pair as two ModuleDicts (ParameterDicts for embeddings) of one layer.
-    names = {name for name, _ in site.owners[:2]} | {site.key}
-    for pair in (("lora_A", "lora_B"), ("lora_embedding_A", "lora_embedding_B")):
-        if names & set(pair) and any(all(hasattr(m, part) for part in pair) for _, m in site.owners[:3]):
-            # The product of orthogonalized factors is not orthogonal, but Muon's update should be.
-            kind: Kind = "matrices" if len(site.shape) > 1 else "vectors"
-            return _adamw(kind, "factor of a LoRA pair: Muon's update is meant for their product", by_shape(site.shape))
+    """Return the role of what an adapter of PEFT adds beside or in place of a layer."""
     inner = site.key
     for name, module in site.owners:
         if inner != "modules_to_save" and inner in (getattr(module, "adapter_layer_names", None) or ()):
             rows = isinstance(getattr(module, "base_layer", None), nn.Embedding)
-            kind = "vectors" if len(site.shape) < 2 else "embeddings" if rows else "matrices"
+            kind: Kind = "vectors" if len(site.shape) < 2 else "embeddings" if rows else "matrices"
             reason = f"{inner} of the adapter {class_of(module)}: the matrix that acts is computed from it"
-            return _adamw(kind, reason, by_shape(site.shape))
+            return _adamw(kind, reason, site)
         inner = name
     return None
+
+
+def _named(site: Site) -> Role | None:
+    """Return the role of a parameter whose class or name tells it."""
+    around = ["|".join(class_names(module)) for _, module in site.owners[1::-1]]
+    text = f"{'/'.join(['', *around][-2:])}:{site.name}"
+    found = next(((kind, reason) for pattern, kind, reason in _NAMES if re.search(pattern, text)), None)
+    if found is None:
+        return None
+    kind, reason = found
+    table = isinstance(site.module, nn.Embedding | nn.EmbeddingBag)
+    if kind != "vectors" and not table and not _is_matrix(site.shape):
+        return None
+    return _adamw(kind, f"{reason} ({class_of(site.module)})", site)
 
 
 def _end(site: Site, known: Ends, seen: Seen | None) -> Role | None:
@@ -186,16 +198,7 @@ def _end(site: Site, known: Ends, seen: Seen | None) -> Role | None:
             found = None
     if found is None or (found[0] == "embeddings" and not _is_matrix(site.shape)):
         return None
-    matrices = "flatten" if isinstance(site.module, _ConvNd) else by_shape(site.shape)
-    return replace(_adamw(*found, matrices), guess=seen is None)
-
-
-def _embedding(site: Site) -> Role | None:
-    module = site.module
-    table = isinstance(module, nn.Embedding | nn.EmbeddingBag)
-    if table or (_is_matrix(site.shape) and any("Embed" in n for n in class_names(module)) and not features_of(module)):
-        return _adamw("embeddings", f"embedding ({class_of(module)})", by_shape(site.shape))
-    return None
+    return replace(_adamw(*found, site), guess=seen is None)
 
 
 def _is_matrix(shape: tuple[int, ...]) -> bool:
@@ -203,32 +206,21 @@ def _is_matrix(shape: tuple[int, ...]) -> bool:
 
 
 def _vector(site: Site) -> Role | None:
-    module, shape = site.module, site.shape
-    named = any(_NORM.search(name) for name in class_names(module))
-    if named or isinstance(module, nn.LayerNorm | nn.GroupNorm | _NormBase):
-        return _adamw("vectors", f"norm ({class_of(module)})", None)
-    if len(shape) < 2:
-        return _adamw("vectors", "bias" if "bias" in site.key else "vector", None)
-    if not _is_matrix(shape):
-        return _adamw("vectors", f"vector: only one dim of {shape} is larger than 1", None)
-    return None
-
-
-def _parametrised(site: Site) -> Role | None:
-    if any(isinstance(m, ParametrizationList) for _, m in site.owners[:2]):
-        reason = "behind torch.nn.utils.parametrize: the matrix that acts is computed from it"
-        return _adamw("matrices", reason, "flatten" if len(site.shape) > 3 else by_shape(site.shape))
+    if len(site.shape) < 2:
+        return _adamw("vectors", "bias" if "bias" in site.key else "vector", site)
+    if not _is_matrix(site.shape):
+        return _adamw("vectors", f"vector: only one dim of {site.shape} is larger than 1", site)
     return None
 
 
 def _computed(site: Site, seen: Seen | None) -> Role | None:
-    if seen is None or seen.does not in ("computed", "pair"):
-        return None
-    if seen.does == "pair":
-        reason = "factor of a low-rank pair beside a layer (LoRA): Muon's update is meant for their product"
-    else:
+    if seen is not None and seen.does == "computed":
         reason = "in a forward, the matrix that acts is computed from it"
-    return _adamw("matrices", reason, "flatten" if len(site.shape) > 3 else by_shape(site.shape))
+    elif any(isinstance(m, ParametrizationList) for _, m in site.owners[:2]):
+        reason = "behind torch.nn.utils.parametrize: the matrix that acts is computed from it"
+    else:
+        return None
+    return _adamw("matrices", reason, site)
 
 
 def _torch_fused(site: Site) -> Role | None:
@@ -254,36 +246,20 @@ def _experts(module: nn.Module) -> set[int]:
 
 def _expert(site: Site, seen: Seen | None) -> Role | None:
     module, shape = site.module, site.shape
+    if isinstance(module, nn.Linear):
+        around = next((m for _, m in site.owners[:2] if module.out_features in _experts(m)), None)
+        reason = f"router: one output for each expert of {'' if around is None else class_of(around)}"
+        return None if around is None or site.key != "weight" else _adamw("matrices", reason, site)
     if isinstance(module, _ConvNd):
         return None
     if shape[0] not in _experts(module) and not any("Expert" in name for name in class_names(module)):
         return None
     if len(shape) == 3:
-        matrices, reason = expert_order(module, site.key, shape)
-        if seen is not None and seen.stored is not None:
-            inner: Any = matrices[1] if isinstance(matrices, tuple) else "whole"
-            inner = inner[1] if inner[0] == "transposed" else inner
-            matrices, told = _stored(seen, seen.cut or inner)
-            matrices = "stack" if matrices == "whole" else ("stack", matrices)
-            reason = f"experts, one matrix each{told}" if seen.cut else reason
-        return _muon(reason, matrices)
+        matrices, told = _stored(site, seen)
+        return _muon(f"experts, one matrix each{told}", matrices)
     stacks = [p for p in module._parameters.values() if p is not None and len(global_shape(p)) == 3]
     if len(shape) == 2 and any(global_shape(p)[0] == shape[0] for p in stacks):
-        return _adamw("vectors", "biases of experts, one each", "whole")
-    return None
-
-
-def _router(site: Site) -> Role | None:
-    if len(site.shape) != 2:
-        return None
-    around = [module for _, module in site.owners[:2]]
-    named = next((m for m in around if any(_ROUTER.search(name) for name in class_names(m))), None)
-    if named is not None:
-        return _adamw("matrices", f"router of experts ({class_of(named)})", "whole")
-    if isinstance(site.module, nn.Linear) and re.search("(^|_)router$", site.owners[0][0]):
-        return _adamw("matrices", f"router, going by its name in {class_of(around[-1])}", "whole")
-    if isinstance(site.module, nn.Linear) and any(site.module.out_features in _experts(m) for m in around):
-        return _adamw("matrices", f"router: one output for each expert of {class_of(around[-1])}", "whole")
+        return _adamw("vectors", "biases of experts, one each", site)
     return None
 
 
@@ -293,40 +269,27 @@ def _convolution(site: Site, seen: Seen | None) -> Role | None:
         return None
     if module.groups > 1:
         what = "depthwise" if module.groups == module.in_channels else f"{module.groups} groups:"
-        return _adamw("matrices", f"{what} convolution: many small filters, not one matrix", "flatten")
+        return _adamw("matrices", f"{what} convolution: many small filters, not one matrix", site)
     if isinstance(module, _ConvTransposeNd):
-        return _adamw("matrices", "transposed convolution, stored in × out × kernel", "flatten")
-    matrices, fused = _parts(site, module.out_channels, seen)
-    return _muon(f"convolution{fused}", "flatten" if matrices == "whole" else ("flatten", matrices))
+        return _adamw("matrices", "transposed convolution, stored in × out × kernel", site)
+    matrices, told = _stored(site, seen)
+    return _muon(f"convolution{told}", matrices)
 
 
-def _stored(seen: Seen, matrices: Matrices) -> tuple[Matrices, str]:
-    """Return a split of a matrix out × in as the split of the parameter, and a text of what a forward showed."""
-    told = f", fused: a forward cuts its output into {_count(seen.cut)} parts" if seen.cut else ""
-    if seen.stored == "in×out":
-        return ("transposed", matrices), f"{told}, stored in × out"
-    return matrices, told
+def _stored(site: Site, seen: Seen | None, transposed: bool = False) -> tuple[Matrices, str]:
+    """Return the split of a parameter as it is stored, and a text of what a forward showed."""
+    cut = None if seen is None else seen.cut
+    told = f", fused: a forward cuts its output into {_count(cut)} parts" if cut else ""
+    if seen is not None and seen.stored is not None:
+        transposed = seen.stored == "in×out"
+    one: Matrices = ("transposed", cut or "whole") if transposed else cut or "whole"
+    flat = "flatten" if one == "whole" else ("flatten", one)
+    return by_shape(site.shape, site.module, one) or flat, f"{told}, stored in × out" if transposed else told
 
 
 def _count(cut: Matrices) -> int:
     sizes = cut[1:]
     return len(sizes) if cut[0] == "rows" else len(sizes[0]) if isinstance(sizes[0], tuple) else int(sizes[0])
-
-
-def _parts(site: Site, out: int, seen: Seen | None) -> tuple[Matrices, str]:
-    """Return how the `out` rows of a layer split, and a text that says how this is known.
-
-    A module that holds only this layer, or this layer and its norm, is treated like the layer itself.
-    """
-    if seen is not None and seen.cut is not None:
-        return seen.cut, f", fused: a forward cuts its output into {_count(seen.cut)} parts"
-    for (attribute, _), (_, owner) in itertools.pairwise(site.owners):
-        if (order := fused_order(owner, attribute, out)) is not None:
-            matrices, parts = order
-            return matrices, f", fused: {parts} ({class_of(owner)})"
-        if sum(len(global_shape(p)) > 1 for p in owner.parameters()) > 1:
-            break
-    return "whole", ""
 
 
 def _linear(site: Site, seen: Seen | None) -> Role | None:
@@ -337,32 +300,22 @@ def _linear(site: Site, seen: Seen | None) -> Role | None:
     transposed = "Conv1D" in class_names(module) or (shape == (into, out) and shape != (out, into))
     if not transposed and shape != (out, into):
         return None
-    if seen is not None and seen.stored is not None:
-        transposed = seen.stored == "in×out"
-    matrices, fused = _parts(site, out, seen)
-    reason = f"linear{fused}"
-    return _muon(f"{reason}, stored in × out", ("transposed", matrices)) if transposed else _muon(reason, matrices)
+    matrices, told = _stored(site, seen, transposed)
+    return _muon(f"linear{told}", matrices)
 
 
 def _unknown(site: Site, seen: Seen | None) -> Role:
-    where, shape = class_of(site.module), site.shape
+    where, shape, table = class_of(site.module), site.shape, _TABLE.search(site.key)
     if seen is not None and seen.does == "looked up":
-        return _adamw("embeddings", f"a table of {where}: a forward looks rows of it up", by_shape(shape))
+        return _adamw("embeddings", f"a table of {where}: a forward looks rows of it up", site)
     if seen is not None and seen.grouped:
-        return _adamw("matrices", "many small filters of a convolution in groups, not one matrix", by_shape(shape))
-    if seen is not None and seen.stored is not None and shape[0] > 1 and not _NOT_A_MATRIX.search(site.key):
-        matrices, told = _stored(seen, seen.cut or "whole")
-        reason = f"a parameter of {where}, by which a forward multiplies{told}"
-        if len(shape) == 3:
-            matrices = "stack" if matrices == "whole" else ("stack", matrices)
-        if len(shape) > 3:
-            matrices = "flatten" if matrices == "whole" else ("flatten", matrices)
-        return _muon(reason, matrices)
-    if len(shape) == 2 and not _NOT_A_MATRIX.search(site.key):
-        return _muon(f"a parameter of {where}, which is not known: taken as one matrix, out × in", "whole")
+        return _adamw("matrices", "many small filters of a convolution in groups, not one matrix", site)
+    if seen is not None and seen.stored is not None and shape[0] > 1 and not table:
+        matrices, told = _stored(site, seen)
+        return _muon(f"a parameter of {where}, by which a forward multiplies{told}", matrices)
+    if shape[0] == 1 or (len(shape) == 2 and table):
+        return _adamw("embeddings", f"a parameter of {where}; going by its name or shape, a table and no matrix", site)
     if len(shape) == 2:
-        return _adamw("embeddings", f"a parameter of {where}; going by its name, a table and no matrix", "whole")
-    if shape[0] == 1:
-        return _adamw("embeddings", f"a table of {where}: a leading dim of 1", by_shape(shape))
+        return _muon(f"a parameter of {where}, which is not known: taken as one matrix, out × in", "whole")
     reason = f"a parameter of {where}, which is not known: {len(shape)} dims do not tell which are matrices"
-    return _adamw("matrices", reason, by_shape(shape))
+    return _adamw("matrices", reason, site)

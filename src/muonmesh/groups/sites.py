@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from torch import nn
 
-from muonmesh.groups.fused_projections import Matrices, class_names, global_shape
 from muonmesh.names import WRAPPERS
+
+# Plain data, nested: "whole", ("rows", 768, 768, 768), ("stack", ("transposed", "whole")), …; see docs/groups.md.
+Matrices = str | tuple[Any, ...]
 
 MuonOrAdamW = Literal["muon", "adamw"]
 Kind = Literal["matrices", "embeddings", "head", "vectors"]
@@ -17,6 +19,10 @@ Kind = Literal["matrices", "embeddings", "head", "vectors"]
 # Wrapper classes with the wrapped model in the child "module" (other modules may have a child of this name too). They
 # are listed by name, because Megatron, DeepSpeed and apex have such classes too.
 _HOLDS_MODULE = {"DistributedDataParallel", "DataParallel", "DeepSpeedEngine", "AveragedModel", "Float16Module"}
+
+
+WHOLE = "muonmesh_shape"
+"""Attribute of a parameter that is a plain shard, with the shape of the whole parameter."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +109,24 @@ def unwrapped(module: nn.Module) -> nn.Module:
     while (inner := _wrapped(module)) is not None:
         module = inner
     return module
+
+
+def global_shape(parameter: nn.Parameter) -> tuple[int, ...]:
+    """Return the shape of a parameter before sharding.
+
+    A DTensor knows it, DeepSpeed's ZeRO-3 keeps it in `ds_shape`, and integrations set the attribute `WHOLE` of a plain
+    shard.
+    """
+    return tuple(getattr(parameter, WHOLE, getattr(parameter, "ds_shape", parameter.shape)))
+
+
+def class_names(module: nn.Module, library: str = "") -> list[str]:
+    """Return the names of the module's classes, most derived first (`fully_shard` adds a class of its own in front).
+
+    Mixins that are no modules are left out. If `library` is given, classes outside this package are left out too.
+    """
+    modules = (c for c in type(module).__mro__ if issubclass(c, nn.Module))
+    return [c.__name__ for c in modules if not library or c.__module__.split(".")[0] == library]
 
 
 def class_of(module: nn.Module) -> str:

@@ -14,11 +14,10 @@ from torch import nn
 from muonmesh.errors import about, called, escaped, explain_error, warn
 from muonmesh.groups.ends import ends
 from muonmesh.groups.example import Example, seen_in
-from muonmesh.groups.fused_projections import Matrices, global_shape
 from muonmesh.groups.graph import Seen
 from muonmesh.groups.heads import HeadPart, by_heads, parts_of, refuse_none
 from muonmesh.groups.roles import by_shape, declarations, declared_by, shared_roles, without_decay
-from muonmesh.groups.sites import Role, Site, sites, unwrapped
+from muonmesh.groups.sites import Matrices, Role, Site, global_shape, sites, unwrapped
 from muonmesh.groups.watch import Watch
 from muonmesh.layout.matrix import as_tuples
 from muonmesh.names import canonical_name, in_order, names_matching, patterns

@@ -7,7 +7,7 @@ metrics on the wrappers of Lightning and Fabric reach the optimizer.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from lightning.fabric import Fabric
@@ -17,8 +17,6 @@ from torch import nn
 from muonmesh.build import from_model as core_from_model
 from muonmesh.comm.storage import world_size
 from muonmesh.errors import explain_error
-from muonmesh.groups import split_params
-from muonmesh.groups.split import restricted
 from muonmesh.optimizer import Muon
 
 
@@ -57,12 +55,8 @@ class MuonModule(LightningModule):  # type: ignore[misc]  # lightning is not che
         policy. Under a GradScaler (``precision="16-mixed"``), the gradients are unscaled first.
 
         Raises:
-            ValueError: the Trainer's ``gradient_clip_algorithm`` is "value", or ``muon_clip`` has an argument other
-                than ``policy`` and ``skip_above``.
+            ValueError: the Trainer's ``gradient_clip_algorithm`` is "value".
         """
-        if unknown := sorted(set(self.muon_clip) - {"policy", "skip_above"}):
-            write = "Write the norm as Trainer(gradient_clip_val=...)"
-            raise ValueError(explain_error("muon_clip", f"{unknown}", "policy and skip_above alone", write))
         if gradient_clip_algorithm not in (None, "norm"):  # an enumeration of strings
             found, needed = 'gradient_clip_algorithm="value"', "a norm to clip by"
             raise ValueError(explain_error("Trainer", found, needed, 'Write gradient_clip_algorithm="norm"'))
@@ -78,39 +72,6 @@ class MuonModule(LightningModule):  # type: ignore[misc]  # lightning is not che
         optimizer = getattr(scheduler, "optimizer", None)
         if not (by_step and isinstance(optimizer, Muon) and optimizer.skipped):
             super().lr_scheduler_step(scheduler, metric)
-
-    def unfreeze(self, modules: nn.Module | Iterable[nn.Module], optimizer: Any, lr: float | None = None) -> None:
-        """Unfreeze modules, and add their parameters to the optimizer: matrices to Muon, all others to AdamW.
-
-        Call it in the ``finetune_function`` of a ``BaseFinetuning`` callback. The optimizer refuses the groups of the
-        callback's own ``unfreeze_and_add_param_group``, since they do not separate Muon's from AdamW's parameters.
-
-        Args:
-            modules: Submodules of this module.
-            optimizer: The optimizer of this module. It gets new groups, named after the groups in which `split_params`
-                puts these parameters.
-            lr: Learning rate of the new groups. None: the rate that the optimizer's first group of the same algorithm
-                has.
-        """
-        some = [modules] if isinstance(modules, nn.Module) else list(modules)
-        fresh = {parameter for module in some for parameter in module.parameters()}
-        fresh -= {parameter for group in optimizer.param_groups for parameter in group["params"]}
-        for parameter in fresh:
-            parameter.requires_grad_(True)
-        rates = {group["algorithm"]: group["lr"] for group in reversed(optimizer.param_groups)}
-        taken = {group["name"] for group in optimizer.param_groups}
-        groups = split_params(self)
-        named = ((name, p) for group in groups for name, p in zip(group["param_names"], group["params"], strict=True))
-        held = {name: (name, parameter) for name, parameter in named if parameter in fresh}
-        for group in groups:
-            if held.keys().isdisjoint(group["param_names"]):
-                continue
-            name, number = group["name"], 1
-            while name in taken:
-                number += 1
-                name = f"{group['name']}-{number}"
-            rate = rates.get(group["algorithm"], optimizer.defaults["lr"]) if lr is None else lr
-            optimizer.add_param_group({**restricted(group, held), "name": name, "lr": rate})
 
 
 class MuonMetrics(Callback):  # type: ignore[misc]  # lightning is not checked with us

@@ -64,36 +64,28 @@ class ExecutedMuon(torch.optim.Muon):
         held = [[id(parameter) for parameter in group["params"]] for group in self.param_groups]
         made = self._executor
         if made is None or held != [[id(p) for p in group["params"]] for group in made.param_groups]:
-            groups = [self._group(number, group) for number, group in enumerate(self.param_groups)]
-            dtypes: dict[torch.dtype, str] = {}
-            for group in groups:
-                for number, parameter in enumerate(group["params"]):
-                    name = group["param_names"][number] if "param_names" in group else f"{group['name']}.{number}"
-                    dtypes.setdefault(parameter.dtype, name)
-            if len(dtypes) > 1:
-                found = " and ".join(f"{name} of {dtype}" for dtype, name in dtypes.items())
-                write = "Make an optimizer for the parameters of each dtype"
-                raise TypeError(explain_error("execute", found, "one dtype, which the momentum has", write))
-            made = self._executor = Muon(groups, state_dtype=next(iter(dtypes)), process_group=self._process_group)
-            made._runtime.told.add("rounding")  # about bf16 weights: torch.optim.Muon has no master weights either
-        for number, group in enumerate(self.param_groups):
-            made.param_groups[number].update(self._settings(group))
+            made = self._executor = self._made()
+        for group, theirs in zip(made.param_groups, self.param_groups, strict=True):
+            group.update({key: theirs[key] for key in ("lr", "weight_decay", "momentum", "nesterov")})
+            group |= {"torch_coefficients": tuple(theirs["ns_coefficients"]), "torch_steps": theirs["ns_steps"]}
+            group |= {"torch_eps": theirs["eps"], "torch_adjust": theirs["adjust_lr_fn"]}
         made.state = self.state
         return made
 
-    def _group(self, number: int, group: dict[str, Any]) -> dict[str, Any]:
-        names = {"param_names": list(group["param_names"])} if "param_names" in group else {}
-        return {"params": list(group["params"]), "name": f"group{number}", "algorithm": ALGORITHM, **names}
-
-    @staticmethod
-    def _settings(group: dict[str, Any]) -> dict[str, Any]:
-        return {
-            **{key: group[key] for key in ("lr", "weight_decay", "momentum", "nesterov")},
-            "torch_coefficients": tuple(group["ns_coefficients"]),
-            "torch_steps": group["ns_steps"],
-            "torch_eps": group["eps"],
-            "torch_adjust": group["adjust_lr_fn"],
-        }
+    def _made(self) -> Muon:
+        dtypes = {parameter.dtype for group in self.param_groups for parameter in group["params"]}
+        if len(dtypes) > 1:
+            found = f"parameters of {' and '.join(sorted(map(str, dtypes)))}"
+            write = "Make an optimizer for the parameters of each dtype"
+            raise TypeError(explain_error("execute", found, "one dtype, which the momentum has", write))
+        names = ("params", "param_names")
+        groups: list[dict[str, Any]] = []
+        for number, group in enumerate(self.param_groups):
+            known = {key: list(group[key]) for key in names if key in group}
+            groups.append({**known, "name": f"group{number}", "algorithm": ALGORITHM})
+        made = Muon(groups, state_dtype=dtypes.pop(), process_group=self._process_group)
+        made._runtime.warned.add("rounding")  # about bf16 weights: torch.optim.Muon has no master weights either
+        return made
 
     @_disable_dynamo_if_unsupported()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
 
@@ -17,7 +17,6 @@ from muonmesh.layout.owners import KnownMatrix, assign_owners
 from muonmesh.layout.parameter import Elementwise, Parameter, describe
 from muonmesh.layout.region import Piece
 from muonmesh.layout.relay import Relay
-from muonmesh.layout.rounds import Rounds
 from muonmesh.layout.routes import Leg, Routes, append, pieces
 
 _AT_ONCE = 1 << 28
@@ -70,27 +69,27 @@ class Plan:
         """Return the legs that ``rank`` exchanges for a bucket, or for some of its assignments, in one direction.
 
         On the way to the owners (``gather``), ranks of the owner's own replica send their pieces. On the way back, the
-        owner sends the result to the ranks of every replica, or ranks pass it on (`Relay`).
+        result travels to the ranks of every replica (`Relay`).
         """
         stored: dict[int, list[Leg]] = {}
         assembled: dict[int, list[Leg]] = {}
-        chain = not gather and self.rounds(bucket).count > 1
+        at_once = 1 if gather else self.copies_at_once(bucket)
         for number in self.buckets[bucket] if numbers is None else numbers:
             assignment = self.assignments[number]
             parameter, matrix, owner = assignment.parameter, assignment.matrix, assignment.owner
-            place, relay = self._layout(assignment, gather=gather), None if gather else self.relays[parameter]
-            if relay is not None:
-                receivers: Sequence[int] = relay.outgoing(owner, rank, chain=chain)
+            place, relay = self._layout(assignment, gather=gather), self.relays[parameter]
+            if gather:
+                receivers = [(holder, 0) for holder in place.replica(rank)] if rank == owner else []
             else:
-                receivers = () if rank != owner else place.replica(rank) if gather else place.ranks
-            for holder in receivers:
+                receivers = relay.outgoing(owner, rank, at_once)
+            for holder, exchange in receivers:
                 for piece in pieces(place, holder, matrix):
-                    append(assembled.setdefault(holder, []), Leg(number, parameter, piece, 0))
+                    append(assembled.setdefault(holder, []), Leg(number, parameter, piece, 0, exchange))
             mine = pieces(place, rank, matrix)
             if mine and (not gather or rank in place.replica(owner)):
-                sender = owner if relay is None else relay.incoming(owner, rank, chain=chain)[0]
+                sender, exchange = (owner, 0) if gather else relay.incoming(owner, rank, at_once)
                 for piece in mine:
-                    append(stored.setdefault(sender, []), Leg(number, parameter, piece, 0))
+                    append(stored.setdefault(sender, []), Leg(number, parameter, piece, 0, exchange))
         return Routes(stored, assembled)
 
     def returns(self, numbers: Iterable[int]) -> bool:
@@ -99,8 +98,8 @@ class Plan:
         Then the routes back are those to the owners, and every piece that a rank stores is on one of them.
         """
         parameters = {self.assignments[number].parameter for number in numbers}
-        some = [(self.parameters[number], self.relays[number]) for number in parameters]
-        return all(p.momentum_storage is p.target and p.target.copies() == 1 and relay is None for p, relay in some)
+        some = [self.parameters[number] for number in parameters]
+        return all(p.momentum_storage is p.target and p.target.copies() == 1 for p in some)
 
     def holdings(self, number: int, rank: int) -> tuple[Piece, ...]:
         """Return the pieces of a matrix whose momentum a rank stores."""
@@ -115,71 +114,42 @@ class Plan:
         """Whether any rank needs results of the bucket from another rank."""
         return any(self.travels(number, gather=False) for number in self.buckets[bucket])
 
-    def rounds(self, bucket: int) -> Rounds:
-        """Return the rounds in which the results of a bucket travel; they are the same on every rank.
+    def copies_at_once(self, bucket: int) -> int:
+        """Return how many copies of its results an owner may send in one exchange, at least one.
 
-        An owner sends one copy of its result to each replica, and a rank receives its shards of all results. With many
-        replicas, both are many times larger than the owner's matrices. So in each round, a rank sends and receives at
-        most as many elements as the largest part of an owner in the bucket has, or ``bucket_elements``.
+        An owner has a copy for each replica, and a rank receives its shards of all results. With many replicas, both
+        are many times larger than the owner's matrices. So in each exchange, a rank sends and receives at most as many
+        elements as the largest part of an owner in the bucket has, or ``bucket_elements``.
         """
-        numbers = self.buckets[bucket]
-        if not self.scatters(bucket):
-            return Rounds()
         owned = Counter[int]()
-        for number in numbers:
-            owned[self.assignments[number].owner] += self.assignments[number].matrix.numel
-        # Once for each parameter, because a bucket may have thousands of matrices of one parameter.
-        parameters = {self.assignments[number].parameter for number in numbers}
-        targets = [self.parameters[parameter].target for parameter in parameters]
-        copies, at_once = max(target.copies() for target in targets), self.bucket_elements // max(owned.values())
-        if not self.budget.gathers and 0 < at_once < copies - 1 and (copies - 1) % at_once:
-            at_once = (3 * at_once - 1) // 4  # the last round has fewer, and needs a second send buffer
-        near = any(len(target.ranks) > target.copies() for target in targets)
-        found = Rounds(1, max(1, at_once), near, bool(self.summed(numbers)))
-        found = replace(found, count=1 + found.of(copies - 1))
-        chain = found.count > 1
-        passed = [relay.exchanges(chain=chain) for p in parameters if (relay := self.relays[p]) is not None]
-        last = max(passed, default=1)
-        return replace(found, count=max(found.count, last)) if chain else replace(found, late=last - 1)
+        for assignment in (self.assignments[number] for number in self.buckets[bucket]):
+            owned[assignment.owner] += assignment.matrix.numel
+        return max(1, self.bucket_elements // max(owned.values()))
+
+    def exchanges(self, bucket: int) -> int:
+        """Return the number of exchanges in which the results of a bucket travel; it is the same on every rank."""
+        at_once = self.copies_at_once(bucket)
+        return max(relay.exchanges(at_once) for relay in self._relays_of(bucket)) if self.scatters(bucket) else 0
+
+    def fits(self, bucket: int) -> bool:
+        """Whether there is memory for all copies of the results of a bucket in one exchange."""
+        at_once = self.copies_at_once(bucket)
+        return all(relay.fits(at_once) for relay in self._relays_of(bucket))
+
+    def _relays_of(self, bucket: int) -> list[Relay]:
+        """Return the relays of a bucket, each parameter's once: a bucket may have thousands of matrices of one."""
+        return [self.relays[number] for number in {self.assignments[index].parameter for index in self.buckets[bucket]}]
 
     @cached_property
-    def late(self) -> int:
-        """The number of exchanges after those of all buckets, until the last results have been passed on."""
-        left = 0
-        for rounds in map(self.rounds, range(len(self.buckets))):
-            left = max(left - rounds.count, rounds.late)
-        return left
-
-    @cached_property
-    def relays(self) -> list[Relay | None]:
-        """The relay of each parameter, by which ranks pass results on; None if owners send results to all ranks."""
-        several = self.machine and len({rank // self.machine for rank in self.ranks}) > 1
-        return [Relay.of(p.target, self.machine) if several else None for p in self.parameters]
-
-    def exchange_of(self, number: int, holder: int, rounds: Rounds) -> int:
-        """Return the number of the exchange, counted from the bucket's first, in which a rank receives a result.
-
-        Args:
-            number: The assignment.
-            holder: A rank other than the owner that stores a part of the matrix.
-            rounds: The rounds of the bucket.
-        """
-        assignment = self.assignments[number]
-        relay = self.relays[assignment.parameter]
-        if relay is None:
-            return rounds.of(self.distance(number, holder))
-        return relay.incoming(assignment.owner, holder, chain=rounds.count > 1)[1]
-
-    def distance(self, assignment: int, holder: int) -> int:
-        """Return the distance in the circle of replicas from the owner's replica to the replica of ``holder``."""
-        some = self.assignments[assignment]
-        target = self._layout(some, gather=False)
-        return (target.replica_number(holder) - target.replica_number(some.owner)) % target.copies()
+    def relays(self) -> list[Relay]:
+        """The relay of each parameter, by which its results travel."""
+        return [Relay.of(parameter.target, self.machine) for parameter in self.parameters]
 
     def counts(self, assignment: int, rank: int) -> bool:
         """Return whether a rank's pieces of a matrix count in sums over it: only those of the owner's replica do."""
         target = self._layout(self.assignments[assignment], gather=False)
-        return rank in target.ranks and self.distance(assignment, rank) == 0
+        owner = self.assignments[assignment].owner
+        return rank in target.ranks and target.replica_number(rank) == target.replica_number(owner)
 
     @cached_property
     def alone(self) -> bool:

@@ -1,13 +1,15 @@
-"""Relay: ranks pass a result on from replica to replica, if its replicas are on several machines.
+"""Relay: the rank that sends each replica of a parameter its copy of a result, and the exchange in which it arrives.
 
-The owner sends one copy to the first rank of each part. Then every rank passes on each part that has just arrived. So
-each rank sends each of its parts about once, and one copy of a part enters each machine.
+In one machine the owner sends all copies, as many in an exchange as fit into the memory of a bucket. If the replicas
+are on several machines, ranks pass results on. The owner sends one copy to its own replica, and each rank passes on the
+part that has just arrived. So each rank sends each of its parts about once, and one copy of a part enters each machine.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 
 from muonmesh.layout.flat import Layout
 from muonmesh.layout.region import Block
@@ -23,80 +25,90 @@ class Relay:
 
     Attributes:
         layout: The layout of the parameter.
-        parts: For each part of the parameter the ranks that hold it, by the number of the replica.
+        parts: For each rank the ranks that hold the same part of the parameter, by the number of the replica. Empty if
+            ranks pass nothing on: all are on one machine, or replicas differ in cuts, or there is one copy.
         together: The number of consecutive replicas on one machine; 1 if this number is not constant.
     """
 
     layout: Layout
-    parts: tuple[tuple[int, ...], ...]
+    parts: Mapping[int, tuple[int, ...]]
     together: int
 
     @staticmethod
     @lru_cache(maxsize=1024)
-    def of(layout: Layout, machine: int) -> Relay | None:
-        """Return the relay of a parameter on machines of ``machine`` ranks; None if its replicas differ in cuts."""
-        copies = layout.copies()
-        found: dict[tuple[Block, ...], dict[int, int]] = {}
-        for rank in layout.ranks if copies > 1 else ():
+    def of(layout: Layout, machine: int) -> Relay:
+        """Return the relay of a parameter on machines of ``machine`` ranks; 0: all ranks are on one machine."""
+        copies, alike = layout.copies(), dict[tuple[Block, ...], dict[int, int]]()
+        spread = copies > 1 and machine and len({rank // machine for rank in layout.ranks}) > 1
+        for rank in layout.ranks if spread else ():
             if blocks := layout.blocks(rank):
-                found.setdefault(blocks, {})[layout.replica_number(rank)] = rank
-        if not found or any(len(some) != copies for some in found.values()):
-            return None
-        parts = tuple(tuple(some[number] for number in range(copies)) for some in found.values())
+                alike.setdefault(blocks, {})[layout.replica_number(rank)] = rank
+        if not alike or any(len(some) != copies for some in alike.values()):
+            return Relay(layout, {}, copies)
+        parts = [tuple(some[number] for number in range(copies)) for some in alike.values()]
         machines = [rank // machine for rank in parts[0]]
         together = machines.count(machines[0])
         even = machines == [first for first in machines[::together] for _ in range(together)][:copies]
-        return Relay(layout, parts, together if even and copies % together == 0 else 1)
+        together = together if even and copies % together == 0 else 1
+        return Relay(layout, {rank: part for part in parts for rank in part}, together)
 
-    @cached_property
-    def _part_of(self) -> dict[int, tuple[int, ...]]:
-        return {rank: part for part in self.parts for rank in part}
+    @property
+    def _near(self) -> bool:
+        """Whether a replica has several ranks, so that some parts of the owner's copy travel too."""
+        return len(self.layout.ranks) > self.layout.copies()
 
-    def exchanges(self, *, chain: bool) -> int:
-        """Return the number of exchanges after which every rank has its part."""
+    def fits(self, at_once: int) -> bool:
+        """Whether ``at_once`` copies are all that travel."""
+        return self.layout.copies() - (not self._near) <= at_once
+
+    def exchanges(self, at_once: int) -> int:
+        """Return the number of exchanges after which every rank has its part; ``at_once`` as for `incoming`."""
         copies = self.layout.copies()
-        near = len(self.layout.ranks) > copies  # of the parts of a copy the owner sends some to its own replica
-        return near + (copies - 1 if chain else 1 + (1 < self.together < copies))
+        if not self.parts:
+            return -(-(copies - (not self._near)) // at_once)
+        return self._near + (1 + (1 < self.together < copies) if self.fits(at_once) else copies - 1)
 
-    def incoming(self, owner: int, rank: int, *, chain: bool) -> tuple[int, int]:
+    def incoming(self, owner: int, rank: int, at_once: int) -> tuple[int, int]:
         """Return the rank that sends a rank its part of a result, and the exchange, counted from the bucket's first.
 
         Args:
             owner: The owner of the matrix. It keeps its own part.
             rank: The receiver.
-            chain: Whether each copy is made from the previous copy. If not, copies are made from the owner's copy and,
-                on every other machine, from the first copy on this machine.
+            at_once: The number of copies for which there is memory in an exchange. If there is memory for all, copies
+                that are passed on are made from the owner's copy and, on every other machine, from the first copy on
+                this machine; if not, each copy is made from the previous copy.
         """
-        part, circle = self._part_of[rank], self._circle(self.layout.replica_number(owner))
-        distance = circle.index(part.index(rank))
+        circle = self._circle(owner)
+        distance = circle.index(self.layout.replica_number(rank))
         if distance == 0:
             return owner, 0
-        before, depth = self._before(distance, chain)
+        if not self.parts:
+            return owner, (distance - (not self._near)) // at_once
+        part, (before, depth) = self.parts[rank], self._before(distance, at_once)
         return part[circle[before]], depth - (part[circle[0]] == owner)
 
-    def outgoing(self, owner: int, rank: int, *, chain: bool) -> list[int]:
-        """Return the ranks to which a rank sends parts of a result; empty if it passes nothing on."""
-        circle = self._circle(self.layout.replica_number(owner))
-        found = [part[circle[0]] for part in self.parts if part[circle[0]] != rank] if rank == owner else []
-        part = self._part_of.get(rank)
-        if part is not None:
-            mine = circle.index(part.index(rank))
+    def outgoing(self, owner: int, rank: int, at_once: int) -> list[tuple[int, int]]:
+        """Return the ranks to which a rank sends parts of a result, each with the exchange."""
+        receivers = list(self.layout.replica(owner) if self.parts else self.layout.ranks) if rank == owner else []
+        if (part := self.parts.get(rank)) is not None:
+            circle = self._circle(owner)
+            mine = circle.index(self.layout.replica_number(rank))
             later = range(mine + 1, len(circle))
-            found += [part[circle[distance]] for distance in later if self._before(distance, chain)[0] == mine]
-        return found
+            receivers += [part[circle[distance]] for distance in later if self._before(distance, at_once)[0] == mine]
+        return [(receiver, self.incoming(owner, receiver, at_once)[1]) for receiver in receivers]
 
-    def _before(self, distance: int, chain: bool) -> tuple[int, int]:
+    def _before(self, distance: int, at_once: int) -> tuple[int, int]:
         """Return the distance of the copy from which a copy is made, and the number of transfers up to the new copy."""
         machine, place = divmod(distance, self.together)
-        if chain:
+        if not self.fits(at_once):
             return distance - 1, distance
         return (distance - place, 2) if machine and place else (0, 1)
 
-    def _circle(self, first: int) -> list[int]:
-        """Return the numbers of all copies in the order of their distance from copy ``first``."""
-        (machine, place), machines = divmod(first, self.together), self.layout.copies() // self.together
+    def _circle(self, owner: int) -> list[int]:
+        """Return the numbers of all copies in the order of their distance from the owner's copy."""
+        (machine, place), copies = divmod(self.layout.replica_number(owner), self.together), self.layout.copies()
         return [
-            (machine + further) % machines * self.together + (place + beside) % self.together
-            for further in range(machines)
+            (machine * self.together + further) % copies + (place + beside) % self.together
+            for further in range(0, copies, self.together)
             for beside in range(self.together)
         ]

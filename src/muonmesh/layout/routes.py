@@ -19,12 +19,14 @@ class Leg:
         parameter: Number of its parameter in the plan.
         piece: The places of the elements in the storage and in the assembled matrix.
         start: The place of the first element among all elements that these two ranks exchange.
+        exchange: The number of the exchange, counted from the bucket's first in this direction.
     """
 
     assignment: int
     parameter: int
     piece: Piece
     start: int
+    exchange: int = 0
 
 
 @dataclass(frozen=True)

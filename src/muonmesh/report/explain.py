@@ -221,10 +221,10 @@ def explain(
         sum(total for total, _ in kept.values()),
         sum(host for _, host in kept.values()),
         gradients,
-        sum(relay is not None for relay in plan.relays),
-        step_memory(plan, travelling, planned.squares),
+        sum(bool(relay.parts) for relay in plan.relays),
+        step_memory(plan, travelling, lambda number: planned.orthogonalizer(number).squares),
         plan.budget.bytes,
-        () if planned.exchange is not None else tuple(m.name for m in planned.members if m.may_have_copies(plan.ranks)),
+        () if planned.connected else tuple(m.name for m in planned.members if m.may_have_copies(plan.ranks)),
     )
 
 

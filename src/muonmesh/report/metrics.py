@@ -16,7 +16,7 @@ from muonmesh.comm.telling import tell_all
 from muonmesh.numerics.dtypes import real_of
 from muonmesh.numerics.kernels.memory import upload
 from muonmesh.numerics.normalize import sums_of_squares
-from muonmesh.step.planning import Connected, Planned
+from muonmesh.step.planning import Planned
 from muonmesh.step.runtime import Runtime
 
 _FIGURES = ("gradient", "momentum", "weight", "update")
@@ -24,7 +24,7 @@ _AGREEMENT = Agreement(*STANDING)
 
 
 def measure(
-    connected: Connected, here: Optimizer | None, error: Exception | None, runtime: Runtime
+    planned: Planned, here: Optimizer | None, error: Exception | None, runtime: Runtime
 ) -> dict[str, float] | None:
     """Return the figures of `Muon.metrics`, by one all-reduce of an fp64 vector over the ranks of the exchange.
 
@@ -32,7 +32,7 @@ def measure(
     device. They are NaN if another rank could not follow the plan; the next step then raises an error on all ranks.
 
     Args:
-        connected: The plan that all ranks have compared, with its exchange.
+        planned: The plan that all ranks have compared.
         here: The optimizer to measure; None if the parameters of this rank have changed, so that it only takes part.
         error: The error of the groups of this rank, if any.
         runtime: The runtime state of the optimizer.
@@ -44,7 +44,7 @@ def measure(
         Exception: ``error``, on the rank that found it, if the CPU waits; otherwise the next step raises it.
         PlanError: on the other ranks.
     """
-    (planned, exchange), waits = connected, runtime.driver.host_waits(connected.planned.device)
+    exchange, waits = planned.exchange, runtime.driver.host_waits(planned.device)
     groups = here.param_groups if here is not None else ()
     names = planned.group_names([group["name"] for group in groups], exchange.group)
     totals = torch.zeros(len(names), len(_FIGURES), 2, dtype=torch.float64, device=planned.device)
@@ -127,9 +127,8 @@ def _add(
         squares = sums_of_squares(parts) / told[:, 0]
         totals.view(-1, 2).index_add_(0, index, torch.stack([squares, told[:, 1]], dim=1))
     for number, place in enumerate(places):
-        update = sums.of(number) if sums is not None else None
-        if update is not None:
+        if sums is not None and number in sums:
             known.add((place, "update"))
-            totals[place, 3, 0] = update
+            totals[place, 3, 0] = torch.stack(sums[number]).sort().values.sum()  # threads add in any order
             totals[place, 3, 1] = totals[place, 2, 1]
     return known

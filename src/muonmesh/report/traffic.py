@@ -18,28 +18,27 @@ from muonmesh.layout.companion_plan import CompanionPlan
 from muonmesh.layout.routes import Leg
 from muonmesh.step.planning import Planned
 from muonmesh.step.precision import Precision
-from muonmesh.step.state_form import forms_of
 
 
 @dataclass(frozen=True)
 class BucketTraffic:
-    """The elements that one rank moves for one bucket: to the owners (gather), and back (scatter), in rounds.
+    """The elements that one rank moves for one bucket: to the owners (gather), and back (scatter).
 
     Attributes:
         mine: The assignments that the rank owns and that need a transfer.
         elements: The number of elements of these matrices.
         gather_received: Elements that the rank receives as their owner.
         gather_buffers: Elements of the buffers to send, receive and assemble the bucket; 0 if nothing is gathered.
-        rounds_sent: Elements of results that the rank sends, by round.
-        rounds_received: Elements of results that it receives, by round.
+        results_sent: Elements of results that the rank sends, by exchange.
+        results_received: Elements of results that it receives, by exchange.
     """
 
     mine: tuple[int, ...]
     elements: int
     gather_received: int
     gather_buffers: int
-    rounds_sent: tuple[int, ...]
-    rounds_received: tuple[int, ...]
+    results_sent: tuple[int, ...]
+    results_received: tuple[int, ...]
 
 
 class Carried(NamedTuple):
@@ -73,7 +72,7 @@ class Traffic:
     @property
     def received(self) -> int:
         """The number of elements that the rank receives, in both directions."""
-        return sum(bucket.gather_received + sum(bucket.rounds_received) for bucket in self.buckets)
+        return sum(bucket.gather_received + sum(bucket.results_received) for bucket in self.buckets)
 
 
 def traffic(plan: Plan, rank: int) -> Traffic:
@@ -83,7 +82,8 @@ def traffic(plan: Plan, rank: int) -> Traffic:
     for bucket, numbers in enumerate(plan.buckets):
         gather = plan.routes(bucket, rank, gather=True)
         scatter = plan.routes(bucket, rank, gather=False)
-        collectives += plan.gathers(bucket) + plan.rounds(bucket).count
+        exchanges = plan.exchanges(bucket)
+        collectives += plan.gathers(bucket) + exchanges
         for way in (gather, scatter):
             messages += max(len(side.keys() - {rank}) for side in (way.stored, way.assembled))
         asked = plan.summed(numbers)
@@ -91,26 +91,24 @@ def traffic(plan: Plan, rank: int) -> Traffic:
         there, back = moved(gather.stored, rank), moved(scatter.assembled, rank)
         sent += there + back
         arriving = moved(gather.assembled, rank).total()
-        leaving = _rounds(plan, rank, bucket, scatter.assembled, stored=False)
-        returning = _rounds(plan, rank, bucket, scatter.stored, stored=True)
+        leaving = _results(exchanges, scatter.assembled, rank)
+        returning = _results(exchanges, scatter.stored, rank)
         owned = [number for number in numbers if plan.assignments[number].owner == rank]
         staying += [number for number in owned if not plan.moves(number)]
         mine = tuple(number for number in owned if plan.moves(number))
         elements = sum(plan.assignments[number].matrix.numel for number in mine)
         buffers = there.total() + arriving + elements if plan.gathers(bucket) else 0
         buckets.append(BucketTraffic(mine, elements, arriving, buffers, leaving, returning))
-    return Traffic(tuple(buckets), tuple(staying), sent, collectives + plan.late, messages, _carried(plan, rank))
+    return Traffic(tuple(buckets), tuple(staying), sent, collectives, messages, _carried(plan, rank))
 
 
-def _rounds(plan: Plan, rank: int, bucket: int, legs: Mapping[int, Sequence[Leg]], *, stored: bool) -> tuple[int, ...]:
-    """Return the elements of results that travel in each exchange of a bucket, and in the exchanges that follow."""
-    rounds = plan.rounds(bucket)
+def _results(count: int, legs: Mapping[int, Sequence[Leg]], rank: int) -> tuple[int, ...]:
+    """Return the elements of results that travel to or from other ranks in each of ``count`` exchanges of a bucket."""
     found = Counter[int]()
     for peer, travelling in legs.items():
         for leg in travelling if peer != rank else ():
-            holder = rank if stored else peer
-            found[plan.exchange_of(leg.assignment, holder, rounds) if rounds.count > 1 else 0] += leg.piece.numel
-    return tuple(found[turn] for turn in range(max(rounds.count, 1 + max(found, default=0))))
+            found[leg.exchange] += leg.piece.numel
+    return tuple(found[exchange] for exchange in range(max(1, count)))
 
 
 def _carried(plan: Plan, rank: int) -> Carried:
@@ -148,26 +146,38 @@ def step_memory(plan: Plan, moved: Traffic, squares: Callable[[int], int]) -> in
     computing = _computing(plan, moved.staying, squares, beside=2)
     if not moving:
         return computing * plan.budget.itemsize
-    peak, sent, received = 0, 0, 0
+    peak, results, under_way = 0, 0, [(0, 0)]  # elements of results that are sent and received, by exchange
     for bucket, after in itertools.zip_longest(moving, moving[1:]):
         here, elements = moved.buckets[bucket], moved.buckets[bucket].elements
         coming = 0 if after is None else moved.buckets[after].gather_buffers
         in_squares, with_matrices, with_results = (_computing(plan, here.mine, squares, beside=n) for n in (0, 1, 2))
         if plan.gathers(bucket):
             arrived = max(here.gather_buffers, 2 * elements + in_squares)
-            peak = max(peak, arrived + coming + sent + received)
+            peak = max(peak, arrived + coming + sum(under_way[0]))
         else:  # results of the previous bucket have arrived after the first portion
-            peak = max(peak, max(with_results + sent + received, with_matrices + elements) + coming)
-        near = plan.rounds(bucket).near  # whether the first round sends shards to the owner's own replica
-        pairs = list(zip(here.rounds_sent, here.rounds_received, strict=False))
-        sent, received = pairs[0]
-        peak = max(peak, max(elements, computing) + sent + received + coming)
-        for turn, (leaving, returning) in enumerate(pairs[1:], 1):  # while the previous round is written
-            anew = near or leaving != sent
-            kept = elements if anew or any(later != leaving for later, _ in pairs[turn + 1 :]) else 0
-            peak = max(peak, kept + sent * anew + leaving + received + returning + coming)
-            sent, received = leaving, returning
+            peak = max(peak, max(with_results + sum(under_way[0]), with_matrices + elements) + coming)
+        peak = max(peak, elements + coming + _passed_on(under_way, results))
+        under_way = list(zip(here.results_sent, here.results_received, strict=True))
+        peak = max(peak, max(elements, computing) + sum(under_way[0]) + coming)
+        if not plan.fits(bucket):  # all exchanges but the last one are over before the next bucket is computed
+            peak = max(peak, _passed_on(under_way, elements) + coming)
+            under_way = under_way[-1:]
+        results = elements
+    peak = max(peak, _passed_on(under_way, results))
     return peak * plan.budget.itemsize
+
+
+def _passed_on(exchanges: Sequence[tuple[int, int]], elements: int) -> int:
+    """Return the most elements in use by successive exchanges of results, each given as (sent, received).
+
+    While one travels, the results of the previous exchange are written. The ``elements`` of the results are needed
+    until nothing else is sent.
+    """
+    most, sizes = 0, [sent for sent, _ in exchanges]
+    for turn in range(1, len(exchanges)):
+        results = elements if any(size != sizes[turn - 1] for size in sizes[turn:]) else 0
+        most = max(most, exchanges[turn - 1][1] + sum(exchanges[turn]) + results)
+    return most
 
 
 def _computing(plan: Plan, numbers: Sequence[int], squares: Callable[[int], int], *, beside: int) -> int:
@@ -182,12 +192,12 @@ def _computing(plan: Plan, numbers: Sequence[int], squares: Callable[[int], int]
 
 
 def _kept(buckets: Sequence[BucketTraffic]) -> int:
-    """Return the elements that a CPU keeps: two buffers of each kind, because buckets and rounds take turns."""
+    """Return the elements that a CPU keeps: two buffers of each kind, because buckets and exchanges take turns."""
     found = 0
     for turn in (buckets[::2], buckets[1::2]):
         found += max((bucket.gather_buffers for bucket in turn), default=0)
         found += max((bucket.elements for bucket in turn), default=0)
-        found += max((max(b.rounds_sent, default=0) + max(b.rounds_received, default=0) for b in turn), default=0)
+        found += max((max(b.results_sent) + max(b.results_received) for b in turn), default=0)
     return found
 
 
@@ -203,7 +213,7 @@ def state_bytes_of(planned: Planned, precision: Precision) -> dict[str, tuple[in
     coded = set[Tensor]()
     for member in planned.members:
         local, total, host = local_of(member.tensor), 0, 0
-        for form in forms_of(member, precision):
+        for form in member.forms(precision):
             stored = form.layout.storage.layout
             blocks = () if stored is None else stored.blocks(this_rank())
             elements = math.prod(form.shape) if stored is None else sum(block.region.numel for block in blocks)

@@ -7,7 +7,7 @@ the same in every layout of a matrix (docs/decisions/0017).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -61,8 +61,8 @@ class Blocks:
     """
 
     plan: Plan
-    holdings: tuple[tuple[Piece, ...], ...]
-    matrices_of: Mapping[Tensor, tuple[int, ...]]
+    holdings: Sequence[Sequence[Piece]]
+    matrices_of: Mapping[Tensor, Sequence[int]]
     device: torch.device
 
     @cached_property

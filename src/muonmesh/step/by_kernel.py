@@ -1,4 +1,7 @@
-"""ByKernel: folds and applies all pieces of a table by one kernel launch, for rules and dtypes that have kernels."""
+"""ByKernel: folds and applies all pieces of a table by one kernel launch, for rules and dtypes that have kernels.
+
+So are gradients of zero found (`mark_nonzero`).
+"""
 
 from __future__ import annotations
 
@@ -13,17 +16,12 @@ from muonmesh.comm.views import Elements
 from muonmesh.layout.piece_table import NOWHERE, PieceTable, Row
 from muonmesh.numerics.kernels import fused
 from muonmesh.numerics.kernels.memory import rewrite, upload
-from muonmesh.numerics.kernels.rows import PieceRows, Place, in_three_dims
+from muonmesh.numerics.kernels.rows import SEARCHED, PieceRows, Place, in_three_dims
 from muonmesh.numerics.kernels.toolchain import DTYPES, is_usable
 from muonmesh.numerics.rules import Rule
 from muonmesh.numerics.rules.muon import MuonRule
-from muonmesh.step.columns import rounds_to_nearest
 from muonmesh.step.parameter_steps import ParameterStep
-from muonmesh.step.ready import ReadyParameters
-from muonmesh.step.update_squares import UpdateSquares
-
-_Form = tuple[torch.dtype, torch.dtype | None] | None
-"""The dtypes of a parameter's tensors in the first two columns of a launch; None: it is not stepped by a kernel."""
+from muonmesh.step.ready import ReadyParameters, rounds_to_nearest
 
 
 class _Launch(NamedTuple):
@@ -60,6 +58,62 @@ class Repeatable(NamedTuple):
     beside: Sequence[Tensor]
     facts: tuple[object, ...]
     written: Sequence[Tensor]
+
+
+def mark_nonzero(
+    table: PieceTable, gradients: Sequence[Tensor | None], found: Tensor, version: object
+) -> Sequence[Row]:
+    """Mark matrices whose gradient is not zero by one launch for each dtype; return the rows that no kernel takes.
+
+    Args:
+        table: The pieces of all gradients on this rank.
+        gradients: The gradients in the order of the plan.
+        found: int32 (matrices,), written.
+        version: The same object as long as all gradients are where they were; None if that is unknown.
+    """
+    if not is_usable(found.device):
+        return table.rows
+    held = [gradients[number] for number in table.parameters]
+    forms = tuple([None if gradient is None else gradient.dtype for gradient in held])
+
+    def launch_of(row: Row) -> tuple[int, bool, object] | None:
+        dtype = forms[table.parameters[row.parameter]]
+        fits = dtype in DTYPES and in_three_dims(row.piece.shape, row.piece.storage_strides) is not None
+        return (0, False, dtype) if fits else None
+
+    divided: tuple[list[_Launch], list[Row]]
+    divided = table.once(("nonzero", forms), lambda: _divided(table, launch_of, SEARCHED))
+    launches, left = divided
+    for launch in launches:
+        launch.pieces.version = version
+        here = [gradient for place in launch.parameters if (gradient := held[place]) is not None]
+        fused.mark_nonzero(launch.pieces, here, found)
+    return left
+
+
+def _divided(
+    table: PieceTable, launch_of: Callable[[Row], tuple[int, bool, object] | None], *blocks: int
+) -> tuple[list[_Launch], list[Row]]:
+    """Return the launches for a table, and the rows that no launch takes.
+
+    Args:
+        table: The table.
+        launch_of: Returns for a row the number of a param group, whether the row is in a buffer, and the dtypes; rows
+            for which these are equal have a launch. None: no launch takes the row.
+        blocks: The number of blocks of one program, if it is not the usual one.
+    """
+    taken: dict[tuple[int, bool, object], list[Row]] = {}
+    left = list[Row]()
+    for row in table.rows:
+        launch = launch_of(row)
+        (left if launch is None else taken.setdefault(launch, [])).append(row)
+    launches = []
+    for (group, buffered, _), rows in taken.items():
+        places, numbers = table.numbered(rows)
+        pieces = PieceRows([_place(row, number) for row, number in zip(rows, numbers, strict=True)], *blocks)
+        if len(pieces):
+            launches.append(_Launch(group, buffered, places, rows, pieces))
+    return launches, left
 
 
 class ByKernel:
@@ -169,9 +223,17 @@ class ByKernel:
             pairs = [None if entry is None else column(entry) for entry in entries]
             forms = tuple([None if pair is None else (pair[0].dtype, _dtype(pair[1])) for pair in pairs])
             buffers = elements.buffers[0].dtype if elements.buffers else None
-            divided: tuple[Sequence[_Launch], Sequence[Row]] = table.once(
-                (what, buffers, forms), lambda: _divided(ready, table, buffers, forms)
-            )
+
+            def launch_of(row: Row) -> tuple[int, bool, object] | None:
+                form, buffered = forms[table.parameters[row.parameter]], row.buffer != NOWHERE
+                dtypes = [dtype for dtype in (*(form or ()), buffers if buffered else None) if dtype is not None]
+                fits = in_three_dims(row.piece.shape, row.piece.storage_strides, row.strides) is not None
+                if form is None or not fits or any(dtype not in DTYPES for dtype in dtypes):
+                    return None
+                return ready.of(row.assignment).entry.member.group, buffered, form
+
+            divided: tuple[Sequence[_Launch], Sequence[Row]]
+            divided = table.once((what, buffers, forms), lambda: _divided(table, launch_of))
             launches, left = divided
             found = [], left
             for launch in launches:
@@ -234,7 +296,7 @@ class ByKernel:
         keep, size = known["factors"]
         return keep, size
 
-    def _measure(self, elements: Elements, launch: _Launch, size: Tensor, squares: UpdateSquares) -> None:
+    def _measure(self, elements: Elements, launch: _Launch, size: Tensor, squares: dict[int, list[Tensor]]) -> None:
         """Add up the squares of the steps of a launch, without decay, each element counted once among its copies."""
         device, numbers = self._ready.device, [row.assignment for row in launch.rows]
         views = [view for row in launch.rows if (view := elements.view(row)) is not None]
@@ -242,7 +304,8 @@ class ByKernel:
         places = upload(numbers, dtype=torch.int64, device=device)
         copies = [self._ready.of(number).entry.member.storage.copies for number in numbers]
         steps = torch.where(self.active, size, 0.0)[places] * norms
-        squares.add(launch.group, (steps.square() / upload(copies, dtype=torch.float64, device=device)).sum())
+        steps = steps.square() / upload(copies, dtype=torch.float64, device=device)
+        squares.setdefault(launch.group, []).append(steps.sum())
 
 
 def _dtype(tensor: Tensor | None) -> torch.dtype | None:
@@ -255,32 +318,6 @@ def _gradients(entries: Sequence[ParameterStep]) -> list[Tensor]:
 
 def _masters(entries: Sequence[ParameterStep]) -> list[Tensor]:
     return [master for entry in entries if (master := entry.master) is not None]
-
-
-def _divided(
-    ready: ReadyParameters, table: PieceTable, buffers: torch.dtype | None, forms: Sequence[_Form]
-) -> tuple[Sequence[_Launch], Sequence[Row]]:
-    """Return the launches for a table, and the rows that no launch takes, by the dtypes of buffers and parameters."""
-    taken: dict[tuple[int, bool, _Form], list[Row]] = {}
-    left = list[Row]()
-    for row in table.rows:
-        form, buffered = forms[table.parameters[row.parameter]], row.buffer != NOWHERE
-        dtypes = [dtype for dtype in (*(form or ()), buffers if buffered else None) if dtype is not None]
-        if form is None or not _fits(row) or any(dtype not in DTYPES for dtype in dtypes):
-            left.append(row)
-        else:
-            taken.setdefault((ready.of(row.assignment).entry.member.group, buffered, form), []).append(row)
-    launches = []
-    for (group, buffered, _), rows in taken.items():
-        places, numbers = table.numbered(rows)
-        pieces = PieceRows([_place(row, number) for row, number in zip(rows, numbers, strict=True)])
-        if len(pieces):
-            launches.append(_Launch(group, buffered, places, rows, pieces))
-    return launches, left
-
-
-def _fits(row: Row) -> bool:
-    return in_three_dims(row.piece.shape, row.piece.storage_strides, row.strides) is not None
 
 
 def _place(row: Row, tensor: int) -> Place:

@@ -1,4 +1,4 @@
-"""ByParts: folds and applies rows of a table by the parts of their rules, on every device.
+"""ByParts: folds and applies rows of a table by the parts of their rules, and finds gradients of zero; on every device.
 
 On a CPU each thread takes one piece after the other, so that a piece stays in the cache; and small equal pieces are
 taken together, since a CPU copies them faster than it makes calls.
@@ -16,11 +16,11 @@ from torch import Tensor
 from muonmesh.comm.views import Elements, view_in_storage
 from muonmesh.layout.piece_table import NOWHERE, PieceTable, Row, evenly
 from muonmesh.layout.region import row_major
+from muonmesh.numerics.kernels.memory import upload
 from muonmesh.numerics.kernels.threads import run_all
 from muonmesh.numerics.rules import parts
-from muonmesh.step.columns import Kind, MatrixStep, WeightViews
 from muonmesh.step.parameter_steps import ParameterStep
-from muonmesh.step.ready import ReadyParameters
+from muonmesh.step.ready import Kind, MatrixStep, ReadyParameters, WeightViews
 
 SMALL = 1 << 14
 """Up to this number of elements, a CPU copies a piece beside others; this is cheaper than a few more calls
@@ -30,10 +30,66 @@ _MOST = 1 << 19
 """Largest number of elements of pieces that are taken together, so that they stay in the cache."""
 
 
-_RUNS = "runs"
+_PROBE = 64
+"""Number of elements of a gradient that are checked first for being exactly zero; nearly always enough."""
+
+_RUNS, _ROWS, _ROUNDED = "runs", "rows of matrices", "/rounded"
 
 Sums = Callable[[int], tuple[tuple[Tensor, ...], Mapping[str, Tensor]]]
 """The type of `RuleSums.sums_of`."""
+
+
+def nonzero_on_host(table: PieceTable, gradients: Sequence[Tensor | None], matrices: int) -> list[bool]:
+    """Return for each matrix whether its gradient has an element that is not zero, or is NaN.
+
+    The first elements of each matrix are looked at, of many matrices at once, and only then all others.
+
+    Args:
+        table: The pieces of all gradients on this rank.
+        gradients: The gradients in the order of the plan.
+        matrices: The number of matrices.
+    """
+    found = [False] * matrices
+    rows_of: dict[int, list[Row]] = table.kept.get(_ROWS) or table.once(_ROWS, lambda: _rows_of(table))
+    probes: dict[tuple[int, torch.dtype], tuple[list[int], list[Tensor]]] = {}
+    for number, (first, *_) in rows_of.items():
+        if (gradient := gradients[first.parameter]) is not None:  # all rows of a matrix are of one parameter
+            count, strides = min(first.piece.shape[-1], _PROBE), first.piece.storage_strides[-1:]
+            numbers, views = probes.setdefault((count, gradient.dtype), ([], []))
+            numbers.append(number)
+            start = gradient.storage_offset() + first.piece.storage_start
+            views.append(gradient.as_strided((count,), strides, start))
+    for numbers, views in probes.values():
+        probed = views[0].any().unsqueeze(0) if len(views) == 1 else torch.stack(views).any(1)
+        for number, any_nonzero in zip(numbers, probed.tolist(), strict=True):
+            found[number] = any_nonzero or any(_has_nonzero(row, gradients[row.parameter]) for row in rows_of[number])
+    return found
+
+
+def _rows_of(table: PieceTable) -> dict[int, list[Row]]:
+    found: dict[int, list[Row]] = {}
+    for row in table.rows:
+        found.setdefault(row.assignment, []).append(row)
+    return found
+
+
+def _has_nonzero(row: Row, gradient: Tensor | None) -> bool:
+    return gradient is not None and bool(view_in_storage(gradient, row.piece).any())
+
+
+def mark_nonzero(rows: Sequence[Row], gradients: Sequence[Tensor | None], found: Tensor) -> None:
+    """Count rows on the device whose gradient has an element that is not zero, or is NaN.
+
+    Args:
+        rows: The rows.
+        gradients: The gradients in the order of the plan.
+        found: int32 (matrices,), to which rows add. With uint8, 256 rows of one matrix would add up to none.
+    """
+    pairs = [(row, g) for row in rows if row.piece.numel and (g := gradients[row.parameter]) is not None]
+    if pairs:
+        norms = torch._foreach_norm([view_in_storage(gradient, row.piece) for row, gradient in pairs], float("inf"))
+        numbers = upload([row.assignment for row, _ in pairs], dtype=torch.int64, device=found.device)
+        found.index_add_(0, numbers, (torch.stack(norms) != 0).to(torch.int32))
 
 
 class ByParts:
@@ -152,7 +208,8 @@ class ByParts:
         if weights.write is not None:
             weights.write()
         if self._ready.squares is not None and squares is not None:
-            self._ready.squares.add(member.group, torch.stack(squares).sum() / member.storage.copies)
+            total = torch.stack(squares).sum() / member.storage.copies
+            self._ready.squares.setdefault(member.group, []).append(total)  # by any thread
 
 
 # ---------------------------------------------------------------- small equal pieces together
@@ -203,54 +260,58 @@ def _follows(row: Row, run: Sequence[Row]) -> bool:
 
 def _fold_together(elements: Elements, run: Run, entries: Sequence[ParameterStep], kind: Kind) -> bool:
     """Fold the gradients of a run, and write the directions; False if nothing was done, because the rows differ."""
-    gradients = _views([entry.gradient for entry in entries], run.rows)
-    momenta = _by_key([entry.momenta or {} for entry in entries], run.rows)
-    if gradients is None or momenta is None:
+    momenta = [entry.momenta or {} for entry in entries]
+    columns = _side_by_side(run, {"": [entry.gradient for entry in entries]}, momenta)
+    if columns is None:
         return False
-    held = {key: parts.side_by_side(f"momenta {key}", views) for key, views in momenta.items()}
-    parts.fold(kind.rule, parts.side_by_side("gradient", gradients), held, into=run.buffered(elements))
-    for key, views in momenta.items():
-        parts.give_back(held[key], views)
+    gradient, _ = columns.pop("")
+    parts.fold(kind.rule, gradient, {key: copies for key, (copies, _) in columns.items()}, into=run.buffered(elements))
+    for column in columns.values():
+        parts.give_back(*column)
     return True
 
 
 def _apply_together(elements: Elements, run: Run, entries: Sequence[ParameterStep], kind: Kind) -> bool:
     """Decay and update the weights of a run; False if nothing was done, because the rows differ."""
-    wide, rows = entries[0].master is not None, run.rows
-    weights = _views([entry.master if wide else entry.weights for entry in entries], rows)
-    rounded = _views([entry.weights for entry in entries], rows) if wide else []
-    beside = _by_key([entry.beside for entry in entries], rows)
-    if (
-        weights is None
-        or rounded is None
-        or beside is None
-        or (not wide and any([e.master is not None for e in entries]))
-    ):
+    weights: dict[str, Sequence[object]] = {"": [entry.weights for entry in entries]}
+    masters = [entry.master for entry in entries]
+    if masters[0] is not None:
+        weights = {"": masters, _ROUNDED: weights[""]}
+    elif any([master is not None for master in masters]):
         return False
-    values = parts.side_by_side("weights", weights)
-    low = parts.side_by_side("rounded", rounded) if rounded else None
-    held = {key: parts.side_by_side(f"beside {key}", views) for key, views in beside.items()}
-    parts.apply(kind.rule, values, run.buffered(elements), held, scale=kind.scale, rounded=low)
-    for together, views in ((values, weights), (low, rounded), *((held[key], beside[key]) for key in held)):
-        if together is not None:
-            parts.give_back(together, views)
+    columns = _side_by_side(run, weights, [entry.beside for entry in entries])
+    if columns is None:
+        return False
+    beside = {key: copies for key, (copies, _) in columns.items()}
+    values, rounded = beside.pop(""), beside.pop(_ROUNDED, None)
+    parts.apply(kind.rule, values, run.buffered(elements), beside, scale=kind.scale, rounded=rounded)
+    for column in columns.values():
+        parts.give_back(*column)
     return True
 
 
-def _views(tensors: Sequence[object], rows: Sequence[Row]) -> list[Tensor] | None:
-    """Return views of rows in their tensors; None if these are not all tensors of one dtype."""
-    found = [
-        view_in_storage(tensor, row.piece)
-        for tensor, row in zip(tensors, rows, strict=True)
-        if isinstance(tensor, Tensor)
-    ]
-    return found if len(found) == len(rows) and len({view.dtype for view in found}) == 1 else None
+def _side_by_side(
+    run: Run, columns: Mapping[str, Sequence[object]], states: Sequence[Mapping[str, object]]
+) -> dict[str, tuple[Tensor, list[Tensor]]] | None:
+    """Return copies of what the rows of a run have, in one tensor for each key, with the views that were copied.
 
+    Args:
+        run: The rows.
+        columns: By key, something of each row.
+        states: More of each row, by key.
 
-def _by_key(states: Sequence[Mapping[str, object]], rows: Sequence[Row]) -> dict[str, list[Tensor]] | None:
-    """Return views of rows in tensors that each has by key, such as its state; None if these are not alike."""
-    found, keys = dict[str, list[Tensor]](), states[0].keys()
-    for key in keys if all([state.keys() == keys for state in states]) else ():
-        if (views := _views([state[key] for state in states], rows)) is not None:
-            found[key] = views
-    return found if len(found) == len(keys) else None
+    Returns:
+        None if the rows do not have tensors by the same keys, of one dtype for each.
+    """
+    keys, found = states[0].keys(), dict[str, list[Tensor]]()
+    if not all([state.keys() == keys for state in states]):
+        return None
+    for key, values in {**columns, **{key: [state[key] for state in states] for key in keys}}.items():
+        found[key] = [
+            view_in_storage(tensor, row.piece)
+            for tensor, row in zip(values, run.rows, strict=True)
+            if isinstance(tensor, Tensor)
+        ]
+        if len(found[key]) < len(run.rows) or len({view.dtype for view in found[key]}) > 1:
+            return None
+    return {key: (parts.side_by_side(key, views), views) for key, views in found.items()}

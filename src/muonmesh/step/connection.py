@@ -7,44 +7,90 @@ their plans, once for these parameters. `outdated` says whether the ranks must d
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from dataclasses import replace
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from muonmesh.comm.copies import Copies, Gradients, find_copies, insist_on_averages
+from muonmesh.comm.copies import Claim, Copies, Gradients, Sums, added, find_copies, insist_on_averages
 from muonmesh.comm.exchange import Exchange
 from muonmesh.comm.meeting import connected
-from muonmesh.comm.placing import refuse_flattened, shape_if_known
 from muonmesh.comm.process_groups import group_of
 from muonmesh.comm.ranks import mesh_groups
-from muonmesh.comm.storage import world_size
-from muonmesh.comm.telling import tell_by_rank
+from muonmesh.comm.same_plan import View, insist
+from muonmesh.comm.storage import this_rank, world_size
+from muonmesh.comm.telling import tell_all, tell_by_rank
 from muonmesh.comm.wrappers import group_that_averages, refuse_join, wrappers_of
-from muonmesh.errors import explain_error
-from muonmesh.layout import Budget, Parameter, Plan, make_plan, split_matrices
-from muonmesh.names import canonical_name
-from muonmesh.numerics.dtypes import COMPLEX_DTYPES, HELD_DTYPES, NEEDED_HELD
-from muonmesh.numerics.rules import is_matrix_rule, rule_of
-from muonmesh.settings.checks import check_group, check_structure
+from muonmesh.errors import about, warn
+from muonmesh.layout import Budget, Parameter, Plan, make_plan
+from muonmesh.numerics.kernels import KernelName, auto_takes
+from muonmesh.numerics.rules import rule_of
+from muonmesh.settings.checks import check_structure
 from muonmesh.settings.reading import SettingsFound, plan_terms, read_groups
-from muonmesh.step.comparison import Facts, facts_of, plan_of_all, take_what_all_have
 from muonmesh.step.members import (
     OptimizedParameter,
+    check_members,
     group_for,
     likely_sets,
     members_of,
-    named_alike,
     replicas_of,
+    unknown_matrix,
 )
-from muonmesh.step.planning import Batches, Connected, Planned, Planner, plan_members
-from muonmesh.step.replicas import gradients_of_replicas
+from muonmesh.step.planning import Batches, Planned, Planner, plan_members, widened
+from muonmesh.step.replicas import claims_of, gradients_of_replicas
 from muonmesh.step.runtime import Runtime
-from muonmesh.step.steady import Signature
 from muonmesh.step.untrained import warn_of_rounding
 
 Groups = Sequence[dict[str, Any]]
 """An optimizer's param groups."""
+
+
+class Signature(NamedTuple):
+    """What must stay the same for a plan to stay valid.
+
+    Attributes:
+        setup: See `Runtime.setup`.
+        terms: For each param group what a plan depends on (`muonmesh.settings.reading.plan_terms`).
+        tensors: The form of each parameter.
+        groups: The process group that the source of gradients knows for each parameter.
+    """
+
+    setup: object
+    terms: object
+    tensors: object
+    groups: object
+
+    @staticmethod
+    def of(groups: Groups, runtime: Runtime, terms: object = None) -> Signature:
+        """Return the signature of param groups; ``terms`` are theirs if they have been read."""
+        tensors = [tensor for group in groups for tensor in group["params"]]
+        terms = [plan_terms(group, rule_of(group)) for group in groups] if terms is None else terms
+        shared = [runtime.source.group(tensor) for tensor in tensors]
+        return Signature(runtime.setup, terms, [*map(_form_of, tensors)], shared)
+
+
+def _form_of(tensor: Tensor) -> tuple[object, ...]:
+    form = tensor.shape, tensor.dtype, tensor.device
+    return (*form, id(tensor.device_mesh), tuple(tensor.placements)) if isinstance(tensor, DTensor) else form
+
+
+class Facts(NamedTuple):
+    """What one rank tells the others of its connected set before they compare plans.
+
+    Attributes:
+        claims: Its parameters of which other ranks may hold copies.
+        products: The ``kernels`` that its user set, and the compiled products that "auto" stands for there.
+        machine: The number of ranks of a machine that its launcher reports.
+        averages: Sums of the gradients of replicas (`added`).
+    """
+
+    claims: Sequence[Claim]
+    products: tuple[KernelName, object]
+    machine: int
+    averages: Mapping[int, Sums]
 
 
 def plan(groups: Groups, runtime: Runtime) -> Planned:
@@ -71,8 +117,8 @@ def placed_members(optimizer: Any) -> list[OptimizedParameter]:
     return plan(optimizer.param_groups, optimizer._runtime).members
 
 
-def connect(groups: Groups, runtime: Runtime, *, gradients: bool = True) -> Connected:
-    """Return the plan with its exchange; if there is none yet, compare plans with the ranks that share parameters.
+def connect(groups: Groups, runtime: Runtime, *, gradients: bool = True) -> Planned:
+    """Return the plan with its exchange; if it has none yet, compare plans with the ranks that share parameters.
 
     A rank that cannot make a plan still takes part in the comparison, so that every rank raises an error.
 
@@ -86,8 +132,8 @@ def connect(groups: Groups, runtime: Runtime, *, gradients: bool = True) -> Conn
         PlanError: another rank cannot make a plan, has made a different plan, or does not take part.
     """
     planned, sets, error = _read(groups, runtime)
-    if planned is not None and planned.exchange is not None:
-        return Connected(planned, planned.exchange)
+    if planned is not None and planned.connected:
+        return planned
     if world_size() > 1 and error is None:
         runtime.ranks.wrappers = wrappers_of([tensor for each in groups for tensor in each["params"]])
         refuse_join(runtime.ranks.wrappers)
@@ -98,25 +144,89 @@ def connect(groups: Groups, runtime: Runtime, *, gradients: bool = True) -> Conn
     if planned is not None:
         try:
             sums = gradients_of_replicas(planned, ranks, runtime.source) if gradients else {}
-            facts = facts_of(planned, ranks, runtime, sums, gradients=gradients)
+            bf16 = planned.device.type == "cpu" and runtime.precision.compute == torch.bfloat16
+            facts = Facts(
+                claims_of(planned, ranks, runtime.source if gradients else None),
+                (runtime.asked.kernels, auto_takes() if bf16 else None),
+                runtime.ranks.machine,
+                added(sums),
+            )
         except Exception as wrong:  # such as a lack of memory: the other ranks wait for this rank
             error = error or wrong
-    told = cast(dict[int, Facts], tell_by_rank(facts, error, group=group))
-    copies = find_copies({rank: each.claims for rank, each in told.items()})
-    if take_what_all_have(runtime, told) or copies:
+    facts_of = cast(dict[int, Facts], tell_by_rank(facts, error, group=group))
+    copies = find_copies({rank: each.claims for rank, each in facts_of.items()})
+    if _take_what_all_have(runtime, facts_of) or copies:
         planned, _, error = _read(groups, runtime, copies)
-    planned = runtime.planned = plan_of_all(planned, error, ranks, group, _planner(runtime))
+    planned = runtime.planned = _plan_of_all(planned, error, ranks, group, _planner(runtime))
     # Only now: tensors of other shapes have other gradients, and the difference of the plans says why.
-    averages = {rank: each.averages for rank, each in told.items()}
+    averages = {rank: each.averages for rank, each in facts_of.items()}
     insist_on_averages(averages, lambda: tell_by_rank(sums, group=group))
-    found = runtime.connected = Connected(planned, _exchange(planned, group, runtime))
+    owned = [number for number, one in enumerate(planned.plan.assignments) if one.owner == planned.rank]
+    orthogonalizers = {number: planned.orthogonalizer(number) for number in owned}
+    planned.exchange = Exchange(
+        planned.plan,
+        group=group,
+        dtype=runtime.precision.wire,
+        companion_dtype=runtime.precision.carried,
+        device=planned.device,
+        batching=Batches(planned.plan, planned.device, orthogonalizers, runtime.precision.on_host),
+    )
+    planned.connected, runtime.connected = True, planned
     runtime.ranks.keepers = planned.plan.keepers
     runtime.source.bind(planned.replicated, group_for(runtime.holders), planned.plan.budget.gradient_bytes)
-    runtime.source.complete(found.exchange.wire.steps)
-    if "rounding" not in runtime.told:
-        runtime.told.add("rounding")
+    runtime.source.complete(planned.exchange.wire.steps)
+    if "rounding" not in runtime.warned:
+        runtime.warned.add("rounding")
         warn_of_rounding(planned, groups, runtime.precision, runtime.tell)
-    return found
+    return planned
+
+
+def _take_what_all_have(runtime: Runtime, facts_of: Mapping[int, Facts]) -> bool:
+    """Make all ranks use the same kernels and the same number of ranks of a machine; return whether this rank changes.
+
+    If ``kernels="auto"`` on all ranks stands for different compiled products, all ranks use torch's products. If the
+    launchers report different numbers of ranks of a machine, the number becomes 0 (unknown).
+
+    Args:
+        runtime: The runtime state of the optimizer; its ``precision`` and ``ranks.machine`` are written.
+        facts_of: The facts of each rank of the connected set.
+    """
+    machine, (first, mine), *_ = runtime.ranks.machine, *facts_of.items()
+    runtime.ranks.machine = machine if len({each.machine for each in facts_of.values()}) == 1 else 0
+    other = next((rank for rank, each in facts_of.items() if each.products != mine.products), None)
+    free = all(each.products[0] == "auto" for each in facts_of.values())
+    kernels: KernelName = "torch" if free and other is not None else runtime.asked.kernels
+    if kernels == runtime.precision.kernels:
+        return runtime.ranks.machine != machine
+    runtime.precision = replace(runtime.precision, kernels=kernels)
+    if kernels != runtime.asked.kernels and this_rank() == first:
+        what = f"The ranks {first} and {other} have different compiled products, so all ranks use torch's products. "
+        what += 'Install the same wheel on machines with the same kind of CPU, or write kernels="torch"'
+        warn(about('kernels="auto"', what))
+    return True
+
+
+def _plan_of_all(
+    planned: Planned | None,
+    error: Exception | None,
+    ranks: tuple[int, ...],
+    group: dist.ProcessGroup | None,
+    planner: Planner,
+) -> Planned:
+    """Return the plan of all ranks of a connected set, after they have compared theirs; ``error`` is of this rank.
+
+    Raises:
+        Exception: ``error``, on its rank; a PlanError on the others.
+        PlanError: on every rank, if plans of the same parameters differ.
+    """
+    error = error or unknown_matrix([] if planned is None else planned.members)
+    plans = tell_all(None if planned is None else planned.plan.digest, error, group=group)
+    assert planned is not None
+    if len(set(plans)) > 1 or ranks != planned.plan.ranks:  # other ranks hold other parameters: plan all
+        views = tell_all(View(planned.plan.parameters, planned.plan.elementwise), group=group)
+        planned = widened(planned, views, ranks, planner)
+        insist(group, planned.plan)
+    return planned
 
 
 def _groups_known(planned: Planned | None, runtime: Runtime) -> list[dist.ProcessGroup]:
@@ -127,20 +237,7 @@ def _groups_known(planned: Planned | None, runtime: Runtime) -> list[dist.Proces
     return [group for group in given if isinstance(group, dist.ProcessGroup)] + meshes
 
 
-def _exchange(planned: Planned, group: dist.ProcessGroup | None, runtime: Runtime) -> Exchange:
-    """Make the exchange of a plan that all ranks have compared."""
-    planned.exchange = Exchange(
-        planned.plan,
-        group=group,
-        dtype=runtime.precision.wire,
-        companion_dtype=runtime.precision.carried,
-        device=planned.device,
-        batching=Batches.of(planned, on_host=runtime.precision.on_host),
-    )
-    return planned.exchange
-
-
-def outdated(groups: Groups, runtime: Runtime, settings: SettingsFound) -> Connected | None:
+def outdated(groups: Groups, runtime: Runtime, settings: SettingsFound) -> Planned | None:
     """Return the plan of the last step if this rank can no longer follow it; None if it can, or if there is no plan.
 
     The other ranks may not know yet that this rank has changed. The source brings the gradients of this step, for which
@@ -158,7 +255,7 @@ def outdated(groups: Groups, runtime: Runtime, settings: SettingsFound) -> Conne
     before = runtime.connected
     if before is None:
         return None
-    same = settings.error is None and before.planned.signature == Signature.of(groups, runtime, settings.terms)
+    same = settings.error is None and before.signature == Signature.of(groups, runtime, settings.terms)
     runtime.source.complete(before.exchange.wire.steps)
     return None if same else before
 
@@ -166,79 +263,6 @@ def outdated(groups: Groups, runtime: Runtime, settings: SettingsFound) -> Conne
 def forget(runtime: Runtime) -> None:
     """Forget the plan. All ranks that share the plan call this together."""
     runtime.planned = runtime.connected = None
-
-
-def check_members(group: dict[str, Any], groups: Groups, runtime: Runtime) -> None:
-    """Check a group and its parameters as far as one rank can, and make the parameters' names canonical.
-
-    Raises:
-        ValueError, TypeError: the message says what was found and what to write.
-    """
-    where = f"group {group.get('name')!r}"
-    check_structure(where, group)
-    check_group(where, group)
-    tensors = group["params"]
-    names = [
-        canonical_name(runtime.source.name(tensor) or name)
-        for name, tensor in zip(group["param_names"], tensors, strict=True)
-    ]
-    if names != group["param_names"]:
-        group["param_names"] = names
-    taken = {name for other in groups if other is not group for name in other["param_names"]}
-    for name, tensor in zip(names, tensors, strict=True):
-        if name in taken and world_size() == 1:  # with several ranks, the ranks of a parameter are part of its identity
-            raise named_alike(ValueError, name, "two parameters of this name")
-        taken.add(name)
-        shared: object = runtime.source.group(tensor)
-        if shared is not None and not isinstance(shared, dist.ProcessGroup):  # what `new_group` gives the other ranks
-            found = f"{shared!r} from group() of {type(runtime.source).__name__}, as gradients="
-            needed, write = "None or a ProcessGroup with this rank in it", "Return the group that this rank is in"
-            raise ValueError(explain_error(name, found, needed, write))
-        _check_dtype(name, tensor.dtype, runtime.precision.master, group)
-        if name not in runtime.layouts:
-            refuse_flattened(name, tensor)
-    if not is_matrix_rule(group["algorithm"]):
-        return
-    specs = group.get("matrices")
-    if specs is None:
-        specs = group["matrices"] = [None] * len(tensors)
-    for name, tensor, spec in zip(names, tensors, specs, strict=True):
-        # Of declared shards the whole shape is known at the first step, together with the ranks.
-        if name not in runtime.layouts and (shape := shape_if_known(name, tensor)) is not None:
-            split_matrices(name, shape, spec)
-
-
-def _check_dtype(name: str, dtype: torch.dtype, master: torch.dtype | None, group: Mapping[str, Any]) -> None:
-    """Check the dtype of a parameter.
-
-    Raises:
-        TypeError: muonmesh cannot compute with parameters of this dtype.
-        ValueError: a master weight could not hold all values of this dtype; stochastic rounding is set together with
-            master weights or fp16; or AdamW's ε would be 0 in the dtype of the moments.
-    """
-    if dtype in COMPLEX_DTYPES and not is_matrix_rule(group["algorithm"]):  # stepped by their parts
-        dtype = dtype.to_real()
-    if dtype.is_complex:
-        needed = "a real matrix: one of torch.complex64 and torch.complex128 is AdamW's, by its parts"
-        write = f'Write overrides={{{name!r}: "adamw"}}, or keep the weight as torch.view_as_real(weight) and write '
-        raise TypeError(explain_error(name, f"dtype {dtype}", needed, write + "torch.view_as_complex where it is used"))
-    if dtype not in HELD_DTYPES:
-        needed = f"a floating-point parameter, {NEEDED_HELD}"
-        write = "Call requires_grad_(False), or keep it in torch.bfloat16"
-        raise TypeError(explain_error(name, f"dtype {dtype}", needed, f"{write} and cast it where it is used"))
-    if master is not None and torch.promote_types(dtype, master) != master:
-        wide = torch.promote_types(torch.promote_types(dtype, master), torch.float32)
-        found, needed = f"dtype {dtype} and master_dtype={master}", "a master that holds all of its parameter"
-        raise ValueError(explain_error(name, found, needed, f"Write master_dtype={wide}"))
-    if group["stochastic_rounding"] is not None and (master is not None or dtype == torch.float16):
-        found = f"stochastic_rounding with {'masters' if master is not None else dtype}"
-        needed, write = "weights in bf16 without masters, or wider ones", "Leave out stochastic_rounding"
-        raise ValueError(explain_error(name, found, needed, f"{write} or master_dtype, and keep weights in bf16"))
-    eps, moments = float(group["adamw_eps"]), master or dtype
-    if group["algorithm"] == "adamw" and eps > 0 and torch.tensor(eps, dtype=moments, device="cpu") == 0:
-        found = f"adamw_eps={eps} for moments in {moments}, where it is 0, so that small gradients divide by 0"
-        needed = "an ε above 0"
-        raise ValueError(explain_error(name, found, needed, "Write master_dtype=torch.float32, or adamw_eps=1e-4"))
 
 
 def _read(
@@ -250,17 +274,17 @@ def _read(
     """
     replicas_of(runtime.process_group)  # raises if the process group was lost in pickling
     try:
-        for known in (runtime.planned, runtime.connected and runtime.connected.planned):
-            if copies is None and known is not None and known.signature == _signature(groups, runtime):
+        for known in (runtime.planned, runtime.connected):
+            if copies is None and known is not None and known.signature == Signature.of(groups, runtime):
                 runtime.planned = known
                 return known, known.sets, None
         for group in groups:
-            check_members(group, groups, runtime)
+            check_members(group, groups, runtime.layouts, runtime.source, runtime.precision.master)
         runtime.ranks.group = _group_found(groups, runtime)
-        signature = _signature(groups, runtime)  # with the names as they are now
+        signature = Signature.of(groups, runtime)  # with the names as they are now
     except Exception as wrong:  # this rank still meets the other ranks, which wait for it
         if runtime.connected is not None:
-            return None, runtime.connected.planned.sets, wrong
+            return None, runtime.connected.sets, wrong
         return None, likely_sets(groups, runtime.holders, runtime.layouts, runtime.source), wrong
     members, sets, error = members_of(
         groups, runtime.holders, runtime.layouts, runtime.source, copies or {}, shard_state=runtime.asked.shard_state
@@ -300,7 +324,3 @@ def _group_found(groups: Groups, runtime: Runtime) -> dist.ProcessGroup | None:
         if name not in runtime.layouts and runtime.source.group(tensor) is None
     }
     return group_that_averages(named)
-
-
-def _signature(groups: Groups, runtime: Runtime) -> Signature:
-    return Signature.of(groups, runtime, [plan_terms(group, rule_of(group)) for group in groups])

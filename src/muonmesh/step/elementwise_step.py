@@ -18,7 +18,6 @@ from muonmesh.step.parameter_steps import ParameterStep, prepare_state
 from muonmesh.step.precision import Precision
 from muonmesh.step.state_layout import COUNT
 from muonmesh.step.stochastic_rounding import round_stored
-from muonmesh.step.update_squares import UpdateSquares
 
 
 @together()
@@ -27,7 +26,7 @@ def step_elementwise(
     entries: Sequence[ParameterStep],
     precision: Precision,
     flags: Flags,
-    update_squares: UpdateSquares | None,
+    squares_by_group: dict[int, list[Tensor]] | None,
     offload: Offload | None = None,
 ) -> None:
     """Step the parameters of one group whose rule is elementwise.
@@ -37,22 +36,25 @@ def step_elementwise(
         entries: The local parts of the parameters.
         precision: Says whether there are master weights, and where state is kept.
         flags: The flags that all ranks agreed on.
-        update_squares: Collects the squares of the updates, without weight decay; None if no metrics are wanted.
+        squares_by_group: Squares of updates, without weight decay, to which this adds; None if no metrics are wanted.
         offload: Copies the state to the device and back, if it is in CPU memory; else None.
     """
     for entry in entries:
         if not entry.in_form:
             prepare_state(entry, precision)
     if offload is None:
-        _step(entries, rule, flags, update_squares)
+        _step(entries, rule, flags, squares_by_group)
         return
     for some, states in offload.portions([entry.state for entry in entries], (*rule.keeps(), "master")):
         lent = [replace(entry, state=state) for entry, state in zip(entries[some], states, strict=True)]
-        _step(lent, rule, flags, update_squares)
+        _step(lent, rule, flags, squares_by_group)
 
 
 def _step(
-    entries: Sequence[ParameterStep], rule: ElementwiseRule, flags: Flags, update_squares: UpdateSquares | None
+    entries: Sequence[ParameterStep],
+    rule: ElementwiseRule,
+    flags: Flags,
+    squares_by_group: dict[int, list[Tensor]] | None,
 ) -> None:
     """Step parameters of one group whose state is on their device.
 
@@ -80,11 +82,11 @@ def _step(
             {key: [held[key] for held in used] for key in rule.keeps()},
             [entry.state[COUNT] for entry in some],
             stop=flags.stop if absent is None or flags.stop is None else flags.stop | absent,
-            measured=update_squares is not None,
+            measured=squares_by_group is not None,
         )
         for entry, square in zip(some, squares, strict=False):
-            assert update_squares is not None
-            update_squares.add(entry.member.group, square / entry.member.storage.copies)
+            assert squares_by_group is not None
+            squares_by_group.setdefault(entry.member.group, []).append(square / entry.member.storage.copies)
         for entry, before, after in zip(some, stored, used, strict=True):
             _write(entry, rule, before, after)
 

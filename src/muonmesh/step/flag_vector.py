@@ -5,25 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
 
 from torch import Tensor
 
 from muonmesh.comm.agreement import STANDING, Agreed, Agreement, Field
 from muonmesh.comm.gradients import REDUCTIONS, partial_axes
 from muonmesh.layout import Elementwise, Parameter, Plan
+from muonmesh.step.parameter_steps import ParameterStep
 
 PLACED = (len(REDUCTIONS) - 1).bit_length()
 """Questions about the place of a gradient along one mesh axis: the bits of its index in `REDUCTIONS`."""
 
 DIGEST = 64
 """Questions about the settings that the CPU knows, and again about those that only the device knows."""
-
-
-class HasGradient(Protocol):
-    """Any object with the gradient of one parameter, or None, as a `ParameterStep` has."""
-
-    gradient: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -94,7 +88,7 @@ class FlagVector:
             Field("values", DIGEST * len(self.shared), "equal"),
         )
 
-    def of_gradients(self, entries: Sequence[HasGradient | None]) -> dict[str, bytearray]:
+    def of_gradients(self, entries: Sequence[ParameterStep | None]) -> dict[str, bytearray]:
         """Return what this rank says of its gradients.
 
         Args:

@@ -12,8 +12,8 @@ from muonmesh.layout import Piece
 from muonmesh.layout.piece_table import PieceTable
 from muonmesh.numerics.rules import parts
 from muonmesh.step.blocks import Blocks, Momentum
-from muonmesh.step.columns import MatrixStep, StateCodec, bind
 from muonmesh.step.parameter_steps import ParameterStep
+from muonmesh.step.ready import MatrixStep, StateCodec
 
 
 class Int8Codec(StateCodec):
@@ -31,7 +31,7 @@ class Int8Codec(StateCodec):
 
     def bind(self, entry: ParameterStep) -> None:
         """Let a parameter step with its codes. Momentum that was loaded in another dtype is encoded in this step."""
-        bind(entry, {})
+        entry.bind({})
         if entry.momenta is not None:
             entry.momenta = {key: self._momentum(entry, key) for key in entry.momenta}
 

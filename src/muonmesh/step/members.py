@@ -8,21 +8,26 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from muonmesh.comm.copies import Copies
 from muonmesh.comm.gradients import GradientSource
-from muonmesh.comm.placing import nobody_said, ranks_of, storage_of
+from muonmesh.comm.placing import nobody_said, ranks_of, refuse_flattened, shape_if_known, storage_of
 from muonmesh.comm.sharing import sharded_over_replicas
 from muonmesh.comm.storage import Storage, local_of, this_rank, world_size
 from muonmesh.errors import LayoutError, about, explain_error
-from muonmesh.layout import Declared, FlatParameter, FlatShards, MeshLayout
+from muonmesh.layout import Declared, FlatParameter, FlatShards, MeshLayout, split_matrices
 from muonmesh.layout.matrix import MatrixSpec
+from muonmesh.names import canonical_name
+from muonmesh.numerics.dtypes import COMPLEX_DTYPES, HELD_DTYPES, NEEDED_HELD, master_for
 from muonmesh.numerics.rules import is_matrix_rule
 from muonmesh.numerics.rules.parts import follow
 from muonmesh.settings import LOST_GROUP, LOST_LAYOUTS, ProcessGroup
-from muonmesh.step.state_layout import StateLayout
+from muonmesh.settings.checks import check_group, check_structure
+from muonmesh.step.precision import Precision
+from muonmesh.step.state_layout import COUNTED, StateForm, StateLayout
 
 E = TypeVar("E", bound=Exception)
 
@@ -75,6 +80,28 @@ class OptimizedParameter:
         follow(local_of(master), local)
         return local_of(master).detach()
 
+    def forms(self, precision: Precision, *, master: bool = False) -> tuple[StateForm, ...]:
+        """Return the forms of all state that a step uses of the parameter.
+
+        Args:
+            precision: The dtypes of state.
+            master: Whether there is a master weight, although the precision asks for none.
+        """
+        local = local_of(self.tensor)
+        layouts = {**self.state_layouts, **({} if self.is_matrix else COUNTED)}
+        if master or master_for(local.dtype, precision.master) is not None:
+            layouts["master"] = StateLayout("weights", self.storage, dtype=local.dtype)
+        return tuple(
+            StateForm(
+                key,
+                layout,
+                layout.shape_here(self.storage, local),
+                layout.kept_dtype(precision),
+                layout.device_beside(local.device, precision),
+            )
+            for key, layout in layouts.items()
+        )
+
     @cached_property
     def gradient_storage(self) -> Storage:
         """The storage (layout and shapes) of the parameter's gradient."""
@@ -97,6 +124,84 @@ class OptimizedParameter:
         storage, state = self.storage.copied(found), self.momentum_storage.copied(found)
         state = storage if self.momentum_storage is self.storage else state
         return replace(self, storage=storage, momentum_storage=state, holders="known")
+
+
+def check_members(
+    group: dict[str, Any],
+    groups: Sequence[Mapping[str, Any]],
+    layouts: Mapping[str, Declared],
+    source: GradientSource,
+    master: torch.dtype | None,
+) -> None:
+    """Check a group and its parameters as far as one rank can, and make the parameters' names canonical.
+
+    Raises:
+        ValueError, TypeError: the message says what was found and what to write.
+    """
+    where = f"group {group.get('name')!r}"
+    check_structure(where, group)
+    check_group(where, group)
+    tensors = group["params"]
+    names = [
+        canonical_name(source.name(tensor) or name) for name, tensor in zip(group["param_names"], tensors, strict=True)
+    ]
+    if names != group["param_names"]:
+        group["param_names"] = names
+    taken = {name for other in groups if other is not group for name in other["param_names"]}
+    for name, tensor in zip(names, tensors, strict=True):
+        if name in taken and world_size() == 1:  # with several ranks, the ranks of a parameter are part of its identity
+            raise named_alike(ValueError, name, "two parameters of this name")
+        taken.add(name)
+        shared: object = source.group(tensor)
+        if shared is not None and not isinstance(shared, dist.ProcessGroup):  # what `new_group` gives the other ranks
+            found = f"{shared!r} from group() of {type(source).__name__}, as gradients="
+            needed, write = "None or a ProcessGroup with this rank in it", "Return the group that this rank is in"
+            raise ValueError(explain_error(name, found, needed, write))
+        _check_dtype(name, tensor.dtype, master, group)
+        if name not in layouts:
+            refuse_flattened(name, tensor)
+    if not is_matrix_rule(group["algorithm"]):
+        return
+    specs = group.get("matrices")
+    if specs is None:
+        specs = group["matrices"] = [None] * len(tensors)
+    for name, tensor, spec in zip(names, tensors, specs, strict=True):
+        # Of declared shards the whole shape is known at the first step, together with the ranks.
+        if name not in layouts and (shape := shape_if_known(name, tensor)) is not None:
+            split_matrices(name, shape, spec)
+
+
+def _check_dtype(name: str, dtype: torch.dtype, master: torch.dtype | None, group: Mapping[str, Any]) -> None:
+    """Check the dtype of a parameter.
+
+    Raises:
+        TypeError: muonmesh cannot compute with parameters of this dtype.
+        ValueError: a master weight could not hold all values of this dtype; stochastic rounding is set together with
+            master weights or fp16; or AdamW's ε would be 0 in the dtype of the moments.
+    """
+    if dtype in COMPLEX_DTYPES and not is_matrix_rule(group["algorithm"]):  # stepped by their parts
+        dtype = dtype.to_real()
+    if dtype.is_complex:
+        needed = "a real matrix: one of torch.complex64 and torch.complex128 is AdamW's, by its parts"
+        write = f'Write overrides={{{name!r}: "adamw"}}, or keep the weight as torch.view_as_real(weight) and write '
+        raise TypeError(explain_error(name, f"dtype {dtype}", needed, write + "torch.view_as_complex where it is used"))
+    if dtype not in HELD_DTYPES:
+        needed = f"a floating-point parameter, {NEEDED_HELD}"
+        write = "Call requires_grad_(False), or keep it in torch.bfloat16"
+        raise TypeError(explain_error(name, f"dtype {dtype}", needed, f"{write} and cast it where it is used"))
+    if master is not None and torch.promote_types(dtype, master) != master:
+        wide = torch.promote_types(torch.promote_types(dtype, master), torch.float32)
+        found, needed = f"dtype {dtype} and master_dtype={master}", "a master that holds all of its parameter"
+        raise ValueError(explain_error(name, found, needed, f"Write master_dtype={wide}"))
+    if group["stochastic_rounding"] is not None and (master is not None or dtype == torch.float16):
+        found = f"stochastic_rounding with {'masters' if master is not None else dtype}"
+        needed, write = "weights in bf16 without masters, or wider ones", "Leave out stochastic_rounding"
+        raise ValueError(explain_error(name, found, needed, f"{write} or master_dtype, and keep weights in bf16"))
+    eps, moments = float(group["adamw_eps"]), master or dtype
+    if group["algorithm"] == "adamw" and eps > 0 and torch.tensor(eps, dtype=moments, device="cpu") == 0:
+        found = f"adamw_eps={eps} for moments in {moments}, where it is 0, so that small gradients divide by 0"
+        needed = "an ε above 0"
+        raise ValueError(explain_error(name, found, needed, "Write master_dtype=torch.float32, or adamw_eps=1e-4"))
 
 
 def members_of(
@@ -155,7 +260,9 @@ def members_of(
                 names[part, () if storage.layout is None else tuple(storage.layout.ranks)] += 1
                 if storage.layout is not None:
                     sets.append(storage.layout.ranks)
-    error = error or _named_alike(names)
+    for (alike, _), count in names.items():
+        if count > 1:
+            error = error or named_alike(LayoutError, alike, f"{count} parameters of this name")
     try:
         members = _with_momentum_placed(members, source)
     except LayoutError as found:
@@ -172,14 +279,6 @@ def members_of(
         needed = "names of parameters in the groups of this rank"
         error = error or LayoutError(explain_error("layouts", f"{sorted(unknown)}", needed, write))
     return members, sets, error
-
-
-def _named_alike(names: Mapping[tuple[str, tuple[int, ...]], int]) -> LayoutError | None:
-    """Return the error for the first name that several parameters on the same ranks have; None if names are unique."""
-    for (name, _), count in names.items():
-        if count > 1:
-            return named_alike(LayoutError, name, f"{count} parameters of this name")
-    return None
 
 
 def named_alike(kind: type[E], name: str, found: str) -> E:

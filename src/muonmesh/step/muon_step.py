@@ -15,6 +15,9 @@ from muonmesh.numerics.kernels.triton_launch import is_watched
 from muonmesh.numerics.rules import parts
 from muonmesh.step.by_kernel import ByKernel, Repeatable
 from muonmesh.step.by_parts import ByParts
+from muonmesh.step.int8_codec import Int8Codec
+from muonmesh.step.offload import DeviceCopies, Offload
+from muonmesh.step.planning import Planned
 from muonmesh.step.ready import ReadyParameters
 from muonmesh.step.stored_companions import RuleSums, StoredCompanions
 
@@ -27,7 +30,9 @@ class MuonStep(Work):
     others (`ByParts`).
 
     Args:
+        planned: The plan.
         ready: The parameters of the step. While they last, the same object takes one step after the other.
+        offload: Copies state from CPU memory and back; None if state is on the device of the parameters.
 
     Attributes:
         ready: The parameters of the step.
@@ -38,7 +43,11 @@ class MuonStep(Work):
     companions: StoredCompanions
     summands: RuleSums
 
-    def __init__(self, ready: ReadyParameters) -> None:
+    def __init__(self, planned: Planned, ready: ReadyParameters, offload: Offload | None = None) -> None:
+        if ready.precision.int8:
+            ready.codec = Int8Codec(planned.blocks, ready.find)
+        elif offload is not None:
+            ready.codec = DeviceCopies(offload, planned, ready.entries)
         self.ready, self._by_kernel, self._by_parts = ready, ByKernel.where_usable(ready), ByParts(ready)
         self._elementwise: Sequence[Callable[[], None]] = ()
         self._recordings: dict[Hashable, Any] = {}
@@ -70,7 +79,7 @@ class MuonStep(Work):
         rows = elements.table.rows if self._by_kernel is None else self._by_kernel.fold(elements)
         self._by_parts.fold(elements, rows, folded=folded)
         if codec is not None:
-            codec.have_read(assignments)
+            codec.have_read(elements.table)
 
     def repeat(self, batch: Local, run: Callable[..., object], memory: Sequence[Tensor]) -> None:
         """Run a batch that stays on its rank, or start again what it started on a device in the steps before.
@@ -108,23 +117,21 @@ class MuonStep(Work):
         rule = kind.rule
         if kind.balances:
             for number, matrix in zip(matrices, batch.unbind(), strict=True):
-                one = self.ready.of(number)
-                with self.companions.of(one) as kept:
-                    parts.change_whole(
-                        one.rule_in_turn.balance, matrix, kept, rows=one.matrix.rows, cols=one.matrix.cols
-                    )
+                self._change(number, "balance", matrix)
         if rule.orthogonalizes:
             kind.orthogonalizer(batch, out=out, overwrite=not rule.sees_direction)
         else:
             out.copy_(batch)
         if kind.changes:
             for number, direction, matrix in zip(matrices, batch.unbind(), out.unbind(), strict=True):
-                one = self.ready.of(number)
-                seen = direction if rule.sees_direction else None
-                with self.companions.of(one) as kept:
-                    parts.change_whole(
-                        one.rule_in_turn.whole, matrix, kept, rows=one.matrix.rows, cols=one.matrix.cols, direction=seen
-                    )
+                self._change(number, "whole", matrix, direction=direction if rule.sees_direction else None)
+
+    def _change(self, number: int, part: str, matrix: Tensor, **seen: Any) -> None:
+        """Let a part of the rule of a matrix change it whole, together with its state by row, column or matrix."""
+        one = self.ready.of(number)
+        with self.companions.of(one) as state:
+            rows, cols = one.matrix.rows, one.matrix.cols
+            parts.change_whole(getattr(one.rule_in_turn, part), matrix, state, rows=rows, cols=cols, **seen)
 
     def finalize(self, elements: Elements) -> None:
         """Decay and update the elements of a table, unless their matrix stays unchanged."""

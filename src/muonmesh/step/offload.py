@@ -1,31 +1,25 @@
-"""Offload: keeps state in CPU memory, and copies it to the device only while a bucket of the step needs it."""
+"""Offload: keeps state in CPU memory, and copies it to the device only while a bucket of the step needs it.
+
+`DeviceCopies` says when the step of Muon's parameters needs which state, and `Offload.portions` does for AdamW's.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from threading import Lock
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from muonmesh.comm.storage import local_of
+from muonmesh.layout.piece_table import PieceTable
 from muonmesh.numerics.kernels.memory import keep
-from muonmesh.step.precision import Precision
-
-
-def fresh_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device, precision: Precision) -> Tensor:
-    """Return zeros for per-element state of a parameter on ``device``: on this device, or in pinned CPU memory."""
-    if not precision.leaves(device):
-        return torch.zeros(shape, dtype=dtype, device=device)
-    return torch.zeros(shape, dtype=dtype, device="cpu", pin_memory=torch.cuda.is_available())
-
-
-def fresh_copy(local: Tensor, dtype: torch.dtype, precision: Precision, *, wait: bool = False) -> Tensor:
-    """Return a contiguous copy in another dtype, placed as by `fresh_zeros`; ``wait``: the CPU may read it at once."""
-    if not precision.leaves(local.device):
-        return local.detach().to(dtype).contiguous()
-    return fresh_zeros(local.shape, dtype, local.device, precision).copy_(local.detach(), non_blocking=not wait)
+from muonmesh.step.parameter_steps import ParameterStep
+from muonmesh.step.planning import Planned
+from muonmesh.step.ready import StateCodec
 
 
 @dataclass
@@ -156,3 +150,85 @@ def _cuts(numels: Sequence[int], most: int) -> list[slice]:
 
 def _stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+class DeviceCopies(StateCodec):
+    """Copies the state of parameters to the device for one step, and back to the CPU as early as possible.
+
+    Momentum is needed until all matrices of its tensor have been read. Other state is needed until all of these
+    matrices have been written. The state of a whole tensor is copied at once, even of a stack of experts or a flat
+    buffer.
+
+    Args:
+        offload: Makes the copies.
+        planned: The plan.
+        entries: The parameters in the order of the plan; None for a parameter that only other ranks hold.
+    """
+
+    def __init__(self, offload: Offload, planned: Planned, entries: Sequence[ParameterStep | None]) -> None:
+        self._lock = Lock()  # a CPU that is told to work in copies has threads
+        self._offload, self._plan, self._entries = offload, planned.plan, entries
+        self._copies: dict[Tensor, DeviceCopy] = {}
+        self._unread, self._unwritten = Counter[Tensor](), Counter[Tensor]()  # elements that this rank stores
+        self._sharing: dict[Tensor, list[ParameterStep]] = {}
+        for member, entry in zip(planned.muon, entries, strict=True):
+            if member is not None and entry is not None:
+                for left, storage in ((self._unread, member.momentum_storage), (self._unwritten, member.storage)):
+                    blocks = () if storage.layout is None else storage.layout.blocks(planned.rank)
+                    left[member.tensor] += sum(block.region.numel for block in blocks)
+                self._sharing.setdefault(member.tensor, []).append(entry)
+
+    def _take(self, numbers: Iterable[int]) -> None:
+        """Begin to copy the state of the parameters of matrices to the device, unless this step has copied it."""
+        entries = dict.fromkeys(self._plan.assignments[number].parameter for number in numbers)
+        some = [entry for n in entries if (entry := self._entries[n]) is not None]
+        wanted = {entry.member.tensor: entry for entry in some if entry.member.tensor not in self._copies}
+        if wanted:
+            self._offload.turn()
+        for tensor, entry in wanted.items():
+            shaped = [key for key, state_layout in entry.member.state_layouts.items() if state_layout.companion is None]
+            keys = [key for key in (*shaped, "master") if key in entry.state]
+            self._copies[tensor] = self._offload.bring({key: local_of(entry.state[key]) for key in keys})
+            for each in self._sharing[tensor]:
+                each.bind(self._copies[tensor].values)
+
+    def arrive(self, numbers: Sequence[int], ahead: Sequence[int]) -> None:
+        """Let later computations wait until the state of matrices is copied, and begin to copy that of the next."""
+        with self._lock:
+            self._take(numbers)
+            self._take(ahead)
+            for entry in (self._entries[self._plan.assignments[number].parameter] for number in numbers):
+                if entry is not None:
+                    self._offload.arrive(self._copies[entry.member.tensor])
+
+    def have_read(self, table: PieceTable) -> None:
+        """Note that the gradients of these rows are folded in; copy momentum of whole tensors back to the CPU."""
+        for tensor, keys in self._through(self._unread, table):
+            self._offload.give_back(self._copies[tensor], keys)
+            for each in self._sharing[tensor]:
+                each.momenta = {}
+
+    def have_written(self, table: PieceTable) -> None:
+        """Note that these rows are written; copy other state of whole tensors back to the CPU."""
+        for tensor, keys in self._through(self._unwritten, table):
+            copy = self._copies[tensor]
+            self._offload.give_back(copy, copy.values.keys() - keys)
+            for each in self._sharing[tensor]:
+                each.beside, each.master = {}, None
+
+    def _through(self, left: Counter[Tensor], table: PieceTable) -> Iterator[tuple[Tensor, set[str]]]:
+        """Take rows from the elements that are left; yield the tensors of which none is, with the keys of momentum."""
+        with self._lock:
+            for row in table.rows:
+                entry = self._entries[row.parameter]
+                assert entry is not None
+                left[entry.member.tensor] -= row.piece.numel
+                if left[entry.member.tensor] == 0:
+                    layouts = entry.member.state_layouts.items()
+                    yield entry.member.tensor, {key for key, layout in layouts if layout.kept_as == "momentum"}
+
+    def finish(self) -> None:
+        """Copy all remaining state back to the CPU."""
+        for copy in self._copies.values():
+            self._offload.give_back(copy, tuple(copy.values))
+        self._offload.end()

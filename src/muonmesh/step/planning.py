@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,6 @@ from muonmesh.comm.work import Batching
 from muonmesh.errors import LayoutError, explain_error
 from muonmesh.layout import (
     Elementwise,
-    Layout,
     Parameter,
     Piece,
     Plan,
@@ -41,9 +40,6 @@ from muonmesh.step.members import OptimizedParameter
 from muonmesh.step.placed_state import with_owners, with_state_layouts
 from muonmesh.step.precision import Precision
 
-Holdings = tuple[tuple[Piece, ...], ...]
-"""For each Matrix of a plan, the pieces of it that this rank stores."""
-
 Planner = Callable[..., Plan]
 """`make_plan` with the settings of an optimizer: its memory budget, owners that keep state, and ranks of a machine."""
 
@@ -62,7 +58,7 @@ class Planned:
     This object keeps the parameters alive, so that a new one cannot take an old one's identity.
 
     Attributes:
-        signature: The facts that the plan was made for (`muonmesh.step.steady.Signature`).
+        signature: The facts that the plan was made for (`muonmesh.step.connection.Signature`).
         muon: Members of the Muon groups in the order of the plan; None for a parameter that only other ranks of the
             connected set hold.
         elementwise: Members of the AdamW groups whose ranks are known, in the order of the plan. Ranks agree on their
@@ -73,14 +69,15 @@ class Planned:
         device: The device of Muon's parameters, or of the first parameter if there are none. Without parameters see
             `device_without_parameters`.
         orthogonalizers: The orthogonalizers of each Muon group of this rank, by group and shape.
-        exchange: The exchange that runs the plan; None until the ranks have compared their plans.
+        connected: Whether the ranks have compared their plans.
+        exchange: The exchange that runs the plan; set when they have.
         vectors: Vectors on the device with an entry for each matrix, with what they were made of (`ByKernel`).
-        steps: The parameters of the last step that the next step may use again, by the identity of their
-            OptimizedParameter (`parameter_steps.ParameterStep.lasts`).
-        collected: All parameters of the last step, if the next step may use all of them again.
+        seen: The parameters of the last step with their state, which it has left in the forms in which steps use them
+            (`collect.Snapshot`).
+        collected: The parameters of the last step, if the next step may use all of them again (`collect.Collected`).
         work: The work of the last step (`muon_step.MuonStep`), if the next step may go on with it.
         state_forms: The forms of the state of each parameter, by the identity of its OptimizedParameter, and by whether
-            it has master weights (`parameter_steps.forms_of`).
+            it has master weights (`OptimizedParameter.forms`).
     """
 
     signature: Any
@@ -91,9 +88,10 @@ class Planned:
     rank: int
     device: torch.device
     orthogonalizers: Orthogonalizers
-    exchange: Exchange | None = None
+    connected: bool = False
+    exchange: Exchange = field(init=False)
     vectors: dict[str, Any] = field(default_factory=dict)
-    steps: dict[int, Any] = field(default_factory=dict)
+    seen: Any = None
     collected: Any = None
     work: Any = None
     state_forms: dict[tuple[int, bool], Any] = field(default_factory=dict)
@@ -101,18 +99,13 @@ class Planned:
 
     def forget_steps(self) -> None:
         """Forget what the last step has found of the parameters. It holds their state."""
-        self.steps.clear()
-        self.collected = self.work = None
+        self.seen = self.collected = self.work = None
 
     def orthogonalizer(self, number: int) -> Orthogonalizer:
         """Return the orthogonalizer of a matrix of which this rank stores something."""
         matrix, member = self.plan.assignments[number].matrix, self.muon[self.plan.assignments[number].parameter]
         assert member is not None
         return self.orthogonalizers[member.group, matrix.shape]
-
-    def squares(self, number: int) -> int:
-        """Return how many rows × rows buffers a device needs to orthogonalize a matrix that this rank owns."""
-        return self.orthogonalizer(number).squares
 
     @cached_property
     def flag_vector(self) -> FlagVector:
@@ -152,16 +145,12 @@ class Planned:
         return found
 
     @cached_property
-    def matrices_of(self) -> dict[Tensor, tuple[int, ...]]:
+    def matrices_of(self) -> dict[Tensor, list[int]]:
         """For each tensor of Muon's parameters on this rank the numbers of its matrices' assignments, in order."""
-        numbers = {(a.parameter, a.matrix.index): number for number, a in enumerate(self.plan.assignments)}
-        found: dict[Tensor, tuple[int, ...]] = {}
-        for parameter, member in enumerate(self.muon):
-            if member is not None:
-                matrices = self.plan.parameters[parameter].matrices
-                found[member.tensor] = found.get(member.tensor, ()) + tuple(
-                    numbers[parameter, m.index] for m in matrices
-                )
+        found: dict[Tensor, list[int]] = {}
+        for number, assignment in enumerate(self.plan.assignments):
+            if (member := self.muon[assignment.parameter]) is not None:
+                found.setdefault(member.tensor, []).append(number)
         return found
 
     @cached_property
@@ -170,36 +159,21 @@ class Planned:
         return Blocks(self.plan, self.momentum_holdings, self.matrices_of, self.device)
 
     @cached_property
-    def holdings(self) -> Holdings:
-        """The pieces of each Matrix that this rank stores."""
-        return self._holdings([parameter.target for parameter in self.plan.parameters])
-
-    @cached_property
-    def momentum_holdings(self) -> Holdings:
-        """The pieces of each Matrix whose momentum this rank stores: `holdings`, unless replicas share the momentum."""
-        shared = any(parameter.momentum_storage is not parameter.target for parameter in self.plan.parameters)
-        return self._holdings([each.momentum_storage for each in self.plan.parameters]) if shared else self.holdings
-
-    def _holdings(self, layouts: Sequence[Layout]) -> Holdings:
-        return tuple(pieces(layouts[a.parameter], self.rank, a.matrix) for a in self.plan.assignments)
-
-    @cached_property
-    def gradient_holdings(self) -> Holdings:
-        """The pieces of each Matrix whose gradient this rank has: `holdings` or `momentum_holdings`."""
-        there = any(member is not None and member.at_momentum for member in self.muon)
-        return self.momentum_holdings if there else self.holdings
+    def momentum_holdings(self) -> list[tuple[Piece, ...]]:
+        """The pieces of each Matrix whose momentum this rank stores."""
+        return [self.plan.holdings(number, self.rank) for number in range(len(self.plan.assignments))]
 
     @cached_property
     def gradient_table(self) -> PieceTable:
-        """The pieces of `gradient_holdings`, in no buffer."""
-        every = zip(self.plan.assignments, self.gradient_holdings, strict=True)
-        return PieceTable(
-            tuple(
-                Row(number, assignment.parameter, piece, NOWHERE, 0, piece.storage_strides)
-                for number, (assignment, some) in enumerate(every)
-                for piece in some
-            )
-        )
+        """The pieces of each Matrix whose gradient this rank has, in no buffer."""
+        there = any(member is not None and member.at_momentum for member in self.muon)
+        rows = []
+        for number, assignment in enumerate(self.plan.assignments):
+            parameter = self.plan.parameters[assignment.parameter]
+            layout = parameter.momentum_storage if there else parameter.target
+            for piece in pieces(layout, self.rank, assignment.matrix):
+                rows.append(Row(number, assignment.parameter, piece, NOWHERE, 0, piece.storage_strides))
+        return PieceTable(tuple(rows))
 
     @property
     def members(self) -> list[OptimizedParameter]:
@@ -226,13 +200,6 @@ class Batches(Batching):
     orthogonalizers: Mapping[int, Orthogonalizer]
     on_host: bool
 
-    @staticmethod
-    def of(planned: Planned, *, on_host: bool) -> Batches:
-        """Return those of a plan on this rank."""
-        owned = [number for number, one in enumerate(planned.plan.assignments) if one.owner == planned.rank]
-        orthogonalizers = {number: planned.orthogonalizer(number) for number in owned}
-        return Batches(planned.plan, planned.device, orthogonalizers, on_host)
-
     def at_once(self, number: int, count: int, *, stays: bool = False) -> int:
         """Return how many of ``count`` matrices that are equal to matrix ``number`` are computed by one task."""
         plan, one = self.plan, self.orthogonalizers[number]
@@ -243,13 +210,6 @@ class Batches(Batching):
             return max(1, -(-count // (threads * turns)))
         found = plan.at_once(number, one.squares)
         return min(found, max(1, plan.budget.elements_on_device // numel)) if stays and self.on_host else found
-
-
-class Connected(NamedTuple):
-    """A plan that all its ranks have compared, with the exchange that runs it."""
-
-    planned: Planned
-    exchange: Exchange
 
 
 def plan_members(

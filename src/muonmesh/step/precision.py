@@ -1,12 +1,13 @@
-"""Precision: the dtypes of one optimizer, and where it keeps state."""
+"""Precision: the dtypes of one optimizer, and where it keeps state, which is made here."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from muonmesh.numerics.kernels import KernelName
 
@@ -45,6 +46,18 @@ class Precision:
     def kept_on(self, device: torch.device) -> torch.device:
         """Return the device that keeps the per-element state of a parameter on ``device``."""
         return torch.device("cpu") if self.leaves(device) else device
+
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return zeros for per-element state of a parameter on ``device``: on this device, or in pinned CPU memory."""
+        if not self.leaves(device):
+            return torch.zeros(shape, dtype=dtype, device=device)
+        return torch.zeros(shape, dtype=dtype, device="cpu", pin_memory=torch.cuda.is_available())
+
+    def copy_of(self, local: Tensor, dtype: torch.dtype, *, wait: bool = False) -> Tensor:
+        """Return a contiguous copy in another dtype, placed as by `zeros`; ``wait``: the CPU may read it at once."""
+        if not self.leaves(local.device):
+            return local.detach().to(dtype).contiguous()
+        return self.zeros(local.shape, dtype, local.device).copy_(local.detach(), non_blocking=not wait)
 
     @property
     def wire(self) -> torch.dtype:

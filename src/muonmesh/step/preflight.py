@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from muonmesh.comm.agreement import Agreed, Said, standing
@@ -17,20 +18,20 @@ from muonmesh.comm.work import Work
 from muonmesh.errors import PlanError, about
 from muonmesh.layout import Elementwise, Parameter
 from muonmesh.settings.reading import SettingsFound
+from muonmesh.step import by_kernel, by_parts
+from muonmesh.step.collect import Collected
 from muonmesh.step.flag_vector import PLACED, Flags, FlagVector
-from muonmesh.step.nonzero import nonzero_of
-from muonmesh.step.parameter_steps import Collected, ParameterStep
-from muonmesh.step.planning import Connected
-from muonmesh.step.replicas import Fingerprint
+from muonmesh.step.parameter_steps import ParameterStep
+from muonmesh.step.planning import Planned
+from muonmesh.step.replicas import Fingerprint, lines, said_of_settings
 from muonmesh.step.runtime import Runtime
-from muonmesh.step.settings_digest import lines, said_of_settings
 
 Entries = Sequence[ParameterStep | None]
 """The parameters of a plan with their gradients, Muon's first; None for a parameter that only other ranks hold."""
 
 
 def preflight(
-    connected: Connected,
+    planned: Planned,
     collected: Collected,
     settings: SettingsFound,
     runtime: Runtime,
@@ -46,7 +47,7 @@ def preflight(
     ranks have agreed which gradients are partial; else before, on the ranks that have a partial gradient.
 
     Args:
-        connected: The plan that this rank follows, with its exchange.
+        planned: The plan that this rank follows.
         collected: The parameters with their gradients.
         settings: The settings that this rank read from its groups.
         runtime: The runtime state of the optimizer. If its CPU does not wait for the flags, the device masks writes by
@@ -65,17 +66,18 @@ def preflight(
         PlanError: on the other ranks; and on every rank if some replicas lack a gradient that other replicas have, or
             if ranks that share a parameter have different settings for it.
     """
-    (planned, exchange), entries = connected, [*collected.muon, *collected.elementwise]
+    exchange, entries = planned.exchange, [*collected.muon, *collected.elementwise]
     error = settings.error or collected.error or error
     waits = settings.at_rest or runtime.driver.host_waits(planned.device)
     alone = len(exchange.plan.ranks) == 1 and not settings.on_device  # the CPU knows all but the tensors' values
     if alone and error is not None:
         raise error
-    if (alone or not waits) and not collected.seen.is_plain:
+    seen = collected.seen
+    if (alone or not waits) and not (seen is not None and seen.is_plain):
         _reduce(entries, _partial_here(entries))
     # If partial gradients are not summed yet, a matrix counts as non-zero if any rank has a non-zero summand.
-    nonzero = nonzero_of(planned, collected.muon, waits=waits, version=collected.seen.version)
-    moves = _moves(collected, settings)
+    nonzero = _nonzero(planned, collected, waits=waits)
+    moves = settings.at_rest and _moves(collected)
     if alone:
         exchange.wire.begin_step()
         stop = skip if overflow is None else overflow if skip is None else skip | overflow
@@ -106,10 +108,23 @@ def preflight(
     return _flags(active, agreed.any("skip", "overflow"), overflowed, waits=True, only_creates_state=rests)
 
 
-def _moves(collected: Collected, settings: SettingsFound) -> bool:
-    """Return whether this is no step that only creates state, as far as this rank knows of AdamW's gradients."""
-    gradients = (entry.gradient for entry in collected.elementwise if entry is not None)
-    return settings.at_rest and any(bool(local_of(some).any()) for some in gradients if some is not None)
+def _nonzero(planned: Planned, collected: Collected, *, waits: bool) -> list[bool] | Tensor:
+    """Return for each matrix whether this rank's gradient is not zero: a list if the CPU knows, else on the device."""
+    raw = [None if entry is None else entry.gradient for entry in collected.muon]
+    gradients = [of if of is None or type(of) is Tensor else local_of(of) for of in raw]
+    table, matrices = planned.gradient_table, len(planned.plan.assignments)
+    if planned.device.type == "cpu" and waits:
+        return by_parts.nonzero_on_host(table, gradients, matrices)
+    found = torch.zeros(matrices, dtype=torch.int32, device=planned.device)
+    version = None if collected.seen is None else collected.seen.version
+    by_parts.mark_nonzero(by_kernel.mark_nonzero(table, gradients, found, version), gradients, found)
+    return found != 0
+
+
+def _moves(collected: Collected) -> bool:
+    """Return whether a gradient of AdamW's parameters is not zero, so that a step does not only create state."""
+    gradients = [entry.gradient for entry in collected.elementwise if entry is not None]
+    return any(bool(local_of(gradient).any()) for gradient in gradients if gradient is not None)
 
 
 def _partial_here(entries: Entries) -> dict[int, Sequence[int]]:
@@ -166,14 +181,14 @@ def _flags(
     return Flags(nonzeros, overflow, stop is not None and bool(stop), only_creates_state and not any(nonzeros))
 
 
-def stand_aside(connected: Connected, settings: SettingsFound, runtime: Runtime) -> bool:
+def stand_aside(planned: Planned, settings: SettingsFound, runtime: Runtime) -> bool:
     """Take part in the preflight of the other ranks, and report that this rank cannot follow the plan.
 
     If the CPUs of the other ranks do not read the flags now, ranks that follow the plan run the step with masked
     writes. This rank then takes part in their exchange, so that they do not wait for it.
 
     Args:
-        connected: The last plan of this rank, which the other ranks may still follow, with its exchange.
+        planned: The last plan of this rank, which the other ranks may still follow.
         settings: The settings that this rank read from its groups. If they have no error, the groups have changed, so
             that all ranks must plan again.
         runtime: The runtime state of the optimizer.
@@ -186,7 +201,7 @@ def stand_aside(connected: Connected, settings: SettingsFound, runtime: Runtime)
         Exception: the error of this rank, if the CPU waits.
         PlanError: another rank found an error, if the CPU waits.
     """
-    (planned, exchange), error = connected, settings.error
+    exchange, error = planned.exchange, settings.error
     # At learning rate 0 the CPUs of all ranks wait, as in `preflight`: see `SettingsFound.at_rest`.
     waits, flag_vector = settings.at_rest or runtime.driver.host_waits(planned.device), planned.flag_vector
     agreed = exchange.wire.agree(flag_vector.agreement, standing(error, follows=False), planned.device)

@@ -24,10 +24,9 @@ from muonmesh.numerics.kernels.memory import download
 from muonmesh.settings import ProcessGroup
 from muonmesh.settings.reading import SettingsFound
 from muonmesh.step.blocks import Blocks
-from muonmesh.step.planning import Connected, Planned
+from muonmesh.step.planning import Planned
 from muonmesh.step.precision import Precision
 from muonmesh.step.untrained import IdleParameters
-from muonmesh.step.update_squares import UpdateSquares
 
 _TORN = "so some weights and their state are of another step than others"
 _LOAD = "Load model and optimizer from a checkpoint (load_state_dict; a new optimizer for torch.distributed.checkpoint)"
@@ -111,7 +110,7 @@ class LastStep:
         counted: The groups in which it was counted (`Rule.steps_taken`).
         absent: The tensors without a gradient on this rank, each with `ParameterStep.present`.
         stopped: Whether it changed nothing; a 0-d bool tensor if the CPU did not wait for the flags.
-        squares: Squares of its updates; None unless `Muon.metrics` has requested them.
+        squares: The squares of its updates by group, to be added up; None unless `Muon.metrics` has requested them.
         blocks: The blocks by which momentum in int8 was last written; None: none was written.
         brought_back: The event after which the CPU may read state that was copied back; None: it may read it now.
     """
@@ -120,7 +119,7 @@ class LastStep:
     counted: list[dict[str, Any]] = field(default_factory=list)
     absent: Mapping[Tensor, bool | Tensor] = field(default_factory=dict)
     stopped: bool | Tensor = False
-    squares: UpdateSquares | None = None
+    squares: dict[int, list[Tensor]] | None = None
     blocks: Blocks | None = None
     brought_back: torch.cuda.Event | None = None
 
@@ -142,16 +141,16 @@ class Runtime:
         driver: What an integration decides in a step.
         complete: Whether the constructor has finished. Groups that are added afterwards must name their algorithm.
         planned: The plan of this rank's parameters; None until it is needed.
-        connected: The plan that all ranks have compared, with its exchange; None before the first step.
+        connected: The plan that all ranks have compared; None before the first step.
         ranks: What this rank has learned of the ranks that share its parameters.
         last: What the last step has left.
         clip: The result of clipping for the next step.
         loaded: Whether state has been loaded since the last step.
-        late: Results of the last step that the CPU has not read yet, the flags first: a tensor on its way to the CPU,
-            the event after which it can be read (None: now), and the function to call with the tensor.
+        pending: Results of the last step that the CPU has not read yet, the flags first: a tensor on its way there, the
+            event after which it can be read (None: now), and the function to call with the tensor.
         interrupted: The step or the load that has begun to write and not ended; None: there is none.
         replaced: Learning rates that several groups shared: see `keep_rates_apart`.
-        told: What the user was told, or need not be told: "rounding", and parameters that do not suit their rule.
+        warned: What the user was warned of, or need not be: "rounding", and parameters that do not suit their rule.
         idle: Counts the steps in which parameters have had no gradient.
         watch: The watch on the model's first training forward; None once its forward has been compared.
     """
@@ -164,24 +163,29 @@ class Runtime:
     driver: Driver = field(default_factory=Driver)
     complete: bool = False
     planned: Planned | None = None
-    connected: Connected | None = None
+    connected: Planned | None = None
     ranks: Ranks = field(default_factory=Ranks)
     last: LastStep = field(default_factory=LastStep)
     clip: Clip = field(default_factory=Clip)
     loaded: bool = False
-    late: list[tuple[Tensor, torch.cuda.Event | None, Callable[[Tensor], None]]] = field(default_factory=list)
+    pending: list[tuple[Tensor, torch.cuda.Event | None, Callable[[Tensor], None]]] = field(default_factory=list)
     interrupted: str | None = None
     replaced: dict[Tensor, int] = field(default_factory=dict)
-    told: set[object] = field(default_factory=set)
+    warned: set[object] = field(default_factory=set)
     idle: IdleParameters = field(default_factory=IdleParameters)
     watch: Watch | None = None
+
+    @property
+    def setup(self) -> object:
+        """What a plan depends on besides the groups: process group, declared layouts and source of gradients."""
+        return self.process_group, [*self.layouts], [*map(id, self.layouts.values())], id(self.source)
 
     @property
     def plans(self) -> list[Planned]:
         """The plan of the current groups, and the plan of the last step if that is another."""
         found = [] if self.planned is None else [self.planned]
-        if self.connected is not None and self.connected.planned is not self.planned:
-            found.append(self.connected.planned)
+        if self.connected is not None and self.connected is not self.planned:
+            found.append(self.connected)
         return found
 
     @property
@@ -229,12 +233,12 @@ class Runtime:
         if arrived is None and not first:
             say(host)
         else:
-            self.late.insert(0 if first else len(self.late), (host, arrived, say))
+            self.pending.insert(0 if first else len(self.pending), (host, arrived, say))
 
     def hear(self) -> None:
-        """Wait for the results in ``late`` and call their functions. Errors of these functions are raised."""
-        while self.late:
-            value, arrived, say = self.late.pop(0)
+        """Wait for the results in ``pending`` and call their functions. Errors of these functions are raised."""
+        while self.pending:
+            value, arrived, say = self.pending.pop(0)
             if arrived is not None:
                 arrived.synchronize()
             say(value)

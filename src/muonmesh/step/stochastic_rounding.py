@@ -12,17 +12,16 @@ from muonmesh.numerics.rules import Hyperparameters
 from muonmesh.numerics.stochastic import Rounding, keys_of
 
 
-def rounding_of(name: str, storage: Storage, rule: Hyperparameters, piece: Piece) -> Rounding | None:
-    """Return the stochastic rounding of a piece of a local shard in this step; None: round to nearest.
+def rounding_of(name: str, storage: Storage, rule: Hyperparameters, piece: Piece) -> Rounding:
+    """Return the stochastic rounding of a piece of a local shard in this step.
 
     Args:
         name: The name of the parameter, or of a tensor of its state.
         storage: The storage of this tensor.
-        rule: The rule of the parameter's group.
+        rule: The rule of the parameter's group; its ``stochastic_rounding`` must be a seed.
         piece: Elements of the local storage.
     """
-    if rule.stochastic_rounding is None:
-        return None
+    assert rule.stochastic_rounding is not None
     start, strides = number_in_whole(piece, _blocks(storage), storage.shape)
     return Rounding(keys_of(rule.stochastic_rounding, rule.steps_taken, name), start, strides)
 
@@ -41,7 +40,6 @@ def round_stored(name: str, storage: Storage, rule: Hyperparameters, exact: Tens
     for block in _blocks(storage):
         piece = Piece(block.region.shape, block.start, block.strides, 0, block.strides)
         rounding = rounding_of(name, storage, rule, piece)
-        assert rounding is not None
         rounding.write(view_in_storage(exact, piece), view_in_storage(rounded, piece))
     if rounded is not into:
         into.copy_(rounded)

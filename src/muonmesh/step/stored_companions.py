@@ -19,8 +19,7 @@ from muonmesh.layout.companion import size_of
 from muonmesh.layout.piece_table import Row
 from muonmesh.numerics.exact import largest_exponent, limbs_of
 from muonmesh.numerics.rules import parts
-from muonmesh.step.columns import MatrixStep
-from muonmesh.step.ready import ReadyParameters
+from muonmesh.step.ready import MatrixStep, ReadyParameters
 
 
 @dataclass

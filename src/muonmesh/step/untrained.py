@@ -33,12 +33,14 @@ class IdleParameters:
     Attributes:
         model: The model whose parameters are in the groups; None if it is unknown.
         frozen: The names of parameters that were frozen when the groups were made.
+        steps: How many steps have been taken.
+        counts: For each parameter without a gradient, for how many steps it has had none.
     """
 
     model: ReferenceType[nn.Module] | None = None
     frozen: Collection[str] = ()
-    _steps: int = 0
-    _idle: dict[str, int] = field(default_factory=dict)
+    steps: int = 0
+    counts: dict[str, int] = field(default_factory=dict)
     _told: set[str] = field(default_factory=set)
     _looked_at: set[str] = field(default_factory=set)
 
@@ -52,7 +54,7 @@ class IdleParameters:
             missing: The parameters without a gradient, by name.
             any_gradient: Whether other parameters have a gradient.
         """
-        if self._steps == 0 and not any_gradient and missing and all(map(_is_frozen, missing.values())):
+        if self.steps == 0 and not any_gradient and missing and all(map(_is_frozen, missing.values())):
             what = "All parameters of this optimizer are frozen. Make the optimizer after the model has its adapters: "
             what += "muonmesh.from_model(get_peft_model(model, config)), or for a Trainer optimizer_cls_and_kwargs="
             what += '(muonmesh.integrations.transformers.MuonFactory, {"args": args})'
@@ -74,15 +76,15 @@ class IdleParameters:
         return LayoutError(about(_listed(names), what))
 
     def count(self, missing: Mapping[str, Tensor], groups: Sequence[Mapping[str, Any]], *, any_gradient: bool) -> None:
-        """Count one step, and warn of parameters without a gradient for `PATIENCE` steps.
+        """Note what is missing in a step, and warn of parameters without a gradient for `PATIENCE` steps.
 
         Args:
             missing: The parameters without a gradient, by name.
             groups: The param groups of the optimizer.
             any_gradient: Whether other parameters had a gradient.
         """
-        self._idle = {name: self._idle.get(name, 0) + 1 for name in missing}
-        late = [name for name, steps in self._idle.items() if steps == PATIENCE and name not in self._told]
+        self.counts = {name: self.counts.get(name, 0) + 1 for name in missing}
+        late = [name for name, steps in self.counts.items() if steps == PATIENCE and name not in self._told]
         if late:
             self._told.update(late)
             it, does = ("it", "does") if len(late) == 1 else ("them", "do")
@@ -94,10 +96,9 @@ class IdleParameters:
                 f"{_listed(late)} had no gradient in the last {PATIENCE} steps, in which {others}, and {does} not "
                 f"learn. Find out who froze or skipped {it}, or leave {it} out of the groups{replaced}"
             )
-        if self._steps % PATIENCE == 0:
+        if self.steps % PATIENCE == 1:
             self._looked_at.clear()
             self._look_at_frozen(groups)
-        self._steps += 1
 
     def _look_at_frozen(self, groups: Sequence[Mapping[str, Any]]) -> None:
         model = None if self.model is None or not self.frozen else self.model()

@@ -20,20 +20,20 @@ from muonmesh.checkpoint.ranks import on_first_rank, settled, together
 from muonmesh.checkpoint.record import Record, Recorded
 from muonmesh.errors import FileError, explain_error
 from muonmesh.files import cannot_write, replace_text, writing
-from muonmesh.integrations.deepspeed.calls import Call
 from muonmesh.names import canonical_name
+from muonmesh.optimizer import Muon
 
 
-def engine_records(calls: Iterable[Call], groups: Iterable[dict[str, Any]]) -> Iterator[Record]:
-    """Yield a `Record` of each parameter of all calls, with its state.
+def engine_records(muons: Iterable[Muon], groups: Iterable[dict[str, Any]]) -> Iterator[Record]:
+    """Yield a `Record` of each parameter of an engine, with its state.
 
     Args:
-        calls: The calls of the engine, with their current state.
+        muons: The optimizers that take a step together, with their current state.
         groups: The param groups of the engine's optimizer, whose settings are saved.
     """
     group_of = {name: group for group in groups for name in group["parameters"]}
-    for call in calls:
-        for record in Recorded(call.muon).checkpoint_records():
+    for muon in muons:
+        for record in Recorded(muon).checkpoint_records():
             yield replace(record, group=group_of[record.name])
 
 

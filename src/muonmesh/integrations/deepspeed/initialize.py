@@ -20,9 +20,9 @@ from muonmesh.clip.limits import Limits
 from muonmesh.comm.process_groups import host_group
 from muonmesh.errors import LayoutError, explain_error
 from muonmesh.groups import split_params
-from muonmesh.groups.fused_projections import global_shape
-from muonmesh.integrations.deepspeed.calls import Call, limits_of
+from muonmesh.groups.sites import global_shape
 from muonmesh.integrations.deepspeed.checkpoint import checked_load, checked_save, expert_names
+from muonmesh.integrations.deepspeed.clipping import limits_of
 from muonmesh.integrations.deepspeed.config import prepare_config, read_config, take_scheduler
 from muonmesh.integrations.deepspeed.mending import mend
 from muonmesh.integrations.deepspeed.optimizer import EngineOptimizer
@@ -153,6 +153,8 @@ class Assembly:
         groups = split_params(model, **{key: settings.pop(key) for key in _SPLIT & settings.keys()})
         for group in groups:
             group["algorithm"] = rule if group["algorithm"] == "muon" else group["algorithm"]
+        kept = ("param_names", "algorithm", "matrices", "reasons")
+        self._watched = groups.watch, [{key: group[key] for key in kept if key in group} for group in groups]
         # Parameters may be shards already, or become shards later. Settings are checked for their global shapes.
         self._template = Muon([{**group, "params": _shapes(group["params"])} for group in groups], **settings)
         self._shared = {key: settings[key] for key in _SHARED if key in settings}
@@ -221,7 +223,10 @@ class Assembly:
                     made[experts][key].append(value)
             groups += made.values()
             self._labels += [group["name"] if experts is None else f"{group['name']} {experts}" for experts in made]
-        return EngineOptimizer(groups, self._template.defaults)
+        optimizer = EngineOptimizer(groups, self._template.defaults)
+        if tensor_parallel == 1:  # a forward cuts shards, whose sizes are no weight's
+            optimizer.watched = self._watched
+        return optimizer
 
     def _group(self, group: Mapping[str, Any], experts: str | None) -> dict[str, Any]:
         """Return a group without parameters. DeepSpeed requires the name of the experts' ranks as a group's name."""
@@ -230,7 +235,7 @@ class Assembly:
         return {"params": [], "parameters": [], "matrices": [], "algorithm": group["algorithm"], **known, **settings}
 
     def bind(self, engine: Any, limits: Limits | None) -> None:
-        """Read from the engine where each parameter lies, and give the optimizer the calls of a step.
+        """Read from the engine where each parameter lies, and give the optimizer those that take its step.
 
         Args:
             engine: The finished DeepSpeed engine.
@@ -243,17 +248,17 @@ class Assembly:
         groups = optimizer.param_groups
         engine.load_checkpoint, engine.save_checkpoint = checked_load(engine), checked_save(engine)
         if not engine.zero_optimization():
-            optimizer.bind(list(self._replicated(engine, groups)), limits, engine)
+            optimizer.bind(list(self._replicated(engine, groups)), self._reasons, limits, engine)
             return
         proved = prove(lambda: read_flats(engine), self._parameters)
-        calls = [self._flat(number, *each, groups) for number, each in enumerate(proved)]
-        optimizer.bind(calls, limits, engine)
+        muons = [self._flat(number, *each, groups) for number, each in enumerate(proved)]
+        optimizer.bind(muons, self._reasons, limits, engine)
         mend(engine.optimizer)
 
-    def _replicated(self, engine: Any, groups: Sequence[Mapping[str, Any]]) -> Iterator[Call]:
-        """Yield the calls at stage 0, where every rank of a data-parallel group holds whole parameters.
+    def _replicated(self, engine: Any, groups: Sequence[Mapping[str, Any]]) -> Iterator[Muon]:
+        """Yield the optimizers at stage 0, where every rank of a data-parallel group holds whole parameters.
 
-        Each set of ranks that shares experts has a call of its own. Tensor-parallel shards are declared as layouts.
+        Each set of ranks that shares experts has one of its own. Tensor-parallel shards are declared as layouts.
         """
         parameters = {known.name: known for known in self._parameters.values()}
         sets: dict[str | None, list[dict[str, Any]]] = {}
@@ -270,20 +275,19 @@ class Assembly:
             layouts = {known.name: known.within(ranks) for known in cut}
             if any(parameters[name].tensor_parallel > 1 for name in names):
                 process_group = dist.group.WORLD  # parameters that are not cut are the same on all ranks
-            muon = Muon(some, process_group=process_group, layouts=layouts, **self._shared)
-            yield Call(muon, self._reasons)
+            yield Muon(some, process_group=process_group, layouts=layouts, **self._shared)
 
     def _flat(
         self, number: int, flat: Flat, contents: Sequence[FlatParameter], groups: Sequence[Mapping[str, Any]]
-    ) -> Call:
-        """Return the call of one flat tensor, which holds Muon's parameters or AdamW's."""
+    ) -> Muon:
+        """Return the optimizer of one flat tensor, which holds Muon's parameters or AdamW's."""
         group, label = groups[flat.group], self._labels[flat.group]
         title = f"{label} ({len(contents)} parameters, flat tensor {number})"
         inner = [{**_settings(group), "params": [flat.tensor], "param_names": [title]}]
         shared = {**self._shared, "state_dtype": flat.tensor.dtype}  # as DeepSpeed keeps it: bf16 with bf16 masters
         offloaded = flat.tensor.device.type == "cpu"
         process_group = host_group(flat.process_group) if offloaded else flat.process_group
-        return Call(Muon(inner, layouts={title: contents}, process_group=process_group, **shared), self._reasons)
+        return Muon(inner, layouts={title: contents}, process_group=process_group, **shared)
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from itertools import zip_longest
 from typing import Any
 
 import deepspeed
@@ -15,13 +18,18 @@ from muonmesh.checkpoint.fitting import OWN_KEYS
 from muonmesh.checkpoint.record import Record, Recorded
 from muonmesh.clip.limits import GradNorms, Limits, scale_groups
 from muonmesh.clip.norm_means import bring_to_host, keep_means
-from muonmesh.errors import LayoutError, StateError, explain_error
-from muonmesh.integrations.deepspeed.calls import Call, explain_step, measure
+from muonmesh.comm.storage import Storage, this_rank, world_size
+from muonmesh.errors import StateError, explain_error
+from muonmesh.groups.watch import Watch
 from muonmesh.integrations.deepspeed.checkpoint import engine_records, expert_names, masters_of, publish
+from muonmesh.integrations.deepspeed.clipping import measure
+from muonmesh.layout import FlatShards
 from muonmesh.layout.matrix import as_tuples
-from muonmesh.numerics.rules import is_matrix_rule, rule_of, step_count
+from muonmesh.numerics.rules import rule_of, step_count
 from muonmesh.numerics.rules.parts import follow
+from muonmesh.optimizer import Muon
 from muonmesh.report.explain import Explanation
+from muonmesh.step.connection import placed_members
 
 _IDENTITY = ("name", "algorithm", "parameters", "matrices")
 """Keys that identify a group; no checkpoint may change them."""
@@ -36,17 +44,17 @@ def _checksum(weights: Tensor) -> Tensor:
     return torch.cat([bits[:whole].view(-1, 61).sum(0), bits[whole:].sum(0, keepdim=True)])
 
 
-class EngineOptimizer(torch.optim.Optimizer, Recorded):
+class EngineOptimizer(torch.optim.Optimizer):
     """Muon and AdamW for a DeepSpeed engine, which lets the optimizer step flat fp32 tensors instead of parameters.
 
     1. DeepSpeed creates the optimizer inside the engine, and replaces the parameters in its groups by flat tensors. At
        stage 0, DeepSpeed calls `step` once with zero gradients, which does nothing.
-    2. `initialize` reads the engine's records, and passes the calls of a step to `bind`.
+    2. `initialize` reads the engine's records, and passes an optimizer for each flat tensor to `bind`.
     3. Each ``engine.step()`` calls `step` once for all groups (stage 0, `BF16_Optimizer`), once for each group (stages
        1 and 2), or once for each sub-group (stage 3). DeepSpeed then hides the other groups. All ranks run the same
-       calls in the same order.
+       steps in the same order.
 
-    All calls step with the state of this optimizer, under the keys of their rules, such as ``momentum_buffer``. Each
+    All of them step with the state of this optimizer, under the keys of their rules, such as ``momentum_buffer``. Each
     step uses the current settings of the groups, so schedulers work.
     """
 
@@ -54,45 +62,57 @@ class EngineOptimizer(torch.optim.Optimizer, Recorded):
         super().__init__(list(groups), dict(defaults))
         self._identities = [{key: group[key] for key in _IDENTITY} for group in self.param_groups]
         self.awaits: Any = None
-        self.calls: tuple[Call, ...] = ()
+        self.watched: tuple[Watch | None, list[dict[str, Any]]] = (None, [])  # with the groups as they were guessed
+        self.muons: tuple[Muon, ...] = ()
         self.norms: GradNorms | None = None
-        self._call_of: dict[int, tuple[Call, dict[str, Any]]] = {}
+        self._reasons: Mapping[str, str] = {}
+        self._stepped_by: dict[int, tuple[Muon, dict[str, Any]]] = {}  # by id of the tensor
+        self._storages: dict[Muon, dict[Tensor, list[Storage]]] = {}
         self._limits: Limits | None = None
         self._coefficients: dict[int, Tensor] = {}
         self._means: Tensor | None = None  # of the norms, after this step
         self._engine: Any = None
         self._left: dict[int, Tensor] = {}  # checksums of the engine's fp32 weights as they were left, by address
 
-    def bind(self, calls: Sequence[Call], limits: Limits | None, engine: Any) -> None:
-        """Take the calls of a step, the limits for clipping (None: none) and the engine, and create the state."""
-        self.calls, self._engine = tuple(calls), engine
+    def bind(self, muons: Sequence[Muon], reasons: Mapping[str, str], limits: Limits | None, engine: Any) -> None:
+        """Take what steps the engine's tensors, and create the state.
+
+        Args:
+            muons: An optimizer for each flat tensor of a ZeRO engine; at stage 0 for all parameters that some ranks
+                share.
+            reasons: Why each parameter is in its group, by name.
+            limits: The limits for clipping; None: none.
+            engine: The engine.
+        """
+        self.muons, self._reasons, self._engine = tuple(muons), reasons, engine
         # Not all of DeepSpeed's optimizers have `overflow`. Accelerate looks for it once, after the engine is made.
         self._zero.overflow = False
         if limits is not None:
             self.clip_by(limits)
-        for call in calls:
-            for group in call.muon.param_groups:
-                for tensor in group["params"]:
-                    self._call_of[id(tensor)] = call, group
-            self._share(call)
-            Recorded(call.muon).create_state()  # DeepSpeed links parameters to their state once
-        self._note(*calls)
+        for muon in muons:
+            self._stepped_by.update({id(p): (muon, group) for group in muon.param_groups for p in group["params"]})
+            storages = self._storages[muon] = defaultdict(list)
+            for member in placed_members(muon):
+                storages[member.tensor].append(member.storage)
+            self._share(muon)
+            Recorded(muon).create_state()  # DeepSpeed links parameters to their state once
+        self._note(*muons)
 
-    def _masters(self, *calls: Call) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the fp32 weights that some calls step, each with the module's weights; see `masters_of`."""
-        stepped = {p.data_ptr() for call in calls for group in call.muon.param_groups for p in group["params"]}
+    def _masters(self, *muons: Muon) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the fp32 weights that some Muons step, each with the module's weights; see `masters_of`."""
+        stepped = {p.data_ptr() for muon in muons for group in muon.param_groups for p in group["params"]}
         return ((master, weight) for master, weight in masters_of(self._zero) if master.data_ptr() in stepped)
 
-    def _note(self, *calls: Call) -> None:
-        self._left.update({master.data_ptr(): _checksum(master) for master, _ in self._masters(*calls)})
+    def _note(self, *muons: Muon) -> None:
+        self._left.update({master.data_ptr(): _checksum(master) for master, _ in self._masters(*muons)})
 
-    def _follow(self, *calls: Call) -> None:
+    def _follow(self, *muons: Muon) -> None:
         """Let the engine's fp32 weights follow the module's where other code has written these since the last step.
 
         DeepSpeed would undo such a write: it rounds its fp32 weights into the module after each step. But its
         `safe_set_full_fp32_param`, and a checkpoint that it loads, write only the fp32 weights. These then stay.
         """
-        for master, weight in self._masters(*calls):
+        for master, weight in self._masters(*muons):
             left = self._left.get(master.data_ptr())
             if left is not None:
                 follow(master, weight, keep=(left != _checksum(master)).any())
@@ -114,54 +134,50 @@ class EngineOptimizer(torch.optim.Optimizer, Recorded):
         return self._engine.optimizer
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+    def step(self) -> None:  # type: ignore[override]
         """Step the tensors that DeepSpeed has put into the groups. All ranks that share their parameters call it.
 
         Raises:
-            ValueError: ``closure`` is not None; DeepSpeed has no closures.
-            LayoutError: a group has a tensor that DeepSpeed's records did not name.
+            LayoutError: the first training forward contradicts a guess of `split_params`.
         """
-        if closure is not None:
-            write = "Call it before: DeepSpeed evaluates the model before the step"
-            raise ValueError(explain_error("closure", "one", "none", write))
-        if not self.calls:
+        if not self.muons:
             return  # the engine is still being made
-        shown = [(group, *self._find(tensor)) for group in self.param_groups for tensor in group["params"]]
+        watch, guessed = self.watched
+        if watch is not None and watch.seen is not None:
+            error = watch.compare(guessed, (), entire=True)
+            if error is not None:
+                raise error
+            self.watched = None, []
+        # A KeyError: a tensor that the records did not name when the engine was made.
+        shown = [(group, *self._stepped_by[id(tensor)]) for group in self.param_groups for tensor in group["params"]]
         for group, _, inner in shown:
             inner.update({key: group[key] for key in inner.keys() - {*OWN_KEYS, "steps_taken"}})
-        visible = list(dict.fromkeys(call for _, call, _ in shown))
-        if self._limits is not None and self.calls[0] in visible:
-            measured = measure(self._limits, self._zero, self.calls, visible, self.param_groups)
+        visible = list(dict.fromkeys(muon for _, muon, _ in shown))
+        if self._limits is not None and self.muons[0] in visible:
+            measured = measure(self._limits, self._zero, self._storages, visible, self.param_groups)
             self.norms, self._coefficients, self._means = measured
-        for call in visible:
-            self._run(call)
+        for muon in visible:
+            self._run(muon)
         for group, _, inner in shown:
             group.update({key: value for key, value in inner.items() if key == "steps_taken"})
         if self._means is not None:
             keep_means(self.param_groups, self._means)  # of the groups that DeepSpeed has not hidden
-        if self.calls[-1] in visible and self.norms is not None:
+        if self.muons[-1] in visible and self.norms is not None:
             self._zero.overflow = bool(self.norms.skipped)
 
-    def _find(self, tensor: Tensor) -> tuple[Call, dict[str, Any]]:
-        if id(tensor) not in self._call_of:
-            found = f"a tensor of {tensor.numel()} elements to step that its records did not name"
-            write = "Make the engine with muonmesh.integrations.deepspeed.initialize, and anew after changing it"
-            raise LayoutError(explain_error("DeepSpeed", found, "the tensors it had when the engine was made", write))
-        return self._call_of[id(tensor)]
-
-    def _run(self, call: Call) -> None:
-        self._share(call)
+    def _run(self, muon: Muon) -> None:
+        self._share(muon)
         if self.norms is not None and bool(self.norms.skipped):
             return
         if self._limits is not None:
-            scale_groups(call.muon.param_groups, call.muon.gradients, self._coefficients)
-        self._follow(call)
-        call.muon.step()
-        self._note(call)
+            scale_groups(muon.param_groups, muon.gradients, self._coefficients)
+        self._follow(muon)
+        muon.step()
+        self._note(muon)
 
-    def _share(self, call: Call) -> None:
-        """Let a call step with the state of this optimizer, which loading replaces."""
-        call.muon.state = self.state
+    def _share(self, muon: Muon) -> None:
+        """Let a Muon step with the state of this optimizer, which loading replaces."""
+        muon.state = self.state
 
     # ---------------------------------------------------------------- state
 
@@ -172,7 +188,7 @@ class EngineOptimizer(torch.optim.Optimizer, Recorded):
             StateError: the state belongs to other groups, or to flat tensors in which the parameters lie elsewhere;
                 nothing has been loaded.
         """
-        self.check_groups(state_dict["param_groups"])
+        self._check_groups(state_dict["param_groups"])
         if state_dict.get("places", self._places) != self._places:
             found, needed = "parameters in other places of DeepSpeed's flat tensors", "the places in this engine"
             write = "Set round_robin_gradients, sub_group_size and parameter_alignment as when it was saved, or use "
@@ -185,7 +201,7 @@ class EngineOptimizer(torch.optim.Optimizer, Recorded):
         if self._limits is not None:
             self.clip_by(self._limits)  # DeepSpeed has loaded the clipping of the engine that saved
         self._count_on()
-        if self.calls:
+        if self.muons:
             self._zero._hp_optimizer_states_linked = False  # DeepSpeed then links the new state at the next step
 
     def state_dict(self) -> dict[str, Any]:
@@ -204,39 +220,36 @@ class EngineOptimizer(torch.optim.Optimizer, Recorded):
 
         DeepSpeed loads flat tensors of the same size, whatever lies in them.
         """
-        layouts = [(name, shards.intervals) for call in self.calls for name, shards in call.layouts.items()]
+        held = [(member.name, member.storage.layout) for muon in self.muons for member in placed_members(muon)]
+        layouts = [(name, layout.intervals) for name, layout in held if isinstance(layout, FlatShards)]
         return hashlib.sha256(repr(layouts).encode()).hexdigest()
 
     def _settle(self) -> None:
         """Make the fp32 weights those of the module, and norm means plain numbers, before they are saved."""
         bring_to_host(self.param_groups)
-        self._follow(*self.calls)
-        self._note(*self.calls)
+        self._follow(*self.muons)
+        self._note(*self.muons)
 
     def refuse_if_interrupted(self) -> None:
         """Raise StateError if a step or a load was interrupted while it wrote, and no state has been loaded since."""
-        for call in self.calls:
-            Recorded(call.muon).refuse_if_interrupted()
+        for muon in self.muons:
+            Recorded(muon).refuse_if_interrupted()
 
-    def check_groups(self, saved: Sequence[Mapping[str, Any]]) -> None:
+    def _check_groups(self, saved: Sequence[Mapping[str, Any]]) -> None:
         """Raise StateError unless saved groups equal these groups in name, algorithm, parameters and splits."""
-        if len(saved) != len(self._identities):
-            found, needed = f"{len(saved)} param groups", f"{len(self._identities)}"
-            raise StateError(explain_error("the state", found, needed, _AS_SAVED))
-        for identity, group in zip(self._identities, saved, strict=True):
-            for key, needed in identity.items():
-                if key == "matrices" and not is_matrix_rule(identity["algorithm"]):
-                    continue
-                if as_tuples(group.get(key)) != as_tuples(needed):
-                    where, found = f"group {identity['name']!r}", f"{key} {group.get(key)!r} in the state"
-                    raise StateError(explain_error(where, found, f"{needed!r}", _AS_SAVED))
+        pairs: Iterator[tuple[Mapping[str, Any], ...]] = zip_longest(saved, self._identities, fillvalue={})
+        for group, identity in pairs:
+            for key in _IDENTITY:
+                if as_tuples(group.get(key)) != as_tuples(identity.get(key)):
+                    found, needed = f"{key} {group.get(key)!r} in the state", f"{identity.get(key)!r}"
+                    raise StateError(explain_error(f"group {identity.get('name')!r}", found, needed, _AS_SAVED))
 
     def checkpoint_records(self) -> list[Record]:
         """Return a `Record` of every parameter with its state, for `muonmesh.checkpoint`; see `Recorded`."""
         self._settle()
-        for call in self.calls:
-            self._share(call)
-        return list(engine_records(self.calls, self.param_groups))
+        for muon in self.muons:
+            self._share(muon)
+        return list(engine_records(self.muons, self.param_groups))
 
     def renamed(self, model: nn.Module) -> dict[str, str]:
         """Return the checkpoint names of this rank's experts, by their names in the model."""
@@ -244,19 +257,18 @@ class EngineOptimizer(torch.optim.Optimizer, Recorded):
 
     def checkpoint_changing(self) -> None:
         """Mark the state as incomplete, because `muonmesh.checkpoint.load` begins to write."""
-        for call in self.calls:
-            Recorded(call.muon).checkpoint_changing()
+        for muon in self.muons:
+            Recorded(muon).checkpoint_changing()
 
     def checkpoint_restored(self) -> None:
         """Make the engine use the weights and state that `muonmesh.checkpoint.load` has written."""
         self._count_on()
-        for call in self.calls:
-            Recorded(call.muon).checkpoint_restored()
+        for muon in self.muons:
+            Recorded(muon).checkpoint_restored()
         publish(self._zero)
-        self._note(*self.calls)
+        self._note(*self.muons)
 
-    @contextmanager
-    def whole(self, model: nn.Module, *, write: bool) -> Iterator[None]:
+    def whole(self, model: nn.Module, *, write: bool) -> AbstractContextManager[Any]:
         """Return a context in which frozen parameters, which stage 3 partitions, are whole. All ranks enter it.
 
         Args:
@@ -266,20 +278,32 @@ class EngineOptimizer(torch.optim.Optimizer, Recorded):
         if hasattr(self._zero, "_partition_all_parameters"):
             self._zero._partition_all_parameters()
         parted = [p for p in model.parameters() if not p.requires_grad and hasattr(p, "ds_id")]
-        with deepspeed.zero.GatheredParameters(parted, modifier_rank=0 if write else None, enabled=bool(parted)):
-            yield
+        context: AbstractContextManager[Any] = deepspeed.zero.GatheredParameters(
+            parted, modifier_rank=0 if write else None, enabled=bool(parted)
+        )
+        return context
 
     def _count_on(self) -> None:
-        """Copy the loaded step counts of the groups into the calls whose rule counts steps."""
+        """Copy the loaded step counts of the groups into the Muons whose rule counts steps."""
         group_of = {name: group for group in self.param_groups for name in group["parameters"]}
-        for call in self.calls:
-            for number, inner in enumerate(call.muon.param_groups):
+        for muon in self.muons:
+            for number, inner in enumerate(muon.param_groups):
                 if rule_of(inner).counts_steps:
-                    name = next(each.name for each in call.parameters if each.group == number)
+                    name = next(member.name for member in placed_members(muon) if member.group == number)
                     inner["steps_taken"] = group_of[name].get("steps_taken", 0)
 
     # ---------------------------------------------------------------- telling
 
     def explain(self) -> Explanation:
         """Return an explanation of a step of the engine, as `muonmesh.Muon.explain` does; no communication."""
-        return explain_step(self.calls)
+        explanations = [muon.explain() for muon in self.muons]
+        rows = (row for one in explanations for row in one.rows)
+        names = ("orthogonalizations", "collectives", "bytes_sent", "bytes_received", "state_bytes", "host_bytes")
+        return Explanation(
+            rows=tuple(replace(row, reason=self._reasons[row.parameter]) for row in rows),
+            rank=this_rank(),
+            flops={rank: sum(one.flops.get(rank, 0) for one in explanations) for rank in range(world_size())},
+            step_bytes=max(one.step_bytes for one in explanations),
+            budget_bytes=max(one.budget_bytes for one in explanations),
+            **{name: sum(getattr(one, name) for one in explanations) for name in names},
+        )

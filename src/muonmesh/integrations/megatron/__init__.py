@@ -22,11 +22,6 @@ def __getattr__(name: str) -> Any:
     """
     if name not in ("get_megatron_optimizer", "install"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    try:
-        from muonmesh.integrations.megatron import build
-    except ModuleNotFoundError as missing:
-        raise ModuleNotFoundError(
-            f"{missing.name}: not installed; needed by muonmesh.integrations.megatron.{name}. Write pip install "
-            "'muonmesh[megatron]'"
-        ) from missing
+    from muonmesh.integrations.megatron import build
+
     return getattr(build, name)

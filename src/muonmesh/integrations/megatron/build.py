@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from megatron.core import optimizer as megatrons
@@ -57,7 +58,7 @@ def get_megatron_optimizer(
     adamw: Mapping[str, Any] | None = None,
     overrides: Mapping[str, Any] | None = None,
     policy: ClipPolicy = "adamw_only",
-    skip_above: float | str | None = None,
+    skip_above: float | str = math.inf,
     per_head: bool | Collection[HeadPart] = False,
 ) -> MegatronOptimizer:
     """Return one optimizer for Muon's and AdamW's parameters, experts included. All ranks of the world call it.
@@ -83,7 +84,7 @@ def get_megatron_optimizer(
             in the names have their numbers in the whole model.
         policy: Which gradients ``config.clip_grad`` clips, see `Muon.clip_grad_norm_`.
         skip_above: A step with a larger norm changes nothing, see `Muon.clip_grad_norm_`; "4x" is 4 times the norm's
-            running mean. None: ``config.grad_norm_skip_threshold``, in versions of Megatron that have it.
+            running mean.
         per_head: Which attention weights are one matrix for each head, as for `split_params`. ``linear_qkv`` is then
             one matrix for each head of queries, keys and values.
 
@@ -95,7 +96,6 @@ def get_megatron_optimizer(
     def build() -> tuple[MegatronOptimizer, set[str]]:
         refuse(config, model_chunks, dump_param_to_param_group_map)
         axes = pg_collection or ProcessGroupCollection.use_mpu_process_groups(_READ)
-        _check_axes(axes)
         settings = dict(muon or {})
         shared = {key: settings.pop(key) for key in _SHARED if key in settings}
         refuse_state(shared, qk_clip=any(getattr(chunk.config, "qk_clip", False) for chunk in model_chunks))
@@ -142,14 +142,6 @@ def get_megatron_optimizer(
         raise ValueError(explain_error(f"overrides[{unused[0]!r}]", "no match on any rank", needed, "Correct it"))
     built.meet([(limits, groups) for _, limits, groups in told])
     return built
-
-
-def _check_axes(axes: Any) -> None:
-    """Raise ValueError if Megatron's process groups lack one that every model needs."""
-    for needed in (("tp",), ("pp",), ("dp_cp", "dp")):
-        if all(getattr(axes, name, None) is None for name in needed):
-            write = f"Set pg_collection.{needed[0]}, or leave pg_collection out for the groups of parallel_state"
-            raise ValueError(explain_error("pg_collection", f"no {needed[0]}", "tp, pp, and dp_cp or dp", write))
 
 
 def _held(
@@ -226,11 +218,9 @@ def install(**settings: Any) -> None:
     Raises:
         TypeError: an argument has another name.
     """
-    taken = inspect.signature(get_megatron_optimizer).parameters.values()
-    known = [each.name for each in taken if each.kind is each.KEYWORD_ONLY]  # Megatron gives the others
-    if unknown := [name for name in settings if name not in known]:
-        found, needed = f"the setting {unknown[0]!r}", f"one of {', '.join(known)}"
-        raise TypeError(explain_error("install", found, needed, "Remove it"))
+    arguments = inspect.signature(get_megatron_optimizer).parameters.values()
+    for name in settings.keys() - {each.name for each in arguments if each.kind is each.KEYWORD_ONLY}:
+        raise TypeError(f"install() got an unexpected keyword argument {name!r}")  # as Python says it
     theirs = getattr(megatrons.get_megatron_optimizer, "__wrapped_by_muonmesh__", megatrons.get_megatron_optimizer)
     ours = functools.wraps(get_megatron_optimizer)(functools.partial(get_megatron_optimizer, **settings))
     ours.__wrapped_by_muonmesh__ = theirs  # type: ignore[attr-defined]
@@ -238,7 +228,12 @@ def install(**settings: Any) -> None:
     with suppress(ImportError):
         from megatron.core.optimizer.muon import get_megatron_muon_optimizer
 
-        _replace("get_megatron_muon_optimizer", (get_megatron_muon_optimizer,), _refuse_muon)
+        # Of Megatron's own Muon, on which the settings would have no effect: its name in the config is refused.
+        _replace(
+            "get_megatron_muon_optimizer",
+            (get_megatron_muon_optimizer,),
+            lambda config, *_, **__: refuse(config, (), None),
+        )
 
 
 def _replace(name: str, before: Collection[Any], now: Any) -> None:
@@ -247,9 +242,3 @@ def _replace(name: str, before: Collection[Any], now: Any) -> None:
         # getattr would start the imports of modules that import on demand.
         if getattr(module, "__dict__", {}).get(name) in before:
             setattr(module, name, now)
-
-
-def _refuse_muon(config: Any, *_: Any, **__: Any) -> NoReturn:
-    """Stand for Megatron's function for its own Muon after `install`, whose settings would have no effect there."""
-    found, needed = f"{config.optimizer!r} after muonmesh's install()", "'adam', for which muonmesh trains"
-    raise ValueError(explain_error("--optimizer", found, needed, "Write --optimizer adam, or remove install()"))

@@ -7,7 +7,6 @@ part. ``model.sharded_state_dict()`` must be right, since Megatron reshards chec
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Mapping, Sequence
 from math import prod
@@ -88,11 +87,9 @@ def saved_boxes_of(model: nn.Module, ranks: int) -> dict[int, list[SavedBox]]:
         )
         raise LayoutError(explain_error(type(model).__name__, found, needed, write + "to 1"))
     # Megatron's own save adds this group too. A stage with layers of multi-token prediction reads it.
-    taken = inspect.signature(read).parameters
-    knows = "metadata" in taken or any(each.kind is each.VAR_KEYWORD for each in taken.values())
-    given = {"metadata": ensure_metadata_has_dp_cp_group(None)} if knows else {}
+    metadata = ensure_metadata_has_dp_cp_group(None)
     found_boxes: dict[int, list[SavedBox]] = {}
-    for entry in nested_values(read(**given)):
+    for entry in nested_values(read(metadata=metadata)):
         if isinstance(entry, (ShardedTensor, ShardedTensorFactory)) and isinstance(entry.data, nn.Parameter):
             parts = [entry] if isinstance(entry, ShardedTensor) else tree_leaves(entry.build())
             found_boxes[id(entry.data)] = [_saved_box(part, entry.data) for part in parts]

@@ -137,7 +137,7 @@ class MegatronOptimizer(Base, Recorded):  # type: ignore[misc]
         holdings: Sequence[Holding],
         groups: Any,
         policy: ClipPolicy,
-        skip_above: float | str | None = None,
+        skip_above: float | str,
     ) -> None:
         Base.__init__(self, optimizer, config)
         Recorded.__init__(self, optimizer)
@@ -146,7 +146,8 @@ class MegatronOptimizer(Base, Recorded):  # type: ignore[misc]
         self.chained_optimizers = [self]
         self.grad_norms_by_group: dict[str, Tensor] = {}
         self._holdings = tuple(holdings)
-        self._groups, self._policy, self._skip_above = groups, policy, skip_above
+        self._stages, self._tensor_parallel = groups.pp.size(), groups.tp.size()
+        self._policy, self._skip_above = policy, skip_above
         tensors = (*(h.parameter for h in holdings), *(p for chunk in chunks for p in chunk.parameters()))
         self._device = next((tensor.device for tensor in tensors), None) or device_without_parameters()
         self._one = torch.ones(1, dtype=torch.float32, device=self._device)
@@ -192,12 +193,7 @@ class MegatronOptimizer(Base, Recorded):  # type: ignore[misc]
     def limits(self) -> Limits:
         """How the next step clips. Like Megatron's optimizers, it reads ``config.clip_grad`` in every step."""
         largest = self.config.clip_grad or 0.0
-        threshold = getattr(self.config, "grad_norm_skip_threshold", None) or math.inf  # 0.16.1 has none, 0.19 infinity
-        if math.isfinite(threshold) and self._skip_above is not None:
-            found = f"skip_above={self._skip_above!r} and config.grad_norm_skip_threshold {threshold}"
-            raise ValueError(explain_error("skip_above", found, "only one of them", "Remove one of them"))
-        skip_above = threshold if self._skip_above is None else self._skip_above
-        return Limits(largest if largest > 0 else math.inf, self._policy, skip_above)
+        return Limits(largest if largest > 0 else math.inf, self._policy, self._skip_above)
 
     # ---------------------------------------------------------------- the step
 
@@ -253,7 +249,7 @@ class MegatronOptimizer(Base, Recorded):  # type: ignore[misc]
         """
         self._settle()
         norms = list[GradNorms]()
-        if self._groups.pp.size() > 1:
+        if self._stages > 1:
             self.runtime.driver = _Stages(partial(self._meet_stages, norms, clips=clips))
         elif clips:
             norms.append(self.optimizer.clip_grad_norm_(**asdict(self.limits), process_group="world"))
@@ -286,9 +282,10 @@ class MegatronOptimizer(Base, Recorded):  # type: ignore[misc]
         muon, runtime = self.optimizer, self.runtime
         if clips and not raises:
             assert runtime.connected is not None
-            found, clip = clip_gradients(runtime.connected, muon, None, self.limits, runtime, dist.group.WORLD)
-            norms.append(found)
-            return clip
+            met = clip_gradients(runtime.connected, muon, None, self.limits, runtime, dist.group.WORLD)
+            assert met is not None  # the step has just agreed on the plan
+            norms.append(met[0])
+            return met[1]
         none = zeros_for(muon.gradients.norms_apart, self._device)  # what `clip_gradients` adds up on other stages
         _, agreed = AGREEMENT.ask({"error": raises}, none, partial(reduce_beyond, group=dist.group.WORLD))
         if not raises and bool(agreed.any("error")):
@@ -368,11 +365,10 @@ class MegatronOptimizer(Base, Recorded):  # type: ignore[misc]
         """Copy the model's parameters to the fp32 master weights. A step does this by itself, for changed elements.
 
         Raises:
-            StateError: ``state_dict`` is not None.
+            NotImplementedError: ``state_dict`` is not None. The optimizer's own state has the master weights.
         """
         if state_dict is not None:
-            found, write = "a state dict to take masters from", "Load the optimizer's state, which has them"
-            raise StateError(explain_error("reload_model_params", found, "None", write))
+            raise NotImplementedError("reload_model_params(state_dict): load the optimizer's state instead")
         self.optimizer.finish()
         for holding in self._holdings:
             master = self.optimizer.state[holding.tensor].get("master")
@@ -432,9 +428,8 @@ class MegatronOptimizer(Base, Recorded):  # type: ignore[misc]
         named = [item for chunk in self.model_chunks for item in chunk.named_parameters()]
         here = {canonical_name(name) for name, parameter in named if parameter.requires_grad}
         wholes = {holding.name for holding in self._holdings}
-        if self._groups.pp.size() > 1 or len(self.model_chunks) > 1 or here != wholes:
-            stages, chunks = self._groups.pp.size(), len(self.model_chunks)
-            found = f"{stages} pipeline stages of {chunks} chunks, or experts on several ranks, "
+        if self._stages > 1 or len(self.model_chunks) > 1 or here != wholes:
+            found = f"{self._stages} pipeline stages of {len(self.model_chunks)} chunks, or experts on several ranks, "
             found += "which are numbered apart"
             needed = "one stage, one chunk and all experts, whose parameters are called as in the whole model"
             write = "Save with megatron.core.dist_checkpointing and optimizer.sharded_state_dict(...)"
@@ -455,9 +450,8 @@ class MegatronOptimizer(Base, Recorded):  # type: ignore[misc]
         Raises:
             StateError: a frozen parameter is a tensor-parallel shard; a checkpoint would have only one rank's shard.
         """
-        tensor = self._groups.tp.size()
-        for name, parameter in model.named_parameters():
-            if not parameter.requires_grad and tensor > 1 and getattr(parameter, "tensor_model_parallel", False):
+        for name, parameter in model.named_parameters() if self._tensor_parallel > 1 else ():
+            if not parameter.requires_grad and getattr(parameter, "tensor_model_parallel", False):
                 found, needed = "a frozen tensor-parallel shard", "the whole of it on every rank, or that it is trained"
                 remedy = "Save with megatron.core.dist_checkpointing and optimizer.sharded_state_dict(...)"
                 raise StateError(explain_error(name, found, needed, remedy))

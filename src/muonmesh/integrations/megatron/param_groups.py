@@ -11,8 +11,7 @@ from torch import nn
 
 from muonmesh.errors import explain_error
 from muonmesh.groups import split_params
-from muonmesh.groups.fused_projections import WHOLE
-from muonmesh.groups.sites import Site, sites, unwrapped
+from muonmesh.groups.sites import WHOLE, Site, sites, unwrapped
 from muonmesh.integrations.megatron.layouts import SavedBox
 from muonmesh.integrations.megatron.roles import whole_name
 from muonmesh.names import in_order

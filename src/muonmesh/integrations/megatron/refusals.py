@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -19,6 +20,7 @@ _OPTIMIZER: Refusals = {
     "use_precision_aware_optimizer": ((False,), "Remove it; write muon={'state_dtype': torch.bfloat16}"),
     "overlap_param_gather_with_optimizer_step": ((False,), "Remove it; overlap_param_gather alone may stay"),
     "reuse_grad_buf_for_mxfp8_param_ag": ((False,), "Remove it: parameters must be bf16, fp16 or fp32"),
+    "grad_norm_skip_threshold": ((0, math.inf), "Remove it; write skip_above=..."),  # 0.16.1 has none
     # Of Megatron's own Muon. The momentum has two defaults, that of OptimizerConfig and that of Megatron-LM's scripts.
     "muon_momentum": ((0.95, 0.9), "Write muon={'momentum': ...}"),
     "muon_split_qkv": ((True,), "Write overrides={'linear_qkv': {'algorithm': 'muon', 'matrices': 'whole'}}"),

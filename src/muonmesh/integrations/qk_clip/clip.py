@@ -19,6 +19,7 @@ from muonmesh.comm.placing import storage_of
 from muonmesh.comm.storage import Storage, local_of, this_rank
 from muonmesh.comm.wrappers import layers_of
 from muonmesh.errors import escaped, explain_error
+from muonmesh.groups.example import Example, seen_in
 from muonmesh.integrations.qk_clip.attention import KernelBounds, file_of_transformers, largest_logits, watch
 from muonmesh.integrations.qk_clip.rows import Attention, LogitRows, attentions, without_softmax
 from muonmesh.names import canonical_name
@@ -53,6 +54,8 @@ class QKClip:
             DeepSpeed engine's. QKClip then also clips shards that are no DTensors, flat buffers and fp32 master
             weights. None: write ``clip.step()`` after each step; only plain weights and DTensors are clipped.
         process_group: The ranks that train this model, or this pipeline stage; None means all.
+        example: One forward of the model, as for `split_params`. It shows which rows of a fused weight make queries and
+            keys, and is needed if one weight makes both.
 
     Raises:
         ValueError: QKClip knows no attention module of this model, or a module bounds its logits by norms of queries
@@ -66,6 +69,7 @@ class QKClip:
         *,
         optimizer: Any = None,
         process_group: dist.ProcessGroup | None = None,
+        example: Example | None = None,
     ) -> None:
         if isinstance(threshold, bool) or not isinstance(threshold, (int, float)) or not threshold > 0:
             raise ValueError(explain_error("threshold", f"{threshold!r}", "a number above 0", "Write threshold=100"))
@@ -73,7 +77,8 @@ class QKClip:
         self._model, self._group = model, process_group
         muons = [] if optimizer is None else _muons(optimizer)
         self._optimizers = tuple(ref(muon) for muon in muons)  # weak: the optimizers' hooks refer to this QKClip
-        found, self._without = attentions(model), without_softmax(model)
+        found = attentions(model, {} if example is None else seen_in(model, example))
+        self._without = without_softmax(model)
         self._sources: dict[int, str] = {}
         *starts, total = accumulate((attention.heads for attention in found), initial=0)
         self._known = {id(a.module): (a, start) for a, start in zip(found, starts, strict=True)}
@@ -229,7 +234,7 @@ def _muons(optimizer: Any) -> list[Muon]:
         TypeError: the optimizer contains no `Muon`.
     """
     for inner in layers_of(optimizer):
-        found = [inner] if isinstance(inner, Muon) else [call.muon for call in getattr(inner, "calls", ())]
+        found = [inner] if isinstance(inner, Muon) else list(getattr(inner, "muons", ()))
         if found:
             return found
     needed, write = "a muonmesh.Muon, or a wrapper of one", "Leave it out and call clip.step() after each step"

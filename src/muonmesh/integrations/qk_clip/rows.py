@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from muonmesh.errors import explain_error
-from muonmesh.groups.fused_projections import class_names
+from muonmesh.groups.graph import Seen
 from muonmesh.groups.heads import blocks_of, heads_of, named_parts, place_of, refuse_heads, said_by
 from muonmesh.groups.roles import role
-from muonmesh.groups.sites import Site, sites
+from muonmesh.groups.sites import Site, class_names, sites
 from muonmesh.names import canonical_name
 
 _NO_SOFTMAX = re.compile(r".*(Delta(Net|Attention)|LightningAttention|Mamba2?Layer|Mixer)")
@@ -60,8 +60,10 @@ class Attention:
     queries: tuple[nn.Module, str]
 
 
-def attentions(model: nn.Module) -> list[Attention]:
+def attentions(model: nn.Module, seen: Mapping[int, Seen]) -> list[Attention]:
     """Return the attention modules of a model in its order, without linear attention.
+
+    ``seen`` is what a forward showed of each parameter, by id: how the weights of q, k and v in one are cut.
 
     To multiply the logits of a head by γ, its queries and keys are multiplied by √γ each. If several heads of queries
     share a head of keys, the queries are multiplied by γ and the keys stay, so that no other head changes. In latent
@@ -81,7 +83,7 @@ def attentions(model: nn.Module) -> list[Attention]:
         if _is_linear(owner):
             continue
         if site.key.endswith("weight"):
-            forms[site.module] = role(site, {}).matrices
+            forms[site.module] = role(site, {}, seen.get(id(site.parameter))).matrices
         if site.key.endswith("weight") or site.key.endswith("bias"):
             found.setdefault(owner, []).append((site, attribute, forms.get(site.module, "whole")))
     result = []

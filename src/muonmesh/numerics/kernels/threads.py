@@ -14,8 +14,8 @@ import heapq
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager, nullcontext, suppress
 from functools import cache, partial
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakValueDictionary
@@ -142,73 +142,45 @@ def _how_many_alone(costs: Sequence[float], threads: int) -> int:
 # ---------------------------------------------------------------- tasks that threads share
 
 
-class _Job:
-    """Tasks that threads claim one after the other.
-
-    Args:
-        tasks: The tasks. None is claimed any more after one of them has raised an error.
-    """
-
-    def __init__(self, tasks: Iterable[Callable[[], object]]) -> None:
-        self._left, self._claimed, self._changed = iter(tasks), 0, threading.Condition()
-        self._error: BaseException | None = None
-
-    def work(self) -> None:
-        """Claim and run tasks until none is left. A thread of a pool calls this; the caller calls `run`."""
-        while (task := self._claim()) is not None:
-            error = None
-            try:
-                task()
-            except BaseException as raised:
-                error = raised
-            with self._changed:
-                self._claimed -= 1
-                self._error = self._error or error
-                self._changed.notify()
-
-    def _claim(self, by: int = 1) -> Callable[[], object] | None:
-        with self._changed:
-            task = None if self._error is not None else next(self._left, None)
-            self._claimed += 0 if task is None else by
-            return task
-
-    def run(self) -> None:
-        """Claim and run tasks, and return when no task runs any more, since it would still write.
-
-        What a thread has not claimed is not waited for: the scheduler may have given it no core at all.
-
-        Raises:
-            BaseException: the first error of a task, or Ctrl-C, which does not wait for tasks that have not begun.
-        """
-        try:
-            while (task := self._claim(by=0)) is not None:  # nobody waits for the caller
-                task()
-        except BaseException as raised:
-            self._error = self._error or raised
-            raise
-        finally:
-            with self._changed:
-                self._left = iter(())
-                if self._claimed and torch.autograd.profiler._is_profiler_enabled:
-                    with record_function(WAITING):
-                        self._changed.wait_for(lambda: not self._claimed)
-                self._changed.wait_for(lambda: not self._claimed)
-        error, self._error = self._error, None
-        if error is not None:
-            try:
-                raise error
-            finally:
-                del error  # its traceback refers to this frame
-
-
 def _share(tasks: Sequence[Callable[[], object]], threads: int) -> None:
-    """Run tasks on this thread and on others, ``threads`` in all."""
-    job, others = _Job(tasks), min(threads, len(tasks)) - 1
+    """Run tasks on this thread and on others, ``threads`` in all, each of which claims one task after the other.
+
+    It returns when no task runs any more, since it would still write. What a thread has not claimed is not waited for:
+    the scheduler may have given it no core at all.
+
+    Raises:
+        BaseException: the first error of a task, or Ctrl-C. Tasks that have not begun then do not.
+    """
+    left, lock, errors = iter(tasks), threading.Lock(), list[BaseException]()
+
+    def claimed() -> Callable[[], object] | None:
+        with lock:
+            return None if errors else next(left, None)
+
+    def work() -> None:
+        try:
+            while (task := claimed()) is not None:
+                task()
+        except BaseException as error:
+            errors.append(error)
+
+    helping = list[Future[None]]()
     with suppress(RuntimeError):  # no thread starts where the interpreter ends; the caller needs none
-        for _ in range(others):
-            _helpers(threads).submit(job.work)
+        for _ in range(min(threads, len(tasks)) - 1):
+            helping.append(_helpers(threads).submit(work))
     with _counted(1, torch_has=1), torch.no_grad():
-        job.run()
+        work()
+    begun = [future for future in helping if not future.cancel()]
+    profiled = begun and torch.autograd.profiler._is_profiler_enabled
+    with record_function(WAITING) if profiled else nullcontext():
+        wait(begun)
+    if errors:
+        error = errors[0]
+        errors.clear()
+        try:
+            raise error
+        finally:
+            del error  # its traceback refers to this frame
 
 
 def _begin() -> None:

@@ -7,7 +7,7 @@ import pickle
 import re
 import zipfile
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
@@ -55,38 +55,32 @@ def read_archive(path: str | os.PathLike[str], *, needed: str = NEEDED, remedy: 
         raise FileError(explain_error(str(file), kind_of(file), needed, "Correct the path"))
     try:
         with file.open("rb") as stream:
-            return read_undamaged(stream)
-    except MoreThanData as error:
-        raise MoreThanData(explain_error(str(file), str(error), needed, remedy)) from None
-    except FileError as error:
-        raise FileError(explain_error(str(file), str(error), NEEDED, REMEDY)) from None
+            fault = _fault(stream)
+            stream.seek(0)
+            content = None if fault else torch.load(stream, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:  # its message has several lines, and advises to run the code
+        first = re.search(r"GLOBAL ([\w.]+)", str(error))
+        found = f"more than data ({first[1] if first else 'operations that data do not need'})"
+        raise MoreThanData(explain_error(str(file), found, needed, remedy)) from error
     except Exception as error:  # damaged bytes can raise any error in the reader
         raise FileError(explain_error(str(file), f"something else: {reason(error)}", NEEDED, REMEDY)) from error
+    if fault:
+        raise FileError(explain_error(str(file), fault, NEEDED, REMEDY))
+    return content
 
 
-def read_undamaged(stream: Any) -> Any:
-    """Load an archive after checking that its records have the form in which torch writes them.
+def _fault(stream: IO[bytes]) -> str:
+    """Return what an archive has that torch does not write, in words; empty if its records are as torch writes them.
 
     Without this check, torch would unpack compressed records of any size.
-
-    Raises:
-        FileError: torch did not write the archive in this form, or it contains other objects than plain values and
-            tensors (MoreThanData). The message names only what was found.
-        Exception: damaged bytes can raise any error in the reader.
     """
     size = stream.seek(0, os.SEEK_END)
     with zipfile.ZipFile(stream) as archive:
         records = archive.infolist()
-        names = [record.filename for record in records]
-        if len(set(names)) < len(names) or any(record.compress_type != zipfile.ZIP_STORED for record in records):
-            raise FileError("records that torch.save does not write")
+        names = {record.filename for record in records}
+        if len(names) < len(records) or any(record.compress_type != zipfile.ZIP_STORED for record in records):
+            return "records that torch.save does not write"
         if sum(record.file_size for record in records) > size:
-            raise FileError("records that lie in each other")
-        if changed := archive.testzip():
-            raise FileError(f"another checksum of {changed}")
-    stream.seek(0)
-    try:
-        return torch.load(stream, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:  # its message has several lines, and advises to run the code
-        first = re.search(r"GLOBAL ([\w.]+)", str(error))
-        raise MoreThanData(f"more than data ({first[1] if first else 'operations that data do not need'})") from error
+            return "records that lie in each other"
+        changed = archive.testzip()
+        return f"another checksum of {changed}" if changed else ""

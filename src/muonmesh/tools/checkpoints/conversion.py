@@ -23,7 +23,7 @@ from muonmesh.numerics.rules import is_matrix_rule
 from muonmesh.step.connection import placed_members
 from muonmesh.step.members import OptimizedParameter
 from muonmesh.step.runtime import Runtime
-from muonmesh.step.state_form import NUMBERS, wrong_state
+from muonmesh.step.state_layout import NUMBERS, wrong_state
 from muonmesh.tools.checkpoints.archive import read_archive
 from muonmesh.tools.checkpoints.zero import read_zero
 from muonmesh.tools.local_part import local_part

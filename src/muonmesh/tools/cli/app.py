@@ -91,7 +91,7 @@ def complaining(command: Callable[..., None]) -> Callable[..., None]:
     def run(*arguments: Any, **values: Any) -> None:
         try:
             return command(*arguments, **values)
-        except (ValueError, TypeError) as error:
+        except ValueError as error:
             said = str(error)
         except OSError as error:
             said = f"{error.filename}: {reason(error)}" if error.filename else reason(error)

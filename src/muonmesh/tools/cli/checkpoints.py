@@ -23,7 +23,7 @@ from muonmesh.checkpoint.save_load import recorded
 from muonmesh.comm.telling import agreed
 from muonmesh.errors import FileError
 from muonmesh.optimizer import Muon
-from muonmesh.step.state_form import wrong_numbers
+from muonmesh.step.state_layout import wrong_numbers
 from muonmesh.tools.cli.report import read_metrics
 from muonmesh.tools.cli.run_settings import Optimizer
 from muonmesh.tools.cli.terminal import note

@@ -26,7 +26,7 @@ from muonmesh.checkpoint.index import (
 )
 from muonmesh.errors import FileError, explain_error
 from muonmesh.files import kind_of, read_json, reason
-from muonmesh.step.state_form import wrong_numbers
+from muonmesh.step.state_layout import wrong_numbers
 from muonmesh.tools.checkpoints.archive import MoreThanData, read_archive
 from muonmesh.tools.cli.checkpoints import STEP, checkpoints_of, numbered, without_checkpoint
 from muonmesh.tools.cli.report import METRICS_FILE

@@ -124,12 +124,15 @@ def weights_of(model: str, cluster: Cluster) -> list[Weight]:
     Raises:
         ValueError: there is no such model, or it is no causal language model.
     """
+    import torch
+
     from muonmesh.build import split_params
     from muonmesh.tools.cli.model import meta_model
     from muonmesh.tools.forecasts.forecast import Weight
 
     found = []
-    for group in split_params(meta_model(model, vocab=Settings.vocab, seq=Settings.seq)):
+    tokens = torch.zeros(1, 8, dtype=torch.int64)
+    for group in split_params(meta_model(model, vocab=Settings.vocab, seq=Settings.seq), example=(tokens,)):
         splits = group["matrices"] if group["algorithm"] == "muon" else [None] * len(group["params"])
         for name, parameter, split in zip(group["param_names"], group["params"], splits, strict=True):
             found.append(Weight(name, cluster.layout(name, tuple(parameter.shape), split), split))

@@ -44,8 +44,14 @@ def settings_of(values: dict[str, Any], resume: str | None, given: set[str]) -> 
     Raises:
         ValueError: an option has a wrong value, or contradicts another option.
     """
-    run = _going_on(resume, values["out"])
-    return (_new(values), False) if run is None else (_resumed(run, values, given), True)
+    run = values["out"] if resume in (None, "auto") else Path(resume)
+    if resume == "auto" and run is None:
+        raise ValueError(
+            "--resume auto: found no --out; needed the directory where the run is or will be. Write: --out runs/NAME"
+        )
+    if resume is None or (resume == "auto" and not (run / CONFIG_FILE).is_file()):
+        return _new(values), False
+    return _resumed(run, values, given), True
 
 
 def _new(values: dict[str, Any]) -> Settings:
@@ -71,17 +77,6 @@ def _new(values: dict[str, Any]) -> Settings:
     resolve("eval_every", max(1, steps // 20))
     resolve("out", Path("runs") / f"{Path(found['model']).stem}-{datetime.now():%Y%m%d-%H%M%S}")
     return Settings(**{**found, "out": str(found["out"])})
-
-
-def _going_on(resume: str | None, out: Path | None) -> Path | None:
-    """Return the directory of the run to continue; None if a new run starts."""
-    if resume != "auto":
-        return None if resume is None else Path(resume)
-    if out is None:
-        raise ValueError(
-            "--resume auto: found no --out; needed the directory where the run is or will be. Write: --out runs/NAME"
-        )
-    return out if (out / CONFIG_FILE).is_file() else None
 
 
 def _resumed(run: Path, values: dict[str, Any], given: set[str]) -> Settings:

@@ -129,7 +129,10 @@ def transfer(
     from muonmesh.tools.forecasts.transfer import transfer as compare
 
     settings = {"lr": lr, "weight_decay": weight_decay, "scale_mode": scale_mode}
-    found = compare(*(_optimizer(target, settings) for target in (small, large)))
+    try:
+        found = compare(*(_optimizer(target, settings) for target in (small, large)))
+    except TypeError as error:  # what a script returned is no model or optimizer
+        raise ValueError(str(error)) from error
     if as_json:
         say_json(json.loads(json.dumps(asdict(found)), parse_constant=lambda _: None))  # JSON has no word for NaN
     else:

@@ -91,8 +91,9 @@ def optimizers_of(name: Optimizer, model: nn.Module, settings: Settings) -> tupl
     The AdamW training steps with `torch.optim.AdamW`. It shares its state with a `muonmesh.Muon` that has only AdamW
     groups. Both trainings use the same groups (`muonmesh.split_params`) and weight decay; neither decays vectors.
     """
+    overrides = None if name == "muon" else {".*": "adamw"}
     saved = mm.Muon(
-        mm.split_params(model, overrides=None if name == "muon" else {".*": "adamw"}),
+        mm.split_params(model, overrides=overrides, example=(torch.zeros(1, 8, dtype=torch.int64),)),
         process_group="world" if settings.parallel == "ddp" else None,
         lr=settings.lr_of(name),
         weight_decay=settings.weight_decay,

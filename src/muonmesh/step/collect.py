@@ -1,0 +1,249 @@
+"""Collect: the parameters of one step with their gradients and state, and whether they are as the last step left them.
+
+A step in which nothing has moved but gradients goes on with the parameters of the last step (`steady`). If only weights
+and state are where they were, they are not checked again (`collect`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from operator import is_
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from muonmesh.comm.gradients import PARAMETER_GRAD, gradient_of, partial_axes, unscaled
+from muonmesh.comm.storage import PLAIN, is_freed, local_of
+from muonmesh.comm.wrappers import refuse_join
+from muonmesh.errors import LayoutError, StateError, explain_error
+from muonmesh.settings.reading import SettingsFound
+from muonmesh.step.members import OptimizedParameter
+from muonmesh.step.parameter_steps import ParameterStep, check_parameter
+from muonmesh.step.planning import Planned
+from muonmesh.step.runtime import Runtime
+
+
+class Snapshot:
+    """Some parameters with their state, and where all of these tensors lie.
+
+    One attribute of all tensors is compared at a time, which Python does without a line of its own for each tensor.
+
+    Args:
+        parameters: The parameters.
+        states: The entry of each in the optimizer's state, which consists of tensors.
+
+    Attributes:
+        is_plain: Whether there are tensors, and none is a DTensor or another subclass; nor is a gradient of
+            `gradients`.
+        version: All addresses of gradients: another object whenever `gradients` has found them at other addresses than
+            before. None before the first call.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], states: Sequence[dict[str, Any]]) -> None:
+        self._parameters, self._states = parameters, states
+        self._keys, self._counts = [*chain.from_iterable(states)], [*map(len, states)]
+        self._tensors = [*parameters, *chain.from_iterable(map(dict.values, states))]
+        self.is_plain = bool(self._tensors) and set(map(type, self._tensors)) <= set(PLAIN)
+        self._places = self._places_now()
+        self.version: list[int] | None = None
+
+    def is_current(self, state: Mapping[Tensor, Any]) -> bool:
+        """Return whether the parameters have the same state, and all tensors the same memory and form, as before."""
+        states = self._states
+        if not all(map(is_, map(state.get, self._parameters), states)):
+            return False
+        if [*map(len, states)] != self._counts or [*chain.from_iterable(states)] != self._keys:
+            return False
+        values = chain.from_iterable(map(dict.values, states))
+        return all(map(is_, values, self._tensors[len(states) :])) and self._places_now() == self._places
+
+    def gradients(self) -> list[Tensor] | None:
+        """Return the local gradient of each parameter; None if one is missing or has not the form of its parameter."""
+        found: list[Any] = [parameter.grad for parameter in self._parameters]
+        kinds = set(map(type, found))
+        if type(None) in kinds or (self.is_plain and kinds != {Tensor}):
+            return None
+        local: list[Tensor] = found
+        if not self.is_plain:
+            local = [*map(local_of, found)]
+            pairs = zip(self._parameters, found, strict=True)
+            if any([_placed(tensor) != _placed(gradient) for tensor, gradient in pairs]):
+                return None
+        count, (_, shapes, _, dtypes, _) = len(found), self._places
+        if [*map(Tensor.size, local)] != shapes[:count]:
+            return None
+        if [gradient.dtype for gradient in local] != dtypes[:count]:
+            return None
+        if not all([gradient.layout is torch.strided and gradient.is_contiguous() for gradient in local]):
+            return None
+        addresses = [*map(Tensor.data_ptr, local)]
+        if addresses != self.version:  # memory that is where it was has not been freed
+            if any(map(is_freed, local)):
+                return None
+            self.version = addresses
+        return local
+
+    def _places_now(self) -> tuple[list[Any], ...]:
+        """Return where all tensors lie, and in which form. A transposed square matrix only ceases to be contiguous."""
+        local = self._tensors if self.is_plain else [*map(local_of, self._tensors)]
+        own = () if self.is_plain else zip(local, self._tensors, strict=True)
+        contiguous = [*map(Tensor.is_contiguous, local)]
+        return (
+            [*map(Tensor.data_ptr, local)],
+            [*map(Tensor.size, local)],
+            contiguous if all(contiguous) else [*map(Tensor.stride, local)],
+            [tensor.dtype for tensor in local],
+            [(id(tensor), _placed(of)) for tensor, of in own],
+        )
+
+
+def _placed(tensor: Any) -> object:
+    """Return mesh and placements of a DTensor; None for others."""
+    return (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
+
+
+class Collected(NamedTuple):
+    """All parameters of one step, each as a `ParameterStep`.
+
+    Attributes:
+        muon: Muon's parameters in the order of the plan; None for a parameter that only other ranks hold.
+        elementwise: AdamW's parameters with known ranks in the order of the plan; None for a parameter that only other
+            ranks hold.
+        adamw: For each AdamW group with parameters on this rank, its parameters; a flat tensor occurs once.
+        error: The first error. The rank does not raise it at once, but first takes part in the communication.
+        missing: The parameters without a gradient, by name.
+        entries: All of these parameters, each once.
+        seen: The snapshot by which this step was found to be steady; None in other steps.
+    """
+
+    muon: list[ParameterStep | None]
+    elementwise: list[ParameterStep | None]
+    adamw: list[list[ParameterStep]]
+    error: Exception | None
+    missing: dict[str, Tensor]
+    entries: list[ParameterStep]
+    seen: Snapshot | None = None
+
+    @property
+    def any_gradient(self) -> bool:
+        """Whether any parameter of this rank has a gradient."""
+        return any(entry.gradient is not None for entry in self.entries)
+
+
+def steady(optimizer: Optimizer, runtime: Runtime, settings: SettingsFound, scale: Tensor | None) -> Collected | None:
+    """Return the parameters of the last step with the gradients of this step, if nothing else has changed.
+
+    Compared are: what a plan depends on in the groups, which `read_groups` has just compared with their current values;
+    process group, layouts and source of gradients; and the tensors of each parameter with their memory and form
+    (`Snapshot`).
+
+    Args:
+        optimizer: The optimizer with the state.
+        runtime: Its runtime state.
+        settings: The settings of this step.
+        scale: The factor of a GradScaler; None: no factor.
+
+    Returns:
+        None if something has changed, if a parameter has no gradient, or if gradients are not in ``parameter.grad`` as
+        they are. Then the step looks at everything again.
+    """
+    if runtime.connected is None or scale is not None or settings.error is not None:
+        return None
+    if runtime.ranks.wrappers:
+        refuse_join(runtime.ranks.wrappers)
+    planned = runtime.connected
+    last: Collected | None = planned.collected
+    if last is None or last.seen is None or runtime.source is not PARAMETER_GRAD:
+        return None
+    if planned.signature.setup != runtime.setup or planned.signature.terms != settings.terms:
+        return None
+    if not last.seen.is_current(optimizer.state) or (gradients := last.seen.gradients()) is None:
+        return None
+    for entry, gradient in zip(last.entries, gradients, strict=True):
+        entry.gradient = gradient
+    return last
+
+
+def collect(planned: Planned, optimizer: Optimizer, runtime: Runtime, loss_scale: Tensor | None) -> Collected:
+    """Read the gradient of every parameter, and check its state unless all state is where the last step left it.
+
+    Args:
+        planned: The plan whose parameters are read.
+        optimizer: The optimizer with the param groups and the state.
+        runtime: The runtime state of the optimizer.
+        loss_scale: The factor of a GradScaler; gradients are divided by it in fp32. None: no factor.
+    """
+    error: Exception | None = None
+    entries: dict[int, ParameterStep] = {}
+    missing: dict[str, Tensor] = {}
+    state = optimizer.state
+    checked = planned.seen is not None and planned.seen.is_current(state)
+
+    def entry_of(member: OptimizedParameter) -> ParameterStep:
+        nonlocal error
+        if (known := entries.get(id(member))) is not None:
+            return known
+        tensor, gradient = member.tensor, None
+        try:
+            gradient = gradient_of(member.name, tensor, runtime.source)
+            if gradient is not None and loss_scale is not None:
+                gradient = unscaled(gradient, loss_scale)
+            if gradient is not None and (type(gradient) is Tensor or not any(partial_axes(gradient))):
+                gradient = gradient.contiguous()
+        except Exception as found:  # whatever a source raises, or a lack of memory: the other ranks wait for this rank
+            error = error or found
+        if gradient is None:
+            missing[member.name] = tensor
+        kept: object = state.setdefault(tensor, {})
+        if not isinstance(kept, dict):
+            said = f"a {type(kept).__name__} as its state"  # its text may be that of a tensor whose memory is freed
+            write = "Write del optimizer.state[parameter] to begin with fresh state"
+            error, kept = error or StateError(explain_error(member.name, said, "a dict", write)), {}
+        place = id(member), "master" in kept
+        if (forms := planned.state_forms.get(place)) is None:
+            forms = planned.state_forms[place] = member.forms(runtime.precision, master="master" in kept)
+        entry = ParameterStep(member, local_of(tensor), kept, gradient, forms, present=gradient is not None)
+        entries[id(member)] = entry
+        if checked:
+            entry.in_form = all([form.key in kept for form in forms])
+            return entry
+        try:
+            check_parameter(entry)
+            if member.is_matrix and runtime.precision.int8:
+                planned.blocks.check(runtime.last.blocks, member.name, tensor, entry.state)
+        except (LayoutError, StateError, TypeError) as found:
+            error = error or found
+        return entry
+
+    muon = [None if member is None else entry_of(member) for member in planned.muon]
+    elementwise = [None if member is None else entry_of(member) for member in planned.elementwise]
+    adamw = list[list[ParameterStep]]()
+    for members in filter(None, planned.adamw):
+        tensors = {id(member.tensor): member for member in members}  # a flat tensor is stepped once
+        if len(tensors) < len(members) and optimizer.param_groups[members[0].group]["stochastic_rounding"] is not None:
+            found, needed = "stochastic_rounding in a flat buffer of several", "a tensor for each parameter"
+            error = error or LayoutError(explain_error(members[0].name, found, needed, "Write fully_shard(model)"))
+        adamw.append([entry_of(member) for member in tensors.values()])
+    return Collected(muon, elementwise, adamw, error, missing, [*entries.values()])
+
+
+def remember(planned: Planned, collected: Collected, *, lasts: bool) -> None:
+    """At the end of a step, note what the next step may use again: all of it, or that weights and state are checked.
+
+    Args:
+        planned: The plan of the step.
+        collected: Its parameters. All are used again only if each had a gradient, so that nothing is missing.
+        lasts: Whether those of Muon's parameters have no tensors but their own and their state's.
+    """
+    entries, stepped = collected.entries, sum(map(len, collected.adamw))
+    states = [entry.state for entry in entries]
+    seen = None
+    if all([isinstance(value, Tensor) for state in states for value in state.values()]):
+        seen = Snapshot([entry.member.tensor for entry in entries], states)
+    lasts = lasts and not collected.missing and stepped == sum(map(len, planned.adamw))  # each has its own tensor
+    lasts = lasts and seen is not None and all([entry.created for entry in entries])
+    planned.seen, planned.collected = seen, collected._replace(seen=seen) if lasts else None

@@ -1,0 +1,75 @@
+"""What a forward shows of a model that ZeRO-3 has partitioned: an example, and the first training forward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from torch import nn
+
+import muonmesh as mm
+from muonmesh.integrations.deepspeed import initialize
+from tests.hosts import deepspeed_engine as ds
+from tests.hosts.test_deepspeed import launch, zero
+from tests.workers import Pool
+
+CONFIG = {"train_micro_batch_size_per_gpu": 1, **zero(3)}
+FUSED, SPLIT = "transformer.h.0.attn.c_attn.weight", ("transposed", ("rows", 16, 16, 16))
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[dict[int, Pool]]:
+    yield from launch()
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=31, n_positions=8)
+    return transformers.GPT2LMHeadModel(config)
+
+
+def decided(groups: Any) -> dict[str, Any]:
+    """The group, the split and the reason of each parameter."""
+    return {
+        name: (group["name"], group.get("matrices", [None] * (i + 1))[i], group["reasons"][i])
+        for group in groups
+        for i, name in enumerate(group["param_names"])
+    }
+
+
+def shown() -> tuple[bool, list[int], Any]:
+    """Whether a partitioned model has the roles of a whole one; what this rank has of a weight; how it is split."""
+    ds.os.environ.update(RANK=str(dist.get_rank()), LOCAL_RANK=str(dist.get_rank()), WORLD_SIZE="2")
+    with deepspeed.zero.Init(config_dict_or_path=CONFIG):
+        model = build()
+    example = {"input_ids": torch.ones(1, 6, dtype=torch.int64)}
+    found = decided(mm.split_params(model, example=example))
+    local = list(model.get_parameter(FUSED).shape)
+    return found == decided(mm.split_params(build(), example=example)), local, found[FUSED][1]
+
+
+def warned() -> str:
+    """What the first step says of a weight whose split was guessed."""
+    ds.os.environ.update(RANK=str(dist.get_rank()), LOCAL_RANK=str(dist.get_rank()), WORLD_SIZE="2")
+    engine = initialize(model=build(), config=CONFIG, optimizer={"lr": 0.01, "adamw": {"lr": 0.01}})[0]
+    loss = engine(input_ids=torch.ones(1, 6, dtype=torch.int64), use_cache=False).logits.float().square().mean()
+    engine.backward(loss)
+    with pytest.warns(UserWarning, match="first training forward") as caught:
+        engine.step()
+    engine.destroy()
+    return next(str(each.message) for each in caught if "first training forward" in str(each.message))
+
+
+def test_an_example_shows_what_a_partitioned_model_is(pools: dict[int, Pool]) -> None:
+    assert pools[2].run(shown) == [(True, [0], SPLIT)] * 2
+
+
+def test_the_first_training_forward_of_a_partitioned_model_is_read(pools: dict[int, Pool]) -> None:
+    for message in pools[2].run(warned):
+        assert "transformer.h.*.attn.c_attn.weight is split as ('transposed', 'whole')" in message
+        assert '("transposed", ("rows", 16, 16, 16))' in message
