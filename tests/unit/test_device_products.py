@@ -95,7 +95,7 @@ def test_bf16_is_fp16_on_devices_and_three_steps_are_one_product() -> None:
     assert of("cuda", dtype=torch.float32).dtype == torch.float32
     assert of("cuda", dtype=torch.float32).told == "polar_express"
     assert of("cpu").dtype == torch.bfloat16
-    with pytest.raises(ValueError, match="float16 on a CPU"):
+    with pytest.raises(TypeError, match="float16 on a CPU"):
         of("cpu", dtype=torch.float16)
 
 

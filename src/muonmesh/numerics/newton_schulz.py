@@ -142,8 +142,8 @@ class Orthogonalizer:
         rows, cols = sorted((rows, cols))
         on_device = device.type != "cpu" or kernels == "triton"
         if dtype == torch.float16 and not on_device:
-            write = "Write torch.bfloat16, which a device computes in fp16 too"
-            raise ValueError(explain_error("dtype", f"{dtype} on a CPU", "bf16, fp32 or fp64 there", write))
+            write = "Write torch.bfloat16, which devices compute in fp16 too"
+            raise TypeError(explain_error("dtype", f"{dtype} on a CPU", "bf16, fp32 or fp64 there", write))
         if dtype == torch.bfloat16 and on_device:
             dtype = torch.float16
         coefficients = choose(coefficients, steps, device=device, dtype=dtype)
