@@ -345,4 +345,4 @@ def test_cost_counts_what_is_computed() -> None:
     assert cost(1, 1, degrees=[(3,)]) == 1 + 1 + 2
     assert cost(10, 40, degrees=[(3,)] * 5) == cost(40, 10, degrees=[(3,)] * 5)
     assert cost(768, 3072, degrees=[(3, 3, 3), (3, 3)]) < cost(768, 3072, degrees=[(3,)] * 5)
-    assert cost(64, 64, degrees=(2,), gram=False) < cost(64, 64, degrees=[(3,)])
+    assert cost(64, 64, degrees=[(2,)]) < cost(64, 64, degrees=[(3,)])

@@ -61,6 +61,7 @@ class DeviceIteration:
         self._prepared.preconditioner.before(self)
         if self._prepared.preconditioner.bounds_closer:
             self._bound_closer()
+        self._of_gram = self._inverse_square * _GRAM
         self._take(self._segments)
         self._prepared.preconditioner.after(self)
         if self.x is not out:
@@ -105,11 +106,12 @@ class DeviceIteration:
         self._next.copy_(self.x * 2.0**12)
         self.x, self._next = self._next, self._long(2)
         self._inverse = torch.full_like(self._inverse, 2.0**-12)
-        self._inverse_square = self._inverse.square()
+        self._of_gram = self._inverse.square() * _GRAM
         self._take(tuple(segments_of(polynomials, "gram" if length > 1 else "standard", half=True)))
 
     def _bound_closer(self) -> None:
         """Make ν the Schatten norm (Σσ⁸)^⅛, which bounds the largest singular value more closely."""
+        self._of_gram = self._inverse_square * _GRAM
         a, square = self._gram(), self._square()
         self._matmuls.multiply(a, a, (), square, 2.0**14 / _GRAM**2)
         exact = torch.promote_types(self._dtype, torch.float32)
@@ -187,7 +189,7 @@ class DeviceIteration:
 
     def _gram(self) -> Tensor:
         """Return X Xᵀ of the matrices divided by their norm, times `_GRAM`."""
-        return self._matmuls.multiply(self.x, None, (), self._square(), scale=self._inverse_square * _GRAM)
+        return self._matmuls.multiply(self.x, None, (), self._square(), scale=self._of_gram)
 
     def _square(self) -> Tensor:
         """Return memory for (batch, rows, rows) that is free."""
