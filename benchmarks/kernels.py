@@ -153,9 +153,9 @@ def products(rows: int, cols: int, dtype: torch.dtype) -> dict[str, Callable[...
     return {
         "X Xᵀ": product(x, x.mT, None, 1.0, 0.0, s, square, symmetric=True),
         "b·A + c·A²": product(a, a, a, 1.0, 2.0, 1.0, square, symmetric=True),
-        "a·X + B X": product(a, x, x, 1.0, s, s, other, symmetric=False),
+        "Q X": product(a, x, None, 1.0, 0.0, s, other, symmetric=False),
         "(q + W)(p + Z)": lambda **told: multiplication(
-            *(a, a, a, 1.0, 2.0, 1.0, square), symmetric=False, d=a, delta=2.0, diagonal=s[:, :, 0], **told
+            *(a, a, a, 1.0, 2.0, 1.0, square), symmetric=False, d=a, delta=2.0, identity=3.0, **told
         ),
     }
 
@@ -189,9 +189,8 @@ def beside() -> dict[str, Callable[..., Launch]]:
     pieces = PieceRows([Place(0, 0, 0, (64, 64), 0, (64, 1), 0, (64, 1))], SEARCHED)
     return {
         "norms of parts": lambda **_: lines.measuring(x, exponents, number[:, 0]),
-        "norms": lambda **_: lines.finding_norms(exponents, number[:, 0], number, number, number),
-        "powers of two": lambda **_: lines.rescaling(x, number),
-        "diagonal": lambda **_: lines.centring(number[:, 0], x.diagonal(dim1=1, dim2=2), 1.0, number),
+        "norms": lambda **_: lines.finding_norms(exponents, number[:, 0], exponents[:, 0], number, number),
+        "powers of two": lambda **_: lines.rescaling(x, x.view(torch.float16), exponents[:, 0]),
         "any not zero": lambda **_: kernels.finding(gradient, pieces.number, exponents[:, 0]),
     }
 

@@ -153,8 +153,8 @@ def least_of(rows: int, cols: int, coefficients: CoefficientName | Literal["auto
         kernels=kernels,
         device=torch.device("cpu"),
     )
-    how = {"gram": taken.method == "gram", "at_once": taken.whole, "deflated": taken.prepared.preconditioner.width}
-    return cost(rows, cols, degrees=taken.degrees, **how)
+    width = taken.prepared.preconditioner.width
+    return cost(rows, cols, degrees=taken.degrees, at_once=taken.whole, deflated=width)
 
 
 def measure(

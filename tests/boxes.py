@@ -55,7 +55,7 @@ def layouts(draw: st.DrawFn, shape: tuple[int, ...]) -> MeshLayout:
 
 def planned(shape: tuple[int, ...], spec: Any, layout: MeshLayout, bucket_elements: int = 50) -> Plan:
     matrices = split_matrices("w", shape, spec)
-    flops = tuple(cost(m.rows, m.cols, degrees=(3,) * 5, gram=False) for m in matrices)
+    flops = tuple(cost(m.rows, m.cols, degrees=[(3,)] * 5) for m in matrices)
     return make_plan([Parameter("w", layout, layout, matrices, flops, "")], bucket_elements=bucket_elements)
 
 

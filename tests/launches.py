@@ -72,7 +72,7 @@ def products(
     rows: int, cols: int, batch: int = 2, dtype: torch.dtype = BF16, of_numbers: torch.dtype = torch.float32
 ) -> dict[str, Callable[[], Launch]]:
     x, a = torch.zeros(batch, rows, cols, dtype=dtype), torch.zeros(batch, rows, rows, dtype=dtype)
-    out, wide, diagonal = torch.zeros_like(a), torch.zeros_like(x), torch.zeros(batch, rows)
+    out, wide = torch.zeros_like(a), torch.zeros_like(x)
     number, numbers = torch.ones(1, dtype=of_numbers), torch.ones(batch, 1, 1, dtype=of_numbers)
 
     def gram() -> Launch:
@@ -85,7 +85,7 @@ def products(
         return tiles.multiplication(a, x, x, 1.0, 2.0, number, wide, symmetric=False)
 
     def join() -> Launch:
-        more = {"d": a, "delta": 2.0, "diagonal": diagonal}
+        more = {"d": a, "delta": 2.0, "identity": 3.0}
         return tiles.multiplication(a, a, a, 1.0, 2.0, 1.0, out, symmetric=True, **more)
 
     found: list[Callable[[], Launch]] = [gram, polynomial, apply, join]
@@ -99,12 +99,12 @@ def shifted() -> Callable[[], Launch]:
 
 
 def beside(rows: int, cols: int) -> dict[str, Callable[[], Launch]]:
-    x, power = torch.zeros(2, rows, cols, dtype=BF16), torch.ones(2, 1, 1)
+    x, power = torch.zeros(2, rows, cols, dtype=BF16), torch.ones(2, dtype=torch.int32)
     parts = -(-rows * cols // lines.MEASURED)
     exponents, squares = torch.zeros(2, parts, dtype=torch.int32), torch.zeros(2, parts)
     return {
         f"measure {rows}×{cols}": lambda: lines.measuring(x, exponents, squares),
-        f"rescale {rows}×{cols}": lambda: lines.rescaling(x, power),
+        f"rescale {rows}×{cols}": lambda: lines.rescaling(x, x.view(torch.float16), power),
     }
 
 

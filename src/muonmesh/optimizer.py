@@ -96,7 +96,8 @@ class Muon(torch.optim.Optimizer):
             3 for "deflated", 5 for the others, and one for each polynomial of your own.
         adamw_betas: AdamW's decay rates of the moments. ``betas`` is accepted too, as in torch.optim.AdamW.
         adamw_eps: AdamW's ε. ``eps`` is accepted too.
-        compute_dtype: The dtype in which matrices are orthogonalized and sent.
+        compute_dtype: The dtype in which matrices are orthogonalized and sent. A device orthogonalizes bf16 in fp16;
+            fp16 means the same there, and is refused on a CPU.
         state_dtype: The dtype of the momentum, kept through ``load_state_dict``. "int8" stores blocks of 256 elements
             with one fp32 scale each, 1.02 bytes an element. Checkpoints store int8 momentum as fp32, and load with any
             ``state_dtype``.

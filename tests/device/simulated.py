@@ -377,7 +377,7 @@ class SimulatedDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         def run() -> None:
             a, k = tree_unflatten([x.real() if isinstance(x, _Part) else x for x in late], spec)
-            results = func(*a, **k)
+            results = _of_cpu(func)(*a, **k)
             if fresh:
                 numbers = [t for t in tree_leaves(results) if isinstance(t, Tensor)]
                 for i, part in fresh:
@@ -476,6 +476,13 @@ class SimulatedDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         work = dist.Work.boxed(PythonCallbackWork(wait))
         return work if len(func._schema.returns) == 1 else (args[0], work)
+
+
+def _of_cpu(func: Any) -> Any:
+    """Return what computes an operation on a CPU, which has no products with results of another dtype."""
+    if func is not torch.ops.aten.bmm.dtype:
+        return func
+    return lambda a, b, dtype: torch.bmm(a.to(dtype), b.to(dtype))
 
 
 def _group_of(args: Sequence[Any]) -> str:

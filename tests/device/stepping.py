@@ -61,6 +61,7 @@ class Found(NamedTuple):
 CASES = {
     **{rule: Case(rule=rule) for rule in get_args(Algorithm) if rule != "adamw"},
     "bf16": Case(dtype=torch.bfloat16),
+    "bf16 products": Case({"compute_dtype": torch.bfloat16, "ns_steps": None}, dtype=torch.bfloat16),
     "one at a time": Case({"memory_budget_mb": 0}),
     "all at once": Case({"memory_budget_mb": 1e6}),
     "masters": Case({"master_dtype": torch.float32}, dtype=torch.bfloat16),

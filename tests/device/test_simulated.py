@@ -23,6 +23,7 @@ QUICK = (
     "normuon",
     "masters, written",
     "masters on the host, written",
+    "bf16 products",
     "int8",
     "per matrix",
     "scaler, state on the host",

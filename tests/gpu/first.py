@@ -142,7 +142,6 @@ SPECTRA: dict[str, Callable[[Tensor], Tensor]] = {
 """Singular values from their numbers."""
 WAYS: dict[str, dict[str, Any]] = {
     "default": {},
-    "fp16": {"dtype": torch.float16},
     "deflated": {"coefficients": "deflated"},
     "fp32": {"dtype": torch.float32},
 }

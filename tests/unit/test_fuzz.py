@@ -43,7 +43,7 @@ def planned(case: Case) -> Plan:
         for shape, spec, target, source in zip(held.shapes, held.specs, held.targets, held.sources, strict=True):
             name = f"p{len(parameters)}"
             matrices = split_matrices(name, shape, spec)
-            flops = tuple(cost(m.rows, m.cols, degrees=(3,) * 5, gram=False) for m in matrices)
+            flops = tuple(cost(m.rows, m.cols, degrees=[(3,)] * 5) for m in matrices)
             parameters.append(Parameter(name, source, target, matrices, flops, ""))
     return make_plan(parameters, bucket_elements=case.bucket_elements)
 

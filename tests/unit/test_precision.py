@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from muonmesh.numerics.newton_schulz import orthogonalize
-from muonmesh.numerics.precision import exact_fp32
+from muonmesh.numerics.precision import exact_products
 
 BACKENDS = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
 
@@ -86,7 +86,7 @@ def test_fp32_is_exact_inside_and_what_was_set_is_set_afterwards(
 def test_what_holds_everywhere_still_does_afterwards() -> None:
     try:
         torch.backends.fp32_precision = "tf32"
-        with exact_fp32(torch.float32):
+        with exact_products(torch.float32):
             assert {backend.fp32_precision for backend in BACKENDS} == {"ieee"}
         torch.backends.fp32_precision = "ieee"
         assert {backend.fp32_precision for backend in BACKENDS} == {"ieee"}  # not what was read inside
@@ -100,7 +100,7 @@ def test_threads_that_overlap_leave_what_was_set() -> None:
     seen = []
 
     def second() -> None:
-        with exact_fp32(torch.float32):
+        with exact_products(torch.float32):
             inside.set()
             left.wait(10)
             seen.append(BACKENDS[0].fp32_precision)
@@ -108,7 +108,7 @@ def test_threads_that_overlap_leave_what_was_set() -> None:
     torch.set_float32_matmul_precision("high")
     try:
         thread = threading.Thread(target=second)
-        with exact_fp32(torch.float32):
+        with exact_products(torch.float32):
             thread.start()
             assert inside.wait(10)
         left.set()
@@ -122,7 +122,7 @@ def test_threads_that_overlap_leave_what_was_set() -> None:
 def test_an_error_inside_leaves_what_was_set() -> None:
     torch.set_float32_matmul_precision("high")
     try:
-        with pytest.raises(ZeroDivisionError), exact_fp32(torch.float32):
+        with pytest.raises(ZeroDivisionError), exact_products(torch.float32):
             1 / 0  # noqa: B018
         assert (torch.get_float32_matmul_precision(), BACKENDS[0].fp32_precision) == ("high", "tf32")
     finally:

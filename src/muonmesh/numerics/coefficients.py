@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import chain, cycle, islice, repeat
 from math import inf
 from typing import Any, Literal, TypeAlias, get_args
@@ -265,16 +266,24 @@ def coefficient_schedule(coefficients: Coefficients, steps: int | None = None) -
 
 
 def segments_of(
-    schedule: tuple[Polynomial, ...], method: Literal["standard", "gram"]
+    schedule: tuple[Polynomial, ...], method: Literal["standard", "gram"], *, half: bool = False
 ) -> Iterator[tuple[Polynomial, ...]]:
     """Cut the schedule into single steps and, for Gram, pairs: two steps through A, one direct, two through A, ...
 
     In bf16 the rounding error of A grows by a² with every step on A itself, until it exceeds the small singular values.
     Two steps are harmless, and a direct step between two pairs keeps their errors from adding up: 5 steps as 2 + 1 + 2
-    are more accurate than as 2 + 2 + 1 on every decaying spectrum (docs/internals/numerics.md).
+    are more accurate than as 2 + 2 + 1 on every decaying spectrum (docs/internals/numerics.md). fp16 has three bits
+    more than bf16, so with ``half`` three steps, the last two or three fewer, go through one A: 3 + 2, 3 + 3 + 2.
     """
-    length = 2 if method == "gram" else 1
+    length = {"standard": 1, "gram": 3 if half else 2}[method]
     while schedule:
         yield schedule[:length]
         schedule = schedule[length:]
-        length = 3 - length if method == "gram" else 1
+        length = 3 - length if method == "gram" and not half else length
+
+
+@cache
+def height(p: Polynomial) -> float:
+    """Return the largest size of p₀ + p₁A + …, with and without its constant, for A from 0 to 1."""
+    powers = [sum(c * (n / 64) ** k for k, c in enumerate(p)) for n in range(65)]
+    return max(max(abs(value), abs(value - p[0])) for value in powers) or 1.0

@@ -17,7 +17,7 @@ from torch import Tensor
 from muonmesh.numerics import kernels
 from muonmesh.numerics.kernels.memory import keep, pinned, scratch
 from muonmesh.numerics.kernels.threads import run_on_one_thread
-from muonmesh.numerics.precision import exact_fp32
+from muonmesh.numerics.precision import exact_products
 from muonmesh.numerics.preconditioner import Iterates, Preconditioner
 from muonmesh.numerics.stochastic import mixed
 
@@ -87,8 +87,8 @@ def deflate(x: Tensor, vectors: int) -> None:
         x: Shape (batch, rows, cols), rows ≤ cols, compute dtype, contiguous.
         vectors: The number of values to reduce, at most the number of rows.
     """
-    if x.device.type != "cpu":
-        _deflate(x, x, vectors)
+    if x.device.type != "cpu" or x.dtype == torch.float16:
+        _deflate(x.float() if x.dtype == torch.float16 else x, x, vectors)  # thin products leave the range of fp16
         return
 
     def each() -> None:
@@ -108,7 +108,7 @@ def departure(x: Tensor, vectors: int) -> float:
     def measure() -> float:
         wide = _multiplied(x)
         rows = probe(wide, vectors)
-        with exact_fp32(torch.promote_types(x.dtype, torch.float32)):
+        with exact_products(torch.promote_types(x.dtype, torch.float32)):
             rest = (wide @ (rows @ wide).mT).to(torch.promote_types(x.dtype, torch.float32))
             return rest.sub_(rows.mT).square_().mean().item()
 
@@ -132,7 +132,7 @@ def probe(x: Tensor, vectors: int) -> Tensor:
 
 def _deflate(x: Tensor, out: Tensor, vectors: int) -> None:
     exact = torch.promote_types(x.dtype, torch.float32)
-    with exact_fp32(exact):
+    with exact_products(exact):
         y = x @ (probe(x, vectors) @ x).mT
         basis, _ = torch.linalg.qr(y.to(exact))
         inside = basis.to(x.dtype).mT @ x
@@ -146,7 +146,8 @@ def _deflate(x: Tensor, out: Tensor, vectors: int) -> None:
         target = torch.maximum(values[..., :1], values[..., -1:] * _FLOOR)
         norm = squares.sum(-1, keepdim=True).sqrt()
         # An entry is off by up to half of eps of itself, so singular values that this adds are half of that or less.
-        rounding = values[..., :1] < torch.finfo(out.dtype).eps / 2 * x.shape[-2] ** -0.5 * norm
+        eps = torch.finfo(torch.bfloat16 if out.dtype.itemsize == 2 else out.dtype).eps
+        rounding = values[..., :1] < eps / 2 * x.shape[-2] ** -0.5 * norm
         target = torch.where(rounding, _just_narrowed(values, norm), target)
         less = (1 - target / values).clamp_min(0)
         # X V S = X Xᵀ Q for the right vectors, which are one product nearer than the left vectors, Q times the turn.

@@ -12,9 +12,9 @@ only formats for products: torch has no other arithmetic for them."""
 COMPLEX_DTYPES = (torch.complex64, torch.complex128)
 """The complex dtypes of parameters that elementwise rules step, by real and imaginary parts as torch does."""
 
-COMPUTE_DTYPES = (torch.bfloat16, torch.float32, torch.float64)
-"""The dtypes in which matrices may be orthogonalized. Not fp16: its largest number is 65504, and its smallest normal
-number is 6e-5. This range is too small for products of a matrix whose singular values span four decades."""
+COMPUTE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+"""The dtypes in which matrices may be orthogonalized. fp16 on devices only, whose bf16 it replaces inside an iteration
+(`numerics.device_iteration`): its range is too small for what is sent, which is bf16 then."""
 
 NEEDED_HELD = "one of " + ", ".join(map(str, HELD_DTYPES))
 """For messages."""

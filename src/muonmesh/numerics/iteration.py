@@ -1,4 +1,4 @@
-"""Iteration: runs the Newton–Schulz iteration on a batch of matrices: norms, steps and products."""
+"""Iteration: the Newton–Schulz iteration of a batch of matrices on a CPU: norms, steps and products."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from muonmesh.numerics.square_matrices import (
 
 
 class Iteration:
-    """The iteration of a batch of matrices, in buffers that the next batch reuses.
+    """The iteration of a batch of matrices on a CPU, in buffers that the next batch reuses.
 
     A loaded matrix is only multiplied by a power of two. The division by its norm ν is applied to X Xᵀ before the
     polynomials, and to the result by the last product. Dividing a bf16 matrix by its norm first would round every entry
@@ -69,13 +69,8 @@ class Iteration:
 
     def _iterate(self, matrices: Tensor) -> None:
         conditioner = self._prepared.preconditioner
-        if self._matmuls.normalize is not None and not conditioner.reads_values and matrices.dtype == self.x.dtype:
-            if self.x is not matrices:
-                self.x.copy_(matrices if matrices.shape == self.x.shape else matrices.mT)
-            self._inverse, self._inverse_square = self._matmuls.normalize(self.x)
-        else:
-            self._norm_is(self._load(matrices))
-            self.loaded_norm = self.norm
+        self._norm_is(self._load(matrices))
+        self.loaded_norm = self.norm
         self._last = False
         conditioner.before(self)
         if conditioner.bounds_closer and len(self._segments) == 1 and self._matmuls.exact is not None:
@@ -202,17 +197,13 @@ class Iteration:
         if last:
             full = matmuls.multiply(z, pa, [(pa, p0)], self._square("a"), symmetric=False)
             held, free = spare, "a"
-            transposed = self._square("d") if self._device.type == "cpu" else None
-            pap = symmetric_part(full, transposed, self._square(held))
+            pap = symmetric_part(full, self._square("d"), self._square(held))
         else:
             held, free = "a", spare
             pap = matmuls.multiply(z, pa, [(pa, p0)], self._square(held))
         w = self._without_constant(q, pap, free, "d")
-        if matmuls.join is not None:
-            self._apply(*matmuls.join(z, w, p0, q0, self._square(held), symmetric=not last))
-            return
         other = self._square(free if w is self._squares.get("d") else "d")
-        if last and not matmuls.sparing:
+        if last:
             factor = matmuls.multiply(w, z, [(z, 0.0)], self._square(held), symmetric=False)
             factor = add_scaled(factor, z, q0, w, p0, other)
         else:
@@ -232,14 +223,7 @@ class Iteration:
         return self._matmuls.multiply(self.x, None, [], self._square("a"), scale=self._inverse_square)
 
     def _apply(self, b: Tensor, a: float | Tensor) -> None:
-        """X ← a·X + B X; in the last segment also divided by ν.
-
-        If a depends on the data and the products only take factors that the CPU knows, X ← X + B/a X, and ν is changed
-        by a. The sum is then rounded once, and B is rounded once more, which is smaller than X.
-        """
-        if isinstance(a, Tensor) and self._matmuls.sparing:  # a is left to the products that divide by ν
-            self._norm_is(self.norm / a)
-            b, a = b.div_(a), 1.0
+        """X ← a·X + B X; in the last segment also divided by ν."""
         factor: float | Tensor = self._inverse if self._last else 1.0
         self._matmuls.multiply(b, self.x, [(self.x, a)], self._next, scale=factor, symmetric=False)
         self.x, self._next = self._next, self.x

@@ -27,12 +27,13 @@ from muonmesh.numerics.coefficients import (
     for_rows,
     segments_of,
 )
+from muonmesh.numerics.device_iteration import DeviceIteration
 from muonmesh.numerics.dtypes import COMPUTE_DTYPES, HELD_DTYPES, NEEDED_COMPUTE, NEEDED_HELD
 from muonmesh.numerics.iteration import Iteration
 from muonmesh.numerics.kernels import KernelName, Matmuls, is_compiled, resolve, select
 from muonmesh.numerics.kernels.recording import run_again
 from muonmesh.numerics.kernels.threads import alone, run_on_one_thread
-from muonmesh.numerics.precision import exact_fp32, plain_modes
+from muonmesh.numerics.precision import exact_products, plain_modes
 from muonmesh.numerics.preconditioner import NO_PRECONDITIONER
 
 Method: TypeAlias = Literal["auto", "standard", "gram"]
@@ -70,7 +71,8 @@ def orthogonalize(
         steps: Number of steps, at least 1. None: the length of a sequence; for a published set 5, but 10 for
             "deepseekv4", 4 for "aol", and 3 for "deflated".
         method: "standard", "gram" or "auto", see `resolve_method`.
-        dtype: Compute dtype: bf16, fp32 or fp64.
+        dtype: Compute dtype: bf16, fp32 or fp64. A device computes in fp16 instead of bf16, which is more exact. There
+            fp16 is the same; a CPU refuses it.
         kernels: The code that multiplies matrices. "auto": the code of this process that should be the fastest.
             "torch": torch's products. "triton", "compiled" and "amx": this code, or an error if it cannot run.
         out: Contiguous tensor of x's shape, dtype and device to write, not overlapping x.
@@ -138,37 +140,54 @@ class Orthogonalizer:
     ) -> Orthogonalizer:
         """Resolve the options of `orthogonalize` for matrices of one shape."""
         rows, cols = sorted((rows, cols))
+        on_device = device.type != "cpu" or kernels == "triton"
+        if dtype == torch.float16 and not on_device:
+            write = "Write torch.bfloat16, which devices compute in fp16 too"
+            raise TypeError(explain_error("dtype", f"{dtype} on a CPU", "bf16, fp32 or fp64 there", write))
+        if dtype == torch.bfloat16 and on_device:
+            dtype = torch.float16
         coefficients = choose(coefficients, steps, device=device, dtype=dtype)
         coefficients, steps = for_rows(coefficients, steps, rows)
         chosen = resolve_method(rows, cols, coefficients=coefficients, steps=steps, method=method, dtype=dtype)
         prepared, schedule = coefficient_set(coefficients), coefficient_schedule(coefficients, steps)
         closer = chosen == "gram" and prepared.preconditioner.bounds_closer
         whole = closer and is_compiled(resolve(kernels, device=device, dtype=dtype, rows=rows, whole=True))
-        segments = (schedule,) if whole else tuple(segments_of(schedule, chosen))
+        segments = (schedule,) if whole else tuple(segments_of(schedule, chosen, half=on_device))
         shortened = steps not in (None, prepared.steps)
         prepared = replace(prepared, preconditioner=prepared.preconditioner.on(device, shortened=shortened))
         return Orthogonalizer(rows, cols, coefficients, prepared, chosen, segments, whole, kernels, dtype, device)
 
     @property
-    def degrees(self) -> list[int]:
-        """The number of coefficients of each step's polynomial, from which `layout.cost` computes the cost."""
-        return [len(polynomial) for segment in self.segments for polynomial in segment]
+    def on_device(self) -> bool:
+        """Whether this is done by `DeviceIteration`, as on a device and in Triton's interpreter."""
+        return self.device.type != "cpu" or self.kernels == "triton"
+
+    @property
+    def told(self) -> str:
+        """The coefficient set and, on a device, the dtype between products, as `explain` shows them."""
+        name = self.coefficients if isinstance(self.coefficients, str) else "polynomials"
+        if self.dtype != torch.float16:
+            return name
+        return f"{name} in {'bf16' if self.products.small is not None and self.quintics else 'fp16'}"
+
+    @property
+    def degrees(self) -> list[list[int]]:
+        """The number of coefficients of each step's polynomial, for each segment; `layout.cost` takes them."""
+        return [list(map(len, segment)) for segment in self.segments]
 
     @cached_property
     def quintics(self) -> tuple[float, ...]:
         """Three coefficients for each step, if the set has only such steps and one kernel can take them; else empty."""
         steps = [polynomial for segment in self.segments for polynomial in segment]
         alone = self.prepared.preconditioner == NO_PRECONDITIONER
-        fits = alone and self.method == "standard" and self.dtype == torch.bfloat16 and max(self.degrees) <= 3
+        fits = alone and self.method == "standard" and self.dtype == torch.float16 and max(map(len, steps)) <= 3
         # At most 16 steps, because the coefficients are part of the kernel's code.
         return tuple(c for step in steps for c in (*step, 0.0)[:3]) if fits and len(steps) <= 16 else ()
 
     @property
     def squares(self) -> int:
         """The number of rows × rows buffers that a device needs for a matrix."""
-        if max(self.degrees) > 3:
-            return 4
-        return 2 if self.method == "standard" else 4 - (self.products.join is not None)
+        return 2 + any(degree > 3 for some in self.degrees for degree in some) if self.method == "standard" else 4
 
     @cached_property
     def products(self) -> Matmuls:
@@ -198,7 +217,7 @@ class Orthogonalizer:
             needed = f"x's {tuple(x.shape)}, {x.dtype} on {x.device}, contiguous"
             write = "Write out=torch.empty_like(x, memory_format=torch.contiguous_format)"
             raise ValueError(explain_error("out", found, needed, write))
-        with exact_fp32(self.dtype) if self.dtype == torch.float32 else nullcontext():
+        with exact_products(self.dtype) if self.dtype in (torch.float32, torch.float16) else nullcontext():
             matrices = x if x.ndim == 3 else x.reshape(x.shape[:-2].numel(), *x.shape[-2:])
             result = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
             given = [matrices, result if x.ndim == 3 else result.view(matrices.shape)]
@@ -222,7 +241,8 @@ class Orthogonalizer:
         if small is not None and self.quintics and matrices.dtype in small.dtypes:
             small.run(matrices, out, self.quintics)
         else:
-            iteration = Iteration(self.prepared, self.segments, self.products, self.dtype)
+            form = DeviceIteration if self.on_device else Iteration
+            iteration = form(self.prepared, self.segments, self.products, self.dtype)
             iteration.run(matrices, out, overwrite=overwrite)
 
 
@@ -277,7 +297,7 @@ def resolve_method(
         method == "auto"
         and isinstance(coefficients, str)
         and len(schedule) in coefficient_set(coefficients).gram_steps
-        and dtype == torch.bfloat16
+        and dtype.itemsize == 2
         and any(short >= rows_from and long >= aspect * short for rows_from, aspect in _GRAM_FROM)
     )
     return "gram" if gram_is_better else "standard"

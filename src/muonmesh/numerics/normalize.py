@@ -43,24 +43,17 @@ def _load(x: Tensor, out: Tensor) -> Tensor:
     if x.dtype == torch.float16:
         x = x.float()
     exact = torch.promote_types(out.dtype, torch.float32)
-    norms = None
-    if x.device.type == "cuda" and x.dtype != torch.float64:
-        norms, power = norms_and_powers(x)
-    else:
-        power = _inverse_power_of_two(x)
+    power = _inverse_power_of_two(x)
     if x.dtype == out.dtype and x.shape == out.shape:
         torch.mul(x, power, out=out)
     elif x.shape == out.shape:
         out.copy_(x * power)
     else:
         out.copy_((x * power).to(out.dtype).mT)  # cast first: torch transposes fast only within one dtype
-    if norms is not None:
-        norm: Tensor = (norms * power).to(exact)
-        return norm.clamp_(min=_LEAST).nan_to_num_(nan=torch.nan, posinf=torch.nan)
     # By rows first: one running fp32 sum over a whole matrix would stop growing after some ten million terms. Of
     # what was written, so that a transposed matrix sums in the same order.
-    if out.device.type == "cuda":  # whose sums are trees; in few launches
-        norm = torch.linalg.vector_norm(out, dim=(-2, -1), keepdim=True, dtype=exact)
+    if out.device.type != "cpu":  # whose sums are trees; in few launches
+        norm: Tensor = torch.linalg.vector_norm(out, dim=(-2, -1), keepdim=True, dtype=exact)
         return norm.clamp_(min=_LEAST).nan_to_num_(nan=torch.nan, posinf=torch.nan)
     # A few rows at a time: for wider copies of all rows, the system would have to clear new memory.
     few = torch.split(out.view(-1, out.shape[-1]), max(1, 2 * CACHED // out.shape[-1]))
@@ -75,6 +68,16 @@ def _load(x: Tensor, out: Tensor) -> Tensor:
     return torch.where(norm.isfinite(), norm, torch.nan)
 
 
+def normalize(matrices: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
+    """Do `Matmuls.normalize` by torch's operations, for any dtype, orientation and strides of the matrices."""
+    loaded = out.view(torch.bfloat16) if out.dtype == torch.float16 else out  # whose range is large enough
+    norm = load(matrices, loaded, together=True)
+    power = 2.0**13 * _inverse_power_of_two_of(norm)
+    torch.mul(loaded, power, out=out)
+    inverse = (norm * power).reciprocal()
+    return inverse, inverse.square()
+
+
 def sums(rows: Tensor) -> Tensor:
     """Return the sum of each row of a (rows, cols) tensor, in an order that depends only on the number of columns.
 
@@ -82,22 +85,6 @@ def sums(rows: Tensor) -> Tensor:
     """
     parts = [part.sum(-1) for part in torch.split(rows, _SUMMED_BY_ONE_THREAD, dim=1)]
     return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
-
-
-def norms_and_powers(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the norm of each matrix, and the power of two that brings the matrix near 1, in one pass for devices.
-
-    In fp64 no square of an fp32 number overflows or vanishes, so the matrix need not be scaled first.
-
-    Args:
-        x: Shape (batch, m, n) or (m, n); bf16 or fp32.
-
-    Returns:
-        Norms in fp64 and powers in the dtype of x: (batch, 1, 1) each, or 0-d.
-    """
-    norms = sums_of_squares(x.unbind() if x.ndim == 3 else [x]).sqrt_()
-    norms = norms[:, None, None] if x.ndim == 3 else norms[0]
-    return norms, _inverse_power_of_two_of(norms.float()).to(x.dtype)
 
 
 def _inverse_power_of_two(x: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ import torch
 _EXACT = ("ieee", "none")  # none: nothing is set, and torch multiplies exactly
 _lock = threading.Lock()
 _inside = 0
-_before: list[str] = []
+_before: list[Any] = []
 
 
 @contextmanager
@@ -49,17 +49,17 @@ def _kinds() -> tuple[str, ...]:
 
 
 @contextmanager
-def exact_fp32(dtype: torch.dtype) -> Iterator[None]:
-    """Multiply fp32 exactly inside a block, and restore torch's settings when the last thread has left.
+def exact_products(dtype: torch.dtype) -> Iterator[None]:
+    """Multiply fp32 as such, and add up fp16 in fp32, inside a block; restore torch's settings after the last thread.
 
     These settings are global in the process. So the first thread that enters changes them, and the last thread that
     leaves restores them. Products of other threads are exact too meanwhile.
 
     Args:
-        dtype: The compute dtype; nothing is done unless it is fp32.
+        dtype: The compute dtype; nothing is done unless it is fp32 or fp16.
     """
     global _inside
-    if dtype != torch.float32:
+    if dtype not in (torch.float32, torch.float16):
         yield
         return
     with _lock:
@@ -69,11 +69,15 @@ def exact_fp32(dtype: torch.dtype) -> Iterator[None]:
             for backend, level in zip(_backends(), _before, strict=True):
                 if level not in _EXACT:
                     backend.fp32_precision = "ieee"
+            _before.append(torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction)
+            torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     try:
         yield
     finally:
         with _lock:
             _inside -= 1
+            if _inside == 0:
+                torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = _before.pop()
             for backend, level in zip(_backends(), _before, strict=True):
                 if _inside == 0 and level not in _EXACT:
                     backend.fp32_precision = "none"  # the setting for all backends, torch.backends.fp32_precision

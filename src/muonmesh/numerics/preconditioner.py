@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class Iterates(Protocol):
-    """What the hooks may read and change of an iteration: `muonmesh.numerics.iteration.Iteration`.
+    """What the hooks may read and change of an iteration: `Iteration` or `DeviceIteration`.
 
     Attributes:
         x: The matrices times a power of two, and later the iterates; (batch, rows, cols), rows ≤ cols, compute dtype.
@@ -20,7 +20,10 @@ class Iterates(Protocol):
 
     x: Tensor
     loaded_norm: Tensor
-    norm: Tensor
+
+    @property
+    def norm(self) -> Tensor:
+        """Return what ``x`` is divided by."""
 
     def gram(self) -> Tensor:
         """Return X Xᵀ of the matrices divided by their norm, (batch, rows, rows)."""

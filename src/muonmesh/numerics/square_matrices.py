@@ -1,4 +1,4 @@
-"""Elementwise work on rows × rows matrices, computed in fp32 or wider and rounded once."""
+"""Elementwise work on rows × rows matrices on a CPU, computed in fp32 or wider and rounded once."""
 
 from __future__ import annotations
 
@@ -9,17 +9,14 @@ from muonmesh.numerics.kernels.memory import scratch
 from muonmesh.numerics.normalize import CACHED
 
 
-def symmetric_part(x: Tensor, spare: Tensor | None, out: Tensor) -> Tensor:
+def symmetric_part(x: Tensor, spare: Tensor, out: Tensor) -> Tensor:
     """Return (X + Xᵀ)/2 in `out`.
 
     Args:
         x: Shape (batch, rows, rows).
-        spare: A buffer of the same shape, needed on a CPU.
+        spare: A buffer of the same shape.
         out: Another buffer of this shape, for the result.
     """
-    if x.device.type != "cpu":
-        return torch.lerp(x, x.mT, 0.5, out=out)
-    assert spare is not None
     for matrix, transposed in zip(x, spare, strict=True):  # torch transposes fast only two dims at a time
         transposed.copy_(matrix.mT)
     return torch.lerp(x, spare, 0.5, out=out)
@@ -29,20 +26,16 @@ def add_scaled(x: Tensor, y: Tensor, a: float, z: Tensor, b: float, out: Tensor)
     """Return X + a·Y + b·Z in `out`. All tensors are contiguous and of the same shape; X may be overwritten."""
     exact = torch.promote_types(x.dtype, torch.float32)
     flat = [t.view(-1) for t in (x, y, z, out)]
-    parts = zip(*(torch.split(t, CACHED) for t in flat), strict=True) if x.device.type == "cpu" else [tuple(flat)]
-    for x_part, y_part, z_part, target in parts:
+    for x_part, y_part, z_part, target in zip(*(torch.split(t, CACHED) for t in flat), strict=True):
         wide = scratch("wide", x_part.shape, dtype=exact, device=x.device).copy_(x_part).add_(y_part, alpha=a)
-        if x.device.type == "cpu":
-            target.copy_(wide.add_(z_part, alpha=b))
-        else:  # rounds the result without a copy
-            torch.add(wide, z_part, alpha=b, out=target)
+        target.copy_(wide.add_(z_part, alpha=b))
     return out
 
 
 def row_products(x: Tensor, y: Tensor) -> Tensor:
     """Return the sum of X * Y over each row, the diagonal of X Yᵀ.
 
-    A CPU works on a few rows at a time. Wider copies of all rows would be allocated from the system and freed on every
+    A few rows at a time. Wider copies of all rows would be allocated from the system and freed on every
     call, which costs more than the sums.
 
     Args:
@@ -53,12 +46,6 @@ def row_products(x: Tensor, y: Tensor) -> Tensor:
         Shape (batch, rows), fp32 or wider.
     """
     exact = torch.promote_types(x.dtype, torch.float32)
-    if x.device.type == "cuda" and x.dtype == torch.bfloat16:  # one launch, and no wider copies
-        rows = x.shape[0] * x.shape[1]
-        products = torch.bmm(x.reshape(rows, 1, -1), y.reshape(rows, -1, 1), out_dtype=exact)
-        return products.view(x.shape[:2])
-    if x.device.type != "cpu":
-        return (x.to(exact) * y).sum(-1)
     few = max(1, 2 * CACHED // x.shape[-1])
     sums = [
         [
@@ -75,8 +62,6 @@ def row_squares(x: Tensor) -> Tensor:
 
     `torch.linalg.vector_norm` alone would write a wider copy of all of X into new memory from the system.
     """
-    if x.device.type != "cpu":
-        return row_products(x, x)
     exact = torch.promote_types(x.dtype, torch.float32)
     few = max(1, 2 * CACHED // x.shape[-1])
     rows = torch.split(x.reshape(-1, x.shape[-1]), few)

@@ -39,7 +39,7 @@ class Row:
             known, see `Rule.step_size`.
         spectral: Spectral norm of one step; NaN for AdamW, and if it is not known.
         state: Bytes of the parameter's state that this rank keeps from step to step, in the stored dtypes.
-        sets: The number of matrices that each coefficient set orthogonalizes, by the name of the set.
+        sets: The number of matrices that each coefficient set orthogonalizes, by its name, on a device with the dtype.
     """
 
     parameter: str
@@ -234,7 +234,7 @@ def _muon_row(group: Mapping[str, Any], of: int, planned: Planned, number: int) 
     sizes = Counter(f"{matrix.rows}×{matrix.cols}" for matrix in parameter.matrices)
     steps = [rule.step_size(matrix.rows, matrix.cols) for matrix in parameter.matrices]
     how = [planned.orthogonalizers[of, matrix.shape] for matrix in parameter.matrices if rule.orthogonalizes]
-    sets = Counter(one.coefficients if isinstance(one.coefficients, str) else "polynomials" for one in how)
+    sets = Counter(one.told for one in how)
     return Row(
         parameter.name,
         group["algorithm"],

@@ -167,7 +167,7 @@ def connect(groups: Groups, runtime: Runtime, *, gradients: bool = True) -> Plan
     planned.exchange = Exchange(
         planned.plan,
         group=group,
-        dtype=runtime.precision.compute,
+        dtype=runtime.precision.wire,
         companion_dtype=runtime.precision.carried,
         device=planned.device,
         batching=Batches(planned.plan, planned.device, orthogonalizers, runtime.precision.on_host),

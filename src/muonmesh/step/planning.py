@@ -292,8 +292,8 @@ def _parameter(
                 kernels=precision.kernels,
                 device=device,
             )
-        how = {"gram": resolved.method == "gram", "at_once": resolved.whole}
-        own = cost(*shape, degrees=resolved.degrees, deflated=resolved.prepared.preconditioner.width, **how)
+        width = resolved.prepared.preconditioner.width
+        own = cost(*shape, degrees=resolved.degrees, at_once=resolved.whole, deflated=width)
         # Without orthogonalization a rule makes one or two passes over the elements.
         flops[shape] = rule.flops(*shape) + (own if rule.orthogonalizes else 2 * math.prod(shape))
     if isinstance(named, str) and named not in get_args(CoefficientName):  # a user's set, which may differ on ranks

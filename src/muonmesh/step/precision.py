@@ -17,7 +17,7 @@ class Precision:
     """The dtypes of one optimizer, its kernels, and the place of its state.
 
     Attributes:
-        compute: The dtype of orthogonalization and of the matrices that ranks send.
+        compute: The dtype of orthogonalization.
         state: The dtype of per-element state; fp32 if momentum is kept in int8.
         master: The dtype of master weights; None: there are none.
         kernels: The kernels that multiply matrices.
@@ -58,6 +58,11 @@ class Precision:
         if not self.leaves(local.device):
             return local.detach().to(dtype).contiguous()
         return self.zeros(local.shape, dtype, local.device).copy_(local.detach(), non_blocking=not wait)
+
+    @property
+    def wire(self) -> torch.dtype:
+        """The dtype of the matrices that ranks send: ``compute``, but bf16 for fp16, whose range is too small."""
+        return torch.bfloat16 if self.compute == torch.float16 else self.compute
 
     @property
     def carried(self) -> torch.dtype:

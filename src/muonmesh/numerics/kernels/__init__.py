@@ -120,7 +120,7 @@ def resolve(
     if device.type == "cpu" and dtype == torch.bfloat16:
         _, gain = auto_takes()
         return "compiled" if rows in gain or (whole and gain.stop > _BLOCKED_FROM_ROWS) else "torch"
-    by_triton = device.type == "cuda" and dtype == torch.bfloat16
+    by_triton = device.type == "cuda" and dtype.itemsize == 2
     return "triton" if by_triton and _has_tensor_cores(device) and is_usable(device) else "torch"
 
 
@@ -209,7 +209,7 @@ def _triton_fault(device: torch.device, dtype: torch.dtype) -> tuple[str, str, s
         return "no package triton", "that package", f'pip install "muonmesh[triton]", or {_INSTEAD}'
     if device.type != "cuda" and not (device.type == "cpu" and is_interpreted()):
         return f"a matrix on {device.type}", "one on a CUDA or ROCm device", _INSTEAD
-    return None if dtype in DTYPES else (f"{dtype}", "bf16 or fp32", _INSTEAD)
+    return None if dtype in DTYPES else (f"{dtype}", "bf16, fp16 or fp32", _INSTEAD)
 
 
 @cache

@@ -1,9 +1,7 @@
 """Plain torch on a device: one batched product per entry, added up in fp32 and rounded once.
 
-cuBLAS adds β·C in fp32 before it rounds, but only for a β that the CPU knows. It never knows numbers that depend on the
-data: a after a pair of Gram steps, and s = 1/ν. So a is divided out of B, and a·s multiplies the rounded result, which
-costs a rounding of B and one of the result, where nothing amplifies them. Gram matrices are left in fp32 and multiplied
-there: rounded to bf16 before, they would cost up to 1.7 times the error (docs/internals/kernels.md).
+cuBLAS takes only numbers that the CPU knows, and never 1/ν. Squares are left in fp32 and multiplied there. X is
+multiplied by it in its own memory, after it was rounded to fp16, whose three more bits do not show in bf16.
 """
 
 from __future__ import annotations
@@ -15,17 +13,32 @@ from muonmesh.numerics.kernels.table import Matmuls, Number, Operand, Terms
 
 
 def multiply(
-    a: Tensor, b: Operand, terms: Terms, out: Tensor, alpha: float = 1.0, scale: Number = 1.0, symmetric: bool = True
+    a: Tensor,
+    b: Operand,
+    terms: Terms,
+    out: Tensor,
+    alpha: float = 1.0,
+    scale: Number = 1.0,
+    symmetric: bool = True,
+    identity: float = 0.0,
 ) -> Tensor:
     """Do `Matmuls.multiply`; both triangles of a symmetric result are computed."""
-    if b is None:
-        return torch.mul(_exact_product(a, a.mT), scale, out=out)
-    ((c, factor),) = terms
-    if isinstance(factor, Tensor):
-        return multiply((a / factor).to(a.dtype), b, ((c, 1.0),), out, alpha, factor * scale)
-    if isinstance(scale, Tensor):
-        return torch.baddbmm(c, a, b, beta=factor, alpha=alpha, out=out).mul_(scale)
-    return torch.baddbmm(c, a, b, beta=factor * scale, alpha=alpha * scale, out=out)
+    if isinstance(scale, Tensor) and b is not None and not symmetric:
+        held = multiply(a, b, terms, out.view(a.dtype), alpha, symmetric=False)
+        return torch.mul(held, scale, out=out)
+    if isinstance(scale, Tensor) or any(isinstance(factor, Tensor) for _, factor in terms):
+        exact = _exact_product(a, a.mT if b is None else b).mul_(alpha)
+        for c, factor in terms:
+            exact.add_(c * factor)
+        exact.diagonal(dim1=-2, dim2=-1).add_(identity)
+        return torch.mul(exact, scale, out=out)
+    (c, factor), *others = terms or ((out, 0.0),)  # with 0 it is not read
+    torch.baddbmm(c, a, a.mT if b is None else b, beta=float(factor) * scale, alpha=alpha * scale, out=out)
+    for d, delta in others:
+        out.add_(d, alpha=float(delta) * scale)
+    if identity:
+        out.diagonal(dim1=-2, dim2=-1).add_(identity * scale)
+    return out
 
 
 def _exact_product(a: Tensor, b: Tensor) -> Tensor:
@@ -39,4 +52,4 @@ def _exact_product(a: Tensor, b: Tensor) -> Tensor:
 
 def torch_products(*, at_once: int) -> Matmuls:
     """The table for batches of at most `at_once` matrices."""
-    return Matmuls(multiply=multiply, at_once=at_once, together=True, sparing=True)
+    return Matmuls(multiply=multiply, at_once=at_once, together=True)

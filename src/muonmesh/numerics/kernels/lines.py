@@ -1,4 +1,4 @@
-"""Triton kernels for norms and a factor's diagonal. Importing this file imports Triton."""
+"""Triton kernels for norms and powers of two. Importing this file imports Triton."""
 
 # Triton gives the arguments of a kernel their types when it compiles, from what the kernel is called with.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -14,8 +14,9 @@ from muonmesh.numerics.kernels.triton_launch import Launch
 
 _BLOCK = 2048
 """Number of elements that a program works on at a time."""
-_NEAR = 32
-"""A matrix whose largest entry is within 2 to the power of plus and minus this is left as it is."""
+_NORM = 12
+"""Matrices are brought to norms from 2 to the power of this up to twice that: fp16 then holds entries exactly that are
+2⁻³⁰ of the norm, and no product of an iteration overflows."""
 
 
 @triton.jit
@@ -57,8 +58,8 @@ def measure(
 
 
 @triton.jit(do_not_specialize=["parts"])
-def norms(exponents, squares, power, inverse, inverse_square, parts, BLOCK: tl.constexpr, NEAR: tl.constexpr):
-    """Store the power of two that scales a matrix, and 1/ν and 1/ν² of the scaled matrix, where ν is its norm."""
+def norms(exponents, squares, power, inverse, inverse_square, parts, BLOCK: tl.constexpr, NORM: tl.constexpr):
+    """Store the exponent of the power of two that scales a matrix, and 1/ν and 1/ν² of the scaled one, ν its norm."""
     matrix = tl.program_id(0)
     exponents += matrix * parts
     squares += matrix * parts
@@ -74,49 +75,30 @@ def norms(exponents, squares, power, inverse, inverse_square, parts, BLOCK: tl.c
         smaller = tl.load(exponents + here, mask=here < parts, other=-126) - exponent
         sums += tl.load(squares + here, mask=here < parts, other=0.0) * _power_of_two(2 * smaller)
     total = tl.sum(sums, 0)
-    near = tl.abs(exponent) <= NEAR
-    norm = tl.sqrt_rn(total) * _power_of_two(tl.where(near, exponent, 0))
-    norm = tl.where(total == 0, 1.0, norm)
-    one_over = tl.where(
-        total - total == 0, tl.div_rn(1.0, norm), float("nan")
-    )  # not 1/∞, as if there had been no gradient
-    tl.store(power + matrix, tl.where(near, 1.0, _power_of_two(-exponent)))
+    root = tl.sqrt_rn(tl.where(total == 0, 1.0, total))
+    down = NORM + 127 - (root.to(tl.int32, bitcast=True) >> 23)
+    is_finite = total - total == 0
+    # Not 1/∞, as if there had been no gradient.
+    one_over = tl.where(is_finite, tl.div_rn(1.0, root * _power_of_two(tl.where(is_finite, down, 0))), float("nan"))
+    tl.store(power + matrix, tl.where(is_finite & (total > 0), down - exponent, 0))
     tl.store(inverse + matrix, one_over)
     tl.store(inverse_square + matrix, one_over * one_over)
 
 
 @triton.jit(do_not_specialize=["parts"])
-def rescale(x, power, numel, cols, gap, parts, GAPS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
-    """Multiply a part of a matrix by a power of two, unless that is 1."""
+def rescale(x, out, power, numel, cols, gap, parts, GAPS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+    """Write a part of a matrix times a power of two, which may lie where the matrix is."""
     program = tl.program_id(0)
     matrix = program // parts
-    by = tl.load(power + matrix)
-    if by != 1:
-        x += matrix.to(tl.int64) * numel
-        for start in range(0, CHUNK, BLOCK):
-            here = (program % parts).to(tl.int64) * CHUNK + start + tl.arange(0, BLOCK)
-            places = _places(here, cols, gap, GAPS)
-            values = tl.load(x + places, mask=here < numel, other=0.0).to(tl.float32) * by
-            tl.store(x + places, values.to(x.dtype.element_ty), mask=here < numel)
-
-
-@triton.jit(do_not_specialize=["rows", "batch_stride", "stride"])
-def centre(diagonal, out, constant, mean, rows, batch_stride, stride, BLOCK: tl.constexpr):
-    """Write a diagonal less its mean, and the mean plus a constant."""
-    matrix = tl.program_id(0).to(tl.int64)
-    diagonal += matrix * rows
-    out += matrix * batch_stride
-    lanes = tl.arange(0, BLOCK)
-    sums = tl.zeros((BLOCK,), dtype=tl.float32)
-    for start in range(0, rows, BLOCK):
-        here = start + lanes
-        sums += tl.load(diagonal + here, mask=here < rows, other=0.0)
-    middle = tl.sum(sums, 0) / rows
-    for start in range(0, rows, BLOCK):
-        here = start + lanes
-        values = tl.load(diagonal + here, mask=here < rows, other=0.0) - middle
-        tl.store(out + here.to(tl.int64) * stride, values.to(out.dtype.element_ty), mask=here < rows)
-    tl.store(mean + matrix, middle + constant)
+    exponent = tl.load(power + matrix)
+    half = exponent // 2  # in two steps, since a power for denormals is no number of fp32
+    first, second = _power_of_two(half), _power_of_two(exponent - half)
+    x += matrix.to(tl.int64) * numel
+    out += matrix.to(tl.int64) * numel
+    for start in range(0, CHUNK, BLOCK):
+        here = (program % parts).to(tl.int64) * CHUNK + start + tl.arange(0, BLOCK)
+        values = tl.load(x + _places(here, cols, gap, GAPS), mask=here < numel, other=0.0).to(tl.float32)
+        tl.store(out + here, (values * first * second).to(out.dtype.element_ty), mask=here < numel)
 
 
 def measuring(x: Tensor, exponents: Tensor, squares: Tensor) -> Launch:
@@ -129,14 +111,14 @@ def measuring(x: Tensor, exponents: Tensor, squares: Tensor) -> Launch:
 def finding_norms(exponents: Tensor, squares: Tensor, power: Tensor, inverse: Tensor, inverse_square: Tensor) -> Launch:
     """Return the launch of `norms`."""
     batch, parts = exponents.shape
-    arguments = (exponents, squares, power, inverse, inverse_square, parts, _BLOCK, _NEAR)
+    arguments = (exponents, squares, power, inverse, inverse_square, parts, _BLOCK, _NORM)
     return Launch(norms, batch, arguments, {})
 
 
-def rescaling(x: Tensor, power: Tensor) -> Launch:
+def rescaling(x: Tensor, out: Tensor, power: Tensor) -> Launch:
     """Return the launch of `rescale`."""
     parts = -(-x[0].numel() // MEASURED)
-    return Launch(rescale, len(x) * parts, (x, power, *_shape(x), parts, _has_gaps(x), MEASURED, _BLOCK), {})
+    return Launch(rescale, len(x) * parts, (x, out, power, *_shape(x), parts, _has_gaps(x), MEASURED, _BLOCK), {})
 
 
 def _shape(x: Tensor) -> tuple[int, int, int]:
@@ -149,9 +131,3 @@ def _has_gaps(x: Tensor) -> bool:
     """Whether there are other elements between the rows of a single matrix; in a batch there are none."""
     assert x.is_contiguous() or (len(x) == 1 and x.stride(2) == 1)
     return not x.is_contiguous()
-
-
-def centring(diagonal: Tensor, out: Tensor, constant: float, mean: Tensor) -> Launch:
-    """Return the launch of `centre`."""
-    arguments = (diagonal, out, float(constant), mean, diagonal.shape[1], *out.stride(), _BLOCK)
-    return Launch(centre, len(out), arguments, {"enable_fp_fusion": False})

@@ -21,7 +21,7 @@ from muonmesh.numerics.kernels.triton_launch import STREAM, Launch, on, stream_o
 _MOST = 1024
 """Largest number of layouts of one function that are kept; further layouts are prepared anew in every step."""
 _REPEATED = {
-    *("fold", "apply", "multiply", "orthogonalize", "measure", "norms", "rescale", "centre"),
+    *("fold", "apply", "multiply", "orthogonalize", "measure", "norms", "rescale"),
     *("copy_", "lerp", "mul"),
 }
 """Operators that start the same for one layout, and touch no memory but that of their tensors."""
@@ -74,7 +74,7 @@ class _Place(NamedTuple):
     dtype: torch.dtype
 
     def of(self, bases: Sequence[Tensor]) -> Tensor:
-        base = bases[self.base] if self.base else bases[0].view(self.dtype)
+        base = bases[self.base].view(self.dtype)
         return base.as_strided(self.shape, self.strides, base.storage_offset() + self.offset // self.dtype.itemsize)
 
 

@@ -23,7 +23,7 @@ _ROWS = tl.constexpr(SMALL_ROWS)
 
 @triton.jit
 def orthogonalize(x, out, rows, cols, POLYNOMIALS: tl.constexpr, TALL: tl.constexpr, COLS: tl.constexpr):
-    """Write the orthogonal factor of one matrix, rounded to bf16 where products one by one round."""
+    """Write the orthogonal factor of one matrix, rounded to bf16 between products."""
     STEPS: tl.constexpr = len(POLYNOMIALS) // 3
     z = tl.program_id(0).to(tl.int64)
     x += z * rows * cols

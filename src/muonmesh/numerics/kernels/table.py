@@ -66,30 +66,24 @@ class Matmuls:
             copied from their mirror images; A and B need not commute to the last bit. These are its five uses:
             s·X Xᵀ, `(X, None, [], out, scale=s)`; b·A + c·A², `(A, A, [(A, b)], out, alpha=c)`; c·C + A B of A and B
             that commute, `(A, B, [(C, c)], out)`, and likewise with both triangles, `symmetric=False`; and
-            s·(a·X + B X), `(B, X, [(X, a)], out, scale=s, symmetric=False)`.
+            s·(a·X + B X), `(B, X, [(X, a)], out, scale=s, symmetric=False)`. On a device there may be none, one or two
+            terms, and ``identity``, a number that is added to the diagonal before `scale` multiplies.
         at_once: How many matrices of this shape one call should be given at most.
         together: Whether reductions and elementwise operations should take all matrices at once: on a CPU only where
             matrices are small, since for one alone there are faster operations.
         one_thread: Whether a batch must be computed on one thread, because the bits depend on the number of threads.
-        join: `join(Z, W, p, q, out, symmetric=)`: (q + W)(p + Z) as μ + Q, where the diagonal of Q has zero mean: Q in
-            `out`, and μ, fp32 (batch, 1, 1). `symmetric` says whether one triangle is computed and mirrored. None: it
-            is put together from products and elementwise operations.
-        normalize: `normalize(X)`: multiplies each matrix in place by a power of two, if that is needed to multiply it
-            safely, and returns 1/ν and 1/ν² of what it is then, fp32 (batch, 1, 1) each; ν counts as 1 for a matrix of
-            zeros, and as NaN where an entry is not finite. None: likewise.
+        normalize: `normalize(X, out)`: writes each matrix times the power of two that takes its norm ν into
+            [2¹², 2¹³), and returns 1/ν and 1/ν² of what it is then, (batch, 1, 1) each, fp32 or wider; both are finite
+            for a matrix of zeros, and NaN where an entry is not finite. None: `numerics.normalize.normalize` does it.
         exact: Further operations of this hardware; None: products are rounded to the compute dtype, and torch's
             operations are used.
         small: All steps of matrices of this shape in one call; None: they are computed step by step.
-        sparing: Whether memory traffic is what elementwise operations cost, as on a device. Then a number that follows
-            from the data is divided out of B instead of multiplied by X, and left to the last product.
     """
 
     multiply: Callable[..., Tensor]
     at_once: int
     together: bool
     one_thread: bool = False
-    join: Callable[..., tuple[Tensor, Tensor]] | None = None
-    normalize: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
+    normalize: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
     exact: Exact | None = None
     small: Small | None = None
-    sparing: bool = False

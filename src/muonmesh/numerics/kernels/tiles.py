@@ -71,9 +71,9 @@ def _multiply(
     factor,
     scale,
     d,
-    diagonal,
     alpha,
     delta,
+    identity,
     rows,
     cols,
     terms,
@@ -97,7 +97,7 @@ def _multiply(
     SYMMETRIC: tl.constexpr,
     ADDS: tl.constexpr,
     ADDS_TWO: tl.constexpr,
-    DIAGONAL: tl.constexpr,
+    IDENTITY: tl.constexpr,
     FACTORS: tl.constexpr,
     SCALES: tl.constexpr,
     SIDE: tl.constexpr,
@@ -105,7 +105,7 @@ def _multiply(
     GROUP: tl.constexpr,
     OFFSET: tl.constexpr,
 ):
-    """Write scale·(alpha·A B + factor·C + delta·D): one tile of it, and its mirror image if the result is symmetric.
+    """Write scale·(alpha·A B + factor·C + delta·D + identity·I): a tile of it, and its mirror image if it is symmetric.
 
     All of it in fp32, rounded once. Each sum is added up by one program in one order, so a matrix has the same bits in
     every run and in every batch.
@@ -143,12 +143,10 @@ def _multiply(
     if ADDS_TWO:
         added = d + z * d_batch + top * d_row + side * d_col + near[:, None] * d_row + near[None, :] * d_col
         sums += delta * tl.load(added, mask=inside, other=0.0).to(tl.float32)
+    if IDENTITY:
+        sums += tl.where(row[:, None] == col[None, :], identity, 0.0)
     multiple = tl.load(scale + z * scale_batch) if SCALES else scale
     sums = sums * multiple.to(tl.float32)
-    if DIAGONAL:  # noqa: SIM102  known to the compiler, unlike what follows
-        if i == j:
-            across_it = tl.where(down_tile[:, None] == down_tile[None, :], sums, 0.0)
-            tl.store(diagonal + z * rows + row, tl.sum(across_it, 1), mask=row < rows)
     result = sums.to(out.dtype.element_ty)
     out += z * out_batch
     if SYMMETRIC:
@@ -162,13 +160,13 @@ def _multiply(
     tl.store(out + near[:, None] * out_row + near[None, :] * out_col, result, mask=inside)
 
 
-_POINTERS = ["out", "a", "b", "c", "factor", "scale", "d", "diagonal"]
+_POINTERS = ["out", "a", "b", "c", "factor", "scale", "d"]
 _NUMBERS = [name for name in inspect.signature(_multiply).parameters if name.islower() and name not in _POINTERS]
 
 # Triton compiles a kernel again for arguments that are 1 or multiples of 16, or for addresses that are. So there are
 # two: one for matrices of which all that holds, whose rows are copied 16 bytes at a time while the product before
 # them is computed, and one for all others, so that no odd size asks for a kernel of its own.
-_aligned = triton.jit(_multiply, do_not_specialize_on_alignment=["factor", "scale", "diagonal"])
+_aligned = triton.jit(_multiply, do_not_specialize_on_alignment=["factor", "scale"])
 _any = triton.jit(_multiply, do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_POINTERS)
 
 
@@ -188,11 +186,11 @@ def multiplication(
     symmetric: bool,
     d: Tensor | None = None,
     delta: float = 0.0,
-    diagonal: Tensor | None = None,
+    identity: float = 0.0,
     stages: int | None = None,
     warps: int | None = None,
 ) -> Launch:
-    """Return the launch that writes scale·(alpha·A B + factor·C + delta·D).
+    """Return the launch that writes scale·(alpha·A B + factor·C + delta·D + identity·I).
 
     Args:
         a: A, shape (batch, rows, terms), any strides; bf16, fp16 or fp32.
@@ -205,8 +203,7 @@ def multiplication(
         symmetric: Whether the result is symmetric. Only one triangle of it is computed then.
         d: D, as C; None: nothing more is added.
         delta: A number.
-        diagonal: Where the diagonal of the result goes before it is rounded, contiguous fp32 (batch, rows); None: it is
-            not wanted.
+        identity: A number.
         stages: Loads under way at once; None: as many as the tile is made for.
         warps: Of a large tile; None: as many as it is made for.
     """
@@ -215,20 +212,20 @@ def multiplication(
     told = {"symmetric": symmetric, "aligned": aligned, "stages": stages, "warps": warps}
     launch, numbers, constants = _launch_of(out.shape, a.shape[2], kinds, **told)
     (factor, factor_batch), (scale, scale_batch) = _number(factor, len(out)), _number(scale, len(out))
-    types = [number.dtype if isinstance(number, Tensor) else None for number in (factor, scale, diagonal)]
+    types = [number.dtype if isinstance(number, Tensor) else None for number in (factor, scale)]
     arguments = (
-        *(out, a, b, c, factor, scale, d, diagonal, float(alpha), float(delta)),
+        *(out, a, b, c, factor, scale, d, float(alpha), float(delta), float(identity)),
         *(*numbers, factor_batch, scale_batch, symmetric, c is not None, d is not None),
-        *(diagonal is not None, isinstance(factor, Tensor), isinstance(scale, Tensor), *constants),
+        *(identity != 0, isinstance(factor, Tensor), isinstance(scale, Tensor), *constants),
     )
-    return launch._replace(arguments=arguments, code=(launch.code, *types, factor_batch, scale_batch))
+    return launch._replace(arguments=arguments, code=(launch.code, identity != 0, *types, factor_batch, scale_batch))
 
 
 def multiplying(*given: Any) -> Launch:
     """Return the launch for an operator's arguments: ``factors`` and ``scales`` have one number a matrix instead."""
-    a, b, c, alpha, factor, factors, scale, scales, symmetric, out, d, delta, diagonal = given
+    a, b, c, alpha, factor, factors, scale, scales, symmetric, out, d, delta, identity = given
     factor, scale = factor if factors is None else factors, scale if scales is None else scales
-    more = {"symmetric": symmetric, "d": d, "delta": delta, "diagonal": diagonal}
+    more = {"symmetric": symmetric, "d": d, "delta": delta, "identity": identity}
     return multiplication(a, b, c, alpha, factor, scale, out, **more, **_asked(a.device))
 
 

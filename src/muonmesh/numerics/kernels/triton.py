@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 
-import torch
 from torch import Tensor
 
 from muonmesh.numerics.kernels import beside
@@ -18,7 +17,7 @@ from muonmesh.numerics.kernels.triton_launch import operator
 
 _operation = operator(
     "multiply(Tensor a, Tensor b, Tensor? c, float alpha, float factor, Tensor? factors, float scale, Tensor? scales, "
-    "bool symmetric, Tensor(a!) out, Tensor? d, float delta, Tensor(b!)? diagonal)",
+    "bool symmetric, Tensor(a!) out, Tensor? d, float delta, float identity)",
     "tiles.multiplying",
 )
 
@@ -31,7 +30,7 @@ def multiply(
     alpha: float = 1.0,
     scale: Number = 1.0,
     symmetric: bool = True,
-    diagonal: Operand = None,
+    identity: float = 0.0,
 ) -> Tensor:
     """Multiply as `Matmuls.multiply` says, by one kernel; the factor of the second of two terms is no tensor."""
     given = [(c, number) for c, number in terms if isinstance(number, Tensor) or number]
@@ -40,16 +39,9 @@ def multiply(
     _operation(
         *(a, a.mT if b is None else b, c, alpha),
         *(factor if factors is None else 0.0, factors, scale if scales is None else 0.0, scales),
-        *(symmetric, out, d, delta, diagonal),
+        *(symmetric, out, d, delta, identity),
     )
     return out
-
-
-def join(z: Tensor, w: Tensor, p0: float, q0: float, out: Tensor, *, symmetric: bool) -> tuple[Tensor, Tensor]:
-    """(q₀ + W)(p₀ + Z) as μ + Q, Q with zero mean on its diagonal: Q and μ."""
-    diagonal = torch.empty(out.shape[:2], dtype=torch.float32, device=out.device)
-    multiply(w, z, ((z, q0), (w, p0)), out, symmetric=symmetric, diagonal=diagonal)
-    return out, beside.centre(diagonal, out, p0 * q0)
 
 
 small = operator("orthogonalize(Tensor x, Tensor(a!) out, float[] polynomials)", "small.orthogonalizing")
@@ -61,7 +53,6 @@ def triton_products(*, at_once: int, rows: int = sys.maxsize, cols: int = sys.ma
         multiply=multiply,
         at_once=at_once,
         together=True,
-        join=join,
         normalize=beside.normalize,
         small=Small(small, DTYPES) if rows <= SMALL_ROWS and cols <= SMALL_COLS else None,
     )

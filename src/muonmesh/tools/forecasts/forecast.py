@@ -34,7 +34,7 @@ from muonmesh.layout import (
     split_matrices,
 )
 from muonmesh.layout.companion import size_of
-from muonmesh.numerics.coefficients import CoefficientName, coefficient_schedule
+from muonmesh.numerics.coefficients import CoefficientName, coefficient_schedule, segments_of
 from muonmesh.numerics.kernels.table import SMALL_COLS, SMALL_ROWS
 from muonmesh.numerics.newton_schulz import resolve_method
 from muonmesh.numerics.rules import RULES, MuonRule, Rule, by_defaults, is_known, is_matrix_rule
@@ -46,14 +46,13 @@ from muonmesh.tools.forecasts.device_rates import DeviceRates, Timed
 
 COEFFICIENTS: CoefficientName = "polar_express"
 STEPS = 5
-DEGREES = tuple(len(step) for step in coefficient_schedule(COEFFICIENTS, STEPS))
 WIRE = 2  # bytes: directions travel and are orthogonalized in bf16
 STATE = 4  # bytes: Muon's momentum is fp32 whatever the weights are
 
 # Launches of operators of torch, counted by dry runs: for a step, extra if anything travels, for each batch of matrices
 # then, and with replicas; and of our own kernels: for a step, for a bucket that travels, for orthogonalizing a batch.
 LAUNCHES_OF_A_STEP, LAUNCHES_OF_TRAVEL, LAUNCHES_OF_A_BATCH, LAUNCHES_OF_REPLICAS = 6, 10, 2, 4
-KERNELS_OF_A_STEP, KERNELS_OF_A_BUCKET, KERNELS_OF_A_BATCH = 5, 3, {"gram": 22, "standard": 14}
+KERNELS_OF_A_STEP, KERNELS_OF_A_BUCKET, KERNELS_OF_A_BATCH = 5, 3, {"gram": 21, "standard": 16}
 VIEWS_OF_A_STEP, VIEWS_OF_A_BATCH, VIEWS_OF_A_MATRIX = 90, 20, (0, 9)  # that stays, that travels
 STEPPED_AT_ONCE = 320 * 2**16  # elements that one launch of AdamW's multi-tensor operation steps
 # Bytes read and written by everything except products, for each element that a rank orthogonalizes, counted by dry
@@ -65,7 +64,7 @@ NCCL_OF_A_PEER = 3_280_000_000 // 7  # bytes; seven peers of a machine with eigh
 # torch.optim.Muon, counted by dry runs: launches and views of a matrix; it multiplies all of every square, by cuBLAS.
 LAUNCHES_OF_TORCH, VIEWS_OF_TORCH = 33, 12
 MUON = by_defaults(MuonRule)
-SQUARES = {"gram": 3, "standard": 2}  # rows × rows matrices that the iteration works in
+SQUARES = {"gram": 4, "standard": 2}  # rows × rows matrices that the iteration works in
 
 
 @dataclass(frozen=True)
@@ -297,10 +296,12 @@ def muon_parameter(
 
 
 def flops_of(rows: int, cols: int, rule: Rule = MUON) -> int:
-    """Return the FLOPs of one orthogonalization with Muon's defaults (Polar Express, 5 steps, bf16) and of a rule."""
+    """Return the FLOPs of one orthogonalization with Muon's defaults on a GPU (Polar Express, 5 steps) and a rule."""
     if not rule.orthogonalizes:
         return rule.flops(rows, cols) + 2 * rows * cols
-    return rule.flops(rows, cols) + cost(rows, cols, degrees=DEGREES, gram=resolve_method(rows, cols) == "gram")
+    schedule = coefficient_schedule(COEFFICIENTS, STEPS)
+    segments = segments_of(schedule, resolve_method(rows, cols), half=True)
+    return rule.flops(rows, cols) + cost(rows, cols, degrees=[list(map(len, segment)) for segment in segments])
 
 
 def _rule(name: str) -> Rule:
