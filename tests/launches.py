@@ -132,7 +132,7 @@ def again(method: str) -> dict[str, Any]:
 
     Addresses in what is given are told by their distance from its start, and the others only as addresses.
     """
-    options = {"coefficients": "polar_express", "steps": 5, "method": method, "dtype": BF16, "kernels": "auto"}
+    options = {"coefficients": "polar_express", "steps": 5, "method": method, "dtype": BF16, "kernels": "triton"}
     orthogonalizer = Orthogonalizer.of(64, 160, **options, device=torch.device("cpu"))
     memory = torch.zeros(4, 2, 64, 160, dtype=BF16)
     found = []
