@@ -110,7 +110,7 @@ def with_a_threshold() -> None:
 def test_a_threshold_of_versions_after_0_16_1_is_refused(workers) -> None:
     for outcome in workers(2).run_expecting_errors(with_a_threshold):
         assert outcome.error is ValueError
-        assert "found grad_norm_skip_threshold=9.0; needed 0. Remove it; write skip_above=..." in outcome.message
+        assert "found grad_norm_skip_threshold=9.0; needed 0 or inf. Remove it; write skip_above=..." in outcome.message
 
 
 @pytest.mark.parametrize("flat", [False, True], ids=["whole", "flat"])
