@@ -180,7 +180,7 @@ class Orthogonalizer:
         """Three coefficients for each step, if the set has only such steps and one kernel can take them; else empty."""
         steps = [polynomial for segment in self.segments for polynomial in segment]
         alone = self.prepared.preconditioner == NO_PRECONDITIONER
-        fits = alone and self.method == "standard" and self.dtype == torch.float16 and max(map(len, steps)) <= 3
+        fits = alone and self.method == "standard" and self.dtype.itemsize == 2 and max(map(len, steps)) <= 3
         # At most 16 steps, because the coefficients are part of the kernel's code.
         return tuple(c for step in steps for c in (*step, 0.0)[:3]) if fits and len(steps) <= 16 else ()
 
