@@ -78,11 +78,11 @@ def exact_products(dtype: torch.dtype) -> Iterator[None]:
             _inside -= 1
             if _inside == 0:
                 torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = _before.pop()
-            for backend, level in zip(_backends(), _before, strict=True):
-                if _inside == 0 and level not in _EXACT:
-                    backend.fp32_precision = "none"  # the setting for all backends, torch.backends.fp32_precision
-                    if backend.fp32_precision != level:
-                        backend.fp32_precision = level
+                for backend, level in zip(_backends(), _before, strict=True):
+                    if level not in _EXACT:
+                        backend.fp32_precision = "none"  # the setting for all backends, torch.backends.fp32_precision
+                        if backend.fp32_precision != level:
+                            backend.fp32_precision = level
 
 
 def _backends() -> tuple[Any, Any]:
