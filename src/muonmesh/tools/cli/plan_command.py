@@ -131,7 +131,7 @@ def weights_of(model: str, cluster: Cluster) -> list[Weight]:
     from muonmesh.tools.forecasts.forecast import Weight
 
     found = []
-    tokens = torch.zeros(1, 8, dtype=torch.int64)
+    tokens = torch.zeros(1, 8, dtype=torch.int64, device="cpu")
     for group in split_params(meta_model(model, vocab=Settings.vocab, seq=Settings.seq), example=(tokens,)):
         splits = group["matrices"] if group["algorithm"] == "muon" else [None] * len(group["params"])
         for name, parameter, split in zip(group["param_names"], group["params"], splits, strict=True):

@@ -93,7 +93,7 @@ def optimizers_of(name: Optimizer, model: nn.Module, settings: Settings) -> tupl
     """
     overrides = None if name == "muon" else {".*": "adamw"}
     saved = mm.Muon(
-        mm.split_params(model, overrides=overrides, example=(torch.zeros(1, 8, dtype=torch.int64),)),
+        mm.split_params(model, overrides=overrides, example=(torch.zeros(1, 8, dtype=torch.int64, device="cpu"),)),
         process_group="world" if settings.parallel == "ddp" else None,
         lr=settings.lr_of(name),
         weight_decay=settings.weight_decay,
