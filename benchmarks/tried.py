@@ -19,6 +19,7 @@ Bounds, errors and largest singular values are those of criteria.py; products ar
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -171,11 +172,18 @@ def is_broken(part: str, usual: dict[str, float], found: dict[str, float]) -> bo
 
 def units(rows: int, cols: int) -> dict[str, float]:
     """Operations in units of 2 rows³, torch's products; without decompositions of 64 × 64."""
-    gram, unit = cols >= 2 * rows, 2 * rows**3
+    unit = 2 * rows**3
+
+    def grouped(*degrees: int) -> list[tuple[int, ...]]:
+        """Two steps on one Gram matrix, one, two, ... where that is cheaper, as on a CPU."""
+        sizes = (2, 1, 2) if cols >= 2 * rows else (1,) * len(degrees)
+        left = iter(degrees)
+        return [group for size in sizes if (group := tuple(itertools.islice(left, size)))]
+
     return {
-        "polar_express": cost(rows, cols, degrees=[3] * 5, gram=gram) / unit,
-        "deflated": cost(rows, cols, degrees=[3, 3, 5], gram=gram, deflated=VECTORS) / unit,
-        "5-9-9": cost(rows, cols, degrees=[3, 5, 5], gram=gram, deflated=VECTORS) / unit,
+        "polar_express": cost(rows, cols, degrees=grouped(3, 3, 3, 3, 3)) / unit,
+        "deflated": cost(rows, cols, degrees=grouped(3, 3, 5), deflated=VECTORS) / unit,
+        "5-9-9": cost(rows, cols, degrees=grouped(3, 5, 5), deflated=VECTORS) / unit,
         "MUD": 2 * rows * rows * cols / unit,  # a triangle of Q Qᵀ, and a triangular solve
     }
 

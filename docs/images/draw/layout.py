@@ -52,7 +52,7 @@ def plan_of_weight() -> tuple[MeshLayout, Plan]:
     """Return the layout that FSDP2 over colwise tensor parallelism gives the weight, and its plan."""
     layout = MeshLayout((sum(ROWS.values()), COLS), MESH, (0, 1, 2, 3), (Shard(0, split_factor=2), Shard(0)))
     matrices = split_matrices("qkv.weight", layout.shape, ("rows", *ROWS.values()))
-    flops = tuple(cost(matrix.rows, matrix.cols, degrees=[3] * 5, gram=False) for matrix in matrices)
+    flops = tuple(cost(matrix.rows, matrix.cols, degrees=[[3]] * 5) for matrix in matrices)
     parameter = Parameter("qkv.weight", layout, layout, matrices, flops, "5 steps")
     return layout, make_plan([parameter], bucket_elements=1 << 24)
 
