@@ -33,13 +33,13 @@ NOTHING: dict[str, Any] = {}
 Weights = dict[str, tuple[tuple[int, ...], int | None, int, dict[str, Any]]]
 """For each parameter its whole shape, the dim that is cut, the pieces of a shard, and what is written on it."""
 
-# One entry a class and mode; overrides are what a user must say because the attributes do not.
+# One entry a class and mode; placements are what a user must correct because the attributes do not say it.
 CLASSES: dict[str, tuple[Weights, dict[str, Placement]]] = {
     "Linear, column": ({"weight": ((8, 4), 0, 1, parallel(0)), "bias": ((8,), 0, 1, parallel(0))}, {}),
     "Linear, row": ({"weight": ((4, 8), 1, 1, parallel(1)), "bias": ((4,), None, 1, SEQUENCE)}, {}),
     "Linear, whole": (
         {"weight": ((8, 4), None, 1, parallel(0)), "bias": ((8,), None, 1, NOTHING)},
-        {"^weight$": Replicate()},
+        {"weight": Replicate()},
     ),
     "LayerNormLinear": (
         {
@@ -93,7 +93,7 @@ CLASSES: dict[str, tuple[Weights, dict[str, Placement]]] = {
 
 def differing(case: str) -> list[str]:
     """The parameters that this rank does not hold as their layouts say."""
-    weights, overrides = CLASSES[case]
+    weights, corrected = CLASSES[case]
     wholes = {
         name: torch.arange(torch.Size(shape).numel()).reshape(shape).float() for name, (shape, *_) in weights.items()
     }
@@ -101,7 +101,8 @@ def differing(case: str) -> list[str]:
         name: stamped(wholes[name] if dim is None else shard(wholes[name], dim, pieces, dist.get_rank(), 2), attributes)
         for name, (_, dim, pieces, attributes) in weights.items()
     }
-    layouts = declared_layouts(held.items(), tensor_parallel=dist.group.WORLD, data_parallel=None, overrides=overrides)
+    layouts = declared_layouts(held.items(), tensor_parallel=dist.group.WORLD, data_parallel=None)
+    layouts |= {name: (layouts[name][0], [placement]) for name, placement in corrected.items()}
     found = []
     for name, (mesh, placements) in layouts.items():
         shape = tuple(wholes[name].shape)

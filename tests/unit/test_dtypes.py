@@ -66,6 +66,16 @@ def test_the_optimizer_and_orthogonalize_compute_in_the_same_dtypes(algorithm: s
             continue
         with pytest.raises(TypeError) as direct:
             mm.orthogonalize(torch.eye(4, 6), dtype=dtype)
+        if dtype == torch.float16:  # devices compute in it; a CPU refuses it when it is known that a matrix lies there
+            assert "compute dtype: found torch.float16 on a CPU" in str(direct.value)
+            weight = nn.Parameter(torch.eye(4, 6))
+            optimizer = mm.Muon([weight], compute_dtype=dtype)
+            weight.grad = torch.eye(4, 6)
+            with pytest.raises(TypeError) as through:
+                optimizer.step()
+            assert str(through.value) == str(direct.value)
+            assert torch.equal(weight, torch.eye(4, 6))
+            continue
         with pytest.raises(ValueError, match="compute_dtype") as through:
             build(algorithm, compute_dtype=dtype)
         assert str(through.value).rstrip(".") == str(direct.value).replace("dtype", "compute_dtype").replace(

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -105,8 +104,6 @@ def move(plan: Plan, bucket: int, *, gather: bool, memory: Memory, matrices: dic
     sent: dict[tuple[int, int], Tensor] = {}
     for rank, mine in routes.items():
         for peer, legs in (mine.stored if gather else mine.assembled).items():
-            starts = itertools.accumulate((leg.piece.numel for leg in legs), initial=0)
-            assert [leg.start for leg in legs] == list(starts)[:-1]  # no gaps
             sent[rank, peer] = torch.cat([place(leg, rank, stored=gather).flatten() for leg in legs])
             if rank != peer:
                 assert plan.gathers(bucket) if gather else plan.scatters(bucket)
@@ -114,9 +111,8 @@ def move(plan: Plan, bucket: int, *, gather: bool, memory: Memory, matrices: dic
     for rank, mine in routes.items():
         for peer, legs in (mine.assembled if gather else mine.stored).items():
             message = sent.pop((peer, rank))
-            assert len(message) == sum(leg.piece.numel for leg in legs)
-            for leg in legs:
-                part = message[leg.start : leg.start + leg.piece.numel]
+            parts = message.split([leg.piece.numel for leg in legs])  # without gaps
+            for leg, part in zip(legs, parts, strict=True):
                 place(leg, rank, stored=not gather).add_(part.view(leg.piece.shape))
     assert not sent, "messages that nobody expects"
 

@@ -86,11 +86,8 @@ def test_gather_and_scatter_are_plain_slicing(data: st.DataObject) -> None:
             moving = False
             for owner in plan.ranks:
                 for holder, legs in routes[owner].assembled.items():
-                    # both ends list the same legs in the same order, packed without gaps
+                    # both ends list the same legs in the same order
                     assert routes[holder].stored[owner] == legs
-                    assert [leg.start for leg in legs] == [
-                        sum(o.piece.numel for o in legs[:i]) for i in range(len(legs))
-                    ]
                     moving = moving or holder != owner
                     for leg in legs:
                         matrix = expected[leg.assignment]

@@ -21,7 +21,7 @@ import pytest
 
 from muonmesh.errors import LayoutError
 from muonmesh.layout import MeshLayout, Parameter, Plan, Replicate, Shard, make_plan, split_matrices
-from muonmesh.layout.routes import Leg, pieces
+from muonmesh.layout.routes import pieces
 from muonmesh.report.explain import imbalance
 from muonmesh.tools.cli.planning import least_imbalance, too_small
 from muonmesh.tools.forecasts.forecast import flops_of
@@ -72,7 +72,6 @@ def check_routes(plan: Plan, rank: int) -> None:
         for gather, moved in ((True, gathered), (False, scattered)):
             routes = plan.routes(bucket, rank, gather=gather)
             for legs in routes.assembled.values():
-                assert [leg.start for leg in legs] == starts(legs)
                 for leg in legs:
                     moved[leg.assignment] += leg.piece.numel
             for peer in random.Random(bucket).sample(sorted(routes.assembled), min(3, len(routes.assembled))):
@@ -83,10 +82,6 @@ def check_routes(plan: Plan, rank: int) -> None:
     assert gathered == {number: a.matrix.numel for number, a in owned.items()}
     copies = {number: plan.parameters[a.parameter].target.copies() for number, a in owned.items()}
     assert scattered == {number: copies[number] * a.matrix.numel for number, a in owned.items()}
-
-
-def starts(legs: tuple[Leg, ...]) -> list[int]:
-    return list(itertools.accumulate((leg.piece.numel for leg in legs[:-1]), initial=0))
 
 
 def small_deepseek(bench: ModuleType, experts: tuple[int, int, int]) -> Any:

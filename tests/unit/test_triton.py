@@ -675,7 +675,7 @@ def test_zero_nan_and_inf_stay_where_they_are(interpreter: Interpreter) -> None:
 
 def test_what_triton_cannot_do_is_refused(interpreter: Interpreter) -> None:
     assert interpreter(refused) == {
-        "dtype": "kernels='triton': found torch.float64; needed bf16 or fp32. Write kernels=\"auto\"",
+        "dtype": "kernels='triton': found torch.float64; needed bf16, fp16 or fp32. Write kernels=\"auto\"",
         "device": "kernels='triton': found a matrix on meta; needed one on a CUDA or ROCm device. "
         'Write kernels="auto"',
     }

@@ -32,7 +32,7 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleType]:
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_large_product_fits_and_uses_tensor_cores(script: ModuleType, architecture: str) -> None:
-    found = script.compiled(architecture, "large", "a·X + B X")
+    found = script.compiled(architecture, "large", "Q X")
     assert (found.spilled, found.lanes) == (0, 0)
     assert found.registers <= 255
     assert found.shared <= 1024 * script.SHARED[architecture]
@@ -44,7 +44,7 @@ def test_a_large_product_fits_and_uses_tensor_cores(script: ModuleType, architec
 @pytest.mark.parametrize(
     ("architecture", "kind", "name", "spilled"),
     [
-        ("sm_90", "large", "(q + W)(p + Z)", 328),  # and is faster all the same [measured]
+        ("sm_90", "large", "(q + W)(p + Z)", 88),
         ("sm_100", "large", "(q + W)(p + Z)", 0),
         ("sm_90", "large", "X Xᵀ", 0),
         ("gfx942", "large", "b·A + c·A²", 0),
@@ -112,7 +112,7 @@ def test_odd_sizes_do_not_each_ask_for_a_kernel(script: ModuleType) -> None:
     with script.compiling_for("sm_90"):
 
         def compiled(rows: int, cols: int) -> object:
-            return script.products(rows, cols, torch.bfloat16)["a·X + B X"]().compile()
+            return script.products(rows, cols, torch.bfloat16)["Q X"]().compile()
 
         assert compiled(512, 1024) is compiled(768, 3072) is compiled(272, 272)
         assert compiled(4096, 4096) is compiled(512, 1024)  # matrices that are far apart have rows that are not

@@ -111,9 +111,11 @@ class Watch:
                 group["reasons"][i] = said.replace("; a guess", "")
         trained = {name for name, (group, _) in places.items() if is_matrix_rule(group["algorithm"])}
         if wrong and not trained <= wrong.keys():  # a single layer is no model: it would leave Muon nothing
-            return LayoutError(_told(wrong, places, "contradicts a guess, so no weight has been changed"))
+            what = _told(wrong, places, "contradicts a guess, so no weight has been changed")
+            return LayoutError(about(next(iter(wrong)), what))
         if split:
-            warn(_told(split, places, "shows that fused weights are split otherwise than was guessed"))
+            what = _told(split, places, "shows that fused weights are split otherwise than was guessed")
+            warn(about(next(iter(split)), what))
         return None
 
     def _roles(self, model: nn.Module, entire: bool) -> Iterator[tuple[str, Role, Role]]:
@@ -191,4 +193,4 @@ def _told(found: Mapping[str, tuple[Role, Role]], names: Collection[str], what: 
         state = f"split as {guess.matrices!r}" if guess.algorithm == shown.algorithm else trained
         told.append(f"{key} is {state} ({guess.reason}), and the forward shows: {shown.reason}")
     lines = f"{_lines(found, names, 1)}, or {_lines(found, names, 0)} to keep the guess"
-    return about(next(iter(found)), f"The first training forward {what}. {'. '.join(told)}. Write {lines}")
+    return f"The first training forward {what}. {'. '.join(told)}. Write {lines}"

@@ -143,7 +143,7 @@ class Orthogonalizer:
         on_device = device.type != "cpu" or kernels == "triton"
         if dtype == torch.float16 and not on_device:
             write = "Write torch.bfloat16, which devices compute in fp16 too"
-            raise TypeError(explain_error("dtype", f"{dtype} on a CPU", "bf16, fp32 or fp64 there", write))
+            raise TypeError(explain_error("compute dtype", f"{dtype} on a CPU", "bf16, fp32 or fp64 there", write))
         if dtype == torch.bfloat16 and on_device:
             dtype = torch.float16
         coefficients = choose(coefficients, steps, device=device, dtype=dtype)

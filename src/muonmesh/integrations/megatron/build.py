@@ -219,8 +219,12 @@ def install(**settings: Any) -> None:
         TypeError: an argument has another name.
     """
     arguments = inspect.signature(get_megatron_optimizer).parameters.values()
-    for name in settings.keys() - {each.name for each in arguments if each.kind is each.KEYWORD_ONLY}:
-        raise TypeError(f"install() got an unexpected keyword argument {name!r}")  # as Python says it
+    known = [
+        argument.name for argument in arguments if argument.kind is argument.KEYWORD_ONLY
+    ]  # Megatron has the others
+    if unknown := [name for name in settings if name not in known]:
+        found, needed = f"the setting {unknown[0]!r}", f"one of {', '.join(known)}"
+        raise TypeError(explain_error("install", found, needed, "Remove it"))
     theirs = getattr(megatrons.get_megatron_optimizer, "__wrapped_by_muonmesh__", megatrons.get_megatron_optimizer)
     ours = functools.wraps(get_megatron_optimizer)(functools.partial(get_megatron_optimizer, **settings))
     ours.__wrapped_by_muonmesh__ = theirs  # type: ignore[attr-defined]
