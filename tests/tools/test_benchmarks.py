@@ -363,7 +363,7 @@ def test_all_steps_on_one_gram_matrix_do_not_either(
     stress = script("stress")
     for name, matrix in stress.stress(*shape):
         largest = stress.judged("deflated", matrix.bfloat16(), kernels="compiled", method="gram")["largest"]
-        assert largest < (1.42 if name == "Hilbert" else 1.17), name
+        assert largest < (1.42 if name == "Hilbert" else 1.19), name
 
 
 @pytest.mark.slow

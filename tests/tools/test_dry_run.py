@@ -20,6 +20,8 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 import muonmesh as mm
 from muonmesh.comm.storage import local_of
+from muonmesh.layout.cost import cost
+from muonmesh.numerics.newton_schulz import Orthogonalizer
 from muonmesh.tools.forecasts.device_rates import DeviceRates
 from tests.device.dry_run import DryRun, dry_run
 from tests.device.launches import HostSync
@@ -147,11 +149,12 @@ def test_torch_finds_the_number_of_a_pretended_device() -> None:
 
 def test_products_cost_what_the_plan_says(gpt2: DryRun) -> None:
     """The same FLOPs, counted by the operations that run and by the cost model that balances ranks."""
-    optimizer = mm.Muon([nn.Parameter(torch.empty(shape)) for shape in GPT2], ns_coefficients="polar_express")
-    optimizer.explain()
-    planned = optimizer._runtime.planned
-    assert planned is not None
-    assert gpt2.flops == pytest.approx(sum(a.flops for a in planned.plan.assignments), rel=0.1)
+    device, planned = torch.device("cuda", 0), 0
+    options: dict[str, Any] = {"coefficients": "polar_express", "steps": None, "method": "auto", "kernels": "torch"}
+    for rows, cols in GPT2:
+        form = Orthogonalizer.of(rows, cols, **options, dtype=torch.bfloat16, device=device)
+        planned += cost(rows, cols, degrees=form.degrees)
+    assert gpt2.flops == pytest.approx(planned, rel=0.1)
 
 
 def test_a_thousand_small_matrices_take_few_launches() -> None:
@@ -197,7 +200,7 @@ class Held(NamedTuple):
     [
         pytest.param({}, (), 2, Held(155, 28, 1537, 0.0), id="one-device"),
         pytest.param({}, (), 32, Held(1140, 28, 991, 0.0), id="one-device-whole", marks=SOAK),
-        pytest.param({"shard": 8}, (Shard(0),), 2, Held(85, 36, 409, 0.197132288), id="fsdp-8"),
+        pytest.param({"shard": 8}, (Shard(0),), 2, Held(85, 36, 409, 0.203423744), id="fsdp-8"),
         pytest.param({"shard": 64}, (Shard(0),), 8, Held(80, 49.5, 385, 0.168296448), id="fsdp-64"),
         pytest.param({"shard": 2048}, (Shard(0),), 8, Held(80, 802, 385, 0.119095296), id="fsdp-2048", marks=SOAK),
         pytest.param(
@@ -285,7 +288,7 @@ def test_without_triton_bytes_stay_few(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"muonmesh.{place}.is_usable", lambda device: False)
     plain = dry_run(bag(*GPT2), matrices_only)
     assert plain.kernels < fused.kernels
-    assert fused.bytes_per_element < plain.bytes_per_element <= 140  # each part of a rule is masked by itself
+    assert fused.bytes_per_element < plain.bytes_per_element <= 150  # each part of a rule is masked by itself
 
 
 # ------------------------------------------------------------------ the host never waits
