@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import importlib
 import re
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -693,6 +695,13 @@ def test_zero_to_fp32_finds_the_weights(pools: dict[int, Pool], tmp_path: Path, 
 
 
 # ---------------------------------------------------------------- refusals
+
+
+def test_without_deepspeed_the_import_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "muonmesh.integrations.deepspeed")
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    with pytest.raises(ModuleNotFoundError, match=r"Write pip install 'muonmesh\[deepspeed\]'"):
+        importlib.import_module("muonmesh.integrations.deepspeed")
 
 
 @pytest.mark.parametrize(

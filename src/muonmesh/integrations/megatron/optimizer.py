@@ -347,10 +347,11 @@ class MegatronOptimizer(Base, Recorded):  # type: ignore[misc]
         """Copy the model's parameters to the fp32 master weights. A step does this by itself, for changed elements.
 
         Raises:
-            NotImplementedError: ``state_dict`` is not None. The optimizer's own state has the master weights.
+            StateError: ``state_dict`` is not None. The optimizer's own state has the master weights.
         """
         if state_dict is not None:
-            raise NotImplementedError("reload_model_params(state_dict): load the optimizer's state instead")
+            found, write = "a state dict to take masters from", "Load the optimizer's state, which has them"
+            raise StateError(explain_error("reload_model_params", found, "None", write))
         self.optimizer.finish()
         for holding in self._holdings:
             master = self.optimizer.state[holding.tensor].get("master")
