@@ -423,8 +423,8 @@ def incomplete() -> None:
 
 def test_a_collection_without_a_group_says_which(workers) -> None:
     for outcome in workers(2).run_expecting_errors(incomplete):
-        assert outcome.error is AttributeError
-        assert "no attribute 'pp'" in outcome.message
+        assert outcome.error is ValueError
+        assert "pg_collection: found no pp; needed tp, pp, and dp_cp or dp" in outcome.message
 
 
 def offered(shape: Shape) -> None:

@@ -19,7 +19,7 @@ from muonmesh.checkpoint.record import Record, Recorded
 from muonmesh.clip.limits import GradNorms, Limits, scale_groups
 from muonmesh.clip.norm_means import bring_to_host, keep_means
 from muonmesh.comm.storage import Storage, this_rank, world_size
-from muonmesh.errors import StateError, explain_error
+from muonmesh.errors import LayoutError, StateError, explain_error
 from muonmesh.groups.watch import Watch
 from muonmesh.integrations.deepspeed.checkpoint import engine_records, expert_names, masters_of, publish
 from muonmesh.integrations.deepspeed.clipping import measure
@@ -138,7 +138,8 @@ class EngineOptimizer(torch.optim.Optimizer, Recorded):
         """Step the tensors that DeepSpeed has put into the groups. All ranks that share their parameters call it.
 
         Raises:
-            LayoutError: the first training forward contradicts a guess of `split_params`.
+            LayoutError: the first training forward contradicts a guess of `split_params`; or a group has a tensor that
+                DeepSpeed's records did not name.
         """
         if not self.muons:
             return  # the engine is still being made
@@ -148,8 +149,7 @@ class EngineOptimizer(torch.optim.Optimizer, Recorded):
             if error is not None:
                 raise error
             self.watched = None, []
-        # A KeyError: a tensor that the records did not name when the engine was made.
-        shown = [(group, *self._stepped_by[id(tensor)]) for group in self.param_groups for tensor in group["params"]]
+        shown = [(group, *self._stepping(tensor)) for group in self.param_groups for tensor in group["params"]]
         for group, _, inner in shown:
             inner.update({key: group[key] for key in inner.keys() - {*OWN_KEYS, "steps_taken"}})
         visible = list(dict.fromkeys(muon for _, muon, _ in shown))
@@ -164,6 +164,14 @@ class EngineOptimizer(torch.optim.Optimizer, Recorded):
             keep_means(self.param_groups, self._means)  # of the groups that DeepSpeed has not hidden
         if self.muons[-1] in visible and self.norms is not None:
             self._zero.overflow = bool(self.norms.skipped)
+
+    def _stepping(self, tensor: Tensor) -> tuple[Muon, dict[str, Any]]:
+        """Return the Muon that steps a tensor of DeepSpeed's, and its group there."""
+        if id(tensor) not in self._stepped_by:
+            found = f"a tensor of {tensor.numel()} elements to step that its records did not name"
+            write = "Make the engine with muonmesh.integrations.deepspeed.initialize, and anew after changing it"
+            raise LayoutError(explain_error("DeepSpeed", found, "the tensors it had when the engine was made", write))
+        return self._stepped_by[id(tensor)]
 
     def _run(self, muon: Muon) -> None:
         self._share(muon)

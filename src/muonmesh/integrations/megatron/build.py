@@ -96,6 +96,7 @@ def get_megatron_optimizer(
     def build() -> tuple[MegatronOptimizer, set[str]]:
         refuse(config, model_chunks, dump_param_to_param_group_map)
         axes = pg_collection or ProcessGroupCollection.use_mpu_process_groups(_READ)
+        _check_axes(axes)
         settings = dict(muon or {})
         shared = {key: settings.pop(key) for key in _SHARED if key in settings}
         refuse_state(shared, qk_clip=any(getattr(chunk.config, "qk_clip", False) for chunk in model_chunks))
@@ -142,6 +143,14 @@ def get_megatron_optimizer(
         raise ValueError(explain_error(f"overrides[{unused[0]!r}]", "no match on any rank", needed, "Correct it"))
     built.meet([(limits, groups) for _, limits, groups in told])
     return built
+
+
+def _check_axes(axes: Any) -> None:
+    """Raise ValueError if Megatron's process groups lack one that every model needs."""
+    for needed in (("tp",), ("pp",), ("dp_cp", "dp")):
+        if all(getattr(axes, name, None) is None for name in needed):
+            write = f"Set pg_collection.{needed[0]}, or leave pg_collection out for the groups of parallel_state"
+            raise ValueError(explain_error("pg_collection", f"no {needed[0]}", "tp, pp, and dp_cp or dp", write))
 
 
 def _held(
