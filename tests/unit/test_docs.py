@@ -73,7 +73,7 @@ RANKS = (
     "docs/transformer-engine.md",
 )
 HOSTS = ("docs/hosts.md",)  # by tests/hosts/test_page.py, where the hosts are installed
-BY_HAND = ("docs/other-hosts.md",)  # reports/frameworks.md says what ran; ultralytics' by tests/hosts_all too
+BY_HAND = ("docs/other-hosts.md",)  # docs/how-we-know.md says what ran; ultralytics' by tests/hosts_all too
 A_RUN = ("docs/training.md",)  # by tests/integrations/test_train.py, which has a run
 WAYS = ("docs/thirty-ways.md",)  # by benchmarks/ways.py, which runs them where their packages are
 MEGATRON = ("docs/megatron.md",)  # by tests/megatron/test_page.py, where Megatron-Core is installed
@@ -870,6 +870,21 @@ def test_user_pages_are_short(tmp_path: Path) -> None:
     (long := tmp_path / "long.md").write_text("word " * 901)
     done = subprocess.run([sys.executable, script, long], capture_output=True, text=True, check=False)
     assert done.returncode == 1
+
+
+def test_maintainers_pages_are_short() -> None:
+    """By `wc -w`: 250 words a decision, 600 a report, 25,000 all that only maintainers and sceptics read."""
+
+    def words(*patterns: str) -> dict[str, int]:
+        found = {path.name: path for pattern in patterns for path in ROOT.glob(pattern)}
+        return {name: len(path.read_text().split()) for name, path in found.items()}
+
+    evidence = ("gpu-results", "how-we-know", "models-tried", "thirty-ways")
+    others = words("docs/internals/*.md", "benchmarks/README.md", *(f"docs/{page}.md" for page in evidence))
+    decisions, reports = words("docs/decisions/*.md"), words("benchmarks/reports/*.md")
+    assert {name: count for name, count in decisions.items() if count > 250} == {}
+    assert {name: count for name, count in reports.items() if count > 600} == {}
+    assert sum(others.values()) + sum(decisions.values()) <= 25_000
 
 
 # ------------------------------------------------------------------ pictures
