@@ -57,18 +57,19 @@ def forget_others(path: Path) -> None:
     Checkpoints with a higher number belong to an abandoned continuation of the run. Folders with other files in them
     stay, and folders that cannot be removed.
     """
-    for _, other in numbered(path.parent):
-        if other == path or found_at(other).is_symlink():
-            continue
-        with contextlib.suppress(OSError, FileError):
-            check_replaceable(other)
-            for folder in (other, before_at(other)):
-                remove_folder(folder)
-    for scratch in path.parent.glob(f".{STEP}*.writing"):
-        with contextlib.suppress(OSError):
-            if not foreign_at(scratch) and (held := lock_folder(scratch, make=False)) is not None:
-                shutil.rmtree(scratch, ignore_errors=True)
-                os.close(held)
+    with contextlib.suppress(OSError):  # what could not be listed goes after the next save
+        for _, other in numbered(path.parent):
+            if other == path or found_at(other).is_symlink():
+                continue
+            with contextlib.suppress(OSError, FileError):
+                check_replaceable(other)
+                for folder in (other, before_at(other)):
+                    remove_folder(folder)
+        for scratch in path.parent.glob(f".{STEP}*.writing"):
+            with contextlib.suppress(OSError):
+                if not foreign_at(scratch) and (held := lock_folder(scratch, make=False)) is not None:
+                    shutil.rmtree(scratch, ignore_errors=True)
+                    os.close(held)
 
 
 class Checkpoints:
