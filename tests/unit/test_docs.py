@@ -51,7 +51,6 @@ ONE_PROCESS = (
     "README.md",
     "docs/optimizer.md",
     "docs/learning-rates.md",
-    "docs/transfer.md",
     "docs/checkpoints.md",
     "docs/memory.md",
     "docs/questions.md",
@@ -264,8 +263,6 @@ def test_the_page_about_learning_rates() -> None:
         names = next(written)
         assert names["optimizer"].param_groups[0]["lr"] == expected
     assert next(written)["lr"] == pytest.approx(0.02 * 2 / 12.8)
-    (names,) = run("docs/transfer.md", {})
-    assert names["wider"].param_groups[0]["lr"] == pytest.approx(6e-4 / 2)
     for _ in range(2):
         names = next(written)
         for _ in range(3):
@@ -273,34 +270,6 @@ def test_the_page_about_learning_rates() -> None:
             names["scheduler"].step()
         assert len({group["lr"] / group["initial_lr"] for group in names["optimizer"].param_groups}) == 1
         assert names["optimizer"].param_groups[0]["momentum"] == 0.95
-
-
-class Wide(nn.Module):
-    """One of each kind of parameters."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.embed, self.blocks = nn.Embedding(10, width), nn.ModuleList([nn.Linear(width, width)])
-        self.head = nn.Linear(width, 10, bias=False)
-
-
-def test_what_the_page_multiplies_rates_by_for_a_model_four_times_as_wide() -> None:
-    text = (ROOT / "docs/transfer.md").read_text()
-    kinds = {"matrices": ("blocks.0.weight",), "output": ("head.weight",), "embeddings": ("embed.weight",)}
-    factors, seen = {"1/√k": 0.5, "1": 1.0, "1/k": 0.25, "√k": 2.0, "k": 4.0}, set[str]()
-    for kind, modes, rate, decay in re.findall(
-        r"^\| (\w+).* \| (.+) \| (1|1/√k|1/k) \| (1|√k|k) \|$", text, re.MULTILINE
-    ):
-        every = ["match_rms_adamw", "spectral", "unit_rms_norm", "original", "none"]
-        for mode in every if modes == "any" else re.findall(r'"(\w+)"', modes):
-            with torch.device("meta"):
-                optimizers = [mm.from_model(Wide(width), lr=0.1, scale_mode=mode) for width in (16, 64)]
-            rows = {row.parameter.replace("*", "0"): row for row in mm.transfer(*optimizers).rows}
-            for name in kinds[kind]:
-                assert rows[name].lr == pytest.approx(0.1 * factors[rate]), (kind, mode)
-                assert rows[name].weight_decay == pytest.approx(0.1 * factors[decay]), (kind, mode)
-            seen.add(f"{kind} {mode}")
-    assert len(seen) == 15
 
 
 RATES: dict[str, tuple[Any, dict[str, Any]]] = {
