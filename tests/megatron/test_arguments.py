@@ -1,4 +1,4 @@
-"""docs/reference/megatron-arguments.md has every field of Megatron's configurations, and says of each what is so."""
+"""tests/megatron/arguments.md has every field of Megatron's configurations, and says of each what is so."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron.core.optimizer_param_scheduler import ParamGroupOverride
 
 from muonmesh.integrations.megatron import refusals
 
-PAGE = (Path(__file__).parents[2] / "docs/reference/megatron-arguments.md").read_text()
+PAGE = (Path(__file__).parent / "arguments.md").read_text()
 KINDS = (OptimizerConfig, DistributedDataParallelConfig)
 STATES = ("works", "works for `adam`", "works for `torch_dist`", "refused", "Megatron's", "untested")
 

@@ -367,6 +367,30 @@ def test_the_page_about_gpu_results_has_both() -> None:
     assert f"dion took {' and '.join(f'{ratio:.2f}' for ratio in dions)} times muonmesh's" in " ".join(page.split())
 
 
+def test_the_first_page_has_recorded_ratios() -> None:
+    page, torchs, dions = (ROOT / "README.md").read_text(), "torch.optim.Muon", "dion Muon"
+    layers = "3 layers of GPT-2 small"
+    rows = []
+    for title, name, table, other in (
+        ("one H100, 2 layers of Llama 8B", "h100", "llama-8b", None),
+        ("one H200, 4 layers of Llama 1B", "h200", "llama-1b", "h200_dion"),
+        (f"one H200, {layers}", "h200", "gpt2-small", "h200_dion"),
+        (f"2 cores of an AMD EPYC with AVX-512 bf16, {layers}, one process", "step", "one", "step"),
+        ("the same cores, FSDP2 on 2 ranks", "step", "fsdp2", "step"),
+    ):
+        cells = [recorded(name)["tables"][table]["contenders"][torchs]]
+        cells += [recorded(other)["tables"][table]["contenders"][dions]] if other else []
+        figures = [*(f"{cell['ratio']:.2f}" for cell in cells), "–"][:2]
+        rows.append(f"| {title} | {' | '.join(figures)} |")
+    assert missing(rows, page) == []
+    h100 = recorded("h100")["tables"]
+    adamw = sorted(h100[name]["contenders"]["AdamW fused"]["ratio"] for name in ON_A_GPU)
+    ours, theirs = (h100["llama-8b"]["contenders"][name]["peak_mib"] for name in ("muonmesh", torchs))
+    words = " ".join(page.split())
+    assert f"fused AdamW takes {adamw[0]:.2f} to {adamw[-1]:.2f} times muonmesh's time" in words
+    assert f"{ours:.0f} instead of {theirs:.0f} MiB for the layers of Llama 8B" in words
+
+
 def test_the_model_of_time_beside_steps_on_a_gpu() -> None:
     """The page's table is what the model says today, and no further from the measured steps than the page says."""
     page = (ROOT / "docs/internals/planning.md").read_text()
