@@ -21,7 +21,7 @@ from muonmesh.comm.storage import Storage, local_of, local_shape, this_rank
 from muonmesh.layout import FlatShards, Layout
 from muonmesh.numerics.coefficients import choose
 from muonmesh.numerics.kernels import told_products
-from muonmesh.numerics.precision import plain_modes
+from muonmesh.numerics.kernels.threads import plain_modes
 from muonmesh.step.connection import connect, forget, plan
 from muonmesh.step.members import OptimizedParameter
 from muonmesh.step.parameter_steps import ParameterStep, prepare_state
