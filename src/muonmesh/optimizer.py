@@ -303,8 +303,8 @@ class Muon(torch.optim.Optimizer):
                 self._run(agreed)
         finally:
             planned = self._runtime.connected
-            for entry in () if planned is None or planned.collected is None else planned.collected.entries:
-                entry.gradient = None  # the user may free it
+            if planned is not None and planned.collected is not None:  # the user may free them
+                planned.collected.gradients[:] = [None] * len(planned.collected.entries)
 
     def _agree(self) -> _Agreed | None:
         """Agree with all ranks on a step before anything is written; None if this rank can only stand aside."""

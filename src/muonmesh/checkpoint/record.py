@@ -230,7 +230,8 @@ class Recorded:
         for member in plan(self.optimizer.param_groups, self.runtime).members:
             state = self.optimizer.state[member.tensor]
             forms = member.forms(self.runtime.precision, master="master" in state)
-            prepare_state(ParameterStep(member, local_of(member.tensor), state, None, forms), self.runtime.precision)
+            entry = ParameterStep(member, local_of(member.tensor), state, [None], 0, forms)
+            prepare_state(entry, self.runtime.precision)
 
     @plain_modes()
     def checkpoint_records(self) -> list[Record]:

@@ -73,7 +73,7 @@ def mark_nonzero(
 
     Args:
         table: The pieces of all gradients on this rank.
-        gradients: The gradients in the order of the plan.
+        gradients: The gradients, as the table numbers them.
         found: int32 (matrices,), written.
         version: The same object as long as all gradients are where they were; None if that is unknown.
     """

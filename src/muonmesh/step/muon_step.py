@@ -218,12 +218,13 @@ class MuonStep(Work):
             if into is not None:  # without state no gradient has ever been folded in, so the direction is zero
                 into.zero_()
         elif folds or into is not None:
-            assert entry.gradient is not None
+            gradient = entry.gradients[entry.number]
+            assert gradient is not None
             if (state := self._momenta.get(id(row))) is None:
                 state = one.momenta(row.piece)
                 if self.ready.codec is None:
                     self._momenta[id(row)] = state
-            gradient = view_in_storage(entry.gradient, row.piece)
+            gradient = view_in_storage(gradient, row.piece)
             parts.fold(one.kind.rule, gradient, state, active=one.mask, into=into, folds=folds)
 
     def _changing(self, run: Run, first: MatrixStep) -> list[ParameterStep]:

@@ -49,7 +49,8 @@ class ParameterStep:
         member: The parameter in the plan.
         local: The part of the parameter that this rank stores.
         state: The parameter's entry in the optimizer's state.
-        gradient: Local part of the gradient, contiguous, or None. A partial gradient stays a DTensor.
+        gradients: The gradients of all parameters of the step, which hold them: see ``gradient``.
+        number: The place of its own among them.
         forms: The forms of its state (`OptimizedParameter.forms`).
         in_form: Whether all of its state was found in these forms.
         present: Whether any rank has a gradient for the tensor; `preflight` asks the ranks of the plan. A 0-d bool
@@ -68,7 +69,8 @@ class ParameterStep:
     member: OptimizedParameter
     local: Tensor
     state: dict[str, Any]
-    gradient: Tensor | None
+    gradients: list[Tensor | None]
+    number: int
     forms: tuple[StateForm, ...]
     in_form: bool = False
     present: bool | Tensor = False
@@ -86,6 +88,15 @@ class ParameterStep:
         master = moved.get("master", self.state.get("master"))
         self.momenta = bound["momentum"] if self.created else None
         self.beside, self.master = bound["weights"], None if master is None else local_of(master)
+
+    @property
+    def gradient(self) -> Tensor | None:
+        """Local part of the gradient, contiguous, or None. A partial gradient stays a DTensor."""
+        return self.gradients[self.number]
+
+    @gradient.setter
+    def gradient(self, gradient: Tensor | None) -> None:
+        self.gradients[self.number] = gradient
 
     @property
     def created(self) -> bool:

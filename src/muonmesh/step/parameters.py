@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import chain
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
 import torch
@@ -40,6 +40,8 @@ from muonmesh.step.planning import Planned
 from muonmesh.step.precision import Precision
 from muonmesh.step.runtime import Runtime
 
+_DTYPE, _LAYOUT = attrgetter("dtype"), attrgetter("layout")
+
 
 class Snapshot:
     """Some parameters with their state, and where all of these tensors lie.
@@ -62,8 +64,8 @@ class Snapshot:
         self, parameters: Sequence[Tensor], states: Sequence[dict[str, Any]], state: Mapping[Tensor, Any]
     ) -> None:
         self._parameters, self._states = parameters, states
-        self._held, self._entries = [*state], [*state.values()]  # compared in order: a tensor's hash costs more
-        self._keys, self._counts = [*chain.from_iterable(states)], [*map(len, states)]
+        self._held = [*state, *state.values()]  # compared in order: a tensor's hash costs more
+        self._keys = [*chain.from_iterable(states)]
         self._tensors = [*parameters, *chain.from_iterable(map(dict.values, states))]
         self.is_plain = bool(self._tensors) and set(map(type, self._tensors)) <= set(PLAIN)
         self._places = self._places_now()
@@ -72,11 +74,9 @@ class Snapshot:
     def is_current(self, state: Mapping[Tensor, Any]) -> bool:
         """Return whether the parameters have the same state, and all tensors the same memory and form, as before."""
         states = self._states
-        if len(state) != len(self._held) or not all(map(is_, state, self._held)):
+        if 2 * len(state) != len(self._held) or not all(map(is_, chain(state, state.values()), self._held)):
             return False
-        if not all(map(is_, state.values(), self._entries)):
-            return False
-        if [*map(len, states)] != self._counts or [*chain.from_iterable(states)] != self._keys:
+        if [*chain.from_iterable(states)] != self._keys:
             return False
         values = chain.from_iterable(map(dict.values, states))
         return all(map(is_, values, self._tensors[len(states) :])) and self._places_now() == self._places
@@ -96,9 +96,9 @@ class Snapshot:
         count, (_, shapes, _, dtypes, _) = len(found), self._places
         if [*map(Tensor.size, local)] != shapes[:count]:
             return None
-        if [gradient.dtype for gradient in local] != dtypes[:count]:
+        if [*map(_DTYPE, local)] != dtypes[:count]:
             return None
-        if not all([gradient.layout is torch.strided and gradient.is_contiguous() for gradient in local]):
+        if set(map(_LAYOUT, local)) != {torch.strided} or not all(map(Tensor.is_contiguous, local)):
             return None
         addresses = [*map(Tensor.data_ptr, local)]
         if addresses != self.version:  # memory that is where it was has not been freed
@@ -116,7 +116,7 @@ class Snapshot:
             [*map(Tensor.data_ptr, local)],
             [*map(Tensor.size, local)],
             contiguous if all(contiguous) else [*map(Tensor.stride, local)],
-            [tensor.dtype for tensor in local],
+            [*map(_DTYPE, local)],
             [(id(tensor), _placed(of)) for tensor, of in own],
         )
 
@@ -136,7 +136,8 @@ class Collected(NamedTuple):
         adamw: For each AdamW group with parameters on this rank, its parameters; a flat tensor occurs once.
         error: The first error. The rank does not raise it at once, but first takes part in the communication.
         missing: The parameters without a gradient, by name.
-        entries: All of these parameters, each once.
+        entries: All of these parameters, each once, Muon's first.
+        gradients: The gradient of each.
         seen: The snapshot by which this step was found to be steady; None in other steps.
     """
 
@@ -146,12 +147,13 @@ class Collected(NamedTuple):
     error: Exception | None
     missing: dict[str, Tensor]
     entries: list[ParameterStep]
+    gradients: list[Tensor | None]
     seen: Snapshot | None = None
 
     @property
     def any_gradient(self) -> bool:
         """Whether any parameter of this rank has a gradient."""
-        return any(entry.gradient is not None for entry in self.entries)
+        return any(gradient is not None for gradient in self.gradients)
 
 
 def steady(optimizer: Optimizer, runtime: Runtime, settings: SettingsFound, scale: Tensor | None) -> Collected | None:
@@ -183,8 +185,7 @@ def steady(optimizer: Optimizer, runtime: Runtime, settings: SettingsFound, scal
         return None
     if not last.seen.is_current(optimizer.state) or (gradients := last.seen.gradients()) is None:
         return None
-    for entry, gradient in zip(last.entries, gradients, strict=True):
-        entry.gradient = gradient
+    last.gradients[:] = gradients
     return last
 
 
@@ -204,7 +205,7 @@ def collect(planned: Planned, optimizer: Optimizer, runtime: Runtime, loss_scale
         loss_scale: The factor of a GradScaler; gradients are divided by it in fp32. None: no factor.
     """
     error: Exception | None = None
-    entries: dict[int, ParameterStep] = {}
+    entries, gradients = dict[int, ParameterStep](), list[Tensor | None]()
     missing: dict[str, Tensor] = {}
     state = optimizer.state
     checked = planned.seen is not None and planned.seen.is_current(state)
@@ -229,10 +230,12 @@ def collect(planned: Planned, optimizer: Optimizer, runtime: Runtime, loss_scale
             said = f"a {type(kept).__name__} as its state"  # its text may be that of a tensor whose memory is freed
             write = "Write del optimizer.state[parameter] to begin with fresh state"
             error, kept = error or StateError(explain_error(member.name, said, "a dict", write)), {}
-        place = id(member), "master" in kept
-        if (forms := planned.state_forms.get(place)) is None:
-            forms = planned.state_forms[place] = member.forms(runtime.precision, master="master" in kept)
-        entry = ParameterStep(member, local_of(tensor), kept, gradient, forms, present=gradient is not None)
+        key = id(member), "master" in kept
+        if (forms := planned.state_forms.get(key)) is None:
+            forms = planned.state_forms[key] = member.forms(runtime.precision, master="master" in kept)
+        gradients.append(gradient)
+        place = gradients, len(gradients) - 1
+        entry = ParameterStep(member, local_of(tensor), kept, *place, forms, present=gradient is not None)
         entries[id(member)] = entry
         if checked:
             entry.in_form = all([form.key in kept for form in forms])
@@ -254,7 +257,7 @@ def collect(planned: Planned, optimizer: Optimizer, runtime: Runtime, loss_scale
             found, needed = "stochastic_rounding in a flat buffer of several", "a tensor for each parameter"
             error = error or LayoutError(explain_error(members[0].name, found, needed, "Write fully_shard(model)"))
         adamw.append([entry_of(member) for member in tensors.values()])
-    return Collected(muon, elementwise, adamw, error, missing, [*entries.values()])
+    return Collected(muon, elementwise, adamw, error, missing, [*entries.values()], gradients)
 
 
 def remember(planned: Planned, collected: Collected, state: Mapping[Tensor, Any], *, lasts: bool) -> None:

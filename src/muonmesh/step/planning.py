@@ -160,14 +160,15 @@ class Planned:
 
     @cached_property
     def gradient_table(self) -> PieceTable:
-        """The pieces of each Matrix whose gradient this rank has, in no buffer."""
+        """The pieces of each Matrix whose gradient this rank has, in no buffer; its own parameters have the numbers."""
         there = any(member is not None and member.at_momentum for member in self.muon)
-        rows = []
+        held = [number for number, member in enumerate(self.muon) if member is not None]
+        places, rows = {number: place for place, number in enumerate(held)}, []
         for number, assignment in enumerate(self.plan.assignments):
             parameter = self.plan.parameters[assignment.parameter]
             layout = parameter.momentum_storage if there else parameter.target
-            for piece in pieces(layout, self.rank, assignment.matrix):
-                rows.append(Row(number, assignment.parameter, piece, NOWHERE, 0, piece.storage_strides))
+            for piece in pieces(layout, self.rank, assignment.matrix) if assignment.parameter in places else ():
+                rows.append(Row(number, places[assignment.parameter], piece, NOWHERE, 0, piece.storage_strides))
         return PieceTable(tuple(rows))
 
     @property

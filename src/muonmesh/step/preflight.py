@@ -125,7 +125,7 @@ def host_waits(runtime: Runtime, planned: Planned) -> bool:
 def _nonzero(planned: Planned, collected: Collected, *, waits: bool) -> list[bool] | Tensor:
     """Return for each matrix whether this rank's gradient is not zero: a list if the CPU knows, else on the device."""
     table, matrices, seen = planned.gradient_table, len(planned.plan.assignments), collected.seen
-    gradients = [None if entry is None else entry.gradient for entry in collected.muon]
+    gradients = collected.gradients
     if seen is None or not seen.is_plain:
         gradients = [of if of is None else local_of(of) for of in gradients]
     if planned.device.type == "cpu" and waits:
@@ -143,7 +143,7 @@ def _nonzero_on_host(table: PieceTable, gradients: Sequence[Tensor | None], matr
 
     Args:
         table: The pieces of all gradients on this rank.
-        gradients: The gradients in the order of the plan.
+        gradients: The gradients, as the table numbers them.
         matrices: The number of matrices.
     """
     found = [False] * matrices
@@ -179,7 +179,7 @@ def _mark_nonzero(rows: Sequence[Row], gradients: Sequence[Tensor | None], found
 
     Args:
         rows: The rows.
-        gradients: The gradients in the order of the plan.
+        gradients: The gradients, as the table numbers them.
         found: int32 (matrices,), to which rows add. With uint8, 256 rows of one matrix would add up to none.
     """
     pairs = [(row, g) for row in rows if row.piece.numel and (g := gradients[row.parameter]) is not None]
