@@ -109,7 +109,7 @@ class ParamGroups(list[dict[str, Any]]):
             held[first] = name, parameter
         if not held:
             _refuse_untrained(stage, frozen)
-        groups = [restricted(group, held) for group in self if not held.keys().isdisjoint(group["param_names"])]
+        groups = [_restricted(group, held) for group in self if not held.keys().isdisjoint(group["param_names"])]
         roles = {name: self._roles[first] for first, (name, _) in held.items() if first in self._roles}
         kept: dict[str, Any] = {"frozen": frozen, "shared": self.shared, "guesses": self.guesses, "roles": roles}
         result = ParamGroups(groups, **kept, model=stage)
@@ -141,7 +141,7 @@ class ParamGroups(list[dict[str, Any]]):
         return "\n".join(text)
 
 
-def restricted(group: Mapping[str, Any], held: Mapping[str, tuple[str, nn.Parameter]]) -> dict[str, Any]:
+def _restricted(group: Mapping[str, Any], held: Mapping[str, tuple[str, nn.Parameter]]) -> dict[str, Any]:
     """Return a group with only the parameters in `held`, which maps names to the new names and parameters."""
     kept = [i for i, name in enumerate(group["param_names"]) if name in held]
     pairs = [held[group["param_names"][i]] for i in kept]
