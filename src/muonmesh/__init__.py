@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from muonmesh.errors import MuonMeshError as MuonMeshError
     from muonmesh.errors import PlanError as PlanError
     from muonmesh.errors import StateError as StateError
-    from muonmesh.groups import HeadPart as HeadPart
     from muonmesh.groups import ParamGroups as ParamGroups
     from muonmesh.integrations.qk_clip import QKClip as QKClip
     from muonmesh.integrations.torch_muon import ExecutedMuon as ExecutedMuon
@@ -56,7 +55,7 @@ _HOMES = {
     "comm.gradients": "GradientSource",
     "comm.layout_readers": "register_layout_reader",
     "errors": "FileError LayoutError MuonMeshError PlanError StateError",
-    "groups": "HeadPart ParamGroups",
+    "groups": "ParamGroups",
     "integrations.qk_clip": "QKClip",
     "integrations.torch_muon": "ExecutedMuon execute",
     "layout": "FlatParameter FlatShards",

@@ -248,23 +248,3 @@ def test_experts_in_one_flat_weight_are_refused_by_split_params(workers) -> None
         assert outcome.error is ValueError
         assert "weight1: found all experts of a GroupedMLP in weight1" in outcome.message
         assert "Set moe_grouped_gemm=False" in outcome.message
-
-
-def heads_of_shards() -> None:
-    """A weight's shard has half of the heads, which must not be counted as all of them."""
-    host.begin(Shape(tp=2))
-    (chunk,) = host.chunks_of(Shape(tp=2, model=ONE_LAYER))
-    model = chunk.module
-    with pytest.raises(
-        ValueError, match=r"linear_qkv.*a tensor-parallel shard of \(32, 32\), one of 2.*the whole shape"
-    ):
-        split_params(model, per_head=True)
-    attention = model.decoder.layers[0].self_attention
-    attention.linear_qkv.weight.muonmesh_shape = (64, 32)
-    group, *_ = split_params(model, per_head=True)
-    matrices = dict(zip(group["param_names"], group["matrices"], strict=True))
-    assert matrices[f"{LAYER}self_attention.linear_qkv.weight"] == ("heads", 8, 0)
-
-
-def test_heads_of_a_shard_are_not_counted_as_all_of_them(workers) -> None:
-    workers(2).run(heads_of_shards)

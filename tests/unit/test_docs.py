@@ -475,7 +475,7 @@ def rows_of_variants(runs: list[dict[str, Any]]) -> dict[str, str]:
         by_rate = finals.setdefault(one["rule"], {})
         by_rate.setdefault(one["multiple"], {})[one["seed"]] = one["validation"][-1][1]
     best = {rule: min(by_rate.items(), key=lambda item: item[1][0]) for rule, by_rate in finals.items()}
-    named = {"adamw": "AdamW", "per head": "a matrix for each head (`per_head=True`)", "cautious": "cautious decay"}
+    named = {"adamw": "AdamW", "per head": "a matrix for each head", "cautious": "cautious decay"}
     named["scion head"] = "Scion's head"
     (_, muon), rows = best.pop("muon"), {}
     for rule, (_, losses) in best.items():
@@ -669,12 +669,14 @@ def test_the_page_about_qk_clip() -> None:
     "ignore:Model. Muon trains these weights"
 )  # the code of what is not in a file cannot be read
 def test_the_page_about_groups() -> None:
-    written = run("docs/groups.md", {}, {}, {}, {}, {})
+    written = run("docs/groups.md", {}, {}, {}, {}, {}, {}, {})
     assert [group["lr"] for group in next(written)["optimizer"].param_groups][:2] == [6e-4, 3e-4]
     shown = next(written)["groups"]
     reasons = {name: text for g in shown for name, text in zip(g["param_names"], g["reasons"], strict=True)}
     assert reasons["blocks.1.qkv.weight"] == "linear, fused: a forward cuts its output into 3 parts"
     assert reasons["head.weight"] == "output layer: in a forward, no other layer reads what it makes"
+    held = next(written)["optimizer"].param_groups
+    assert [group["matrices"][0] for group in held if "matrices" in group] == [("rows", 64, 64, 64)]
     groups = {name: group for group in next(written)["groups"] for name in group["param_names"]}
     assert groups["head.weight"]["algorithm"] == "muon"
     assert groups["blocks.0.norm.weight"]["lr"] == 1e-4
@@ -686,6 +688,7 @@ def test_the_page_about_groups() -> None:
     assert (muon["param_names"], muon["matrices"]) == (["qkv.weight"], [("rows", 768, 256, 256)])
     assert adamw["param_names"] == ["bias_table"]
     assert [*next(written)["groups"].frozen] == ["embed.weight"]
+    assert next(written)["groups"][0]["matrices"][0] == ("rows", *[16] * 8, 64)
 
 
 def test_the_table_on_the_page_about_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

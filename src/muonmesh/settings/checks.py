@@ -34,7 +34,7 @@ _GROUP_KEYS = dict.fromkeys(
     ("lr", *GROUP_SETTINGS, "algorithm", "matrices", "params", "param_names", "name", "reasons", "use_muon", NORM_MEANS)
 )
 _INSTEAD = {  # split_params may have been called apart
-    **{name: f"Give {name}= to from_model" for name in ("overrides", "per_head", "rule", "example", "muon", "adamw")},
+    **{name: f"Give {name}= to from_model" for name in ("overrides", "rule", "example", "muon", "adamw")},
     "muon_lr": 'Write muon={"lr": ...} in from_model, or put it into a group',
     "adamw_lr": 'Write adamw={"lr": ...} in from_model, or put it into a group',
 }

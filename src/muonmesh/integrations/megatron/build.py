@@ -21,7 +21,6 @@ from muonmesh.clip.limits import ClipPolicy
 from muonmesh.clip.squares import half_of
 from muonmesh.comm.telling import tell_all
 from muonmesh.errors import LayoutError, PlanError, explain_error
-from muonmesh.groups.heads import HeadPart
 from muonmesh.groups.sites import unwrapped
 from muonmesh.integrations.megatron.declared import mesh_finder
 from muonmesh.integrations.megatron.layouts import (
@@ -59,7 +58,6 @@ def get_megatron_optimizer(
     overrides: Mapping[str, Any] | None = None,
     policy: ClipPolicy = "adamw_only",
     skip_above: float | str = math.inf,
-    per_head: bool | Collection[HeadPart] = False,
 ) -> MegatronOptimizer:
     """Return one optimizer for Muon's and AdamW's parameters, experts included. All ranks of the world call it.
 
@@ -85,8 +83,6 @@ def get_megatron_optimizer(
         policy: Which gradients ``config.clip_grad`` clips, see `Muon.clip_grad_norm_`.
         skip_above: A step with a larger norm changes nothing, see `Muon.clip_grad_norm_`; "4x" is 4 times the norm's
             running mean.
-        per_head: Which attention weights are one matrix for each head, as for `split_params`. ``linear_qkv`` is then
-            one matrix for each head of queries, keys and values.
 
     Raises:
         ValueError, TypeError, LayoutError: on each rank that finds an error.
@@ -108,14 +104,12 @@ def get_megatron_optimizer(
         groups, used = find_groups(
             config,
             model_chunks,
-            boxes,
             0 if getattr(axes, "ep", None) is None else axes.ep.rank(),
             config_overrides=config_overrides,
             overrides=overrides or {},
             rule=settings.pop("rule", "muon"),
             muon=settings,
             adamw=adamw or {},
-            per_head=per_head,
         )
         ranges = ranges_of(model_chunks) if config.use_distributed_optimizer else None
         holdings, layouts = _held(groups, axes, boxes, ranges)
@@ -222,7 +216,7 @@ def install(**settings: Any) -> None:
 
     Args:
         settings: The arguments of `get_megatron_optimizer` that Megatron's function does not have: ``muon``,
-            ``adamw``, ``overrides``, ``policy``, ``skip_above``, ``per_head``.
+            ``adamw``, ``overrides``, ``policy``, ``skip_above``.
 
     Raises:
         TypeError: an argument has another name.
