@@ -13,7 +13,7 @@ from torch import Tensor
 from muonmesh.comm.wire import Counts
 from muonmesh.errors import escaped
 from muonmesh.numerics.rules import RULES, rule_of
-from muonmesh.report.traffic import state_bytes_of, step_memory, traffic
+from muonmesh.report.traffic import state_bytes_of, traffic
 from muonmesh.settings import GROUP_SETTINGS
 from muonmesh.step.planning import Planned
 from muonmesh.step.precision import Precision
@@ -82,9 +82,9 @@ class Explanation:
         host_bytes: The part of ``state_bytes`` that ``state_device="cpu"`` keeps in CPU memory.
         gradients: The traffic of a step that the source of gradients causes itself, as with ``gradients="to_owners"``.
         relayed: Number of parameters whose results ranks pass on, because their replicas are on several machines.
-        step_bytes: The peak of a step on this rank in bytes, without weights, gradients and state; modelled, for
-            Muon's own rule. A CPU keeps this memory from step to step.
-        budget_bytes: The limit for ``step_bytes`` that ``memory_budget_mb`` sets.
+        budget_bytes: The largest number of bytes that a step uses without weights, gradients and state, as
+            ``memory_budget_mb`` sets it for Muon's own rule. A CPU keeps this memory from step to step.
+        alone: The number of matrices that travel one at a time, because they do not fit into the budget.
         open: Names of parameters that other ranks may hold too. The first step looks for these copies. Until then, this
             object assumes that there are none.
     """
@@ -100,8 +100,8 @@ class Explanation:
     host_bytes: int = 0
     gradients: Counts = field(default_factory=Counts)
     relayed: int = 0
-    step_bytes: int = 0
     budget_bytes: int = 0
+    alone: int = 0
     open: tuple[str, ...] = ()
 
     @property
@@ -153,10 +153,9 @@ class Explanation:
         if self.state_bytes:
             host = f", {self.host_bytes / 1e6:.3g} MB of it in CPU memory" if self.host_bytes else ""
             table.append(f"rank {self.rank} stores {self.state_bytes / 1e6:.3g} MB of optimizer state{host}")
-        if self.step_bytes:
-            over = ", as it takes one matrix at a time" if self.step_bytes > self.budget_bytes else ""
-            told = f"{self.step_bytes / 1e6:.3g} MB more, of memory_budget_mb={self.budget_bytes / 2**20:.4g}{over}"
-            table.insert(-1, f"a step takes {told}")
+        if self.budget_bytes:
+            over = f", and more for {self.alone} matrices that it takes one at a time" if self.alone else ""
+            table.insert(-1, f"a step takes up to memory_budget_mb={self.budget_bytes / 2**20:.4g} more{over}")
         return "\n".join(table)
 
 
@@ -222,8 +221,8 @@ def explain(
         sum(host for _, host in kept.values()),
         gradients,
         sum(bool(relay.parts) for relay in plan.relays),
-        step_memory(plan, travelling, lambda number: planned.orthogonalizer(number).squares),
         plan.budget.bytes,
+        sum(plan.assignments[n].matrix.numel > plan.bucket_elements for s in travelling.stages for n in s.moving),
         () if planned.connected else tuple(m.name for m in planned.members if m.may_have_copies(plan.ranks)),
     )
 

@@ -27,7 +27,6 @@ from muonmesh.layout import (
     split_matrices,
 )
 from muonmesh.layout.piece_table import NOWHERE, PieceTable, Row
-from muonmesh.layout.routes import pieces
 from muonmesh.numerics.coefficients import CoefficientName, choose, coefficient_schedule, coefficient_set
 from muonmesh.numerics.kernels import check_kernels, told_products
 from muonmesh.numerics.kernels.threads import thread_count
@@ -155,20 +154,17 @@ class Planned:
     @cached_property
     def blocks(self) -> Blocks:
         """The blocks of momentum in int8."""
-        holdings = [self.plan.holdings(number, self.rank) for number in range(len(self.plan.assignments))]
+        numbers = range(len(self.plan.assignments))
+        holdings = [[leg.piece for leg in self.plan.legs(number, self.rank, gather=True)] for number in numbers]
         return Blocks(self.plan, holdings, self.matrices_of, self.device)
 
     @cached_property
     def gradient_table(self) -> PieceTable:
         """The pieces of each Matrix whose gradient this rank has, in no buffer."""
         there = any(member is not None and member.at_momentum for member in self.muon)
-        rows = []
-        for number, assignment in enumerate(self.plan.assignments):
-            parameter = self.plan.parameters[assignment.parameter]
-            layout = parameter.momentum_storage if there else parameter.target
-            for piece in pieces(layout, self.rank, assignment.matrix):
-                rows.append(Row(number, assignment.parameter, piece, NOWHERE, 0, piece.storage_strides))
-        return PieceTable(tuple(rows))
+        numbers = range(len(self.plan.assignments))
+        legs = (leg for number in numbers for leg in self.plan.legs(number, self.rank, gather=there))
+        return PieceTable(tuple(Row.in_matrix(leg, NOWHERE, 0) for leg in legs))
 
     @property
     def members(self) -> list[OptimizedParameter]:

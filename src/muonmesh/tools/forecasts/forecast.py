@@ -39,10 +39,11 @@ from muonmesh.numerics.kernels.table import SMALL_COLS, SMALL_ROWS
 from muonmesh.numerics.newton_schulz import resolve_method
 from muonmesh.numerics.rules import RULES, MuonRule, Rule, by_defaults, is_known, is_matrix_rule
 from muonmesh.report.explain import imbalance
-from muonmesh.report.traffic import Traffic, step_memory, traffic
+from muonmesh.report.traffic import Traffic, traffic
 from muonmesh.step.members import OptimizedParameter
 from muonmesh.step.placed_state import state_layouts_of
 from muonmesh.tools.forecasts.device_rates import DeviceRates, Timed
+from muonmesh.tools.forecasts.step_memory import step_memory
 
 COEFFICIENTS: CoefficientName = "polar_express"
 STEPS = 5
@@ -212,9 +213,10 @@ def forecast(
     stored = sum(math.prod(p.target.local_shape(rank)) for p in parameters)
     others = sum(math.prod(other.target.local_shape(rank)) for other in elementwise)
     owned = tuple(number for number, one in enumerate(plan.assignments) if one.owner == rank)
-    rounds, kernels, slow_flops = _products(plan, [*(bucket.mine for bucket in moved.buckets), moved.staying])
-    assembled = sum(bucket.elements for bucket in moved.buckets)
-    buckets = len(moved.buckets) if any(bucket.mine for bucket in moved.buckets) else 0
+    batches = [[number for batch in stage.batches for number in batch] for stage in moved.stages]
+    rounds, kernels, slow_flops = _products(plan, [*batches, moved.staying])
+    assembled = sum(stage.numel for stage in moved.stages)
+    buckets = len(moved.stages) if any(batches) else 0
     kernels += KERNELS_OF_A_STEP + moved.collectives + KERNELS_OF_A_BUCKET * buckets
     launches = LAUNCHES_OF_A_STEP + -(-others // STEPPED_AT_ONCE)
     launches += (LAUNCHES_OF_TRAVEL + LAUNCHES_OF_A_BATCH * rounds) * (moved.messages > 0)
