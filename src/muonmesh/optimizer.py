@@ -84,7 +84,8 @@ class Muon(torch.optim.Optimizer):
         params: Param groups, best from `split_params`; or parameters, or (name, parameter) pairs, all of them
             matrices. Keys of a group besides torch's: ``algorithm`` ("muon", the default, another rule, or "adamw";
             ``use_muon`` is accepted for it), ``matrices`` (how each parameter splits), ``name``, and settings.
-        lr: Learning rate of Muon and AdamW. For a Muon matrix, lr × scale is the spectral norm of one step.
+        lr: Learning rate of Muon and AdamW, a number or a tensor of one element in CPU memory. For a Muon matrix, lr ×
+            scale is the spectral norm of one step.
         momentum: μ of ``m ← lerp(m, g, 1 − μ)``.
         weight_decay: Decoupled weight decay of Muon and AdamW: ``p ← p·(1 − lr·weight_decay)``.
         scale_mode: How the update of a matrix is scaled, see `update_scale`. With "match_rms_adamw" (Moonlight) one
