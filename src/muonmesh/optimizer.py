@@ -38,7 +38,7 @@ from muonmesh.step.collect import Collected, collect, remember, steady
 from muonmesh.step.connection import connect, forget, outdated, plan
 from muonmesh.step.elementwise_step import step_elementwise
 from muonmesh.step.flag_vector import Flags
-from muonmesh.step.members import check_members, group_for, keep_gradients_of_views, replicas_of
+from muonmesh.step.members import check_members, group_for, keep_gradients_of_views
 from muonmesh.step.muon_step import MuonStep
 from muonmesh.step.offload import Offload
 from muonmesh.step.planning import Planned
@@ -634,15 +634,7 @@ class Muon(torch.optim.Optimizer):
         self.finish()
         if (error := read_groups(self.param_groups, self._runtime.replaced).error) is not None:
             raise error
-        planned, runtime = plan(self.param_groups, self._runtime), self._runtime
-        ranks = replicas_of(runtime.holders) or (planned.rank,)
-        gradients = runtime.source.traffic(
-            planned.replicated,
-            copy=ranks.index(planned.rank),
-            copies=len(ranks),
-            bucket_bytes=planned.plan.budget.gradient_bytes,
-        )
-        return explain(self.param_groups, planned, runtime.precision, gradients)
+        return explain(self.param_groups, plan(self.param_groups, self._runtime), self._runtime.precision)
 
     @plain_modes()
     def metrics(self) -> dict[str, float]:

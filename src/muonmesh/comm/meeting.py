@@ -11,7 +11,7 @@ import json
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 import torch
@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from muonmesh.comm.storage import this_rank, world_size
+from muonmesh.comm.telling import message_of
 from muonmesh.errors import PlanError, about
 from muonmesh.files import reason
 
@@ -29,14 +30,18 @@ SILENCE = 5.0
 """Further seconds to wait for an answer of the store. The store has no timeout of its own if its machine is stopped or
 cut off."""
 
-GRACE = 2.0
-"""Seconds in which a rank that has failed to make its optimizer may catch the error and make another one."""
+GRACE = 2.0, 30.0
+"""Seconds in which a rank that has failed to make its optimizer or a plan may catch the error and make another one: of
+a failure that this process has not raised yet, and of one that it has raised, so that its next optimizer waits."""
 
 _failures = 0
-"""How often this process has failed to make an optimizer."""
+"""How often this process has failed to make an optimizer or a plan."""
 
 _known: dict[int, int] = {}
-"""How often each other rank had failed to make an optimizer, when this rank last met other ranks."""
+"""How often each other rank had failed, when this rank last met other ranks."""
+
+_raised: dict[int, int] = {}
+"""The number of the last failure of each other rank that this process has raised."""
 
 _announced: Counter[tuple[int, ...]] = Counter()
 """How often this process has announced each set of ranks. All ranks of a set announce it equally often, so this number
@@ -53,7 +58,7 @@ def shared_store() -> PrefixStore:
 
 @contextmanager
 def telling_failure(*, alone: bool = False) -> Iterator[None]:
-    """Write an error in making an optimizer to the store, so that the other ranks do not wait; not if ``alone``."""
+    """Write an error in making an optimizer or a plan to the store, so that no other rank waits; not if ``alone``."""
     global _failures
     try:
         yield
@@ -62,30 +67,29 @@ def telling_failure(*, alone: bool = False) -> Iterator[None]:
             _failures += 1
             with suppress(RuntimeError):  # the store cannot be reached; the note is only for other ranks
                 store = shared_store()
-                store.set(f"failed/{this_rank()}", json.dumps([_failures, str(error)]))
+                store.set(f"failed/{this_rank()}", json.dumps([_failures, message_of(error)]))
                 store.set("failed", "1")
         raise
 
 
 def withdraw_failure() -> None:
-    """Delete the note that `telling_failure` wrote to the store, because this rank has made an optimizer after all."""
+    """Delete the note that `telling_failure` wrote to the store, because this rank has made it after all."""
     if world_size() > 1 and _failures:
         with suppress(RuntimeError):
             shared_store().delete_key(f"failed/{this_rank()}")
 
 
-def failure_of_others() -> str | None:
-    """Return the error of another rank that has recently failed to make an optimizer, with its number; else None.
+def failure_of_others(come: Callable[[], bool] = lambda: False) -> str | None:
+    """Return the error of another rank that has recently failed, with its number; None if there is no such error.
 
     Only failures since this rank last met other ranks count. A rank does not count if it has caught its error and made
-    another optimizer meanwhile.
+    another optimizer meanwhile, and no rank does if all that are waited for have ``come``.
     """
-    if world_size() == 1:
-        return None
-    until = time.monotonic() + GRACE
-    while found := _notes():
-        if time.monotonic() >= until:
-            rank, (_, message) = next(iter(found.items()))
+    begun = time.monotonic()
+    while world_size() > 1 and (found := _notes()) and not come():
+        rank, (count, message) = next(iter(found.items()))
+        if time.monotonic() >= begun + GRACE[_raised.get(rank) == count]:
+            _raised[rank] = count
             return f"rank {rank}: {message}"
         time.sleep(0.05)
     return None
@@ -163,8 +167,12 @@ def _wait_for(store: PrefixStore, note: str, ranks: Sequence[int]) -> None:
         PlanError: a rank could not make its optimizer, or is missing after the timeout of collectives.
     """
     until, pause = time.monotonic() + seconds_of_collectives(), 0.001
-    while store.add(note, 0) < len(ranks):
-        if _notes() and (failed := failure_of_others()) is not None and store.add(note, 0) < len(ranks):
+
+    def come() -> bool:
+        return store.add(note, 0) >= len(ranks)
+
+    while not come():
+        if (failed := failure_of_others(come)) is not None:
             raise PlanError(failed)
         if time.monotonic() >= until:
             missing = told_ranks([rank for rank in ranks if not _has(store, f"{note}/{rank}")])

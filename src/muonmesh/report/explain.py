@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import Tensor
 
-from muonmesh.comm.wire import Counts
 from muonmesh.errors import escaped
 from muonmesh.numerics.rules import RULES, rule_of
 from muonmesh.report.traffic import state_bytes_of, traffic
@@ -80,7 +79,6 @@ class Explanation:
         flops: FLOPs of one step, for each rank.
         state_bytes: Bytes of optimizer state that this rank keeps from step to step.
         host_bytes: The part of ``state_bytes`` that ``state_device="cpu"`` keeps in CPU memory.
-        gradients: The traffic of a step that the source of gradients causes itself, as with ``gradients="to_owners"``.
         relayed: Number of parameters whose results ranks pass on, because their replicas are on several machines.
         budget_bytes: The largest number of bytes that a step uses without weights, gradients and state, as
             ``memory_budget_mb`` sets it for Muon's own rule. A CPU keeps this memory from step to step.
@@ -98,7 +96,6 @@ class Explanation:
     flops: dict[int, int]
     state_bytes: int = 0
     host_bytes: int = 0
-    gradients: Counts = field(default_factory=Counts)
     relayed: int = 0
     budget_bytes: int = 0
     alone: int = 0
@@ -139,12 +136,6 @@ class Explanation:
         if set(sets) - {"polar_express"}:
             told = ", ".join(f"{count} by {name}" for name, count in sorted(sets.items()))
             table.append(f"orthogonalized: {told}")
-        if self.gradients.collectives:
-            moved = self.gradients
-            table.append(
-                f"rank {self.rank} averages gradients in {moved.collectives} more collectives, "
-                f"{moved.bytes_sent / 1e6:.3g} MB sent, {moved.bytes_received / 1e6:.3g} MB received in each step"
-            )
         if self.relayed:
             table.append(f"results of {self.relayed} parameters enter each machine once and are passed on there")
         if self.open:
@@ -181,10 +172,8 @@ def _rate(lr: object) -> str:
     return f"{float(lr):.4g}" if known else repr(lr)  # type: ignore[arg-type]
 
 
-def explain(
-    groups: Sequence[Mapping[str, Any]], planned: Planned, precision: Precision, gradients: Counts
-) -> Explanation:
-    """Return the explanation of a plan, with bytes in the dtypes of ``precision`` and the traffic of ``gradients``."""
+def explain(groups: Sequence[Mapping[str, Any]], planned: Planned, precision: Precision) -> Explanation:
+    """Return the explanation of a plan, with bytes in the dtypes of ``precision``."""
     itemsize = precision.compute.itemsize
     plan, rank = planned.plan, planned.rank
     travelling = traffic(plan, rank)
@@ -219,7 +208,6 @@ def explain(
         plan.loads,
         sum(total for total, _ in kept.values()),
         sum(host for _, host in kept.values()),
-        gradients,
         sum(bool(relay.parts) for relay in plan.relays),
         plan.budget.bytes,
         sum(plan.assignments[n].matrix.numel > plan.bucket_elements for s in travelling.stages for n in s.moving),
