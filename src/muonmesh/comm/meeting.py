@@ -57,8 +57,11 @@ def shared_store() -> PrefixStore:
 
 
 @contextmanager
-def telling_failure(*, alone: bool = False) -> Iterator[None]:
-    """Write an error in making an optimizer or a plan to the store, so that no other rank waits; not if ``alone``."""
+def telling_failure(*, alone: bool = False, planning: bool = False) -> Iterator[None]:
+    """Write an error in making an optimizer, or in ``planning``, to the store, so that nobody waits; not if ``alone``.
+
+    A rank that cannot plan is told of to those that wait for it; a rank without an optimizer to all.
+    """
     global _failures
     try:
         yield
@@ -67,7 +70,7 @@ def telling_failure(*, alone: bool = False) -> Iterator[None]:
             _failures += 1
             with suppress(RuntimeError):  # the store cannot be reached; the note is only for other ranks
                 store = shared_store()
-                store.set(f"failed/{this_rank()}", json.dumps([_failures, message_of(error)]))
+                store.set(f"failed/{this_rank()}", json.dumps([_failures, message_of(error), planning]))
                 store.set("failed", "1")
         raise
 
@@ -79,14 +82,14 @@ def withdraw_failure() -> None:
             shared_store().delete_key(f"failed/{this_rank()}")
 
 
-def failure_of_others(come: Callable[[], bool] = lambda: False) -> str | None:
+def failure_of_others(awaited: Sequence[int] = (), come: Callable[[], bool] = lambda: False) -> str | None:
     """Return the error of another rank that has recently failed, with its number; None if there is no such error.
 
     Only failures since this rank last met other ranks count. A rank does not count if it has caught its error and made
-    another optimizer meanwhile, and no rank does if all that are waited for have ``come``.
+    another optimizer meanwhile, and no rank does if all that are ``awaited`` have ``come``.
     """
     begun = time.monotonic()
-    while world_size() > 1 and (found := _notes()) and not come():
+    while world_size() > 1 and (found := _notes(awaited)) and not come():
         rank, (count, message) = next(iter(found.items()))
         if time.monotonic() >= begun + GRACE[_raised.get(rank) == count]:
             _raised[rank] = count
@@ -95,7 +98,7 @@ def failure_of_others(come: Callable[[], bool] = lambda: False) -> str | None:
     return None
 
 
-def _notes() -> dict[int, tuple[int, str]]:
+def _notes(awaited: Sequence[int] = ()) -> dict[int, tuple[int, str]]:
     """Return new notes of other ranks about failures: those written since this rank last met other ranks."""
     store = shared_store()
     if not _has(store, "failed"):
@@ -103,8 +106,8 @@ def _notes() -> dict[int, tuple[int, str]]:
     found = {}
     for rank in range(world_size()):
         if rank != this_rank() and _has(store, f"failed/{rank}"):
-            count, message = json.loads(store.get(f"failed/{rank}"))
-            if count > _known.get(rank, 0):
+            count, message, planning = json.loads(store.get(f"failed/{rank}"))
+            if count > _known.get(rank, 0) and (rank in awaited or not planning):
                 found[rank] = count, message
     return found
 
@@ -156,7 +159,7 @@ def connected(sets: Sequence[tuple[int, ...]], *, alone: bool = False) -> tuple[
             store.add(f"{ranks}/{count}", -1)
         raise
     _announced.update(mine)
-    _known.update({rank: count for rank, (count, _) in _notes().items()})
+    _known.update({rank: count for rank, (count, _) in _notes(range(world_size())).items()})
     return tuple(sorted({rank for ranks, _ in found for rank in ranks}))
 
 
@@ -172,7 +175,7 @@ def _wait_for(store: PrefixStore, note: str, ranks: Sequence[int]) -> None:
         return store.add(note, 0) >= len(ranks)
 
     while not come():
-        if (failed := failure_of_others(come)) is not None:
+        if (failed := failure_of_others(ranks, come)) is not None:
             raise PlanError(failed)
         if time.monotonic() >= until:
             missing = told_ranks([rank for rank in ranks if not _has(store, f"{note}/{rank}")])

@@ -129,7 +129,7 @@ def connect(groups: Groups, runtime: Runtime, *, gradients: bool = True) -> Plan
         LayoutError, ValueError, TypeError: no plan can be made.
         PlanError: another rank cannot make a plan, has made a different plan, or does not take part.
     """
-    with telling_failure():
+    with telling_failure(planning=True):
         planned = _read(groups, runtime)
     if planned.connected:
         return planned
