@@ -42,7 +42,11 @@ from tests.samples import one_in
 from tests.workers import Pool
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+DOCUMENTS = [
+    *sorted(ROOT.glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted((ROOT / "benchmarks").rglob("*.md")),
+]
 ONE_PROCESS = (
     "README.md",
     "docs/optimizer.md",
@@ -94,7 +98,7 @@ def test_the_page_about_gpu_results_names_what_runs() -> None:
 def test_links_between_documents_lead_somewhere() -> None:
     broken = [
         f"{path.relative_to(ROOT)}: {target}"
-        for path in [*DOCUMENTS, ROOT / "benchmarks" / "README.md"]
+        for path in DOCUMENTS
         for target in re.findall(r"\]\(([^)#\s]+)", path.read_text())
         if not target.startswith("http") and not (path.parent / target).exists()
     ]
@@ -437,8 +441,8 @@ def test_figures_of_the_page_of_evidence_are_the_recorded_ones() -> None:
         text = (f"{found[lr]:.3f}" if lr in found else "" for lr in (0.001, 0.002, 0.003, 0.005, 0.006, 0.01, 0.012))
         cells = (f"**{cell}**" if cell == f"{best:.3f}" else cell for cell in text)
         rows.append(f"| {name} | {' | '.join(cells)} |".replace("|  |", "| |").replace("|  |", "| |"))
-    for name in ("variants", "variants_small"):
-        rows += rows_of_variants(recorded(name)["runs"])
+    nano, small = (rows_of_variants(recorded(name)["runs"]) for name in ("variants", "variants_small"))
+    rows += [f"| {name} | {nano[name]} | {small[name]} |" for name in nano]
     changes: dict[tuple[str, bool, str], list[str]] = {}
     for one in recorded("coordinates")["runs"]:
         for output in ("hidden 2", "logits"):
@@ -454,12 +458,12 @@ def test_figures_of_the_page_of_evidence_are_the_recorded_ones() -> None:
         )
         how = "AdamW" if case == "AdamW" else f"Muon, `{case}`"
         rows.append(f"| {how} | {'carried' if carried else 'as it is'} | {' | '.join(cells)} |")
-    page = (ROOT / "docs/how-we-know.md").read_text()
-    assert [row for row in rows if row not in page] == []
+    reports = "\n".join(path.read_text() for path in (ROOT / "benchmarks/reports").glob("*.md"))
+    assert [row for row in rows if row not in reports] == []
 
 
-def rows_of_variants(runs: list[dict[str, Any]]) -> list[str]:
-    """Return how the rows of a table begin, one for each rule: rate, loss, spread, and what each seed gains on Muon."""
+def rows_of_variants(runs: list[dict[str, Any]]) -> dict[str, str]:
+    """Return what each seed of a rule gains on Muon, by the rule's name on the page."""
     finals: dict[str, dict[float, dict[int, float]]] = {}
     for one in runs:
         by_rate = finals.setdefault(one["rule"], {})
@@ -467,13 +471,10 @@ def rows_of_variants(runs: list[dict[str, Any]]) -> list[str]:
     best = {rule: min(by_rate.items(), key=lambda item: item[1][0]) for rule, by_rate in finals.items()}
     named = {"adamw": "AdamW", "per head": "a matrix for each head (`per_head=True`)", "cautious": "cautious decay"}
     named["scion head"] = "Scion's head"
-    muon, rows = best["muon"][1], []
-    for rule, (rate, losses) in best.items():
+    (_, muon), rows = best.pop("muon"), {}
+    for rule, (_, losses) in best.items():
         gains = (f"{muon[seed] - loss:.{2 if rule == 'adamw' else 3}f}" for seed, loss in losses.items())
-        cells = (f"× {rate:g}", f"{statistics.mean(losses.values()):.3f}")
-        spread = f"{max(losses.values()) - min(losses.values()):.3f}"
-        told = "" if rule == "muon" else f" {', '.join(gains)}".replace("-", "−")
-        rows.append(f"| {named.get(rule, f'`{rule}`')} | {' | '.join(cells)} | {spread} |{told} |")
+        rows[named.get(rule, f"`{rule}`")] = ", ".join(gains).replace("-", "−")
     return rows
 
 
@@ -847,7 +848,7 @@ def test_the_page_about_a_new_framework(workers: Callable[[int], Pool], tmp_path
 # ------------------------------------------------------------------ words
 
 
-def test_user_pages_are_short() -> None:
+def test_user_pages_are_short(tmp_path: Path) -> None:
     pages = [
         "optimizer",
         "learning-rates",
@@ -866,9 +867,24 @@ def test_user_pages_are_short() -> None:
     script = ROOT / "docs" / "site" / "words.py"
     done = subprocess.run([sys.executable, script, *paths], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
-    history = ROOT / "docs" / "internals" / "history.md"
-    long = subprocess.run([sys.executable, script, history], capture_output=True, text=True, check=False)
-    assert long.returncode == 1
+    (long := tmp_path / "long.md").write_text("word " * 901)
+    done = subprocess.run([sys.executable, script, long], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+
+
+def test_maintainers_pages_are_short() -> None:
+    """By `wc -w`: 250 words a decision, 600 a report, 25,000 all that only maintainers and sceptics read."""
+
+    def words(*patterns: str) -> dict[str, int]:
+        found = {path.name: path for pattern in patterns for path in ROOT.glob(pattern)}
+        return {name: len(path.read_text().split()) for name, path in found.items()}
+
+    evidence = ("gpu-results", "how-we-know", "models-tried", "thirty-ways")
+    others = words("docs/internals/*.md", "benchmarks/README.md", *(f"docs/{page}.md" for page in evidence))
+    decisions, reports = words("docs/decisions/*.md"), words("benchmarks/reports/*.md")
+    assert {name: count for name, count in decisions.items() if count > 250} == {}
+    assert {name: count for name, count in reports.items() if count > 600} == {}
+    assert sum(others.values()) + sum(decisions.values()) <= 25_000
 
 
 # ------------------------------------------------------------------ pictures
@@ -899,8 +915,8 @@ def test_pictures_are_small() -> None:
 
 def test_the_table_of_matrices_made_to_break_an_iteration_is_the_recorded_one() -> None:
     matrices = json.loads((ROOT / "benchmarks/results/stress.json").read_text())["matrices"]
-    section = (ROOT / "docs/internals/iterations.md").read_text().partition("## Matrices made to break")[2]
-    rows = dict(re.findall(r"^\| (\w+)[^|]*\| [^|]* \| (.*) \|$", section.partition("\n## ")[0], re.MULTILINE))
+    page = (ROOT / "benchmarks/reports/hostile-matrices.md").read_text()
+    rows = dict(re.findall(r"^\| (\w+)[^|]*\| [^|]* \| (.*) \|$", page, re.MULTILINE))
     assert rows.keys() == matrices[0].keys() - {"input"}
     for name, row in rows.items():
         found = {
