@@ -425,7 +425,7 @@ def test_a_plan_that_changes_everywhere_goes_on(workers, waits: bool) -> None:
 def construction_fails(how: str) -> tuple[str, float]:
     """Rank 1 cannot make its optimizer; the others learn of it when they come to their first step."""
     rank, stages = dist.get_rank(), how.startswith("stage")
-    meeting.GRACE = 0.5, 30.0
+    meeting.GRACE = 0.5
     groups = [dist.new_group([0]), dist.new_group([1])]
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 4))
     overrides = {"nothing.of.this.name": "adamw"} if rank == 1 else None

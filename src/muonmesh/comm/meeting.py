@@ -11,7 +11,7 @@ import json
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 import torch
@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from muonmesh.comm.storage import this_rank, world_size
-from muonmesh.comm.telling import message_of
 from muonmesh.errors import PlanError, about
 from muonmesh.files import reason
 
@@ -30,18 +29,14 @@ SILENCE = 5.0
 """Further seconds to wait for an answer of the store. The store has no timeout of its own if its machine is stopped or
 cut off."""
 
-GRACE = 2.0, 30.0
-"""Seconds in which a rank that has failed to make its optimizer or a plan may catch the error and make another one: of
-a failure that this process has not raised yet, and of one that it has raised, so that its next optimizer waits."""
+GRACE = 2.0
+"""Seconds in which a rank that has failed to make its optimizer may catch the error and make another one."""
 
 _failures = 0
-"""How often this process has failed to make an optimizer or a plan."""
+"""How often this process has failed to make an optimizer."""
 
 _known: dict[int, int] = {}
-"""How often each other rank had failed, when this rank last met other ranks."""
-
-_raised: dict[int, int] = {}
-"""The number of the last failure of each other rank that this process has raised."""
+"""How often each other rank had failed to make an optimizer, when this rank last met other ranks."""
 
 _announced: Counter[tuple[int, ...]] = Counter()
 """How often this process has announced each set of ranks. All ranks of a set announce it equally often, so this number
@@ -57,11 +52,8 @@ def shared_store() -> PrefixStore:
 
 
 @contextmanager
-def telling_failure(*, alone: bool = False, planning: bool = False) -> Iterator[None]:
-    """Write an error in making an optimizer, or in ``planning``, to the store, so that nobody waits; not if ``alone``.
-
-    A rank that cannot plan is told of to those that wait for it; a rank without an optimizer to all.
-    """
+def telling_failure(*, alone: bool = False) -> Iterator[None]:
+    """Write an error in making an optimizer to the store, so that the other ranks do not wait; not if ``alone``."""
     global _failures
     try:
         yield
@@ -70,35 +62,36 @@ def telling_failure(*, alone: bool = False, planning: bool = False) -> Iterator[
             _failures += 1
             with suppress(RuntimeError):  # the store cannot be reached; the note is only for other ranks
                 store = shared_store()
-                store.set(f"failed/{this_rank()}", json.dumps([_failures, message_of(error), planning]))
+                store.set(f"failed/{this_rank()}", json.dumps([_failures, str(error)]))
                 store.set("failed", "1")
         raise
 
 
 def withdraw_failure() -> None:
-    """Delete the note that `telling_failure` wrote to the store, because this rank has made it after all."""
+    """Delete the note that `telling_failure` wrote to the store, because this rank has made an optimizer after all."""
     if world_size() > 1 and _failures:
         with suppress(RuntimeError):
             shared_store().delete_key(f"failed/{this_rank()}")
 
 
-def failure_of_others(awaited: Sequence[int] = (), come: Callable[[], bool] = lambda: False) -> str | None:
-    """Return the error of another rank that has recently failed, with its number; None if there is no such error.
+def failure_of_others() -> str | None:
+    """Return the error of another rank that has recently failed to make an optimizer, with its number; else None.
 
     Only failures since this rank last met other ranks count. A rank does not count if it has caught its error and made
-    another optimizer meanwhile, and no rank does if all that are ``awaited`` have ``come``.
+    another optimizer meanwhile.
     """
-    begun = time.monotonic()
-    while world_size() > 1 and (found := _notes(awaited)) and not come():
-        rank, (count, message) = next(iter(found.items()))
-        if time.monotonic() >= begun + GRACE[_raised.get(rank) == count]:
-            _raised[rank] = count
+    if world_size() == 1:
+        return None
+    until = time.monotonic() + GRACE
+    while found := _notes():
+        if time.monotonic() >= until:
+            rank, (_, message) = next(iter(found.items()))
             return f"rank {rank}: {message}"
         time.sleep(0.05)
     return None
 
 
-def _notes(awaited: Sequence[int] = ()) -> dict[int, tuple[int, str]]:
+def _notes() -> dict[int, tuple[int, str]]:
     """Return new notes of other ranks about failures: those written since this rank last met other ranks."""
     store = shared_store()
     if not _has(store, "failed"):
@@ -106,8 +99,8 @@ def _notes(awaited: Sequence[int] = ()) -> dict[int, tuple[int, str]]:
     found = {}
     for rank in range(world_size()):
         if rank != this_rank() and _has(store, f"failed/{rank}"):
-            count, message, planning = json.loads(store.get(f"failed/{rank}"))
-            if count > _known.get(rank, 0) and (rank in awaited or not planning):
+            count, message = json.loads(store.get(f"failed/{rank}"))
+            if count > _known.get(rank, 0):
                 found[rank] = count, message
     return found
 
@@ -159,7 +152,7 @@ def connected(sets: Sequence[tuple[int, ...]], *, alone: bool = False) -> tuple[
             store.add(f"{ranks}/{count}", -1)
         raise
     _announced.update(mine)
-    _known.update({rank: count for rank, (count, _) in _notes(range(world_size())).items()})
+    _known.update({rank: count for rank, (count, _) in _notes().items()})
     return tuple(sorted({rank for ranks, _ in found for rank in ranks}))
 
 
@@ -170,12 +163,8 @@ def _wait_for(store: PrefixStore, note: str, ranks: Sequence[int]) -> None:
         PlanError: a rank could not make its optimizer, or is missing after the timeout of collectives.
     """
     until, pause = time.monotonic() + seconds_of_collectives(), 0.001
-
-    def come() -> bool:
-        return store.add(note, 0) >= len(ranks)
-
-    while not come():
-        if (failed := failure_of_others(ranks, come)) is not None:
+    while store.add(note, 0) < len(ranks):
+        if _notes() and (failed := failure_of_others()) is not None and store.add(note, 0) < len(ranks):
             raise PlanError(failed)
         if time.monotonic() >= until:
             missing = told_ranks([rank for rank in ranks if not _has(store, f"{note}/{rank}")])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from torch import Tensor
@@ -116,6 +117,21 @@ def refuse_flattened(name: str, tensor: Tensor) -> None:
         what += "with use_orig_params=True, then write "
         what += "Muon(groups, layouts=muonmesh.integrations.fsdp1.declared_layouts(model))"
         raise LayoutError(about(name, what))
+
+
+def ranks_of(
+    name: str, tensor: Tensor, replicas: Sequence[int] | None, declared: Declared | None = None
+) -> tuple[int, ...]:
+    """Return the ranks that share a parameter whose layout has an error, as far as they are known."""
+    entry: Any = declared
+    if declared is None and not isinstance(tensor, DTensor):
+        with suppress(LayoutError):
+            entry = read_layout(name, tensor)
+    if isinstance(entry, (FlatShards, MeshLayout)):
+        return entry.ranks
+    if isinstance(entry, (tuple, list)) and entry and isinstance(entry[0], DeviceMesh):
+        return _ranks(entry[0])
+    return _ranks(tensor.device_mesh) if isinstance(tensor, DTensor) else tuple(replicas or ())
 
 
 def shape_if_known(name: str, tensor: Tensor) -> tuple[int, ...] | None:

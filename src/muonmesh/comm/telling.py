@@ -23,12 +23,6 @@ def send_by(device: torch.device) -> None:
     _device = device
 
 
-def message_of(error: Exception) -> str:
-    """Return what another rank is told of an error; its class too, unless the message says all."""
-    known = isinstance(error, MuonMeshError | ValueError | TypeError)
-    return str(error) if known else f"{type(error).__name__}: {error}"
-
-
 def tell_all(
     mine: T,
     error: Exception | None = None,
@@ -54,7 +48,9 @@ def tell_all(
         if error is not None:
             raise error
         return [mine]
-    message = None if error is None else message_of(error)
+    message = None if error is None else str(error)
+    if not isinstance(error, MuonMeshError | ValueError | TypeError | None):
+        message = f"{type(error).__name__}: {message}"
     everyone: list[tuple[T, str | None]] = [(mine, message)] * dist.get_world_size(group)
     by_host = "cpu:" in dist.get_backend_config(group)
     with torch.accelerator.device_index(None if by_host else _device.index):

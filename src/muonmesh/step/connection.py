@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from muonmesh.comm.copies import Claim, Copies, Gradients, Sums, added, find_copies, insist_on_averages
 from muonmesh.comm.exchange import Exchange
-from muonmesh.comm.meeting import connected, telling_failure, withdraw_failure
+from muonmesh.comm.meeting import connected
 from muonmesh.comm.process_groups import group_of
 from muonmesh.comm.ranks import mesh_groups
 from muonmesh.comm.same_plan import View, insist
@@ -34,6 +34,7 @@ from muonmesh.step.members import (
     OptimizedParameter,
     check_members,
     group_for,
+    likely_sets,
     members_of,
     replicas_of,
     unknown_matrix,
@@ -100,10 +101,11 @@ def plan(groups: Groups, runtime: Runtime) -> Planned:
     """
     for group in groups:
         check_structure(f"group {group.get('name')!r}", group)
-    try:
-        return _read(groups, runtime)
-    except Exception as wrong:  # the error of a missing setting names only its key; that of `read_groups` says more
-        raise (read_groups(groups, runtime.replaced).error or wrong) from None
+    planned, _, error = _read(groups, runtime)
+    if error is not None:  # the error of a missing setting names only its key; that of `read_groups` says more
+        raise read_groups(groups, runtime.replaced).error or error
+    assert planned is not None
+    return planned
 
 
 def placed_members(optimizer: Any) -> list[OptimizedParameter]:
@@ -118,7 +120,7 @@ def placed_members(optimizer: Any) -> list[OptimizedParameter]:
 def connect(groups: Groups, runtime: Runtime, *, gradients: bool = True) -> Planned:
     """Return the plan with its exchange; if it has none yet, compare plans with the ranks that share parameters.
 
-    A rank that cannot make a plan tells the others through the store, so that every rank raises an error.
+    A rank that cannot make a plan still takes part in the comparison, so that every rank raises an error.
 
     Args:
         groups: The param groups.
@@ -129,38 +131,33 @@ def connect(groups: Groups, runtime: Runtime, *, gradients: bool = True) -> Plan
         LayoutError, ValueError, TypeError: no plan can be made.
         PlanError: another rank cannot make a plan, has made a different plan, or does not take part.
     """
-    with telling_failure(planning=True):
-        planned = _read(groups, runtime)
-    if planned.connected:
+    planned, sets, error = _read(groups, runtime)
+    if planned is not None and planned.connected:
         return planned
-    withdraw_failure()
-    if world_size() > 1:
+    if world_size() > 1 and error is None:
         runtime.ranks.wrappers = wrappers_of([tensor for each in groups for tensor in each["params"]])
         refuse_join(runtime.ranks.wrappers)
-    ranks = connected(planned.sets, alone=runtime.process_group == "local")
+    ranks = connected(sets, alone=runtime.process_group == "local")
     group = group_of(ranks, _groups_known(planned, runtime))
     facts: Facts | None = None
-    error: Exception | None = None
     sums: Gradients = {}
-    send_by(planned.device)
-    try:
-        sums = gradients_of_replicas(planned, ranks, runtime.source) if gradients else {}
-        bf16 = planned.device.type == "cpu" and runtime.precision.compute == torch.bfloat16
-        facts = Facts(
-            claims_of(planned, ranks, runtime.source if gradients else None),
-            (runtime.asked.kernels, auto_takes() if bf16 else None),
-            runtime.ranks.machine,
-            added(sums),
-        )
-    except Exception as wrong:  # such as a lack of memory: the other ranks wait for this rank
-        error = wrong
+    if planned is not None:
+        send_by(planned.device)
+        try:
+            sums = gradients_of_replicas(planned, ranks, runtime.source) if gradients else {}
+            bf16 = planned.device.type == "cpu" and runtime.precision.compute == torch.bfloat16
+            facts = Facts(
+                claims_of(planned, ranks, runtime.source if gradients else None),
+                (runtime.asked.kernels, auto_takes() if bf16 else None),
+                runtime.ranks.machine,
+                added(sums),
+            )
+        except Exception as wrong:  # such as a lack of memory: the other ranks wait for this rank
+            error = error or wrong
     facts_of = cast(dict[int, Facts], tell_by_rank(facts, error, group=group))
     copies = find_copies({rank: each.claims for rank, each in facts_of.items()})
     if _take_what_all_have(runtime, facts_of) or copies:
-        try:
-            planned = _read(groups, runtime, copies)
-        except Exception as wrong:
-            error = wrong
+        planned, _, error = _read(groups, runtime, copies)
     planned = runtime.planned = _plan_of_all(planned, error, ranks, group, _planner(runtime))
     # Only now: tensors of other shapes have other gradients, and the difference of the plans says why.
     averages = {rank: each.averages for rank, each in facts_of.items()}
@@ -211,7 +208,7 @@ def _take_what_all_have(runtime: Runtime, facts_of: Mapping[int, Facts]) -> bool
 
 
 def _plan_of_all(
-    planned: Planned,
+    planned: Planned | None,
     error: Exception | None,
     ranks: tuple[int, ...],
     group: dist.ProcessGroup | None,
@@ -223,7 +220,9 @@ def _plan_of_all(
         Exception: ``error``, on its rank; a PlanError on the others.
         PlanError: on every rank, if plans of the same parameters differ.
     """
-    plans = tell_all(planned.plan.digest, error or unknown_matrix(planned.members), group=group)
+    error = error or unknown_matrix([] if planned is None else planned.members)
+    plans = tell_all(None if planned is None else planned.plan.digest, error, group=group)
+    assert planned is not None
     if len(set(plans)) > 1 or ranks != planned.plan.ranks:  # other ranks hold other parameters: plan all
         views = tell_all(View(planned.plan.parameters, planned.plan.elementwise), group=group)
         planned = widened(planned, views, ranks, planner)
@@ -231,10 +230,11 @@ def _plan_of_all(
     return planned
 
 
-def _groups_known(planned: Planned, runtime: Runtime) -> list[dist.ProcessGroup]:
+def _groups_known(planned: Planned | None, runtime: Runtime) -> list[dist.ProcessGroup]:
     """Return process groups that may have the ranks of a connected set: of the user, the source and meshes."""
-    given = dict.fromkeys([runtime.holders, *(runtime.source.group(member.tensor) for member in planned.members)])
-    meshes = mesh_groups([member.storage for member in planned.members])
+    members = [] if planned is None else planned.members
+    given = dict.fromkeys([runtime.holders, *(runtime.source.group(member.tensor) for member in members)])
+    meshes = mesh_groups([member.storage for member in members])
     return [group for group in given if isinstance(group, dist.ProcessGroup)] + meshes
 
 
@@ -266,28 +266,38 @@ def forget(runtime: Runtime) -> None:
     runtime.planned = runtime.connected = None
 
 
-def _read(groups: Groups, runtime: Runtime, copies: Copies | None = None) -> Planned:
-    """Return the plan of this rank's parameters.
+def _read(
+    groups: Groups, runtime: Runtime, copies: Copies | None = None
+) -> tuple[Planned | None, list[tuple[int, ...]], Exception | None]:
+    """Return the plan, the sets of ranks that share a parameter, and the first error; no plan if there is an error.
 
     A new plan is made if the groups have changed, or if the ranks have just found copies of parameters.
-
-    Raises:
-        LayoutError, ValueError, TypeError: no plan can be made.
     """
     replicas_of(runtime.process_group)  # raises if the process group was lost in pickling
-    for known in (runtime.planned, runtime.connected):
-        if copies is None and known is not None and known.signature == Signature.of(groups, runtime):
-            runtime.planned = known
-            return known
-    for group in groups:
-        check_members(group, groups, runtime.layouts, runtime.source, runtime.precision.master)
-    runtime.ranks.group = _group_found(groups, runtime)
-    signature = Signature.of(groups, runtime)  # with the names as they are now
-    members = members_of(
+    try:
+        for known in (runtime.planned, runtime.connected):
+            if copies is None and known is not None and known.signature == Signature.of(groups, runtime):
+                runtime.planned = known
+                return known, known.sets, None
+        for group in groups:
+            check_members(group, groups, runtime.layouts, runtime.source, runtime.precision.master)
+        runtime.ranks.group = _group_found(groups, runtime)
+        signature = Signature.of(groups, runtime)  # with the names as they are now
+    except Exception as wrong:  # this rank still meets the other ranks, which wait for it
+        if runtime.connected is not None:
+            return None, runtime.connected.sets, wrong
+        return None, likely_sets(groups, runtime.holders, runtime.layouts, runtime.source), wrong
+    members, sets, error = members_of(
         groups, runtime.holders, runtime.layouts, runtime.source, copies or {}, shard_state=runtime.asked.shard_state
     )
-    runtime.planned = plan_members(groups, members, signature, runtime.precision, _planner(runtime))
-    return runtime.planned
+    if error is not None:
+        return None, sets, error
+    try:
+        planned = plan_members(groups, members, signature, runtime.precision, _planner(runtime))
+        runtime.planned = planned
+    except Exception as found:  # whatever a rule's own methods raise
+        return None, sets, found
+    return runtime.planned, runtime.planned.sets, None
 
 
 def _planner(runtime: Runtime) -> Planner:

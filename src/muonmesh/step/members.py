@@ -14,7 +14,7 @@ from torch import Tensor
 
 from muonmesh.comm.copies import Copies
 from muonmesh.comm.gradients import GradientSource
-from muonmesh.comm.placing import nobody_said, refuse_flattened, shape_if_known, storage_of
+from muonmesh.comm.placing import nobody_said, ranks_of, refuse_flattened, shape_if_known, storage_of
 from muonmesh.comm.sharing import sharded_over_replicas
 from muonmesh.comm.storage import Storage, local_of, this_rank, world_size
 from muonmesh.errors import LayoutError, about, explain_error
@@ -212,16 +212,20 @@ def members_of(
     copies: Copies,
     *,
     shard_state: bool,
-) -> list[OptimizedParameter]:
+) -> tuple[list[OptimizedParameter], list[tuple[int, ...]], Exception | None]:
     """Return the parameters of all groups in order, with their layouts and with the copies that ranks have found.
 
-    Raises:
-        LayoutError: the layout of a parameter is unknown or not as declared, or an entry of ``layouts`` fits no name.
+    Returns:
+        The members; the sets of ranks that share a member; and the first error. The error is returned and not raised,
+        because a rank with an error must still meet the other ranks. The errors: the layout of a parameter is unknown
+        or not as declared, or an entry of ``layouts`` fits no name.
     """
     if layouts == LOST_LAYOUTS:
         what = "This optimizer was unpickled, and its layouts are lost, because meshes cannot be pickled. Write "
         raise ValueError(about("layouts", what + "optimizer.layouts = layouts before the first step"))
     members: list[OptimizedParameter] = []
+    sets: list[tuple[int, ...]] = []
+    error: Exception | None = None
     unknown = dict(layouts)
     names = Counter[tuple[str, tuple[int, ...]]]()
     ranks_by_group: dict[int, tuple[int, ...] | None] = {}  # one tuple for all parameters of a group
@@ -236,7 +240,12 @@ def members_of(
                 ranks_by_group[id(shared)] = replicas_of(shared)
             replicas = ranks_by_group[id(shared)]
             for part, layout, split in _contents(name, declared, spec):
-                storage = storage_of(part, tensor, replicas, layout)
+                try:
+                    storage = storage_of(part, tensor, replicas, layout)
+                except LayoutError as found:
+                    error = error or found
+                    sets.append(ranks_of(part, tensor, replicas, layout))
+                    continue
                 said = layout is not None or own is not None or process_group == "local"
                 holders: Holders = "unknown" if storage.layout is None else "known" if said else "open"
                 if storage.layout is None and muon:
@@ -249,21 +258,27 @@ def members_of(
                 members.append(member.copied(copies))
                 storage = members[-1].storage
                 names[part, () if storage.layout is None else tuple(storage.layout.ranks)] += 1
+                if storage.layout is not None:
+                    sets.append(storage.layout.ranks)
     for (alike, _), count in names.items():
         if count > 1:
-            raise named_alike(LayoutError, alike, f"{count} parameters of this name")
-    members = _with_momentum_placed(members, source)
-    alone = all(len(member.ranks) == 1 for member in members)  # no other rank can know more
-    if alone and (error := unknown_matrix(members)) is not None:
-        raise error
+            error = error or named_alike(LayoutError, alike, f"{count} parameters of this name")
+    try:
+        members = _with_momentum_placed(members, source)
+    except LayoutError as found:
+        error = error or found
+    flat = (layout for entry in unknown.values() for layout in flat_layouts(entry))
+    sets += [layout.ranks for layout in flat if this_rank() in layout.ranks]  # these ranks get the error below
+    if not any(len(ranks) > 1 for ranks in sets):  # no other rank can know more
+        error = error or unknown_matrix(members)
     if unknown:
         write = (
             "Correct the names, which have no prefixes such as module. or _orig_mod. Of a flat parameter of which this "
         )
         write += "rank holds nothing, list an empty tensor"
         needed = "names of parameters in the groups of this rank"
-        raise LayoutError(explain_error("layouts", f"{sorted(unknown)}", needed, write))
-    return members
+        error = error or LayoutError(explain_error("layouts", f"{sorted(unknown)}", needed, write))
+    return members, sets, error
 
 
 def named_alike(kind: type[E], name: str, found: str) -> E:
@@ -308,6 +323,25 @@ def keep_gradients_of_views(named: Sequence[tuple[object, object]], layouts: Map
             base = tensor._base
             if not tensor.is_leaf and base is not None and base.is_leaf:
                 tensor.retain_grad()
+
+
+def likely_sets(
+    groups: Sequence[Mapping[str, Any]],
+    process_group: ProcessGroup,
+    layouts: Mapping[str, Declared],
+    source: GradientSource,
+) -> list[tuple[int, ...]]:
+    """Return the sets of ranks that probably share parameters, for groups with an error; all of them learn of it."""
+    sets: list[tuple[int, ...]] = []
+    for group in groups:
+        names = group.get("param_names")
+        for number, tensor in enumerate(group.get("params") or ()):
+            if isinstance(tensor, Tensor):
+                name = str(names[number]) if isinstance(names, list) and number < len(names) else ""
+                own = source.group(tensor)
+                replicas = replicas_of(process_group if own is None else own)
+                sets.append(ranks_of(name, tensor, replicas, layouts.get(name)))
+    return sets
 
 
 def _contents(name: str, declared: Any, spec: Any) -> list[tuple[str, Any, Any]]:
