@@ -36,7 +36,7 @@ from muonmesh.settings.reading import SettingsFound, keep_rates_apart, read_grou
 from muonmesh.step.connection import connect, forget, outdated, plan
 from muonmesh.step.elementwise_step import step_elementwise
 from muonmesh.step.flag_vector import Flags
-from muonmesh.step.members import check_members, group_for, keep_gradients_of_views, replicas_of
+from muonmesh.step.members import check_members, group_for, keep_gradients_of_views
 from muonmesh.step.muon_step import MuonStep, Profiled
 from muonmesh.step.offload import Offload
 from muonmesh.step.parameters import Collected, ReadyParameters, collect, remember, steady
@@ -81,7 +81,8 @@ class Muon(torch.optim.Optimizer):
         params: Param groups, best from `split_params`; or parameters, or (name, parameter) pairs, all of them
             matrices. Keys of a group besides torch's: ``algorithm`` ("muon", the default, another rule, or "adamw";
             ``use_muon`` is accepted for it), ``matrices`` (how each parameter splits), ``name``, and settings.
-        lr: Learning rate of Muon and AdamW. For a Muon matrix, lr × scale is the spectral norm of one step.
+        lr: Learning rate of Muon and AdamW, a number or a tensor of one element in CPU memory. For a Muon matrix, lr ×
+            scale is the spectral norm of one step.
         momentum: μ of ``m ← lerp(m, g, 1 − μ)``.
         weight_decay: Decoupled weight decay of Muon and AdamW: ``p ← p·(1 − lr·weight_decay)``.
         scale_mode: How the update of a matrix is scaled, see `update_scale`. With "match_rms_adamw" (Moonlight) one
@@ -626,15 +627,7 @@ class Muon(torch.optim.Optimizer):
         self.finish()
         if (error := read_groups(self.param_groups, self._runtime.replaced).error) is not None:
             raise error
-        planned, runtime = plan(self.param_groups, self._runtime), self._runtime
-        ranks = replicas_of(runtime.holders) or (planned.rank,)
-        gradients = runtime.source.traffic(
-            planned.replicated,
-            copy=ranks.index(planned.rank),
-            copies=len(ranks),
-            bucket_bytes=planned.plan.budget.gradient_bytes,
-        )
-        return explain(self.param_groups, planned, runtime.precision, gradients)
+        return explain(self.param_groups, plan(self.param_groups, self._runtime), self._runtime.precision)
 
     @plain_modes()
     def metrics(self) -> dict[str, float]:

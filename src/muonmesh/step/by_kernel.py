@@ -282,18 +282,17 @@ class ByKernel:
                 places.append(kinds.setdefault(kind, len(kinds)))
             known.update(kinds=list(kinds), places=upload(places, dtype=torch.int64, device=ready.device))
             known["factors"] = torch.empty(2, len(places), dtype=torch.float32, device=ready.device)
-        rates, decays, scales = list[float | Tensor](), list[float](), list[float]()
+        rates, decays, scales = list[float](), list[float](), list[float]()
         for group, rows, cols in known["kinds"]:
             rule = ready.rules[group] if group is not None and self._adding[group] else None
-            rates.append(0.0 if rule is None else rule.lr)
+            rates.append(0.0 if rule is None else float(rule.lr))
             decays.append(0.0 if rule is None else rule.weight_decay)
             scales.append(0.0 if rule is None else rule.scale(rows, cols))  # a rule may have a scale of its own
-        moves = any([isinstance(rate, Tensor) for rate in rates])
-        if moves or known.get("numbers") != (rates, decays, scales):
-            lr = _vector(rates, ready.device)
-            decay, scale = (upload(some, dtype=torch.float64, device=ready.device) for some in (decays, scales))
+        if known.get("numbers") != (rates, decays, scales):
+            numbers = (upload(some, dtype=torch.float64, device=ready.device) for some in (rates, decays, scales))
+            lr, decay, scale = numbers
             known["factors"].copy_(torch.stack([1 - lr * decay, lr * scale])[:, known["places"]])
-            known["numbers"] = None if moves else (rates, decays, scales)
+            known["numbers"] = rates, decays, scales
         keep, size = known["factors"]
         return keep, size
 
@@ -340,11 +339,3 @@ def _adds(rule: Any) -> bool:
     if not isinstance(rule, Rule) or (kind.apply, kind.decay) != (Rule.apply, Rule.decay) or kind.asks_for_sums():
         return False
     return rule.decay_mode == "full" and rounds_to_nearest(rule)
-
-
-def _vector(numbers: Sequence[float | Tensor], device: torch.device) -> Tensor:
-    """Return numbers, some of which may be 0-d tensors on the device, as one fp64 vector there."""
-    if not any(isinstance(number, Tensor) for number in numbers):
-        return upload(numbers, dtype=torch.float64, device=device)
-    found = [n if isinstance(n, Tensor) else torch.full((), n, dtype=torch.float64, device=device) for n in numbers]
-    return torch.stack([number.to(device, torch.float64) for number in found])

@@ -27,7 +27,6 @@ from muonmesh.layout import Elementwise, FlatShards, Layout, MeshLayout, Paramet
 from muonmesh.layout.companion import Companion, companion_matrices, companions_in_buffers
 from muonmesh.layout.flat import Interval
 from muonmesh.layout.piece_table import NOWHERE, PieceTable, Row
-from muonmesh.layout.routes import pieces
 from muonmesh.numerics.coefficients import CoefficientName, choose, coefficient_schedule, coefficient_set
 from muonmesh.numerics.kernels import check_kernels, told_products
 from muonmesh.numerics.kernels.threads import thread_count
@@ -155,20 +154,20 @@ class Planned:
     @cached_property
     def blocks(self) -> Blocks:
         """The blocks of momentum in int8."""
-        holdings = [self.plan.holdings(number, self.rank) for number in range(len(self.plan.assignments))]
+        numbers = range(len(self.plan.assignments))
+        holdings = [[leg.piece for leg in self.plan.legs(number, self.rank, gather=True)] for number in numbers]
         return Blocks(self.plan, holdings, self.matrices_of, self.device)
 
     @cached_property
     def gradient_table(self) -> PieceTable:
         """The pieces of each Matrix whose gradient this rank has, in no buffer; its own parameters have the numbers."""
         there = any(member is not None and member.at_momentum for member in self.muon)
-        held = [number for number, member in enumerate(self.muon) if member is not None]
-        places, rows = {number: place for place, number in enumerate(held)}, []
+        places = {number: place for place, number in enumerate(n for n, member in enumerate(self.muon) if member)}
+        rows = []
         for number, assignment in enumerate(self.plan.assignments):
-            parameter = self.plan.parameters[assignment.parameter]
-            layout = parameter.momentum_storage if there else parameter.target
-            for piece in pieces(layout, self.rank, assignment.matrix) if assignment.parameter in places else ():
-                rows.append(Row(number, places[assignment.parameter], piece, NOWHERE, 0, piece.storage_strides))
+            if (place := places.get(assignment.parameter)) is not None:
+                for leg in self.plan.legs(number, self.rank, gather=there):
+                    rows.append(replace(Row.in_matrix(leg, NOWHERE, 0), parameter=place))
         return PieceTable(tuple(rows))
 
     @property

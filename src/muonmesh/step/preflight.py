@@ -77,7 +77,7 @@ def preflight(
     exchange, entries = planned.exchange, [*collected.muon, *collected.elementwise]
     error = settings.error or collected.error or error
     waits = settings.at_rest or host_waits(runtime, planned)
-    alone = len(exchange.plan.ranks) == 1 and not settings.on_device  # the CPU knows all but the tensors' values
+    alone = len(exchange.plan.ranks) == 1
     if alone and error is not None:
         raise error
     seen = collected.seen
@@ -98,10 +98,8 @@ def preflight(
         **said_of_settings(*terms),
         **{"skip": skip, "overflow": overflow, "moves": moves, "nonzero": nonzero},
     }
-    if settings.on_device:
-        said["error"] = settings.wrong_on_device() | (error is not None)
     agreed = exchange.wire.agree(flag_vector.agreement, said, planned.device)
-    raise_errors = partial(_raise_errors, exchange, flag_vector, error, partial(lines, *terms), settings)
+    raise_errors = partial(_raise_errors, exchange, flag_vector, error, partial(lines, *terms))
     active, overflowed = agreed.each("nonzero"), agreed.any("overflow")
     if not waits:
         _tell_later(runtime, agreed, raise_errors)
@@ -273,7 +271,7 @@ def stand_aside(planned: Planned, settings: SettingsFound, runtime: Runtime) -> 
     # At learning rate 0 the CPUs of all ranks wait, as in `preflight`: see `SettingsFound.at_rest`.
     waits, flag_vector = settings.at_rest or host_waits(runtime, planned), planned.flag_vector
     agreed = exchange.wire.agree(flag_vector.agreement, standing(error, follows=False), planned.device)
-    raise_errors = partial(_raise_errors, exchange, flag_vector, error, dict, settings)
+    raise_errors = partial(_raise_errors, exchange, flag_vector, error, dict)
     if waits:
         raise_errors(agreed)
         return False
@@ -311,14 +309,13 @@ def _raise_errors(
     flag_vector: FlagVector,
     error: Exception | None,
     lines: Callable[[], Mapping[str, str]],
-    settings: SettingsFound,
     agreed: Agreed,
 ) -> None:
     """Raise the error that the flags report, if any. All ranks of the exchange call this. The CPU waits."""
     if not bool(_stops(agreed)):
         return
     if bool(agreed.any("error")):
-        tell_all(None, error or settings.late(), group=exchange.group)
+        tell_all(None, error, group=exchange.group)
     parameters: list[Parameter | Elementwise] = [*exchange.plan.parameters, *exchange.plan.elementwise]
     for shard in agreed.differs("shard").nonzero().flatten().tolist():
         parameter = parameters[flag_vector.shards[shard]]

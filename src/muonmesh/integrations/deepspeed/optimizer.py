@@ -310,7 +310,7 @@ class EngineOptimizer(torch.optim.Optimizer, Recorded):
             rows=tuple(replace(row, reason=self._reasons[row.parameter]) for row in rows),
             rank=this_rank(),
             flops={rank: sum(one.flops.get(rank, 0) for one in explanations) for rank in range(world_size())},
-            step_bytes=max(one.step_bytes for one in explanations),
             budget_bytes=max(one.budget_bytes for one in explanations),
+            alone=sum(one.alone for one in explanations),
             **{name: sum(getattr(one, name) for one in explanations) for name in names},
         )
