@@ -27,7 +27,7 @@ from muonmesh.comm.work import Batching, Local
 from muonmesh.layout import Plan
 from muonmesh.layout.piece_table import NOWHERE, PieceTable, Row
 from muonmesh.layout.routes import Leg, Routes
-from muonmesh.numerics.kernels.memory import scratch
+from muonmesh.numerics.kernels.threads import scratch
 
 Batch = tuple[Tensor, Tensor, tuple[int, ...]]
 """Matrices (b, rows, cols), the tensor for their results, and their assignments."""

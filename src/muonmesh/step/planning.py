@@ -162,7 +162,9 @@ class Planned:
     def gradient_table(self) -> PieceTable:
         """The pieces of each Matrix whose gradient this rank has, in no buffer; its own parameters have the numbers."""
         there = any(member is not None and member.at_momentum for member in self.muon)
-        places = {number: place for place, number in enumerate(n for n, member in enumerate(self.muon) if member)}
+        places = {
+            number: place for place, number in enumerate(n for n, member in enumerate(self.muon) if member is not None)
+        }
         rows = []
         for number, assignment in enumerate(self.plan.assignments):
             if (place := places.get(assignment.parameter)) is not None:
