@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from muonmesh.errors import StateError as StateError
     from muonmesh.groups import ParamGroups as ParamGroups
     from muonmesh.integrations.qk_clip import QKClip as QKClip
-    from muonmesh.integrations.torch_muon import ExecutedMuon as ExecutedMuon
-    from muonmesh.integrations.torch_muon import execute as execute
     from muonmesh.layout import FlatParameter as FlatParameter
     from muonmesh.layout import FlatShards as FlatShards
     from muonmesh.numerics.coefficients import CoefficientName as CoefficientName
@@ -57,7 +55,6 @@ _HOMES = {
     "errors": "FileError LayoutError MuonMeshError PlanError StateError",
     "groups": "ParamGroups",
     "integrations.qk_clip": "QKClip",
-    "integrations.torch_muon": "ExecutedMuon execute",
     "layout": "FlatParameter FlatShards",
     "numerics.coefficients": "CoefficientName CoefficientSet register_coefficients",
     "numerics.kernels": "KernelName",

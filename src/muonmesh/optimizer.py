@@ -90,8 +90,8 @@ class Muon(torch.optim.Optimizer):
         ns_coefficients: The Newton–Schulz coefficients: the name of a set, or polynomials of your own. See
             `orthogonalize`. "auto" takes "deflated" for matrices on a CPU with at least 384 rows and columns if
             ``compute_dtype`` is bf16, and "polar_express" for all others.
-        ns_steps: Newton–Schulz steps. None: as many as the set is made for, which are 10 for "deepseekv4", 4 for "aol",
-            3 for "deflated", 5 for the others, and one for each polynomial of your own.
+        ns_steps: Newton–Schulz steps. None: as many as the set is made for, which are 10 for "deepseekv4", 3 for
+            "deflated", 5 for the others, and one for each polynomial of your own.
         adamw_betas: AdamW's decay rates of the moments. ``betas`` is accepted too, as in torch.optim.AdamW.
         adamw_eps: AdamW's ε. ``eps`` is accepted too.
         compute_dtype: The dtype in which matrices are orthogonalized and sent. A device orthogonalizes bf16 in fp16;

@@ -217,7 +217,7 @@ def test_norms_are_formatted_as_numbers() -> None:
 @pytest.mark.parametrize(
     ("coefficients", "steps"),
     [
-        *((name, {"deepseekv4": 10, "deflated": 3, "aol": 4}.get(name, 5)) for name in COEFFICIENT_SETS),
+        *((name, {"deepseekv4": 10, "deflated": 3}.get(name, 5)) for name in COEFFICIENT_SETS),
         (MINE, 3),
         ([JORDAN] * 7, 7),
     ],

@@ -203,7 +203,8 @@ class Batches(Batching):
         numel = plan.assignments[number].matrix.numel
         if self.device.type == "cpu":
             threads = 1 if count * numel < _WORTH_A_THREAD else thread_count()
-            turns = -(-count // (threads * one.at_once))  # tasks of each thread, so that all threads have equally many
+            # Tasks of each thread, so that all threads have equally many.
+            turns = -(-count // (threads * one.products.at_once))
             return max(1, -(-count // (threads * turns)))
         found = plan.at_once(number, one.squares)
         return min(found, max(1, plan.budget.elements_on_device // numel)) if stays and self.on_host else found
@@ -294,8 +295,7 @@ def _parameter(
                 kernels=precision.kernels,
                 device=device,
             )
-        width = resolved.prepared.preconditioner.width
-        own = cost(*shape, degrees=resolved.degrees, at_once=resolved.whole, deflated=width)
+        own = cost(*shape, degrees=resolved.degrees, at_once=resolved.whole, deflated=resolved.deflated)
         # Without orthogonalization a rule makes one or two passes over the elements.
         flops[shape] = rule.flops(*shape) + (own if rule.orthogonalizes else 2 * math.prod(shape))
     if isinstance(named, str) and named not in get_args(CoefficientName):  # a user's set, which may differ on ranks

@@ -140,5 +140,5 @@ def _multiply(
     return out
 
 
-BLOCKED = Matmuls(multiply=_multiply, at_once=1, together=False)
+BLOCKED = Matmuls(multiply=_multiply, at_once=1)
 """The table for one matrix at a time, since a batch of matrices this large gains nothing."""

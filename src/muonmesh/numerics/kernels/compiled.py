@@ -139,7 +139,6 @@ def compiled_products(*, rows: int, cols: int, at_once: int = 1, variant: str = 
     return Matmuls(
         multiply=partial(_multiply, variant),
         at_once=at_once,
-        together=at_once > 1,
         exact=Exact(row_products=_row_products, load=_load, store=_store),
         small=small if rows * rows * cols < _WORTH_A_CALL else None,
     )

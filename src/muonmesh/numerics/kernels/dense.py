@@ -58,7 +58,7 @@ def dense(*, at_once: int) -> Matmuls:
     that it makes no difference. So each matrix has a call of its own, on one thread, whatever is beside it. All other
     operations take the whole batch.
     """
-    return Matmuls(multiply=multiply, at_once=at_once, together=at_once > 1, one_thread=True)
+    return Matmuls(multiply=multiply, at_once=at_once, one_thread=True)
 
 
 def widened(exact: Matmuls) -> Matmuls:
