@@ -1,7 +1,7 @@
-"""What `muonmesh audit` says of published optimizers: makers for the command, and their reports.
+"""What `muonmesh audit` says of published optimizers: a script for the command, and their reports.
 
-    muonmesh audit benchmarks/audits.py:torch_muon
-    torchrun --nproc-per-node 2 --no-python muonmesh audit benchmarks/audits.py:torch_muon_fsdp2
+    muonmesh audit benchmarks/audits.py torch_muon
+    torchrun --nproc-per-node 2 --no-python muonmesh audit benchmarks/audits.py torch_muon_fsdp2
     python benchmarks/audits.py --peer dion=PATH --peer keller_jordan=PATH       # into results/audits.md
 
 A peer that is no installed package is a checkout: of microsoft/dion, and of KellerJordan/Muon.
@@ -118,19 +118,25 @@ def heavyball_fsdp2() -> tuple[nn.Module, Any]:
 
 
 def main() -> None:
-    """Write the reports into the page, each between the lines that name its maker."""
+    """Step what one maker makes, for the command to watch; or write all reports into the page."""
     from importlib.metadata import version
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("maker", nargs="?", help="step its optimizers, which muonmesh audit watches")
     parser.add_argument("--peer", action="append", default=[], help="NAME=PATH of a checkout")
     parser.add_argument("--only", help="one maker")
     given = parser.parse_args()
+    if given.maker:
+        made = globals()[given.maker]()  # with the model, which names the weights
+        for optimizer in made[1] if isinstance(made[1], list) else [made[1]]:
+            optimizer.step()
+        return
     paths = {name.upper(): path for name, _, path in (peer.partition("=") for peer in given.peer)}
     environment = {**os.environ, **paths, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
     page = PAGE.read_text()
     for maker, (title, ranks) in REPORTS.items():
         if given.only in (None, maker):
-            run = [sys.executable, "-c", "from muonmesh.tools.cli import main; main()", "audit", f"{__file__}:{maker}"]
+            run = [sys.executable, "-c", "from muonmesh.tools.cli import main; main()", "audit", __file__, maker]
             run = run if ranks == 1 else [
                 sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--rdzv-backend", "c10d",
                 "--rdzv-endpoint", "localhost:0", "--no-python", *run,
@@ -141,7 +147,7 @@ def main() -> None:
             packages = [part.partition("}")[0] for part in title.split("{")[1:]]
             said = title.format(**{name: version(name) for name in packages})
             launch = "" if ranks == 1 else f"torchrun --nproc-per-node {ranks} --no-python "
-            command = f"$ {launch}muonmesh audit benchmarks/audits.py:{maker}"
+            command = f"$ {launch}muonmesh audit benchmarks/audits.py {maker}"
             lines = [line for line in done.stdout.splitlines() if " [WARNING] " not in line]
             text = "\n".join([f"### {said}", "", "```", command, *lines, "```", ""])
             begin, end = f"<!-- {maker} -->\n", f"<!-- end {maker} -->"

@@ -4,8 +4,9 @@
     python benchmarks/coordinates.py --widths 256 512 1024 --seeds 3 --json benchmarks/results/coordinates_seeds.json
 
 The model is an input layer, two hidden matrices and an output layer. The rate is that of the smallest width. "carried"
-sets what `muonmesh.transfer` says for the wider models, initial weights too; "as it is" keeps rate and decay, and
-torch's initial weights. An output whose change depends on the width is a rate that does not carry over.
+sets the rates of docs/learning-rates.md for wider models, and initial weights ∝ min(1, √(rows/cols))/√cols; "as it is"
+keeps rate and decay, and torch's initial weights. An output whose change depends on the width is a rate that does not
+carry over.
 """
 
 from __future__ import annotations
@@ -59,15 +60,16 @@ def run(case: str, width: int, seed: int, *, carried: bool) -> dict[str, float]:
     model = Net(width)
     optimizer = mm.from_model(model, **settings)
     if carried:
-        small = Net(WIDTHS[0])
-        found = mm.transfer(mm.from_model(small, **settings), optimizer)
-        weights = dict(model.named_parameters())
-        with torch.no_grad():
-            for row in found.rows:
-                for name in row.names:
-                    weights[name].normal_(0, row.small.initial * row.init)
-        overrides = {**settings.pop("overrides", {}), **found.overrides}
-        optimizer = mm.from_model(model, overrides=overrides, **settings)
+        wider, small = width / WIDTHS[0], dict(Net(WIDTHS[0]).named_parameters())
+        matrices = {"match_rms_adamw": wider**0.5, "unit_rms_norm": 1.0, "AdamW": wider}[case]
+        for group in optimizer.param_groups:
+            for name, weight in zip(group["param_names"], group["params"], strict=True):
+                kind = name.partition(".")[0]
+                initial = float(small[name].detach().square().mean().sqrt())
+                with torch.no_grad():
+                    weight.normal_(0, initial / {"table": 1.0, "hidden": wider**0.5, "head": wider}[kind])
+            slower = {"table": 1.0, "hidden": matrices, "head": wider}[kind]
+            group["lr"], group["weight_decay"] = group["lr"] / slower, group["weight_decay"] * slower
     with torch.no_grad():
         before = model(tokens)
     for _ in range(STEPS):

@@ -36,7 +36,7 @@ from muonmesh.tools.cli.corpus import (
     documents_of,
     find_files,
     prepare_corpus,
-    sources_of,
+    texts_of,
 )
 from muonmesh.tools.cli.model import build_model, model_config
 
@@ -61,7 +61,7 @@ def in_tokens_of(folder: str, pattern: str) -> Text:
     """Another text than that of a folder of `prepare_corpus`, with whole documents held out, in the same tokens."""
     tokenizer = Tokenizer.from_file(str(Path(folder) / "tokenizer.json"))
     parts: tuple[list[int], list[int]] = ([], [])
-    for name, text in documents_of(sources_of(find_files([pattern]), field="text")):
+    for name, text in documents_of(texts_of(find_files([pattern]))):
         for part, texts in zip(parts, divide(name, text, whole=True), strict=True):
             for one in texts:
                 part += [*tokenizer.encode(one, add_special_tokens=False).ids, END_OF_TEXT_ID]

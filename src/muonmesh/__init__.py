@@ -45,9 +45,6 @@ if TYPE_CHECKING:
     from muonmesh.tools.auditing.audit import Audit as Audit
     from muonmesh.tools.auditing.audit import AuditRow as AuditRow
     from muonmesh.tools.auditing.audit import audit as audit
-    from muonmesh.tools.forecasts.transfer import Transfer as Transfer
-    from muonmesh.tools.forecasts.transfer import TransferRow as TransferRow
-    from muonmesh.tools.forecasts.transfer import transfer as transfer
     from muonmesh.tools.migration import PackageName as PackageName
     from muonmesh.tools.migration import convert_settings as convert_settings
 
@@ -71,7 +68,6 @@ _HOMES = {
     "optimizer": "Muon",
     "report.explain": "Explanation",
     "tools.auditing.audit": "Audit AuditRow audit",
-    "tools.forecasts.transfer": "Transfer TransferRow transfer",
     "tools.migration": "PackageName convert_settings",
 }
 __all__ = sorted(" ".join(_HOMES.values()).split())

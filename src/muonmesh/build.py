@@ -9,11 +9,16 @@ from torch import Tensor, nn
 
 from muonmesh.comm.meeting import telling_failure
 from muonmesh.comm.wrappers import average_instead, group_of_wrapper
-from muonmesh.errors import calling, explain_error
+from muonmesh.errors import calling, explain_error, warn
 from muonmesh.groups import Example, HeadPart
 from muonmesh.groups import split_params as split_locally
+from muonmesh.numerics.rules import is_matrix_rule
+from muonmesh.numerics.scale import update_scale
 from muonmesh.optimizer import Muon
 from muonmesh.settings import MuonSettings, shows_settings
+
+LARGE_RATE = 0.01
+"""From here on, a learning rate is larger than AdamW's usually are, and as large as other Muons' are."""
 
 split_params = telling_failure()(split_locally)
 """`muonmesh.groups.split_params`. With several ranks, the other ranks learn of an error at their first step."""
@@ -72,4 +77,23 @@ def from_model(
         optimizer = Muon(groups, lr, **settings)
         if settings.get("gradients") == "to_owners":
             average_instead(optimizer.gradients, model)
+        if "scale_mode" not in {**settings, **(muon or {})}:
+            _warn_of_rate(optimizer)
     return optimizer
+
+
+def _warn_of_rate(optimizer: Muon) -> None:
+    """Warn of a learning rate as other Muons take it: with the default scale, the steps of wide matrices are larger."""
+    for group in optimizer.param_groups:
+        lr, scale = group["lr"], group.get("scale_mode")
+        if not is_matrix_rule(group["algorithm"]) or scale != "match_rms_adamw" or not isinstance(lr, float):
+            continue
+        shapes = {(each.shape[-2], each.shape[-1]) for each in group["params"] if each.ndim > 1 and each.numel()}
+        times = max((update_scale(*shape, scale) / update_scale(*shape, "original") for shape in shapes), default=0.0)
+        if lr >= LARGE_RATE and times >= 2:
+            found = f"{lr:g} with the default scale, which makes steps up to {times:.0f} times as large as those of "
+            found += "torch.optim.Muon and KellerJordan/Muon at this rate"
+            write = f'Write from_model(model, lr=3e-4, muon={{"lr": {lr:g}}}, scale_mode="original"), or '
+            write += 'scale_mode="match_rms_adamw" if you mean this rate'
+            warn(explain_error("lr", found, "AdamW's rate, such as 3e-4, or another scale", write))
+            return

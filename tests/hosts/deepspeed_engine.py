@@ -34,7 +34,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
 
 import muonmesh as mm
-from muonmesh import checkpoint
 from muonmesh.clip.norm_means import means_of
 from muonmesh.comm.process_groups import group_of
 from muonmesh.integrations.deepspeed import initialize
@@ -541,45 +540,6 @@ def load_only(config: dict[str, Any], folder: str, clip: Any = None, **how: Any)
     found = before, computed_with(engine), getattr(engine.optimizer, "clip_grad", None)
     engine.destroy()
     return found
-
-
-def converted(config: dict[str, Any], folder: str) -> dict[str, float]:
-    """Two steps by DeepSpeed's own Muon, a checkpoint, and one more by each: how far apart they end, over the way."""
-    rank = str(dist.get_rank())
-    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=str(dist.get_world_size()))
-    settings = {"lr": 0.02, "adam_lr": 0.01, "momentum": 0.9, "weight_decay": 0.0, "ns_method": "standard"}
-    theirs = {"type": "Muon", "params": {**settings, "torch_adam": True}}
-    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": theirs, "gradient_clipping": 0.0, **config}
-    model = build()
-    with torch.compiler.set_stance("force_eager"):  # its kernels, without a minute of compiling
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        engine = deepspeed.initialize(model=model, config=config, model_parameters=trained)[0]
-        train(engine, range(2))
-        engine.save_checkpoint(folder)
-        before = weights(engine)
-        train(engine, range(2, 3))
-    after = weights(engine)
-    fresh = build()
-    for name, parameter in fresh.named_parameters():
-        parameter.data.copy_(before.get(name, parameter.data))
-    rules = mm.convert_settings("deepspeed", **settings)
-    whole = {
-        "qkv.weight": {"matrices": "whole"},
-        "head.weight": "muon",
-        "lone.weight": "muon",
-    }  # as DeepSpeed decides by name
-    ours = mm.from_model(fresh, **rules, overrides=whole, process_group="local")
-    ours.load_state_dict(checkpoint.convert(folder, ours))
-    gradients = reduced(2, 1)
-    for name, parameter in fresh.named_parameters():
-        parameter.grad = gradients[name].clone() if parameter.requires_grad else None
-    ours.step()
-    engine.destroy()
-    return {
-        name: float((parameter.detach() - after[name]).norm() / (after[name] - before[name]).norm().clamp(min=1e-12))
-        for name, parameter in fresh.named_parameters()
-        if name in after
-    }
 
 
 class Convolutions(nn.Module):

@@ -18,8 +18,6 @@ import torch.distributed as dist
 from muonmesh.errors import FileError, LayoutError, StateError
 from muonmesh.integrations.deepspeed import initialize
 from muonmesh.integrations.deepspeed.config import prepare_config, read_config
-from muonmesh.tools.checkpoints.zero import read_zero
-from muonmesh.tools.cli.diagnosis import diagnose
 from tests.alone import files_of_at_most
 from tests.hosts import deepspeed_engine as ds
 from tests.hosts import elsewhere
@@ -647,46 +645,6 @@ def test_a_model_with_convolutions_goes_back_to_a_state(pools: dict[int, Pool], 
         muon = {name for name, algorithm in algorithms.items() if algorithm == "muon"}
         assert muon == {"inner.weight", "mix.weight"}
         assert algorithms["depthwise.weight"] == "adamw"
-
-
-@pytest.mark.parametrize(
-    ("stage", "dtype"),
-    [
-        pytest.param(stage, dtype, marks=() if (stage, dtype) in ((2, "fp32"), (3, "fp32")) else pytest.mark.soak)
-        for stage in (1, 2, 3)
-        for dtype in ("fp32", "bf16")
-    ],
-)
-def test_training_with_deepspeed_s_own_muon_goes_on_here(
-    pools: dict[int, Pool], tmp_path: Path, stage: int, dtype: str
-) -> None:
-    """Its Muon computes in bf16, as ours does here; AdamW's half is torch's on both sides.
-
-    A model in bf16 has masters in fp32, which ours steps.
-    """
-    pool, config = pools[2], zero(stage, reduce_scatter=False) | (BF16 if dtype == "bf16" else {})
-    found = pool.run(ds.converted, config, str(tmp_path / "theirs"), timeout=240.0)
-    for apart in found:
-        exact = {name: apart.pop(name) for name in ("embed.weight", "norm.weight", "head.bias")}
-        assert max(exact.values()) < 1e-6, exact
-        assert max(apart.values()) < 0.05, apart
-    first, last = sorted((tmp_path / "theirs").glob("*/*optim_states.pt"))
-    for path, told in (
-        (tmp_path / "theirs", "in it; needed a run of muonmesh train"),
-        (first.parent, "in it; needed a run of muonmesh train"),
-        (first, "found more than data (deepspeed.runtime."),
-    ):
-        found = diagnose(path)
-        assert found.kind == ""
-        assert told in found.faults[0]
-    last.unlink()
-    with pytest.raises(
-        FileError, match=r"found the optimizer files of 1 of 2 ranks; needed all of them\. Bring the files"
-    ):
-        read_zero(tmp_path / "theirs")
-    torch.save({"optimizer_state_dict": ds.Model}, first)  # a class of which DeepSpeed writes nothing
-    with pytest.raises(FileError, match=r"found more than data.*; needed tensors, plain values and what DeepSpeed"):
-        read_zero(tmp_path / "theirs")
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -110,7 +110,8 @@ def test_our_next_step_ends_where_the_package_s_does(theirs: Callable[[Weights],
     held = [[(name, weight) for name, weight in weights.items() if (name == "table") == last] for last in (False, True)]
     ours = mm.Muon([{"params": held[0]}, {"params": held[1], "algorithm": "adamw", **rest}], **settings)
     order = [[name for name, _ in group] for group in held]
-    state = checkpoint.convert(peer if live else peer.state_dict(), ours, params=order)
+    given = (peer, None) if live else (peer.state_dict(), theirs.__name__)
+    state = checkpoint.convert(given[0], ours, package=given[1], params=order)  # type: ignore[arg-type]
     ours.load_state_dict(state)
     for each in (weights, their_weights):
         give(each, 4)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import subprocess
@@ -18,7 +17,6 @@ from tokenizers import Tokenizer
 from typer.testing import CliRunner
 
 import muonmesh as mm
-from muonmesh.errors import FileError
 from muonmesh.tools.cli import training
 from muonmesh.tools.cli.app import app
 from muonmesh.tools.cli.checkpoints import checkpoints_of
@@ -58,59 +56,37 @@ def sentences(count: int) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def lines(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two hundred records, an empty one among them."""
-    file = tmp_path_factory.mktemp("records") / "records.jsonl"
-    records = [{"id": number, "body": text} for number, text in enumerate(sentences(200))]
-    file.write_text("".join(json.dumps(record) + "\n" for record in [*records, {"id": -1, "body": " "}]))
-    return file
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two hundred files, and an empty one."""
+    folder = tmp_path_factory.mktemp("texts")
+    for number, text in enumerate([*sentences(200), " "]):
+        (folder / f"{number}.txt").write_text(text)
+    return folder
 
 
-# --- records ----------------------------------------------------------------------------------------------------------
+# --- text -------------------------------------------------------------------------------------------------------------
 
 
-def test_each_line_is_a_document_of_its_own(lines: Path, tmp_path: Path) -> None:
-    corpus = prepare_corpus([str(lines)], vocab=300, cache=tmp_path / "cache", field="body")
-    assert corpus.files == 1
+def test_each_file_is_a_document_of_its_own(texts: Path, tmp_path: Path) -> None:
+    corpus = prepare_corpus([str(texts)], vocab=300, cache=tmp_path / "cache")
+    assert corpus.files == 201
     tokenizer = Tokenizer.from_file(str(Path(corpus.directory) / "tokenizer.json"))
     train, held_out = (
         {tokenizer.decode(part.tolist()) for part in np.split(tokens, np.flatnonzero(tokens == 0) + 1)} - {""}
         for tokens in (corpus.train(), corpus.validation())
     )
     assert len(train) + len(held_out) == 200
-    assert 2 <= len(held_out) <= 30, "about one record in twenty"
+    assert 2 <= len(held_out) <= 30, "about one file in twenty"
     assert {text.removesuffix("<|endoftext|>") for text in train | held_out} == set(sentences(200))
 
 
 def test_a_text_that_is_tokenised_in_many_parts_gives_the_same_tokens(
-    lines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = prepare_corpus([str(lines)], vocab=300, cache=tmp_path / "whole", field="body")
+    whole = prepare_corpus([str(texts)], vocab=300, cache=tmp_path / "whole")
     monkeypatch.setattr("muonmesh.tools.cli.corpus.CHARACTERS_AT_ONCE", 1000)
-    parts = prepare_corpus([str(lines)], vocab=300, cache=tmp_path / "parts", field="body")
+    parts = prepare_corpus([str(texts)], vocab=300, cache=tmp_path / "parts")
     assert parts.digest == whole.digest
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (
-            '{"text": "a"}\n{"text": 3}\n',
-            r"found fields text in line 2; needed an object with text in 'text'\. Name another field with --text-field",
-        ),
-        ('{"body": "a"}\n', r"found fields body in line 1; needed an object with text in 'text'\."),
-        ('{"text": "a"}\n{"te', r"found no JSON in line 2"),
-        ('["a"]\n', r"found a list in line 1; needed an object"),
-        (
-            '{"text": "a"}\n{"text": "cut \\ud83d"}\n',
-            r"found half a character, such as .ud83d alone, in line 2; needed",
-        ),
-    ],
-)
-def test_a_record_without_text_is_told_by_its_line(content: str, message: str, tmp_path: Path) -> None:
-    (tmp_path / "records.jsonl").write_text(content)
-    with pytest.raises(FileError, match=message):
-        prepare_corpus([str(tmp_path / "records.jsonl")], vocab=300, cache=tmp_path / "cache")
 
 
 # --- runs of one rank ------------------------------------------------------------------------------------------------
@@ -125,13 +101,13 @@ def learn(run: Path) -> None:
 
 @pytest.fixture(scope="module")
 def ran(
-    workers: Callable[[int], Pool], lines: Path, tmp_path_factory: pytest.TempPathFactory
+    workers: Callable[[int], Pool], texts: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[Settings], Path]:
     """`ran(settings)` is the directory of a finished run of one rank."""
     folder = tmp_path_factory.mktemp("ran")
 
     def train(settings: Settings) -> Path:
-        corpus = prepare_corpus([str(lines)], vocab=300, cache=folder / "cache", field="body")
+        corpus = prepare_corpus([str(texts)], vocab=300, cache=folder / "cache")
         settings.directory.mkdir(parents=True)
         settings.save({})
         save_corpus_of(settings.directory, corpus)
@@ -142,14 +118,14 @@ def ran(
 
 
 @pytest.fixture(scope="module")
-def asked(lines: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Settings]:
-    """`asked(name, optimizer=..., ...)` are the settings of a run of one rank over the records."""
+def asked(texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Settings]:
+    """`asked(name, optimizer=..., ...)` are the settings of a run of one rank over the texts."""
     folder = tmp_path_factory.mktemp("asked")
 
     def settings(name: str, **changes: Any) -> Settings:
         values: dict[str, Any] = {"model": "nano", "vocab": 300, "optimizer": "muon"}
         values |= {"ranks": 1, "parallel": "ddp", "dtype": "fp32", "steps": STEPS, "warmup": 0, "batch": 4, "seq": 32}
-        values |= {"eval_every": 10, "eval_sequences": 4, "data": (str(lines),), "text_field": "body"}
+        values |= {"eval_every": 10, "eval_sequences": 4, "data": (str(texts),)}
         return Settings(out=str(folder / name), **{**values, **changes})
 
     return settings
@@ -187,8 +163,8 @@ def test_the_weights_of_a_run_load_into_a_model_that_predicts_what_was_trained(
 
 @pytest.mark.slow
 @pytest.mark.soak
-def test_resume_auto_begins_a_run_or_goes_on_with_it(trained: Path, lines: Path, tmp_path: Path) -> None:
-    options = (*TINY, "--model", "nano", "--vocab", 300, "--data", lines, "--text-field", "body", "--warmup", 0)
+def test_resume_auto_begins_a_run_or_goes_on_with_it(trained: Path, texts: Path, tmp_path: Path) -> None:
+    options = (*TINY, "--model", "nano", "--vocab", 300, "--data", texts, "--warmup", 0)
     run = tmp_path / "run"
     train(*options, "--out", run, "--resume", "auto")
     assert losses(run) == losses(trained), "it began like any other"

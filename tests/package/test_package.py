@@ -134,7 +134,7 @@ def test_the_wheel_is_the_package_and_nothing_else(built: dict[str, Path]) -> No
     assert names == {
         str(path.relative_to(sources))
         for path in (sources / "muonmesh").rglob("*")
-        if path.suffix == ".py" or path.name == "py.typed"
+        if path.suffix in (".py", ".html") or path.name == "py.typed"
     } | {"muonmesh/numerics/kernels/products.so"}
     assert re.fullmatch(r"py3-none-(linux|macosx)_.*", built["wheel"].stem.split("-", 2)[2])
 

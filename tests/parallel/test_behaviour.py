@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 import itertools
 import json
 import pickle
@@ -497,27 +496,6 @@ def test_metrics_count_every_element_and_every_matrix_once(workers, layout: str)
     assert len(alone) == 8
     for figures in workers(2).run(measured, layout):
         assert figures == pytest.approx(alone, rel=1e-6)
-
-
-def carried(*, sharded: bool) -> list[tuple[Any, ...]]:
-    models = []
-    for width in (12, 36):
-        torch.manual_seed(0)
-        blocks = [nn.Sequential(nn.Linear(width, width)) for _ in range(2)]
-        model = nn.Sequential(nn.Embedding(9, width), nn.ModuleList(blocks), nn.Linear(width, 5))
-        models.append(fully_shard(model) if sharded else model)
-    found = mm.transfer(*(mm.from_model(model, lr=0.01, process_group="local") for model in models))
-    return [(*row.names, row.lr, row.weight_decay, row.init, row.note, row.small, row.large) for row in found.rows]
-
-
-def test_what_carries_over_is_said_of_whole_matrices(workers) -> None:
-    alone = carried(sharded=False)
-    for rows in workers(2).run(functools.partial(carried, sharded=True)):
-        for row, whole in zip(rows, alone, strict=True):
-            assert row[:-2] == whole[:-2]
-            for size, expected in zip(row[-2:], whole[-2:], strict=True):
-                assert size.initial == pytest.approx(expected.initial, rel=1e-6)
-                assert dataclasses.replace(size, initial=expected.initial) == expected
 
 
 # ------------------------------------------------------------------ real models

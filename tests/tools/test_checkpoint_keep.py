@@ -11,15 +11,15 @@ import torch
 
 from muonmesh.checkpoint.folder import before_at, write, writing_at
 from muonmesh.checkpoint.index import MANIFEST_FILE
-from muonmesh.tools.cli.checkpoints import forget_older, latest_step
+from muonmesh.tools.cli.checkpoints import forget_others, latest_step
 from tests.folders import read
 
 
-def save(folder: Path, step: int, keep: int | None = None) -> Path:
+def save(folder: Path, step: int, *, forget: bool = False) -> Path:
     path = folder / f"step-{step:08d}"
     write(path, {"weight": torch.full((4,), float(step))}, {"step": step})
-    if keep is not None:
-        forget_older(path, keep)
+    if forget:
+        forget_others(path)
     return path
 
 
@@ -41,22 +41,17 @@ def break_manifest(path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [cut, lose, break_manifest], ids=["cut", "file gone", "manifest"])
-def test_keeping_k_counts_whole_ones_and_never_removes_the_only_one(
+def test_it_goes_on_from_the_newest_that_is_whole_and_the_next_one_replaces_all(
     damage: Callable[[Path], None], tmp_path: Path
 ) -> None:
-    for step in range(1, 6):
-        save(tmp_path, step, keep=3)
-    assert steps(tmp_path) == [3, 4, 5]
+    for step in (3, 4, 5):
+        save(tmp_path, step)
     for age, step in enumerate((4, 3, 5)):  # a clock that jumped: the newest looks oldest
         os.utime(tmp_path / f"step-{step:08d}", (age, age))
     damage(tmp_path / "step-00000005")
     damage(tmp_path / "step-00000004")
     assert latest_step(tmp_path) == 3
-    save(tmp_path, 6, keep=2)
-    assert steps(tmp_path) == [3, 6], "the one that is whole before it, not the ones that are newer and broken"
-    damage(tmp_path / "step-00000006")
-    assert latest_step(tmp_path) == 3
-    save(tmp_path, 4, keep=1)  # a run that went on from 3
+    save(tmp_path, 4, forget=True)  # a run that went on from 3
     assert steps(tmp_path) == [4]
     assert read(tmp_path / "step-00000004", {"weight": torch.zeros(4)}) == {"step": 4}
 
@@ -68,7 +63,7 @@ def test_what_is_somebody_elses_is_not_removed(tmp_path: Path) -> None:
         (tmp_path / name / "mine.txt").write_text("mine")
     link = tmp_path / "step-00000002"
     link.symlink_to(tmp_path / "other-2", target_is_directory=True)
-    save(tmp_path, 4, keep=1)
+    save(tmp_path, 4, forget=True)
     assert latest_step(tmp_path) == 4
     assert all((tmp_path / name / "mine.txt").exists() for name in others)
     assert link.is_symlink()
@@ -81,8 +76,5 @@ def test_leftovers_of_saves_that_were_cut_off_go_with_the_next_one(tmp_path: Pat
     (tmp_path / "step-00000001").rename(before_at(tmp_path / "step-00000001"))  # between two renames
     assert latest_step(tmp_path) == 1
     assert read(tmp_path / "step-00000001", {"weight": torch.zeros(4)}) == {"step": 1}
-    save(tmp_path, 3, keep=2)
-    assert sorted(os.listdir(tmp_path)) == [".step-00000001.before", "step-00000003"], "it counts as the other one"
-    assert read(tmp_path / "step-00000001", {"weight": torch.zeros(4)}) == {"step": 1}
-    save(tmp_path, 4, keep=2)
-    assert steps(tmp_path) == [3, 4]
+    save(tmp_path, 3, forget=True)
+    assert steps(tmp_path) == [3]

@@ -109,7 +109,7 @@ def test_a_misspelt_setting_is_told(tmp_path: Path) -> None:
 
 
 def test_settings_that_were_changed_after_the_run_had_begun_are_refused(tmp_path: Path) -> None:
-    Settings(out=str(tmp_path)).save(_environment(Settings(out=str(tmp_path))))
+    Settings(out=str(tmp_path)).save(_environment(Settings(out=str(tmp_path)), "7"))
     content = json.loads((tmp_path / "config.json").read_text())
     for changed in ({"seed": 7}, {"steps": 900}, {"model": "nano"}, {"data": ["elsewhere"]}):
         (tmp_path / "config.json").write_text(json.dumps({**content, **changed}))

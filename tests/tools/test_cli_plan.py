@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import asdict
 from itertools import pairwise
@@ -171,6 +172,24 @@ def test_a_known_model_has_the_parameters_that_it_is_known_for() -> None:
     assert re.search(r"elements +8\.03B *\n *matrices +224\s", shown)
 
 
+@pytest.mark.parametrize(
+    ("model", "elements"),
+    [("llama-3-8b", 8_030_261_248), ("llama-3-70b", 70_553_706_496), ("llama-3.2-1b", 1_235_814_400)],
+)
+def test_known_models_have_the_published_number_of_parameters(model: str, elements: int) -> None:
+    weights = weights_of(model, parse_cluster("fsdp=8"))
+    assert sum(math.prod(weight.layout.shape) for weight in weights) == elements
+
+
+def test_it_ends_in_one_sentence() -> None:
+    shown = " ".join(command("--model", "llama-3-8b", "--mesh", "fsdp=64").stdout.split())
+    assert re.search(
+        r"A step adds [\d.]+( to [\d.]+)? ms to forward and backward on rank \d+, limited by the \w+( or \w+)?; "
+        r"torch\.optim\.Muon would add [\d,.]+ to [\d,.]+ ms\.$",
+        shown,
+    )
+
+
 @pytest.mark.slow
 @pytest.mark.soak
 def test_deepseek_v3_on_two_thousand_ranks() -> None:
@@ -180,4 +199,4 @@ def test_deepseek_v3_on_two_thousand_ranks() -> None:
     found = planned(asked)
     assert (found["ranks"], found["matrices"]) == (2048, 45154)
     assert found["elements"] == pytest.approx(671e9, rel=0.001)
-    assert found["balance"]["busiest rank over mean"] == found["balance"]["lowest that any plan could reach"]
+    assert found["balance"]["busiest rank over mean"] == found["balance"]["no plan is below"]

@@ -88,7 +88,7 @@ def test_torch_s_muon_and_adamw_go_on_here(how: str, tmp_path: Path) -> None:
         for number, state in enumerate(sources):
             torch.save(state, tmp_path / f"{number}.pt")
         sources = [tmp_path / f"{number}.pt" for number in range(2)]
-    ours.load_state_dict(convert(sources, ours))
+    ours.load_state_dict(convert(sources, ours, package=None if how == "optimizers" else "torch"))
     for network in (model, theirs):
         give(network, 3)
     for optimizer in (ours, *optimizers):
@@ -165,7 +165,7 @@ def test_the_next_step_is_theirs(name: str) -> None:
     rules = mm.convert_settings(package, **settings)  # type: ignore[arg-type]
     rest = mm.convert_settings("adamw", **{**ADAMW})
     ours = mm.from_model(model, **{**rules, "adamw": rest}, **EXACT)
-    ours.load_state_dict(convert(saved, ours, params=[MATRICES, REST]))
+    ours.load_state_dict(convert(saved, ours, package=package, params=[MATRICES, REST]))  # type: ignore[arg-type]
     walk(3)
     give(model, 3)
     ours.step()
@@ -196,7 +196,7 @@ def test_the_ranks_of_keller_jordan_s_muon_each_have_some_and_sort_by_shape() ->
     ours = mm.from_model(model, **EXACT)
     ordered = ["mid.weight", "up.weight"]  # by shape, the largest first; the model has them the other way round
     ranks = [jordan_state(model, ordered, {name}) for name in ordered]
-    ours.load_state_dict(convert(ranks, ours, params=[MATRICES, REST]))
+    ours.load_state_dict(convert(ranks, ours, package="keller_jordan", params=[MATRICES, REST]))
     for name, parameter in model.named_parameters():
         if name in MATRICES:
             assert torch.equal(
@@ -205,7 +205,7 @@ def test_the_ranks_of_keller_jordan_s_muon_each_have_some_and_sort_by_shape() ->
     with pytest.raises(
         mm.StateError, match=r"up\.weight: found no state of it in the source; needed .*, and the files of all ranks"
     ):
-        convert(ranks[:1], ours, params=[MATRICES, REST])
+        convert(ranks[:1], ours, package="keller_jordan", params=[MATRICES, REST])
 
 
 def test_what_the_source_lacks_begins_anew_if_asked() -> None:
@@ -227,7 +227,7 @@ def test_what_the_source_lacks_begins_anew_if_asked() -> None:
     half = jordan_state(model, list(MATRICES), set(MATRICES))
     for number in (2, 3, 4, 5):
         del half["state"][number]
-    other.load_state_dict(convert(half, other, params=[MATRICES, REST], strict=False))
+    other.load_state_dict(convert(half, other, package="keller_jordan", params=[MATRICES, REST], strict=False))
     assert all("momentum_buffer" in other.state[named[name]] for name in MATRICES)
     assert all(not other.state.get(named[name]) for name in REST)
     other.step()
@@ -285,25 +285,26 @@ def test_what_does_not_fit_is_refused(how: str) -> None:
     saved = fine(model)
     spoil(saved)
     with pytest.raises((mm.StateError, ValueError), match=said):
-        convert(saved, mm.from_model(model), params=[MATRICES, REST])
+        convert(saved, mm.from_model(model), package="keller_jordan", params=[MATRICES, REST])
 
 
 def test_the_way_it_was_asked_for_is_refused(tmp_path: Path) -> None:
     model = Net()
     ours, saved = mm.from_model(model), fine(model)
+    jordan: Any = {"package": "keller_jordan"}
     with pytest.raises(
         mm.StateError, match=r"that have numbers instead of names; needed their names.*Write params=\[\.\.\.\]"
     ):
-        convert(saved, ours)
+        convert(saved, ours, **jordan)
     with pytest.raises(mm.StateError, match=r"needed parameters of this model, not mid\.wait"):
-        convert(saved, ours, params=[("up.weight", "mid.wait"), REST])
+        convert(saved, ours, params=[("up.weight", "mid.wait"), REST], **jordan)
     with pytest.raises(mm.StateError, match=r"embedding\.weight: found the state of adamw; needed that of muon"):
-        convert(saved, mm.from_model(model, overrides={"embedding.weight": "muon"}), params=[MATRICES, REST])
+        convert(saved, mm.from_model(model, overrides={"embedding.weight": "muon"}), params=[MATRICES, REST], **jordan)
     with pytest.raises(mm.StateError, match=r"rule 'normuon', which keeps .*; needed momentum alone"):
-        convert(saved, mm.from_model(model, rule="normuon"), params=[MATRICES, REST])
+        convert(saved, mm.from_model(model, rule="normuon"), params=[MATRICES, REST], **jordan)
     with pytest.raises(TypeError, match=r"optimizer: found a AdamW; needed a muonmesh\.Muon"):
         convert(saved, torch.optim.AdamW(model.parameters()), params=[MATRICES, REST])
-    with pytest.raises(ValueError, match=r"found groups with .*scale_mode.*state of muonmesh needs no convert"):
+    with pytest.raises(ValueError, match=r"found no package, .*; needed one of 'adamw', .*State of muonmesh"):
         convert(ours.state_dict() | {"state": {}}, ours)
     with pytest.raises(TypeError, match=r"nothing to convert: write optimizer\.load_state_dict\(source\.state_dict"):
         convert(ours, ours)
@@ -311,7 +312,7 @@ def test_the_way_it_was_asked_for_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         mm.StateError, match=r"both\.pt: found muon, adamw; needed .* convert\(\[saved\[key\], \.\.\.\]"
     ):
-        convert(tmp_path / "both.pt", ours)
+        convert(tmp_path / "both.pt", ours, **jordan)
     with pytest.raises(ValueError, match=r"package: found 'lion'; needed one of 'adamw'"):
         convert(saved, ours, package="lion")  # type: ignore[arg-type]
     torch.save({**saved, "extra": Program()}, tmp_path / "hostile.pt")
@@ -321,6 +322,6 @@ def test_the_way_it_was_asked_for_is_refused(tmp_path: Path) -> None:
         (tmp_path, "fold"),
     ):
         with pytest.raises(mm.errors.FileError, match=said):
-            convert(path, ours, params=[MATRICES, REST])
+            convert(path, ours, params=[MATRICES, REST], **jordan)
     assert not (tmp_path / "touched").exists()
     assert not Path("touched").exists()

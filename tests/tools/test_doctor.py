@@ -12,7 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from typer.testing import CliRunner
 
 import muonmesh as mm
@@ -25,6 +28,7 @@ from muonmesh.tools.cli.report import append_metrics
 from muonmesh.tools.cli.run_files import LOCK_FILE
 from muonmesh.tools.cli.run_settings import Settings
 from tests.mutations import Acts
+from tests.workers import Pool
 
 STATE = {
     "model.weight": torch.ones(6, 5),
@@ -70,30 +74,27 @@ def test_it_says_which_products_multiply_here(monkeypatch: pytest.MonkeyPatch, t
     assert asked() == here
 
 
-@pytest.mark.slow
 def test_it_looks_at_the_machine() -> None:
     result = CliRunner().invoke(app, ["doctor", "--json"])
     found = {one["looked_at"]: one for one in json.loads(result.stdout)}
     assert result.exit_code == int(any(one["do"] for one in found.values()))
     assert found["torch"]["found"].startswith(torch.__version__)
-    assert found["gloo"]["found"].startswith("an all-reduce of two processes works; ")
-    assert not [found[name] for name in ("torch", "orthogonalize", "gloo") if found[name]["do"]]
+    assert found["torch"]["found"].endswith("muonmesh is tested with torch 2.11 and 2.13")
+    assert not [found[name] for name in ("torch", "orthogonalize", "NCCL") if found[name]["do"]]
 
 
-def cannot_meet(rank: int, place: str) -> Any:
+def fails() -> Any:
     raise RuntimeError("no such interface")
 
 
 def test_what_is_wrong_with_the_machine_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    failed = installation._looked("gloo", lambda: cannot_meet(0, ""))
+    failed = installation._looked("NCCL", fails)
     assert (failed.found, failed.do) == ("RuntimeError: no such interface", "Mend this first")
-    monkeypatch.setattr(installation, "meet", cannot_meet)
-    assert installation._gloo().found == "an all-reduce of two processes failed: RuntimeError: no such interface"
     with monkeypatch.context() as patch:
         patch.setattr(mm, "orthogonalize", lambda x, **given: x if given else -x)  # products that are wrong
         assert installation._orthogonalize().do == "Write kernels='torch', and report it"
-    (line,) = installation.lines_of([installation.Finding("gloo", "nothing", "Write so")])
-    assert line == "do  gloo: nothing. Write so"
+    (line,) = installation.lines_of([installation.Finding("torch", "nothing", "Write so")])
+    assert line == "do  torch: nothing. Write so"
 
 
 def data(path: Path) -> Path:
@@ -147,6 +148,25 @@ def test_what_is_whole_is_told_and_every_tensor_named(name: str, tmp_path: Path)
         _, text = doctor(path)
         assert "group muon: normuon, lr 0.006667" in text
         assert "state: momentum_buffer" in text
+
+
+def save_shards(path: str) -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    weight, bias = (
+        distribute_tensor(torch.ones(shape), mesh, [how]) for shape, how in (((6, 5), Shard(0)), ((3,), Replicate()))
+    )
+    torch.save({"model": {"weight": weight, "bias": bias}}, f"{path}-{dist.get_rank()}")
+
+
+def test_the_file_of_one_rank_is_not_whole(workers: Callable[[int], Pool], tmp_path: Path) -> None:
+    workers(2).run(save_shards, str(tmp_path / "rank"))
+    code, text = doctor(tmp_path / "rank-1")
+    assert code == 1, text
+    assert "rank-1: a file of torch.save, not whole" in text
+    assert "one rank's shards of 1 tensors (DTensors); the files of the other ranks have the rest" in text
+    found = json.loads(doctor(tmp_path / "rank-1", "--json")[1])
+    assert (found["whole"], found["shards"], found["faults"]) == (False, 1, [])
+    assert found["tensors"]["model.weight"]["shape"] == [3, 5]
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ import torch
 from muonmesh.checkpoint.folder import found_at, look, write
 from muonmesh.checkpoint.index import MANIFEST_FILE
 from muonmesh.errors import FileError
-from muonmesh.tools.cli.checkpoints import forget_older, is_whole, numbered
+from muonmesh.tools.cli.checkpoints import forget_others, is_whole, numbered
 from tests.alone import DEAD, Point, alone, die, files_of_at_most, in_child, refuse
 from tests.disks import read_only, small_disk
 from tests.folders import read
@@ -33,7 +33,7 @@ def tensors(generation: int) -> dict[str, Any]:
 
 def save(path: Path, generation: int) -> None:
     write(path, tensors(generation), {"generation": generation})
-    forget_older(path, 1)
+    forget_others(path)
 
 
 def generation_at(path: Path) -> int:
@@ -50,7 +50,7 @@ def generation_at(path: Path) -> int:
 
 def newest(folder: Path) -> int:
     """The generation that a run would go on from."""
-    whole = [path for _, path in numbered(folder, FAMILY) if is_whole(found_at(path))]
+    whole = [path for _, path in numbered(folder) if is_whole(found_at(path))]
     return generation_at(whole[0]) if whole else 0
 
 

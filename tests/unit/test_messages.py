@@ -272,8 +272,23 @@ def test_warnings_point_at_the_line_that_the_user_wrote() -> None:
     assert len({warning.lineno for warning in found}) == 3
 
 
+def test_a_rate_of_another_muon_is_told() -> None:
+    model = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 512), nn.Linear(512, 8))
+    with pytest.warns(UserWarning, match=r"^lr: found 0\.02 with the default scale, .* up to 3 times .* Write"):
+        mm.from_model(model, lr=0.02)
+    with pytest.warns(UserWarning, match=r"^lr: found 0\.02 "):
+        mm.from_model(model, muon={"lr": 0.02})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        mm.from_model(model, lr=3e-4)
+        mm.from_model(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8)), lr=0.02)  # less than twice as large
+        for mode in ("original", "match_rms_adamw"):
+            mm.from_model(model, lr=0.02, scale_mode=mode)
+            mm.from_model(model, muon={"lr": 0.02, "scale_mode": mode})
+
+
 @pytest.mark.parametrize("key", ["name", "params", "param_names", "algorithm", "lr", "momentum"])
-@pytest.mark.parametrize("what", ["step", "explain", "transfer", "save"])
+@pytest.mark.parametrize("what", ["step", "explain", "save"])
 def test_a_key_that_a_group_has_lost_is_named_in_a_sentence(what: str, key: str, tmp_path: Path) -> None:
     optimizer, net = fine(), Net()
     optimizer.step()  # there is a plan, with whose groups others are compared
@@ -281,7 +296,6 @@ def test_a_key_that_a_group_has_lost_is_named_in_a_sentence(what: str, key: str,
     calls: dict[str, Callable[[], Any]] = {
         "step": optimizer.step,
         "explain": optimizer.explain,
-        "transfer": lambda: mm.transfer(optimizer, fine()),
         "save": lambda: checkpoint.save(tmp_path / "saved", net, optimizer),
     }
     with pytest.raises(ValueError, match=rf"group .*(no {key!r}|{key}.*needed)"):

@@ -284,7 +284,7 @@ def test_deflated_has_the_same_bits_on_one_thread_and_on_two() -> None:
 
 
 def test_deflated_is_nearer_to_the_polar_factor_on_momentum(momentum: dict[str, Tensor]) -> None:
-    """What it is offered for, with three polynomials instead of five; docs/internals/iterations.md has more figures."""
+    """What it is offered for, with three polynomials instead of five; more in benchmarks/reports/iterations.md."""
     for name, x in momentum.items():
         x = x.bfloat16()
         u, _, vh = svd(x.double())

@@ -193,7 +193,6 @@ def test_names_cannot_command_a_terminal(tmp_path: Path, capsys: pytest.CaptureF
     told += [
         str(groups),
         str(mm.Muon(groups).explain()),
-        str(mm.transfer(mm.from_model(named(8, 8)), mm.from_model(odd))),
     ]
 
     def step(closure: Any = None) -> None:

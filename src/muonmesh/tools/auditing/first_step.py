@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from muonmesh.errors import FileError
+from muonmesh.files import kind_of
 from muonmesh.tools.auditing.audit import Audit, audit
 from muonmesh.tools.auditing.probe import nested
 
@@ -37,7 +38,8 @@ def audit_script(script: Path, arguments: Sequence[str]) -> Audit:
         arguments: The arguments of the script.
 
     Raises:
-        FileError: no optimizer of torch has stepped when the script ends, or no module holds its parameters.
+        FileError: there is no script, or no optimizer of torch has stepped when it ends, or no module holds the
+            optimizer's parameters.
     """
 
     def watch(optimizer: Optimizer, *_: Any) -> NoReturn:
@@ -45,6 +47,8 @@ def audit_script(script: Path, arguments: Sequence[str]) -> Audit:
         model = _model_of(optimizer)
         raise _Audited(audit(_optimizers_of(model, optimizer), model))
 
+    if not script.is_file():
+        raise FileError(f"{script}: found {kind_of(script)}; needed a training script. Write muonmesh audit train.py")
     handle = register_optimizer_step_pre_hook(watch)
     sys.argv[:] = [str(script), *arguments]
     sys.path.insert(0, str(script.resolve().parent))  # as Python does for a script
@@ -58,8 +62,10 @@ def audit_script(script: Path, arguments: Sequence[str]) -> Audit:
         ended = f"the script called sys.exit({error.code!r})"
     finally:
         handle.remove()
-    write = "Write train.py:make, where make() returns (model, optimizer)"
-    raise FileError(f"{script}: {ended} before a torch.optim.Optimizer stepped. {write}")
+    raise FileError(f"{script}: {ended} before a torch.optim.Optimizer stepped. {CALL}")
+
+
+CALL = "Write print(muonmesh.audit(optimizer, model)) in the script, after backward"
 
 
 def _model_of(optimizer: Optimizer) -> nn.Module:
@@ -72,7 +78,7 @@ def _model_of(optimizer: Optimizer) -> nn.Module:
     if not any(counts):
         raise FileError(
             f"{type(optimizer).__qualname__}: no torch.nn.Module holds its parameters, and the audit names weights by "
-            "their module. Write train.py:make, where make() returns (model, optimizer)"
+            f"their module. {CALL}"
         )
     return outer[counts.index(max(counts))]
 

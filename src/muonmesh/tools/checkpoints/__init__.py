@@ -1,1 +1,1 @@
-"""Checkpoints of other optimizers and of DeepSpeed's engine, read and converted."""
+"""Checkpoints of other optimizers, read and converted."""

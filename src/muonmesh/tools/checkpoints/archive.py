@@ -18,19 +18,6 @@ NEEDED = "what torch.save wrote, unchanged"
 REMEDY = "Bring an undamaged copy"
 
 
-class Fields(dict[Any, Any]):
-    """The fields of a pickled object of another program's class. No code of that class runs."""
-
-    __hash__ = object.__hash__  # type: ignore[assignment]
-
-    def __init__(self, *_: Any) -> None:
-        """Ignore the arguments of the constructor."""
-        super().__init__()
-
-    def __setstate__(self, state: Any) -> None:
-        self.update(state if isinstance(state, dict) else {"state": state})
-
-
 class MoreThanData(FileError):
     """An undamaged file of `torch.save` has other objects than plain values and tensors, which could run code."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
-from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -25,10 +24,9 @@ from muonmesh.step.members import OptimizedParameter
 from muonmesh.step.runtime import Runtime
 from muonmesh.step.state_layout import NUMBERS, wrong_state
 from muonmesh.tools.checkpoints.archive import read_archive
-from muonmesh.tools.checkpoints.zero import read_zero
 from muonmesh.tools.local_part import local_part
 from muonmesh.tools.migration.package import ParameterState
-from muonmesh.tools.migration.packages import PACKAGES, PackageName, groups_of, package_of
+from muonmesh.tools.migration.packages import PACKAGES, PackageName, groups_of
 
 _OR_NEW = ". To begin with new state there, write convert(..., strict=False)"
 
@@ -37,9 +35,9 @@ Sources: TypeAlias = Source | Sequence[Source]
 
 
 class SourceState(NamedTuple):
-    """The state of another optimizer: its package (None if unknown), its groups and its state by parameter."""
+    """The state of another optimizer: its package, its groups and its state by parameter."""
 
-    package: PackageName | None
+    package: PackageName
     groups: Sequence[Mapping[str, Any]]
     state: Mapping[Any, Mapping[str, Any]]
 
@@ -63,11 +61,12 @@ def convert(
 
     Args:
         source: An optimizer of a known package, with its state; or the result of its ``state_dict``; or a file of
-            ``torch.save`` with this result; or the folder of a DeepSpeed checkpoint. Pass a list if several sources
-            hold the state, such as torch's Muon and AdamW, or one file for each rank. From a file with several state
-            dicts, pass these: ``[saved["muon"], saved["adamw"]]``. All ranks make the same call.
+            ``torch.save`` with this result. Pass a list if several sources hold the state, such as torch's Muon and
+            AdamW, or one file for each rank. From a file with several state dicts, pass these:
+            ``[saved["muon"], saved["adamw"]]``. All ranks make the same call.
         optimizer: The optimizer of muonmesh that takes the state.
-        package: The package that wrote the state dict. Needed if its groups do not show the package.
+        package: The package that wrote the state. Needed unless every source is an optimizer. ``"torch"`` is right for
+            torch's Muon and AdamW together.
         params: Needed if the state has no names: for each group of the source a list of its parameters, or their names,
             in the order in which the other optimizer got them. With several sources, first the groups of the first
             source, then the groups of the second, and so on. If every source has as many groups as ``params``, such as
@@ -86,16 +85,13 @@ def convert(
         FileError: a file cannot be read, holds more than data, or has changed since it was written.
         TypeError, ValueError: the source belongs to no known package, or an argument is wrong.
     """
-    if package is not None and package not in PACKAGES:
-        needed = "one of " + ", ".join(map(repr, PACKAGES))
-        raise ValueError(explain_error("package", f"{package!r}", needed, 'Write package="torch", or whose it is'))
     recipients = _recipients(optimizer)
     sources: Sequence[Any] = source if isinstance(source, list | tuple) else [source]
-    opened = [state for given in sources for state in _opened(given)]
+    opened = [state for given in sources for state in _opened(given, package)]
     orders = iter(_orders(params, [len(saved.groups) for saved in opened]))
     found: dict[str, ParameterState] = {}
     for saved in opened:
-        keys = PACKAGES[package or saved.package or package_of(saved.groups)].state_keys
+        keys = PACKAGES[saved.package].state_keys
         for group, names in zip(saved.groups, _names(saved, orders, recipients), strict=True):
             for key, name in zip(group["params"], names, strict=True):
                 if (entry := saved.state.get(key)) and name not in found:  # another source may have the missing state
@@ -136,21 +132,29 @@ def _recipients(optimizer: Optimizer) -> dict[str, OptimizedParameter]:
 # ---------------------------------------------------------------- the other optimizer
 
 
-def _opened(source: Source) -> list[SourceState]:
-    """Return the states in a source: an optimizer, a state dict, a file, or a folder."""
+def _opened(source: Source, package: PackageName | None) -> list[SourceState]:
+    """Return the states in a source: an optimizer, a state dict, or a file.
+
+    Raises:
+        ValueError: the package is unknown, or is not given and the source does not tell it.
+    """
+    if package is None and isinstance(source, Optimizer):
+        package = groups_of(source)[0]
+    if package not in PACKAGES:
+        found = "no package, which a state dict does not tell" if package is None else repr(package)
+        needed = "one of " + ", ".join(map(repr, PACKAGES))
+        write = 'Write convert(source, optimizer, package="torch"), or whose state it is. State of muonmesh needs no '
+        raise ValueError(explain_error("package", found, needed, f"{write}convert"))
     if isinstance(source, Optimizer):
-        return _parts({"param_groups": source.param_groups, "state": source.state}, "source", groups_of(source)[0])
+        return _parts({"param_groups": source.param_groups, "state": source.state}, "source", package)
     if not isinstance(source, str | os.PathLike):
-        return _parts(source, "source")
-    path = Path(source)
-    if path.is_dir():
-        return _parts(read_zero(path), str(path), "deepspeed")
+        return _parts(source, "source", package)
     write = "Load it yourself if you trust whoever wrote it, and hand over the state dict"
     needed = "tensors and plain values alone, in a file by torch.save"
-    return _parts(read_archive(path, needed=needed, remedy=write), str(path))
+    return _parts(read_archive(source, needed=needed, remedy=write), str(source), package)
 
 
-def _parts(given: Any, where: str, package: PackageName | None = None) -> list[SourceState]:
+def _parts(given: Any, where: str, package: PackageName) -> list[SourceState]:
     """Return the states in the result of an optimizer's ``state_dict``, after checking its form.
 
     The result may be nested: Megatron chains and wraps optimizers.
@@ -159,9 +163,9 @@ def _parts(given: Any, where: str, package: PackageName | None = None) -> list[S
         StateError: it has another form.
     """
     if isinstance(given, list | tuple):
-        return [part for each in given for part in _parts(each, where)]
+        return [part for each in given for part in _parts(each, where, package)]
     if isinstance(given, Mapping) and "optimizer" in given and "param_groups" not in given:
-        return _parts(given["optimizer"], where)
+        return _parts(given["optimizer"], where, package)
     if isinstance(given, Mapping) and "state" in given and "param_groups" in given:
         check_state_dict(where, given, "Hand over what state_dict() returned, as it is")
         return [SourceState(package, given["param_groups"], given["state"])]

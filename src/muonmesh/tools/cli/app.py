@@ -10,10 +10,10 @@ from typing import Annotated, Any, get_args
 import typer
 
 from muonmesh.files import reason
+from muonmesh.tools.cli.audit_command import audit
 from muonmesh.tools.cli.doctor import doctor
 from muonmesh.tools.cli.plan_command import PlanRequest, plan
 from muonmesh.tools.cli.run_settings import OUTPUT, Settings, declared, option
-from muonmesh.tools.cli.script_commands import audit, transfer
 from muonmesh.tools.cli.terminal import complain, examples
 
 app = typer.Typer(
@@ -109,15 +109,14 @@ COMMANDS: dict[Callable[..., None], tuple[str, ...]] = {
     audit: (
         "muonmesh audit train.py",
         "torchrun --nproc-per-node 2 -m muonmesh audit train.py",
-        "muonmesh audit train.py:make --json",
+        "muonmesh audit --json train.py > report.json",
     ),
-    transfer: ("muonmesh transfer nano medium --lr 0.003", "muonmesh transfer net.py:small net.py:large"),
     doctor: ("muonmesh doctor", "muonmesh doctor runs/night", "muonmesh doctor model.pt --json > found.json"),
     taking(Settings, train): (
         "muonmesh train",
         "muonmesh train --model nano --steps 100 --optimizer muon --out runs/first",
         "muonmesh train --resume runs/first --ranks 4",
-        "muonmesh train --data 'texts/*.jsonl' --lr 0.003",
+        "muonmesh train --data 'texts/*.md' --lr 0.003",
     ),
 }
 """The commands, each with examples at the end of its help text."""

@@ -28,20 +28,16 @@ from muonmesh.tools.cli.report import read_metrics
 from muonmesh.tools.cli.run_settings import Optimizer
 from muonmesh.tools.cli.terminal import note
 
-NUMBERED = re.compile(r"(?P<family>.*?)(?P<number>\d+)", re.DOTALL)
+STEP = "step-"  # and eight digits
+NAMED = re.compile(rf"{STEP}(\d+)|\.({STEP}(\d+))\.before")
 
 
-def numbered(directory: Path, family: str) -> list[tuple[int, Path]]:
-    """Return number and path of all entries named ``family`` plus a number, the highest number first.
-
-    Checkpoints whose replacement was interrupted are included.
-    """
+def numbered(directory: Path) -> list[tuple[int, Path]]:
+    """Return step and path of all checkpoints in a folder, also interrupted ones, the last step first."""
     found: dict[int, Path] = {}
     for name in os.listdir(directory) if directory.is_dir() else ():
-        inner = name.removeprefix(".").removesuffix(".before") if name.endswith(".before") else name
-        match = NUMBERED.fullmatch(inner)
-        if match is not None and match["family"] == family:
-            found[int(match["number"])] = directory / inner
+        if match := NAMED.fullmatch(name):  # the second form: its replacement was interrupted
+            found[int(match[1] or match[3])] = directory / (match[2] or name)
     return sorted(found.items(), reverse=True)
 
 
@@ -55,52 +51,37 @@ def is_whole(folder: Path) -> bool:
     return all(stat.S_ISREG(one.st_mode) and one.st_size == entries[name][0] for name, one in found.items())
 
 
-def forget_older(path: Path, keep: int) -> None:
-    """Remove old checkpoints whose names differ from ``path`` only in the final number; keep the newest ones.
+def forget_others(path: Path) -> None:
+    """Remove the checkpoints beside ``path``, which has just been written, and what interrupted saves left.
 
-    Only complete checkpoints count for ``keep``. Checkpoints with a higher number are removed: they belong to an
-    abandoned continuation of the run. Folders with other files in them stay, and folders that cannot be removed.
-
-    Args:
-        path: The checkpoint that has just been written; it always stays.
-        keep: The number of checkpoints to keep, ``path`` included.
+    Checkpoints with a higher number belong to an abandoned continuation of the run. Folders with other files in them
+    stay, and folders that cannot be removed.
     """
-    own = NUMBERED.fullmatch(path.name)
-    if own is None:
-        return
-    kept = 1
-    for number, other in numbered(path.parent, own["family"]):
-        if other == path or found_at(other).is_symlink():
-            continue
-        if number < int(own["number"]) and kept < keep and is_whole(found_at(other)):
-            kept += 1
-            continue
-        with contextlib.suppress(OSError, FileError):
-            check_replaceable(other)
-            for folder in (other, before_at(other)):
-                remove_folder(folder)
-    for scratch in sorted(path.parent.glob(".*.writing")):
-        inner = NUMBERED.fullmatch(scratch.name.removeprefix(".").removesuffix(".writing"))
-        if inner is not None and inner["family"] == own["family"]:
+    with contextlib.suppress(OSError):  # what could not be listed goes after the next save
+        for _, other in numbered(path.parent):
+            if other == path or found_at(other).is_symlink():
+                continue
+            with contextlib.suppress(OSError, FileError):
+                check_replaceable(other)
+                for folder in (other, before_at(other)):
+                    remove_folder(folder)
+        for scratch in path.parent.glob(f".{STEP}*.writing"):
             with contextlib.suppress(OSError):
                 if not foreign_at(scratch) and (held := lock_folder(scratch, make=False)) is not None:
                     shutil.rmtree(scratch, ignore_errors=True)
                     os.close(held)
 
 
-STEP = "step-"  # and eight digits
-
-
 class Checkpoints:
-    """The checkpoints of one training, in folders such as ``step-00000120``; the newest ``keep`` are kept.
+    """The checkpoints of one training, in folders such as ``step-00000120``; the newest is kept.
 
     Every method is called on all ranks. A checkpoint has only the model and the optimizer, since the schedule, the
     order of the data and the random numbers are functions of the seed and the step. A checkpoint of four ranks under
     FSDP2 loads into two ranks under DDP.
     """
 
-    def __init__(self, directory: Path, *, keep: int = 1) -> None:
-        self.directory, self.keep = directory, keep
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
         self.kept: int | None = None  # the step of the last checkpoint that this object knows
 
     def latest(self) -> int | None:
@@ -114,7 +95,7 @@ class Checkpoints:
             if dist.get_rank() != 0:
                 return None
             found = latest_step(self.directory)
-            broken = [path for step, path in numbered(self.directory, STEP) if step > (found or 0)]
+            broken = [path for step, path in numbered(self.directory) if step > (found or 0)]
             if broken and found is None:
                 raise FileError(
                     f"{broken[0]}: found files missing or cut off, and no whole checkpoint beside it; needed one. "
@@ -142,7 +123,7 @@ class Checkpoints:
             save(self._folder(step), model, optimizer)
         except FileError as error:
             raise FileError(f"{error}. {kept}") from error
-        on_first_rank(lambda: forget_older(self._folder(step), self.keep))
+        on_first_rank(lambda: forget_others(self._folder(step)))
         self.kept = step
 
     def load(self, step: int, model: nn.Module, optimizer: Muon) -> None:
@@ -191,10 +172,10 @@ def without_checkpoint(run: Path) -> list[str]:
         f"metrics of {name} reach step {step}, but {name} has no checkpoint. A resume trains it again from step 0 and "
         "replaces its metrics"
         for name, step in last.items()
-        if not numbered(checkpoints_of(run, name), STEP)
+        if not numbered(checkpoints_of(run, name))
     ]
 
 
 def latest_step(directory: Path) -> int | None:
     """Return the step of the newest complete checkpoint in ``directory``, or None."""
-    return next((step for step, path in numbered(directory, STEP) if is_whole(found_at(path))), None)
+    return next((step for step, path in numbered(directory) if is_whole(found_at(path))), None)

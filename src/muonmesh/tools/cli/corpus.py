@@ -1,7 +1,6 @@
 """Corpus: turns files into a tokenizer and two token arrays, one to train on and one held out, with nothing downloaded.
 
-A text file is one document. In a file of JSON lines (``.jsonl``), each record is one document, and its field
-``--text-field`` contains the text. At most one text file is in memory.
+Each text file is one document, and at most one is in memory.
 
 The result does not depend on the place of files, or on the order in which a file system lists them: a file is
 identified by the hash of its content. So machines with the same text get the same split, tokenizer and order of tokens.
@@ -13,13 +12,11 @@ from __future__ import annotations
 import contextlib
 import glob
 import hashlib
-import itertools
 import json
 import os
-import re
 import sysconfig
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
@@ -28,7 +25,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from muonmesh.checkpoint.form import SIZE, TEXT, check_form, only
 from muonmesh.errors import FileError
-from muonmesh.files import kind_of, named, onto_disk, read_json, read_text, reason, write_text, writing
+from muonmesh.files import kind_of, onto_disk, read_json, read_text, reason, write_text, writing
 
 END_OF_TEXT = "<|endoftext|>"
 END_OF_TEXT_ID = 0  # the trainer numbers special tokens first
@@ -61,79 +58,30 @@ def _first(texts: Iterable[str], characters: int) -> Iterator[str]:
         characters -= len(text)
 
 
-RECORDS = ".jsonl"
-HALF = re.compile("[\ud800-\udfff]")  # half of a character's escape in JSON, where its text was cut
-
-
-@dataclass(frozen=True)
-class Source:
-    """One file, identified by the hash of its content, so a copy of the file is the same source.
-
-    Attributes:
-        file: The path.
-        digest: SHA-256 of its bytes.
-        field: The field of its records that contains the text; unused for a text file.
-    """
-
-    file: Path
-    digest: str
-    field: str
-
-    def documents(self) -> Iterator[tuple[str, str]]:
-        """Yield (SHA-256 of the document, its text) for each document; yield nothing if the file is no text.
-
-        Raises:
-            FileError: the file cannot be read, or a line of a JSONL file is no record with text in ``field``.
-        """
-        with _reading(self.file):
-            if self.file.suffix == RECORDS:
-                for text in self._lines():
-                    if text.strip():
-                        yield hashlib.sha256(text.encode()).hexdigest(), text
-                return
-            with contextlib.suppress(UnicodeDecodeError):
-                text = self.file.read_bytes().decode("utf-8")
-                if text.strip() and "\0" not in text:
-                    yield self.digest, text
-
-    def _lines(self) -> Iterator[str]:
-        with self.file.open("rb") as stream:
-            for number, line in enumerate(stream, start=1):
-                if not line.strip():
-                    continue
-                try:
-                    record = json.loads(line)
-                    found = f"fields {', '.join(sorted(record)[:8])}" if isinstance(record, dict) else named(record)
-                except (ValueError, RecursionError):
-                    record, found = None, "no JSON"
-                text = record.get(self.field) if isinstance(record, dict) else None
-                if isinstance(text, str) and HALF.search(text):
-                    text, found = None, "half a character, such as \\ud83d alone,"
-                if not isinstance(text, str):
-                    raise FileError(
-                        f"--data {self.file}: found {found} in line {number}; needed an object with text in "
-                        f"{self.field!r}. Name another field with --text-field"
-                    )
-                yield text
-
-
-def sources_of(files: Sequence[Path], *, field: str) -> list[Source]:
-    """Return the sources of files, each content once, in the order of their hashes.
+def texts_of(files: Iterable[Path]) -> dict[str, Path]:
+    """Return the files by the SHA-256 of their content, each content once, in the order of the hashes.
 
     Raises:
         FileError: a file cannot be read.
     """
-    found: dict[str, Source] = {}
+    found: dict[str, Path] = {}
     for file in files:
         with _reading(file), file.open("rb") as stream:
-            digest = hashlib.file_digest(stream, "sha256").hexdigest()
-        found.setdefault(digest, Source(file, digest, field))
-    return [found[digest] for digest in sorted(found)]
+            found.setdefault(hashlib.file_digest(stream, "sha256").hexdigest(), file)
+    return dict(sorted(found.items()))
 
 
-def documents_of(sources: Sequence[Source]) -> Iterator[tuple[str, str]]:
-    """Return an iterator over the documents of all sources: (SHA-256 of the document, its text)."""
-    return itertools.chain.from_iterable(source.documents() for source in sources)
+def documents_of(files: Mapping[str, Path]) -> Iterator[tuple[str, str]]:
+    """Yield (hash, text) for each file that is UTF-8 text with content. A copy of a file is the same document.
+
+    Raises:
+        FileError: a file cannot be read.
+    """
+    for digest, file in files.items():
+        with _reading(file), contextlib.suppress(UnicodeDecodeError):
+            text = file.read_bytes().decode("utf-8")
+            if text.strip() and "\0" not in text:
+                yield digest, text
 
 
 def find_files(patterns: Sequence[str]) -> list[Path]:
@@ -290,7 +238,7 @@ def standard_library() -> list[Path]:
     return [path for path in walk(root, skip=NOT_LIBRARY) if path.suffix == ".py"]
 
 
-def prepare_corpus(patterns: Sequence[str], *, vocab: int, cache: Path, field: str = "text") -> Corpus:
+def prepare_corpus(patterns: Sequence[str], *, vocab: int, cache: Path) -> Corpus:
     """Read, split and tokenize text, and store the result in ``cache`` by digest, where a second call finds it.
 
     Without patterns, the text is :func:`standard_library`. Files that are no UTF-8 text are ignored. The text is read
@@ -300,7 +248,6 @@ def prepare_corpus(patterns: Sequence[str], *, vocab: int, cache: Path, field: s
         patterns: The values of ``--data``.
         vocab: The vocabulary size of the tokenizer that is trained.
         cache: The folder of prepared texts.
-        field: The field of JSONL records that contains the text.
 
     Raises:
         ValueError: a pattern finds no file, or no file is text; a file cannot be read, or ``cache`` cannot be written;
@@ -308,18 +255,17 @@ def prepare_corpus(patterns: Sequence[str], *, vocab: int, cache: Path, field: s
     """
     files = find_files(patterns) if patterns else standard_library()
     source = " ".join(patterns) if patterns else "the Python standard library"
-    sources = sources_of(files, field=field)
-    known = [_is_held_out(name) for name, _ in documents_of(sources)]
+    texts = texts_of(files)
+    known = [_is_held_out(name) for name, _ in documents_of(texts)]
     if not known:
         raise ValueError(f"--data {source}: found {len(files)} files, none of which is UTF-8 text with content.")
-    parts = [FORMAT, HELD_OUT_SHARE, vocab, [each.digest for each in sources]]
-    parts += [field] if any(each.file.suffix == RECORDS for each in sources) else []
+    parts = [FORMAT, HELD_OUT_SHARE, vocab, [*texts]]
     directory = cache / hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
     if not (directory / DESCRIPTION_FILE).is_file():
         # Whole documents are held out, chosen by their hash. With too few documents, the end of each is held out.
         whole = len(known) >= FILES_FOR_A_SPLIT and 0 < sum(known) < len(known)
-        learnt = (each for name, text in documents_of(sources) for each in divide(name, text, whole=whole)[0])
-        _write(directory, train_tokenizer(learnt, vocab=vocab), sources, whole=whole, source=source)
+        learnt = (each for name, text in documents_of(texts) for each in divide(name, text, whole=whole)[0])
+        _write(directory, train_tokenizer(learnt, vocab=vocab), texts, whole=whole, source=source)
     corpus = replace(load_corpus_of(directory), directory=str(directory))  # the folder may have moved
     if corpus.measured_digest() != corpus.digest:
         raise FileError(f"{directory}: its tokens have changed since they were written. Remove the folder: {REMADE}")
@@ -366,10 +312,10 @@ def _is_held_out(name: str) -> bool:
     return int(name[:8], 16) < HELD_OUT_SHARE * 16**8
 
 
-def _batches(sources: Sequence[Source], *, whole: bool) -> Iterator[list[tuple[int, str]]]:
+def _batches(files: Mapping[str, Path], *, whole: bool) -> Iterator[list[tuple[int, str]]]:
     """Yield batches of (part, text); part is 0 for training and 1 for held out. A batch gives work to all cores."""
     batch, characters = list[tuple[int, str]](), 0
-    for name, document in documents_of(sources):
+    for name, document in documents_of(files):
         for part, texts in enumerate(divide(name, document, whole=whole)):
             batch += [(part, text) for text in texts]
         characters += len(document)
@@ -379,7 +325,7 @@ def _batches(sources: Sequence[Source], *, whole: bool) -> Iterator[list[tuple[i
     yield batch
 
 
-def _write(directory: Path, tokenizer: Tokenizer, sources: Sequence[Source], *, whole: bool, source: str) -> None:
+def _write(directory: Path, tokenizer: Tokenizer, files: Mapping[str, Path], *, whole: bool, source: str) -> None:
     """Write a corpus to a temporary folder, and rename it, so that ``directory`` never has a half-written corpus.
 
     Raises:
@@ -393,7 +339,7 @@ def _write(directory: Path, tokenizer: Tokenizer, sources: Sequence[Source], *, 
         scratch = Path(above) / "text"
         scratch.mkdir()
         with (scratch / "train.bin").open("wb") as first, (scratch / "validation.bin").open("wb") as second:
-            for batch in _batches(sources, whole=whole):
+            for batch in _batches(files, whole=whole):
                 texts = [text for _, text in batch]
                 encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
                 for (part, _), encoding in zip(batch, encodings, strict=True):
@@ -402,7 +348,7 @@ def _write(directory: Path, tokenizer: Tokenizer, sources: Sequence[Source], *, 
                     counts[part] += len(tokens)
         with writing(directory, raised=Exception):
             tokenizer.save(str(scratch / TOKENIZER_FILE))
-        corpus = Corpus(str(scratch), "", source, len(sources), size, *counts)
+        corpus = Corpus(str(scratch), "", source, len(files), size, *counts)
         save_corpus_of(scratch, replace(corpus, directory=str(directory), digest=corpus.measured_digest()))
         for file in scratch.iterdir():
             onto_disk(file)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves_with_path
 
 from muonmesh.checkpoint.fitting import check_saved
@@ -24,11 +25,12 @@ from muonmesh.checkpoint.index import (
     read_index,
     read_manifest,
 )
+from muonmesh.comm.storage import local_of
 from muonmesh.errors import FileError, explain_error
 from muonmesh.files import kind_of, read_json, reason
 from muonmesh.step.state_layout import wrong_numbers
 from muonmesh.tools.checkpoints.archive import MoreThanData, read_archive
-from muonmesh.tools.cli.checkpoints import STEP, checkpoints_of, numbered, without_checkpoint
+from muonmesh.tools.cli.checkpoints import checkpoints_of, numbered, without_checkpoint
 from muonmesh.tools.cli.report import METRICS_FILE
 from muonmesh.tools.cli.run_files import LOCK_FILE
 from muonmesh.tools.cli.run_settings import CONFIG_FILE, load_config, load_settings
@@ -52,6 +54,7 @@ class Diagnosis:
         notes: Other information, one sentence each.
         tensors: The tensors by name, on the meta device.
         settings: The settings that were saved beside the tensors.
+        shards: The number of tensors of which the file of one rank has only a shard.
         parts: For a run: the diagnoses of its checkpoints, the newest first.
     """
 
@@ -61,12 +64,13 @@ class Diagnosis:
     notes: list[str] = field(default_factory=list)
     tensors: dict[str, Tensor] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
+    shards: int = 0
     parts: list[Diagnosis] = field(default_factory=list)
 
     @property
     def whole(self) -> bool:
-        """Whether nothing is damaged, parts included."""
-        return not self.faults and all(part.whole for part in self.parts)
+        """Whether nothing is damaged or missing, parts included."""
+        return not self.faults and not self.shards and all(part.whole for part in self.parts)
 
     def as_json(self) -> dict[str, Any]:
         """Return all attributes and ``whole`` as plain data for `json.dumps`. ``faults`` has those of all parts."""
@@ -122,7 +126,7 @@ def _run(run: Path) -> Diagnosis:
         found.notes += without_checkpoint(run)
     for name in ("muon", "adamw"):
         directory = checkpoints_of(run, name)
-        parts = [_folder(path) for _, path in numbered(directory, STEP)]
+        parts = [_folder(path) for _, path in numbered(directory)]
         found.parts += [part for part in parts if Path(part.path).exists()]  # a run may remove old ones meanwhile
         left = directory.glob(".*.writing")
         found.notes += [f"{path}: left by a save that was cut off; the next one removes it" for path in left]
@@ -191,7 +195,13 @@ def _file(path: Path) -> Diagnosis:
             for keys, value in tree_leaves_with_path(content):
                 if isinstance(value, Tensor):
                     name = ".".join(str(getattr(key, "key", getattr(key, "idx", ""))) for key in keys)
-                    found.tensors[name] = value.to("meta")
+                    found.tensors[name] = local_of(value).to("meta")
+                    found.shards += isinstance(value, DTensor) and not all(p.is_replicate() for p in value.placements)
+            if found.shards:
+                found.notes.append(
+                    f"one rank's shards of {found.shards} tensors (DTensors); the files of the other ranks have the "
+                    "rest. To save whole tensors, write muonmesh.checkpoint.save(path, model, optimizer)"
+                )
         except FileError as error:
             found.kind, found.faults = "" if isinstance(error, MoreThanData) else SAVED, [str(error)]
     else:

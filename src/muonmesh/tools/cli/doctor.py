@@ -79,12 +79,12 @@ def _state(found: Diagnosis) -> str:
     damaged = [part for part in found.parts if not part.whole]
     if damaged:
         return f"{len(damaged)} of its {len(found.parts)} checkpoints damaged"
-    return "whole" if found.whole else "damaged"
+    return "whole" if found.whole else "damaged" if found.faults else "not whole"
 
 
 def _settings(settings: dict[str, Any]) -> list[str]:
     """Return lines that describe settings: one for a run, and one for each group of an optimizer."""
-    names = ("model", "optimizer", "steps", "parallel", "ranks", "checkpoint_every", "keep")
+    names = ("model", "optimizer", "steps", "parallel", "ranks", "checkpoint_every")
     run = ", ".join(f"{name} {settings[name]}" for name in names if name in settings)
     lines = [run] if run else []
     for group in settings.get("groups", ()):

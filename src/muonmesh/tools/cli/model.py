@@ -31,10 +31,15 @@ def _llama(width: int, layers: int, heads: int, key_value_heads: int, middle: in
 PRESETS = {"nano": (64, 2), "small": (128, 4), "medium": (512, 8), "large": (768, 12), "xl": (2048, 16)}
 HEAD_SIZE = 64
 LEAST_HEADS = 4
+LLAMA_8B = {"vocab_size": 128256, **_llama(4096, 32, 32, 8, 14336)}
+LLAMA_70B = {"vocab_size": 128256, **_llama(8192, 80, 64, 8, 28672)}
 KNOWN: dict[str, dict[str, Any]] = {
-    "llama-3.1-8b": {"vocab_size": 128256, **_llama(4096, 32, 32, 8, 14336)},
-    "llama-3.1-70b": {"vocab_size": 128256, **_llama(8192, 80, 64, 8, 28672)},
+    "llama-3-8b": LLAMA_8B,
+    "llama-3-70b": LLAMA_70B,
+    "llama-3.1-8b": LLAMA_8B,
+    "llama-3.1-70b": LLAMA_70B,
     "llama-3.1-405b": {"vocab_size": 128256, **_llama(16384, 126, 128, 8, 53248)},
+    "llama-3.2-1b": {"vocab_size": 128256, "tie_word_embeddings": True, **_llama(2048, 16, 32, 8, 8192)},
     "deepseek-v3": {"model_type": "deepseek_v3"},  # its sizes are the defaults of transformers
 }
 MOST_LAYERS = 10_000  # transformers creates an object for each layer before sizes can be checked

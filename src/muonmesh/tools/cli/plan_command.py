@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from dataclasses import MISSING, asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -29,8 +30,8 @@ class PlanRequest:
     model: str = setting(
         MISSING,
         WHAT,
-        "A transformers config.json or a folder with one, a known model (deepseek-v3, llama-3.1-8b, -70b, -405b), a "
-        "preset of muonmesh train, or a model type (gpt2).",
+        "A transformers config.json or a folder with one, a known model (deepseek-v3, llama-3-8b, -70b, "
+        "llama-3.1-8b, -70b, -405b, llama-3.2-1b), a preset of muonmesh train, or a model type (gpt2).",
     )
     mesh: str = setting(MISSING, WHERE, "Mesh axes, the outermost first: ddp=N, fsdp=N, hsdp=REPLICASxSHARDS, tp=N.")
     experts: str | None = setting(
@@ -156,6 +157,20 @@ def print_plan(found: dict[str, Any], *, as_json: bool = False) -> None:
             f"Rank {found['rank']} needs {decimal(needed)} even without activations, more than the {decimal(there)} of "
             "its device (memory in --rates). Shard over more ranks: --mesh fsdp=N, hsdp=REPLICASxSHARDS or tp=N",
         )
+    say("", *textwrap.wrap(sentence_of(found), 80))
+
+
+def sentence_of(found: dict[str, Any]) -> str:
+    """Return the result in a sentence: what a step adds to forward and backward, here and with torch.optim.Muon."""
+    modelled = found["modelled"]
+    ours, torchs = (_shown("seconds", modelled[f"seconds{of}"]) for of in ("", OF_TORCH))
+    return (
+        f"A step adds {ours} to forward and backward on rank {found['rank']}, limited by the {modelled['limited by']}; "
+        f"torch.optim.Muon would add {torchs}."
+    )
+
+
+OF_TORCH = " of torch.optim.Muon, without communication"
 
 
 def rows_of(found: dict[str, Any]) -> list[list[str]]:

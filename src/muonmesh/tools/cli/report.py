@@ -1,4 +1,4 @@
-"""Report: the metrics of a run, their summary, and the report: a table, a picture, ``report.html`` and JSON.
+"""Report: the metrics of a run, their summary, and the report: a table, ``report.html`` and JSON.
 
 Each line of ``metrics.jsonl`` is a JSON object; the report reads no other source. A line has ``run`` ("muon" or
 "adamw"), ``step``, ``tokens`` and ``seconds`` (training time without evaluation and checkpoints), and then either a
@@ -7,23 +7,28 @@ step's ``loss``, ``lr`` and times, or a ``validation_loss``.
 
 from __future__ import annotations
 
-import base64
+import io
 import itertools
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from html import escape
+from importlib.resources import files
 from pathlib import Path
 from statistics import fmean, median
+from string import Template
 from typing import Any, get_args
 
 import numpy as np
 
-from muonmesh.checkpoint.form import FINITE, POSITIVE, SIZE, Kind, check_form, one_of
+from muonmesh.checkpoint.form import FINITE, POSITIVE, SIZE, TEXT, Kind, check_form, one_of
 from muonmesh.errors import FileError
 from muonmesh.files import read_text, write_text, writing
 from muonmesh.table import aligned
-from muonmesh.tools.cli.run_settings import Optimizer, Settings
-from muonmesh.tools.cli.terminal import make_console, say
+from muonmesh.tools.cli.corpus import load_corpus_of
+from muonmesh.tools.cli.run_settings import Optimizer, Settings, load_config
+from muonmesh.tools.cli.terminal import say
 
 METRICS_FILE = "metrics.jsonl"
 TIMES = ("step_seconds", "forward_backward_seconds", "optimizer_seconds")
@@ -31,7 +36,7 @@ OF_BOTH = {"run": one_of(get_args(Optimizer)), "step": SIZE, "seconds": FINITE}
 OF_A_STEP = {**OF_BOTH, "tokens": SIZE, "loss": FINITE, **dict.fromkeys(TIMES, FINITE)}
 OF_A_STEP |= {"step": Kind("a whole number of at least 1", lambda step: SIZE.holds(step) and step > 0)}
 OF_A_STEP |= {"step_seconds": POSITIVE}  # the report divides by both
-OF_A_VALIDATION = {**OF_BOTH, "validation_loss": FINITE}
+OF_A_VALIDATION = {**OF_BOTH, "validation_loss": FINITE, "optimizer": ({TEXT: (FINITE, None)}, None)}
 
 
 def append_metrics(directory: Path, **record: Any) -> None:
@@ -103,7 +108,7 @@ class TrainingSummary:
     """The summary of one optimizer's training.
 
     ``forward_backward`` and ``optimizer`` are shares of the time of a step on rank 0. ``seconds`` do not include
-    evaluation.
+    evaluation. ``groups`` are figures of the param groups at the last validation, by group and name.
     """
 
     name: Optimizer
@@ -114,6 +119,7 @@ class TrainingSummary:
     tokens_per_second: float
     forward_backward: float
     optimizer: float
+    groups: dict[str, dict[str, float | None]] = field(default_factory=dict)
 
     @property
     def last_step(self) -> int:
@@ -231,16 +237,50 @@ def _summarise(name: Optimizer, records: Sequence[dict[str, Any]]) -> TrainingSu
         tokens_per_second=tokens_per_step * len(timed) / total,
         forward_backward=sum(record["forward_backward_seconds"] for record in timed) / total,
         optimizer=sum(record["optimizer_seconds"] for record in timed) / total,
+        groups=_groups(validations[-1].get("optimizer") or {}),
     )
 
 
-REPORT_FILE, FIGURES_FILE, PICTURE = "report.html", "report.json", "loss.png"
-COLOURS = {"muon": "#d1495b", "adamw": "#30638e"}  # of different brightness, for print and for color-blind readers
+def _groups(figures: Mapping[str, float | None]) -> dict[str, dict[str, float | None]]:
+    """Return the figures of `Muon.metrics` by group and name, with the RMS of the weights."""
+    found: dict[str, dict[str, float | None]] = {}
+    for key, value in figures.items():
+        group, _, name = key.rpartition("/")
+        found.setdefault(group, {})[name] = value
+    for each in found.values():
+        if (update := each.get("update_rms")) and (ratio := each.get("update_to_weight")):
+            each["weight_rms"] = update / ratio
+    return found
+
+
+REPORT_FILE, FIGURES_FILE = "report.html", "report.json"
+COLOURS = {"muon": "#d1495b", "adamw": "#3f7cb5"}  # of different brightness, for print and for color-blind readers
 ALONG = {"step": "step", "seconds": "training time [s], evaluation left out"}
+INK = "#010203"  # of the pictures' text and axes: the page's text color takes its place
+
+
+def facts_of(run: Path, settings: Settings) -> dict[str, str]:
+    """Return what a run trains, on what and where, in words.
+
+    Raises:
+        FileError: a file of the run is missing or damaged.
+    """
+    corpus, began = load_corpus_of(run), load_config(run)["environment"]
+    return {
+        "model": f"{settings.model}, {began.get('parameters', '?')} parameters",
+        "data": f"{corpus.source}, {corpus.files} files, {corpus.train_tokens:,} tokens to learn from, "
+        f"{corpus.validation_tokens:,} held out",
+        "steps": f"{settings.steps} of {settings.tokens_per_step:,} tokens",
+        "mesh": f"{settings.parallel.upper()}, ranks: {settings.ranks}, on {settings.device}, {settings.dtype}",
+        "seed": f"{settings.seed}, of weights, data order and dropout",
+        "began": f"{began.get('date', '?')} on {began.get('machine', '?')}",
+        "versions": f"muonmesh {began.get('muonmesh', '?')}, torch {began.get('torch', '?')}",
+        "directory": str(run),
+    }
 
 
 def write_report(run: Path, settings: Settings) -> Path | None:
-    """Write the report of a run: a picture, ``report.html`` and ``report.json`` in its directory; print a table.
+    """Write ``report.html`` and ``report.json`` of a run into its directory, and print a table.
 
     The report of a stopped run has the finished steps.
 
@@ -253,18 +293,26 @@ def write_report(run: Path, settings: Settings) -> Path | None:
     summaries = summarise(run)
     if not summaries:
         return None
-    comparison = compare(summaries)
-    with writing(run):
-        _plot(run / PICTURE, summaries)
-    console = make_console(record=True)
+    comparison, facts = compare(summaries), facts_of(run, settings)
     table = [["", *(LABELS[summary.name] for summary in summaries)], *_rows(settings, summaries)]
-    say(*aligned(table, right=(1, 2), ruled=True), console=console)
+    say(*aligned(table, right=(1, 2), ruled=True))
     if comparison is not None:
-        say(str(comparison), style="bold", console=console)
-    picture = base64.b64encode((run / PICTURE).read_bytes()).decode("ascii")
-    tag = f'<body><img alt="losses" src="data:image/png;base64,{picture}">'
-    write_text(run / REPORT_FILE, console.export_html().replace("<body>", tag))
+        say(str(comparison), style="bold")
+    with writing(run):
+        pictures = "".join(_picture(summaries, along, label) for along, label in ALONG.items())
+    body = [_table(list(facts.items())), f"<p><b>{escape(str(comparison))}</b>" if comparison else ""]
+    body += [f'<div class="curves">{pictures}</div>', _table(table, "figures")]
+    for summary in summaries:
+        if summary.groups:
+            body += [f"<h2>{LABELS[summary.name]}, by group</h2>", _table(_group_rows(summary), "figures")]
+        if (sample := run / f"sample-{summary.name}.txt").is_file():
+            written = escape(read_text(sample, needed="what the training wrote there"))
+            body += [f"<h2>{LABELS[summary.name]}, a sample of its text</h2>", f"<pre>{written}</pre>"]
+    page = Template((files("muonmesh.tools.cli") / REPORT_FILE).read_text("utf-8"))
+    title = escape(f"{' and '.join(LABELS[summary.name] for summary in summaries)} on {settings.model}")
+    write_text(run / REPORT_FILE, page.substitute(title=title, body="\n".join(body)))
     figures = {
+        "facts": facts,
         "trainings": [asdict(summary) for summary in summaries],
         "comparison": comparison and asdict(comparison),
     }
@@ -276,6 +324,7 @@ def _rows(settings: Settings, summaries: Sequence[TrainingSummary]) -> list[list
     """Return a row for each figure, with a cell for each training."""
     figures: dict[str, Callable[[TrainingSummary], str]] = {
         "validation loss, last": lambda s: f"{s.final_validation_loss:.3f}",
+        "perplexity of the held-out text": lambda s: f"{math.exp(min(s.final_validation_loss, 99)):,.1f}",
         "training loss, last tenth of the steps": lambda s: f"{s.final_train_loss:.3f}",
         "steps": lambda s: f"{s.last_step}",
         "tokens": lambda s: f"{s.tokens:,}",
@@ -289,12 +338,35 @@ def _rows(settings: Settings, summaries: Sequence[TrainingSummary]) -> list[list
     return [[name, *(figure(summary) for summary in summaries)] for name, figure in figures.items()]
 
 
-def _plot(picture: Path, summaries: Sequence[TrainingSummary]) -> None:
-    """Write a PNG with the loss curves over steps and over time."""
+def _group_rows(summary: TrainingSummary) -> list[list[str]]:
+    """Return a row for each param group, with its figures at the last validation."""
+    columns = {"lr": "last learning rate", **{f"{of}_rms": f"RMS of {of}" for of in ("update", "weight", "gradient")}}
+    rows = [["group", *columns.values()]]
+    for name, found in summary.groups.items():
+        rows.append([name, *("" if found.get(key) is None else f"{found[key]:.3g}" for key in columns)])
+    return rows
+
+
+def _table(rows: Sequence[Sequence[str]], kind: str = "") -> str:
+    """Return rows as a table of HTML. Their first cells are headings; in a table of figures, so is the first row."""
+    lines = []
+    for number, (first, *cells) in enumerate(rows):
+        cell = "th" if kind and not number else "td"
+        others = "".join(f"<{cell}>{escape(each)}</{cell}>" for each in cells)
+        lines.append(f'<tr><th scope="row">{escape(first)}</th>{others}</tr>')
+    return f'<section><table class="{kind}">{"".join(lines)}</table></section>'
+
+
+def _picture(summaries: Sequence[TrainingSummary], along: str, label: str) -> str:
+    """Return the loss curves over steps or over time as SVG, in the colors of the page."""
+    import matplotlib
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(12, 4.4), dpi=150, layout="constrained")
-    for axes, (along, label) in zip(figure.subplots(1, 2, sharey=True), ALONG.items(), strict=True):
+    inked = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
+    plain = {"axes.facecolor": "none", "svg.fonttype": "none", "font.size": 9}
+    with matplotlib.rc_context({**plain, **dict.fromkeys(inked, INK)}):
+        figure = Figure(figsize=(4.8, 3.4), layout="constrained")
+        axes = figure.subplots()
         for summary in summaries:
             colour, width = COLOURS[summary.name], max(1, len(summary.train) // 40)
             # Losses of single batches are noisy, so each point is a mean with the losses just before it.
@@ -308,5 +380,7 @@ def _plot(picture: Path, summaries: Sequence[TrainingSummary]) -> None:
         # Losses above the second validation show only the fall from random weights, where the curves look equal.
         axes.set_ylim(top=max(point.loss for some in summaries for point in some.validation[1:] or some.validation))
         axes.set(xlabel=label, ylabel="loss [nats per token]")
-        axes.legend()
-    figure.savefig(picture)
+        axes.legend(frameon=False)
+        written = io.StringIO()
+        figure.savefig(written, format="svg", transparent=True, metadata={"Date": None})
+    return "<svg" + written.getvalue().partition("<svg")[2].replace(INK, "currentColor")

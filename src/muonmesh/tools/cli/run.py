@@ -8,6 +8,7 @@ import shlex
 import sys
 from dataclasses import fields, replace
 from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,12 @@ import transformers
 
 from muonmesh.errors import FileError
 from muonmesh.files import writing
+from muonmesh.table import aligned
 from muonmesh.tools.cli.checkpoints import checkpoints_of, latest_step, without_checkpoint
 from muonmesh.tools.cli.corpus import END_OF_TEXT, Corpus, load_corpus_of, prepare_corpus, save_corpus_of
 from muonmesh.tools.cli.launch import RankFailed, RankKilled, launch, usable_cores
 from muonmesh.tools.cli.model import check_model, model_config
-from muonmesh.tools.cli.report import read_metrics, write_report
+from muonmesh.tools.cli.report import facts_of, read_metrics, write_report
 from muonmesh.tools.cli.run_files import check_new, locked
 from muonmesh.tools.cli.run_settings import (
     CONFIG_FILE,
@@ -117,15 +119,15 @@ def train_run(settings: Settings, *, resuming: bool) -> int:
         read_metrics(run)
     else:
         check_new(run)
-    parameters = sum(p.numel() for p in check_model(settings).parameters())
+    parameters = f"{sum(p.numel() for p in check_model(settings).parameters()):,}"
     corpus = _read(settings, load_corpus_of(run) if resuming else None)
     with locked(run, option="--resume" if resuming else "--out"):
-        settings.save(load_config(run)["environment"] if resuming else _environment(settings))
+        settings.save(load_config(run)["environment"] if resuming else _environment(settings, parameters))
         save_corpus_of(run, corpus)
         save_model(settings, corpus)
         for line in without_checkpoint(run):
             note(f"{run}: {line}")
-        say(_headline(settings, parameters, corpus))
+        say(*aligned([*facts_of(run, settings).items()]))
         return _launch(run, settings)
 
 
@@ -137,7 +139,7 @@ def _read(settings: Settings, before: Corpus | None) -> Corpus:
     """
     with make_console().status("Reading text and training a tokenizer"):
         cache = settings.directory.parent / ".text"
-        corpus = prepare_corpus(settings.data, vocab=settings.vocab, cache=cache, field=settings.text_field)
+        corpus = prepare_corpus(settings.data, vocab=settings.vocab, cache=cache)
     for name, tokens in (("learn from", corpus.train_tokens), ("hold out", corpus.validation_tokens)):
         if tokens <= settings.seq:
             raise ValueError(
@@ -164,15 +166,6 @@ def save_model(settings: Settings, corpus: Corpus) -> None:
     with writing(folder, raised=Exception):
         config.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-
-
-def _headline(settings: Settings, parameters: int, corpus: Corpus) -> str:
-    return (
-        f"{settings.model}, {parameters:,} parameters; {corpus.source}, {corpus.files} files, "
-        f"{corpus.train_tokens:,} tokens to learn from, {corpus.validation_tokens:,} held out; "
-        f"{settings.steps} steps of {settings.tokens_per_step} tokens; ranks: {settings.ranks}, "
-        f"{settings.parallel.upper()} on {settings.device}, {settings.dtype}; into {settings.out}"
-    )
 
 
 def _launch(run: Path, settings: Settings) -> int:
@@ -206,12 +199,14 @@ def continuation(run: Path, settings: Settings) -> str:
     return f"Continue {name} {where}: {shell_line('train', '--resume', run)}"
 
 
-def _environment(settings: Settings) -> dict[str, Any]:
+def _environment(settings: Settings, parameters: str) -> dict[str, Any]:
     return {
         "digest": settings.digest,
         "command": shlex.join(["muonmesh", *sys.argv[1:]]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "python": platform.python_version(),
+        "parameters": parameters,
+        "muonmesh": version("muonmesh"),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "machine": torch.cuda.get_device_name()

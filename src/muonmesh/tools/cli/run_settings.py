@@ -121,10 +121,9 @@ class Settings:
     data: tuple[str, ...] = setting(
         (),
         WHAT,
-        "Files, folders or globs of text or JSONL. You can repeat this option. Default: the Python standard library.",
+        "Files, folders or globs of text. You can repeat this option. Default: the Python standard library.",
         asked=list[str] | None,
     )
-    text_field: str = setting("text", WHAT, "The field of JSONL files with the text.")
     model: str = setting(
         "small",
         WHAT,
@@ -177,7 +176,6 @@ class Settings:
     checkpoint_every: int = setting(
         200, OUTPUT, "Steps between two checkpoints. 0 writes them only at the end and on Ctrl-C.", least=0
     )
-    keep: int = setting(1, OUTPUT, "How many complete checkpoints of each training to keep, the newest ones.")
 
     def __post_init__(self) -> None:
         check_fields_of(self)

@@ -33,16 +33,16 @@ def print_plainly() -> None:
     sys.stdout, sys.stderr = (cast(TextIO, Lasting(stream)) for stream in streams)
 
 
-def make_console(*, record: bool = False) -> Console:
+def make_console() -> Console:
     """Return a console for stdout that never raises, also if the terminal lacks characters or has been closed."""
     from rich.console import Console
 
-    return Console(file=cast(IO[str], Lasting(sys.stdout)), highlight=False, markup=False, record=record)
+    return Console(file=cast(IO[str], Lasting(sys.stdout)), highlight=False, markup=False)
 
 
-def say(*lines: str, style: str = "", console: Console | None = None) -> None:
+def say(*lines: str, style: str = "") -> None:
     """Print lines without wrapping them. Control characters and line breaks inside a line are escaped."""
-    (console or make_console()).print("\n".join(map(escaped, lines)), style=style, soft_wrap=True)
+    make_console().print("\n".join(map(escaped, lines)), style=style, soft_wrap=True)
 
 
 def say_json(value: Any) -> None:

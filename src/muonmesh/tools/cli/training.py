@@ -8,7 +8,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
@@ -28,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 import muonmesh as mm
 from muonmesh.checkpoint.ranks import first_difference, on_first_rank
 from muonmesh.checkpoint.save_load import reshard
+from muonmesh.comm.storage import local_of
 from muonmesh.comm.telling import tell_all
 from muonmesh.errors import FileError, explain_error
 from muonmesh.files import write_text
@@ -36,11 +37,11 @@ from muonmesh.tools.cli.corpus import Corpus, Windows, load_corpus_of
 from muonmesh.tools.cli.model import build_model, model_config, parallelise
 from muonmesh.tools.cli.report import TIMES, append_metrics, cut_metrics
 from muonmesh.tools.cli.run_files import LAUNCHER, locked
-from muonmesh.tools.cli.run_settings import Optimizer, ScheduleName, Settings, load_settings, option
+from muonmesh.tools.cli.run_settings import REPLICAS, Optimizer, ScheduleName, Settings, load_settings, option
 from muonmesh.tools.cli.terminal import say, shell_line
 
 LONGEST_SILENCE = 10.0  # seconds between two lines of progress
-
+SAMPLE_TOKENS, SAMPLE_TEMPERATURE = 64, 0.8  # of the text that a trained model writes
 
 WSD_DECAY_SHARE = 0.2  # warmup-stable-decay (arXiv 2404.06395): the last fifth goes down to zero
 
@@ -126,12 +127,10 @@ class Training:
         self.train_windows = Windows(corpus.train(), length=settings.seq, seed=settings.seed)
         validation = Windows(corpus.validation(), length=settings.seq, seed=settings.seed)
         self.validation_windows = validation.spread(min(settings.eval_sequences, validation.count))
-        self.checkpoints = Checkpoints(checkpoints_of(settings.directory, name), keep=settings.keep)
+        self.checkpoints = Checkpoints(checkpoints_of(settings.directory, name))
         self.start = 0
-        self.printed, self.validated = (
-            time.monotonic(),
-            "",
-        )  # of the progress
+        self.printed, self.validated = time.monotonic(), ""  # of the progress
+        self.tokenizer = corpus.tokenizer()
         self.unwritten: FileError | None = None  # the metrics that only rank 0 writes
         self.seconds = 0.0  # without evaluation and checkpoints; only rank 0 has the seconds before a resume
         if isinstance(self.model, DistributedDataParallel):
@@ -181,21 +180,39 @@ class Training:
 
     def evaluate(self) -> float:
         """Return the mean loss over the held-out sequences, the same in every call. The ranks share the sequences."""
-        inner = self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
         size = self.settings.micro_batch
         mine = self.validation_windows[self.rank :: self.world]
         most = -(-len(self.validation_windows) // self.world)  # FSDP2 needs equally many forwards on all ranks
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        inner.eval()
-        with torch.no_grad():
+        with self._evaluating() as inner:
             for first in range(0, most, size):
                 batch = mine[first : first + size]
                 loss = self._loss(inner, batch if len(batch) else self.validation_windows[:1])
                 total += loss.double() * len(batch)
-        inner.train()
-        reshard(inner)  # without a backward pass, the root stays gathered; a checkpoint needs shards
         dist.all_reduce(total)
         return float(total) / len(self.validation_windows)
+
+    @contextlib.contextmanager
+    def _evaluating(self) -> Iterator[nn.Module]:
+        """Return a context that yields the model without dropout and gradients. All ranks enter it."""
+        inner = self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
+        inner.eval()
+        with torch.no_grad():
+            yield inner
+        inner.train()
+        reshard(inner)  # without a backward pass, the root stays gathered; a checkpoint needs shards
+
+    def sample(self) -> str:
+        """Return a beginning from the held-out text, and what the model writes after it. All ranks call it."""
+        tokens = self.validation_windows[0, : max(1, self.settings.seq // 4)].tolist()
+        draws = np.random.default_rng(self.settings.seed)
+        with self._evaluating() as inner:
+            for _ in range(SAMPLE_TOKENS):
+                read = torch.tensor([tokens[-self.settings.seq :]], dtype=torch.int64, device=self.device)
+                logits = inner(input_ids=read, use_cache=False).logits[0, -1].double().cpu().numpy()
+                tokens.append(int(np.argmax(logits / SAMPLE_TEMPERATURE + draws.gumbel(size=logits.shape))))
+        text: str = self.tokenizer.decode(tokens, skip_special_tokens=False)
+        return text
 
     def _step(self, step: int, stop: StopRequest) -> bool:
         """Take a step, write its metrics, and return whether any rank has a request to stop."""
@@ -210,25 +227,28 @@ class Training:
         began = self._now()
         loss = self._accumulate(step)
         computed = self._now()
+        squares = self._gradient_squares()
+        begun = self._now()
         self._update()
         updated = self._now()
         flags = (torch.full_like(loss, float(flag)) for flag in (stop.requested, self.unwritten is not None))
-        status = torch.stack([loss / self.world, *flags])
+        status = torch.stack([loss / self.world, squares, *flags])
         dist.all_reduce(status)
-        mean, stop_flags, unwritten = status.tolist()
+        mean, squared, stop_flags, unwritten = status.tolist()
         if unwritten:
             on_first_rank(self._need_written)
         self._need_finite("loss", step, mean)
         seconds = self._now() - began
         self.seconds += seconds
         lr = max(group["lr"] for group in self.optimizer.param_groups)
-        times = dict(zip(TIMES, (seconds, computed - began, updated - computed), strict=True))
-        self._append(step, loss=mean, lr=lr, **times)
+        norm = math.sqrt(squared) if math.isfinite(squared) else None
+        times = dict(zip(TIMES, (seconds, computed - began, updated - begun), strict=True))
+        self._append(step, loss=mean, lr=lr, gradient_norm=norm, **times)
         now = time.monotonic()
         if self.rank == 0 and (step == settings.steps or now - self.printed >= LONGEST_SILENCE):
             self.printed = now
-            speed = f"{settings.tokens_per_step / seconds:,.0f} tok/s"
-            say(f"{self.name:>5} {step}/{settings.steps} loss {mean:.3f}{self.validated}, {speed}")
+            told = f"lr {lr:.2g}, gradient norm {squared**0.5:.2g}, {settings.tokens_per_step / seconds:,.0f} tok/s"
+            say(f"{self.name:>5} {step}/{settings.steps} loss {mean:.3f}{self.validated}, {told}")
         return bool(stop_flags > 0)
 
     def _now(self) -> float:
@@ -259,6 +279,15 @@ class Training:
         elif isinstance(self.model, DistributedDataParallel):
             self.model.require_backward_grad_sync = reduces  # what its no_sync() sets
 
+    def _gradient_squares(self) -> Tensor:
+        """Return the share of this rank in the squared norm of the gradients, before they are clipped; 0-d fp64."""
+        copies = {"ddp": self.world, "hsdp": REPLICAS, "fsdp": 1}[self.settings.parallel]
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                total += torch.linalg.vector_norm(local_of(parameter.grad), dtype=torch.float32).double().square()
+        return total / copies
+
     def _update(self) -> None:
         """Clip and step. `muonmesh.Muon` clips only AdamW's gradients, since the size of Muon's update is fixed."""
         if self.settings.clip and isinstance(self.optimizer, mm.Muon):
@@ -284,6 +313,7 @@ class Training:
         loss = self.evaluate()
         self._need_finite("validation loss", step, loss)
         figures = self.optimizer.metrics() if step and isinstance(self.optimizer, mm.Muon) else {}
+        figures |= {f"{group['name']}/lr": group["lr"] for group in self.optimizer.param_groups if figures}
         details = {key: float(value) if math.isfinite(value) else None for key, value in figures.items()}
         self._append(step, validation_loss=loss, **({"optimizer": details} if details else {}))
         self.validated = f", validation {loss:.3f}"
@@ -407,4 +437,8 @@ def train(name: Optimizer, settings: Settings, corpus: Corpus, device: torch.dev
     # All ranks meet here. Ctrl-C must not kill one rank while another already takes it as a request to stop.
     on_first_rank(write)
     stop.install()
-    return training.run(stop)
+    done = training.run(stop)
+    if done:
+        sample = training.sample()
+        on_first_rank(lambda: write_text(run / f"sample-{name}.txt", f"{sample}\n"))
+    return done

@@ -211,38 +211,6 @@ def groups_of(source: object) -> tuple[PackageName, list[Settings]]:
     raise TypeError(explain_error("source", found, needed, write))
 
 
-_MARKS: dict[str, PackageName] = {
-    "mu": "dion",
-    "adjust_lr_fn": "torch",
-    "ns_method": "deepspeed",
-    "is_expert_parallel": "megatron",
-    "use_muon": "keller_jordan",
-    "use_nesterov": "emerging_optimizers",
-    "weight_decay_method": "emerging_optimizers",
-}
-"""Keys by which the package of a group is found. The first match counts: packages further down lack the keys above."""
-
-
-def package_of(groups: Sequence[Mapping[str, Any]]) -> PackageName:
-    """Return the package that saved these groups.
-
-    Raises:
-        ValueError: the groups have no key that identifies a package.
-    """
-    keys = {key for group in groups for key in group}
-    if "scale_mode" not in keys:
-        for mark, name in _MARKS.items():
-            if mark in keys:
-                return name
-        if "betas" in keys and "momentum" not in keys:
-            return "adamw"
-    found = f"groups with {', '.join(sorted(map(str, keys)))}"
-    needed = "groups by which the package is known, or its name: " + ", ".join(map(repr, get_args(PackageName)))
-    write = 'Write convert(source, optimizer, package="keller_jordan"), or whose it is; state of muonmesh needs no '
-    write += "convert"
-    raise ValueError(explain_error("source", found, needed, write))
-
-
 def convert_settings(source: PackageName | Optimizer | object, *rest: Any, **settings: Any) -> Settings:
     """Return settings of muonmesh for the step of another optimizer.
 
