@@ -1,16 +1,35 @@
-"""Folders: a checkpoint's folder read into tensors of a test's own."""
+"""Folders: a checkpoint's folder, written from tensors of a test's own, read into them, and forged."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from muonmesh.checkpoint import folder
 from muonmesh.checkpoint.folder import look
+from muonmesh.checkpoint.index import MANIFEST_FILE, digest_of, entry_of
 from muonmesh.checkpoint.ranks import together
-from muonmesh.checkpoint.record import fill, wanted
+from muonmesh.checkpoint.record import _written, fill, wanted
 from muonmesh.comm.placing import storage_of
 from muonmesh.comm.storage import local_of
 from muonmesh.errors import FileError
+
+
+def write(path: Path, tensors: dict[str, Any], settings: dict[str, Any]) -> None:
+    """Write plain tensors and DTensors as a checkpoint."""
+    held = {name: (local_of(tensor), storage_of(name, tensor, None)) for name, tensor in tensors.items()}
+    folder.write(path, {name: _written(*one) for name, one in held.items()}, settings)
+
+
+def forge(path: Path, change: Callable[[Any], object] = lambda content: None) -> None:
+    """Change the manifest, and let it tell of the files as they are, as whoever can write one of them can."""
+    content = json.loads((path / MANIFEST_FILE).read_text())
+    others = {file.name: entry_of(file) for file in path.iterdir() if file.is_file() and file.name != MANIFEST_FILE}
+    content["files"] = {name: {"bytes": size, "sha256": digest} for name, (size, digest) in others.items()}
+    change(content)
+    (path / MANIFEST_FILE).write_text(json.dumps({**content, "sha256": digest_of(content)}))
 
 
 def read(path: Path, tensors: dict[str, Any]) -> dict[str, Any]:

@@ -25,7 +25,6 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoTokenizer
 from typer.testing import CliRunner
 
-from muonmesh.checkpoint import folder as checkpoint_folder
 from muonmesh.errors import FileError
 from muonmesh.tools.cli import launch as launching
 from muonmesh.tools.cli.app import app
@@ -47,6 +46,7 @@ from muonmesh.tools.cli.report import (
 from muonmesh.tools.cli.run import continuation, save_model
 from muonmesh.tools.cli.run_settings import Settings, load_settings
 from muonmesh.tools.cli.training import learning_rate_factor
+from tests import folders
 from tests.pages import run as run_page
 
 COMMAND = (sys.executable, "-c", "from muonmesh.tools.cli import main; main()", "train")
@@ -248,7 +248,7 @@ def test_metrics_forget_what_a_resumed_run_writes_again(tmp_path: Path) -> None:
 
 def test_a_checkpoint_counts_when_it_is_whole(tmp_path: Path) -> None:
     assert latest_step(tmp_path / "none") is None
-    checkpoint_folder.write(tmp_path / "step-00000010", {"weight": torch.ones(2)}, {})
+    folders.write(tmp_path / "step-00000010", {"weight": torch.ones(2)}, {})
     for name in ("step-00000020", ".step-00000030.writing"):
         (tmp_path / name).mkdir()
     assert latest_step(tmp_path) == 10
@@ -266,7 +266,7 @@ def test_a_stopped_run_names_the_step_from_which_it_continues(tmp_path: Path) ->
         ("muon", 20, f"Continue adamw {none}"),
         ("adamw", 15, f"Continue adamw from step 15: {write}"),
     ):
-        checkpoint_folder.write(checkpoints_of(tmp_path, name) / f"step-{step:08d}", {"weight": torch.ones(2)}, {})
+        folders.write(checkpoints_of(tmp_path, name) / f"step-{step:08d}", {"weight": torch.ones(2)}, {})
         assert continuation(tmp_path, settings) == expected
 
 

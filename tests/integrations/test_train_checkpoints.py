@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from typer.testing import CliRunner
 
 import muonmesh as mm
-from muonmesh.checkpoint.index import INDEX_FILE, MANIFEST_FILE, entry_of, read_index, read_manifest, write_manifest
+from muonmesh.checkpoint.index import MANIFEST_FILE, read_manifest
 from muonmesh.checkpoint.ranks import on_first_rank, together
 from muonmesh.errors import FileError
 from muonmesh.tools.cli.app import app
@@ -30,6 +30,7 @@ from muonmesh.tools.cli.corpus import Corpus, load_corpus_of, prepare_corpus, sa
 from muonmesh.tools.cli.model import check_parameters, parallelise
 from muonmesh.tools.cli.run_settings import Parallel, Settings, load_settings
 from muonmesh.tools.cli.training import StopRequest, Training, insist_on_the_same
+from tests.folders import forge
 from tests.workers import Pool
 
 RANKS = 2
@@ -146,20 +147,15 @@ def scatter_bytes(place: Path) -> None:
     file.write_bytes(bytes(content))
 
 
-def forge_manifest(place: Path) -> None:
-    """Let the manifest tell of the files as they are now."""
-    write_manifest(place, {name: entry_of(place / name) for name in read_manifest(place)})
-
-
 def nan_in_a_file(place: Path) -> None:
     file = place / "__1_0.distcp"
     content = bytearray(file.read_bytes())
-    tensors = read_index(place, read_manifest(place)).values()
+    tensors = read_manifest(place).tensors.values()
     pieces = (piece for tensor in tensors if tensor.name.endswith("momentum_buffer") for piece in tensor.pieces)
     start = next(piece.start for piece in pieces if piece.file == file.name)
     content[start : start + 64] = torch.full((16,), float("nan")).numpy().tobytes()
     file.write_bytes(bytes(content))
-    forge_manifest(place)
+    forge(place)
 
 
 def cut(place: Path) -> None:
@@ -170,7 +166,7 @@ def cut(place: Path) -> None:
 def settings(content: str) -> Callable[[Path], None]:
     def write(place: Path) -> None:
         (place / "settings.json").write_text(content)
-        forge_manifest(place)
+        forge(place)
 
     return write
 
@@ -179,7 +175,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "64 bytes": (scatter_bytes, "__1_0.distcp: its content has changed since it was written"),
     "nan with a forged manifest": (nan_in_a_file, ": found infinity or NaN in "),
     "cut": (cut, "__0_0.distcp: found"),
-    "cut with a forged manifest": (lambda place: (cut(place), forge_manifest(place)), " of __0_0.distcp, which has "),
+    "cut with a forged manifest": (lambda place: (cut(place), forge(place)), " of __0_0.distcp, which has "),
     "no manifest": (
         lambda place: (place / MANIFEST_FILE).unlink(),
         f"{MANIFEST_FILE}: found nothing there; needed the sizes and hashes",
@@ -220,7 +216,6 @@ def test_what_is_saved_is_loaded(saved_small: Path, pool: Pool) -> None:
         ".metadata",
         "__0_0.distcp",
         "__1_0.distcp",
-        INDEX_FILE,
         MANIFEST_FILE,
         "settings.json",
     }
@@ -282,7 +277,7 @@ def test_metadata_that_act_are_not_read(
     place = checkpoints_of(run, "muon") / "step-00000004"
     mark = folder / f"it acted {parallel}"
     (place / ".metadata").write_bytes(pickle.dumps(_Evil(mark)))
-    forge_manifest(place)
+    forge(place)
     assert pool.run(restore, run) == [("", False)] * RANKS
     assert not mark.exists()
 

@@ -17,8 +17,8 @@ from torch import Tensor
 from muonmesh.comm.storage import local_of
 from muonmesh.errors import PlanError, StateError
 from muonmesh.integrations.megatron import get_megatron_optimizer
-from muonmesh.step.collect import collect
 from muonmesh.step.connection import placed_members
+from muonmesh.step.parameters import collect
 from tests.megatron import gathered, host
 from tests.megatron.host import Shape
 from tests.megatron.shapes import MOE, ONE_LAYER, SEQUENCE

@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from muonmesh.checkpoint.folder import before_at, look, write, writing_at
+from muonmesh.checkpoint.folder import before_at, look, writing_at
 from muonmesh.errors import FileError
 from tests.alone import files_of_at_most
 from tests.disks import read_only, small_disk
-from tests.folders import read
+from tests.folders import read, write
 from tests.workers import Pool
 
 RANKS = 2

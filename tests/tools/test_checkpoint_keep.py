@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from muonmesh.checkpoint.folder import before_at, write, writing_at
+from muonmesh.checkpoint.folder import before_at, writing_at
 from muonmesh.checkpoint.index import MANIFEST_FILE
 from muonmesh.tools.cli.checkpoints import forget_others, latest_step
-from tests.folders import read
+from tests.folders import read, write
 
 
 def save(folder: Path, step: int, *, forget: bool = False) -> Path:

@@ -19,7 +19,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from typer.testing import CliRunner
 
 import muonmesh as mm
-from muonmesh.checkpoint.folder import before_at, write
+from muonmesh.checkpoint.folder import before_at
 from muonmesh.checkpoint.index import MANIFEST_FILE
 from muonmesh.numerics.kernels import auto_takes, compiled
 from muonmesh.tools.cli import installation
@@ -27,6 +27,7 @@ from muonmesh.tools.cli.app import app
 from muonmesh.tools.cli.report import append_metrics
 from muonmesh.tools.cli.run_files import LOCK_FILE
 from muonmesh.tools.cli.run_settings import Settings
+from tests.folders import write
 from tests.mutations import Acts
 from tests.workers import Pool
 

@@ -20,21 +20,15 @@ from hypothesis import strategies as st
 from torch import nn
 
 import muonmesh as mm
-from muonmesh.checkpoint.folder import write
 from muonmesh.checkpoint.index import (
-    INDEX_FILE,
     MANIFEST_FILE,
     METADATA_FILE,
     SETTINGS_FILE,
     check_cover,
-    check_entries,
-    entry_of,
-    read_index,
     read_manifest,
-    write_manifest,
 )
 from muonmesh.errors import FileError, StateError
-from tests.folders import read
+from tests.folders import forge, read, write
 from tests.mutations import Acts
 
 Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]  # where it begins, and its size
@@ -70,11 +64,6 @@ def saved(tmp_path: Path) -> Saved:
     return tmp_path / "saved", other, mm.from_model(other, lr=0.3)
 
 
-def forge(folder: Path) -> None:
-    """Let the manifest tell of the files as they are, as whoever can write one of them can."""
-    write_manifest(folder, {file.name: entry_of(file) for file in folder.iterdir() if file.name != MANIFEST_FILE})
-
-
 def refused(saved: Saved) -> str:
     """Load, which must be refused with one short sentence, soon, and without memory or a change."""
     folder, model, optimizer = saved
@@ -100,7 +89,7 @@ def test_a_load_reads_the_elements_of_tensors_and_json_and_nothing_else(saved: S
     (folder / METADATA_FILE).write_bytes(pickle.dumps(Acts(tmp_path / "mark")))
     content = bytearray((folder / "__0_0.distcp").read_bytes())
     kept = bytearray(b"\xff" * len(content))
-    tensors = read_index(folder, read_manifest(folder))
+    tensors = read_manifest(folder).tensors
     for tensor in tensors.values():
         for piece in tensor.pieces:
             of_it = slice(piece.start, piece.start + tensor.bytes_of(piece))
@@ -153,7 +142,7 @@ def test_what_no_load_could_read_is_not_saved(tmp_path: Path) -> None:
     assert read(tmp_path / "saved", {"weight": torch.zeros(3)}) == {}
 
 
-# ------------------------------------------------------------------ a forged index
+# ------------------------------------------------------------------ forged tensors
 
 UP, DOWN = "model.up.weight", "model.down.weight"
 
@@ -230,7 +219,7 @@ FORGED: dict[str, tuple[Callable[[Any], None], str]] = {
     "a class": (with_tensor(dtype="Tensor"), "found 'Tensor'; needed a dtype"),
     "a dtype with a scale": (with_tensor(dtype="qint8"), "found 'qint8'; needed a dtype"),
     "a dtype of a list": (with_tensor(dtype=[]), "found a list; needed a dtype"),
-    "an extra key": (with_piece(module="os"), "found 'module'; needed one of offset, shape, file, start"),
+    "an extra key": (with_piece(module="os"), "found 'module'; needed one of offset, shape, file, start, record"),
     "another order of bytes": (lambda content: content.update(byteorder="middle"), "found 'middle'; needed 'little'"),
     "a long name": (
         lambda content: content["tensors"].update({"x" * 20_000_000: {}}),
@@ -250,12 +239,9 @@ FORGED: dict[str, tuple[Callable[[Any], None], str]] = {
 
 
 @pytest.mark.parametrize("name", FORGED)
-def test_a_forged_index_is_refused(name: str, saved: Saved) -> None:
+def test_a_forged_manifest_is_refused(name: str, saved: Saved) -> None:
     folder, (change, message) = saved[0], FORGED[name]
-    content = json.loads((folder / INDEX_FILE).read_text())
-    change(content)
-    (folder / INDEX_FILE).write_text(json.dumps(content))
-    forge(folder)
+    forge(folder, change)
     said = refused(saved)
     parts = message.split(".*")
     assert all(part in said for part in parts), said
@@ -281,7 +267,7 @@ JUNK: dict[str, Callable[[int], str]] = {
 }
 
 
-@pytest.mark.parametrize(("file", "size"), [(INDEX_FILE, 20_000_000), (SETTINGS_FILE, 10**6), (MANIFEST_FILE, 10**6)])
+@pytest.mark.parametrize(("file", "size"), [(MANIFEST_FILE, 20_000_000), (SETTINGS_FILE, 10**6)])
 @pytest.mark.parametrize("name", JUNK)
 def test_junk_is_refused_soon_and_takes_no_memory_to_speak_of(name: str, file: str, size: int, saved: Saved) -> None:
     (saved[0] / file).write_text(JUNK[name](size))
@@ -321,7 +307,7 @@ SETTINGS: dict[str, tuple[Callable[[Any], None], str]] = {
     "deep matrices": (parameter(matrices=nested(100)), PLAIN),
     "a group that is not there": (parameter(group=10**400), "needed the number of a group"),
     "a group before the first": (parameter(group=-1), "needed the number of a group"),
-    "no truth": (parameter(fresh="no"), "found 'no'; needed true or false"),
+    "another key": (parameter(fresh=True), "found 'fresh'; needed one of group, matrices"),
     "a long rule": (lambda content: content["groups"][0].update(algorithm="x" * 20_000_000), "state of rule 'xxx"),
 }
 
@@ -342,19 +328,19 @@ def test_forged_settings_are_refused(name: str, saved: Saved) -> None:
     [
         ("{", "not JSON"),
         ("[]", "found a list"),
-        ('{"format": 1, "files": {}}', r"\['format'\]: found 1; needed 2: another version wrote it"),
+        ('{"format": 1, "files": {}}', r"\['format'\]: found 1; needed 3: another version wrote it"),
         ('{"format": true, "files": {}}', r"\['format'\]: found True"),
-        ('{"format": 2}', r"\['files'\]: found nothing; needed a dict"),
-        ('{"format": 2, "files": {"../x": {}}}', "found '../x'; needed the name of a file of a checkpoint"),
-        ('{"format": 2, "files": {"x": {}}}', "found 'x'; needed the name of a file of a checkpoint"),
-        ('{"format": 2, "files": {"__0_0.distcp\\u0000": {}}}', "needed the name of a file of a checkpoint"),
-        ('{"format": 2, "files": {"index.json": 3}}', r"\['index.json'\]: found 3; needed a dict"),
+        ('{"format": 3}', r"\['files'\]: found nothing; needed a dict"),
+        ('{"format": 3, "files": {"../x": {}}}', "found '../x'; needed the name of a file of a checkpoint"),
+        ('{"format": 3, "files": {"x": {}}}', "found 'x'; needed the name of a file of a checkpoint"),
+        ('{"format": 3, "files": {"__0_0.distcp\\u0000": {}}}', "needed the name of a file of a checkpoint"),
+        ('{"format": 3, "files": {"settings.json": 3}}', r"\['settings.json'\]: found 3; needed a dict"),
         (
-            '{"format": 2, "files": {"index.json": {"bytes": -1, "sha256": ""}}}',
+            '{"format": 3, "files": {"settings.json": {"bytes": -1, "sha256": ""}}}',
             r"\['bytes'\]: found -1; needed a whole number of at least 0",
         ),
-        ('{"format": 2, "files": {"index.json": {"bytes": 1}}}', r"\['sha256'\]: found nothing; needed a string"),
-        ('{"format": 2, "format": 2, "files": {}}', "'format' is there twice"),
+        ('{"format": 3, "files": {"settings.json": {"bytes": 1}}}', r"\['sha256'\]: found nothing; needed a string"),
+        ('{"format": 3, "format": 3, "files": {}}', "'format' is there twice"),
     ],
 )
 def test_a_broken_manifest_is_one_sentence(content: str, message: str, tmp_path: Path) -> None:
@@ -376,8 +362,8 @@ def test_changed_bytes_are_noticed_by_the_manifest_wherever_they_are(written: Pa
     folder = written.with_name("changed")
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(written, folder)
-    entries = read_manifest(folder)
-    check_entries(folder, entries, list(entries))
+    manifest = read_manifest(folder)
+    manifest.check_files(folder, manifest.files)
     name = data.draw(st.sampled_from([METADATA_FILE, "__0_0.distcp"]))
     content = bytearray((folder / name).read_bytes())
     at = data.draw(st.integers(0, len(content) - 1))
@@ -389,13 +375,22 @@ def test_changed_bytes_are_noticed_by_the_manifest_wherever_they_are(written: Pa
         message = f"found {at} bytes"
     (folder / name).write_bytes(bytes(content))
     with pytest.raises(FileError, match=message):
-        check_entries(folder, entries, [name])
+        manifest.check_files(folder, [name])
+
+
+def test_a_changed_number_in_the_manifest_is_noticed(written: Path) -> None:
+    text = (written / MANIFEST_FILE).read_text()
+    start = read_manifest(written).tensors["weight"].pieces[0].start
+    folder = written.with_name("renumbered")
+    shutil.copytree(written, folder)
+    (folder / MANIFEST_FILE).write_text(text.replace(f'"start": {start}', f'"start": {start - 4}'))
+    with pytest.raises(FileError, match=r"manifest\.json: its content has changed since it was written"):
+        read_manifest(folder)
 
 
 def test_a_manifest_that_leaves_out_a_file_is_refused(saved: Saved) -> None:
-    entries = read_manifest(saved[0])
-    for name in (INDEX_FILE, SETTINGS_FILE, METADATA_FILE):
-        write_manifest(saved[0], {other: entry for other, entry in entries.items() if other != name})
+    for name in (SETTINGS_FILE, METADATA_FILE):
+        forge(saved[0], lambda content, name=name: content["files"].pop(name))
         assert f"['files']['{name}']: found nothing; needed a dict" in refused(saved)
 
 

@@ -35,7 +35,7 @@ from muonmesh.groups import unregister
 from muonmesh.layout import Interval, MeshLayout
 from muonmesh.numerics.kernels.threads import WAITING
 from muonmesh.step.connection import placed_members
-from muonmesh.step.profiled import NAMES
+from muonmesh.step.muon_step import NAMES
 from muonmesh.tools.cli.app import app
 from tests.pages import run, scripts, snippets
 from tests.samples import one_in

@@ -17,7 +17,7 @@ from muonmesh.numerics.kernels import Matmuls, blocked
 from muonmesh.numerics.kernels.batched import torch_products
 from muonmesh.numerics.kernels.blocked import BLOCK, BLOCKED
 from muonmesh.numerics.kernels.dense import dense
-from muonmesh.numerics.kernels.memory import scratch
+from muonmesh.numerics.kernels.threads import scratch
 from muonmesh.numerics.newton_schulz import orthogonalize
 
 CPU = torch.device("cpu")

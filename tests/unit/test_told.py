@@ -15,9 +15,9 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 
 import muonmesh as mm
-from muonmesh.checkpoint.index import entry_of, read_manifest, write_manifest
 from muonmesh.errors import FileError, explain_error
 from muonmesh.tools.cli.diagnosis import diagnose
+from tests.folders import forge
 from tests.in_copies import work_in_copies
 
 FORGED = "\x1b]0;title\x07\u202e\nwhole: yes"
@@ -250,7 +250,7 @@ def test_settings_of_a_file_have_the_bounds_of_settings(key: str, value: str, ne
     for group in content["groups"]:
         group["settings"][key] = "forged"
     path.write_text(json.dumps(content).replace('"forged"', value))
-    write_manifest(path.parent, {name: entry_of(path.parent / name) for name in read_manifest(path.parent)})
+    forge(path.parent)
     began = time.monotonic()
     with pytest.raises((mm.StateError, FileError), match=needed):
         mm.checkpoint.load(tmp_path / "saved", model, optimizer)

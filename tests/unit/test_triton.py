@@ -26,7 +26,7 @@ from muonmesh.numerics.kernels.rows import SEARCHED, PieceRows, in_three_dims
 from muonmesh.numerics.kernels.triton import triton_products
 from muonmesh.numerics.newton_schulz import orthogonalize
 from muonmesh.step import by_kernel
-from muonmesh.step.collect import Snapshot
+from muonmesh.step.parameters import Snapshot
 from muonmesh.step.runtime import Driver
 from tests.device.pretended import Event, pretended_cuda
 from tests.interpreter import interpreting

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from muonmesh.checkpoint.form import TEXT, TRUTH, Kind, check_form, only
+from muonmesh.checkpoint.form import TEXT, Kind, check_form, only
 from muonmesh.checkpoint.index import REMEDY, SavedTensor
 from muonmesh.checkpoint.ranks import first_difference
-from muonmesh.checkpoint.record import MODEL, STATE, Boxes, Record, wanted
-from muonmesh.comm.storage import local_of, this_rank
+from muonmesh.checkpoint.record import MODEL, STATE, Boxes, Record
+from muonmesh.comm.storage import this_rank
 from muonmesh.errors import FileError, StateError, about, explain_error, warn
 from muonmesh.files import is_whole
 from muonmesh.layout import split_matrices
@@ -39,9 +39,9 @@ def settings_of(records: Iterable[Record]) -> dict[str, Any]:
     """Return the settings of the parameters on this rank, as data for JSON.
 
     Returns:
-        ``{"parameters": {name: {"group", "matrices", "fresh"}}, "products": [...]}``. ``group`` is the JSON text of the
-        group's name, algorithm and settings. ``fresh`` is True if no step has created state for the parameter.
-        ``products`` names the implementations of matrix products that have orthogonalized matrices.
+        ``{"parameters": {name: {"group", "matrices"}}, "products": [...]}``. ``group`` is the JSON text of the group's
+        name, algorithm and settings. ``products`` names the implementations of matrix products that have
+        orthogonalized matrices.
 
     Raises:
         StateError: a setting is not plain data.
@@ -57,7 +57,7 @@ def settings_of(records: Iterable[Record]) -> dict[str, Any]:
             said = {"name": group["name"], "algorithm": record.parameter.algorithm, "settings": settings}
             texts[id(group)] = json.dumps(said, sort_keys=True)
         matrices = _plain(record.name, "matrices", record.parameter.spec)
-        parameters[record.name] = {"group": texts[id(group)], "matrices": matrices, "fresh": not record.created}
+        parameters[record.name] = {"group": texts[id(group)], "matrices": matrices}
         if record.parameter.is_matrix and record.created:
             products.add(record.products)
     return {"parameters": parameters, "products": sorted(products)}
@@ -109,7 +109,7 @@ def check_saved(path: Path, saved: dict[str, Any]) -> None:
     form = only(
         {
             "groups": [only({"name": TEXT, "algorithm": TEXT, "settings": {_SETTING: _PLAIN}})],
-            "parameters": {TEXT: only({"group": number, "matrices": _PLAIN, "fresh": TRUTH})},
+            "parameters": {TEXT: only({"group": number, "matrices": _PLAIN})},
             "products": [TEXT],
         }
     )
@@ -180,16 +180,14 @@ class Fit:
 
     Attributes:
         boxes: New memory to read into, by the name of the saved tensor.
-        weights: The parameters and other tensors to write.
-        state: The parts of the state to write, each with the name of its saved tensor. None instead of a name: the part
-            is reset to its value before the first step.
+        entries: The weights (None) and the parts of the state to write, each with the name of its saved tensor. None
+            instead of a name: the part is reset to its value before the first step.
         settings: The groups, each with its new settings.
         told: A warning for the user; empty if there is none.
     """
 
     boxes: dict[str, Boxes] = field(default_factory=dict)
-    weights: list[Record] = field(default_factory=list)
-    state: list[tuple[Record, StateForm, str | None]] = field(default_factory=list)
+    entries: list[tuple[Record, StateForm | None, str | None]] = field(default_factory=list)
     settings: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
     told: str = ""
 
@@ -200,8 +198,8 @@ class Fit:
             StateError: parameters of one flat tensor have different step counts.
         """
         counts: dict[tuple[Tensor, str], tuple[str, float]] = {}
-        for record, part, key in self.state:
-            if part.layout.side != "parameter":
+        for record, part, key in self.entries:
+            if part is None or part.layout.side != "parameter":
                 continue
             count = 0.0 if key is None else float(self.boxes[key][()])
             first, expected = counts.setdefault((record.parameter.tensor, part.key), (record.name, count))
@@ -214,10 +212,8 @@ class Fit:
 
     def write(self) -> None:
         """Write everything that was read."""
-        for record in self.weights:
-            record.take_weights(self.boxes.pop(f"{MODEL}.{record.name}"))
-        for record, part, key in self.state:
-            record.take_state(part, None if key is None else self.boxes.pop(key))
+        for record, part, key in self.entries:
+            record.take(part, None if key is None else self.boxes.pop(key))
         for group, settings in self.settings:
             for key, value in settings.items():
                 if isinstance(group.get(key), Tensor):  # a compiled step may hold it
@@ -259,7 +255,7 @@ def fit(
     for record in records:
         if record.name in there:
             wrong += _entry(f"{MODEL}.{record.name}", there[record.name], record.parameter.storage.shape, record.dtype)
-            found.weights.append(record)
+            found.entries.append((record, None, f"{MODEL}.{record.name}"))
             if record.group:
                 wrong += _state(found, record, saved, states, strict=strict)
     other = ", or write load(..., strict=False), which leaves alone what only one of them has" if strict else ""
@@ -268,11 +264,7 @@ def fit(
         write = f"Load it into the model and the optimizer that it was saved with{other}"
         needed = "what this model and this optimizer hold"
         raise StateError(explain_error(str(path), "; ".join(wrong[:_SHOWN]) + more, needed, write))
-    written = [record.parameter for record in found.weights]
-    sources = [(f"{MODEL}.{each.name}", each.storage, local_of(each.tensor).device) for each in written]
-    sources += [(name, part.layout.storage, part.device) for _, part, name in found.state if name is not None]
-    for name, storage, device in sources:
-        found.boxes[name] = wanted(storage, held[name].dtype, device)
+    found.boxes = {name: one.boxes_for(part, held[name].dtype) for one, part, name in found.entries if name is not None}
     groups: dict[int, list[Record]] = {}
     for record in records:
         if record.group:
@@ -336,8 +328,8 @@ def _state(
         StateError: the saved state belongs to another rule, or to other matrices.
     """
     held, entry = states.get(record.name, {}), saved["parameters"].get(record.name)
-    if entry is None or entry["fresh"]:
-        found.state += [(record, part, None) for part in record.parts]
+    if entry is None or not held:  # no step had created state
+        found.entries += [(record, part, None) for part in record.parts]
         return [f"no state of {record.name}, which nobody trained"] if entry is None and strict else []
     algorithm = saved["groups"][entry["group"]]["algorithm"]
     if algorithm != record.parameter.algorithm:
@@ -354,12 +346,12 @@ def _state(
             needed += {"rows": "rows", "cols": "columns"}.get(part.layout.side, "matrices")
             raise StateError(explain_error(record.name, had, needed, "Split it as when it was saved"))
         elif part.key not in held:
-            found.state.append((record, part, None))
+            found.entries.append((record, part, None))
             wrong += [f"no {name}"] if strict else []
         elif held[part.key].shape != part.layout.storage.shape:
             wrong.append(f"{name} of shape {held[part.key].shape}, where {part.layout.storage.shape} is needed")
         else:
-            found.state.append((record, part, name))
+            found.entries.append((record, part, name))
     strangers = sorted(held.keys() - {part.key for part in record.parts})
     return wrong + [f"{STATE}.{record.name}.{key}, which this optimizer does not read" for key in strangers if strict]
 

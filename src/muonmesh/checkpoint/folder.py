@@ -2,11 +2,10 @@
 
 The folder contains::
 
-    __0_0.distcp ...   the tensors, in the files of `torch.distributed.checkpoint`, one for each rank
-    index.json         the place of each piece of each tensor, see `index`
-    .metadata          the same for torch.distributed.checkpoint, a pickle; muonmesh writes it and never reads it
+    __0_0.distcp ...   the tensors, as `torch.distributed.checkpoint` reads them, one file for each rank
+    .metadata          the place of each piece of each tensor, a pickle for torch; muonmesh never reads it
     settings.json      all other saved data, as JSON
-    manifest.json      the size and the SHA-256 of all other files, written last
+    manifest.json      the same places, and the size and the SHA-256 of all other files, written last; see `index`
 
 It is written under a temporary name next to its path, and then renamed. Next to a checkpoint ``NAME``, two hidden
 folders may exist::
@@ -24,44 +23,38 @@ import contextlib
 import errno
 import json
 import os
+import pickle
 import shutil
-import warnings
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import WriteItem
-from torch.distributed.checkpoint.state_dict_saver import save as torch_save
+import torch
+from torch.distributed.checkpoint.utils import _create_file_view
 
 from muonmesh.checkpoint.index import (
     BESIDE,
     DATA_FILE,
     MANIFEST_FILE,
+    METADATA_FILE,
     REMEDY,
     SETTINGS_FILE,
-    Entry,
+    Manifest,
+    SavedPiece,
     SavedTensor,
-    Starts,
-    check_entries,
+    Sizes,
     entry_of,
-    read_index,
+    merged,
     read_manifest,
-    starts_of,
-    write_index,
+    torch_metadata,
     write_manifest,
 )
 from muonmesh.checkpoint.ranks import on_first_rank, together
-from muonmesh.checkpoint.record import STATE, Boxes
+from muonmesh.checkpoint.record import STATE, Boxes, Share
 from muonmesh.comm.storage import this_rank, world_size
 from muonmesh.comm.telling import tell_all
 from muonmesh.errors import FileError, explain_error
-from muonmesh.files import cannot_write, kind_of, onto_disk, read_json, replace_text, writing
+from muonmesh.files import kind_of, onto_disk, read_json, replace_text, writing
 from muonmesh.layout.region import Block, Region, overlap
 from muonmesh.step.state_layout import wrong_numbers
 
@@ -166,7 +159,7 @@ def foreign_at(path: Path) -> str:
 
 def _is_own(name: str) -> bool:
     """Return whether this is the name of a file of a checkpoint, finished or not; NFS renames what is still open."""
-    inner = name.removeprefix(".").removesuffix(".writing") if name.endswith(".writing") else name.removesuffix(".tmp")
+    inner = name.removeprefix(".").removesuffix(".writing") if name.endswith(".writing") else name
     return inner in (MANIFEST_FILE, *BESIDE) or DATA_FILE.fullmatch(inner) is not None or name.startswith(".nfs")
 
 
@@ -211,9 +204,8 @@ def _empty(folder: Path) -> None:
             path.unlink()
 
 
-@dataclass(frozen=True)
-class CheckpointReader:
-    """Reads a checkpoint of `muonmesh.checkpoint.save` whose index and settings have been read.
+class CheckpointReader(NamedTuple):
+    """Reads a checkpoint of `muonmesh.checkpoint.save` whose manifest and settings have been read.
 
     Attributes:
         folder: The folder of the checkpoint.
@@ -256,19 +248,7 @@ class CheckpointReader:
 AGAIN = "save again"
 
 
-class _RowMajor(DefaultSavePlanner):
-    """Lets torch write the elements of all tensors in row-major order, as the index says."""
-
-    def resolve_data(self, write_item: WriteItem) -> Any:
-        data = super().resolve_data(write_item)
-        return data.resolve_conj().resolve_neg().contiguous() if isinstance(data, Tensor) else data
-
-
-def write(
-    path: str | os.PathLike[str],
-    tensors: Mapping[str, Any],
-    settings: Mapping[str, Any],
-) -> None:
+def write(path: str | os.PathLike[str], tensors: Mapping[str, Share], settings: Mapping[str, Any]) -> None:
     """Write a checkpoint to disk under a temporary name next to ``path``, and then rename it. Called on all ranks.
 
     If the process, the machine or the disk fails at any time, `look` finds either the old checkpoint or the complete
@@ -276,8 +256,7 @@ def write(
 
     Args:
         path: The folder, on a file system that all ranks share. An existing checkpoint is replaced.
-        tensors: The tensors by name, as for `torch.distributed.checkpoint`: plain tensors (the first rank's are
-            written), DTensors, objects with torch's protocol, or mappings of these.
+        tensors: What this rank has of each tensor, by name. Of several ranks with the same box, one writes its own.
         settings: Data that JSON can represent; the first rank's are written.
 
     Raises:
@@ -294,23 +273,71 @@ def write(
         with writing(place, again=AGAIN):
             stack.enter_context(writing_alone(place))
 
+    def write_own() -> Manifest:
+        with writing(place, raised=Exception, again=AGAIN):  # torch has errors of its own for a full disk
+            return _write_boxes(writing_at(place), tensors, own)
+
     def finish() -> None:
         with writing(place, again=AGAIN):
-            scratch = writing_at(place)
-            for name in entries:
+            scratch, manifest = writing_at(place), merged(told)
+            for name in manifest.files:
                 if not (scratch / name).is_file():
                     found, needed = f"no {name} here, which another rank wrote", "a folder that all ranks share"
                     raise FileError(explain_error(str(place), found, needed, "Pass the same path on every rank"))
-            write_index(scratch, metadata, starts, entries)
+            (scratch / METADATA_FILE).write_bytes(pickle.dumps(torch_metadata(manifest.tensors.values())))
+            onto_disk(scratch / METADATA_FILE)
             replace_text(scratch / SETTINGS_FILE, text)
-            write_manifest(scratch, entries | {name: entry_of(scratch / name) for name in BESIDE})
+            beside = {name: entry_of(scratch / name) for name in BESIDE}
+            write_manifest(scratch, manifest._replace(files={**manifest.files, **beside}))
             onto_disk(scratch)
             put(scratch, place)
 
     with contextlib.ExitStack() as stack:
         on_first_rank(lock)
-        metadata, entries, starts = _write_tensors(place, dict(tensors))
+        own = _boxes_to_write(tensors)
+        told = tell_all(together(write_own))
         on_first_rank(finish)
+
+
+def _boxes_to_write(tensors: Mapping[str, Share]) -> list[tuple[str, Sizes]]:
+    """Return the boxes that this rank writes. Of the ranks with the same box, it is the one with the least to write."""
+    mine = {(name, at): box.nbytes for name, share in tensors.items() for at, box in share.boxes.items()}
+    everyone = tell_all(mine)
+    holders: dict[tuple[str, Sizes], list[int]] = {}
+    for rank, sizes in enumerate(everyone):
+        for key in sizes:
+            holders.setdefault(key, []).append(rank)
+    loads, own = [0] * len(everyone), []
+    for key, ranks in holders.items():
+        writer = min(ranks, key=loads.__getitem__)
+        loads[writer] += everyone[writer][key]
+        if writer == this_rank() and everyone[writer][key]:
+            own.append(key)
+    return own
+
+
+def _write_boxes(scratch: Path, tensors: Mapping[str, Share], own: Sequence[tuple[str, Sizes]]) -> Manifest:
+    """Write boxes of this rank into a file of the locked folder, each as a file of `torch.save`; return what is there.
+
+    The folder is made if it is not there: then it is another one than the first rank's, which says so.
+    """
+    file, records = scratch / f"__{this_rank()}_0.distcp", dict[tuple[str, Sizes], tuple[int, int]]()
+    pieces: dict[str, list[SavedPiece]] = {name: [] for name in tensors}
+    if own:
+        scratch.mkdir(parents=True, exist_ok=True)
+        with file.open("wb") as stream:
+            for name, at in own:
+                box, begin = tensors[name].boxes[at].resolve_conj().resolve_neg().cpu(), stream.tell()
+                torch.save(box.clone(memory_format=torch.contiguous_format), stream)  # else all of a larger memory
+                records[name, at] = begin, stream.tell() - begin
+        onto_disk(file)
+        with file.open("rb") as stream:
+            for (name, at), record in records.items():
+                reader: Any = torch._C.PyTorchFileReader(_create_file_view(stream, *record))  # type: ignore[call-overload]
+                start = record[0] + reader.get_record_offset("data/0")
+                pieces[name].append(SavedPiece(at, tuple(tensors[name].boxes[at].shape), file.name, start, record))
+    saved = {name: SavedTensor(name, one.dtype, one.shape, tuple(pieces[name])) for name, one in tensors.items()}
+    return Manifest({file.name: entry_of(file)} if own else {}, saved)
 
 
 def look(path: str | os.PathLike[str]) -> CheckpointReader:
@@ -330,46 +357,9 @@ def look(path: str | os.PathLike[str]) -> CheckpointReader:
         if folder.is_symlink() or not folder.is_dir():
             found = kind_of(folder, follow=False)
             raise FileError(explain_error(str(place), found, "the folder of a checkpoint"))
-        entries = read_manifest(folder)
-        check_entries(folder, entries, [*BESIDE, *sorted(entries)[this_rank() :: world_size()]])
+        manifest = read_manifest(folder)
+        manifest.check_files(folder, [*BESIDE, *sorted(manifest.files)[this_rank() :: world_size()]])
         settings = read_json(folder / SETTINGS_FILE, needed=f"what save wrote there. {REMEDY}")
-        return CheckpointReader(folder, read_index(folder, entries), settings)
+        return CheckpointReader(folder, manifest.tensors, settings)
 
     return together(inspect)
-
-
-def _write_tensors(place: Path, tensors: dict[str, Any]) -> tuple[Metadata, dict[str, Entry], Starts]:
-    """Write the tensors into the locked folder.
-
-    Returns:
-        torch's metadata, and of all ranks' files the size and hash by name, and the places of all pieces.
-
-    Raises:
-        FileError: on every rank: a file could not be written.
-    """
-    scratch = writing_at(place)
-    metadata: Metadata | None = None
-    failures: dict[int, BaseException] = {}
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # in a single process
-            metadata = torch_save(tensors, storage_writer=FileSystemWriter(scratch), planner=_RowMajor())
-    except CheckpointException as error:
-        failures = {rank: failure for rank, (failure, _) in error.failures.items()}
-
-    def read_own() -> tuple[dict[str, Entry], Starts]:
-        # The rank that failed says why, since only that rank knows its limits.
-        if this_rank() in failures:
-            raise FileError(cannot_write(place, failures[this_rank()], again=AGAIN))
-        if metadata is None:
-            return {}, Starts()
-        with writing(place, again=AGAIN):
-            own = {file.name: entry_of(file) for file in scratch.glob(f"__{this_rank()}_*.distcp")}
-            return own, starts_of(scratch, metadata, own)
-
-    entries, starts = dict[str, Entry](), Starts()
-    for some, begin in tell_all(together(read_own)):
-        entries |= some
-        starts |= begin
-    assert metadata is not None, failures
-    return metadata, entries, starts

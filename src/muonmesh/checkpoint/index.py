@@ -1,9 +1,9 @@
-"""Index: which files a checkpoint has, which tensors, and where in the files the bytes of each piece are, as JSON.
+"""Manifest: which files a checkpoint has, which tensors, and where in the files the bytes of each piece are, as JSON.
 
-The manifest has the size and the hash of each file, so that files that have changed since are found. The index has the
-tensors. `torch.distributed.checkpoint` writes the same into `.metadata`, as a pickle, which muonmesh never reads. It
-writes each piece as a file of `torch.save` inside a larger file. Such a file stores the elements uncompressed in
-row-major order, so the index names the place of the first byte, and nothing around the elements is read.
+It has the size and the hash of each file, and a hash of itself, so that what has changed since is found. It also has
+the tensors. `torch_metadata` describes the same tensors for `torch.distributed.checkpoint`, as a pickle, which muonmesh
+never reads. Each piece is a file of `torch.save` inside a larger file. Such a file stores the elements uncompressed in
+row-major order, so the manifest names the place of the first byte, and nothing around the elements is read.
 """
 
 from __future__ import annotations
@@ -15,161 +15,84 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.utils import _create_file_view
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from muonmesh.checkpoint.form import SIZE, TEXT, Kind, check_form, one_of, only
 from muonmesh.errors import FileError, explain_error
 from muonmesh.files import kind_of, lacks_memory, read_json, reason, replace_text
+from muonmesh.layout.matrix import as_tuples
 from muonmesh.layout.region import Block, Region, row_major
 
 METADATA_FILE = ".metadata"
-INDEX_FILE = "index.json"
 MANIFEST_FILE = "manifest.json"
 SETTINGS_FILE = "settings.json"
 DATA_FILE = re.compile(r"__[0-9]{1,9}_[0-9]{1,9}\.distcp")  # in the folder itself: no path leads out of it
 REMEDY = "Load another checkpoint, or bring an undamaged copy"
 
-_FORMAT = 2
-BESIDE = (METADATA_FILE, INDEX_FILE, SETTINGS_FILE)  # the files with tensors
-_FILE_NAME = Kind(
-    "the name of a file of a checkpoint", lambda name: name in BESIDE or DATA_FILE.fullmatch(name) is not None
-)
-_ENTRY = only({"bytes": SIZE, "sha256": TEXT})
-_MANIFEST = only(
-    {
-        "format": one_of([_FORMAT], ": another version wrote it"),
-        "files": {_FILE_NAME: _ENTRY, **dict.fromkeys(BESIDE, _ENTRY)},
-    }
-)
+BESIDE = (METADATA_FILE, SETTINGS_FILE)  # the files with tensors
 
-Entry = tuple[int, str]  # bytes, SHA-256
-
-
-def entry_of(path: Path) -> Entry:
-    """Return the size and the SHA-256 of a file.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-        return file.tell(), digest
-
-
-def unreadable(what: str, error: BaseException) -> FileError:
-    """Return the error for a file that could not be read; without permission or memory, the file is not damaged."""
-    remedy = "Let the user of this process read it" if isinstance(error, PermissionError) else REMEDY
-    if lacks_memory(error):
-        remedy = "Free some memory and load again"
-    return FileError(f"{what} could not be read: {reason(error)}. {remedy}")
-
-
-def write_manifest(folder: Path, entries: dict[str, Entry]) -> None:
-    """Write the manifest of a checkpoint: the size and the SHA-256 of each file.
-
-    Raises:
-        OSError: the manifest cannot be written.
-    """
-    files = {name: {"bytes": size, "sha256": digest} for name, (size, digest) in sorted(entries.items())}
-    replace_text(folder / MANIFEST_FILE, json.dumps({"format": _FORMAT, "files": files}, indent=2) + "\n")
-
-
-def read_manifest(folder: Path) -> dict[str, Entry]:
-    """Return the size and the SHA-256 of each file of a checkpoint, from its manifest.
-
-    Raises:
-        FileError: the manifest is missing, or has another form than `write_manifest` writes.
-    """
-    path = folder / MANIFEST_FILE
-    if (names := set(os.listdir(folder))).isdisjoint({MANIFEST_FILE, SETTINGS_FILE}):
-        found, write = f"no {MANIFEST_FILE}", "Pass the folder that save was given"
-        if METADATA_FILE in names:
-            found = "a checkpoint of torch.distributed.checkpoint"
-            write = "Load it by torch.distributed.checkpoint.load, with the keys that it was saved with, and "
-            write += "torch.distributed.checkpoint.state_dict.set_state_dict"
-        raise FileError(explain_error(str(folder), found, "a checkpoint of muonmesh.checkpoint.save", write))
-    needed = f"the sizes and hashes that save wrote there last. {REMEDY}"
-    content = check_form(str(path), read_json(path, needed=needed), _MANIFEST, REMEDY, kind=FileError)
-    return {name: (entry["bytes"], entry["sha256"]) for name, entry in content["files"].items()}
-
-
-def check_entries(folder: Path, entries: dict[str, Entry], names: Iterable[str]) -> None:
-    """Check the sizes and hashes of some files of a checkpoint.
-
-    Args:
-        folder: The folder of the checkpoint.
-        entries: The size and the SHA-256 of each file, from the manifest.
-        names: The files to check.
-
-    Raises:
-        FileError: a file is missing or has changed; the message names the first.
-    """
-    for name in names:
-        path = folder / name
-        if path.is_symlink() or not path.is_file():
-            needed = f"the file that {MANIFEST_FILE} tells of"
-            raise FileError(explain_error(str(path), kind_of(path, follow=False), needed, REMEDY))
-        try:
-            size, digest = entry_of(path)
-        except OSError as error:
-            raise unreadable(f"{path}:", error) from error
-        expected_size, expected_digest = entries[name]
-        if size != expected_size:
-            raise FileError(f"{path}: found {size} bytes; needed {expected_size}, as {MANIFEST_FILE} says. {REMEDY}")
-        if digest != expected_digest:
-            raise FileError(f"{path}: its content has changed since it was written ({MANIFEST_FILE}). {REMEDY}")
-
-
+Entry: TypeAlias = tuple[int, str]  # bytes, SHA-256
 Sizes: TypeAlias = tuple[int, ...]
-Starts: TypeAlias = dict[tuple[str, Sizes], tuple[str, int]]
-"""By name and offset of a piece: its file, and the place of its first byte."""
-
 _Box: TypeAlias = tuple[tuple[int, int], ...]  # begin and length in each dim
 
+_FORMAT = 3
 _DTYPES = {str(one).removeprefix("torch."): one for one in vars(torch).values() if isinstance(one, torch.dtype)}
 _DTYPES = {name: one for name, one in _DTYPES.items() if not name.startswith(("q", "bits"))}  # these need a scale
-_TENSOR_NAME = Kind("a name of at most 1,000 characters", lambda name: len(name) <= 1000)
 _DATA_FILE_NAME = Kind(
     "the name of a file with tensors", lambda name: isinstance(name, str) and bool(DATA_FILE.fullmatch(name))
 )
-
-
+_FILE_NAME = Kind("the name of a file of a checkpoint", lambda name: name in BESIDE or _DATA_FILE_NAME.holds(name))
 _SHAPE = Kind(
     "a list of at most 16 whole numbers of at least 0",
     lambda value: isinstance(value, list) and len(value) <= 16 and all(map(SIZE.holds, value)),
 )
-_INDEX = only(
+_ENTRY = only({"bytes": SIZE, "sha256": TEXT})
+_TENSOR = only(
     {
+        "dtype": Kind("a dtype", lambda name: isinstance(name, str) and name in _DTYPES),
+        "shape": _SHAPE,
+        "pieces": [only({"offset": _SHAPE, "shape": _SHAPE, "file": _DATA_FILE_NAME, "start": SIZE, "record": _SHAPE})],
+    }
+)
+_MANIFEST = only(
+    {
+        "format": one_of([_FORMAT], ": another version wrote it"),
+        "files": {_FILE_NAME: _ENTRY, **dict.fromkeys(BESIDE, _ENTRY)},
         "byteorder": one_of([sys.byteorder], ", as on this machine"),
-        "tensors": {
-            _TENSOR_NAME: only(
-                {
-                    "dtype": Kind("a dtype", lambda name: isinstance(name, str) and name in _DTYPES),
-                    "shape": _SHAPE,
-                    "pieces": [only({"offset": _SHAPE, "shape": _SHAPE, "file": _DATA_FILE_NAME, "start": SIZE})],
-                }
-            )
-        },
+        "tensors": {Kind("a name of at most 1,000 characters", lambda name: len(name) <= 1000): _TENSOR},
+        "sha256": TEXT,
     }
 )
 
 
-@dataclass(frozen=True, slots=True)
-class SavedPiece:
-    """A box of a saved tensor, which is never empty: its offset, its shape, its file, and its first byte there."""
+class SavedPiece(NamedTuple):
+    """A box of a saved tensor, which is never empty.
+
+    Attributes:
+        offset, shape: The box.
+        file: The name of its file.
+        start: The place of its first byte in the file.
+        record: The place and the length of what `torch.save` has written around it, for torch alone.
+    """
 
     offset: Sizes
     shape: Sizes
     file: str
     start: int
+    record: tuple[int, int]
 
     @property
     def block(self) -> Block:
@@ -177,8 +100,7 @@ class SavedPiece:
         return Block(Region.box(self.offset, self.shape), 0, row_major(self.shape))
 
 
-@dataclass(frozen=True, slots=True)
-class SavedTensor:
+class SavedTensor(NamedTuple):
     """A tensor in a checkpoint: its name, its dtype, its whole shape, and the pieces that it is cut into."""
 
     name: str
@@ -210,95 +132,156 @@ class SavedTensor:
         return torch.frombuffer(held, dtype=self.dtype).view(piece.shape)
 
 
-def starts_of(folder: Path, metadata: Metadata, files: Collection[str]) -> Starts:
-    """Return the places of all pieces in some files that `torch.distributed.checkpoint` has written."""
-    found: Starts = {}
-    for name in files:
-        with (folder / name).open("rb") as file:
-            for index, place in metadata.storage_data.items():
-                if place.relative_path == name:
-                    view: Any = _create_file_view(file, place.offset, place.length)
-                    archive: Any = torch._C.PyTorchFileReader(view)
-                    start = place.offset + archive.get_record_offset("data/0")
-                    found[index.fqn, tuple(index.offset or ())] = name, start
-    return found
+class Manifest(NamedTuple):
+    """The files of a checkpoint, each with its size and hash, and the tensors in them, by name."""
+
+    files: Mapping[str, Entry]
+    tensors: Mapping[str, SavedTensor]
+
+    def check_files(self, folder: Path, names: Iterable[str]) -> None:
+        """Check the sizes and hashes of some files of a checkpoint.
+
+        Raises:
+            FileError: a file is missing or has changed; the message names the first.
+        """
+        for name in names:
+            path = folder / name
+            if path.is_symlink() or not path.is_file():
+                needed = f"the file that {MANIFEST_FILE} tells of"
+                raise FileError(explain_error(str(path), kind_of(path, follow=False), needed, REMEDY))
+            try:
+                size, digest = entry_of(path)
+            except OSError as error:
+                raise unreadable(f"{path}:", error) from error
+            wanted_size, wanted_digest = self.files[name]
+            if size != wanted_size:
+                raise FileError(f"{path}: found {size} bytes; needed {wanted_size}, as {MANIFEST_FILE} says. {REMEDY}")
+            if digest != wanted_digest:
+                raise FileError(f"{path}: its content has changed since it was written ({MANIFEST_FILE}). {REMEDY}")
 
 
-def write_index(folder: Path, metadata: Metadata, starts: Starts, entries: Mapping[str, Entry]) -> None:
-    """Write the index of a checkpoint.
-
-    Args:
-        folder: The folder.
-        metadata: What `torch.distributed.checkpoint` has written there.
-        starts: The places of all pieces (`starts_of`, of all ranks).
-        entries: The sizes and hashes of the files.
-
-    Raises:
-        OSError: the index cannot be written.
-        FileError: `read_index` would refuse the index, and nobody could load the checkpoint.
-        TypeError: the checkpoint has other entries than tensors.
-    """
-    tensors = {}
-    for name, entry in metadata.state_dict_metadata.items():
-        if not isinstance(entry, TensorStorageMetadata):
-            raise TypeError(explain_error(name, "an entry that is no tensor", "tensors alone"))
-        pieces = [
-            dict(zip(("offset", "shape", "file", "start"), (at, shape, *starts[name, at]), strict=True))
-            for at, shape in ((tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks)
-            if math.prod(shape)
-        ]
-        dtype = str(entry.properties.dtype).removeprefix("torch.")
-        tensors[name] = {"dtype": dtype, "shape": tuple(entry.size), "pieces": pieces}
-    text = json.dumps({"byteorder": sys.byteorder, "tensors": tensors})
-    _checked(folder / INDEX_FILE, json.loads(text), entries)
-    replace_text(folder / INDEX_FILE, text)
-
-
-def read_index(folder: Path, entries: Mapping[str, Entry]) -> dict[str, SavedTensor]:
-    """Return the tensors of a checkpoint by name.
-
-    Args:
-        folder: The folder.
-        entries: The sizes and hashes of its files, from the manifest.
+def entry_of(path: Path) -> Entry:
+    """Return the size and the SHA-256 of a file.
 
     Raises:
-        FileError: the index has another form than `write_index` writes, or its pieces do not fit the files, do not
-            cover the tensors, or overlap.
+        OSError: the file cannot be read.
     """
-    path = folder / INDEX_FILE
-    return _checked(path, read_json(path, needed=f"what save wrote there. {REMEDY}"), entries)
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return file.tell(), digest
 
 
-def _checked(path: Path, content: Any, entries: Mapping[str, Entry]) -> dict[str, SavedTensor]:
-    check_form(str(path), content, _INDEX, REMEDY, kind=FileError)
+def unreadable(what: str, error: BaseException) -> FileError:
+    """Return the error for a file that could not be read; without permission or memory, the file is not damaged."""
+    remedy = "Let the user of this process read it" if isinstance(error, PermissionError) else REMEDY
+    if lacks_memory(error):
+        remedy = "Free some memory and load again"
+    return FileError(f"{what} could not be read: {reason(error)}. {remedy}")
+
+
+def merged(some: Sequence[Manifest]) -> Manifest:
+    """Return the files and the tensors of all ranks together."""
+    files, tensors = dict[str, Entry](), dict[str, SavedTensor]()
+    for one in some:
+        files |= one.files
+        for name, tensor in one.tensors.items():
+            before = tensors.get(name, tensor._replace(pieces=()))
+            tensors[name] = tensor._replace(pieces=before.pieces + tensor.pieces) if tensor.pieces else before
+    return Manifest(files, tensors)
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write the manifest of a checkpoint.
+
+    Raises:
+        OSError: the manifest cannot be written.
+        FileError: `read_manifest` would refuse the manifest, and nobody could load the checkpoint.
+    """
+    content = {
+        "format": _FORMAT,
+        "byteorder": sys.byteorder,
+        "files": {name: {"bytes": size, "sha256": digest} for name, (size, digest) in sorted(manifest.files.items())},
+        "tensors": {
+            name: {
+                "dtype": str(tensor.dtype).removeprefix("torch."),
+                "shape": tensor.shape,
+                "pieces": [piece._asdict() for piece in tensor.pieces],
+            }
+            for name, tensor in manifest.tensors.items()
+        },
+    }
+    text = json.dumps({**content, "sha256": digest_of(content)}, indent=1)
+    _checked(folder / MANIFEST_FILE, json.loads(text))
+    replace_text(folder / MANIFEST_FILE, text)
+
+
+def digest_of(content: Mapping[str, Any]) -> str:
+    """Return a hash of the content of a manifest, without the hash that it has of itself."""
+    own = {key: value for key, value in content.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Return the files and the tensors of a checkpoint, from its manifest.
+
+    Raises:
+        FileError: the manifest is missing, has another form than `write_manifest` writes, or has changed; or its pieces
+            do not fit the files, do not cover the tensors, or overlap.
+    """
+    path = folder / MANIFEST_FILE
+    if (names := set(os.listdir(folder))).isdisjoint({MANIFEST_FILE, SETTINGS_FILE}):
+        found, write = f"no {MANIFEST_FILE}", "Pass the folder that save was given"
+        if METADATA_FILE in names:
+            found = "a checkpoint of torch.distributed.checkpoint"
+            write = "Load it by torch.distributed.checkpoint.load, with the keys that it was saved with, and "
+            write += "torch.distributed.checkpoint.state_dict.set_state_dict"
+        raise FileError(explain_error(str(folder), found, "a checkpoint of muonmesh.checkpoint.save", write))
+    return _checked(path, read_json(path, needed=f"the sizes and hashes that save wrote there last. {REMEDY}"))
+
+
+def _checked(path: Path, content: Any) -> Manifest:
+    check_form(str(path), content, _MANIFEST, REMEDY, kind=FileError)
+    if content["sha256"] != digest_of(content):
+        raise FileError(f"{path}: its content has changed since it was written. {REMEDY}")
+    files = {name: (entry["bytes"], entry["sha256"]) for name, entry in content["files"].items()}
     tensors = {}
     for name, entry in content["tensors"].items():
-        pieces = (
-            SavedPiece(tuple(one["offset"]), tuple(one["shape"]), one["file"], one["start"]) for one in entry["pieces"]
-        )
+        pieces = (SavedPiece(**{key: as_tuples(value) for key, value in one.items()}) for one in entry["pieces"])
         tensors[name] = SavedTensor(name, _DTYPES[entry["dtype"]], tuple(entry["shape"]), tuple(pieces))
     try:
         for tensor in tensors.values():
             check_cover(tensor.name, tensor.shape, [(piece.offset, piece.shape) for piece in tensor.pieces])
-        _check_places(tensors.values(), entries)
+        _check_places(tensors.values(), files)
     except ValueError as error:
         raise FileError(explain_error(str(path), str(error), "pieces as save wrote them", REMEDY)) from None
-    return tensors
+    return Manifest(files, tensors)
 
 
-def _check_places(tensors: Iterable[SavedTensor], entries: Mapping[str, Entry]) -> None:
+def torch_metadata(tensors: Iterable[SavedTensor]) -> Metadata:
+    """Return the description of tensors for `torch.distributed.checkpoint`."""
+    described: dict[str, Any] = {}
+    places: dict[Any, Any] = {}
+    for name, dtype, shape, pieces in tensors:
+        chunks = [ChunkStorageMetadata(torch.Size(one.offset), torch.Size(one.shape)) for one in pieces]
+        described[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), chunks)
+        for one in pieces:
+            places[MetadataIndex(name, one.offset)] = _StorageInfo(one.file, *one.record)
+    return Metadata(described, {name: (name,) for name in described}, places)
+
+
+def _check_places(tensors: Iterable[SavedTensor], files: Mapping[str, Entry]) -> None:
     """Raise ValueError unless all pieces lie in their files, and none in another.
 
     So all tensors together are not larger than the files.
     """
-    ends = {name: 0 for name in entries}
+    ends = {name: 0 for name in files}
     places = ((piece.file, piece.start, tensor, piece) for tensor in tensors for piece in tensor.pieces)
     for file, start, tensor, piece in sorted(places, key=lambda place: place[:2]):
         end = start + tensor.bytes_of(piece)
-        if file not in entries:
+        if file not in files:
             raise ValueError(f"a piece of {tensor.name} in {file}, which the manifest does not tell of")
-        if end > entries[file][0]:
-            raise ValueError(f"a piece of {tensor.name} up to byte {end} of {file}, which has {entries[file][0]}")
+        if end > files[file][0]:
+            raise ValueError(f"a piece of {tensor.name} up to byte {end} of {file}, which has {files[file][0]}")
         if start < ends[file]:
             raise ValueError(f"a piece of {tensor.name} in another piece, at byte {start} of {file}")
         ends[file] = end

@@ -6,22 +6,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from muonmesh.checkpoint.state import widen_state
 from muonmesh.comm.storage import Storage, local_of, local_shape, this_rank
 from muonmesh.layout import FlatShards, Layout
 from muonmesh.numerics.coefficients import choose
 from muonmesh.numerics.kernels import told_products
-from muonmesh.numerics.precision import plain_modes
+from muonmesh.numerics.kernels.threads import plain_modes
 from muonmesh.step.connection import connect, forget, plan
 from muonmesh.step.members import OptimizedParameter
 from muonmesh.step.parameter_steps import ParameterStep, prepare_state
@@ -51,42 +49,18 @@ def boxes_of(local: Tensor, layout: Layout | None, shape: tuple[int, ...]) -> Bo
     }
 
 
-class Share(Tensor):
-    """The boxes of one whole tensor that this rank writes, as `torch.distributed.checkpoint` takes them.
+class Share(NamedTuple):
+    """What this rank writes of one tensor of a checkpoint.
 
-    A Share has the shape and dtype of the whole tensor, but no memory of its own, and does not support computation.
+    Attributes:
+        shape: The shape of the whole tensor.
+        dtype: Its dtype.
+        boxes: The boxes of it that this rank writes.
     """
 
+    shape: tuple[int, ...]
+    dtype: torch.dtype
     boxes: Boxes
-
-    @staticmethod
-    def __new__(cls, shape: tuple[int, ...], dtype: torch.dtype, boxes: Mapping[tuple[int, ...], Tensor]) -> Share:
-        """Create a Share from the shape and dtype of the whole tensor, and this rank's boxes by their offsets."""
-        share: Share = Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype)
-        share.boxes = dict(boxes)
-        return share
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Raise NotImplementedError: a Share does not support computation."""
-        raise NotImplementedError(f"{func} of a Share, which is a description of memory and no operand")
-
-    def __create_write_items__(self, name: str, _: Any) -> list[WriteItem]:
-        return [
-            WriteItem(
-                MetadataIndex(name, chunk.offsets),
-                WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk, TensorProperties(dtype=self.dtype), self.size()),
-            )
-            for chunk in self.__create_chunk_list__()
-        ]
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(torch.Size(at), box.size()) for at, box in self.boxes.items()]
-
-    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        assert index.offset is not None
-        return self.boxes[tuple(index.offset)]
 
 
 MODEL = "model"
@@ -145,21 +119,42 @@ class Record:
         """Whether the parameter has state, because a step was taken."""
         return any(part.key in self.state for part in self.parts)
 
+    def entries(self) -> Iterator[tuple[str, StateForm | None]]:
+        """Yield the name in checkpoints of the weights, with None, and of each part of the state, with its form."""
+        yield f"{MODEL}.{self.name}", None
+        for part in self.parts:
+            yield f"{STATE}.{self.name}.{part.key}", part
+
+    def storage_of(self, part: StateForm | None) -> Storage:
+        """Return the storage of an entry."""
+        return self.parameter.storage if part is None else part.layout.storage
+
     def shares(self) -> Iterator[tuple[str, Share]]:
-        """Yield the shares of weights and state that this rank writes, by name.
+        """Yield what this rank writes of each entry that it has, by name.
 
         The weights are those in the precision in which they are trained, so a checkpoint has no separate master
         weights. On loading, a master weight takes the saved weights, and the parameter takes the same weights rounded,
         as after every step.
         """
-        yield f"{MODEL}.{self.name}", _written(self.parameter.weights(self.state), self.parameter.storage)
-        for part in self.parts:
-            if part.key in self.state:
-                local = local_of(self.state[part.key]).detach().contiguous()
-                yield f"{STATE}.{self.name}.{part.key}", _written(local, part.layout.storage)
+        for name, part in self.entries():
+            if part is None:
+                yield name, _written(self.parameter.weights(self.state), self.parameter.storage)
+            elif part.key in self.state:
+                yield name, _written(local_of(self.state[part.key]).detach(), part.layout.storage)
 
-    def take_weights(self, boxes: Boxes) -> None:
-        """Copy weights that were read from a checkpoint into the parameter and its master weight."""
+    def boxes_for(self, part: StateForm | None, dtype: torch.dtype) -> Boxes:
+        """Return new memory for this rank's boxes of an entry, so that loading does not change memory in use."""
+        device = local_of(self.parameter.tensor).device if part is None else part.device
+        return wanted(self.storage_of(part), dtype, device)
+
+    def take(self, part: StateForm | None, boxes: Boxes | None) -> None:
+        """Copy what was read of an entry into the weights or the state; None resets state as before the first step."""
+        if part is not None:
+            self._take_state(part, boxes)
+        elif boxes is not None:
+            self._take_weights(boxes)
+
+    def _take_weights(self, boxes: Boxes) -> None:
         tensor, storage = self.parameter.tensor, self.parameter.storage
         fill(local_of(tensor).detach(), storage, boxes)
         if self.dtype != tensor.dtype:
@@ -169,8 +164,7 @@ class Record:
                 state["master"] = storage.wrap(copy)
             fill(local_of(state["master"]), storage, boxes)
 
-    def take_state(self, part: StateForm, boxes: Boxes | None) -> None:
-        """Copy a part of the state that was read from a checkpoint; None resets it as before the first step."""
+    def _take_state(self, part: StateForm, boxes: Boxes | None) -> None:
         held = self.state.get(part.key)
         if boxes is None and held is None:
             return
@@ -187,7 +181,7 @@ class Record:
 
 def _written(local: Tensor, storage: Storage) -> Share:
     layout = storage.layout
-    # On a mesh, all replicas have the same boxes, and torch writes each box once, on the rank with the least to write.
+    # On a mesh, all replicas have the same boxes, and `folder.write` writes each box once.
     # Replicas of FlatShards may be cut at different places, and their boxes overlap: only the first replica is written.
     own = not isinstance(layout, FlatShards) or layout.replica(this_rank()) == layout.replicas[0]
     return Share(storage.shape, local.dtype, boxes_of(local.contiguous(), layout, storage.shape) if own else {})
@@ -230,7 +224,8 @@ class Recorded:
         for member in plan(self.optimizer.param_groups, self.runtime).members:
             state = self.optimizer.state[member.tensor]
             forms = member.forms(self.runtime.precision, master="master" in state)
-            prepare_state(ParameterStep(member, local_of(member.tensor), state, None, forms), self.runtime.precision)
+            entry = ParameterStep(member, local_of(member.tensor), state, [None], 0, forms)
+            prepare_state(entry, self.runtime.precision)
 
     @plain_modes()
     def checkpoint_records(self) -> list[Record]:

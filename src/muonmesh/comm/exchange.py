@@ -19,8 +19,7 @@ from muonmesh.comm.wire import Transfer, Wire
 from muonmesh.comm.work import Batching, Local, Work
 from muonmesh.layout import Plan
 from muonmesh.layout.companion_plan import CompanionPlan
-from muonmesh.numerics.kernels.memory import scratch
-from muonmesh.numerics.kernels.threads import run_all, thread_count
+from muonmesh.numerics.kernels.threads import run_all, scratch, thread_count
 
 
 @dataclass

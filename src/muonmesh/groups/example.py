@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map
 from muonmesh.errors import called, explain_error
 from muonmesh.groups.graph import Seen, seen_by
 from muonmesh.groups.sites import unwrapped
-from muonmesh.numerics.precision import plain_modes
+from muonmesh.numerics.kernels.threads import plain_modes
 
 Example = tuple[Any, ...] | Mapping[str, Any] | Tensor | Callable[[], Any]
 """What `split_params` can run: the arguments of a model's forward, or a function that returns its loss."""

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from muonmesh.numerics import kernels
-from muonmesh.numerics.kernels.memory import keep, pinned, scratch
-from muonmesh.numerics.kernels.threads import run_on_one_thread
+from muonmesh.numerics.kernels.memory import pinned
+from muonmesh.numerics.kernels.threads import keep, run_on_one_thread, scratch
 from muonmesh.numerics.precision import exact_products
 from muonmesh.numerics.preconditioner import Iterates, Preconditioner
 from muonmesh.numerics.stochastic import mixed

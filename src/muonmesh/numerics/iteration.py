@@ -11,7 +11,8 @@ from muonmesh.numerics.coefficients import CoefficientSet, Polynomial, segments_
 from muonmesh.numerics.gram_form import factor_of_all, factored
 from muonmesh.numerics.kernels import Exact, Matmuls
 from muonmesh.numerics.kernels.dense import scaled
-from muonmesh.numerics.kernels.memory import ALIGNMENT, scratch
+from muonmesh.numerics.kernels.memory import ALIGNMENT
+from muonmesh.numerics.kernels.threads import scratch
 from muonmesh.numerics.normalize import load, store, sums
 from muonmesh.numerics.square_matrices import (
     add_scaled,

@@ -32,8 +32,8 @@ from muonmesh.numerics.dtypes import COMPUTE_DTYPES, HELD_DTYPES, NEEDED_COMPUTE
 from muonmesh.numerics.iteration import Iteration
 from muonmesh.numerics.kernels import KernelName, Matmuls, is_compiled, resolve, select
 from muonmesh.numerics.kernels.recording import run_again
-from muonmesh.numerics.kernels.threads import alone, run_on_one_thread
-from muonmesh.numerics.precision import exact_products, plain_modes
+from muonmesh.numerics.kernels.threads import alone, plain_modes, run_on_one_thread
+from muonmesh.numerics.precision import exact_products
 from muonmesh.numerics.preconditioner import NO_PRECONDITIONER
 
 Method: TypeAlias = Literal["auto", "standard", "gram"]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from muonmesh.errors import explain_error
-from muonmesh.numerics.precision import plain_modes
+from muonmesh.numerics.kernels.threads import plain_modes
 from muonmesh.numerics.rules import RULES, Rule
 from muonmesh.numerics.setting import LARGEST, NOT_NEGATIVE
 from muonmesh.settings import FOREIGN_KEYS, FRESH_MEANS, NORM_MEANS

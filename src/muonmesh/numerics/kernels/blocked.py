@@ -16,10 +16,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from muonmesh.numerics.kernels.memory import keep
 from muonmesh.numerics.kernels.multiple import add_multiple
 from muonmesh.numerics.kernels.table import Matmuls, Number, Operand, Terms
-from muonmesh.numerics.kernels.threads import run_each
+from muonmesh.numerics.kernels.threads import keep, run_each
 
 BLOCK = 128
 

@@ -18,9 +18,8 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from muonmesh.numerics.kernels.memory import scratch
 from muonmesh.numerics.kernels.table import Exact, Matmuls, Number, Operand, Small, Terms
-from muonmesh.numerics.kernels.threads import thread_count
+from muonmesh.numerics.kernels.threads import scratch, thread_count
 
 ORDER_OF_SUMS = {"compiled": 1, "amx": 2}
 """The version of the order of sums of each ``kernels``. Take a new number if you change an order, and so the bits.

@@ -44,7 +44,7 @@ def numbered(directory: Path) -> list[tuple[int, Path]]:
 def is_whole(folder: Path) -> bool:
     """Return whether every file of the manifest exists with its full size; contents are not read."""
     try:
-        entries = read_manifest(folder)
+        entries = read_manifest(folder).files
         found = {name: os.stat(folder / name, follow_symlinks=False) for name in entries}
     except (OSError, FileError):
         return False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,15 +16,7 @@ from torch.utils._pytree import tree_leaves_with_path
 
 from muonmesh.checkpoint.fitting import check_saved
 from muonmesh.checkpoint.folder import found_at
-from muonmesh.checkpoint.index import (
-    MANIFEST_FILE,
-    REMEDY,
-    SETTINGS_FILE,
-    Entry,
-    check_entries,
-    read_index,
-    read_manifest,
-)
+from muonmesh.checkpoint.index import MANIFEST_FILE, REMEDY, SETTINGS_FILE, SavedTensor, read_manifest
 from muonmesh.comm.storage import local_of
 from muonmesh.errors import FileError, explain_error
 from muonmesh.files import kind_of, read_json, reason
@@ -148,35 +140,29 @@ def _folder(path: Path) -> Diagnosis:
         found.faults = [explain_error(str(path), told, CHECKED, write)]
         return found
     found.kind = OURS
-    entries: dict[str, Entry] = {}
-    with found.noting():
-        entries = read_manifest(folder)
     with found.noting():
         settings = read_json(folder / SETTINGS_FILE, needed=f"what save wrote there. {REMEDY}")
         check_saved(folder / SETTINGS_FILE, settings)
         found.settings = settings
     if folder != path:
         found.notes.append(f"lies at {folder}: the one that was to replace it never came. It loads from {path}")
-    for name in entries:
-        with found.noting():
-            check_entries(folder, entries, [name])
-    if entries:
-        _pieces(found, folder, entries)
+    with found.noting():
+        manifest = read_manifest(folder)
+        for name in manifest.files:
+            with found.noting():
+                manifest.check_files(folder, [name])
+        for name, tensor in manifest.tensors.items():
+            found.tensors[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        wrong = {} if found.faults else _wrong_numbers(folder, manifest.tensors.values())
+        for name, what in wrong.items():
+            (found.faults if ".state." in name else found.notes).append(f"{name}: found {what}")
     return found
 
 
-def _pieces(found: Diagnosis, folder: Path, entries: Mapping[str, Entry]) -> None:
-    """Add the tensors of a checkpoint of muonmesh, and the numbers in them that no step leaves."""
-    odd: dict[str, str] = {}
-    with found.noting():
-        tensors = read_index(folder, entries)
-        found.tensors = {name: torch.empty(one.shape, dtype=one.dtype, device="meta") for name, one in tensors.items()}
-        for tensor in tensors.values() if not found.faults else ():
-            for piece in tensor.pieces:
-                if wrong := wrong_numbers(tensor.name, tensor.read(folder, piece)):
-                    odd.setdefault(tensor.name, wrong)
-    for name, wrong in odd.items():
-        (found.faults if ".state." in name else found.notes).append(f"{name}: found {wrong}")
+def _wrong_numbers(folder: Path, tensors: Iterable[SavedTensor]) -> dict[str, str]:
+    """Return for tensors with numbers that no step leaves which they have, in words."""
+    pieces = ((tensor, tensor.read(folder, piece)) for tensor in tensors for piece in tensor.pieces)
+    return {tensor.name: wrong for tensor, held in pieces if (wrong := wrong_numbers(tensor.name, held))}
 
 
 def _file(path: Path) -> Diagnosis:

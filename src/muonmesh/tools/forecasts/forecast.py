@@ -41,7 +41,7 @@ from muonmesh.numerics.rules import RULES, MuonRule, Rule, by_defaults, is_known
 from muonmesh.report.explain import imbalance
 from muonmesh.report.traffic import Traffic, step_memory, traffic
 from muonmesh.step.members import OptimizedParameter
-from muonmesh.step.placed_state import state_layouts_of
+from muonmesh.step.planning import state_layouts_of
 from muonmesh.tools.forecasts.device_rates import DeviceRates, Timed
 
 COEFFICIENTS: CoefficientName = "polar_express"
