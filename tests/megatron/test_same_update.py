@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.megatron import host
 from tests.megatron.host import Shape
 from tests.megatron.shapes import DELTA_NET, LATENT, MAMBA, MOE, MTP, ONE_LAYER, SEQUENCE
 from tests.megatron.training import Trained, train
@@ -71,6 +72,14 @@ def test_distributed_data_parallel(workers, name: str) -> None:
 def test_distributed_optimizer(workers, name: str) -> None:
     ranks, shape = FLAT[name]
     check(workers(ranks).run(train, shape))
+
+
+@pytest.mark.skipif(not host.LATER, reason="megatron-core 0.16 has no such setting")
+@pytest.mark.parametrize("flat", [False, True], ids=["DDP", "distributed optimizer"])
+def test_gradients_that_are_added_up_in_fp32_and_sent_in_bf16(workers, flat: bool) -> None:
+    """Their ``main_grad`` is no view of what is sent, and gets a copy of what has been reduced."""
+    local = (("grad_reduce_in_fp32", False), ("param_name_patterns_for_fp32_local_accumulation", ("all",)))
+    check(workers(2).run(train, Shape(flat=flat, dtype=BF16, ddp=local)))
 
 
 @pytest.mark.parametrize(
