@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.megatron import host
 from tests.megatron.host import Shape
 from tests.megatron.shapes import DELTA_NET, LATENT, MAMBA, MOE, MTP, ONE_LAYER, SEQUENCE
 from tests.megatron.training import Trained, train
@@ -79,6 +80,14 @@ def test_distributed_optimizer(workers, name: str) -> None:
 # values each.
 HEADS = {"linear_qkv.weight": ("heads", 8, 0), "linear_proj.weight": ("heads", 4, 1)}
 LATENT_HEADS = {"linear_q_up_proj.weight": ("heads", 4, 0), "linear_kv_up_proj.weight": ("heads", 8, 0)}
+
+
+@pytest.mark.skipif(not host.LATER, reason="megatron-core 0.16 has no such setting")
+@pytest.mark.parametrize("flat", [False, True], ids=["DDP", "distributed optimizer"])
+def test_gradients_that_are_added_up_in_fp32_and_sent_in_bf16(workers, flat: bool) -> None:
+    """Their ``main_grad`` is no view of what is sent, and gets a copy of what has been reduced."""
+    local = (("grad_reduce_in_fp32", False), ("param_name_patterns_for_fp32_local_accumulation", ("all",)))
+    check(workers(2).run(train, Shape(flat=flat, dtype=BF16, ddp=local)))
 
 
 @pytest.mark.parametrize(

@@ -203,7 +203,7 @@ def test_nan_gradient_gives_nan_weights_not_silence() -> None:
 @pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16], ids=["compute32", "compute16"])
 @pytest.mark.filterwarnings("ignore:.*without masters")
 def test_gradients_and_momentum_are_not_overwritten(dtype: torch.dtype, nesterov: bool, compute: torch.dtype) -> None:
-    """torch.optim.Muon 2.13 overwrites bf16 momentum without Nesterov; others lerp into the gradient."""
+    """torch.optim.Muon until 2.14 overwrites bf16 momentum without Nesterov; others lerp into the gradient."""
     weight = nn.Parameter(torch.randn(16, 24).to(dtype))
     optimizer = mm.Muon([weight], lr=0.1, nesterov=nesterov, state_dtype=dtype, compute_dtype=compute)
     gradient = torch.randn(16, 24).to(dtype)

@@ -197,7 +197,8 @@ def ranges_of(chunks: Sequence[Any]) -> Mapping[Any, list[tuple[int, int]]]:
     """Return for each parameter of a stage's chunks begin and end of the elements that each data-parallel rank keeps.
 
     Megatron cuts every bucket of a flat buffer into equal parts, one for each rank of the group that reduces it
-    (distributed/param_and_grad_buffer.py of megatron-core 0.16.1). ``param_index_map`` has the parameters' places.
+    (distributed/param_and_grad_buffer.py of megatron-core 0.16.1; optimizer/param_layout.py of 0.19.2).
+    ``param_index_map`` has the parameters' places.
     """
     found: dict[Any, list[tuple[int, int]]] = {}
     for buffer in (each for chunk in chunks for each in (*chunk.buffers, *chunk.expert_parallel_buffers)):

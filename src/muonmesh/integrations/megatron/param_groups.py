@@ -98,7 +98,13 @@ def _for_names(
     return here, used
 
 
-_NO_EFFECT = {"lr": "max_lr", "weight_decay": "start_wd and end_wd", "lr_mult": "max_lr"}
+_NO_EFFECT = {
+    "lr": "max_lr",
+    "weight_decay": "start_wd and end_wd",
+    "lr_mult": "max_lr",
+    "optimizer": "overrides={name: 'adamw'} or 'muon'",
+    "eps": "adamw={'adamw_eps': ...}, and leave out --use-mup, which sets it",
+}
 """Keys of Megatron's overrides that its scheduler overwrites or does not read, and what to write instead."""
 
 _SAME = {"max_lr": "lr", "start_wd": "weight_decay", "end_wd": "weight_decay"}
