@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -57,6 +58,8 @@ class SettingsFound(NamedTuple):
         terms: For each group what a plan depends on, see `plan_terms`; none from the first group with an error on.
         counting: The numbers of the groups in which steps are counted (`Hyperparameters.counts_steps`).
         groups: The groups as they were read, up to the first one with an error.
+        held: What the groups hold (`_held`), if nobody can change any of it in place, and if a step has found them
+            unchanged; else empty. Groups that hold the same objects are not copied to be compared.
     """
 
     error: Exception | None
@@ -65,6 +68,7 @@ class SettingsFound(NamedTuple):
     terms: list[object]
     counting: list[int]
     groups: list[GroupRead]
+    held: list[object]
 
 
 def read_groups(
@@ -77,6 +81,10 @@ def read_groups(
         replaced: See `keep_rates_apart`. A tensor that was written since then is an error, once.
         last: What the last step has read. Groups that have not changed since then are taken from it.
     """
+    if last is not None and last.held and not replaced:
+        held = _held(groups)
+        if len(held) == len(last.held) and all(map(is_, held, last.held)):
+            return last
     error: Exception | None = None
     before, found = [] if last is None else last.groups, list[GroupRead]()
     try:
@@ -93,6 +101,8 @@ def read_groups(
     except (TypeError, ValueError) as wrong:
         error = wrong
     if last is not None and last.error is error is None and [*map(id, found)] == [*map(id, before)]:
+        if not last.held and all(map(_is_fixed, groups)):
+            last.held.extend(_held(groups))
         return last
     return SettingsFound(
         error,
@@ -101,6 +111,7 @@ def read_groups(
         [group.terms for group in found],
         [number for number, group in enumerate(found) if group.rule.counts_steps],
         found,
+        [],
     )
 
 
@@ -120,7 +131,29 @@ def plan_terms(group: Mapping[str, Any], rule: Any) -> object:
     )
 
 
-# ------------------------------------------------------------------ copies, by which a change of a group is seen
+# ------------------------------------------------------------------ how a change of a group is seen
+
+
+def _held(groups: Sequence[Mapping[str, Any]]) -> list[object]:
+    """Return all that groups hold: keys, values and what is in lists; and the rules that there are."""
+    found: list[object] = [*RULES.values()]
+    for group in groups:
+        found += group
+        for value in group.values():
+            found.append(value)
+            found += value if type(value) is list else ()
+    return found
+
+
+def _is_fixed(group: Mapping[str, Any]) -> bool:
+    """Return whether nobody can change what a group holds without another object, apart from its parameters."""
+
+    def fixed(value: object) -> bool:
+        return type(value) in _SCALARS or (type(value) is tuple and all(map(fixed, value)))
+
+    rest = [value for key, value in group.items() if key != "params"]
+    return all([all(map(fixed, value)) if type(value) is list else fixed(value) for value in rest])
+
 
 _SCALARS = {int, float, bool, str, type(None)}
 """Types of values that nobody can change in place."""

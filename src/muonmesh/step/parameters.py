@@ -40,7 +40,7 @@ from muonmesh.step.planning import Planned
 from muonmesh.step.precision import Precision
 from muonmesh.step.runtime import Runtime
 
-_DTYPE, _LAYOUT = attrgetter("dtype"), attrgetter("layout")
+_DTYPE = attrgetter("dtype")
 
 
 class Snapshot:
@@ -98,9 +98,12 @@ class Snapshot:
             return None
         if [*map(_DTYPE, local)] != dtypes[:count]:
             return None
-        if set(map(_LAYOUT, local)) != {torch.strided} or not all(map(Tensor.is_contiguous, local)):
+        try:
+            if not all(map(Tensor.is_contiguous, local)):
+                return None
+            addresses = [*map(Tensor.data_ptr, local)]
+        except RuntimeError:  # one that is not dense
             return None
-        addresses = [*map(Tensor.data_ptr, local)]
         if addresses != self.version:  # memory that is where it was has not been freed
             if any(map(is_freed, local)):
                 return None
