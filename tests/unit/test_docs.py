@@ -129,7 +129,7 @@ def test_every_argument_has_a_subject() -> None:
     assert len(told) == 10
     told += re.findall(r"`(\w+)`", "".join(cell.replace("(`from_model`)", "") for cell in by_subject))
     taken = {*inspect.signature(mm.Muon).parameters, *inspect.signature(mm.from_model).parameters}
-    assert sorted(told) == sorted(taken - {"params", "model", "per_head"})
+    assert sorted(told) == sorted(taken - {"params", "model"})
 
 
 def test_what_a_page_loads_and_where_it_links_is_checked(tmp_path: Path) -> None:
