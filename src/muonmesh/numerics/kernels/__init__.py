@@ -1,4 +1,15 @@
-"""Kernels: the matrix products of Newton–Schulz, as a table that `select` chooses for the hardware."""
+"""Kernels: the matrix products of Newton–Schulz, as a table that `select` chooses for the hardware.
+
+- `table` says what a table of products offers. `select` returns one: torch's (`dense`, `blocked` and `multiple` on a
+  CPU, `batched` on a device), `compiled` (C, in `products.c`), or `triton` (`tiles` for products, `lines` for norms,
+  `small` for all steps of a small matrix).
+- The elementwise parts of a step on a device: `rows` writes the tables, `pieces` has the kernels, `fused` starts them.
+- Starting kernels: `triton_launch` starts one, `recording` starts those of an earlier call again, and `toolchain` knows
+  what Triton can do here. `memory` moves small tensors.
+- `threads` runs tasks on threads of a CPU, each on one core.
+
+Nothing here knows ranks, plans or rules.
+"""
 
 from __future__ import annotations
 
