@@ -6,13 +6,14 @@ ARGS ?=
 N ?= 20000
 SEED ?= $(shell $(PYTHON) -c 'import random; print(random.randrange(10**9))')
 
-.PHONY: help setup train test test-tools test-processors test-megatron test-megatron-lm test-hosts test-hosts-all test-timm soak check fuzz test-gpu bench guard package docs clean
+.PHONY: help setup train test test-tools test-processors test-megatron test-megatron-next test-megatron-lm test-hosts test-hosts-all test-timm soak check fuzz test-gpu bench guard package docs clean
 help:
 	@echo "make train       train a small language model with Muon and with AdamW on two ranks (ARGS=... passes options)"
 	@echo "make test        every test of what trains that needs no GPU and no other framework, and of muonmesh train"
 	@echo "make test-tools  the tests of the other tools: audit, plan, doctor, conversion, forecasts, benchmarks"
 	@echo "make test-processors the tests that multiply, as on a CPU with AMX, AVX-512 without bf16, and AVX2 alone"
 	@echo "make test-megatron   the tests with Megatron-Core, in an environment of their own"
+	@echo "make test-megatron-next  those with its newest version, which needs Python 3.12"
 	@echo "make test-hosts      the tests with DeepSpeed, Trainer, TRL, PEFT, Accelerate, Lightning and torchtitan, likewise"
 	@echo "make test-hosts-all  the tests with ms-swift, Axolotl, verl, OLMo-core and timm, likewise"
 	@echo "make test-timm       those with timm alone"
@@ -39,7 +40,7 @@ train: setup
 	$(BIN)/muonmesh train $(ARGS)
 
 # Elsewhere than in tests/gpu, torch and the frameworks would choose a GPU that they see, for ranks that outnumber it too.
-test test-tools test-processors check soak fuzz test-megatron test-hosts test-hosts-all test-timm: export CUDA_VISIBLE_DEVICES :=
+test test-tools test-processors check soak fuzz test-megatron test-megatron-next test-hosts test-hosts-all test-timm: export CUDA_VISIBLE_DEVICES :=
 
 # Two processes, one of them for all tests that use ranks (tests/conftest.py). ARGS="-n 0" makes it one, as --pdb needs.
 test: setup
@@ -71,6 +72,19 @@ $(MEGATRON)/.ready: $(BUILT) constraints.txt constraints-megatron.txt
 
 test-megatron: $(MEGATRON)/.ready
 	$(MEGATRON)/bin/python -m pytest tests/megatron $(ARGS)
+
+# The newest Megatron-Core, which wants Python 3.12 (PYTHON312=/path/to/python3.12). PyPI's torch for it is built for CUDA.
+PYTHON312 ?= python3.12
+MEGATRON_NEXT := .venv-megatron-next
+$(MEGATRON_NEXT)/.ready: $(BUILT) constraints.txt constraints-megatron-next.txt
+	$(PYTHON312) -m venv $(MEGATRON_NEXT)
+	$(MEGATRON_NEXT)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(MEGATRON_NEXT)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+		-c constraints-megatron-next.txt -e '.[megatron,triton]' numpy pytest einops
+	touch $@
+
+test-megatron-next: $(MEGATRON_NEXT)/.ready
+	$(MEGATRON_NEXT)/bin/python -m pytest tests/megatron $(ARGS)
 
 # Megatron-LM's own pretrain_gpt.py, which is in no package: MEGATRON_LM is a checkout of its tag core_v0.16.1.
 test-megatron-lm: $(MEGATRON)/.ready
@@ -192,4 +206,4 @@ docs: $(DOCS)/.ready
 	$(DOCS)/bin/python docs/site/browser.py site
 
 clean:
-	rm -rf $(VENV) $(MEGATRON) $(HOSTS) $(HOSTS_ALL) $(TIMM) $(PACKAGE) $(DOCS) site .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist src/*.egg-info
+	rm -rf $(VENV) $(MEGATRON) $(MEGATRON_NEXT) $(HOSTS) $(HOSTS_ALL) $(TIMM) $(PACKAGE) $(DOCS) site .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist src/*.egg-info

@@ -1,8 +1,8 @@
-"""What `muonmesh audit` says of published optimizers: a script for the command, and the reports of docs/audit.md.
+"""What `muonmesh audit` says of published optimizers: a script for the command, and their reports.
 
     muonmesh audit benchmarks/audits.py torch_muon
     torchrun --nproc-per-node 2 --no-python muonmesh audit benchmarks/audits.py torch_muon_fsdp2
-    python benchmarks/audits.py --peer dion=PATH --peer keller_jordan=PATH       # writes them all into docs/audit.md
+    python benchmarks/audits.py --peer dion=PATH --peer keller_jordan=PATH       # into results/audits.md
 
 A peer that is no installed package is a checkout: of microsoft/dion, and of KellerJordan/Muon.
 """
@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "audit.md"
+PAGE = ROOT / "benchmarks" / "results" / "audits.md"
 REPORTS = {  # by the maker: what the title says, ranks
     "torch_muon_fsdp2": ("torch.optim.Muon and AdamW of torch {torch}, FSDP2", 2),
     "keller_jordan_ddp": ("MuonWithAuxAdam of KellerJordan/Muon, DDP", 2),

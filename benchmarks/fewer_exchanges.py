@@ -111,7 +111,7 @@ def steps_lost(runs: Sequence[dict[str, Any]], model: str, way: str) -> float:
 
 
 def rows(runs: Sequence[dict[str, Any]]) -> list[str]:
-    """The table of docs/internals/performance.md, a row for each model and way."""
+    """The table of benchmarks/reports/fewer-exchanges.md, a row for each model and way."""
     found = []
     for model, way in dict.fromkeys((run["model"], run["way"]) for run in runs):
         own, plain = best(runs, model, way), best(runs, model, "plain")

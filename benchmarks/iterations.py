@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from muonmesh.numerics.coefficients import Coefficients, coefficient_schedule
-from muonmesh.numerics.kernels import check_kernels, memory
+from muonmesh.numerics.kernels import check_kernels, threads
 from muonmesh.numerics.newton_schulz import orthogonalize
 
 # For singular values from 5e-3 on, each nearest to 1 on at least the upper 95 % of what is left, at x / 1.01.
@@ -177,9 +177,9 @@ def kept_memory() -> list[dict[str, Any]]:
     for rows, cols in SHAPES:
         row: dict[str, Any] = {"shape": [rows, cols]}
         for name in TIMED:
-            memory._own.__dict__.clear()
+            threads._mine.__dict__.pop("scratch", None)
             CONTENDERS[name](torch.randn(rows, cols))
-            row[name] = sum(kept.nbytes for kept, _ in memory._own.scratch.values()) / 2**20
+            row[name] = sum(views[None].nbytes for views in threads._mine.scratch.values()) / 2**20
         table.append(row)
         print(f"{rows}×{cols}, MiB kept: " + ", ".join(f"{name} {row[name]:.1f}" for name in TIMED), flush=True)
     return table

@@ -1,7 +1,7 @@
 """What Triton makes of the kernels for five architectures, none of which has to be there.
 
     python benchmarks/kernels.py                    # the table; a few minutes
-    python benchmarks/kernels.py --page             # and puts it into docs/internals/kernels.md
+    python benchmarks/kernels.py --page             # into benchmarks/results/compiled_kernels.md
 
 Each kernel is compiled by the code that would start it, then read with the tools that come with Triton: registers, what
 does not fit in them and is kept in slower memory, shared memory, instructions for tensor cores and asynchronous copies.
@@ -31,7 +31,7 @@ from muonmesh.numerics.kernels.rows import SEARCHED, PieceRows, Place
 from muonmesh.numerics.kernels.tiles import multiplication
 from muonmesh.numerics.kernels.triton_launch import Launch
 
-PAGE = Path(__file__).parents[1] / "docs" / "internals" / "kernels.md"
+PAGE = Path(__file__).parent / "results" / "compiled_kernels.md"
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 SHARED = {"sm_80": 163, "sm_90": 227, "sm_100": 227, "sm_120": 99, "gfx942": 64}
@@ -242,7 +242,7 @@ def _cell(found: Figures) -> str:
 def main() -> None:
     """Print the table, and put it into the page if asked to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--page", action="store_true", help="replace the table in docs/internals/kernels.md")
+    parser.add_argument("--page", action="store_true", help="replace the recorded table")
     asked = parser.parse_args()
     made = table()
     if asked.page:

@@ -44,7 +44,7 @@ def timed(width: int) -> dict[str, float]:
     sizes = {"hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": LAYERS, "vocab_size": 512}
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2))
     tokens = torch.randint(512, (SEQUENCES, TOKENS))
-    watch = Timed(model, ())
+    watch = Timed(model, {})
     begin = time.perf_counter()
     model(input_ids=tokens, labels=tokens, use_cache=False)
     seconds = time.perf_counter() - begin - watch.seconds

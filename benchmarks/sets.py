@@ -2,32 +2,69 @@
 
     python benchmarks/sets.py --json benchmarks/results/sets.json         # GPT-2, Llama and convolutions
     python benchmarks/sets.py --kinds experts --seeds 0 --steps 20
+    python benchmarks/sets.py --sets polar_express "polar_express in fp16" --json benchmarks/results/sets_device.json
 
 What counts is the loss in nats on windows of files that are not trained on. Each model is trained with the same batches
 and the same learning rate by every set, in fp32, with a linear schedule down to a tenth. Trainings that are in the JSON
 already are not repeated.
+
+"in fp16" behind a set's name is the form of devices, without one: `DeviceIteration` with products that add up in fp32
+and round once, as Triton's do, of momentum in bf16. Without these words it is a CPU's, in bf16 between products.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from byte_models import KINDS, build, loss, text, windows
+from device_forms import PRODUCTS
 from trainings import Trainings
 
 import muonmesh as mm
+from muonmesh.numerics.newton_schulz import Orthogonalizer
 
+IN_FP16 = " in fp16"
 LR, BATCH, HELD_OUT, WIDTH, LAYERS = 3e-3, 4, 32, 384, 2
+
+
+class AsOnDevice(Orthogonalizer):
+    """The form of devices on the CPU."""
+
+    on_device, products = True, PRODUCTS
+
+
+@contextmanager
+def as_on_device() -> Iterator[None]:
+    """Let optimizers that plan in this block compute as on devices, in fp16."""
+    resolve = Orthogonalizer.of
+
+    def of(*shape: int, device: torch.device, **options: Any) -> AsOnDevice:
+        found = replace(resolve(*shape, device=torch.device("cuda"), **options), device=device)
+        assert found.dtype == torch.float16, "devices compute in another dtype now"
+        return AsOnDevice(**{field.name: getattr(found, field.name) for field in fields(found)})
+
+    with mock.patch.object(Orthogonalizer, "of", of):
+        yield
 
 
 def train(kind: str, coefficients: str, seed: int, steps: int) -> dict[str, Any]:
     """One training: the final loss on what is held out."""
+    form = as_on_device() if coefficients.endswith(IN_FP16) else nullcontext()
+    with form:
+        return _train(kind, coefficients.removesuffix(IN_FP16), seed, steps)
+
+
+def _train(kind: str, coefficients: str, seed: int, steps: int) -> dict[str, Any]:
     model = build(kind, width=WIDTH, layers=LAYERS, seed=seed)
-    optimizer = mm.from_model(model, lr=LR, ns_coefficients=coefficients, process_group="local")
+    optimizer = mm.from_model(model, lr=LR, ns_coefficients=coefficients, kernels="torch", process_group="local")
     data, numbers = text(), torch.Generator().manual_seed(seed)
     for step in range(steps):
         for group in optimizer.param_groups:

@@ -1,13 +1,13 @@
 """Matrices made to break an iteration: how far its largest singular value and its own function are missed in bf16.
 
     python benchmarks/stress.py --json benchmarks/results/stress.json
-    python benchmarks/stress.py --kinds peaked --sets aol
+    python benchmarks/stress.py --kinds peaked --sets deflated
 
 Six shapes of each kind. An iteration promises a function of the singular values; every one of them has to end near 1
 or below. What is reported for each set of coefficients, from the singular value decomposition in fp64 of the bf16
 input: the largest singular value of the result; the relative error to the set's own function in the Frobenius norm
-("aol" has none, since it rescales rows first); and the relative error to the polar factor, Uᵀ R V against the identity
-in the Frobenius norm, with U and V of the singular values that are above 1/2000 of the largest.
+("deflated" has none, since it lowers the largest values first); and the relative error to the polar factor, Uᵀ R V
+against the identity in the Frobenius norm, with U and V of the singular values that are above 1/2000 of the largest.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def judged(name: str, x: Tensor, **how: Any) -> dict[str, float]:
     u, s, vh = torch.linalg.svd(x.double(), full_matrices=False)
     result = orthogonalize(x, coefficients=SETS[name], **how).double()
     found = {"largest": float(torch.linalg.matrix_norm(result, 2))}
-    if name not in ("aol", "deflated"):  # whose functions are not of singular values alone
+    if name != "deflated":  # whose function is not of singular values alone
         own = (u * own_function(name, s)) @ vh
         found["own"] = float((result - own).norm() / own.norm())
     count = int((s > s[0] / 2000).sum())

@@ -38,10 +38,9 @@ from torch import Tensor
 
 from muonmesh.layout import cost
 from muonmesh.numerics import deflation, newton_schulz
-from muonmesh.numerics.coefficients import COEFFICIENT_SETS, CoefficientSet, Polynomial
+from muonmesh.numerics.coefficients import COEFFICIENT_SETS, CoefficientSet, Polynomial, factored
 from muonmesh.numerics.deflation import Deflation
-from muonmesh.numerics.gram_form import factored
-from muonmesh.numerics.iteration import Iteration
+from muonmesh.numerics.iteration import CpuIteration
 from muonmesh.numerics.newton_schulz import Method, orthogonalize
 
 VECTORS, FLOOR, FURTHER = 64, 1 / 32, 3
@@ -95,7 +94,7 @@ def inverse_root(b: Tensor) -> Tensor:
     return z / scale.sqrt()
 
 
-class ByQuadratics(Iteration):
+class ByQuadratics(CpuIteration):
     """Degree 9 in pairs too as p₄(H² + wH + tA), H = A² + uA: without powers of A, whose factors are large."""
 
     def _without_constant(self, p: Polynomial, a: Tensor, out: str, spare: str) -> Tensor:
@@ -120,13 +119,13 @@ def by_table(x: Tensor, *, soft: bool, pairs: bool = False) -> Tensor:
     first, *rest = polynomials(LEAST * (MOST / LEAST) ** (at / (COUNT - 1)))
     wider = float(wide.norm()) / schatten  # orthogonalize divides by the Frobenius norm
     first = [value * wider ** (2 * k + 1) for k, value in enumerate(first)]
-    kept = newton_schulz.Iteration
+    kept = newton_schulz.CpuIteration
     try:
-        newton_schulz.Iteration = ByQuadratics  # type: ignore[misc]
+        newton_schulz.CpuIteration = ByQuadratics  # type: ignore[misc]
         method: Method = "gram" if pairs and x.shape[1] >= 2 * x.shape[0] else "standard"
         return orthogonalize(d, coefficients=[tuple(first), *map(tuple, rest)], kernels="torch", method=method)
     finally:
-        newton_schulz.Iteration = kept  # type: ignore[misc]
+        newton_schulz.CpuIteration = kept  # type: ignore[misc]
 
 
 def mud(x: Tensor, passes: int) -> Tensor:

@@ -153,8 +153,7 @@ def least_of(rows: int, cols: int, coefficients: CoefficientName | Literal["auto
         kernels=kernels,
         device=torch.device("cpu"),
     )
-    width = taken.prepared.preconditioner.width
-    return cost(rows, cols, degrees=taken.degrees, at_once=taken.whole, deflated=width)
+    return cost(rows, cols, degrees=taken.degrees, at_once=taken.whole, deflated=taken.deflated)
 
 
 def measure(

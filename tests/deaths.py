@@ -21,7 +21,7 @@ from torch import nn
 import muonmesh as mm
 import muonmesh.optimizer
 from muonmesh.comm.wire import Wire
-from muonmesh.step.ready import ReadyParameters
+from muonmesh.step.parameters import ReadyParameters
 from tests.workers import join_default_group
 
 Moment = Literal[

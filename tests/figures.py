@@ -64,13 +64,6 @@ def scaled(optimizer: mm.Muon) -> None:
     optimizer.step()
 
 
-def device_lr(optimizer: mm.Muon) -> None:
-    for group in optimizer.param_groups:
-        if not isinstance(group["lr"], Tensor):
-            group["lr"] = torch.full((), 0.01, device="cuda")
-    optimizer.step()
-
-
 def measured(optimizer: mm.Muon) -> None:
     """Every step, as a logger would; nothing is read."""
     optimizer.step()
@@ -84,7 +77,6 @@ STEPS: dict[str, Callable[[mm.Muon], Any]] = {
     "step": lambda optimizer: optimizer.step(),
     "missing gradient": without_a_gradient,
     "grad scaler": scaled,
-    "lr on the device": device_lr,
     "metrics": measured,
     **{f"clip {policy}": clipped(policy) for policy in ("adamw_only", "all", "separate")},
     "skip by the mean": clipped("separate", "4x"),

@@ -22,6 +22,7 @@ COPIES = {
     "SECURITY.md": "security.md",
     "CODE_OF_CONDUCT.md": "conduct.md",
     "benchmarks/README.md": "benchmarks.md",
+    **{f"benchmarks/reports/{file.name}": f"reports/{file.name}" for file in ROOT.glob("benchmarks/reports/*.md")},
 }
 LINK = re.compile(r"(!?\[[^\]]*\])\(([^)\s]+)\)")
 PICTURE = re.compile(r'<img [^>]*\bsrc="([^"]+)"[^>]*>')
@@ -29,13 +30,14 @@ CODE = re.compile(r"(^ *```.*?^ *```$)", re.DOTALL | re.MULTILINE)
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the pages that stand outside of docs/, and the decisions to the navigation."""
+    """Add the pages that stand outside of docs/, and the decisions and the reports to the navigation."""
     for source, page in COPIES.items():
         files.append(File.generated(config, page, content=(ROOT / source).read_text()))
-    decisions = sorted(file.src_uri for file in files.documentation_pages() if file.src_uri.startswith("decisions/"))
-    internals = next(section["Internals"] for section in config.nav if "Internals" in section)
-    if not any("Decisions" in entry for entry in internals):
-        internals.append({"Decisions": decisions})
+    pages = sorted(file.src_uri for file in files.documentation_pages())
+    for section, title, folder in (("Internals", "Decisions", "decisions/"), ("Figures", "Reports", "reports/")):
+        entries = next(found[section] for found in config.nav if section in found)
+        if not any(title in entry for entry in entries):
+            entries.append({title: [page for page in pages if page.startswith(folder)]})
     return files
 
 

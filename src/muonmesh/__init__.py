@@ -19,11 +19,8 @@ if TYPE_CHECKING:
     from muonmesh.errors import MuonMeshError as MuonMeshError
     from muonmesh.errors import PlanError as PlanError
     from muonmesh.errors import StateError as StateError
-    from muonmesh.groups import HeadPart as HeadPart
     from muonmesh.groups import ParamGroups as ParamGroups
     from muonmesh.integrations.qk_clip import QKClip as QKClip
-    from muonmesh.integrations.torch_muon import ExecutedMuon as ExecutedMuon
-    from muonmesh.integrations.torch_muon import execute as execute
     from muonmesh.layout import FlatParameter as FlatParameter
     from muonmesh.layout import FlatShards as FlatShards
     from muonmesh.numerics.coefficients import CoefficientName as CoefficientName
@@ -56,9 +53,8 @@ _HOMES = {
     "comm.gradients": "GradientSource",
     "comm.layout_readers": "register_layout_reader",
     "errors": "FileError LayoutError MuonMeshError PlanError StateError",
-    "groups": "HeadPart ParamGroups",
+    "groups": "ParamGroups",
     "integrations.qk_clip": "QKClip",
-    "integrations.torch_muon": "ExecutedMuon execute",
     "layout": "FlatParameter FlatShards",
     "numerics.coefficients": "CoefficientName CoefficientSet register_coefficients",
     "numerics.kernels": "KernelName",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any, Unpack
 
 from torch import Tensor, nn
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from muonmesh.comm.meeting import telling_failure
 from muonmesh.comm.wrappers import average_instead, group_of_wrapper
 from muonmesh.errors import calling, explain_error, warn
-from muonmesh.groups import Example, HeadPart
+from muonmesh.groups import Example
 from muonmesh.groups import split_params as split_locally
 from muonmesh.numerics.rules import is_matrix_rule
 from muonmesh.numerics.scale import update_scale
@@ -32,7 +32,6 @@ def from_model(
     muon: Mapping[str, Any] | None = None,
     adamw: Mapping[str, Any] | None = None,
     overrides: Mapping[str, Any] | None = None,
-    per_head: bool | Collection[HeadPart] = False,
     rule: str = "muon",
     example: Example | None = None,
     watch: bool = True,
@@ -48,7 +47,6 @@ def from_model(
         muon: Settings of Muon's groups alone, such as ``{"lr": 6e-4}``; see `split_params`.
         adamw: Settings of AdamW's groups alone; see `split_params`.
         overrides: Other rules or settings for single parameters, by name; see `split_params`.
-        per_head: Which attention weights are one matrix for each head; see `split_params`.
         rule: The rule of the matrices: "muon", "normuon", another rule of muonmesh, or a name given to `register_rule`.
         example: One forward of the model, from which the groups are read: its arguments as a tuple, its keyword
             arguments as a dict, or a function that returns its loss; see `split_params`.
@@ -68,7 +66,7 @@ def from_model(
         raise TypeError(explain_error("from_model", "no model", "the model", write))
     with calling("from_model"), telling_failure(alone=settings.get("process_group") == "local"):
         split: dict[str, Any] = {"muon": muon, "adamw": adamw, "overrides": overrides}
-        groups = split_locally(model, **split, per_head=per_head, example=example, watch=watch)
+        groups = split_locally(model, **split, example=example, watch=watch)
         for group in groups:
             if group["algorithm"] == "muon":
                 group["algorithm"] = rule

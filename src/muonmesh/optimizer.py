@@ -26,26 +26,23 @@ from muonmesh.comm.wire import Counts
 from muonmesh.errors import explain_error, warn
 from muonmesh.groups import ParamGroups
 from muonmesh.layout import Declared
-from muonmesh.numerics.kernels.threads import alone
-from muonmesh.numerics.precision import plain_modes
+from muonmesh.numerics.kernels.threads import alone, plain_modes
 from muonmesh.numerics.setting import own_names
 from muonmesh.report.explain import Explanation, explain, summary
 from muonmesh.report.metrics import measure
 from muonmesh.settings import LOST_GROUP, LOST_LAYOUTS, MuonSettings, ProcessGroup, shows_settings
 from muonmesh.settings.checks import algorithm_of, check_process_group, read_settings
 from muonmesh.settings.reading import SettingsFound, keep_rates_apart, read_groups
-from muonmesh.step.collect import Collected, collect, remember, steady
 from muonmesh.step.connection import connect, forget, outdated, plan
 from muonmesh.step.elementwise_step import step_elementwise
 from muonmesh.step.flag_vector import Flags
-from muonmesh.step.members import check_members, group_for, keep_gradients_of_views, replicas_of
-from muonmesh.step.muon_step import MuonStep
+from muonmesh.step.members import check_members, group_for, keep_gradients_of_views
+from muonmesh.step.muon_step import MuonStep, Profiled
 from muonmesh.step.offload import Offload
+from muonmesh.step.parameters import Collected, ReadyParameters, collect, remember, steady
 from muonmesh.step.planning import Planned
 from muonmesh.step.precision import Precision
 from muonmesh.step.preflight import preflight, stand_aside
-from muonmesh.step.profiled import Profiled
-from muonmesh.step.ready import ReadyParameters
 from muonmesh.step.replicas import fingerprints
 from muonmesh.step.runtime import Asked, Clip, Runtime
 from muonmesh.step.untrained import PATIENCE, IdleParameters, warn_of_unsuited
@@ -84,7 +81,8 @@ class Muon(torch.optim.Optimizer):
         params: Param groups, best from `split_params`; or parameters, or (name, parameter) pairs, all of them
             matrices. Keys of a group besides torch's: ``algorithm`` ("muon", the default, another rule, or "adamw";
             ``use_muon`` is accepted for it), ``matrices`` (how each parameter splits), ``name``, and settings.
-        lr: Learning rate of Muon and AdamW. For a Muon matrix, lr × scale is the spectral norm of one step.
+        lr: Learning rate of Muon and AdamW, a number or a tensor of one element in CPU memory. For a Muon matrix, lr ×
+            scale is the spectral norm of one step.
         momentum: μ of ``m ← lerp(m, g, 1 − μ)``.
         weight_decay: Decoupled weight decay of Muon and AdamW: ``p ← p·(1 − lr·weight_decay)``.
         scale_mode: How the update of a matrix is scaled, see `update_scale`. With "match_rms_adamw" (Moonlight) one
@@ -92,8 +90,8 @@ class Muon(torch.optim.Optimizer):
         ns_coefficients: The Newton–Schulz coefficients: the name of a set, or polynomials of your own. See
             `orthogonalize`. "auto" takes "deflated" for matrices on a CPU with at least 384 rows and columns if
             ``compute_dtype`` is bf16, and "polar_express" for all others.
-        ns_steps: Newton–Schulz steps. None: as many as the set is made for, which are 10 for "deepseekv4", 4 for "aol",
-            3 for "deflated", 5 for the others, and one for each polynomial of your own.
+        ns_steps: Newton–Schulz steps. None: as many as the set is made for, which are 10 for "deepseekv4", 3 for
+            "deflated", 5 for the others, and one for each polynomial of your own.
         adamw_betas: AdamW's decay rates of the moments. ``betas`` is accepted too, as in torch.optim.AdamW.
         adamw_eps: AdamW's ε. ``eps`` is accepted too.
         compute_dtype: The dtype in which matrices are orthogonalized and sent. A device orthogonalizes bf16 in fp16;
@@ -305,9 +303,9 @@ class Muon(torch.optim.Optimizer):
             if agreed is not None and not self._note(agreed, scaler):
                 self._run(agreed)
         finally:
-            for planned in self._runtime.plans:
-                for entry in () if planned.collected is None else planned.collected.entries:
-                    entry.gradient = None  # the user may free it
+            planned = self._runtime.connected
+            if planned is not None and planned.collected is not None:  # the user may free them
+                planned.collected.gradients[:] = [None] * len(planned.collected.entries)
 
     def _agree(self) -> _Agreed | None:
         """Agree with all ranks on a step before anything is written; None if this rank can only stand aside."""
@@ -317,14 +315,15 @@ class Muon(torch.optim.Optimizer):
             needed = "it outside of one, since a replay would repeat its learning rate"
             write = "Capture forward and backward only"
             raise RuntimeError(explain_error("step()", "in a CUDA graph capture", needed, write))
-        clip, runtime.clip = runtime.clip, Clip()
+        (clip, runtime.clip), stages = (runtime.clip, Clip()), runtime.driver.stages
         try:
             agreed = self._preflight(clip)
         except Exception:
             runtime.clip = clip._replace(error=None)  # the next step takes these gradients, which may be scaled
-            runtime.driver.meet(raises=True)
+            if stages is not None:
+                stages(raises=True)
             raise
-        if agreed is None or (met := runtime.driver.meet(raises=False)) is None:
+        if agreed is None or stages is None or (met := stages(raises=False)) is None:
             return agreed
         agreed.flags.skip = agreed.flags.skip or bool(met.skip)
         return agreed._replace(clip=met)
@@ -332,14 +331,9 @@ class Muon(torch.optim.Optimizer):
     def _begin(self) -> SettingsFound:
         """Raise errors that the device has found since the last step, and read the settings of this step."""
         runtime, groups = self._runtime, self.param_groups
-        runtime.refuse_if_interrupted()
-        counted, runtime.last.counted = runtime.last.counted, []
-        try:
+        if runtime.pending or runtime.interrupted is not None:
             runtime.hear()
-        except Exception:  # the rank that found the error has not counted the last step
-            for group in counted:
-                group["steps_taken"] -= 1
-            raise
+        runtime.last.counted = []
         settings = runtime.last.settings = read_groups(groups, runtime.replaced, runtime.last.settings)
         return settings
 
@@ -446,7 +440,7 @@ class Muon(torch.optim.Optimizer):
         runtime.last.brought_back = None if offload is None else offload.last
         runtime.interrupted = None
         if collected is not planned.collected:
-            remember(planned, collected, lasts=work.ready.lasts)
+            remember(planned, collected, self.state, lasts=work.ready.lasts)
             planned.work = None if planned.collected is None else work  # it holds the parameters with their gradients
         if work.summands.unsuited:
             warn_of_unsuited(planned, settings.rules, work.summands.unsuited, runtime.warned, runtime.tell)
@@ -542,8 +536,8 @@ class Muon(torch.optim.Optimizer):
         # Frameworks load an empty state before they replace the parameters.
         filled = isinstance(state_dict, Mapping) and state_dict.get("state")
         planned = plan(self.param_groups, runtime) if filled else None
-        for known in runtime.plans:
-            known.forget_steps()  # they hold the old state, for which there may be no memory beside the new one
+        if runtime.connected is not None:  # it holds the old state, for which there may be no memory beside the new one
+            runtime.connected.forget_steps()
         restore_state(self, state_dict, runtime.precision, planned, super().load_state_dict)
         keep_rates_apart(self.param_groups, runtime.replaced)
         runtime.interrupted, runtime.loaded = None, planned is not None and bool(planned.members)
@@ -633,15 +627,7 @@ class Muon(torch.optim.Optimizer):
         self.finish()
         if (error := read_groups(self.param_groups, self._runtime.replaced).error) is not None:
             raise error
-        planned, runtime = plan(self.param_groups, self._runtime), self._runtime
-        ranks = replicas_of(runtime.holders) or (planned.rank,)
-        gradients = runtime.source.traffic(
-            planned.replicated,
-            copy=ranks.index(planned.rank),
-            copies=len(ranks),
-            bucket_bytes=planned.plan.budget.gradient_bytes,
-        )
-        return explain(self.param_groups, planned, runtime.precision, gradients)
+        return explain(self.param_groups, plan(self.param_groups, self._runtime), self._runtime.precision)
 
     @plain_modes()
     def metrics(self) -> dict[str, float]:

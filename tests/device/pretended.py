@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import torch
 
-from muonmesh.numerics.kernels import memory
+from muonmesh.numerics.kernels import threads
 
 _GUARDS = "_ZN3c104impl26device_guard_impl_registryE"  # c10::impl::device_guard_impl_registry
 _KINDS = 22  # c10::COMPILE_TIME_MAX_DEVICE_TYPES
@@ -175,8 +175,8 @@ def pretended_cuda(own: Devices | None = None) -> Iterator[Devices]:
             back = (setattr, owner, name, getattr(owner, name)) if hasattr(owner, name) else (delattr, owner, name)
             stack.callback(*back)
             setattr(owner, name, other)
-        memory.forget()  # streams of other devices
-        stack.callback(memory.forget)
+        threads.forget()  # streams of other devices
+        stack.callback(threads.forget)
         _active.append(own)
         stack.callback(_active.pop)
         yield own

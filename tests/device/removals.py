@@ -1,6 +1,6 @@
 """What is taken out of the package, one at a time: each wait, event, guard and copy without waiting.
 
-``python -m tests.device.removals`` prints the table of docs/internals/simulated.md, from one process for each.
+``python -m tests.device.removals`` prints what docs/internals/simulated.md counts, from one process for each.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""OLMo-core's own train module under its FSDP on two gloo ranks, with the optimizer config of docs/other-hosts.md.
+"""OLMo-core's own train module under its FSDP on two gloo ranks, with the optimizer config of docs/hosts.md.
 
 Real are the model, its sharding, the config, clipping, and the state in a file; not run is its Trainer, whose loop is
 replaced by the lines of `turn`.

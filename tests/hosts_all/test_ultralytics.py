@@ -1,4 +1,4 @@
-"""ultralytics' own training on images made here, with the trainer of docs/other-hosts.md: it steps Muon and saves.
+"""ultralytics' own training on images made here, with examples/ultralytics_muon.py's trainer: it steps Muon and saves.
 
 The Makefile has `without_torchvision_ops` imported first. Of torchvision's compiled operators validation needs `nms`,
 in whose place ultralytics' own is taken; nothing else is replaced.

@@ -11,6 +11,9 @@ import pytest
 
 import tests.workers
 
+# Megatron compiles small functions of its layers, and all ranks would wait for one compiler of C++.
+os.environ["TORCHDYNAMO_DISABLE"] = "1"
+
 # Replaces what tests/workers.py asks for, before the first ranks are started.
 multiprocessing.set_forkserver_preload(
     [tests.workers.__name__, "muonmesh.build", "muonmesh.integrations.qk_clip", "tests.megatron.host"]

@@ -2,7 +2,7 @@
 
 It asks which device is current, makes tensors with ``device="cuda"``, calls ``.cuda()`` and compares the names of
 tensor types. `install` answers these in the process that calls it, each in a function of its own with the place in
-megatron-core 0.16.1 that asks.
+megatron-core 0.16.1 that asks. Version 0.19.2 asks the same.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ def install() -> None:
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
     # Gated delta net refuses to be made without kernels that its deterministic mode does not use; this one it uses.
-    gated_delta_net.HAVE_FLA = True
-    gated_delta_net.l2norm = l2norm
+    asks = getattr(gated_delta_net, "common", gated_delta_net)  # a package after 0.16
+    asks.HAVE_FLA, asks.l2norm = True, l2norm
     dist.all_gather, dist.reduce_scatter = gather_unequal, reduce_unequal
     PersistentAsyncCaller.async_loop = write_checkpoints
     # It leaves tensors that are on the CPU as they are, and gloo wants sizes as numbers.

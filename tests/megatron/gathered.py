@@ -97,7 +97,7 @@ def gradients(chunks: Sequence[Any]) -> dict[Any, Tensor]:
                     dist.all_gather(parts, parts[rank].clone(), group=buffer.data_parallel_group)
                     whole[bucket.offset : bucket.offset + bucket.grad_data.numel()] = torch.cat(parts)
             for parameter, (start, end, _) in buffer.param_index_map.items():
-                found[parameter] = whole[start:end].view(parameter.shape).clone()
+                found[parameter] = whole[start:end].view(parameter.shape).to(parameter.main_grad.dtype, copy=True)
     return found
 
 

@@ -31,6 +31,7 @@ from megatron.core.distributed import (  # noqa: E402
 from megatron.core.models.gpt import GPTModel  # noqa: E402
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec  # noqa: E402
 from megatron.core.optimizer import OptimizerConfig  # noqa: E402
+from megatron.core.package_info import MAJOR, MINOR  # noqa: E402
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func  # noqa: E402
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules  # noqa: E402
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear  # noqa: E402
@@ -44,6 +45,8 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from tests.megatron import cpu, kernels  # noqa: E402
 
 VOCABULARY, LENGTH = 64, 16
+LATER = (MAJOR, MINOR) > (0, 16)
+"""Whether this is a version after 0.16, which only Python 3.12 has."""
 
 
 @contextlib.contextmanager
@@ -108,7 +111,7 @@ class Norm(nn.RMSNorm):
 
 
 class LatentAttention(DotProductAttention):
-    """Megatron's own, without the sizes of keys and values that MLA of 0.16.1 passes and it does not take."""
+    """Megatron's own, without the sizes of keys and values that its MLA passes and it does not take."""
 
     def __init__(self, *args: Any, k_channels: Any = None, v_channels: Any = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

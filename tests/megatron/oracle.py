@@ -26,16 +26,6 @@ MATRICES: dict[str, Any] = {
 }
 
 
-# Where every head is a matrix: 4 heads of queries, 2 of keys, 2 of values; of MLA 4 of 12 rows, and 4 of keys and
-# values each.
-HEADS: dict[str, Any] = {
-    "linear_qkv.weight": ("heads", 8, 0),
-    "linear_q_up_proj.weight": ("heads", 4, 0),
-    "linear_kv_up_proj.weight": ("heads", 8, 0),
-    "linear_proj.weight": ("heads", 4, 1),
-}
-
-
 class Oracle:
     """Steps whole parameters with whole gradients.
 
@@ -43,8 +33,7 @@ class Oracle:
         wholes: Initial parameters by name.
         settings: Of `muonmesh.Muon`, such as ``lr``.
         muon: Settings of Muon's groups.
-        per_head: Whether attention weights are a matrix for each head.
-        rules: The end of a name: the rule of this parameter, if it is not Muon.
+        rules: The end of a name: the rule of this parameter, if it is not Muon; or a dict with its ``"matrices"``.
     """
 
     def __init__(
@@ -52,18 +41,18 @@ class Oracle:
         wholes: dict[str, Tensor],
         *,
         muon: dict[str, Any] | None = None,
-        per_head: bool = False,
-        rules: dict[str, str] | None = None,
+        rules: dict[str, Any] | None = None,
         **settings: Any,
     ) -> None:
-        self._table = {**MATRICES, **(HEADS if per_head else {})}
+        said = {end: rule for end, rule in (rules or {}).items() if isinstance(rule, dict)}
+        self._table = {**MATRICES, **{end: rule["matrices"] for end, rule in said.items()}}
         self.parameters = {name: nn.Parameter(value.clone()) for name, value in sorted(wholes.items())}
         kinds: dict[str, list[str]] = {"muon": [], "matrices": [], "vectors": []}
         for name, value in self.parameters.items():
             kind = (
                 "muon" if any(name.endswith(end) for end in MATRICES) else "vectors" if value.ndim < 2 else "matrices"
             )
-            kind = next((rule for end, rule in (rules or {}).items() if name.endswith(end)), kind)
+            kind = next((rule for end, rule in (rules or {}).items() if name.endswith(end) and end not in said), kind)
             kinds.setdefault(kind, []).append(name)
         groups = []
         for kind, names in kinds.items():

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
+from tests.megatron import host
 from tests.megatron.host import Shape
 from tests.megatron.shapes import DELTA_NET, LATENT, MAMBA, MOE, MTP, ONE_LAYER, SEQUENCE
 from tests.megatron.training import Trained, train
@@ -73,11 +76,30 @@ def test_distributed_optimizer(workers, name: str) -> None:
     check(workers(ranks).run(train, shape))
 
 
+# Where every head is a matrix: 4 heads of queries, 2 of keys, 2 of values; of MLA 4 of 12 rows, and 4 of keys and
+# values each.
+HEADS = {"linear_qkv.weight": ("heads", 8, 0), "linear_proj.weight": ("heads", 4, 1)}
+LATENT_HEADS = {"linear_q_up_proj.weight": ("heads", 4, 0), "linear_kv_up_proj.weight": ("heads", 8, 0)}
+
+
+@pytest.mark.skipif(not host.LATER, reason="megatron-core 0.16 has no such setting")
+@pytest.mark.parametrize("flat", [False, True], ids=["DDP", "distributed optimizer"])
+def test_gradients_that_are_added_up_in_fp32_and_sent_in_bf16(workers, flat: bool) -> None:
+    """Their ``main_grad`` is no view of what is sent, and gets a copy of what has been reduced."""
+    local = (("grad_reduce_in_fp32", False), ("param_name_patterns_for_fp32_local_accumulation", ("all",)))
+    check(workers(2).run(train, Shape(flat=flat, dtype=BF16, ddp=local)))
+
+
 @pytest.mark.parametrize(
-    ("ranks", "shape"),
-    [(2, Shape(tp=2)), (4, Shape(tp=2, flat=True)), (2, Shape(tp=2, model=LATENT + ONE_LAYER))],
+    ("ranks", "shape", "heads"),
+    [
+        (2, Shape(tp=2), HEADS),
+        (4, Shape(tp=2, flat=True), HEADS),
+        (2, Shape(tp=2, model=LATENT + ONE_LAYER), LATENT_HEADS),
+    ],
     ids=["TP 2", "TP 2 × DP 2, distributed optimizer", "MLA, TP 2"],
 )
-def test_one_matrix_for_each_head(workers, ranks: int, shape: Shape) -> None:
+def test_one_matrix_for_each_head(workers, ranks: int, shape: Shape, heads: dict[str, Any]) -> None:
     """Heads are those of the whole weight: a shard of it has fewer."""
-    check(workers(ranks).run(train, shape, per_head=("q", "k", "v", "o")))
+    overrides = {name: {"algorithm": "muon", "matrices": matrices} for name, matrices in heads.items()}
+    check(workers(ranks).run(train, shape, overrides=overrides))

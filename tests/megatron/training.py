@@ -40,7 +40,6 @@ def train(shape: host.Shape, steps: int = 3, **settings: Any) -> Trained:
         adamw_eps=config.adam_eps,
         master_dtype=None if shape.dtype == torch.float32 else torch.float32,
         muon=settings.get("muon"),
-        per_head="per_head" in settings,
         rules=settings.get("overrides"),
     )
     losses, norms, expected, skipped = [], [], [], []

@@ -113,7 +113,7 @@ def plateaus(step: int) -> dict[str, Tensor | None]:
 def run_guarded(layout: str, threads: int) -> tuple[list[str], list[bool]]:
     """Step in a layout, and alone on one thread; return what differs, and which matrices got more polynomials."""
     before, known = torch.get_num_threads(), dict(problem.PARAMETERS)
-    unguarded = replace(COEFFICIENT_SETS["deflated"], preconditioner=Deflation())
+    unguarded = replace(COEFFICIENT_SETS["deflated"], deflation=Deflation())
     mm.register_coefficients("test-unguarded", unguarded)
     problem.PARAMETERS.update({name: (shape, "whole") for name, shape in GUARDED.items()})
     try:

@@ -190,13 +190,13 @@ def test_bytes_of_rare_exchanges_are_those_that_leave_a_rank(script: Callable[[s
 
 def test_the_table_of_late_and_rare_exchanges_is_the_recorded_one(script: Callable[[str], ModuleType]) -> None:
     recorded = json.loads((REPOSITORY / "benchmarks/results/fewer_exchanges.json").read_text())
-    page = (REPOSITORY / "docs/internals/performance.md").read_text()
+    page = (REPOSITORY / "benchmarks/reports/fewer-exchanges.md").read_text()
     assert [row for row in script("fewer_exchanges").rows(recorded["runs"]) if row not in page] == []
 
 
 def test_the_table_of_dry_runs_is_the_recorded_one() -> None:
     runs = json.loads((REPOSITORY / "benchmarks/results/dry_run.json").read_text())["tables"]["dry run"]
-    page = (REPOSITORY / "docs/internals/performance.md").read_text()
+    page = (REPOSITORY / "benchmarks/reports/dry-runs.md").read_text()
     for run in runs:
         launches, peak = f"{run['launches']:,}", f"{run['peak_bytes'] / 2**20:,.0f}"
         if run["optimizer"] == "muonmesh":
@@ -208,7 +208,7 @@ def test_the_table_of_dry_runs_is_the_recorded_one() -> None:
 
 def test_the_table_of_the_hosts_time_is_the_recorded_one() -> None:
     tables = json.loads((REPOSITORY / "benchmarks/results/host_time.json").read_text())["tables"]
-    page = (REPOSITORY / "docs/internals/performance.md").read_text()
+    page = (REPOSITORY / "benchmarks/reports/dry-runs.md").read_text()
     for table in tables.values():
         ours, theirs = table["muonmesh"], table["torch"]
         figures = f"{ours['us'] / 1e3:.1f} | {theirs['us'] / 1e3:.1f} | {ours['us'] / theirs['us']:.2f} "

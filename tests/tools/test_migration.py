@@ -247,6 +247,16 @@ def test_megatron_s_configuration() -> None:
     }
 
 
+def test_fields_of_megatron_s_later_configuration() -> None:
+    nesterov = mm.convert_settings("megatron", lr=1e-3, muon_nesterov=True, muon_coefficient_type="polar_express")
+    assert nesterov["nesterov"] is mm.convert_settings("megatron", lr=1e-3, muon_use_nesterov=True)["nesterov"] is True
+    assert nesterov["ns_coefficients"] == "polar_express"
+    assert mm.convert_settings("megatron", lr=1e-3, optimizer="dist_muon")["nesterov"] is False
+    for wrong in ({"optimizer": "adaptive_muon"}, {"muon_scalar_optimizer": "lion"}, {"muon_coefficient_type": "own"}):
+        with pytest.raises(ValueError, match=f"{next(iter(wrong))}: found .* which muonmesh has no counterpart for"):
+            mm.convert_settings("megatron", lr=1e-3, **wrong)
+
+
 def test_a_scheduler_s_first_rate_is_the_one_that_counts() -> None:
     adamw = torch.optim.AdamW([nn.Parameter(random(4, 6))], lr=torch.tensor(0.25))
     torch.optim.lr_scheduler.LambdaLR(adamw, lambda step: step / 100)  # warm-up: the rate is 0 now

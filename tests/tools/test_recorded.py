@@ -19,8 +19,6 @@ import muonmesh as mm
 from tests.device.dry_run import dry_run
 
 ROOT = Path(__file__).parents[2]
-SPEED = (ROOT / "docs/internals/performance.md").read_text()
-ITERATIONS = (ROOT / "docs/internals/iterations.md").read_text()
 WORKLOADS = {
     "layers": "3 layers of GPT-2 small",
     "wide-768": "6 of 768×3072",
@@ -55,6 +53,10 @@ def recorded(name: str) -> dict[str, Any]:
     return json.loads((ROOT / "benchmarks/results" / f"{name}.json").read_text())
 
 
+def report(name: str) -> str:
+    return (ROOT / "benchmarks/reports" / f"{name}.md").read_text()
+
+
 def short(number: float, digits: int = 3) -> str:
     return f"{number:.{digits}f}".removeprefix("0")
 
@@ -70,13 +72,10 @@ def missing(rows: list[str], text: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("name", "title"),
-    [
-        ("waterfall", "**What the defaults take.**"),
-        ("waterfall_polar_express", "**What limits torch's products.**"),
-    ],
+    ("name", "page", "columns"),
+    [("waterfall", "cpu-steps", 9), ("waterfall_polar_express", "cpu-torch-products", 3)],
 )
-def test_waterfalls(name: str, title: str) -> None:
+def test_waterfalls(name: str, page: str, columns: int) -> None:
     tables, rows = recorded(name)["tables"], []
     assert tables.keys() == WORKLOADS.keys()
     for key, table in tables.items():
@@ -84,10 +83,10 @@ def test_waterfalls(name: str, title: str) -> None:
         limit = table["alone"]["torch"] / table["least"]
         told = f"{limit:.1f}" if name == "waterfall" or limit < 10 else f"{limit:.0f}" if limit < 100 else ""
         parts = [100 * table[part] / table["alone"]["ours"] for part in PARTS]
-        cells = (*(f"{ratio:.2f}" for ratio in ratios), told, *(f"{part:.0f} %" for part in parts))
+        cells = [*(f"{ratio:.2f}" for ratio in ratios), told, *(f"{part:.0f} %" for part in parts)][:columns]
         rows.append(f"| {WORKLOADS[key]} | {' | '.join(cells)} |".replace("|  |", "| |"))
     rows = [row.replace("| -0 %", "| 0 %").replace("| -", "| −") for row in rows]
-    assert missing(rows, SPEED.partition(title)[2].partition("\n\n**")[0]) == []
+    assert missing(rows, report(page)) == []
 
 
 def test_layouts_beside_other_packages() -> None:
@@ -96,7 +95,7 @@ def test_layouts_beside_other_packages() -> None:
         [f"{tables[layout]['contenders'][name]['ratio']:.1f}" for layout in ("one", "ddp2", "fsdp2")]
         for name in ("torch.optim.Muon", "dion Muon")
     )
-    text = " ".join(SPEED.split())
+    text = " ".join(report("cpu-steps").split())
     assert f"torch.optim.Muon at {torchs[0]} times the time of muonmesh in one process, " in text
     assert f"{torchs[1]} under DDP and {torchs[2]} under FSDP2 on two ranks, " in text
     assert f"and dion's Muon at {dions[0]}, {dions[1]} and {dions[2]}." in text
@@ -118,7 +117,7 @@ def test_traffic_beside_other_packages() -> None:
             over, products = row["bytes"] / methods["AdamW"]["bytes"], f"{1e3 * (row['device'] or 0):,.0f}".lstrip("0")
             counted = f"{row['bytes'] / 1e9:.1f} | {over:.2f} | {row['messages']:,} | {1e3 * row['network']:,.0f}"
             rows.append(f"| {case} | {method} | {counted} | {products} |")
-    text = section(SPEED, "## Bytes and messages beside other packages")
+    text = report("traffic")
     assert missing(rows, text) == []
     assert text.count("\n| ") == len(rows) + 1
 
@@ -129,20 +128,20 @@ def test_memory_of_a_thread() -> None:
     for table in recorded("iterations_deflated")["memory"]:
         cells = " | ".join(f"{table[name]:.1f}" for name in names)
         rows.append(f"| {'×'.join(map(str, table['shape']))} | {cells} |")
-    assert missing(rows, SPEED.partition("**Memory of a thread.**")[2]) == []
+    assert missing(rows, section(report("iterations"), "## Memory of a thread")) == []
 
 
 def test_other_pools() -> None:
-    found, rows = recorded("spinning"), []
+    found, page, rows = recorded("spinning"), " ".join(report("busy-machines").split()), []
     for name, table in found["middle of rounds"].items():
         told = name if name.startswith("Intel") or name == "default" else f"`{name}`"
         pools = ("ours", "pinned", "caller", "team")
         pairs = (f"{table['begun'][p]:.1f} / {table['ended'][p]:.1f}" if p in table["begun"] else "" for p in pools)
-        rows.append(f"| {told} | {' | '.join(pairs)} | {table['woken']:.0f} |")
-    assert missing(rows, SPEED) == []
+        rows.append(f"| {told} | {' | '.join(pairs)} | {table['woken']:.0f} |".replace("|  |", "| |"))
+    assert missing(rows, page) == []
     for some in list(found["torch.optim.Muon over ours, 40 of 256x256, two runs each"].values())[1:]:
         low, high = sorted(some)
-        assert f"{low:.2f} and {high:.2f}" in SPEED
+        assert f"{low:.2f} and {high:.2f}" in page
 
 
 def test_floors_of_the_guard() -> None:
@@ -155,7 +154,7 @@ def test_floors_of_the_guard() -> None:
 
 
 def test_deflated_beside_others() -> None:
-    found, text = recorded("iterations_deflated"), section(ITERATIONS, "## Deflation and a Schatten norm")
+    found, text = recorded("iterations_deflated"), section(report("iterations"), "## Deflation and a Schatten norm")
     told = dict(re.findall(r"^\| ([^|]+?) \| (.*) \|$", text, re.MULTILINE))
     seen, ratios = 0, []
     for table in found["accuracy"]:
@@ -181,7 +180,7 @@ def test_deflated_beside_others() -> None:
 
 def test_bounds_of_the_default_are_kept_and_told() -> None:
     """On momentum nearer than Polar Express and at most 1.15; elsewhere 1.1 times its error or .1, and at most 1.3."""
-    text, largest = section(ITERATIONS, "## A guard for plateaus"), {}
+    text, largest = " ".join(report("iterations-guard").split()), {}
     for part, count in (("momentum", 78), ("plateaus", 68), ("stress", 168)):
         found = recorded(f"criteria_{part}")
         assert (len(found["matrices"]), found["broken"]) == (count, [])
@@ -203,12 +202,12 @@ def test_bounds_of_the_default_are_kept_and_told() -> None:
     for kind, steps in apart.items():
         cells = (f"{short(min(steps[one]), 2)} to {short(max(steps[one]), 2)}" for one in ("4", "16", "48"))
         rows.append(f"| {KINDS[kind]} | {len(steps['4'])} | {' | '.join(cells)} |")
-    assert missing(rows, text) == []
+    assert missing(rows, report("iterations-guard")) == []
     nearer = [
         row["deflated, auto"]["polar"] < row["polar_express, auto"]["polar"]
         for row in recorded("criteria_plateaus")["matrices"]
     ]
-    assert f"nearer than Polar Express on\n{sum(nearer)} of them, and on the other {68 - sum(nearer)}" in text
+    assert f"nearer than Polar Express on {sum(nearer)} of them, and on the other {68 - sum(nearer)}" in text
     # By the letter of the bound, beside what was the default once: Polar Express with torch's products.
     over = [
         f"{short(row['deflated, auto']['polar'])}"
@@ -220,14 +219,15 @@ def test_bounds_of_the_default_are_kept_and_told() -> None:
 
 
 def test_trainings_with_both_sets() -> None:
+    page = report("iterations-guard")
     losses: dict[tuple[str, str], list[float]] = {}
     for run in recorded("sets")["runs"]:
         losses.setdefault((run["kind"], run["coefficients"]), []).append(run["validation"])
     cells = {key: " | ".join(f"{loss:.4f}" for loss in some) for key, some in losses.items()}
-    assert missing([f"| {KINDS[kind]} | {name} | {some} |" for (kind, name), some in cells.items()], ITERATIONS) == []
+    assert missing([f"| {KINDS[kind]} | {name} | {some} |" for (kind, name), some in cells.items()], page) == []
     for kind in {kind for kind, _ in losses}:
         usual, ours = (statistics.mean(losses[kind, name]) for name in ("polar_express", "deflated"))
-        assert short(abs(ours - usual), 4) in ITERATIONS
+        assert short(abs(ours - usual), 4) in page
         usually = losses[kind, "polar_express"]
         assert ours - usual < 0.1 * (max(usually) - min(usually)), "no worse, beside what seeds differ by"
 
@@ -248,7 +248,7 @@ def test_iterations_that_the_package_does_not_have() -> None:
     for name, words in told.items():
         cells = [*(short(part[name]["error"]) for part in parts), *(f"{part[name]['largest']:.3f}" for part in parts)]
         rows.append(f"| {words} | {' | '.join(cells)} | {sum(part[name]['broken'] for part in parts)} |")
-    assert missing(rows, ITERATIONS) == []
+    assert missing(rows, report("iterations-tried")) == []
 
 
 def test_images() -> None:
@@ -256,26 +256,25 @@ def test_images() -> None:
     for kind in ("convolutions", "patches"):
         rows += [f"| {kind} | {' | '.join(row)} |" for row in rows_of([run for run in runs if run["model"] == kind])]
     assert len(rows) == 18
-    assert missing(rows, (ROOT / "docs/how-we-know.md").read_text()) == []
+    assert missing(rows, report("images")) == []
     assert max(run["multiple"] for run in runs if run["seed"]) < max(run["multiple"] for run in runs)
 
 
 def test_rules_on_language_models() -> None:
     """Each row of the sweep, and who is ahead of Muon or behind with every seed."""
-    found, page = recorded("evidence"), (ROOT / "docs/how-we-know.md").read_text()
-    rows: list[str] = []
+    found = recorded("evidence")
+    rows: dict[str, list[str]] = {}
     ahead: dict[str, list[float]] = {}
     for size in ("48x2", "64x3", "96x4"):
         runs = [run for run in found["runs"] if run["size"] == size]
-        titled = f"{size.replace('x', ' wide, ')} layers"
-        for name, rate, decay, trainings, *figures in evidence.table(runs, found["milliseconds"][size]):
+        for name, _, _, trainings, loss, _, steps, *_ in evidence.table(runs, found["milliseconds"][size]):
             assert trainings == "11"
-            rows.append(f"| {' | '.join([titled, name, rate, decay, *figures])} |")
+            rows.setdefault(name, []).extend((loss, steps))
         muon = {run["seed"]: final(run) for run in chosen(runs, "muon")}
         for rule in {run["rule"] for run in runs}:
             ahead.setdefault(rule, []).extend(muon[run["seed"]] - final(run) for run in chosen(runs, rule))
-    assert len(rows) == 36
-    assert missing(rows, page) == []
+    assert len(rows) == 12
+    assert missing([f"| {name} | {' | '.join(cells)} |" for name, cells in rows.items()], report("rules")) == []
     assert {rule for rule, some in ahead.items() if min(some) > 0} == {"hyperball", "soap", "soap, every 10", "muoneq"}
     assert {rule for rule, some in ahead.items() if max(some) < 0} == {"adamw", "dynmuon", "scion head"}
 
@@ -297,7 +296,7 @@ def test_adapters() -> None:
             cells = (told.get(way, way.replace(" on ", " ")), f"{rate:.0e}".replace("e-0", "e-"))
             row = f"| {pretrained} steps | {' | '.join(cells)} | {statistics.mean(each):.3f} | {seeds} | {apart} |"
             rows.append(row.replace(", -", ", −").replace("| -", "| −").replace("|  |", "| |"))
-    assert missing(rows, (ROOT / "docs/how-we-know.md").read_text()) == []
+    assert missing(rows, report("lora")) == []
 
 
 def test_rounding_of_weights() -> None:
@@ -311,7 +310,7 @@ def test_rounding_of_weights() -> None:
             apart = ", ".join(f"{a - b:+.4f}" for a, b in zip(each, found["masters"], strict=True))
             cell = "" if name == "masters" else f"{apart} ".replace("-", "−")
             rows.append(f"| {model} | {told[name]} | {statistics.mean(each):.3f} | {cell}|")
-    assert missing(rows, (ROOT / "docs/how-we-know.md").read_text()) == []
+    assert missing(rows, report("memory")) == []
 
 
 def test_steps_on_a_gpu() -> None:
@@ -322,14 +321,13 @@ def test_steps_on_a_gpu() -> None:
         of = {contender: f"{found['median_ms']:.1f}" for contender, found in tables[name]["contenders"].items()}
         dion = f"{dions[name]['contenders']['dion Muon']['median_ms']:.1f}" if name in dions else "–"
         rows.append(f"| {title} | {of['muonmesh']} | {of['muonmesh graphs']} | {of['torch.optim.Muon']} | {dion} |")
-    page = (ROOT / "docs/internals/kernels.md").read_text()
+    page = " ".join(report("gpus").split())
     assert missing(rows, page) == []
     ours = [f"{dions[name]['contenders']['muonmesh']['median_ms']:.1f}" for name in dions]
     assert f"in which muonmesh took {' and '.join(ours)}" in page
     gpt2, wide, wider = (f"{tables[name]['contenders']['torch.optim.Muon']['ratio']:.2f}" for name in ON_A_GPU)
     small, large = (f"{dions[name]['contenders']['dion Muon']['ratio']:.2f}" for name in dions)
-    evidence = (ROOT / "docs/how-we-know.md").read_text()
-    assert f"{gpt2}, {wide} and {wider} times muonmesh's time, dion {small} and {large}" in evidence
+    assert f"{gpt2}, {wide} and {wider} times muonmesh's time, dion {small} and {large}" in page
     host = tables["gpt2-small"]["contenders"]["muonmesh"]
     assert f"{host['host_ms']:.2f} of {host['median_ms']:.1f} ms" in page
 
@@ -342,7 +340,7 @@ def test_steps_on_an_h100() -> None:
         ours, theirs = (f"{one['median_ms']:.1f} | {one['host_ms']:.1f} |" for one in both)
         graphs = f"{of['muonmesh graphs']['median_ms']:.1f}" if "muonmesh graphs" in of else "–"
         rows.append(f"| {title} | {ours} {graphs} | {theirs}")
-    assert missing(rows, (ROOT / "docs/internals/kernels.md").read_text()) == []
+    assert missing(rows, report("gpus")) == []
     muons = [recorded("h100")["tables"][name]["contenders"]["torch.optim.Muon"]["ratio"] for name in ON_A_GPU]
     performance = " ".join((ROOT / "docs/performance.md").read_text().split())
     told = f"torch.optim.Muon takes {muons[0]:.2f} times muonmesh's time for the three layers above and {muons[2]:.2f}"
@@ -367,6 +365,30 @@ def test_the_page_about_gpu_results_has_both() -> None:
     assert missing(rows, page) == []
     dions = [one["contenders"]["dion Muon"]["ratio"] for one in recorded("h200_dion")["tables"].values()]
     assert f"dion took {' and '.join(f'{ratio:.2f}' for ratio in dions)} times muonmesh's" in " ".join(page.split())
+
+
+def test_the_first_page_has_recorded_ratios() -> None:
+    page, torchs, dions = (ROOT / "README.md").read_text(), "torch.optim.Muon", "dion Muon"
+    layers = "3 layers of GPT-2 small"
+    rows = []
+    for title, name, table, other in (
+        ("one H100, 2 layers of Llama 8B", "h100", "llama-8b", None),
+        ("one H200, 4 layers of Llama 1B", "h200", "llama-1b", "h200_dion"),
+        (f"one H200, {layers}", "h200", "gpt2-small", "h200_dion"),
+        (f"2 cores of an AMD EPYC with AVX-512 bf16, {layers}, one process", "step", "one", "step"),
+        ("the same cores, FSDP2 on 2 ranks", "step", "fsdp2", "step"),
+    ):
+        cells = [recorded(name)["tables"][table]["contenders"][torchs]]
+        cells += [recorded(other)["tables"][table]["contenders"][dions]] if other else []
+        figures = [*(f"{cell['ratio']:.2f}" for cell in cells), "–"][:2]
+        rows.append(f"| {title} | {' | '.join(figures)} |")
+    assert missing(rows, page) == []
+    h100 = recorded("h100")["tables"]
+    adamw = sorted(h100[name]["contenders"]["AdamW fused"]["ratio"] for name in ON_A_GPU)
+    ours, theirs = (h100["llama-8b"]["contenders"][name]["peak_mib"] for name in ("muonmesh", torchs))
+    words = " ".join(page.split())
+    assert f"fused AdamW takes {adamw[0]:.2f} to {adamw[-1]:.2f} times muonmesh's time" in words
+    assert f"{ours:.0f} instead of {theirs:.0f} MiB for the layers of Llama 8B" in words
 
 
 def test_the_model_of_time_beside_steps_on_a_gpu() -> None:

@@ -60,7 +60,7 @@ def settings(seed: int) -> dict[str, Any]:
         "policy": numbers.choice([None, "all", "adamw_only", "separate"]),
         "compute_dtype": torch.bfloat16 if narrow else numbers.choice([torch.float32, torch.float64]),
         "kernels": "compiled" if compiled else "auto",
-        "ns_coefficients": "deflated" if deflated else numbers.choice(["polar_express", "quintic", "aol"]),
+        "ns_coefficients": "deflated" if deflated else numbers.choice(["polar_express", "quintic", "cans"]),
         "state_dtype": numbers.choice([torch.float32, torch.bfloat16, "int8"]),
         "weights": numbers.choice([torch.float32, torch.bfloat16]),
         "decay_mode": numbers.choice(["full", "cautious"]),

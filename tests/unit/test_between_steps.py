@@ -578,7 +578,7 @@ def outcome(training: Training) -> Any:
 
 def told(found: SettingsFound) -> Any:
     rules = [rule and (type(rule), [bits(getattr(rule, each.name)) for each in fields(rule)]) for rule in found.rules]
-    return str(found.error), found.at_rest, found.counting, len(found.on_device), rules, found.terms
+    return str(found.error), found.at_rest, found.counting, rules, found.terms
 
 
 def check_reading(data: st.DataObject) -> None:

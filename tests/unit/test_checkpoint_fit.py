@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import muonmesh as mm
-from muonmesh.step.ready import ReadyParameters
+from muonmesh.step.parameters import ReadyParameters
 from tests import problem
 
 SHAPES = {"qkv.weight": (12, 6), "up.weight": (9, 5), "embed.weight": (7, 4), "norm.bias": (5,)}

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 import muonmesh as mm
-from muonmesh.numerics.aol import RowRescaling
 from muonmesh.numerics.coefficients import (
     COEFFICIENT_SETS,
     CoefficientName,
@@ -56,7 +55,6 @@ def test_polar_express_is_the_paper_s_with_its_safety_factor() -> None:
         ("polar_express", 8, 7),
         ("cans", 5, 4),
         ("deepseekv4", 10, 9),
-        ("aol", 4, 3),
         ("deflated", 4, 3),
     ],
 )
@@ -74,10 +72,6 @@ def test_deepseekv4_is_eight_steps_of_jordan_s_and_two_that_converge() -> None:
     assert coefficient_schedule("simple", 3) == (JORDAN,) * 3
 
 
-def test_only_aol_asks_for_a_preconditioner() -> None:
-    assert {name for name, chosen in COEFFICIENT_SETS.items() if chosen.preconditioner == RowRescaling()} == {"aol"}
-
-
 @pytest.mark.parametrize("name", sorted(COEFFICIENT_SETS))
 def test_every_set_grows_small_singular_values_and_stays_bounded(name: CoefficientName) -> None:
     if name == "deflated":
@@ -86,10 +80,8 @@ def test_every_set_grows_small_singular_values_and_stays_bounded(name: Coefficie
     for a, b, c in coefficient_schedule(name, max(4, len(COEFFICIENT_SETS[name].polynomials))):
         sigma = a * sigma + b * sigma**3 + c * sigma**5
     assert sigma[:10].min() > 50e-5  # 1e-5 … 1e-4 became at least fifty times larger
-    # Made for singular values of 1 only after AOL's rescaling, where the largest is below 1.
     assert sigma.max() < 1.3
-    if name != "aol":
-        assert sigma.min() > 0
+    assert sigma.min() > 0
 
 
 def test_deflated_is_what_its_script_derives() -> None:

@@ -26,7 +26,7 @@ from torch import Tensor
 import muonmesh as mm
 from muonmesh.numerics import kernels
 from muonmesh.numerics.coefficients import coefficient_schedule
-from muonmesh.numerics.iteration import Iteration
+from muonmesh.numerics.iteration import CpuIteration
 from muonmesh.numerics.kernels import compiled
 from muonmesh.numerics.kernels.compiled import compiled_products
 from muonmesh.numerics.newton_schulz import Orthogonalizer, orthogonalize
@@ -232,7 +232,7 @@ def test_rows_and_transposes(shape: tuple[int, int]) -> None:
 # --- orthogonalization ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("coefficients", ["polar_express", "quintic", "aol", "deflated"])
+@pytest.mark.parametrize("coefficients", ["polar_express", "quintic", "deflated"])
 @pytest.mark.parametrize("shape", [(5, 8), (2, 64, 70), (200, 90), (384, 400), (400, 1000)])
 def test_it_is_as_near_to_the_polar_factor_as_torch_s(
     shape: tuple[int, ...], coefficients: str, name: mm.KernelName
@@ -253,7 +253,7 @@ SMALL = [(1, 1), (1, 9), (13, 5), (64, 64), (37, 130), (200, 33), (65, 128), (25
 
 def step_by_step(whole: Orthogonalizer, x: Tensor) -> Tensor:
     out = torch.empty_like(x)
-    Iteration(whole.prepared, whole.segments, whole.products, whole.dtype).run(x.clone(), out, overwrite=False)
+    CpuIteration(whole.prepared, whole.segments, whole.products, whole.dtype).run(x.clone(), out, overwrite=False)
     return out
 
 

@@ -41,7 +41,7 @@ def like_triton() -> Matmuls:
         result = scale * (result + identity * torch.eye(*result.shape[1:], dtype=wide))
         return out.copy_(mirrored(result) if symmetric else result)
 
-    return Matmuls(multiply=multiply, at_once=1, together=True)
+    return Matmuls(multiply=multiply, at_once=1)
 
 
 TABLES = {"torch": torch_products(at_once=1), "triton": like_triton()}

@@ -64,7 +64,7 @@ def matrices(count: int, rows: int, cols: int) -> Tensor:
 @pytest.mark.parametrize(
     ("dtype", "bf16"), [(torch.bfloat16, True), (torch.bfloat16, False), (torch.float32, True), (torch.float64, True)]
 )
-@pytest.mark.parametrize("coefficients", ["polar_express", "aol", "deflated", MIXED], ids=str)
+@pytest.mark.parametrize("coefficients", ["polar_express", "deflated", MIXED], ids=str)
 def test_a_matrix_in_a_batch_is_multiplied_as_alone(
     coefficients: Any, dtype: torch.dtype, bf16: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import muonmesh as mm
 from muonmesh.integrations.megatron import MainGrad
 from muonmesh.step import replicas
-from muonmesh.step.collect import collect
 from muonmesh.step.connection import placed_members
+from muonmesh.step.parameters import collect
 from tests import problem
 
 SETTINGS: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.9}

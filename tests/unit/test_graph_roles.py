@@ -641,6 +641,53 @@ def test_a_function_with_a_gradient_of_its_own_leaves_a_doubt_and_no_wrong_role(
     assert "hides whether it is fused; a guess" in str(groups)
 
 
+class GPT2Attention(Calls):
+    """Attention whose class tells that its weight holds q, k and v of 16 rows each."""
+
+    __module__ = "transformers.models.gpt2.modeling_gpt2"
+    split_size = 16
+
+
+def by_indices(self: Any, x: Tensor) -> Tensor:
+    """Only the first cut is one that a graph shows."""
+    q, both = self.c_attn(x).split([16, 32], dim=-1)
+    out: Tensor = self.proj(attention(q, both[..., list(range(16))], both[..., list(range(16, 32))]))
+    return out
+
+
+def all_by_indices(self: Any, x: Tensor) -> Tensor:
+    qkv = self.c_attn(x)
+    out: Tensor = self.proj(attention(*(qkv[..., list(range(16 * i, 16 * i + 16))] for i in range(3))))
+    return out
+
+
+@pytest.mark.parametrize(
+    ("forward", "cut"), [(by_indices, ("rows", 16, 32)), (all_by_indices, None)], ids=["some", "all"]
+)
+def test_parts_that_a_graph_hides_are_not_taken_from_a_known_class(forward: Any, cut: Any) -> None:
+    """What is not cut and what is unknown are two answers."""
+    layers = {"c_attn": nn.Linear(16, 48), "proj": nn.Linear(16, 16)}
+    attends = GPT2Attention(forward, **layers)
+    model = Calls(lambda self, x: self.out(self.a(self.embed(x))), embed=nn.Embedding(9, 16), a=attends)
+    model.out = nn.Linear(16, 9)
+    seen = seen_in(model, IDS)
+    assert seen[id(layers["proj"].weight)].cut == "whole"
+    assert not seen[id(layers["proj"].weight)].hidden
+    assert seen[id(layers["c_attn"].weight)].cut == cut
+    assert seen[id(layers["c_attn"].weight)].hidden
+    assert roles(model, IDS)["a.c_attn.weight"] == ("rows", 16, 16, 16)
+
+
+def test_indices_that_pick_tokens_hide_nothing() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        out: Tensor = self.proj(self.fused(x)[:, [0, 1, 2, 3, 4]])
+        return out
+
+    model = cut_of(16, forward)
+    seen = seen_in(model, IDS)[id(model.get_parameter(FUSED))]
+    assert (seen.cut, seen.hidden) == ("whole", False)
+
+
 class Product(torch.autograd.Function):
     """A product with a weight, and with a gradient of its own."""
 
@@ -978,40 +1025,49 @@ WAYS: dict[str, tuple[Callable[[nn.Module, DeviceMesh], nn.Module], tuple[int, i
 }
 
 
-def _roles_of_ranks(way: str) -> tuple[Any, Any, Any]:
+def _roles_of_ranks(way: str) -> tuple[Any, list[str], list[str], bool]:
+    """The roles of a model before it is distributed, what the first step says of them then, and errors of examples."""
     distribute, sizes, _ = WAYS[way]
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("data", "tensor"))
-    model = distribute(cut_of(48, by_head_size), mesh)
-    before = {name: (id(p), type(p), p.requires_grad) for name, p in model.named_parameters()}
-    found = roles(model, IDS)
-    after = {name: (id(p), type(p), p.requires_grad) for name, p in model.named_parameters()}
-    assert before == after
-    optimizer = mm.from_model(model, example=IDS)  # a split that its layout can have
-    model(*IDS).square().mean().backward()
-    optimizer.step()
+    model = cut_of(48, by_head_size)
+    groups, found = mm.split_params(model, example=IDS), roles(model, IDS)
+    model = distribute(model, mesh)
     errors = []
-    for example in ((torch.zeros(2, 5, 2, 2, dtype=torch.long),), (lambda: model(*IDS).sum())):
+    for example in (IDS, lambda: model(*IDS).sum()):
         try:
-            errors.append(roles(model, example))
+            assert roles(model, example) == found
         except ValueError as error:
-            errors.append(str(error).partition(", which is sharded")[0])
-    return found, *errors
+            errors.append(str(error))
+    held = groups.held_by(model)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer = mm.Muon(held, process_group="world" if way == "replicated" else None)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model(*IDS).square().mean().backward()
+        optimizer.step()
+    moved = not any(torch.equal(before[name], p) for name, p in model.named_parameters() if p.dim() > 1)
+    return found, [told for each in caught if "forward" in (told := str(each.message))], errors, moved
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_every_rank_reads_the_same_roles_of_a_distributed_model(way: str, workers: Callable[[int], Pool]) -> None:
+def test_a_distributed_model_has_the_roles_that_it_had_before(way: str, workers: Callable[[int], Pool]) -> None:
     expected = {"embed.weight": INPUT, "out.weight": HEAD}
     for i in range(2):
-        expected |= {f"blocks.{i}.fused.weight": WAYS[way][2], f"blocks.{i}.proj.weight": "whole"}
-    one, other = workers(2).run(_roles_of_ranks, way)
-    assert one == other
-    found, wrong, function = one
-    assert found == expected
-    assert "forward raises" in wrong
-    if way == "replicated":
-        assert function == expected
-    else:
-        assert function == "split_params: found example= as a function, and embed.weight"
+        expected |= {f"blocks.{i}.fused.weight": ("rows", 16, 16, 16), f"blocks.{i}.proj.weight": "whole"}
+    for found, told, errors, moved in workers(2).run(_roles_of_ranks, way):
+        assert found == expected
+        assert moved
+        if way == "replicated":
+            assert errors == []
+        else:
+            assert len(errors) == 2
+            assert all("found example= for a model that is sharded: this process has a part of" in e for e in errors)
+            assert all("groups.held_by(model)" in e for e in errors)
+        if WAYS[way][2] == ("rows", 16, 16, 16):
+            assert told == []
+        else:  # each rank cuts its own rows, as only the distributed model shows
+            assert len(told) == 1
+            assert '"matrices": ("interleaved", 3, 0, 8)' in told[0]
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

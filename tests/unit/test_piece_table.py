@@ -11,13 +11,20 @@ import torch
 from hypothesis import strategies as st
 
 from muonmesh.comm.schedule import Schedule
-from muonmesh.comm.work import Local
+from muonmesh.comm.work import Batching
 from muonmesh.layout import Layout, Parameter, Plan, make_plan, split_matrices
 from muonmesh.layout.piece_table import NOWHERE, Row, evenly, joined
 from muonmesh.layout.region import Piece, overlap, row_major
 from tests.fuzzing import flat_layouts, mesh_layouts, shared_by_replicas, specs
 
 CPU = torch.device("cpu")
+
+
+class Two(Batching):
+    """Two matrices at once."""
+
+    def at_once(self, number: int, count: int, *, stays: bool = False) -> int:
+        return 2
 
 
 @st.composite
@@ -84,10 +91,9 @@ def check_buffers(rows: list[Row], batches: Any, plan: Plan) -> None:
 @hypothesis.given(plans())
 def test_tables_hold_each_piece_once_and_where_it_belongs(plan: Plan) -> None:
     for rank in plan.ranks:
-        schedule = Schedule(plan, rank, plan.ranks, torch.float32, CPU)
+        schedule = Schedule(plan, rank, plan.ranks, torch.float32, CPU, Two())
         reads, writes = Counter[Any](), Counter[Any]()
-        groups: list[Local] = [*(local for stage in schedule.stages for local in stage.local), *schedule.left]
-        for local in itertools.chain.from_iterable(group.cut(2) for group in groups):
+        for local in [*(local for stage in schedule.stages for local in stage.local), *schedule.left]:
             reads.update((row.assignment, row.piece) for row in local.reads.rows)
             writes.update((row.assignment, row.piece) for row in local.writes.rows)
             for table in (local.reads, local.writes):
@@ -100,7 +106,7 @@ def test_tables_hold_each_piece_once_and_where_it_belongs(plan: Plan) -> None:
             reads.update((row.assignment, row.piece) for row in stage.reads.rows)
             writes.update((row.assignment, row.piece) for row in stage.staying.rows)
             last = None
-            for index in range(stage.exchanges):
+            for index in range(len(stage.back)):
                 last = schedule.scatter(stage, index, results, None if last is None else last.swap.receive)
                 check_buffers(list(last.arrived.table.rows), (), plan)
                 writes.update((row.assignment, row.piece) for row in last.arrived.table.rows)

@@ -48,7 +48,6 @@ def test_what_annotations_and_values_need_can_be_imported() -> None:
         "CoefficientName",
         "Method",
         "DecayMode",
-        "HeadPart",
     ):
         assert typing.get_args(getattr(mm, name))
     assert set(mm.__all__) <= set(dir(mm))
@@ -71,7 +70,7 @@ def test_from_model_has_the_arguments_of_muon_with_their_defaults() -> None:
     ours = dict(inspect.signature(mm.from_model).parameters)
     theirs = dict(inspect.signature(mm.Muon).parameters)
     del theirs["params"]
-    for own in ("model", "muon", "adamw", "overrides", "per_head", "rule", "example", "watch"):
+    for own in ("model", "muon", "adamw", "overrides", "rule", "example", "watch"):
         del ours[own]
     assert list(ours.values()) == list(theirs.values())  # names, kinds, defaults, annotations, order
 
@@ -152,7 +151,7 @@ def test_from_model_hands_every_argument_on() -> None:
         "gradients": ParameterGrad(),
     }
     signature = inspect.signature(mm.from_model)
-    own = {"model", "muon", "adamw", "overrides", "per_head", "rule", "example", "watch", "stochastic_rounding"}
+    own = {"model", "muon", "adamw", "overrides", "rule", "example", "watch", "stochastic_rounding"}
     assert mm.from_model(nn.Linear(2, 3), stochastic_rounding=4).defaults["stochastic_rounding"] == 4  # without masters
     assert given.keys() == signature.parameters.keys() - own
     assert not [name for name in given if given[name] == signature.parameters[name].default]
@@ -218,7 +217,7 @@ def test_norms_are_formatted_as_numbers() -> None:
 @pytest.mark.parametrize(
     ("coefficients", "steps"),
     [
-        *((name, {"deepseekv4": 10, "deflated": 3, "aol": 4}.get(name, 5)) for name in COEFFICIENT_SETS),
+        *((name, {"deepseekv4": 10, "deflated": 3}.get(name, 5)) for name in COEFFICIENT_SETS),
         (MINE, 3),
         ([JORDAN] * 7, 7),
     ],

@@ -131,6 +131,28 @@ def test_every_kind_of_mask_means_the_same(monkeypatch: pytest.MonkeyPatch) -> N
         torch.testing.assert_close(largest_logits(q, k, scale=0.5), logits.amax((0, 2, 3)))
 
 
+class OwnAttention(nn.Module):
+    """Attention whose class nobody knows, with queries and keys in one weight."""
+
+    num_heads, head_dim = 2, 4
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(8, 24)
+
+
+def test_an_optimizers_splits_say_which_rows_make_queries_where_nothing_else_does() -> None:
+    """As for a model that is sharded, whose forward cannot be an example."""
+    model = nn.ModuleDict({"mix": OwnAttention(), "head": nn.Linear(8, 3)})
+    with pytest.raises(ValueError, match="q, k, v in one weight, split as 'whole'"):
+        mm.QKClip(model, optimizer=mm.from_model(model))
+    said = {"mix.qkv.weight": {"algorithm": "muon", "matrices": ("rows", 8, 8, 8)}}
+    clip = mm.QKClip(model, optimizer=mm.from_model(model, overrides=said))
+    ((attention, _),) = clip._known.values()
+    weight = [(row.low, row.high, row.head) for row in attention.rows if row.name.endswith("weight")]
+    assert weight == [(0, 4, 0), (4, 8, 1), (8, 12, 0), (12, 16, 1)]
+
+
 @pytest.mark.parametrize("family", ["llama", "grouped", "gpt2", "neox", "phi3", "deepseek"])
 def test_logits_above_the_threshold_are_brought_back_to_it_and_others_stay(family: str) -> None:
     """With biases, fused, stored in × out, head by head, keys that heads share, latent attention."""

@@ -19,8 +19,8 @@ from muonmesh.numerics.rules import RULES, MuonRule, Rule, parts, register_rule
 from muonmesh.numerics.rules.dynmuon import power_at
 from muonmesh.numerics.rules.normuon import NorMuonRule
 from muonmesh.numerics.scale import StepSize
-from muonmesh.step import by_parts
-from muonmesh.step.ready import ReadyParameters
+from muonmesh.step import muon_step
+from muonmesh.step.parameters import ReadyParameters
 from muonmesh.step.runtime import Driver
 from muonmesh.testing import prove_rule
 from tests import reference
@@ -928,7 +928,7 @@ def test_small_matrices_side_by_side_have_the_bits_that_each_has_alone(
     """Wide and tall ones, experts, transposed memory, parts of a fused weight; one zero gradient and one missing."""
     shapes = [(9, 20)] * 4 + [(20, 9)] * 3 + [(3, 9, 20), (27, 20)]
     matrices: list[Any] = [*["whole"] * 7, "stack", ("rows", 9, 9, 9), "whole"]
-    results, applied = [], by_parts._apply_together
+    results, applied = [], muon_step._apply_together
     taken: list[int] = []
 
     def counted(elements: Any, run: Any, entries: Any, kind: Any) -> bool:
@@ -936,9 +936,9 @@ def test_small_matrices_side_by_side_have_the_bits_that_each_has_alone(
         taken.append(len(run.rows) if done else 0)
         return done
 
-    monkeypatch.setattr(by_parts, "_apply_together", counted)
-    for small in (by_parts.SMALL, 0):
-        monkeypatch.setattr(by_parts, "SMALL", small)
+    monkeypatch.setattr(muon_step, "_apply_together", counted)
+    for small in (muon_step.SMALL, 0):
+        monkeypatch.setattr(muon_step, "SMALL", small)
         weights = [nn.Parameter(random(*shape, seed=n).to(dtype)) for n, shape in enumerate(shapes)]
         weights.append(nn.Parameter(random(20, 9, seed=20).to(dtype).t()))
         masters = torch.float32 if dtype == torch.bfloat16 else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor
 from muonmesh.comm.schedule import Batch, Gather, Scatter, Schedule, Stage
 from muonmesh.comm.views import Elements
 from muonmesh.comm.wire import Swap
+from muonmesh.comm.work import Batching
 from muonmesh.layout import (
     Budget,
     FlatShards,
@@ -26,6 +28,7 @@ from muonmesh.layout import (
 )
 from muonmesh.layout import split_matrices as split
 from muonmesh.layout.piece_table import Row
+from muonmesh.numerics.kernels import memory
 
 CPU = torch.device("cpu")
 
@@ -66,8 +69,22 @@ def plan_of(name: str, *, bucket_elements: int, count: int = 5, machine: int = 0
     return make_plan(parameters, bucket_elements=bucket_elements, machine=machine, budget=budget or Budget())
 
 
-def schedules(plan: Plan) -> list[Schedule]:
-    return [Schedule(plan, rank, plan.ranks, torch.float64, CPU) for rank in plan.ranks]
+class Two(Batching):
+    """Two matrices at once."""
+
+    def at_once(self, number: int, count: int, *, stays: bool = False) -> int:
+        return 2
+
+
+class Own(Schedule):
+    """With memory of its own, although all ranks are in one thread."""
+
+    def _memory(self, role: str, turn: int, numel: int) -> Tensor:
+        return super()._memory(f"{role} of {id(self)}", turn, numel)
+
+
+def schedules(plan: Plan, batching: Batching | None = None) -> list[Schedule]:
+    return [Own(plan, rank, plan.ranks, torch.float64, CPU, batching) for rank in plan.ranks]
 
 
 class Computed(NamedTuple):
@@ -91,11 +108,23 @@ def stages_of(schedule: Schedule) -> list[Computed]:
 def exchanges_of(schedule: Schedule, back: Computed) -> list[Scatter]:
     """The exchanges that bring the results of a stage back; results are freed as soon as a step frees them."""
     found, results, received, sent = list[Scatter](), back.results, None, None
-    for index in range(back.stage.exchanges):
+    for index in range(len(back.stage.back)):
         found.append(one := schedule.scatter(back.stage, index, results, received, sent))
         received, sent = one.swap.receive, one.swap.send if one.again else None
         results = [] if one.last else results
     return found
+
+
+def kept_by(schedule: Schedule) -> dict[str, Tensor]:
+    """The memory that a thread keeps when it has taken a step, by role."""
+
+    def replay() -> dict[str, Tensor]:
+        for back in stages_of(schedule):
+            exchanges_of(schedule, back)
+        return {role: views[None] for (role, _), views in vars(memory._own).get("scratch", {}).items()}
+
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(replay).result()
 
 
 def travel(ways: list[Swap | None]) -> None:
@@ -145,10 +174,9 @@ def test_all_ranks_together_replay_an_exchange(name: str, machine: int, bucket_e
     held = {key: stored(plan, *key) for key in every}
     back = {key: torch.zeros_like(held[key]) for key in every}
     owned = 0
-    ranks = schedules(plan)
+    ranks = schedules(plan, Two())
     for rank, schedule in enumerate(ranks):
-        groups = [*(local for stage in schedule.stages for local in stage.local), *schedule.left]
-        for local in itertools.chain.from_iterable(group.cut(2) for group in groups):
+        for local in [*(local for stage in schedule.stages for local in stage.local), *schedule.left]:
             owned += len(local.assignments)
             assert len(local.assignments) <= 2
             batch = torch.zeros(len(local.assignments), math.prod(local.shape), dtype=torch.float64)
@@ -175,7 +203,7 @@ def test_all_ranks_together_replay_an_exchange(name: str, machine: int, bucket_e
                     assert tuple(matrix.shape) == assignment.matrix.shape
                     assert len(matrix.unique()) == matrix.numel()  # whole: each element once
                 out.copy_(-x)
-            for row, of in ranks[rank].staying(one.stage, one.results):
+            for row, of in Elements(one.stage.staying, one.results):
                 elements(row, back[row.parameter, rank]).sub_(of, alpha=-1)
         for of_all in zip(*map(exchanges_of, ranks, stages), strict=True):
             for turn in of_all:
@@ -206,7 +234,7 @@ def test_matrices_of_one_rank_are_local_and_sorted_by_shape() -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_memory_is_taken_for_two_buckets_however_many_there_are(name: str) -> None:
     few, many = (
-        sum(memory.numel() for memory in schedules(plan_of(name, bucket_elements=1, count=count))[0].memory.values())
+        sum(some.numel() for some in kept_by(schedules(plan_of(name, bucket_elements=1, count=count))[0]).values())
         for count in (12, 48)
     )
     assert few == many
@@ -223,7 +251,7 @@ def test_what_a_cpu_keeps_is_within_the_budget(name: str, bucket: int) -> None:
     plan = plan_of(name, bucket_elements=bucket, budget=budget)
     if max(a.matrix.numel for a in plan.assignments) <= bucket:
         for schedule in schedules(plan):
-            kept = sum(memory.nbytes for memory in schedule.memory.values())
+            kept = sum(some.nbytes for some in kept_by(schedule).values())
             assert kept <= budget.bytes - 4 * 8 * bucket  # which are left to what threads compute in
 
 
@@ -236,9 +264,7 @@ def test_equal_shards_arrive_and_leave_in_one_copy() -> None:
     (found,) = stages_of(schedule := Schedule(plan, 9, plan.ranks, torch.float32, CPU))
     (once,) = exchanges_of(schedule, found)
     assert sum(len(results) for results in found.results) == 2
-    reads, *writes = (
-        len(some.table.rows) for some in (found.there.reads, schedule.staying(found.stage, found.results), once.arrived)
-    )
+    reads, *writes = (len(some.rows) for some in (found.there.reads.table, found.stage.staying, once.arrived.table))
     assert reads == sum(writes) == 128
     assert len(found.there.arriving) == len(once.leaving) == 2 * 2  # the ranks before this one, and those behind it
 
@@ -256,21 +282,23 @@ def test_results_for_many_replicas_are_passed_on() -> None:
         (found,) = stages_of(schedule)
         exchanges = exchanges_of(schedule, found)
         assert all(max(len(one.swap.send), len(one.swap.receive)) <= 64 * 96 for one in exchanges)
-        assert sum(memory.numel() for memory in schedule.memory.values()) <= (2 + 2 + 2 + 2) * 64 * 96
+        assert sum(some.numel() for some in kept_by(schedule).values()) <= (2 + 2 + 2 + 2) * 64 * 96
         # Nothing that two ranks exchange is cut: what this rank stores of each matrix comes once.
         arrived = [row.assignment for one in exchanges for row, _ in one.arrived]
-        staying = [row.assignment for row, _ in schedule.staying(found.stage, found.results)]
+        staying = [row.assignment for row, _ in Elements(found.stage.staying, found.results)]
         assert sorted([*arrived, *staying]) == list(range(len(ranks)))
 
 
-def test_a_device_keeps_no_memory_and_a_cpu_keeps_its_views() -> None:
+def test_a_device_keeps_no_memory_and_a_cpu_does() -> None:
     plan = plan_of("rows", bucket_elements=200)
     on_device = Schedule(plan, 1, plan.ranks, torch.float64, torch.device("meta"))
     on_cpu = Schedule(plan, 1, plan.ranks, torch.float64, CPU)
-    assert on_device.memory == {}
-    first = on_device.stages[0]
-    assert on_device.gather(first) is not on_device.gather(first)
-    assert on_cpu.gather(on_cpu.stages[0]) is on_cpu.gather(on_cpu.stages[0])
+    assert kept_by(on_device) == {}
+    assert kept_by(on_cpu)
+    first, again = (on_cpu.gather(on_cpu.stages[0]).swap for _ in range(2))
+    assert first is not None
+    assert again is not None
+    assert (first.send.data_ptr(), first.receive.data_ptr()) == (again.send.data_ptr(), again.receive.data_ptr())
     for mine, other in zip(stages_of(on_cpu), stages_of(on_device), strict=True):
         views = [[(row, view.shape) for row, view in each.there.reads] for each in (mine, other)]
         assert views[0] == views[1]

@@ -18,7 +18,7 @@ import muonmesh as mm
 from muonmesh.numerics.rules import RULES
 from muonmesh.settings import reading
 from muonmesh.settings.checks import check_group
-from muonmesh.step import collect
+from muonmesh.step import parameters
 
 
 def made() -> tuple[list[nn.Parameter], mm.Muon]:
@@ -41,13 +41,13 @@ def step(weights: list[nn.Parameter], optimizer: mm.Muon, seed: int) -> None:
 def looked_at(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the parameters whose state a step checks."""
     found: list[str] = []
-    check = collect.check_parameter
+    check = parameters.check_parameter
 
     def counted(entry: Any) -> None:
         found.append(entry.member.name)
         check(entry)
 
-    monkeypatch.setattr(collect, "check_parameter", counted)
+    monkeypatch.setattr(parameters, "check_parameter", counted)
     return found
 
 

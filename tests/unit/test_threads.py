@@ -206,8 +206,7 @@ def test_making_a_pool_leaves_the_numbers_of_others_alone() -> None:
 
 _AT_THE_END = """
 import threading, time, torch
-from muonmesh.numerics.kernels.memory import keep
-from muonmesh.numerics.kernels.threads import run_all
+from muonmesh.numerics.kernels.threads import keep, run_all
 
 class Slow:
     def __del__(self):

@@ -730,6 +730,11 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "all optimizer params should be with/without names. Some param names are missing",
     ),
     "two rates": (lambda: mm.Muon([weight()], lr=torch.tensor([0.1, 0.2])), ValueError, "tensor of one element"),
+    "a rate on a device": (
+        lambda: mm.Muon([weight()], lr=torch.zeros((), device="meta")),
+        ValueError,
+        "one element with it, in CPU memory",
+    ),
     "a set in a group": (lambda: mm.Muon([{"params": {weight()}}]), TypeError, "ordered collections"),
     "numbers": (lambda: mm.Muon([1.0]), TypeError, "can only optimize Tensors"),
     "text": (lambda: mm.Muon("weight"), TypeError, "can only optimize Tensors"),

@@ -20,13 +20,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import muonmesh as mm
 from muonmesh.numerics import kernels, newton_schulz
-from muonmesh.numerics.kernels import batched, beside, fused, recording, toolchain, triton
+from muonmesh.numerics.kernels import batched, fused, recording, toolchain, triton
 from muonmesh.numerics.kernels.memory import download
 from muonmesh.numerics.kernels.rows import SEARCHED, PieceRows, in_three_dims
 from muonmesh.numerics.kernels.triton import triton_products
 from muonmesh.numerics.newton_schulz import orthogonalize
 from muonmesh.step import by_kernel
-from muonmesh.step.collect import Snapshot
+from muonmesh.step.parameters import Snapshot
 from muonmesh.step.runtime import Driver
 from tests.device.pretended import Event, pretended_cuda
 from tests.interpreter import interpreting
@@ -422,7 +422,7 @@ def normalized(dtype: torch.dtype, rows: int, cols: int) -> dict[str, Any]:
     x = torch.stack([(torch.randn(rows, cols).double() * size).to(dtype) for size in magnitudes])
     before = x.clone()
     out = x if dtype == torch.float32 else torch.empty_like(x, dtype=FP16)
-    inverse, inverse_square = beside.normalize(x, out)
+    inverse, inverse_square = triton.normalize(x, out)
     for number, size in enumerate(magnitudes):
         old, new = before[number].double(), out[number].double()
         norm = float(new.norm()) or 1.0
@@ -434,13 +434,13 @@ def normalized(dtype: torch.dtype, rows: int, cols: int) -> dict[str, Any]:
         if not torch.equal(new, old * factor):  # also of fp16, whose numbers these all are
             wrong[f"{size}, not a power of two"] = float((new - old * factor).abs().max())
     alone = torch.empty_like(out[:1])
-    beside.normalize(before[2:3].clone(), alone)
+    triton.normalize(before[2:3].clone(), alone)
     if not torch.equal(alone, out[2:3]):
         wrong["alone"] = alone
     x = before
     for number, bad in enumerate((math.nan, math.inf, -math.inf)):
         x[number, rows // 2, cols - 1] = bad
-    inverse, inverse_square = beside.normalize(x, out)
+    inverse, inverse_square = triton.normalize(x, out)
     if not bool(inverse[:3].isnan().all() & inverse_square[:3].isnan().all() & inverse[3:].isfinite().all()):
         wrong["not finite"] = inverse
     return wrong

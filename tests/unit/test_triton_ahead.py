@@ -1,6 +1,6 @@
 """Triton's kernels compiled ahead of time for devices that are not there: what fits, what is used, what is copied how.
 
-A part of the table in docs/internals/kernels.md, which `benchmarks/kernels.py` makes with the functions used here.
+A part of benchmarks/results/compiled_kernels.md, which `benchmarks/kernels.py` makes with the functions used here.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def test_what_is_beside_products_fits(script: ModuleType, architecture: str, nam
     assert found.wide > 0 or name == "any not zero"  # which hardly reads anything
 
 
-PAGE = (REPOSITORY / "docs" / "internals" / "kernels.md").read_text()
+PAGE = (REPOSITORY / "benchmarks" / "results" / "compiled_kernels.md").read_text()
 ROWS = [
     [cell.strip() for cell in line.strip("|").split("|")]
     for line in PAGE.partition("<!-- table -->")[2].partition("<!-- end of table -->")[0].splitlines()[3:]

@@ -459,3 +459,20 @@ def test_the_last_layer_of_a_stage_may_be_read_by_another(workers: Callable[[int
         assert found["mix.weight"] == "whole"
     with pytest.raises(LayoutError, match=r"^mix\.weight"):  # in one process there is no other stage
         _stage()
+
+
+def test_a_part_of_a_model_is_compared_with_the_roles_of_the_whole() -> None:
+    """Its last layer is read by other parts, whether or not they are in other processes."""
+    whole = nn.Sequential(nn.Linear(12, 20), nn.ReLU(), nn.Linear(20, 32), nn.GLU(), nn.Linear(16, 5))
+    x, first, more = torch.randn(3, 12), whole[:3], whole[:4]
+    optimizer = mm.Muon(mm.split_params(whole).held_by(first))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trained(first, optimizer, x)
+    assert halves(optimizer) == {"0.weight": "whole", "2.weight": "whole", "0.bias": "adamw", "2.bias": "adamw"}
+    with pytest.warns(UserWarning, match=r'^2\.weight: .*"matrices": \("rows", 16, 16\)'):
+        trained(more, mm.Muon(mm.split_params(whole).held_by(more)), x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trained(more, mm.Muon(mm.split_params(whole, example=(x,)).held_by(more)), x)
+    assert mm.split_params(whole, watch=False).held_by(whole).watch is None

@@ -19,7 +19,7 @@ from muonmesh.comm.storage import Storage, local_of, local_shape, this_rank
 from muonmesh.layout import FlatShards, Layout
 from muonmesh.numerics.coefficients import choose
 from muonmesh.numerics.kernels import told_products
-from muonmesh.numerics.precision import plain_modes
+from muonmesh.numerics.kernels.threads import plain_modes
 from muonmesh.step.connection import connect, forget, plan
 from muonmesh.step.members import OptimizedParameter
 from muonmesh.step.parameter_steps import ParameterStep, prepare_state
@@ -224,7 +224,8 @@ class Recorded:
         for member in plan(self.optimizer.param_groups, self.runtime).members:
             state = self.optimizer.state[member.tensor]
             forms = member.forms(self.runtime.precision, master="master" in state)
-            prepare_state(ParameterStep(member, local_of(member.tensor), state, None, forms), self.runtime.precision)
+            entry = ParameterStep(member, local_of(member.tensor), state, [None], 0, forms)
+            prepare_state(entry, self.runtime.precision)
 
     @plain_modes()
     def checkpoint_records(self) -> list[Record]:

@@ -26,7 +26,7 @@ from muonmesh.comm.telling import agreed, tell_all
 from muonmesh.comm.wrappers import layers_of
 from muonmesh.errors import StateError, about, explain_error, warn
 from muonmesh.names import canonical_name
-from muonmesh.numerics.precision import plain_modes
+from muonmesh.numerics.kernels.threads import plain_modes
 from muonmesh.step.members import OptimizedParameter
 from muonmesh.step.replicas import sum_of_bits
 from muonmesh.step.runtime import Runtime

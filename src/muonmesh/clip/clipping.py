@@ -15,6 +15,7 @@ from muonmesh.comm.agreement import standing
 from muonmesh.comm.telling import tell_all
 from muonmesh.errors import PlanError, explain_error
 from muonmesh.step.planning import Planned
+from muonmesh.step.preflight import host_waits
 from muonmesh.step.runtime import Clip, Runtime
 
 
@@ -50,7 +51,7 @@ def clip_gradients(
         Exception: the error of this rank, after it has taken part in the sum for which the others wait.
         PlanError: another rank found an error. No gradient has been scaled then.
     """
-    exchange, source, waits = planned.exchange, runtime.source, runtime.driver.host_waits(planned.device)
+    exchange, source, waits = planned.exchange, runtime.source, host_waits(runtime, planned)
     apart, follows = source.norms_apart, here is not None
     sums = zeros_for(apart, planned.device)
     if not _reduces(planned, limits, process_group):

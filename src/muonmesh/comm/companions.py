@@ -5,7 +5,7 @@ This state is small compared with the matrices, so all of it travels at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -13,12 +13,19 @@ import torch
 from torch import Tensor
 
 from muonmesh.comm.passage import Passage
-from muonmesh.comm.views import in_buffer, memory_of
+from muonmesh.comm.views import in_buffer
 from muonmesh.comm.wire import Wire
 from muonmesh.comm.work import CompanionState
-from muonmesh.layout import Piece
+from muonmesh.layout import Piece, Plan
 from muonmesh.layout.companion_plan import CompanionPlan
 from muonmesh.layout.piece_table import NOWHERE, Row
+
+
+def ways_of(plan: Plan, rank: int, peers: Sequence[int]) -> dict[str, tuple[Passage, bool]]:
+    """Return the passages "gather" (to the owners) and "scatter" (back), each with whether any rank sends anything."""
+    moves = {"gather": plan.gathers(0), "scatter": plan.scatters(0)}
+    routes = {name: plan.routes(0, rank, gather=name == "gather") for name in moves}
+    return {name: (Passage(name, routes[name], rank, peers), moves[name]) for name in moves}
 
 
 @dataclass
@@ -42,12 +49,7 @@ class CompanionExchange:
 
     @cached_property
     def _ways(self) -> dict[str, tuple[Passage, bool]]:
-        """The passages "gather" (to the owners) and "scatter" (back), each with whether any rank sends anything."""
-        plan, found = self.carried.plan, {}
-        for name, moves in (("gather", plan.gathers(0)), ("scatter", plan.scatters(0))):
-            routes = plan.routes(0, self.wire.rank, gather=name == "gather")
-            found[name] = Passage(name, routes, self.wire.rank, self.wire.peers), moves
-        return found
+        return ways_of(self.carried.plan, self.wire.rank, self.wire.peers)
 
     @cached_property
     def _owned(self) -> dict[int, Tensor]:
@@ -76,7 +78,9 @@ class CompanionExchange:
         """Move the companions in one direction; ``stored`` reads or writes the pieces that this rank stores."""
         (passage, moves), gathers = self._ways[name], name == "gather"
         rows = [Row.in_matrix(leg, leg.assignment, 0) for leg in passage.stored.get(self.wire.rank, ())]
-        send, receive = (memory_of(n, self.dtype, self.device) for n in (passage.sends, passage.receives))
+        send, receive = (
+            torch.empty(n, dtype=self.dtype, device=self.device) for n in (passage.sends, passage.receives)
+        )
         swap = passage.swap(f"the {name} of what rules keep", send, receive)
         copies = passage.copies(self._owned, receive if gathers else send)
         if moves and not gathers:

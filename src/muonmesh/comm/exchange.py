@@ -19,8 +19,7 @@ from muonmesh.comm.wire import Transfer, Wire
 from muonmesh.comm.work import Batching, Local, Work
 from muonmesh.layout import Plan
 from muonmesh.layout.companion_plan import CompanionPlan
-from muonmesh.numerics.kernels.memory import scratch
-from muonmesh.numerics.kernels.threads import run_all, thread_count
+from muonmesh.numerics.kernels.threads import run_all, scratch
 
 
 @dataclass
@@ -88,18 +87,11 @@ class Exchange:
         self._local_sums = MatrixSums(plan, rank=self.wire.rank, device=device)
         beside = CompanionPlan.beside(plan)
         self._carried = None if beside is None else CompanionExchange(beside, self.wire, companion_dtype, device)
-        self._batches: dict[tuple[int, int], list[Local]] = {}  # local matrices that one task computes
 
     @cached_property
     def schedule(self) -> Schedule:
-        """The schedule of this rank. It allocates memory, so it is made when the first step begins."""
-        at_once = None if self._device.type == "cpu" else self._batching.at_once
-        return Schedule(self.plan, self.wire.rank, self.wire.peers, self._dtype, self._device, at_once)
-
-    @property
-    def memory(self) -> list[Tensor]:
-        """The buffers that are kept between steps."""
-        return list(self.schedule.memory.values()) if "schedule" in self.__dict__ else []
+        """The schedule of this rank, made when the first step begins: batches are for the threads of that time."""
+        return Schedule(self.plan, self.wire.rank, self.wire.peers, self._dtype, self._device, self._batching)
 
     def reduce_sums(self, sums: Tensor, *, what: str = "the sum of the norms") -> Tensor:
         """Return the elementwise sum of an fp64 vector over all ranks; ``what`` names it in errors."""
@@ -130,7 +122,7 @@ class Exchange:
 
     def _gather(self, stage: Stage, work: Work) -> _UnderWay:
         """Read this rank's pieces into the send buffer, or into its own matrices, and start to move them."""
-        if stage.late:
+        if stage.portions:
             return _UnderWay(stage, stage.summed)
         gather = self.schedule.gather(stage)
         work.prepare(stage.moving, gather.reads, self._ahead(stage))
@@ -141,20 +133,12 @@ class Exchange:
         """Return the matrices that are prepared after those of a stage."""
         return next((after.moving for after in self.schedule.stages[stage.number + 1 :]), ())
 
-    def _run_local(self, groups: Sequence[Local], work: Work) -> None:
-        """Prepare, compute and finalize matrices that only this rank holds, a batch of equal matrices in each task.
+    def _run_local(self, batches: Sequence[Local], work: Work) -> None:
+        """Prepare, compute and finalize matrices that only this rank holds, each batch in a task of its own.
 
         On a CPU each task has a thread of its own, and each operation finds the result of the previous operation in the
         cache. On a device the batches follow each other.
         """
-        if not groups:
-            return
-        key = groups[0].assignments[0], thread_count()  # a matrix is in one of the groups of a step
-        if key not in self._batches:
-            self._batches[key] = [
-                some for each in groups for some in each.cut(self._at_once(each.assignments, stays=True))
-            ]
-        batches = self._batches[key]
         tasks: list[tuple[Sequence[int], Callable[[], None]]] = []
         for number, batch in enumerate(batches):
             ahead = batches[number + 1].assignments if number + 1 < len(batches) else ()
@@ -176,13 +160,9 @@ class Exchange:
             self._local_sums.take(batch.summed, updates, work.summands)
         work.finalize(updates)
 
-    def _at_once(self, numbers: Sequence[int], *, stays: bool = False) -> int:
-        """Return how many of some equal matrices one task computes."""
-        return self._batching.at_once(numbers[0], len(numbers), stays=stays)
-
     def _run_costly(self, tasks: Sequence[tuple[Sequence[int], Callable[[], None]]]) -> None:
         """Run tasks, each given with its matrices: on a CPU the costliest first, each on a thread of its own."""
-        if len(tasks) == 1 or self._device.type != "cpu":
+        if len(tasks) < 2 or self._device.type != "cpu":
             for _, task in tasks:
                 task()
             return
@@ -210,22 +190,17 @@ class Exchange:
                 del reads, batches  # frees the matrices
                 self._receive(before, work)
         self._receive(before, work)
-        here.staying = self.schedule.staying(here.stage, here.results)
+        here.staying = Elements(here.stage.staying, here.results)
 
     def _orthogonalize(self, batches: Sequence[Batch], work: Work) -> tuple[Tensor, ...]:
-        """Orthogonalize batches and return the results."""
-        tasks: list[tuple[Sequence[int], Callable[[], None]]] = []
-        for batch, out, numbers in batches:
-            size = self._at_once(numbers)
-            for some in (slice(start, start + size) for start in range(0, len(numbers), size)):
-                tasks.append((numbers[some], partial(work.compute, numbers[some], batch[some], out[some])))
-        self._run_costly(tasks)
-        self.wire.counts.orthogonalized += sum(len(some) for _, _, some in batches)
+        """Orthogonalize batches, each in a task of its own, and return the results."""
+        self._run_costly([(numbers, partial(work.compute, numbers, x, out)) for x, out, numbers in batches])
+        self.wire.counts.orthogonalized += sum(len(numbers) for _, _, numbers in batches)
         return tuple(out for _, out, _ in batches)
 
     def _scatter(self, here: _UnderWay) -> None:
         """Start the next exchange of results, if there is one; free the results after the last copy."""
-        if not here.stage.exchanges:
+        if not here.stage.back:
             here.results = ()
             return
         received = None if here.arrived is None else here.arrived.buffers[0]
@@ -241,7 +216,7 @@ class Exchange:
 
         One exchange travels while the results of the previous exchange are written, so there is memory for two.
         """
-        while here.exchanged < here.stage.exchanges:
+        while here.exchanged < len(here.stage.back):
             arrived = here.arrived
             self.wire.finish(here.transfer)
             self._scatter(here)

@@ -13,7 +13,6 @@ from torch.distributed.tensor import Replicate as TorchReplicate
 from torch.distributed.tensor import Shard as TorchShard
 
 from muonmesh.comm.storage import PLAIN, Storage, is_freed, local_of
-from muonmesh.comm.wire import Counts
 from muonmesh.errors import LayoutError, explain_error
 from muonmesh.numerics.dtypes import HELD_DTYPES, NEEDED_HELD, real_of
 
@@ -98,17 +97,6 @@ class GradientSource(Protocol):
             step: The number of steps that have begun.
         """
         return
-
-    def traffic(self, replicated: Mapping[Tensor, str], *, copy: int, copies: int, bucket_bytes: int) -> Counts:
-        """Return the traffic that the source itself causes for a step after one backward pass. It sends nothing.
-
-        Args:
-            replicated: As for `bind`.
-            copy: The number of the replica for which to count.
-            copies: The number of replicas.
-            bucket_bytes: As for `bind`.
-        """
-        return Counts()
 
     def scaler_error(self) -> Exception | None:
         """Return why a GradScaler cannot work here, such as that it does not see gradients; None if it can."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from muonmesh.comm.views import in_buffer, view_in_storage
 from muonmesh.comm.wire import Swap
-from muonmesh.layout.piece_table import Row, joined
+from muonmesh.layout.piece_table import PieceTable, Row, joined
 from muonmesh.layout.region import row_major
 from muonmesh.layout.routes import Leg, Routes
 
@@ -30,7 +30,10 @@ class Passage:
         owned: The assignments whose matrices are on this rank; None: all that are assembled here.
 
     Attributes:
-        sends, receives: The numbers of elements that this rank sends and receives.
+        stored: The legs whose storage is on this rank, by peer.
+        leaving: The legs that this rank sends.
+        sent, received: The elements that this rank sends to each peer, and receives from each.
+        sends, receives: Their sums.
     """
 
     def __init__(
@@ -38,15 +41,18 @@ class Passage:
     ) -> None:
         self.stored = routes.stored
         self._owned = {leg.assignment for some in routes.assembled.values() for leg in some} if owned is None else owned
-        self._held, in_storage = _in_order(routes.stored, rank, peers)
-        self._leaving, in_matrices = _in_order(routes.assembled, rank, peers)
-        self._sent, self._received = (in_storage, in_matrices) if name == "gather" else (in_matrices, in_storage)
-        self.sends, self.receives = sum(self._sent), sum(self._received)
+        (self._held, in_storage), (self._in_matrices, in_matrices) = (
+            _in_order(legs, rank, peers) for legs in (routes.stored, routes.assembled)
+        )
+        gathers = name == "gather"
+        self.sent, self.received = (in_storage, in_matrices) if gathers else (in_matrices, in_storage)
+        self.leaving = [leg for leg, _ in (self._held if gathers else self._in_matrices)]
+        self.sends, self.receives = sum(self.sent), sum(self.received)
 
     @cached_property
     def _passed_on(self) -> list[tuple[Leg, int]]:
         """The legs of other owners' matrices that this rank sends, each with its place in the send buffer."""
-        return [(leg, start) for leg, start in self._leaving if leg.assignment not in self._owned]
+        return [(leg, start) for leg, start in self._in_matrices if leg.assignment not in self._owned]
 
     @property
     def copies_results(self) -> bool:
@@ -61,17 +67,22 @@ class Passage:
         """Return the copies for results that are passed on: from the previous receive buffer to the send buffer."""
         if not self._passed_on:
             return ()
-        rows = {(row.assignment, row.piece): row for row in arrived.on_wire(0)}
+        rows = {(row.assignment, row.piece): row for row in arrived.arriving.rows}
         pairs = [(Row.on_wire(leg, 0, start), rows[leg.assignment, leg.piece]) for leg, start in self._passed_on]
         return tuple((in_buffer(send, to), in_buffer(receive, of)) for to, of in pairs)
 
     def swap(self, what: str, send: Tensor, receive: Tensor) -> Swap:
         """Return the collective of this passage; ``send`` and ``receive`` must be large enough."""
-        return Swap(what, send[: self.sends], receive[: self.receives], self._sent, self._received)
+        return Swap(what, send[: self.sends], receive[: self.receives], self.sent, self.received)
 
     def on_wire(self, buffer: int) -> list[Row]:
         """Return the rows that leave or reach this rank's storage; ``buffer`` is the number of the wire buffer."""
         return [Row.on_wire(leg, buffer, start) for leg, start in self._held]
+
+    @cached_property
+    def arriving(self) -> PieceTable:
+        """The rows that reach this rank's storage by a scatter."""
+        return PieceTable(tuple(self.on_wire(0)))
 
     def copies(self, matrices: Mapping[int, Tensor], wire: Tensor) -> CopyPairs:
         """Return pairs of views of this rank's travelling elements: in their matrix, and in a wire buffer."""
@@ -83,7 +94,7 @@ class Passage:
     def _copies(self) -> tuple[Row, ...]:
         """The rows of this rank's matrices that travel, by assignment; their storage is the wire buffer."""
         found: dict[int, list[Row]] = {}
-        for leg, start in self._leaving:
+        for leg, start in self._in_matrices:
             if leg.assignment in self._owned:
                 piece = replace(leg.piece, storage_start=start, storage_strides=row_major(leg.piece.shape))
                 found.setdefault(leg.assignment, []).append(Row.in_matrix(replace(leg, piece=piece), 0, 0))

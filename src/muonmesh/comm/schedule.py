@@ -5,34 +5,34 @@ writes the same pieces. So the first step computes these lists, and later steps 
 move from step to step, so the schedule keeps no views of them. Its tables (`muonmesh.layout.piece_table`) give the
 places of pieces in a tensor.
 
-On a CPU the memory is kept too. There are two buffers for each role, such as "the send buffer of a gather", because
-buckets take turns. Each is as large as its largest bucket needs, and the views of its copies are kept as well. On a
-device, torch's allocator keeps freed memory for reuse, and other parts of a training run need the memory between two
-steps. So on a device each bucket allocates its memory when it begins to travel, and frees it as early as possible.
+Buckets take turns in two buffers for each role, such as "the send buffer of a gather". On a CPU this memory is kept
+between steps, as large as the largest bucket needs (`scratch`). On a device, torch's allocator keeps freed memory for
+reuse, and other parts of a training run need the memory between two steps. So there each bucket allocates its memory
+when it begins to travel, and frees it as early as possible.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from muonmesh.comm.passage import CopyPairs, Passage
-from muonmesh.comm.views import Elements, memory_of
+from muonmesh.comm.views import Elements
 from muonmesh.comm.wire import Swap
-from muonmesh.comm.work import Local
+from muonmesh.comm.work import Batching, Local
 from muonmesh.layout import Plan
 from muonmesh.layout.piece_table import NOWHERE, PieceTable, Row
 from muonmesh.layout.routes import Leg, Routes
+from muonmesh.numerics.kernels.threads import scratch
 
 Batch = tuple[Tensor, Tensor, tuple[int, ...]]
 """Matrices (b, rows, cols), the tensor for their results, and their assignments."""
 
-Portion = tuple[tuple[int, ...], Elements, tuple[Batch, ...]]
+Portion = tuple[tuple[int, ...], Elements, Sequence[Batch]]
 """Assignments whose gradients are folded now, the elements to read, and at most one batch."""
 
 
@@ -44,37 +44,36 @@ class Stage:
         number: The number of the stage.
         name: Its name in errors, with the number of its bucket in the plan.
         moving: The assignments whose matrices need a transfer.
-        local: Local matrices that are computed in this stage, by shape and settings.
+        local: Local matrices that are computed in this stage, those of one task together.
         passage: The transfer to the owners.
         gathers: Whether anything travels to the owners.
-        late: Whether nothing is gathered, on a device. Then gradients are read only when they are needed (`portions`).
-        back: The routes of the results back.
-        exchanges: The number of exchanges in which the results travel; 0 if nothing travels.
+        back: The exchanges in which the results travel back; none if nothing travels.
         fits: Whether there is memory for all copies of the results in one exchange.
         first: The number of the first of these exchanges, counted over all stages.
         summed: Assignments whose matrices need sums before they are written, see `Plan.summed`.
         reads: The pieces whose momentum this rank stores. Their buffers are this rank's ``batches``, and then the send
             buffer; pieces that this rank does not send are in no buffer.
         staying: The pieces that this rank writes straight from the results of its ``batches``.
-        batches, shapes: The assignments that this rank orthogonalizes, equal matrices together, and their shapes.
+        batches, shapes: The assignments that this rank orthogonalizes, those of one task together, and their shapes.
+        portions: If nothing is gathered, on a device, gradients are read only when they are needed: for each batch the
+            assignments that are folded with it, and their table. Else empty.
     """
 
     number: int
     name: str
     moving: tuple[int, ...]
-    local: tuple[Local, ...]
+    local: Sequence[Local]
     passage: Passage
     gathers: bool
-    late: bool
-    back: Routes
-    exchanges: int
+    back: Sequence[Passage]
     fits: bool
     first: int
     summed: Mapping[int, int]
-    reads: PieceTable = field(default_factory=PieceTable)
-    staying: PieceTable = field(default_factory=PieceTable)
-    batches: Sequence[tuple[int, ...]] = ()
-    shapes: Sequence[tuple[int, int]] = ()
+    reads: PieceTable
+    staying: PieceTable
+    batches: Sequence[tuple[int, ...]]
+    shapes: Sequence[tuple[int, int]]
+    portions: Sequence[tuple[tuple[int, ...], PieceTable]]
 
     @property
     def _sizes(self) -> list[int]:
@@ -135,9 +134,6 @@ class Scatter:
     last: bool
 
 
-T = TypeVar("T")
-
-
 class Schedule:
     """The actions of one rank in each step, for the matrices of a plan.
 
@@ -150,12 +146,11 @@ class Schedule:
         peers: All ranks of the plan, in the order of their process group.
         dtype: The dtype of wire buffers and matrices.
         device: The device of wire buffers and matrices.
-        at_once: How many equal matrices are gathered into one batch (`Batching.at_once`); None: all of them.
+        batching: How many equal matrices one task computes.
 
     Attributes:
         stages: The stages, in their order.
-        left: Local matrices after the last stage, by shape and settings.
-        memory: The buffers that are kept between steps, by role; empty on a device.
+        left: Local matrices after the last stage, those of one task together.
     """
 
     def __init__(
@@ -165,74 +160,39 @@ class Schedule:
         peers: Sequence[int],
         dtype: torch.dtype,
         device: torch.device,
-        at_once: Callable[[int, int], int] | None = None,
+        batching: Batching | None = None,
     ) -> None:
-        """Compute the schedule, and allocate the buffers on a CPU."""
-        self.stages, self.left = _stages(plan, rank, peers, at_once, on_device=device.type != "cpu")
-        self._passages = _passages(plan, rank, peers, self.stages)
-        self._rank, self._dtype, self._device = rank, dtype, device
-        self._arriving = [PieceTable(tuple(passage.on_wire(0))) for passage in self._passages]
-        self._views: dict[tuple[int, int | str], Any] = {}
-        numels: dict[str, int] = {}
-        for role, turn, numel in self._turns() if device.type == "cpu" else ():
-            numels[f"{role}.{turn % 2}"] = max(numel, numels.get(f"{role}.{turn % 2}", 0))
-        self.memory = {name: memory_of(numel, dtype, device) for name, numel in numels.items()}
+        batching = batching or Batching()
+        self.stages, self.left = stages_of(plan, rank, peers, batching, on_device=device.type != "cpu")
+        self._dtype, self._device = dtype, device
 
     def gather(self, stage: Stage) -> Gather:
         """Return the transfer of a stage's pieces to their owners, with its buffers."""
-
-        def make() -> Gather:
-            matrices = stage.assembled(self._memory("matrices", stage.number, stage.numel))
-            if not stage.gathers:
-                return Gather(Elements(stage.reads, matrices), None, (), matrices)
-            passage = stage.passage
-            send = self._memory("gather.send", stage.number, passage.sends)
-            receive = self._memory("gather.receive", stage.number, passage.receives)
-            swap = passage.swap(f"the gather of {stage.name}", send, receive)
-            arriving = passage.copies(stage.by_assignment(matrices), swap.receive)
-            return Gather(Elements(stage.reads, (*matrices, swap.send)), swap, arriving, matrices)
-
-        return self._once(stage, "gather", make)
+        matrices = stage.assembled(self._memory("gathered matrices", stage.number, stage.numel))
+        if not stage.gathers:
+            return Gather(Elements(stage.reads, matrices), None, (), matrices)
+        passage = stage.passage
+        send = self._memory("gather.send", stage.number, passage.sends)
+        receive = self._memory("gather.receive", stage.number, passage.receives)
+        swap = passage.swap(f"the gather of {stage.name}", send, receive)
+        arriving = passage.copies(stage.by_assignment(matrices), swap.receive)
+        return Gather(Elements(stage.reads, (*matrices, swap.send)), swap, arriving, matrices)
 
     def portions(self, stage: Stage) -> Iterator[Portion]:
-        """Yield the batches of a late stage with the pieces that are read into them, each in memory of its own.
+        """Yield the portions of a stage with the pieces that are read into its batch, in memory of its own."""
+        batches = list(zip(stage.batches, stage.shapes, strict=True))
+        for number, (numbers, table) in enumerate(stage.portions):
+            some = [(*self._pair(len(batch), shape), batch) for batch, shape in batches[number : number + 1]]
+            yield numbers, Elements(table, [x for x, _, _ in some]), some
 
-        The first portion also has the bucket's assignments that other ranks own.
-        """
-        for (numbers, table), batch, shape in zip(self._tables(stage), stage.batches, stage.shapes, strict=False):
-            numel = len(batch) * math.prod(shape)
-            x, out = (memory_of(numel, self._dtype, self._device).view(-1, *shape) for _ in range(2))
-            yield numbers, Elements(table, (x,)), ((x, out, batch),)
-        if not stage.batches:
-            yield stage.moving, Elements(stage.reads, ()), ()
-
-    def _tables(self, stage: Stage) -> list[tuple[tuple[int, ...], PieceTable]]:
-        """Return for each batch of a late stage the assignments that are folded with it, and their table."""
-
-        def make() -> list[tuple[tuple[int, ...], PieceTable]]:
-            owned = {number for batch in stage.batches for number in batch}
-            others = tuple(number for number in stage.moving if number not in owned)
-            found = []
-            for number, batch in enumerate(stage.batches):
-                some = {*batch, *others} if number == 0 else {*batch}
-                rows = (row for row in stage.reads.rows if row.assignment in some)
-                table = PieceTable(tuple(replace(row, buffer=min(row.buffer, 0)) for row in rows))
-                found.append(((*batch, *others) if number == 0 else batch, table))
-            return found
-
-        found: list[tuple[tuple[int, ...], PieceTable]] = stage.reads.once("portions", make)
-        return found
+    def _pair(self, count: int, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        x, out = (torch.empty(count, *shape, dtype=self._dtype, device=self._device) for _ in range(2))
+        return x, out
 
     def batches(self, stage: Stage, matrices: Sequence[Tensor]) -> tuple[Batch, ...]:
         """Return the batches of a gathered stage, with buffers for their results."""
-        results = self._once(
-            stage, "results", lambda: stage.assembled(self._memory("results", stage.number, stage.numel))
-        )
+        results = stage.assembled(self._memory("gathered results", stage.number, stage.numel))
         return tuple(zip(matrices, results, stage.batches, strict=True))
-
-    def staying(self, stage: Stage, results: Sequence[Tensor]) -> Elements:
-        """Return the pieces of this rank that are written straight from the results of a stage."""
-        return self._once(stage, "staying", lambda: Elements(stage.staying, results))
 
     def scatter(
         self,
@@ -251,108 +211,99 @@ class Schedule:
             received: The receive buffer of the previous exchange of the stage, whose results may be passed on.
             sent: The send buffer of the previous exchange, if this one sends the same elements `again`.
         """
-        turn = stage.first + index
-        passage, *later = self._passages[turn : stage.first + stage.exchanges]
-
-        def make() -> Scatter:
-            receive = self._memory("scatter.receive", turn, passage.receives)
-            send = self._memory("scatter.send", 0, passage.sends) if sent is None else sent
-            told = f", exchange {index + 1} of {stage.exchanges}" if stage.exchanges > 1 else ""
-            swap = passage.swap(f"the scatter of {stage.name}{told}", send, receive)
-            copies = passage.copies(stage.by_assignment(results), swap.send) if results and sent is None else ()
-            leaving = tuple((wire, matrix) for matrix, wire in copies)
-            if received is not None:
-                leaving += passage.passed_on(self._passages[turn - 1], received, swap.send)
-            again = bool(later) and later[0].sends_as(passage)
-            last = not any(one.copies_results and not one.sends_as(passage) for one in later)
-            return Scatter(leaving, swap, Elements(self._arriving[turn], (swap.receive,)), again, last)
-
-        return self._once(stage, index, make)
-
-    def _turns(self) -> Iterator[tuple[str, int, int]]:
-        """Yield (role, turn, number of elements) for each buffer; even turns share one buffer, odd turns another."""
-        for stage in self.stages:
-            yield "matrices", stage.number, stage.numel
-            yield "results", stage.number, stage.numel
-            if stage.gathers:
-                yield "gather.send", stage.number, stage.passage.sends
-                yield "gather.receive", stage.number, stage.passage.receives
-        for turn, passage in enumerate(self._passages):
-            yield "scatter.send", 0, passage.sends
-            yield "scatter.receive", turn, passage.receives
+        passage, *later = stage.back[index:]
+        receive = self._memory("scatter.receive", stage.first + index, passage.receives)
+        send = self._memory("scatter.send", 0, passage.sends) if sent is None else sent
+        told = f", exchange {index + 1} of {len(stage.back)}" if len(stage.back) > 1 else ""
+        swap = passage.swap(f"the scatter of {stage.name}{told}", send, receive)
+        copies = passage.copies(stage.by_assignment(results), swap.send) if results and sent is None else ()
+        leaving = tuple((wire, matrix) for matrix, wire in copies)
+        if received is not None:
+            leaving += passage.passed_on(stage.back[index - 1], received, swap.send)
+        again = bool(later) and later[0].sends_as(passage)
+        last = not any(one.copies_results and not one.sends_as(passage) for one in later)
+        return Scatter(leaving, swap, Elements(passage.arriving, (swap.receive,)), again, last)
 
     def _memory(self, role: str, turn: int, numel: int) -> Tensor:
-        return self.memory[f"{role}.{turn % 2}"] if self.memory else memory_of(numel, self._dtype, self._device)
-
-    def _once(self, stage: Stage, what: int | str, make: Callable[[], T]) -> T:
-        """Return the result of ``make`` for a stage; keep it for later steps if buffers are kept."""
-        key = stage.number, what
-        found: T = self._views[key] if key in self._views else make()
-        if self.memory:
-            self._views[key] = found
-        return found
+        """Return memory for a bucket or an exchange; even turns share one buffer on a CPU, odd turns another."""
+        return scratch(f"{role} {turn % 2}", (numel,), dtype=self._dtype, device=self._device)
 
 
 # ------------------------------------------------------------------ how it is worked out
 
 
-def _passages(plan: Plan, rank: int, peers: Sequence[int], stages: Sequence[Stage]) -> list[Passage]:
-    """Return the passage of each exchange that brings results back, of all stages in order."""
-    owned = {number for number, assignment in enumerate(plan.assignments) if assignment.owner == rank}
-    exchanges = (stage.back.only(number) for stage in stages for number in range(stage.exchanges))
-    return [Passage("scatter", routes, rank, peers, owned) for routes in exchanges]
-
-
-def _stages(
-    plan: Plan, rank: int, peers: Sequence[int], at_once: Callable[[int, int], int] | None, *, on_device: bool
-) -> tuple[list[Stage], tuple[Local, ...]]:
+def stages_of(
+    plan: Plan, rank: int, peers: Sequence[int], batching: Batching, *, on_device: bool = False
+) -> tuple[list[Stage], list[Local]]:
     """Return a stage for each bucket with transfers, and the local matrices after the last bucket.
 
     Each stage has the local matrices before it.
     """
-    stages, first = list[Stage](), 0
-    waiting, legs = list[int](), (list[Leg](), list[Leg]())  # the legs to read, and those to write
-
-    def taken() -> tuple[Local, ...]:
-        groups = []
-        for alike in plan.alike(waiting):
-            shape = plan.assignments[alike[0]].matrix.shape
-            places = {number: (0, place * math.prod(shape)) for place, number in enumerate(alike)}
-            reads, writes = (PieceTable(tuple(_in_matrices(some, places))) for some in legs)
-            groups.append(Local(alike, shape, plan.summed(alike), reads, writes))
-        for some in (waiting, *legs):
-            some.clear()
-        return tuple(groups)
-
+    stages, first, waiting = list[Stage](), 0, list[int]()
     for number, bucket in enumerate(plan.buckets):
         moving = tuple(index for index in bucket if plan.moves(index))
-        own = [index for index in bucket if plan.assignments[index].owner == rank and not plan.moves(index)]
-        waiting += own
-        for some, way in zip(legs, _ways(plan, number, rank, own), strict=True):
-            some += way.stored.get(rank, ())
+        own = dict.fromkeys(index for index in bucket if plan.assignments[index].owner == rank)
+        waiting += [index for index in own if not plan.moves(index)]
         if moving:
             there, back = _ways(plan, number, rank, moving)
-            passage = Passage("gather", there, rank, peers)
-            owned = plan.alike(index for index in moving if plan.assignments[index].owner == rank)
-            sizes = [len(some) if at_once is None else at_once(some[0], len(some)) for some in owned]
-            cuts = [(some, range(0, len(some), size)) for some, size in zip(owned, sizes, strict=True)]
-            batches = [some[start : start + starts.step] for some, starts in cuts for start in starts]
+            passage, gathers = Passage("gather", there, rank, peers), plan.gathers(number)
+            exchanges = [Passage("scatter", back.only(n), rank, peers, own) for n in range(plan.exchanges(number))]
+            batches = _batches(plan, [index for index in own if plan.moves(index)], batching)
+            places = _places(plan, batches)
+            reads = _in_matrices(there.stored.get(rank, ()), places) + passage.on_wire(len(batches))
+            reads += () if there is back else _not_sent(plan, rank, moving, reads)
+            what = len(stages), f"bucket {number}", moving, _local(plan, rank, waiting, batching), passage, gathers
+            scatter = exchanges, plan.fits(number), first, plan.summed(moving)
+            tables = PieceTable(tuple(reads)), PieceTable(tuple(_in_matrices(back.stored.get(rank, ()), places)))
             shapes = [plan.assignments[batch[0]].matrix.shape for batch in batches]
-            gathers, exchanges, summed = plan.gathers(number), plan.exchanges(number), plan.summed(moving)
-            what = len(stages), f"bucket {number}", moving, taken(), passage, gathers, on_device and not gathers
-            places = {
-                index: (buffer, place * math.prod(shapes[buffer]))
-                for buffer, batch in enumerate(batches)
-                for place, index in enumerate(batch)
-            }
-            reads_here = _in_matrices(there.stored.get(rank, ()), places) + passage.on_wire(len(batches))
-            held = () if there is back else _not_sent(plan, rank, moving, reads_here)
-            staying = _in_matrices(back.stored.get(rank, ()), places)
-            tables = PieceTable((*reads_here, *held)), PieceTable(tuple(staying))
-            scatter = back, exchanges, plan.fits(number), first
-            stages.append(Stage(*what, *scatter, summed, *tables, batches, shapes))
-            first += exchanges
-    return stages, taken()
+            late = _portions(moving, tables[0], batches) if on_device and not gathers else ()
+            stages.append(Stage(*what, *scatter, *tables, batches, shapes, late))
+            first, waiting = first + len(exchanges), []
+    return stages, _local(plan, rank, waiting, batching)
+
+
+def _batches(plan: Plan, numbers: Sequence[int], batching: Batching, *, stays: bool = False) -> list[tuple[int, ...]]:
+    """Return matrices that this rank owns, those that one task computes together."""
+    found = list[tuple[int, ...]]()
+    for alike in plan.alike(numbers):
+        size = batching.at_once(alike[0], len(alike), stays=stays)
+        found += [alike[start : start + size] for start in range(0, len(alike), size)]
+    return found
+
+
+def _places(plan: Plan, batches: Sequence[Sequence[int]]) -> dict[int, tuple[int, int]]:
+    """Return the number of the batch of each matrix, and its place there."""
+    return {
+        index: (buffer, place * plan.assignments[index].matrix.numel)
+        for buffer, batch in enumerate(batches)
+        for place, index in enumerate(batch)
+    }
+
+
+def _local(plan: Plan, rank: int, numbers: Sequence[int], batching: Batching) -> list[Local]:
+    """Return local matrices, those of one task together."""
+    found = []
+    for batch in _batches(plan, numbers, batching, stays=True):
+        places = _places(plan, [batch])
+        ways = ([leg for number in batch for leg in plan.legs(number, rank, gather=way)] for way in (True, False))
+        reads, writes = (PieceTable(tuple(_in_matrices(legs, places))) for legs in ways)
+        shape = plan.assignments[batch[0]].matrix.shape
+        found.append(Local(batch, shape, plan.summed(batch), reads, writes))
+    return found
+
+
+def _portions(
+    moving: Sequence[int], reads: PieceTable, batches: Sequence[tuple[int, ...]]
+) -> list[tuple[tuple[int, ...], PieceTable]]:
+    """Return the `Stage.portions`; the first one also has the matrices of other owners."""
+    others = tuple(number for number in moving if not any(number in batch for batch in batches))
+    found = []
+    for batch in batches or [()]:
+        some = (*batch, *others)
+        rows = (replace(row, buffer=min(row.buffer, 0)) for row in reads.rows if row.assignment in some)
+        found.append((some, PieceTable(tuple(rows))))
+        others = ()
+    return found
 
 
 def _ways(plan: Plan, bucket: int, rank: int, numbers: Sequence[int]) -> tuple[Routes, Routes]:
@@ -368,9 +319,6 @@ def _in_matrices(legs: Sequence[Leg], places: Mapping[int, tuple[int, int]]) -> 
 
 def _not_sent(plan: Plan, rank: int, moving: Sequence[int], reads: Sequence[Row]) -> list[Row]:
     """Return rows for the other pieces whose momentum this rank stores: those that another replica sends."""
-    known, found = {(row.assignment, row.piece) for row in reads}, list[Row]()
-    for number in moving:
-        for piece in plan.holdings(number, rank):
-            if (number, piece) not in known:
-                found.append(Row(number, plan.assignments[number].parameter, piece, NOWHERE, 0, piece.matrix_strides))
-    return found
+    known = {(row.assignment, row.piece) for row in reads}
+    legs = (leg for number in moving for leg in plan.legs(number, rank, gather=True))
+    return [Row.in_matrix(leg, NOWHERE, 0) for leg in legs if (leg.assignment, leg.piece) not in known]

@@ -47,10 +47,13 @@ class ToOwners(GradientSource):
     its gradients are complete, and ``.grad`` is None afterwards. The remaining gradients travel when a step, clipping
     or metrics begin. Gradients are added in the order of the ranks, in fp32 or wider, and divided by the number of
     replicas. Gradients that a step has read are dropped when the next gradients arrive.
+
+    Attributes:
+        owners: For each matrix the number of the replica that keeps its momentum.
     """
 
     def __init__(self) -> None:
-        self._owners: dict[Tensor, int] = {}
+        self.owners: dict[Tensor, int] = {}
         self._held: dict[Tensor, Tensor] = {}
         self._wrong: dict[Tensor, Exception] = {}
         self._reduced: dict[Tensor, tuple[Tensor, int]] = {}
@@ -72,7 +75,7 @@ class ToOwners(GradientSource):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return only the owners of momentum: a copy has parameters of its own, without gradients so far."""
-        return {**vars(ToOwners()), "_owners": self._owners}
+        return {**vars(ToOwners()), "owners": self.owners}
 
     # ---------------------------------------------------------------- as a source
 
@@ -80,11 +83,11 @@ class ToOwners(GradientSource):
         """Return the gradient: for a matrix its flat average at the owner (elsewhere empty), else ``.grad``."""
         if parameter in self._wrong:
             raise self._wrong[parameter]
-        return self._held.get(parameter) if parameter in self._owners else parameter.grad
+        return self._held.get(parameter) if parameter in self.owners else parameter.grad
 
     def write(self, parameter: Tensor, gradient: Tensor | None) -> None:
         """Store a gradient; None drops the gradient, and gradients that are on their way."""
-        if parameter not in self._owners:
+        if parameter not in self.owners:
             PARAMETER_GRAD.write(parameter, gradient)
             if gradient is not None and parameter in self._reduced:
                 self._reduced[parameter] = gradient, local_of(gradient)._version
@@ -99,7 +102,7 @@ class ToOwners(GradientSource):
 
     def at_momentum(self, parameter: Tensor) -> bool:
         """Whether the gradient of a parameter has the flattened layout of the momentum: true for matrices."""
-        return parameter in self._owners
+        return parameter in self.owners
 
     @property
     def counts(self) -> Counts:
@@ -146,13 +149,13 @@ class ToOwners(GradientSource):
         copies = min((storage.copies for *_, storage in matrices if storage.copies > 1), default=1)
         loads = dict.fromkeys(range(copies), 0)
         # First the matrices that have owners already, then the most expensive matrices.
-        order = sorted(matrices, key=lambda each: (each[1] not in self._owners, -_cost(each[2]), each[0]))
+        order = sorted(matrices, key=lambda each: (each[1] not in self.owners, -_cost(each[2]), each[0]))
         for _, tensor, storage in order:
-            if tensor in self._owners or storage.copies > 1:
-                owner = self._owners.setdefault(tensor, min(loads, key=loads.__getitem__))
+            if tensor in self.owners or storage.copies > 1:
+                owner = self.owners.setdefault(tensor, min(loads, key=loads.__getitem__))
                 loads[owner] += _cost(storage)
         return [
-            on_replica(storage, self._owners[t] * (storage.copies // copies)) if t in self._owners else storage
+            on_replica(storage, self.owners[t] * (storage.copies // copies)) if t in self.owners else storage
             for _, t, storage in matrices
         ]
 
@@ -170,7 +173,7 @@ class ToOwners(GradientSource):
         if group is None:
             self._talk, self._wire, self._names, self._buckets = None, None, {}, ()
             return
-        self._names, self._buckets = replicated, self._cut(replicated, len(ranks), bucket_bytes)
+        self._names, self._buckets = replicated, self.buckets_of(replicated, len(ranks), bucket_bytes)
         # Hooks live as long as the parameters. They do not keep the source alive, and do nothing once it is gone.
         heard = partial(_heard, weakref.ref(self))
         handles = [tensor.register_post_accumulate_grad_hook(heard) for tensor in self._matrices]  # type: ignore[no-untyped-call]
@@ -182,36 +185,19 @@ class ToOwners(GradientSource):
         """The matrices with owners, in the order of the buckets."""
         return [tensor for bucket in self._buckets for some in bucket for tensor in some]
 
-    def _cut(self, replicated: Mapping[Tensor, str], copies: int, bucket_bytes: int) -> list[list[list[Tensor]]]:
+    def buckets_of(self, replicated: Mapping[Tensor, str], copies: int, bucket_bytes: int) -> list[list[list[Tensor]]]:
         """Return the buckets of matrices; each bucket has a list of matrices for each replica that owns them."""
         buckets = list[list[list[Tensor]]]()
         room, kind = 0, None
         # Backward passes make the last gradients first.
-        for tensor in reversed([tensor for tensor in replicated if tensor in self._owners]):
+        for tensor in reversed([tensor for tensor in replicated if tensor in self.owners]):
             local = local_of(tensor)
             if not buckets or room < local.nbytes or kind != (local.dtype, local.device):
                 buckets.append([[] for _ in range(copies)])
                 room, kind = bucket_bytes, (local.dtype, local.device)
             room -= local.nbytes
-            buckets[-1][self._owners[tensor]].append(tensor)
+            buckets[-1][self.owners[tensor]].append(tensor)
         return buckets
-
-    def traffic(self, replicated: Mapping[Tensor, str], *, copy: int, copies: int, bucket_bytes: int) -> Counts:
-        """Return the traffic of gradients for a step: of matrices to their owners, of AdamW's parameters to all."""
-        if copies == 1:
-            return Counts()
-        shared = [local_of(tensor) for tensor in replicated if tensor not in self._owners]
-        averaged = 2 * sum(local.nbytes for local in shared) * (copies - 1) // copies
-        sizes = [0] * copies
-        for tensor in replicated:
-            if tensor in self._owners:
-                sizes[self._owners[tensor]] += local_of(tensor).nbytes
-        return Counts(
-            collectives=len(self._cut(replicated, copies, bucket_bytes))
-            + 2 * len({(local.dtype, local.device) for local in shared}),
-            bytes_sent=averaged + sum(sizes) - sizes[copy],
-            bytes_received=averaged + (copies - 1) * sizes[copy],
-        )
 
     # ---------------------------------------------------------------- sending
 
@@ -299,7 +285,7 @@ class ToOwners(GradientSource):
         self._asked = step
         if self._talk is None:
             return
-        matrices, shared = self._matrices, [tensor for tensor in self._names if tensor not in self._owners]
+        matrices, shared = self._matrices, [tensor for tensor in self._names if tensor not in self.owners]
         agreement = Agreement(
             Field("rounds", 2),
             Field("present", len(matrices)),

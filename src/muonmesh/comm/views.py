@@ -1,11 +1,10 @@
-"""Views of a piece's elements in a storage and in a buffer, and memory for transfers."""
+"""Views of a piece's elements in a storage and in a buffer."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from muonmesh.layout import Piece
@@ -18,12 +17,6 @@ def view_in_storage(storage: Tensor, piece: Piece) -> Tensor:
         return storage  # the common case: the piece is the whole storage
     start = storage.storage_offset() + piece.storage_start
     return storage.as_strided(piece.shape, piece.storage_strides, start)
-
-
-def memory_of(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return uninitialized memory that may be kept between steps."""
-    with torch.inference_mode(False):  # tensors made in inference mode cannot be written outside of it
-        return torch.empty(numel, dtype=dtype, device=device)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

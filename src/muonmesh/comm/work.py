@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -15,7 +14,7 @@ from muonmesh.layout.piece_table import PieceTable, Row
 
 @dataclass(frozen=True, eq=False)
 class Local:
-    """Matrices of equal shape and settings that only one rank holds and owns, so that they need no transfer.
+    """Equal matrices that only one rank holds and owns, so that they need no transfer, and one task computes them.
 
     Attributes:
         assignments: The matrices.
@@ -29,29 +28,6 @@ class Local:
     summed: Mapping[int, int]
     reads: PieceTable
     writes: PieceTable
-
-    def cut(self, size: int) -> Sequence[Local]:
-        """Return these matrices in batches of at most ``size``, each with tables of its own."""
-
-        def make() -> Sequence[Local]:
-            if size >= len(self.assignments):
-                return (self,)
-            cuts = [self.assignments[start : start + size] for start in range(0, len(self.assignments), size)]
-            tables = (_cut(table, cuts, size * math.prod(self.shape)) for table in (self.reads, self.writes))
-            sums = [{number: self.summed[number] for number in some if number in self.summed} for some in cuts]
-            return [Local(some, self.shape, asked, *two) for some, asked, *two in zip(cuts, sums, *tables, strict=True)]
-
-        found: Sequence[Local] = self.reads.once(("cut", size), make)
-        return found
-
-
-def _cut(table: PieceTable, cuts: Sequence[Sequence[int]], apart: int) -> list[PieceTable]:
-    of = {number: turn for turn, some in enumerate(cuts) for number in some}
-    found: list[list[Row]] = [[] for _ in cuts]
-    for row in table.rows:
-        turn = of[row.assignment]
-        found[turn].append(replace(row, start=row.start - turn * apart))
-    return [PieceTable(tuple(rows)) for rows in found]
 
 
 class Batching:

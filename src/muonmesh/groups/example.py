@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
@@ -19,7 +18,7 @@ from torch.utils._pytree import tree_map
 from muonmesh.errors import called, explain_error
 from muonmesh.groups.graph import Seen, seen_by
 from muonmesh.groups.sites import unwrapped
-from muonmesh.numerics.precision import plain_modes
+from muonmesh.numerics.kernels.threads import plain_modes
 
 Example = tuple[Any, ...] | Mapping[str, Any] | Tensor | Callable[[], Any]
 """What `split_params` can run: the arguments of a model's forward, or a function that returns its loss."""
@@ -30,25 +29,24 @@ _MEANT = "the arguments of the model's forward as a tuple, its keyword arguments
 def seen_in(model: nn.Module, example: Any) -> dict[int, Seen]:
     """Return what one forward shows of each parameter, by its id; parameters that it does not use are missing.
 
-    Arguments run on a copy of the model on the meta device, where nothing is computed and no rank waits for another. If
-    this is not possible, as for a function, the model itself runs. Its buffers, modes, gradients and torch's random
-    numbers stay as they were. Hooks of the model run too. A model that cannot run, since it is sharded or on the meta
-    device, runs there with numbers that are made up: a check of a mask is told yes.
+    Arguments run on a copy of the model on the meta device, where nothing is computed. If this is not possible, as for
+    a function, the model itself runs. Its buffers, modes, gradients and torch's random numbers stay as they were. Hooks
+    of the model run too. A model on the meta device runs with numbers that are made up: a check of a mask is told yes.
 
     Raises:
         TypeError: ``example`` is of another type.
-        ValueError: a wrapper flattened the weights; or the forward raises; or it returns nothing that depends on a
-            parameter; or ``example`` is a function and the model is sharded.
+        ValueError: the model is sharded; or the forward raises; or it returns nothing that depends on a parameter.
     """
     model = unwrapped(model)
-    if any(nn.parameter.is_lazy(each) for each in model.parameters()):
-        return {}  # `split_params` refuses the model
-    sharded = _sharded(model)
+    for name, each in model.named_parameters():
+        if nn.parameter.is_lazy(each) or getattr(each, "_is_flat_param", False):
+            return {}  # `role` refuses the parameter
+        if isinstance(each, DTensor) or hasattr(each, "ds_shape"):
+            found = f"example= for a model that is sharded: this process has a part of {name}"
+            write = "Write groups = split_params(model, example=...) before the model is sharded, when it may still be "
+            write += "on meta, and Muon(groups.held_by(model)) after it"
+            raise ValueError(explain_error(called("split_params"), found, "whole weights", write))
     if callable(example) and not isinstance(example, Mapping | Tensor | nn.Module):
-        if sharded is not None:
-            found = f"example= as a function, and {sharded}, which is sharded: a forward reads other tensors than it"
-            write = "Write example=(inputs,), which runs on a copy"
-            raise ValueError(explain_error(called("split_params"), found, "arguments of the forward", write))
         return _read(model, model, example)
     if isinstance(example, Mapping):
         args, kwargs = (), dict(example)
@@ -57,27 +55,14 @@ def seen_in(model: nn.Module, example: Any) -> dict[int, Seen]:
     else:
         found = f"example= of type {type(example).__name__}"
         raise TypeError(explain_error(called("split_params"), found, _MEANT, "Write example=(inputs,)"))
-    fixed = sharded is not None or any(parameter.is_meta for parameter in model.parameters())
-    for bf16 in (False, True):  # some kernels take one dtype alone on meta, as those for experts
+    on_meta = any(parameter.is_meta for parameter in model.parameters())
+    # Some kernels take bf16 alone on meta, as those for experts.
+    for bf16, made_up in ((False, False), (True, False), (True, True))[: 3 if on_meta else 2]:
         with contextlib.suppress(Exception):  # a forward may need numbers, or tensors of another device
-            return _read_on_meta(model, args, kwargs, contextlib.nullcontext(), bf16=bf16)
-    if not fixed:
-        return _read(model, model, lambda: model(*args, **kwargs))
-    with contextlib.suppress(Exception):
-        return _read_on_meta(model, args, kwargs, _MadeUp(), bf16=True)  # type: ignore[no-untyped-call]
-    return _read_on_meta(model, args, kwargs, _MadeUp(), bf16=False)  # type: ignore[no-untyped-call]
-
-
-def _sharded(model: nn.Module) -> str | None:
-    """Return the name of a parameter of which this process has a shard; None if it has all of each."""
-    for name, parameter in model.named_parameters():
-        if getattr(parameter, "_is_flat_param", False):
-            found = f"{name}, which a wrapper has flattened, so that a forward reads other tensors than this parameter"
-            write = "Call split_params(model, example=...) before the wrapper, or shard with fully_shard"
-            raise ValueError(explain_error(called("split_params"), found, "weights with their own shapes", write))
-        if isinstance(parameter, DTensor) or hasattr(parameter, "ds_shape"):
-            return name
-    return None
+            return _read_on_meta(model, args, kwargs, bf16=bf16, made_up=made_up)
+    if on_meta:
+        return _read_on_meta(model, args, kwargs, bf16=False, made_up=True)
+    return _read(model, model, lambda: model(*args, **kwargs))
 
 
 class _MadeUp(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -89,8 +74,8 @@ class _MadeUp(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-def _read_on_meta(model: nn.Module, args: Any, kwargs: Any, mode: Any, *, bf16: bool) -> dict[int, Seen]:
-    """Run a forward of a copy of a model on the meta device, in its dtype or in bf16; return what it shows."""
+def _read_on_meta(model: nn.Module, args: Any, kwargs: Any, *, bf16: bool, made_up: bool) -> dict[int, Seen]:
+    """Run a forward of a copy of a model on meta, in its dtype or in bf16, maybe with numbers; return what it shows."""
 
     def moved(value: Any) -> Any:
         if not isinstance(value, Tensor):
@@ -98,76 +83,19 @@ def _read_on_meta(model: nn.Module, args: Any, kwargs: Any, mode: Any, *, bf16: 
         return value.detach().to("meta", torch.bfloat16 if bf16 and value.is_floating_point() else None)
 
     with plain_modes():
-        twin = _on_meta(model)
+        memo: dict[int, Any] = {}  # without a copy of the numbers
+        for module in model.modules():
+            for value in (*module._parameters.values(), *module._buffers.values(), *vars(module).values()):
+                if isinstance(value, Tensor):
+                    empty = value.detach().to("meta")
+                    parameter = isinstance(value, nn.Parameter)
+                    memo[id(value)] = nn.Parameter(empty, value.requires_grad) if parameter else empty
+        twin = copy.deepcopy(model, memo)
         twin = twin.bfloat16() if bf16 else twin
         inputs = tree_map(moved, (args, kwargs))
+    mode = _MadeUp() if made_up else contextlib.nullcontext()  # type: ignore[no-untyped-call]
     with torch.device("meta"), mode:
         return _read(model, twin, lambda: twin(*inputs[0], **inputs[1]))
-
-
-def _on_meta(model: nn.Module) -> nn.Module:
-    """Return a copy of a model on the meta device, without a copy of its numbers, and not sharded by `fully_shard`.
-
-    Weights that are sharded by tensor parallelism stay so, because hooks of their modules may expect it.
-    """
-    memo: dict[int, Any] = {}
-    sharders = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    by_fsdp = {id(tensor): dims for module in sharders for tensor, dims in _dims_of_fsdp(module)}
-    for module in model.modules():
-        for value in (*module._parameters.values(), *module._buffers.values(), *vars(module).values()):
-            if isinstance(value, nn.Parameter):
-                memo[id(value)] = nn.Parameter(_empty(value, by_fsdp.get(id(value), ())), value.requires_grad)
-            elif isinstance(value, Tensor):
-                memo[id(value)] = _empty(value, ())
-    for module in sharders:  # they refuse to be copied
-        memo[id(module)] = object.__new__(type(module).__bases__[1])
-    for module in sharders:
-        vars(memo[id(module)]).update(copy.deepcopy(_without_sharding(module), memo))
-    twin = copy.deepcopy(model, memo)
-    for module in twin.modules():
-        vars(module).update(_without_sharding(module))
-    return twin
-
-
-def _without_sharding(module: nn.Module) -> dict[str, Any]:
-    """Return what a module holds, but for hooks that gather its shards, and their state."""
-    held = {name: value for name, value in vars(module).items() if not name.startswith("__composable_api")}
-    for name in ("_forward_pre_hooks", "_forward_hooks"):
-        of = {key: str(getattr(hook, "__module__", "")) for key, hook in held[name].items()}
-        theirs = {key for key, where in of.items() if where.startswith(("torch.distributed.fsdp", "deepspeed"))}
-        held[name] = type(held[name])((key, hook) for key, hook in held[name].items() if key not in theirs)
-    return held
-
-
-def _dims_of_fsdp(module: Any) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
-    """Yield the parameters that `fully_shard` has sharded, each with the dims of its mesh that are FSDP's own."""
-    for group in module._get_fsdp_state()._fsdp_param_groups:
-        names = group.mesh_info.mesh.mesh_dim_names or ()
-        for sharded in group.fsdp_params:
-            mesh = sharded.sharded_param.device_mesh
-            dims = list(range(mesh.ndim))
-            if mesh.ndim > group.mesh_info.mesh.ndim:
-                dims = [dim for dim in dims if mesh.mesh_dim_names[dim] in names]
-            yield sharded.sharded_param, tuple(dims)
-
-
-def _empty(tensor: Any, gathered: tuple[int, ...]) -> Tensor:
-    """Return a tensor on meta of the same shape, whole in some dims of its mesh."""
-    whole: Tensor = tensor.detach()
-    if not isinstance(tensor, DTensor) and not hasattr(tensor, "ds_shape"):
-        return whole.to("meta")
-    whole = torch.empty(getattr(tensor, "ds_shape", tensor.shape), dtype=tensor.dtype, device="meta")
-    mesh = getattr(tensor, "device_mesh", None)
-    kept = [] if mesh is None else [dim for dim in range(mesh.ndim) if dim not in gathered]
-    if mesh is None or not kept:
-        return whole
-    mesh = mesh[tuple(mesh.mesh_dim_names[dim] for dim in kept)] if gathered else mesh
-    placements, local = [tensor.placements[dim] for dim in kept], whole
-    for dim, placement in enumerate(placements):
-        if isinstance(placement, Shard):
-            shards, rank = local.chunk(mesh.size(dim), placement.dim), mesh.get_local_rank(dim)
-            local = shards[rank] if rank < len(shards) else local.narrow(placement.dim, 0, 0)
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
 
 
 def _read(model: nn.Module, runs: nn.Module, forward: Callable[[], Any]) -> dict[int, Seen]:
@@ -175,7 +103,7 @@ def _read(model: nn.Module, runs: nn.Module, forward: Callable[[], Any]) -> dict
     named = list(runs.named_parameters())
     own = dict(model.named_parameters())
     eager = torch.compiler.set_stance("force_eager")  # a compiled function is one node, which hides its products
-    with _kept(runs), plain_modes(), torch.enable_grad(), eager:
+    with plain_modes(), _kept(runs), torch.enable_grad(), eager:
         for _, parameter in named:  # what frozen layers make is no input
             if parameter.is_floating_point() or parameter.is_complex():
                 parameter.requires_grad_()
@@ -247,39 +175,29 @@ class _Inputs(TorchFunctionMode):
 
 @contextlib.contextmanager
 def _kept(model: nn.Module) -> Iterator[None]:
-    """Return a context that puts back modes, buffers, gradients, what requires them, and torch's random numbers."""
-    modules = list(model.modules())
-    modes = [module.training for module in modules]
+    """Return a context in which a model has copies of its buffers, and which puts back what a forward may change.
+
+    These are the buffers, modes, gradients, what requires them, and torch's random numbers.
+    """
+    modules = [(module, module.training, dict(module._buffers)) for module in model.modules()]
     required = [(parameter, parameter.requires_grad, parameter.grad) for parameter in model.parameters()]
-    held = [dict(module._buffers) for module in modules]
-    saved = [(buffer, buffer.detach().clone()) for buffer in model.buffers() if not buffer.is_meta]
+    copies = {id(buffer): buffer.detach().clone() for buffer in model.buffers()}
     places = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
     for parameter, *_ in required:
         parameter.grad = None  # a function may call backward
+    for module, _, buffers in modules:
+        module._buffers.update((key, copies[id(buffer)]) for key, buffer in buffers.items() if buffer is not None)
     with torch.random.fork_rng([place for place in places if place.type == "cuda"]):
         try:
             yield
         finally:
-            for module, training, buffers in zip(modules, modes, held, strict=True):
+            for module, training, buffers in modules:
                 module.training = training
                 module._buffers.clear()
                 module._buffers.update(buffers)
             for parameter, requires_grad, gradient in required:
                 parameter.requires_grad_(requires_grad)
                 parameter.grad = gradient
-            for buffer, value in saved:
-                _put_back(buffer, value)
-
-
-def _put_back(buffer: Tensor, value: Tensor) -> None:
-    """Give a buffer the value that it had before; a forward may also have changed its shape or memory."""
-    with torch.inference_mode(buffer.is_inference()), torch.no_grad():
-        if buffer.shape == value.shape and torch.equal(buffer, value):
-            return
-        try:
-            buffer.copy_(value)
-        except RuntimeError:  # of another shape now, or several elements have one place
-            buffer.data = value
 
 
 def tensors_in(value: Any, known: set[int] | None = None) -> Iterator[Tensor]:

@@ -28,34 +28,38 @@ def _bigcode(owner: Any, out: int) -> Matrices:
     return ("interleaved", 2 if owner.is_cross_attention else 3, 0, owner.head_dim)
 
 
+def _by_head(owner: Any, out: int) -> Matrices:
+    return ("interleaved", 3, 0, getattr(owner, "head_size", None) or owner.head_dim)
+
+
+def _falcon(owner: Any, out: int) -> Matrices:
+    size, groups = owner.head_dim, owner.num_kv_heads if owner.new_decoder_architecture else 1
+    if not owner.new_decoder_architecture and not owner.multi_query:
+        return _by_head(owner, out)
+    queries = owner.num_heads // groups * size
+    return ("interleaved", (queries, size, size), 0) if groups > 1 else ("rows", queries, size, size)
+
+
 def _latent(owner: Any, out: int) -> Matrices:
     key, value = owner.qk_nope_head_dim, owner.v_head_dim
     return ("interleaved", 2, 0, key) if key == value else ("interleaved", (key, value), 0)
 
 
+def _quarters(owner: Any, out: int) -> Matrices:  # four groups of heads for four TPU cores, each q, v, k
+    return ("interleaved", 3, 0, out // 12)
+
+
+def _splits(owner: Any, out: int) -> Matrices:
+    return ("rows", *[owner.split_size] * (out // owner.split_size))
+
+
 # Class of the module around a linear layer, name of the layer in it, split of the layer's rows, and what the parts are.
 # The first match counts, so exceptions come before the rule that they break. transformers 5.23.
 _ORDERS: tuple[tuple[str, str, Callable[[Any, int], Matrices], str], ...] = (
-    (
-        "GPTNeoX(Japanese)?Attention",
-        "query_key_value",
-        lambda o, _: ("interleaved", 3, 0, o.head_size),
-        "q, k, v head by head",
-    ),
-    (
-        "(Bloom|Persimmon)Attention",
-        "query_key_value",
-        lambda o, _: ("interleaved", 3, 0, o.head_dim),
-        "q, k, v head by head",
-    ),
-    # Four groups of heads for four TPU cores, each q, v, k.
-    ("CodeGenAttention", "qkv_proj", lambda _, out: ("interleaved", 3, 0, out // 12), "q, v, k by quarters"),
-    (
-        "(GPT2|ImageGPT|DecisionTransformerGPT2|)Attention",
-        "c_attn",
-        lambda o, out: ("rows", *[o.split_size] * (out // o.split_size)),
-        "q, k, v",
-    ),
+    ("(GPTNeoX(Japanese)?|Bloom|Persimmon)Attention", "query_key_value", _by_head, "q, k, v head by head"),
+    ("FalconAttention", "query_key_value", _falcon, "q, k, v"),
+    ("CodeGenAttention", "qkv_proj", _quarters, "q, v, k by quarters"),
+    ("(GPT2|ImageGPT|DecisionTransformerGPT2|)Attention", "c_attn", _splits, "q, k, v"),
     ("GPTBigCodeAttention", "c_attn", _bigcode, "q, k, v"),
     ("Phi(3|4Multimodal)Attention", "qkv_proj", _grouped_query, "q, k, v"),
     ("DbrxAttention", "Wqkv", _grouped_query, "q, k, v"),
@@ -70,13 +74,13 @@ def known_cut(site: Site) -> tuple[Matrices | None, str]:
 
     A module that holds only this layer, or this layer and its norm, is treated like the layer itself.
     """
-    features = features_of(site.module)
-    for (name, _), (_, owner) in itertools.pairwise(site.owners) if features is not None else ():
+    out = (features_of(site.module) or (0,))[0]
+    for (name, _), (_, owner) in itertools.pairwise(site.owners) if out else ():
         classes = class_names(owner, "transformers")
         for around, layer, order, parts in _ORDERS:
             if re.fullmatch(layer, name) and any(re.fullmatch(around, each) for each in classes):
-                cut = order(owner, features[0])  # type: ignore[index]
-                return (cut, f"{parts} ({class_of(owner)})") if _fits(cut, features[0]) else (None, "")  # type: ignore[index]
+                cut = order(owner, out)
+                return (cut, f"{parts} ({class_of(owner)})") if _fits(cut, out) else (None, "")
         if sum(len(global_shape(p)) > 1 for p in owner.parameters()) > 1:
             break
     return None, ""
@@ -110,3 +114,11 @@ def expert_cut(site: Site) -> tuple[Matrices | None, str, bool]:
     if site.key != "gate_up_proj" or joined is None or rows % 2:
         return None, "", transposed
     return ("rows", rows // 2, rows // 2) if joined else ("interleaved", 2, 0), "gate and up", transposed
+
+
+def experts_in_two_dims(site: Site) -> Matrices | None:
+    """Return the split of a stack of experts that is stored in two dims, one below the other; None for others."""
+    if "DbrxExpertGLU" not in class_names(site.module, "transformers") or len(site.shape) != 2:
+        return None
+    down, count = site.key == "w2", site.module.moe_num_experts  # w2 is used in × out
+    return ("transposed", ("heads", count, 1)) if down else ("heads", count, 0)

@@ -8,22 +8,23 @@ without doubt is None, and `split_params` then goes by its other rules.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import groupby, product
 from math import prod
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from muonmesh.groups.sites import Matrices
+from muonmesh.groups.sites import Matrices, global_shape
 from muonmesh.names import starred
 
 # The places of the two operands among the inputs of a product; the second of a layer's is its weight, out × in.
 _PRODUCTS = {"Mm": (0, 1), "Addmm": (1, 2), "Bmm": (0, 1), "Baddbmm": (1, 2), "Addbmm": (1, 2), "GroupedMm": (0, 1)}
 _LAYERS = {"Convolution": (0, 1), "Linear": (0, 1), "MkldnnLinear": (0, 1)}
+_LAYERS["LinearFunctionForZeroStage3"] = (0, 1)  # nn.Linear under ZeRO-3, an autograd function of DeepSpeed
 _RESHAPED = {"View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Squeeze", "Alias", "ToCopy", "Clone", "Expand"}
 _RESHAPED |= {"Flatten", "Unflatten", "Contiguous"}
 _TURNED = {"T", "Transpose", "Permute"}
@@ -54,11 +55,11 @@ class Seen:
         stored: Whether a matrix is stored "out×in" or "in×out"; None if the graph does not tell.
         first: Whether it only reads the model's inputs; None: unknown.
         last: Whether it makes outputs that no other layer reads; None: unknown.
-        cut: How the out dim is cut into parts, as an entry of "matrices" for a matrix out × in; None if it is not, or
-            if the graph does not tell.
+        cut: How the out dim is cut into parts, as an entry of "matrices" for a matrix out × in: "whole" if it is not
+            cut; None: unknown.
         grouped: Whether it is the weight of a convolution in several groups.
-        hidden: Whether an autograd function that hides what it computes reads it, or reads what it makes before any
-            product does.
+        hidden: Whether something that hides what it computes reads it, or what it makes, so that there may be more
+            parts than ``cut`` has.
     """
 
     does: Literal["multiplies", "looked up", "computed"] | None = None
@@ -130,6 +131,20 @@ class Form(NamedTuple):
         return tuple(found)
 
 
+_T = TypeVar("_T")
+
+
+def _reached(starts: Iterable[_T], onward: Callable[[_T], Iterable[_T]]) -> Iterator[_T]:
+    """Yield some things and all to which they lead, each once."""
+    todo = list(dict.fromkeys(starts))
+    met = set(todo)
+    while todo:
+        yield (here := todo.pop())
+        new = [each for each in dict.fromkeys(onward(here)) if each not in met]
+        met.update(new)
+        todo += new
+
+
 @dataclass(eq=False, slots=True)
 class Node:
     """A node of autograd's graph with all that a walk has shown of it, so that autograd is asked once.
@@ -169,7 +184,18 @@ class Node:
     @property
     def is_opaque(self) -> bool:
         """Whether it hides what it computes: a checkpoint, a compiled or a custom function."""
-        return self.kind not in _MOVED and (isinstance(self.fn, torch._C._FunctionBase) or "CppNode" in self.kind)
+        known = self.kind in _MOVED or self.kind in _LAYERS
+        return not known and (isinstance(self.fn, torch._C._FunctionBase) or "CppNode" in self.kind)
+
+    @property
+    def operands(self) -> list[Edge | None]:
+        """Where the two operands of a product come from; empty for others."""
+        return [self.below[place] for place in _PRODUCTS.get(self.kind) or _LAYERS.get(self.kind) or ()]
+
+    @property
+    def sources(self) -> list[Node]:
+        """The nodes that it reads."""
+        return [edge[0] for edge in self.below if edge is not None]
 
     def shape(self, number: int = 0) -> tuple[int, ...]:
         """Return the shape of one of its outputs."""
@@ -185,15 +211,7 @@ class Node:
 
     def is_below(self, top: Node) -> bool:
         """Whether the value of ``top`` is computed from that of this node."""
-        todo, met = [top], {top}
-        while todo:
-            above = todo.pop()
-            if above is self:
-                return True
-            new = {edge[0] for edge in above.below if edge is not None and edge[0].number >= self.number} - met
-            met |= new
-            todo += new
-        return False
+        return self in _reached([top], lambda node: [each for each in node.sources if each.number >= self.number])
 
 
 Edge = tuple[Node, int]
@@ -215,11 +233,6 @@ class _Use:
     features: int  # dim of the product's result
     reads: Edge | None
     grouped: bool = False
-
-
-def _shape(parameter: Tensor) -> tuple[int, ...]:
-    """Return the shape with which a forward reads a parameter; ZeRO-3 frees parameters after it."""
-    return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 @cache
@@ -270,11 +283,11 @@ def _nodes(
 def _learn(order: Iterable[Node]) -> None:
     """Find the products with weights, and what each node is computed from."""
     for node in order:
-        below = [edge[0] for edge in node.below if edge is not None]
+        below = node.sources
         node.uses = _uses(node)
         table = node.kind in _LOOK_UP and not any(each.live for each in below)  # rows of inputs are no table
         opaque = node.is_opaque
-        matrix = node.leaf is not None and sum(size > 1 for size in _shape(node.leaf)) > 1
+        matrix = node.leaf is not None and sum(size > 1 for size in global_shape(node.leaf)) > 1
         read = [use.reads[0] for use in node.uses if use.reads is not None]
         node.deep = any(each.learned for each in read) or any(each.deep for each in below)
         node.live = bool(node.uses or node.data or table or opaque) or any(each.live for each in below)
@@ -293,7 +306,7 @@ def _weight(edge: Edge | None) -> tuple[Tensor, Form | None] | None:
         path.append(edge)
         edge = node.below[0]
     parameter = None if edge is None else edge[0].leaf
-    shape = () if parameter is None else _shape(parameter)
+    shape = () if parameter is None else global_shape(parameter)
     if parameter is None or len(shape) < 2:
         return None
     form: Form | None = Form(0, tuple(((n, prod(shape[i + 1 :])),) for i, n in enumerate(shape)))
@@ -305,10 +318,9 @@ def _weight(edge: Edge | None) -> tuple[Tensor, Form | None] | None:
 def _uses(node: Node) -> list[_Use]:
     """Return the products with weights that a node is."""
     layer = node.kind in _LAYERS
-    places = _PRODUCTS.get(node.kind) or _LAYERS.get(node.kind)
-    if places is None:
+    edges = node.operands
+    if not edges:
         return []
-    edges = [node.below[place] for place in places]
     weights = [None if layer and i == 0 else _weight(edge) for i, edge in enumerate(edges)]
     if all(weights) or not any(weights):  # a product of two parameters makes a weight, or reads a learned input
         return []
@@ -413,7 +425,9 @@ def seen_by(
     facts: dict[str, list[tuple[_Use, bool | None]]] = defaultdict(list)
     for node in order:
         if node.leaf is not None:
-            found[names[id(node.leaf)]] = Seen(hidden=_is_hidden(node))
+            views = _reached([node], lambda each: [user for user, *_ in each.users if user.kind in _VIEWS])
+            hidden = any(user.is_opaque for each in views for user, *_ in each.users)
+            found[names[id(node.leaf)]] = Seen(hidden=hidden)
         if node.kind in _LOOK_UP and (at := _weight(node.below[0])) is not None:
             found[names[id(at[0])]].does = "looked up"
         for use in node.uses:
@@ -426,10 +440,11 @@ def seen_by(
         seen.first = _agreed(_is_first(use) for use, _ in uses)
         seen.last = _agreed(end for _, end in uses)
         seen.grouped = any(use.grouped for use, _ in uses)
-        seen.hidden = seen.hidden or any(_is_hidden(use.node) for use, _ in uses)
         seen.stored = _agreed(_stored(use) for use, _ in uses)
-        seen.cut = _agreed(_cut(use) for use, _ in uses) if seen.stored and not seen.grouped else None
-    _unlike_others(found, {name: _shape(parameter) for name, parameter in named})
+        cuts, hides = zip(*(_cut(use) for use, _ in uses), strict=True)
+        seen.cut = _agreed(cuts) if seen.stored and not seen.grouped else None
+        seen.hidden = seen.hidden or any(hides)
+    _unlike_others(found, {name: global_shape(parameter) for name, parameter in named})
     return dict(found)
 
 
@@ -446,40 +461,26 @@ def _is_first(use: _Use) -> bool | None:
         return None
     if reads.learned:
         return False
-    return None if reads.hidden or not reads.data or _is_late(use.node) or _is_streamed(use.node) else True
-
-
-def _is_streamed(product: Node) -> bool:
-    """Whether what inputs and layers make is added to the inputs themselves: a stage of a model, without its ends."""
-    return any(term.is_input for term in _added(product))
-
-
-def _is_hidden(node: Node) -> bool:
-    """Whether a function that hides what it computes reads a value, behind views and functions of each element."""
-    users = [(user, place) for user, place, _ in node.users]
-    while users:
-        user, place = users.pop()
-        alone = user.kind in _EACH and not any(other.live for other, _ in user.others(place))
-        if user.is_opaque:
-            return True
-        if alone or user.kind in _VIEWS:
-            users += [(above, at) for above, at, _ in user.users]
-    return False
+    if reads.hidden or not reads.data or _is_late(use.node):
+        return None
+    # What is added to the inputs themselves is a stream: a stage of a model, without its ends.
+    return None if any(term.is_input for term in _added(use.node)) else True
 
 
 def _is_late(product: Node) -> bool:
     """Whether what a layer makes of inputs only meets what deep layers make: keys of a text, in each block of a net."""
-    todo, met, late = [product], {product}, False
-    while todo:
-        for user, place, _ in todo.pop().users:
-            if user.uses and not user.adds(place):
-                return False
-            if user.is_product and any(other.deep for other, _ in user.others(place)):
-                late = True
-            elif user not in met:
-                met.add(user)
-                todo.append(user)
-    return late
+
+    def meets(user: Node, place: int) -> bool:
+        return user.is_product and any(other.deep for other, _ in user.others(place))
+
+    def reads(user: Node, place: int) -> bool:
+        return bool(user.uses) and not user.adds(place)
+
+    def onward(node: Node) -> list[Node]:
+        return [user for user, place, _ in node.users if not meets(user, place) and not reads(user, place)]
+
+    readers = [(user, place) for node in _reached([product], onward) for user, place, _ in node.users]
+    return any(meets(*each) for each in readers) and not any(reads(*each) for each in readers)
 
 
 def _last(order: list[Node], roots: set[Node]) -> dict[Node, bool | None]:
@@ -512,41 +513,31 @@ def _last(order: list[Node], roots: set[Node]) -> dict[Node, bool | None]:
 
 def _added(product: Node, through: bool = True) -> Iterator[Node]:
     """Yield the terms of all sums to which the result of a product comes, also ``through`` products with weights."""
-    todo, met = [product], {product}
-    while todo:
-        for user, place, _ in todo.pop().users:
-            terms = user.others(place) if user.kind == "Add" else []
-            while terms:
-                start = _source(terms.pop(), _EACH)
-                if start is not None and start[0] is not product:
-                    yield start[0]
-                    terms += start[0].others(-1) if start[0].kind == "Add" else []
-            if user not in met and (through or not user.uses):
-                met.add(user)
-                todo.append(user)
+
+    def terms(node: Node, place: int) -> list[Node]:
+        starts = (_source(edge, _EACH) for edge in (node.others(place) if node.kind == "Add" else ()))
+        return [start[0] for start in starts if start is not None and start[0] is not product]
+
+    for node in _reached([product], lambda node: [user for user, *_ in node.users if through or not user.uses]):
+        for user, place, _ in node.users:
+            yield from _reached(terms(user, place), lambda term: terms(term, -1))
 
 
 def _computed(order: Iterable[Node]) -> Iterator[Tensor]:
     """Yield the parameters from which a weight is computed element by element, as by weight norm or pruning."""
     for node in order:
-        places = _PRODUCTS.get(node.kind) or _LAYERS.get(node.kind) or ()
-        edges = [node.below[place] for place in places]
-        for edge, other in (edges, edges[::-1]) if len(edges) == 2 else ():
+        edges = node.operands
+        for edge, other in (edges, edges[::-1]) if edges else ():
             if edge is None or edge[0].live or _weight(edge) is not None or not (other is None or other[0].live):
                 continue
-            todo, met = [edge[0]], {edge[0]}
-            while todo:
-                below = todo.pop()
-                if below.leaf is not None and len(_shape(below.leaf)) > 1:
+            for below in _reached([edge[0]], lambda each: each.sources):
+                if below.leaf is not None and len(global_shape(below.leaf)) > 1:
                     yield below.leaf
-                more = {before[0] for before in below.below if before is not None} - met
-                met |= more
-                todo += more
 
 
 def _stored(use: _Use) -> Literal["out×in", "in×out"] | None:
     """Return how a weight is stored; None if the operand is not one matrix, or one of a stack, in this order."""
-    shape = _shape(use.parameter)
+    shape = global_shape(use.parameter)
     if use.form is None or len(shape) < 2:
         return None
     if use.node.kind in _LAYERS:
@@ -559,60 +550,72 @@ def _stored(use: _Use) -> Literal["out×in", "in×out"] | None:
 def _one_of_stack(use: _Use, dim: int) -> tuple[tuple[int, int], ...]:
     """Return the (size, stride) pairs of a dim of an operand without those that tell the matrices of a stack apart."""
     assert use.form is not None
-    shape = _shape(use.parameter)
+    shape = global_shape(use.parameter)
     stack = prod(shape[1:]) if len(shape) == 3 and use.node.kind not in _LAYERS else 0
     return tuple(atom for atom in use.form.dims[dim] if not stack or atom[1] != stack)
 
 
-def _cut(use: _Use) -> Matrices | None:
-    """Return how the features that a weight makes are cut into parts that stay apart; None if they are not."""
-    assert use.form is not None
-    shape, made = use.node.shape(), use.form.dims[use.out]
-    own = _one_of_stack(use, use.out)
-    out = prod(size for size, _ in own)
-    if len(own) != 1 or shape[use.features] != prod(size for size, _ in made):
-        return None
+def _cut(use: _Use) -> tuple[Matrices | None, bool]:
+    """Return how the features that a weight makes are cut into parts that stay apart, and whether there may be more.
+
+    The first is "whole" if they are not cut, and None if this is unknown.
+    """
+    shape = use.node.shape()
+    made = own = tuple[tuple[int, int], ...]()
+    if use.form is not None:
+        made, own = use.form.dims[use.out], _one_of_stack(use, use.out)
+    known = len(own) == 1 and shape[use.features] == prod(size for size, _ in made)
     features = tuple((size, int((size, stride) in own)) for size, stride in made)
-    form = Form(0, tuple(features if i == use.features else ((n, 0),) for i, n in enumerate(shape)))
-    pieces = _pieces(use.node, 0, form)
-    if pieces is None or not 1 < len(pieces) <= _MOST_PARTS:
-        return None
-    return _as_matrices(frozenset((piece.offset, piece.atoms()) for piece in pieces), out)
+    dims = (features if known and i == use.features else ((n, 0),) for i, n in enumerate(shape))
+    hides: list[Node] = []
+    pieces = _pieces(use.node, 0, Form(0, tuple(dims)), hides)
+    if not known or len(pieces) > _MOST_PARTS:
+        return None, bool(hides)
+    if len(pieces) == 1:
+        return None if hides else "whole", bool(hides)
+    places = frozenset((piece.offset, piece.atoms()) for piece in pieces)
+    return _as_matrices(places, prod(size for size, _ in own)), bool(hides)
 
 
-def _pieces(node: Node, number: int, form: Form, deep: int = 0) -> list[Form] | None:
-    """Return the parts into which an output of a node is cut; itself if it is not cut; None if this is unknown."""
+def _pieces(node: Node, number: int, form: Form, hides: list[Node], deep: int = 0) -> list[Form]:
+    """Return the parts into which an output of a node is cut, itself if it is not; add nodes that may hide parts."""
     users = [(user, place) for user, place, nr in node.users if nr == number]
     whole, parts = not users, dict[Any, Form]()
     for user, place in users:
         if user.kind in _CUTS:
-            inner = _parts(user, form, deep)
-        elif (after := _kept(user, place, form)) is not None and deep < 60:
-            inner = _pieces(user, 0, after, deep + 1)
-        else:  # it reads all features
-            inner, whole = [], True
-        if inner is None:
-            return None
-        parts |= {(part.offset, part.atoms()): part for part in inner}
+            inner = _parts(user, form, hides, deep)
+        else:
+            after = _kept(user, place, form) if deep < 60 else None
+            inner = None if after is None else _pieces(user, 0, after, hides, deep + 1)
+        if inner is None:  # it reads all features
+            whole = True
+            if user.is_opaque or user.kind in _VIEWS | _CUTS or deep >= 60 or _picks(user, form):
+                hides.append(user)
+        parts |= {(part.offset, part.atoms()): part for part in inner or ()}
     cuts = [user for user, _ in users if user.kind in _CUTS]
     if whole or len(parts) < 2 or (form.offset, form.atoms()) in parts or _joined(cuts):
         return [form]
     return list(parts.values())
 
 
-def _parts(cut: Node, form: Form, deep: int) -> list[Form] | None:
-    """Return the parts of all outputs of a node that cuts."""
+def _parts(cut: Node, form: Form, hides: list[Node], deep: int) -> list[Form] | None:
+    """Return the parts of all outputs of a node that cuts; None if they are unknown."""
     gated = cut.kind == "Glu"
     found: list[Form] = []
     for number in range(2 if gated else len(cut.fn._input_metadata)):
         part = _through(form, cut, number)
         if part is None:
             return None
-        inner = [part] if gated else _pieces(cut, number, part, deep + 1)
-        if inner is None and part.atoms() == form.atoms():
-            return None
-        found += inner or [part]
+        found += [part] if gated else _pieces(cut, number, part, hides, deep + 1)
     return found
+
+
+def _picks(node: Node, form: Form) -> bool:
+    """Whether a node picks features by indices, which may be a cut; its shape tells, because indices may be packed."""
+    sizes = [prod(size for size, _ in dim) for dim in form.dims]
+    features = [i for i, dim in enumerate(form.dims) if any(stride for _, stride in dim)]
+    behind = sizes[features[0] :] if features and node.kind in ("Index", "IndexSelect", "Gather") else []
+    return bool(behind) and list(node.shape()[-len(behind) :]) != behind
 
 
 def _kept(node: Node, place: int, form: Form) -> Form | None:

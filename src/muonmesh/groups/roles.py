@@ -20,7 +20,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from muonmesh.errors import about, explain_error
 from muonmesh.groups.classifiers import classified
 from muonmesh.groups.ends import Ends, features_of
-from muonmesh.groups.fused import expert_cut, known_cut
+from muonmesh.groups.fused import expert_cut, experts_in_two_dims, known_cut
 from muonmesh.groups.graph import Seen
 from muonmesh.groups.sites import Kind, Matrices, Role, Site, class_names, class_of, global_shape
 from muonmesh.layout.matrix import as_tuples
@@ -50,9 +50,9 @@ _EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_n
 
 
 def role(site: Site, known: Ends, seen: Seen | None = None) -> Role:
-    """Return the role of the parameter at `site`; `known` comes from `ends`, and `seen` from a forward.
+    """Return the role of the parameter at `site`; `known` are ends of the model, and `seen` is what a forward showed.
 
-    What a forward showed counts more than names and sizes.
+    What a forward showed counts more than names and sizes. What it hides leaves them, and the role is then a guess.
 
     Raises:
         ValueError: the parameter is flattened, uninitialized or from a traced module, so its role cannot be found.
@@ -64,7 +64,7 @@ def role(site: Site, known: Ends, seen: Seen | None = None) -> Role:
         return found
     found = _expert(site, seen) or _convolution(site, seen) or _linear(site, seen) or _unknown(site, seen)
     if seen is not None and seen.hidden and seen.cut is None:
-        hides = "an autograd function that reads what it makes hides whether it is fused"
+        hides = "an operation that reads what it makes hides whether it is fused"
         return replace(found, reason=f"{found.reason}; {hides}", guess=True)
     return replace(found, guess=seen is None)
 
@@ -250,6 +250,8 @@ def _experts(module: nn.Module) -> set[int]:
 
 def _expert(site: Site, seen: Seen | None) -> Role | None:
     module, shape = site.module, site.shape
+    if (matrices := experts_in_two_dims(site)) is not None:
+        return _muon("experts, one matrix each", matrices)
     if isinstance(module, nn.Linear):
         around = next((m for _, m in site.owners[:2] if module.out_features in _experts(m)), None)
         reason = f"router: one output for each expert of {'' if around is None else class_of(around)}"
@@ -277,22 +279,25 @@ def _convolution(site: Site, seen: Seen | None) -> Role | None:
         return _adamw("matrices", f"{what} convolution: many small filters, not one matrix", site)
     if isinstance(module, _ConvTransposeNd):
         return _adamw("matrices", "transposed convolution, stored in × out × kernel", site)
-    matrices, told = _stored(site, seen, fused=known_cut(site))
+    matrices, told = _stored(site, seen)
     return _muon(f"convolution{told}", matrices)
 
 
 def _stored(site: Site, seen: Seen | None, transposed: bool = False, fused: Fused = (None, "")) -> tuple[Matrices, str]:
     """Return the split of a parameter as it is stored, and a text of what is fused in it.
 
+    A cut that a forward shows counts, unless something in it hides further cuts and the class of the module tells them.
+
     Args:
         site: The parameter.
         seen: What a forward showed of it.
         transposed: Whether it is stored in × out, unless the forward shows it.
-        fused: The split of its rows out × in and the names of the parts, unless the forward shows a cut.
+        fused: The split of its rows out × in and the names of the parts by the class; None for one matrix or unknown.
     """
     cut, parts = fused
-    if seen is not None and seen.cut is not None:
-        cut, parts = seen.cut, f"a forward cuts its output into {_count(seen.cut)} parts"
+    shown = 1 if seen is None else _count(seen.cut)
+    if seen is not None and shown > 1 and not (seen.hidden and _count(cut) > shown):
+        cut, parts = seen.cut, f"a forward cuts its output into {shown} parts"
     told = f", fused: {parts}" if cut else ""
     if seen is not None and seen.stored is not None:
         transposed = seen.stored == "in×out"
@@ -301,7 +306,10 @@ def _stored(site: Site, seen: Seen | None, transposed: bool = False, fused: Fuse
     return by_shape(site.shape, site.module, one) or flat, f"{told}, stored in × out" if transposed else told
 
 
-def _count(cut: Matrices) -> int:
+def _count(cut: Matrices | None) -> int:
+    if cut in (None, "whole"):
+        return 1
+    assert isinstance(cut, tuple)
     sizes = cut[1:]
     return len(sizes) if cut[0] == "rows" else len(sizes[0]) if isinstance(sizes[0], tuple) else int(sizes[0])
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from torch import nn
+from torch import Tensor, nn
 
 from muonmesh.names import WRAPPERS
 
@@ -19,10 +19,6 @@ Kind = Literal["matrices", "embeddings", "head", "vectors"]
 # Wrapper classes with the wrapped model in the child "module" (other modules may have a child of this name too). They
 # are listed by name, because Megatron, DeepSpeed and apex have such classes too.
 _HOLDS_MODULE = {"DistributedDataParallel", "DataParallel", "DeepSpeedEngine", "AveragedModel", "Float16Module"}
-
-
-WHOLE = "muonmesh_shape"
-"""Attribute of a parameter that is a plain shard, with the shape of the whole parameter."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +90,14 @@ def sites(
             yield from sites(child, (*path, name), owners)
 
 
+def shared_sites(model: nn.Module) -> list[list[Site]]:
+    """Return the places of each parameter of a model, in the order of the first ones."""
+    shared: dict[int, list[Site]] = {}
+    for site in sites(model):
+        shared.setdefault(id(site.parameter), []).append(site)
+    return list(shared.values())
+
+
 def _wrapped(module: nn.Module) -> nn.Module | None:
     """Return the module inside `module`, if this is a wrapper that canonical names leave out; else None."""
     for name in WRAPPERS:
@@ -111,13 +115,9 @@ def unwrapped(module: nn.Module) -> nn.Module:
     return module
 
 
-def global_shape(parameter: nn.Parameter) -> tuple[int, ...]:
-    """Return the shape of a parameter before sharding.
-
-    A DTensor knows it, DeepSpeed's ZeRO-3 keeps it in `ds_shape`, and integrations set the attribute `WHOLE` of a plain
-    shard.
-    """
-    return tuple(getattr(parameter, WHOLE, getattr(parameter, "ds_shape", parameter.shape)))
+def global_shape(parameter: Tensor) -> tuple[int, ...]:
+    """Return the shape of a parameter before sharding: a DTensor knows it, and ZeRO-3 keeps it in `ds_shape`."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def class_names(module: nn.Module, library: str = "") -> list[str]:

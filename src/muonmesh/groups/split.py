@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import weakref
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NoReturn
 
@@ -15,9 +15,8 @@ from muonmesh.errors import about, called, escaped, explain_error, warn
 from muonmesh.groups.ends import ends
 from muonmesh.groups.example import Example, seen_in
 from muonmesh.groups.graph import Seen
-from muonmesh.groups.heads import HeadPart, by_heads, parts_of, refuse_none
 from muonmesh.groups.roles import by_shape, declarations, declared_by, shared_roles, without_decay
-from muonmesh.groups.sites import Matrices, Role, Site, global_shape, sites, unwrapped
+from muonmesh.groups.sites import Matrices, Role, Site, class_names, global_shape, shared_sites, unwrapped
 from muonmesh.groups.watch import Watch
 from muonmesh.layout.matrix import as_tuples
 from muonmesh.names import canonical_name, in_order, names_matching, patterns
@@ -28,6 +27,8 @@ from muonmesh.table import aligned
 _RESERVED = {"params", "param_names", "name", "reasons"}
 _NAMES = ("muon", "adamw.embeddings", "adamw.head", "adamw.matrices", "adamw.vectors")
 _FROZEN = "frozen: requires_grad is False"
+_HEADS = "muon_num_heads"
+"""Attribute of a parameter that gives DeepSpeed's own Muon the number of heads in its rows."""
 
 
 class ParamGroups(list[dict[str, Any]]):
@@ -60,12 +61,14 @@ class ParamGroups(list[dict[str, Any]]):
         frozen: dict[str, str],
         shared: dict[str, str],
         guesses: Collection[str],
+        roles: dict[str, Role],
         model: nn.Module,
     ) -> None:
         super().__init__(groups)
         self.frozen = frozen
         self.shared = shared
         self.guesses = tuple(guesses)
+        self._roles = roles  # those that a first training forward may contradict, not what the user has written
         self.model: weakref.ReferenceType[nn.Module] | None = weakref.ref(unwrapped(model))
         self.watch: Watch | None = None
 
@@ -75,6 +78,9 @@ class ParamGroups(list[dict[str, Any]]):
 
     def held_by(self, stage: nn.Module) -> ParamGroups:
         """Return these groups with only the parameters of one part of the model: a pipeline stage, traced or not.
+
+        The part may also be the model itself after `fully_shard` or `parallelize_module`, which replace parameters. Its
+        first training forward is compared with these groups, unless it was traced.
 
         Args:
             stage: The part. Its parameters have their names in the whole model, with or without prefixes of wrappers.
@@ -103,8 +109,13 @@ class ParamGroups(list[dict[str, Any]]):
             held[first] = name, parameter
         if not held:
             _refuse_untrained(stage, frozen)
-        groups = [restricted(group, held) for group in self if not held.keys().isdisjoint(group["param_names"])]
-        return ParamGroups(groups, frozen=frozen, shared=self.shared, guesses=self.guesses, model=stage)
+        groups = [_restricted(group, held) for group in self if not held.keys().isdisjoint(group["param_names"])]
+        roles = {name: self._roles[first] for first, (name, _) in held.items() if first in self._roles}
+        kept: dict[str, Any] = {"frozen": frozen, "shared": self.shared, "guesses": self.guesses, "roles": roles}
+        result = ParamGroups(groups, **kept, model=stage)
+        if roles and not any("InterpreterModule" in class_names(module) for module in stage.modules()):
+            result.watch = Watch(unwrapped(stage), roles, part=len(held) < len(known))
+        return result
 
     def __str__(self) -> str:
         shown = dict[str, tuple[str, ...]]()
@@ -130,7 +141,7 @@ class ParamGroups(list[dict[str, Any]]):
         return "\n".join(text)
 
 
-def restricted(group: Mapping[str, Any], held: Mapping[str, tuple[str, nn.Parameter]]) -> dict[str, Any]:
+def _restricted(group: Mapping[str, Any], held: Mapping[str, tuple[str, nn.Parameter]]) -> dict[str, Any]:
     """Return a group with only the parameters in `held`, which maps names to the new names and parameters."""
     kept = [i for i, name in enumerate(group["param_names"]) if name in held]
     pairs = [held[group["param_names"][i]] for i in kept]
@@ -142,7 +153,7 @@ def restricted(group: Mapping[str, Any], held: Mapping[str, tuple[str, nn.Parame
 class _Entry:
     """One trainable parameter: all its names, its role, and its settings from overrides.
 
-    `differing` are the different splits that it would get under its other names.
+    `differing` are the different splits that it would get under its other names. `notes` are added to the reason.
     """
 
     parameter: nn.Parameter
@@ -150,6 +161,7 @@ class _Entry:
     role: Role
     differing: list[Matrices | None]
     settings: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
     overridden_by: list[str] = field(default_factory=list)
 
     @property
@@ -179,7 +191,6 @@ def split_params(
     muon: Mapping[str, Any] | None = None,
     adamw: Mapping[str, Any] | None = None,
     overrides: Mapping[str, Any] | None = None,
-    per_head: bool | Collection[HeadPart] = False,
     example: Example | None = None,
     watch: bool = True,
 ) -> ParamGroups:
@@ -195,12 +206,11 @@ def split_params(
             "algorithm" and "matrices". A key that is a parameter's exact name means that parameter only; any other is
             searched for in the names (`re.search`). Exact names win over expressions, later expressions over earlier
             ones, setting by setting.
-        per_head: Whether attention weights are one matrix for each head, as the attention module counts them: True for
-            queries and keys, or some of "q", "k", "v", "o". Each head is then one matrix with its own scale.
         example: One forward of the model, from whose graph input layers, output layers and fused weights are read: its
             arguments as a tuple, its keyword arguments as a dict, or a function that calls the model and returns its
             loss. With arguments, a copy on the meta device runs where that is possible, so nothing is computed. The
-            model, its gradients and torch's random numbers stay as they were.
+            model, its gradients and torch's random numbers stay as they were. Before the model is sharded only; write
+            ``groups.held_by(model)`` after it.
         watch: Whether a `Muon` of these groups reads the first training forward of the model, if there is no
             ``example``. Before its first step it compares what the forward shows with what was guessed. What the user
             has written in ``overrides`` is not compared.
@@ -211,7 +221,7 @@ def split_params(
     Raises:
         TypeError: `model` is no module, or settings or overrides are not of the types above.
         ValueError: an override matches nothing, or does not fit its parameter; no parameter is trainable; a wrapper
-            flattened a weight, so its shape is lost; a projection does not consist of whole heads; or the forward of
+            flattened a weight, so its shape is lost; ``example`` is given and the model is sharded; or the forward of
             ``example`` raises.
 
     Warns:
@@ -225,11 +235,10 @@ def split_params(
     for half, given in base.items():
         _check_read(f"{half}=", given, [half])
     facts = None if example is None else seen_in(model, example)
-    entries, frozen = _entries(model, parts_of(per_head), overrides, facts)
+    entries, frozen = _entries(model, facts)
     _override(entries, frozen, overrides)
     for entry in entries:
         _check_possible(entry)
-    guesses = [entry for entry in entries if entry.guessed]
     groups: dict[str, dict[str, Any]] = {name: {} for name in _NAMES}
     for entry in entries:
         algorithm, half = entry.algorithm, entry.half
@@ -258,10 +267,12 @@ def split_params(
             f"{type(model).__name__}: found 0 matrices for Muon among {len(entries)} trained parameters, so AdamW "
             "trains all of them. print(split_params(model)) says why; write overrides={...} for what is a matrix"
         )
-    names = [entry.name for entry in guesses]
-    result = ParamGroups(sorted(filled, key=_order), frozen=frozen, shared=further, guesses=names, model=model)
-    if watch and facts is None and names:
-        result.watch = Watch(unwrapped(model), [entry.name for entry in entries if entry.overridden_by])
+    guesses = [entry.name for entry in entries if entry.guessed]
+    roles = {entry.name: entry.role for entry in entries if watch and not entry.overridden_by}
+    kept: dict[str, Any] = {"frozen": frozen, "shared": further, "guesses": guesses, "roles": roles}
+    result = ParamGroups(sorted(filled, key=_order), **kept, model=model)
+    if watch and facts is None and guesses:
+        result.watch = Watch(unwrapped(model), roles)
     return result
 
 
@@ -270,7 +281,7 @@ def _order(group: dict[str, Any]) -> int:
 
 
 def _reason(entry: _Entry) -> str:
-    reason = entry.role.reason + ("; a guess" if entry.guessed else "")
+    reason = "; ".join([entry.role.reason, *entry.notes, *(["a guess"] if entry.guessed else [])])
     if entry.overridden_by:
         keys = ", ".join(map(repr, dict.fromkeys(entry.overridden_by)))
         reason = f"override {keys} (by default {entry.role.algorithm}: {reason})"
@@ -304,56 +315,32 @@ def _check_names(where: str, settings: Mapping[Any, Any], reserved: Collection[s
             raise ValueError(explain_error(called("split_params"), f"{key!r} in {where}", needed, write))
 
 
-def _entries(
-    model: nn.Module, heads: Collection[HeadPart], overrides: Any, facts: Mapping[int, Seen] | None
-) -> tuple[list[_Entry], dict[str, str]]:
+def _entries(model: nn.Module, facts: Mapping[int, Seen] | None) -> tuple[list[_Entry], dict[str, str]]:
     """Return all trainable parameters, once each in the order of their first names, and the frozen parameters.
 
     `facts` are what a forward showed of parameters, by id; None without a forward.
     """
-    known = ends(model)
-    shared: dict[int, list[Site]] = {}
-    frozen: dict[str, str] = {}
-    all_sites = list(sites(model))
-    _check_declarations(all_sites)
-    for site in all_sites:
-        if site.parameter.requires_grad:
-            shared.setdefault(id(site.parameter), []).append(site)
-        else:
-            frozen[site.name] = _FROZEN
-    if not shared:
+    known, places = ends(model), shared_sites(model)
+    _check_declarations([site for group in places for site in group])
+    frozen = {site.name: _FROZEN for group in places for site in group if not site.parameter.requires_grad}
+    trained = [group for group in places if group[0].parameter.requires_grad]
+    if not trained:
         _refuse_untrained(model, frozen)
     entries = []
-    cut: set[str] = set()
-    said = False
-    for group in shared.values():
-        seen = None if facts is None else facts.get(id(group[0].parameter))
+    for group in trained:
+        parameter = group[0].parameter
+        seen = None if facts is None else facts.get(id(parameter))
         roles = shared_roles(group, known, seen)
-        if facts is not None and seen is None:
-            unseen = "the example's forward does not show it"
-            roles = [replace(r, reason=f"{r.reason}; {unseen}") if r.guess else r for r in roles]
-        if any(_says_matrices(overrides, site) for site in group):
-            said = True
-        else:
-            found = [by_heads(site, own, heads) for site, own in zip(group, roles, strict=True)]
-            roles = [own for own, _ in found]
-            cut.update(part for _, some in found for part in some)
-        differing = list(dict.fromkeys(r.matrices for r in roles)) if roles[0].algorithm == "muon" else []
-        entry = _Entry(group[0].parameter, [site.name for site in group], roles[0], differing[1:])
-        exempt = next(filter(None, map(without_decay, group)), None) if roles[0].kind != "vectors" else None
-        if exempt is not None and (roles[0].algorithm == "adamw" or exempt != "its name"):
+        role, differing = roles[0], list(dict.fromkeys(r.matrices for r in roles))[1:]
+        entry = _Entry(parameter, [site.name for site in group], role, differing if role.algorithm == "muon" else [])
+        if facts is not None and seen is None and role.guess:
+            entry.notes.append("the example's forward does not show it")
+        exempt = next(filter(None, map(without_decay, group)), None) if role.kind != "vectors" else None
+        if exempt is not None and (role.algorithm == "adamw" or exempt != "its name"):
             entry.settings["weight_decay"] = 0.0
-            entry.role = replace(roles[0], reason=f"{roles[0].reason}; no weight decay, by {exempt}")
+            entry.notes.append(f"no weight decay, by {exempt}")
         entries.append(entry)
-    if not said:  # the given matrices may be the heads of an unknown module
-        refuse_none(model, [part for part in heads if part not in cut])
     return entries, frozen
-
-
-def _says_matrices(overrides: Any, site: Site) -> bool:
-    """Whether an override by the exact name, or a module, gives the split of a parameter."""
-    said = overrides.get(site.name) if isinstance(overrides, Mapping) else None
-    return (isinstance(said, Mapping) and "matrices" in said) or next(declarations(site), None) is not None
 
 
 def _refuse_untrained(model: nn.Module, frozen: Mapping[str, str]) -> None:
@@ -469,6 +456,12 @@ def _check_possible(entry: _Entry) -> None:
         found = f"one parameter shared by {', '.join(entry.names)}, whose modules store it differently, as {stored}"
         write = f'overrides={{{entry.name!r}: {{"algorithm": "muon", "matrices": {entry.role.matrices!r}}}}}'
         raise ValueError(explain_error(entry.name, found, "one form for all of them", f"Write {write}"))
+    if (
+        (heads := getattr(entry.parameter, _HEADS, None)) is not None
+        and "matrices" not in entry.settings
+        and len(shape) == 2
+    ):
+        _tag(entry, heads, shape)
     if entry.settings.get("matrices", entry.role.matrices) is None:
         default = by_shape(shape)
         if default is None:
@@ -476,3 +469,15 @@ def _check_possible(entry: _Entry) -> None:
             write = 'Write {"algorithm": "muon", "matrices": "flatten"} for one matrix, out × the rest'
             raise ValueError(explain_error(entry.name, found, needed, write))
         entry.settings["matrices"] = default
+
+
+def _tag(entry: _Entry, heads: object, shape: tuple[int, ...]) -> None:
+    """Make a matrix for each head of a parameter with DeepSpeed's tag for the number of heads: blocks of its rows."""
+    counts = isinstance(heads, int) and not isinstance(heads, bool) and heads > 0
+    if not (counts and entry.role.matrices == "whole" and shape[0] % heads == 0):  # type: ignore[operator]
+        found = f"{_HEADS}={heads!r} on {shape}, which splits as {entry.role.matrices!r}"
+        needed = "whole heads that follow each other in the rows of one matrix"
+        write = f'del parameter.{_HEADS}, and overrides={{"{entry.name}": {{"algorithm": "muon", "matrices": ...}}}}'
+        raise ValueError(explain_error(entry.name, found, needed, f"Write {write}"))
+    entry.settings["matrices"] = ("heads", heads, 0)
+    entry.notes.append(f"one matrix for each head: {_HEADS}={heads}")

@@ -12,18 +12,18 @@ import torch
 from torch import nn
 
 from muonmesh.errors import LayoutError, about, warn
-from muonmesh.groups.ends import ends, may_be_block
+from muonmesh.groups.ends import may_be_block
 from muonmesh.groups.example import tensors_in
 from muonmesh.groups.graph import Seen, seen_by
 from muonmesh.groups.roles import shared_roles
-from muonmesh.groups.sites import Role, Site, sites
+from muonmesh.groups.sites import Role, shared_sites, sites
 from muonmesh.layout.matrix import as_tuples
 from muonmesh.names import patterns
 from muonmesh.numerics.rules import is_matrix_rule
 
 
 class Watch:
-    """A watch on the first training forward of a model, whose groups were guessed.
+    """A watch on the first training forward of a model, which is compared with the roles of its parameters.
 
     A hook of the model reads the graph when the forward has returned, so that nothing of the graph is held. The hook
     removes itself then, and when the watch is gone. Forwards without gradients, in evaluation mode and in compiled code
@@ -33,15 +33,16 @@ class Watch:
         seen: What the forward showed of each parameter, by canonical name; None until there was one.
     """
 
-    def __init__(self, model: nn.Module, written: Collection[str]) -> None:
+    def __init__(self, model: nn.Module, roles: Mapping[str, Role], *, part: bool = False) -> None:
         """Begin to watch.
 
         Args:
             model: The model without wrappers.
-            written: The names of parameters for which the user has written algorithm or matrices.
+            roles: The roles by name, but of parameters for which the user has written algorithm or matrices.
+            part: Whether it is a part of a model that the roles are of, so that other layers may read its outputs.
         """
         self.seen: dict[str, Seen] | None = None
-        self._model, self._written = weakref.ref(model), frozenset(written)
+        self._model, self._roles, self._part = weakref.ref(model), dict(roles), part
         handle = model.register_forward_hook(_Hook(self))
         self._stop = weakref.finalize(self, handle.remove)
         self._stop.atexit = False
@@ -94,9 +95,16 @@ class Watch:
         places = {name: (group, i) for group in groups for i, name in enumerate(group.get("param_names", ()))}
         wrong: dict[str, tuple[Role, Role]] = {}
         split: dict[str, tuple[Role, Role]] = {}
-        for name, guess, shown in self._roles(model, entire):
-            if name not in places or name in self._written or name in missing:
+        entire = entire and not self._part and not may_be_block(model)
+        for same in shared_sites(model):
+            name, guess, seen = same[0].name, self._roles.get(same[0].name), self.seen.get(same[0].name)
+            if guess is None or seen is None or name not in places or name in missing:
                 continue
+            if seen.last and not entire:
+                seen = replace(seen, last=None)
+            end = guess.kind in ("embeddings", "head")
+            ends = {id(site.module): (guess.kind, guess.reason) for site in same if end}
+            shown = shared_roles(same, ends, seen)[0]
             group, i = places[name]
             muon = is_matrix_rule(group["algorithm"])
             if muon != (guess.algorithm == "muon"):  # changed since
@@ -106,7 +114,7 @@ class Watch:
             elif muon and guess.matrices != shown.matrices:
                 if "matrices" in group and as_tuples(group["matrices"][i]) == guess.matrices:
                     split[name] = guess, shown
-            elif "reasons" in group:
+            elif "reasons" in group and not shown.guess:
                 said = group["reasons"][i].replace(guess.reason, shown.reason, 1)
                 group["reasons"][i] = said.replace("; a guess", "")
         trained = {name for name, (group, _) in places.items() if is_matrix_rule(group["algorithm"])}
@@ -117,20 +125,6 @@ class Watch:
             what = _told(split, places, "shows that fused weights are split otherwise than was guessed")
             warn(about(next(iter(split)), what))
         return None
-
-    def _roles(self, model: nn.Module, entire: bool) -> Iterator[tuple[str, Role, Role]]:
-        """Yield each parameter that the forward showed, with the role that was guessed and the role that was shown."""
-        assert self.seen is not None
-        known, shared = ends(model), dict[int, list[Site]]()
-        entire = entire and not may_be_block(model)
-        for site in sites(model):
-            shared.setdefault(id(site.parameter), []).append(site)
-        for same in shared.values():
-            seen = self.seen.get(same[0].name)
-            if seen is not None and same[0].parameter.requires_grad:
-                if seen.last and not entire:
-                    seen = replace(seen, last=None)
-                yield same[0].name, shared_roles(same, known, None)[0], shared_roles(same, known, seen)[0]
 
 
 class _Hook:

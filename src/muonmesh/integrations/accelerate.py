@@ -39,38 +39,37 @@ def from_model(
     Raises:
         TypeError, ValueError: a setting is unknown or wrong; the message says what to write.
     """
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        return for_deepspeed(model, {"lr": lr, **settings})
-    optimizer = core_from_model(model, lr, **{"process_group": "auto", **settings})
-    tell_of_skipped_steps(optimizer, lambda: accelerator._optimizers)
-    return optimizer
+    return optimizer_for(model, {"lr": lr, **settings}, lambda _: accelerator._optimizers)
 
 
-def for_deepspeed(model: nn.Module, settings: Mapping[str, Any]) -> torch.optim.Optimizer:
-    """Return the optimizer for the DeepSpeed engine that Accelerate creates for a model."""
-    from muonmesh.integrations.deepspeed.config import prepare_host_config  # DeepSpeed need not be installed
-    from muonmesh.integrations.deepspeed.initialize import hosted
+def optimizer_for(
+    model: nn.Module, settings: Mapping[str, Any], wrappers: Callable[[Muon], list[AcceleratedOptimizer]]
+) -> Muon | torch.optim.Optimizer:
+    """Return the optimizer of a model that Accelerate prepares, under DeepSpeed that for the engine.
 
-    prepare_host_config(AcceleratorState().deepspeed_plugin.deepspeed_config)
-    return hosted(model, settings)
-
-
-def tell_of_skipped_steps(optimizer: Muon, wrappers: Callable[[], list[AcceleratedOptimizer]]) -> None:
-    """Register a hook that marks the steps that changed nothing in Accelerate's wrapper of the optimizer.
-
-    The wrapper assumes that a GradScaler calls ``step`` only if the step is taken. But a GradScaler always calls
-    `Muon.step`, so that all ranks skip together.
+    A hook marks the steps that changed nothing in Accelerate's wrapper of the optimizer. The wrapper assumes that a
+    GradScaler calls ``step`` only if the step is taken. But a GradScaler always calls `Muon.step`, so that all ranks
+    skip together.
 
     Args:
-        optimizer: The optimizer; the hook runs after each of its steps.
-        wrappers: Returns Accelerate's wrappers. At most one of them wraps this optimizer.
+        model: The model.
+        settings: Arguments of `muonmesh.from_model`, or under DeepSpeed of `muonmesh.integrations.deepspeed`, by name.
+        wrappers: Returns Accelerate's wrappers after a step of the optimizer. At most one of them wraps it.
     """
+    if AcceleratorState._shared_state.get("distributed_type") == DistributedType.DEEPSPEED:
+        from muonmesh.integrations.deepspeed.config import prepare_host_config  # DeepSpeed need not be installed
+        from muonmesh.integrations.deepspeed.initialize import hosted
+
+        prepare_host_config(AcceleratorState().deepspeed_plugin.deepspeed_config)
+        return hosted(model, settings)
+    optimizer = core_from_model(model, **{"process_group": "auto", **settings})
 
     def tell(stepped: torch.optim.Optimizer, *_: object) -> None:
-        for wrapper in wrappers():
+        for wrapper in wrappers(optimizer):
             if wrapper.optimizer is stepped:
                 wrapper._is_overflow = optimizer.skipped
                 # Under a GradScaler the wrapper reads this attribute afterwards; False means an overflow.
                 wrapper._accelerate_step_called = not optimizer.skipped
 
     optimizer.register_step_post_hook(tell)
+    return optimizer

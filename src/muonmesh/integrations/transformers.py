@@ -10,20 +10,17 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate import DistributedType
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.state import AcceleratorState
 from torch import nn
 from transformers import TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer_callback import CallbackHandler
 from transformers.training_args import OptimizerNames
 from transformers.utils import logging
 
-from muonmesh.build import from_model
 from muonmesh.clip.limits import ClipPolicy, Limits
 from muonmesh.comm.wrappers import layers_of, living
 from muonmesh.errors import about, explain_error
-from muonmesh.integrations.accelerate import for_deepspeed, tell_of_skipped_steps
+from muonmesh.integrations.accelerate import optimizer_for
 from muonmesh.optimizer import Muon
 
 if TYPE_CHECKING:  # DeepSpeed need not be installed
@@ -76,11 +73,7 @@ class MuonFactory:
             "adamw_betas": (args.adam_beta1, args.adam_beta2),
             "adamw_eps": args.adam_epsilon,
         }
-        if AcceleratorState._shared_state.get("distributed_type") == DistributedType.DEEPSPEED:
-            return for_deepspeed(model, {**given, **settings})
-        optimizer = from_model(model, **{"process_group": "auto", **given, **settings})
-        tell_of_skipped_steps(optimizer, lambda: _scaled_by(optimizer))
-        return optimizer
+        return optimizer_for(model, {**given, **settings}, _scaled_by)
 
 
 class MuonCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not checked with us

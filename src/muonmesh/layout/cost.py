@@ -12,7 +12,7 @@ def cost(rows: int, cols: int, *, degrees: Sequence[Sequence[int]], at_once: boo
         rows, cols: Size of the whole matrix, either orientation.
         degrees: Number of coefficients of each step's odd polynomial (2 cubic, 3 quintic, 5 degree 9), for each group
             of steps that run on one Gram matrix.
-        at_once: Whether all steps run on a single Gram matrix as on a CPU (`numerics.gram_form`).
+        at_once: Whether all steps run on a single Gram matrix as on a CPU (`CpuIteration.all_steps`).
         deflated: How many singular values are reduced first, by five thin products (`numerics.deflation`).
 
     Products with a symmetric result count half, because only one block triangle is computed. A polynomial of degree 9

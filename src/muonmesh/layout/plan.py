@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
 
@@ -15,7 +15,6 @@ from muonmesh.layout.flat import Layout
 from muonmesh.layout.matrix import Matrix
 from muonmesh.layout.owners import KnownMatrix, assign_owners
 from muonmesh.layout.parameter import Elementwise, Parameter, describe
-from muonmesh.layout.region import Piece
 from muonmesh.layout.relay import Relay
 from muonmesh.layout.routes import Leg, Routes, pieces
 
@@ -76,20 +75,19 @@ class Plan:
         at_once = 1 if gather else self.copies_at_once(bucket)
         for number in self.buckets[bucket] if numbers is None else numbers:
             assignment = self.assignments[number]
-            parameter, matrix, owner = assignment.parameter, assignment.matrix, assignment.owner
-            place, relay = self._layout(assignment, gather=gather), self.relays[parameter]
+            owner, relay = assignment.owner, self.relays[assignment.parameter]
+            place = self._layout(assignment, gather=gather)
             if gather:
                 receivers = [(holder, 0) for holder in place.replica(rank)] if rank == owner else []
             else:
                 receivers = relay.outgoing(owner, rank, at_once)
             for holder, exchange in receivers:
-                for piece in pieces(place, holder, matrix):
-                    assembled.setdefault(holder, []).append(Leg(number, parameter, piece, exchange))
-            mine = pieces(place, rank, matrix)
+                if legs := self.legs(number, holder, gather=gather, exchange=exchange):
+                    assembled.setdefault(holder, []).extend(legs)
+            mine = self.legs(number, rank, gather=gather)
             if mine and (not gather or rank in place.replica(owner)):
                 sender, exchange = (owner, 0) if gather else relay.incoming(owner, rank, at_once)
-                for piece in mine:
-                    stored.setdefault(sender, []).append(Leg(number, parameter, piece, exchange))
+                stored.setdefault(sender, []).extend(replace(leg, exchange=exchange) for leg in mine)
         return Routes(stored, assembled)
 
     def returns(self, numbers: Iterable[int]) -> bool:
@@ -101,10 +99,11 @@ class Plan:
         some = [self.parameters[number] for number in parameters]
         return all(p.momentum_storage is p.target and p.target.copies() == 1 for p in some)
 
-    def holdings(self, number: int, rank: int) -> tuple[Piece, ...]:
-        """Return the pieces of a matrix whose momentum a rank stores."""
+    def legs(self, number: int, rank: int, *, gather: bool, exchange: int = 0) -> list[Leg]:
+        """Return a leg for each piece that a rank stores of a matrix's momentum (``gather``), or of its weights."""
         assignment = self.assignments[number]
-        return pieces(self._layout(assignment, gather=True), rank, assignment.matrix)
+        some = pieces(self._layout(assignment, gather=gather), rank, assignment.matrix)
+        return [Leg(number, assignment.parameter, piece, exchange) for piece in some]
 
     def gathers(self, bucket: int) -> bool:
         """Whether any owner in the bucket needs pieces from another rank."""

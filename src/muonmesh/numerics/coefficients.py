@@ -12,12 +12,10 @@ from typing import Any, Literal, TypeAlias, get_args
 import torch
 
 from muonmesh.errors import explain_error
-from muonmesh.numerics.aol import RowRescaling
-from muonmesh.numerics.deflation import Deflation
-from muonmesh.numerics.preconditioner import NO_PRECONDITIONER, Preconditioner
+from muonmesh.numerics.deflation import FROM_ROWS, Deflation
 from muonmesh.numerics.setting import LARGEST
 
-CoefficientName: TypeAlias = Literal["simple", "quintic", "polar_express", "cans", "deepseekv4", "aol", "deflated"]
+CoefficientName: TypeAlias = Literal["simple", "quintic", "polar_express", "cans", "deepseekv4", "deflated"]
 """The published sets of Newton–Schulz coefficients, by the names that their authors or first users gave them."""
 
 Polynomial: TypeAlias = tuple[float, ...]
@@ -34,14 +32,13 @@ MOST_STEPS = 100
 
 @dataclass(frozen=True)
 class CoefficientSet:
-    """A set of Newton–Schulz coefficients: the polynomials, and what precedes and follows them.
+    """A set of Newton–Schulz coefficients: the polynomials, and whether deflation precedes them.
 
     Attributes:
         polynomials: One odd polynomial for each step.
         past_end: What follows the last polynomial: "cycle" starts again with the first, "repeat_last" repeats the last.
-        preconditioner: What is done to a matrix before the first polynomial and after the last, by a class of
-            `muonmesh.numerics`: `deflation.Deflation`, `aol.RowRescaling`, or a `preconditioner.Preconditioner` of your
-            own.
+        deflation: How the largest singular values are reduced before the first polynomial, a
+            `muonmesh.numerics.deflation.Deflation`; None: they are not.
         steps: The number of steps if ``ns_steps`` is None.
         gram_steps: The numbers of steps for which the method "gram" is as accurate in bf16 as "standard", as tests
             show. With other numbers each step amplifies singular values near 1 and their rounding errors.
@@ -49,7 +46,7 @@ class CoefficientSet:
 
     polynomials: tuple[Polynomial, ...]
     past_end: Literal["cycle", "repeat_last"]
-    preconditioner: Preconditioner = NO_PRECONDITIONER
+    deflation: Deflation | None = None
     steps: int = 5
     gram_steps: range = range(0)
 
@@ -109,11 +106,6 @@ COEFFICIENT_SETS: dict[str, CoefficientSet] = {
     "deepseekv4": CoefficientSet(
         (*(_JORDAN,) * 8, *((2.0, -1.5, 0.5),) * 2), "repeat_last", steps=10, gram_steps=range(10, 11)
     ),
-    # Turbo-Muon, arXiv 2512.04632 (github.com/thib-s/flash-newton-schulz): rows rescaled by AOL (arXiv 2208.03160)
-    # in place of the first of YouJiacheng's steps. Emerging-Optimizers lists the polynomials of the authors' first
-    # version, (4.0098, -7.0585, 2.4635) and so on, which they withdrew: the first is negative from 0.884 on and turns
-    # a dominating singular direction around, with the rescaling too.
-    "aol": CoefficientSet(_YOU[1:], "repeat_last", preconditioner=RowRescaling(), gram_steps=range(3, 6), steps=4),
     # Ours: deflation (numerics/deflation.py), then polynomials for singular values in [0.012, 1], composed as those of
     # The Polar Express, at x / 1.01, the last, steep above 1, at x / 1.04: benchmarks/remez.py.
     "deflated": CoefficientSet(
@@ -162,10 +154,10 @@ def choose(
 def for_rows(coefficients: Coefficients, steps: int | None, rows: int) -> tuple[Coefficients, int | None]:
     """Return the coefficients and steps for a matrix with this number of rows.
 
-    They are the given ones, except for a set whose preconditioner costs more than it saves for so few rows. Then the
-    matrix takes two steps more with "polar_express" instead.
+    They are the given ones, except for a set whose deflation costs more than it saves for so few rows. Then the matrix
+    takes two steps more with "polar_express" instead.
     """
-    if not isinstance(coefficients, str) or rows >= coefficient_set(coefficients).preconditioner.from_rows:
+    if not isinstance(coefficients, str) or rows >= FROM_ROWS or coefficient_set(coefficients).deflation is None:
         return coefficients, steps
     return "polar_express", len(coefficient_schedule(coefficients, steps)) + 2
 
@@ -181,16 +173,16 @@ def register_coefficients(name: str, chosen: CoefficientSet) -> None:
         chosen: The set.
 
     Raises:
-        ValueError: a published set has this name, a polynomial is invalid, or the first polynomial is no quintic,
-            as the preconditioner needs it.
+        ValueError: a published set has this name, a polynomial is invalid, or the first polynomial after a deflation
+            is no quintic.
     """
     if name in ("auto", *get_args(CoefficientName)):
         write = f'Write register_coefficients("my-{name}", ...)'
         raise ValueError(explain_error("name", f"{name!r}, a published set", "a name of its own", write))
     polynomials = coefficient_set(chosen.polynomials).polynomials
-    if chosen.preconditioner.bounds_closer and len(polynomials[0]) != 3:  # it reuses the products of the bound
-        found, needed = f"{polynomials[0]} first, after {chosen.preconditioner}", "three numbers, (a, b, c)"
-        raise ValueError(explain_error("polynomials", found, needed, "Leave out preconditioner, or begin with one"))
+    if chosen.deflation is not None and len(polynomials[0]) != 3:  # it uses the products of the closer bound
+        found, needed = f"{polynomials[0]} first, after {chosen.deflation}", "three numbers, (a, b, c)"
+        raise ValueError(explain_error("polynomials", found, needed, "Leave out deflation, or begin with a quintic"))
     COEFFICIENT_SETS[name] = replace(chosen, polynomials=polynomials)
 
 
@@ -280,6 +272,17 @@ def segments_of(
         yield schedule[:length]
         schedule = schedule[length:]
         length = 3 - length if method == "gram" and not half else length
+
+
+def factored(p: Polynomial) -> tuple[float, float, float, float]:
+    """Return l, u, w and t so that p₁·A + … + p₄·A⁴ = l·(H² + w·H + t·A) with H = A² + u·A.
+
+    This takes two products instead of three, and its numbers have the size of the result. The powers of A have much
+    larger factors, which would multiply their rounding errors.
+    """
+    lead, u = p[4], p[3] / (2 * p[4])
+    w = p[2] / lead - u * u
+    return lead, u, w, p[1] / lead - u * w
 
 
 @cache

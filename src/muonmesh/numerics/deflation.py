@@ -9,17 +9,19 @@ algorithm 4.3).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from muonmesh.numerics import kernels
-from muonmesh.numerics.kernels.memory import keep, pinned, scratch
-from muonmesh.numerics.kernels.threads import run_on_one_thread
+from muonmesh.numerics.kernels.memory import pinned
+from muonmesh.numerics.kernels.threads import keep, run_on_one_thread, scratch
 from muonmesh.numerics.precision import exact_products
-from muonmesh.numerics.preconditioner import Iterates, Preconditioner
 from muonmesh.numerics.stochastic import mixed
+
+FROM_ROWS = 384
+"""From this number of rows on, deflation saves more than it costs (measured)."""
 
 _FLOOR = 1 / 32
 """Values are not reduced below this fraction of the largest: in bf16, rounding leaves some thousandths of it."""
@@ -31,8 +33,11 @@ _NARROWED, _DEPARTURE = 10.8, 0.03
 
 
 @dataclass(frozen=True)
-class Deflation(Preconditioner):
+class Deflation:
     """Reduces the largest singular values first, and applies more polynomials to a result that is still far off.
+
+    Deflated matrices are then divided by ‖(X Xᵀ)²‖^¼ (Frobenius), a closer bound of the largest singular value than the
+    norm. The first polynomial is a quintic, which uses the products of this bound.
 
     Only the result shows how many values the polynomials left low. The CPU reads a number to decide, which would be a
     wait on a device, so `finish` is for a CPU, and for as many steps as the set is made for.
@@ -44,29 +49,18 @@ class Deflation(Preconditioner):
 
     vectors: int = 64
     finish: tuple[tuple[float, ...], ...] = ()
-    from_rows = 384  # from here on it saves more than it costs (measured)
-    reads_values = True
-    bounds_closer = True
 
-    @property
-    def width(self) -> int:
-        """The width of the thin products."""
-        return self.vectors
+    def falls_short(self, x: Tensor, loaded: Tensor, norm: Tensor) -> bool:
+        """Return whether a result needs `finish`, for one matrix on a CPU; False if it is not finite.
 
-    def on(self, device: torch.device, *, shortened: bool) -> Deflation:
-        """Return what is done on a device, see `Preconditioner.on`."""
-        return self if device.type == "cpu" and not shortened else replace(self, finish=())
-
-    def before(self, iteration: Iterates) -> None:
-        """Reduce the largest singular values."""
-        deflate(iteration.x, self.vectors)
-
-    def after(self, iteration: Iterates) -> None:
-        """Apply `finish` where it is needed; for one matrix on a CPU."""
-        if not self.finish or iteration.loaded_norm > _NARROWED * iteration.norm:
-            return
-        if departure(iteration.x[0], self.vectors) > _DEPARTURE:  # NaN is not
-            iteration.take_more(self.finish)
+        Args:
+            x: The result, (1, rows, cols).
+            loaded: The Frobenius norm of the matrix before its largest singular values were reduced.
+            norm: What it was divided by.
+        """
+        if not self.finish or loaded > _NARROWED * norm:
+            return False
+        return departure(x[0], self.vectors) > _DEPARTURE
 
 
 def deflate(x: Tensor, vectors: int) -> None:

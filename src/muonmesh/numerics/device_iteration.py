@@ -16,10 +16,9 @@ from math import ceil, log2, prod
 import torch
 from torch import Tensor
 
-from muonmesh.numerics.coefficients import CoefficientSet, Polynomial, height, segments_of
-from muonmesh.numerics.gram_form import factored
-from muonmesh.numerics.kernels import Matmuls
-from muonmesh.numerics.kernels.memory import ALIGNMENT
+from muonmesh.numerics.coefficients import Polynomial, factored, height
+from muonmesh.numerics.deflation import deflate
+from muonmesh.numerics.iteration import Iteration
 from muonmesh.numerics.kernels.toolchain import DTYPES
 from muonmesh.numerics.normalize import normalize, store
 
@@ -27,52 +26,23 @@ _GRAM = 2.0**10
 """What Gram matrices are multiplied by. Their singular values are at most about 3 in a published set."""
 
 
-class DeviceIteration:
-    """The iteration of a batch of matrices on a device; nothing waits for the CPU.
+class DeviceIteration(Iteration):
+    """The iteration on a device; nothing waits for the CPU, unless the coefficients ask for deflation."""
 
-    Attributes:
-        x: See `Iterates`; in the end the result.
-    """
-
-    def __init__(
-        self,
-        prepared: CoefficientSet,
-        segments: Sequence[tuple[Polynomial, ...]],
-        matmuls: Matmuls,
-        dtype: torch.dtype,
-    ) -> None:
-        """Set the coefficients, products and dtype that an `Orthogonalizer` has resolved."""
-        self._prepared, self._segments, self._matmuls, self._dtype = prepared, segments, matmuls, dtype
+    def _iterate(self, matrices: Tensor, out: Tensor) -> None:
         self._free: list[Tensor] = []
-
-    def run(self, matrices: Tensor, out: Tensor, *, overwrite: bool) -> None:
-        """Orthogonalize `matrices`, shape (batch, m, n), into `out`."""
-        self._shape, self._device = torch.Size((len(matrices), *sorted(matrices.shape[1:]))), matrices.device
-        first = self._memory(matrices if overwrite else None, 0)
-        second = self._memory(out, 1)
-        # X alternates between the two, and the result should lie in `out`.
-        self.x, self._next = (first, second) if len(self._segments) % 2 else (second, first)
         narrow = torch.bfloat16 if self._dtype == torch.float16 else self._dtype
+        second = self._next if len(self._segments) % 2 else self.x
         result = second.view(out.dtype if out.dtype.itemsize == narrow.itemsize else narrow)
         self._result = out if result.data_ptr() == out.data_ptr() else result
         self._normalize(matrices)
-        if self._prepared.preconditioner.reads_values:
-            self.loaded_norm = self.norm
-        self._prepared.preconditioner.before(self)
-        if self._prepared.preconditioner.bounds_closer:
+        if self._prepared.deflation is not None:
+            deflate(self.x, self._prepared.deflation.vectors)
             self._bound_closer()
         self._of_gram = self._inverse_square * _GRAM
-        self._take(self._segments)
-        self._prepared.preconditioner.after(self)
+        self._take()
         if self.x is not out:
             store(self.x, out)
-
-    def _memory(self, given: Tensor | None, number: int) -> Tensor:
-        """Return memory for X: of the caller's if it can hold X."""
-        if given is None or given.shape != self._shape or not given.is_contiguous():
-            return self._long(number)
-        fits = given.dtype.itemsize == self._dtype.itemsize and given.data_ptr() % ALIGNMENT == 0
-        return given.view(self._dtype) if fits else self._long(number)
 
     def _normalize(self, matrices: Tensor) -> None:
         """Write matrices to X, with a norm ν in [2¹², 2¹³)."""
@@ -89,26 +59,6 @@ class DeviceIteration:
             matrices.copy_(wide)
         self._inverse, self._inverse_square = by_kernel(matrices, self.x)
 
-    @property
-    def norm(self) -> Tensor:
-        """See `Iterates`."""
-        return self._inverse.reciprocal()
-
-    def gram(self) -> Tensor:
-        """Return X Xᵀ of the matrices divided by their norm, fp32 or wider."""
-        exact = torch.promote_types(self._dtype, torch.float32)
-        out = torch.empty(*self._shape[:2], self._shape[1], dtype=exact, device=self.x.device)
-        return self._matmuls.multiply(self.x, None, (), out, scale=self._inverse_square)
-
-    def take_more(self, polynomials: tuple[Polynomial, ...]) -> None:
-        """Do `Iterates.take_more`."""
-        length = max(map(len, self._segments))
-        self._next.copy_(self.x * 2.0**12)
-        self.x, self._next = self._next, self._long(2)
-        self._inverse = torch.full_like(self._inverse, 2.0**-12)
-        self._of_gram = self._inverse.square() * _GRAM
-        self._take(tuple(segments_of(polynomials, "gram" if length > 1 else "standard", half=True)))
-
     def _bound_closer(self) -> None:
         """Make ν the Schatten norm (Σσ⁸)^⅛, which bounds the largest singular value more closely."""
         self._of_gram = self._inverse_square * _GRAM
@@ -120,10 +70,10 @@ class DeviceIteration:
         self._inverse, self._inverse_square = self._inverse * inverse.sqrt(), self._inverse_square * inverse
         self._free += a, square
 
-    def _take(self, segments: Sequence[tuple[Polynomial, ...]]) -> None:
+    def _take(self) -> None:
         """X ← p(X) for the polynomials of each segment, and the last result divided by ν."""
-        for number, segment in enumerate(segments, 1):
-            last = number == len(segments)
+        for number, segment in enumerate(self._segments, 1):
+            last = number == len(self._segments)
             out, scale = (self._result, self._inverse) if last else (self._next, 1.0)
             factor, constant, power = self._factor(segment)
             terms = ((self.x, constant),) if constant else ()
@@ -197,9 +147,6 @@ class DeviceIteration:
         if self._free:
             return self._free.pop()
         return torch.empty(batch, rows, rows, dtype=self._dtype, device=self._device)
-
-    def _long(self, number: int) -> Tensor:
-        return torch.empty(self._shape, dtype=self._dtype, device=self._device)
 
 
 def _power(height: float) -> float:

@@ -1,4 +1,4 @@
-"""Iteration: the Newton–Schulz iteration of a batch of matrices on a CPU: norms, steps and products."""
+"""Iteration: the Newton–Schulz iteration of a batch of matrices; and what it is on a CPU: norms, steps and products."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from muonmesh.numerics.coefficients import CoefficientSet, Polynomial, segments_of
-from muonmesh.numerics.gram_form import factor_of_all, factored
+from muonmesh.numerics.coefficients import CoefficientSet, Polynomial, factored, segments_of
+from muonmesh.numerics.deflation import deflate
 from muonmesh.numerics.kernels import Exact, Matmuls
 from muonmesh.numerics.kernels.dense import scaled
-from muonmesh.numerics.kernels.memory import ALIGNMENT, scratch
+from muonmesh.numerics.kernels.memory import ALIGNMENT
+from muonmesh.numerics.kernels.threads import scratch
 from muonmesh.numerics.normalize import load, store, sums
 from muonmesh.numerics.square_matrices import (
     add_scaled,
@@ -23,67 +24,79 @@ from muonmesh.numerics.square_matrices import (
 
 
 class Iteration:
-    """The iteration of a batch of matrices on a CPU, in buffers that the next batch reuses.
+    """The iteration of a batch of matrices, from memory of the caller to other memory of the caller.
+
+    Each buffer is contiguous and begins at a multiple of 64 bytes, so that products of equal shape always have the same
+    alignment, because their last bits depend on it. The caller's memory is used as a buffer if it is suitable, because
+    fewer buffers leave more of the matrix in the cache that the threads of a CPU share.
+
+    Args:
+        prepared, segments, matmuls, dtype: The coefficients, products and dtype that an `Orthogonalizer` has resolved.
+
+    Attributes:
+        x: The iterates of the matrices divided by ν, times ν; at first the loaded matrices. Shape (batch, rows, cols),
+            rows ≤ cols, compute dtype.
+    """
+
+    def __init__(
+        self, prepared: CoefficientSet, segments: Sequence[tuple[Polynomial, ...]], matmuls: Matmuls, dtype: torch.dtype
+    ) -> None:
+        self._prepared, self._segments, self._matmuls, self._dtype = prepared, segments, matmuls, dtype
+
+    def run(self, matrices: Tensor, out: Tensor, *, overwrite: bool) -> None:
+        """Orthogonalize `matrices`, shape (batch, m, n), into `out`."""
+        self._shape, self._device = torch.Size((len(matrices), *sorted(matrices.shape[1:]))), matrices.device
+        first, second = self._memory(matrices if overwrite else None, 0), self._memory(out, 1)
+        # X alternates between the two, and the result should lie in `out`.
+        self.x, self._next = (first, second) if len(self._segments) % 2 else (second, first)
+        self._iterate(matrices, out)
+
+    def _iterate(self, matrices: Tensor, out: Tensor) -> None:
+        """Load the matrices into X, iterate, and write the result to `out`."""
+        raise NotImplementedError
+
+    def _memory(self, given: Tensor | None, number: int) -> Tensor:
+        """Return memory for X: of the caller's if it can hold X."""
+        fits = given is not None and given.shape == self._shape and given.is_contiguous()
+        if given is None or not fits or given.dtype.itemsize != self._dtype.itemsize or given.data_ptr() % ALIGNMENT:
+            return scratch(f"long {number}", self._shape, dtype=self._dtype, device=self._device)
+        return given if given.dtype == self._dtype else given.view(self._dtype)
+
+
+class CpuIteration(Iteration):
+    """The iteration on a CPU, in buffers that the next batch reuses.
 
     A loaded matrix is only multiplied by a power of two. The division by its norm ν is applied to X Xᵀ before the
     polynomials, and to the result by the last product. Dividing a bf16 matrix by its norm first would round every entry
     once more, and the slope of the polynomials at 0 amplifies this error a thousandfold. It would double the error on
     recorded momentum (docs/internals/numerics.md).
-
-    Each buffer is contiguous and begins at a multiple of 64 bytes, so that products of equal shape always have the same
-    alignment, because their last bits depend on it. The caller's memory is used as a buffer if it is suitable, because
-    fewer buffers leave more of the matrix in the cache that the threads share.
-
-    Attributes:
-        x: The iterates of the matrices divided by ν, times ν; at first the loaded matrices. Shape (batch, rows, cols),
-            rows ≤ cols, compute dtype.
-        loaded_norm, norm: See `Iterates`.
     """
 
-    def __init__(
-        self,
-        prepared: CoefficientSet,
-        segments: Sequence[tuple[Polynomial, ...]],
-        matmuls: Matmuls,
-        dtype: torch.dtype,
-    ) -> None:
-        """Set the coefficients, products and dtype that an `Orthogonalizer` has resolved."""
-        self._prepared, self._segments, self._matmuls = prepared, segments, matmuls
-        self._dtype = dtype
-        self._row_products = row_products if matmuls.exact is None else matmuls.exact.row_products
-        self._squares: dict[str, Tensor] = {}
-        self._square_term: Tensor | None = None
+    _square_term: Tensor | None = None
+    _last = False  # whether the segment is the last
 
-    def run(self, matrices: Tensor, out: Tensor, *, overwrite: bool) -> None:
-        """Orthogonalize `matrices`, shape (batch, m, n), into `out`."""
-        self._shape = len(matrices), *sorted(matrices.shape[1:])
-        self._device = matrices.device
-        first = matrices if overwrite and self._serves(matrices) else self._long(0)
-        second = out if self._serves(out) else self._long(1)
-        # X alternates between the two, and should end in `out`.
-        self.x, self._next = (first, second) if len(self._segments) % 2 else (second, first)
-        self._iterate(matrices)
+    def _iterate(self, matrices: Tensor, out: Tensor) -> None:
+        exact, deflation = self._matmuls.exact, self._prepared.deflation
+        self._row_products = row_products if exact is None else exact.row_products
+        self._squares, self._together = dict[str, Tensor](), self._matmuls.at_once > 1
+        loaded = self._load(matrices)
+        self._norm_is(loaded)
+        if deflation is None:
+            self._take(self._segments)
+        else:
+            deflate(self.x, deflation.vectors)
+            if len(self._segments) == 1 and exact is not None:
+                self.all_steps(self._segments[0])
+            else:
+                self.begin(self._segments[0][0])
+                self._take(self._segments)
+            if deflation.falls_short(self.x, loaded, self._norm):
+                by_gram = len(self._segments) < self._prepared.steps
+                self._norm_is(torch.ones_like(self._norm))
+                self._take(tuple(segments_of(deflation.finish, "gram" if by_gram else "standard")))
         if self.x is not out:
             exact = self._exact_for(out)
             (store if exact is None else exact.store)(self.x, out)
-
-    def _iterate(self, matrices: Tensor) -> None:
-        conditioner = self._prepared.preconditioner
-        self._norm_is(self._load(matrices))
-        self.loaded_norm = self.norm
-        self._last = False
-        conditioner.before(self)
-        if conditioner.bounds_closer and len(self._segments) == 1 and self._matmuls.exact is not None:
-            self._last = True
-            given = self.x, self._inverse_square, self._segments[0], self._matmuls, self._square
-            factor, mean, norm = factor_of_all(*given)  # two products of X in total
-            self._norm_is(self.norm * norm)
-            self._apply(factor, mean)
-        else:
-            if conditioner.bounds_closer:
-                self.begin(self._segments[0][0])
-            self._take(self._segments)
-        conditioner.after(self)
 
     def _take(self, segments: Sequence[tuple[Polynomial, ...]]) -> None:
         for number, segment in enumerate(segments, 1):
@@ -93,12 +106,6 @@ class Iteration:
             else:
                 self.step(*segment)
 
-    def take_more(self, polynomials: tuple[Polynomial, ...]) -> None:
-        """Do `Iterates.take_more`."""
-        self._norm_is(torch.ones_like(self.norm))
-        by_gram = len(self._segments) < self._prepared.steps
-        self._take(tuple(segments_of(polynomials, "gram" if by_gram else "standard")))
-
     def _square(self, name: str) -> Tensor:
         """Return the buffer (batch, rows, rows) with this name; it is allocated at its first use."""
         if name not in self._squares:
@@ -107,19 +114,13 @@ class Iteration:
             self._squares[name] = scratch(f"square {name}", shape, dtype=self._dtype, device=self._device)
         return self._squares[name]
 
-    def _serves(self, memory: Tensor) -> bool:
-        """Whether the caller's memory can hold X."""
-        _, rows, cols = self._shape
-        fits = memory.shape[1:] == (rows, cols) and memory.dtype == self._dtype and memory.is_contiguous()
-        return fits and memory.data_ptr() % ALIGNMENT == 0
-
     def _load(self, matrices: Tensor) -> Tensor:
         """Write matrices to X times a power of two, and return their norms; see `load`."""
         exact = self._matmuls.exact
         if exact is None:
-            return load(matrices, self.x, together=self._matmuls.together)
+            return load(matrices, self.x, together=self._together)
         if self._exact_for(matrices) is None:  # not in one pass; the norms are summed in one way all the same
-            load(matrices, self.x, together=self._matmuls.together)
+            load(matrices, self.x, together=self._together)
             matrices = self.x
         return exact.load(matrices, self.x)
 
@@ -127,12 +128,9 @@ class Iteration:
         """Return the operations that read or write the caller's memory in one pass; None if there are none for it."""
         return self._matmuls.exact if memory.dtype == self._dtype and memory.is_contiguous() else None
 
-    def _long(self, number: int) -> Tensor:
-        return scratch(f"long {number}", self._shape, dtype=self._dtype, device=self._device)
-
     def _norm_is(self, norm: Tensor) -> None:
-        self.norm, self._inverse = norm, norm.reciprocal()
-        self._inverse_square = self._inverse.square() if self._matmuls.together else norm.square().reciprocal()
+        self._norm, self._inverse = norm, norm.reciprocal()
+        self._inverse_square = self._inverse.square() if self._together else norm.square().reciprocal()
 
     def begin(self, p: Polynomial) -> None:
         """Divide X by ‖A²‖^¼ (Frobenius) of its Gram matrix A: (Σσ⁸)^⅛, which bounds its largest singular value.
@@ -147,7 +145,7 @@ class Iteration:
         scaled(square, p[2] / (1 - p[1]) / fourth)  # for the lerp that adds p₁·A
         scaled(a, fourth.rsqrt())
         self._square_term = square
-        self._norm_is(self.norm * fourth.sqrt().sqrt())
+        self._norm_is(self._norm * fourth.sqrt().sqrt())
 
     def step(self, p: Polynomial) -> None:
         """X ← p(X), two products of X and those of the polynomial."""
@@ -157,20 +155,20 @@ class Iteration:
             z = self._without_constant(p, self.gram(), "b", "c")
             self._apply(z, p[0])
 
-    def _degree_9(self, p: Polynomial, a: Tensor) -> tuple[Tensor, Tensor]:
+    def _degree_9(self, p: Polynomial, a: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return Z less the mean of its diagonal, and that mean plus p₀, of p₀ + Z = p₀ + p₁·A + … + p₄·A⁴.
 
-        With H = A² + u·A and u = p₃/2p₄, Z = p₄·(H² + w·H + t·A). This takes two products instead of three, and its
-        numbers have the size of the result. The powers of A have much larger factors, which would multiply their
-        rounding errors. The diagonal is computed in fp32 as in `gram_steps`.
+        Z is computed as `factored` says, in ``out`` by products that take two terms. The diagonal is computed in fp32
+        as in `gram_steps`.
         """
         lead, u, w, t = factored(p)
-        h = self._matmuls.multiply(a, a, [(a, u)], self._square("b"))
+        h = self._matmuls.multiply(a, a, [(a, u)], self._square("b" if out is None else "c"))
         products = row_squares(h) if self._matmuls.exact is None else self._row_products(h, h)
-        h_diagonal, a_diagonal = (square.diagonal(dim1=-2, dim2=-1).to(products.dtype) for square in (h, a))
-        diagonal = lead * (products + w * h_diagonal + t * a_diagonal)
+        diagonal = lead * (products + w * _diagonal(h) + t * _diagonal(a))
         rest = 1 - lead * t
-        if rest > 0.5:  # one operation, where that divides by nothing small
+        if out is not None:
+            z = self._matmuls.multiply(h, h, [(h, lead * w), (a, lead * t)], out, lead)
+        elif rest > 0.5:  # one operation, where that divides by nothing small
             z = self._matmuls.multiply(h, h, [(h, lead * w / rest)], self._square("c"), lead / rest)
             z = torch.lerp(z, a, lead * t, out=self._square("d"))
         else:
@@ -210,11 +208,55 @@ class Iteration:
             both = torch.lerp(z, w, p0 / (p0 + q0), out=self._square(held))
             factor = matmuls.multiply(w, z, [(both, p0 + q0)], other)
 
-        # The diagonal of the factor again, in fp32 and rounded once.
-        products = self._row_products(z, w)
-        z_diagonal, w_diagonal = (t.diagonal(dim1=-2, dim2=-1).to(products.dtype) for t in (z, w))
-        diagonal = products + q0 * z_diagonal + p0 * w_diagonal
-        self._apply(factor, p0 * q0 + set_centred_diagonal(factor, diagonal))
+        self._apply(factor, p0 * q0 + self._centre(factor, z, p0, w, q0))
+
+    def _centre(self, factor: Tensor, z: Tensor, p: float | Tensor, w: Tensor, q: float | Tensor) -> Tensor:
+        """Write the diagonal of (q + W)(p + Z) − p·q anew, less its mean, in fp32 and rounded once; return the mean."""
+        return set_centred_diagonal(factor, self._row_products(z, w) + q * _diagonal(z) + p * _diagonal(w))
+
+    def all_steps(self, polynomials: Sequence[Polynomial]) -> None:
+        """X ← all polynomials of X/(n·ν) with two products of X for any number of steps, one of which is X Xᵀ.
+
+        n·ν is (Σσ⁸)^⅛, which bounds the largest singular value. If F is the product of the factors so far, the Gram
+        matrix of F X is F X Xᵀ Fᵀ, so no step needs X. With a bf16 matrix alone this is too inaccurate from the third
+        step on: a Gram matrix holds the squares of the singular values, and each step amplifies its rounding error
+        where they are small. So each Gram matrix is held as two bf16 matrices: the rounded matrix, and the rounding
+        error (`Exact`). Where singular values are small, a factor is nearly its constant. So the second matrix is
+        needed only in sums, not in products.
+
+        Args:
+            polynomials: Of degree 5 or 9, the first a quintic.
+        """
+        multiply, square = self._matmuls.multiply, self._square
+        r, low, zr, zr_low = square("a"), square("a low"), square("b"), square("b low")
+        multiply(self.x, None, (), r, scale=self._inverse_square, low=low)
+        first, *others = polynomials
+        squared = multiply(r, r, (), square("c"))
+        # So that the Schatten-4 norm of scale·R is 1. On a CPU reading a number needs no wait.
+        scale = (self._row_products(squared, squared).sum().sqrt().item() or 1.0) ** -0.5
+        self._norm_is(self._norm * scale**-0.5)
+        weight = first[1] * scale
+        squared.mul_(first[2] * scale**2 / (1 - weight))
+        # Not by `add`: on a CPU it rounds the last elements of a thread differently from the others.
+        factor = z = torch.lerp(squared, r, weight, out=square("step first"))
+        mean = constant = _number(first[0])
+        for number, p in enumerate(others):
+            # R ← (c + Z) R (c + Z), where c + Z is the previous step. Rounded Z and R commute only nearly, so a
+            # mirrored half of Z R has errors where large entries cancel. In the first step, where most cancel, it is
+            # computed in full.
+            with_r = ((r, scale * constant), (low, scale * constant))
+            multiply(z, r, with_r, zr, scale, symmetric=number > 0, low=zr_low)
+            multiply(zr, z, ((zr, constant), (zr_low, constant)), r, low=low)
+            scale, step, both = 1.0, square(f"step {number % 2}"), square(f"factor {number % 2}")
+            if len(p) == 3:
+                z, constant = multiply(r, r, ((r, p[1]),), step, p[2]), _number(p[0])
+            else:
+                z, constant = self._degree_9(p, r, step)
+            # Both triangles: rounded matrices commute only nearly, and no later product of X corrects the error.
+            multiply(z, factor, ((factor, constant), (z, mean)), both, symmetric=False)
+            mean, factor = constant * mean + self._centre(both, factor, mean[..., 0], z, constant[..., 0]), both
+        self._last = True
+        self._apply(factor, mean)
 
     def gram(self) -> Tensor:
         """Return A = X Xᵀ of the matrices divided by their norm, in buffer "a"."""
@@ -241,3 +283,12 @@ class Iteration:
             out, spare = spare, out
             result = self._matmuls.multiply(result, a, [(a, coefficient)], self._square(out))
         return result
+
+
+def _number(value: float) -> Tensor:
+    return torch.full((1, 1, 1), value, dtype=torch.float32, device="cpu")
+
+
+def _diagonal(square: Tensor) -> Tensor:
+    """Return the diagonals, fp32 or wider."""
+    return square.diagonal(dim1=-2, dim2=-1).to(torch.promote_types(square.dtype, torch.float32))

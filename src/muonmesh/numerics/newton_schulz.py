@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -29,12 +29,11 @@ from muonmesh.numerics.coefficients import (
 )
 from muonmesh.numerics.device_iteration import DeviceIteration
 from muonmesh.numerics.dtypes import COMPUTE_DTYPES, HELD_DTYPES, NEEDED_COMPUTE, NEEDED_HELD
-from muonmesh.numerics.iteration import Iteration
+from muonmesh.numerics.iteration import CpuIteration
 from muonmesh.numerics.kernels import KernelName, Matmuls, is_compiled, resolve, select
 from muonmesh.numerics.kernels.recording import run_again
-from muonmesh.numerics.kernels.threads import alone, run_on_one_thread
-from muonmesh.numerics.precision import exact_products, plain_modes
-from muonmesh.numerics.preconditioner import NO_PRECONDITIONER
+from muonmesh.numerics.kernels.threads import alone, plain_modes, run_on_one_thread
+from muonmesh.numerics.precision import exact_products
 
 Method: TypeAlias = Literal["auto", "standard", "gram"]
 """How the polynomials are applied to a matrix: "standard" step by step, "gram" through its Gram matrix, "auto" by the
@@ -69,7 +68,7 @@ def orthogonalize(
         coefficients: A published set by name, or a sequence of odd polynomials, one tuple (a, b, ...) a step. "auto",
             the default of `Muon`, is "deflated" on a CPU in bf16 without `steps`, and "polar_express" otherwise.
         steps: Number of steps, at least 1. None: the length of a sequence; for a published set 5, but 10 for
-            "deepseekv4", 4 for "aol", and 3 for "deflated".
+            "deepseekv4" and 3 for "deflated".
         method: "standard", "gram" or "auto", see `resolve_method`.
         dtype: Compute dtype: bf16, fp32 or fp64. A device computes in fp16 instead of bf16, which is more exact. There
             fp16 is the same; a CPU refuses it.
@@ -125,6 +124,7 @@ class Orthogonalizer:
     kernels: KernelName
     dtype: torch.dtype
     device: torch.device
+    _recordings: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @staticmethod
     def of(
@@ -150,11 +150,11 @@ class Orthogonalizer:
         coefficients, steps = for_rows(coefficients, steps, rows)
         chosen = resolve_method(rows, cols, coefficients=coefficients, steps=steps, method=method, dtype=dtype)
         prepared, schedule = coefficient_set(coefficients), coefficient_schedule(coefficients, steps)
-        closer = chosen == "gram" and prepared.preconditioner.bounds_closer
-        whole = closer and is_compiled(resolve(kernels, device=device, dtype=dtype, rows=rows, whole=True))
+        deflates = prepared.deflation is not None and chosen == "gram"
+        whole = deflates and is_compiled(resolve(kernels, device=device, dtype=dtype, rows=rows, whole=True))
         segments = (schedule,) if whole else tuple(segments_of(schedule, chosen, half=on_device))
-        shortened = steps not in (None, prepared.steps)
-        prepared = replace(prepared, preconditioner=prepared.preconditioner.on(device, shortened=shortened))
+        if prepared.deflation is not None and (on_device or steps not in (None, prepared.steps)):
+            prepared = replace(prepared, deflation=replace(prepared.deflation, finish=()))
         return Orthogonalizer(rows, cols, coefficients, prepared, chosen, segments, whole, kernels, dtype, device)
 
     @property
@@ -175,12 +175,17 @@ class Orthogonalizer:
         """The number of coefficients of each step's polynomial, for each segment; `layout.cost` takes them."""
         return [list(map(len, segment)) for segment in self.segments]
 
+    @property
+    def deflated(self) -> int:
+        """The number of singular values that are reduced first; `layout.cost` takes it."""
+        return 0 if self.prepared.deflation is None else self.prepared.deflation.vectors
+
     @cached_property
     def quintics(self) -> tuple[float, ...]:
         """Three coefficients for each step, if the set has only such steps and one kernel can take them; else empty."""
         steps = [polynomial for segment in self.segments for polynomial in segment]
-        alone = self.prepared.preconditioner == NO_PRECONDITIONER
-        fits = alone and self.method == "standard" and self.dtype.itemsize == 2 and max(map(len, steps)) <= 3
+        fits = not self.deflated and self.method == "standard" and self.dtype.itemsize == 2
+        fits = fits and max(map(len, steps)) <= 3
         # At most 16 steps, because the coefficients are part of the kernel's code.
         return tuple(c for step in steps for c in (*step, 0.0)[:3]) if fits and len(steps) <= 16 else ()
 
@@ -196,18 +201,9 @@ class Orthogonalizer:
         return select(self.kernels, device=self.device, dtype=self.dtype, rows=rows, cols=cols, whole=self.whole)
 
     @cached_property
-    def at_once(self) -> int:
-        """The best number of matrices to orthogonalize together."""
-        return self.products.at_once
-
-    @cached_property
     def repeats(self) -> bool:
         """Whether the started kernels do not depend on values, so that `run_again` can repeat recorded launches."""
-        return self.products.normalize is not None and not self.prepared.preconditioner.reads_values
-
-    @cached_property
-    def _recordings(self) -> dict[Hashable, Any]:
-        return {}
+        return self.products.normalize is not None and not self.deflated
 
     def __call__(self, x: Tensor, *, out: Tensor | None = None, overwrite: bool = False) -> Tensor:
         """Return the orthogonal factor of each matrix of this shape, in `plain_modes`; see `orthogonalize`."""
@@ -221,7 +217,7 @@ class Orthogonalizer:
             matrices = x if x.ndim == 3 else x.reshape(x.shape[:-2].numel(), *x.shape[-2:])
             result = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
             given = [matrices, result if x.ndim == 3 else result.view(matrices.shape)]
-            run, at_once = partial(self._run, overwrite=overwrite), self.at_once
+            run, at_once = partial(self._run, overwrite=overwrite), self.products.at_once
             fits = 0 < len(matrices) <= at_once
 
             def run_all() -> None:
@@ -241,7 +237,7 @@ class Orthogonalizer:
         if small is not None and self.quintics and matrices.dtype in small.dtypes:
             small.run(matrices, out, self.quintics)
         else:
-            form = DeviceIteration if self.on_device else Iteration
+            form = DeviceIteration if self.on_device else CpuIteration
             iteration = form(self.prepared, self.segments, self.products, self.dtype)
             iteration.run(matrices, out, overwrite=overwrite)
 
@@ -260,8 +256,8 @@ def resolve_method(
     "auto" takes "gram" if it is faster and accurate enough. It is faster from 384 rows and twice as many columns on, or
     from 256 rows and four times as many. Accurate enough means an error of at most 1.1 times that of "standard" on
     spectra of four decades and on recorded momentum. This holds in bf16 for "polar_express" at 3 to 10 steps, "quintic"
-    and "aol" at 3 to 5, "deepseekv4" at 10, and "deflated" at 3. For fp32 and fp64, which are chosen for exactness,
-    "auto" is "standard".
+    at 3 to 5, "deepseekv4" at 10, and "deflated" at 3. For fp32 and fp64, which are chosen for exactness, "auto" is
+    "standard".
 
     Args:
         rows: Rows of the whole matrix.

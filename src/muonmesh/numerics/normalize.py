@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from muonmesh.numerics.kernels.memory import scratch
+from muonmesh.numerics.kernels.threads import scratch
 
 CACHED = 1 << 17
 """Number of elements that a CPU works on at a time, so that wider copies stay in its cache. With fewer elements, calls

@@ -1,4 +1,4 @@
-"""Precision: makes computations independent of modes that the user has set for the model.
+"""Precision: makes products independent of what the user has set for the model.
 
 With `torch.set_float32_matmul_precision("high")`, tensor cores multiply fp32 as TF32, which has the mantissa of fp16.
 This is good enough for models, but an optimizer step in fp32 should be exact.
@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import cache
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,34 +17,6 @@ _EXACT = ("ieee", "none")  # none: nothing is set, and torch multiplies exactly
 _lock = threading.Lock()
 _inside = 0
 _before: list[Any] = []
-
-
-@contextmanager
-def plain_modes() -> Iterator[None]:
-    """Switch off the caller's autocast, inference mode and gradients inside a block; also a decorator.
-
-    Autocast would multiply in a dtype other than the code's, and only on the thread that has entered it. Tensors made
-    in inference mode could not be written outside of it.
-    """
-    off: list[AbstractContextManager[object]] = []
-    if torch.is_inference_mode_enabled():
-        off.append(torch.inference_mode(False))  # which turns gradients on
-    off += [torch.autocast(kind, enabled=False) for kind in _kinds() if torch.is_autocast_enabled(kind)]
-    if not off:  # most often, and each context costs a small step
-        with torch.no_grad():
-            yield
-        return
-    with ExitStack() as modes:
-        for mode in (*off, torch.no_grad()):
-            modes.enter_context(mode)
-        yield
-
-
-@cache
-def _kinds() -> tuple[str, ...]:
-    """Return the kinds of devices that autocast may be on for."""
-    current = torch.accelerator.current_accelerator()
-    return tuple(dict.fromkeys(("cpu", "cuda", "cpu" if current is None else current.type)))
 
 
 @contextmanager

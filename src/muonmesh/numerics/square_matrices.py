@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from muonmesh.numerics.kernels.memory import scratch
+from muonmesh.numerics.kernels.threads import scratch
 from muonmesh.numerics.normalize import CACHED
 
 

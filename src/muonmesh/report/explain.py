@@ -10,10 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
-from muonmesh.comm.wire import Counts
 from muonmesh.errors import escaped
 from muonmesh.numerics.rules import RULES, rule_of
-from muonmesh.report.traffic import state_bytes_of, step_memory, traffic
+from muonmesh.report.traffic import state_bytes_of, traffic
 from muonmesh.settings import GROUP_SETTINGS
 from muonmesh.step.planning import Planned
 from muonmesh.step.precision import Precision
@@ -80,11 +79,10 @@ class Explanation:
         flops: FLOPs of one step, for each rank.
         state_bytes: Bytes of optimizer state that this rank keeps from step to step.
         host_bytes: The part of ``state_bytes`` that ``state_device="cpu"`` keeps in CPU memory.
-        gradients: The traffic of a step that the source of gradients causes itself, as with ``gradients="to_owners"``.
         relayed: Number of parameters whose results ranks pass on, because their replicas are on several machines.
-        step_bytes: The peak of a step on this rank in bytes, without weights, gradients and state; modelled, for
-            Muon's own rule. A CPU keeps this memory from step to step.
-        budget_bytes: The limit for ``step_bytes`` that ``memory_budget_mb`` sets.
+        budget_bytes: The largest number of bytes that a step uses without weights, gradients and state, as
+            ``memory_budget_mb`` sets it for Muon's own rule. A CPU keeps this memory from step to step.
+        alone: The number of matrices that travel one at a time, because they do not fit into the budget.
         open: Names of parameters that other ranks may hold too. The first step looks for these copies. Until then, this
             object assumes that there are none.
     """
@@ -98,10 +96,9 @@ class Explanation:
     flops: dict[int, int]
     state_bytes: int = 0
     host_bytes: int = 0
-    gradients: Counts = field(default_factory=Counts)
     relayed: int = 0
-    step_bytes: int = 0
     budget_bytes: int = 0
+    alone: int = 0
     open: tuple[str, ...] = ()
 
     @property
@@ -139,12 +136,6 @@ class Explanation:
         if set(sets) - {"polar_express"}:
             told = ", ".join(f"{count} by {name}" for name, count in sorted(sets.items()))
             table.append(f"orthogonalized: {told}")
-        if self.gradients.collectives:
-            moved = self.gradients
-            table.append(
-                f"rank {self.rank} averages gradients in {moved.collectives} more collectives, "
-                f"{moved.bytes_sent / 1e6:.3g} MB sent, {moved.bytes_received / 1e6:.3g} MB received in each step"
-            )
         if self.relayed:
             table.append(f"results of {self.relayed} parameters enter each machine once and are passed on there")
         if self.open:
@@ -153,10 +144,9 @@ class Explanation:
         if self.state_bytes:
             host = f", {self.host_bytes / 1e6:.3g} MB of it in CPU memory" if self.host_bytes else ""
             table.append(f"rank {self.rank} stores {self.state_bytes / 1e6:.3g} MB of optimizer state{host}")
-        if self.step_bytes:
-            over = ", as it takes one matrix at a time" if self.step_bytes > self.budget_bytes else ""
-            told = f"{self.step_bytes / 1e6:.3g} MB more, of memory_budget_mb={self.budget_bytes / 2**20:.4g}{over}"
-            table.insert(-1, f"a step takes {told}")
+        if self.budget_bytes:
+            over = f", and more for {self.alone} matrices that it takes one at a time" if self.alone else ""
+            table.insert(-1, f"a step takes up to memory_budget_mb={self.budget_bytes / 2**20:.4g} more{over}")
         return "\n".join(table)
 
 
@@ -182,10 +172,8 @@ def _rate(lr: object) -> str:
     return f"{float(lr):.4g}" if known else repr(lr)  # type: ignore[arg-type]
 
 
-def explain(
-    groups: Sequence[Mapping[str, Any]], planned: Planned, precision: Precision, gradients: Counts
-) -> Explanation:
-    """Return the explanation of a plan, with bytes in the dtypes of ``precision`` and the traffic of ``gradients``."""
+def explain(groups: Sequence[Mapping[str, Any]], planned: Planned, precision: Precision) -> Explanation:
+    """Return the explanation of a plan, with bytes in the dtypes of ``precision``."""
     itemsize = precision.compute.itemsize
     plan, rank = planned.plan, planned.rank
     travelling = traffic(plan, rank)
@@ -220,10 +208,9 @@ def explain(
         plan.loads,
         sum(total for total, _ in kept.values()),
         sum(host for _, host in kept.values()),
-        gradients,
         sum(bool(relay.parts) for relay in plan.relays),
-        step_memory(plan, travelling, lambda number: planned.orthogonalizer(number).squares),
         plan.budget.bytes,
+        sum(plan.assignments[n].matrix.numel > plan.bucket_elements for s in travelling.stages for n in s.moving),
         () if planned.connected else tuple(m.name for m in planned.members if m.may_have_copies(plan.ranks)),
     )
 

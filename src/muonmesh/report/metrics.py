@@ -17,6 +17,7 @@ from muonmesh.numerics.dtypes import real_of
 from muonmesh.numerics.kernels.memory import upload
 from muonmesh.numerics.normalize import sums_of_squares
 from muonmesh.step.planning import Planned
+from muonmesh.step.preflight import host_waits
 from muonmesh.step.runtime import Runtime
 
 _FIGURES = ("gradient", "momentum", "weight", "update")
@@ -44,7 +45,7 @@ def measure(
         Exception: ``error``, on the rank that found it, if the CPU waits; otherwise the next step raises it.
         PlanError: on the other ranks.
     """
-    exchange, waits = planned.exchange, runtime.driver.host_waits(planned.device)
+    exchange, waits = planned.exchange, host_waits(runtime, planned)
     groups = here.param_groups if here is not None else ()
     names = planned.group_names([group["name"] for group in groups], exchange.group)
     totals = torch.zeros(len(names), len(_FIGURES), 2, dtype=torch.float64, device=planned.device)

@@ -1,44 +1,25 @@
-"""Traffic and memory of one rank in a step, and the bytes of state that it keeps, all computed from the plan."""
+"""Traffic of one rank in a step, read off its schedule, and the bytes of state that it keeps."""
 
 from __future__ import annotations
 
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from muonmesh.comm.companions import ways_of
+from muonmesh.comm.schedule import Stage, stages_of
 from muonmesh.comm.storage import local_of, this_rank
+from muonmesh.comm.work import Batching
 from muonmesh.layout import Plan
 from muonmesh.layout.companion_plan import CompanionPlan
-from muonmesh.layout.routes import Leg
 from muonmesh.step.planning import Planned
 from muonmesh.step.precision import Precision
-
-
-@dataclass(frozen=True)
-class BucketTraffic:
-    """The elements that one rank moves for one bucket: to the owners (gather), and back (scatter).
-
-    Attributes:
-        mine: The assignments that the rank owns and that need a transfer.
-        elements: The number of elements of these matrices.
-        gather_received: Elements that the rank receives as their owner.
-        gather_buffers: Elements of the buffers to send, receive and assemble the bucket; 0 if nothing is gathered.
-        results_sent: Elements of results that the rank sends, by exchange.
-        results_received: Elements of results that it receives, by exchange.
-    """
-
-    mine: tuple[int, ...]
-    elements: int
-    gather_received: int
-    gather_buffers: int
-    results_sent: tuple[int, ...]
-    results_received: tuple[int, ...]
 
 
 class Carried(NamedTuple):
@@ -54,151 +35,52 @@ class Traffic:
     """The traffic of one rank in a step.
 
     Attributes:
-        buckets: One entry for each bucket of the plan, even if the rank moves nothing in it.
+        stages: The buckets with transfers.
         staying: The assignments that the rank owns and that need no transfer.
         sent: Elements that the rank sends, in both directions, by number of the parameter.
+        received: The number of elements that it receives.
         collectives: Number of collectives in which the rank takes part, including the sums that rules need.
         messages: Number of ranks that it sends to or receives from, summed over the collectives.
         carried: The traffic of state by row, column or matrix, which the other attributes leave out.
     """
 
-    buckets: tuple[BucketTraffic, ...]
+    stages: Sequence[Stage]
     staying: tuple[int, ...]
     sent: Counter[int]
+    received: int
     collectives: int
     messages: int
     carried: Carried
 
-    @property
-    def received(self) -> int:
-        """The number of elements that the rank receives, in both directions."""
-        return sum(bucket.gather_received + sum(bucket.results_received) for bucket in self.buckets)
-
 
 def traffic(plan: Plan, rank: int) -> Traffic:
     """Return the traffic of ``rank`` in a step."""
-    sent: Counter[int] = Counter()
-    buckets, staying, collectives, messages = [], list[int](), 0, 0
-    for bucket, numbers in enumerate(plan.buckets):
-        gather = plan.routes(bucket, rank, gather=True)
-        scatter = plan.routes(bucket, rank, gather=False)
-        exchanges = plan.exchanges(bucket)
-        collectives += plan.gathers(bucket) + exchanges
-        for way in (gather, scatter):
-            messages += max(len(side.keys() - {rank}) for side in (way.stored, way.assembled))
-        asked = plan.summed(numbers)
-        collectives += 2 * any(map(plan.moves, asked))  # the largest exponents, and the integers
-        there, back = moved(gather.stored, rank), moved(scatter.assembled, rank)
-        sent += there + back
-        arriving = moved(gather.assembled, rank).total()
-        leaving = _results(exchanges, scatter.assembled, rank)
-        returning = _results(exchanges, scatter.stored, rank)
-        owned = [number for number in numbers if plan.assignments[number].owner == rank]
-        staying += [number for number in owned if not plan.moves(number)]
-        mine = tuple(number for number in owned if plan.moves(number))
-        elements = sum(plan.assignments[number].matrix.numel for number in mine)
-        buffers = there.total() + arriving + elements if plan.gathers(bucket) else 0
-        buckets.append(BucketTraffic(mine, elements, arriving, buffers, leaving, returning))
-    return Traffic(tuple(buckets), tuple(staying), sent, collectives, messages, _carried(plan, rank))
-
-
-def _results(count: int, legs: Mapping[int, Sequence[Leg]], rank: int) -> tuple[int, ...]:
-    """Return the elements of results that travel to or from other ranks in each of ``count`` exchanges of a bucket."""
-    found = Counter[int]()
-    for peer, travelling in legs.items():
-        for leg in travelling if peer != rank else ():
-            found[leg.exchange] += leg.piece.numel
-    return tuple(found[exchange] for exchange in range(max(1, count)))
+    stages, left = stages_of(plan, rank, plan.ranks, Batching())
+    passages = [passage for stage in stages for passage in (stage.passage, *stage.back)]
+    sent = Counter[int]()
+    for leg in itertools.chain.from_iterable(passage.leaving for passage in passages):
+        sent[leg.parameter] += leg.piece.numel
+    sums = 2 * sum(bool(stage.summed) for stage in stages)  # the largest exponents, and the integers
+    return Traffic(
+        stages,
+        tuple(
+            number for some in (*(stage.local for stage in stages), left) for one in some for number in one.assignments
+        ),
+        sent,
+        sum(passage.receives for passage in passages),
+        sum(stage.gathers + len(stage.back) for stage in stages) + sums,
+        sum(max(sum(map(bool, passage.sent)), sum(map(bool, passage.received))) for passage in passages),
+        _carried(plan, rank),
+    )
 
 
 def _carried(plan: Plan, rank: int) -> Carried:
     """Return the traffic of state that travels in addition to the matrices of a plan; see `CompanionPlan`."""
     beside = CompanionPlan.beside(plan)
-    if beside is None:
-        return Carried()
-    there, back = (beside.plan.routes(0, rank, gather=gather) for gather in (True, False))
-    legs = (there.stored, back.assembled), (there.assembled, back.stored)
-    sent, received = (sum(sum(moved(some, rank).values()) for some in way) for way in legs)
-    return Carried(beside.plan.gathers(0) + beside.plan.scatters(0), sent, received)
-
-
-def moved(legs: Mapping[int, Sequence[Leg]], rank: int) -> Counter[int]:
-    """Return the number of elements that travel between ranks, by number of the parameter."""
-    found: Counter[int] = Counter()
-    for peer, travelling in legs.items():
-        if peer != rank:
-            for leg in travelling:
-                found[leg.parameter] += leg.piece.numel
-    return found
-
-
-def step_memory(plan: Plan, moved: Traffic, squares: Callable[[int], int]) -> int:
-    """Return the modelled peak memory of a step in bytes: buffers of the exchange, as in `Budget`, and computation.
-
-    Args:
-        plan: The plan with its budget.
-        moved: The traffic of the rank.
-        squares: A function from an assignment to the number of rows × rows buffers that its orthogonalization needs.
-    """
-    moving = [number for number, bucket in enumerate(plan.buckets) if any(map(plan.moves, bucket))]
-    if plan.budget.host:
-        return _kept([moved.buckets[bucket] for bucket in moving]) * plan.budget.itemsize
-    computing = _computing(plan, moved.staying, squares, beside=2)
-    if not moving:
-        return computing * plan.budget.itemsize
-    peak, results, under_way = 0, 0, [(0, 0)]  # elements of results that are sent and received, by exchange
-    for bucket, after in itertools.zip_longest(moving, moving[1:]):
-        here, elements = moved.buckets[bucket], moved.buckets[bucket].elements
-        coming = 0 if after is None else moved.buckets[after].gather_buffers
-        in_squares, with_matrices, with_results = (_computing(plan, here.mine, squares, beside=n) for n in (0, 1, 2))
-        if plan.gathers(bucket):
-            arrived = max(here.gather_buffers, 2 * elements + in_squares)
-            peak = max(peak, arrived + coming + sum(under_way[0]))
-        else:  # results of the previous bucket have arrived after the first portion
-            peak = max(peak, max(with_results + sum(under_way[0]), with_matrices + elements) + coming)
-        peak = max(peak, elements + coming + _passed_on(under_way, results))
-        under_way = list(zip(here.results_sent, here.results_received, strict=True))
-        peak = max(peak, max(elements, computing) + sum(under_way[0]) + coming)
-        if not plan.fits(bucket):  # all exchanges but the last one are over before the next bucket is computed
-            peak = max(peak, _passed_on(under_way, elements) + coming)
-            under_way = under_way[-1:]
-        results = elements
-    peak = max(peak, _passed_on(under_way, results))
-    return peak * plan.budget.itemsize
-
-
-def _passed_on(exchanges: Sequence[tuple[int, int]], elements: int) -> int:
-    """Return the most elements in use by successive exchanges of results, each given as (sent, received).
-
-    While one travels, the results of the previous exchange are written. The ``elements`` of the results are needed
-    until nothing else is sent.
-    """
-    most, sizes = 0, [sent for sent, _ in exchanges]
-    for turn in range(1, len(exchanges)):
-        results = elements if any(size != sizes[turn - 1] for size in sizes[turn:]) else 0
-        most = max(most, exchanges[turn - 1][1] + sum(exchanges[turn]) + results)
-    return most
-
-
-def _computing(plan: Plan, numbers: Sequence[int], squares: Callable[[int], int], *, beside: int) -> int:
-    """Return the most elements in use at once by equal matrices: their squares, and ``beside`` times the matrices."""
-    most = 0
-    for some in plan.alike(numbers):
-        rows, cols = plan.assignments[some[0]].matrix.shape
-        count = squares(some[0])
-        at_once = min(len(some), plan.at_once(some[0], count))
-        most = max(most, at_once * (count * rows * rows + beside * rows * cols))
-    return most
-
-
-def _kept(buckets: Sequence[BucketTraffic]) -> int:
-    """Return the elements that a CPU keeps: two buffers of each kind, because buckets and exchanges take turns."""
-    found = 0
-    for turn in (buckets[::2], buckets[1::2]):
-        found += max((bucket.gather_buffers for bucket in turn), default=0)
-        found += max((bucket.elements for bucket in turn), default=0)
-        found += max((max(b.results_sent) + max(b.results_received) for b in turn), default=0)
-    return found
+    ways = () if beside is None else ways_of(beside.plan, rank, plan.ranks).values()
+    return Carried(
+        *(sum(each) for each in zip(*((moves, way.sends, way.receives) for way, moves in ways), strict=True))
+    )
 
 
 def state_bytes_of(planned: Planned, precision: Precision) -> dict[str, tuple[int, int]]:

@@ -34,7 +34,7 @@ _GROUP_KEYS = dict.fromkeys(
     ("lr", *GROUP_SETTINGS, "algorithm", "matrices", "params", "param_names", "name", "reasons", "use_muon", NORM_MEANS)
 )
 _INSTEAD = {  # split_params may have been called apart
-    **{name: f"Give {name}= to from_model" for name in ("overrides", "per_head", "rule", "example", "muon", "adamw")},
+    **{name: f"Give {name}= to from_model" for name in ("overrides", "rule", "example", "muon", "adamw")},
     "muon_lr": 'Write muon={"lr": ...} in from_model, or put it into a group',
     "adamw_lr": 'Write adamw={"lr": ...} in from_model, or put it into a group',
 }
@@ -155,7 +155,7 @@ def check_group(where: str, group: Mapping[str, Any], *, read: bool = True) -> A
     Args:
         where: The group's name in messages, such as "group 'muon'".
         group: The group with all hyperparameters.
-        read: Whether to read a learning rate that is a tensor on a device. A step does not, so that it need not wait.
+        read: Whether to check the rule's `keeps`. A step checks this only if the plan's signature has changed.
 
     Raises:
         ValueError: a setting is out of range, or a key is unknown. The message says what was found and what is needed.
@@ -164,8 +164,8 @@ def check_group(where: str, group: Mapping[str, Any], *, read: bool = True) -> A
     for key in ("lr", *GROUP_SETTINGS):
         if key not in group:
             raise ValueError(explain_error(where, f"no {key!r}", "every setting", f"Set group[{key!r}] again"))
-    needed = f"{NOT_NEGATIVE}, or a floating-point tensor of one element with it"
-    _check(_is_rate(group["lr"], read=read), f"{where}: lr", group["lr"], needed)
+    needed = f"{NOT_NEGATIVE}, or a floating-point tensor of one element with it, in CPU memory"
+    _check(_is_rate(group["lr"]), f"{where}: lr", group["lr"], needed)
     for key, setting in GROUP_SETTINGS.items():
         _check(setting.fits(group[key]), f"{where}: {key}", group[key], setting.needed)
     _check_keys(where, group)
@@ -182,19 +182,17 @@ def check_group(where: str, group: Mapping[str, Any], *, read: bool = True) -> A
     rule = RULES[group["algorithm"]].of(group)
     try:
         rule.check()
-        if read:  # a step checks this only if the plan's signature has changed
+        if read:
             check_keeps(rule)
     except ValueError as error:
         raise ValueError(about(where, str(error))) from None
     return rule
 
 
-def _is_rate(lr: Any, *, read: bool) -> bool:
+def _is_rate(lr: Any) -> bool:
     if isinstance(lr, Tensor):
-        if lr.numel() != 1 or not lr.is_floating_point():
+        if lr.numel() != 1 or not lr.is_floating_point() or lr.device.type != "cpu":
             return False
-        if lr.is_meta or not (read or lr.device.type == "cpu"):
-            return True
         lr = float(lr.detach())
     return is_number(lr) and lr >= 0
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from muonmesh.errors import explain_error
-from muonmesh.numerics.precision import plain_modes
+from muonmesh.numerics.kernels.threads import plain_modes
 from muonmesh.numerics.rules import RULES, Rule
-from muonmesh.numerics.setting import LARGEST, NOT_NEGATIVE
 from muonmesh.settings import FOREIGN_KEYS, FRESH_MEANS, NORM_MEANS
 from muonmesh.settings.checks import check_group, check_structure
 
@@ -24,8 +24,7 @@ class GroupRead(NamedTuple):
         copies: Copies of its values, by which a change is seen (`_copies`).
         held: Its values and parameters, which stay alive, so that no other object takes the identity of one of them.
         rule: The snapshot of its rule.
-        at_rest: Whether its learning rate is exactly 0, as far as the CPU knows.
-        on_device: Its name for messages and its learning rate, if that is a tensor on a device; else None.
+        at_rest: Whether its learning rate is exactly 0.
         terms: What a plan depends on, see `plan_terms`.
     """
 
@@ -33,7 +32,6 @@ class GroupRead(NamedTuple):
     held: object
     rule: Any
     at_rest: bool
-    on_device: tuple[str, Tensor] | None
     terms: object
 
     @staticmethod
@@ -45,45 +43,32 @@ class GroupRead(NamedTuple):
         """
         where = f"group {group.get('name')!r}"
         check_structure(where, group)
-        rule, lr = check_group(where, group, read=False), group["lr"]
-        on_device = (where, lr.detach()) if isinstance(lr, Tensor) and lr.device.type != "cpu" else None
-        at_rest = on_device is None and float(lr) == 0
+        rule = check_group(where, group, read=False)
         held = [*group.values(), *group["params"]]
-        return GroupRead(copies, held, rule, at_rest, on_device, plan_terms(group, rule))
+        return GroupRead(copies, held, rule, float(group["lr"]) == 0, plan_terms(group, rule))
 
 
 class SettingsFound(NamedTuple):
     """The settings that a step reads from the param groups.
 
     Attributes:
-        error: The first error that the CPU can see; None if there is none.
+        error: The first error; None if there is none.
         at_rest: Whether every learning rate is exactly 0.
-        on_device: The learning rates that are tensors on a device, each with the group's name for messages.
         rules: For each group the snapshot of its rule for this step; None from the first group with an error on.
         terms: For each group what a plan depends on, see `plan_terms`; none from the first group with an error on.
         counting: The numbers of the groups in which steps are counted (`Hyperparameters.counts_steps`).
         groups: The groups as they were read, up to the first one with an error.
+        held: What the groups hold (`_held`), if nobody can change any of it in place, and if a step has found them
+            unchanged; else empty. Groups that hold the same objects are not copied to be compared.
     """
 
     error: Exception | None
     at_rest: bool
-    on_device: list[tuple[str, Tensor]]
     rules: list[Any]
     terms: list[object]
     counting: list[int]
     groups: list[GroupRead]
-
-    def wrong_on_device(self) -> Tensor:
-        """Return whether a learning rate on the device is out of range, 0-d bool tensor."""
-        return torch.stack([~((lr >= 0) & (lr <= LARGEST)).reshape(()) for _, lr in self.on_device]).any()
-
-    def late(self) -> Exception | None:
-        """Return the error that `wrong_on_device` found, or None. The CPU waits for the device."""
-        for where, lr in self.on_device:
-            value = float(lr)
-            if not 0 <= value <= LARGEST:
-                return ValueError(explain_error(f"{where}: lr", f"{value}", NOT_NEGATIVE))
-        return None
+    held: list[object]
 
 
 def read_groups(
@@ -96,6 +81,10 @@ def read_groups(
         replaced: See `keep_rates_apart`. A tensor that was written since then is an error, once.
         last: What the last step has read. Groups that have not changed since then are taken from it.
     """
+    if last is not None and last.held and not replaced:
+        held = _held(groups)
+        if len(held) == len(last.held) and all(map(is_, held, last.held)):
+            return last
     error: Exception | None = None
     before, found = [] if last is None else last.groups, list[GroupRead]()
     try:
@@ -112,15 +101,17 @@ def read_groups(
     except (TypeError, ValueError) as wrong:
         error = wrong
     if last is not None and last.error is error is None and [*map(id, found)] == [*map(id, before)]:
+        if not last.held and all(map(_is_fixed, groups)):
+            last.held.extend(_held(groups))
         return last
     return SettingsFound(
         error,
         error is None and all([group.at_rest for group in found]),
-        [group.on_device for group in found if group.on_device is not None],
         [group.rule for group in found] + [None] * (len(groups) - len(found)),
         [group.terms for group in found],
         [number for number, group in enumerate(found) if group.rule.counts_steps],
         found,
+        [],
     )
 
 
@@ -140,7 +131,29 @@ def plan_terms(group: Mapping[str, Any], rule: Any) -> object:
     )
 
 
-# ------------------------------------------------------------------ copies, by which a change of a group is seen
+# ------------------------------------------------------------------ how a change of a group is seen
+
+
+def _held(groups: Sequence[Mapping[str, Any]]) -> list[object]:
+    """Return all that groups hold: keys, values and what is in lists; and the rules that there are."""
+    found: list[object] = [*RULES.values()]
+    for group in groups:
+        found += group
+        for value in group.values():
+            found.append(value)
+            found += value if type(value) is list else ()
+    return found
+
+
+def _is_fixed(group: Mapping[str, Any]) -> bool:
+    """Return whether nobody can change what a group holds without another object, apart from its parameters."""
+
+    def fixed(value: object) -> bool:
+        return type(value) in _SCALARS or (type(value) is tuple and all(map(fixed, value)))
+
+    rest = [value for key, value in group.items() if key != "params"]
+    return all([all(map(fixed, value)) if type(value) is list else fixed(value) for value in rest])
+
 
 _SCALARS = {int, float, bool, str, type(None)}
 """Types of values that nobody can change in place."""
@@ -162,8 +175,8 @@ def _copies(group: Mapping[str, Any]) -> Mapping[str, object]:
 def _copied(value: Any) -> object:
     """Return a copy that later changes of a value do not reach. Equal copies mean the same for a step.
 
-    Numbers are compared with their types, and zeros with their signs. A tensor on a device is not read, since the
-    device checks its number in every step. An object that could change unseen gets a copy that equals no other.
+    Numbers are compared with their types, and zeros with their signs. An object that could change unseen gets a copy
+    that equals no other.
     """
     if (kind := type(value)) in _SCALARS or isinstance(value, (str, Real)):
         return kind, value or str(value)
@@ -171,8 +184,7 @@ def _copied(value: Any) -> object:
         return tuple(value) if set(map(type, value)) <= _EXACT else tuple(map(_copied, value))
     if type(value) not in (Tensor, nn.Parameter) or value.layout is not torch.strided or value.numel() != 1:
         return object()
-    number = None if value.device.type != "cpu" else _copied(value.item())
-    return id(value), value.data_ptr(), value.dtype, value.shape, value.device, number
+    return (id(value), value.dtype, value.shape, _copied(value.item())) if value.device.type == "cpu" else object()
 
 
 def _is_setting(key: str, algorithm: Any) -> bool:

@@ -20,8 +20,8 @@ from muonmesh.numerics.kernels.rows import SEARCHED, PieceRows, Place, in_three_
 from muonmesh.numerics.kernels.toolchain import DTYPES, is_usable
 from muonmesh.numerics.rules import Rule
 from muonmesh.numerics.rules.muon import MuonRule
-from muonmesh.step.parameter_steps import ParameterStep
-from muonmesh.step.ready import ReadyParameters, rounds_to_nearest
+from muonmesh.step.parameter_steps import ParameterStep, rounds_to_nearest
+from muonmesh.step.parameters import ReadyParameters
 
 
 class _Launch(NamedTuple):
@@ -46,6 +46,12 @@ _Launches = tuple[list[tuple[_Launch, list[ParameterStep], list[Tensor]]], Seque
 """The launches of a table, each with its parameters and one tensor of each; and the rows that no launch takes."""
 
 
+_Form = tuple[Any, ...]
+"""The number of a param group, and the dtypes of a tensor of a parameter and of what is beside it."""
+
+_NONZERO = "nonzero"
+
+
 class Repeatable(NamedTuple):
     """Launches that fold and apply a batch, as they are started until something moves.
 
@@ -67,22 +73,19 @@ def mark_nonzero(
 
     Args:
         table: The pieces of all gradients on this rank.
-        gradients: The gradients in the order of the plan.
+        gradients: The gradients, as the table numbers them.
         found: int32 (matrices,), written.
         version: The same object as long as all gradients are where they were; None if that is unknown.
     """
     if not is_usable(found.device):
         return table.rows
     held = [gradients[number] for number in table.parameters]
-    forms = tuple([None if gradient is None else gradient.dtype for gradient in held])
-
-    def launch_of(row: Row) -> tuple[int, bool, object] | None:
-        dtype = forms[table.parameters[row.parameter]]
-        fits = dtype in DTYPES and in_three_dims(row.piece.shape, row.piece.storage_strides) is not None
-        return (0, False, dtype) if fits else None
-
     divided: tuple[list[_Launch], list[Row]]
-    divided = table.once(("nonzero", forms), lambda: _divided(table, launch_of, SEARCHED))
+    last, divided = table.kept.get(_NONZERO, (None, ([], [])))
+    if version is None or last is not version:
+        forms = tuple([None if gradient is None else (0, gradient.dtype) for gradient in held])
+        divided = _divided(table, _NONZERO, forms, (), SEARCHED)
+        table.kept[_NONZERO] = version, divided
     launches, left = divided
     for launch in launches:
         launch.pieces.version = version
@@ -92,28 +95,37 @@ def mark_nonzero(
 
 
 def _divided(
-    table: PieceTable, launch_of: Callable[[Row], tuple[int, bool, object] | None], *blocks: int
+    table: PieceTable, what: str, forms: tuple[_Form | None, ...], buffers: tuple[torch.dtype, ...], *blocks: int
 ) -> tuple[list[_Launch], list[Row]]:
-    """Return the launches for a table, and the rows that no launch takes.
+    """Return the launches for a table, and the rows that no launch takes; worked out once for tensors of these forms.
 
     Args:
         table: The table.
-        launch_of: Returns for a row the number of a param group, whether the row is in a buffer, and the dtypes; rows
-            for which these are equal have a launch. None: no launch takes the row.
+        what: The kernel.
+        forms: The form of each parameter of the table; None: no kernel takes it. Rows of one form have a launch.
+        buffers: The dtype of the buffers, if there are any.
         blocks: The number of blocks of one program, if it is not the usual one.
     """
-    taken: dict[tuple[int, bool, object], list[Row]] = {}
-    left = list[Row]()
-    for row in table.rows:
-        launch = launch_of(row)
-        (left if launch is None else taken.setdefault(launch, [])).append(row)
-    launches = []
-    for (group, buffered, _), rows in taken.items():
-        places, numbers = table.numbered(rows)
-        pieces = PieceRows([_place(row, number) for row, number in zip(rows, numbers, strict=True)], *blocks)
-        if len(pieces):
-            launches.append(_Launch(group, buffered, places, rows, pieces))
-    return launches, left
+
+    def make() -> tuple[list[_Launch], list[Row]]:
+        taken: dict[tuple[_Form, bool], list[Row]] = {}
+        left, launches = list[Row](), list[_Launch]()
+        for row in table.rows:
+            form, buffered = forms[table.parameters[row.parameter]], row.buffer != NOWHERE
+            fits = in_three_dims(row.piece.shape, row.piece.storage_strides, row.strides) is not None
+            if form is None or not fits or not {*form[1:], *(buffers if buffered else ())} <= {None, *DTYPES}:
+                left.append(row)
+            else:
+                taken.setdefault((form, buffered), []).append(row)
+        for ((group, *_), buffered), rows in taken.items():
+            places, numbers = table.numbered(rows)
+            pieces = PieceRows([_place(row, number) for row, number in zip(rows, numbers, strict=True)], *blocks)
+            if len(pieces):
+                launches.append(_Launch(group, buffered, places, rows, pieces))
+        return launches, left
+
+    found: tuple[list[_Launch], list[Row]] = table.once((what, buffers, forms), make)
+    return found
 
 
 class ByKernel:
@@ -221,24 +233,13 @@ class ByKernel:
         if found is None:
             entries = [ready.entries[number] for number in table.parameters]
             pairs = [None if entry is None else column(entry) for entry in entries]
-            forms = tuple([None if pair is None else (pair[0].dtype, _dtype(pair[1])) for pair in pairs])
-            buffers = elements.buffers[0].dtype if elements.buffers else None
-
-            def launch_of(row: Row) -> tuple[int, bool, object] | None:
-                form, buffered = forms[table.parameters[row.parameter]], row.buffer != NOWHERE
-                dtypes = [dtype for dtype in (*(form or ()), buffers if buffered else None) if dtype is not None]
-                fits = in_three_dims(row.piece.shape, row.piece.storage_strides, row.strides) is not None
-                if form is None or not fits or any(dtype not in DTYPES for dtype in dtypes):
-                    return None
-                return ready.of(row.assignment).entry.member.group, buffered, form
-
-            divided: tuple[Sequence[_Launch], Sequence[Row]]
-            divided = table.once((what, buffers, forms), lambda: _divided(table, launch_of))
-            launches, left = divided
+            taken = [(e, pair) if e and pair else None for e, pair in zip(entries, pairs, strict=True)]
+            forms = tuple([None if one is None else (one[0].member.group, *map(_dtype, one[1])) for one in taken])
+            launches, left = _divided(table, what, forms, tuple({buffer.dtype for buffer in elements.buffers}))
             found = [], left
             for launch in launches:
-                some = [(e, pair[0]) for place in launch.parameters if (e := entries[place]) and (pair := pairs[place])]
-                found[0].append((launch, [entry for entry, _ in some], [tensor for _, tensor in some]))
+                some = [one for place in launch.parameters if (one := taken[place])]
+                found[0].append((launch, [entry for entry, _ in some], [pair[0] for _, pair in some]))
             if ready.codec is None:  # else these tensors last no longer than their matrices need them
                 self._known[key] = found
         for launch, *_ in found[0]:
@@ -281,18 +282,17 @@ class ByKernel:
                 places.append(kinds.setdefault(kind, len(kinds)))
             known.update(kinds=list(kinds), places=upload(places, dtype=torch.int64, device=ready.device))
             known["factors"] = torch.empty(2, len(places), dtype=torch.float32, device=ready.device)
-        rates, decays, scales = list[float | Tensor](), list[float](), list[float]()
+        rates, decays, scales = list[float](), list[float](), list[float]()
         for group, rows, cols in known["kinds"]:
             rule = ready.rules[group] if group is not None and self._adding[group] else None
-            rates.append(0.0 if rule is None else rule.lr)
+            rates.append(0.0 if rule is None else float(rule.lr))
             decays.append(0.0 if rule is None else rule.weight_decay)
             scales.append(0.0 if rule is None else rule.scale(rows, cols))  # a rule may have a scale of its own
-        moves = any([isinstance(rate, Tensor) for rate in rates])
-        if moves or known.get("numbers") != (rates, decays, scales):
-            lr = _vector(rates, ready.device)
-            decay, scale = (upload(some, dtype=torch.float64, device=ready.device) for some in (decays, scales))
+        if known.get("numbers") != (rates, decays, scales):
+            numbers = (upload(some, dtype=torch.float64, device=ready.device) for some in (rates, decays, scales))
+            lr, decay, scale = numbers
             known["factors"].copy_(torch.stack([1 - lr * decay, lr * scale])[:, known["places"]])
-            known["numbers"] = None if moves else (rates, decays, scales)
+            known["numbers"] = rates, decays, scales
         keep, size = known["factors"]
         return keep, size
 
@@ -339,11 +339,3 @@ def _adds(rule: Any) -> bool:
     if not isinstance(rule, Rule) or (kind.apply, kind.decay) != (Rule.apply, Rule.decay) or kind.asks_for_sums():
         return False
     return rule.decay_mode == "full" and rounds_to_nearest(rule)
-
-
-def _vector(numbers: Sequence[float | Tensor], device: torch.device) -> Tensor:
-    """Return numbers, some of which may be 0-d tensors on the device, as one fp64 vector there."""
-    if not any(isinstance(number, Tensor) for number in numbers):
-        return upload(numbers, dtype=torch.float64, device=device)
-    found = [n if isinstance(n, Tensor) else torch.full((), n, dtype=torch.float64, device=device) for n in numbers]
-    return torch.stack([number.to(device, torch.float64) for number in found])

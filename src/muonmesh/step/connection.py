@@ -39,6 +39,7 @@ from muonmesh.step.members import (
     replicas_of,
     unknown_matrix,
 )
+from muonmesh.step.parameters import setup_of
 from muonmesh.step.planning import Batches, Planned, Planner, plan_members, widened
 from muonmesh.step.replicas import claims_of, gradients_of_replicas
 from muonmesh.step.runtime import Runtime
@@ -52,7 +53,7 @@ class Signature(NamedTuple):
     """What must stay the same for a plan to stay valid.
 
     Attributes:
-        setup: See `Runtime.setup`.
+        setup: See `setup_of`.
         terms: For each param group what a plan depends on (`muonmesh.settings.reading.plan_terms`).
         tensors: The form of each parameter.
         groups: The process group that the source of gradients knows for each parameter.
@@ -69,7 +70,7 @@ class Signature(NamedTuple):
         tensors = [tensor for group in groups for tensor in group["params"]]
         terms = [plan_terms(group, rule_of(group)) for group in groups] if terms is None else terms
         shared = [runtime.source.group(tensor) for tensor in tensors]
-        return Signature(runtime.setup, terms, [*map(_form_of, tensors)], shared)
+        return Signature(setup_of(runtime), terms, [*map(_form_of, tensors)], shared)
 
 
 def _form_of(tensor: Tensor) -> tuple[object, ...]:

@@ -12,8 +12,7 @@ from muonmesh.layout import Piece
 from muonmesh.layout.piece_table import PieceTable
 from muonmesh.numerics.rules import parts
 from muonmesh.step.blocks import Blocks, Momentum
-from muonmesh.step.parameter_steps import ParameterStep
-from muonmesh.step.ready import MatrixStep, StateCodec
+from muonmesh.step.parameter_steps import MatrixStep, ParameterStep, StateCodec
 
 
 class Int8Codec(StateCodec):

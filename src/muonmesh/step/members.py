@@ -91,16 +91,7 @@ class OptimizedParameter:
         layouts = {**self.state_layouts, **({} if self.is_matrix else COUNTED)}
         if master or master_for(local.dtype, precision.master) is not None:
             layouts["master"] = StateLayout("weights", self.storage, dtype=local.dtype)
-        return tuple(
-            StateForm(
-                key,
-                layout,
-                layout.shape_here(self.storage, local),
-                layout.kept_dtype(precision),
-                layout.device_beside(local.device, precision),
-            )
-            for key, layout in layouts.items()
-        )
+        return tuple(layout.form(key, self.storage, local, precision) for key, layout in layouts.items())
 
     @cached_property
     def gradient_storage(self) -> Storage:

@@ -16,10 +16,9 @@ from torch import Tensor
 
 from muonmesh.comm.storage import local_of
 from muonmesh.layout.piece_table import PieceTable
-from muonmesh.numerics.kernels.memory import keep
-from muonmesh.step.parameter_steps import ParameterStep
+from muonmesh.numerics.kernels.threads import keep
+from muonmesh.step.parameter_steps import ParameterStep, StateCodec
 from muonmesh.step.planning import Planned
-from muonmesh.step.ready import StateCodec
 
 
 @dataclass

@@ -1,20 +1,32 @@
-"""ParameterStep: the local part of each parameter in one step, with its gradient and its state."""
+"""ParameterStep: the local part of a parameter in one step, with gradient and state. MatrixStep: a matrix of it.
+
+A `StateCodec` is for state that is kept otherwise than it is computed with.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from muonmesh.comm.storage import is_freed, local_of
+from muonmesh.comm.views import view_in_storage
+from muonmesh.comm.wire import Wire
 from muonmesh.errors import LayoutError, StateError, about, explain_error
+from muonmesh.layout import Matrix, Piece
+from muonmesh.layout.piece_table import PieceTable
+from muonmesh.names import phase_of
+from muonmesh.numerics.newton_schulz import Orthogonalizer
+from muonmesh.numerics.rules import Rule
 from muonmesh.step.blocks import Momentum
 from muonmesh.step.members import OptimizedParameter
 from muonmesh.step.precision import Precision
 from muonmesh.step.state_layout import Refused, StateForm, check_state
+from muonmesh.step.stochastic_rounding import rounding_of
 
 Momenta = Mapping[str, Tensor | Momentum]
 """The state that a rule keeps as "momentum", by key, in floating point or as int8 codes."""
@@ -37,7 +49,8 @@ class ParameterStep:
         member: The parameter in the plan.
         local: The part of the parameter that this rank stores.
         state: The parameter's entry in the optimizer's state.
-        gradient: Local part of the gradient, contiguous, or None. A partial gradient stays a DTensor.
+        gradients: The gradients of all parameters of the step, which hold them: see ``gradient``.
+        number: The place of its own among them.
         forms: The forms of its state (`OptimizedParameter.forms`).
         in_form: Whether all of its state was found in these forms.
         present: Whether any rank has a gradient for the tensor; `preflight` asks the ranks of the plan. A 0-d bool
@@ -56,7 +69,8 @@ class ParameterStep:
     member: OptimizedParameter
     local: Tensor
     state: dict[str, Any]
-    gradient: Tensor | None
+    gradients: list[Tensor | None]
+    number: int
     forms: tuple[StateForm, ...]
     in_form: bool = False
     present: bool | Tensor = False
@@ -74,6 +88,15 @@ class ParameterStep:
         master = moved.get("master", self.state.get("master"))
         self.momenta = bound["momentum"] if self.created else None
         self.beside, self.master = bound["weights"], None if master is None else local_of(master)
+
+    @property
+    def gradient(self) -> Tensor | None:
+        """Local part of the gradient, contiguous, or None. A partial gradient stays a DTensor."""
+        return self.gradients[self.number]
+
+    @gradient.setter
+    def gradient(self, gradient: Tensor | None) -> None:
+        self.gradients[self.number] = gradient
 
     @property
     def created(self) -> bool:
@@ -168,3 +191,131 @@ def _shares_memory(tensor: Tensor) -> bool:
             return True
         reach += stride * (size - 1)
     return False
+
+
+# ---------------------------------------------------------------- matrices of parameters
+
+
+class WeightViews(NamedTuple):
+    """The weights of some elements in one step, and what lies beside them.
+
+    Attributes:
+        values: The weights to step: the master weights if there are any.
+        rounded: The weights that master weights are rounded to; None if there are none.
+        beside: The state that the rule keeps as "weights", by key.
+        write: Writes ``values`` back when they are stepped; None if they are the weights.
+    """
+
+    values: Tensor
+    rounded: Tensor | None
+    beside: dict[str, Tensor]
+    write: Callable[[], None] | None
+
+
+class Kind(NamedTuple):
+    """What matrices of one group and size have in common in a step.
+
+    Attributes:
+        rule: The snapshot of their rule.
+        orthogonalizer: Orthogonalizes them.
+        scale: The update scale of the whole matrix.
+        sums: Whether the rule needs sums over a matrix before its weights are written.
+        rounds_to_nearest: Whether weights are rounded as casts round them.
+        balances, changes: Whether the rule changes whole matrices before they are orthogonalized, and afterwards.
+    """
+
+    rule: Rule
+    orthogonalizer: Orthogonalizer
+    scale: float
+    sums: bool
+    rounds_to_nearest: bool
+    balances: bool
+    changes: bool
+
+
+class MatrixStep(NamedTuple):
+    """A matrix in one step, of which this rank stores something.
+
+    Attributes:
+        number: The number of its assignment.
+        matrix: The matrix.
+        entry: Its parameter.
+        kind: What it shares with others.
+        nonzero: Whether its gradient is not zero; a 0-d bool tensor if only the device knows.
+        mask: The same if only the device knows; else None.
+        changes: Whether its elements may change: there is state, and the gradient is not known to be zero.
+    """
+
+    number: int
+    matrix: Matrix
+    entry: ParameterStep
+    kind: Kind
+    nonzero: bool | Tensor
+    mask: Tensor | None
+    changes: bool
+
+    @property
+    def rule_in_turn(self) -> Rule:
+        """The rule with the phase of the matrix, by which `Rule.turn` decides whether this step is its turn."""
+        rule, matrix = self.kind.rule, self.matrix
+        return replace(rule, phase=phase_of(matrix.parameter, matrix.index)) if rule.takes_turns else rule
+
+    def gradient(self, piece: Piece) -> Tensor:
+        """Return a view of the gradient of a piece."""
+        assert self.entry.gradient is not None
+        return view_in_storage(self.entry.gradient, piece)
+
+    def momenta(self, piece: Piece) -> dict[str, Tensor]:
+        """Return the momenta of a piece by key: views, or what a codec reads."""
+        found = {}
+        for key, kept in (self.entry.momenta or {}).items():
+            found[key] = view_in_storage(kept, piece) if isinstance(kept, Tensor) else kept.read(self.number, piece)
+        return found
+
+    def weights(self, piece: Piece) -> WeightViews:
+        """Return the weights of a piece."""
+        entry = self.entry
+        weights = view_in_storage(entry.weights, piece)
+        beside = {key: view_in_storage(kept, piece) for key, kept in entry.beside.items()}
+        if entry.master is not None:
+            return WeightViews(view_in_storage(entry.master, piece), weights, beside, None)
+        if self.kind.rounds_to_nearest or weights.dtype != torch.bfloat16:
+            return WeightViews(weights, None, beside, None)
+        exact = weights.float()
+        rounding = rounding_of(entry.member.name, entry.member.storage, self.kind.rule, piece)
+        return WeightViews(exact, None, beside, partial(rounding.write, exact, weights))
+
+
+def rounds_to_nearest(rule: Rule) -> bool:
+    """Whether weights are rounded as casts round them."""
+    return rule.stochastic_rounding is None
+
+
+class StateCodec:
+    """How a step reads and writes state that is kept otherwise than it is computed with."""
+
+    def bind(self, entry: ParameterStep) -> None:
+        """Let a parameter step with its state, if that can be done before the step begins."""
+
+    def begin(self, wire: Wire) -> None:
+        """Begin the step, when all parameters are bound. All ranks call this."""
+
+    def arrive(self, numbers: Sequence[int], ahead: Sequence[int]) -> None:
+        """Let computations that follow have the state of matrices, and begin to bring that of the next ones."""
+
+    def fold(self, table: PieceTable) -> bool:
+        """Fold the gradients of the matrices of a table, if momentum is not kept in floating point.
+
+        Returns:
+            Whether this was done; if not, the parts of the rule do it.
+        """
+        return False
+
+    def have_read(self, table: PieceTable) -> None:
+        """Note that the momentum of these rows has been read for the last time in this step."""
+
+    def have_written(self, table: PieceTable) -> None:
+        """Note that the weights of these rows have been written."""
+
+    def finish(self) -> None:
+        """Bring all state to where it is kept."""

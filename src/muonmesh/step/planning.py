@@ -1,13 +1,17 @@
-"""Planning: makes a Plan from the parameters of all groups, without communication."""
+"""Planning: makes a Plan from the parameters of all groups, without communication, and says where their state lives.
+
+Where the state of a parameter lives follows from its rule, its momentum and the plan.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import math
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import torch
 import torch.distributed as dist
@@ -16,28 +20,23 @@ from torch import Tensor
 from muonmesh.comm.exchange import Exchange
 from muonmesh.comm.ranks import connected_ranks, device_without_parameters
 from muonmesh.comm.same_plan import View, merged, union
-from muonmesh.comm.storage import local_of, this_rank
+from muonmesh.comm.storage import Storage, local_of, this_rank
 from muonmesh.comm.work import Batching
 from muonmesh.errors import LayoutError, explain_error
-from muonmesh.layout import (
-    Elementwise,
-    Parameter,
-    Plan,
-    cost,
-    split_matrices,
-)
+from muonmesh.layout import Elementwise, FlatShards, Layout, MeshLayout, Parameter, Plan, cost, split_matrices
+from muonmesh.layout.companion import Companion, companion_matrices, companions_in_buffers
+from muonmesh.layout.flat import Interval
 from muonmesh.layout.piece_table import NOWHERE, PieceTable, Row
-from muonmesh.layout.routes import pieces
 from muonmesh.numerics.coefficients import CoefficientName, choose, coefficient_schedule, coefficient_set
 from muonmesh.numerics.kernels import check_kernels, told_products
 from muonmesh.numerics.kernels.threads import thread_count
 from muonmesh.numerics.newton_schulz import Orthogonalizer
-from muonmesh.numerics.rules import Rule, rule_of
+from muonmesh.numerics.rules import KeptAs, Rule, rule_of
 from muonmesh.step.blocks import Blocks
 from muonmesh.step.flag_vector import FlagVector
 from muonmesh.step.members import OptimizedParameter
-from muonmesh.step.placed_state import with_owners, with_state_layouts
 from muonmesh.step.precision import Precision
+from muonmesh.step.state_layout import StateLayout
 
 Planner = Callable[..., Plan]
 """`make_plan` with the settings of an optimizer: its memory budget, owners that keep state, and ranks of a machine."""
@@ -155,19 +154,22 @@ class Planned:
     @cached_property
     def blocks(self) -> Blocks:
         """The blocks of momentum in int8."""
-        holdings = [self.plan.holdings(number, self.rank) for number in range(len(self.plan.assignments))]
+        numbers = range(len(self.plan.assignments))
+        holdings = [[leg.piece for leg in self.plan.legs(number, self.rank, gather=True)] for number in numbers]
         return Blocks(self.plan, holdings, self.matrices_of, self.device)
 
     @cached_property
     def gradient_table(self) -> PieceTable:
-        """The pieces of each Matrix whose gradient this rank has, in no buffer."""
+        """The pieces of each Matrix whose gradient this rank has, in no buffer; its own parameters have the numbers."""
         there = any(member is not None and member.at_momentum for member in self.muon)
+        places = {
+            number: place for place, number in enumerate(n for n, member in enumerate(self.muon) if member is not None)
+        }
         rows = []
         for number, assignment in enumerate(self.plan.assignments):
-            parameter = self.plan.parameters[assignment.parameter]
-            layout = parameter.momentum_storage if there else parameter.target
-            for piece in pieces(layout, self.rank, assignment.matrix):
-                rows.append(Row(number, assignment.parameter, piece, NOWHERE, 0, piece.storage_strides))
+            if (place := places.get(assignment.parameter)) is not None:
+                for leg in self.plan.legs(number, self.rank, gather=there):
+                    rows.append(replace(Row.in_matrix(leg, NOWHERE, 0), parameter=place))
         return PieceTable(tuple(rows))
 
     @property
@@ -201,7 +203,8 @@ class Batches(Batching):
         numel = plan.assignments[number].matrix.numel
         if self.device.type == "cpu":
             threads = 1 if count * numel < _WORTH_A_THREAD else thread_count()
-            turns = -(-count // (threads * one.at_once))  # tasks of each thread, so that all threads have equally many
+            # Tasks of each thread, so that all threads have equally many.
+            turns = -(-count // (threads * one.products.at_once))
             return max(1, -(-count // (threads * turns)))
         found = plan.at_once(number, one.squares)
         return min(found, max(1, plan.budget.elements_on_device // numel)) if stays and self.on_host else found
@@ -292,8 +295,7 @@ def _parameter(
                 kernels=precision.kernels,
                 device=device,
             )
-        width = resolved.prepared.preconditioner.width
-        own = cost(*shape, degrees=resolved.degrees, at_once=resolved.whole, deflated=width)
+        own = cost(*shape, degrees=resolved.degrees, at_once=resolved.whole, deflated=resolved.deflated)
         # Without orthogonalization a rule makes one or two passes over the elements.
         flops[shape] = rule.flops(*shape) + (own if rule.orthogonalizes else 2 * math.prod(shape))
     if isinstance(named, str) and named not in get_args(CoefficientName):  # a user's set, which may differ on ranks
@@ -318,3 +320,108 @@ def _parameter(
         rule.count_of_sums(),
         scale_invariant=rule.scale_invariant,
     )
+
+
+# ---------------------------------------------------------------- where state lives
+
+
+def with_state_layouts(
+    groups: Sequence[Mapping[str, Any]], members: Sequence[OptimizedParameter]
+) -> list[OptimizedParameter]:
+    """Return the members with their state layouts.
+
+    Raises:
+        ValueError: a parameter does not split as its group says.
+    """
+    sharing, found = defaultdict[int, list[OptimizedParameter]](list), dict[int, dict[str, StateLayout]]()
+    for member in members:
+        sharing[id(member.tensor)].append(member)
+    for together in sharing.values():
+        keeps = rule_of(groups[together[0].group]).keeps()
+        for member, state_layouts in zip(together, state_layouts_of(keeps, together), strict=True):
+            found[id(member)] = state_layouts
+    return [replace(member, state_layouts=found[id(member)]) for member in members]
+
+
+def state_layouts_of(
+    keeps: Mapping[str, KeptAs] | Sequence[str], together: Sequence[OptimizedParameter]
+) -> list[dict[str, StateLayout]]:
+    """Return the state layouts of the parameters that one tensor holds: one parameter, or several if it is flat.
+
+    State by row, column or matrix follows the momentum: it is placed on the mesh of the momentum, or it is in a flat
+    buffer that is cut between the same ranks. State at the owners is placed by `with_owners`, once there is a plan.
+
+    Args:
+        keeps: See `Rule.keeps`; the names alone of what an elementwise rule keeps.
+        together: The parameters, in the order of the tensor.
+
+    Raises:
+        ValueError: a parameter does not split as its group says.
+    """
+    if not isinstance(keeps, Mapping):
+        layouts = [StateLayout("weights", member.storage, dtype=member.tensor.dtype) for member in together]
+        return [dict.fromkeys(keeps, layout) for layout in layouts]
+    found: list[dict[str, StateLayout]] = [{} for _ in together]
+    for key, kept in keeps.items():
+        if kept == "momentum" or kept == "weights":
+            for member, state_layouts in zip(together, found, strict=True):
+                state_layouts[key] = StateLayout(
+                    kept, member.momentum_storage if kept == "momentum" else member.storage
+                )
+            continue
+        made = [companion_matrices(member.name, member.storage.shape, member.spec, kept) for member in together]
+        buffers = dict[str, tuple[FlatShards, tuple[int, ...]]]()
+        for member, (shape, _) in zip(together, made, strict=True):
+            if isinstance(layout := member.momentum_storage.layout, FlatShards):
+                buffers[member.name] = layout, shape
+        flat = companions_in_buffers(buffers)
+        for member, (shape, matrices), state_layouts in zip(together, made, found, strict=True):
+            layout, place = member.momentum_storage.layout, cast(Layout, flat.get(member.name))
+            if "×" in kept:  # the owners keep this state; they are known when there is a plan
+                place = MeshLayout.replicated(shape, (0,))
+            elif isinstance(layout, MeshLayout):
+                place = replace(layout, shape=shape)  # placed alike on the same mesh
+            storage = Storage(place, place.shape) if "×" in kept else member.momentum_storage.companion(place)
+            state_layouts[key] = StateLayout(kept, storage, Companion(key, kept, place, matrices))
+    return found
+
+
+def with_owners(plan: Plan, members: Sequence[OptimizedParameter | None]) -> tuple[OptimizedParameter | None, ...]:
+    """Return the members of a plan, with the layouts of the state that the owners of their matrices keep.
+
+    Args:
+        plan: The plan with the owner of each matrix.
+        members: The members of Muon's groups in the order of the plan; None for one that only other ranks hold. Those
+            that share a flat tensor also share the flat buffers of this state.
+    """
+    owners = {(each.parameter, each.matrix.index): each.owner for each in plan.assignments}
+    buffers = defaultdict[tuple[int, str], Counter[int]](Counter)  # elements of each owner, over all parameters
+    held = dict[tuple[int, str], tuple[StateLayout, Counter[int], list[tuple[int, Interval]]]]()
+    for number, member in enumerate(members):
+        for key, kept in member.state_layouts.items() if member is not None else ():
+            assert member is not None
+            if kept.companion is None or not kept.at_owner:
+                continue
+            buffer, intervals, first = buffers[id(member.tensor), key], list[tuple[int, Interval]](), 0
+            held[number, key] = kept, buffer, intervals
+            for matrix in kept.companion.matrices:
+                owner = owners[number, matrix.index]
+                intervals.append((owner, Interval(first, matrix.numel, buffer[owner])))
+                buffer[owner] += matrix.numel
+                first += matrix.numel
+    found = list(members)
+    for (number, key), (kept, buffer, intervals) in held.items():
+        member = found[number]
+        assert kept.companion is not None
+        assert member is not None
+        ranks = plan.parameters[number].target.ranks
+        within = MeshLayout.replicated(kept.companion.layout.shape, ranks)
+        some: dict[int, list[Interval]] = {rank: [] for rank in ranks}
+        for owner, interval in intervals:
+            some[owner].append(interval)
+        place = FlatShards(within, tuple(map(tuple, some.values())), tuple(buffer[rank] for rank in ranks))
+        starts = tuple(interval.start for _, interval in intervals)
+        companion = replace(kept.companion, layout=place, starts=starts)
+        state_layout = StateLayout(kept.kept_as, Storage(place, place.shape), companion)
+        found[number] = replace(member, state_layouts={**member.state_layouts, key: state_layout})
+    return tuple(found)

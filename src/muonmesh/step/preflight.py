@@ -14,20 +14,28 @@ from muonmesh.comm.gradients import partial_axes, reduced
 from muonmesh.comm.same_plan import insist_on_equal
 from muonmesh.comm.storage import local_of
 from muonmesh.comm.telling import tell_all
+from muonmesh.comm.views import view_in_storage
 from muonmesh.comm.work import Work
 from muonmesh.errors import PlanError, about
 from muonmesh.layout import Elementwise, Parameter
+from muonmesh.layout.piece_table import PieceTable, Row
+from muonmesh.numerics.kernels.memory import upload
 from muonmesh.settings.reading import SettingsFound
-from muonmesh.step import by_kernel, by_parts
-from muonmesh.step.collect import Collected
+from muonmesh.step import by_kernel
 from muonmesh.step.flag_vector import PLACED, Flags, FlagVector
 from muonmesh.step.parameter_steps import ParameterStep
+from muonmesh.step.parameters import Collected
 from muonmesh.step.planning import Planned
 from muonmesh.step.replicas import Fingerprint, lines, said_of_settings
 from muonmesh.step.runtime import Runtime
 
 Entries = Sequence[ParameterStep | None]
 """The parameters of a plan with their gradients, Muon's first; None for a parameter that only other ranks hold."""
+
+_PROBE = 64
+"""Number of elements of a gradient that are checked first for being exactly zero; nearly always enough."""
+
+_ROWS = "rows of matrices"
 
 
 def preflight(
@@ -68,8 +76,8 @@ def preflight(
     """
     exchange, entries = planned.exchange, [*collected.muon, *collected.elementwise]
     error = settings.error or collected.error or error
-    waits = settings.at_rest or runtime.driver.host_waits(planned.device)
-    alone = len(exchange.plan.ranks) == 1 and not settings.on_device  # the CPU knows all but the tensors' values
+    waits = settings.at_rest or host_waits(runtime, planned)
+    alone = len(exchange.plan.ranks) == 1
     if alone and error is not None:
         raise error
     seen = collected.seen
@@ -90,10 +98,8 @@ def preflight(
         **said_of_settings(*terms),
         **{"skip": skip, "overflow": overflow, "moves": moves, "nonzero": nonzero},
     }
-    if settings.on_device:
-        said["error"] = settings.wrong_on_device() | (error is not None)
     agreed = exchange.wire.agree(flag_vector.agreement, said, planned.device)
-    raise_errors = partial(_raise_errors, exchange, flag_vector, error, partial(lines, *terms), settings)
+    raise_errors = partial(_raise_errors, exchange, flag_vector, error, partial(lines, *terms))
     active, overflowed = agreed.each("nonzero"), agreed.any("overflow")
     if not waits:
         _tell_later(runtime, agreed, raise_errors)
@@ -108,17 +114,77 @@ def preflight(
     return _flags(active, agreed.any("skip", "overflow"), overflowed, waits=True, only_creates_state=rests)
 
 
+def host_waits(runtime: Runtime, planned: Planned) -> bool:
+    """Return whether the CPU waits for reduced flags and sums of the parameters of a plan."""
+    asked = runtime.driver.waits
+    return planned.device.type == "cpu" if asked is None else asked
+
+
 def _nonzero(planned: Planned, collected: Collected, *, waits: bool) -> list[bool] | Tensor:
     """Return for each matrix whether this rank's gradient is not zero: a list if the CPU knows, else on the device."""
-    raw = [None if entry is None else entry.gradient for entry in collected.muon]
-    gradients = [of if of is None or type(of) is Tensor else local_of(of) for of in raw]
-    table, matrices = planned.gradient_table, len(planned.plan.assignments)
+    table, matrices, seen = planned.gradient_table, len(planned.plan.assignments), collected.seen
+    gradients = collected.gradients
+    if seen is None or not seen.is_plain:
+        gradients = [of if of is None else local_of(of) for of in gradients]
     if planned.device.type == "cpu" and waits:
-        return by_parts.nonzero_on_host(table, gradients, matrices)
+        return _nonzero_on_host(table, gradients, matrices)
     found = torch.zeros(matrices, dtype=torch.int32, device=planned.device)
-    version = None if collected.seen is None else collected.seen.version
-    by_parts.mark_nonzero(by_kernel.mark_nonzero(table, gradients, found, version), gradients, found)
+    left = by_kernel.mark_nonzero(table, gradients, found, None if seen is None else seen.version)
+    _mark_nonzero(left, gradients, found)
     return found != 0
+
+
+def _nonzero_on_host(table: PieceTable, gradients: Sequence[Tensor | None], matrices: int) -> list[bool]:
+    """Return for each matrix whether its gradient has an element that is not zero, or is NaN.
+
+    The first elements of each matrix are looked at, of many matrices at once, and only then all others.
+
+    Args:
+        table: The pieces of all gradients on this rank.
+        gradients: The gradients, as the table numbers them.
+        matrices: The number of matrices.
+    """
+    found = [False] * matrices
+    rows_of: dict[int, list[Row]] = table.kept.get(_ROWS) or table.once(_ROWS, lambda: _rows_of(table))
+    probes: dict[tuple[int, torch.dtype], tuple[list[int], list[Tensor]]] = {}
+    for number, (first, *_) in rows_of.items():
+        if (gradient := gradients[first.parameter]) is not None:  # all rows of a matrix are of one parameter
+            count, strides = min(first.piece.shape[-1], _PROBE), first.piece.storage_strides[-1:]
+            numbers, views = probes.setdefault((count, gradient.dtype), ([], []))
+            numbers.append(number)
+            start = gradient.storage_offset() + first.piece.storage_start
+            views.append(gradient.as_strided((count,), strides, start))
+    for numbers, views in probes.values():
+        probed = views[0].any().unsqueeze(0) if len(views) == 1 else torch.stack(views).any(1)
+        for number, any_nonzero in zip(numbers, probed.tolist(), strict=True):
+            found[number] = any_nonzero or any(_has_nonzero(row, gradients[row.parameter]) for row in rows_of[number])
+    return found
+
+
+def _rows_of(table: PieceTable) -> dict[int, list[Row]]:
+    found: dict[int, list[Row]] = {}
+    for row in table.rows:
+        found.setdefault(row.assignment, []).append(row)
+    return found
+
+
+def _has_nonzero(row: Row, gradient: Tensor | None) -> bool:
+    return gradient is not None and bool(view_in_storage(gradient, row.piece).any())
+
+
+def _mark_nonzero(rows: Sequence[Row], gradients: Sequence[Tensor | None], found: Tensor) -> None:
+    """Count rows on the device whose gradient has an element that is not zero, or is NaN.
+
+    Args:
+        rows: The rows.
+        gradients: The gradients, as the table numbers them.
+        found: int32 (matrices,), to which rows add. With uint8, 256 rows of one matrix would add up to none.
+    """
+    pairs = [(row, g) for row in rows if row.piece.numel and (g := gradients[row.parameter]) is not None]
+    if pairs:
+        norms = torch._foreach_norm([view_in_storage(gradient, row.piece) for row, gradient in pairs], float("inf"))
+        numbers = upload([row.assignment for row, _ in pairs], dtype=torch.int64, device=found.device)
+        found.index_add_(0, numbers, (torch.stack(norms) != 0).to(torch.int32))
 
 
 def _moves(collected: Collected) -> bool:
@@ -203,9 +269,9 @@ def stand_aside(planned: Planned, settings: SettingsFound, runtime: Runtime) -> 
     """
     exchange, error = planned.exchange, settings.error
     # At learning rate 0 the CPUs of all ranks wait, as in `preflight`: see `SettingsFound.at_rest`.
-    waits, flag_vector = settings.at_rest or runtime.driver.host_waits(planned.device), planned.flag_vector
+    waits, flag_vector = settings.at_rest or host_waits(runtime, planned), planned.flag_vector
     agreed = exchange.wire.agree(flag_vector.agreement, standing(error, follows=False), planned.device)
-    raise_errors = partial(_raise_errors, exchange, flag_vector, error, dict, settings)
+    raise_errors = partial(_raise_errors, exchange, flag_vector, error, dict)
     if waits:
         raise_errors(agreed)
         return False
@@ -243,14 +309,13 @@ def _raise_errors(
     flag_vector: FlagVector,
     error: Exception | None,
     lines: Callable[[], Mapping[str, str]],
-    settings: SettingsFound,
     agreed: Agreed,
 ) -> None:
     """Raise the error that the flags report, if any. All ranks of the exchange call this. The CPU waits."""
     if not bool(_stops(agreed)):
         return
     if bool(agreed.any("error")):
-        tell_all(None, error or settings.late(), group=exchange.group)
+        tell_all(None, error, group=exchange.group)
     parameters: list[Parameter | Elementwise] = [*exchange.plan.parameters, *exchange.plan.elementwise]
     for shard in agreed.differs("shard").nonzero().flatten().tolist():
         parameter = parameters[flag_vector.shards[shard]]

@@ -173,8 +173,8 @@ def said_of_settings(
     """Return what this rank says of its settings, for each set of ranks that share parameters: see `FlagVector`.
 
     If learning rate, momentum, scale or dtype differed between the ranks that hold a parameter, replicas would drift
-    apart without an error, and several rules would update one matrix. The CPU does not wait for values that only the
-    device knows: learning rates on the device, and fingerprints.
+    apart without an error, and several rules would update one matrix. The CPU does not wait for fingerprints, which
+    only the device knows.
 
     Args:
         planned: The plan with the parameters that are compared (`FlagVector.shared`).
@@ -188,16 +188,13 @@ def said_of_settings(
         bits_of(f"{static} {precision} {loaded} {[texts[group] for group in groups]}") if belongs else _SILENT
         for belongs, (groups, static) in zip(flag_vector.stored, planned.terms, strict=True)
     ]
-    if not (replicas or settings.on_device):
+    if not replicas:
         return {"settings": b"".join(sets)}
     values = torch.full((len(sets), DIGEST), SILENT, dtype=torch.uint8, device=planned.device)
     bits = torch.arange(DIGEST, dtype=torch.int64, device=planned.device)
     for place, belongs in enumerate(flag_vector.stored):
         if belongs:
             mixed = torch.zeros((), dtype=torch.int64, device=planned.device)
-            for group in planned.terms[place][0]:
-                if (rule := settings.rules[group]) is not None and _on_device(rule.lr):
-                    mixed = mixed * _MIX + rule.lr.detach().double().reshape(()).view(torch.int64)
             # A set without fingerprints adds nothing, so its digest does not depend on fingerprints of other sets.
             for value in (value for number in flag_vector.shared[place] for value in replicas.get(number, {}).values()):
                 mixed = mixed * _MIX + value
@@ -213,8 +210,7 @@ def lines(
     for number, member in enumerate((*planned.muon, *planned.elementwise)):
         if member is not None:
             rule, dtype = settings.rules[member.group], local_of(member.tensor).dtype
-            rate = f"lr={float(rule.lr)}, " if rule is not None and _on_device(rule.lr) else ""
-            text = f"{rate}{_said(rule)}, {dtype}, {precision}, state loaded={loaded}"
+            text = f"{_said(rule)}, {dtype}, {precision}, state loaded={loaded}"
             found[member.name] = ", ".join([text, *map(text_of, filter(None, [replicas.get(number)]))])
     return found
 
@@ -224,14 +220,7 @@ def _said(rule: Any) -> str:
     if rule is None:
         return "an error"
     found = {field.name: getattr(rule, field.name) for field in fields(rule)}
-    lr = found["lr"]
-    if isinstance(lr, Tensor):
-        found["lr"] = "on the device" if _on_device(lr) else float(lr.detach())
     return ", ".join(f"{name}={_plain(value)!r}" for name, value in (("rule", type(rule).__name__), *found.items()))
-
-
-def _on_device(lr: object) -> bool:
-    return isinstance(lr, Tensor) and lr.device.type != "cpu"
 
 
 def _plain(value: Any) -> Any:

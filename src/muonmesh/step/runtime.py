@@ -65,30 +65,16 @@ class Driver:
     """What is decided outside of a step, by an integration that drives the steps or by a test.
 
     Attributes:
-        waits: Whether the CPU waits for reduced flags and sums of parameters; None: for those on a CPU.
-        stages: Meets other pipeline stages; see `meet`. None: there are none.
+        waits: Whether the CPU waits for reduced flags and sums of parameters (`preflight.host_waits`); None: for those
+            on a CPU.
+        stages: Meets other pipeline stages, which step too, when the ranks of this stage have agreed and written
+            nothing yet. It takes whether these ranks raise an error (``raises=``), and returns the clip by a norm of
+            all stages, or None if they do not clip. It raises a PlanError if only ranks of other stages raise an error.
+            None: there are no other stages.
     """
 
     waits: bool | None = None
     stages: Callable[..., Clip | None] | None = None
-
-    def host_waits(self, device: torch.device) -> bool:
-        """Return whether the CPU waits for reduced flags and sums of parameters on ``device``."""
-        return device.type == "cpu" if self.waits is None else self.waits
-
-    def meet(self, *, raises: bool) -> Clip | None:
-        """Meet other pipeline stages, which step too. The ranks of this stage have agreed and written nothing yet.
-
-        Args:
-            raises: Whether these ranks raise an error.
-
-        Returns:
-            The clip by a norm of all stages; None: there are no other stages, or they do not clip.
-
-        Raises:
-            PlanError: ranks of other stages raise an error, and these ranks do not.
-        """
-        return None if self.stages is None else self.stages(raises=raises)
 
 
 @dataclass
@@ -116,7 +102,7 @@ class LastStep:
 
     Attributes:
         settings: The settings that it read.
-        counted: The groups in which it was counted (`Rule.steps_taken`).
+        counted: The groups in which it was counted (`Rule.steps_taken`), until the next step begins.
         absent: The tensors without a gradient on this rank, each with `ParameterStep.present`.
         stopped: Whether it changed nothing; a 0-d bool tensor if the CPU did not wait for the flags.
         squares: The squares of its updates by group, to be added up; None unless `Muon.metrics` has requested them.
@@ -185,19 +171,6 @@ class Runtime:
     watch: Watch | None = None
 
     @property
-    def setup(self) -> object:
-        """What a plan depends on besides the groups: process group, declared layouts and source of gradients."""
-        return self.process_group, [*self.layouts], [*map(id, self.layouts.values())], id(self.source)
-
-    @property
-    def plans(self) -> list[Planned]:
-        """The plan of the current groups, and the plan of the last step if that is another."""
-        found = [] if self.planned is None else [self.planned]
-        if self.connected is not None and self.connected is not self.planned:
-            found.append(self.connected)
-        return found
-
-    @property
     def holders(self) -> ProcessGroup:
         """The ranks that hold plain tensors: as the user set them, or as found for "auto"."""
         return self.ranks.group if self.process_group == "auto" else self.process_group
@@ -245,9 +218,19 @@ class Runtime:
             self.pending.insert(0 if first else len(self.pending), (host, arrived, say))
 
     def hear(self) -> None:
-        """Wait for the results in ``pending`` and call their functions. Errors of these functions are raised."""
-        while self.pending:
-            value, arrived, say = self.pending.pop(0)
-            if arrived is not None:
-                arrived.synchronize()
-            say(value)
+        """Wait for the results in ``pending`` and call their functions; raise their errors, or that of `interrupted`.
+
+        The rank that found such an error has not counted the last step, so it does not count here either.
+        """
+        self.refuse_if_interrupted()
+        counted, self.last.counted = self.last.counted, []
+        try:
+            while self.pending:
+                value, arrived, say = self.pending.pop(0)
+                if arrived is not None:
+                    arrived.synchronize()
+                say(value)
+        except Exception:
+            for group in counted:
+                group["steps_taken"] -= 1
+            raise

@@ -52,9 +52,19 @@ class StateLayout(NamedTuple):
             return master_for(self.dtype, precision.master) or self.dtype
         return precision.state if self.companion is None else precision.carried
 
-    def kept_dtype(self, precision: Precision) -> torch.dtype:
-        """Return the dtype in the optimizer's state: int8 for int8 momentum (saved in fp32), else `saved_dtype`."""
-        return torch.int8 if precision.int8 and self.kept_as == "momentum" else self.saved_dtype(precision)
+    def form(self, key: str, parameter: Storage, local: Tensor, precision: Precision) -> StateForm:
+        """Return the form of this state on this rank, under a key.
+
+        Args:
+            key: The key.
+            parameter: The storage of the parameter.
+            local: The local part of the parameter.
+            precision: The dtypes of state. Int8 momentum is saved in fp32; all other state as it is kept.
+        """
+        counts, int8 = self.kept_as == "count", precision.int8 and self.kept_as == "momentum"
+        shape = () if counts else tuple(local.shape) if self.storage is parameter else local_shape(self.storage)
+        dtype = torch.int8 if int8 else self.saved_dtype(precision)
+        return StateForm(key, self, shape, dtype, self.device_beside(local.device, precision))
 
     @property
     def at_owner(self) -> bool:
@@ -67,12 +77,6 @@ class StateLayout(NamedTuple):
         if self.kept_as == "count":
             return "parameter"
         return "element" if self.companion is None else self.companion.side
-
-    def shape_here(self, storage: Storage, local: Tensor) -> tuple[int, ...]:
-        """Return the shape of this state on this rank, for a parameter in ``storage`` whose local part is ``local``."""
-        if self.storage is storage:
-            return tuple(local.shape)
-        return self.storage.shape if self.kept_as == "count" else local_shape(self.storage)
 
     def device_beside(self, device: torch.device, precision: Precision) -> torch.device:
         """Return the device of this state, for a parameter on ``device``.

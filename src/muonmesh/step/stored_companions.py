@@ -19,7 +19,8 @@ from muonmesh.layout.companion import size_of
 from muonmesh.layout.piece_table import Row
 from muonmesh.numerics.exact import largest_exponent, limbs_of
 from muonmesh.numerics.rules import parts
-from muonmesh.step.ready import MatrixStep, ReadyParameters
+from muonmesh.step.parameter_steps import MatrixStep
+from muonmesh.step.parameters import ReadyParameters
 
 
 @dataclass

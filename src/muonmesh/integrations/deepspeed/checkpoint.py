@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from functools import wraps
 from itertools import chain
 from pathlib import Path
@@ -17,24 +16,9 @@ from torch import Tensor, nn
 
 from muonmesh.checkpoint.folder import AGAIN
 from muonmesh.checkpoint.ranks import on_first_rank, settled, together
-from muonmesh.checkpoint.record import Record, Recorded
 from muonmesh.errors import FileError, explain_error
 from muonmesh.files import cannot_write, replace_text, writing
 from muonmesh.names import canonical_name
-from muonmesh.optimizer import Muon
-
-
-def engine_records(muons: Iterable[Muon], groups: Iterable[dict[str, Any]]) -> Iterator[Record]:
-    """Yield a `Record` of each parameter of an engine, with its state.
-
-    Args:
-        muons: The optimizers that take a step together, with their current state.
-        groups: The param groups of the engine's optimizer, whose settings are saved.
-    """
-    group_of = {name: group for group in groups for name in group["parameters"]}
-    for muon in muons:
-        for record in Recorded(muon).checkpoint_records():
-            yield replace(record, group=group_of[record.name])
 
 
 def expert_names(model: nn.Module) -> dict[str, str]:

@@ -21,7 +21,7 @@ from muonmesh.clip.norm_means import bring_to_host, keep_means
 from muonmesh.comm.storage import Storage, this_rank, world_size
 from muonmesh.errors import LayoutError, StateError, explain_error
 from muonmesh.groups.watch import Watch
-from muonmesh.integrations.deepspeed.checkpoint import engine_records, expert_names, masters_of, publish
+from muonmesh.integrations.deepspeed.checkpoint import expert_names, masters_of, publish
 from muonmesh.integrations.deepspeed.clipping import measure
 from muonmesh.layout import FlatShards
 from muonmesh.layout.matrix import as_tuples
@@ -257,7 +257,9 @@ class EngineOptimizer(torch.optim.Optimizer, Recorded):
         self._settle()
         for muon in self.muons:
             self._share(muon)
-        return list(engine_records(self.muons, self.param_groups))
+        groups = self._group_of
+        records = (record for muon in self.muons for record in Recorded(muon).checkpoint_records())
+        return [replace(record, group=groups[record.name]) for record in records]
 
     def renamed(self, model: nn.Module) -> dict[str, str]:
         """Return the checkpoint names of this rank's experts, by their names in the model."""
@@ -290,14 +292,19 @@ class EngineOptimizer(torch.optim.Optimizer, Recorded):
         with deepspeed.zero.GatheredParameters(parted, modifier_rank=0 if write else None, enabled=bool(parted)):
             yield
 
+    @property
+    def _group_of(self) -> dict[str, dict[str, Any]]:
+        """The group of each parameter, by its name."""
+        return {name: group for group in self.param_groups for name in group["parameters"]}
+
     def _count_on(self) -> None:
         """Copy the loaded step counts of the groups into the Muons whose rule counts steps."""
-        group_of = {name: group for group in self.param_groups for name in group["parameters"]}
+        groups = self._group_of
         for muon in self.muons:
             for number, inner in enumerate(muon.param_groups):
                 if rule_of(inner).counts_steps:
                     name = next(member.name for member in placed_members(muon) if member.group == number)
-                    inner["steps_taken"] = group_of[name].get("steps_taken", 0)
+                    inner["steps_taken"] = groups[name].get("steps_taken", 0)
 
     # ---------------------------------------------------------------- telling
 
@@ -310,7 +317,7 @@ class EngineOptimizer(torch.optim.Optimizer, Recorded):
             rows=tuple(replace(row, reason=self._reasons[row.parameter]) for row in rows),
             rank=this_rank(),
             flops={rank: sum(one.flops.get(rank, 0) for one in explanations) for rank in range(world_size())},
-            step_bytes=max(one.step_bytes for one in explanations),
             budget_bytes=max(one.budget_bytes for one in explanations),
+            alone=sum(one.alone for one in explanations),
             **{name: sum(getattr(one, name) for one in explanations) for name in names},
         )

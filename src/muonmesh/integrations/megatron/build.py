@@ -14,29 +14,20 @@ import torch
 from megatron.core import optimizer as megatrons
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor, nn
-from torch.distributed.tensor import Replicate
 
 from muonmesh.checkpoint.ranks import settled
 from muonmesh.clip.limits import ClipPolicy
 from muonmesh.clip.squares import half_of
 from muonmesh.comm.telling import tell_all
-from muonmesh.errors import LayoutError, PlanError, explain_error
-from muonmesh.groups.heads import HeadPart
+from muonmesh.errors import PlanError, explain_error
 from muonmesh.groups.sites import unwrapped
 from muonmesh.integrations.megatron.declared import mesh_finder
-from muonmesh.integrations.megatron.layouts import (
-    Cut,
-    SavedBox,
-    cut_of,
-    declared,
-    ranges_of,
-    saved_boxes_of,
-)
+from muonmesh.integrations.megatron.layouts import SavedBox, layout_of, ranges_of, saved_boxes_of
 from muonmesh.integrations.megatron.main_grad import MainGrad
 from muonmesh.integrations.megatron.optimizer import Holding, MegatronOptimizer
 from muonmesh.integrations.megatron.param_groups import find_groups
 from muonmesh.integrations.megatron.refusals import refuse, refuse_formats, refuse_state
-from muonmesh.layout import Declared
+from muonmesh.layout import Declared, FlatShards
 from muonmesh.optimizer import Muon
 
 _SHARED = ("compute_dtype", "kernels", "state_dtype", "state_device", "memory_budget_mb", "shard_state")
@@ -59,7 +50,6 @@ def get_megatron_optimizer(
     overrides: Mapping[str, Any] | None = None,
     policy: ClipPolicy = "adamw_only",
     skip_above: float | str = math.inf,
-    per_head: bool | Collection[HeadPart] = False,
 ) -> MegatronOptimizer:
     """Return one optimizer for Muon's and AdamW's parameters, experts included. All ranks of the world call it.
 
@@ -85,8 +75,6 @@ def get_megatron_optimizer(
         policy: Which gradients ``config.clip_grad`` clips, see `Muon.clip_grad_norm_`.
         skip_above: A step with a larger norm changes nothing, see `Muon.clip_grad_norm_`; "4x" is 4 times the norm's
             running mean.
-        per_head: Which attention weights are one matrix for each head, as for `split_params`. ``linear_qkv`` is then
-            one matrix for each head of queries, keys and values.
 
     Raises:
         ValueError, TypeError, LayoutError: on each rank that finds an error.
@@ -108,14 +96,12 @@ def get_megatron_optimizer(
         groups, used = find_groups(
             config,
             model_chunks,
-            boxes,
             0 if getattr(axes, "ep", None) is None else axes.ep.rank(),
             config_overrides=config_overrides,
             overrides=overrides or {},
             rule=settings.pop("rule", "muon"),
             muon=settings,
             adamw=adamw or {},
-            per_head=per_head,
         )
         ranges = ranges_of(model_chunks) if config.use_distributed_optimizer else None
         holdings, layouts = _held(groups, axes, boxes, ranges)
@@ -179,36 +165,18 @@ def _held(
         for i, (name, parameter) in enumerate(zip(group["param_names"], group["params"], strict=True)):
             mesh = mesh_for(name, parameter)
             assert mesh is not None
-            low, high = 0, parameter.numel()
-            cut = _cut(name, parameter, boxes.get(id(parameter)), mesh)
-            kept = None if ranges is None else ranges[parameter]
-            layouts[name] = declared(cut, mesh, kept)
+            own, kept = boxes.get(id(parameter)), None if ranges is None else ranges[parameter]
+            layouts[name] = layout_of(name, parameter, own, mesh, kept)
             tensor: Tensor = parameter
-            if kept is not None or cut.placement is None:
-                low, high = (low, high) if kept is None else kept[mesh.get_local_rank(0)]
+            low, high = (0, parameter.numel()) if kept is None else kept[mesh.get_local_rank(0)]
+            if isinstance(layouts[name], FlatShards):
                 tensor = parameter.data.view(-1)[low:high]
             group["params"][i] = tensor
             copy = int(getattr(parameter, "shared", False))
             saved = boxes[id(parameter)][0].key if copy else name
-            resizes = any(box.resizes for box in boxes.get(id(parameter), ()))
+            resizes = any(box.resizes for box in own or ())
             holdings.append(Holding(name, saved, copy, parameter, tensor, low, resizes))
     return holdings, layouts
-
-
-def _cut(name: str, parameter: Tensor, boxes: Sequence[SavedBox] | None, mesh: Any) -> Cut:
-    """Return how a parameter is cut, from its boxes in Megatron's checkpoints; a parameter without boxes is whole.
-
-    Raises:
-        LayoutError: the parameter has no boxes, but its attributes mark a tensor-parallel shard.
-    """
-    local, rank, ranks = tuple(parameter.shape), mesh.get_local_rank(1), mesh.size(1)
-    if boxes is not None:
-        return cut_of(name, local, boxes, rank, ranks)
-    if ranks > 1 and getattr(parameter, "tensor_model_parallel", False):
-        found = "tensor_model_parallel=True and no entry in sharded_state_dict()"
-        needed = "an entry there, by which its checkpoints are resharded: attributes alone are wrong too often"
-        raise LayoutError(explain_error(name, found, needed, "Give its module a sharded_state_dict()"))
-    return Cut(local, Replicate())
 
 
 def install(**settings: Any) -> None:
@@ -222,7 +190,7 @@ def install(**settings: Any) -> None:
 
     Args:
         settings: The arguments of `get_megatron_optimizer` that Megatron's function does not have: ``muon``,
-            ``adamw``, ``overrides``, ``policy``, ``skip_above``, ``per_head``.
+            ``adamw``, ``overrides``, ``policy``, ``skip_above``.
 
     Raises:
         TypeError: an argument has another name.

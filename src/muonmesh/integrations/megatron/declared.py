@@ -96,10 +96,7 @@ def _stamped_placement(name: str, parameter: Tensor) -> Placement:
     pieces = stride if sizes is None else len(sizes)
     if not 0 <= dim < len(shape) or pieces < 1 or shape[dim] % pieces or len(set(sizes or ())) > 1:
         found = f"partition_dim={dim}, partition_stride={stride}, partition_sizes={sizes} of a shard of shape {shape}"
-        needed, write = (
-            "one of its dims, in pieces of one size",
-            "Correct them, or declare its layout yourself",
-        )
+        needed, write = "one of its dims, in pieces of one size", "Correct them, or declare its layout yourself"
         raise LayoutError(explain_error(name, found, needed, write))
     return Shard(dim) if pieces == 1 else _StridedShard(dim, split_factor=pieces)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from math import prod
 from typing import Any, NamedTuple
 
 from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -47,21 +46,6 @@ class SavedBox(NamedTuple):
     start: int
     strides: tuple[int, ...]
     resizes: bool = False
-
-
-class Cut(NamedTuple):
-    """How tensor parallelism cuts a parameter.
-
-    Attributes:
-        shape: The shape of the whole parameter.
-        placement: The torch placement over the tensor-parallel ranks; None if no placement describes the cut.
-        intervals: If ``placement`` is None: for each tensor-parallel rank, the intervals of the flattened whole
-            parameter that lie in the rank's flattened memory.
-    """
-
-    shape: tuple[int, ...]
-    placement: Placement | None
-    intervals: tuple[tuple[Interval, ...], ...] = ()
 
 
 def saved_boxes_of(model: nn.Module, ranks: int) -> dict[int, list[SavedBox]]:
@@ -104,18 +88,55 @@ def _saved_box(part: Any, parameter: Tensor) -> SavedBox:
     return SavedBox(part.key, whole, offset, shape, start, part.data.stride(), part.allow_shape_mismatch)
 
 
-def cut_of(name: str, local: tuple[int, ...], boxes: Sequence[SavedBox], rank: int, ranks: int) -> Cut:
-    """Return how a parameter is cut; the result is checked against all boxes of this rank.
+Ranges = Sequence[tuple[int, int]]
+"""For each data-parallel rank: begin and end of the elements of the flattened shard that the rank keeps."""
+
+
+def layout_of(
+    name: str, parameter: Tensor, boxes: Sequence[SavedBox] | None, mesh: DeviceMesh, ranges: Ranges | None
+) -> Declared:
+    """Return a parameter's layout for ``Muon(..., layouts=...)``: a FlatShards if it is stepped in intervals.
 
     Args:
         name: The parameter's name, for messages.
-        local: The shape of the local shard.
-        boxes: The boxes of this rank.
-        rank: The index of this rank among the tensor-parallel ranks.
-        ranks: The number of tensor-parallel ranks.
+        parameter: The local shard.
+        boxes: The boxes of this rank; None: the parameter is in no checkpoint, and so it is whole.
+        mesh: The mesh (data, tensor) of all ranks that hold elements of the parameter.
+        ranges: The elements of a shard that each data-parallel rank keeps; None: all of them.
 
     Raises:
-        LayoutError: no placement fits the boxes, and the boxes are not intervals of whole rows.
+        LayoutError: the parameter has no boxes, but its attributes mark a tensor-parallel shard; or no placement fits
+            the boxes, and the boxes are not intervals of whole rows.
+    """
+    shape, ranks = tuple(parameter.shape), mesh.size(1)
+    placement: Placement | None = Replicate()
+    intervals: tuple[tuple[Interval, ...], ...] = ((Interval(0, parameter.numel(), 0),),) * ranks
+    if boxes is not None:
+        shape, placement, cut = _cut(name, shape, boxes, mesh.get_local_rank(1), ranks)
+        intervals = cut or intervals
+    elif ranks > 1 and getattr(parameter, "tensor_model_parallel", False):
+        found = "tensor_model_parallel=True and no entry in sharded_state_dict()"
+        needed = "an entry there, by which its checkpoints are resharded: attributes alone are wrong too often"
+        raise LayoutError(explain_error(name, found, needed, "Give its module a sharded_state_dict()"))
+    if placement is not None and ranges is None:
+        return mesh, (Replicate(), placement), shape
+    within = mesh_layout(mesh, shape, placements_of("", (Replicate(), placement or Replicate())))
+    axes = [axis for axis, cuts in enumerate((ranges is not None, placement is None)) if cuts]
+
+    def held(_: int, at: Sequence[int]) -> Sequence[Interval]:
+        mine = intervals[at[1]]
+        return mine if ranges is None else [interval.part(*ranges[at[0]]) for interval in mine]
+
+    return FlatShards.on_axes(within, axes, held)
+
+
+def _cut(
+    name: str, local: tuple[int, ...], boxes: Sequence[SavedBox], rank: int, ranks: int
+) -> tuple[tuple[int, ...], Placement | None, tuple[tuple[Interval, ...], ...]]:
+    """Return the shape of the whole parameter, and how tensor parallelism cuts it; both fit all boxes of this rank.
+
+    The cut is a torch placement over the tensor-parallel ranks. If none describes it: None, and for each of these ranks
+    the intervals of the flattened whole parameter that lie in the rank's flattened memory.
     """
     shape, placed = _together(boxes)
 
@@ -129,15 +150,15 @@ def cut_of(name: str, local: tuple[int, ...], boxes: Sequence[SavedBox], rank: i
 
     if ranks == 1 or shape == local:
         if shape == local and all(_in_place(box, shape) for box in placed):
-            return Cut(shape, Replicate())
+            return shape, Replicate(), ()
     else:
         for dim in range(len(local)):
             placement = Shard(dim) if len(placed) == 1 else _StridedShard(dim, split_factor=len(placed))
             if fits(placement):
-                return Cut(shape, placement)
+                return shape, placement, ()
         row = math.prod(shape[1:])
         if all(box.shape[1:] == local[1:] == shape[1:] and not any(box.offset[1:]) for box in placed):
-            return Cut(shape, None, tuple(_intervals(placed, other - rank, row) for other in range(ranks)))
+            return shape, None, tuple(_intervals(placed, other - rank, row) for other in range(ranks))
     found = f"local shape {local} and boxes {[(p.key, p.whole, p.offset, p.shape) for p in boxes]}"
     needed = f"shards along one dim over {ranks} tensor-parallel ranks"
     raise LayoutError(explain_error(name, found, needed, "Report the module's class to muonmesh"))
@@ -172,49 +193,20 @@ def _intervals(boxes: Sequence[SavedBox], away: int, row: int) -> tuple[Interval
     return tuple(Interval((p.offset[0] + away * p.shape[0]) * row, p.shape[0] * row, p.start) for p in boxes)
 
 
-Ranges = Sequence[tuple[int, int]]
-"""For each data-parallel rank: begin and end of the elements of the flattened shard that the rank keeps."""
-
-
-def declared(cut: Cut, mesh: DeviceMesh, ranges: Ranges | None) -> Declared:
-    """Return a parameter's layout for ``Muon(..., layouts=...)``.
-
-    Args:
-        cut: How tensor parallelism cuts the parameter.
-        mesh: The mesh (data, tensor) of all ranks that hold elements of the parameter.
-        ranges: The elements of a shard that each data-parallel rank keeps; None: all of them.
-    """
-    if cut.placement is not None and ranges is None:
-        return mesh, (Replicate(), cut.placement), cut.shape
-    within = mesh_layout(mesh, cut.shape, placements_of("", (Replicate(), cut.placement or Replicate())))
-    whole = Interval(0, prod(within.local_shape(within.ranks[0])), 0)
-    intervals = cut.intervals or ((whole,),) * within.mesh[1]
-    axes = [axis for axis, cuts in enumerate((ranges is not None, cut.placement is None)) if cuts]
-
-    def held(_: int, at: Sequence[int]) -> Sequence[Interval]:
-        mine = intervals[at[1]]
-        return mine if ranges is None else [interval.part(*ranges[at[0]]) for interval in mine]
-
-    return FlatShards.on_axes(within, axes, held)
-
-
-def within(ranges: Ranges, low: int, high: int) -> list[tuple[int, int]]:
-    """Return the part of each range that lies between the elements low and high, counted from low."""
-    return [(min(max(a, low), high) - low, max(min(b, high), low) - low) for a, b in ranges]
-
-
 def ranges_of(chunks: Sequence[Any]) -> Mapping[Any, list[tuple[int, int]]]:
     """Return for each parameter of a stage's chunks begin and end of the elements that each data-parallel rank keeps.
 
     Megatron cuts every bucket of a flat buffer into equal parts, one for each rank of the group that reduces it
-    (distributed/param_and_grad_buffer.py of megatron-core 0.16.1). ``param_index_map`` has the parameters' places.
+    (distributed/param_and_grad_buffer.py of megatron-core 0.16.1; optimizer/param_layout.py of 0.19.2).
+    ``param_index_map`` has the parameters' places.
     """
     found: dict[Any, list[tuple[int, int]]] = {}
     for buffer in (each for chunk in chunks for each in (*chunk.buffers, *chunk.expert_parallel_buffers)):
         ranks = buffer.data_parallel_group.size()
         for parameter, (start, end, number) in buffer.param_index_map.items():
             bucket = buffer.buckets[number]
-            part = bucket.grad_data.numel() // ranks
+            part, whole = bucket.grad_data.numel() // ranks, Interval(0, end - start, start)
             lows = [bucket.offset + rank * part for rank in range(ranks)]
-            found[parameter] = within([(low, low + part) for low in lows], start, end)
+            kept = [whole.part(low, low + part) for low in lows]
+            found[parameter] = [(first, first + length) for first, length, _ in kept]
     return found

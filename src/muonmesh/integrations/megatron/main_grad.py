@@ -23,8 +23,8 @@ class MainGrad(GradientSource):
     """
 
     # Values of the parameters' attribute ``grad_norm_group``. Layers of multi-token prediction ("mtp") are clipped by a
-    # norm of their own (SEPARATE_GRAD_NORM_GROUPS in megatron/core/optimizer/optimizer.py of Megatron-LM's main;
-    # 0.16.1 has no such attribute).
+    # norm of their own (SEPARATE_GRAD_NORM_GROUPS in megatron/core/optimizer/optimizer.py of 0.19.2; 0.16.1 has no
+    # such attribute).
     norms_apart = ("mtp",)
 
     def __init__(self, *, intervals: Mapping[Tensor, tuple[Tensor, int]] | None = None) -> None:

@@ -247,7 +247,7 @@ class MegatronOptimizer(Base, Recorded):  # type: ignore[misc]
     def _meet_stages(self, norms: list[GradNorms], *, clips: bool, raises: bool) -> Clip | None:
         """Measure the gradients and exchange errors over all pipeline stages, in one all-reduce over the world.
 
-        `Muon.step` calls it as `Driver.meet`.
+        `Muon.step` calls it as `Driver.stages`.
 
         Args:
             norms: Receives the norms.

@@ -11,8 +11,7 @@ from torch import nn
 
 from muonmesh.errors import explain_error
 from muonmesh.groups import split_params
-from muonmesh.groups.sites import WHOLE, Site, sites, unwrapped
-from muonmesh.integrations.megatron.layouts import SavedBox
+from muonmesh.groups.sites import Site, sites, unwrapped
 from muonmesh.integrations.megatron.roles import whole_name
 from muonmesh.names import in_order
 from muonmesh.numerics.rules import is_matrix_rule
@@ -30,7 +29,6 @@ EXPERTS = "[experts]"
 def find_groups(
     config: Any,
     chunks: Sequence[nn.Module],
-    boxes: Mapping[int, Sequence[SavedBox]],
     expert_rank: int,
     *,
     config_overrides: Mapping[Any, Any] | None,
@@ -43,14 +41,13 @@ def find_groups(
     Args:
         config: Megatron's OptimizerConfig.
         chunks: The chunks in their wrappers.
-        boxes: The boxes of the parameters in Megatron's checkpoints, by the parameter's ``id``.
         expert_rank: The index of this rank among the expert-parallel ranks.
         config_overrides: Megatron's overrides: keys that match parameters → schedule settings. None: Megatron's
             standard overrides.
         overrides: Overrides as for `split_params`, by names of the whole model. An override that matches no parameter
             here may match on another stage.
         rule: The name of the rule that steps the matrices for which ``overrides`` name no other.
-        split: The other arguments of `split_params`: ``muon``, ``adamw`` and ``per_head``.
+        split: The other arguments of `split_params`: ``muon`` and ``adamw``.
 
     Returns:
         Param groups for `Muon` with Megatron's keys, or one empty group if there are no parameters; and overrides.
@@ -67,7 +64,7 @@ def find_groups(
         here, matched = _for_names(overrides, held, names)
         used |= matched
         theirs = {parameter: name for name, parameter in chunk.named_parameters()}  # what Megatron's keys match
-        for group in _split(model, boxes, overrides=here, **split):
+        for group in split_params(model, overrides=here, **split):
             if group["algorithm"] == "muon":
                 group["algorithm"] = rule
             given = split["muon" if is_matrix_rule(group["algorithm"]) else "adamw"]
@@ -87,22 +84,6 @@ def find_groups(
     return list(groups.values()), used
 
 
-def _split(model: nn.Module, boxes: Mapping[int, Sequence[SavedBox]], **settings: Any) -> Any:
-    """Call `split_params`, which needs the shapes of whole weights to count heads.
-
-    A shard does not have such a shape. The weight's box in Megatron's checkpoints does, if it is one tensor there.
-    """
-    parameters = [*model.parameters()] if settings["per_head"] else []
-    marked = [p for p in parameters if len(own := boxes.get(id(p), ())) == 1 and len(own[0].whole) == p.ndim]
-    try:
-        for parameter in marked:
-            setattr(parameter, WHOLE, boxes[id(parameter)][0].whole)
-        return split_params(model, **settings)
-    finally:
-        for parameter in marked:
-            delattr(parameter, WHOLE)
-
-
 def _for_names(
     overrides: Mapping[str, Any], held: Sequence[Site], names: Mapping[str, str]
 ) -> tuple[dict[str, Any], set[str]]:
@@ -117,7 +98,13 @@ def _for_names(
     return here, used
 
 
-_NO_EFFECT = {"lr": "max_lr", "weight_decay": "start_wd and end_wd", "lr_mult": "max_lr"}
+_NO_EFFECT = {
+    "lr": "max_lr",
+    "weight_decay": "start_wd and end_wd",
+    "lr_mult": "max_lr",
+    "optimizer": "overrides={name: 'adamw'} or 'muon'",
+    "eps": "adamw={'adamw_eps': ...}, and leave out --use-mup, which sets it",
+}
 """Keys of Megatron's overrides that its scheduler overwrites or does not read, and what to write instead."""
 
 _SAME = {"max_lr": "lr", "start_wd": "weight_decay", "end_wd": "weight_decay"}

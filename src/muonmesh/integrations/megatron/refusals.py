@@ -11,6 +11,8 @@ from typing import Any
 from muonmesh.errors import explain_error
 from muonmesh.integrations.refusals import Refusals, refuse_settings
 
+_NESTEROV = "Remove it; muon={'nesterov': True} is the default"
+
 _OPTIMIZER: Refusals = {
     # With "adam", Megatron's config has the learning rate and betas of AdamW's parameters.
     "optimizer": (("adam",), "Set optimizer='adam' (--optimizer adam); Muon's settings go into muon={...}"),
@@ -20,27 +22,38 @@ _OPTIMIZER: Refusals = {
     "use_precision_aware_optimizer": ((False,), "Remove it; write muon={'state_dtype': torch.bfloat16}"),
     "overlap_param_gather_with_optimizer_step": ((False,), "Remove it; overlap_param_gather alone may stay"),
     "reuse_grad_buf_for_mxfp8_param_ag": ((False,), "Remove it: parameters must be bf16, fp16 or fp32"),
-    "grad_norm_skip_threshold": ((0, math.inf), "Remove it; write skip_above=..."),  # 0.16.1 has none
+    "grad_norm_skip_threshold": ((0, math.inf), "Remove it; write skip_above=..."),
+    "use_layer_wise_distributed_optimizer": ((False,), "Set use_distributed_optimizer=True, which shards the state"),
+    "optimizer_cuda_graph": ((False,), "Remove it: a CUDA graph would repeat the decisions of one step in every step"),
     # Of Megatron's own Muon. The momentum has two defaults, that of OptimizerConfig and that of Megatron-LM's scripts.
     "muon_momentum": ((0.95, 0.9), "Write muon={'momentum': ...}"),
     "muon_split_qkv": ((True,), "Write overrides={'linear_qkv': {'algorithm': 'muon', 'matrices': 'whole'}}"),
-    "muon_use_nesterov": ((False,), "Remove it; muon={'nesterov': True} is the default"),
+    "muon_use_nesterov": ((False,), _NESTEROV),  # its name until 0.16
+    "muon_nesterov": ((False,), _NESTEROV),
     "muon_scale_mode": (("spectral",), "Write muon={'scale_mode': ...}"),
     "muon_fp32_matmul_prec": (("medium",), "Write muon={'compute_dtype': ...}"),
+    "muon_coefficient_type": (("quintic",), "Write muon={'ns_coefficients': ...}"),
     "muon_num_ns_steps": ((5,), "Write muon={'ns_steps': ...}"),
-    "muon_tp_mode": (("blockwise",), "Remove it: each matrix is orthogonalized whole"),
+    # "blockwise" is the default until 0.19, and "duplicated" orthogonalizes whole matrices.
+    "muon_tp_mode": (("blockwise", "duplicated"), "Remove it: each matrix is orthogonalized whole"),
+    "muon_scalar_optimizer": (("adam",), "Remove it: AdamW steps what Muon does not step"),
     "muon_extra_scale_factor": ((1.0,), "Write muon={'extra_scale_factor': ...}"),
 }
-"""Fields of OptimizerConfig: the values that work, and what to write if it has another."""
+"""Fields of OptimizerConfig: the values that work, and what to write if it has another. No version has all of them."""
 
 _DDP: Refusals = {
     "use_megatron_fsdp": ((False,), "Remove it; torch's fully_shard with muonmesh.Muon shards parameters too"),
     "fp8_param_gather": ((False,), "Remove it: parameters must be bf16, fp16 or fp32"),
+    "fp4_param_gather": ((False,), "Remove it: parameters must be bf16, fp16 or fp32"),
     "num_distributed_optimizer_instances": ((1,), "Set it to 1"),
 }
 """Fields of DistributedDataParallelConfig, as in ``_OPTIMIZER``."""
 
-_MODEL: Refusals = {"gtp_weight_remat_size": ((1,), "Set gtp_weight_remat_size=1")}
+_MODEL: Refusals = {
+    "gtp_weight_remat_size": ((1,), "Set gtp_weight_remat_size=1"),
+    "expert_gtp_weight_remat_size": ((1,), "Leave out expert_tensor_parallel_num_weight_shards"),
+    "moe_single_grouped_weight": ((False,), "Set moe_single_grouped_weight=False, for one weight for each expert"),
+}
 """Fields of TransformerConfig, as in ``_OPTIMIZER``."""
 
 

@@ -2,7 +2,7 @@
 
 A flag on the parameter marks embeddings and output layers. For other parameters, the module's class and the attribute
 that holds the module decide. Sizes are sizes of the whole parameter, from the modules' configuration, never from a
-shard. The classes are read from megatron-core 0.16.1.
+shard. The classes are read from megatron-core 0.16.1 and 0.19.2.
 
 Each pipeline stage, and each chunk of a virtual pipeline, counts its layers from 0. Each expert-parallel rank counts
 its experts from 0. Names here are those in the whole model.
@@ -79,6 +79,10 @@ def _latent_down(owner: Any) -> tuple[Any, ...]:
     return ("rows", owner.config.kv_lora_rank, owner.config.qk_pos_emb_head_dim)
 
 
+def _latent_down_with_queries(owner: Any) -> tuple[Any, ...]:
+    return ("rows", owner.config.q_lora_rank, *_latent_down(owner)[1:])
+
+
 def _latent_up(owner: Any) -> tuple[Any, ...]:
     return ("interleaved", (owner.config.qk_head_dim, owner.config.v_head_dim), 0)
 
@@ -92,13 +96,16 @@ def _delta_net(owner: Any) -> tuple[Any, ...]:
     return ("rows", owner.qk_dim, owner.qk_dim, owner.v_dim, owner.v_dim, owner.num_value_heads, owner.num_value_heads)
 
 
+_LATENT = "MultiLatentAttention|AbsorbedMLASelfAttention"
+
 _FUSED: tuple[tuple[str, str, Callable[[Any], Any] | None, str], ...] = (
     ("SelfAttention", "linear_qkv", _grouped_query, "attention: q, k, v by query group"),
     ("CrossAttention", "linear_kv", _keys_values, "attention: k, v head by head"),
     ("Attention", "linear_proj", None, "attention: output"),
-    ("MultiLatentAttention", "linear_kv_down_proj", _latent_down, "attention: latent, rotary key"),
-    ("MultiLatentAttention", "linear_kv_up_proj", _latent_up, "attention: k, v head by head"),
-    ("MultiLatentAttention", "linear_q(_down|_up)?_proj", None, "attention: q"),
+    (_LATENT, "linear_qkv_down_proj", _latent_down_with_queries, "attention: q, latent, rotary key"),
+    (_LATENT, "linear_kv_down_proj", _latent_down, "attention: latent, rotary key"),
+    (_LATENT, "linear_kv_up_proj", _latent_up, "attention: k, v head by head"),
+    (_LATENT, "linear_q(_down|_up)?_proj", None, "attention: q"),
     ("MLP|TEGroupedMLP", "linear_fc1", _gated, "MLP: gate, up, or input"),
     ("MLP|TEGroupedMLP", "linear_fc2", None, "MLP: output"),
     ("MambaMixer", "in_proj", _mamba, "Mamba: z, x, B, C, dt"),

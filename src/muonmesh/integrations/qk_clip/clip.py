@@ -55,7 +55,7 @@ class QKClip:
             weights. None: write ``clip.step()`` after each step; only plain weights and DTensors are clipped.
         process_group: The ranks that train this model, or this pipeline stage; None means all.
         example: One forward of the model, as for `split_params`. It shows which rows of a fused weight make queries and
-            keys, and is needed if one weight makes both.
+            keys. If one weight makes both, this or an ``optimizer`` whose ``"matrices"`` say it is needed.
 
     Raises:
         ValueError: QKClip knows no attention module of this model, or a module bounds its logits by norms of queries
@@ -77,7 +77,12 @@ class QKClip:
         self._model, self._group = model, process_group
         muons = [] if optimizer is None else _muons(optimizer)
         self._optimizers = tuple(ref(muon) for muon in muons)  # weak: the optimizers' hooks refer to this QKClip
-        found = attentions(model, {} if example is None else seen_in(model, example))
+        stepped = {
+            name: matrices
+            for group in (group for muon in muons for group in muon.param_groups if "matrices" in group)
+            for name, matrices in zip(group.get("param_names", ()), group["matrices"], strict=False)
+        }
+        found = attentions(model, {} if example is None else seen_in(model, example), stepped)
         self._without = without_softmax(model)
         self._sources: dict[int, str] = {}
         *starts, total = accumulate((attention.heads for attention in found), initial=0)

@@ -6,19 +6,27 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 
 from muonmesh.errors import explain_error
 from muonmesh.groups.graph import Seen
-from muonmesh.groups.heads import blocks_of, heads_of, named_parts, place_of, refuse_heads, said_by
 from muonmesh.groups.roles import role
 from muonmesh.groups.sites import Site, class_names, sites
 from muonmesh.names import canonical_name
 
 _NO_SOFTMAX = re.compile(r".*(Delta(Net|Attention)|LightningAttention|Mamba2?Layer|Mixer)")
 _NORM = re.compile(r"(q|k|query|key)_?(norm|layernorm|ln)")
+
+# Names of projections in attention modules, and of parameters that the modules hold themselves: what they make.
+_PARTS: dict[str, tuple[str, ...]] = {
+    r"q|query|q_b|wq|q_lin|to_q|query_proj|q_proj|q_b_proj|q_proj_weight": ("q",),
+    r"linear_q|linear_q_proj|linear_q_up_proj": ("q",),
+    r"k|key|wk|k_lin|to_k|key_proj|k_proj|linear_k|k_proj_weight": ("k",),
+    r"kv_b_proj|linear_kv_up_proj|kv_proj|to_kv": ("k", "v"),
+    r"(?i:.*qkv.*|query_key_value|c_attn|in_proj|in_proj_weight|att_proj)": ("q", "k", "v"),
+}
 
 
 @dataclass(frozen=True)
@@ -60,10 +68,11 @@ class Attention:
     queries: tuple[nn.Module, str]
 
 
-def attentions(model: nn.Module, seen: Mapping[int, Seen]) -> list[Attention]:
+def attentions(model: nn.Module, seen: Mapping[int, Seen], stepped: Mapping[str, Any]) -> list[Attention]:
     """Return the attention modules of a model in its order, without linear attention.
 
-    ``seen`` is what a forward showed of each parameter, by id: how the weights of q, k and v in one are cut.
+    ``seen`` is what a forward showed of each parameter, by id: how the weights of q, k and v in one are cut. Where it
+    and the class of the module show no cut, that of ``stepped`` counts: an optimizer's splits by name.
 
     To multiply the logits of a head by γ, its queries and keys are multiplied by √γ each. If several heads of queries
     share a head of keys, the queries are multiplied by γ and the keys stay, so that no other head changes. In latent
@@ -77,27 +86,29 @@ def attentions(model: nn.Module, seen: Mapping[int, Seen]) -> list[Attention]:
     found: dict[nn.Module, list[tuple[Site, str, Any]]] = {}
     forms: dict[nn.Module, Any] = {}
     for site in sites(model):
-        attribute, owner = place_of(site)
-        if not {"q", "k"} & set(named_parts(attribute)) or not any("Attention" in name for name in class_names(owner)):
+        attribute, owner = _place_of(site)
+        if not _named(attribute) or not any("Attention" in name for name in class_names(owner)):
             continue
         if _is_linear(owner):
             continue
         if site.key.endswith("weight"):
-            forms[site.module] = role(site, {}, seen.get(id(site.parameter))).matrices
+            form = role(site, {}, seen.get(id(site.parameter))).matrices
+            uncut = form in ("whole", ("transposed", "whole"))
+            forms[site.module] = stepped.get(site.name, form) if uncut and len(_named(attribute)) > 1 else form
         if site.key.endswith("weight") or site.key.endswith("bias"):
             found.setdefault(owner, []).append((site, attribute, forms.get(site.module, "whole")))
     result = []
     for owner, entries in found.items():
         first = entries[0][0]
         if any("CodeGen" in kind for kind in class_names(owner)):  # q, v, k by quarters
-            refuse_heads(first, owner, "q, v, k", None, None, first.shape[0])
+            _refuse_heads(first, owner, "q, v, k", None, None, first.shape[0])
         name = first.name.rsplit(".", 1 if first.module is owner else 2)[0]
         _refuse_norms(name, owner)
-        heads, _ = heads_of(owner, "q")
+        heads, _ = _heads_of(owner, "q")
         if heads is None:
-            refuse_heads(first, owner, "q", None, None, first.shape[0])
+            _refuse_heads(first, owner, "q", None, None, first.shape[0])
         rows = tuple(row for site, attribute, form in entries for row in _rows(site, owner, attribute, form))
-        held = next(site for site, attribute, _ in entries if "q" in named_parts(attribute) and len(site.shape) == 2)
+        held = next(site for site, attribute, _ in entries if "q" in _named(attribute) and len(site.shape) == 2)
         result.append(Attention(name, owner, heads, rows, (held.module, held.key)))
     if not result:
         found_none = "no attention module whose queries and keys are known"
@@ -132,13 +143,13 @@ def _rows(site: Site, owner: nn.Module, attribute: str, form: Any) -> Iterator[L
     if stored:
         form = form[1]
     dim = int(stored and len(site.shape) == 2)
-    grouped = heads_of(owner, "k")[0] != heads_of(owner, "q")[0]
-    nope, rope = said_by(owner, "qk_nope_head_dim"), said_by(owner, "qk_rope_head_dim")
+    grouped = _heads_of(owner, "k")[0] != _heads_of(owner, "q")[0]
+    nope, rope = _said_by(owner, "qk_nope_head_dim"), _said_by(owner, "qk_rope_head_dim")
     latent = nope is not None and rope is not None
-    heads, high, named = Counter[str](), 0, named_parts(attribute)
-    for part, size in blocks_of(site, owner, form, named, site.shape[dim], whole=("v",)):
+    heads, high, named = Counter[str](), 0, _named(attribute)
+    for part, size in _blocks_of(site, owner, form, named, site.shape[dim]):
         if not part:
-            refuse_heads(site, owner, ", ".join(named), None, None, site.shape[dim])
+            _refuse_heads(site, owner, ", ".join(named), None, None, site.shape[dim])
         head, low, high = heads[part], high, high + size
         heads[part] += 1
         if latent and part == "q":
@@ -149,3 +160,92 @@ def _rows(site: Site, owner: nn.Module, attribute: str, form: Any) -> Iterator[L
             yield LogitRows(site.name, dim, low, high, head, 1.0 if grouped else 0.5)
         elif part == "k" and (latent or not grouped):
             yield LogitRows(site.name, dim, low, high, head, 0.5)
+
+
+def _named(attribute: str) -> tuple[str, ...]:
+    """Return which of q, k and v a projection of this name makes, in their order; empty without q and k."""
+    return next((names for pattern, names in _PARTS.items() if re.fullmatch(pattern, attribute)), ())
+
+
+def _place_of(site: Site) -> tuple[str, nn.Module]:
+    """Return the name of a projection in its attention module, and this module."""
+    if site.key not in ("weight", "bias") or len(site.owners) < 2:
+        return site.key.replace("bias", "weight"), site.module
+    return site.owners[0][0], site.owners[1][1]
+
+
+def _blocks_of(
+    site: Site, owner: nn.Module, form: Any, named: tuple[str, ...], length: int
+) -> Iterator[tuple[str, int]]:
+    """Yield the blocks of a parameter in their order, each with its projection and its size.
+
+    A block is one head, or all values if they follow each other. Its projection is "" if the number of alternating
+    parts does not fit the parameter's name.
+
+    Args:
+        site: The place of the parameter in the model.
+        owner: The attention module.
+        form: How the parameter splits into projections.
+        named: The projections in it, in their order.
+        length: Size of the dim that consists of heads.
+
+    Raises:
+        ValueError: the heads that the module states do not add up to the parameter.
+    """
+    kind = form[0] if isinstance(form, tuple) else form
+    if kind == "interleaved":
+        runs = list(form[1]) if isinstance(form[1], (tuple, list)) else [form[3] if len(form) > 3 else 1] * form[1]
+        _, size = _heads_of(owner, "k")
+        # DeepSeek's heads of k and v may differ in size.
+        sizes = runs if named == ("k", "v") else [min(runs) if size is None else size] * len(runs)
+        if any(map(int.__mod__, runs, sizes)) or length % sum(runs):
+            _refuse_heads(site, owner, ", ".join(named), None, size, length)
+        parts = named if len(named) == len(runs) else ("",) * len(runs)
+        for _ in range(length // sum(runs)):
+            for part, run, size in zip(parts, runs, sizes, strict=True):
+                yield from [(part, size)] * (run // size)
+        return
+    rows = form[1:] if kind == "rows" else (length,) if kind == "whole" else ()
+    if len(rows) != len(named):
+        found = f"{', '.join(named)} in one weight, split as {form!r}"
+        needed, write = "the rows of each, in which heads are counted", "Write example=(inputs,), which shows them"
+        raise ValueError(explain_error(site.name, found, needed, write))
+    for part, count in zip(named, rows, strict=True):
+        heads, size = (1, count) if part == "v" else _heads_of(owner, part)
+        if heads is None or size is None or heads * size != count:
+            _refuse_heads(site, owner, part, heads, size, count)
+        yield from [(part, size)] * heads
+
+
+def _heads_of(owner: nn.Module, part: str) -> tuple[int | None, int | None]:
+    """Return the number of heads of queries or keys and their size; None for a value that the module does not state."""
+    queries = _said_by(owner, "num_attention_heads", "num_heads", "n_heads", "n_head")
+    queries = queries or _said_by(owner, "num_attention_heads_per_partition")  # heads of a shard, or all heads
+    grouped = _said_by(owner, "num_key_value_heads", "num_kv_heads", "num_query_groups")
+    names = ("qk_head_dim", "head_dim", "attention_head_size", "head_size", "hidden_size_per_attention_head")
+    own = ("q_head_dim",) if part == "q" else ()  # Megatron's latent attention, whose qk_head_dim lacks the rotary part
+    size = _said_by(owner, *own, *names)
+    if size is None and queries is not None and (width := _said_by(owner, "embed_dim", "hidden_size")) is not None:
+        size = width // queries if width % queries == 0 else None
+    return queries if part == "q" else grouped or queries, size
+
+
+def _said_by(owner: nn.Module, *names: str) -> int | None:
+    """Return the first positive integer under these attribute names, of a module and then of its config; else None."""
+    for holder in (owner, getattr(owner, "config", None)):
+        for name in names:
+            found = getattr(holder, name, None)
+            if isinstance(found, int) and not isinstance(found, bool) and found > 0:
+                return found
+    return None
+
+
+def _refuse_heads(
+    site: Site, owner: nn.Module, part: str, count: int | None, size: int | None, length: int
+) -> NoReturn:
+    """Raise the ValueError that a projection does not consist of whole heads, by the attributes of its module."""
+    of = "an unknown number" if count is None else f"{count}"
+    each = "of unknown size" if size is None else f"of {size}"
+    found = f"{part} of {length} in {type(owner).__name__}, which says {of} heads {each}"
+    write = "Correct the head counts that the module states, or leave QKClip out"
+    raise ValueError(explain_error(site.name, found, "whole heads only", write))

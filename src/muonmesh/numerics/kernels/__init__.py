@@ -14,7 +14,8 @@ from muonmesh.numerics.kernels.blocked import BLOCKED
 from muonmesh.numerics.kernels.compiled import ORDER_OF_SUMS, NoLibrary, compiled_products, library
 from muonmesh.numerics.kernels.dense import dense, widened
 from muonmesh.numerics.kernels.memory import ALIGNMENT
-from muonmesh.numerics.kernels.table import Exact, Matmuls
+from muonmesh.numerics.kernels.table import Exact as Exact
+from muonmesh.numerics.kernels.table import Matmuls as Matmuls
 from muonmesh.numerics.kernels.toolchain import DTYPES, is_installed, is_interpreted, is_usable
 from muonmesh.numerics.kernels.triton import triton_products
 
@@ -22,19 +23,6 @@ KernelName: TypeAlias = Literal["auto", "torch", "triton", "compiled", "amx"]
 """The code that multiplies matrices. "auto" takes the code that should be the fastest on the device, if all ranks can
 run it. "torch" needs nothing else. "triton" needs triton. "compiled" needs bf16 on a CPU, and a package that was built
 with a C compiler. "amx" also needs a CPU with AMX; it has never run on one, so "auto" does not take it."""
-
-__all__ = [
-    "Exact",
-    "KernelName",
-    "Matmuls",
-    "auto_takes",
-    "check_kernels",
-    "is_compiled",
-    "multiplies_bf16",
-    "resolve",
-    "select",
-    "told_products",
-]
 
 # Numbers of rows for which compiled products are faster than torch's, by instruction set (measured; not on ARM). With
 # AMX, torch's may be faster as soon as a product takes longer than its call (20 µs, about 15 of them a matrix). Where
@@ -56,13 +44,7 @@ _DEVICE_BYTES_AT_ONCE = 1 << 30
 
 
 def select(
-    kernels: KernelName,
-    *,
-    device: torch.device,
-    dtype: torch.dtype,
-    rows: int,
-    cols: int,
-    whole: bool = False,
+    kernels: KernelName, *, device: torch.device, dtype: torch.dtype, rows: int, cols: int, whole: bool = False
 ) -> Matmuls:
     """Choose the products for matrices of one shape.
 

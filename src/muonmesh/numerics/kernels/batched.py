@@ -52,4 +52,4 @@ def _exact_product(a: Tensor, b: Tensor) -> Tensor:
 
 def torch_products(*, at_once: int) -> Matmuls:
     """The table for batches of at most `at_once` matrices."""
-    return Matmuls(multiply=multiply, at_once=at_once, together=True)
+    return Matmuls(multiply=multiply, at_once=at_once)

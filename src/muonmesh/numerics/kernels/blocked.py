@@ -16,10 +16,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from muonmesh.numerics.kernels.memory import keep
 from muonmesh.numerics.kernels.multiple import add_multiple
 from muonmesh.numerics.kernels.table import Matmuls, Number, Operand, Terms
-from muonmesh.numerics.kernels.threads import run_each
+from muonmesh.numerics.kernels.threads import keep, run_each
 
 BLOCK = 128
 
@@ -141,5 +140,5 @@ def _multiply(
     return out
 
 
-BLOCKED = Matmuls(multiply=_multiply, at_once=1, together=False)
+BLOCKED = Matmuls(multiply=_multiply, at_once=1)
 """The table for one matrix at a time, since a batch of matrices this large gains nothing."""

@@ -18,9 +18,8 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from muonmesh.numerics.kernels.memory import scratch
 from muonmesh.numerics.kernels.table import Exact, Matmuls, Number, Operand, Small, Terms
-from muonmesh.numerics.kernels.threads import thread_count
+from muonmesh.numerics.kernels.threads import scratch, thread_count
 
 ORDER_OF_SUMS = {"compiled": 1, "amx": 2}
 """The version of the order of sums of each ``kernels``. Take a new number if you change an order, and so the bits.
@@ -140,7 +139,6 @@ def compiled_products(*, rows: int, cols: int, at_once: int = 1, variant: str = 
     return Matmuls(
         multiply=partial(_multiply, variant),
         at_once=at_once,
-        together=at_once > 1,
         exact=Exact(row_products=_row_products, load=_load, store=_store),
         small=small if rows * rows * cols < _WORTH_A_CALL else None,
     )

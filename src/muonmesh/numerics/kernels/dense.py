@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from muonmesh.numerics.kernels.memory import ALIGNMENT, scratch
+from muonmesh.numerics.kernels.memory import ALIGNMENT
 from muonmesh.numerics.kernels.multiple import add_multiple
 from muonmesh.numerics.kernels.table import Matmuls, Number, Operand, Terms
+from muonmesh.numerics.kernels.threads import scratch
 
 _ALIGNED = ALIGNMENT // torch.float32.itemsize
 """Number of fp32 elements from one place where a matrix may begin to the next."""
@@ -57,7 +58,7 @@ def dense(*, at_once: int) -> Matmuls:
     that it makes no difference. So each matrix has a call of its own, on one thread, whatever is beside it. All other
     operations take the whole batch.
     """
-    return Matmuls(multiply=multiply, at_once=at_once, together=at_once > 1, one_thread=True)
+    return Matmuls(multiply=multiply, at_once=at_once, one_thread=True)
 
 
 def widened(exact: Matmuls) -> Matmuls:

@@ -18,30 +18,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from muonmesh.numerics.kernels.rows import (
-    COLS,
-    ENTRY,
-    EVEN,
-    FIRST_PROGRAM,
-    KIND,
-    LENGTHS,
-    ROWS,
-    STARTS,
-    STRIDED_ROWS,
-    STRIDES,
-    TRANSPOSED,
-    WIDTH,
-    rows_of,
-)
+from muonmesh.numerics.kernels import rows
 from muonmesh.numerics.kernels.triton_launch import Launch, are_aligned
 
 TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
-_WIDTH = tl.constexpr(WIDTH)
-_ENTRY, _FIRST_PROGRAM, _KIND = tl.constexpr(ENTRY), tl.constexpr(FIRST_PROGRAM), tl.constexpr(KIND)
-_STARTS, _LENGTHS, _STRIDES = tl.constexpr(STARTS), tl.constexpr(LENGTHS), tl.constexpr(STRIDES)
-_EVEN, _TRANSPOSED = tl.constexpr(EVEN), tl.constexpr(TRANSPOSED)
-_ROWS, _COLS, _STRIDED = tl.constexpr(ROWS), tl.constexpr(COLS), tl.constexpr(STRIDED_ROWS)
+_WIDTH = tl.constexpr(rows.WIDTH)
+_ENTRY, _FIRST_PROGRAM, _KIND = tl.constexpr(rows.ENTRY), tl.constexpr(rows.FIRST_PROGRAM), tl.constexpr(rows.KIND)
+_STARTS, _LENGTHS, _STRIDES = tl.constexpr(rows.STARTS), tl.constexpr(rows.LENGTHS), tl.constexpr(rows.STRIDES)
+_EVEN, _TRANSPOSED = tl.constexpr(rows.EVEN), tl.constexpr(rows.TRANSPOSED)
+_ROWS, _COLS, _STRIDED = tl.constexpr(rows.ROWS), tl.constexpr(rows.COLS), tl.constexpr(rows.STRIDED_ROWS)
 
 
 @triton.jit
@@ -264,11 +250,11 @@ def _launch(
         numbers: Its numbers.
         choices: What it is compiled for, besides the dtypes of the columns.
     """
-    rows = rows_of(pieces)
-    table, bases, count, programs, *_ = rows.of(*columns, buffers=buffers)
+    held = rows.rows_of(pieces)
+    table, bases, count, programs, *_ = held.of(*columns, buffers=buffers)
     whole = [vector.contiguous() for vector in vectors]
     vectors = [vector.view(torch.uint8) if vector.dtype == torch.bool else vector for vector in whole]
-    dtypes, choices = tuple([column[0].dtype for column in (*columns, buffers) if column]), (rows.blocks, *choices)
+    dtypes, choices = tuple([column[0].dtype for column in (*columns, buffers) if column]), (held.blocks, *choices)
     arguments = (table, bases, count, *vectors, *numbers, *choices, *(TYPES[dtype] for dtype in dtypes))
     code = kernel.__name__, dtypes, choices, are_aligned(table, bases, *vectors)
     return Launch(kernel, programs, arguments, _OPTIONS, code)

@@ -68,9 +68,8 @@ class Matmuls:
             that commute, `(A, B, [(C, c)], out)`, and likewise with both triangles, `symmetric=False`; and
             s·(a·X + B X), `(B, X, [(X, a)], out, scale=s, symmetric=False)`. On a device there may be none, one or two
             terms, and ``identity``, a number that is added to the diagonal before `scale` multiplies.
-        at_once: How many matrices of this shape one call should be given at most.
-        together: Whether reductions and elementwise operations should take all matrices at once: on a CPU only where
-            matrices are small, since for one alone there are faster operations.
+        at_once: How many matrices of this shape one call should be given at most. A CPU is given one where matrices are
+            large, since for one alone there are faster reductions and elementwise operations.
         one_thread: Whether a batch must be computed on one thread, because the bits depend on the number of threads.
         normalize: `normalize(X, out)`: writes each matrix times the power of two that takes its norm ν into
             [2¹², 2¹³), and returns 1/ν and 1/ν² of what it is then, (batch, 1, 1) each, fp32 or wider; both are finite
@@ -82,7 +81,6 @@ class Matmuls:
 
     multiply: Callable[..., Tensor]
     at_once: int
-    together: bool
     one_thread: bool = False
     normalize: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
     exact: Exact | None = None

@@ -31,8 +31,8 @@ def is_usable(device: torch.device) -> bool:
         return True
     try:
         from muonmesh.numerics.kernels.fused import mark_nonzero
-        from muonmesh.numerics.kernels.memory import keep
         from muonmesh.numerics.kernels.rows import PieceRows, Place
+        from muonmesh.numerics.kernels.threads import keep
 
         one, found = (torch.ones(1, dtype=dtype, device=device) for dtype in (torch.float32, torch.int32))
         mark_nonzero(keep("trial", lambda: PieceRows([Place(0, 0, 0, (1,), 0, (1,), 0, (1,))])), [one], found)

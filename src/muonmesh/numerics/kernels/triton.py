@@ -1,16 +1,19 @@
 """Triton: symmetric results by one triangle of tiles, everything summed in fp32 and rounded once, on GPUs.
 
-The products are one operator of torch, `muonmesh::multiply`. So dispatch modes and fake tensors see one operation for
-each launch, and Triton itself is imported only at the first product.
+The products are one operator of torch, `muonmesh::multiply`; so is each kernel for norms and powers of two, `measure`,
+`norms` and `rescale`. So dispatch modes and fake tensors see one operation for each launch, and Triton itself is
+imported only at the first. Sums are added up in one order, which only the shape decides, so a matrix has the same bits
+in every run and in every batch.
 """
 
 from __future__ import annotations
 
 import sys
 
+import torch
 from torch import Tensor
 
-from muonmesh.numerics.kernels import beside
+from muonmesh.numerics.kernels.rows import MEASURED
 from muonmesh.numerics.kernels.table import SMALL_COLS, SMALL_ROWS, Matmuls, Number, Operand, Small, Terms
 from muonmesh.numerics.kernels.toolchain import DTYPES
 from muonmesh.numerics.kernels.triton_launch import operator
@@ -44,6 +47,33 @@ def multiply(
     return out
 
 
+_measure = operator("measure(Tensor x, Tensor(a!) exponents, Tensor(b!) squares)", "lines.measuring")
+_norms = operator(
+    "norms(Tensor exponents, Tensor squares, Tensor(a!) power, Tensor(b!) inverse, Tensor(c!) inverse_square)",
+    "lines.finding_norms",
+)
+_rescale = operator("rescale(Tensor x, Tensor(a!) out, Tensor power)", "lines.rescaling")
+
+
+def normalize(x: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
+    """Do `Matmuls.normalize`.
+
+    Args:
+        x: Shape (batch, rows, cols), contiguous, or of one matrix each row; bf16, fp16 or fp32.
+        out: Contiguous; it may lie where a contiguous x of as many bytes does.
+    """
+    batch = len(x)
+    parts = -(-x[0].numel() // MEASURED)
+    exponents = torch.empty(batch, parts, dtype=torch.int32, device=x.device)
+    power = torch.empty(batch, dtype=torch.int32, device=x.device)
+    squares = torch.empty(batch, parts, dtype=torch.float32, device=x.device)
+    inverse, inverse_square = torch.empty(2, batch, 1, 1, dtype=torch.float32, device=x.device).unbind()
+    _measure(x, exponents, squares)
+    _norms(exponents, squares, power, inverse, inverse_square)
+    _rescale(x, out, power)
+    return inverse, inverse_square
+
+
 small = operator("orthogonalize(Tensor x, Tensor(a!) out, float[] polynomials)", "small.orthogonalizing")
 
 
@@ -52,7 +82,6 @@ def triton_products(*, at_once: int, rows: int = sys.maxsize, cols: int = sys.ma
     return Matmuls(
         multiply=multiply,
         at_once=at_once,
-        together=True,
-        normalize=beside.normalize,
+        normalize=normalize,
         small=Small(small, DTYPES) if rows <= SMALL_ROWS and cols <= SMALL_COLS else None,
     )

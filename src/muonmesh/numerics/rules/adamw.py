@@ -72,7 +72,7 @@ class AdamWRule(ElementwiseRule):
             maximize=False,
             beta1=beta1,
             beta2=beta2,
-            lr=float(self.lr) if isinstance(self.lr, Tensor) and self.lr.device.type == "cpu" else self.lr,
+            lr=float(self.lr),
             weight_decay=decay,
             eps=self.eps,
         )

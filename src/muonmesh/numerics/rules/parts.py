@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from muonmesh.errors import explain_error
-from muonmesh.numerics.kernels.memory import scratch
-from muonmesh.numerics.kernels.threads import run_on_one_thread
+from muonmesh.numerics.kernels.threads import run_on_one_thread, scratch
 from muonmesh.numerics.rules.rule import Rule, State
 
 _CACHED = 1 << 19

@@ -23,7 +23,7 @@ from muonmesh.errors import LayoutError, escaped, explain_error
 from muonmesh.groups import split_params
 from muonmesh.layout import Layout
 from muonmesh.names import canonical_name, names_matching, patterns, starred
-from muonmesh.numerics.precision import plain_modes
+from muonmesh.numerics.kernels.threads import plain_modes
 from muonmesh.table import aligned
 from muonmesh.tools.auditing.judge import AS_STORED, Seen, Verdict, judge
 from muonmesh.tools.auditing.probe import gathered, give_gradient, probing_gradient, restored, step_all

@@ -17,7 +17,7 @@ from muonmesh.checkpoint.state import REFUSED
 from muonmesh.comm.storage import local_of
 from muonmesh.errors import StateError, explain_error
 from muonmesh.names import canonical_name
-from muonmesh.numerics.precision import plain_modes
+from muonmesh.numerics.kernels.threads import plain_modes
 from muonmesh.numerics.rules import is_matrix_rule
 from muonmesh.step.connection import placed_members
 from muonmesh.step.members import OptimizedParameter

@@ -87,24 +87,30 @@ class StopRequest:
         self.requested = True
 
 
-def optimizers_of(name: Optimizer, model: nn.Module, settings: Settings) -> tuple[torch.optim.Optimizer, mm.Muon]:
+def groups_of(name: Optimizer, model: nn.Module) -> mm.ParamGroups:
+    """Return the groups of a model that is not sharded yet, read from one forward."""
+    overrides = None if name == "muon" else {".*": "adamw"}
+    tokens = torch.zeros(1, 8, dtype=torch.int64, device="cpu")
+    return mm.split_params(model, overrides=overrides, example=(tokens,), watch=False)
+
+
+def optimizers_of(name: Optimizer, groups: mm.ParamGroups, settings: Settings) -> tuple[torch.optim.Optimizer, mm.Muon]:
     """Return the optimizer that steps, and the one that `muonmesh.checkpoint` saves. With Muon they are the same.
 
     The AdamW training steps with `torch.optim.AdamW`. It shares its state with a `muonmesh.Muon` that has only AdamW
     groups. Both trainings use the same groups (`muonmesh.split_params`) and weight decay; neither decays vectors.
     """
-    overrides = None if name == "muon" else {".*": "adamw"}
     saved = mm.Muon(
-        mm.split_params(model, overrides=overrides, example=(torch.zeros(1, 8, dtype=torch.int64, device="cpu"),)),
+        groups,
         process_group="world" if settings.parallel == "ddp" else None,
         lr=settings.lr_of(name),
         weight_decay=settings.weight_decay,
     )
     if name == "muon":
         return saved, saved
-    groups = [{"params": group["params"], "weight_decay": group["weight_decay"]} for group in saved.param_groups]
+    plain = [{"params": group["params"], "weight_decay": group["weight_decay"]} for group in saved.param_groups]
     known = saved.defaults
-    adamw = torch.optim.AdamW(groups, lr=known["lr"], betas=known["adamw_betas"], eps=known["adamw_eps"], fused=True)
+    adamw = torch.optim.AdamW(plain, lr=known["lr"], betas=known["adamw_betas"], eps=known["adamw_eps"], fused=True)
     adamw.state = saved.state
     return adamw, saved
 
@@ -122,8 +128,9 @@ class Training:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         torch.manual_seed(settings.seed)
         model = build_model(model_config(settings.model, vocab=corpus.vocab, seq=settings.seq))
+        groups = groups_of(name, model)
         self.model = parallelise(model, parallel=settings.parallel, dtype=settings.dtype, device=device)
-        self.optimizer, self.saved = optimizers_of(name, self.model, settings)
+        self.optimizer, self.saved = optimizers_of(name, groups.held_by(self.model), settings)
         self.peak_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
         self.train_windows = Windows(corpus.train(), length=settings.seq, seed=settings.seed)
         validation = Windows(corpus.validation(), length=settings.seq, seed=settings.seed)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from muonmesh.comm.gradients import PARAMETER_GRAD, GradientSource
-from muonmesh.comm.storage import Storage
+from muonmesh.comm.storage import Storage, local_of
 from muonmesh.comm.to_owners import ToOwners
 from muonmesh.comm.wire import Counts
 from muonmesh.errors import explain_error
@@ -39,10 +39,11 @@ from muonmesh.numerics.kernels.table import SMALL_COLS, SMALL_ROWS
 from muonmesh.numerics.newton_schulz import resolve_method
 from muonmesh.numerics.rules import RULES, MuonRule, Rule, by_defaults, is_known, is_matrix_rule
 from muonmesh.report.explain import imbalance
-from muonmesh.report.traffic import Traffic, step_memory, traffic
+from muonmesh.report.traffic import Traffic, traffic
 from muonmesh.step.members import OptimizedParameter
-from muonmesh.step.placed_state import state_layouts_of
+from muonmesh.step.planning import state_layouts_of
 from muonmesh.tools.forecasts.device_rates import DeviceRates, Timed
+from muonmesh.tools.forecasts.step_memory import step_memory
 
 COEFFICIENTS: CoefficientName = "polar_express"
 STEPS = 5
@@ -212,9 +213,10 @@ def forecast(
     stored = sum(math.prod(p.target.local_shape(rank)) for p in parameters)
     others = sum(math.prod(other.target.local_shape(rank)) for other in elementwise)
     owned = tuple(number for number, one in enumerate(plan.assignments) if one.owner == rank)
-    rounds, kernels, slow_flops = _products(plan, [*(bucket.mine for bucket in moved.buckets), moved.staying])
-    assembled = sum(bucket.elements for bucket in moved.buckets)
-    buckets = len(moved.buckets) if any(bucket.mine for bucket in moved.buckets) else 0
+    batches = [[number for batch in stage.batches for number in batch] for stage in moved.stages]
+    rounds, kernels, slow_flops = _products(plan, [*batches, moved.staying])
+    assembled = sum(stage.numel for stage in moved.stages)
+    buckets = len(moved.stages) if any(batches) else 0
     kernels += KERNELS_OF_A_STEP + moved.collectives + KERNELS_OF_A_BUCKET * buckets
     launches = LAUNCHES_OF_A_STEP + -(-others // STEPPED_AT_ONCE)
     launches += (LAUNCHES_OF_TRAVEL + LAUNCHES_OF_A_BATCH * rounds) * (moved.messages > 0)
@@ -262,6 +264,33 @@ def _products(plan: Plan, buckets: Sequence[Sequence[int]]) -> tuple[int, int, f
     return rounds, kernels, slow_flops
 
 
+def gradients_to_owners(
+    owners: Mapping[Tensor, int], buckets: int, replicated: Collection[Tensor], *, copy: int, copies: int
+) -> Counts:
+    """Return the traffic of gradients for a step: of matrices to their owners, of AdamW's parameters to all.
+
+    Args:
+        owners: The owners of the matrices (`ToOwners.owners`).
+        buckets: The number of buckets of matrices.
+        replicated: All parameters with replicas.
+        copy: The number of the replica for which to count.
+        copies: The number of replicas.
+    """
+    if copies == 1:
+        return Counts()
+    shared = [local_of(tensor) for tensor in replicated if tensor not in owners]
+    averaged = 2 * sum(local.nbytes for local in shared) * (copies - 1) // copies
+    sizes = [0] * copies
+    for tensor in replicated:
+        if tensor in owners:
+            sizes[owners[tensor]] += local_of(tensor).nbytes
+    return Counts(
+        collectives=buckets + 2 * len({(local.dtype, local.device) for local in shared}),
+        bytes_sent=averaged + sum(sizes) - sizes[copy],
+        bytes_received=averaged + (copies - 1) * sizes[copy],
+    )
+
+
 def _gradients(
     source: GradientSource, weights: Sequence[Weight], tensors: Mapping[str, Tensor], rank: int, bucket_bytes: int
 ) -> Counts:
@@ -269,8 +298,11 @@ def _gradients(
     several = [weight for weight in weights if weight.layout.copies() > 1]
     replicated = {tensors[weight.name].resize_(weight.layout.local_shape(rank)): weight.name for weight in several}
     least = min((weight.layout for weight in several), key=lambda layout: layout.copies(), default=None)
-    copy, copies = (0, 1) if least is None else (least.replica_number(rank), least.copies())
-    return source.traffic(replicated, copy=copy, copies=copies, bucket_bytes=bucket_bytes)
+    if least is None or not isinstance(source, ToOwners):
+        return Counts()
+    buckets = len(source.buckets_of(replicated, least.copies(), bucket_bytes))
+    copy = least.replica_number(rank)
+    return gradients_to_owners(source.owners, buckets, replicated, copy=copy, copies=least.copies())
 
 
 def muon_parameter(

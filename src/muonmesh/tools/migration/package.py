@@ -151,11 +151,11 @@ class Package:
         """
         rate = given.get("initial_lr", given.get("lr", self.defaults["lr"]))
         group = {**self.defaults, **given, "lr": float(rate) if isinstance(rate, Tensor) else rate}
-        for key in [*group]:
+        for key in [*given, *group]:  # a default under another name of the same setting comes last
             group.setdefault(_plain(key), group[key])
         for key, value in given.items():
             matters = key not in _DECAYS or group["weight_decay"]
-            fine, write = WITHOUT.get(key, (None, ""))
+            fine, write = WITHOUT.get(key, WITHOUT.get(_plain(key), (None, "")))
             if _plain(key) == "scale_mode":
                 fine, write = (*self.scales,), "Write one of them"
             if fine is None:
@@ -239,6 +239,11 @@ WITHOUT: Mapping[str, tuple[tuple[Any, ...], str]] = {
         ("simple", "quintic", "polar_express", "cans", "deepseekv4"),
         'Write coefficient_type="quintic", or set ns_coefficients afterwards',
     ),
+    "optimizer": (
+        ("adam", "muon", "dist_muon"),
+        "Convert the settings of Megatron's Muon, and name a rule if one is meant",
+    ),
+    "muon_scalar_optimizer": (("adam",), "Leave it out: AdamW steps what Muon does not step"),
     "algorithm": (
         (None, "muon", "adamw"),
         'Convert the settings of its Muon, and write rule="normuon" for from_model if that is meant',

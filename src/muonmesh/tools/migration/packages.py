@@ -130,8 +130,8 @@ PACKAGES: dict[str, Package] = {
         coefficients=lambda group: group["coefficient_type"],
         beside=frozenset({"fp32_matmul_prec", "use_syrk"}),
     ),
-    # The fields of an OptimizerConfig; Megatron-Core builds Emerging-Optimizers' Muon from them, always "quintic".
-    "megatron": Package(  # Megatron-Core 0.16
+    # The fields of an OptimizerConfig; Megatron-Core builds Emerging-Optimizers' Muon from them.
+    "megatron": Package(  # Megatron-Core 0.16, which is always "quintic" and says muon_use_nesterov, and 0.19
         {
             "lr": None,
             "weight_decay": 0.01,
@@ -140,14 +140,16 @@ PACKAGES: dict[str, Package] = {
             "adam_eps": 1e-8,
             "muon_momentum": 0.95,
             "muon_use_nesterov": False,
+            "muon_nesterov": False,
+            "muon_coefficient_type": "quintic",
             "muon_num_ns_steps": 5,
             "muon_scale_mode": "spectral",
             "muon_extra_scale_factor": 1.0,
         },
         scales=_NVIDIAS,
-        coefficients=lambda group: "quintic",
+        coefficients=lambda group: group["coefficient_type"],
         # In muonmesh, q, k and v are always separate matrices, and matrices are whole under tensor parallelism.
-        beside=frozenset({"optimizer", "muon_split_qkv", "muon_fp32_matmul_prec", "muon_tp_mode"}),
+        beside=frozenset({"muon_split_qkv", "muon_fp32_matmul_prec", "muon_tp_mode"}),
     ),
 }
 
@@ -187,7 +189,7 @@ def groups_of(source: object) -> tuple[PackageName, list[Settings]]:
         package = kind.__module__.split(".")[0]
         name = _CLASSES.get(package, {}).get(kind.__name__)
         if name == "megatron":
-            fields = {*PACKAGES["megatron"].defaults, "decoupled_weight_decay"}
+            fields = {*PACKAGES["megatron"].defaults, "decoupled_weight_decay", "optimizer", "muon_scalar_optimizer"}
             return name, [{key: getattr(source, key) for key in fields if hasattr(source, key)}]
         if name is None or not isinstance(source, Optimizer):
             continue

@@ -1,0 +1,400 @@
+"""Parameters: those of one step with their gradients and state: read, or as the last step left them; and made ready.
+
+A step in which nothing has moved but gradients goes on with the parameters of the last step (`steady`). If only weights
+and state are where they were, they are not checked again (`collect`). `ReadyParameters` have local tensors that pieces
+can index, and the matrices of the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from operator import attrgetter, is_
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from muonmesh.comm.gradients import PARAMETER_GRAD, gradient_of, partial_axes, unscaled
+from muonmesh.comm.sharing import restricted
+from muonmesh.comm.storage import PLAIN, is_freed, local_of, local_shape
+from muonmesh.comm.wire import Wire
+from muonmesh.comm.wrappers import refuse_join
+from muonmesh.errors import LayoutError, StateError, explain_error
+from muonmesh.numerics.rules import Rule
+from muonmesh.settings.reading import SettingsFound
+from muonmesh.step.flag_vector import Flags
+from muonmesh.step.members import OptimizedParameter
+from muonmesh.step.parameter_steps import (
+    Kind,
+    MatrixStep,
+    ParameterStep,
+    StateCodec,
+    check_parameter,
+    prepare_state,
+    rounds_to_nearest,
+)
+from muonmesh.step.planning import Planned
+from muonmesh.step.precision import Precision
+from muonmesh.step.runtime import Runtime
+
+_DTYPE = attrgetter("dtype")
+
+
+class Snapshot:
+    """Some parameters with their state, and where all of these tensors lie.
+
+    One attribute of all tensors is compared at a time, which Python does without a line of its own for each tensor.
+
+    Args:
+        parameters: The parameters.
+        states: The entry of each in the optimizer's state, which consists of tensors.
+        state: The optimizer's state.
+
+    Attributes:
+        is_plain: Whether there are tensors, and none is a DTensor or another subclass; nor is a gradient of
+            `gradients`.
+        version: All addresses of gradients: another object whenever `gradients` has found them at other addresses than
+            before. None before the first call.
+    """
+
+    def __init__(
+        self, parameters: Sequence[Tensor], states: Sequence[dict[str, Any]], state: Mapping[Tensor, Any]
+    ) -> None:
+        self._parameters, self._states = parameters, states
+        self._held = [*state, *state.values()]  # compared in order: a tensor's hash costs more
+        self._keys = [*chain.from_iterable(states)]
+        self._tensors = [*parameters, *chain.from_iterable(map(dict.values, states))]
+        self.is_plain = bool(self._tensors) and set(map(type, self._tensors)) <= set(PLAIN)
+        self._places = self._places_now()
+        self.version: list[int] | None = None
+
+    def is_current(self, state: Mapping[Tensor, Any]) -> bool:
+        """Return whether the parameters have the same state, and all tensors the same memory and form, as before."""
+        states = self._states
+        if 2 * len(state) != len(self._held) or not all(map(is_, chain(state, state.values()), self._held)):
+            return False
+        if [*chain.from_iterable(states)] != self._keys:
+            return False
+        values = chain.from_iterable(map(dict.values, states))
+        return all(map(is_, values, self._tensors[len(states) :])) and self._places_now() == self._places
+
+    def gradients(self) -> list[Tensor] | None:
+        """Return the local gradient of each parameter; None if one is missing or has not the form of its parameter."""
+        found: list[Any] = [parameter.grad for parameter in self._parameters]
+        kinds = set(map(type, found))
+        if type(None) in kinds or (self.is_plain and kinds != {Tensor}):
+            return None
+        local: list[Tensor] = found
+        if not self.is_plain:
+            local = [*map(local_of, found)]
+            pairs = zip(self._parameters, found, strict=True)
+            if any([_placed(tensor) != _placed(gradient) for tensor, gradient in pairs]):
+                return None
+        count, (_, shapes, _, dtypes, _) = len(found), self._places
+        if [*map(Tensor.size, local)] != shapes[:count]:
+            return None
+        if [*map(_DTYPE, local)] != dtypes[:count]:
+            return None
+        try:
+            if not all(map(Tensor.is_contiguous, local)):
+                return None
+            addresses = [*map(Tensor.data_ptr, local)]
+        except RuntimeError:  # one that is not dense
+            return None
+        if addresses != self.version:  # memory that is where it was has not been freed
+            if any(map(is_freed, local)):
+                return None
+            self.version = addresses
+        return local
+
+    def _places_now(self) -> tuple[list[Any], ...]:
+        """Return where all tensors lie, and in which form. A transposed square matrix only ceases to be contiguous."""
+        local = self._tensors if self.is_plain else [*map(local_of, self._tensors)]
+        own = () if self.is_plain else zip(local, self._tensors, strict=True)
+        contiguous = [*map(Tensor.is_contiguous, local)]
+        return (
+            [*map(Tensor.data_ptr, local)],
+            [*map(Tensor.size, local)],
+            contiguous if all(contiguous) else [*map(Tensor.stride, local)],
+            [*map(_DTYPE, local)],
+            [(id(tensor), _placed(of)) for tensor, of in own],
+        )
+
+
+def _placed(tensor: Any) -> object:
+    """Return mesh and placements of a DTensor; None for others."""
+    return (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
+
+
+class Collected(NamedTuple):
+    """All parameters of one step, each as a `ParameterStep`.
+
+    Attributes:
+        muon: Muon's parameters in the order of the plan; None for a parameter that only other ranks hold.
+        elementwise: AdamW's parameters with known ranks in the order of the plan; None for a parameter that only other
+            ranks hold.
+        adamw: For each AdamW group with parameters on this rank, its parameters; a flat tensor occurs once.
+        error: The first error. The rank does not raise it at once, but first takes part in the communication.
+        missing: The parameters without a gradient, by name.
+        entries: All of these parameters, each once, Muon's first.
+        gradients: The gradient of each.
+        seen: The snapshot by which this step was found to be steady; None in other steps.
+    """
+
+    muon: list[ParameterStep | None]
+    elementwise: list[ParameterStep | None]
+    adamw: list[list[ParameterStep]]
+    error: Exception | None
+    missing: dict[str, Tensor]
+    entries: list[ParameterStep]
+    gradients: list[Tensor | None]
+    seen: Snapshot | None = None
+
+    @property
+    def any_gradient(self) -> bool:
+        """Whether any parameter of this rank has a gradient."""
+        return any(gradient is not None for gradient in self.gradients)
+
+
+def steady(optimizer: Optimizer, runtime: Runtime, settings: SettingsFound, scale: Tensor | None) -> Collected | None:
+    """Return the parameters of the last step with the gradients of this step, if nothing else has changed.
+
+    Compared are: what a plan depends on in the groups, which `read_groups` has just compared with their current values;
+    process group, layouts and source of gradients; and the tensors of each parameter with their memory and form
+    (`Snapshot`).
+
+    Args:
+        optimizer: The optimizer with the state.
+        runtime: Its runtime state.
+        settings: The settings of this step.
+        scale: The factor of a GradScaler; None: no factor.
+
+    Returns:
+        None if something has changed, if a parameter has no gradient, or if gradients are not in ``parameter.grad`` as
+        they are. Then the step looks at everything again.
+    """
+    if runtime.connected is None or scale is not None or settings.error is not None:
+        return None
+    if runtime.ranks.wrappers:
+        refuse_join(runtime.ranks.wrappers)
+    planned = runtime.connected
+    last: Collected | None = planned.collected
+    if last is None or last.seen is None or runtime.source is not PARAMETER_GRAD:
+        return None
+    if planned.signature.setup != setup_of(runtime) or planned.signature.terms != settings.terms:
+        return None
+    if not last.seen.is_current(optimizer.state) or (gradients := last.seen.gradients()) is None:
+        return None
+    last.gradients[:] = gradients
+    return last
+
+
+def setup_of(runtime: Runtime) -> object:
+    """Return what a plan depends on besides the groups: process group, declared layouts and source of gradients."""
+    layouts = runtime.layouts
+    return runtime.process_group, [*layouts], [*map(id, layouts.values())], id(runtime.source)
+
+
+def collect(planned: Planned, optimizer: Optimizer, runtime: Runtime, loss_scale: Tensor | None) -> Collected:
+    """Read the gradient of every parameter, and check its state unless all state is where the last step left it.
+
+    Args:
+        planned: The plan whose parameters are read.
+        optimizer: The optimizer with the param groups and the state.
+        runtime: The runtime state of the optimizer.
+        loss_scale: The factor of a GradScaler; gradients are divided by it in fp32. None: no factor.
+    """
+    error: Exception | None = None
+    entries, gradients = dict[int, ParameterStep](), list[Tensor | None]()
+    missing: dict[str, Tensor] = {}
+    state = optimizer.state
+    checked = planned.seen is not None and planned.seen.is_current(state)
+
+    def entry_of(member: OptimizedParameter) -> ParameterStep:
+        nonlocal error
+        if (known := entries.get(id(member))) is not None:
+            return known
+        tensor, gradient = member.tensor, None
+        try:
+            gradient = gradient_of(member.name, tensor, runtime.source)
+            if gradient is not None and loss_scale is not None:
+                gradient = unscaled(gradient, loss_scale)
+            if gradient is not None and (type(gradient) is Tensor or not any(partial_axes(gradient))):
+                gradient = gradient.contiguous()
+        except Exception as found:  # whatever a source raises, or a lack of memory: the other ranks wait for this rank
+            error = error or found
+        if gradient is None:
+            missing[member.name] = tensor
+        kept: object = state.setdefault(tensor, {})
+        if not isinstance(kept, dict):
+            said = f"a {type(kept).__name__} as its state"  # its text may be that of a tensor whose memory is freed
+            write = "Write del optimizer.state[parameter] to begin with fresh state"
+            error, kept = error or StateError(explain_error(member.name, said, "a dict", write)), {}
+        key = id(member), "master" in kept
+        if (forms := planned.state_forms.get(key)) is None:
+            forms = planned.state_forms[key] = member.forms(runtime.precision, master="master" in kept)
+        gradients.append(gradient)
+        place = gradients, len(gradients) - 1
+        entry = ParameterStep(member, local_of(tensor), kept, *place, forms, present=gradient is not None)
+        entries[id(member)] = entry
+        if checked:
+            entry.in_form = all([form.key in kept for form in forms])
+            return entry
+        try:
+            check_parameter(entry)
+            if member.is_matrix and runtime.precision.int8:
+                planned.blocks.check(runtime.last.blocks, member.name, tensor, entry.state)
+        except (LayoutError, StateError, TypeError) as found:
+            error = error or found
+        return entry
+
+    muon = [None if member is None else entry_of(member) for member in planned.muon]
+    elementwise = [None if member is None else entry_of(member) for member in planned.elementwise]
+    adamw = list[list[ParameterStep]]()
+    for members in filter(None, planned.adamw):
+        tensors = {id(member.tensor): member for member in members}  # a flat tensor is stepped once
+        if len(tensors) < len(members) and optimizer.param_groups[members[0].group]["stochastic_rounding"] is not None:
+            found, needed = "stochastic_rounding in a flat buffer of several", "a tensor for each parameter"
+            error = error or LayoutError(explain_error(members[0].name, found, needed, "Write fully_shard(model)"))
+        adamw.append([entry_of(member) for member in tensors.values()])
+    return Collected(muon, elementwise, adamw, error, missing, [*entries.values()], gradients)
+
+
+def remember(planned: Planned, collected: Collected, state: Mapping[Tensor, Any], *, lasts: bool) -> None:
+    """At the end of a step, note what the next step may use again: all of it, or that weights and state are checked.
+
+    Args:
+        planned: The plan of the step.
+        collected: Its parameters. All are used again only if each had a gradient, so that nothing is missing.
+        state: The optimizer's state.
+        lasts: Whether those of Muon's parameters have no tensors but their own and their state's.
+    """
+    entries, stepped = collected.entries, sum(map(len, collected.adamw))
+    states = [entry.state for entry in entries]
+    seen = None
+    if all([isinstance(value, Tensor) for state in states for value in state.values()]):
+        seen = Snapshot([entry.member.tensor for entry in entries], states, state)
+    lasts = lasts and not collected.missing and stepped == sum(map(len, planned.adamw))  # each has its own tensor
+    lasts = lasts and seen is not None and all([entry.created for entry in entries])
+    planned.seen, planned.collected = seen, collected._replace(seen=seen) if lasts else None
+
+
+class ReadyParameters:
+    """The parameters of one step on this rank, and their matrices by their numbers in the plan.
+
+    Args:
+        planned: The plan of the step.
+        entries: The parameters in the order of the plan; None for a parameter that only other ranks hold.
+        precision: The optimizer's dtypes.
+
+    Attributes:
+        plan: The plan with the owner of each matrix.
+        device: The device of the parameters.
+        vectors: See `Planned`.
+        rules, nonzero, squares, version: See `begin`.
+        codec: Reads and writes state that is kept otherwise than it is computed with; None if there is no such state.
+    """
+
+    def __init__(self, planned: Planned, entries: Sequence[ParameterStep | None], precision: Precision) -> None:
+        self.plan, self.device = planned.plan, planned.device
+        self.vectors = planned.vectors
+        self.entries, self.precision, self._orthogonalizers = entries, precision, planned.orthogonalizers
+        self.codec: StateCodec | None = None
+        self._fresh = [entry for entry in entries if entry is not None]
+        self.rules: Sequence[Rule | None] = ()
+        self.nonzero: Sequence[bool] | Tensor = ()
+        self.squares: dict[int, list[Tensor]] | None = None
+        self.version: object = None
+        self._known: dict[int, MatrixStep] = {}
+        self._kinds: dict[tuple[int, int, int], Kind] = {}
+
+    # ---------------------------------------------------------------- before and after the step
+
+    def begin(
+        self,
+        wire: Wire,
+        rules: Sequence[Rule | None],
+        flags: Flags,
+        squares: dict[int, list[Tensor]] | None,
+        version: object,
+    ) -> None:
+        """Create missing state, bring all state into its form, and let its codec begin. All ranks call this.
+
+        Args:
+            wire: Sends to the other ranks.
+            rules: For each param group the snapshot of its rule.
+            flags: The flags that all ranks agreed on. ``flags.nonzero`` says of each matrix whether its gradient is not
+                zero.
+            squares: The squares of the updates by group, to which the step adds; None if no metrics are wanted.
+            version: `Snapshot.version`, if all tensors but gradients are those of the last step; else None.
+        """
+        on_device = isinstance(flags.nonzero, Tensor) or isinstance(self.nonzero, Tensor)
+        if on_device or rules is not self.rules or flags.nonzero != self.nonzero:
+            self._known.clear()
+            self._kinds.clear()
+        self.rules, self.nonzero, self.squares, self.version = rules, flags.nonzero, squares, version
+        for entry in self._fresh:
+            self._make_ready(entry)
+        if self.codec is not None:
+            self.codec.begin(wire)
+
+    def _make_ready(self, entry: ParameterStep) -> None:
+        member = entry.member
+        if not entry.in_form:  # state is created unless the CPU knows that no rank has a gradient
+            prepare_state(entry, self.precision, create=entry.present is not False)
+        if self.codec is None:
+            entry.bind({})
+        else:
+            self.codec.bind(entry)
+        if entry.created:
+            if entry.gradient is None:  # missing on this shard only: counts as zero
+                shape = local_shape(member.momentum_storage)
+                entry.gradient = torch.zeros(shape, dtype=self.precision.state, device=self.device)
+            elif member.momentum_storage is not member.gradient_storage:
+                entry.gradient = restricted(entry.gradient, member.storage, member.momentum_storage)
+        entry.weights = entry.local if entry.local.is_contiguous() else entry.local.contiguous()
+
+    def finish(self) -> None:
+        """Write back contiguous copies of weights, and bring state to where it is kept."""
+        for entry in self._fresh:
+            if entry.weights is not entry.local:
+                entry.local.copy_(entry.weights)
+        self._fresh = []
+        if self.codec is not None:
+            self.codec.finish()
+
+    @property
+    def lasts(self) -> bool:
+        """Whether the next step may use these parameters again: their tensors are their own and those of the state."""
+        entries = [entry for entry in self.entries if entry is not None]
+        whole = all([entry.member.momentum_storage is entry.member.storage for entry in entries])
+        return self.codec is None and whole and all([entry.weights is entry.local for entry in entries])
+
+    # ---------------------------------------------------------------- matrices, each made when it is first asked for
+
+    def find(self, number: int) -> MatrixStep | None:
+        """Return a matrix; None if this rank stores nothing of it."""
+        return None if self.entries[self.plan.assignments[number].parameter] is None else self.of(number)
+
+    def of(self, number: int) -> MatrixStep:
+        """Return a matrix of which this rank stores something."""
+        if (known := self._known.get(number)) is not None:
+            return known
+        assignment, nonzero = self.plan.assignments[number], self.nonzero[number]
+        entry, matrix = self.entries[assignment.parameter], assignment.matrix
+        assert entry is not None
+        place = entry.member.group, matrix.rows, matrix.cols
+        if (kind := self._kinds.get(place)) is None:
+            rule = self.rules[entry.member.group]
+            assert rule is not None
+            facts = rule.scale(matrix.rows, matrix.cols), rule.asks_for_sums(), rounds_to_nearest(rule)
+            whole = rule.balances(), rule.changes_matrices()
+            kind = Kind(rule, self._orthogonalizers[entry.member.group, matrix.shape], *facts, *whole)
+            self._kinds[place] = kind
+        mask = nonzero if isinstance(nonzero, Tensor) else None
+        found = MatrixStep(number, matrix, entry, kind, nonzero, mask, nonzero is not False and entry.created)
+        self._known[number] = found
+        return found
