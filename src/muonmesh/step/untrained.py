@@ -17,7 +17,7 @@ from muonmesh.groups.sites import sites
 from muonmesh.names import patterns
 from muonmesh.numerics.rules import Rule, rule_of
 from muonmesh.step.planning import Planned
-from muonmesh.step.precision import Precision
+from muonmesh.step.state_layout import Precision
 
 Tell = Callable[[Tensor, Callable[[Tensor], None]], None]
 """The type of `Runtime.tell`, which gives a warning without waiting for the device."""
