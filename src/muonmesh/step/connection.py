@@ -28,7 +28,6 @@ from muonmesh.errors import about, warn
 from muonmesh.layout import Budget, Parameter, Plan, make_plan
 from muonmesh.numerics.kernels import KernelName, auto_takes
 from muonmesh.numerics.rules import rule_of
-from muonmesh.settings.checks import check_structure
 from muonmesh.settings.reading import SettingsFound, plan_terms, read_groups
 from muonmesh.step.members import (
     OptimizedParameter,
@@ -100,10 +99,8 @@ def plan(groups: Groups, runtime: Runtime) -> Planned:
     Raises:
         LayoutError, ValueError, TypeError: no plan can be made.
     """
-    for group in groups:
-        check_structure(f"group {group.get('name')!r}", group)
     planned, _, error = _read(groups, runtime)
-    if error is not None:  # the error of a missing setting names only its key; that of `read_groups` says more
+    if error is not None:  # that of a group in which something is missing names only a key; `read_groups` says more
         raise read_groups(groups, runtime.replaced).error or error
     assert planned is not None
     return planned
