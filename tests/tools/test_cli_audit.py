@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = """
 import sys
 import torch, muonmesh
+from torch.distributed.fsdp import fully_shard
 import helper
 
 class Net(torch.nn.Module):
@@ -39,7 +40,7 @@ elif kind == "adamw":
     optimizer = torch.optim.AdamW(model.parameters())
 elif kind == "sharded":
     torch.distributed.init_process_group("gloo")
-    model = torch.distributed.fsdp.fully_shard(model)
+    model = fully_shard(model)
     optimizer = torch.optim.Muon([model.up.weight, model.attn.in_proj_weight])
 elif kind == "fails":
     raise RuntimeError("of the script")

@@ -73,7 +73,7 @@ def converted(live: bool) -> list[str]:
             state = convert(theirs[id(many)], ours)
             assert all(isinstance(e["exp_avg"], DTensor) for e in state["state"].values() if "exp_avg" in e)
         else:
-            state = convert([optimizer.state_dict() for optimizer in theirs[id(one)]], ours)
+            state = convert([optimizer.state_dict() for optimizer in theirs[id(one)]], ours, package="torch")
         ours.load_state_dict(state)
         give(model, 2)
         ours.step()
