@@ -62,8 +62,8 @@ def in_tokens_of(folder: str, pattern: str) -> Text:
     tokenizer = Tokenizer.from_file(str(Path(folder) / "tokenizer.json"))
     parts: tuple[list[int], list[int]] = ([], [])
     for name, text in documents_of(texts_of(find_files([pattern]))):
-        for part, texts in zip(parts, divide(name, text, whole=True), strict=True):
-            for one in texts:
+        for part, one in zip(parts, divide(name, text, whole=True), strict=True):
+            if one:
                 part += [*tokenizer.encode(one, add_special_tokens=False).ids, END_OF_TEXT_ID]
     return np.array(parts[0]), np.array(parts[1])
 

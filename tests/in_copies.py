@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 import torch
 
 import muonmesh as mm
-from muonmesh.step.precision import Precision
+from muonmesh.step.state_layout import Precision
 
 
 @dataclass(frozen=True)

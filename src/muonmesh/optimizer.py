@@ -21,6 +21,7 @@ from muonmesh.clip.limits import ClipPolicy, GradNorms, Limits
 from muonmesh.clip.norm_means import bring_to_host, keep_means, means_of
 from muonmesh.comm.gradients import PARAMETER_GRAD, GradientSource, check_source
 from muonmesh.comm.meeting import telling_failure, withdraw_failure
+from muonmesh.comm.storage import world_size
 from muonmesh.comm.to_owners import ToOwners
 from muonmesh.comm.wire import Counts
 from muonmesh.errors import explain_error, warn
@@ -41,10 +42,10 @@ from muonmesh.step.muon_step import MuonStep, Profiled
 from muonmesh.step.offload import Offload
 from muonmesh.step.parameters import Collected, ReadyParameters, collect, remember, steady
 from muonmesh.step.planning import Planned
-from muonmesh.step.precision import Precision
 from muonmesh.step.preflight import preflight, stand_aside
 from muonmesh.step.replicas import fingerprints
 from muonmesh.step.runtime import Asked, Clip, Runtime
+from muonmesh.step.state_layout import Precision
 from muonmesh.step.untrained import PATIENCE, IdleParameters, warn_of_unsuited
 
 T = TypeVar("T")
@@ -381,8 +382,10 @@ class Muon(torch.optim.Optimizer):
             look = runtime.loaded or runtime.ranks.compared is not planned
             replicas = fingerprints(planned, self.state) if look else {}
             wrong = clip.error or error or idle
-            if wrong is None and runtime.watch is not None:
-                wrong = runtime.compare_roles(groups, collected.missing, planned, settings)
+            watch = None if settings.at_rest else runtime.watch  # such a step may only create state before a forward
+            if wrong is None and watch is not None and watch.seen is not None:
+                wrong = watch.compare(groups, collected.missing, entire=len(planned.plan.ranks) == world_size())
+                runtime.watch = None if wrong is None else watch
             flags = preflight(
                 planned, collected, settings, runtime, replicas, error=wrong, skip=clip.skip, overflow=overflow
             )

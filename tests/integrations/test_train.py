@@ -122,7 +122,7 @@ def test_held_out_files_are_not_learnt_from_even_as_copies(tmp_path: Path) -> No
 
 def test_a_single_file_holds_out_its_end() -> None:
     text = "".join(f"line {i}\n" for i in range(1000))
-    (train,), (held_out,) = divide("0" * 64, text, whole=False)
+    train, held_out = divide("0" * 64, text, whole=False)
     assert train + held_out == text
     assert 0.03 < len(held_out) / len(text) < 0.07
 

@@ -255,6 +255,10 @@ def test_resumed_is_continued(workers, tmp_path: Path, name: str) -> None:
     assert workers(4).run(resumed, shape, others, tmp_path, muon, timeout=120.0) == [[True] * (1 + len(others))] * 4
 
 
+MEGATRONS: dict[str, Any] = {"async_strategy": "mcore"} if host.LATER else {}
+"""Whose writers: later versions take those of a package for CUDA by default."""
+
+
 @host.writers()
 def saved_while_it_trains(shape: Shape, folder: Path, persistent: bool) -> tuple[list[int], bool, bool]:
     """Save as Megatron-LM's scripts do with ``--async-save --ckpt-assume-constant-structure``, three times.
@@ -271,7 +275,7 @@ def saved_while_it_trains(shape: Shape, folder: Path, persistent: bool) -> tuple
         for turn in range(3):
             run.train(range(turn, turn + 1))
             saved, gate = run.held(), folder / f"gate {turn}"
-            request = run.save(folder / str(turn), strategy, async_sharded_save=True)
+            request = run.save(folder / str(turn), strategy, async_sharded_save=True, **MEGATRONS)
             queue.schedule_async_request(
                 request._replace(async_fn=request.async_fn and functools.partial(cpu.once, gate, request.async_fn))
             )

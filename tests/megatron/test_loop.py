@@ -36,6 +36,20 @@ def made(shape: Shape, **settings: Any) -> tuple[list[Any], Any]:
 # ------------------------------------------------------------------ gradients
 
 
+def built_over_other_gradients() -> list[float]:
+    host.begin(Shape())
+    chunks = host.chunks_of(Shape())
+    for parameter in chunks[0].parameters():
+        parameter.main_grad.fill_(dist.get_rank() + 1.0)
+    get_megatron_optimizer(host.optimizer_config(Shape()), chunks)
+    return sorted({float(parameter.main_grad.max()) for parameter in chunks[0].parameters()})
+
+
+def test_what_lies_in_main_grad_before_the_first_pass_does_not_matter(workers) -> None:
+    """Later versions leave it unwritten where they add up gradients in fp32 and send them in bf16."""
+    assert workers(2).run(built_over_other_gradients) == [[1.0], [2.0]]
+
+
 def read_elsewhere(shape: Shape) -> tuple[int, list[str]]:
     """How many gradients a step reads, and those of them that are no views of Megatron's buffers."""
     chunks, optimizer = made(shape)

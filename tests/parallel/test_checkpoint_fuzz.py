@@ -69,9 +69,9 @@ def outcomes(root: Path, name: str, numbers: range) -> list[tuple[int, str, str]
             shutil.copytree(root / "whole", folder)
             what = mutate(folder, names, outside, number)
             if manifest == "forged":
-                manifest = folder / MANIFEST_FILE
+                own = folder / MANIFEST_FILE
                 with contextlib.suppress(ValueError, TypeError):  # it is no longer JSON, or no object
-                    if manifest.is_file() and not manifest.is_symlink():
+                    if own.is_file() and not own.is_symlink():
                         forge(folder)
         dist.barrier()
         held = {key: torch.zeros_like(tensor) for key, tensor in empty.items()}

@@ -23,9 +23,8 @@ from muonmesh.numerics.kernels.threads import plain_modes
 from muonmesh.step.connection import connect, forget, plan
 from muonmesh.step.members import OptimizedParameter
 from muonmesh.step.parameter_steps import ParameterStep, prepare_state
-from muonmesh.step.precision import Precision
 from muonmesh.step.runtime import Clip, Runtime
-from muonmesh.step.state_layout import StateForm, check_state
+from muonmesh.step.state_layout import Precision, StateForm, check_state
 
 Boxes = dict[tuple[int, ...], Tensor]
 """Boxes of a whole tensor, by their offsets in the tensor."""

@@ -21,8 +21,7 @@ from muonmesh.settings.checks import check_group, check_structure
 from muonmesh.step.blocks import SCALE, Blocks
 from muonmesh.step.members import flat_layouts
 from muonmesh.step.planning import Planned
-from muonmesh.step.precision import Precision
-from muonmesh.step.state_layout import COUNT, Refused, StateForm, check_state
+from muonmesh.step.state_layout import COUNT, Precision, Refused, StateForm, check_state
 
 _RESHARD = "Load it with torch.distributed.checkpoint.state_dict.set_optimizer_state_dict, which reshards"
 

@@ -83,27 +83,19 @@ class Form(NamedTuple):
 
     def viewed(self, shape: Iterable[int]) -> Form | None:
         """Return the form in another shape; None if its numbers then have no strides."""
-        atoms: list[tuple[int, int]] = []
-        for size, stride in (atom for dim in self.dims for atom in dim if atom[0] != 1):
-            if atoms and atoms[-1][1] == size * stride:  # also of two strides of 0
-                size *= atoms.pop()[0]
-            atoms.append((size, stride))
+        atoms = _merged(atom for dim in self.dims for atom in dim if atom[0] != 1)
         dims = []
         for size in shape:
             dim = []
             while size > 1:
-                if not atoms:
+                held, stride = atoms.pop(0) if atoms else (0, 0)
+                taken = min(held, size)
+                if not taken or size % taken or held % taken:
                     return None
-                held, stride = atoms.pop(0)
-                if size % held == 0:
-                    dim.append((held, stride))
-                    size //= held
-                elif held % size == 0:
-                    dim.append((size, stride * (held // size)))
-                    atoms.insert(0, (held // size, stride))
-                    size = 1
-                else:
-                    return None
+                dim.append((taken, stride * (held // taken)))
+                size //= taken
+                if held > taken:
+                    atoms.insert(0, (held // taken, stride))
             dims.append(tuple(dim))
         return None if atoms else self._replace(dims=tuple(dims))
 
@@ -122,13 +114,18 @@ class Form(NamedTuple):
 
     def atoms(self) -> tuple[tuple[int, int], ...]:
         """Return the (size, stride) pairs that tell numbers apart, the largest stride first, merged where they join."""
-        found: list[tuple[int, int]] = []
         every = [*self.ranks, *(atom for dim in self.dims for atom in dim)]
-        for size, stride in sorted((a for a in every if a[0] > 1 and a[1]), key=lambda a: -a[1]):
-            if found and found[-1][1] == size * stride:
-                size *= found.pop()[0]
-            found.append((size, stride))
-        return tuple(found)
+        return tuple(_merged(sorted((atom for atom in every if atom[0] > 1 and atom[1]), key=lambda atom: -atom[1])))
+
+
+def _merged(atoms: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return (size, stride) pairs, with one for each run of pairs that step on through the same numbers."""
+    found: list[tuple[int, int]] = []
+    for size, stride in atoms:
+        if found and found[-1][1] == size * stride:  # also of two strides of 0
+            size *= found.pop()[0]
+        found.append((size, stride))
+    return found
 
 
 _T = TypeVar("_T")

@@ -270,14 +270,11 @@ def split_params(
     guesses = [entry.name for entry in entries if entry.guessed]
     roles = {entry.name: entry.role for entry in entries if watch and not entry.overridden_by}
     kept: dict[str, Any] = {"frozen": frozen, "shared": further, "guesses": guesses, "roles": roles}
-    result = ParamGroups(sorted(filled, key=_order), **kept, model=model)
+    filled.sort(key=lambda group: _NAMES.index(group["name"].partition("[")[0]))
+    result = ParamGroups(filled, **kept, model=model)
     if watch and facts is None and guesses:
         result.watch = Watch(unwrapped(model), roles)
     return result
-
-
-def _order(group: dict[str, Any]) -> int:
-    return _NAMES.index(group["name"].partition("[")[0])
 
 
 def _reason(entry: _Entry) -> str:

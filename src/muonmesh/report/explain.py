@@ -15,7 +15,7 @@ from muonmesh.numerics.rules import RULES, rule_of
 from muonmesh.report.traffic import state_bytes_of, traffic
 from muonmesh.settings import GROUP_SETTINGS
 from muonmesh.step.planning import Planned
-from muonmesh.step.precision import Precision
+from muonmesh.step.state_layout import Precision
 from muonmesh.table import aligned
 
 _HEAD = ("parameter", "algorithm", "why", "matrices", "layout", "owner", "GFLOP", "MB sent", "step RMS", "spectral")

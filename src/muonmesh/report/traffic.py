@@ -19,7 +19,7 @@ from muonmesh.comm.work import Batching
 from muonmesh.layout import Plan
 from muonmesh.layout.companion_plan import CompanionPlan
 from muonmesh.step.planning import Planned
-from muonmesh.step.precision import Precision
+from muonmesh.step.state_layout import Precision
 
 
 class Carried(NamedTuple):

@@ -55,14 +55,12 @@ class Blocks:
 
     Attributes:
         plan: The plan that has the matrices.
-        holdings: For each matrix the pieces whose momentum this rank stores.
-        matrices_of: For each tensor the numbers of its matrices, in order.
+        holdings: For each tensor its matrices by number, in order, with the pieces whose momentum this rank stores.
         device: The device of the momentum.
     """
 
     plan: Plan
-    holdings: Sequence[Sequence[Piece]]
-    matrices_of: Mapping[Tensor, Sequence[int]]
+    holdings: Mapping[Tensor, Mapping[int, Sequence[Piece]]]
     device: torch.device
 
     @cached_property
@@ -111,10 +109,10 @@ class Blocks:
     def _here(self) -> tuple[dict[int, _MatrixBlocks], dict[Tensor, int]]:
         """The grid of each matrix of which this rank stores a part, and the number of scales of each tensor here."""
         grids, sizes = dict[int, _MatrixBlocks](), dict[Tensor, int]()
-        for tensor, numbers in self.matrices_of.items():
+        for tensor, matrices in self.holdings.items():
             start = 0
-            for number in numbers:
-                segments = [segment for piece in self.holdings[number] for segment in self.segments(number, piece)]
+            for number, pieces in matrices.items():
+                segments = [segment for piece in pieces for segment in self.segments(number, piece)]
                 if segments:
                     line = min(segment.line for segment in segments)
                     block = min(segment.blocks.start for segment in segments)
@@ -163,10 +161,9 @@ class Blocks:
 
     def _form(self, tensor: Tensor) -> object:
         """Return the grids and segments that map codes of a tensor to scales; None for a tensor outside the plan."""
-        numbers = self.matrices_of.get(tensor)
-        if numbers is None:
+        if tensor not in self.holdings:
             return None
-        pieces = [(number, piece) for number in numbers for piece in self.holdings[number]]
+        pieces = [(number, piece) for number, some in self.holdings[tensor].items() for piece in some]
         return [(self.grid(number), self.segments(number, piece)) for number, piece in pieces if piece.numel]
 
     def wide(self, name: str, tensor: Tensor, key: str, state: Mapping[str, Any]) -> Tensor:
@@ -181,8 +178,8 @@ class Blocks:
         self.check(None, name, tensor, state)
         momentum = Momentum.of(self, tensor, key, held, dict(state))
         found = torch.zeros(held.shape, dtype=torch.float32, device=held.device)
-        for number in self.matrices_of[tensor]:
-            for piece in self.holdings[number]:
+        for number, pieces in self.holdings[tensor].items():
+            for piece in pieces:
                 view_in_storage(found, piece).copy_(momentum.read(number, piece))
         return found
 

@@ -28,7 +28,6 @@ from muonmesh.errors import about, warn
 from muonmesh.layout import Budget, Parameter, Plan, make_plan
 from muonmesh.numerics.kernels import KernelName, auto_takes
 from muonmesh.numerics.rules import rule_of
-from muonmesh.settings.checks import check_structure
 from muonmesh.settings.reading import SettingsFound, plan_terms, read_groups
 from muonmesh.step.members import (
     OptimizedParameter,
@@ -41,7 +40,7 @@ from muonmesh.step.members import (
 )
 from muonmesh.step.parameters import setup_of
 from muonmesh.step.planning import Batches, Planned, Planner, plan_members, widened
-from muonmesh.step.replicas import claims_of, gradients_of_replicas
+from muonmesh.step.replicas import said_of_copies
 from muonmesh.step.runtime import Runtime
 from muonmesh.step.untrained import warn_of_rounding
 
@@ -100,10 +99,8 @@ def plan(groups: Groups, runtime: Runtime) -> Planned:
     Raises:
         LayoutError, ValueError, TypeError: no plan can be made.
     """
-    for group in groups:
-        check_structure(f"group {group.get('name')!r}", group)
     planned, _, error = _read(groups, runtime)
-    if error is not None:  # the error of a missing setting names only its key; that of `read_groups` says more
+    if error is not None:  # that of a group in which something is missing names only a key; `read_groups` says more
         raise read_groups(groups, runtime.replaced).error or error
     assert planned is not None
     return planned
@@ -145,14 +142,10 @@ def connect(groups: Groups, runtime: Runtime, *, gradients: bool = True) -> Plan
     if planned is not None:
         send_by(planned.device)
         try:
-            sums = gradients_of_replicas(planned, ranks, runtime.source) if gradients else {}
+            claims, sums = said_of_copies(planned, ranks, runtime.source if gradients else None)
             bf16 = planned.device.type == "cpu" and runtime.precision.compute == torch.bfloat16
-            facts = Facts(
-                claims_of(planned, ranks, runtime.source if gradients else None),
-                (runtime.asked.kernels, auto_takes() if bf16 else None),
-                runtime.ranks.machine,
-                added(sums),
-            )
+            products = runtime.asked.kernels, auto_takes() if bf16 else None
+            facts = Facts(claims, products, runtime.ranks.machine, added(sums))
         except Exception as wrong:  # such as a lack of memory: the other ranks wait for this rank
             error = error or wrong
     facts_of = cast(dict[int, Facts], tell_by_rank(facts, error, group=group))

@@ -14,10 +14,8 @@ from muonmesh.numerics.kernels.threads import together
 from muonmesh.numerics.rules import ElementwiseRule, parts
 from muonmesh.step.flag_vector import Flags
 from muonmesh.step.offload import Offload
-from muonmesh.step.parameter_steps import ParameterStep, prepare_state
-from muonmesh.step.precision import Precision
-from muonmesh.step.state_layout import COUNT
-from muonmesh.step.stochastic_rounding import round_stored
+from muonmesh.step.parameter_steps import ParameterStep, prepare_state, round_stored
+from muonmesh.step.state_layout import COUNT, Precision
 
 
 @together()

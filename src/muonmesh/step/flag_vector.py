@@ -41,7 +41,6 @@ class FlagVector:
         shards: For each shard that replicas hold, the number of its parameter.
         axes: For each parameter with replicas by its number, its mesh axes as places among those of all parameters.
         shared: For each set of ranks that share parameters the numbers of those parameters.
-        stored: For each of these sets whether this rank belongs to it.
     """
 
     matrices: int
@@ -49,11 +48,10 @@ class FlagVector:
     shards: tuple[int, ...]
     axes: dict[int, range]
     shared: tuple[tuple[int, ...], ...]
-    stored: tuple[bool, ...]
 
     @staticmethod
     def of(plan: Plan, rank: int) -> FlagVector:
-        """Lay out the flags of a plan; only ``mine`` and ``stored`` differ between the ranks of the connected set."""
+        """Lay out the flags of a plan; only ``mine`` differs between the ranks of the connected set."""
         parameters: list[Parameter | Elementwise] = [*plan.parameters, *plan.elementwise]
         mine, shards, axes, width = list[tuple[int, ...]](), list[int](), dict[int, range](), 0
         shared: dict[tuple[int, ...], list[int]] = {}
@@ -67,9 +65,8 @@ class FlagVector:
                 width = axes[number].stop
             if len(ranks) > 1:
                 shared.setdefault(ranks, []).append(number)
-        belongs = tuple(rank in ranks for ranks in shared)
         sets = tuple(map(tuple, shared.values()))
-        return FlagVector(len(plan.assignments), tuple(mine), tuple(shards), axes, sets, belongs)
+        return FlagVector(len(plan.assignments), tuple(mine), tuple(shards), axes, sets)
 
     @cached_property
     def agreement(self) -> Agreement:

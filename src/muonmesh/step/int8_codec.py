@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
@@ -53,7 +53,7 @@ class Int8Codec(StateCodec):
             one = self._of(number)
             if one is None or one.entry.momenta is None:
                 continue
-            for piece in self._blocks.holdings[number]:
+            for piece in self._pieces(one):
                 values = self._folded(one, piece)
                 for key, kept in _kept(one).items():
                     kept.measure(number, piece, values[key], into)
@@ -66,10 +66,13 @@ class Int8Codec(StateCodec):
             if one is None or not kept or (one.nonzero is False and all(each.loaded is None for each in kept.values())):
                 continue  # no gradient is folded in, and no loaded momentum is encoded
             # Read all pieces before any is written: pieces may share a block, whose old scale a write replaces.
-            for piece, values in [(piece, self._folded(one, piece)) for piece in self._blocks.holdings[number]]:
+            for piece, values in [(piece, self._folded(one, piece)) for piece in self._pieces(one)]:
                 for key, each in kept.items():
                     each.write(number, piece, values[key], self._agreed)
         return True
+
+    def _pieces(self, one: MatrixStep) -> Sequence[Piece]:
+        return self._blocks.holdings[one.entry.member.tensor][one.number]
 
     def _folded(self, one: MatrixStep, piece: Piece) -> Mapping[str, Tensor]:
         """Return the momenta of a piece, decoded and with the gradient folded in."""

@@ -26,8 +26,7 @@ from muonmesh.numerics.rules import is_matrix_rule
 from muonmesh.numerics.rules.parts import follow
 from muonmesh.settings import LOST_GROUP, LOST_LAYOUTS, ProcessGroup
 from muonmesh.settings.checks import check_group, check_structure
-from muonmesh.step.precision import Precision
-from muonmesh.step.state_layout import COUNTED, StateForm, StateLayout
+from muonmesh.step.state_layout import COUNTED, Precision, StateForm, StateLayout
 
 E = TypeVar("E", bound=Exception)
 

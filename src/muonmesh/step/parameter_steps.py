@@ -13,20 +13,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from muonmesh.comm.storage import is_freed, local_of
+from muonmesh.comm.storage import Storage, is_freed, local_of, this_rank
 from muonmesh.comm.views import view_in_storage
 from muonmesh.comm.wire import Wire
 from muonmesh.errors import LayoutError, StateError, about, explain_error
 from muonmesh.layout import Matrix, Piece
 from muonmesh.layout.piece_table import PieceTable
+from muonmesh.layout.region import Block, Region, number_in_whole, row_major
 from muonmesh.names import phase_of
 from muonmesh.numerics.newton_schulz import Orthogonalizer
-from muonmesh.numerics.rules import Rule
+from muonmesh.numerics.rules import Hyperparameters, Rule
+from muonmesh.numerics.stochastic import Rounding, keys_of
 from muonmesh.step.blocks import Momentum
 from muonmesh.step.members import OptimizedParameter
-from muonmesh.step.precision import Precision
-from muonmesh.step.state_layout import Refused, StateForm, check_state
-from muonmesh.step.stochastic_rounding import rounding_of
+from muonmesh.step.state_layout import Precision, Refused, StateForm, check_state
 
 Momenta = Mapping[str, Tensor | Momentum]
 """The state that a rule keeps as "momentum", by key, in floating point or as int8 codes."""
@@ -164,12 +164,9 @@ def check_parameter(entry: ParameterStep) -> None:
         found = f"{foreign}, state of {other}, in a group of {algorithm}"
         write = "Write del optimizer.state[parameter] to begin with fresh state, or set the group back"
         raise StateError(explain_error(name, found, f"state of {algorithm}", write))
-    entry.in_form = True
-    for form in entry.forms:
-        if not _has(form, state.get(form.key)):
-            entry.in_form = False
-            check_state(name, entry.forms, state, REFUSED)
-            break
+    entry.in_form = all([_has(form, state.get(form.key)) for form in entry.forms])
+    if not entry.in_form:
+        check_state(name, entry.forms, state, REFUSED)
 
 
 def _has(form: StateForm, value: object) -> bool:
@@ -319,3 +316,46 @@ class StateCodec:
 
     def finish(self) -> None:
         """Bring all state to where it is kept."""
+
+
+# ---------------------------------------------------------------- stochastic rounding
+
+
+def rounding_of(name: str, storage: Storage, rule: Hyperparameters, piece: Piece) -> Rounding:
+    """Return the stochastic rounding of a piece of a local shard in this step.
+
+    Args:
+        name: The name of the parameter, or of a tensor of its state.
+        storage: The storage of this tensor.
+        rule: The rule of the parameter's group; its ``stochastic_rounding`` must be a seed.
+        piece: Elements of the local storage.
+    """
+    assert rule.stochastic_rounding is not None
+    start, strides = number_in_whole(piece, _blocks(storage), storage.shape)
+    return Rounding(keys_of(rule.stochastic_rounding, rule.steps_taken, name), start, strides)
+
+
+def round_stored(name: str, storage: Storage, rule: Hyperparameters, exact: Tensor, into: Tensor) -> None:
+    """Round this rank's part of a parameter, or of a tensor of its state, stochastically to bf16.
+
+    Args:
+        name: The name of the parameter, or of the tensor of its state.
+        storage: The storage of this tensor.
+        rule: The rule of the parameter's group; its ``stochastic_rounding`` must be a seed.
+        exact: The values: fp32, contiguous, in the order of the local storage.
+        into: The rounded values: bf16, of the same shape, written.
+    """
+    rounded = into.contiguous()
+    for block in _blocks(storage):
+        piece = Piece(block.region.shape, block.start, block.strides, 0, block.strides)
+        rounding = rounding_of(name, storage, rule, piece)
+        rounding.write(view_in_storage(exact, piece), view_in_storage(rounded, piece))
+    if rounded is not into:
+        into.copy_(rounded)
+
+
+def _blocks(storage: Storage) -> tuple[Block, ...]:
+    if storage.layout is None:
+        whole = Region.box((0,) * len(storage.shape), tuple(storage.shape))
+        return (Block(whole, 0, row_major(tuple(storage.shape))),)
+    return tuple(block for block in storage.layout.blocks(this_rank()) if block.region.numel)

@@ -37,8 +37,8 @@ from muonmesh.step.parameter_steps import (
     rounds_to_nearest,
 )
 from muonmesh.step.planning import Planned
-from muonmesh.step.precision import Precision
 from muonmesh.step.runtime import Runtime
+from muonmesh.step.state_layout import Precision
 
 _DTYPE = attrgetter("dtype")
 

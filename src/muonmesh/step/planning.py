@@ -23,7 +23,7 @@ from muonmesh.comm.same_plan import View, merged, union
 from muonmesh.comm.storage import Storage, local_of, this_rank
 from muonmesh.comm.work import Batching
 from muonmesh.errors import LayoutError, explain_error
-from muonmesh.layout import Elementwise, FlatShards, Layout, MeshLayout, Parameter, Plan, cost, split_matrices
+from muonmesh.layout import Elementwise, FlatShards, Layout, MeshLayout, Parameter, Piece, Plan, cost, split_matrices
 from muonmesh.layout.companion import Companion, companion_matrices, companions_in_buffers
 from muonmesh.layout.flat import Interval
 from muonmesh.layout.piece_table import NOWHERE, PieceTable, Row
@@ -35,8 +35,7 @@ from muonmesh.numerics.rules import KeptAs, Rule, rule_of
 from muonmesh.step.blocks import Blocks
 from muonmesh.step.flag_vector import FlagVector
 from muonmesh.step.members import OptimizedParameter
-from muonmesh.step.precision import Precision
-from muonmesh.step.state_layout import StateLayout
+from muonmesh.step.state_layout import Precision, StateLayout
 
 Planner = Callable[..., Plan]
 """`make_plan` with the settings of an optimizer: its memory budget, owners that keep state, and ranks of a machine."""
@@ -132,7 +131,8 @@ class Planned:
 
         Ranks may number their groups differently. So a parameter's group is identified by its place among the groups of
         the set's parameters; this place must be the same on all ranks. For each set (`FlagVector.shared`) there are
-        the numbers of these groups on this rank, each once, and a digest of group and dtype of each parameter.
+        the numbers of these groups on this rank, each once, and a digest of group and dtype of each parameter. There
+        are no groups if this rank does not belong to the set.
         """
         everyone, found = (*self.muon, *self.elementwise), []
         for numbers in self.flag_vector.shared:
@@ -143,20 +143,14 @@ class Planned:
         return found
 
     @cached_property
-    def matrices_of(self) -> dict[Tensor, list[int]]:
-        """For each tensor of Muon's parameters on this rank the numbers of its matrices' assignments, in order."""
-        found: dict[Tensor, list[int]] = {}
-        for number, assignment in enumerate(self.plan.assignments):
-            if (member := self.muon[assignment.parameter]) is not None:
-                found.setdefault(member.tensor, []).append(number)
-        return found
-
-    @cached_property
     def blocks(self) -> Blocks:
         """The blocks of momentum in int8."""
-        numbers = range(len(self.plan.assignments))
-        holdings = [[leg.piece for leg in self.plan.legs(number, self.rank, gather=True)] for number in numbers]
-        return Blocks(self.plan, holdings, self.matrices_of, self.device)
+        holdings: dict[Tensor, dict[int, Sequence[Piece]]] = {}
+        for number, assignment in enumerate(self.plan.assignments):
+            if (member := self.muon[assignment.parameter]) is not None:
+                pieces = [leg.piece for leg in self.plan.legs(number, self.rank, gather=True)]
+                holdings.setdefault(member.tensor, {})[number] = pieces
+        return Blocks(self.plan, holdings, self.device)
 
     @cached_property
     def gradient_table(self) -> PieceTable:

@@ -82,7 +82,7 @@ def preflight(
         raise error
     seen = collected.seen
     if (alone or not waits) and not (seen is not None and seen.is_plain):
-        _reduce(entries, _partial_here(entries))
+        _reduce(entries, {number: partial_axes(e.gradient) for number, e in enumerate(entries) if e is not None})
     # If partial gradients are not summed yet, a matrix counts as non-zero if any rank has a non-zero summand.
     nonzero = _nonzero(planned, collected, waits=waits)
     moves = settings.at_rest and _moves(collected)
@@ -193,21 +193,10 @@ def _moves(collected: Collected) -> bool:
     return any(bool(local_of(gradient).any()) for gradient in gradients if gradient is not None)
 
 
-def _partial_here(entries: Entries) -> dict[int, Sequence[int]]:
-    """Return the parameters whose gradient is partial on this rank, as `FlagVector.partial` does of all ranks."""
-    spread = [
-        (number, entry.gradient)
-        for number, entry in enumerate(entries)
-        if entry is not None and type(entry.gradient) is not Tensor  # which is whole
-    ]
-    axes_of = {number: partial_axes(gradient) for number, gradient in spread}
-    return {number: axes for number, axes in axes_of.items() if any(axes)}
-
-
 def _reduce(entries: Entries, partial_gradients: Mapping[int, Sequence[int]]) -> None:
     """Reduce partial gradients, given by the numbers of their parameters with the reduction along each axis."""
     for number, axes in partial_gradients.items():
-        if (entry := entries[number]) is not None:
+        if (entry := entries[number]) is not None and any(axes):
             entry.gradient = reduced(entry.member.tensor, entry.gradient, axes).contiguous()
 
 

@@ -29,7 +29,7 @@ from muonmesh.step.blocks import SCALE
 from muonmesh.step.flag_vector import DIGEST
 from muonmesh.step.members import OptimizedParameter
 from muonmesh.step.planning import Planned
-from muonmesh.step.precision import Precision
+from muonmesh.step.state_layout import Precision
 
 _AT_ONCE = 2**18
 """Number of elements that are converted to int64 or fp64 at a time, so that a large embedding needs little extra
@@ -73,43 +73,38 @@ def _state(
             yield key, value, storage
 
 
-def claims_of(planned: Planned, ranks: Sequence[int], source: GradientSource | None) -> list[Claim]:
-    """Return a claim for each parameter of this rank that other ranks may hold too, unknown to muonmesh.
+def said_of_copies(
+    planned: Planned, ranks: Sequence[int], source: GradientSource | None
+) -> tuple[list[Claim], Gradients]:
+    """Return what this rank says of the parameters that other ranks hold too, as the ranks of a set compare it.
 
     Args:
         planned: The plan of this rank.
         ranks: The ranks of the connected set.
-        source: The source of the gradients; None: claims are without gradients.
+        source: The source of the gradients; None: gradients are not compared.
+
+    Returns:
+        A claim for each parameter that other ranks may hold, unknown to muonmesh; and the sums of the gradients of all
+        parameters of which the same ranks hold whole, declared copies.
     """
-    found = list[Claim]()
-    for member in planned.members:
-        tensor, storage = member.tensor, member.storage
-        if not member.may_have_copies(ranks) or dist.get_backend() == "fake":
-            continue
-        slopes = None if source is None else _sums_of(_gradient(member, source))
-        held = "plain" if storage.mesh is None else str(storage.placements)
-        kind = f"{storage.shape}, {tensor.dtype}, {held} on {len(member.ranks)} ranks"
-        bits = int(sum_of_bits(storage, tensor, tensor.device))
-        found.append(Claim(member.name, kind, member.ranks, bits, slopes, member.holders == "unknown"))
-    return found
-
-
-def gradients_of_replicas(planned: Planned, ranks: Sequence[int], source: GradientSource) -> Gradients:
-    """Return the sums of the gradients of all parameters of which the same ranks hold whole, declared copies."""
-    found = dict[tuple[int, ...], dict[str, Sums]]()
+    claims, found = list[Claim](), dict[tuple[int, ...], dict[str, Sums]]()
+    if len(ranks) == 1 or dist.get_backend() == "fake":
+        return claims, {}
     # A source with a `complete` of its own brings gradients after this. A source may also be a proxy of another one.
-    later = getattr(source.complete, "__func__", None) is not GradientSource.complete
-    if later or len(ranks) == 1 or dist.get_backend() == "fake":
-        return {}
+    later = getattr(getattr(source, "complete", None), "__func__", None) is not GradientSource.complete
     for member in planned.members:
-        storage = member.storage  # a flat buffer may hold other parameters beside this one
-        known = isinstance(storage.layout, MeshLayout) and not member.may_have_copies(ranks)
-        if not (known and storage.replicated):
-            continue
-        gradient = _gradient(member, source)
-        if (slopes := _sums_of(gradient)) is not None and not any(partial_axes(gradient)):
-            found.setdefault(member.ranks, {})[member.name] = slopes
-    return {zlib.crc32(repr((held, list(sums))).encode()): sums for held, sums in found.items()}
+        tensor, storage = member.tensor, member.storage  # a flat buffer may hold other parameters beside this one
+        if member.may_have_copies(ranks):
+            slopes = None if source is None else _sums_of(_gradient(member, source))
+            held = "plain" if storage.mesh is None else str(storage.placements)
+            kind = f"{storage.shape}, {tensor.dtype}, {held} on {len(member.ranks)} ranks"
+            bits = int(sum_of_bits(storage, tensor, tensor.device))
+            claims.append(Claim(member.name, kind, member.ranks, bits, slopes, member.holders == "unknown"))
+        elif source is not None and not later and isinstance(storage.layout, MeshLayout) and storage.replicated:
+            gradient = _gradient(member, source)
+            if (slopes := _sums_of(gradient)) is not None and not any(partial_axes(gradient)):
+                found.setdefault(member.ranks, {})[member.name] = slopes
+    return claims, {zlib.crc32(repr((held, list(sums))).encode()): sums for held, sums in found.items()}
 
 
 def _gradient(member: OptimizedParameter, source: GradientSource) -> Tensor | None:
@@ -185,15 +180,15 @@ def said_of_settings(
     """
     flag_vector, texts = planned.flag_vector, list(map(_said, settings.rules))
     sets = [
-        bits_of(f"{static} {precision} {loaded} {[texts[group] for group in groups]}") if belongs else _SILENT
-        for belongs, (groups, static) in zip(flag_vector.stored, planned.terms, strict=True)
+        bits_of(f"{static} {precision} {loaded} {[texts[group] for group in groups]}") if groups else _SILENT
+        for groups, static in planned.terms
     ]
     if not replicas:
         return {"settings": b"".join(sets)}
     values = torch.full((len(sets), DIGEST), SILENT, dtype=torch.uint8, device=planned.device)
     bits = torch.arange(DIGEST, dtype=torch.int64, device=planned.device)
-    for place, belongs in enumerate(flag_vector.stored):
-        if belongs:
+    for place, (groups, _) in enumerate(planned.terms):
+        if groups:
             mixed = torch.zeros((), dtype=torch.int64, device=planned.device)
             # A set without fingerprints adds nothing, so its digest does not depend on fingerprints of other sets.
             for value in (value for number in flag_vector.shared[place] for value in replicas.get(number, {}).values()):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -14,8 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from muonmesh.comm.gradients import PARAMETER_GRAD, GradientSource
 from muonmesh.comm.ranks import ranks_of_a_machine
-from muonmesh.comm.storage import world_size
-from muonmesh.errors import LayoutError, StateError, about, explain_error
+from muonmesh.errors import StateError, about, explain_error
 from muonmesh.groups.watch import Watch
 from muonmesh.layout import Declared
 from muonmesh.layout.owners import KnownMatrix
@@ -25,7 +24,7 @@ from muonmesh.settings import ProcessGroup
 from muonmesh.settings.reading import SettingsFound
 from muonmesh.step.blocks import Blocks
 from muonmesh.step.planning import Planned
-from muonmesh.step.precision import Precision
+from muonmesh.step.state_layout import Precision
 from muonmesh.step.untrained import IdleParameters
 
 _TORN = "so some weights and their state are of another step than others"
@@ -187,24 +186,6 @@ class Runtime:
         The error itself stays, since programs may catch it by its class. The note stands below it in the traceback.
         """
         error.add_note(about("muonmesh", f"This error was raised after the step had begun to write, {_TORN}. {_LOAD}"))
-
-    def compare_roles(
-        self, groups: Sequence[dict[str, Any]], missing: Collection[str], planned: Planned, settings: SettingsFound
-    ) -> LayoutError | None:
-        """Compare the groups with the first training forward, once; return the error for a contradicted guess.
-
-        Args:
-            groups: The param groups.
-            missing: The names of parameters without a gradient.
-            planned: The plan of the step.
-            settings: Its settings. A step at learning rate 0 may come before the first forward, to create state.
-        """
-        if self.watch is None or self.watch.seen is None or settings.at_rest:
-            return None
-        error = self.watch.compare(groups, missing, entire=len(planned.plan.ranks) == world_size())
-        if error is None:
-            self.watch = None
-        return error
 
     def tell(self, value: Tensor, say: Callable[[Tensor], None], *, first: bool = False) -> None:
         """Call ``say`` with ``value`` in CPU memory: now if it is there, else when the next step begins. No waiting.

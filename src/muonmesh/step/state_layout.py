@@ -1,5 +1,7 @@
 """StateLayout: the layout and dtype of each tensor in a parameter's state; StateForm: its form here, and the one check.
 
+`Precision` has the dtypes of one optimizer, and where it keeps state.
+
 A step, `Muon.load_state_dict`, a save and a conversion check the same facts: is the key known, is it there, is it a
 dense tensor, has it the shape and the place on this rank, the device, and numbers that a step leaves. What each of them
 needs is a table of the kinds of faults that it refuses, with the line to write.
@@ -8,6 +10,7 @@ needs is a table of the kinds of faults that it refuses, with the line to write.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
@@ -18,11 +21,65 @@ from muonmesh.comm.storage import Storage, is_freed, local_of, local_shape
 from muonmesh.errors import StateError, explain_error
 from muonmesh.layout.companion import Companion
 from muonmesh.numerics.dtypes import COMPLEX_DTYPES, HELD_DTYPES, master_for, real_of
+from muonmesh.numerics.kernels import KernelName
 from muonmesh.numerics.rules import KeptAs, never_negative
-from muonmesh.step.precision import Precision
 
 COUNT = "step"
 """State of elementwise rules: how many steps have been taken, fp32, 0-d."""
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The dtypes of one optimizer, its kernels, and the place of its state.
+
+    Attributes:
+        compute: The dtype of orthogonalization.
+        state: The dtype of per-element state; fp32 if momentum is kept in int8.
+        master: The dtype of master weights; None: there are none.
+        kernels: The kernels that multiply matrices.
+        int8: Whether momentum is kept in int8, with a scale for each block (`muonmesh.step.blocks`).
+        on_host: Whether per-element state is kept in CPU memory (`muonmesh.step.offload`).
+    """
+
+    compute: torch.dtype
+    state: torch.dtype
+    master: torch.dtype | None
+    kernels: KernelName = "auto"
+    int8: bool = False
+    on_host: bool = False
+
+    @staticmethod
+    def of(shared: Mapping[str, Any]) -> Precision:
+        """Return the `Precision` that the settings of all groups describe."""
+        int8, on_host = shared["state_dtype"] == "int8", shared["state_device"] is not None
+        state = torch.float32 if int8 else shared["state_dtype"]
+        return Precision(shared["compute_dtype"], state, shared["master_dtype"], shared["kernels"], int8, on_host)
+
+    def leaves(self, device: torch.device) -> bool:
+        """Whether the per-element state of a parameter on ``device`` is kept on another device."""
+        return self.on_host and device.type != "cpu"
+
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return zeros for per-element state of a parameter on ``device``: on this device, or in pinned CPU memory."""
+        if not self.leaves(device):
+            return torch.zeros(shape, dtype=dtype, device=device)
+        return torch.zeros(shape, dtype=dtype, device="cpu", pin_memory=torch.cuda.is_available())
+
+    def copy_of(self, local: Tensor, dtype: torch.dtype, *, wait: bool = False) -> Tensor:
+        """Return a contiguous copy in another dtype, placed as by `zeros`; ``wait``: the CPU may read it at once."""
+        if not self.leaves(local.device):
+            return local.detach().to(dtype).contiguous()
+        return self.zeros(local.shape, dtype, local.device).copy_(local.detach(), non_blocking=not wait)
+
+    @property
+    def wire(self) -> torch.dtype:
+        """The dtype of the matrices that ranks send: ``compute``, but bf16 for fp16, whose range is too small."""
+        return torch.bfloat16 if self.compute == torch.float16 else self.compute
+
+    @property
+    def carried(self) -> torch.dtype:
+        """The dtype of state by row, column or matrix: fp32, or fp64 if ``compute`` or ``state`` is fp64."""
+        return torch.promote_types(torch.promote_types(self.compute, self.state), torch.float32)
 
 
 class StateLayout(NamedTuple):
@@ -85,7 +142,7 @@ class StateLayout(NamedTuple):
         """
         if self.kept_as == "count":
             return device if device.type == "cuda" else torch.device("cpu")
-        return precision.kept_on(device) if self.side == "element" else device
+        return torch.device("cpu") if self.side == "element" and precision.leaves(device) else device
 
     def local_of(self, name: str, value: object, *others: torch.dtype) -> Tensor:
         """Return the local part of a value that this state may have.

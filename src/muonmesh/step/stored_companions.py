@@ -110,23 +110,25 @@ class RuleSums(Summands):
 
     def exponents(self, row: Row, update: Tensor, into: Tensor) -> None:
         """Write the largest exponent of a row's summands, for each sum of its rule."""
+        found = [torch.stack([*map(largest_exponent, some)]) for some in self._summands(row, update)]
+        if found:
+            into.copy_(torch.stack(found).amax(0))
+
+    def limbs(self, row: Row, update: Tensor, exponents: Tensor, into: Tensor) -> None:
+        """Write the contribution of a row's elements to each sum of its rule."""
+        limbs = partial(limbs_of, count=self.ready.of(row.assignment).matrix.numel)
+        found = [torch.stack([*map(limbs, some, exponents)]) for some in self._summands(row, update)]
+        if found:
+            into.copy_(torch.stack(found).sum(0))
+
+    def _summands(self, row: Row, update: Tensor) -> Iterator[list[Tensor]]:
+        """Yield the summands of a row, of some elements at a time; none if its matrix stays unchanged."""
         one = self.ready.of(row.assignment)
         if one.changes:
             weights, rounded, state, _ = one.weights(row.piece)
             if rounded is not None:
                 parts.follow(weights, rounded)
-            summands = parts.summands(one.kind.rule, weights, update, state, scale=one.kind.scale)
-            found = [torch.stack([*map(largest_exponent, some)]) for some in summands]
-            into.copy_(torch.stack(found).amax(0))
-
-    def limbs(self, row: Row, update: Tensor, exponents: Tensor, into: Tensor) -> None:
-        """Write the contribution of a row's elements to each sum of its rule."""
-        one = self.ready.of(row.assignment)
-        if one.changes:
-            weights, _, state, _ = one.weights(row.piece)
-            limbs = partial(limbs_of, count=one.matrix.numel)
-            summands = parts.summands(one.kind.rule, weights, update, state, scale=one.kind.scale)
-            into.copy_(torch.stack([torch.stack([*map(limbs, some, exponents)]) for some in summands]).sum(0))
+            yield from parts.summands(one.kind.rule, weights, update, state, scale=one.kind.scale)
 
     def tell(self, assignment: int, into: Tensor) -> None:
         """Write the state that a rule keeps as one number for a matrix, if this rank owns the matrix."""

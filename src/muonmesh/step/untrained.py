@@ -17,7 +17,7 @@ from muonmesh.groups.sites import sites
 from muonmesh.names import patterns
 from muonmesh.numerics.rules import Rule, rule_of
 from muonmesh.step.planning import Planned
-from muonmesh.step.precision import Precision
+from muonmesh.step.state_layout import Precision
 
 Tell = Callable[[Tensor, Callable[[Tensor], None]], None]
 """The type of `Runtime.tell`, which gives a warning without waiting for the device."""
@@ -87,15 +87,12 @@ class IdleParameters:
         late = [name for name, steps in self.counts.items() if steps == PATIENCE and name not in self._told]
         if late:
             self._told.update(late)
-            it, does = ("it", "does") if len(late) == 1 else ("them", "do")
             others = "others had one" if any_gradient else "nothing else had one either"
-            replaced = (
-                "" if any_gradient else "; make the optimizer after what replaces parameters (FSDP1, deepcopy, PEFT)"
-            )
-            warn(
-                f"{_listed(late)} had no gradient in the last {PATIENCE} steps, in which {others}, and {does} not "
-                f"learn. Find out who froze or skipped {it}, or leave {it} out of the groups{replaced}"
-            )
+            what = f"{_listed(late)} had no gradient in the last {PATIENCE} steps, in which {others}, and did not learn"
+            what += ". Find out who froze or skipped this, or leave it out of the groups"
+            if not any_gradient:
+                what += "; make the optimizer after what replaces parameters (FSDP1, deepcopy, PEFT)"
+            warn(what)
         if self.steps % PATIENCE == 1:
             self._looked_at.clear()
             self._look_at_frozen(groups)
@@ -108,12 +105,9 @@ class IdleParameters:
         fresh = [name for name in names if name in self.frozen and name not in self._told]
         if fresh:
             self._told.update(fresh)
-            warn(
-                f"{_listed(fresh)} {'was' if len(fresh) == 1 else 'were'} frozen when the optimizer was made and "
-                f"{'has' if len(fresh) == 1 else 'have'} been unfrozen since, but this optimizer does not train "
-                f'{"it" if len(fresh) == 1 else "them"}. Write optimizer.add_param_group({{"params": [...], '
-                '"param_names": [...], "algorithm": "muon" or "adamw"})'
-            )
+            what = f"{_listed(fresh)} {'was' if len(fresh) == 1 else 'were'} frozen when the optimizer was made and "
+            what += "unfrozen since, but this optimizer trains only what it was given. Write optimizer.add_param_group("
+            warn(what + '{"params": [...], "param_names": [...], "algorithm": "muon" or "adamw"})')
 
 
 def _is_frozen(tensor: Tensor) -> bool:

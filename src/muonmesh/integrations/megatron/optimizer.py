@@ -168,7 +168,8 @@ class MegatronOptimizer(Base, Recorded):  # type: ignore[misc]
                 self._first_holder.setdefault(name, rank)
         self._clips = limits.policy != "adamw_only" or any(half == FELT for _, some in everyone for _, half in some)
 
-        settled(lambda: connect(self.optimizer.param_groups, self.runtime), kind=PlanError)  # for each set of ranks
+        # For each set of ranks. Nothing has averaged gradients yet, and Megatron may not even have written them.
+        settled(lambda: connect(self.optimizer.param_groups, self.runtime, gradients=False), kind=PlanError)
 
     @property
     def limits(self) -> Limits:

@@ -264,7 +264,7 @@ def prepare_corpus(patterns: Sequence[str], *, vocab: int, cache: Path) -> Corpu
     if not (directory / DESCRIPTION_FILE).is_file():
         # Whole documents are held out, chosen by their hash. With too few documents, the end of each is held out.
         whole = len(known) >= FILES_FOR_A_SPLIT and 0 < sum(known) < len(known)
-        learnt = (each for name, text in documents_of(texts) for each in divide(name, text, whole=whole)[0])
+        learnt = (divide(name, text, whole=whole)[0] for name, text in documents_of(texts))
         _write(directory, train_tokenizer(learnt, vocab=vocab), texts, whole=whole, source=source)
     corpus = replace(load_corpus_of(directory), directory=str(directory))  # the folder may have moved
     if corpus.measured_digest() != corpus.digest:
@@ -294,18 +294,18 @@ def load_corpus_of(folder: Path) -> Corpus:
     return Corpus(**content)
 
 
-def divide(name: str, text: str, *, whole: bool) -> tuple[list[str], list[str]]:
-    """Return (training texts, held-out texts) of a document: the whole document is one of them, or its end is held out.
+def divide(name: str, text: str, *, whole: bool) -> tuple[str, str]:
+    """Return what is learnt of a document, and what is held out; one of both may be empty.
 
     Args:
         name: The hash of the document.
         text: The text of the document.
         whole: Whether whole documents are held out; else the end of each document is held out.
     """
-    if whole:
-        return ([], [text]) if _is_held_out(name) else ([text], [])
     cut = max(1, round(len(text) * (1 - HELD_OUT_SHARE)))
-    return [text[:cut]], [text[cut:]] if cut < len(text) else []
+    if whole:
+        cut = 0 if _is_held_out(name) else len(text)
+    return text[:cut], text[cut:]
 
 
 def _is_held_out(name: str) -> bool:
@@ -316,8 +316,7 @@ def _batches(files: Mapping[str, Path], *, whole: bool) -> Iterator[list[tuple[i
     """Yield batches of (part, text); part is 0 for training and 1 for held out. A batch gives work to all cores."""
     batch, characters = list[tuple[int, str]](), 0
     for name, document in documents_of(files):
-        for part, texts in enumerate(divide(name, document, whole=whole)):
-            batch += [(part, text) for text in texts]
+        batch += [(part, text) for part, text in enumerate(divide(name, document, whole=whole)) if text]
         characters += len(document)
         if characters >= CHARACTERS_AT_ONCE:
             yield batch

@@ -163,20 +163,6 @@ def build_model(config: Any) -> nn.Module:
     return model
 
 
-def meta_model(model: str, *, vocab: int, seq: int) -> nn.Module:
-    """Return the model of a preset, a folder or file, or a model type, on the meta device.
-
-    Args:
-        model: The value of ``--model``, as for ``muonmesh train``.
-        vocab, seq: The vocabulary size and the sequence length, for presets of ``muonmesh train``.
-
-    Raises:
-        ValueError: there is no such model, or it is no causal language model.
-    """
-    with torch.device("meta"):
-        return build_model(configuration(model, vocab=vocab, seq=seq))
-
-
 def check_model(settings: Settings) -> nn.Module:
     """Build the model of a run on the meta device, without memory, and return it. It raises the errors of a rank.
 

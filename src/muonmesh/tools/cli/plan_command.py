@@ -128,12 +128,14 @@ def weights_of(model: str, cluster: Cluster) -> list[Weight]:
     import torch
 
     from muonmesh.build import split_params
-    from muonmesh.tools.cli.model import meta_model
+    from muonmesh.tools.cli.model import build_model, configuration
     from muonmesh.tools.forecasts.forecast import Weight
 
     found = []
     tokens = torch.zeros(1, 8, dtype=torch.int64, device="cpu")
-    for group in split_params(meta_model(model, vocab=Settings.vocab, seq=Settings.seq), example=(tokens,)):
+    with torch.device("meta"):
+        built = build_model(configuration(model, vocab=Settings.vocab, seq=Settings.seq))
+    for group in split_params(built, example=(tokens,)):
         splits = group["matrices"] if group["algorithm"] == "muon" else [None] * len(group["params"])
         for name, parameter, split in zip(group["param_names"], group["params"], splits, strict=True):
             found.append(Weight(name, cluster.layout(name, tuple(parameter.shape), split), split))

@@ -32,6 +32,7 @@ from muonmesh.comm.storage import local_of
 from muonmesh.comm.telling import tell_all
 from muonmesh.errors import FileError, explain_error
 from muonmesh.files import write_text
+from muonmesh.numerics.normalize import sums_of_squares
 from muonmesh.tools.cli.checkpoints import Checkpoints, checkpoints_of
 from muonmesh.tools.cli.corpus import Corpus, Windows, load_corpus_of
 from muonmesh.tools.cli.model import build_model, model_config, parallelise
@@ -289,11 +290,8 @@ class Training:
     def _gradient_squares(self) -> Tensor:
         """Return the share of this rank in the squared norm of the gradients, before they are clipped; 0-d fp64."""
         copies = {"ddp": self.world, "hsdp": REPLICAS, "fsdp": 1}[self.settings.parallel]
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for parameter in self.model.parameters():
-            if parameter.grad is not None:
-                total += torch.linalg.vector_norm(local_of(parameter.grad), dtype=torch.float32).double().square()
-        return total / copies
+        gradients = [local_of(each.grad) for each in self.model.parameters() if each.grad is not None]
+        return sums_of_squares(gradients).sum() / copies
 
     def _update(self) -> None:
         """Clip and step. `muonmesh.Muon` clips only AdamW's gradients, since the size of Muon's update is fixed."""
