@@ -47,8 +47,8 @@ class DryRun(Timed):
         flops: FLOPs of the matrix products.
         slow_flops: FLOPs weighted by the lower speed of small products (`DeviceRates.weight_of`).
         elements: Number of parameter elements that this rank stores.
-        peak_bytes: Peak memory of the step, without parameters, gradients, state and ``kept_bytes``.
-        kept_bytes: Memory that the optimizer keeps between steps, without its state.
+        peak_bytes: Peak memory of the step, without parameters, gradients and state.
+        kept_bytes: Memory that a step has taken and not given back.
         state_bytes: State on the device between steps.
         bytes_to_device: Bytes copied from CPU memory to the device: state that is kept there, and a few numbers.
         bytes_to_host: Bytes copied from the device to CPU memory.
@@ -144,9 +144,9 @@ def dry_run(
             beside = [*parameters, *(p.grad for p in parameters), *_tensors(made.state)]
             before = [local_of(t) for t in beside if isinstance(t, Tensor)]
             count.knows(before)
-            kept = _kept_bytes(made, count)
             with count:
                 run(made)
+            kept = count.live_bytes
         state = [local_of(tensor) for tensor in _tensors(made.state)]
     counted = {field.name: getattr(count, field.name) for field in fields(DryRun) if hasattr(count, field.name)}
     return DryRun(
@@ -158,16 +158,6 @@ def dry_run(
         state_bytes=sum(local.numel() * local.element_size() for local in state if local.is_cuda),
         rates=rates or DeviceRates(),
     )
-
-
-def _kept_bytes(optimizer: torch.optim.Optimizer, count: Launches) -> int:
-    """Return the bytes that an exchange keeps between steps; `count` then leaves them out."""
-    planned = optimizer._runtime.planned if isinstance(optimizer, Muon) else None
-    if planned is None or not planned.connected:
-        return 0
-    memory = planned.exchange.memory
-    count.knows(memory)
-    return sum(tensor.untyped_storage().nbytes() for tensor in memory)
 
 
 def _tensors(state: Mapping[Tensor, Mapping[str, Any]]) -> Iterator[Tensor]:

@@ -55,7 +55,7 @@ class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.launches = self.operations = self.kernels = self.views = self.collectives = self.messages = 0
         self.elementwise_bytes = self.flops = self.bytes_to_device = self.bytes_to_host = self.peak_bytes = 0
         self.slow_flops = 0.0
-        self._live = 0
+        self.live_bytes = 0
         self._storages: dict[int, int] = {}
 
     def __torch_dispatch__(
@@ -141,12 +141,12 @@ class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if key in self._storages:
             return
         self._storages[key] = size
-        self._live += size
-        self.peak_bytes = max(self.peak_bytes, self._live)
+        self.live_bytes += size
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         weakref.finalize(storage, self._gone, key)
 
     def _gone(self, key: int) -> None:
-        self._live -= self._storages.pop(key, 0)
+        self.live_bytes -= self._storages.pop(key, 0)
 
     def knows(self, tensors: Sequence[Tensor]) -> None:
         """Leave out the memory of tensors that existed before."""

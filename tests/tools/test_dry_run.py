@@ -33,6 +33,7 @@ from tests.figures import CASES, GPT2, LLAMA, STEPS, Model, bag, ours, row, tabl
 from tests.samples import one_in
 
 MIB = 2**20
+VECTORS = 2**16  # bytes: rates and flags
 SOAK = pytest.mark.soak
 
 pytestmark = pytest.mark.filterwarnings(
@@ -64,7 +65,7 @@ def test_three_layers_of_gpt2(gpt2: DryRun) -> None:
     theirs = dry_run(bag(*GPT2), torchs)
     assert gpt2.launches <= 120 < theirs.launches
     assert gpt2.bytes_per_element <= 28
-    assert gpt2.kept_bytes == 0
+    assert gpt2.kept_bytes < VECTORS
     assert gpt2.parts()["device"] < 0.6 * theirs.parts()["device"]
     assert gpt2.seconds == gpt2.parts()["host"]  # a few small matrices wait for the host
     assert theirs.launches == 396  # as counted before, by another count: 23 launches a matrix and its copies
@@ -232,7 +233,7 @@ def test_layers_of_llama_8b(mesh: dict[str, int], placements: tuple[Placement, .
     assert run.launches <= held.launches
     assert run.bytes_per_element <= held.bytes_per_element
     assert run.peak_bytes <= held.peak_mib * MIB
-    assert run.kept_bytes == 0
+    assert run.kept_bytes < VECTORS
     assert run.bytes_sent == pytest.approx(held.gigabytes_sent * 1e9, rel=1e-3)
 
 
@@ -253,7 +254,7 @@ def test_sums_over_matrices_do_not_make_replicas_cost_memory(
     model, one = bag(*[(4096, 4096)] * 4), 4096 * 4096
     run = dry_run(model, ruled, world=64, mesh=mesh, placements=on(*placements), steps=1)
     assert run.peak_bytes <= 5 * 2 * one + 9 * 8 * one  # the second: what computes the summands in fp64
-    assert run.kept_bytes == 0
+    assert run.kept_bytes < VECTORS
 
 
 def test_sums_over_a_large_matrix_take_parts_of_it_at_a_time() -> None:
