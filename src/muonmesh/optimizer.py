@@ -420,7 +420,7 @@ class Muon(torch.optim.Optimizer):
         runtime, (planned, settings, collected, flags, _) = self._runtime, agreed
         exchange, precision, offload = planned.exchange, runtime.precision, None
         squares = runtime.last.squares = None if runtime.last.squares is None else {}
-        work: MuonStep | None = planned.work if collected is planned.collected else None
+        work: MuonStep | None = collected.work
         if work is None:
             if precision.leaves(planned.device):
                 offload = Offload(planned.device, elements=planned.plan.budget.elements_on_device)
@@ -443,8 +443,7 @@ class Muon(torch.optim.Optimizer):
         runtime.last.brought_back = None if offload is None else offload.last
         runtime.interrupted = None
         if collected is not planned.collected:
-            remember(planned, collected, self.state, lasts=work.ready.lasts)
-            planned.work = None if planned.collected is None else work  # it holds the parameters with their gradients
+            remember(planned, collected, self.state, work)
         if work.summands.unsuited:
             warn_of_unsuited(planned, settings.rules, work.summands.unsuited, runtime.warned, runtime.tell)
 

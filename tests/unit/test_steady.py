@@ -247,7 +247,7 @@ def test_a_step_keeps_no_gradient_and_no_copy_of_a_weight_that_it_cannot_use_aga
         gradients = [weakref.ref(weight.grad) for weight in weights]
         optimizer.zero_grad()
         assert [gradient() for gradient in gradients] == [None] * 4
-        assert optimizer._runtime.planned.work is None  # whose parameters have the copy
+        assert optimizer._runtime.planned.collected is None  # whose parameters have the copy
 
 
 def test_loading_frees_the_state_before() -> None:

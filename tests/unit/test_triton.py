@@ -133,7 +133,7 @@ def trained(what: str, waits: bool, *, by: str) -> tuple[list[Tensor], int]:
             if what == "metrics" and step == 6:
                 optimizer.metrics()
             optimizer.step()
-        kept_by_work = optimizer._runtime.planned.work._recordings.values()
+        kept_by_work = optimizer._runtime.planned.collected.work._recordings.values()
         again = sum(isinstance(kept, recording.Recording) for kept in kept_by_work)
     found = [weight.detach() for weight in weights] + [kept for w in weights for kept in optimizer.state[w].values()]
     if what == "metrics":
@@ -607,7 +607,7 @@ def changed_rule() -> tuple[float, bool]:
                 optimizer.param_groups[0]["decay_mode"] = "cautious"
             weight.grad = torch.randn(12, 20)
             optimizer.step()
-        return weight.detach(), optimizer._runtime.planned.work is not None
+        return weight.detach(), optimizer._runtime.planned.collected is not None
 
     found, kept = weights()
     with pytest.MonkeyPatch.context() as patch:

@@ -142,6 +142,7 @@ class Collected(NamedTuple):
         entries: All of these parameters, each once, Muon's first.
         gradients: The gradient of each.
         seen: The snapshot by which this step was found to be steady; None in other steps.
+        work: The work of the last step (`muon_step.MuonStep`), with which a steady step goes on.
     """
 
     muon: list[ParameterStep | None]
@@ -152,6 +153,7 @@ class Collected(NamedTuple):
     entries: list[ParameterStep]
     gradients: list[Tensor | None]
     seen: Snapshot | None = None
+    work: Any = None
 
     @property
     def any_gradient(self) -> bool:
@@ -263,23 +265,23 @@ def collect(planned: Planned, optimizer: Optimizer, runtime: Runtime, loss_scale
     return Collected(muon, elementwise, adamw, error, missing, [*entries.values()], gradients)
 
 
-def remember(planned: Planned, collected: Collected, state: Mapping[Tensor, Any], *, lasts: bool) -> None:
+def remember(planned: Planned, collected: Collected, state: Mapping[Tensor, Any], work: Any) -> None:
     """At the end of a step, note what the next step may use again: all of it, or that weights and state are checked.
 
     Args:
         planned: The plan of the step.
         collected: Its parameters. All are used again only if each had a gradient, so that nothing is missing.
         state: The optimizer's state.
-        lasts: Whether those of Muon's parameters have no tensors but their own and their state's.
+        work: The work of the step (`muon_step.MuonStep`).
     """
     entries, stepped = collected.entries, sum(map(len, collected.adamw))
     states = [entry.state for entry in entries]
     seen = None
     if all([isinstance(value, Tensor) for state in states for value in state.values()]):
         seen = Snapshot([entry.member.tensor for entry in entries], states, state)
-    lasts = lasts and not collected.missing and stepped == sum(map(len, planned.adamw))  # each has its own tensor
-    lasts = lasts and seen is not None and all([entry.created for entry in entries])
-    planned.seen, planned.collected = seen, collected._replace(seen=seen) if lasts else None
+    own = work.ready.lasts and stepped == sum(map(len, planned.adamw))  # each has its own tensor
+    lasts = own and seen is not None and not collected.missing and all([entry.created for entry in entries])
+    planned.seen, planned.collected = seen, collected._replace(seen=seen, work=work) if lasts else None
 
 
 class ReadyParameters:

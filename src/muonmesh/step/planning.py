@@ -72,7 +72,6 @@ class Planned:
         seen: The parameters of the last step with their state, which it has left in the forms in which steps use them
             (`collect.Snapshot`).
         collected: The parameters of the last step, if the next step may use all of them again (`collect.Collected`).
-        work: The work of the last step (`muon_step.MuonStep`), if the next step may go on with it.
         state_forms: The forms of the state of each parameter, by the identity of its OptimizedParameter, and by whether
             it has master weights (`OptimizedParameter.forms`).
     """
@@ -90,13 +89,12 @@ class Planned:
     vectors: dict[str, Any] = field(default_factory=dict)
     seen: Any = None
     collected: Any = None
-    work: Any = None
     state_forms: dict[tuple[int, bool], Any] = field(default_factory=dict)
     _names: list[str] | None = field(default=None, init=False)
 
     def forget_steps(self) -> None:
         """Forget what the last step has found of the parameters. It holds their state."""
-        self.seen = self.collected = self.work = None
+        self.seen = self.collected = None
 
     def orthogonalizer(self, number: int) -> Orthogonalizer:
         """Return the orthogonalizer of a matrix of which this rank stores something."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -145,7 +146,7 @@ def _nonzero_on_host(table: PieceTable, gradients: Sequence[Tensor | None], matr
         matrices: The number of matrices.
     """
     found = [False] * matrices
-    rows_of: dict[int, list[Row]] = table.kept.get(_ROWS) or table.once(_ROWS, lambda: _rows_of(table))
+    rows_of: dict[int, list[Row]] = table.kept.get(_ROWS) or table.once(_ROWS, lambda: _by_matrix(table))
     probes: dict[tuple[int, torch.dtype], tuple[list[int], list[Tensor]]] = {}
     for number, (first, *_) in rows_of.items():
         if (gradient := gradients[first.parameter]) is not None:  # all rows of a matrix are of one parameter
@@ -161,11 +162,8 @@ def _nonzero_on_host(table: PieceTable, gradients: Sequence[Tensor | None], matr
     return found
 
 
-def _rows_of(table: PieceTable) -> dict[int, list[Row]]:
-    found: dict[int, list[Row]] = {}
-    for row in table.rows:
-        found.setdefault(row.assignment, []).append(row)
-    return found
+def _by_matrix(table: PieceTable) -> dict[int, list[Row]]:
+    return {number: [*rows] for number, rows in groupby(table.rows, lambda row: row.assignment)}
 
 
 def _has_nonzero(row: Row, gradient: Tensor | None) -> bool:
