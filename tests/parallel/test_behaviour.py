@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 import muonmesh as mm
 from muonmesh.numerics import kernels
-from muonmesh.numerics.kernels import auto_takes, compiled, memory
+from muonmesh.numerics.kernels import auto_takes, compiled, threads
 from muonmesh.step.runtime import Driver
 from tests import emulated, gathered, pretended, problem
 
@@ -642,7 +642,7 @@ def test_groups_that_share_nothing_do_not_wait_for_each_other(workers) -> None:
 
 def kept() -> dict[str, int]:
     """Where the buffers of a step are, by role."""
-    roles = {role: views[None] for (role, _), views in vars(memory._own)["scratch"].items()}
+    roles = {role: views[None] for (role, _), views in vars(threads._mine)["scratch"].items()}
     assert {"gather.send 0", "scatter.receive 1"} <= roles.keys()
     return {role: buffer.data_ptr() for role, buffer in roles.items()}
 

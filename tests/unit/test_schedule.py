@@ -28,7 +28,7 @@ from muonmesh.layout import (
 )
 from muonmesh.layout import split_matrices as split
 from muonmesh.layout.piece_table import Row
-from muonmesh.numerics.kernels import memory
+from muonmesh.numerics.kernels import threads
 
 CPU = torch.device("cpu")
 
@@ -121,7 +121,7 @@ def kept_by(schedule: Schedule) -> dict[str, Tensor]:
     def replay() -> dict[str, Tensor]:
         for back in stages_of(schedule):
             exchanges_of(schedule, back)
-        return {role: views[None] for (role, _), views in vars(memory._own).get("scratch", {}).items()}
+        return {role: views[None] for (role, _), views in vars(threads._mine).get("scratch", {}).items()}
 
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(replay).result()
