@@ -307,7 +307,10 @@ class _OneDevice(dist.ProcessGroupGloo):
 
     _device = None
 
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+    def __init__(
+        self, store: dist.Store, rank: int, size: int, timeout: timedelta, enable_reconfigure: bool = False
+    ) -> None:
+        assert not enable_reconfigure  # an argument that torch has passed since 2.14
         if _OneDevice._device is None:
             _OneDevice._device = dist.ProcessGroupGloo.create_default_device()
         options = dist.ProcessGroupGloo._Options()
