@@ -133,7 +133,7 @@ def _fold_blocks(bases, row, first, weight, momentum, on, BLOCKS, DIRECTS, NESTE
         new = _lerp(old, gradient, weight).to(M).to(tl.float32)
         new = tl.where(tl.abs(new) < TINY, 0.0, new)
         new = tl.where(on, new, old)
-        tl.store(m_at, new.to(M), mask=inside & on)
+        tl.store(m_at, new.to(M), mask=(inside & on) != 0)  # a mask in the interpreter of Triton 3.9 too
         if DIRECTS:
             direction = new
             if NESTEROV:  # without the gradient where the piece is not active: it may be anything there
