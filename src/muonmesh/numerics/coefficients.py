@@ -173,16 +173,19 @@ def register_coefficients(name: str, chosen: CoefficientSet) -> None:
         chosen: The set.
 
     Raises:
-        ValueError: a published set has this name, a polynomial is invalid, or the first polynomial after a deflation
-            is no quintic.
+        ValueError: a published set has this name, a polynomial is invalid, or after a deflation the first polynomial
+            is no quintic, or a later one neither of degree 5 nor of degree 9.
     """
     if name in ("auto", *get_args(CoefficientName)):
         write = f'Write register_coefficients("my-{name}", ...)'
         raise ValueError(explain_error("name", f"{name!r}, a published set", "a name of its own", write))
     polynomials = coefficient_set(chosen.polynomials).polynomials
-    if chosen.deflation is not None and len(polynomials[0]) != 3:  # it uses the products of the closer bound
-        found, needed = f"{polynomials[0]} first, after {chosen.deflation}", "three numbers, (a, b, c)"
-        raise ValueError(explain_error("polynomials", found, needed, "Leave out deflation, or begin with a quintic"))
+    for number, polynomial in enumerate(polynomials if chosen.deflation is not None else (), 1):
+        # The first uses the products of the closer bound, and all may share one Gram matrix.
+        if len(polynomial) != 3 and (number == 1 or len(polynomial) != 5):
+            found = f"{polynomial} as number {number}, after {chosen.deflation}"
+            needed = "three numbers, (a, b, c), and after the first three or five"
+            raise ValueError(explain_error("polynomials", found, needed, "Leave out deflation, or change this one"))
     COEFFICIENT_SETS[name] = replace(chosen, polynomials=polynomials)
 
 
