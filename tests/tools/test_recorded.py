@@ -132,7 +132,7 @@ def test_memory_of_a_thread() -> None:
 
 
 def test_other_pools() -> None:
-    found, page, rows = recorded("spinning"), " ".join(report("busy-machines").split()), []
+    found, page, rows = recorded("spinning"), " ".join(report("thread-pools").split()), []
     for name, table in found["middle of rounds"].items():
         told = name if name.startswith("Intel") or name == "default" else f"`{name}`"
         pools = ("ours", "pinned", "caller", "team")
