@@ -1,6 +1,7 @@
 """Products in C: each against fp64, the same bits however cut up and on every processor.
 
-The tiles of the variant amx are emulated here (tests/emulated.py), whatever the processor is.
+The tiles of the variant amx are emulated here (tests/emulated.py), whatever the processor is. One that has tiles
+multiplies by its own too.
 """
 
 from __future__ import annotations
@@ -59,12 +60,21 @@ def near(found: Tensor, expected: Tensor, eps: float = 2**-8) -> None:
     assert float((found.double() - expected).abs().max()) <= tolerance
 
 
-@pytest.fixture(params=["compiled", "amx"])
+def has_tiles() -> bool:
+    """Whether this processor, its kernel and the library have AMX."""
+    try:
+        compiled.library("amx")
+    except compiled.NoLibrary:
+        return False
+    return True
+
+
+@pytest.fixture(params=["compiled", "amx", *(["amx of this processor"] if has_tiles() else [])])
 def name(request: pytest.FixtureRequest) -> Iterator[mm.KernelName]:
     """``kernels`` of both orders of sums."""
     folder = request.getfixturevalue("emulated_amx") if request.param == "amx" else None
     with nullcontext() if folder is None else emulated.using(folder):
-        yield request.param
+        yield "compiled" if request.param == "compiled" else "amx"
 
 
 @pytest.fixture

@@ -92,7 +92,7 @@ def library(variant: str = "") -> SimpleNamespace:
         variant = variant or found.muonmesh_variant().decode()
         if not variant:
             raise NoLibrary("a processor without AVX2 and FMA")
-        if variant == "amx" and (refused := found.muonmesh_tiles().decode()):
+        if variant == "amx" and (refused := found.muonmesh_tiles().decode(errors="replace")):
             raise NoLibrary(refused)
         long, pointer, flag = ctypes.c_long, ctypes.c_void_p, ctypes.c_int
         functions = SimpleNamespace(variant=variant)

@@ -51,6 +51,7 @@ const char *muonmesh_tiles(void) {
   __asm__("xgetbv" : "=a"(saved), "=d"(upper) : "c"(0));
   if ((saved & TILES) != TILES) return "a kernel that saves no registers of AMX";
   if (syscall(SYS_arch_prctl, REQUEST, DATA) == 0) return ""; /* ARCH_REQ_XCOMP_PERM of XTILEDATA */
+  if (errno == ENOSPC) return "a thread whose stack for signals (sigaltstack) is too small for the registers of AMX";
   snprintf(refused, sizeof refused, "a kernel that refuses the registers of AMX (arch_prctl: %s)", strerror(errno));
   return refused;
 }

@@ -172,8 +172,8 @@ def _parts(given: Any, where: str, package: PackageName) -> list[SourceState]:
     keys = ", ".join(map(str, list(given)[:8])) if isinstance(given, Mapping) else ""
     found = keys or f"an empty {type(given).__name__}" if isinstance(given, Mapping) else f"a {type(given).__name__}"
     needed = "what an optimizer's state_dict() returned: state and param_groups"
-    write = "Write saved = torch.load(path, weights_only=True), and convert([saved[key], ...], optimizer) with its "
-    write += "key, or with the keys of all optimizers"
+    write = "Write saved = torch.load(path, weights_only=True), and convert([saved[key], ...], optimizer, "
+    write += "package=...) with its key, or with the keys of all optimizers"
     raise StateError(explain_error(where, found, needed, write))
 
 
