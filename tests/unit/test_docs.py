@@ -882,6 +882,13 @@ def test_user_pages_are_short(tmp_path: Path) -> None:
     assert done.returncode == 1
 
 
+def test_files_that_maintainers_pages_name_are_there() -> None:
+    there = {path.name for room in ("src", "tests", "benchmarks", "docs") for path in (ROOT / room).rglob("*.*")}
+    for page in ("architecture", "kernels", "numerics", "planning", "simulated"):
+        named = re.findall(r"`(?:[\w/]*/)?(\w+\.(?:py|c|h))`", (ROOT / f"docs/internals/{page}.md").read_text())
+        assert set(named) - there == set(), page
+
+
 def test_maintainers_pages_are_short() -> None:
     """By `wc -w`: 250 words a decision, 600 a report, 25,000 all that only maintainers and sceptics read."""
 

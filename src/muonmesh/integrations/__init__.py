@@ -1,4 +1,4 @@
-"""Integrations: muonmesh inside other training frameworks, one module or folder for each framework."""
+"""Integrations: muonmesh inside other training frameworks, one module or folder for each framework, and QK-clip."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class Row:
         reason: Why the parameter has this algorithm.
         matrices: Number and sizes of the matrices that are orthogonalized, e.g. ``3 of 768×768``.
         layout: The layout of the parameter, as text.
-        owners: The number of matrices that each rank orthogonalizes, as text.
+        owners: The number of matrices that each owner orthogonalizes, by rank.
         flops: FLOPs in a step over all ranks.
         bytes: Bytes that this rank sends for the parameter in a step.
         rms: Root mean square of one step; for AdamW an upper bound, which the table marks by "≤"; NaN if it is not

@@ -70,8 +70,8 @@ class Planned:
         exchange: The exchange that runs the plan; set when they have.
         vectors: Vectors on the device with an entry for each matrix, with what they were made of (`ByKernel`).
         seen: The parameters of the last step with their state, which it has left in the forms in which steps use them
-            (`collect.Snapshot`).
-        collected: The parameters of the last step, if the next step may use all of them again (`collect.Collected`).
+            (`parameters.Snapshot`).
+        collected: The parameters of the last step, if the next step may use all of them again (`parameters.Collected`).
         state_forms: The forms of the state of each parameter, by the identity of its OptimizedParameter, and by whether
             it has master weights (`OptimizedParameter.forms`).
     """
