@@ -27,7 +27,7 @@ from muonmesh.comm.wire import Counts
 from muonmesh.errors import explain_error, warn
 from muonmesh.groups import ParamGroups
 from muonmesh.layout import Declared
-from muonmesh.numerics.kernels.threads import alone, plain_modes
+from muonmesh.numerics.kernels.threads import abandon_scratch, alone, plain_modes
 from muonmesh.numerics.setting import own_names
 from muonmesh.report.explain import Explanation, explain, summary
 from muonmesh.report.metrics import measure
@@ -436,8 +436,10 @@ class Muon(torch.optim.Optimizer):
             work.begin(elementwise)
             exchange.run(cast(MuonStep, Profiled(work)) if watched else work)
             work.ready.finish()
-        except Exception as error:
-            runtime.explain_interruption(error)
+        except BaseException as error:
+            abandon_scratch()
+            if isinstance(error, Exception):
+                runtime.explain_interruption(error)
             raise
         runtime.last.blocks = planned.blocks if precision.int8 else None
         runtime.last.brought_back = None if offload is None else offload.last

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,9 @@ import torch
 from torch import Tensor, nn
 
 import muonmesh as mm
-from muonmesh.numerics.kernels.threads import alone, run_all, run_each, thread_count, together
+from muonmesh.numerics.kernels.threads import alone, run_all, run_each, scratch, thread_count, together
 from muonmesh.numerics.newton_schulz import Orthogonalizer
+from muonmesh.numerics.rules import RULES, MuonRule
 
 CPU = torch.device("cpu")
 
@@ -346,3 +348,20 @@ for threads in (3, 12):
 """
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
     assert (ended.returncode, ended.stdout.strip()) == (0, "[]"), ended.stderr
+
+
+def test_a_step_that_is_interrupted_leaves_its_memory_to_late_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next step of any optimizer takes other memory: receive buffers may still be written."""
+
+    @dataclass(frozen=True)
+    class Interrupted(MuonRule):
+        def whole(self, update: Tensor, state: Any) -> Tensor:
+            raise KeyboardInterrupt
+
+    monkeypatch.setitem(RULES, "interrupted", Interrupted)
+    before = scratch("test receive", (8,), dtype=torch.float32, device=CPU)
+    weight = nn.Parameter(torch.ones(8, 8))
+    weight.grad = torch.eye(8)
+    with pytest.raises(KeyboardInterrupt):
+        mm.Muon([{"params": [weight], "algorithm": "interrupted"}]).step()
+    assert scratch("test receive", (8,), dtype=torch.float32, device=CPU).data_ptr() != before.data_ptr()

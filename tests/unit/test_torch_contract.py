@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.optim import lr_scheduler
 from torch.optim.optimizer import (
@@ -31,6 +32,7 @@ from torch.optim.optimizer import (
 from torch.optim.swa_utils import SWALR, AveragedModel
 
 import muonmesh as mm
+from muonmesh.checkpoint import state
 from tests.samples import one_in
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*without masters")
@@ -712,6 +714,17 @@ def test_grad_scaler(name: str, growth: float, unscale: bool) -> None:
 
 def weight(*shape: int, dtype: torch.dtype = torch.float32) -> nn.Parameter:
     return nn.Parameter(torch.ones(shape or (2, 3), dtype=dtype))
+
+
+def test_a_rate_that_a_framework_moves_to_a_device_is_brought_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Accelerate moves the whole state dict to the GPU, and so does ``torch.load(map_location=...)``."""
+    with FakeTensorMode():
+        assert state._on_host(torch.empty((), device="cuda")).device.type == "cpu"
+    saved = (optimizer := mm.Muon([weight()], lr=torch.tensor(0.1))).state_dict()
+    saved["param_groups"][0]["lr"] = torch.tensor(-1.0)  # in place of one on a device, it is refused as such
+    monkeypatch.setattr(state, "_on_host", lambda lr: torch.tensor(0.25) if lr < 0 else lr)
+    optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0]["lr"] == 0.25
 
 
 # As torch's get_error_inputs_for_all_optims and error_inputs of its Muon: what is wrong, its class, its words.

@@ -167,6 +167,7 @@ def restore_state(
             # Lists by parameter keep their values, since a checkpoint may have turned tuples into lists.
             own = {key: old[key] for key in _LEFT_OUT if key in old}
             optimizer.param_groups[number] = {**old, NORM_MEANS: FRESH_MEANS, **optimizer.param_groups[number], **own}
+            optimizer.param_groups[number]["lr"] = _on_host(optimizer.param_groups[number]["lr"])
         for _name, parameter, saved in _entries(before, given):
             for key, value in saved.items():
                 local, layout = local_of(_tensor(key, value).detach()), forms[parameter][key].layout
@@ -206,6 +207,11 @@ def _tensor(key: str, value: Any) -> Any:
 _AS_SAVED = "Build the groups as when the state was saved"
 
 
+def _on_host(lr: Any) -> Any:
+    """Return a rate in CPU memory: Accelerate and ``torch.load(map_location=...)`` move all tensors of a state."""
+    return lr.cpu() if isinstance(lr, Tensor) and not lr.is_meta else lr
+
+
 def _check_groups(groups: list[dict[str, Any]], state_dict: Mapping[str, Any]) -> None:
     write = 'Write load_state_dict(saved["optimizer"]), which has the "state" and the "param_groups" of state_dict()'
     saved_groups = check_state_dict("load_state_dict", state_dict, write)["param_groups"]
@@ -219,6 +225,8 @@ def _check_groups(groups: list[dict[str, Any]], state_dict: Mapping[str, Any]) -
                 found, needed = f"{key} {saved[key]!r} in the state", f"{group[key]!r}, as this optimizer was built"
                 raise StateError(explain_error(where, found, needed, _AS_SAVED))
         kept = {key: saved[key] for key in saved if saved[key] is not None or key not in _LEFT_OUT}
+        if "lr" in kept:
+            kept["lr"] = _on_host(kept["lr"])
         try:
             check_structure(f"{where} of the state", {**group, **kept, "params": group["params"]})
             check_group(f"{where} of the state", {**group, **kept})

@@ -296,12 +296,13 @@ def _portions(
     moving: Sequence[int], reads: PieceTable, batches: Sequence[tuple[int, ...]]
 ) -> list[tuple[tuple[int, ...], PieceTable]]:
     """Return the `Stage.portions`; the first one also has the matrices of other owners."""
-    others = tuple(number for number in moving if not any(number in batch for batch in batches))
+    own = {number for batch in batches for number in batch}
+    others = tuple(number for number in moving if number not in own)
     found = []
     for batch in batches or [()]:
-        some = (*batch, *others)
+        some = dict.fromkeys((*batch, *others))
         rows = (replace(row, buffer=min(row.buffer, 0)) for row in reads.rows if row.assignment in some)
-        found.append((some, PieceTable(tuple(rows))))
+        found.append((tuple(some), PieceTable(tuple(rows))))
         others = ()
     return found
 

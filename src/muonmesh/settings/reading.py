@@ -101,8 +101,8 @@ def read_groups(
     except (TypeError, ValueError) as wrong:
         error = wrong
     if last is not None and last.error is error is None and [*map(id, found)] == [*map(id, before)]:
-        if not last.held and all(map(_is_fixed, groups)):
-            last.held.extend(_held(groups))
+        if all(map(_is_fixed, groups)):
+            last.held[:] = _held(groups)
         return last
     return SettingsFound(
         error,
@@ -141,7 +141,7 @@ def _held(groups: Sequence[Mapping[str, Any]]) -> list[object]:
         found += group
         for value in group.values():
             found.append(value)
-            found += value if type(value) is list else ()
+            found += value if isinstance(value, list) else ()
     return found
 
 

@@ -327,6 +327,11 @@ def forget() -> None:
     _mine.__dict__.pop("kept", None)
 
 
+def abandon_scratch() -> None:
+    """Have `scratch` take new memory in this thread: messages of an interrupted step may still arrive in the old."""
+    _mine.__dict__.pop("scratch", None)
+
+
 def scratch(role: str, shape: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return uninitialized memory of this thread, which the thread's next call for the same role reuses.
 
