@@ -153,6 +153,20 @@ def test_floors_of_the_guard() -> None:
         assert re.search(rf"\| {ratio:.2f}, [^|]*\| {0.75 * ratio:.1f} \|", page), (name, ratio)
 
 
+def test_trainings_in_the_form_of_devices() -> None:
+    page, losses = (ROOT / "docs/internals/numerics.md").read_text(), dict[tuple[str, bool], list[float]]()
+    for run in recorded("sets_device")["runs"]:
+        losses.setdefault((run["kind"], run["coefficients"].endswith("fp16")), []).append(run["validation"])
+    for kind, title in (("gpt2", "GPT-2"), ("llama", "Llama"), ("convolutions", "convolutions")):
+        pairs = zip(losses[kind, False], losses[kind, True], strict=True)
+        means = (statistics.mean(losses[kind, half]) for half in (False, True))
+        cells = [f"{a:.4f} / {b:.4f}" for a, b in (*pairs, tuple(means))]
+        assert f"| {title} | {' | '.join(cells)} |" in page
+        assert statistics.mean(losses[kind, True]) < statistics.mean(losses[kind, False]) + statistics.stdev(
+            losses[kind, False]
+        )
+
+
 def test_deflated_beside_others() -> None:
     found, text = recorded("iterations_deflated"), section(report("iterations"), "## Deflation and a Schatten norm")
     told = dict(re.findall(r"^\| ([^|]+?) \| (.*) \|$", text, re.MULTILINE))
