@@ -319,12 +319,17 @@ def _boxes_to_write(tensors: Mapping[str, Share]) -> list[tuple[str, Sizes]]:
 def _write_boxes(scratch: Path, tensors: Mapping[str, Share], own: Sequence[tuple[str, Sizes]]) -> Manifest:
     """Write boxes of this rank into a file of the locked folder, each as a file of `torch.save`; return what is there.
 
-    The folder is made if it is not there: then it is another one than the first rank's, which says so.
+    Raises:
+        FileError: the folder is not there, so it is another one than the first rank's.
     """
     file, records = scratch / f"__{this_rank()}_0.distcp", dict[tuple[str, Sizes], tuple[int, int]]()
     pieces: dict[str, list[SavedPiece]] = {name: [] for name in tensors}
     if own:
-        scratch.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            scratch.mkdir(parents=True)  # it also asks a server whose answers are kept here
+            scratch.rmdir()
+            found, write = f"no folder on rank {this_rank()} that rank 0 has made", "Pass the same path on every rank"
+            raise FileError(explain_error(str(scratch), found, "a folder that all ranks share", write))
         with file.open("wb") as stream:
             for name, at in own:
                 box, begin = tensors[name].boxes[at].resolve_conj().resolve_neg().cpu(), stream.tell()
