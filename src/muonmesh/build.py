@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from math import prod
 from typing import Any, Unpack
 
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from muonmesh.comm.wrappers import average_instead, group_of_wrapper
 from muonmesh.errors import calling, explain_error, warn
 from muonmesh.groups import Example
 from muonmesh.groups import split_params as split_locally
+from muonmesh.groups.sites import Matrices
 from muonmesh.numerics.rules import is_matrix_rule
 from muonmesh.numerics.scale import update_scale
 from muonmesh.optimizer import Muon
@@ -80,13 +82,20 @@ def from_model(
     return optimizer
 
 
+def _dims(shape: Sequence[int], matrices: Matrices) -> tuple[int, int]:
+    """Return the rows and columns of a parameter, of which a stack has several; a convolution is out × the rest."""
+    flat = "flatten" in (matrices, matrices[0])
+    return (shape[0], prod(shape[1:])) if flat else (shape[-2], shape[-1])
+
+
 def _warn_of_rate(optimizer: Muon) -> None:
     """Warn of a learning rate as other Muons take it: with the default scale, the steps of wide matrices are larger."""
     for group in optimizer.param_groups:
         lr, scale = group["lr"], group.get("scale_mode")
-        if not is_matrix_rule(group["algorithm"]) or scale != "match_rms_adamw" or not isinstance(lr, float):
+        if not is_matrix_rule(group["algorithm"]) or scale != "match_rms_adamw" or not isinstance(lr, float | int):
             continue
-        shapes = {(each.shape[-2], each.shape[-1]) for each in group["params"] if each.ndim > 1 and each.numel()}
+        stored = zip(group["params"], group["matrices"], strict=True)
+        shapes = {_dims(each.shape, matrices) for each, matrices in stored if each.ndim > 1 and each.numel()}
         times = max((update_scale(*shape, scale) / update_scale(*shape, "original") for shape in shapes), default=0.0)
         if lr >= LARGE_RATE and times >= 2:
             found = f"{lr:g} with the default scale, which makes steps up to {times:.0f} times as large as those of "

@@ -134,6 +134,11 @@ def test_find_files_takes_files_folders_and_globs(tmp_path: Path) -> None:
     assert [path.name for path in find_files([str(folder / "sub/c.md")])] == ["c.md"]
     with pytest.raises(ValueError, match=r"--data .*nothing.*needed a file, a folder or a glob"):
         find_files([str(folder / "nothing")])
+    write(tmp_path, {"lines/d.jsonl": '{"text": "d"}', "lines/e.txt": "e"})
+    for pattern in ("lines/d.jsonl", "lines", "lines/*"):
+        with pytest.raises(ValueError, match=r"--data .*lines/d\.jsonl': found JSON lines; needed plain text\. Write"):
+            find_files([str(tmp_path / pattern)])
+    assert [path.name for path in find_files([str(tmp_path / "lines/*.txt")])] == ["e.txt"]
 
 
 def test_the_standard_library_is_there_without_tests_or_installed_packages() -> None:

@@ -192,6 +192,19 @@ def test_a_disk_that_is_full_anywhere_or_read_only_is_one_sentence_on_every_rank
         assert pool.run(tried, path, 3.0) == [""] * RANKS
 
 
+def tried_on_disks_of_their_own(path: Path) -> str:
+    (own := path / f"disk of rank {dist.get_rank()}").mkdir()
+    return tried(own / "state", 1.0)
+
+
+def test_a_disk_that_ranks_do_not_share_is_said_before_anything_is_written(pool: Pool, tmp_path: Path) -> None:
+    first, *others = pool.run(tried_on_disks_of_their_own, tmp_path)
+    assert others == [first] * (RANKS - 1)
+    assert "disk of rank 1/.state.writing: found no folder on rank 1 that rank 0 has made" in first
+    assert "needed a folder that all ranks share. Pass the same path on every rank" in first
+    assert [file for file in tmp_path.rglob("*") if not file.name.startswith("disk")] == []
+
+
 def tried_by_a_limited_rank(limited: int, path: Path) -> str:
     """Save a tensor so large that torch's writer, and not Python's buffer, is refused, which does not say why."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))

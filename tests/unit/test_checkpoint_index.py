@@ -18,8 +18,10 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
 
 import muonmesh as mm
+from muonmesh.checkpoint import index
 from muonmesh.checkpoint.index import (
     MANIFEST_FILE,
     METADATA_FILE,
@@ -81,6 +83,26 @@ def refused(saved: Saved) -> str:
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 4100
     return str(caught.value)
+
+
+class SixValues(TensorProperties):
+    """Properties that write a sixth value, as those of torch 2.15, and read five, as those of torch 2.13."""
+
+    def __getstate__(self) -> tuple[Any, ...]:
+        return (*super().__getstate__(), (1,))  # type: ignore[no-untyped-call]
+
+
+def test_torch_reads_metadata_that_a_later_torch_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="too many values to unpack"):
+        pickle.loads(pickle.dumps(SixValues(torch.float32)))
+    monkeypatch.setattr(index, "TensorProperties", SixValues)
+    write(tmp_path / "saved", {"weight": torch.arange(6.0).view(2, 3)}, {})
+    described = dcp.FileSystemReader(tmp_path / "saved").read_metadata().state_dict_metadata["weight"]
+    assert isinstance(described, TensorStorageMetadata)
+    assert described.properties == SixValues(torch.float32)
+    loaded = {"weight": torch.zeros(2, 3)}
+    dcp.load(loaded, checkpoint_id=tmp_path / "saved")
+    assert torch.equal(loaded["weight"], torch.arange(6.0).view(2, 3))
 
 
 def test_a_load_reads_the_elements_of_tensors_and_json_and_nothing_else(saved: Saved, tmp_path: Path) -> None:

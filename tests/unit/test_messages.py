@@ -278,6 +278,11 @@ def test_a_rate_of_another_muon_is_told() -> None:
         mm.from_model(model, lr=0.02)
     with pytest.warns(UserWarning, match=r"^lr: found 0\.02 "):
         mm.from_model(model, muon={"lr": 0.02})
+    with pytest.warns(UserWarning, match=r"^lr: found 1 "):
+        mm.from_model(model, lr=1)
+    for kernel in (nn.Conv1d(64, 64, 9), nn.Conv2d(64, 64, 3)):  # one matrix of 64 × 576
+        with pytest.warns(UserWarning, match=r"^lr: found 0\.02 .* up to 5 times "):
+            mm.from_model(nn.Sequential(nn.Embedding(8, 64), kernel, nn.Linear(64, 8)), lr=0.02)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         mm.from_model(model, lr=3e-4)

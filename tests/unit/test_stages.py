@@ -10,10 +10,14 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import SplitPoint, pipeline
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from muonmesh.groups import split_params
 from tests.samples import one_in
+from tests.workers import Pool
 
 WIDTH, VOCAB = 8, 11
 
@@ -356,3 +360,35 @@ def test_what_the_whole_model_decided_reaches_tied_and_frozen_parameters_and_ref
         whole.held_by([last])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"none with requires_grad"):
         whole.held_by(nn.ModuleDict({"norm": model.norm}))
+
+
+def test_a_tie_that_sharding_has_broken_is_refused() -> None:
+    """Else one of both weights would be trained by nobody."""
+    model = Model(nn.ModuleList([Plain()]))
+    model.output.weight = model.embed.weight
+    whole = split_params(model)
+    assert "embed.weight" in decided(whole.held_by(model))
+    model.output.weight = nn.Parameter(model.embed.weight.detach().clone())
+    message = r"^output\.weight: found a parameter apart from embed\.weight, to which it was tied .*Tie them again"
+    with pytest.raises(ValueError, match=message):
+        whole.held_by(model)
+    model.output.weight = model.embed.weight
+    assert "embed.weight" in decided(whole.held_by(model))
+
+
+def _broken_tie() -> str:
+    model = Model(nn.ModuleList([Plain()]))
+    model.output.weight = model.embed.weight
+    whole = split_params(model)
+    plan = {"embed": RowwiseParallel(input_layouts=Replicate()), "output": ColwiseParallel()}
+    parallelize_module(model, init_device_mesh("cpu", (2,)), plan)
+    try:
+        whole.held_by(model)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_parallelize_module_breaks_a_tie(workers: Callable[[int], Pool]) -> None:
+    for told in workers(2).run(_broken_tie):
+        assert told.startswith("output.weight: found a parameter apart from embed.weight, to which it was tied")

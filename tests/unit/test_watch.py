@@ -476,3 +476,29 @@ def test_a_part_of_a_model_is_compared_with_the_roles_of_the_whole() -> None:
         warnings.simplefilter("error")
         trained(more, mm.Muon(mm.split_params(whole, example=(x,)).held_by(more)), x)
     assert mm.split_params(whole, watch=False).held_by(whole).watch is None
+
+
+class Scaled(torch.autograd.Function):
+    """A function that hides from the graph what reads a weight's output."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0] * 2
+
+
+@pytest.mark.parametrize("hides", [True, False])
+def test_what_training_hides_does_not_contradict_what_an_example_showed(hides: bool) -> None:
+    model = nn.Sequential(nn.Linear(12, 20), nn.ReLU(), nn.Linear(20, 32), nn.GLU(), nn.Linear(16, 5))
+    x, split = torch.randn(3, 12), ("rows", 16, 16)
+    groups = mm.split_params(model, example=(x,))
+    model[2].register_forward_hook(lambda module, args, output: Scaled.apply(output) if hides else output * 2)
+    optimizer = mm.Muon(groups.held_by(model))
+    assert halves(optimizer)["2.weight"] == split
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trained(model, optimizer, x)
+    assert halves(optimizer)["2.weight"] == split

@@ -20,6 +20,7 @@ Even then no code can run, and names, shapes, dtypes and places are checked.
 from __future__ import annotations
 
 import contextlib
+import copyreg
 import errno
 import json
 import os
@@ -30,6 +31,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch.distributed.checkpoint.metadata import TensorProperties
 from torch.distributed.checkpoint.utils import _create_file_view
 
 from muonmesh.checkpoint.index import (
@@ -245,6 +247,15 @@ class CheckpointReader(NamedTuple):
                 raise FileError(f"{self.folder}: found {fault} in {name}; needed finite numbers. {REMEDY}")
 
 
+class _Pickler(pickle.Pickler):
+    """Writes properties of tensors with the five values that all torch reads; torch 2.15 adds one that 2.13 refuses."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, TensorProperties):
+            return copyreg.__newobj__, (type(value),), value.__getstate__()[:5]  # type: ignore[attr-defined, no-untyped-call]
+        return NotImplemented
+
+
 AGAIN = "save again"
 
 
@@ -284,7 +295,8 @@ def write(path: str | os.PathLike[str], tensors: Mapping[str, Share], settings: 
                 if not (scratch / name).is_file():
                     found, needed = f"no {name} here, which another rank wrote", "a folder that all ranks share"
                     raise FileError(explain_error(str(place), found, needed, "Pass the same path on every rank"))
-            (scratch / METADATA_FILE).write_bytes(pickle.dumps(torch_metadata(manifest.tensors.values())))
+            with (scratch / METADATA_FILE).open("wb") as stream:
+                _Pickler(stream).dump(torch_metadata(manifest.tensors.values()))
             onto_disk(scratch / METADATA_FILE)
             replace_text(scratch / SETTINGS_FILE, text)
             beside = {name: entry_of(scratch / name) for name in BESIDE}
@@ -319,12 +331,17 @@ def _boxes_to_write(tensors: Mapping[str, Share]) -> list[tuple[str, Sizes]]:
 def _write_boxes(scratch: Path, tensors: Mapping[str, Share], own: Sequence[tuple[str, Sizes]]) -> Manifest:
     """Write boxes of this rank into a file of the locked folder, each as a file of `torch.save`; return what is there.
 
-    The folder is made if it is not there: then it is another one than the first rank's, which says so.
+    Raises:
+        FileError: the folder is not there, so it is another one than the first rank's.
     """
     file, records = scratch / f"__{this_rank()}_0.distcp", dict[tuple[str, Sizes], tuple[int, int]]()
     pieces: dict[str, list[SavedPiece]] = {name: [] for name in tensors}
     if own:
-        scratch.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            scratch.mkdir(parents=True)  # it also asks a server whose answers are kept here
+            scratch.rmdir()
+            found, write = f"no folder on rank {this_rank()} that rank 0 has made", "Pass the same path on every rank"
+            raise FileError(explain_error(str(scratch), found, "a folder that all ranks share", write))
         with file.open("wb") as stream:
             for name, at in own:
                 box, begin = tensors[name].boxes[at].resolve_conj().resolve_neg().cpu(), stream.tell()

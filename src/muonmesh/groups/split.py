@@ -87,7 +87,8 @@ class ParamGroups(list[dict[str, Any]]):
 
         Raises:
             TypeError: `stage` is no module.
-            ValueError: `stage` holds a parameter of another name or shape, or no trainable parameter.
+            ValueError: `stage` holds a parameter of another name or shape, or no trainable parameter, or weights that
+                were tied in the whole model are parameters of their own.
         """
         _check_module(stage)
         known = {name: group["params"][i] for group in self for i, name in enumerate(group["param_names"])}
@@ -106,6 +107,10 @@ class ParamGroups(list[dict[str, Any]]):
             if (shape := global_shape(parameter)) != (needed_shape := global_shape(known[first])):
                 needed, write = f"{needed_shape} as in the whole model", "Cut the stage from that model"
                 raise ValueError(explain_error(name, f"shape {shape}", needed, write))
+            if first in held:  # one of both would be trained by nobody
+                found = f"a parameter apart from {held[first][0]}, to which it was tied in the whole model"
+                write = "Tie them again after sharding, or call split_params on this model, without example="
+                raise ValueError(explain_error(name, found, "one shared parameter", write))
             held[first] = name, parameter
         if not held:
             _refuse_untrained(stage, frozen)

@@ -105,6 +105,8 @@ class Watch:
             end = guess.kind in ("embeddings", "head")
             ends = {id(site.module): (guess.kind, guess.reason) for site in same if end}
             shown = shared_roles(same, ends, seen)[0]
+            if shown.guess and not guess.guess:  # what this forward hides does not contradict what an example showed
+                continue
             group, i = places[name]
             muon = is_matrix_rule(group["algorithm"])
             if muon != (guess.algorithm == "muon"):  # changed since

@@ -31,6 +31,7 @@ END_OF_TEXT = "<|endoftext|>"
 END_OF_TEXT_ID = 0  # the trainer numbers special tokens first
 TRAINING_CHARACTERS = 50_000_000  # more text hardly changes the merges, and takes longer
 LONGEST_WORD = 1000  # bytes; the time to learn from a word grows with its square, and a file may be a single word
+JSON_LINES = frozenset({".jsonl", ".ndjson"})
 
 
 def train_tokenizer(texts: Iterable[str], *, vocab: int) -> Tokenizer:
@@ -90,7 +91,7 @@ def find_files(patterns: Sequence[str]) -> list[Path]:
     In folders and globs, entries that are no files are ignored: named pipes, sockets, devices, and broken links.
 
     Raises:
-        ValueError: a pattern finds no file, or names something else than a file or a folder.
+        ValueError: a pattern finds no file or a file of JSON lines, or names something else than a file or a folder.
     """
     found: list[Path] = []
     for pattern in patterns:
@@ -103,6 +104,9 @@ def find_files(patterns: Sequence[str]) -> list[Path]:
             raise ValueError(
                 f"--data {pattern!r}: found no file; needed a file, a folder or a glob such as 'src/**/*.py'."
             )
+        if lines := next((file for file in files if file.suffix.lower() in JSON_LINES), None):
+            write = "Write the text of its lines into .txt files, or leave it out."
+            raise ValueError(f"--data {str(lines)!r}: found JSON lines; needed plain text. {write}")
         found.extend(files)
     return found
 
@@ -250,8 +254,8 @@ def prepare_corpus(patterns: Sequence[str], *, vocab: int, cache: Path) -> Corpu
         cache: The folder of prepared texts.
 
     Raises:
-        ValueError: a pattern finds no file, or no file is text; a file cannot be read, or ``cache`` cannot be written;
-            or the stored tokens have changed since they were written.
+        ValueError: a pattern finds no file, or JSON lines, or no file is text; a file cannot be read, or ``cache``
+            cannot be written; or the stored tokens have changed since they were written.
     """
     files = find_files(patterns) if patterns else standard_library()
     source = " ".join(patterns) if patterns else "the Python standard library"
