@@ -117,6 +117,28 @@ def test_it_is_refused_where_the_processor_or_the_kernel_has_no_tiles() -> None:
     assert mm.orthogonalize(torch.ones(3, 4)).isfinite().all()
 
 
+BUILD = ", or build the package where there is a C compiler (pip install . in a clone)"
+REASONS = ["a processor without tiles", "a kernel that refuses", "a thread whose stack", "a library without"]
+
+
+@pytest.mark.parametrize("lacking", ["", *REASONS])
+def test_building_is_the_advice_where_it_helps(tmp_path: Path, lacking: str) -> None:
+    """Not for what a processor, its kernel or a thread lacks; "": a processor that runs no variant."""
+    functions = {"variant": "avx2" if lacking else "", "tiles": lacking}
+    lines = [f'const char *muonmesh_{name}(void) {{ return "{told}"; }}' for name, told in functions.items()]
+    (tmp_path / "none.c").write_text("\n".join(lines))
+    options = [emulated.compiler(), "-fPIC", "-shared", tmp_path / "none.c", "-o", tmp_path / "products.so"]
+    subprocess.run(options, check=True)
+    name = "amx" if lacking else "compiled"
+    with emulated.using(tmp_path):
+        with pytest.raises(ValueError, match=f"found {lacking or 'a processor without AVX2 and FMA'}; needed") as error:
+            mm.orthogonalize(torch.ones(3, 4), kernels=name)
+        advice = BUILD if lacking.startswith("a library") else ""
+        assert str(error.value).endswith(f'Write kernels="auto"{advice}')
+        if not lacking:
+            assert products_here().found == "none. Found a processor without AVX2 and FMA. torch multiplies."
+
+
 def test_doctor_says_that_it_is_possible(emulated_amx: Path) -> None:
     with emulated.using(emulated_amx):
         assert products_here().found.endswith('kernels="amx" is possible too')
