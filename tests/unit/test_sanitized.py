@@ -87,12 +87,16 @@ RESTORED = "  if (before->palette) _tile_loadconfig(before);\n  else _tile_relea
 FAULTS = {
     "the other half of a panel": ("_tile_dpbf16ps(1, 4, 7);", "_tile_dpbf16ps(1, 4, 6);", ""),
     "the next pair, not the next 16": ("packed += PAIRS * WIDTH) {\n    _tile", "packed += WIDTH) {\n    _tile", ""),
+    "operands exchanged": ("_tile_dpbf16ps(0, 4, 6);", "_tile_dpbf16ps(0, 6, 4);", ""),
+    "rows of A half as far apart": ("of_a = ld * sizeof(bf16);", "of_a = ld;", ""),
+    "a tile that is not zeroed": ("    _tile_zero(3);\n", "", ""),
     "even members where odd ones are": ("low | high << 16", "high | low << 16", ""),
     "no zeros after a column": ("(pairs_of(some) * WIDTH - filled)", "0 * filled", ""),
     "an end within a tile": ("rows == ROWS && depth % (2 * PAIRS) == 0 && ", "rows == ROWS && ", "AddressSanitizer"),
     "fewer rows than a tile": ("rows == ROWS && depth % (2", "depth % (2", "AddressSanitizer"),
     "tiles released that somebody had configured": (RESTORED, "  _tile_release();", ""),
     "tiles configured that nobody had": (RESTORED, "  _tile_loadconfig(before->palette ? before : &ours);", ""),
+    "one row too few in a tile": ("{16, 16, ", "{15, 16, ", "#UD: rows"),
     "no configuration": ("  _tile_loadconfig(own);\n", "", "#UD"),
 }
 

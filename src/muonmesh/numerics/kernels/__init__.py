@@ -192,7 +192,7 @@ def _compiled_fault(kernels: KernelName, device: torch.device, dtype: torch.dtyp
     try:
         library("amx" if kernels == "amx" else "")
     except NoLibrary as error:
-        return str(error), _NEEDED[kernels], f"{_INSTEAD}, or {error.mend}"
+        return str(error), _NEEDED[kernels], ", or ".join(filter(None, (_INSTEAD, error.mend)))
     return None
 
 

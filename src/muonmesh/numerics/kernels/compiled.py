@@ -42,6 +42,12 @@ class NoLibrary(RuntimeError):
     mend = "build the package where there is a C compiler (pip install . in a clone)"
 
 
+class NotHere(NoLibrary):
+    """The processor, its kernel or the thread cannot run the products, whichever library the package has."""
+
+    mend = ""
+
+
 class _Matrix(ctypes.Structure):
     """`matrix` of products.c."""
 
@@ -91,9 +97,9 @@ def library(variant: str = "") -> SimpleNamespace:
         found.muonmesh_variant.restype = found.muonmesh_tiles.restype = ctypes.c_char_p
         variant = variant or found.muonmesh_variant().decode()
         if not variant:
-            raise NoLibrary("a processor without AVX2 and FMA")
+            raise NotHere("a processor without AVX2 and FMA")
         if variant == "amx" and (refused := found.muonmesh_tiles().decode(errors="replace")):
-            raise NoLibrary(refused)
+            raise (NoLibrary if refused.startswith("a library") else NotHere)(refused)
         long, pointer, flag = ctypes.c_long, ctypes.c_void_p, ctypes.c_int
         functions = SimpleNamespace(variant=variant)
         for name, takes, returns in (

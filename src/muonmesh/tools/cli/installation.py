@@ -60,8 +60,8 @@ def products_here() -> Finding:
     try:
         variant = library().variant
     except NoLibrary as error:
-        told = f"none. Found {error}. torch multiplies. To have them, {error.mend}"
-        return Finding("compiled products", told)
+        mend = f" To have them, {error.mend}" if error.mend else ""
+        return Finding("compiled products", f"none. Found {error}. torch multiplies.{mend}")
     order, gain = auto_takes()
     taken = 'kernels="auto" takes torch\'s products, which may be faster on such a CPU'
     if order:
