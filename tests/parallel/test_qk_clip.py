@@ -7,11 +7,13 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import scaled_dot_product_attention
 
 import muonmesh as mm
 from tests import models, problem
+from tests.meshes import mesh_of
 
 MODULES = [f"model.layers.{layer}.self_attn" for layer in range(2)]
 
@@ -123,3 +125,54 @@ def test_ranks_that_hold_parts_of_a_sequence_bound_it_together(workers) -> None:
     assert all(bounds == found[0][0] for bounds, _ in found)
     for bound, largest in zip(*found[0], strict=True):
         assert largest * (1 - 1e-6) <= bound <= largest + math.log(32)
+
+
+class FusedAttention(nn.Module):
+    """Attention whose one weight makes queries, keys and values, as only a forward shows."""
+
+    num_heads, head_dim = 2, 4
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(8, 24, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (2, 4)).mT for part in self.qkv(x).chunk(3, -1))
+        return scaled_dot_product_attention(q, k, v).mT.flatten(-2)
+
+
+def clipped_once(order: str) -> tuple[list[Tensor], str]:
+    """Weights after one step and its clip, where the model is sharded before or after the clip, and an example's error.
+
+    "after" and "alone": the clip has the example. "before": its optimizer has groups that were made with the example.
+    """
+    torch.manual_seed(0)
+    model, example = nn.Sequential(nn.Linear(8, 8), FusedAttention(), nn.Linear(8, 3)), (torch.randn(2, 5, 8),)
+    groups, attention, told = mm.split_params(model, example=example), model[1], ""
+    clip = None if order == "before" else mm.QKClip(model, threshold=1.0, example=example)
+    if order != "alone":
+        fully_shard(model, mesh=mesh_of((dist.get_world_size(),)))
+        with pytest.raises(ValueError, match="sharded") as caught:
+            mm.QKClip(model, example=example)
+        told = str(caught.value)
+    optimizer = mm.Muon(groups.held_by(model), process_group="local" if order == "alone" else None)
+    if clip is None:
+        clip = mm.QKClip(model, threshold=1.0, optimizer=optimizer)
+    for p in model.parameters():
+        value = torch.randn(p.shape, generator=torch.Generator().manual_seed(1))
+        p.grad = problem.placed_like(p, value)
+    clip.record(attention, torch.tensor([4.0, 0.5]))
+    optimizer.step()
+    if order != "before":
+        clip.step()
+    return [problem.whole(p) for p in model.parameters()], told
+
+
+def test_a_clip_with_an_example_is_made_before_the_model_is_sharded(workers) -> None:
+    pool = workers(2)
+    alone = pool.run(clipped_once, "alone")
+    for order in ("after", "before"):
+        for (expected, _), (weights, told) in zip(alone, pool.run(clipped_once, order), strict=True):
+            assert all(map(torch.equal, weights, expected)), order
+            assert told.startswith("QKClip: found example= for a model that is sharded"), told
+            assert "Make the QKClip before the model is sharded" in told

@@ -36,7 +36,6 @@ def _is_readable(value: object) -> bool:
 
 ANYTHING = Kind("anything", lambda value: True)
 TEXT = Kind("a string", lambda value: isinstance(value, str))
-TRUTH = Kind("true or false", lambda value: isinstance(value, bool))
 SIZE = Kind("a whole number of at least 0", lambda value: is_whole(value) and 0 <= value < 1 << 63)
 FINITE = Kind("a finite number", is_finite)
 POSITIVE = Kind("a positive, finite number", lambda value: is_finite(value) and value > 0)

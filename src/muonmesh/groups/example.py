@@ -25,13 +25,18 @@ Example = tuple[Any, ...] | Mapping[str, Any] | Tensor | Callable[[], Any]
 
 _MEANT = "the arguments of the model's forward as a tuple, its keyword arguments as a dict, or a function that calls it"
 
+_SHARDED = "Write groups = split_params(model, example=...) before the model is sharded, when it may still be on meta, "
+_SHARDED += "and Muon(groups.held_by(model)) after it"
 
-def seen_in(model: nn.Module, example: Any) -> dict[int, Seen]:
+
+def seen_in(model: nn.Module, example: Any, *, sharded: str = _SHARDED) -> dict[int, Seen]:
     """Return what one forward shows of each parameter, by its id; parameters that it does not use are missing.
 
     Arguments run on a copy of the model on the meta device, where nothing is computed. If this is not possible, as for
     a function, the model itself runs. Its buffers, modes, gradients and torch's random numbers stay as they were. Hooks
     of the model run too. A model on the meta device runs with numbers that are made up: a check of a mask is told yes.
+
+    A model must not be sharded; ``sharded`` is what the error then says to write.
 
     Raises:
         TypeError: ``example`` is of another type.
@@ -43,9 +48,7 @@ def seen_in(model: nn.Module, example: Any) -> dict[int, Seen]:
             return {}  # `role` refuses the parameter
         if isinstance(each, DTensor) or hasattr(each, "ds_shape"):
             found = f"example= for a model that is sharded: this process has a part of {name}"
-            write = "Write groups = split_params(model, example=...) before the model is sharded, when it may still be "
-            write += "on meta, and Muon(groups.held_by(model)) after it"
-            raise ValueError(explain_error(called("split_params"), found, "whole weights", write))
+            raise ValueError(explain_error(called("split_params"), found, "whole weights", sharded))
     if callable(example) and not isinstance(example, Mapping | Tensor | nn.Module):
         return _read(model, model, example)
     if isinstance(example, Mapping):

@@ -18,7 +18,7 @@ from muonmesh.checkpoint.record import boxes_of
 from muonmesh.comm.placing import storage_of
 from muonmesh.comm.storage import Storage, local_of, this_rank
 from muonmesh.comm.wrappers import layers_of
-from muonmesh.errors import escaped, explain_error
+from muonmesh.errors import calling, escaped, explain_error
 from muonmesh.groups.example import Example, seen_in
 from muonmesh.integrations.qk_clip.attention import KernelBounds, file_of_transformers, largest_logits, watch
 from muonmesh.integrations.qk_clip.rows import Attention, LogitRows, attentions, without_softmax
@@ -27,6 +27,11 @@ from muonmesh.optimizer import Muon
 from muonmesh.step.connection import placed_members
 from muonmesh.step.members import OptimizedParameter
 from muonmesh.table import aligned
+
+_SHARDED = (
+    "Make the QKClip before the model is sharded. To make it after, leave example= out and pass optimizer=, with "
+)
+_SHARDED += "groups = split_params(model, example=...) from before, and Muon(groups.held_by(model))"
 
 
 class QKClip:
@@ -48,7 +53,7 @@ class QKClip:
     CPU does not wait for the device.
 
     Args:
-        model: Any module, sharded or not, as it is trained.
+        model: Any module, as it is trained; sharded or not, but with ``example`` not yet sharded.
         threshold: The largest logit that is allowed.
         optimizer: The optimizer after whose steps the weights are clipped: a `Muon`, or a wrapper of one, such as a
             DeepSpeed engine's. QKClip then also clips shards that are no DTensors, flat buffers and fp32 master
@@ -82,7 +87,9 @@ class QKClip:
             for group in (group for muon in muons for group in muon.param_groups if "matrices" in group)
             for name, matrices in zip(group.get("param_names", ()), group["matrices"], strict=False)
         }
-        found = attentions(model, {} if example is None else seen_in(model, example), stepped)
+        with calling("QKClip"):
+            seen = {} if example is None else seen_in(model, example, sharded=_SHARDED)
+        found = attentions(model, seen, stepped)
         self._without = without_softmax(model)
         self._sources: dict[int, str] = {}
         *starts, total = accumulate((attention.heads for attention in found), initial=0)
