@@ -350,7 +350,7 @@ def state_layouts_of(
     Raises:
         ValueError: a parameter does not split as its group says.
     """
-    if not together[0].is_matrix or not isinstance(keeps, Mapping):
+    if not isinstance(keeps, Mapping):
         layouts = [StateLayout("weights", member.storage, dtype=member.tensor.dtype) for member in together]
         return [dict.fromkeys(keeps, layout) for layout in layouts]
     found: list[dict[str, StateLayout]] = [{} for _ in together]
