@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
@@ -23,7 +24,7 @@ from muonmesh.numerics.square_matrices import (
 )
 
 
-class Iteration:
+class Iteration(ABC):
     """The iteration of a batch of matrices, from memory of the caller to other memory of the caller.
 
     Each buffer is contiguous and begins at a multiple of 64 bytes, so that products of equal shape always have the same
@@ -51,9 +52,9 @@ class Iteration:
         self.x, self._next = (first, second) if len(self._segments) % 2 else (second, first)
         self._iterate(matrices, out)
 
+    @abstractmethod
     def _iterate(self, matrices: Tensor, out: Tensor) -> None:
         """Load the matrices into X, iterate, and write the result to `out`."""
-        raise NotImplementedError
 
     def _memory(self, given: Tensor | None, number: int) -> Tensor:
         """Return memory for X: of the caller's if it can hold X."""
